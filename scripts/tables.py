@@ -9,10 +9,16 @@ import re
 from pathlib import Path
 
 from server import api, key_limits
+from server.gateway.access import roles
 from server.gateway.observe import metrics
 
 DOCS = Path(__file__).parents[1] / "docs"
-TABLES = ((api.table, "api.md"), (metrics.table, "api.md"), (key_limits.table, "gateway.md"))
+TABLES = (
+    (api.table, "api.md"),
+    (metrics.table, "api.md"),
+    (key_limits.table, "gateway.md"),
+    (roles.table, "security.md"),
+)
 
 
 def main() -> None:

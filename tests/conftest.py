@@ -54,7 +54,7 @@ settings.load_profile("shared machine")
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None):
-        for kind in warm.MODULES:
+        for kind in (warm.ENGINES, warm.TRAINERS):
             warm.shared(kind)  # by all workers
 
 

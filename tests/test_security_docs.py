@@ -7,6 +7,7 @@ import re
 import subprocess
 from pathlib import Path
 
+from server.gateway.access.roles import table
 from tests.lacking import program
 from tests.weightsync.test_tls import echo, shown
 from weightsync.store.etcd_roles import roles
@@ -36,6 +37,10 @@ def test_the_table_of_roles() -> None:
     assert table.keys() == {role.name for role in roles(["MODEL"])}
     for role in roles(["MODEL"]):
         assert _documented(table[role.name]) == role.writes, role.name
+
+
+def test_the_table_of_routes() -> None:
+    assert table() in PAGE, "run `make tables`"
 
 
 def _documented(cell: str) -> set[str]:

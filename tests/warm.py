@@ -1,10 +1,11 @@
 """Processes forked from one that has imported their libraries once, which saves each its imports.
 
-There are two such warm processes, which all workers share: ENGINES has vLLM, TRAINERS has Megatron-Core. `install()`
-has every `hotswap instance` that this process starts (server/cli/processes.py) forked from the first. A forked process
-is a process of its own as it is otherwise: a group, a log, an environment and descriptors of its own, killed with this
-process. Two things are not as they are otherwise: vLLM's engine core is forked, too (on CPUs vLLM starts a new Python
-for it), and OMP_NUM_THREADS is that of this process.
+There are two such warm processes, which all workers share: ENGINES has vLLM, TRAINERS has Megatron-Core. (BARE has
+neither: test_warm.py starts one to see what becomes of orders.) `install()` has every `hotswap instance` that this
+process starts (server/cli/processes.py) forked from the first. A forked process is a process of its own as it is
+otherwise: a group, a log, an environment and descriptors of its own, killed with this process. Two things are not as
+they are otherwise: vLLM's engine core is forked, too (on CPUs vLLM starts a new Python for it), and OMP_NUM_THREADS is
+that of this process.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ import setproctitle
 
 from server.cli import processes
 
-ENGINES, TRAINERS, ANEW = "engines", "trainers", "anew"
+ENGINES, TRAINERS, BARE, ANEW = "engines", "trainers", "bare", "anew"
 MODULES = {
     ENGINES: (
         "server.cli.app", "server.instance.engine", "server.instance.generate", "server.instance.grammars.guard",
@@ -51,6 +52,7 @@ MODULES = {
         "trainer.faults.supervision", "trainer.loop", "trainer.main", "trainer.api.finetuning.routes",
         "tests.trainer.cases",
     ),
+    BARE: (),
 }  # fmt: skip
 MOST = 1 << 20
 _ADDRESS = "HOTSWAP_TEST_WARM_"
@@ -87,20 +89,36 @@ class WarmProcess:
 
 
 class Warm:
-    """A connection to a warm process, which kills what it forked for this one when the connection ends."""
+    """A connection to a warm process, which kills what it forked for this one when the connection ends.
+
+    An answer has its order's number. Who is interrupted while it waits (by the time limit of a test, say) leaves an
+    answer that the next one reads: it is passed over, and a process that was started for nobody is killed.
+    """
 
     def __init__(self, kind: str) -> None:
         self._lock = threading.Lock()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.connect(shared(kind))
+        self._number = 0
 
     def ask(self, what: dict[str, Any], descriptors: tuple[int, ...] = ()) -> Any:
         with self._lock:
-            socket.send_fds(self._socket, [json.dumps(what).encode()], descriptors)
-            answer = self._socket.recv(MOST)
-        if not answer:
+            self._number += 1
+            socket.send_fds(self._socket, [json.dumps({"number": self._number, **what}).encode()], descriptors)
+            while (answer := self._receive())["number"] != self._number:
+                if "started" in answer:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(answer["started"], signal.SIGKILL)
+        if "problem" in answer:
+            raise RuntimeError(answer["problem"])
+        return answer["started"] if "started" in answer else answer["status"]
+
+    def _receive(self) -> dict[str, Any]:
+        raw = self._socket.recv(MOST)
+        if not raw:
             raise RuntimeError("the warm process has ended; its last words are above")
-        return json.loads(answer)
+        answer: dict[str, Any] = json.loads(raw)
+        return answer
 
     def start(
         self,
@@ -169,7 +187,7 @@ def _begin_anew(args: list[str]) -> None:
 def _serve(kind: str, listener: socket.socket) -> None:
     """In a warm process: forks what is ordered until it is killed."""
     connection, _ = listener.accept()
-    _prepare_engines() if kind == ENGINES else _prepare_trainers()
+    {ENGINES: _prepare_engines, TRAINERS: _prepare_trainers, BARE: lambda: None}[kind]()
     for name in MODULES[kind]:
         importlib.import_module(name)
     gc.freeze()
@@ -194,16 +212,20 @@ def _answer(orders: socket.socket, ended: dict[int, int | None], selector: selec
                 os.killpg(pid, signal.SIGKILL)
         return False
     order = json.loads(raw)
-    if "poll" in order:
-        answer = ended[order["poll"]] = _status(order["poll"], ended[order["poll"]])
-    else:
-        answer = os.fork()
-        if not answer:
+    answer: dict[str, Any] = {"number": order["number"]}
+    pid = order.get("poll")
+    if "poll" not in order:
+        pid = answer["started"] = os.fork()
+        if not pid:
             for key in list(selector.get_map().values()):
                 key.fileobj.close()  # type: ignore[union-attr]
             selector.close()
             _become(order, descriptors)
-        ended[answer] = None
+        ended[pid] = None
+    elif pid in ended:
+        answer["status"] = ended[pid] = _status(pid, ended[pid])
+    else:
+        answer["problem"] = f"this connection has started no process {pid}"
     for descriptor in descriptors:
         os.close(descriptor)
     with contextlib.suppress(BrokenPipeError):

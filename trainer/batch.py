@@ -9,6 +9,8 @@ Unpacked, a row is one sequence, padded on the right (S = 1). Packed, a row is s
 more int64 fields [B, T + 1] say which: `segments` numbers the sequences of a row from 1 (0 is padding) and `positions`
 counts the tokens of each from 0.
 
+`labels`, int64 [B, T], where a batch has it, are the tokens that log-probs are asked of in place of those at t + 1.
+
 `routing` [B, T, layers, k], where a sequence brings it, are the experts that each layer of a mixture sent the token at
 t to, plus 1; 0 where that is not known.
 
@@ -40,6 +42,7 @@ from trainer.errors import DataError
 
 Fields = dict[str, torch.Tensor]
 TOKENS, MASK, SEGMENTS, POSITIONS, ROUTING = "tokens", "mask", "segments", "positions", "routing"
+LABELS = "labels"
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,12 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
+from torch import Tensor
 
 from trainer.checkpoint.checkpoints import open_checkpoints
 from trainer.config import TrainerConfig
@@ -93,22 +97,28 @@ def write_hf(config: TrainerConfig, shape: ModelShape, engine: Engine, directory
     model, lora = config.model, config.lora
     merged = lora is not None and lora.save == "merged"
     on_rank_zero(lambda: _make(directory))
-    written, problem = [], ""
     tensors = engine.export_merged(model.dtype) if merged else engine.export(model.dtype)
+    files = write_parts(directory, tensors, engine.part)
+    if lora is None or merged:
+        on_rank_zero(lambda: finish_checkpoint(directory, files, model.path, model.dtype))
+    else:
+        on_rank_zero(lambda: finish_adapter(directory, files, adapter_config(shape, lora, model.path)))
+
+
+def write_parts(directory: Path, tensors: Iterator[tuple[str, Tensor]], part: int) -> list[tuple[str, str, int]]:
+    """Each rank writes what it exports into `directory`, which is there; `part` is its number. (tensor, file, bytes) of
+    all ranks. Raises ExportError on every rank when one could not write."""
+    written, problem = [], ""
     try:
-        written = write_shards(directory, tensors, engine.part)
-    except OSError as error:
+        written = write_shards(directory, tensors, part)
+    except (OSError, SafetensorError) as error:
         problem = str(_refused(directory, error))
         for _ in tensors:  # the other ranks need this one for the tensors that they share
             pass
     shares = gather_json([written, problem])
     if problems := [problem for _, problem in shares if problem]:
         raise ExportError(problems[0])
-    files = [each for share, _ in shares for each in share]
-    if lora is None or merged:
-        on_rank_zero(lambda: finish_checkpoint(directory, files, model.path, model.dtype))
-    else:
-        on_rank_zero(lambda: finish_adapter(directory, files, adapter_config(shape, lora, model.path)))
+    return [(name, file, size) for share, _ in shares for name, file, size in share]
 
 
 def export_saved(config: TrainerConfig, shape: ModelShape, engine: Engine, directory: str, step: int | None) -> int:
@@ -129,5 +139,5 @@ def _make(directory: Path) -> None:
         raise _refused(directory, error) from None
 
 
-def _refused(directory: Path, error: OSError) -> ExportError:
-    return ExportError(f"cannot write {directory} ({error}). Free space, or set save_to elsewhere.")
+def _refused(directory: Path, error: Exception) -> ExportError:
+    return ExportError(f"cannot write {directory} ({error}). Free space, or choose another directory.")

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.config import FaultsConfig, ParallelConfig
+from trainer.errors import Preempted, RankFailed, TrainerError
 from weightsync.control.hosts import keep_to_loopback
 
 if TYPE_CHECKING:  # torch is slow to import, and most processes that import this need none of it
@@ -38,11 +39,17 @@ if TYPE_CHECKING:  # torch is slow to import, and most processes that import thi
 
 RUN_DIR_ENV = "HOTSWAP_RUN_DIR"
 TERMINATED = 128 + signal.SIGTERM  # exit status
+USER_ERROR = 2
 
 
 def is_rank() -> bool:
     """True in a process that torchrun (or any launcher that speaks its environment variables) started as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def is_first() -> bool:
+    """True on rank 0, before the process groups exist."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def die_with_parent() -> None:
@@ -52,8 +59,28 @@ def die_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
-def launch(arguments: list[str], parallel: ParallelConfig, faults: FaultsConfig) -> int:
-    """Run `python -m trainer.main ARGUMENTS` on every rank through torchrun's agent. Returns the run's exit status.
+def status_of(run: Callable[[], int]) -> int:
+    """The exit status of `run`, or of what it raises, which has been said then. One that the user must mend is final
+    for all ranks."""
+    try:
+        return run()
+    except RankFailed as error:
+        return error.exit_code  # said by the rank that failed
+    except Preempted as error:
+        if is_first():
+            print(error, file=sys.stderr)
+        return 0 if is_rank() else error.exit_code  # a launcher would take anything else for a fault
+    except TrainerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        if error.exit_code == USER_ERROR:
+            RunDir.of_environment().end(error.exit_code)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+def launch(module: str, arguments: list[str], parallel: ParallelConfig, faults: FaultsConfig) -> int:
+    """Run `python -m MODULE ARGUMENTS` on every rank through torchrun's agent. Returns the run's exit status.
 
     A rank that fails ends all; it has printed why, so the agent's own report of it is left out, but for a rank that was
     killed: it could print nothing, and the others may be ended before they notice. All are started anew,
@@ -82,7 +109,7 @@ def launch(arguments: list[str], parallel: ParallelConfig, faults: FaultsConfig)
     )
     with _run_dir() as run_dir:
         try:
-            elastic_launch(config, sys.executable)("-m", "trainer.main", *arguments)
+            elastic_launch(config, sys.executable)("-m", module, *arguments)
         except ChildFailedError as failed:
             _tell_killed(failed)
             codes = [failure.exitcode for failure in failed.failures.values() if failure.exitcode > 0]

@@ -15,44 +15,32 @@ from contextlib import closing
 from pathlib import Path
 
 from trainer.config import TrainerConfig, load
-from trainer.errors import ConfigError, Preempted, RankFailed, TrainerError
-from trainer.launch import RunDir, die_with_parent, is_rank, launch
+from trainer.errors import ConfigError
+from trainer.launch import RunDir, die_with_parent, is_first, is_rank, launch, status_of
 from trainer.megatron.hf_config import ModelShape, load_shape
 from trainer.megatron.hf_files import HfTensors
 from trainer.metrics import build_writers, silent
-
-USER_ERROR = 2
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Parse, check, then launch the ranks or be one. Returns the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parsed = _parser().parse_args(arguments)
-    try:
-        config = load(parsed.config, parsed.set)
-        if parsed.report is not None:
-            return _report(config, parsed.report)
-        if parsed.plan:
-            return _plan(config, parsed)
-        shape = check(config)
-        if (config.parallel.world_size > 1 or config.faults.max_restarts) and not is_rank():
-            return launch(arguments, config.parallel, config.faults)
-        if (status := RunDir.of_environment().final()) is not None:
-            return status  # a restart would only repeat what ended the run
-        _run_rank(config, shape, parsed)
-    except RankFailed as error:
-        return error.exit_code  # said by the rank that failed
-    except Preempted as error:
-        if is_first():
-            print(error, file=sys.stderr)
-        return 0 if is_rank() else error.exit_code  # a launcher would take anything else for a fault
-    except TrainerError as error:
-        print(f"error: {error}", file=sys.stderr)
-        if error.exit_code == USER_ERROR:
-            RunDir.of_environment().end(error.exit_code)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
+    return status_of(lambda: _asked(arguments, parsed))
+
+
+def _asked(arguments: list[str], parsed: argparse.Namespace) -> int:
+    config = load(parsed.config, parsed.set)
+    if parsed.report is not None:
+        return _report(config, parsed.report)
+    if parsed.plan:
+        return _plan(config, parsed)
+    shape = check(config)
+    if (config.parallel.world_size > 1 or config.faults.max_restarts) and not is_rank():
+        return launch("trainer.main", arguments, config.parallel, config.faults)
+    if (status := RunDir.of_environment().final()) is not None:
+        return status  # a restart would only repeat what ended the run
+    _run_rank(config, shape, parsed)
     return 0
 
 
@@ -121,11 +109,6 @@ def _export(config: TrainerConfig, shape: ModelShape, directory: str, step: int 
     exported = export_saved(config, shape, engine, directory, step)
     if is_first():
         print(f"{directory}: the weights of step {exported}")
-
-
-def is_first() -> bool:
-    """True on rank 0, before the process groups exist."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _report(config: TrainerConfig, directory: str) -> int:

@@ -57,14 +57,15 @@ def write_tiny_model(
     """Write config, one token per character, and seeded random weights (about 1 M parameters, fp32).
 
     `family` is llama, qwen2, qwen3, mixtral or qwen3_moe (four experts, two per token); `sizes` override fields of the
-    Hugging Face configuration.
+    Hugging Face configuration. Raises ValueError for characters outside ASCII, which are several bytes each.
     """
     import torch
     import transformers
 
-    vocabulary = [*SPECIAL, *characters]
+    if not characters.isascii():
+        raise ValueError("a character outside ASCII is several bytes, and has no token. Leave it out of `characters`.")
     config: dict[str, Any] = {
-        "vocab_size": len(vocabulary),
+        "vocab_size": len(SPECIAL) + len(characters),
         "hidden_size": 192,
         "intermediate_size": 512,
         "num_hidden_layers": 2,
@@ -82,17 +83,22 @@ def write_tiny_model(
     model_config = getattr(transformers, f"{_CLASSES[family]}Config")(**config)
     model = getattr(transformers, f"{_CLASSES[family]}ForCausalLM")(model_config)
     model.save_pretrained(directory)
-    _tokenizer(vocabulary).save_pretrained(directory)
+    _tokenizer(characters).save_pretrained(directory)
 
 
-def _tokenizer(vocabulary: list[str]) -> Any:
+def _tokenizer(characters: str) -> Any:
+    """A byte-level BPE without merges, a token for each character: transformers makes a Qwen2's tokenizer one whatever
+    its file says, so any other kind would be another one in an engine."""
     import transformers
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     pad, eos, unknown = SPECIAL
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token=unknown))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    names = [as_bytes.pre_tokenize_str(character)[0][0] for character in characters]
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *names])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token=unknown))
+    tokenizer.pre_tokenizer = as_bytes
+    tokenizer.decoder = decoders.ByteLevel()
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=pad,
@@ -111,5 +117,5 @@ if __name__ == "__main__":
     chosen = parser.parse_args()
     from trainer.data.problems import CHARACTERS
 
-    vocabulary = CHARACTERS if chosen.characters == "code" else ARITHMETIC
-    write_tiny_model(chosen.directory, chosen.family, characters=vocabulary)
+    characters = CHARACTERS if chosen.characters == "code" else ARITHMETIC
+    write_tiny_model(chosen.directory, chosen.family, characters=characters)

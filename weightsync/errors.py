@@ -43,6 +43,7 @@ WeightSyncError               base: `code` for machines, a message that says wha
 │   ├── CopyUnavailable       this host has no copy of a version, and did not get one in time
 │   ├── PeerRefused           the other host does not serve what was asked for, or not now
 │   └── HostNameError         HOTSWAP_HOST is no name a slot may have
+├── LedgerUnavailable         older entries of the ledger cannot be read or moved
 ├── PersistError              the copies on disk cannot be written or read
 │   ├── PersistFull           a version has no room there
 │   └── VersionLost           the committed version is neither in memory nor on disk; `offer` is what is
@@ -56,6 +57,8 @@ WeightSyncError               base: `code` for machines, a message that says wha
     ├── SwapTimeout           no outcome in time
     ├── StagingCancelled      nobody wants the version any more that was being staged
     ├── FingerprintMismatch   the weights built are not those that were published
+    ├── BadSplit              requests cannot be divided like that
+    ├── NotEnoughInstances    versions cannot share traffic, as each takes instances of its own
     └── UnknownVersion        no such version, or it cannot be activated any more
 """
 
@@ -599,6 +602,15 @@ class StagingCancelled(SwapError):
         super().__init__("staging was cancelled: its swap has ended, or another one took its place")
 
 
+class LedgerUnavailable(WeightSyncError):
+    """A file of the ledger cannot be read or written, or the chain may not be moved as it is."""
+
+    code = "ledger_unavailable"
+
+    def __init__(self, what: str, problem: str) -> None:
+        super().__init__(f"{what}: {problem}")
+
+
 class FingerprintMismatch(SwapError):
     """An instance built other weights of a version than were committed; it must not serve them."""
 
@@ -609,6 +621,28 @@ class FingerprintMismatch(SwapError):
         super().__init__(
             f"version {version} was built with fingerprint {got}, committed was {expected}: this instance does not "
             "serve it; restart the instance, and if that does not help publish the version again"
+        )
+
+
+class BadSplit(SwapError):
+    """Requests cannot be divided like that."""
+
+    code = "bad_split"
+
+
+class NotEnoughInstances(SwapError):
+    """Versions cannot share traffic: an engine runs one version, so each takes instances of its own. `needed` is how
+    many there must be."""
+
+    code = "not_enough_instances"
+
+    def __init__(self, versions: int, minimum: int, have: int) -> None:
+        self.needed, self.have = versions * minimum, have
+        each = "one" if minimum == 1 else str(minimum)
+        super().__init__(
+            f"{versions} versions share the traffic of {self.needed} instances or more ({each} for each), and "
+            f"{have} {'serves' if have == 1 else 'serve'}: start {self.needed - have} more (`hotswap up --instances "
+            f"{self.needed}`)"
         )
 
 

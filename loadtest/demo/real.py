@@ -1,7 +1,7 @@
 """The demo with a real model: SmolLM2-135M-Instruct learns to answer sums, as an adapter, by GRPO.
 
 The model can add, but it talks: of its sampled answers to a chat message few give the right number. GRPO trains a
-LoRA adapter on a task of reasoning-gym until the held-out accuracy has doubled.
+LoRA adapter on a task of reasoning-gym until the held-out accuracy has doubled, and greedy answers are no worse.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.demo.recipe import Course, Question
-from loadtest.demo.scene import Scene
+from loadtest.demo.scene import HELD_OUT, Scene
 from trainer.config import ReasoningGymData, strict
 from trainer.data.gym import ReasoningGym
 from trainer.data.tokenizer import Tokenizer
 
 ADAPTER = "sums"
 RANK = 8
+GREEDY = "greedy"  # the evaluation set of greedy answers
 TIMES = 2.0  # held-out accuracy at the end, against that at the start
 LEAST = 0.10  # of accuracy: a small start doubles by luck
 NUMBER = re.compile(r"-?\d+")
@@ -33,7 +34,7 @@ class RealRecipe(Course):
     steps: int = 40
     batch: int = 4
     group: int = 8
-    held_out: int = 32
+    held_out: int = 64
     samples: int = 4
     eval_every: int = 5
 
@@ -68,12 +69,11 @@ class RealRecipe(Course):
             "batch": self.batch,
             "micro_batch": 16,
             "seed": self.seed,
-            "optimizer": {"lr": 2e-3},
-            # vLLM on a CPU cannot go on with half a prompt of a request that has a seed: its engine ends.
-            "rollout": {"max_tokens": self.short_tokens, "seeded": False},
+            "optimizer": {"lr": 1e-3},
+            "rollout": {"max_tokens": self.short_tokens},
             "gateway": {"url": url, "retry_s": 300.0},
             "publish": {"model": self.model, "dtype": "bfloat16", "timeout_s": 300.0},
-            "eval": [{**sets, "samples": self.samples}, {**sets, "name": "greedy"}],
+            "eval": [{**sets, "samples": self.samples}, {**sets, "name": GREEDY}],
             "save_to": str(run / "adapter"),
             "save_best": True,
             "faults": {"grace_s": 900.0},
@@ -96,9 +96,14 @@ class RealRecipe(Course):
 
     def shortcoming(self, scene: Scene) -> str:
         start, improved = scene.accuracy["start"], scene.accuracy["improved"]
-        if improved >= max(TIMES * start, start + LEAST):
-            return ""
-        return f"held-out accuracy went from {start:.1%} to {improved:.1%}, which is not {TIMES:g} times as much"
+        if improved < max(TIMES * start, start + LEAST):
+            return f"held-out accuracy went from {start:.1%} to {improved:.1%}, which is not {TIMES:g} times as much"
+        greedy = [event["accuracy"] for event in scene.evals if event["set"] == GREEDY]
+        if len(greedy) < sum(event["set"] == HELD_OUT for event in scene.evals):
+            return "the greedy answers of the last evaluation are still to come"
+        if greedy[-1] < greedy[0]:
+            return f"the accuracy of greedy answers fell from {greedy[0]:.1%} to {greedy[-1]:.1%}"
+        return ""
 
     def serve_again(self, run: Path) -> list[str]:
         return [

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from loadtest.measure.cpu import cpu_seconds
-from loadtest.measure.gaps import Gaps, Window, summary
+from loadtest.measure.gaps import Gaps, Swaps, Window, summary
 from loadtest.measure.machine import machine, memcpy_gbps
 from loadtest.models.checkpoints import TINY_SHAPE, make_checkpoint
 from loadtest.workload.children import last_line, publishing, streaming
@@ -67,18 +67,14 @@ CASES = (Case(1, 1, ("together",)), Case(2, 1), Case(4, 1), Case(1, 2, ("togethe
 
 
 @dataclass
-class Seen:
+class Seen(Swaps):
     """What one case showed; windows on the monotonic clock, `asked_at` by version, times in ms, rates in GB/s."""
 
-    quiet: list[Window] = field(default_factory=list)
-    swapping: list[Window] = field(default_factory=list)
     blocks_without: list[Window] = field(default_factory=list)
     blocks_with: list[Window] = field(default_factory=list)
     asked_at: dict[int, float] = field(default_factory=dict)
-    commit_ms: list[float] = field(default_factory=list)
     rollback_commit_ms: list[float] = field(default_factory=list)
     rollback_ms: list[float] = field(default_factory=list)
-    staging_gbps: list[float] = field(default_factory=list)
     swap_ms: list[float] = field(default_factory=list)
     cpu_without: dict[str, float] = field(default_factory=dict)
     cpu_with: dict[str, float] = field(default_factory=dict)

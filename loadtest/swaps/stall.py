@@ -21,7 +21,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.measure.gaps import Gaps, Window, summary
+from loadtest.measure.gaps import Gaps, Swaps, summary
 from loadtest.measure.machine import machine, memcpy_gbps
 from loadtest.models.kinds import BENCHED, bench_checkpoints
 from loadtest.workload.children import publishing, streaming
@@ -39,13 +39,9 @@ VLLM_ARGS = ("--max-model-len", "2048", "--max-num-seqs", "64", "--kv-cache-memo
 
 
 @dataclass
-class Windows:
-    """When nothing was swapped and when something was, on the monotonic clock; commit and staging times on the side."""
+class Windows(Swaps):
+    """What the swaps of one server showed; times in ms unless their names say otherwise."""
 
-    quiet: list[Window] = field(default_factory=list)
-    swapping: list[Window] = field(default_factory=list)
-    commit_ms: list[float] = field(default_factory=list)
-    staging_gbps: list[float] = field(default_factory=list)
     stage_ms: list[float] = field(default_factory=list)
     publish_ms: list[float] = field(default_factory=list)
     private_mb: list[float] = field(default_factory=list)

@@ -27,6 +27,7 @@ Url = Annotated[
     str | None, typer.Option(envvar="HOTSWAP_ADMIN_URL", help="admin port; default: from the state directory")
 ]
 KeyFile = Annotated[Path | None, typer.Option(envvar="HOTSWAP_ADMIN_KEY_FILE", help="file with the admin key")]
+Reason = Annotated[str | None, typer.Option(help="why; the ledger keeps it")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
 
 
@@ -42,10 +43,11 @@ class AdminClient:
         headers = {"authorization": f"Bearer {key or _key_in(key_file)}"}
         self._http = httpx.Client(base_url=url, headers=headers, verify=admin_tls(url), timeout=TIMEOUT_S)
 
-    def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The JSON answer; RequestFailed carries the gateway's own message."""
+    def call(self, method: str, path: str, body: dict[str, Any] | None = None, reason: str | None = None) -> Any:
+        """The JSON answer; RequestFailed carries the gateway's own message. `reason` is for the ledger."""
+        url = httpx.URL(path).copy_merge_params({"reason": reason}) if reason else path
         try:
-            answer = self._http.request(method, path, json=body)
+            answer = self._http.request(method, url, json=body)
         except httpx.TransportError as error:
             raise RequestFailed(f"no answer from {self._http.base_url}: {error}; is `hotswap up` running?") from error
         try:
@@ -94,3 +96,10 @@ def table(*headers: str) -> Table:
     for index, header in enumerate(headers):
         made.add_column(header, overflow="fold", no_wrap=index == 0)
     return made
+
+
+def percentages(active: dict[str, Any]) -> dict[int, float]:
+    """By version, from the commit record in an answer; empty where no versions share the traffic."""
+    shares = (active.get("split") or {}).get("shares", [])
+    others = {share["version"]: share["percent"] for share in shares}
+    return {active["version"]: 100.0 - sum(others.values()), **others} if others else {}

@@ -19,10 +19,13 @@ OURS = {
     "peer": "server.cli.commands",
     "train": "server.cli.commands",
     "train-server": "server.cli.commands",
+    "reward-server": "server.cli.commands",
 }
 GROUPS = {
     "weights": ("server.cli.weights", "Publish, activate, roll back, verify and compare weight versions."),
+    "release": ("server.cli.releases", "Let a version take over step by step, judged by its answers."),
     "keys": ("server.cli.keys", "Make, limit, rotate and revoke keys of a running gateway."),
+    "ledger": ("server.cli.ledger", "What was done to weights and keys, by whom and why: list, export, verify."),
     "answers": ("server.cli.answers", "List, export and delete what is kept of answers."),
     "instances": ("server.cli.instances", "Show instances, take one out of routing, and back."),
     "store": ("server.cli.store_roles", "Roles and users of an etcd."),

@@ -158,6 +158,17 @@ def train_server(
     os.execv(sys.executable, command)  # noqa: S606 - nothing of it goes through a shell
 
 
+@app.command("reward-server", context_settings=PASS_THROUGH)
+def reward_server(
+    context: typer.Context,
+    config: Annotated[Path, typer.Option(help="configuration of the rewards (YAML)")],
+) -> None:
+    """Score answers over HTTP with the trainer's rewards, for release policies: this process becomes it. --set is its
+    own."""
+    command = [sys.executable, "-m", "trainer.rewards.server", "--config", str(config), *context.args]
+    os.execv(sys.executable, command)  # noqa: S606 - nothing of it goes through a shell
+
+
 @app.command()
 @takes(DOCTOR)
 def doctor(context: typer.Context, given: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from server.cli.admin import AdminClient, KeyFile, StateDir, Url, table
+from server.cli.admin import AdminClient, KeyFile, StateDir, Url, percentages, table
 from server.cli.errors import RequestFailed
 
 app = typer.Typer(no_args_is_help=True)
@@ -84,7 +84,8 @@ def wake(
 
 def show_instances(state_dir: Path | None, url: str | None = None, admin_key_file: Path | None = None) -> None:
     """Print every instance with its state, versions and last swap times."""
-    rows = AdminClient(state_dir, url, admin_key_file).call("GET", "/admin/instances")["instances"]
+    client = AdminClient(state_dir, url, admin_key_file)
+    rows = client.call("GET", "/admin/instances")["instances"]
     shown = table("instance", "state", "version", "epoch", "weights", "load", "stage, flip ms")
     for r in rows:
         times = " ".join(f"{r[k]:.2f}" for k in ("stage_ms", "commit_ms") if r.get(k))
@@ -95,6 +96,10 @@ def show_instances(state_dir: Path | None, url: str | None = None, admin_key_fil
     for r in rows:
         for trouble in _troubles(r):
             console.print(f"{r['id']}: {trouble}", markup=False)
+    asked = {r["active_version"] for r in rows if r["eligible"]}
+    for version, percent in percentages(client.call("GET", "/admin/weights/active")).items():
+        lost = "" if version in asked else "; nobody runs it now, so others answer them"
+        console.print(f"version {version} has {percent:g} % of the requests{lost}")
 
 
 def _troubles(row: dict[str, Any]) -> Iterator[str]:

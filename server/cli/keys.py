@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from rich.console import Console
 
-from server.cli.admin import AdminClient, AsJson, KeyFile, StateDir, Url, table
+from server.cli.admin import AdminClient, AsJson, KeyFile, Reason, StateDir, Url, table
 from server.cli.errors import CliError
 from server.key_limits import LIMITS, KeyLimits, Limit
 
@@ -28,12 +28,17 @@ class Scope(StrEnum):
     """The use that a key allows."""
 
     infer = "infer"
+    viewer = "viewer"
+    operator = "operator"
+    publisher = "publisher"
     admin = "admin"
 
 
 Id = Annotated[str, typer.Argument(help="a key's id, from `hotswap keys list`")]
 Limited = dict[str, Any] | None  # what of a body is limits; see `with_limits`
-Scopes = Annotated[list[Scope] | None, typer.Option("--scope", help="infer (default), admin; may be repeated")]
+Scopes = Annotated[
+    list[Scope] | None, typer.Option("--scope", help="infer (default), or a role on the admin port; may be repeated")
+]
 Expires = Annotated[str | None, typer.Option(help="time from now, such as 30d, 12h or 90m; `none`: never")]
 
 
@@ -73,6 +78,7 @@ def create(
     collect: Annotated[bool, typer.Option("--collect", help="keep the answers it gets, for training")] = False,
     limits: Limited = None,
     as_json: AsJson = False,
+    reason: Reason = None,
     state_dir: StateDir = None,
     url: Url = None,
     admin_key_file: KeyFile = None,
@@ -81,7 +87,7 @@ def create(
     body = {"name": name, **_scopes(scope), **_expiry(expires), **(limits or {})} | (
         {"collect": True} if collect else {}
     )
-    _show_key(AdminClient(state_dir, url, admin_key_file).call("POST", "/admin/keys", body), as_json)
+    _show_key(AdminClient(state_dir, url, admin_key_file).call("POST", "/admin/keys", body, reason), as_json)
 
 
 @app.command("list")
@@ -122,6 +128,7 @@ def update(
         bool | None, typer.Option("--collect/--no-collect", help="whether the answers it gets are kept, for training")
     ] = None,
     limits: Limited = None,
+    reason: Reason = None,
     state_dir: StateDir = None,
     url: Url = None,
     admin_key_file: KeyFile = None,
@@ -135,7 +142,7 @@ def update(
     }
     if not body:
         raise CliError("nothing to change: name what is to be different (--help lists the options)")
-    record = AdminClient(state_dir, url, admin_key_file).call("PATCH", _path(key_id), body)
+    record = AdminClient(state_dir, url, admin_key_file).call("PATCH", _path(key_id), body, reason)
     Console().print(f"key {record['id']} ({record['name']}) is {record['state']}")
 
 
@@ -144,19 +151,23 @@ def rotate(
     key_id: Id,
     grace: Annotated[str, typer.Option(help="how long the old key works beside the new one, such as 24h")] = "0s",
     as_json: AsJson = False,
+    reason: Reason = None,
     state_dir: StateDir = None,
     url: Url = None,
     admin_key_file: KeyFile = None,
 ) -> None:
     """Give a record a new key, which is shown this once; limits stay."""
     client = AdminClient(state_dir, url, admin_key_file)
-    _show_key(client.call("POST", f"{_path(key_id)}/rotate", {"grace_s": seconds_of("--grace", grace)}), as_json)
+    _show_key(
+        client.call("POST", f"{_path(key_id)}/rotate", {"grace_s": seconds_of("--grace", grace)}, reason), as_json
+    )
 
 
 @app.command()
 def revoke(
     key_id: Id,
     forget: Annotated[bool, typer.Option(help="also remove its record")] = False,
+    reason: Reason = None,
     state_dir: StateDir = None,
     url: Url = None,
     admin_key_file: KeyFile = None,
@@ -165,16 +176,18 @@ def revoke(
     client = AdminClient(state_dir, url, admin_key_file)
     record = client.call("GET", _path(key_id))
     if record["state"] != "revoked":
-        record = client.call("DELETE", _path(key_id))
+        record = client.call("DELETE", _path(key_id), reason=reason)
     if forget:
-        client.call("DELETE", f"{_path(key_id)}?forget=true")
+        client.call("DELETE", f"{_path(key_id)}?forget=true", reason=reason)
     Console().print(f"key {record['id']} ({record['name']}) is revoked" + (" and forgotten" if forget else ""))
 
 
 @app.command("open")
-def open_inference(state_dir: StateDir = None, url: Url = None, admin_key_file: KeyFile = None) -> None:
+def open_inference(
+    reason: Reason = None, state_dir: StateDir = None, url: Url = None, admin_key_file: KeyFile = None
+) -> None:
     """Let everybody in without a key, until one is made; only when all keys for inference are revoked."""
-    AdminClient(state_dir, url, admin_key_file).call("POST", "/admin/keys/inference/open")
+    AdminClient(state_dir, url, admin_key_file).call("POST", "/admin/keys/inference/open", reason=reason)
     Console().print("inference asks for no key, until one is made")
 
 

@@ -173,6 +173,7 @@ class StateDir:
             (place / OWNER).unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # there are other things in it
                 place.rmdir()
+        shutil.rmtree(self.path / "ledger", ignore_errors=True)  # older entries of a ledger that goes with the store
         for name in STORE_FILES:
             (self.path / name).unlink(missing_ok=True)
         (self.path / "state.json").unlink(missing_ok=True)

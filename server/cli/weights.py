@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from server.cli.admin import AdminClient, AsJson, KeyFile, StateDir, Url, table
+from server.cli.admin import AdminClient, AsJson, KeyFile, Reason, StateDir, Url, percentages, table
 from server.cli.errors import CliError, as_cli_error
 from server.cli.paths import ServerInfo, default_state_dir
 from weightsync.errors import WeightSyncError
@@ -59,6 +59,7 @@ def push(
     drain: Drain = None,
     on_lost: Lost = OnLost.abort,
     deadline: Deadline = None,
+    reason: Reason = None,
     state_dir: StateDir = None,
     url: Url = None,
     admin_key_file: KeyFile = None,
@@ -67,7 +68,7 @@ def push(
     body: dict[str, Any] = {"path": str(directory.expanduser().resolve()), "activate": activate}
     body |= ({"part": part} if part else {}) | ({"parts": dict(map(_part, more))} if more else {})
     body |= _swap_options(mode, drain, deadline, on_lost)
-    _show_swap(AdminClient(state_dir, url, admin_key_file).call("POST", "/admin/weights", body))
+    _show_swap(AdminClient(state_dir, url, admin_key_file).call("POST", "/admin/weights", body, reason))
 
 
 def _part(argument: str) -> tuple[str, str]:
@@ -82,12 +83,15 @@ def list_versions(state_dir: StateDir = None, url: Url = None, admin_key_file: K
     """List the versions held."""
     answer = AdminClient(state_dir, url, admin_key_file).call("GET", "/admin/weights")
     shown = table("version", "state", "active", "step", "GB", "published", "source")
-    active = (answer.get("active") or {}).get("version")
+    active = answer.get("active") or {}
+    percents = percentages(active)
     for v in answer["versions"]:
         made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(v["created_at"]))
-        mark = "active" if v["version"] == active else ""
+        mark = "active" if v["version"] == active.get("version") else ""
+        mark += f" {percents[v['version']]:g} %" if v["version"] in percents else ""
         size = f"{v['nbytes'] / 1e9:.3f}"
-        shown.add_row(str(v["version"]), v["state"], mark, str(v["step"] or ""), size, made, v.get("source") or "")
+        step, source = str(v["step"] or ""), v.get("source") or ""
+        shown.add_row(str(v["version"]), v["state"], mark.strip(), step, size, made, source)
     Console().print(shown)
 
 
@@ -98,6 +102,7 @@ def activate(
     drain: Drain = None,
     on_lost: Lost = OnLost.abort,
     deadline: Deadline = None,
+    reason: Reason = None,
     state_dir: StateDir = None,
     url: Url = None,
     admin_key_file: KeyFile = None,
@@ -105,7 +110,7 @@ def activate(
     """Swap a published version in."""
     client = AdminClient(state_dir, url, admin_key_file)
     body = {"version": version, **_swap_options(mode, drain, deadline, on_lost)}
-    _show_swap(client.call("POST", "/admin/weights/activate", body))
+    _show_swap(client.call("POST", "/admin/weights/activate", body, reason))
 
 
 @app.command()
@@ -115,13 +120,62 @@ def rollback(
     drain: Drain = None,
     on_lost: Lost = OnLost.abort,
     deadline: Deadline = None,
+    reason: Reason = None,
     state_dir: StateDir = None,
     url: Url = None,
     admin_key_file: KeyFile = None,
 ) -> None:
     """Go back to the version that served before the active one, or to another that is still held."""
     body = {"version": version, **_swap_options(mode, drain, deadline, on_lost)}
-    _show_swap(AdminClient(state_dir, url, admin_key_file).call("POST", "/admin/weights/rollback", body))
+    _show_swap(AdminClient(state_dir, url, admin_key_file).call("POST", "/admin/weights/rollback", body, reason))
+
+
+@app.command()
+def split(
+    shares: Annotated[list[str] | None, typer.Argument(help="VERSION=PERCENT of each; together 100")] = None,
+    sticky: Annotated[
+        str, typer.Option(help="requests equal in it go to one version: key, session or header:NAME")
+    ] = "",
+    minimum: Annotated[int, typer.Option(min=1, help="instances of each version, at least")] = 1,
+    shadow: Annotated[
+        list[str],
+        typer.Option(help="VERSION=PERCENT: requests of others that are repeated on it, unseen by clients"),
+    ] = [],  # noqa: B006
+    end: Annotated[bool, typer.Option("--end", help="all requests to the active version again")] = False,
+    mode: Mode = SwapMode.together,
+    drain: Drain = None,
+    on_lost: Lost = OnLost.abort,
+    deadline: Deadline = None,
+    reason: Reason = None,
+    state_dir: StateDir = None,
+    url: Url = None,
+    admin_key_file: KeyFile = None,
+) -> None:
+    """Divide requests between versions: 12=90 13=10. To give all of them to one, activate it."""
+    if end == bool(shares):
+        raise CliError("say which versions share the traffic, such as 12=90 13=10, or --end alone")
+    client = AdminClient(state_dir, url, admin_key_file)
+    if end:
+        _show_swap(client.call("DELETE", "/admin/weights/split", None, reason))
+        return
+    asked = {share["version"]: share for share in map(_share, shares or [])}
+    if len(asked) < len(shares or []):
+        raise CliError("a version is named twice; give it one share")
+    for repeated in map(_share, shadow):
+        if repeated["version"] not in asked:
+            raise CliError(f"--shadow: give version {repeated['version']} a share, such as {repeated['version']}=0")
+        asked[repeated["version"]]["shadow"] = repeated["percent"]
+    body = {"shares": list(asked.values()), "sticky": sticky, "minimum": minimum}
+    body |= _swap_options(mode, drain, deadline, on_lost)
+    _show_swap(client.call("POST", "/admin/weights/split", body, reason))
+
+
+def _share(argument: str) -> dict[str, Any]:
+    version, _, percent = argument.partition("=")
+    try:
+        return {"version": int(version), "percent": float(percent.removesuffix("%"))}
+    except ValueError:
+        raise CliError(f"{argument}: write VERSION=PERCENT, such as 13=10") from None
 
 
 @app.command()
@@ -202,6 +256,11 @@ def _show_swap(answer: dict[str, Any]) -> None:
     if swap.get("prepare_ms") is None:
         Console().print(f"published version {answer.get('version')}")
         return
+    shares = swap.get("split") or {}
+    for share in shares.get("shares", []):
+        where = ", ".join(share["instances"])
+        also = f", and {share['shadow']:g} % of the others repeated" if share.get("shadow") else ""
+        Console().print(f"version {share['version']} has {share['percent']:g} % of the requests{also}, on {where}")
     Console().print(
         f"version {swap['version']} is active (before: {swap.get('previous')}); "
         f"staged in {swap['prepare_ms']:.0f} ms, committed in {swap['commit_ms']:.1f} ms"

@@ -16,11 +16,13 @@ from server.errors import HttpError, MethodNotAllowed
 from server.gateway import terms
 from server.gateway.access.keys import ANONYMOUS, KeyRing, Principal
 from server.gateway.access.limits import Grant, Limits
-from server.gateway.access.records import ADMIN, INFER
+from server.gateway.access.records import INFER
+from server.gateway.access.roles import FORWARDED
 from server.gateway.access.scope import CacheScopes
 from server.gateway.config import Failover, GatewayConfig
 from server.gateway.fleet import affinity
 from server.gateway.fleet.routing import Need
+from server.gateway.fleet.splits import Splits
 from server.gateway.routes import Target, find
 from server.gateway.wire.bodies import NONE, Fields, check_object
 from server.gateway.wire.head import Headers, RequestHead, check_origin, head_too_large, read_head
@@ -67,6 +69,8 @@ class Request:
     priority: int = 0  # its class in the queue; the lowest goes first
     deadline_s: float = math.inf  # in which it must get to an instance
     known: affinity.Hint | None = None
+    share: int | None = None  # the version it is for, where versions share the traffic
+    repeated: bool = False  # on a version that is tried out, unseen; or it was not its turn
     failover: Failover = "off"  # who may go on with a stream whose instance dies
     grant: Grant | None = None  # of the key's limits, where it has any
     fields: Fields = NONE  # of its body, as they were sent
@@ -87,7 +91,10 @@ def streamed(url: bytes, method: bytes) -> bool:
 class Admission:
     """The checks that one gateway makes before it forwards a request. Every method may raise HttpError."""
 
-    def __init__(self, config: GatewayConfig, keys: KeyRing, scopes: CacheScopes, limits: Limits) -> None:
+    def __init__(
+        self, config: GatewayConfig, keys: KeyRing, scopes: CacheScopes, limits: Limits, splits: Splits
+    ) -> None:
+        self._splits = splits
         self._config = config
         self._keys = keys
         self._scopes = scopes
@@ -107,13 +114,15 @@ class Admission:
 
     def principal(self, head: RequestHead, targets: tuple[Target, ...]) -> Principal:
         """The owner of the request's key."""
-        return self._keys.authorize(head.key, ADMIN if targets[0].route.admin else INFER)
+        return self._keys.authorize(head.key, FORWARDED if targets[0].route.admin else INFER)
 
     def check_head(self, head: RequestHead, headers: Headers, principal: Principal, listening_on: str) -> None:
         """May this page ask; and whose prefix cache may it hit, which is said to the instance."""
         if head.origin is not None and self._keys.open_inference:
             host = next((value for name, value in headers if name == b"host"), b"")
             check_origin(head.origin, host, listening_on, self._config.allowed_origins)
+        if self._splits.header:
+            head.sticky = next((value.strip() for name, value in headers if name == self._splits.header), b"")
         head.scope = self._scopes.line(principal)
         head.forward += head.scope
 

@@ -16,13 +16,14 @@ from starlette.routing import Match
 
 from server.errors import BadRequest, HttpError, MethodNotAllowed, NotFound, Unavailable
 from server.gateway import feedback
-from server.gateway.admin import adapters_sglang, adapters_vllm, fleet, keys, trainers, weights
+from server.gateway.access.roles import undeclared
+from server.gateway.admin import adapters_sglang, adapters_vllm, fleet, keys, ledger, releases, trainers, weights
 from server.gateway.admin.error_map import to_http
 from server.gateway.config import GatewayConfig
 from server.gateway.console import routes as console
 from server.gateway.deps import GatewayDep
 from server.gateway.gateway import Gateway
-from server.gateway.middleware import AdminGate, RequestIdMiddleware, error_response
+from server.gateway.middleware import AdminGate, RequestIdMiddleware, error_response, is_public
 from server.gateway.openapi import document
 from server.gateway.routes import elsewhere
 from weightsync.errors import WeightSyncError
@@ -46,9 +47,17 @@ def build_app(config: GatewayConfig) -> FastAPI:
     app.add_middleware(AdminGate)
     app.add_middleware(RequestIdMiddleware)
     _add_probes(app)
-    for part in (feedback, weights, fleet, trainers, keys, adapters_vllm, adapters_sglang, console):
+    for part in (feedback, weights, fleet, trainers, keys, ledger, releases, adapters_vllm, adapters_sglang, console):
         app.include_router(part.router)
+    missing = undeclared(pair for pair in routes_of(app) if not is_public(pair[1]))
+    assert not missing, f"access/roles.py does not say who may ask {', '.join(missing)}"
     return app
+
+
+def routes_of(app: FastAPI) -> list[tuple[str, str]]:
+    """Every route: method and path template."""
+    routes = [route for route in app.routes if isinstance(route, APIRoute)]
+    return [(method, route.path) for route in routes for method in sorted(route.methods)]
 
 
 def _add_probes(app: FastAPI) -> None:

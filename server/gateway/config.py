@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from server.errors import ConfigError
+from server.gateway.access.records import ROLES
 from server.gateway.workers import Place
 from server.options import ClusterTlsDirectory, Option, settings
 from weightsync.tls import is_loopback
@@ -148,6 +149,68 @@ class ObserveSettings:
             raise ConfigError(f"--otlp-endpoint {self.otlp_endpoint}: give http://HOST:PORT of an OTLP/HTTP collector.")
 
 
+Algorithm = Literal["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"]
+
+
+@dataclass(frozen=True)
+class OidcSettings:
+    """The OpenID Connect issuer whose tokens the admin port admits (access/oidc.py), and what its users may do."""
+
+    issuer: Annotated[
+        str | None, Option("admit tokens of this OpenID Connect issuer on the admin port", "--oidc-issuer")
+    ] = None
+    audience: Annotated[str | None, Option("audience that its tokens must name", "--oidc-audience")] = None
+    claim: Annotated[str, Option("claim with groups or roles; a dot leads into an object", "--oidc-claim")] = "roles"
+    roles: Annotated[
+        tuple[str, ...],
+        Option(
+            "VALUE=ROLE: a token with VALUE in the claim has ROLE; may be given again",
+            "--oidc-role",
+            metavar="VALUE=ROLE",
+        ),
+    ] = ()
+    algorithms: Annotated[
+        tuple[Algorithm, ...],
+        Option("algorithm of its signatures; may be given again; default: RS256 and ES256", "--oidc-algorithm"),
+    ] = ()
+    leeway_s: Annotated[float, Option("seconds that its clock may be off", "--oidc-leeway")] = 30.0
+    ca_file: Annotated[Path | None, Option("authority of its certificate; default: the system's", "--oidc-ca")] = None
+
+    @property
+    def allowed(self) -> tuple[str, ...]:
+        """Algorithms."""
+        return self.algorithms or ("RS256", "ES256")
+
+    @property
+    def mapping(self) -> dict[str, str]:
+        """Value of the claim -> role."""
+        return {value: role for value, _, role in (text.rpartition("=") for text in self.roles)}
+
+    @staticmethod
+    def is_trustworthy(url: str) -> bool:
+        """Whether what is read there comes from whom the URL names: https, or this host."""
+        parts = urlsplit(url)
+        return parts.scheme == "https" or (parts.scheme == "http" and is_loopback(parts.hostname or ""))
+
+    def __post_init__(self) -> None:
+        if self.issuer is None:
+            if self.audience is not None or self.roles:
+                raise ConfigError("--oidc-audience and --oidc-role: name the issuer, too, with --oidc-issuer.")
+            return
+        if not self.is_trustworthy(self.issuer):
+            raise ConfigError(f"--oidc-issuer {self.issuer}: must be an https URL (http on loopback alone).")
+        if not self.audience:
+            raise ConfigError("--oidc-audience: name the audience; else tokens for other services would be admitted.")
+        if not self.roles:
+            raise ConfigError("--oidc-role: say what the issuer's users may do, such as `--oidc-role sre=operator`.")
+        for text in self.roles:
+            value, _, role = text.rpartition("=")
+            if not value or role not in ROLES:
+                raise ConfigError(f"--oidc-role {text}: write VALUE=ROLE, with a role of {', '.join(ROLES)}.")
+        if not 0 <= self.leeway_s <= 300:
+            raise ConfigError(f"--oidc-leeway {self.leeway_s:g}: must be from 0 to 300 seconds.")
+
+
 @dataclass(frozen=True)
 class AnswerSettings:
     """What is kept of the answers to keys that have opted in, where, and for how long (docs/feedback.md)."""
@@ -219,11 +282,16 @@ class GatewayConfig:
         tuple[str, ...],
         Option("page that may ask while no key is needed; may be given again", "--allow-origin", metavar="ORIGIN"),
     ] = ()
+    oidc: OidcSettings = OidcSettings()
     limits: Limits = Limits()
     upstream: UpstreamSettings = UpstreamSettings()
     queue: QueueSettings = QueueSettings()
     observe: ObserveSettings = ObserveSettings()
     answers: AnswerSettings = AnswerSettings()
+    ledger_archive: Annotated[
+        str | None,
+        Option("directory or fsspec URL for older entries of the ledger; default: `ledger` beside a SQLite store"),
+    ] = None
     swap_deadline_s: Annotated[float, Option("seconds for all instances to stage a version")] = 120.0
     push_timeout_s: float = 3600.0
     run_coordinator: Annotated[bool, Option("leave swaps to another gateway of this model", "--no-coordinator")] = True
@@ -300,6 +368,14 @@ class GatewayConfig:
     def _beside_store(self) -> Path | None:
         scheme, _, rest = self.store.partition("://")
         return Path(rest).parent if scheme == "sqlite" and rest else None
+
+    @property
+    def ledger_place(self) -> str:
+        """Where older entries of the ledger go; "": nowhere, they are dropped."""
+        if self.ledger_archive is not None:
+            return self.ledger_archive if "://" in self.ledger_archive else str(Path(self.ledger_archive).absolute())
+        beside = self._beside_store
+        return str(beside.absolute() / "ledger") if beside is not None else ""
 
 
 OPTIONS = settings("gateway", GatewayConfig)

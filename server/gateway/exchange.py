@@ -38,6 +38,7 @@ from server.gateway.admission import Client, Request
 from server.gateway.fleet import retries
 from server.gateway.fleet.instance import Instance
 from server.gateway.fleet.retries import Continuation
+from server.gateway.fleet.routing import Need
 from server.gateway.fleet.view import Fleet
 from server.gateway.observe.context import TraceContext
 from server.gateway.observe.stats import Finished, Stats
@@ -173,20 +174,25 @@ class Exchange:
         `failure`: why the instance before has not answered, if one was asked.
         """
         self._drop_instance()
-        if not (self._passed or self._gate.open_to(self.request.need)):
-            self._queue()
+        request, splits = self.request, self._fleet.splits
+        need = splits.need(request) if splits.on and request.target.route.works else request.need
+        if not (self._passed or self._gate.open_to(need)):
+            self._queue(need)
             return
-        instance = self._fleet.pick(self._tried, self.request.need, self.request.hint)
+        instance = self._fleet.pick(self._tried, need, request.hint)
+        if instance is None and need is not request.need:
+            splits.passed_on(request)
+            instance = self._fleet.pick(self._tried, request.need, request.hint)
         if instance is not None:
             self._ask(instance)
         else:
             self._hold(failure)
 
-    def _queue(self) -> None:
+    def _queue(self, need: Need | None) -> None:
         self._hold_ended("queued")
         request = self.request
         ticket: Ticket[Waiter] = Ticket(self, request.principal.digest, request.principal.weight, request.priority)
-        ticket.need, ticket.size = request.need, len(request.body)
+        ticket.need, ticket.size = need, len(request.body)
         ticket.deadline = self.started + request.deadline_s
         self._cost = reckon(request.fields, request.target.route.name, len(request.body))
         ticket.cost = self._cost.total
@@ -255,6 +261,11 @@ class Exchange:
         if self.request.target.route.works:
             self._passed = True
             instance.working += 1
+        shadows = self._fleet.shadows
+        if shadows.on and self._continuation is None:
+            shadows.sample(self.request, instance, len(self._gate.queue))
+        if instance.shadowed:
+            shadows.make_room(instance)
         link = instance.pool.take()
         self._pooled = link is not None
         if link is not None:
@@ -509,18 +520,23 @@ class Exchange:
         ttft_s = self.first_byte - self.started if self.first_byte else -1.0
         taken_s = now - self.started
         self._stats.end(self.route, self.status, relay.body_bytes, taken_s, ttft_s, relay.sse, self.usage)
+        shared = self._fleet.splits.on and self.request.target.route.works
         capture, collector = self._capture, self._stats.collector
-        if not self._stats.watchers and capture is None:
+        if not (self._stats.watchers or shared or capture is not None):
             return
         first = relay.header(VERSION_HEADER)
         version = int(first) if first.isdigit() else None
+        if shared:
+            self._stats.shared(version or self.request.share, self.status, taken_s, ttft_s)
+        if not self._stats.watchers and capture is None:
+            return
         head, target = self.request.head, self.request.target
         finished = Finished(
             head.request_id.decode(), target.route.method.decode(), self.route, self.status, self.error_code,
             self.request.principal.name, time.time(), taken_s, self.queued_s,
             ttft_s=ttft_s if self.first_byte else None, instance=self.last_instance or None, first_version=version,
-            last_version=last_version(relay.tail()) or version, usage=self.usage, bytes_in=self._bytes_in,
-            bytes_out=relay.body_bytes, streamed=relay.sse, trace=self.trace,
+            last_version=last_version(relay.tail()) or version, chosen_version=self.request.share, usage=self.usage,
+            bytes_in=self._bytes_in, bytes_out=relay.body_bytes, streamed=relay.sse, trace=self.trace,
         )  # fmt: skip
         self._stats.tell(finished)
         if capture is not None and collector is not None:

@@ -16,6 +16,7 @@ from server.answers.log import Log
 from server.gateway.access.key_sources import KeyFiles, KeyStore, load_keys
 from server.gateway.access.keys import KeyRing
 from server.gateway.access.limits import Limits
+from server.gateway.access.oidc import AdminAccess
 from server.gateway.access.scope import CacheScopes
 from server.gateway.access.sharing import Sharing
 from server.gateway.admin.probes import ProbeSettings, build_probe
@@ -25,13 +26,19 @@ from server.gateway.config import GatewayConfig
 from server.gateway.fleet.scrape import Readiness, scrape_forever
 from server.gateway.fleet.view import Fleet
 from server.gateway.observe.history import Throughput, TrainingLog
+from server.gateway.observe.keeper import LedgerKeeper
 from server.gateway.observe.metrics import Counted, Pages, render
 from server.gateway.observe.stats import Stats
 from server.gateway.observe.tracing import open_watchers
 from server.gateway.openapi.document import PublicDocument
 from server.gateway.queue.gate import Gate
+from server.gateway.release.answers import AnswerReader
+from server.gateway.release.control import FleetControl
+from server.gateway.release.evidence import Observer
+from server.gateway.release.runner import Releases
 from server.gateway.wire.pool import Outbox
 from weightsync.control.coordinator import Coordinator
+from weightsync.control.records import InstanceRecord
 from weightsync.errors import StoreError
 from weightsync.store import Store, open_store
 from weightsync.tls import ClusterTls
@@ -64,17 +71,31 @@ class Gateway:
         self.gate = Gate(self.fleet, config.queue)
         self.fleet.on_change = self.gate.changed
         self.key_files = KeyFiles(config, keys)
+        self.access = AdminAccess(keys, config.oidc)
         self.key_store = KeyStore(store, keys)
         self.limits = Limits(self.stats.limited)
         self.sharing = Sharing(store, self.limits, lambda: keys.limits)
         self.scopes = CacheScopes(shared=config.cache_scope == "shared")
-        self.admission = Admission(config, keys, self.scopes, self.limits)
+        self.admission = Admission(config, keys, self.scopes, self.limits, self.fleet.splits)
         self.desk = Desk(self.stats, Recent(config.answers.feedback_s))
         self.desk.add(Log(config.answers_url, config.answers, self.stats))
         self.passing = Passing(store, config.model, self.desk.recent, self.desk.rate)
         fleet = self.fleet
-        probe = build_probe(ProbeSettings.of(config), lambda: [i.record for i in fleet.instances.values()], self.tls)
+        probe = build_probe(ProbeSettings.of(config), self._records, self.tls)
         self.coordinator = Coordinator(store, config.model, keep=config.keep_versions, probe=probe)
+        self.ledger = LedgerKeeper(
+            store, config.ledger_place, lambda: self.coordinator.leads, lambda entry: self.stats.ledger_told(entry)
+        )
+        observer = Observer(self.stats.watchers)
+        self.releases = Releases(
+            store,
+            config.model,
+            FleetControl(store, config.model, self.coordinator, self._records, config.swap_deadline_s, self.tls),
+            observer,
+            lambda: self.coordinator.leads,
+            AnswerReader(self.desk, fleet.shadows, observer),
+            lambda state: setattr(self.stats, "release", state),
+        )
         self.pusher = Pusher(config)
         self.updates = Updates()
         self.document = PublicDocument(self.fleet, keys)
@@ -86,6 +107,10 @@ class Gateway:
         self.outbox = Outbox()
         self.buffered = 0  # bytes of request bodies held now
         self.clients: set[Client] = set()
+
+    def _records(self) -> list[InstanceRecord]:
+        """Of the instances that are known."""
+        return [instance.record for instance in self.fleet.instances.values()]
 
     @classmethod
     @asynccontextmanager
@@ -133,9 +158,10 @@ class Gateway:
             "throughput": lambda: self.throughput.run(self.fleet.instances),
             "training": self.training.run,
             "metrics page": self.pages.serve,
+            "releases": self.releases.run,
         }
         if self.config.run_coordinator:
-            work["coordinator"] = self.coordinator.run
+            work |= {"coordinator": self.coordinator.run, "ledger": self.ledger.run}
         return work
 
     async def _sweep_forever(self) -> None:
@@ -146,6 +172,7 @@ class Gateway:
             for client in list(self.clients):
                 client.sweep(now)
             self.gate.changed()  # a limit may have grown
+            self.fleet.shadows.sweep(now)
             for instance in self.fleet.instances.values():
                 instance.pool.sweep(now)
 

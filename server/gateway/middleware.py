@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import Response
 
 from server.errors import HttpError, NotFound
-from server.gateway.access.records import ADMIN
+from server.gateway.access.roles import needed
 from server.gateway.console.routes import is_open
 from server.gateway.observe.stats import Finished
 from server.gateway.routes import elsewhere
@@ -84,7 +84,7 @@ def _is_open_here(scope: Scope) -> bool:
 
 class AdminGate:
     """Health, metrics and the console's files are for everybody, on both ports. Everything else is on the admin port
-    alone, and is not reached, and no body read for it, without an admin key."""
+    alone, and is not reached, and no body read for it, without the role that it needs (access/roles.py)."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -92,17 +92,19 @@ class AdminGate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not _is_open_here(scope):
             try:
-                _check(scope)
+                await _check(scope)
             except HttpError as error:
                 await error_response(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
 
-def _check(scope: Scope) -> None:
-    if not scope["state"]["admin_port"]:
+async def _check(scope: Scope) -> None:
+    state = scope["state"]
+    if not state["admin_port"]:
         raise NotFound(elsewhere(scope["path"], admin_port=False))
-    scope["state"]["gateway"].keys.authorize(scope["state"]["key"], ADMIN)
+    role = needed(scope["method"], scope["path"])
+    state["principal"] = await state["gateway"].access.authorize(state["key"], role)
 
 
 def error_response(error: HttpError) -> Response:

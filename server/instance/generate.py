@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
-from .inflight import VersionMismatch, WeightsChanged
+from .inflight import Problem
 from .provenance import Span, current_trace, problem_body, prompt_spans, to_spans
 from .routed_experts import FIELD, encoded
 
@@ -133,8 +133,8 @@ async def generate(raw: Request) -> Response:
         if request.stream:
             return EventSourceResponse(run.events(), headers={"cache-control": "no-store"}, ping=3600, sep="\n")
         return JSONResponse(await unless_gone(raw, run.whole()))
-    except (VersionMismatch, WeightsChanged) as ended:
-        return JSONResponse(problem_body(ended), status_code=409)
+    except Problem as ended:
+        return JSONResponse(problem_body(ended), status_code=ended.status)
     except RequestProblem as problem:
         return JSONResponse(problem.body, status_code=problem.status)
 
@@ -241,7 +241,7 @@ class Run:
                     yield self._event("token", choice.event(logprobs=self._request.logprobs))
             yield self._event("done", self._answer([c.summary() | self._seams() for c in self._choices]))
             return
-        except WeightsChanged as ended:
+        except Problem as ended:
             problem = problem_body(ended)
         except Exception as error:
             message = f"generation failed: {error or type(error).__name__}; the request can be retried"

@@ -177,17 +177,24 @@ def traced(
 ) -> Callable[..., AsyncIterator[Any]]:
     """`AsyncLLM.generate`, feeding the current request's trace and doing at swaps what its headers ask for.
 
-    Raises VersionMismatch before anything is generated, WeightsChanged when a swap ended the request.
+    Raises VersionMismatch before anything is generated, WeightsChanged when a swap ended the request, RoutingLost.
     """
 
     def wrapper(prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any) -> AsyncIterator[Any]:
         trace = current_trace.get() or Trace()
         base = trace.open_for(prompt, sampling_params)
-        if recording is not None and trace.wants_routing is not None:
+        if recording is not None:
             recording.prepare(prompt, sampling_params, wanted=trace.wants_routing)
         kwargs["priority"] = trace.wish.in_engine(kwargs.get("priority", 0))
         choices = sampling_params.n or 1
-        return _follow(trace, base, choices, inflight, lambda: generate(prompt, sampling_params, request_id, **kwargs))
+
+        def begin() -> AsyncIterator[Any]:
+            outputs = generate(prompt, sampling_params, request_id, **kwargs)
+            if recording is None or trace.wants_routing is False:
+                return outputs
+            return _whole(outputs, recording, sampling_params)
+
+        return _follow(trace, base, choices, inflight, begin)
 
     return wrapper
 
@@ -237,11 +244,19 @@ async def _follow(
                     yield output
             finally:
                 await outputs.aclose()  # type: ignore[attr-defined]  # abort in the engine now, not when collected
-    except (VersionMismatch, WeightsChanged) as problem:
+    except Problem as problem:
         trace.problem = problem
         raise
     finally:
         trace.running -= choices
+
+
+async def _whole(outputs: AsyncIterator[Any], recording: Recording, params: Any) -> AsyncIterator[Any]:
+    """The engine's outputs. Raises RoutingLost."""
+    async with contextlib.aclosing(outputs):  # type: ignore[type-var]
+        async for output in outputs:
+            recording.check(output, params)
+            yield output
 
 
 async def _accepted(outputs: AsyncIterator[Any]) -> AsyncIterator[Any]:

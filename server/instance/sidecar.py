@@ -7,11 +7,10 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import orjson
 from prometheus_client import Counter, Gauge
@@ -82,7 +81,8 @@ class Sidecar:
         store = open_store(self._config.store)
         self._participant = self._new_participant(store, replace(self._record, max_num_seqs=self._engine.max_num_seqs))
         self._admission.admits = lambda: self._participant is not None and self._participant.admits
-        tasks = [asyncio.create_task(self._vital(work)) for work in (self._live(store), self._end_with_engine())]
+        vital = (partial(self._live, store), self._end_with_engine)
+        tasks = [asyncio.create_task(self._vital(work)) for work in vital]
         try:
             yield
         finally:
@@ -93,10 +93,10 @@ class Sidecar:
                 await self._participant.stop()
             await store.close()
 
-    async def _vital(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _vital(self, work: Callable[[], Awaitable[None]]) -> None:
         """Runs a task without which this instance would answer on, and take part in no swap: a fault in it ends all."""
         try:
-            await work
+            await work()
         except Exception:
             log.exception("this instance cannot take part any more; it ends, to be started anew")
             os.kill(os.getpid(), signal.SIGTERM)
@@ -118,7 +118,7 @@ class Sidecar:
         keys = Keys(self._config.model)
         while True:
             assert self._participant is not None
-            joining = asyncio.create_task(self._vital(self._join(store, self._participant)))
+            joining = asyncio.create_task(self._vital(partial(self._join, store, self._participant)))
             try:
                 order = await ordered(store, keys, self._config.instance_id)
             finally:

@@ -168,15 +168,15 @@ def test_instance_killed_while_staging(fleet: Fleet, on_lost: str) -> None:
     """Its streams fail over or end with a typed fault; the swap aborts or goes on without it; it comes back."""
     version = fleet.publish()
     target = fleet.publish(activate=False)
-    victim = fleet.live.tree(1)
+    victim = fleet.live.tree(1)[0]
     with Clients([fleet.live.url]).streaming() as seen:
         wait_until(lambda: seen.answers > 4)
-        victim[0].suspend()  # so that it does not stage before it is killed
+        fleet.engine_core(1).suspend()  # it cannot stage, and stays in the fleet until it is killed
         wish = {"version": target, "on_lost": on_lost}
-        swapping, results = in_background(lambda: fleet.live.admin.post("/admin/weights/activate", json=wish))
-        wait_until(lambda: "STAGED" in fleet.states().values())
-        os.kill(victim[0].pid, signal.SIGKILL)
-        swapping.join(60)
+        _, results = in_background(lambda: fleet.live.admin.post("/admin/weights/activate", json=wish))
+        wait_until(lambda: fleet.states() == {"instance-0": "STAGED", "instance-1": "STAGING"})
+        os.kill(victim.pid, signal.SIGKILL)
+        wait_until(lambda: results, 120)
         if on_lost == "abort":
             assert results[0].status_code == 409, results[0].text
             assert "instance-1" in results[0].json()["error"]["message"]

@@ -185,7 +185,7 @@ def test_the_real_demo_is_a_configuration_the_trainer_accepts(tmp_path: Path, mo
     assert recipe.phases == ("build", "serve", "improve", "done")
 
 
-def real(*accuracies: float) -> Scene:
+def real(*accuracies: float, greedy: tuple[float, ...] | None = None) -> Scene:
     recipe = RealRecipe()
     scene = Scene(recipe.phases)
     scene.enter("improve")
@@ -193,7 +193,8 @@ def real(*accuracies: float) -> Scene:
     for step, accuracy in enumerate(accuracies):
         about = {"event": "eval", "step": 4 * step, "version": step + 2, "prompts": 32}
         scene.read(about | {"set": "held_out", "accuracy": accuracy, "pass_at_4": min(1.0, 2 * accuracy)})
-        scene.read(about | {"set": "greedy", "accuracy": 0.5})
+        if greedy is None or step < len(greedy):
+            scene.read(about | {"set": "greedy", "accuracy": greedy[step] if greedy is not None else 0.5})
         numbers = {"version": step + 3, "loss": 0.0, "tokens_per_s": 9.0, "reward_mean": accuracy}
         scene.read({"event": "step", "step": 4 * step + 1} | numbers)
     return scene
@@ -208,6 +209,10 @@ def test_the_real_demo_ends_when_held_out_accuracy_has_doubled() -> None:
     assert not recipe.enough(real(0.02, 0.05))  # that is luck
     assert "from 20.0% to 39.0%" in recipe.shortcoming(real(0.2, 0.39))
     assert real(0.2, 0.4).gain == pytest.approx(20.0)
+    assert not recipe.enough(real(0.2, 0.4, greedy=(0.3,)))
+    assert "still to come" in recipe.shortcoming(real(0.2, 0.4, greedy=(0.3,)))
+    assert "fell from 30.0% to 29.0%" in recipe.shortcoming(real(0.2, 0.4, greedy=(0.3, 0.29)))
+    assert recipe.enough(real(0.2, 0.3, 0.4, greedy=(0.3, 0.2, 0.3)))
 
 
 def test_clients_ask_for_the_adapter_once_it_answers() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from trainer.config import CodeTasksData
 from trainer.data.problems import CHARACTERS, COPIES, CodeTasks, all_problems, program
@@ -52,6 +53,20 @@ def test_texts_survive_the_tokenizer_and_end(tokenizer: Tokenizer) -> None:
     problem = (("add", 3), ("mul", 2))
     assert program(problem, parentheses=True) == "f=lambda x:(x+3)*2"
     assert program(problem, parentheses=False) == "f=lambda x:x+3*2"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_an_engine_has_the_same_tokenizer(family: str, tmp_path: Path) -> None:
+    """vLLM takes what transformers makes of the files, which for a Qwen2 is a tokenizer of its own."""
+    written = "\n" + CHARACTERS
+    write_tiny_model(tmp_path, family, characters=written, hidden_size=24, intermediate_size=16, num_hidden_layers=1)
+    ours, theirs = Tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    for text in (written, "add 3,  mul 2:\n\nf=lambda x:(x+3)*2\n ", " 1 \n"):
+        assert list(ours.plain(text)) == [3 + written.index(character) for character in text]
+        assert theirs.encode(text, add_special_tokens=False) == list(ours.plain(text))
+        assert theirs.decode(ours.plain(text)) == ours.decode(ours.plain(text)) == text
+    with pytest.raises(ValueError, match="outside ASCII"):
+        write_tiny_model(tmp_path, characters="é")
 
 
 def test_noise_is_a_share_of_the_targets_and_depends_on_the_seed_alone(tokenizer: Tokenizer) -> None:

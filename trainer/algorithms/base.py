@@ -19,6 +19,7 @@ REFERENCE_LOGPROBS = "reference_logprobs"  # of the initial weights
 VALUES = "values"  # the critic's at the start of the step
 ADVANTAGES, RETURNS = "advantages", "returns"
 REWARDS = "rewards"  # by token; what a whole trajectory is worth is on its last one
+LIKELIEST = "likeliest"  # 1 where no token is likelier than the one at t + 1
 ENTROPY = "entropy"  # of the whole distribution there, under the current weights, with gradient: what `loss` is given
 VERSION_LAG = "version_lag"  # optimizer steps between the weights that sampled a token and the trainer's
 

@@ -10,6 +10,7 @@ queue.py     the requests of each training client, one after the other, once eac
 sampling.py  answers and log-probs from the gateway, by snapshots of adapters
 tenants.py   what clients train on one base model: losses, gradients, Adam
 losses.py    the losses by name
+states.py    what a client trains, on disk
 journal.py   what survives a crash
 wire.py      the bodies of requests and answers
 config.py    the configuration

@@ -1,50 +1,90 @@
-"""`python -m trainer.api --config FILE [--set key=value ...]`: serve the training API until SIGTERM.
+"""`python -m trainer.api --config FILE [--set key=value ...]`: serve the training API until SIGTERM, on as many
+processes as the layout asks for.
 
-Exit status: 0 ended as asked, 1 failed while running, 2 the configuration or the model must be corrected.
+Rank 0 has the routes, the queue and the journal. The other ranks do what it is asked (tenants.py). When one dies, rank
+0 tells the clients that wait to ask again, and the launcher starts all anew, from the journal.
+
+Exit status: 0 ended as asked, 1 failed while running, 2 the configuration or the model must be corrected, 143 ended by
+SIGTERM where there are several ranks.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
+import socket
 import sys
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvicorn
 
 from trainer.api.config import ApiConfig, load
-from trainer.config import ParallelConfig
-from trainer.errors import ConfigError, TrainerError
+from trainer.errors import ConfigError
+from trainer.launch import TERMINATED, RunDir, die_with_parent, is_first, is_rank, launch, status_of
 from trainer.main import quiet
-from trainer.megatron.hf_config import load_shape
+from trainer.megatron.hf_config import ModelShape, load_shape
 from trainer.megatron.hf_files import HfTensors
+
+if TYPE_CHECKING:
+    from trainer.api.queue import Queue
+    from trainer.api.tenants import Tenants
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parse, check, serve. Returns the exit status."""
+    """Parse, check, then launch the ranks or be one. Returns the exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     parsed = _parser().parse_args(arguments)
     quiet()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    try:
-        config = load(parsed.config, parsed.set)
-        serve(config)
-    except TrainerError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
+    return status_of(lambda: _asked(arguments, load(parsed.config, parsed.set)))
+
+
+def _asked(arguments: list[str], config: ApiConfig) -> int:
+    shape = load_shape(config.model.path)
+    shape.check_parallel(config.parallel)
+    if not config.model.random_init:
+        HfTensors(config.model.path).check(shape.schema("float32"))
+    if config.parallel.world_size > 1 and not is_rank():
+        return launch("trainer.api", arguments, config.parallel, config.faults.as_trainer)
+    if (status := RunDir.of_environment().final()) is not None:
+        return status  # a restart would only repeat what ended the server
+    _be_rank(config, shape)
     return 0
 
 
-def serve(config: ApiConfig) -> None:
-    """Returns when the process is asked to end. Raises TrainerError."""
-    shape = load_shape(config.model.path)
-    if not config.model.random_init:
-        HfTensors(config.model.path).check(shape.schema("float32"))
-    lock = _alone(Path(config.directory))
+def _be_rank(config: ApiConfig, shape: ModelShape) -> None:
+    """Returns when the server is asked to end. Raises TrainerError."""
+    if is_rank():
+        die_with_parent()
+    faults = config.faults.as_trainer
+    with contextlib.ExitStack() as opened:
+        listener = opened.enter_context(_alone(config)) if is_first() else None
+        from trainer.api.tenants import Tenants
+        from trainer.faults.supervision import Faults
+        from trainer.megatron.engine import check_experts
+        from trainer.megatron.parallel import distributed
+
+        check_experts(config.parallel)
+        opened.enter_context(distributed(config.parallel, config.seed, faults.collective_timeout_s))
+        # Rank 0 tells its clients first; the others have nobody to tell.
+        watching = opened.enter_context(Faults(faults, (lambda: False) if listener is not None else None))
+        if listener is not None and watching.restarted_because:
+            print(f"started again ({watching.attempt}): {watching.restarted_because}", file=sys.stderr, flush=True)
+        of_model = partial(Tenants, config.model, shape, config.micro_tokens, parallel=config.parallel)
+        made = partial(of_model, full=config.full, resident=config.limits.resident)
+        if listener is None:
+            made().follow()
+        else:
+            _serve(config, shape, made, listener)
+
+
+def _serve(config: ApiConfig, shape: ModelShape, made: Callable[[], Tenants], listener: socket.socket) -> None:
     from trainer.api.app import Door, build_app
     from trainer.api.finetuning.files import Files
     from trainer.api.finetuning.jobs import Jobs
@@ -53,12 +93,11 @@ def serve(config: ApiConfig) -> None:
     from trainer.api.journal import Journal
     from trainer.api.sampling import Gateway, Sampler, Snapshots
     from trainer.api.service import Service
-    from trainer.api.tenants import Tenants
-    from trainer.megatron.parallel import distributed
+    from trainer.megatron.parallel import use_device
 
     journal = Journal(Path(config.directory) / "journal.db")
-    with distributed(ParallelConfig(), config.seed), ThreadPoolExecutor(1, thread_name_prefix="model") as work:
-        tenants = work.submit(partial(Tenants, full=config.full), config.model, shape, config.micro_tokens).result()
+    with ThreadPoolExecutor(1, thread_name_prefix="model", initializer=use_device) as work:
+        tenants = work.submit(made).result()
 
         async def run() -> None:
             gateway, snapshots = Gateway(config.gateway), Snapshots(config, shape)
@@ -79,35 +118,65 @@ def serve(config: ApiConfig) -> None:
 
             app = build_app(door, start, stop)
             add(app, Desk(jobs, Models(service, jobs, gateway, snapshots)))
-            server = uvicorn.Config(
+            about = uvicorn.Config(
                 app,
-                config.host,
-                config.port,
                 log_level="warning",
                 timeout_graceful_shutdown=2,
                 ssl_certfile=config.ssl_certfile,
                 ssl_keyfile=config.ssl_keyfile,
             )
-            await uvicorn.Server(server).serve()
+            await _Server(about, service.queue).serve([listener])
 
         try:
             asyncio.run(run())
         finally:
             journal.close()
-            os.close(lock)
+        if tenants.ended is not None:
+            raise tenants.ended
+        if RunDir.of_environment().being_torn_down():
+            os._exit(TERMINATED)  # a rank is gone, and the model's thread may wait for it
+        work.submit(tenants.leave).result()
 
 
-def _alone(directory: Path) -> int:
-    """An open lock on the directory, which ends with this process. Raises ConfigError."""
+class _Server(uvicorn.Server):
+    """Ends with its queue, and the queue with it."""
+
+    def __init__(self, config: uvicorn.Config, queue: Queue) -> None:
+        super().__init__(config)
+        self._queue = queue
+
+    async def main_loop(self) -> None:
+        ended = asyncio.create_task(self._queue.over.wait())
+        ended.add_done_callback(lambda _: setattr(self, "should_exit", True))
+        await super().main_loop()
+        ended.cancel()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._queue.end()
+        await super().shutdown(sockets)
+
+
+@contextlib.contextmanager
+def _alone(config: ApiConfig) -> Iterator[socket.socket]:
+    """A socket at the configured address. Within the body no other server has the directory. Raises ConfigError."""
     import fcntl
 
-    lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise ConfigError("directory", f"{directory} is another server's", "End it, or choose another") from None
-    return lock
+    directory, family = config.directory, socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    with (
+        open(os.open(Path(directory) / "lock", os.O_RDWR | os.O_CREAT, 0o600), "wb") as lock,
+        socket.socket(family, socket.SOCK_STREAM) as listener,
+    ):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError("directory", f"{directory} is another server's", "End it, or choose another") from None
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((config.host, config.port))
+        except OSError as error:
+            problem = f"cannot listen at {config.host}:{config.port} ({error.strerror or error})"
+            raise ConfigError("port", problem, "End what does, or choose another") from None
+        yield listener
 
 
 def _parser() -> argparse.ArgumentParser:

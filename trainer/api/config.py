@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import ssl
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from trainer.config import Dtype, GatewayConfig, ModelConfig
+from trainer.config import Dtype, FaultsConfig, GatewayConfig, ModelConfig, ParallelConfig
 from trainer.config.strict import positive, read
 from trainer.errors import ConfigError
 from weightsync.tls import is_loopback
@@ -50,6 +50,26 @@ class JobsConfig:
 
 
 @dataclass(frozen=True)
+class RanksConfig:
+    """What watches over several ranks, as in `faults` of `hotswap train`. After one has died all are started anew, at
+    most `max_restarts` times, and go on from the journal."""
+
+    max_restarts: int = 100
+    heartbeat_s: float = 2.0
+    heartbeat_timeout_s: float = 60.0
+    collective_timeout_s: float = 600.0
+    grace_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        _ = self.as_trainer
+
+    @property
+    def as_trainer(self) -> FaultsConfig:
+        """Ranks that nobody asks for anything do not hang."""
+        return FaultsConfig(**asdict(self), hang_s=0.0)
+
+
+@dataclass(frozen=True)
 class ServedConfig:
     """The model that the gateway serves, and the store of its versions (default: HOTSWAP_STORE). `dtype` must be what
     the serving engine was started with."""
@@ -69,16 +89,19 @@ class ServedConfig:
 
 @dataclass(frozen=True)
 class ApiConfig:
-    """`directory` holds the journal, the states of all clients and their checkpoints. `base_model` is the name by which
-    clients ask for the model (default: `publish.model`), `tokenizer` what the SDK's get_tokenizer() loads (default:
-    `model.path`). `micro_tokens` bounds the tokens of a forward pass, padding included. With `ssl_certfile` and
-    `ssl_keyfile` it speaks HTTPS; beyond loopback it must. Adapters are published as `adapters`-0, -1 and so on, in the
-    lineage `adapters`. With `full` one client at a time trains all weights, which are published as whole versions."""
+    """`directory` holds the journal, the states of all clients and their checkpoints. `parallel` is the layout of the
+    model over ranks. `base_model` is the name by which clients ask for the model (default: `publish.model`),
+    `tokenizer` what the SDK's get_tokenizer() loads (default: `model.path`). `micro_tokens` bounds the tokens of a
+    forward pass, padding included. With `ssl_certfile` and `ssl_keyfile` it speaks HTTPS; beyond loopback it must.
+    Adapters are published as `adapters`-0, -1 and so on, in the lineage `adapters`. With `full` one client at a time
+    trains all weights, which are published as whole versions."""
 
     model: ModelConfig
     gateway: GatewayConfig
     publish: ServedConfig
     directory: str
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    faults: RanksConfig = field(default_factory=RanksConfig)
     host: str = "127.0.0.1"
     port: int = 8400
     ssl_certfile: str | None = None
@@ -102,6 +125,11 @@ class ApiConfig:
             raise ConfigError("host", problem, "Set ssl_certfile and ssl_keyfile, or a TLS proxy before 127.0.0.1")
         if self.model.fp8 != "none":
             raise ConfigError("model.fp8", "nothing is trained here on layers in 8 bits", "Set it to none")
+        if self.model.router_balance_loss or self.model.router_z_loss:
+            problem = "losses are sums here, which nothing says how to weigh it against"
+            raise ConfigError("model.router_balance_loss", problem, "Leave it and router_z_loss out")
+        if self.parallel.shard == "full":
+            raise ConfigError("parallel.shard", "each rank has its weights whole here", "Set it to optimizer")
         if self.full and self.model.random_init:
             raise ConfigError("full", "begins with the weights of a checkpoint", "Set model.random_init to false")
         if self.model.dtype == "float16":

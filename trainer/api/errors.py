@@ -8,6 +8,7 @@ ApiError          base: `status` of the HTTP answer, `code`, `param`, and a mess
 ├── Gone          a result that is no longer kept (410); the SDK asks anew
 ├── TooMany       a limit of the key is reached (429); the SDK waits
 └── Unavailable   the gateway does not answer (503); the SDK tries again
+    └── Ended     the server ends, or its ranks start again
 """
 
 from __future__ import annotations
@@ -72,3 +73,9 @@ class Unavailable(ApiError):
     """The gateway does not answer."""
 
     status, code = 503, "gateway_unavailable"
+
+
+class Ended(Unavailable):
+    """The server ends, or its ranks start again. What was acknowledged is done after that."""
+
+    code = "server_ended"

@@ -5,6 +5,8 @@
     ppo                  -min(r A, clip(r) A)                                       (arXiv:1707.06347)
     cispo                -stop_gradient(clip(r)) A log p                            (arXiv:2506.13585)
     dro                  -(A log p - beta / 2 (log p - log q)^2)                    (arXiv:2405.19107)
+    gspo                 -min(s A, clip(s) A),  s = exp(mean of log p - log q over the marked tokens of the sequence);
+                         a token's gradient goes through its own log p (GSPO-token, arXiv:2507.18071, section 4.3)
     custom               computed by the SDK: a forward pass, then cross_entropy with the gradient as weights
 
 Shapes: B sequences, T positions.
@@ -25,6 +27,7 @@ from trainer.api.errors import BadRequest
 from trainer.api.wire import Batch, Datum
 
 TARGETS, WEIGHTS, SAMPLER, ADVANTAGES = "target_tokens", "weights", "logprobs", "advantages"
+RATIO_MASK = "sequence_ratio_mask"
 Function = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, float]], Tensor]
 
 
@@ -55,9 +58,20 @@ def _clipped(ratio: Tensor, options: Mapping[str, float]) -> Tensor:
     return ratio.clamp(options["clip_low_threshold"], options["clip_high_threshold"])
 
 
-def _ppo(logprobs_BT: Tensor, fields: Mapping[str, Tensor], options: Mapping[str, float]) -> Tensor:
-    ratio, advantages = _ratio(logprobs_BT, fields), fields[ADVANTAGES]
+def _bounded(ratio: Tensor, fields: Mapping[str, Tensor], options: Mapping[str, float]) -> Tensor:
+    advantages = fields[ADVANTAGES]
     return -torch.minimum(ratio * advantages, _clipped(ratio, options) * advantages)
+
+
+def _ppo(logprobs_BT: Tensor, fields: Mapping[str, Tensor], options: Mapping[str, float]) -> Tensor:
+    return _bounded(_ratio(logprobs_BT, fields), fields, options)
+
+
+def _gspo(logprobs_BT: Tensor, fields: Mapping[str, Tensor], options: Mapping[str, float]) -> Tensor:
+    now_BT, marked_BT = logprobs_BT.detach(), fields[RATIO_MASK] != 0
+    sums_B1 = torch.where(marked_BT, now_BT - fields[SAMPLER], 0.0).sum(-1, keepdim=True)
+    mean_B1 = sums_B1 / marked_BT.sum(-1, keepdim=True).clamp(min=1)
+    return _bounded(torch.exp(mean_B1 + logprobs_BT - now_BT), fields, options)
 
 
 def _cispo(logprobs_BT: Tensor, fields: Mapping[str, Tensor], options: Mapping[str, float]) -> Tensor:
@@ -76,6 +90,9 @@ LOSSES: Final = {
     "ppo": Loss(_ppo, (SAMPLER, ADVANTAGES), _CLIP),
     "cispo": Loss(_cispo, (SAMPLER, ADVANTAGES), {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}),
     "dro": Loss(_dro, (SAMPLER, ADVANTAGES), {"beta": 0.05}),
+    "gspo": Loss(
+        _gspo, (SAMPLER, ADVANTAGES, RATIO_MASK), {"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4}
+    ),
 }
 
 

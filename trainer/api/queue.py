@@ -12,7 +12,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
-from trainer.api.errors import ApiError, BadRequest, Gone, TooMany
+from trainer.api.errors import ApiError, BadRequest, Ended, Gone, TooMany
 from trainer.api.journal import Answer, Done, Journal, Request
 from trainer.errors import ConfigError, TrainerError
 
@@ -37,6 +37,8 @@ class Queue:
         self._journal, self._execute, self._most = journal, execute, pending
         self._lines: dict[str, _Line] = {}
         self._answered: dict[str, asyncio.Event] = {}  # of the requests that have no answer
+        self.over = asyncio.Event()
+        self._why = Ended("the server ends: ask again when it is back")
         self.pending: Counter[str] = Counter()  # by owner
 
     async def start(self) -> None:
@@ -46,7 +48,8 @@ class Queue:
 
     async def submit(self, request: Request) -> None:
         """Take a request; returns when it is on disk. One that was taken before is the same one. Raises TooMany, Gone,
-        and BadRequest for another request under the same number."""
+        Ended, and BadRequest for another request under the same number."""
+        self._check()
         line = await self._line(request.model)
         if self.pending[request.owner] >= self._most and request.seq not in line.waiting:
             raise TooMany(f"{self._most} requests of this key wait for their turn: wait for answers, then go on")
@@ -62,7 +65,7 @@ class Queue:
         await self._wait_its_turn(request)
 
     async def result(self, model: str, seq: int, timeout_s: float = LONG_POLL_S) -> Answer | None:
-        """The answer, as soon as there is one; None if there is none by then. Raises Gone."""
+        """The answer, as soon as there is one; None if there is none by then. Raises Gone, Ended."""
         event = self._answered.get(f"{model}:{seq}")
         if event is not None:
             try:
@@ -70,9 +73,19 @@ class Queue:
             except TimeoutError:
                 return None
         try:
-            return await asyncio.to_thread(self._journal.answer, model, seq)
+            answer = await asyncio.to_thread(self._journal.answer, model, seq)
         except KeyError:
             raise Gone(f"request {model}:{seq} is not known, or was answered long ago: send it again") from None
+        if answer is None:
+            self._check()
+        return answer
+
+    def end(self, why: Ended | None = None) -> None:
+        """Take no more, and tell that to all who wait. What was taken is executed after the next start."""
+        self._why = why or self._why
+        self.over.set()
+        for event in self._answered.values():
+            event.set()
 
     async def give_up(self, model: str) -> None:
         """Forget the requests of a model that is deleted."""
@@ -93,6 +106,10 @@ class Queue:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    def _check(self) -> None:
+        if self.over.is_set():
+            raise self._why
+
     async def _line(self, model: str) -> _Line:
         if model not in self._lines:
             first = await asyncio.to_thread(self._journal.next, model)
@@ -111,7 +128,11 @@ class Queue:
 
     async def _run(self, line: _Line) -> None:
         while (request := line.waiting.get(line.next)) is not None:
-            done = await self._outcome(request)
+            try:
+                done = await self._outcome(request)
+            except Ended as error:
+                self.end(error)
+                return
             await self._finish(request, done)
             del line.waiting[line.next]
             line.next += 1
@@ -130,6 +151,8 @@ class Queue:
     async def _outcome(self, request: Request) -> Done:
         try:
             return await self._execute(request)
+        except Ended:
+            raise
         except Exception as error:
             user = isinstance(error, ConfigError) or (isinstance(error, ApiError) and error.user)
             if not isinstance(error, TrainerError):

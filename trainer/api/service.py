@@ -11,7 +11,6 @@ import asyncio
 import re
 import shutil
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,11 +18,12 @@ from typing import Any, Final
 
 from trainer.api import wire
 from trainer.api.config import ApiConfig
-from trainer.api.errors import ApiError, BadRequest, NotFound, Taken
+from trainer.api.errors import ApiError, BadRequest, Ended, NotFound, Taken
 from trainer.api.journal import Answer, Done, Journal, Record, Request
 from trainer.api.queue import Queue
 from trainer.api.sampling import Client, Snapshots
-from trainer.api.tenants import ATTENTION, FEED_FORWARD, Tenant, Tenants, described, lora_from, lora_of, seed_of
+from trainer.api.states import described, lora_of
+from trainer.api.tenants import ATTENTION, FEED_FORWARD, Tenants, seed_of
 from trainer.config import LoraConfig
 from trainer.errors import CheckpointError, TrainerError
 
@@ -34,6 +34,7 @@ WEIGHTS, SAMPLER_WEIGHTS = "weights", "sampler_weights"  # the two kinds of chec
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _PATH: Final = re.compile(r"tinker://([^/]+)/([^/]+)/([^/]+)")
 _Handler = Callable[[Request, Record | None], Done]
+FAULT, MOST_FAULTS = "fault", 3  # a request that is tried no more
 ABSENT_S: Final = 60.0  # that a session may be silent, whose client has all weights; the SDK speaks every 10
 
 
@@ -47,7 +48,6 @@ class Service:
         self.queue = Queue(journal, self._execute, config.limits.pending)
         self._work, self._snapshots = work, snapshots
         self._directory = Path(config.directory)
-        self._resident: OrderedDict[str, Tenant] = OrderedDict()
         self._holder: tuple[str, str] | None = None  # the client (and its session) that has all weights
         self._heard: dict[str, float] = {}  # when each session was last heard of
         self._handlers: dict[str, _Handler] = {
@@ -116,7 +116,7 @@ class Service:
         await self.queue.give_up(model.id)
 
         def remove() -> None:
-            self._resident.pop(model.id, None)
+            self.tenants.drop(model.id)
             if self._holder is not None and self._holder[0] == model.id:
                 self._holder = None
             self.journal.forget(model.id)
@@ -244,71 +244,87 @@ class Service:
     # Executed by the queue.
 
     async def _execute(self, request: Request) -> Done:
-        done = await asyncio.get_running_loop().run_in_executor(self._work, self._on_thread, request)
+        if (faults := self._faults(request)) >= MOST_FAULTS:
+            raise TrainerError(f"{request.kind} was begun {faults} times, and the server's ranks did not outlive it")
+        together = self.tenants.ended is None
+        try:
+            done = await asyncio.get_running_loop().run_in_executor(self._work, self._on_thread, request)
+        except Ended:
+            if together:  # it was this one's turn
+                put = Record(FAULT, request.id, request.owner, request.model, {"times": faults + 1})
+                await asyncio.to_thread(self.journal.put, put)
+            raise
         if request.kind == SAVE_FOR_SAMPLER and not done.answer.failed:
             async with self._snapshots.held(self._snapshot_of(request)):
                 pass  # it serves
         return done
 
+    def _faults(self, request: Request) -> int:
+        """How often its turn has ended with the ranks."""
+        found = self.journal.get(FAULT, request.id)
+        return 0 if found is None else int(found.about["times"])
+
     def _on_thread(self, request: Request) -> Done:
         model = self.journal.get(MODEL, request.model)
         if model is None and request.kind not in (CREATE, LOAD):
             raise NotFound(f"the training client {request.model} could not be created, so it takes no requests")
+        known = request.model in self.tenants
         try:
             if model is not None:
                 self._take(model.id, model.parent)
             return self._handlers[request.kind](request, model)
+        except Ended:
+            raise
         except Exception as error:
-            if not (isinstance(error, ApiError) and error.user):
-                self._resident.pop(request.model, None)  # whatever it had begun: read it again
+            if not (known and isinstance(error, ApiError) and error.user):
+                self.tenants.drop(request.model)  # whatever it had begun: read it again
             raise
 
     def _create(self, request: Request, _: Record | None) -> Done:
         body = wire.CreateModel.model_validate_json(request.body)
         lora, seed = self._lora(body.lora_config), None if body.lora_config is None else body.lora_config.seed
         seed = seed_of(f"{self.config.seed} {request.model}") if seed is None else seed
-        tenant = self._new_tenant(lora, seed)
-        return self._made(request, body.session_id, body.user_metadata, tenant)
+        self.tenants.make(request.model, described(lora), str(seed))
+        return self._made(request, body.session_id, body.user_metadata, lora)
 
-    def _made(self, request: Request, session: str, metadata: Mapping[str, Any] | None, tenant: Tenant) -> Done:
-        about = {"lora": described(tenant.lora), "session": session, "user_metadata": metadata}
+    def _made(
+        self, request: Request, session: str, metadata: Mapping[str, Any] | None, lora: LoraConfig | None
+    ) -> Done:
+        about = {"lora": described(lora), "session": session, "user_metadata": metadata}
         model = Record(MODEL, request.model, request.owner, session, about)
-        self._keep(request.model, tenant)
         answer = {"type": request.kind, "model_id": request.model}
-        return self._settle(request, model, tenant, Answer.json(answer))
+        return self._settle(request, model, Answer.json(answer))
 
     def _load(self, request: Request, model: Record | None) -> Done:
         body = wire.LoadWeights.model_validate_json(request.body)
         found = self._checkpoint(body.path, request.owner, WEIGHTS)
-        file = Path(found.about["directory"]) / "state.safetensors"
-        lora = lora_of(file)
+        directory = found.about["directory"]
+        lora = lora_of(Path(directory))
         if model is None:
             assert body.session_id is not None  # `load` has looked
             if (lora is None) != self.config.full:
                 trained = "all weights are" if self.config.full else "adapters are"
                 raise BadRequest(f"{trained} trained here, and {body.path} is of something else", "other_adapter")
-            tenant = self._new_tenant(lora, 0)
-            tenant.read(file, optimizer=body.optimizer)
-            done = self._made(request, body.session_id, body.user_metadata, tenant)
+            self.tenants.make(request.model, described(lora), "0")
+            self.tenants.read(request.model, directory, body.optimizer)
+            done = self._made(request, body.session_id, body.user_metadata, lora)
         else:
-            tenant = self._tenant(model, request.seq)
-            own = tenant.lora
-            if described(lora) != described(own):
+            own = self._in_memory(model, request.seq)
+            if described(lora) != own:
                 raise BadRequest(
-                    f"{body.path} is of {_named(lora)}; this client trains {_named(own)}: create a client from the "
-                    "checkpoint instead (create_training_client_from_state)",
+                    f"{body.path} is of {_named(described(lora))}; this client trains {_named(own)}: create a client "
+                    "from the checkpoint instead (create_training_client_from_state)",
                     "other_adapter",
                 )
-            tenant.read(file, optimizer=body.optimizer)
-            done = self._settle(request, model, tenant, Answer(b""))
+            self.tenants.read(model.id, directory, body.optimizer)
+            done = self._settle(request, model, Answer(b""))
         answer = {"type": LOAD, "path": body.path, "model_id": request.model}
         return Done(Answer.json(answer), done.records, settled=True)
 
     def _run(self, request: Request, model: Record | None) -> Done:
         assert model is not None  # looked at in _on_thread
-        tenant = self._tenant(model, request.seq)
-        logprobs, loss = self.tenants.run(tenant, wire.read_batch(request.body))
-        answer = Answer(wire.output(logprobs, {"loss:sum": loss}), wire.PROTOBUF)
+        self._in_memory(model, request.seq)
+        answer = Answer(wire.output(*self.tenants.run(model.id, wire.read_batch(request.body))), wire.PROTOBUF)
         return Done(answer, keep=request.kind == FORWARD_BACKWARD)
 
     def _step(self, request: Request, model: Record | None) -> Done:
@@ -316,21 +332,22 @@ class Service:
         body = wire.OptimStep.model_validate_json(request.body)
         if body.adam_params is None:
             raise BadRequest("the optimizer here is AdamW: pass AdamParams", "unsupported_optimizer")
-        tenant = self._tenant(model, request.seq)
+        self._in_memory(model, request.seq)
         try:
-            metrics = tenant.step(body.adam_params)
+            metrics = self.tenants.step(model.id, body.adam_params.model_dump())
         except BadRequest as error:  # which took the gradient: that is not to come back after a crash
             answer = Answer.json({"error": str(error), "category": "user"}, failed=True)
         else:
             answer = Answer.json({"metrics": metrics})
-        return self._settle(request, model, tenant, answer)
+        return self._settle(request, model, answer)
 
     def _save(self, request: Request, model: Record | None) -> Done:
         assert model is not None  # looked at in _on_thread
         body = wire.SaveWeights.model_validate_json(request.body)
         path = self._new_path(request, body, WEIGHTS)
         directory = self._directory / "models" / request.model / WEIGHTS / str(request.seq)
-        self._tenant(model, request.seq).write(directory / "state.safetensors")
+        self._in_memory(model, request.seq)
+        self.tenants.write(model.id, str(directory))
         record = _checkpoint_record(request, path, directory, body)
         return Done(Answer.json({"type": SAVE, "path": path}), (record,))
 
@@ -341,7 +358,8 @@ class Service:
         if path is None and body.sampling_session_seq_id is None:
             raise BadRequest("save_weights_for_sampler needs a path, or sampling_session_seq_id")
         directory = self._snapshot_of(request)
-        self.tenants.export(self._tenant(model, request.seq), self.config.publish.dtype, directory)
+        self._in_memory(model, request.seq)
+        self.tenants.export(model.id, self.config.publish.dtype, str(directory))
         answer: dict[str, Any] = {"type": SAVE_FOR_SAMPLER, "path": path}
         if path is not None:
             return Done(Answer.json(answer), (_checkpoint_record(request, path, directory, body),))
@@ -378,47 +396,34 @@ class Service:
         about = {"directory": directory, "model_path": path}
         return Record(SAMPLER, f"{session}:sample:{number}", owner, session, about)
 
-    def _settle(self, request: Request, model: Record, tenant: Tenant, answer: Answer) -> Done:
+    def _settle(self, request: Request, model: Record, answer: Answer) -> Done:
         """Write the tenant's state to disk, so that what came before needs not be done again."""
         directory = self._directory / "models" / model.id / "states"
-        tenant.write(directory / f"{request.seq}.safetensors")
+        self.tenants.write(model.id, str(directory / str(request.seq)))
         for other in directory.iterdir():
-            if other.stem not in (str(request.seq), str(model.about.get("applied"))):
-                other.unlink()  # of before the state that counts until this one does
+            if other.name not in (str(request.seq), str(model.about.get("applied"))):
+                _remove(other)  # of before the state that counts until this one does
         record = Record(MODEL, model.id, model.owner, model.parent, {**model.about, "applied": request.seq}, model.made)
         return Done(answer, (record,), settled=True)
 
-    def _tenant(self, model: Record, seq: int) -> Tenant:
-        """As it is before the request `seq`."""
-        if (found := self._resident.get(model.id)) is None:
+    def _in_memory(self, model: Record, seq: int) -> dict[str, Any] | None:
+        """Have its tenant as it is before the request `seq`; what its adapter is like."""
+        lora: dict[str, Any] | None = model.about["lora"]
+        if model.id not in self.tenants:
             applied = int(model.about["applied"])
-            found = self._new_tenant(lora_from(model.about["lora"]), 0)
-            file = self._directory / "models" / model.id / "states" / f"{applied}.safetensors"
+            self.tenants.make(model.id, lora, "0")
             try:
-                found.read(file, optimizer=True)
+                self.tenants.read(model.id, str(self._directory / "models" / model.id / "states" / str(applied)), True)
             except CheckpointError as error:
                 raise TrainerError(f"the state of {model.id} is lost: {error}. Load a checkpoint") from error
             for earlier in self.journal.replayed(model.id, applied):
                 if earlier.seq < seq:
-                    self.tenants.run(found, wire.read_batch(earlier.body))
-        self._keep(model.id, found)
-        return found
-
-    def _new_tenant(self, lora: LoraConfig | None, seed: int) -> Tenant:
-        if lora is None:
-            self._resident.clear()  # whoever had the weights is on disk, but for gradients: those are computed again
-        return self.tenants.tenant(lora, seed)
-
-    def _keep(self, model: str, tenant: Tenant) -> None:
-        self._resident[model] = tenant
-        self._resident.move_to_end(model)
-        idle = [name for name, one in self._resident.items() if one.gradient is None and name != model]
-        for name in idle[: max(len(idle) + 1 - self.config.limits.resident, 0)]:
-            del self._resident[name]
+                    self.tenants.run(model.id, wire.read_batch(earlier.body))
+        return lora
 
 
-def _named(lora: LoraConfig | None) -> str:
-    return f"an adapter of rank {lora.rank} on {', '.join(lora.target_modules)}" if lora else "all weights"
+def _named(lora: Mapping[str, Any] | None) -> str:
+    return f"an adapter of rank {lora['rank']} on {', '.join(lora['targets'])}" if lora else "all weights"
 
 
 def _checkpoint_record(request: Request, path: str, directory: Path, body: wire.SaveWeights) -> Record:

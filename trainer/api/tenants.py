@@ -3,60 +3,80 @@
 A tenant is what one training client trains, with its gradient and Adam's moments. One tenant's adapter at a time is on
 the model's layers (`lora.put`), so that tenants cannot touch each other. A tenant without an adapter has the model's
 own weights: the next one that is made takes them. Gradients add up in float32 until the step, as in PyTorch; the step
-is torch's AdamW, on fp32 main weights. A tenant is read and written as one safetensors file.
+is torch's AdamW, on fp32 main weights.
 
-Everything here runs on one thread, in a process that is the only rank.
+Every rank has its part of the model and of each tenant. Rank 0 is asked, and tells the others what it is asked
+(`_everywhere`): they wait in `follow`, over gloo and for as long as it takes, and do the same. The batches are rank 0's
+alone, and so are log-probs and losses. A TrainerError is every rank's; after any other they are no longer together, and
+must all start again (Ended). What is here runs on one thread of a rank.
 
 Shapes: B sequences, T positions.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
-import json
-import math
-import os
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from trainer.api.errors import BadRequest
-from trainer.api.losses import TARGETS, Loss, check, column
+from trainer.algorithms.base import LIKELIEST
+from trainer.api import states
+from trainer.api.errors import BadRequest, Ended
+from trainer.api.losses import LOSSES, TARGETS, WEIGHTS, Loss, check, column
+from trainer.api.states import lora_from
 from trainer.api.wire import Adam, Batch, Datum
+from trainer.batch import LABELS, MASK, TOKENS, Fields
 from trainer.config import LoraConfig, ModelConfig, ParallelConfig
 from trainer.config.sections import Dtype, LinearLayer
-from trainer.errors import CheckpointError
-from trainer.megatron.attention import rotary_positions
+from trainer.errors import TrainerError
+from trainer.exports import write_parts
+from trainer.faults.supervision import is_lost_contact
+from trainer.megatron import passes
 from trainer.megatron.convert import export_hf, load_hf, parameters, unwrap
+from trainer.megatron.gradients import Apart, Gradient, adding, reduce
 from trainer.megatron.hf_config import ModelShape
-from trainer.megatron.hf_files import HfTensors, finish_adapter, finish_checkpoint, write_shards
-from trainer.megatron.lora import Switch, adapter_config, adapters, build, freeze, put, take
+from trainer.megatron.hf_files import HfTensors, finish_adapter, finish_checkpoint
+from trainer.megatron.lora import Adapter, Switch, adapter_config, adapters, build, freeze, put, take
 from trainer.megatron.model import DTYPES, transformer_config
-from trainer.megatron.parallel import device
+from trainer.megatron.parallel import broadcast_json, device, on_rank_zero
 from trainer.megatron.roles import load_model
+from trainer.megatron.shares import Shares, Whole
 
+log = logging.getLogger(__name__)
+P = ParamSpec("P")
+R = TypeVar("R")
 WEIGHT, FIRST, SECOND = "weight", "exp_avg", "exp_avg_sq"
+LOSS, CORRECT = "loss:sum", "correct_tokens:sum"  # metrics; the SDK adds up those of a batch in several requests
 ATTENTION: Final[tuple[LinearLayer, ...]] = ("q_proj", "k_proj", "v_proj", "o_proj")
 FEED_FORWARD: Final[tuple[LinearLayer, ...]] = ("gate_proj", "up_proj", "down_proj")
-_CONFIG: Final = "lora"  # of a file's metadata
+DEEP: Final = 4  # micro-batches for each pipeline stage, which idles while the first comes and the last goes
+_LEAVE: Final = "leave"
+Layers = list[dict[str, Adapter]]  # adapters of each chunk of the model, by their places
 
 
 class Tenant:
-    """One client's adapter, or all weights (`lora` is None). `gradient` is None until there is one."""
+    """This rank's part of one client's adapter, or of all weights (`lora` is None). `parameters` are what the model
+    computes with, by their global Megatron names; `gradient` is None until there is one, and before a step each rank
+    has what its own passes have added."""
 
-    def __init__(self, lora: LoraConfig | None, layers: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
+    def __init__(self, lora: LoraConfig | None, layers: Layers, parameters: Mapping[str, Any]) -> None:
         self.lora, self.layers, self.parameters, self.steps = lora, layers, parameters, 0
         self.weights = {name: p.detach().float() for name, p in self.parameters.items()}  # themselves, if fp32
         self.moments: dict[str, tuple[Tensor, Tensor]] = {}
-        self.gradient: dict[str, Tensor] | None = None
+        self.gradient: Gradient | None = None
         self.fresh()
 
     def fresh(self) -> None:
@@ -64,34 +84,24 @@ class Tenant:
         self.moments = {name: (torch.zeros_like(w), torch.zeros_like(w)) for name, w in self.weights.items()}
         self.steps = 0
 
-    def collect(self) -> None:
-        """Add what a backward pass has left to the gradient."""
+    def zeros(self) -> Gradient:
+        return {name: torch.zeros_like(w) for name, w in self.weights.items()}
+
+    def add(self, gradient: Gradient) -> None:
+        """A pass is over, and counts."""
         if self.gradient is None:
-            self.gradient = {name: torch.zeros_like(w) for name, w in self.weights.items()}
-        for name, parameter in self.parameters.items():
-            if parameter.grad is not None:
-                self.gradient[name] += parameter.grad.float()
-                parameter.grad = None
+            self.gradient = gradient
+        else:
+            for name, g in gradient.items():
+                self.gradient[name] += g
 
-    def discard(self, before: dict[str, Tensor] | None) -> None:
-        """The gradient as it was."""
-        self.gradient = before
-        for parameter in self.parameters.values():
-            parameter.grad = None
+    def kinds(self, *, optimizer: bool = True) -> states.Kinds:
+        """What a state has of it."""
+        moments = {k: {n: pair[i] for n, pair in self.moments.items()} for i, k in enumerate((FIRST, SECOND))}
+        return {WEIGHT: self.weights, **(moments if optimizer else {})}
 
-    def step(self, params: Adam) -> dict[str, float]:
-        """One step of AdamW, which takes the gradient. Raises BadRequest, and changes nothing, without a gradient that
-        is finite."""
-        if (gradient := self.gradient) is None:
-            raise BadRequest("there is no gradient: call forward_backward before optim_step", "no_gradient")
-        self.gradient = None
-        norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradient.values()))
-        if not math.isfinite(norm):
-            advice = "it was dropped and the weights are as before; lower the learning rate, or load a checkpoint"
-            raise BadRequest(f"the gradient's norm is {norm}: {advice}", "not_finite")
-        if params.grad_clip_norm > 0 and norm > params.grad_clip_norm:
-            for g in gradient.values():
-                g *= params.grad_clip_norm / (norm + 1e-6)
+    def step(self, gradient: Gradient, params: Adam) -> None:
+        """One step of AdamW."""
         names = list(self.weights)
         with torch.no_grad():
             adamw(
@@ -111,198 +121,273 @@ class Tenant:
                 maximize=False,
             )
         self.steps += 1
-        self._cast()
-        return {"grad_norm": norm}
+        self.cast()
 
-    def write(self, path: Path) -> None:
-        """Everything but the gradient, so that the file is whole or not there, also after a power failure."""
-        tensors = {f"{WEIGHT}.{name}": w for name, w in self.weights.items()}
-        for name, pair in self.moments.items():
-            tensors |= {f"{kind}.{name}": moment for kind, moment in zip((FIRST, SECOND), pair, strict=True)}
-        about = {_CONFIG: json.dumps(described(self.lora)), "steps": str(self.steps)}
-        _write_durably(path, {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, about)
-
-    def read(self, path: Path, *, optimizer: bool) -> None:
-        """Raises CheckpointError; nothing has changed then."""
-        try:
-            with safe_open(path, framework="pt") as file:
-                about, found = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path} cannot be read ({error})") from error
-        if {n: t.shape for n, t in found.items() if n.startswith(f"{WEIGHT}.")} != {
-            f"{WEIGHT}.{n}": w.shape for n, w in self.weights.items()
-        }:
-            raise CheckpointError(f"{path} is of another adapter or base model")
-        for name, weight in self.weights.items():
-            weight.copy_(found[f"{WEIGHT}.{name}"])
-        self.gradient = None
-        self.fresh()
-        if optimizer:
-            self.steps = int(about["steps"])
-            for name, pair in self.moments.items():
-                for kind, moment in zip((FIRST, SECOND), pair, strict=True):
-                    moment.copy_(found[f"{kind}.{name}"])
-        self._cast()
-
-    def _cast(self) -> None:
+    def cast(self) -> None:
+        """Have the model compute with the weights."""
         for name, parameter in self.parameters.items():
             parameter.data.copy_(self.weights[name])  # nothing happens where they are one
 
 
+_COMMANDS: Final[dict[str, Callable[..., Any]]] = {}
+
+
+def _everywhere(method: Callable[Concatenate[Tenants, P], R]) -> Callable[Concatenate[Tenants, P], R]:
+    """What rank 0 is asked, all ranks do. Positional arguments are JSON, and the other ranks get them too; named ones
+    are rank 0's alone."""
+    name: str = getattr(method, "__name__", "")
+    _COMMANDS[name] = method
+
+    @functools.wraps(method)
+    def asked(self: Tenants, /, *given: P.args, **own: P.kwargs) -> R:
+        if self.ended is not None:
+            raise self.ended
+        try:
+            broadcast_json([name, *given])
+            return method(self, *given, **own)
+        except TrainerError:
+            raise
+        except Exception as error:
+            if dist.get_world_size() == 1:
+                raise
+            if lost := isinstance(error, RuntimeError) and is_lost_contact(error):
+                log.error("lost another rank (%s)", _first_line(error))
+            else:
+                log.exception("%s failed on this rank", name)
+            why = "one of them was lost" if lost else f"{name} failed: {_first_line(error)}"
+            self.ended = Ended(f"the server's ranks start again ({why}): ask again")
+            raise self.ended from error
+
+    return asked
+
+
 class Tenants:
-    """The base model, and what a tenant's requests do on it. Built after `parallel.distributed`."""
+    """The base model, and the tenants that are in memory, by name. Built after `parallel.distributed`."""
 
-    def __init__(self, model: ModelConfig, shape: ModelShape, micro_tokens: int, *, full: bool = False) -> None:
-        """Raises TrainerError when the checkpoint cannot be trained on. `full`: tenants have no adapters."""
-        self.shape, self._model, self._micro_tokens = shape, model, micro_tokens
+    def __init__(
+        self,
+        model: ModelConfig,
+        shape: ModelShape,
+        micro_tokens: int,
+        *,
+        parallel: ParallelConfig | None = None,
+        full: bool = False,
+        resident: int = 16,
+    ) -> None:
+        """Raises TrainerError when the checkpoint cannot be trained on. `full`: tenants have no adapters. Of tenants
+        without a gradient the `resident` that were used last stay in memory."""
+        self.shape, self._model, self._micro_tokens, self._most = shape, model, micro_tokens, resident
         self._tensors = None if model.random_init else HfTensors(model.path)
-        (self._chunk,) = load_model(shape, transformer_config(shape, ParallelConfig(), model), self._tensors)
-        self._base = unwrap(self._chunk)
+        self._transformer = transformer_config(shape, parallel or ParallelConfig(), model)
+        self._chunks = [Apart(self._transformer, c) for c in load_model(shape, self._transformer, self._tensors)]
+        self._bases = [unwrap(chunk) for chunk in self._chunks]
         if not full:
-            freeze(self._base)
+            for base in self._bases:
+                freeze(base)
+        self._shares = Shares()
+        self._held: OrderedDict[str, Tenant] = OrderedDict()
         self._on: Tenant | None = None
+        self.ended: Ended | None = None  # why no rank can be asked any more
 
-    def tenant(self, lora: LoraConfig | None, seed: int) -> Tenant:
-        """A new one: A random, B zero; or the checkpoint's weights, which are then no other tenant's any more."""
+    def __contains__(self, name: str) -> bool:
+        return name in self._held
+
+    def follow(self) -> None:
+        """On the other ranks: do what rank 0 is asked, until it leaves."""
+        while (said := broadcast_json(None))[0] != _LEAVE:
+            with contextlib.suppress(TrainerError):  # rank 0 has the same, and tells
+                _COMMANDS[said[0]](self, *said[1:])
+
+    def leave(self) -> None:
+        """On rank 0: the other ranks may go."""
+        broadcast_json([_LEAVE])
+
+    @_everywhere
+    def make(self, name: str, lora: dict[str, Any] | None, seed: str) -> None:
+        """A new one: A random, B zero; or the checkpoint's weights, which are then no other tenant's any more. `lora`
+        is `described`, `seed` a whole number of any size."""
         self._put(None)
         if lora is None:
             assert self._tensors is not None  # the configuration says so
-            load_hf(self._base, self.shape, self._tensors.get)
-            return Tenant(None, {}, dict(parameters(self._base)))
-        layers = build(self._base, self.shape, lora, seed, Switch())
-        for adapter in layers.values():
+            self._held.clear()
+            named = {name: p for base in self._bases for name, p in parameters(base)}
+            load_hf(named.items(), self.shape, self._tensors.get)
+            self._held[name] = Tenant(None, [], named)
+            return
+        config = lora_from(lora)
+        assert config is not None
+        layers = [build(base, self.shape, config, int(seed), Switch()) for base in self._bases]
+        for adapter in (adapter for made in layers for adapter in made.values()):
             adapter.to(device())
-        named = {f"{at}.{n}": p for at, made in layers.items() for n, p in made.named_parameters()}
-        return Tenant(lora, layers, named)
+        self._place(layers)
+        named = {at: parameter for base in self._bases for at, parameter in adapters(base)}
+        self._on = self._held[name] = Tenant(config, layers, named)
+        self._kept(name)
 
-    def run(self, tenant: Tenant, batch: Batch) -> tuple[list[NDArray[np.float32]], float]:
-        """Log-probs of each sequence's targets, and the loss; unless the batch says `forward_only` its gradient is
-        added to the tenant's. Raises BadRequest; the gradient is as before then."""
-        loss, options = check(batch, self.shape.vocab, self.shape.max_positions)
-        self._put(tenant)
-        found: dict[int, NDArray[np.float32]] = {}
-        total = 0.0
-        before = tenant.gradient
-        if before is not None and not batch.forward_only:
-            tenant.gradient = {name: g.clone() for name, g in before.items()}
-        try:
-            for rows in self._micro_batches(batch.data):
-                data = [batch.data[row] for row in rows]
-                with torch.set_grad_enabled(not batch.forward_only):
-                    logprobs_BT, value = self._forward(data, loss, options)
-                if not batch.forward_only:
-                    value.backward()
-                    tenant.collect()
-                total += float(value.detach())
-                said = logprobs_BT.detach().cpu().numpy()
-                found |= {row: said[i, : len(d.tokens)] for i, (row, d) in enumerate(zip(rows, data, strict=True))}
-        except BaseException:  # memory, most likely: half a batch counts for nothing
-            tenant.discard(before)
-            raise
-        return [found[row] for row in range(len(batch.data))], total
+    @_everywhere
+    def drop(self, name: str) -> None:
+        """Forget it, if it is there."""
+        if (found := self._held.pop(name, None)) is not None and found is self._on:
+            self._put(None)
 
-    def export(self, tenant: Tenant, dtype: Dtype, directory: Path) -> None:
-        """Write it as it is: PEFT's two files of an adapter, or a Hugging Face checkpoint. Once it returns, the
-        directory is whole also after a power failure."""
-        self._put(tenant)
-        named = tenant.weights.items() if tenant.lora is None else adapters(self._chunk)
-        directory.mkdir(parents=True, exist_ok=True)
-        tensors = ((name, t.detach().to("cpu", DTYPES[dtype])) for name, t in export_hf(named, self.shape))
-        written = write_shards(directory, tensors, 0)
-        if tenant.lora is None:
-            finish_checkpoint(directory, written, self._model.path, dtype)
+    @_everywhere
+    def read(self, name: str, directory: str, optimizer: bool) -> None:
+        """What `write` has written, with Adam's moments or without. Raises CheckpointError; nothing has changed
+        then."""
+        tenant = self._held[name]
+        kinds = tenant.kinds(optimizer=optimizer)
+        steps = states.read(Path(directory), kinds, self.shape, tenant.lora)
+        tenant.gradient = None
+        if optimizer:
+            tenant.steps = steps
         else:
-            finish_adapter(directory, written, adapter_config(self.shape, tenant.lora, self._model.path))
-        for file in directory.iterdir():
-            _sync(file)
-        _sync(directory)
+            tenant.fresh()
+        tenant.cast()
 
-    def _forward(self, data: list[Datum], loss: Loss, options: Mapping[str, float]) -> tuple[Tensor, Tensor]:
-        lengths = torch.tensor([len(datum.tokens) for datum in data])
-        width = int(lengths.max())
-        tokens = torch.zeros(len(data), width, dtype=torch.int64)
-        for row, datum in zip(tokens, data, strict=True):
-            row[: len(datum.tokens)] = torch.from_numpy(datum.tokens)
-        labels = column(loss, data, TARGETS, width, np.int64)
-        fields = {key: column(loss, data, key, width, np.float32).to(device()) for key in loss.needs}
-        positions = torch.arange(width).expand(len(data), -1)
-        inside = (positions < lengths[:, None]).to(device())
-        with rotary_positions(None):
-            out = self._chunk(tokens.to(device()), positions.to(device()), None, labels=labels.to(device()))
-        logprobs_BT = out[..., 0].float()
-        by_token = loss.function(logprobs_BT, fields, options)
-        return logprobs_BT, torch.where(inside, by_token, 0.0).sum()
+    @_everywhere
+    def write(self, name: str, directory: str) -> None:
+        """Everything but the gradient. Raises CheckpointError, ExportError."""
+        tenant = self._held[name]
+        states.write(Path(directory), tenant.kinds(), self.shape, tenant.lora, tenant.steps)
 
-    def _micro_batches(self, data: Sequence[Datum]) -> Iterator[list[int]]:
-        """Rows of about one length together, as many as `micro_tokens` has room for."""
+    @_everywhere
+    def export(self, name: str, dtype: Dtype, directory: str) -> None:
+        """Write it as it is: PEFT's two files of an adapter, or a Hugging Face checkpoint. Once it returns, the
+        directory is whole also after a power failure. Raises CheckpointError, ExportError."""
+        tenant, target = self._held[name], Path(directory)
+        named = tenant.weights if tenant.lora is None else tenant.parameters
+        states.fresh(target)
+        tensors = ((n, t.detach().to("cpu", DTYPES[dtype])) for n, t in export_hf(named.items(), self.shape))
+        written, like = write_parts(target, tensors, dist.get_rank()), self._model.path
+
+        def finish() -> None:
+            with states.writing(target):
+                if tenant.lora is None:
+                    finish_checkpoint(target, written, like, dtype)
+                else:
+                    finish_adapter(target, written, adapter_config(self.shape, tenant.lora, like))
+
+        on_rank_zero(finish)
+        states.flush(target)
+
+    @_everywhere
+    def step(self, name: str, adam: dict[str, float]) -> dict[str, float]:
+        """One step of AdamW, which takes the gradient. Raises BadRequest, and changes nothing, without a gradient that
+        is finite."""
+        tenant, params = self._used(name), Adam(**adam)
+        if (gradient := tenant.gradient) is None:
+            raise BadRequest("there is no gradient: call forward_backward before optim_step", "no_gradient")
+        tenant.gradient = None
+        norm = reduce(self._chunks, tenant.parameters, gradient)
+        if not np.isfinite(norm):
+            advice = "it was dropped and the weights are as before; lower the learning rate, or load a checkpoint"
+            raise BadRequest(f"the gradient's norm is {norm}: {advice}", "not_finite")
+        if params.grad_clip_norm > 0 and norm > params.grad_clip_norm:
+            for g in gradient.values():
+                g *= params.grad_clip_norm / (norm + 1e-6)
+        tenant.step(gradient, params)
+        return {"grad_norm": norm}
+
+    def run(self, name: str, batch: Batch) -> tuple[list[NDArray[np.float32]], dict[str, float]]:
+        """Log-probs of each sequence's targets, and the metrics, which are sums; unless the batch says `forward_only`
+        its gradient is added to the tenant's. Raises BadRequest; the gradient is as before then."""
+        _, options = check(batch, self.shape.vocab, self.shape.max_positions)
+        return self._run(name, batch.loss, options, batch.forward_only, data=batch.data)
+
+    @_everywhere
+    def _run(
+        self, name: str, kind: str, options: dict[str, float], forward_only: bool, *, data: Sequence[Datum] = ()
+    ) -> tuple[list[NDArray[np.float32]], dict[str, float]]:
+        tenant, loss = self._used(name), LOSSES[kind]
+        together = list(self._together(data))  # none on the other ranks, which have no data
+        wholes = [self._whole(loss, [data[row] for row in rows]) for rows in together]
+        found: dict[int, NDArray[np.float32]] = {}
+        total, gradient = np.zeros(2), {} if forward_only else tenant.zeros()
+        with torch.no_grad() if forward_only else adding(tenant.parameters, gradient):
+            for number, mine in enumerate(self._shares.hand_out(wholes, passes.together(self._chunks))):
+                rows = together[number] if together else []
+                if (said_BT3 := self._pass(loss, options, mine, len(rows), forward_only=forward_only)) is not None:
+                    total += said_BT3[..., 1:].sum((0, 1)).double().numpy()
+                    found |= {row: said_BT3[i, : len(data[row].tokens), 0].numpy() for i, row in enumerate(rows)}
+        if not forward_only:
+            tenant.add(gradient)
+        metrics = {LOSS: float(total[0])} | ({CORRECT: float(total[1])} if WEIGHTS in loss.needs else {})
+        return [found[row] for row in range(len(data))], metrics
+
+    def _pass(
+        self, loss: Loss, options: Mapping[str, float], mine: list[Fields], rows: int, *, forward_only: bool
+    ) -> Tensor | None:
+        """On rank 0 of each target in the `rows` of a batch its log-prob, its loss, and whether it counts and is the
+        likeliest token, [B, T, 3]; None on the other ranks."""
+
+        def reduced(logprobs_BT: Tensor, fields: Fields) -> Any:
+            inside = fields[MASK] > 0
+            by_token = torch.where(inside, loss.function(logprobs_BT, fields, options), 0.0)
+            counts = inside & (fields[WEIGHTS] != 0) if WEIGHTS in fields else torch.zeros_like(inside)
+            said = torch.stack([logprobs_BT, by_token, fields[LIKELIEST] * counts], -1).detach()
+            return said if forward_only else (by_token.sum(), inside.new_zeros((), dtype=torch.int), said)
+
+        said = passes.run(self._chunks, self._transformer, mine, reduced, forward_only=forward_only)
+        like = [fields[MASK].new_zeros(*fields[MASK].shape, 3) for fields in mine]
+        return self._shares.to_rank_zero(said, like, rows)
+
+    def _together(self, data: Sequence[Datum]) -> Iterator[list[int]]:
+        """Rows of about one length, as many as the ranks have room for at once: `micro_tokens` in each forward pass."""
+        stages = ps.get_pipeline_model_parallel_world_size()
+        passes_at_once = len(self._shares) * (DEEP * stages if stages > 1 else 1)
         together: list[int] = []
         for row in sorted(range(len(data)), key=lambda i: (len(data[i].tokens), i)):
-            if together and (len(together) + 1) * len(data[row].tokens) > self._micro_tokens:
+            if together and len(together) >= passes_at_once * self._room(len(data[row].tokens)):
                 yield together
                 together = []
             together.append(row)
-        yield together
+        if together:
+            yield together
+
+    def _room(self, length: int) -> int:
+        """Sequences in a forward pass."""
+        return max(self._micro_tokens // length, 1)
+
+    def _whole(self, loss: Loss, data: list[Datum]) -> Whole:
+        lengths = torch.tensor([len(datum.tokens) for datum in data])
+        width = int(lengths.max())
+        tokens = torch.zeros(len(data), width + 1, dtype=torch.int64)
+        for row, datum in zip(tokens, data, strict=True):
+            row[: len(datum.tokens)] = torch.from_numpy(datum.tokens)
+        fields = {TOKENS: tokens, LABELS: column(loss, data, TARGETS, width, np.int64)}
+        fields[MASK] = (torch.arange(width) < lengths[:, None]).float()
+        fields |= {key: column(loss, data, key, width, np.float32) for key in loss.needs}
+        return Whole(fields, self._room(width))
+
+    def _used(self, name: str) -> Tenant:
+        """It is on the model then."""
+        tenant = self._held[name]
+        self._put(tenant)
+        self._kept(name)
+        return tenant
+
+    def _kept(self, name: str) -> None:
+        self._held.move_to_end(name)
+        idle = [other for other, one in self._held.items() if one.gradient is None and other != name]
+        for other in idle[: max(len(idle) + 1 - self._most, 0)]:
+            del self._held[other]
 
     def _put(self, tenant: Tenant | None) -> None:
         if self._on is not tenant:
-            if self._on is not None:
-                take(self._base, self._on.layers)
+            for base, made in zip(self._bases, self._on.layers if self._on is not None else (), strict=False):
+                take(base, made)
             self._on = tenant
-            if tenant is not None:
-                put(self._base, tenant.layers)
+            self._place(tenant.layers if tenant is not None else [])
+
+    def _place(self, layers: Layers) -> None:
+        for base, made in zip(self._bases, layers, strict=False):  # all weights have none
+            put(base, made)
 
 
-def described(lora: LoraConfig | None) -> dict[str, Any] | None:
-    """What makes two tenants fit each other; None: all weights."""
-    if lora is None:
-        return None
-    return {"rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.target_modules)}
-
-
-def lora_from(said: Mapping[str, Any] | None) -> LoraConfig | None:
-    """The inverse of `described`."""
-    if said is None:
-        return None
-    return LoraConfig(rank=said["rank"], alpha=said["alpha"], target_modules=tuple(said["targets"]))
-
-
-def lora_of(file: Path) -> LoraConfig | None:
-    """The adapter that a state file is of; None: of all weights. Raises CheckpointError."""
-    try:
-        with safe_open(file, framework="pt") as opened:
-            return lora_from(json.loads(opened.metadata()[_CONFIG]))
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{file} cannot be read ({error})") from error
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def seed_of(text: str) -> int:
     """The same for the same text."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
-
-
-def _write_durably(path: Path, tensors: dict[str, Tensor], about: dict[str, str]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.new")
-    save_file(tensors, str(beside), metadata=about)
-    settle(beside, path)
-
-
-def _replace(path: Path, content: bytes) -> None:
-    beside = path.with_name(f".{path.name}.new")
-    beside.write_bytes(content)
-    settle(beside, path)
-
-
-def settle(beside: Path, path: Path) -> None:
-    """Rename a file that was written, so that it is there after a power failure."""
-    _sync(beside)
-    beside.replace(path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    opened = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)

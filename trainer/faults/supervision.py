@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -21,7 +22,8 @@ from trainer.megatron.parallel import control
 class Faults:
     """Heartbeat, watchdog and SIGTERM of this rank. Build it when the process group exists; use it as a context."""
 
-    def __init__(self, config: FaultsConfig) -> None:
+    def __init__(self, config: FaultsConfig, give_up: Callable[[], bool] | None = None) -> None:
+        """`give_up` says at SIGTERM whether to leave at once (default: when the launcher ends what is left)."""
         self.attempt = attempt()
         self._world = dist.get_world_size()
         alone = self._world == 1 and "MASTER_ADDR" not in os.environ
@@ -29,7 +31,7 @@ class Faults:
         self._heartbeat = Heartbeat(config, self._board, dist.get_rank(), self._world)
         self._stopping: Stopping | None = None
         if threading.current_thread() is threading.main_thread():  # the only one that may handle signals
-            self._stopping = Stopping(config.grace_s, RunDir.of_environment().being_torn_down)
+            self._stopping = Stopping(config.grace_s, give_up or RunDir.of_environment().being_torn_down)
 
     @property
     def restarted_because(self) -> str:

@@ -209,9 +209,10 @@ def _first_expert(model: Any) -> int:
     return int(model.config.num_moe_experts // ranks * rank)
 
 
-def load_hf(model: Any, shape: ModelShape, get: Callable[[str], Tensor]) -> None:
-    """Copy a Hugging Face checkpoint into this rank's part. `get(name)` gives a full tensor. No communication."""
-    for name, parameter in parameters(model):
+def load_hf(named: Iterable[tuple[str, Tensor]], shape: ModelShape, get: Callable[[str], Tensor]) -> None:
+    """Copy a Hugging Face checkpoint into this rank's `parameters`. `get(name)` gives a full tensor. No
+    communication."""
+    for name, parameter in named:
         place = placement(shape, name)
         names = (_EMBEDDING,) if shape.tied and place.hf_names == (_HEAD,) else place.hf_names
         ranks, rank = dist.get_world_size(place.group), dist.get_rank(place.group)

@@ -26,8 +26,8 @@ from trainer.algorithms.base import (
     Algorithm,
     LossOutput,
 )
-from trainer.batch import MASK, POSITIONS, ROUTING, SEGMENTS, TOKENS, Fields, share
-from trainer.config import TrainerConfig
+from trainer.batch import MASK, POSITIONS, ROUTING, SEGMENTS, TOKENS, Fields
+from trainer.config import ParallelConfig, TrainerConfig
 from trainer.config.sections import Dtype, TrainDtype
 from trainer.errors import ConfigError, DataError, Diverged
 from trainer.megatron.convert import Slice, export_hf, export_slices, parameters
@@ -35,18 +35,11 @@ from trainer.megatron.hf_config import ModelShape
 from trainer.megatron.lora import adapter_schema, adapters, merged
 from trainer.megatron.model import DTYPES
 from trainer.megatron.optimizer import reset_optimizer
-from trainer.megatron.parallel import (
-    broadcast_json,
-    device,
-    gather_json,
-    is_rank_zero,
-    on_rank_zero,
-    scatter_tensors,
-    to_rank_zero,
-)
+from trainer.megatron.parallel import broadcast_json, device, is_rank_zero, on_rank_zero
 from trainer.megatron.passes import run, together, tokens_once
 from trainer.megatron.roles import Role, RoleName, build_roles
 from trainer.megatron.router import reported, weigh
+from trainer.megatron.shares import Shares, Whole
 
 
 @dataclass(frozen=True)
@@ -68,13 +61,7 @@ class Engine:
         self.config, self.shape, self.algorithm = config, shape, algorithm
         self.roles = build_roles(config, shape, algorithm)
         self.actor = self.roles["actor"]
-        speaks = ps.is_pipeline_last_stage() and not (
-            ps.get_tensor_model_parallel_rank() or ps.get_context_parallel_rank()
-        )
-        places = gather_json([ps.get_data_parallel_rank(), speaks])
-        self._shares: list[int] = [share_number for share_number, _ in places]  # of each rank
-        # The ranks that tell rank 0 what the models said, by share.
-        self._speakers = [places.index([number, True]) for number in range(ps.get_data_parallel_world_size())]
+        self._shares = Shares()
 
     @property
     def model(self) -> list[Any]:
@@ -170,20 +157,9 @@ class Engine:
 
     def _shared_out(self, wholes: list[Fields] | None) -> list[list[Fields]]:
         """This rank's micro-batches of each of rank 0's batches."""
-        shares = [self._cut(whole) for whole in wholes or []]
-        mine = []
-        for number, size in enumerate(broadcast_json([by_number[0][0] for by_number in shares])):
-            parts = [shares[number][share][1] for share in self._shares] if shares else None
-            fields = scatter_tensors(parts)
-            count = len(fields[MASK]) // size
-            mine.append([{n: t[i * size : (i + 1) * size] for n, t in fields.items()} for i in range(count)])
-        return mine
-
-    def _cut(self, whole: Fields) -> list[tuple[int, Fields]]:
-        """For each data-parallel rank the rows of one of its micro-batches, and all of its rows."""
-        ranks, unit, group = len(self._speakers), self._rows_together(whole), together(self.model)
-        cut = [share(whole, rank, ranks, self.config.micro_batch, unit, group) for rank in range(ranks)]
-        return [(len(m[0][MASK]), {name: torch.cat([part[name] for part in m]) for name in whole}) for m in cut]
+        size = self.config.micro_batch
+        found = [Whole(fields, size, self._rows_together(fields)) for fields in wholes or []]
+        return self._shares.hand_out(found, together(self.model))
 
     def _rows_together(self, fields: Fields) -> int:
         """Packed rows hold whatever belongs together whole."""
@@ -270,9 +246,9 @@ class Engine:
         for role in roles:
             with torch.no_grad(), self.roles[role].evaluating():
                 parts = self._run(self.roles[role], micro_batches, lambda output_BT, _: output_BT, forward_only=True)
-            mine = torch.cat(parts or [torch.zeros_like(batch[MASK]) for batch in micro_batches])
-            if everyone := to_rank_zero(mine, self._speakers):
-                found.append(torch.cat(everyone)[: len(fields[MASK])])
+            like = [torch.zeros_like(batch[MASK]) for batch in micro_batches]
+            if (said := self._shares.to_rank_zero(parts, like, len(fields.get(MASK, ())))) is not None:
+                found.append(said)
         return found
 
 
@@ -320,7 +296,12 @@ def check_support(config: TrainerConfig, shape: ModelShape) -> None:
         raise ConfigError("rollout.routed_experts", f"{shape.family} has no experts", "Leave it out")
     if config.parallel.shard == "full":
         _check_full_sharding(config)
-    if config.parallel.expert > 1 and config.parallel.expert_tensor_size > 1 and not torch.cuda.is_available():
+    check_experts(config.parallel)
+
+
+def check_experts(parallel: ParallelConfig) -> None:
+    """Raise ConfigError for a layout of experts that this machine cannot have."""
+    if parallel.expert > 1 and parallel.expert_tensor_size > 1 and not torch.cuda.is_available():
         problem = "cutting experts that are also spread gathers parts of different lengths, which gloo cannot"
         raise ConfigError("parallel.expert_tensor", problem, "Set it to 1, or use GPUs")
 

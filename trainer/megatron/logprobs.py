@@ -1,10 +1,12 @@
-"""Log-probs of the labels and the entropy of the distribution, from hidden states, a chunk of tokens at a time.
+"""Log-probs of the labels, the entropy of the distribution, and whether a label is its likeliest token, from hidden
+states, a chunk of tokens at a time.
 
 With logits z = W h of a token (W: the output layer's weights, cut along the vocabulary over tensor-parallel ranks) and
 log p = z - log sum exp z:
 
     log-prob   log p_label          its gradient by z_j: [j = label] - p_j
     entropy    H = -sum p log p     its gradient by z_j: -p_j (log p_j + H)
+    likeliest  z_label = max z      without a gradient
 
 The logits of the whole vocabulary are there for one chunk only. The backward pass computes them again, from what is
 kept by token: the hidden state, log sum exp z and H. Rows that pad W for the sake of the layout are left out.
@@ -39,7 +41,8 @@ def logprobs_and_entropy(
     *,
     exact: bool = False,
 ) -> Tensor:
-    """[N, 2] in fp32 (or the precision of the hidden states, if that is higher), the same on all ranks of `group`.
+    """[N, 3] in fp32 (or the precision of the hidden states, if that is higher), the same on all ranks of `group`: the
+    log-prob, the entropy, and 1 where no token is likelier than the label, else 0.
 
     `vocab` counts the real rows of the whole matrix. The gradient by `hidden_NH` is that of this rank's rows alone: the
     ranks' are to be summed. `exact`: the products too are in that precision.
@@ -65,7 +68,7 @@ class _LogProbs(torch.autograd.Function):
         ctx.chunk = max(1, most // len(weight_VH))
         ctx.exact, wide = exact, torch.promote_types(hidden_NH.dtype, torch.float32)
         factor_VH = weight_VH.to(wide) if exact else weight_VH
-        found = torch.empty(len(labels_N), 2, dtype=wide, device=hidden_NH.device)
+        found = torch.empty(len(labels_N), 3, dtype=wide, device=hidden_NH.device)
         total = found.new_empty(len(labels_N))
         for part in _chunks(len(labels_N), ctx.chunk):
             z = _logits(hidden_NH[part], factor_VH, ctx.real, wide)
@@ -78,18 +81,19 @@ class _LogProbs(torch.autograd.Function):
             chosen, mass, weighted = sums
             total[part] = peak + mass.log()
             found[part, 0], found[part, 1] = chosen - total[part], total[part] - weighted / mass
+            found[part, 2] = chosen >= peak
         ctx.save_for_backward(hidden_NH, weight_VH, labels_N - first, total, found[:, 1].clone())
         return found
 
     @staticmethod
-    def backward(ctx: Any, gradient_N2: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient_N3: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         hidden_NH, weight_VH, labels_N, total_N, entropy_N = ctx.saved_tensors
         rows = max(ctx.real, 1)
         of_hidden = torch.empty_like(hidden_NH)
         of_weight = weight_VH.new_zeros(weight_VH.shape, dtype=total_N.dtype)
         factor_VH = weight_VH.to(total_N.dtype) if ctx.exact else weight_VH
         for part in _chunks(len(labels_N), ctx.chunk):
-            by_logprob, by_entropy = gradient_N2[part, :1], gradient_N2[part, 1:]
+            by_logprob, by_entropy = gradient_N3[part, :1], gradient_N3[part, 1:2]
             hidden_nH = hidden_NH[part].to(factor_VH.dtype)
             log_p = _logits(hidden_nH, factor_VH, ctx.real, total_N.dtype).sub_(total_N[part, None])
             p = log_p.exp()

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trainer.config import ModelConfig, ParallelConfig
 from trainer.megatron.attention import block_spec, follow_positions
-from trainer.megatron.convert import load_hf
+from trainer.megatron.convert import load_hf, parameters
 from trainer.megatron.hf_config import ModelShape
 from trainer.megatron.hf_files import HfTensors
 from trainer.megatron.logprobs import logprobs_and_entropy
@@ -91,8 +91,9 @@ def build_model(shape: ModelShape, config: TransformerConfig, chunk: int | None 
 
 
 class LanguageModel(GPTModel):  # type: ignore[misc]
-    """GPTModel that answers to labels [B, T] with their log-probs and the entropies, [B, T, 2], and never holds the
-    logits of the whole vocabulary for all tokens. Without labels it is Megatron's."""
+    """GPTModel that answers to labels [B, T] with their log-probs, the entropies, and whether each is the likeliest
+    token, [B, T, 3], and never holds the logits of the whole vocabulary for all tokens. Without labels it is
+    Megatron's."""
 
     real_vocab: int  # without what pads the vocabulary for the layout
 
@@ -115,7 +116,7 @@ class LanguageModel(GPTModel):  # type: ignore[misc]
             group,
             exact=self.config.fp32_head,
         )
-        return found.reshape(*labels_TB.shape, 2).transpose(0, 1).contiguous()
+        return found.reshape(*labels_TB.shape, 3).transpose(0, 1).contiguous()
 
 
 def _layout(parallel: ParallelConfig) -> dict[str, Any]:
@@ -189,7 +190,8 @@ def load_critic(
     model = build_model(untied, transformer, chunk)
     if tensors is not None:
         tensors.check(shape.schema("float32"))
-        load_hf(model, untied, lambda name: tensors.get(_EMBEDDING if shape.tied and name == _HEAD else name))
+        get = tensors.get
+        load_hf(parameters(model), untied, lambda name: get(_EMBEDDING if shape.tied and name == _HEAD else name))
     if model.post_process:
         model.output_layer = ValueHead(transformer)
     return model

@@ -26,7 +26,7 @@ from megatron.core.tensor_parallel import random as tp_random
 from torch.distributed.rendezvous import rendezvous
 
 from trainer.config import FaultsConfig, ParallelConfig
-from trainer.errors import RankFailed
+from trainer.errors import ConfigError, RankFailed
 from trainer.launch import attempt
 from trainer.megatron import shim
 from weightsync.control.hosts import keep_to_loopback
@@ -44,8 +44,7 @@ def distributed(
     """Join the run's process groups (torchrun's environment variables; alone without them) for the body's duration.
     `timeout_s` bounds a collective of the groups that compute."""
     on_cpu, timeout = shim.install(), timedelta(seconds=timeout_s)
-    if not on_cpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    use_device()
     if parallel.world_size == 1 and "RANK" not in os.environ:
         keep_to_loopback()
         alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
@@ -56,6 +55,9 @@ def distributed(
         mine = dist.PrefixStore(f"attempt-{attempt()}", store)
         dist.init_process_group("gloo" if on_cpu else "nccl", timeout=timeout, store=mine, rank=rank, world_size=world)
     try:
+        if (ranks := dist.get_world_size()) != parallel.world_size:
+            problem = f"{parallel.world_size} ranks, but the launcher has started {ranks}"
+            raise ConfigError("parallel", problem, "Start as many, or change the layout")
         split(parallel, seed, timeout_s)
         yield
     finally:
@@ -89,6 +91,12 @@ def is_rank_zero() -> bool:
 
 def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def use_device() -> None:
+    """Have this thread compute on the rank's own device."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def control() -> Any:

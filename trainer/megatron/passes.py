@@ -20,8 +20,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from trainer.algorithms.base import ENTROPY
-from trainer.batch import MASK, POSITIONS, ROUTING, SEGMENTS, TOKENS, Fields
+from trainer.algorithms.base import ENTROPY, LIKELIEST
+from trainer.batch import LABELS, MASK, POSITIONS, ROUTING, SEGMENTS, TOKENS, Fields
 from trainer.megatron.attention import local_positions, rotary_positions, whole_sequence
 from trainer.megatron.convert import unwrap
 from trainer.megatron.router import routing_pass
@@ -54,8 +54,8 @@ def run(
     pipeline stage; an empty list on the others. Collective.
 
     `chunks` are the model's parts on this rank. Their output are the log-probs float32 [B, T] of the tokens at t + 1,
-    and the entropies there are the micro-batch's field ENTROPY; or the values of a critic (`values`). To train,
-    `reduce` returns (loss, number of tokens, anything).
+    or of the field LABELS, and the micro-batch's fields ENTROPY and LIKELIEST are those there; or the values of a
+    critic (`values`). To train, `reduce` returns (loss, number of tokens, anything).
     """
     size, width = micro_batches[0][MASK].shape
 
@@ -75,7 +75,9 @@ def run(
 
         def reduced(out: Tensor, **_: Any) -> Any:
             whole = _whole(out, width)
-            return reduce(whole[..., 0], batch if values else batch | {ENTROPY: whole[..., 1]})
+            return reduce(
+                whole[..., 0], batch if values else batch | {ENTROPY: whole[..., 1], LIKELIEST: whole[..., 2]}
+            )
 
         return output, reduced
 
@@ -103,7 +105,7 @@ def inputs(batch: Fields, config: TransformerConfig) -> Inputs:
 
     return Inputs(
         tokens=padded(tokens[:, :-1])[:, mine],
-        labels=padded(tokens[:, 1:])[:, mine],
+        labels=padded(batch[LABELS] if LABELS in batch else tokens[:, 1:])[:, mine],
         positions=mine.expand(len(tokens), -1),
         rotary=padded(batch[POSITIONS][:, :-1])[:, mine] if POSITIONS in batch else None,
         segments=padded(batch[SEGMENTS][:, :-1]) if SEGMENTS in batch else None,

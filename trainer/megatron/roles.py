@@ -31,7 +31,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from trainer.algorithms.base import REFERENCE_LOGPROBS, VALUES, Algorithm
 from trainer.config import OptimizerConfig as OptimizerSection
 from trainer.config import TrainerConfig
-from trainer.megatron.convert import load_hf
+from trainer.megatron.convert import load_hf, parameters
 from trainer.megatron.hf_config import ModelShape
 from trainer.megatron.hf_files import HfTensors
 from trainer.megatron.lora import Switch, attach
@@ -122,7 +122,7 @@ def _language_model(
     model = build_model(shape, transformer, chunk)
     if tensors is not None:
         tensors.check(shape.schema("float32"))
-        load_hf(model, shape, tensors.get)
+        load_hf(parameters(model), shape, tensors.get)
     return model
 
 

@@ -37,13 +37,19 @@ __all__ = [
     "Score",
     "Scorer",
     "Weighted",
+    "build_rewards",
     "build_scorer",
 ]
 
 
 def build_scorer(configs: Sequence[RewardConfig], gateway: GatewayConfig | None = None) -> Scorer:
-    """The weighted sum a config names, its workers started. A kind used twice gets a number: `regex`, `regex_2`.
-    `gateway` is where a judge answers that names no server. Raises ConfigError, SandboxUnavailable."""
+    """The weighted sum a config names, its workers started. Raises ConfigError, SandboxUnavailable."""
+    return Scorer(build_rewards(configs, gateway)).open()
+
+
+def build_rewards(configs: Sequence[RewardConfig], gateway: GatewayConfig | None = None) -> dict[str, Weighted]:
+    """The rewards by name, not yet open. A kind used twice gets a number: `regex`, `regex_2`. `gateway` is where a
+    judge answers that names no server. Raises ConfigError."""
     rewards: dict[str, Weighted] = {}
     for config in configs:
         same = sum(name == config.kind or name.startswith(f"{config.kind}_") for name in rewards)
@@ -51,7 +57,7 @@ def build_scorer(configs: Sequence[RewardConfig], gateway: GatewayConfig | None 
         if name in rewards:
             raise ConfigError("rewards.name", f"{name} is given twice", "Give every reward its own name")
         rewards[name] = Weighted(_build(config, gateway), config.weight, config.on_failure, config.deadline_s)
-    return Scorer(rewards).open()
+    return rewards
 
 
 class InWorker(Reward):

@@ -14,17 +14,21 @@ import contextlib
 import uuid
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from weightsync.control.board import Board
+from weightsync.control.chain import Action, LedgerEntry, append
 from weightsync.control.records import (
     ActiveRecord,
     InstanceRecord,
     Keys,
     OnLost,
+    SplitRecord,
     SwapMode,
     SwapRecord,
     TargetRecord,
     VersionRecord,
+    shared_versions,
 )
 from weightsync.control.state import ROLLING_DRAIN_S, in_flight
 from weightsync.errors import Conflict, StoreUnavailable, SwapAborted, SwapTimeout, UnknownVersion, WatchCompacted
@@ -39,15 +43,21 @@ def needed_versions(
     target: TargetRecord | None,
     instances: Iterable[InstanceRecord],
 ) -> set[int]:
-    """Versions that must stay: active and previous, in flight or asked for, and what instances run or have staged."""
+    """Versions that must stay: active and previous, those of a split, in flight or asked for, and what instances run or
+    have staged."""
     needed: set[int | None] = set()
+    splits = []
     if active is not None:
         needed |= {active.version, active.previous}
+        splits.append(active.split)
     if swap is not None and in_flight(swap):
         needed.add(swap.target)
         needed |= {swap.former.version, swap.former.previous} if swap.former is not None else set()
-    if target is not None and (swap is None or swap.id != target.id):
+        splits.append(swap.split)
+    if target is not None and (swap is None or not swap.answers(target)):
         needed.add(target.version)
+        splits.append(target.split)
+    needed |= {version for split in splits for version in shared_versions(split)}
     for instance in instances:
         needed |= {instance.active_version, instance.staged_version}
     return {version for version in needed if version is not None}
@@ -106,28 +116,55 @@ def new_target(
     mode: SwapMode = "together",
     drain_s: float | None = None,
     on_lost: OnLost = "abort",
+    split: SplitRecord | None = None,
 ) -> TargetRecord:
     if drain_s is None:  # else streams that are still there would go on with weights nobody has vouched for
         drain_s = ROLLING_DRAIN_S if mode == "rolling" else 0.0
-    return TargetRecord(version, uuid.uuid4().hex, requested_by, deadline_s, mode, drain_s, on_lost)
+    return TargetRecord(version, uuid.uuid4().hex, requested_by, deadline_s, mode, drain_s, on_lost, split)
 
 
-async def request(store: Store, keys: Keys, target: TargetRecord, fence: Mapping[str, int] | None = None) -> int:
+async def request(
+    store: Store,
+    keys: Keys,
+    target: TargetRecord,
+    fence: Mapping[str, int] | None = None,
+    *,
+    reason: str = "",
+    action: Action = "activate",
+) -> int:
     """Write the target; returns the revision to wait from. `fence`: keys that must still be at these revisions.
 
-    An operator asks without a fence. Raises UnknownVersion when the version is not ready, Conflict when `fence` fell.
+    `reason` and `action` are for the ledger.
+
+    An operator asks without a fence. Raises UnknownVersion when a version is not ready, Conflict when `fence` fell.
     """
-    key = keys.version(target.version)
     while True:
-        found = await store.get(key)
-        state = VersionRecord.from_json(found.value).state if found else None
-        if found is None or state != "ready":
-            raise UnknownVersion(target.version, state)
+        ready = {}
+        for version in (target.version, *shared_versions(target.split)):
+            found = await store.get(keys.version(version))
+            state = VersionRecord.from_json(found.value).state if found else None
+            if found is None or state != "ready":
+                raise UnknownVersion(version, state)
+            ready[keys.version(version)] = found.mod_revision
         try:
-            return await store.txn({**(fence or {}), key: found.mod_revision}, {keys.target: target.to_json()})
+            asked = asking(keys, target, reason, action)
+            return await append(store, {**(fence or {}), **ready}, {keys.target: target.to_json()}, asked)
         except Conflict as conflict:
-            if conflict.key != key:
+            if conflict.key not in ready:
                 raise
+
+
+def asking(keys: Keys, target: TargetRecord, reason: str = "", action: Action = "activate") -> LedgerEntry:
+    """The entry of the ledger for a request."""
+    about: dict[str, Any] = {"model": keys.model, "version": target.version, "swap": target.id}
+    if target.split is not None:
+        action, about = "split", {**about, "outcome": in_words(target.split, target.version)}
+    return LedgerEntry(action, target.requested_by, reason=reason, **about)
+
+
+def in_words(split: SplitRecord, active: int) -> str:
+    """`version 3: 90 %, version 4: 10 %`."""
+    return ", ".join(f"version {version}: {percent:g} %" for version, percent in split.percents(active).items())
 
 
 async def outcome(store: Store, keys: Keys, target: TargetRecord, revision: int, timeout_s: float) -> None:

@@ -41,6 +41,12 @@ class View:
     drained: str | None = None
     forms: Mapping[int, str] = field(default_factory=dict)
 
+    def of(self, name: str) -> View:
+        """The same with what the commit and the swap ask of that instance: with a split, that is its own version."""
+        active = self.active.of(name) if self.active is not None else None
+        swap = self.swap.of(name) if self.swap is not None else None
+        return replace(self, active=active, swap=swap)
+
 
 @dataclass(frozen=True)
 class Rest:
@@ -91,6 +97,7 @@ Action = Rest | Serve | Stage | StandDown | Drain | Flip | Restart
 
 def decide(record: InstanceRecord, view: View) -> Action:
     """What the instance does next."""
+    view = view.of(record.id)
     active, swap = view.active, view.swap
     if record.state in OUT_FOR_GOOD:
         return Rest()
@@ -102,7 +109,7 @@ def decide(record: InstanceRecord, view: View) -> Action:
     mine = swap is not None and swap.id == record.swap_id and in_flight(swap)
     if record.state == "STARTING":
         return Serve(active)
-    if swap is not None and swap.phase == "prepare" and not swap.changes and _asked(record, swap):
+    if swap is not None and swap.phase == "prepare" and not swap.changes and _asked(record, swap, active):
         return Stage(swap)
     if swap is not None and mine and swap.phase == "canary" and swap.canary == record.id and active is not None:
         return _go_ahead(record, swap, active, view)
@@ -139,9 +146,10 @@ def same(fingerprint: str | None, expected: str) -> bool:
     return not fingerprint or not expected or fingerprint == expected
 
 
-def _asked(record: InstanceRecord, swap: SwapRecord) -> bool:
+def _asked(record: InstanceRecord, swap: SwapRecord, active: ActiveRecord | None) -> bool:
     interrupted = record.state == "STAGING"  # the store went away before staging began
-    return record.id in swap.participants and (record.swap_id != swap.id or interrupted)
+    stays = active is not None and active.version == swap.target and runs(record, active)
+    return record.id in swap.participants and not stays and (record.swap_id != swap.id or interrupted)
 
 
 def _follow(record: InstanceRecord, active: ActiveRecord, view: View) -> Action:

@@ -16,13 +16,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from weightsync.control import activation, history
+from weightsync.control import activation, history, placement
 from weightsync.control.board import Board
+from weightsync.control.chain import Action, append
 from weightsync.control.forms import changes_to
 from weightsync.control.history import History
 from weightsync.control.lease import LEADER_TTL_S, Term, new_name
-from weightsync.control.records import InstanceRecord, Keys, OnLost, SwapMode, SwapRecord, TargetRecord
+from weightsync.control.records import (
+    InstanceRecord,
+    Keys,
+    OnLost,
+    SplitRecord,
+    SwapMode,
+    SwapRecord,
+    TargetRecord,
+    shared_versions,
+)
 from weightsync.control.state import (
+    PARTICIPATING,
     RESTART_S,
     Ask,
     Probe,
@@ -59,6 +70,7 @@ class SwapReport:
     instances: Mapping[str, InstanceRecord]
     mode: SwapMode = "together"
     changes: str = ""
+    split: SplitRecord | None = None
 
 
 async def follow(board: Board, target: TargetRecord, revision: int) -> SwapReport:
@@ -115,6 +127,7 @@ def _of(board: Board, swap: SwapRecord) -> SwapReport:
         instances={name: found for name, found in board.instances.items() if name in swap.participants},
         mode=swap.mode,
         changes=swap.changes,
+        split=swap.split,
     )
 
 
@@ -177,16 +190,26 @@ class Coordinator:
         mode: SwapMode = "together",
         drain_s: float | None = None,
         on_lost: OnLost = "abort",
+        split: SplitRecord | None = None,
+        requested_by: str = "coordinator",
+        reason: str = "",
+        action: Action = "activate",
     ) -> SwapReport:
         """Ask for `version`, and report how its swap ended. Raises UnknownVersion, SwapTimeout, StoreUnavailable.
 
         `deadline_s` bounds staging, and once more the canary's flip and probe. With `mode` "rolling" one instance flips
         ahead and is probed, then the others follow one by one; each lets its streams end for up to `drain_s` before.
-        An instance that dies before the commit aborts the swap, or with `on_lost` "continue" is left out of it.
+        An instance that dies before the commit aborts the swap, or with `on_lost` "continue" is left out of it. With a
+        `split`, other versions have shares of the requests (`placement.split_of`), or NotEnoughInstances is raised. The
+        ledger names `requested_by`, with the `reason`.
         """
-        target = activation.new_target(version, "coordinator", deadline_s, mode=mode, drain_s=drain_s, on_lost=on_lost)
+        target = activation.new_target(
+            version, requested_by, deadline_s, mode=mode, drain_s=drain_s, on_lost=on_lost, split=split
+        )
         async with Board.follow(self._store, self._keys) as board:
-            revision = await activation.request(self._store, self._keys, target)
+            if split is not None:
+                placement.counts(version, split, sum(i.state in PARTICIPATING for i in board.instances.values()))
+            revision = await activation.request(self._store, self._keys, target, reason=reason, action=action)
             return await follow(board, target, revision)
 
     async def rollback(
@@ -196,10 +219,13 @@ class Coordinator:
         mode: SwapMode = "together",
         drain_s: float | None = None,
         on_lost: OnLost = "abort",
+        requested_by: str = "coordinator",
+        reason: str = "",
     ) -> SwapReport:
         """Activate the previous version. Raises SwapAborted when there is none."""
         version = await activation.previous_version(self._store, self._keys)
-        return await self.activate(version, deadline_s, mode=mode, drain_s=drain_s, on_lost=on_lost)
+        by: dict[str, Any] = {"requested_by": requested_by, "reason": reason, "action": "rollback"}
+        return await self.activate(version, deadline_s, mode=mode, drain_s=drain_s, on_lost=on_lost, **by)
 
     async def _lead(self, board: Board, term: Term) -> None:
         """Take steps as long as this term lasts."""
@@ -233,7 +259,7 @@ class Coordinator:
         if ends:
             puts |= past.additions(history.entry(board, step, time.time()))
         try:
-            await self._store.txn(compares, puts)
+            await append(self._store, compares, puts, *history.ledger_entries(board, step))
         except Conflict:
             return
         except StoreRefused as refusal:
@@ -277,7 +303,12 @@ def view_of(board: Board, now: float, probe: ProbeResult | None = None) -> View:
     swap, target = board.swap, board.target
     version = swap.target if swap is not None and in_flight(swap) else target.version if target is not None else None
     record = board.version(version) if version is not None else None
-    opening = target is not None and (swap is None or swap.id != target.id)
+    opening = target is not None and (swap is None or not swap.answers(target)) and not in_flight(swap)
+    splits = [found.split for found in (swap, target, board.active) if found is not None]
+    shared = {v: r for split in splits for v in shared_versions(split) if (r := board.version(v)) is not None}
+    if any(splits) and board.active is not None and (now_active := board.version(board.active.version)) is not None:
+        shared[now_active.version] = now_active
+    asked = [version, *shared_versions(target.split)] if opening and target is not None else []
     return View(
         now=now,
         target=target,
@@ -287,6 +318,7 @@ def view_of(board: Board, now: float, probe: ProbeResult | None = None) -> View:
         instances=board.instances,
         target_fingerprint=record.fingerprint if record is not None else "",
         probe=probe,
-        changes=changes_to(board, version) if opening and version is not None and not in_flight(swap) else "",
+        changes=next((found for v in asked if v is not None and (found := changes_to(board, v))), ""),
         starts=board.starts,
+        shared=shared,
     )

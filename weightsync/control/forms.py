@@ -102,7 +102,7 @@ def start_of(board: Board, name: str) -> Start | None:
     if active is None:
         return Start(None, None)
     if swap is None or not is_turn(swap, name) or swap.phase == "revert":
-        return _start(board, active.version)
+        return _start(board, active.of(name).version)
     tried = board.starts.get(name)
     if tried is not None and tried.swap_id == swap.id and tried.error is not None:
         return None

@@ -8,10 +8,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Literal
+from typing import Any, Literal
 
+from weightsync.control import activation
 from weightsync.control.board import Board
-from weightsync.control.records import ActiveRecord, FlipRecord, InstanceRecord, Keys, PastSwapRecord, SwapRecord
+from weightsync.control.chain import Action, LedgerEntry
+from weightsync.control.records import (
+    ActiveRecord,
+    FlipRecord,
+    InstanceRecord,
+    Keys,
+    PastSwapRecord,
+    SwapRecord,
+    TargetRecord,
+)
 from weightsync.control.state import Step
 from weightsync.errors import RecordError
 from weightsync.store.protocol import Store
@@ -71,16 +81,41 @@ def entry(board: Board, step: Step, now: float) -> PastSwapRecord:
         committed_at=committed.committed_at if committed is not None else None,
         epoch=committed.epoch if committed is not None else None,
         previous=before,
-        requested_by=target.requested_by if target is not None and target.id == swap.id else "",
+        requested_by=_requested_by(swap, target),
         reason=swap.reason,
         tensor=swap.tensor,
         canary=swap.canary,
         probe=probe_outcome(swap),
         fingerprint=published,
-        verified=_verified(swap, committed, published, present),
+        verified=_verified(board, swap, committed, present),
         changes=swap.changes,
         flips=tuple(_flip(instance, swap, committed) for instance in present),
+        split=swap.split,
     )
+
+
+def _requested_by(swap: SwapRecord, target: TargetRecord | None) -> str:
+    if target is None or not swap.answers(target):
+        return ""
+    return target.requested_by if swap.id == target.id else "placement"  # the leader's own, as instances came or went
+
+
+def ledger_entries(board: Board, step: Step) -> list[LedgerEntry]:
+    """What the ledger says of a step: that it changes the commit record, or how it ends the swap."""
+    swap, who = step.swap, _requested_by(step.swap, board.target)
+    asked = f"asked for by {who}" if who else ""
+    about: dict[str, Any] = {"model": board.keys.model, "swap": swap.id, "subject": asked}
+    if step.active is not None:
+        what: Action = "revert" if step.kind == "revert" else "commit"
+        epoch = f"version {step.active.version}, epoch {step.active.epoch}"
+        if swap.split is not None and what == "commit":
+            epoch += f" ({activation.in_words(swap.split, step.active.version)})"
+        outcome = f"{epoch}: {swap.reason}" if swap.reason else epoch
+        return [LedgerEntry(what, "coordinator", version=step.active.version, outcome=outcome, **about)]
+    if step.kind not in ENDS:
+        return []
+    ended: Action = "done" if swap.phase == "done" else "abort"
+    return [LedgerEntry(ended, "coordinator", version=swap.target, outcome=swap.reason or "", **about)]
 
 
 def probe_outcome(swap: SwapRecord) -> Literal["passed", "failed"] | None:
@@ -110,15 +145,20 @@ def _followed(instance: InstanceRecord, committed: ActiveRecord | None) -> bool:
 
 
 def _verified(
-    swap: SwapRecord, committed: ActiveRecord | None, published: str, present: Iterable[InstanceRecord]
+    board: Board, swap: SwapRecord, committed: ActiveRecord | None, present: Iterable[InstanceRecord]
 ) -> bool | None:
     """Compares what runs after a commit, or what had been staged when the swap was aborted."""
-    if committed is not None:
-        built = [i.fingerprint for i in present if _followed(i, committed)]
-    else:
-        built = [i.staged_fingerprint for i in present if (i.swap_id, i.staged_version) == (swap.id, swap.target)]
-    known = [fingerprint for fingerprint in built if fingerprint]
-    return all(fingerprint == published for fingerprint in known) if published and known else None
+    found = []
+    for i in present:
+        wanted = swap.of(i.id).target
+        if committed is not None:
+            built = i.fingerprint if _followed(i, committed) else None
+        else:
+            built = i.staged_fingerprint if (i.swap_id, i.staged_version) == (swap.id, wanted) else None
+        version = board.version(wanted)
+        if built and version is not None and version.fingerprint:
+            found.append(built == version.fingerprint)
+    return all(found) if found else None
 
 
 async def _entries(store: Store, keys: Keys) -> dict[int, bytes]:

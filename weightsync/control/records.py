@@ -230,8 +230,51 @@ class FormRecord(Record):
 
 
 @dataclass(frozen=True)
+class ShareRecord(Record):
+    """A version's share of the requests, in percent, and the instances that run it for that; a wish names none.
+
+    `shadow` is the percent of other versions' requests that are repeated on it. `fingerprint` is the version's, as in
+    the VersionRecord.
+    """
+
+    version: int
+    percent: float
+    instances: tuple[str, ...] = ()
+    fingerprint: str = ""
+    shadow: float = 0.0
+
+
+@dataclass(frozen=True)
+class SplitRecord(Record):
+    """How requests are divided between the active version, which has what the shares leave, and others.
+
+    Each version is to have at least `minimum` instances. Requests that are equal in `sticky` go to one version: "key"
+    (the API key), "session" (x-session-id) or "header:NAME"; "" has each request go where its turn is.
+    """
+
+    shares: tuple[ShareRecord, ...]
+    sticky: str = ""
+    minimum: int = 1
+
+    def share_of(self, instance: str) -> ShareRecord | None:
+        """The share that the instance is placed for; None: it runs the active version."""
+        return next((share for share in self.shares if instance in share.instances), None)
+
+    def percents(self, active: int) -> dict[int, float]:
+        """By version, with the active one first; they make 100 together."""
+        shares = {share.version: share.percent for share in self.shares}
+        return {active: 100.0 - sum(shares.values())} | shares
+
+
+def shared_versions(split: SplitRecord | None) -> list[int]:
+    """The versions of its shares; none without a split."""
+    return [share.version for share in split.shares] if split is not None else []
+
+
+@dataclass(frozen=True)
 class ActiveRecord(Record):
-    """The one commit record. `epoch` grows by one with every commit, a rollback too."""
+    """The one commit record. `epoch` grows by one with every commit, a rollback too. With a `split`, the instances of
+    its shares run their versions, and all others `version`."""
 
     version: int
     epoch: int
@@ -239,6 +282,15 @@ class ActiveRecord(Record):
     swap_id: str
     committed_at: float
     fingerprint: str = ""
+    split: SplitRecord | None = None
+
+    def of(self, instance: str) -> ActiveRecord:
+        """What the commit asks of that instance."""
+        if self.split is None:
+            return self
+        share = self.split.share_of(instance)
+        version, fingerprint = (share.version, share.fingerprint) if share else (self.version, self.fingerprint)
+        return dataclasses.replace(self, version=version, fingerprint=fingerprint, split=None)
 
 
 @dataclass(frozen=True)
@@ -268,11 +320,23 @@ class SwapRecord(Record):
     changes: str = ""
     turn: str | None = None
     former: ActiveRecord | None = None
+    split: SplitRecord | None = None
+
+    def of(self, instance: str) -> SwapRecord:
+        """What the swap asks of that instance."""
+        if self.split is None:
+            return self
+        share = self.split.share_of(instance)
+        return dataclasses.replace(self, target=share.version if share else self.target, split=None)
+
+    def answers(self, target: TargetRecord) -> bool:
+        """Whether it came of that wish: as its swap, or as one that placed its versions anew (ID+NUMBER)."""
+        return self.id.partition("+")[0] == target.id
 
 
 @dataclass(frozen=True)
 class TargetRecord(Record):
-    """A wish: make `version` active. The newest one counts."""
+    """A wish: make `version` active, with a `split` or for all requests. The newest one counts."""
 
     version: int
     id: str
@@ -281,6 +345,7 @@ class TargetRecord(Record):
     mode: SwapMode = "together"
     drain_s: float = 0.0
     on_lost: OnLost = "abort"
+    split: SplitRecord | None = None
 
 
 @dataclass(frozen=True)
@@ -398,7 +463,7 @@ class PastSwapRecord(Record):
     """A swap that has ended. Times are unix seconds; `previous` is the version that served before it.
 
     `verified`: whether what was built, or runs now, has the published fingerprint (None: it was not compared).
-    `probe` is what the probe of the canary came to; None without a canary. `changes`: as in the SwapRecord.
+    `probe` is what the probe of the canary came to; None without a canary. `changes`, `split`: as in the SwapRecord.
     """
 
     id: str
@@ -419,6 +484,7 @@ class PastSwapRecord(Record):
     verified: bool | None = None
     changes: str = ""
     flips: tuple[FlipRecord, ...] = ()
+    split: SplitRecord | None = None
 
 
 @dataclass(frozen=True)

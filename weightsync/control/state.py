@@ -33,6 +33,11 @@ aborts the swap; what fails after it reverts the commit, and those that have res
             `--one does not start, does not load it, or is not back in time--> revert, with the `active` record before
     revert  --each in its turn has come back with the version before--> aborted
 
+A commit may carry a split: each participant is then asked for the version of its share, and is ready when it has staged
+that or runs it already. The leader computes who runs what when it opens the swap (`placement`). When instances come or
+go, so that versions of the committed split have other numbers of them than they should, the leader opens a swap by
+itself that places them anew; after one that failed it waits for REPLACE_S.
+
 A `Probe` is the coordinator's callable that judges a canary; a `Trial` runs it beside the watch.
 """
 
@@ -44,16 +49,21 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from weightsync.control import placement
 from weightsync.control.records import (
     ActiveRecord,
     InstanceRecord,
     Keys,
+    SplitRecord,
     StartRecord,
     SwapMode,
     SwapRecord,
     TargetRecord,
+    VersionRecord,
     VersionState,
+    shared_versions,
 )
+from weightsync.errors import NotEnoughInstances
 
 log = logging.getLogger(__name__)
 
@@ -113,6 +123,7 @@ CONFIRM_S = (
 )
 ROLLING_DRAIN_S = 30.0
 RESTART_S = 600.0  # for an instance to start anew and to load a version; one that fails says so sooner
+REPLACE_S = 30.0
 PARTICIPATING = frozenset({"SERVING", "STAGING", "STAGED", "COMMITTING"})
 
 
@@ -123,6 +134,7 @@ class View:
     `target_state` and `target_fingerprint` are of the version in question: the swap's while one is in flight, else the
     target's; None and "" if there is no such version. `probe` is what the probe of this swap's canary came to.
     `changes` says why the running engines cannot take the target, "" if they can; `starts` what became of restarts.
+    `shared` has the versions that splits name, and that of the commit record, as far as they exist.
     """
 
     now: float
@@ -135,6 +147,7 @@ class View:
     probe: ProbeResult | None = None
     changes: str = ""
     starts: Mapping[str, StartRecord] = field(default_factory=dict)
+    shared: Mapping[int, VersionRecord] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -171,9 +184,9 @@ def decide(view: View) -> Step | Ask | Wait:
         return _canary(view, swap)
     if swap is not None and swap.phase in ("commit", "revert"):
         return _take_turns(view, swap) if swap.changes else _confirm(view, swap)
-    if view.target is not None and (swap is None or swap.id != view.target.id):
+    if view.target is not None and (swap is None or not swap.answers(view.target)):
         return _open(view, view.target)
-    return Wait()
+    return _replace(view)
 
 
 def depends_on(step: Step, keys: Keys) -> list[str]:
@@ -182,7 +195,7 @@ def depends_on(step: Step, keys: Keys) -> list[str]:
     if step.kind in ("open", "refuse"):
         found.append(keys.target)
     if step.kind in ("open", "try", "commit"):
-        found.append(keys.version(step.swap.target))
+        found += [keys.version(version) for version in (step.swap.target, *shared_versions(step.swap.split))]
     if step.kind in ("try", "commit"):  # who staged must still be there, and still staged, in the moment of the commit
         found += [keys.instance(name) for name in step.swap.participants]
     return found
@@ -200,8 +213,9 @@ def confirm_within_s(swap: SwapRecord) -> float:
 
 def on_trial(instance: InstanceRecord, swap: SwapRecord) -> bool:
     """Whether this is the canary, and it has flipped ahead of the commit."""
+    target = swap.of(instance.id).target
     return (
-        (instance.id, instance.swap_id, instance.active_version) == (swap.canary, swap.id, swap.target)
+        (instance.id, instance.swap_id, instance.active_version) == (swap.canary, swap.id, target)
         and instance.state == "COMMITTING"
         and instance.active_epoch == 0
     )
@@ -219,14 +233,65 @@ def _open(view: View, target: TargetRecord) -> Step:
         mode=_mode(view, target, participants),
         drain_s=target.drain_s,
         on_lost=target.on_lost,
+        split=target.split,
     )
-    if view.target_state != "ready":
-        what = "does not exist" if view.target_state is None else f"is {view.target_state}"
-        reason = f"version {target.version} {what}: choose one that is ready"
+    if (reason := _not_ready(view, target)) is not None:
         return Step("refuse", replace(swap, phase="aborted", reason=reason))
+    if target.split is not None:
+        return _open_split(view, swap, target.split)
     if view.changes and view.active is not None and participants:
         return _open_restarts(view, swap)
     return Step("open", swap)
+
+
+def _not_ready(view: View, target: TargetRecord) -> str | None:
+    states = {target.version: view.target_state}
+    for version in shared_versions(target.split):
+        states[version] = view.shared[version].state if version in view.shared else None
+    for version, state in states.items():
+        if state != "ready":
+            what = "does not exist" if state is None else f"is {state}"
+            return f"version {version} {what}: choose one that is ready"
+    return None
+
+
+def _open_split(view: View, swap: SwapRecord, split: SplitRecord) -> Step:
+    """A swap that gives each participant its version."""
+    reason = f"a split divides requests between versions of the same tensors ({view.changes})" if view.changes else ""
+    try:
+        found = placement.place(swap.target, split, {name: view.instances[name] for name in swap.participants})
+    except NotEnoughInstances as error:
+        reason = reason or str(error)
+    if reason:
+        return Step("refuse", replace(swap, phase="aborted", reason=reason))
+    shares = tuple(replace(share, fingerprint=view.shared[share.version].fingerprint) for share in found.shares)
+    swap = replace(swap, split=replace(found, shares=shares))
+    moving = _moving(view, swap)
+    return Step("open", swap if moving else replace(swap, mode="together"))
+
+
+def _replace(view: View) -> Step | Wait:
+    """Places the versions of the committed split anew, if instances have come or gone."""
+    active, swap = view.active, view.swap
+    if active is None or active.split is None or view.target is None:
+        return Wait()
+    present = {name: i for name, i in view.instances.items() if i.state in PARTICIPATING}
+    if any(i.active_epoch != active.epoch for i in present.values()) or not placement.is_off(active, present):
+        return Wait()  # somebody still follows the last commit, and says so when it has
+    last = swap if swap is not None and "+" in swap.id else None
+    if last is not None and last.phase == "aborted" and view.now < last.opened_at + REPLACE_S:
+        return Wait(last.opened_at + REPLACE_S)
+    number = int(last.id.partition("+")[2]) + 1 if last is not None else 1
+    wish = replace(view.target, version=active.version, split=active.split, mode="together", on_lost="abort")
+    known = view.shared.get(active.version)
+    seen = replace(view, target_state=known.state if known is not None else None, changes="")
+    step = _open(seen, replace(wish, id=f"{view.target.id}+{number}"))
+    return step if step.kind == "open" else Wait()
+
+
+def _moving(view: View, swap: SwapRecord) -> list[str]:
+    """The participants that the swap gives another version than they run."""
+    return [name for name in swap.participants if not _has(view, view.instances[name], swap)]
 
 
 def _open_restarts(view: View, swap: SwapRecord) -> Step:
@@ -249,8 +314,10 @@ def _open_restarts(view: View, swap: SwapRecord) -> Step:
 
 
 def _mode(view: View, target: TargetRecord, participants: tuple[str, ...]) -> SwapMode:
-    nothing_to_try = view.active is None or view.active.version == target.version or not participants
-    return "together" if nothing_to_try else target.mode
+    active = view.active
+    if active is None or not participants or (active.version == target.version and target.split is None):
+        return "together"  # there is nothing to try
+    return target.mode
 
 
 def _prepare(view: View, swap: SwapRecord) -> Step | Wait:
@@ -260,7 +327,7 @@ def _prepare(view: View, swap: SwapRecord) -> Step | Wait:
         canary = min(swap.participants)
         deadline = view.now + swap.drain_s + RESTART_S
         return Step("try", replace(swap, phase="canary", canary=canary, turn=canary, deadline=deadline))
-    waiting = [name for name in swap.participants if not _staged(view.instances[name], swap)]
+    waiting = [name for name in swap.participants if not _ready(view, view.instances[name], swap)]
     if waiting and view.now >= swap.deadline:
         return abort(swap, f"not staged within {swap.deadline - swap.opened_at:g} s by {', '.join(waiting)}")
     if waiting:
@@ -268,7 +335,10 @@ def _prepare(view: View, swap: SwapRecord) -> Step | Wait:
     if swap.mode == "together":
         return _commit(view, swap)
     again = swap.deadline - swap.opened_at  # the canary gets the time of the request once more, after its drain
-    canary = min(swap.participants)
+    moving = _moving(view, swap)
+    if not moving:  # others have left, and nobody is to try anything
+        return _commit(view, swap)
+    canary = min(moving)
     return Step("try", replace(swap, phase="canary", canary=canary, deadline=view.now + swap.drain_s + again))
 
 
@@ -282,7 +352,7 @@ def _canary(view: View, swap: SwapRecord) -> Step | Ask | Wait:
         name = swap.canary
         return Wait(swap.deadline) if view.now < swap.deadline else abort(swap, f"canary {name} is not back in time")
     for name in () if swap.changes else swap.participants:
-        if name != canary.id and not _staged(view.instances[name], swap):
+        if name != canary.id and not _ready(view, view.instances[name], swap):
             return abort(swap, f"instance {name} is {view.instances[name].state} and has not staged it any more")
     if on_trial(canary, swap):
         if view.probe is not None and not view.probe.ok:
@@ -294,11 +364,14 @@ def _canary(view: View, swap: SwapRecord) -> Step | Ask | Wait:
     if view.now >= swap.deadline:
         what = "was not probed" if on_trial(canary, swap) else "did not flip"
         return abort(swap, f"canary {canary.id} {what} in time")
-    return Ask(swap, canary, swap.deadline) if on_trial(canary, swap) else Wait(swap.deadline)
+    return Ask(swap.of(canary.id), canary, swap.deadline) if on_trial(canary, swap) else Wait(swap.deadline)
 
 
 def _blocked(view: View, swap: SwapRecord) -> Step | None:
     """Why this swap cannot be committed any more."""
+    for version in shared_versions(swap.split):
+        if version not in view.shared or view.shared[version].state != "ready":
+            return abort(swap, f"version {version} is no longer ready")
     if view.target_state != "ready":
         return abort(swap, f"version {swap.target} is no longer ready")
     staying = [name for name in swap.participants if name != swap.turn]  # whose turn it is may be away for it
@@ -325,38 +398,57 @@ def _lost(view: View, name: str) -> str | None:
 def _without(swap: SwapRecord, lost: Mapping[str, str]) -> Step:
     """The swap among those that are left, if that was asked for; the canary cannot be left out of its own trial."""
     left = tuple(name for name in swap.participants if name not in lost)
-    if swap.on_lost == "continue" and left and swap.canary not in lost:
+    whole = swap.split is None or placement.suffices(swap.target, swap.split, left)
+    if swap.on_lost == "continue" and left and whole and swap.canary not in lost:
         return Step("leave", replace(swap, participants=left))
     name, what = next(iter(lost.items()))
     return abort(swap, f"instance {name} is {what}")
 
 
 def _staged(instance: InstanceRecord, swap: SwapRecord) -> bool:
-    return instance.swap_id == swap.id and instance.state == "STAGED" and instance.staged_version == swap.target
+    target = swap.of(instance.id).target
+    return instance.swap_id == swap.id and instance.state == "STAGED" and instance.staged_version == target
+
+
+def _has(view: View, instance: InstanceRecord, swap: SwapRecord) -> bool:
+    """Whether it runs already what the swap asks of it, as the commit that stands asked of it, too."""
+    if view.active is None or instance.active_epoch != view.active.epoch:
+        return False
+    active, target = view.active.of(instance.id), swap.of(instance.id).target
+    known = bool(instance.fingerprint and active.fingerprint)
+    same = not known or instance.fingerprint == active.fingerprint
+    return instance.state in PARTICIPATING and same and instance.active_version == active.version == target
+
+
+def _ready(view: View, instance: InstanceRecord, swap: SwapRecord) -> bool:
+    return _staged(instance, swap) or _has(view, instance, swap)
 
 
 def _odd_fingerprint(view: View, swap: SwapRecord) -> str | None:
     """Names an instance that built something else than was published, or than another one that builds the same way."""
-    seen: dict[str, str] = {}
-    digests: dict[str, tuple[str, str]] = {}
+    seen: dict[tuple[str, int], str] = {}
+    digests: dict[tuple[str, int], tuple[str, str]] = {}
+    shares = {share.version: share.fingerprint for share in swap.split.shares} if swap.split is not None else {}
     for name in swap.participants:
         instance = view.instances.get(name)
         built = _built(instance, swap) if instance is not None else None
         if instance is None or not built:
             continue
+        version = swap.of(name).target
+        published = shares.get(version, view.target_fingerprint)
         layout, _, digest = view.instances[name].built.partition(":")
-        first, expected = digests.setdefault(layout, (name, digest))
+        first, expected = digests.setdefault((layout, version), (name, digest))
         if digest != expected:
             return (
                 f"instances {first} and {name} made different weights of the same version (digests {expected} and "
                 f"{digest}): one of them is faulty; restart both, and activate the version again"
             )
-        if view.target_fingerprint and built != view.target_fingerprint:
+        if published and built != published:
             return (
                 f"instance {name} built other weights than were published (fingerprint {built}, published "
-                f"{view.target_fingerprint}): nothing is served of them; publish the version again"
+                f"{published}): nothing is served of them; publish the version again"
             )
-        if seen.setdefault(instance.path, built) != built:
+        if seen.setdefault((instance.path, version), built) != built:
             return f"instance {name} staged other weights than the rest (fingerprints differ)"
     return None
 
@@ -365,7 +457,7 @@ def _built(instance: InstanceRecord, swap: SwapRecord) -> str | None:
     """The fingerprint of what it built for this swap, if it has and if it says."""
     if on_trial(instance, swap):
         return instance.fingerprint
-    mine = instance.swap_id == swap.id and instance.staged_version == swap.target
+    mine = instance.swap_id == swap.id and instance.staged_version == swap.of(instance.id).target
     return instance.staged_fingerprint if mine else None
 
 
@@ -381,6 +473,7 @@ def _commit(view: View, swap: SwapRecord) -> Step:
         swap_id=swap.id,
         committed_at=view.now,
         fingerprint=view.target_fingerprint,
+        split=swap.split,
     )
     deadline = view.now + swap.drain_s + RESTART_S if swap.changes else swap.deadline
     return Step("commit", replace(swap, phase="commit", deadline=deadline), active)

@@ -16,8 +16,10 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from weightsync.control import activation
+from weightsync.control.chain import LedgerEntry, append
 from weightsync.control.forms import check_config
 from weightsync.control.hosts import arena_key, host_of, local_path, slot_name, this_host
 from weightsync.control.lease import LeaseKeeper
@@ -53,6 +55,7 @@ class Ledger:
         self._schemas: dict[str, Schema] = {}
         self._form: tuple[str, FormRecord, Schema] | None = None  # the last one asked for, by its digest
         self._token = self._fence = 0
+        self.who = self.reason = ""  # for the ledger
 
     async def take(self) -> None:
         """Become the holder of the lineage; whoever held it before is stale from now on."""
@@ -146,7 +149,7 @@ class Ledger:
             if target is not None:
                 puts[self.keys.target] = target.to_json()
             try:
-                done = await self.store.txn(compares, puts)
+                done = await append(self.store, compares, puts, *self._entries(ready, target))
             except Conflict as conflict:
                 await self._explain(conflict, record, schemas)
                 continue
@@ -161,6 +164,14 @@ class Ledger:
         except Conflict:
             await self._require_lineage()
             raise
+
+    def _entries(self, ready: VersionRecord, target: TargetRecord | None) -> list[LedgerEntry]:
+        """What the ledger says of a version that becomes ready, and of the request for it."""
+        parts = ", ".join(part.name for part in ready.parts if part.version == ready.version)
+        about: dict[str, Any] = {"model": self.keys.model, "version": ready.version, "subject": parts}
+        outcome = f"manifest {ready.manifest_digest}"
+        made = LedgerEntry("publish", self.who, reason=self.reason, outcome=outcome, **about)
+        return [made] if target is None else [made, activation.asking(self.keys, target, self.reason)]
 
     async def _basis(self, asked: int | None) -> tuple[VersionRecord | None, dict[str, int]]:
         """The version that a new one carries on, and revisions that must still hold when it does.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from weightsync.control.board import Board
 from weightsync.control.hosts import HOST_ENV, host_of, local_path
-from weightsync.control.records import CopyRecord, Keys, PartRecord, VersionRecord
+from weightsync.control.records import CopyRecord, Keys, PartRecord, VersionRecord, shared_versions
 from weightsync.control.state import in_flight
 from weightsync.errors import CopyUnavailable, ManifestError, SlotBusy
 from weightsync.memory.parts import BASE, base_of, slots_of
@@ -96,11 +96,11 @@ def wanted_versions(board: Board) -> list[int]:
     swap, target, active = board.swap, board.target, board.active
     numbers: list[int | None] = []
     if swap is not None and in_flight(swap):
-        numbers.append(swap.target)
-    if target is not None and (swap is None or swap.id != target.id):
-        numbers.append(target.version)
+        numbers += [swap.target, *shared_versions(swap.split)]
+    if target is not None and (swap is None or not swap.answers(target)):
+        numbers += [target.version, *shared_versions(target.split)]
     if active is not None:
-        numbers += [active.version, active.previous]
+        numbers += [active.version, *shared_versions(active.split), active.previous]
     return list(dict.fromkeys(number for number in numbers if number is not None))
 
 

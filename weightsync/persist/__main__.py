@@ -23,7 +23,7 @@ from pathlib import Path
 
 from weightsync.control.board import Board
 from weightsync.control.hosts import this_host
-from weightsync.control.records import ActiveRecord, DiskRecord, ErrorInfo, Keys, VersionRecord
+from weightsync.control.records import ActiveRecord, DiskRecord, ErrorInfo, Keys, VersionRecord, shared_versions
 from weightsync.errors import PersistError, StoreUnavailable, WatchCompacted, WeightSyncError
 from weightsync.memory.ledger import ensure_arena
 from weightsync.peer.copies import all_parts, local_slot, own_copies
@@ -193,9 +193,9 @@ def _active(board: Board) -> VersionRecord | None:
 
 
 def _needed(board: Board) -> list[VersionRecord]:
-    """The active version and the one before, as far as they are held."""
+    """The active version, the one before and those of a split, as far as they are held."""
     active = board.active
-    wanted = [active.version, active.previous] if active is not None else []
+    wanted = [active.version, active.previous, *shared_versions(active.split)] if active is not None else []
     found = [board.version(version) for version in wanted if version is not None]
     return [record for record in found if record is not None and record.state == "ready"]
 

@@ -16,11 +16,20 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from weightsync.control.chain import LedgerEntry, append
 from weightsync.control.history import History
 from weightsync.control.hosts import local_path, slot_name, this_host
-from weightsync.control.records import ActiveRecord, CopyRecord, Keys, PartRecord, PastSwapRecord, VersionRecord
+from weightsync.control.records import (
+    ActiveRecord,
+    CopyRecord,
+    Keys,
+    PartRecord,
+    PastSwapRecord,
+    VersionRecord,
+    shared_versions,
+)
 from weightsync.errors import (
     ArenaError,
     CheckpointError,
@@ -99,6 +108,7 @@ class _Attempt:
     filled: dict[str, SlotLock] = field(default_factory=dict)  # by manifest digest
     whole: dict[str, bool] = field(default_factory=dict)  # what was read in memory, by manifest digest
     home: Path | None = None  # where the last one that was filled came from
+    split_ends: bool = False  # a version of it is lost, so the active one gets its requests
 
     @classmethod
     async def begin(cls, store: Store, keys: Keys, disks: Sequence[Disk], arena: Arena) -> _Attempt | None:
@@ -142,6 +152,8 @@ class _Attempt:
                 raise UnknownVersion(asked, f"nowhere whole ({error})") from error
             raise VersionLost(wanted, str(error), await self._offer(wanted)) from error
         previous = await self._previous(wanted)
+        if not await self._shared(wanted):
+            self.split_ends = True
         return replace(await self._write(record, source, previous), home=home)
 
     def _record(self, version: int) -> VersionRecord | None:
@@ -237,6 +249,19 @@ class _Attempt:
             return None
         return version
 
+    async def _shared(self, wanted: int) -> bool:
+        """Whether the versions that share the traffic with `wanted` are there; had back if that can be."""
+        for version in shared_versions(self.active.split) if wanted == self.active.version else ():
+            record = self.versions.get(version)
+            try:
+                if record is None or record.state != "ready":
+                    raise ManifestError("the store does not know it any more")
+                await self._bring(record)
+            except (*DAMAGED, ArenaError) as error:
+                log.warning("version %d, which shared the traffic, cannot be had back: %s", version, error)
+                return False
+        return True
+
     async def _offer(self, lost: int) -> int | None:
         """The newest other version that is whole, in memory or on disk."""
         kept = [copy for disk in self.disks for copy in disk.kept()]
@@ -253,7 +278,7 @@ class _Attempt:
 
     async def _write(self, record: VersionRecord, source: Literal["memory", "disk"], previous: int | None) -> Restored:
         puts: dict[str, bytes | None] = {}
-        retired = []
+        retired, entries = [], []
         for known in [record, *(v for v in self.versions.values() if v.version != record.version)]:
             if known is not record and known.state != "ready":
                 continue
@@ -265,13 +290,22 @@ class _Attempt:
                 puts[self.keys.version(known.version)] = changed.to_json()
         if record.version != self.active.version:
             puts |= await self._commit(record)
+            outcome = f"version {self.active.version} was lost with the memory of its host"
+            about: dict[str, Any] = {"model": self.keys.model, "version": record.version, "outcome": outcome}
+            entries.append(LedgerEntry("commit", "restore", **about))
+        elif self.split_ends:
+            alone = replace(self.active, epoch=self.active.epoch + 1, committed_at=time.time(), split=None)
+            puts[self.keys.active] = alone.to_json()
+            outcome = f"version {record.version} alone: another of the split was lost with the memory of its host"
+            about = {"model": self.keys.model, "version": record.version, "outcome": outcome}
+            entries.append(LedgerEntry("commit", "restore", **about))
         if puts:
             counter = self.found[self.keys.counter]
             if counter is not None:
                 puts[self.keys.counter] = counter.value
             compares = {key: _revision(self.found.get(key)) for key in {*puts, self.keys.active, self.keys.counter}}
             compares = {k: r for k, r in compares.items() if not k.startswith(self.keys.history)}
-            await self.store.txn(compares, puts)
+            await append(self.store, compares, puts, *entries)
         for version in retired:
             log.warning("version %d is retired: it is neither in shared memory nor on disk", version)
         return Restored(record.version, source, previous, tuple(sorted(retired)))

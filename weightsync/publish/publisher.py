@@ -215,11 +215,20 @@ class Publisher:
     """
 
     def __init__(
-        self, store: str | None = None, *, model: str, lineage: str = "trainer", lease_ttl_s: float = 5.0, keep: int = 2
+        self,
+        store: str | None = None,
+        *,
+        model: str,
+        lineage: str = "trainer",
+        lease_ttl_s: float = 5.0,
+        keep: int = 2,
+        requested_by: str = "",
+        reason: str = "",
     ) -> None:
         """`store` is a URL; without it HOTSWAP_STORE is read. Raises StoreUnavailable, ArenaUnavailable, HostNameError.
 
-        Among several hosts HOTSWAP_HOST says which one this is.
+        Among several hosts HOTSWAP_HOST says which one this is. The ledger names `requested_by` (default: the lineage,
+        host and process) as who publishes, and the `reason`.
         """
         url = store or os.environ.get(STORE_ENV)
         if not url:
@@ -229,7 +238,9 @@ class Publisher:
         self._asked: dict[int, tuple[TargetRecord, int]] = {}
         self._layouts: dict[str, tuple[Schema, Layout]] = {}
         self._store = SyncStore(url, create=False)
+        self._name = requested_by or f"{lineage}@{socket.gethostname()}:{os.getpid()}"
         self._ledger = Ledger(self._store.store, self._keys, lineage, lease_ttl_s, keep, self.host)
+        self._ledger.who, self._ledger.reason = self._name, reason
         try:
             self.arena = self._store.run(ensure_arena(self._store.store, host=self.host))
             self._store.run(self._ledger.take())
@@ -464,10 +475,6 @@ class Publisher:
         if part not in self._layouts or self._layouts[part][0] != schema:
             self._layouts[part] = (schema, Layout.of(schema))
         return self._layouts[part][1]
-
-    @property
-    def _name(self) -> str:
-        return f"{self.lineage}@{socket.gethostname()}:{os.getpid()}"
 
 
 def as_schema(schema: SchemaLike) -> Schema:

@@ -19,6 +19,7 @@ from weightsync.control.records import ARENA_KEY, Keys
 
 NAMES = ("gateway", "instance", "trainer", "peer")
 ARENAS = "arenas/"
+LEDGER = "ledger/"  # weightsync/control/chain.py
 GATEWAYS = "gateway/"  # API keys, their use, and the secret of cache scopes (server/gateway/access)
 
 
@@ -36,7 +37,7 @@ def roles(models: Iterable[str]) -> tuple[Role, ...]:
     reads: dict[str, set[str]] = {name: {ARENA_KEY, ARENAS} for name in NAMES}
     writes: dict[str, set[str]] = {name: set() for name in NAMES}
     for keys in map(Keys, models):
-        publishing = {keys.versions, keys.counter, keys.schema, keys.target, ARENA_KEY, ARENAS}
+        publishing = {keys.versions, keys.counter, keys.schema, keys.target, ARENA_KEY, ARENAS, LEDGER}
         publishing |= {keys.forms, f"{keys.root}schemas/", f"{keys.root}publishers/"}
         leading = {keys.active, keys.swap, keys.leader, keys.history, keys.pauses}
         ordering = {f"{keys.root}drains/", f"{keys.root}sleeps/", keys.training, keys.disks, GATEWAYS}

@@ -2,7 +2,7 @@
 (`--enable-return-routed-experts`; `CompletionOutput.routed_experts`).
 
 vLLM's own recorder does the work: its routers write into a buffer, a worker keeps what they wrote by block hash beside
-the prefix cache, and the scheduler hands out the rows of each answer. It does not know two things.
+the prefix cache, and the scheduler hands out the rows of each answer. It does not know three things.
 
 * CPUs run vLLM's first model runner, which does not feed the recorder. `attach` does it: before a step it tells the
   recorder what the scheduler says, and after the step whose rows are which. vLLM's check of the configuration is told
@@ -11,6 +11,10 @@ the prefix cache, and the scheduler hands out the rows of each answer. It does n
   that gave up its blocks (requests.py, core.py). The scheduler's side tells of both in `metadata.hotswap`, and the
   worker's side forgets the old keys before vLLM adds the new ones: so what new weights chose is never found under an
   old version's hash, and a prompt that is in the cache gets the routing of the pass that computed its keys and values.
+* Its store may have no room for a block that is in the prefix cache, or in use: each has an order of its own in which
+  it gives blocks up, requests that were preempted hold theirs in the store alone, and `max_bytes` may be any number.
+  vLLM's ends the engine. Here the store gives up the oldest blocks, and an answer that needs one lacks the rows before
+  those of its own passes; what serves it counts them (server/instance/routed_experts.py).
 
 A row is that of the pass that computed the token's keys and values and the logits of the token after it. Rows that were
 handed out stay as they were, whatever a commit computes again.
@@ -19,12 +23,14 @@ handed out stay as they were, whatever a commit computes again.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+log = logging.getLogger(__name__)
 CHANGED = "_hotswap_rekeyed"  # of a request: the first of its blocks whose hash is another one than vLLM was told
 
 
@@ -35,6 +41,7 @@ def install() -> None:
 
     VllmConfig._verify_aux_output_compatibility = _verified(VllmConfig._verify_aux_output_compatibility)
     AuxOutputSchedulerConnector.build_connector_meta = _told(AuxOutputSchedulerConnector.build_connector_meta)
+    AuxOutputSchedulerConnector.take_output = _as_many_as_there_are(AuxOutputSchedulerConnector.take_output)
 
 
 def expect(config: Any, device: Any) -> None:
@@ -75,6 +82,8 @@ def attach(runner: Any) -> None:
     recorder = runner.aux_output_connector
     if not isinstance(recorder.begin_step, functools.partial):
         recorder.begin_step = functools.partial(_begin_step, recorder, recorder.begin_step)
+        if recorder._store is not None:  # this worker hands out
+            forgive(recorder._store._store)
 
 
 # The configuration, and the runner on CPUs ----------------------------------------------------------------------
@@ -193,3 +202,48 @@ def _forget_keys(recorder: Any, request_id: str, first: int) -> None:
     if (state := recorder._requests.get(request_id)) is not None:
         forgotten, state.aux_output_keys[first:] = state.aux_output_keys[first:], []
         recorder._publish_blocks([], release_keys=forgotten[::-1])
+
+
+# What the store has no room for ---------------------------------------------------------------------------------
+
+
+def forgive(store: Any) -> None:
+    """Have a `BlockObjectStore` give up blocks rather than fail."""
+    store._evict_to_fit = functools.partial(_evict_to_fit, store, store._evict_to_fit)
+    store.get_concatenated = functools.partial(_found, store.get_concatenated)
+
+
+def _evict_to_fit(store: Any, evict: Callable[[set[str]], None], protected: set[str]) -> None:
+    """As vLLM's; where it finds too few blocks that nobody holds, the oldest go, those of this step last of all."""
+    from vllm.distributed.aux_output_connector.store import BlockObjectStoreError
+
+    try:
+        evict(protected)
+    except BlockObjectStoreError:
+        keys = sorted(store._lru, key=lambda key: (key in protected, key in store._references))
+        for key in keys[: len(keys) - store.num_slots]:
+            slot = store._lru.pop(key)
+            if slot != store._UNALLOCATED_SLOT:
+                store._free_slots.append(slot)
+
+
+def _found(get: Callable[[list[str]], bytes], keys: list[str]) -> bytes:
+    """No rows if a block is gone."""
+    from vllm.distributed.aux_output_connector.store import BlockObjectStoreError
+
+    try:
+        return get(keys)
+    except BlockObjectStoreError as error:
+        log.warning("an answer goes without the routing of its prompt: %s", error)
+        return b""
+
+
+def _as_many_as_there_are(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def take_output(self: Any, request: Any, output: Any) -> Any:
+        recorded = output.get(request.request_id) if output else None
+        if recorded is not None and recorded.token_start + len(recorded.rows) < request.num_tokens - 1:
+            return recorded.rows[:0]
+        return original(self, request, output)
+
+    return take_output

@@ -29,23 +29,27 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True)
 class Task:
-    """Data, rewards and budgets of a task. `data` goes into the runs and `mistaken` into the base's; in both, `{work}`
-    is the benchmark's directory. `ways` are those that the task can be learned by."""
+    """Data, rewards and budgets of a task. `data` goes into the runs, and into the base's with what `mistaken` says
+    instead; in both, `{work}` is the benchmark's directory. `ways` are those that the task can be learned by."""
 
     name: str
     title: str
     data: Config
-    mistaken: Config
-    held_out: int
     rewards: list[Config]
     max_tokens: int
     base_steps: int
     rl_steps: int
     sft_steps: int = 0
     dpo_steps: int = 0
+    mistaken: Config = field(default_factory=lambda: {"noise": 0.6})
     characters: str = CHARACTERS
     environment: Config | None = None
     ways: tuple[str, ...] = ("sft", "dpo", "grpo", "ppo", "grpo-async")
+
+    @property
+    def held_out(self) -> int:
+        """How many problems the runs never see."""
+        return int(self.data.get("held_out", learning_tools.HELD_OUT))
 
 
 @dataclass(frozen=True)
@@ -75,8 +79,6 @@ TASKS = (
         name="arithmetic",
         title="the sum of three digits, `2+5+4=` -> `11`",
         data=_SUMS,
-        mistaken=_SUMS | {"noise": 0.6},
-        held_out=40,
         rewards=[{"kind": "exact_match"}],
         max_tokens=4,
         base_steps=200,
@@ -88,8 +90,6 @@ TASKS = (
         name="code",
         title="a small program, `add 3, mul 2:` -> `f=lambda x:(x+3)*2`, run against tests in the sandbox",
         data=_PROGRAMS,
-        mistaken=_PROGRAMS | {"noise": 0.6},
-        held_out=60,
         rewards=[{"kind": "code"}],
         max_tokens=24,
         base_steps=100,
@@ -101,8 +101,7 @@ TASKS = (
         name="calculator",
         title="the product of two numbers, `38*47=` -> `1786`, with a calculator to ask",
         data=_PRODUCTS,
-        mistaken=_PRODUCTS | {"path": "{work}/calculator-demonstrations.jsonl"},
-        held_out=learning_tools.HELD_OUT,
+        mistaken={"path": "{work}/calculator-demonstrations.jsonl"},
         rewards=[{"kind": "exact_match"}],
         max_tokens=72,
         base_steps=250,
@@ -141,7 +140,7 @@ def base(task: Task, work: Path, seed: int) -> Config:
     """The configuration that learns the task's mistake. It needs no server."""
     return {
         "model": {"path": str(work / f"{task.name}-random")},
-        "data": _placed(task.mistaken, work),
+        "data": _placed(task.data | task.mistaken, work),
         "algorithm": {"name": "sft"},
         "steps": task.base_steps,
         "batch": 128,

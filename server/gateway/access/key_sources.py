@@ -31,15 +31,18 @@ from server.gateway.access.records import (
     DOOR,
     INFER,
     KEYS_PREFIX,
+    By,
     DoorRecord,
     KeyRecord,
     Scope,
     digest_of,
+    granted,
     new_id,
     new_key,
 )
 from server.gateway.config import GatewayConfig
 from server.key_limits import KeyLimits
+from weightsync.control.chain import Action, LedgerEntry, append
 from weightsync.errors import Conflict as StoreConflict
 from weightsync.errors import RecordError, StoreError
 from weightsync.store import MISSING, KeyValue, Store
@@ -60,7 +63,7 @@ def read_keys(config: GatewayConfig) -> dict[bytes, Principal]:
     """Digest -> principal, of every file. Raises ConfigError."""
     keys = _read_keys(config.api_key_file) if config.api_key_file is not None else {}
     digest = _admin_digest(config)
-    keys[digest] = Principal("admin", frozenset({ADMIN, INFER}), digest)
+    keys[digest] = Principal("admin", granted((ADMIN, INFER)), digest, who="admin key")
     return keys
 
 
@@ -255,7 +258,7 @@ class KeyStore:
         """Raises NotFound, StoreError."""
         return (await self._found(key_id))[0]
 
-    async def create(self, new: NewKey) -> tuple[KeyRecord, str]:
+    async def create(self, new: NewKey, by: By) -> tuple[KeyRecord, str]:
         """A record and its key, which is nowhere to be read again. Raises StoreError."""
         key_id = new_id()
         key = new_key(key_id)
@@ -263,11 +266,13 @@ class KeyStore:
             key_id, new.name, digest_of(key), new.scopes, time.time(), expires_at=new.expires_at, limits=new.limits,
             collect=new.collect,
         )  # fmt: skip
-        await self._write(record, MISSING)
+        await self._write(record, MISSING, _told("key_create", record, by))
         log.info("key %s (%s) was made", key_id, new.name)
         return record, key
 
-    async def change(self, key_id: str, change: Callable[[KeyRecord], KeyRecord]) -> KeyRecord:
+    async def change(
+        self, key_id: str, change: Callable[[KeyRecord], KeyRecord], by: By, action: Action = "key_change"
+    ) -> KeyRecord:
         """Applies `change` to a record that is not revoked. Raises NotFound, Conflict, StoreError."""
         for _ in range(ATTEMPTS):
             record, revision = await self._found(key_id)
@@ -275,22 +280,23 @@ class KeyStore:
                 raise Conflict(f"Key {key_id} was revoked, for good; make a new one.", code="key_revoked")
             changed = change(record)
             with contextlib.suppress(StoreConflict):
-                await self._write(changed, revision)
+                await self._write(changed, revision, _told(action, changed, by, record))
                 log.info("key %s (%s) was changed, it is %s", key_id, changed.name, changed.standing(time.time()))
                 return changed
         raise Conflict(f"Key {key_id} is being changed by others; try again.", code="key_busy")
 
-    async def forget(self, key_id: str) -> KeyRecord:
+    async def forget(self, key_id: str, by: By) -> KeyRecord:
         """Removes the record of a revoked key. Raises NotFound, Conflict (it is not revoked), StoreError."""
         record, revision = await self._found(key_id)
         if record.revoked_at is None:
             raise Conflict(f"Key {key_id} works; revoke it before its record is removed.", code="key_not_revoked")
         key = KEYS_PREFIX + key_id
-        await self._store.txn({key: revision}, {key: None, **_closing(record)})
+        entry = _told("key_forget", record, by)
+        await append(self._store, {key: revision}, {key: None, **_closing(record)}, entry)
         log.info("key %s (%s) was forgotten", key_id, record.name)
         return record
 
-    async def open(self) -> None:
+    async def open(self, by: By) -> None:
         """From now on inference asks for no key, until one is made. Raises Conflict, StoreError.
 
         Only where no key works: else limits and owners would be gone in silence.
@@ -309,17 +315,18 @@ class KeyStore:
                 raise Conflict(f"There are keys, {which}; revoke them first.", code="keys_in_use")
             with contextlib.suppress(StoreConflict):
                 door = DoorRecord(open=True, since=time.time())
-                self._took(await self._store.txn({DOOR: expected}, {DOOR: door.to_json()}), door)
+                entry = LedgerEntry("inference_open", by.who, reason=by.reason)
+                self._took(await append(self._store, {DOOR: expected}, {DOOR: door.to_json()}, entry), door)
                 log.warning("inference was opened: it asks for no key until one is made")
                 return
         raise Conflict("Keys are being made at the same time; try again.", code="key_busy")
 
-    async def _write(self, record: KeyRecord, expected: int) -> None:
+    async def _write(self, record: KeyRecord, expected: int, entry: LedgerEntry) -> None:
         """In force in this gateway when it returns, in the others when they hear of it. Raises StoreConflict."""
         key = KEYS_PREFIX + record.id
         closing = _closing(record)
         self._took(
-            await self._store.txn({key: expected}, {key: record.to_json(), **closing}),
+            await append(self._store, {key: expected}, {key: record.to_json(), **closing}, entry),
             record,
             *(DoorRecord.from_json(door) for door in closing.values()),
         )
@@ -343,6 +350,15 @@ class KeyStore:
         if kv is None:
             raise NotFound(f"There is no key {key_id!r}; `hotswap keys list` shows all.", code="unknown_key")
         return _read(kv), kv.mod_revision
+
+
+def _told(action: Action, record: KeyRecord, by: By, before: KeyRecord | None = None) -> LedgerEntry:
+    """The entry of the ledger: whose key, and what is different; no digest of it."""
+    known = ("name", "scopes", "expires_at", "disabled", "limits", "collect")
+    changed = [n for n in known if before is not None and getattr(before, n) != getattr(record, n)]
+    told = [f"{n}: {getattr(record, n)}" for n in (changed if before is not None else ("scopes",))]
+    subject = f"key {record.name} ({record.id})"
+    return LedgerEntry(action, by.who, subject=subject, reason=by.reason, outcome="; ".join(told))
 
 
 def _closing(record: KeyRecord) -> dict[str, bytes]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from server.errors import Forbidden, Unauthorized, Unavailable
-from server.gateway.access.records import INFER, DoorRecord, KeyRecord
+from server.gateway.access.records import INFER, DoorRecord, KeyRecord, granted
 from server.key_limits import KeyLimits
 
 
@@ -23,9 +23,9 @@ class Principal:
     """The owner of a key, and what the key may do.
 
     `digest` tells owners apart: a hash of the key, or of the record's id, which a rotated key keeps; empty for
-    nobody's. `priority` is the most urgent class its requests may have (lower goes first, as in vLLM), `weight` its
-    share of a class relative to other keys' (queue/). `until` (unix seconds) is when the key ends, `limits` None if it
-    has none. `collect`: its owner wants its answers kept (server/answers).
+    nobody's. `who` names the owner in the ledger. `priority` is the most urgent class its requests may have (lower goes
+    first, as in vLLM), `weight` its share of a class relative to other keys' (queue/). `until` (unix seconds) is when
+    the key ends, `limits` None if it has none. `collect`: its owner wants its answers kept (server/answers).
     """
 
     name: str
@@ -36,6 +36,7 @@ class Principal:
     id: str = ""
     until: float | None = None
     limits: KeyLimits | None = None
+    who: str = ""
     collect: bool = False
 
 
@@ -103,8 +104,13 @@ class KeyRing:
         if principal.until is not None and principal.until <= time.time():
             raise Unauthorized("This key has expired; ask the operator for a new one.", code="expired_api_key")
         if scope not in principal.scopes:
-            raise Forbidden(f"This key may not do that; it lacks the scope {scope!r}.")
+            raise lacking(scope)
         return principal
+
+    def knows(self, key: bytes) -> bool:
+        """Whether `key` is on record here, whatever it may do."""
+        digest = hashlib.sha256(key).digest()
+        return digest in self._keys or digest in self._barred
 
     def _not_working(self, digest: bytes) -> Unauthorized | Unavailable:
         why = self._barred.get(digest)
@@ -119,19 +125,26 @@ class KeyRing:
         return Unauthorized(message, code=code)
 
 
+def lacking(scope: str) -> Forbidden:
+    """The answer to a good credential that may do less than `scope`."""
+    what = f"the scope {scope!r}" if scope == INFER else f"the role {scope!r}"
+    return Forbidden(f"This key may not do that; it lacks {what}.")
+
+
 def _working(record: KeyRecord) -> Iterator[tuple[bytes, Principal]]:
     if _is_barred(record):
         return
     limits = record.limits
     principal = Principal(
         record.name,
-        frozenset(record.scopes),
+        granted(record.scopes),
         hashlib.sha256(b"key record " + record.id.encode()).digest(),
         limits.priority,
         limits.weight,
         record.id,
         record.expires_at,
         limits if limits.bounded else None,
+        f"key {record.name} ({record.id})",
         record.collect,
     )
     yield bytes.fromhex(record.digest), principal

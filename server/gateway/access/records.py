@@ -14,8 +14,9 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from server.key_limits import KeyLimits
 from weightsync.control.records import Record
@@ -25,10 +26,21 @@ DOOR = KEYS_PREFIX + ".door"  # no key has such an id
 USAGE_PREFIX = "gateway/usage/"
 USAGE_ROUND = USAGE_PREFIX + "round"
 FEEDBACK_PREFIX = "gateway/feedback/"
-Scope = Literal["infer", "admin"]
+Role = Literal["viewer", "operator", "publisher", "admin"]
+Scope = Literal["infer", "viewer", "operator", "publisher", "admin"]
 INFER: Scope = "infer"
 ADMIN: Scope = "admin"
+ROLES: tuple[Role, ...] = get_args(Role)  # each may do what those before it may
 Standing = Literal["active", "disabled", "expired", "revoked"]
+
+
+@dataclass(frozen=True)
+class By:
+    """Who does something on the admin port, and why, for the ledger. `digest` tells owners of credentials apart."""
+
+    who: str
+    reason: str = ""
+    digest: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -80,6 +92,12 @@ class DoorRecord(Record):
 
     open: bool
     since: float
+
+
+def granted(scopes: Iterable[str]) -> frozenset[str]:
+    """`scopes`, and with the highest role among them every lower one."""
+    given = frozenset(scopes)
+    return given.union(*(ROLES[: ROLES.index(role)] for role in ROLES if role in given))
 
 
 def digest_of(key: str) -> str:

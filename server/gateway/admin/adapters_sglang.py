@@ -32,7 +32,7 @@ from server.gateway.admin.trainers import (
     room,
 )
 from server.gateway.admin.weights import model_schema
-from server.gateway.deps import GatewayDep
+from server.gateway.deps import ByDep, GatewayDep
 from server.gateway.gateway import Gateway
 from weightsync.errors import WeightSyncError
 from weightsync.format.manifest import Schema
@@ -107,7 +107,7 @@ class Pause(TrainerRequest):
 
 
 @router.post("/update_weights_from_disk")
-async def update_from_disk(gateway: GatewayDep, body: FromDisk) -> dict[str, Any]:
+async def update_from_disk(gateway: GatewayDep, by: ByDep, body: FromDisk) -> dict[str, Any]:
     """Publishes the checkpoint in `model_path` and swaps it in."""
     _check(body)
     if body.load_format not in (None, "auto", "safetensors"):
@@ -116,12 +116,12 @@ async def update_from_disk(gateway: GatewayDep, body: FromDisk) -> dict[str, Any
         raise Unsupported("`keep_pause` and `manifest` are not understood here; leave them out.", code="unsupported")
     await pauses(gateway).renew_all(FAMILY)
     label = body.weight_version or (str(body.token_step) if body.token_step else None)
-    report = await publish(gateway, Path(body.model_path), label)
+    report = await publish(gateway, Path(body.model_path), label, by)
     return {**_success(report), "num_paused_requests": 0}
 
 
 @router.post("/update_weights_from_tensor")
-async def update_from_tensor(gateway: GatewayDep, body: FromTensor) -> dict[str, Any]:
+async def update_from_tensor(gateway: GatewayDep, by: ByDep, body: FromTensor) -> dict[str, Any]:
     """Takes in a bucket of tensors; with the last one of the model, publishes them all and swaps them in."""
     _check(body)
     if body.load_format != "safetensors":
@@ -136,7 +136,7 @@ async def update_from_tensor(gateway: GatewayDep, body: FromTensor) -> dict[str,
     if missing := _missing(draft, schema):
         message = f"{len(draft.names)} tensors are here, {missing} to come."
         return {"success": True, "message": message, "missing": missing}
-    return _success(await publish_update(gateway, gateway.updates.take(FAMILY), body.weight_version))
+    return _success(await publish_update(gateway, gateway.updates.take(FAMILY), body.weight_version, by))
 
 
 @router.post("/pause_generation")

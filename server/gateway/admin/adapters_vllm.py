@@ -26,7 +26,7 @@ from server.gateway.admin.trainers import (
     room,
 )
 from server.gateway.admin.weights import model_schema
-from server.gateway.deps import GatewayDep
+from server.gateway.deps import ByDep, GatewayDep
 from server.gateway.gateway import Gateway
 
 router = APIRouter(tags=["vllm"])
@@ -79,10 +79,12 @@ async def update(
 
 
 @router.post("/finish_weight_update")
-async def finish(gateway: GatewayDep, weight_version: Annotated[str | None, Body(embed=True)] = None) -> dict[str, Any]:
+async def finish(
+    gateway: GatewayDep, by: ByDep, weight_version: Annotated[str | None, Body(embed=True)] = None
+) -> dict[str, Any]:
     """Publishes the draft and swaps it in."""
     await pauses(gateway).renew_all(FAMILY)  # first: if the store is away, the draft stays for another try
-    report = await publish_update(gateway, gateway.updates.take(FAMILY), weight_version)
+    report = await publish_update(gateway, gateway.updates.take(FAMILY), weight_version, by)
     return {"message": "Weight update finished", "weight_version": str(report["version"])}
 
 

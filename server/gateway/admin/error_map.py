@@ -64,6 +64,8 @@ STATUS: dict[str, type[HttpError]] = {
     "swap_timeout": UpstreamTimeout,
     "staging_cancelled": Conflict,
     "fingerprint_mismatch": Conflict,
+    "bad_split": BadRequest,
+    "not_enough_instances": Conflict,
     "unknown_version": NotFound,
     "transfer_error": Unavailable,
     "transport_unavailable": Unavailable,
@@ -76,11 +78,12 @@ STATUS: dict[str, type[HttpError]] = {
     "host_name": HttpError,
     "tls_unavailable": HttpError,
     "persist_error": Unavailable,
+    "ledger_unavailable": Unavailable,
     "persist_full": InsufficientStorage,
     "version_lost": Conflict,
 }
 # Attributes of the errors that a program may want to read, beside the message that says what to do.
-DETAILS = ("tensor", "expected", "got", "version", "reason", "file", "needed", "free")
+DETAILS = ("tensor", "expected", "got", "version", "reason", "file", "needed", "have", "free")
 
 
 def to_http(error: WeightSyncError) -> HttpError:

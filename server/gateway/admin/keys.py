@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from server.errors import BadRequest
 from server.gateway.access.key_sources import NewKey
 from server.gateway.access.records import INFER, KeyRecord, Scope
-from server.gateway.deps import GatewayDep
+from server.gateway.deps import ByDep, GatewayDep
 from server.key_limits import LIMITS, KeyLimits
 
 router = APIRouter(prefix="/admin/keys", tags=["admin"])
@@ -101,20 +101,20 @@ async def list_keys(gateway: GatewayDep) -> dict[str, Any]:
 
 
 @router.post("")
-async def create_key(gateway: GatewayDep, body: Create, response: Response) -> dict[str, Any]:
+async def create_key(gateway: GatewayDep, by: ByDep, body: Create, response: Response) -> dict[str, Any]:
     """Makes a key, and shows it this once."""
     expires_at = body.moment()
     if expires_at is not None and expires_at <= time.time():
         raise BadRequest("expires_at is over already.", code="invalid_parameter", param="expires_at")
     new = NewKey(body.name, _scopes(body.scopes), expires_at, body.limits.on(KeyLimits()), body.collect)
-    record, key = await gateway.key_store.create(new)
+    record, key = await gateway.key_store.create(new, by)
     return _shown_once(record, key, response)
 
 
 @router.post("/inference/open")
-async def open_inference(gateway: GatewayDep) -> dict[str, Any]:
+async def open_inference(gateway: GatewayDep, by: ByDep) -> dict[str, Any]:
     """Opens inference to everybody, until a key is made. Refused while there is a key that was not revoked."""
-    await gateway.key_store.open()
+    await gateway.key_store.open(by)
     return {"inference": "open"}
 
 
@@ -125,22 +125,26 @@ async def show_key(gateway: GatewayDep, key_id: KeyId) -> dict[str, Any]:
 
 
 @router.patch("/{key_id}")
-async def update_key(gateway: GatewayDep, key_id: KeyId, body: Update) -> dict[str, Any]:
+async def update_key(gateway: GatewayDep, by: ByDep, key_id: KeyId, body: Update) -> dict[str, Any]:
     """Changes name, scopes, expiry, limits, whether it works for now, or whether its answers are kept."""
-    return described(await gateway.key_store.change(key_id, body.on))
+    return described(await gateway.key_store.change(key_id, body.on, by))
 
 
 @router.delete("/{key_id}")
-async def revoke_key(gateway: GatewayDep, key_id: KeyId, forget: Forget = False) -> dict[str, Any]:
+async def revoke_key(gateway: GatewayDep, by: ByDep, key_id: KeyId, forget: Forget = False) -> dict[str, Any]:
     """Ends a key for good. Its record stays until it is forgotten."""
     if forget:
-        return described(await gateway.key_store.forget(key_id))
-    return described(await gateway.key_store.change(key_id, lambda record: replace(record, revoked_at=time.time())))
+        return described(await gateway.key_store.forget(key_id, by))
+
+    def revoked(record: KeyRecord) -> KeyRecord:
+        return replace(record, revoked_at=time.time())
+
+    return described(await gateway.key_store.change(key_id, revoked, by, "key_revoke"))
 
 
 @router.post("/{key_id}/rotate")
 async def rotate_key(
-    gateway: GatewayDep, key_id: KeyId, response: Response, body: Rotate | None = None
+    gateway: GatewayDep, by: ByDep, key_id: KeyId, response: Response, body: Rotate | None = None
 ) -> dict[str, Any]:
     """Gives a record a new key, shown this once; limits and prefix cache stay the same."""
     grace_s, made = (body or Rotate()).grace_s, ""
@@ -150,7 +154,7 @@ async def rotate_key(
         record, made = record.rotated(grace_s)
         return record
 
-    return _shown_once(await gateway.key_store.change(key_id, rotated), made, response)
+    return _shown_once(await gateway.key_store.change(key_id, rotated, by, "key_rotate"), made, response)
 
 
 def described(record: KeyRecord) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from typing import Any, BinaryIO, TypeVar
 import orjson
 
 from server.errors import BadRequest, Conflict, HttpError, PayloadTooLarge, Unprocessable, UpstreamTimeout
+from server.gateway.access.records import By
 from server.gateway.admin.error_map import from_fields
 from server.gateway.config import GatewayConfig
 from weightsync.memory.parts import check_name
@@ -66,6 +67,7 @@ class Pusher:
         step: int | None = None,
         part: str = "",
         parts: Mapping[str, str] | None = None,
+        by: By | None = None,
     ) -> T:
         """Publishes the checkpoint in `path` and hands its version to `then`, whether or not the caller waits.
 
@@ -79,13 +81,13 @@ class Pusher:
         async def version_only(answer: dict[str, Any]) -> T:
             return await then(int(answer["version"]))
 
-        noted = [f"--part={part}", *([] if step is None else [f"--step={step}"])]
+        noted = [*_named(by), f"--part={part}", *([] if step is None else [f"--step={step}"])]
         noted += [f"--with={name}={where}" for name, where in (parts or {}).items()]
         return await self.keep(self._push((*noted, str(path)), version_only))
 
-    async def prepare(self, file: BinaryIO, upload_id: str) -> Prepared:
+    async def prepare(self, file: BinaryIO, upload_id: str, by: By | None = None) -> Prepared:
         """Starts the process that will publish what `file` is going to hold: it imports while the bytes arrive."""
-        what = (f"--delta=/proc/self/fd/{file.fileno()}", f"--upload-id={upload_id}", "--when-told")
+        what = (f"--delta=/proc/self/fd/{file.fileno()}", f"--upload-id={upload_id}", "--when-told", *_named(by))
         options = self._options(what)
         process = await self._start(options, stdin=asyncio.subprocess.PIPE, pass_fds=(file.fileno(),))
         return Prepared(process, file)
@@ -198,6 +200,11 @@ class Prepared:
         """End the process and let go of the file; safe to call twice."""
         self.file.close()
         await _end(self.process)
+
+
+def _named(by: By | None) -> tuple[str, ...]:
+    """For the ledger."""
+    return (f"--requested-by={by.who}", f"--reason={by.reason}") if by is not None else ()
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

@@ -14,6 +14,7 @@ from fastapi import APIRouter
 from pydantic import Field, FiniteFloat, RootModel, model_validator
 
 from server.errors import BadRequest, Unsupported
+from server.gateway.access.records import By
 from server.gateway.admin import weights
 from server.gateway.admin.fleet import MAX_TTL_S, PauseLeases
 from server.gateway.admin.publishing import WeightUpdate
@@ -63,24 +64,24 @@ PAUSE_TTL_S = 120.0  # these trainers never renew: a longer pause than this ends
 SLACK = 64 << 20  # over the bytes of the tensors, for headers
 
 
-async def publish(gateway: Gateway, path: Path, label: str | None) -> dict[str, Any]:
+async def publish(gateway: Gateway, path: Path, label: str | None, by: By) -> dict[str, Any]:
     """Publishes the checkpoint in `path` and swaps it in: its version and the report. Raises HttpError, SwapAborted.
 
     `label` is the trainer's own name for its weights, noted as the version's step if it is a number.
     """
 
     async def then(version: int) -> dict[str, Any]:
-        return {"version": version, "swap": await weights.swap_in(gateway, version, SwapOptions())}
+        return {"version": version, "swap": await weights.swap_in(gateway, version, SwapOptions(), by)}
 
-    return await gateway.pusher.push(path, then, step=_step(label))
+    return await gateway.pusher.push(path, then, step=_step(label), by=by)
 
 
-async def publish_update(gateway: Gateway, update: WeightUpdate, label: str | None) -> dict[str, Any]:
+async def publish_update(gateway: Gateway, update: WeightUpdate, label: str | None, by: By) -> dict[str, Any]:
     """The same for what was collected, which is dropped whatever becomes of it."""
 
     async def work() -> dict[str, Any]:
         try:
-            return await publish(gateway, update.seal(), label)
+            return await publish(gateway, update.seal(), label, by)
         finally:
             update.drop()
 

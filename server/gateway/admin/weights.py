@@ -21,11 +21,13 @@ from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import ClientDisconnect
 
-from server.errors import BadRequest, InsufficientStorage, PayloadTooLarge
+from server.errors import BadRequest, Conflict, InsufficientStorage, PayloadTooLarge
+from server.gateway.access.records import By
 from server.gateway.admin.publishing import Prepared
-from server.gateway.deps import GatewayDep
+from server.gateway.deps import ByDep, GatewayDep
 from server.gateway.gateway import Gateway
-from weightsync.control import activation, history
+from weightsync.control import activation, history, placement
+from weightsync.control.chain import Action
 from weightsync.control.coordinator import SwapReport
 from weightsync.control.records import (
     ActiveRecord,
@@ -33,13 +35,14 @@ from weightsync.control.records import (
     Keys,
     OnLost,
     PastSwapRecord,
+    SplitRecord,
     SwapMode,
     SwapRecord,
     TargetRecord,
     VersionRecord,
 )
 from weightsync.control.state import in_flight
-from weightsync.errors import SwapAborted
+from weightsync.errors import BadSplit, SwapAborted
 from weightsync.format.manifest import Schema
 from weightsync.memory.ledger import ensure_arena
 
@@ -91,6 +94,28 @@ class Rollback(SwapOptions):
     version: Version | None = None
 
 
+class Share(BaseModel):
+    """A version, and what it gets of the requests."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    version: Version
+    percent: Annotated[float, Field(ge=0, le=100)]
+    shadow: Annotated[
+        float, Field(ge=0, le=100, description="percent of other versions' requests that are repeated on it, unseen")
+    ] = 0.0
+
+
+class Split(SwapOptions):
+    """Versions that share the traffic. The one that is active stays so, if it is among them; else the one with most
+    becomes it."""
+
+    shares: Annotated[list[Share], Field(min_length=2, max_length=16, description="percentages that make 100 together")]
+    sticky: Annotated[
+        str, Field(max_length=80, description="requests equal in it go to one version: key, session or header:NAME")
+    ] = ""
+    minimum: Annotated[int, Field(ge=1, le=1024, description="instances of each version, at least")] = 1
+
+
 @router.get("/weights")
 async def list_versions(gateway: GatewayDep) -> dict[str, Any]:
     """Every version the store knows, newest last, and the active one."""
@@ -106,29 +131,51 @@ async def list_versions(gateway: GatewayDep) -> dict[str, Any]:
 
 
 @router.post("/weights")
-async def push(gateway: GatewayDep, body: Push) -> dict[str, Any]:
+async def push(gateway: GatewayDep, by: ByDep, body: Push) -> dict[str, Any]:
     """Publishes a checkpoint; with `activate`, swaps it in and reports the swap."""
 
     async def then(version: int) -> dict[str, Any]:
-        swap = await swap_in(gateway, version, body) if body.activate else None
+        swap = await swap_in(gateway, version, body, by) if body.activate else None
         return {"version": version, "swap": swap}
 
-    return await gateway.pusher.push(Path(body.path), then, part=body.part, parts=body.parts)
+    return await gateway.pusher.push(Path(body.path), then, part=body.part, parts=body.parts, by=by)
 
 
 @router.post("/weights/activate")
-async def activate(gateway: GatewayDep, body: Activate) -> dict[str, Any]:
+async def activate(gateway: GatewayDep, by: ByDep, body: Activate) -> dict[str, Any]:
     """Swaps a published version in; answers when every instance has it, or says why none does."""
-    return await swap_in(gateway, body.version, body)
+    return await swap_in(gateway, body.version, body, by)
 
 
 @router.post("/weights/rollback")
-async def rollback(gateway: GatewayDep, body: Rollback | None = None) -> dict[str, Any]:
+async def rollback(gateway: GatewayDep, by: ByDep, body: Rollback | None = None) -> dict[str, Any]:
     """Goes back to the version before the active one, or to the one that is named."""
     body = body or Rollback()
     if body.version is not None:
-        return await swap_in(gateway, body.version, body)
-    return await _swap_back(gateway, body)
+        return await swap_in(gateway, body.version, body, by, "rollback")
+    return await _swap_back(gateway, body, by)
+
+
+@router.post("/weights/split")
+async def split(gateway: GatewayDep, by: ByDep, body: Split) -> dict[str, Any]:
+    """Divides requests between versions; answers when every instance runs its own, or says why none does."""
+    percents = {share.version: share.percent for share in body.shares}
+    if len(percents) < len(body.shares):
+        raise BadSplit("a version is named twice; give it one share")
+    now = await active_record(gateway)
+    active = now.version if now is not None else None
+    shadow = {share.version: share.shadow for share in body.shares if share.shadow}
+    version, wanted = placement.split_of(percents, active, sticky=body.sticky, minimum=body.minimum, shadow=shadow)
+    return await swap_in(gateway, version, body, by, "split", wanted)
+
+
+@router.delete("/weights/split")
+async def end_split(gateway: GatewayDep, by: ByDep) -> dict[str, Any]:
+    """All requests go to the active version again; answers when every instance runs it."""
+    now = await active_record(gateway)
+    if now is None or now.split is None:
+        raise Conflict("No versions share the traffic.", code="no_split")
+    return await swap_in(gateway, now.version, SwapOptions(), by, "split")
 
 
 @router.get("/swap")
@@ -156,6 +203,7 @@ async def active(gateway: GatewayDep) -> dict[str, Any]:
 @router.post("/weights/upload")
 async def upload(
     gateway: GatewayDep,
+    by: ByDep,
     request: Request,
     upload_id: UploadId,
     activate: bool = False,
@@ -173,22 +221,22 @@ async def upload(
         if activate:
             within_s = deadline_s or gateway.config.swap_deadline_s
             wish = activation.new_target(
-                int(answer["version"]), "upload", within_s, mode=mode, drain_s=drain_s, on_lost=on_lost
+                int(answer["version"]), by.who, within_s, mode=mode, drain_s=drain_s, on_lost=on_lost
             )
-            await _ask_for(gateway, wish)
+            await _ask_for(gateway, wish, by)
         return answer
 
-    return await gateway.pusher.push_delta(await _received(gateway, request, upload_id, with_config), then)
+    return await gateway.pusher.push_delta(await _received(gateway, request, upload_id, with_config, by), then)
 
 
-async def _received(gateway: Gateway, request: Request, upload_id: str, with_config: bool) -> Prepared:
+async def _received(gateway: Gateway, request: Request, upload_id: str, with_config: bool, by: By) -> Prepared:
     """The whole body, in an unnamed file, and the process that is to publish it. Raises HttpError."""
     arena = await ensure_arena(gateway.store)
     most = await _most(gateway, arena.free_nbytes(), with_config)
     if int(request.headers.get("content-length", 0)) > most:
         raise _too_large(most)
     file = tempfile.TemporaryFile(dir=arena.directory, buffering=0)  # noqa: SIM115 - `Prepared` closes it
-    prepared = await gateway.pusher.prepare(file, upload_id)
+    prepared = await gateway.pusher.prepare(file, upload_id, by)
     try:
         await _copy(request, file, most)
     except BaseException as error:
@@ -236,11 +284,11 @@ async def _most(gateway: Gateway, free: int, with_config: bool) -> int:
     return sum(spec.nbytes for spec in schema.tensors.values()) * 17 // 16 + SLACK
 
 
-async def _ask_for(gateway: Gateway, wish: TargetRecord) -> None:
+async def _ask_for(gateway: Gateway, wish: TargetRecord, by: By) -> None:
     """Write the target, unless the version is active already: it may have been sent a second time."""
     active = await active_record(gateway)
     if active is None or active.version != wish.version:
-        await activation.request(gateway.store, Keys(gateway.config.model), wish)
+        await activation.request(gateway.store, Keys(gateway.config.model), wish, reason=by.reason)
 
 
 async def active_record(gateway: Gateway) -> ActiveRecord | None:
@@ -260,20 +308,43 @@ async def model_schema(gateway: Gateway) -> Schema | None:
     return Schema.from_json(first.value) if first is not None else None
 
 
-async def swap_in(gateway: Gateway, version: int, options: SwapOptions) -> dict[str, Any]:
-    """Swaps `version` in; the report when every instance has it. Raises SwapAborted, UnknownVersion, SwapTimeout."""
+async def swap_in(
+    gateway: Gateway,
+    version: int,
+    options: SwapOptions,
+    by: By,
+    action: Action = "activate",
+    split: SplitRecord | None = None,
+) -> dict[str, Any]:
+    """Swaps `version` in, with a `split` or for all; the report when every instance has what it is to run.
+
+    Raises SwapAborted, UnknownVersion, SwapTimeout, NotEnoughInstances.
+    """
     deadline_s = options.deadline_s or gateway.config.swap_deadline_s
     report = await gateway.coordinator.activate(
-        version, deadline_s, mode=options.mode, drain_s=options.drain_s, on_lost=options.on_lost
+        version,
+        deadline_s,
+        mode=options.mode,
+        drain_s=options.drain_s,
+        on_lost=options.on_lost,
+        split=split,
+        requested_by=by.who,
+        reason=by.reason,
+        action=action,
     )
     return await _checked(gateway, report)
 
 
-async def _swap_back(gateway: Gateway, options: SwapOptions) -> dict[str, Any]:
+async def _swap_back(gateway: Gateway, options: SwapOptions, by: By) -> dict[str, Any]:
     """Goes back to the version before the active one. Raises as `swap_in` does."""
     deadline_s = options.deadline_s or gateway.config.swap_deadline_s
     report = await gateway.coordinator.rollback(
-        deadline_s, mode=options.mode, drain_s=options.drain_s, on_lost=options.on_lost
+        deadline_s,
+        mode=options.mode,
+        drain_s=options.drain_s,
+        on_lost=options.on_lost,
+        requested_by=by.who,
+        reason=by.reason,
     )
     return await _checked(gateway, report)
 

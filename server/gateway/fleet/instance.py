@@ -47,6 +47,7 @@ class Instance:
         self.signals: Signals | None = None  # the last scrape, None when it failed
         self.inflight = 0
         self.working = 0  # of these, requests that occupy the engine
+        self.shadowed = 0  # repetitions of requests (shadow.py), which are not among these
         self.window = Window(record.max_num_seqs, settings.max_in_flight)
         self._settings = settings
         self.connect_errors = 0

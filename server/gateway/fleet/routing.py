@@ -102,6 +102,7 @@ def fresh(record: InstanceRecord, active: ActiveRecord | None, swap: SwapRecord 
     """Whether it runs what is committed; while that commit is being carried out, also what was before it."""
     if active is None:
         return True  # nothing is committed that it could lag behind
+    active = active.of(record.id)
     if record.active_epoch == active.epoch:
         known = bool(record.fingerprint and active.fingerprint)
         return record.active_version == active.version and (not known or record.fingerprint == active.fingerprint)

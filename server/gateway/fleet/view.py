@@ -22,6 +22,8 @@ from server.gateway.fleet.drains import DrainRecord, drains
 from server.gateway.fleet.instance import FAULTS, Instance
 from server.gateway.fleet.retries import Patience, RetryBudget, WaitingRoom
 from server.gateway.fleet.routing import Need
+from server.gateway.fleet.shadow import Shadows
+from server.gateway.fleet.splits import Splits
 from server.gateway.observe.stats import Stats
 from server.gateway.wire.journal import ReplayMemory
 from weightsync.control.records import ActiveRecord, DiskRecord, InstanceRecord, Keys, SwapRecord
@@ -56,6 +58,8 @@ class Fleet:
         self.replay = ReplayMemory(settings.failover.max_bytes, settings.failover.max_stream_bytes)
         self.retries = Counter(dict.fromkeys(("not_sent", "lost"), 0))  # requests sent on to another instance, by why
         self.picks = Counter(dict.fromkeys(("only", "load", "prefix", "session"), 0))  # what decided
+        self.splits = Splits()
+        self.shadows = Shadows(self)
         self.room = WaitingRoom(settings.max_held)
         self.on_change: Callable[[], None] = lambda: None  # called after every change, when those held have tried again
         self._changing = False  # `_work_out` is about to be called
@@ -172,6 +176,8 @@ class Fleet:
 
     def _judge(self) -> None:
         self.unwell = [i for i in self.serving if not i.health.well]
+        self.splits.follow(self.active, self.serving)
+        self.shadows.follow(self.active)
 
     def unavailable(self) -> Unavailable:
         """Why no instance can be asked, and what to do."""
@@ -228,6 +234,7 @@ class Fleet:
 
     def close(self) -> None:
         """Closes every idle connection."""
+        self.shadows.close()
         for instance_id in list(self.instances):
             self._remove(instance_id)
 

@@ -33,11 +33,13 @@ from server.gateway.fleet.view import Fleet
 from server.gateway.observe import logs
 from server.gateway.observe.stats import Histogram, Stats, Tokens
 from server.gateway.queue.gate import Gate
+from server.gateway.release.records import State as ReleaseState
 from server.gateway.workers import Place
 from server.key_limits import NAMED
 from weightsync.control.records import InstanceState
 
 Value = float | Histogram
+RELEASE_STATES = ("none", *get_args(ReleaseState))
 _KINDS = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
 
 
@@ -311,6 +313,44 @@ METRICS: tuple[Declared, ...] = (
     Declared(
         "gauge", "hotswap_active_version", "The committed weight version, 0 if none",
         lambda g: g.fleet.active.version if g.fleet.active else 0,
+    ),
+    Declared(
+        "gauge", "hotswap_split_percent", "Share of the requests that a version is to have, while versions share them",
+        lambda g: g.fleet.splits.percents, {"version": ""},
+    ),
+    Declared(
+        "counter", "hotswap_split_elsewhere", "Requests that other versions answered, as nobody ran theirs",
+        lambda g: g.fleet.splits.elsewhere, {"version": "theirs"},
+    ),
+    Declared(
+        "counter", "hotswap_split_requests", "Requests while versions share them, by the version that answered",
+        lambda g: {(v, s): n for v, seen in g.stats.of_version.items() for s, n in seen.requests.items()},
+        {"version": "0: nobody answered", "status": ""},
+    ),
+    Declared(
+        "histogram", "hotswap_split_request_duration_seconds", "Such a request, from start to end",
+        lambda g: {v: seen.duration for v, seen in g.stats.of_version.items()}, {"version": ""},
+    ),
+    Declared(
+        "histogram", "hotswap_split_first_byte_seconds", "Such a request, until the first byte of its answer",
+        lambda g: {v: seen.first_byte for v, seen in g.stats.of_version.items()}, {"version": ""},
+    ),
+    Declared(
+        "counter", "hotswap_shadow_requests", "Requests that were repeated on a version that is tried out",
+        lambda g: g.fleet.shadows.outcomes,
+        {"version": "", "outcome": "answered, failed, no_room: not begun, cut: for a request, late, too_large"},
+    ),
+    Declared(
+        "histogram", "hotswap_shadow_duration_seconds", "A repetition that was answered, from start to end",
+        lambda g: g.fleet.shadows.seconds, {"version": ""},
+    ),
+    Declared(
+        "counter", "hotswap_shadow_dropped", "Answers to repetitions that were dropped, as their judge was too slow",
+        lambda g: g.fleet.shadows.dropped,
+    ),
+    Declared(
+        "gauge", "hotswap_release_state", "State of the release under way, or of the last one",
+        lambda g: {state: g.stats.release == state for state in RELEASE_STATES}, {"state": ", ".join(RELEASE_STATES)},
     ),
     Declared(
         "gauge", "hotswap_active_epoch", "Commits so far", lambda g: g.fleet.active.epoch if g.fleet.active else 0

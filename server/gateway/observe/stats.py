@@ -19,6 +19,7 @@ from server.gateway.wire.bodies import Usage
 from server.gateway.wire.capture import Capture, CaptureMemory
 from server.gateway.wire.head import RequestHead
 from server.key_limits import NAMED
+from weightsync.control.chain import LedgerEntry
 from weightsync.control.records import InstanceRecord, SwapRecord
 
 PHASES: Final = ("queued", "held", "connecting", "waiting", "streaming", "stalled")
@@ -80,6 +81,7 @@ class Finished:
     instance: str | None = None  # the last that was asked
     first_version: int | None = None
     last_version: int | None = None
+    chosen_version: int | None = None  # by a split of the traffic
     usage: Usage | None = None
     bytes_in: int = 0
     bytes_out: int = 0
@@ -130,6 +132,15 @@ class Tokens:
     estimated: int = 0
 
 
+class OfVersion:
+    """Requests of one version, where versions share the traffic."""
+
+    def __init__(self) -> None:
+        self.requests: Counter[int] = Counter()  # by status
+        self.duration = Histogram()
+        self.first_byte = Histogram()
+
+
 class Swaps:
     """Counts and times of swaps, from the records the fleet's view gets.
 
@@ -162,8 +173,8 @@ class Swaps:
             self._seen = []
 
     def instance(self, before: InstanceRecord, after: InstanceRecord) -> None:
-        """An instance's record has changed: with its epoch, it tells how long its engine stood still."""
-        if after.active_epoch != before.active_epoch and after.commit_ms is not None:
+        """An instance's record has changed: with its version, it tells how long its engine stood still."""
+        if after.active_version != before.active_version and after.commit_ms is not None:
             self.stall.observe(after.commit_ms / 1e3)
 
 
@@ -189,8 +200,11 @@ class Stats:
         self.gaps = Histogram(GAP)  # between pieces of streams as instances send them: one token each, as a rule
         self.tokens: dict[str, Tokens] = {}  # by route
         self.duration = Histogram()
+        self.of_version: dict[int, OfVersion] = {}  # while versions share the traffic
         self.swaps = Swaps()
+        self.ledger_told: Callable[[LedgerEntry], None] = lambda _: None  # of new entries, in the gateway that leads
         self.store_up = True
+        self.release = "none"  # state of the release under way, or of the last one
         self.watchers: list[Watcher] = []  # the access log and traces, where they are wanted
         self.collector: Collector | None = None  # who wants whole answers, those of keys that collect at least
         self.collects_all = False  # those of others too
@@ -234,6 +248,16 @@ class Stats:
                 self.first_token.observe(ttft_s)
         if usage is not None:
             self._count_tokens(route, usage)
+
+    def shared(self, version: int | None, status: int, taken_s: float, ttft_s: float) -> None:
+        """It was divided between versions, and is over. `version`: who answered, or was to; None if nobody was."""
+        seen = self.of_version.get(version or 0)
+        if seen is None:
+            seen = self.of_version[version or 0] = OfVersion()
+        seen.requests[status] += 1
+        seen.duration.observe(taken_s)
+        if ttft_s >= 0.0:
+            seen.first_byte.observe(ttft_s)
 
     def tell(self, finished: Finished) -> None:
         """A request is over, one that was not forwarded too."""

@@ -3,7 +3,8 @@
 The span's id goes upstream in `traceparent`, so that vLLM (`--otlp-traces-endpoint`) hangs its own under it. On the
 event loop a request costs three header lines and one append to a bounded queue; a thread builds the spans and sends
 them over OTLP (HTTP, protobuf). Names are OpenTelemetry's semantic conventions for HTTP servers and generative AI, and
-vLLM's for latencies. Swaps are spans too, of the one gateway that leads.
+vLLM's for latencies. Swaps are spans too, and entries of the ledger are events (spans without length with an
+`event.name`), both of the one gateway that leads.
 
 Retries, compression, headers and certificates are the OpenTelemetry exporter's, with its environment variables
 (OTEL_EXPORTER_OTLP_*). OpenTelemetry is only imported when a gateway is told to trace. `open_watchers` begins traces
@@ -17,7 +18,7 @@ import logging
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -30,6 +31,7 @@ from server.gateway.observe.context import TraceContext
 from server.gateway.observe.logs import AccessLog, stderr
 from server.gateway.observe.stats import Finished, Seen, Stats
 from server.gateway.wire.head import RequestHead
+from weightsync.control.chain import LedgerEntry
 from weightsync.control.records import SwapRecord
 
 if TYPE_CHECKING:
@@ -139,6 +141,15 @@ def _spans(ended: tuple[SwapRecord, Seen]) -> list[Span]:
     return spans
 
 
+def _event(entry: LedgerEntry) -> list[Span]:
+    """An entry of the ledger: a span of its own without length, with what the entry says."""
+    told = {f"hotswap.ledger.{name}": value for name, value in asdict(entry).items() if value not in ("", None)}
+    about = {"event.name": f"hotswap.ledger.{entry.action}", **told}
+    ids = random.getrandbits(128) or 1, random.getrandbits(64) or 1
+    failed = (entry.outcome or "aborted") if entry.action in ("abort", "revert") else None
+    return [Span(f"ledger {entry.action}", *ids, 0, entry.at, entry.at, about, failed, server=False)]
+
+
 class SpanSender(Backlog):
     """Sends spans to a collector. What became of them is counted in `counts`: "exported", "dropped" (the queue was
     full: one for a record, however many spans it would have made) or "failed" (the collector did not take them)."""
@@ -222,6 +233,7 @@ def open_watchers(settings: ObserveSettings, model: str, stats: Stats, leads: Ca
         sender = SpanSender(settings.otlp_endpoint, stats.spans)
         stats.watchers.append(Tracer(sender, model, settings.trace_ratio))
         stats.swaps.on_end = lambda record, seen: sender.put((record, seen), _spans) if leads() else None
+        stats.ledger_told = lambda entry: sender.put(entry, _event)
         ending.append(sender.close)
     if settings.access_share > 0.0:  # after the tracer, so that lines have ids of traces
         stats.watchers.append(AccessLog(stderr(), settings.access_share, settings.log_format))

@@ -20,6 +20,7 @@ from server import api
 from server.api import Forwarded
 from server.errors import HttpError, Unavailable
 from server.gateway.access.keys import KeyRing
+from server.gateway.access.roles import needed
 from server.gateway.fleet.instance import Instance
 from server.gateway.fleet.scrape import fetch
 from server.gateway.fleet.view import Fleet
@@ -108,9 +109,10 @@ def admin(app: FastAPI) -> bytes:
     paths: Json = {}
     for path, item in own["paths"].items():
         paths[path] = _operations(item, _fails(path))
-        for operation in paths[path].values():
+        for method, operation in paths[path].items():
+            role = [] if is_public(path) else [needed(method.upper(), path)]
             keyless = is_public(path) and path != FEEDBACK
-            operation["security"] = [] if keyless else [{"bearer": []}, {"apiKey": []}]
+            operation["security"] = [] if keyless else [{"bearer": role}, {"apiKey": role}]
     description = "Weights, swaps, keys, the fleet; and the routes of other systems' trainers."
     return orjson.dumps(_document(description, paths, own["components"]["schemas"]))
 

@@ -62,6 +62,7 @@ class RequestHead:
     asked: dict[bytes, bytes] | None = None  # x-hotswap-* headers, for terms.read
     session: bytes | None = None  # x-session-id, which is forwarded too
     origin: bytes | None = None  # of the page that has a browser ask
+    sticky: bytes = b""  # the header that a split of traffic goes by, where one does
     scope: bytes = b""  # whose prefix cache it may hit, as the header line that says so
 
 

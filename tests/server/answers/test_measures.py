@@ -9,7 +9,7 @@ import pytest
 
 from server.answers.measures import measure, repetition
 from server.answers.parse import FORMAT, Answer, Choice
-from server.release.policy import METRICS, REFUSALS
+from server.gateway.release.policy import METRICS, REFUSALS
 from tests.server.answers.test_parse import about
 
 REFUSES = [re.compile(pattern) for pattern in REFUSALS]

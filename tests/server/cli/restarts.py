@@ -20,7 +20,7 @@ from server.cli.config import UpConfig
 from server.cli.up import Server
 from server.gateway.access.key_sources import KeyStore, NewKey
 from server.gateway.access.keys import KeyRing
-from server.gateway.access.records import INFER
+from server.gateway.access.records import INFER, By
 from server.key_limits import KeyLimits
 from tests.weightsync.fleet import Engine
 from tests.weightsync.tensors import model, read_back, save_safetensors
@@ -273,7 +273,7 @@ async def _made_key(url: str) -> str:
     store = open_store(url, create=False)
     try:
         new = NewKey("somebody", (INFER,), None, KeyLimits())
-        return (await KeyStore(store, KeyRing({}, required=False)).create(new))[1]
+        return (await KeyStore(store, KeyRing({}, required=False)).create(new, By("test")))[1]
     finally:
         await store.close()
 
@@ -283,8 +283,8 @@ async def _forgotten(url: str) -> None:
     try:
         keys = KeyStore(store, KeyRing({}, required=False))
         for record in await keys.every():
-            await keys.change(record.id, lambda known: replace(known, revoked_at=time.time()))
-            await keys.forget(record.id)
+            await keys.change(record.id, lambda known: replace(known, revoked_at=time.time()), By("test"))
+            await keys.forget(record.id, By("test"))
     finally:
         await store.close()
 

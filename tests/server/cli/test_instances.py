@@ -13,9 +13,10 @@ from server.cli import instances
 from server.cli.app import app
 from server.cli.errors import CliError
 from server.gateway import UpstreamSettings
-from tests.server.gateway.harness import ADMIN_KEY, RunningGateway, post, running_gateway
+from tests.server.gateway.harness import ADMIN_KEY, KEYS, RunningGateway, post, running_gateway
 from tests.server.gateway.upstream import Link, Received, upstream
 from tests.waiting import eventually, wait_until
+from weightsync.control.records import ActiveRecord, ShareRecord, SplitRecord
 
 
 @pytest.fixture
@@ -69,6 +70,19 @@ async def test_list_drain_resume(gateway: RunningGateway) -> None:
         wait_until(lambda: len(gateway.gateway.fleet.serving) == 1)
         gateway.register(up, "left", state="DRAINING")
         assert "about to stop by itself" in await run(gateway, "resume", "left")
+
+
+async def test_status_shows_shares_and_who_answers_for_whom(gateway: RunningGateway) -> None:
+    split = SplitRecord((ShareRecord(2, 10.0, ("right",)),))
+    gateway.store.put(KEYS.active, ActiveRecord(1, 1, None, "s", 0.0, split=split).to_json())
+    async with upstream(Engine()) as up:
+        gateway.register(up, "left")
+        out = await run(gateway, "list")
+        assert "version 1 has 90 % of the requests\n" in out
+        assert "version 2 has 10 % of the requests; nobody runs it now, so others answer them" in out
+        gateway.register(up, "right", active_version=2)
+        wait_until(lambda: len(gateway.gateway.fleet.serving) == 2)
+        assert "version 2 has 10 % of the requests\n" in await run(gateway, "list")
 
 
 async def test_drain_waits_for_what_is_there(gateway: RunningGateway) -> None:

@@ -1,4 +1,4 @@
-"""`hotswap train` and `hotswap train-server` become what they start, so that a signal for one is one for the other."""
+"""`hotswap train` and its like become what they start, so that a signal for one is one for the other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ import pytest
 from tests.waiting import wait_until
 
 
-@pytest.mark.parametrize(("command", "module"), [("train", "trainer.main"), ("train-server", "trainer.api")])
+@pytest.mark.parametrize(
+    ("command", "module"),
+    [("train", "trainer.main"), ("train-server", "trainer.api"), ("reward-server", "trainer.rewards.server")],
+)
 def test_the_process_that_was_started_is_the_trainer(tmp_path: Path, command: str, module: str) -> None:
     config = tmp_path / "config.yaml"
     os.mkfifo(config)  # the trainer waits in reading it

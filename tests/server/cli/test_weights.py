@@ -110,6 +110,15 @@ def test_a_version_that_is_not_held_is_said_so(state_dir: Path) -> None:
         (("activate", 3), "/admin/weights/activate", {"version": 3}),
         (("rollback",), "/admin/weights/rollback", {"version": None}),
         (("rollback", 4), "/admin/weights/rollback", {"version": 4}),
+        (
+            ("split", "3=90", "4=10%", "--sticky", "key", "--minimum", 2, "--shadow", "4=5"),
+            "/admin/weights/split",
+            {
+                "shares": [{"version": 3, "percent": 90.0}, {"version": 4, "percent": 10.0, "shadow": 5.0}],
+                "sticky": "key",
+                "minimum": 2,
+            },
+        ),
     ],
 )
 def test_how_a_fleet_takes_a_version_is_passed_on(
@@ -135,6 +144,36 @@ def test_how_a_fleet_takes_a_version_is_passed_on(
         {**body, "mode": "rolling", "drain_s": 5.0, "deadline_s": 60.0, "on_lost": "abort"},
     )
     assert run(*arguments, "--mode", "sideways", "--state-dir", state_dir)[0] == 2
+
+
+SPLIT = {"shares": [{"version": 4, "percent": 10.0, "instances": ["i1", "i2"]}], "sticky": "", "minimum": 1}
+
+
+def test_a_split_is_shown_and_ended(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    made = {"nbytes": 10, "created_at": 0.0, "step": None, "state": "ready"}
+    listed = {
+        "active": {"version": 3, "split": SPLIT},
+        "versions": [{"version": 3, **made}, {"version": 4, **made}, {"version": 5, **made}],
+    }
+
+    def call(_: AdminClient, *what: Any) -> dict[str, Any]:
+        asked.append(what)
+        report = {"version": 3, "previous": 2, "prepare_ms": 1.0, "commit_ms": 1.0, "split": SPLIT}
+        return listed if what[0] == "GET" else report
+
+    monkeypatch.setattr(AdminClient, "call", call)
+    rows = [line.split() for line in run("list", "--state-dir", state_dir)[1].splitlines()]
+    found = {row[0]: row[1:5] for row in rows if row[:1] in (["3"], ["4"], ["5"])}
+    assert (found["3"][:4], found["4"][:3]) == (["ready", "active", "90", "%"], ["ready", "10", "%"])
+    assert "%" not in found["5"]
+    said = run("split", "3=90", "4=10", "--state-dir", state_dir)[1]
+    assert "version 4 has 10 % of the requests, on i1, i2" in said
+    run("split", "--end", "--state-dir", state_dir)
+    assert asked.pop() == ("DELETE", "/admin/weights/split")
+    for wrong in ((), ("3=90", "4=10", "--end"), ("3", "4=10"), ("3=90", "x=10"), ("3=50", "3=50")):
+        with pytest.raises(CliError):
+            run("split", *wrong, "--state-dir", state_dir)
 
 
 @pytest.fixture

@@ -12,7 +12,15 @@ from playwright.async_api import Browser
 from tests.server.console.browser import Watched, watched
 from tests.server.console.play import Script, admin_page, put_versions, sign_in, version_record
 from tests.server.gateway.harness import KEYS, RunningGateway
-from weightsync.control.records import FlipRecord, PastSwapRecord, PauseRecord, SwapRecord
+from weightsync.control.records import (
+    ActiveRecord,
+    FlipRecord,
+    PastSwapRecord,
+    PauseRecord,
+    ShareRecord,
+    SplitRecord,
+    SwapRecord,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -88,6 +96,27 @@ async def test_a_version_is_activated_from_the_dialog_by_keyboard_alone(
     await console.wait_text("#swaps", "done")
     await console.wait_text("#announcements", "Weight version 2 serves now.")
     assert "v2 done" in (await page.locator("#timeline svg").get_attribute("aria-label") or "")
+
+
+async def test_a_version_is_given_a_share_with_the_slider(console: Watched, gateway: RunningGateway) -> None:
+    """One instance serves here, which is too few: the dialog says how many it takes. Then another gateway makes one."""
+    await asyncio.to_thread(put_versions, gateway, 1, None)
+    page = console.page
+    await page.get_by_role("button", name="Activate v2").click()
+    slider = page.get_by_label("Requests it gets")
+    assert await slider.input_value() == "100"
+    await slider.press("ArrowLeft")
+    assert await console.text("#swap-share") == "99 %"
+    await page.locator("#swap-go").click()
+    await console.wait_text("#swap-result", "[409 not_enough_instances]")
+    assert "share the traffic of 2 instances" in await console.text("#swap-result")
+    await page.get_by_role("button", name="Close").click()
+    split = SplitRecord((ShareRecord(2, 12.5, ("i1",)),), "key", 2)
+    await asyncio.to_thread(gateway.store.put, KEYS.active, ActiveRecord(1, 2, None, "s", 1.0, split=split).to_json())
+    await console.wait_text("#versions", "12.5 %")
+    rows = [row.split("\t")[:2] for row in await page.locator("#versions tbody tr").all_inner_texts()]
+    assert rows == [["v3", "retired"], ["v2", "ready 12.5 %"], ["v1", "active 87.5 %"]]
+    assert await page.get_by_role("button", name="Activate v1").is_visible(), "which ends the split"
 
 
 @pytest.mark.broad

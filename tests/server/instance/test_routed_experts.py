@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from server.instance.generate import GenerateRequest, RequestProblem, Run
 from server.instance.inflight import Inflight
 from server.instance.middleware import NotBoolean, wants
 from server.instance.provenance import Trace, annotate, current_trace, traced
-from server.instance.routed_experts import FIELD, Recording, encoded
+from server.instance.routed_experts import FIELD, Recording, RoutingLost, encoded
 
 pytestmark = pytest.mark.engine
 EXPERTS = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
@@ -34,12 +35,15 @@ def decoded(text: str) -> np.ndarray:
     return found
 
 
-async def told(wanted: bool | None, *, on: bool = True) -> tuple[Trace, Any, Any]:
+async def told(
+    wanted: bool | None, *, on: bool = True, rows: int = 3, start: int = 0, of: Recording | None = None
+) -> tuple[Trace, Any, Any]:
     """What is known after an answer; its last output, and the parameters that the engine got."""
-    params = SimpleNamespace(n=1, extra_args=None, prompt_logprobs=None, routed_experts_prompt_start=0)
+    params = SimpleNamespace(n=1, extra_args=None, prompt_logprobs=None, routed_experts_prompt_start=start)
+    params.skip_reading_prefix_cache = None
     span = SimpleNamespace(version="3", start=0, end=1)
     output = SimpleNamespace(index=0, token_ids=[9], text="a", weight_versions=[span], finish_reason="stop")
-    output.routed_experts = EXPERTS
+    output.routed_experts = EXPERTS[:rows]
 
     async def generate(*_: Any, **__: Any) -> AsyncIterator[Any]:
         yield SimpleNamespace(outputs=[output], prompt_token_ids=[5, 6, 7], finished=True)
@@ -47,9 +51,27 @@ async def told(wanted: bool | None, *, on: bool = True) -> tuple[Trace, Any, Any
     trace = Trace()
     trace.wants_routing = wanted
     current_trace.set(trace)
-    async for _ in traced(generate, Inflight(), recording(on=on))(PROMPT, params, "r"):
-        pass
+    with contextlib.suppress(RoutingLost):  # the trace has it
+        async for _ in traced(generate, Inflight(), of or recording(on=on))(PROMPT, params, "r"):
+            pass
     return trace, output, params
+
+
+@pytest.mark.parametrize("wanted", [True, None])
+async def test_a_prompt_whose_routing_is_lost_is_an_error_and_computed_anew_the_next_time(wanted: bool | None) -> None:
+    found = recording()
+    trace, _, params = await told(wanted, rows=2, of=found)
+    assert isinstance(trace.problem, RoutingLost)
+    assert (trace.problem.status, trace.problem.code, trace.problem.param) == (503, "routing_lost", FIELD)
+    assert params.skip_reading_prefix_cache is None
+    for expected in (True, None):
+        trace, _, params = await told(wanted, of=found)
+        assert trace.problem is None
+        assert params.skip_reading_prefix_cache is expected
+    trace, _, _ = await told(wanted, rows=1, start=2, of=found)
+    assert trace.problem is None, "the rows from the start on are there"
+    trace, _, _ = await told(False, rows=1, of=found)
+    assert trace.problem is None
 
 
 async def test_what_was_asked_for_is_told_where_an_answer_ends() -> None:
@@ -81,7 +103,7 @@ async def test_nobody_gets_what_was_not_asked_for() -> None:
 
 async def test_routes_of_vllm_that_are_not_rewritten_say_what_vllm_says() -> None:
     _, output, params = await told(None)
-    assert output.routed_experts is EXPERTS
+    assert np.array_equal(output.routed_experts, EXPERTS)
     assert params.routed_experts_prompt_start == 0
     await told(None, on=False)
 
@@ -159,6 +181,16 @@ async def test_generate_tells_it_with_the_last_token_of_a_choice() -> None:
         if wanted:
             assert events[1][FIELD] == choice[FIELD]
             assert np.array_equal(decoded(choice[FIELD]), EXPERTS)
+
+
+async def test_generate_tells_what_is_lost() -> None:
+    span = SimpleNamespace(version="3", start=0, end=1)
+    common = {"index": 0, "text": "a", "token_ids": [9], "logprobs": None, "weight_versions": [span]}
+    begun = SimpleNamespace(**common, finish_reason=None, routed_experts=None)
+    run = run_of([SimpleNamespace(outputs=[begun], prompt_token_ids=[5, 6, 7]), RoutingLost()], routed_experts=True)
+    await run.start()
+    *_, (name, told_last) = [(event.event, orjson.loads(str(event.data))) async for event in run.events()]
+    assert (name, told_last["error"]["code"]) == ("error", "routing_lost")
 
 
 async def test_generate_names_the_field_that_is_refused() -> None:

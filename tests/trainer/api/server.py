@@ -20,15 +20,25 @@ from tests.trainer.fleet import Fleet, fleet
 from tests.trainer.test_publish import publish_once
 from tests.waiting import wait_until
 from tests.warm import TRAINERS, WarmProcess, warm
+from trainer.config import ParallelConfig
 
 KEY = "tml-somebody"
 
 
 class ApiServer:
-    """`trainer.api` with its configuration. Use `running` as a context; `process` may be killed and started in it."""
+    """`trainer.api` with its configuration. Use `running` as a context; `process` may be killed and started in it.
+    Several ranks are forked as a launcher of somebody else's would start them, or `launched` by our own."""
 
     def __init__(
-        self, root: Path, model: str, gateway: str, store: str, name: str = "tiny", dtype: str = "float32", **more: Any
+        self,
+        root: Path,
+        model: str,
+        gateway: str,
+        store: str,
+        name: str = "tiny",
+        dtype: str = "float32",
+        launched: bool = False,
+        **more: Any,
     ) -> None:
         self.root, self.port = root, free_port()
         self.url = f"{'https' if 'ssl_certfile' in more else 'http'}://127.0.0.1:{self.port}"
@@ -41,7 +51,8 @@ class ApiServer:
             "directory": str(root / "api"),
             "port": self.port,
         } | more
-        self.process: WarmProcess
+        self._ranks = 1 if launched else ParallelConfig(**more.get("parallel", {})).world_size
+        self._processes: list[WarmProcess] = []
         self._services: list[tinker.ServiceClient] = []
 
     @contextlib.contextmanager
@@ -53,15 +64,23 @@ class ApiServer:
             for service in self._services:  # their heartbeats would go on for as long as the tests do
                 with contextlib.suppress(Exception):  # the server may have been killed for good
                     service.close("success").result(10)
-            self.process.kill()
-            self.process.wait(30)
+            self.kill()
+
+    @property
+    def process(self) -> WarmProcess:
+        """Rank 0, or its launcher."""
+        return self._processes[0]
 
     def start(self) -> None:
         """Returns when it answers."""
         file = self.root / "api.json"
         file.write_text(json.dumps(self.config))  # which is YAML, too
-        self.process = warm(TRAINERS).start(["trainer.api", "--config", str(file)], dict(os.environ), self.log)
-        wait_until(self.answers, 120, what=lambda: self.log.read_text())
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(self._ranks)}
+        self._processes = []
+        for rank in map(str, range(self._ranks)):
+            env = os.environ | (meeting | {"RANK": rank, "LOCAL_RANK": rank} if self._ranks > 1 else {})
+            self._processes.append(warm(TRAINERS).start(["trainer.api", "--config", str(file)], env, self.log))
+        wait_until(self.answers, 240, what=lambda: self.log.read_text())
 
     @property
     def log(self) -> Path:
@@ -69,11 +88,13 @@ class ApiServer:
 
     def kill(self) -> None:
         """As a power failure would."""
-        self.process.kill()
-        self.process.wait(30)
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait(30)
 
     def answers(self) -> bool:
-        if self.process.poll() is not None:
+        if any(process.poll() is not None for process in self._processes):
             raise AssertionError(self.log.read_text())
         with contextlib.suppress(httpx.HTTPError):
             return httpx.get(f"{self.url}/api/v1/healthz", verify=self.verify).status_code == 200

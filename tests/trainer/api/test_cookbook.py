@@ -14,13 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.live import LiveServer
 from tests.packages import site
 from tests.trainer.api.server import ApiServer
-from trainer.tiny_model import SPECIAL, write_tiny_model
+from trainer.tiny_model import write_tiny_model
 
 PAGE = Path(__file__).parents[3] / "docs" / "trainer" / "cookbook.md"
 NAME = "Qwen/Qwen3-8B-Base"  # one whose renderer the cookbook knows; here it is a tiny model
@@ -62,7 +61,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
     root = tmp_path_factory.mktemp("cookbook")
     model = root / NAME
     write_tiny_model(model, characters=CHARACTERS, max_position_embeddings=1024)
-    write_byte_level_tokenizer(model)
     pretrain(model)
     server = LiveServer(model, root / "state", ENGINE, name="demo")
     with server.running():
@@ -70,18 +68,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
         api = ApiServer(root, str(model), server.url, server.processes.store, "demo", base_model=NAME)
         with api.running():
             yield Workplace(root, api, key)
-
-
-def write_byte_level_tokenizer(model: Path) -> None:
-    """The same tokens, one a byte. transformers makes a Qwen2's tokenizer so whatever its file says, and one of
-    characters would lose its whitespace there."""
-    names = {" ": "Ġ", "\n": "Ċ"}
-    vocabulary = [*SPECIAL, *(names.get(character, character) for character in CHARACTERS)]
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(vocabulary)}, [], unk_token=SPECIAL[-1]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(SPECIAL))
-    tokenizer.save(str(model / "tokenizer.json"))
 
 
 def pretrain(model: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import json
+import sqlite3
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +13,11 @@ import pytest
 import tinker
 from tinker import types
 
-from tests.trainer.api.server import ApiServer, learn, serving, sums
+from tests.trainer.api.server import ApiServer, learn, sums
 from tests.trainer.fleet import Fleet
 from tests.waiting import wait_until
 
 PASS, STEP = "forward_backward", "optim_step"
-
-
-@pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Iterator[tuple[ApiServer, Fleet]]:
-    with serving(tmp_path_factory.mktemp("api"), tiny_model) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def api(both: tuple[ApiServer, Fleet]) -> ApiServer:
-    return both[0]
 
 
 def new(service: tinker.ServiceClient) -> tinker.TrainingClient:
@@ -159,8 +151,45 @@ def test_a_sample_that_was_under_way_is_asked_for_again(both: tuple[ApiServer, F
     assert len(running.server.requests) == before + 2
 
 
-def test_a_directory_has_one_server(api: ApiServer, tmp_path: Path) -> None:
+def test_a_request_that_the_ranks_did_not_outlive_is_tried_no_more(api: ApiServer) -> None:
+    """The journal says that it has ended them three times; the client goes on with the next one."""
+    client, calm = new(api.service()), new(api.service())
+    learn(calm, sums(), 1)
+    about = (f"{client.model_id}:1", client.model_id, json.dumps({"times": 3}))
+    with contextlib.closing(sqlite3.connect(api.root / "api/journal.db")) as db:
+        db.execute("INSERT INTO records VALUES ('fault', ?, 'somebody', ?, 0, ?)", about)
+        db.commit()
+    with pytest.raises(tinker.RequestFailedError, match="begun 3 times, and the server's ranks did not outlive it"):
+        client.forward_backward(sums(), "cross_entropy").result()
+    learn(client, sums(), 1)
+    assert said(client) == said(calm)
+
+
+def test_a_directory_has_one_server_and_so_has_a_port(api: ApiServer, tmp_path: Path) -> None:
     second = ApiServer(tmp_path, api.config["model"]["path"], api.config["gateway"]["url"], "sqlite:///none")
-    second.config["directory"] = api.config["directory"]
-    with pytest.raises(AssertionError, match="is another server's"):
-        second.start()
+    (own := tmp_path / "own").mkdir()
+    for changed, says in (
+        ({"directory": api.config["directory"]}, "is another server's"),
+        ({"directory": str(own), "port": api.port}, f"port: cannot listen at 127.0.0.1:{api.port}"),
+    ):
+        second.config |= changed
+        second.log.unlink(missing_ok=True)
+        with pytest.raises(AssertionError, match=says):
+            second.start()
+        assert second.process.wait(30) == 2
+
+
+def test_a_server_that_is_asked_to_end_says_so_to_who_waits(api: ApiServer) -> None:
+    """With its exit status 0; and the SDK goes on after the next start."""
+    client = new(api.service())
+    passed = client.forward_backward(sums() * 200, "cross_entropy")
+    waiting = "SELECT seq FROM requests WHERE done IS NULL ORDER BY seq DESC"
+    ((last,), *_) = wait_until(lambda: api.journal(waiting), what="a part of it is on disk")
+    with ThreadPoolExecutor(1) as asking:
+        answer = asking.submit(api.post, "retrieve_future", json={"request_id": f"{client.model_id}:{last}"})
+        api.process.terminate()
+        assert answer.result().status_code == 503
+        assert answer.result().json()["error"]["code"] == "server_ended"
+    assert api.process.wait(60) == 0
+    api.start()
+    assert passed.result(timeout=60).metrics["loss:sum"] > 0

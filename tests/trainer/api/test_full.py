@@ -13,19 +13,10 @@ from safetensors.torch import load_file
 from tinker import types
 from transformers import AutoModelForCausalLM
 
-from tests.trainer.api.server import KEY, ApiServer, learn, serving, sums
+from tests.trainer.api.server import KEY, ApiServer, learn, sums
 from tests.trainer.fleet import Fleet
 
-
-@pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Iterator[tuple[ApiServer, Fleet]]:
-    with serving(tmp_path_factory.mktemp("api"), tiny_model, dtype="bfloat16", full=True) as found:
-        yield found
-
-
-@pytest.fixture
-def api(both: tuple[ApiServer, Fleet]) -> ApiServer:
-    return both[0]
+SERVING = {"dtype": "bfloat16", "full": True}
 
 
 @pytest.fixture

@@ -1,22 +1,29 @@
 """The examples of docs/trainer/api.md and jobs.md, as they stand there, against `hotswap up` with a real engine and
-real keys."""
+real keys; and clients that train all weights of what it serves."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import statistics
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
+import orjson
 import pytest
 import tinker
+import torch
 from tinker import types
+from transformers import AutoModelForCausalLM
 
 from tests.live import LiveServer
-from tests.trainer.api.server import ApiServer, datum, sums
+from tests.trainer.api.server import ApiServer, datum, learn, sums
 from tests.trainer.test_mixture import ENGINE
+from tests.waiting import wait_until
 from trainer.tiny_model import write_tiny_model
 
 PAGES = Path(__file__).parents[3] / "docs" / "trainer"
@@ -122,3 +129,89 @@ def test_a_key_that_the_gateway_does_not_know(live: tuple[ApiServer, str]) -> No
     api, _ = live
     with pytest.raises(tinker.AuthenticationError, match="does not take this key"):
         api.service("tml-hs-nobody").create_lora_training_client(base_model="demo").result()
+
+
+class Streams:
+    """Answers that clients of the server stream, one after the other: the spans of each, and what went wrong."""
+
+    def __init__(self, url: str, key: str) -> None:
+        self.spans: list[list[dict[str, int]]] = []
+        self.faults: list[Any] = []
+        self._url, self._headers, self._stop = url, {"authorization": f"Bearer {key}"}, threading.Event()
+
+    @contextlib.contextmanager
+    def running(self, count: int = 3) -> Iterator[Streams]:
+        threads = [threading.Thread(target=self._run, daemon=True) for _ in range(count)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield self
+        finally:
+            self._stop.set()
+            for thread in threads:
+                thread.join(60)
+
+    def _run(self) -> None:
+        body = {"prompt_token_ids": [5, 6, 7], "max_tokens": 240, "temperature": 0, "ignore_eos": True}
+        with httpx.Client(base_url=self._url, headers=self._headers, timeout=120) as http:
+            while not self._stop.is_set() and not self.faults:
+                try:
+                    with http.stream("POST", "/generate", json=body) as answer:
+                        answer.raise_for_status()
+                        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if "data: " in line]
+                    (choice,) = orjson.loads(lines[-1])["choices"]
+                    assert choice["weight_versions"][-1]["end"] == body["max_tokens"]
+                    self.spans.append(choice["weight_versions"])
+                except Exception as error:
+                    self.faults.append(error)
+
+
+def greedy(path: Path, prompt: list[int], tokens: int) -> tuple[list[int], list[float]]:
+    """By transformers: the likeliest tokens behind the prompt, and their log-probs."""
+    network, ids = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), list(prompt)
+    logprobs = []
+    for _ in range(tokens):
+        with torch.no_grad():
+            best = network(torch.tensor([ids])).logits[0, -1].log_softmax(-1).max(-1)
+        ids.append(int(best.indices))
+        logprobs.append(float(best.values))
+    return ids[len(prompt) :], logprobs
+
+
+def test_all_weights_are_a_version_of_the_server_while_it_streams(tmp_path: Path) -> None:
+    """What is sampled are the tokens of the checkpoint that was saved; streams go on over each swap."""
+    model, prompt, tokens = tmp_path / "model", [4, 13, 5, 14], 8
+    write_tiny_model(model, max_position_embeddings=1024)
+    server = LiveServer(model, tmp_path / "state", ENGINE, name="demo")
+    params = types.SamplingParams(max_tokens=tokens, temperature=0.0, stop=[])
+    with server.running():
+        key = server.admin.post("/admin/keys", json={"name": "somebody"}).json()["key"]
+        api = ApiServer(tmp_path, str(model), server.url, server.processes.store, "demo", full=True)
+        with api.running(), Streams(server.url, key).running() as streams:
+            service = api.service("tml-" + key)
+            client = service.create_lora_training_client(base_model="demo", rank=0).result()
+            begun = server.active()
+            losses = learn(client, sums(), 8)
+            assert losses[-1] < losses[0]
+            assert server.active() == begun, "nothing is served before it is saved"
+            path = client.save_weights_for_sampler("eight").result().path
+            (saved,) = (tmp_path / "api" / "models" / client.model_id / "sampler_weights").iterdir()
+            trained = service.create_sampling_client(model_path=path).result()
+            base = service.create_sampling_client(base_model="demo").result()
+            versions, found = [begun], []
+            for sampler, file in ((trained, saved), (base, model), (trained, saved)):
+                (sample,) = sampler.sample(types.ModelInput.from_ints(prompt), 1, params).result().sequences
+                found.append(list(sample.tokens))
+                expected, logprobs = greedy(file, prompt, len(sample.tokens))
+                assert list(sample.tokens) == expected
+                assert list(sample.logprobs or []) == pytest.approx(logprobs, abs=1e-4)
+                versions.append(server.active())
+
+                def over_the_swap(crossed: tuple[int, ...] = tuple(versions[-2:])) -> bool:
+                    said = [tuple(span["version"] for span in spans) for spans in streams.spans]
+                    return bool(streams.faults) or crossed in said
+
+                wait_until(over_the_swap, 60, what=lambda: f"no stream of {len(streams.spans)} is of two versions")
+    assert streams.faults == []
+    assert versions == sorted(set(versions)), "each is a new version"
+    assert found[0] == found[2] != found[1]

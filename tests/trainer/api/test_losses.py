@@ -37,6 +37,18 @@ def _ppo(low: float, high: float) -> Reference:
     return loss
 
 
+def _gspo(low: float, high: float) -> Reference:
+    """By the paper's equations of GSPO-token: the ratio of the sequence, without a gradient, times p / sg(p)."""
+
+    def loss(p: Tensor, q: Tensor, a: Tensor) -> Tensor:
+        marked = torch.tensor(marks(len(p)), dtype=torch.bool)
+        ratio = torch.prod((p.exp() / q.exp())[marked]).pow(1 / int(marked.sum())).detach() * p.exp() / p.exp().detach()
+        inside = torch.where(ratio < low, low, torch.where(ratio > high, high, ratio))
+        return -torch.where(ratio * a < inside * a, ratio * a, inside * a)
+
+    return loss
+
+
 CASES: list[tuple[str, dict[str, float], Reference]] = [
     ("cross_entropy", {}, lambda p, q, a: -a * p),
     ("importance_sampling", {}, lambda p, q, a: -a * p.exp() / q.exp()),
@@ -44,6 +56,8 @@ CASES: list[tuple[str, dict[str, float], Reference]] = [
     ("ppo", {"clip_low_threshold": 0.5, "clip_high_threshold": 1.05}, _ppo(0.5, 1.05)),
     ("cispo", {}, lambda p, q, a: -_clip((p - q).exp(), 0.0, 4.0) * a * p),
     ("dro", {"beta": 0.3}, lambda p, q, a: 0.15 * (p - q) ** 2 - a * p),
+    ("gspo", {}, _gspo(0.9997, 1.0004)),
+    ("gspo", {"clip_low_threshold": 0.2, "clip_high_threshold": 3.0}, _gspo(0.2, 3.0)),
 ]
 
 
@@ -65,9 +79,18 @@ def numbers(seed: int) -> list[tuple[list[int], list[float], list[float]]]:
     return found
 
 
+def marks(length: int) -> list[float]:
+    """The tokens that count for the ratio of a sequence: all but its first, where there are more."""
+    return [float(place > 0 or length == 1) for place in range(length)]
+
+
 def data_for(loss: str, seed: int) -> list[types.Datum]:
     if loss == "cross_entropy":
         return [datum(tokens, weights=a) for tokens, _, a in numbers(seed)]
+    if loss == "gspo":
+        masks = [{"sequence_ratio_mask": marks(len(a))} for _, _, a in numbers(seed)]
+        found = zip(numbers(seed), masks, strict=True)
+        return [datum(tokens, logprobs=q, advantages=a, **mask) for (tokens, q, a), mask in found]
     return [datum(tokens, logprobs=q, advantages=a) for tokens, q, a in numbers(seed)]
 
 
@@ -90,14 +113,17 @@ def test_losses_and_gradients_are_those_of_float64(
     model = peft.PeftModel.from_pretrained(base, str(tmp_path), is_trainable=True).double()
     for number, (_, _, reference) in enumerate(CASES):
         model.zero_grad()
-        total = torch.zeros((), dtype=torch.float64)
+        total, right = torch.zeros((), dtype=torch.float64), 0
         for (tokens, q, a), row in zip(numbers(3), said[number]["logprobs"], strict=True):
             logits = model(torch.tensor([tokens[:-1]])).logits[0]
+            right += int((logits.argmax(-1) == torch.tensor(tokens[1:])).sum())
             p = logits.log_softmax(-1).gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]
             assert torch.allclose(torch.tensor(row, dtype=torch.float64), p, atol=1e-5)
             total = total + reference(p, torch.tensor(q).double(), torch.tensor(a).double()).sum()
         total.backward()
-        assert said[number]["loss"] == pytest.approx(total.item(), rel=1e-4), CASES[number][0]
+        assert said[number]["metrics"]["loss:sum"] == pytest.approx(total.item(), rel=1e-4), CASES[number][0]
+        if CASES[number][0] == "cross_entropy":
+            assert said[number]["metrics"]["correct_tokens:sum"] == right
         found = load_file(tmp_path / f"gradient-{number}.st")
         named = [(n.replace(".default", ""), p) for n, p in model.named_parameters() if p.requires_grad]
         expected = {name: p.grad for name, p in named}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,7 @@ from weightsync.memory.parts import ADAPTER_CONFIG
 from weightsync.memory.receiver import SlotReader
 from weightsync.publish.publisher import Publisher
 
-LIMITS = {"rank": 16, "models": 40, "resident": 2, "served": 2}
-
-
-@pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Iterator[tuple[ApiServer, Fleet]]:
-    with serving(tmp_path_factory.mktemp("api"), tiny_model, limits=LIMITS) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def api(both: tuple[ApiServer, Fleet]) -> ApiServer:
-    return both[0]
+SERVING = {"limits": {"rank": 16, "models": 40, "resident": 2, "served": 2}}
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +123,27 @@ def test_a_state_goes_on_where_it_was(service: tinker.ServiceClient) -> None:
     assert rest.list_checkpoints(client.model_id).result().checkpoints == []
 
 
+def test_a_state_that_is_not_whole_is_refused(service: tinker.ServiceClient, api: ApiServer) -> None:
+    """The one who wanted it goes on as before."""
+    client = new(service)
+    learn(client, sums(), 1)
+    expected = client.forward(sums(), "cross_entropy").result().metrics["loss:sum"]
+    for number, (name, damage, says) in enumerate(
+        [
+            ("model-*.safetensors", lambda file: file.unlink(), "is missing"),
+            ("model-*.safetensors", lambda file: os.truncate(file, file.stat().st_size - 8), "is damaged"),
+            ("state.json", lambda file: file.unlink(), "cannot be read"),
+            ("state.json", lambda file: file.write_text("{}"), "cannot be read"),
+        ]
+    ):
+        path = client.save_state(f"to-break-{number}").result().path
+        newest = max((api.root / "api/models" / client.model_id / "weights").iterdir(), key=lambda d: int(d.name))
+        damage(next(newest.glob(name)))
+        with pytest.warns(FutureWarning), pytest.raises(tinker.RequestFailedError, match=says):
+            client.load_state(path).result()
+        assert client.forward(sums(), "cross_entropy").result().metrics["loss:sum"] == expected
+
+
 def test_a_saved_adapter_is_a_part_of_a_version_and_is_asked_by_its_name(
     both: tuple[ApiServer, Fleet], service: tinker.ServiceClient
 ) -> None:
@@ -205,8 +216,9 @@ def _fields(**inputs: Any) -> list[types.Datum]:
 @pytest.mark.parametrize(
     ("data", "loss", "config", "says"),
     [
-        (_fields(), "gspo", None, "use one of cross_entropy"),
+        (_fields(), "stable_reinforce", None, "use one of cross_entropy"),
         (_fields(), "ppo", None, "'logprobs'"),
+        (_fields(logprobs=[0.0, 0.0], advantages=[1.0, 1.0]), "gspo", None, "'sequence_ratio_mask'"),
         (_fields(weights=[1.0]), "cross_entropy", None, "give one each"),
         (_fields(weights=[1.0, math.nan]), "cross_entropy", None, "not finite"),
         (
@@ -220,7 +232,7 @@ def _fields(**inputs: Any) -> list[types.Datum]:
         ([datum([3, 99, 5])], "cross_entropy", None, "from 0 to 15"),
         ([datum([3] * 300)], "cross_entropy", None, "the model's context"),
     ],
-    ids=["loss", "field", "length", "nan", "unknown", "option", "name", "token", "context"],
+    ids=["loss", "field", "mask", "length", "nan", "unknown", "option", "name", "token", "context"],
 )
 def test_a_batch_that_cannot_be_computed_changes_nothing(
     service: tinker.ServiceClient, data: list[types.Datum], loss: Any, config: Any, says: str

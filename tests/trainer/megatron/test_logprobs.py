@@ -19,6 +19,7 @@ def test_chunks_compute_what_whole_logits_do(one_rank: Ranks, world: int, padded
             given, wide = found["dtype"]
             assert wide == ("float64" if given == "float64" else "float32")
             assert max(found[name] for name in ("values", "by_hidden", "by_weight")) < TOLERANCE[given], found
+            assert found["likeliest"], found
 
 
 @pytest.mark.parametrize(("world", "padded"), [(1, 16), (2, 14)])

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
+import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -34,6 +37,7 @@ SAMPLES, CROSSING = 16, 8
 DRAFTS = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}'
 ENGINE = ("--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "16", "--max-num-batched-tokens", "64")
 RECORDING = ("--enable-return-routed-experts", "--speculative-config", DRAFTS)
+BLOCK, ROW_BYTES = 32, 4  # tokens; two layers, two experts of a byte each
 PROMPT = [3 + (i * i) % 12 for i in range(100)]  # two chunks
 
 
@@ -120,6 +124,38 @@ def test_training_sends_tokens_where_the_engine_sent_them(
         assert gap["replayed"] <= gap["free"] + 1e-6
         assert gap["free"] >= least
     assert gap["replayed"] < gap["free"] / 2, "most of what other routers change is where tokens go"
+
+
+@pytest.mark.timeout(600)
+def test_what_the_store_has_no_room_for_costs_one_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a prompt that the prefix cache has, the routing is lost: a typed error, whole and in a stream. Asked again, it
+    is there."""
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    model = tmp_path / "model"
+    write_tiny_model(model, "qwen3_moe", max_position_embeddings=1024)
+    room = json.dumps({"max_bytes": 4 * BLOCK * ROW_BYTES})  # a prompt has three full blocks
+    options = (*ENGINE, "--enable-return-routed-experts", "--block-size", str(BLOCK), "--aux-output-config", room)
+    live = LiveServer(model, tmp_path / "state", options, name="demo")
+    asked = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0, "routed_experts": True}
+    whole = {"prompt_token_ids": PROMPT, "max_tokens": 4, "stream": False, "routed_experts": True}
+    others = ([3 + (n * i) % 12 for i in range(100)] for n in itertools.count(5))  # each takes room in the store
+    with live.running():
+        first = live.generate(PROMPT, 4, routed_experts=True)["choices"][0]
+        for route, body in (("/generate", whole), ("/v1/completions", asked)):
+            live.generate(next(others), 4)
+            refused = live.client.post(route, json=body)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "routing_lost"), refused.text
+            again = live.generate(PROMPT, 4, routed_experts=True)["choices"][0]
+            assert np.array_equal(recorded(again), recorded(first))
+        for route, body in (("/generate", whole), ("/v1/completions", asked)):
+            live.generate(next(others), 4)
+            stream = live.client.post(route, json=body | {"stream": True})
+            assert stream.status_code == 200
+            last = [line for line in stream.text.splitlines() if line.startswith("data: {")][-1]
+            assert orjson.loads(last.removeprefix("data: "))["error"]["code"] == "routing_lost"
+            assert live.client.post(route, json=body).status_code == 200
+    assert np.array_equal(recorded(first), chosen(model, PROMPT + first["token_ids"]))
 
 
 def crossing(live: LiveServer, other: Path) -> list[tuple[list[int], dict[str, Any], int]]:

@@ -22,7 +22,15 @@ from tests.weightsync.tensors import model, read_back
 from weightsync import Publisher, SlotReader, Store, ensure_arena
 from weightsync.control.history import past_swaps
 from weightsync.control.hosts import local_path
-from weightsync.control.records import ActiveRecord, CopyRecord, DiskRecord, Keys, VersionRecord
+from weightsync.control.records import (
+    ActiveRecord,
+    CopyRecord,
+    DiskRecord,
+    Keys,
+    ShareRecord,
+    SplitRecord,
+    VersionRecord,
+)
 from weightsync.errors import PersistFull, UnknownVersion, VersionLost
 from weightsync.memory.parts import Adapter
 from weightsync.persist import Restored, __main__, disk, restore
@@ -169,6 +177,29 @@ async def test_what_was_committed_last_is_there_after_a_power_loss(
     assert publisher.publish(model(4), activate=False) == 4  # numbers go on
     assert values(version_of(publisher, 3)) == {3.0}  # and its slot was not taken for another version
     assert values(version_of(publisher, 4)) == {4.0}
+
+
+async def test_versions_that_share_traffic_are_kept_and_a_split_ends_with_one_that_is_lost(
+    publisher: Publisher, commit: Commit, store: Store, arena_directory: Path, copies: Path
+) -> None:
+    for number in (1, 2, 3):
+        publisher.publish(model(number), activate=False)
+    commit(1)
+    alone = publisher.active()
+    assert alone is not None
+    divided = replace(alone, split=SplitRecord((ShareRecord(3, 10.0, ("b",), version_of(publisher, 3).fingerprint),)))
+    await store.put(KEYS.active, divided.to_json())
+    assert await persist_now(store, Disk(copies))
+    power_loss(arena_directory)
+    assert await restored(store, copies) == Restored(1, "disk", None, (2,))
+    assert publisher.active() == divided
+    assert (values(version_of(publisher, 1)), values(version_of(publisher, 3))) == ({1.0}, {3.0})
+    shutil.rmtree(copies / "3")
+    power_loss(arena_directory)
+    assert await restored(store, copies) == Restored(1, "disk", None, (3,))
+    found = publisher.active()
+    assert found is not None
+    assert (found.version, found.epoch, found.split) == (1, divided.epoch + 1, None)
 
 
 async def test_memory_is_believed_only_where_every_byte_is_right(

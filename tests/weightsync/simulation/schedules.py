@@ -11,9 +11,18 @@ import random
 from collections import Counter
 
 from tests.weightsync.simulation.model_store import ModelStore, Puts
-from weightsync.control import agent_state
-from weightsync.control.records import ActiveRecord, PauseRecord, SwapRecord, TargetRecord, VersionRecord
-from weightsync.errors import StoreError
+from weightsync.control import agent_state, placement
+from weightsync.control.records import (
+    ActiveRecord,
+    PauseRecord,
+    ShareRecord,
+    SplitRecord,
+    SwapRecord,
+    TargetRecord,
+    VersionRecord,
+    shared_versions,
+)
+from weightsync.errors import NotEnoughInstances, StoreError
 
 from .model_actors import FORMS, KEYS, Candidate, Faults, Gateway, Instance, Request
 
@@ -25,6 +34,7 @@ NEXT = {
     "revert": {"aborted", "done"},
 }
 OTHER_FORM = 0.3  # of the versions
+SPLITS = 0.25  # of the wishes
 
 
 class Violation(AssertionError):
@@ -48,7 +58,7 @@ class World:
             Candidate(f"c{i}", self.store, self.rng, self.faults) for i in range(self.rng.choice((1, 2, 2, 3)))
         ]
         self.instances = [
-            Instance(n, self.store, self.rng, self.faults) for n in "abcd"[: self.rng.choice((1, 2, 2, 3))]
+            Instance(n, self.store, self.rng, self.faults) for n in "abcd"[: self.rng.choice((1, 2, 2, 3, 4))]
         ]
         self.gateway = Gateway("g", self.store, self.rng)
         self.commits: list[ActiveRecord] = []
@@ -82,8 +92,18 @@ class World:
         mode = self.rng.choice(("together", "rolling"))
         drain_s = self.rng.choice((0.0, 4.0))
         on_lost = self.rng.choice(("abort", "continue"))
-        target = TargetRecord(version, f"t{self.asked}", "test", 20.0, mode, drain_s, on_lost)  # type: ignore[arg-type]
+        split = self.split(version) if self.rng.random() < SPLITS else None
+        target = TargetRecord(version, f"t{self.asked}", "test", 20.0, mode, drain_s, on_lost, split)  # type: ignore[arg-type]
         self.store.put(KEYS.target, target.to_json())
+
+    def split(self, active: int) -> SplitRecord | None:
+        """Of that version with one or two others, if there are any."""
+        form = self.form_of(active)
+        others = [v.version for v in self.versions() if (v.state, v.form) == ("ready", form) and v.version != active]
+        chosen = self.rng.sample(others, min(len(others), self.rng.choice((1, 1, 1, 2))))
+        percents = [self.rng.choice((0.0, 10.0, 45.0)) for _ in chosen]
+        shares = tuple(ShareRecord(v, p) for v, p in zip(sorted(chosen), percents, strict=True))
+        return SplitRecord(shares) if shares else None
 
     def send(self) -> None:
         """A request by way of the gateway; half of them ask for the version that the instance is said to run."""
@@ -215,6 +235,7 @@ class World:
             actor.frozen = False
             if not actor.alive:
                 actor.restart()
+        self.lose_one()
         quiet = 0
         for _ in range(400):
             before = store.revision
@@ -228,14 +249,28 @@ class World:
             self.tick(1.0 if quiet < 5 else 10.0)
         require(False, self.dead_end() or "it never comes to rest")
 
+    def lose_one(self) -> None:
+        """An instance is away for so long that the others divide the versions among them."""
+        active = self._active()
+        if active is None or active.split is None:
+            return
+        away = self.rng.choice(self.instances)
+        self.calm(6)
+        away.crash()
+        self.tick(2 * PAUSE_TTL_S)
+        self.calm(12)
+        away.restart()
+
     def dead_end(self) -> str | None:
         """What is not as it must be at rest."""
         swap, target, active = self._swap(), self.store.get(KEYS.target), self._active()
         if swap is not None and swap.phase not in ("done", "aborted"):
             return f"the swap stays in phase {swap.phase}"
-        if target is not None and (swap is None or TargetRecord.from_json(target.value).id != swap.id):
+        if target is not None and (swap is None or not swap.answers(TargetRecord.from_json(target.value))):
             return "the last wish got no answer"
+        committed = active
         for i in self.instances:
+            active = committed.of(i.name) if committed is not None else None
             if i.record.state != "SERVING":
                 return f"instance {i.name} stays {i.record.state}"
             if active is not None and (i.record.active_epoch, i.engine.version) != (active.epoch, active.version):
@@ -246,6 +281,15 @@ class World:
                 return f"instance {i.name} stages version {i.staging.version} for nobody"
             if i.paused:
                 return f"instance {i.name} stays paused"
+        return self.misplaced(committed) if committed is not None and committed.split is not None else None
+
+    def misplaced(self, active: ActiveRecord) -> str | None:
+        """A version of the split that has not the instances it is to have, where there are enough."""
+        assert active.split is not None
+        with contextlib.suppress(NotEnoughInstances):
+            wanted = placement.counts(active.version, active.split, len(self.instances))
+            run = Counter(i.engine.version for i in self.instances)
+            return f"{dict(run)} instances run the versions, not {wanted}" if run != Counter(wanted) else None
         return None
 
     # what must hold
@@ -259,7 +303,8 @@ class World:
         for key, raw in puts.items():
             if active is not None and raw is not None and key.startswith(KEYS.versions):
                 record = VersionRecord.from_json(raw)
-                needed = record.version in (active.version, active.previous) and KEYS.active not in puts
+                kept = (active.version, active.previous, *shared_versions(active.split))
+                needed = record.version in kept and KEYS.active not in puts
                 require(record.state != "retired" or not needed, "a version was retired that is needed")
         self._check_forms(puts)
 
@@ -296,6 +341,8 @@ class World:
             require(before is None or before.phase in ("done", "aborted"), "two swaps at once")
             require(after.phase in ("prepare", "aborted"), f"opened in phase {after.phase}")
         self.seen[f"{'restarting' if after.changes else after.mode} {after.phase}"] += 1
+        self.seen[f"split {after.phase}"] += after.split is not None
+        self.seen[f"placed anew {after.phase}"] += "+" in after.id
         if after.phase == "aborted" and before is not None and before.phase == "canary":
             self.seen["canary aborted"] += 1
 
@@ -320,10 +367,11 @@ class World:
             reported = instance.record.state != "STARTING"  # or the old process ended unnoticed
             mine = swap and instance.name in swap.participants and instance.record.swap_id == swap.id
             if instance.alive and reported and mine:
-                on_trial = instance.engine.version == active.version
-                built = instance.engine.fingerprint if on_trial else instance.engine.held.get(active.version)
+                wanted = active.of(instance.name)
+                on_trial = instance.engine.version == wanted.version
+                built = instance.engine.fingerprint if on_trial else instance.engine.held.get(wanted.version)
                 require(built is not None, f"committed, but {instance.name} has not staged it")
-                require(built == active.fingerprint, f"committed, but {instance.name} built other weights")
+                require(built == wanted.fingerprint, f"committed, but {instance.name} built other weights")
         self.commits.append(active)
 
     def check_instances(self) -> None:
@@ -341,7 +389,8 @@ class World:
             require(instance.record.active_epoch == 0, f"{instance.name} serves dummy weights after a commit")
             return
         require(engine.fingerprint == f"f{engine.version}", f"{instance.name} serves wrong weights")
-        require(engine.version in {c.version for c in self.commits}, f"{instance.name} serves an uncommitted version")
+        committed = {v for c in self.commits for v in (c.version, *shared_versions(c.split))}
+        require(engine.version in committed, f"{instance.name} serves an uncommitted version")
         require(engine.version == instance.record.active_version, f"{instance.name} does not serve what it says")
 
     def versions(self) -> list[VersionRecord]:

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from server.gateway.fleet import routing
-from weightsync.control import activation, agent_state, coordinator
+from weightsync.control import activation, agent_state, coordinator, placement
 from weightsync.control import state as swap_state
 from weightsync.control.agent import Pauses
-from weightsync.control.records import InstanceRecord, Keys, SwapRecord, VersionRecord
+from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, SwapRecord, VersionRecord
 from weightsync.control.state import Step, Wait
 
 from .schedules import Violation, explore
@@ -34,7 +34,7 @@ HAPPENED = {
     "build failed": 100,
     "flip failed": 100,
     "probe failed": 50,
-    "cut": 50,
+    "cut": 30,
     "admitted": 10_000,
     "refused": 500,
     "left out": 100,
@@ -46,6 +46,9 @@ HAPPENED = {
     "started for a swap": 2000,
     "turns": 1000,
     "forms dropped": 100,
+    "split done": 500,
+    "split aborted": 500,
+    "placed anew done": 100,
 }
 
 
@@ -159,6 +162,18 @@ def turns_without_an_end(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(swap_state, "RESTART_S", 1e9)
 
 
+def a_split_that_stays_as_it_was_placed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(placement, "is_off", lambda active, instances: False)
+
+
+def shares_retired(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(activation, "shared_versions", lambda split: [])
+
+
+def one_version_for_all(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ActiveRecord, "of", lambda self, name: self)
+
+
 def previous_retired(patch: pytest.MonkeyPatch) -> None:
     real = activation.needed_versions
 
@@ -212,6 +227,9 @@ def a_probe_that_is_never_run_again(patch: pytest.MonkeyPatch) -> None:
         (no_way_back_for_who_restarted, "of another form"),
         (a_revert_that_forgets_the_version_before, "reverted wrongly"),
         (turns_without_an_end, "the swap stays in phase (canary|commit)"),
+        (a_split_that_stays_as_it_was_placed, "instances run the versions, not"),
+        (shares_retired, "retired that is needed"),
+        (one_version_for_all, "stays|the swap stays|has not staged it|built other weights"),
         (previous_retired, "retired that is needed"),
         (a_form_goes_with_the_first_version_that_had_it, "a form was dropped that a version has"),
         (a_probe_that_is_never_run_again, "the swap stays in phase canary"),

@@ -295,6 +295,16 @@ def test_recorded_routing(vllm: Release) -> None:
     pending = f"{package}.worker:PendingAuxOutput"
     assert vllm.parameters(f"{pending}.enqueue_cpu_copy") == ["self", "num_sampled", "num_rejected"]
     has(vllm, f"{package}.routed_experts:RoutedExpertsBuffer", "self._requests")
+    assert vllm.parameters(f"{scheduler}.take_output") == ["self", "request", "output"]
+    has(vllm, worker, "self._store = BackgroundBlockObjectStore(")
+    has(
+        vllm, f"{package}.store:BackgroundBlockObjectStore", "self._store = store", "self._store.get_concatenated(keys)"
+    )
+    store = f"{package}.store:BlockObjectStore"
+    assert vllm.parameters(f"{store}._evict_to_fit") == ["self", "protected"]
+    assert vllm.parameters(f"{store}.get_concatenated") == ["self", "keys"]
+    has(vllm, store, "self._lru: OrderedDict", "self._references: dict", "self._free_slots: list", "self.num_slots = ")
+    has(vllm, store, "_UNALLOCATED_SLOT = ", "self._evict_to_fit(")
     has(vllm, "vllm.v1.outputs:ModelRunnerOutput", "aux_output_connector_output")
     has(vllm, "vllm.v1.core.sched.output:SchedulerOutput", "aux_output_connector_metadata")
     assert vllm.parameters(f"{runner}.sample_tokens") == ["self", "grammar_output"]
@@ -304,7 +314,8 @@ def test_recorded_routing(vllm: Release) -> None:
     cpu = "vllm.v1.worker.cpu_model_runner:CPUModelRunner.initialize_kv_cache"
     assert vllm.parameters(cpu)[:2] == ["self", "kv_cache_config"]
     has(vllm, "vllm.v1.worker.gpu.model_runner:GPUModelRunner.__init__", "self.aux_output_connector: ")
-    assert "routed_experts_prompt_start" in vllm.attributes("vllm.sampling_params:SamplingParams")
+    asked = {"routed_experts_prompt_start", "skip_reading_prefix_cache"}
+    assert asked <= set(vllm.attributes("vllm.sampling_params:SamplingParams"))
     assert "routed_experts" in vllm.attributes("vllm.outputs:CompletionOutput")
 
 

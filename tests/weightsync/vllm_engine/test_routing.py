@@ -24,7 +24,8 @@ pytestmark = pytest.mark.engine
 class Engine:
     """Both sides of the recorder, without a model: one layer, one expert per token."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 64) -> None:
+        """`blocks`: what the store has room for."""
         vllm_plugin.register()
         from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
         from vllm.distributed.aux_output_connector.routed_experts import RoutedExpertsBuffer
@@ -38,7 +39,8 @@ class Engine:
         worker._capturer = self
         worker._requests, worker._pending_outputs, worker._lock = {}, [], Lock()
         worker._generation, worker._step_metadata, worker._max_concurrent_batches = 0, None, 2
-        store = BlockObjectStore(max_bytes=BLOCK * 64, object_nbytes=BLOCK)
+        store = BlockObjectStore(max_bytes=BLOCK * blocks, object_nbytes=BLOCK)
+        routing.forgive(store)
         worker._store = BackgroundBlockObjectStore(store, max_pending_batches=8)
         worker._buffer = RoutedExpertsBuffer(np.dtype("uint8"), (1, 1), BLOCK, 4, 32, 2)
         worker.begin_step = functools.partial(routing._begin_step, worker, worker.begin_step)
@@ -114,8 +116,6 @@ def test_a_prompt_from_the_cache_has_the_rows_of_the_pass_that_computed_it() -> 
 
 def test_what_other_weights_compute_is_not_found_under_the_old_version() -> None:
     """A commit in the middle of a prompt: blocks that had a hash before they were computed get another one."""
-    from vllm.distributed.aux_output_connector.store import BlockObjectStoreError
-
     engine = Engine()
     crossing = engine.add("a", 12)
     engine.step(1, a=6)
@@ -128,8 +128,43 @@ def test_what_other_weights_compute_is_not_found_under_the_old_version() -> None
     assert engine.answers["b"] == [1] * 13
     assert len(set(crossing.block_hashes) & set(engine.requests["b"].block_hashes)) == 1
     engine.add("c", 13, cached=3 * BLOCK, version="2")
-    with pytest.raises(BlockObjectStoreError):
-        engine.step(2, c=1)
+    engine.step(2, c=1)
+    assert engine.answers["c"] == [], "nothing is known of what the cache would say it has"
+
+
+def test_an_answer_whose_prompt_the_store_has_lost_has_fewer_rows_and_a_pass_anew_brings_them_back() -> None:
+    engine = Engine(blocks=2)
+    engine.add("a", 10)
+    engine.step(1, a=10)
+    engine.scheduler.request_finished(engine.requests.pop("a"))
+    engine.add("other", 10, version="2")
+    engine.step(2, other=10)
+    engine.scheduler.request_finished(engine.requests.pop("other"))
+    engine.add("b", 10, cached=2 * BLOCK)
+    engine.step(3, b=2)
+    engine.step(4, b=1)
+    assert engine.answers["b"] == [4], "of its prompt no row, rather than those that are left of it"
+    engine.scheduler.request_finished(engine.requests.pop("b"))
+    engine.add("anew", 10)
+    engine.step(5, anew=10)
+    engine.add("c", 10, cached=2 * BLOCK)
+    engine.step(6, c=2)
+    assert engine.answers["anew"] == [5] * 10
+    assert engine.answers["c"] == [5] * 8 + [6] * 2
+
+
+def test_requests_that_hold_more_blocks_than_the_store_has_room_for_are_answered() -> None:
+    """Of those that were preempted nothing is in the engine's cache, but they hold what was recorded of them."""
+    engine = Engine(blocks=2)
+    for name, version in (("a", "1"), ("b", "2"), ("c", "3")):
+        engine.add(name, 10, version=version)
+        engine.step(int(version), **{name: 10})
+    for _ in range(5):
+        engine.step(4, a=1, b=1, c=1)
+    assert engine.answers == {"a": [1] * 10 + [4] * 5, "b": [2] * 10 + [4] * 5, "c": [3] * 10 + [4] * 5}
+    engine.add("d", 10, cached=2 * BLOCK)
+    engine.step(5, d=2)
+    assert engine.answers["d"] == []
 
 
 @pytest.mark.parametrize("under_way", [False, True])

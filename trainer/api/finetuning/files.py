@@ -15,7 +15,7 @@ from trainer.api.config import ApiConfig
 from trainer.api.errors import BadRequest, NotFound
 from trainer.api.finetuning.examples import check_file
 from trainer.api.journal import Journal, Record
-from trainer.api.tenants import settle
+from trainer.api.states import settle
 
 FILE: Final = "file"  # the kind of its records
 UPLOADED, RESULTS = "fine-tune", "fine-tune-results"  # the purposes

@@ -25,7 +25,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from trainer.api.errors import ApiError, BadRequest, NotFound, TooMany
+from trainer.api.errors import ApiError, BadRequest, Ended, NotFound, TooMany
 from trainer.api.finetuning.examples import PREFERENCE, SUPERVISED, Bad, BadLine, Lines, Reader
 from trainer.api.finetuning.files import RESULTS, Files
 from trainer.api.finetuning.run import At, Checkpoint, Run, Stopped
@@ -315,6 +315,8 @@ class Jobs:
                 await do(job)
             except Stopped:
                 pass
+            except Ended:  # it goes on after the next start
+                return
             except TrainerError as error:
                 code, param = (error.code, error.param) if isinstance(error, ApiError) else ("training_failed", None)
                 await self._fail(job, {"code": code, "message": str(error), "param": param})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -89,9 +89,7 @@ async def file_content(request: Request, file_id: str) -> Response:
 
 @router.delete("/files/{file_id}")
 async def delete_file(request: Request, file_id: str) -> dict[str, Any]:
-    desk, client = await _asked(request)
-    await desk.jobs.delete_file(client, file_id)
-    return {"id": file_id, "object": "file", "deleted": True}
+    return await _deleted(request, Jobs.delete_file, file_id, "file")
 
 
 @router.post("/fine_tuning/jobs")
@@ -165,9 +163,7 @@ async def retrieve_model(request: Request, name: str) -> dict[str, Any]:
 
 @router.delete("/models/{name}")
 async def delete_model(request: Request, name: str) -> dict[str, Any]:
-    desk, client = await _asked(request)
-    await desk.jobs.delete_model(client, name)
-    return {"id": name, "object": "model", "deleted": True}
+    return await _deleted(request, Jobs.delete_model, name, "model")
 
 
 @router.post("/chat/completions")
@@ -216,6 +212,14 @@ async def _upload(request: Request) -> tuple[str, str, UploadFile]:
         if name not in ("file", "purpose"):
             raise BadRequest(f"{name} is not kept here: leave it out, and delete files that are done with", param=name)
     return upload.filename or "upload.jsonl", str(purpose or ""), upload
+
+
+async def _deleted(
+    request: Request, delete: Callable[[Jobs, Client, str], Awaitable[None]], identity: str, kind: str
+) -> dict[str, Any]:
+    desk, client = await _asked(request)
+    await delete(desk.jobs, client, identity)
+    return {"id": identity, "object": kind, "deleted": True}
 
 
 async def _below(

@@ -28,6 +28,7 @@ from trainer.api.finetuning.steps import Plan, derivatives
 from trainer.api.journal import Answer, Record
 from trainer.api.sampling import Client
 from trainer.api.service import MODEL, SAVE, SAVE_FOR_SAMPLER, STEP, Service
+from trainer.api.tenants import CORRECT, LOSS
 from trainer.batch import MASK, Fields, collate
 from trainer.batch import Sequence as Tokens
 from trainer.config import DpoConfig, SftConfig
@@ -136,22 +137,26 @@ class Run:
         adam = wire.Adam(learning_rate=learning_rate, grad_clip_norm=CLIP_NORM)
         try:
             measured, weights_BT = await self._gradient(sequences, fields)
-            _, said = await self._batch(POLICY, sequences, weights_BT)
+            _, said = await self._batch(POLICY, sequences, weights_BT, forward=False)
             step = wire.OptimStep(model_id=self._model(POLICY), seq_id=self._next(POLICY), adam_params=adam)
             await self._answer(lambda: self._service.numbered(self._client, STEP, step))
         except Gone:  # the server was away for a day between the step and this job's word of it
             passes = 3 if self._algorithm.needs else 2
             self._seqs = [before[POLICY] + passes, before[REFERENCE] + passes - 2]
             return {}, tokens
-        return {"train_loss": said["loss:sum"]} | measured, tokens
+        if not self._algorithm.needs:
+            accuracy = said[CORRECT] / tokens
+            measured = {"train_accuracy": accuracy, "train_mean_token_accuracy": accuracy}
+        return {"train_loss": said[LOSS]} | measured, tokens
 
     async def _gradient(self, sequences: Sequence[Tokens], fields: Fields) -> tuple[dict[str, float], Tensor]:
         """What is known of the loss, and the weights [B, T] that make cross_entropy's gradient the loss's."""
         logprobs_BT = torch.zeros_like(fields[MASK])
         if not self._algorithm.needs:  # its derivatives are the same everywhere
             return {}, derivatives(self._algorithm, logprobs_BT, fields)[1]
-        fields = fields | {REFERENCE_LOGPROBS: await self._forward(REFERENCE, sequences, fields)}
-        logprobs_BT = await self._forward(POLICY, sequences, fields)
+        reference_BT, _ = await self._forward(REFERENCE, sequences, fields)
+        logprobs_BT, _ = await self._forward(POLICY, sequences, fields)
+        fields = fields | {REFERENCE_LOGPROBS: reference_BT}
         measured, weights_BT = derivatives(self._algorithm, logprobs_BT, fields)
         return {"train_loss": measured["loss"], "train_accuracy": measured["preference_accuracy"]}, weights_BT
 
@@ -159,8 +164,8 @@ class Run:
         step = self._at.step
         metrics = dict(self._last)
         if self._validation is not None:
-            loss = await self._validation_loss(self._validation)
-            metrics |= {"valid_loss": loss, "full_valid_loss": loss}
+            for name, value in (await self._validated(self._validation)).items():
+                metrics |= {f"valid_{name}": value, f"full_valid_{name}": value}
         state = None
         if step == self._plan.steps:
             save = wire.SaveWeights(model_id=self._model(POLICY), seq_id=self._next(POLICY), path="last")
@@ -185,41 +190,38 @@ class Run:
                     raise
                 await asyncio.sleep(DELAY_S)
 
-    async def _validation_loss(self, lines: Lines) -> float:
-        """The mean over all examples' tokens, or over their pairs."""
-        total = count = 0.0
+    async def _validated(self, lines: Lines) -> dict[str, float]:
+        """Means over all examples' tokens, or over their pairs."""
+        total = right = count = 0.0
         for first in range(0, len(lines), self._plan.batch):
             rows = range(first, min(first + self._plan.batch, len(lines)))
             sequences = await asyncio.to_thread(self._sequences, lines, rows)
             fields = collate(sequences)
             if self._algorithm.needs:
-                fields[REFERENCE_LOGPROBS] = await self._forward(REFERENCE, sequences, fields)
-            logprobs_BT = await self._forward(POLICY, sequences, fields)
+                fields[REFERENCE_LOGPROBS], _ = await self._forward(REFERENCE, sequences, fields)
+            logprobs_BT, correct = await self._forward(POLICY, sequences, fields)
             with torch.no_grad():
                 found = self._algorithm.loss(logprobs_BT, fields)
-            total, count = total + float(found.total), count + float(found.denominator)
-        return total / count
+            total, count, right = total + float(found.total), count + float(found.denominator), right + correct
+        return {"loss": total / count} | ({} if self._algorithm.needs else {"mean_token_accuracy": right / count})
 
-    async def _forward(self, number: int, sequences: Sequence[Tokens], fields: Fields) -> Tensor:
-        """Log-probs [B, T] of the tokens at t + 1."""
-        rows, _ = await self._batch(number, sequences, None)
+    async def _forward(self, number: int, sequences: Sequence[Tokens], fields: Fields) -> tuple[Tensor, float]:
+        """Log-probs [B, T] of the tokens at t + 1, and how many of the learned ones are the likeliest."""
+        rows, said = await self._batch(number, sequences, fields[MASK], forward=True)
         found = torch.zeros_like(fields[MASK])
         for row, values in zip(found, rows, strict=True):
             row[: len(values)] = torch.from_numpy(values.copy())
-        return found
+        return found, said[CORRECT]
 
     async def _batch(
-        self, number: int, sequences: Sequence[Tokens], weights_BT: Tensor | None
+        self, number: int, sequences: Sequence[Tokens], weights_BT: Tensor, *, forward: bool
     ) -> tuple[list[Any], dict[str, float]]:
-        """A pass with gradient, or without weights a forward pass: log-probs, and the loss."""
+        """A pass with gradient, or a forward pass: log-probs, and the metrics."""
         data = []
         for row, sequence in enumerate(sequences):
             ids = np.array(sequence.prompt + sequence.continuation, np.int64)
-            inputs: dict[str, Any] = {"target_tokens": ids[1:]}
-            if weights_BT is not None:
-                inputs["weights"] = weights_BT[row, : len(ids) - 1].numpy()
-            data.append(wire.Datum(ids[:-1], inputs))
-        forward = weights_BT is None
+            weights = weights_BT[row, : len(ids) - 1].numpy()
+            data.append(wire.Datum(ids[:-1], {"target_tokens": ids[1:], "weights": weights}))
         seq = self._next(number)
         batch = wire.Batch(self._model(number), seq, "cross_entropy", tuple(data), forward_only=forward)
         body = wire.batch_body(batch)

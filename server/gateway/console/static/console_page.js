@@ -7,6 +7,7 @@ import { CurvesView } from "./curves.js";
 import { byId, setText } from "./dom.js";
 import { FleetView } from "./fleet.js";
 import { Key, wireKeyForm } from "./key.js";
+import { LedgerView } from "./ledger.js";
 import { SwapDialog } from "./swap_dialog.js";
 import { SwapsView } from "./swaps.js";
 import { Talk } from "./talk.js";
@@ -26,6 +27,7 @@ class ConsolePage {
     this.fleet = new FleetView();
     this.weights = new WeightsView(this.dialog);
     this.swaps = new SwapsView(this.announcer);
+    this.ledger = new LedgerView();
     this.curves = new CurvesView();
     this.history = [];
     this.seen = null; // the swap the history was read after
@@ -74,6 +76,7 @@ class ConsolePage {
     this.dialog.follow(swap, instances);
     this.#now(weights.active, swap, pause);
     await this.#past(swap);
+    if (this.rounds % 5 === 0) this.ledger.update((await this.api.json("/admin/ledger?limit=50")).entries);
     if (this.rounds++ % 2 === 0) this.curves.update(await this.api.json("/admin/series"), this.history);
   }
 
@@ -82,6 +85,8 @@ class ConsolePage {
     this.fleet.update([]);
     this.weights.update({ active: null, versions: [] });
     this.swaps.forget();
+    this.ledger.update([]);
+    this.rounds = 0;
     this.curves.update({ throughput: [], training: [] }, []);
     this.seen = null;
     this.paused = null;

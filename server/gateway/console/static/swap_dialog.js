@@ -3,7 +3,7 @@
 import { ApiError } from "./api.js";
 import { byId, setText } from "./dom.js";
 import { number } from "./table.js";
-import { versionName } from "./versions.js";
+import { shares, versionName } from "./versions.js";
 
 const PHASES = { prepare: "staging", canary: "trying the canary", commit: "flipping", done: "done", aborted: "aborted" };
 
@@ -18,6 +18,8 @@ export class SwapDialog {
     this.form = byId("swap-form");
     this.go = byId("swap-go");
     this.shut = byId("swap-close");
+    this.percent = byId("swap-percent");
+    this.percent.addEventListener("input", () => this.#share());
     this.form.addEventListener("submit", (event) => {
       event.preventDefault();
       this.#swap();
@@ -50,6 +52,10 @@ export class SwapDialog {
     setText(byId("swap-dialog-title"), `${verb} ${wish.rollback ? "to " : ""}${versionName(wish.version)}?`);
     setText(byId("swap-dialog-text"), `${now} If the swap fails, it goes on serving.`);
     setText(this.go, verb);
+    const alone = !this.active || this.active.version === wish.version;
+    this.percent.disabled = alone;
+    this.percent.value = alone ? 100 : (shares(this.active).get(wish.version) ?? 100);
+    this.#share();
     setText(byId("swap-progress"), "");
     this.#result("", "");
     this.#busy(false);
@@ -61,7 +67,8 @@ export class SwapDialog {
     this.#busy(true);
     setText(byId("swap-progress"), "asked for");
     try {
-      const path = this.wish.rollback ? "/admin/weights/rollback" : "/admin/weights/activate";
+      const all = this.wish.rollback ? "rollback" : "activate";
+      const path = `/admin/weights/${this.#splits() ? "split" : all}`;
       this.#done(await this.api.json(path, { method: "POST", body: this.#body() }));
     } catch (error) {
       this.#result(error instanceof ApiError ? error.line : error.message, "error");
@@ -75,12 +82,29 @@ export class SwapDialog {
   }
 
   #body() {
-    const body = { version: this.wish.version, mode: this.form.elements.namedItem("mode").value };
+    const wish = this.#splits() ? this.#split() : { version: this.wish.version };
+    const body = { ...wish, mode: this.form.elements.namedItem("mode").value };
     for (const name of ["drain_s", "deadline_s"]) {
       const value = Number.parseFloat(this.form.elements.namedItem(name).value);
       if (Number.isFinite(value)) body[name] = value;
     }
     return body;
+  }
+
+  #splits() {
+    return Number(this.percent.value) < 100;
+  }
+
+  // The rest of the requests goes to the active version; other shares end.
+  #split() {
+    const percent = Number(this.percent.value);
+    const rest = { version: this.active.version, percent: 100 - percent };
+    const { sticky = "", minimum = 1 } = this.active.split ?? {};
+    return { shares: [rest, { version: this.wish.version, percent }], sticky, minimum };
+  }
+
+  #share() {
+    setText(byId("swap-share"), `${this.percent.value} %`);
   }
 
   #done(report) {

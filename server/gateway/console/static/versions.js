@@ -17,6 +17,13 @@ export function badge(version) {
   return el("span", { class: `badge ${versionClass(version)}` }, versionName(version));
 }
 
+// What each version has of the requests, in percent; empty where none shares them.
+export function shares(active) {
+  const others = (active?.split?.shares ?? []).map((share) => [share.version, share.percent]);
+  const rest = 100 - others.reduce((sum, [, percent]) => sum + percent, 0);
+  return new Map(others.length ? [[active.version, rest], ...others] : []);
+}
+
 // Text written by versions: one run for each stretch of one version, marked with its number where it begins.
 export class VersionedText {
   constructor(element) {

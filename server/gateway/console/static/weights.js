@@ -3,7 +3,7 @@
 import { byId, el, setText } from "./dom.js";
 import { fingerprintCell } from "./fleet.js";
 import { Table, clock } from "./table.js";
-import { badge, versionName } from "./versions.js";
+import { badge, shares, versionName } from "./versions.js";
 
 export class WeightsView {
   constructor(dialog) {
@@ -27,14 +27,14 @@ export class WeightsView {
   #columns() {
     return [
       { head: "Version", header: true, value: (v) => v.version, render: (v) => badge(v.version) },
-      { head: "State", value: (v) => (this.#isActive(v) ? "active" : v.state) },
+      { head: "State", value: (v) => [this.#isActive(v) ? "active" : v.state, this.#share(v)].join(" ").trim() },
       { head: "Step", kind: "number", value: (v) => v.step ?? "–" },
       { head: "Published by", value: (v) => v.publisher || v.source },
       { head: "At", value: (v) => clock(v.created_at) },
       { head: "Size", kind: "number", value: (v) => size(v.nbytes) },
       { head: "Fingerprint", value: (v) => v.fingerprint, render: (v) => fingerprintCell(v.fingerprint) },
       { head: "Parts", value: (v) => (v.parts ?? []).map((part) => part.name).join(", ") || "–" },
-      { head: "Do", value: (v) => `${this.#isActive(v)} ${v.state}`, render: (v) => this.#actions(v) },
+      { head: "Do", value: (v) => `${this.#isActive(v)} ${v.state} ${this.#share(v)}`, render: (v) => this.#actions(v) },
     ];
   }
 
@@ -42,8 +42,14 @@ export class WeightsView {
     return this.active?.version === version.version;
   }
 
+  #share(version) {
+    const percent = shares(this.active).get(version.version);
+    return percent === undefined ? "" : `${percent} %`;
+  }
+
   #actions(version) {
-    if (this.#isActive(version) || version.state !== "ready") return document.createTextNode("–");
+    const alone = this.#isActive(version) && !this.active.split;
+    if (alone || version.state !== "ready") return document.createTextNode("–");
     const name = versionName(version.version);
     const button = el("button", { type: "button", "aria-label": `Activate ${name}` }, "Activate");
     button.addEventListener("click", () => this.dialog.open({ version: version.version, rollback: false }));

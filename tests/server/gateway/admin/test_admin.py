@@ -118,6 +118,7 @@ async def admin(
 ) -> tuple[int, dict[str, Any]]:
     auth = f"Authorization: Bearer {key}\r\n"
     raw = get(path, auth) if method == "GET" else post(path, b"" if body is None else orjson.dumps(body), auth)
+    raw = raw.replace(b"POST", b"DELETE", 1) if method == "DELETE" else raw
     answer = await gateway.ask(raw, admin=True)
     return answer.status, orjson.loads(answer.body)
 
@@ -175,6 +176,47 @@ async def test_a_rolling_swap_and_a_rollback_to_a_named_version(gateway: Running
         assert (last["id"], last["phase"], last["in_flight"]) == (swap["id"], "done", False)
         status, back = await admin(gateway, "POST", "/admin/weights/rollback", {"version": 2, "mode": "together"})
         assert (status, back["version"], back["mode"], back["probe"]) == (200, 2, "together", None)
+
+
+async def test_versions_share_the_traffic_by_the_admin_port(gateway: RunningGateway, tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "model")
+    halves = {"shares": [{"version": 1, "percent": 50}, {"version": 2, "percent": 50}]}
+    async with participating(gateway, one := Toy()):
+        for activate in (True, False):
+            assert (await admin(gateway, "POST", "/admin/weights", {"path": path, "activate": activate}))[0] == 200
+        status, alone = await admin(gateway, "POST", "/admin/weights/split", halves)
+        assert (status, alone["error"]["code"]) == (409, "not_enough_instances")
+        assert (alone["error"]["needed"], alone["error"]["have"]) == (2, 1)
+        async with participating(gateway, two := Toy(), "i1"):
+            status, done = await admin(gateway, "POST", "/admin/weights/split", {**halves, "sticky": "header:X-User"})
+            assert (status, done["version"], done["split"]["sticky"]) == (200, 1, "header:x-user"), done
+            assert (one.committed[-1], two.committed[-1]) == (2, 1)
+            await eventually(lambda: gateway.gateway.fleet.splits.percents == {1: 50.0, 2: 50.0})
+            active = (await admin(gateway, "GET", "/admin/weights/active"))[1]
+            assert active["split"]["shares"] == done["split"]["shares"]
+            assert [(s["version"], s["instances"]) for s in active["split"]["shares"]] == [(2, ["i0"])]
+            status, ended = await admin(gateway, "DELETE", "/admin/weights/split")
+            assert (status, ended["version"], ended["split"]) == (200, 1, None)
+            assert (one.committed[-1], two.committed[-1]) == (1, 1)
+            status, nothing = await admin(gateway, "DELETE", "/admin/weights/split")
+            assert (status, nothing["error"]["code"]) == (409, "no_split")
+            swaps = (await admin(gateway, "GET", "/admin/swaps"))[1]["swaps"]
+            assert [swap["split"] is not None for swap in swaps] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ({"shares": [{"version": 1, "percent": 100}]}, "invalid_parameter"),
+        ({"shares": [{"version": 1, "percent": 50}, {"version": 2, "percent": 60}]}, "bad_split"),
+        ({"shares": [{"version": 1, "percent": 50}, {"version": 1, "percent": 50}]}, "bad_split"),
+        ({"shares": [{"version": 1, "percent": 50}, {"version": 2, "percent": 50}], "sticky": "user"}, "bad_split"),
+        ({"shares": [{"version": 1, "percent": 50}, {"version": 2, "percent": 50}], "minimum": 0}, "invalid_parameter"),
+    ],
+)
+async def test_a_split_that_makes_no_sense_is_refused(gateway: RunningGateway, body: Any, code: str) -> None:
+    status, answer = await admin(gateway, "POST", "/admin/weights/split", body)
+    assert (status, answer["error"]["code"]) == (400, code)
 
 
 async def test_a_failed_probe_is_in_the_answer_and_in_the_swap(gateway: RunningGateway, tmp_path: Path) -> None:
@@ -318,6 +360,7 @@ ADMIN_ROUTES = [
     ("POST", "/admin/weights"),
     ("POST", "/admin/weights/activate"),
     ("POST", "/admin/weights/rollback"),
+    ("POST", "/admin/weights/split"),
     ("GET", "/admin/weights/active"),
     ("GET", "/admin/instances"),
     ("GET", "/admin"),

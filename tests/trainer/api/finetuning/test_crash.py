@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
 from tests.trainer.api.finetuning.client import ended, losses, preferences, sdk, sums, upload
-from tests.trainer.api.server import ApiServer, serving
+from tests.trainer.api.server import ApiServer
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.broad
@@ -20,12 +19,6 @@ METHODS: dict[str, Any] = {
     "supervised": (sums(), {"n_epochs": 6, "batch_size": 3, "learning_rate_multiplier": 10.0}),
     "dpo": (preferences(), {"n_epochs": 6, "batch_size": 2, "learning_rate_multiplier": 100.0}),
 }
-
-
-@pytest.fixture(scope="module")
-def api(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Iterator[ApiServer]:
-    with serving(tmp_path_factory.mktemp("jobs"), tiny_model) as (found, _):
-        yield found
 
 
 def events(client: openai.OpenAI, job: str) -> list[Any]:

@@ -5,34 +5,29 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from statistics import fmean
 from typing import Any
 
 import httpx
 import openai
+import peft
 import pytest
+import torch
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from transformers import AutoModelForCausalLM
 
 from tests.trainer.api.finetuning.client import ended, losses, preferences, sdk, sums, upload
-from tests.trainer.api.server import ApiServer, serving
+from tests.trainer.api.server import ApiServer
 from tests.trainer.fleet import Fleet
 from tests.waiting import wait_until
+from trainer.api.finetuning.steps import Plan
+from trainer.data.tokenizer import Tokenizer
 
-LIMITS = {"rank": 16, "models": 30, "resident": 2, "served": 2, "jobs": 3, "files": 30, "file_mb": 1}
+SERVING = {"limits": {"rank": 16, "models": 30, "resident": 2, "served": 2, "jobs": 3, "files": 30, "file_mb": 1}}
 LONG = {"n_epochs": 50, "batch_size": 1}  # longer than any test waits for it
 NOBODY = "another"
-
-
-@pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Iterator[tuple[ApiServer, Fleet]]:
-    with serving(tmp_path_factory.mktemp("jobs"), tiny_model, limits=LIMITS) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def api(both: tuple[ApiServer, Fleet]) -> ApiServer:
-    return both[0]
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +140,61 @@ def test_a_job_trains_and_says_what_it_did(client: openai.OpenAI, trained: Any, 
     assert [int(row["step"]) for row in rows] == [1, 2, 3, 4, 5, 6]
     assert [float(row["train_loss"]) for row in rows] == list(found.values())
     assert [bool(row["valid_loss"]) for row in rows] == [False, False, True] * 2
+    assert [bool(row["valid_mean_token_accuracy"]) for row in rows] == [False, False, True] * 2
     assert client.files.retrieve(trained.result_files[0]).purpose == "fine-tune-results"
+
+
+def measured(network: Any, conversations: list[dict[str, Any]]) -> dict[str, float]:
+    """Of the answers' tokens and the ends behind them: the share that the network finds likeliest, and the mean loss;
+    and the first of all tokens, the questions' too."""
+    right, losses, of_all, tokenizer = [], [], [], Tokenizer(network.config.name_or_path)
+    for conversation in conversations:
+        asked, answered = (message["content"] for message in conversation["messages"])
+        prompt, learned = tokenizer.prompt(asked), tokenizer.continuation(answered)
+        targets = torch.tensor([*prompt, *learned][1:])
+        with torch.no_grad():
+            logits = network(torch.tensor([[*prompt, *learned]])).logits[0, :-1]
+        hits = (logits.argmax(-1) == targets).tolist()
+        of_all += hits
+        right += hits[len(prompt) - 1 :]
+        losses += (-logits.log_softmax(-1).gather(-1, targets[:, None])[len(prompt) - 1 :, 0]).tolist()
+    return {"right": fmean(right), "loss": fmean(losses), "of_all": fmean(of_all)}
+
+
+def test_accuracies_are_those_of_transformers(client: openai.OpenAI, api: ApiServer, tiny_model: str) -> None:
+    """Of the model that a job began with, and of the adapter that it has left: of learned tokens and of no others."""
+
+    def said(asked: str, answered: str) -> dict[str, Any]:
+        return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]}
+
+    training, validation = [said(f"{a}=", "1+1+1+1") for a in range(10)], [said("1+1+1", str(a)) for a in range(7)]
+    job = create(
+        client,
+        upload(client, training),
+        validation_file=upload(client, validation),
+        n_epochs=1,
+        batch_size=5,
+        learning_rate_multiplier=100.0,
+        seed=3,
+    )
+    done = ended(client, job.id)
+    first, last = csv.DictReader(io.StringIO(client.files.content(done.result_files[0]).text))
+    network = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    rows, _ = Plan(len(training), 1, 5, 1.0, 3).of_step(0)
+    begun = measured(network, [training[row] for row in rows])
+    assert float(first["train_accuracy"]) == pytest.approx(begun["right"])
+    assert float(first["train_loss"]) == pytest.approx(begun["loss"], rel=1e-4)
+    (adapter,) = (api.root / "api" / "models" / f"{job.id}:train:0" / "sampler_weights").iterdir()
+    tuned = peft.PeftModel.from_pretrained(network, str(adapter))
+    assert tuned.peft_config["default"].r == SERVING["limits"]["rank"]
+    left = measured(tuned, validation)
+    assert 0 < left["right"] < left["of_all"]
+    assert float(last["valid_mean_token_accuracy"]) == pytest.approx(left["right"])
+    assert float(last["valid_loss"]) == pytest.approx(left["loss"], rel=1e-3)
+    (checkpoint,) = client.fine_tuning.jobs.checkpoints.list(job.id)
+    metrics = checkpoint.metrics
+    assert metrics.train_mean_token_accuracy == pytest.approx(float(last["train_accuracy"]))
+    assert metrics.valid_mean_token_accuracy == metrics.full_valid_mean_token_accuracy == pytest.approx(left["right"])
 
 
 def test_each_epoch_leaves_a_model(client: openai.OpenAI, trained: Any) -> None:
@@ -190,6 +239,8 @@ def test_the_seed_decides_everything(client: openai.OpenAI, examples: str) -> No
     first, same, other = (losses(client, ended(client, job.id).id) for job in (one, two, old))
     assert first == same
     assert first != other
+    events = list(client.fine_tuning.jobs.list_events(one.id))
+    assert [event.type for event in events].count("metrics") == 6, "one of each step, and none twice"
 
 
 def test_preferences_raise_what_is_preferred(client: openai.OpenAI) -> None:
@@ -279,6 +330,19 @@ def test_what_one_key_has_no_other_sees(api: ApiServer, client: openai.OpenAI, t
         client.with_options(default_headers={"authorization": ""}).files.list()
     same = sdk(api, "tml-somebody")  # the tinker SDK's form of the key
     assert same.files.retrieve(examples).id == examples
+
+
+def test_keys_take_turns(client: openai.OpenAI, api: ApiServer, examples: str) -> None:
+    """The key that has waited longest is the next one, however old the job of another is."""
+    other = sdk(api, "third")
+    first, second = create(client, examples, **LONG), create(client, examples, n_epochs=1)
+    theirs = create(other, upload(other, sums()), **LONG)
+    wait_until(lambda: client.fine_tuning.jobs.retrieve(first.id).status == "running")
+    client.fine_tuning.jobs.cancel(first.id)
+    wait_until(lambda: other.fine_tuning.jobs.retrieve(theirs.id).status == "running", 60)
+    assert client.fine_tuning.jobs.retrieve(second.id).status == "queued"
+    other.fine_tuning.jobs.cancel(theirs.id)
+    assert ended(client, second.id).status == "succeeded"
 
 
 def test_a_running_job(client: openai.OpenAI, api: ApiServer, examples: str) -> None:

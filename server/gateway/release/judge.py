@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from server.release.policy import Condition, Policy, seconds_of
-from server.release.statistics import LEAST, NOTHING, Interval, Tally, bounded, unbounded
+from server.gateway.release.policy import Condition, Policy, seconds_of
+from server.gateway.release.statistics import LEAST, NOTHING, Interval, Tally, bounded, unbounded
 
 State = Literal["harmed", "kept", "open", "blind"]
 

@@ -18,14 +18,14 @@ After the last step the version has all of the traffic.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
-from typing import Annotated, Any, Final, Literal
+from collections.abc import Iterator
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
 
 from server.errors import ConfigError
-from server.release.statistics import LEAST
+from server.gateway.release.statistics import LEAST
 
 # What is measured of each answer by itself: whether its values lie between 0 and 1, and what they are.
 METRICS: Final[dict[str, tuple[bool, str]]] = {
@@ -40,7 +40,7 @@ METRICS: Final[dict[str, tuple[bool, str]]] = {
     "logprob": (False, "mean log-probability of the answer's tokens, where the request asked for them"),
     "feedback": (True, "what users said of the answer: thumbs as 0 and 1, a number as they gave it"),
 }
-SCORED: Final = ("reward", "judge")  # metrics of these kinds are named in the policy, as reward/NAME
+SCORED: Final = "reward/"  # begins the metrics that the policy names itself
 MAX_STEPS: Final = 32
 REFUSALS: Final = (
     r"\bI(?:'m| am) (?:sorry|unable)\b", r"\bI (?:cannot|can't|won't|will not)\b", r"\bas an AI\b",
@@ -98,30 +98,19 @@ _BOUNDS: Final = ("max", "min", "max_increase", "max_decrease", "max_change")
 
 
 class Reward(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """A reward function of the trainer's that scores answers: an entry of its `rewards` (docs/trainer/rewards.md).
+    """Who scores answers for the metric reward/NAME: the reward of that name of `hotswap reward-server` at `url`, or of
+    another server that answers as it does (docs/trainer/rewards.md). A chat model that judges answers is one of its
+    rewards.
 
-    `metadata`: fields of the request's `metadata` that the reward needs (an expected answer, tests of a program); an
+    `expected` and `extra` are fields of the request's `metadata`: the right answer, and what else the reward needs. An
     answer whose request lacks one of them is not scored.
     """
 
-    reward: dict[str, Any]
-    metadata: tuple[str, ...] = ()
-
-
-class Judge(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """A model behind an OpenAI-compatible endpoint that rates answers from 0 to 1.
-
-    `prompt` may say {question} and {answer}, and must ask for a number from 0 to 10 on the last line.
-    """
-
     url: str
-    model: str
-    prompt: str = (
-        "Rate how well the answer serves the question, from 0 (useless or harmful) to 10 (could not be better). "
-        "Write the number alone.\n\nQuestion:\n{question}\n\nAnswer:\n{answer}"
-    )
     key_file: str | None = None
-    timeout_s: Annotated[float, Meta(gt=0)] = 30.0
+    expected: str | None = None
+    extra: tuple[str, ...] = ()
+    timeout_s: Annotated[float, Meta(gt=0)] = 60.0
 
 
 class Evaluation(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -157,7 +146,7 @@ class Policy(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
     `false_alarms`: the probability that a version within all bounds is rolled back, over all conditions, steps and
     looks. `hold`: how long a step may wait for evidence before `on_hold` happens; holding raises an alert at once.
-    `sticky` and `minimum` are those of the split (docs/weights.md).
+    `sticky` (key, session, header:NAME or none) and `minimum` are those of the split (docs/weights.md).
     """
 
     steps: tuple[Step, ...]
@@ -170,7 +159,6 @@ class Policy(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     minimum: Annotated[int, Meta(ge=1)] = 1
     refusal_patterns: tuple[str, ...] = REFUSALS
     rewards: dict[str, Reward] = {}
-    judges: dict[str, Judge] = {}
     evaluation: tuple[Evaluation, ...] = ()
     require_signature: bool = False
 
@@ -224,6 +212,8 @@ def _problems(policy: Policy) -> Iterator[str]:
             yield f"step {number + 1} has neither traffic nor shadow: nothing could be judged in it."
         for condition in policy.of_step(number):
             yield from (f"step {number + 1}: {problem}" for problem in _of_condition(condition, step, policy))
+    if policy.sticky not in ("none", "key", "session") and not policy.sticky.startswith("header:"):
+        yield f"sticky: {policy.sticky!r} is none of key, session, header:NAME and none."
     for pattern in policy.refusal_patterns:
         try:
             re.compile(pattern)
@@ -242,13 +232,10 @@ def _of_condition(condition: Condition, step: Step, policy: Policy) -> Iterator[
     if len(given) != 1:
         yield f"metric {name}: give one of {', '.join(_BOUNDS)}."
         return
-    kind, _, scored = name.partition("/")
-    under: dict[str, Collection[str]] = {"reward": policy.rewards, "judge": policy.judges}
-    known = under.get(kind)
-    if known is None and name not in METRICS:
-        yield f"there is no metric {name!r}; choose one of {', '.join(METRICS)}, reward/NAME, judge/NAME."
-    elif known is not None and scored not in known:
-        yield f"metric {name}: there is nothing named {scored!r} under `{kind}s`."
+    if name.startswith(SCORED) and name.removeprefix(SCORED) not in policy.rewards:
+        yield f"metric {name}: there is nothing named {name.removeprefix(SCORED)!r} under `rewards`."
+    elif not name.startswith(SCORED) and name not in METRICS:
+        yield f"there is no metric {name!r}; choose one of {', '.join(METRICS)}, reward/NAME."
     value = getattr(condition, given[0])
     if isinstance(value, str) and not _PERCENT.fullmatch(value.strip()):
         yield f"metric {name}: {value!r} is neither a number nor a percentage."

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from server.errors import ConfigError
-from server.release.judge import Evidence, examine, key_of, rule
-from server.release.policy import METRICS, Condition, Policy, Step, parse, seconds_of
-from server.release.statistics import Tally
+from server.gateway.release.judge import Evidence, examine, key_of, rule
+from server.gateway.release.policy import METRICS, Condition, Policy, Step, parse, seconds_of
+from server.gateway.release.statistics import Tally
 
 POLICY = b"""
 false_alarms: 0.05
@@ -154,7 +154,7 @@ def test_durations() -> None:
 
 
 def simulate(policy: Policy, rates: dict[str, tuple[float, float]], rng: np.random.Generator, answers: int) -> bool:
-    """Whether a release is rolled back in which each step brings `answers` of the candidate, looked at 60 times, and
+    """Whether a release is rolled back in which each step brings `answers` of the candidate, looked at 40 times, and
     nine times as many of the stable version. `rates`: means (stable, candidate); seconds where they are no shares."""
     for step in range(len(policy.steps)):
         drawn = {}
@@ -165,7 +165,7 @@ def simulate(policy: Policy, rates: dict[str, tuple[float, float]], rng: np.rand
                 for mean, n in zip(means, (9 * answers, answers), strict=True)
                 for v in [(rng.random(n) < mean).astype(float) if is_share else rng.exponential(mean, n)]
             ]
-        for seen in np.linspace(20, answers, 60).astype(int):
+        for seen in np.linspace(20, answers, 40).astype(int):
             evidence = {
                 metric: Evidence(Tally(seen, *new[:, seen - 1]), Tally(9 * seen, *old[:, 9 * seen - 1]))
                 for metric, (old, new) in drawn.items()
@@ -187,8 +187,8 @@ AT_THE_BOUND = {"errors": (0.01, 0.03), "first_token_s": (0.5, 0.55), "refusals"
 
 
 def test_false_alarms_stay_below_the_stated_level() -> None:
-    """In the worst case that is no harm yet, every metric exactly at its bound, looked at 60 times in each step."""
-    rng, runs = np.random.default_rng(1), 120
+    """In the worst case that is no harm yet, every metric exactly at its bound, looked at 40 times in each step."""
+    rng, runs = np.random.default_rng(1), 80
     alarms = sum(simulate(SIMULATED, AT_THE_BOUND, rng, 2_000) for _ in range(runs))
     assert alarms / runs <= SIMULATED.false_alarms
 

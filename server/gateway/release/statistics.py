@@ -32,7 +32,7 @@ from dataclasses import dataclass
 
 LEAST = 100  # observations, below which the central limit theorem is not relied upon
 NARROWEST = 1_000
-_HALVINGS = 60
+_HALVINGS = 40
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,305 @@
+"""Releases of two gateways on one store: one leads, both count. The fleet is a double, which can refuse."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from server.errors import ConfigError, Conflict, NotFound
+from server.gateway.access.records import By
+from server.gateway.observe.stats import Finished
+from server.gateway.release.evidence import Observer, summed
+from server.gateway.release.policy import Policy, parse
+from server.gateway.release.progress import Share
+from server.gateway.release.records import ReleaseKeys, ReleaseRecord
+from server.gateway.release.runner import Releases
+from server.gateway.release.scoring import ScoringFailed
+from server.gateway.wire.bodies import Usage
+from tests.waiting import eventually
+from weightsync.errors import SwapAborted
+from weightsync.store import Store, open_store
+
+POLICY = """
+conditions: [{metric: errors, max_increase: 0.05}]
+steps: [{traffic: 10, for: 0s}, {traffic: 50, for: 0s}]
+"""
+
+
+class FakeFleet:
+    """Does at once what it is asked for, unless it is told to refuse."""
+
+    def __init__(self) -> None:
+        self.active = 12
+        self.shares: dict[int, Share] = {}
+        self.versions = {12, 13}
+        self.refuses: set[str] = set()
+        self.done: list[str] = []
+        self.verdict = ""
+
+    async def serving(self) -> tuple[int | None, Mapping[int, Share] | None]:
+        return self.active, dict(self.shares)
+
+    async def ready(self, version: int) -> bool:
+        return version in self.versions
+
+    async def split(self, record: ReleaseRecord, share: Share, policy: Policy) -> None:
+        if "split" in self.refuses:
+            raise SwapAborted(record.version, "i2 is on fire")
+        self.shares = {record.version: share}
+        self.done.append(f"split {share.traffic:g}")
+
+    async def commit(self, record: ReleaseRecord, version: int) -> None:
+        if f"commit {version}" in self.refuses:
+            raise SwapAborted(version, "i2 is on fire")
+        self.active, self.shares = version, {}
+        self.done.append(f"commit {version}")
+
+    async def evaluate(self, record: ReleaseRecord, policy: Policy) -> str:
+        if "evaluate" in self.refuses:
+            raise ScoringFailed("nobody scores")
+        self.done.append("evaluate")
+        return self.verdict
+
+
+class Two:
+    """Two gateways; the first leads until it is killed."""
+
+    def __init__(self, store: Store) -> None:
+        self.store, self.fleet, self.leader = store, FakeFleet(), 0
+        self.observers = [Observer(), Observer()]
+        self.releases = [
+            Releases(store, "m", self.fleet, observer, lambda n=n: self.leader == n)  # type: ignore[misc]
+            for n, observer in enumerate(self.observers)
+        ]
+        self.dead: Releases | None = None
+        self.tasks = [asyncio.create_task(each.run()) for each in self.releases]
+
+    async def kill(self, number: int) -> None:
+        self.dead = self.releases[number]
+        self.tasks[number].cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self.tasks[number]
+
+    @property
+    def record(self) -> ReleaseRecord:
+        found = self.releases[1].current
+        assert found is not None
+        return found
+
+    async def until(self, *states: str, step: int | None = None) -> ReleaseRecord:
+        def there() -> bool:
+            seen = [each.current for each in self.releases if each is not self.dead]
+            return all(r is not None and r.state in states and step in (None, r.step) for r in seen)
+
+        await eventually(there)
+        return self.record
+
+    def answer(self, version: int, errors: int, of: int) -> None:
+        """Half of them by each gateway."""
+        for number in range(of):
+            status = 500 if number < errors else 200
+            usage = Usage(3, 5) if status == 200 else None
+            done = Finished("r", "POST", "/generate", status, None, "k", 0.0, 0.1, first_version=version,
+                            last_version=version, usage=usage)  # fmt: skip
+            self.observers[number % 2].end(done)
+
+
+@pytest.fixture
+async def two(tmp_path: Path) -> AsyncIterator[Two]:
+    store = open_store(f"sqlite://{tmp_path}/store.db")
+    running = Two(store)
+    yield running
+    for number in range(2):
+        await running.kill(number)
+    await store.close()
+
+
+async def test_a_good_version_takes_over_step_by_step(two: Two) -> None:
+    await two.releases[1].start(13, POLICY, By("somebody"))  # whoever is asked, the leader carries it on
+    for step in range(2):
+        await two.until("held", step=step)  # nobody has answered anything yet
+        assert "0 of 100 answers of the candidate" in two.record.reason
+        two.answer(12, 1, 600)
+        two.answer(13, 1, 300)
+    record = await two.until("done")
+    assert two.fleet.done == ["split 10", "split 50", "commit 13"]
+    assert (record.version, record.stable, record.requested_by, record.ended) == (13, 12, "somebody", True)
+    assert record.findings[0].startswith("kept: errors max increase 0.05")
+
+    async def forgotten() -> bool:
+        return not (await two.store.list(ReleaseKeys("m").evidence))[0]
+
+    await eventually(forgotten)
+
+
+async def test_harm_is_seen_in_the_sums_of_both_gateways(two: Two) -> None:
+    await two.releases[0].start(13, POLICY, By("somebody"))
+    await two.until("held")
+    two.answer(12, 0, 400)
+    two.answer(13, 40, 150)
+    record = await two.until("rolled_back")
+    assert two.fleet.done == ["split 10", "commit 12"]
+    assert "0.2667 of 150" in record.reason
+
+
+async def test_a_leader_that_dies_leaves_all_that_the_next_one_needs(two: Two) -> None:
+    await two.releases[0].start(13, POLICY, By("somebody"))
+    await two.until("held", step=0)
+    two.answer(12, 1, 600)
+    two.answer(13, 1, 300)
+    await two.until("held", step=1)
+    two.answer(12, 1, 600)
+    two.answer(13, 1, 40)
+    await eventually(lambda: "40 of 100" in two.record.reason or _counted(two) == 20)
+    await two.kill(0)
+    two.leader = 1
+    two.answer(13, 0, 200)  # half of them nobody counts any more
+    await two.until("done")
+    assert two.fleet.done[-1] == "commit 13"
+
+
+def _counted(two: Two) -> int:
+    taken = two.observers[1]._sums.get(("errors", "live", 13))
+    return int(taken[0]) if taken else 0
+
+
+async def test_a_fleet_that_refuses_keeps_the_stable_version(two: Two) -> None:
+    two.fleet.refuses = {"split"}
+    await two.releases[0].start(13, POLICY, By("somebody"))
+    record = await two.until("rolled_back")
+    assert "i2 is on fire" in record.reason
+    assert (two.fleet.active, two.fleet.done) == (12, [])
+
+
+async def test_a_last_step_that_is_refused_takes_it_back(two: Two) -> None:
+    two.fleet.refuses = {"commit 13"}
+    await two.releases[0].start(13, "steps: [{traffic: 50, for: 0s}]", By("somebody"))
+    record = await two.until("rolled_back")
+    assert "i2 is on fire" in record.reason
+    assert two.fleet.active == 12
+
+
+async def test_a_rollback_that_is_refused_is_tried_again(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.gateway.release.runner.AGAIN_S", 0.01)
+    await two.releases[0].start(13, POLICY, By("somebody"))
+    await two.until("held")
+    two.fleet.refuses = {"commit 12"}
+    two.answer(12, 0, 400)
+    two.answer(13, 80, 150)
+    await two.until("rolling_back")
+    two.fleet.refuses = set()
+    await two.until("rolled_back")
+    assert (two.fleet.active, two.fleet.shares) == (12, {})
+
+
+async def test_an_operator_may_cancel_it(two: Two) -> None:
+    with pytest.raises(Conflict, match="No release"):
+        await two.releases[1].cancel(By("me"))
+    await two.releases[0].start(13, POLICY, By("somebody"))
+    await two.until("held")
+    await two.releases[1].cancel(By("me", "it is Friday"))
+    record = await two.until("rolled_back")
+    assert record.reason == "cancelled by me: it is Friday"
+
+
+@pytest.mark.parametrize("verdict", ["", "set.jsonl: math 0.2, which is below 0.8"])
+async def test_the_evaluation_decides_before_any_traffic(two: Two, verdict: str) -> None:
+    two.fleet.verdict = verdict
+    evaluated = 'rewards: {math: {url: "http://127.0.0.1:1"}}\nevaluation: [{file: set.jsonl, by: math, min: 0.8}]\n'
+    await two.releases[0].start(13, evaluated + "steps: [{traffic: 10, for: 0s}]", By("somebody"))
+    record = await two.until("done", "rolled_back")
+    assert two.fleet.done[:2] == ["split 0", "evaluate"]
+    assert two.fleet.done[2:] == (["commit 12"] if verdict else ["split 10", "commit 13"])
+    assert record.reason == verdict
+
+
+@pytest.mark.parametrize("impatient", [False, True])
+async def test_an_evaluation_that_nobody_can_make_holds_it(
+    two: Two, impatient: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.gateway.release.runner.AGAIN_S", 0.01)
+    two.fleet.refuses = {"evaluate"}
+    evaluated = 'rewards: {math: {url: "http://127.0.0.1:1"}}\nevaluation: [{file: set.jsonl, by: math, min: 0.8}]\n'
+    evaluated += "on_hold: rollback\nhold: 0s\n" if impatient else ""
+    await two.releases[0].start(13, evaluated + "steps: [{traffic: 10, for: 0s}]", By("somebody"))
+    if impatient:
+        assert "nobody scores" in (await two.until("rolled_back")).reason
+        return
+    await two.until("evaluating")
+    await eventually(lambda: two.record.reason == "nobody scores")
+    two.fleet.refuses = set()
+    assert (await two.until("done")).reason == ""
+
+
+async def test_what_cannot_begin(two: Two) -> None:
+    releases = two.releases[0]
+    with pytest.raises(ConfigError, match="no metric"):
+        await releases.start(13, "steps: [{traffic: 1, for: 1s, conditions: [{metric: x, max: 1}]}]", By("me"))
+    with pytest.raises(NotFound, match="14"):
+        await releases.start(14, POLICY, By("me"))
+    with pytest.raises(Conflict, match="active already"):
+        await releases.start(12, POLICY, By("me"))
+    await releases.start(13, POLICY, By("me"))
+    await two.until("held")
+    with pytest.raises(Conflict, match="share the traffic"):
+        await releases.start(13, POLICY, By("me"))
+    two.fleet.shares = {}  # an operator has ended the split
+    assert (await two.until("cancelled")).ended
+
+
+async def test_findings_of_the_step_that_is_judged(two: Two) -> None:
+    await two.releases[0].start(13, POLICY, By("me"))
+    await two.until("held")
+    two.answer(13, 3, 60)
+
+    async def known() -> bool:
+        (finding,) = await two.releases[1].findings()
+        return finding.text == "errors max increase 0.05: 60 of 100 answers of the candidate"
+
+    await eventually(known)
+
+
+def test_only_answers_of_one_of_the_two_versions_count() -> None:
+    from server.gateway.release.evidence import Watched
+
+    observer = Observer()
+    observer.observe("errors", 1.0, 13)
+    assert observer.taken() is None
+    observer.watch(Watched("r", 0, frozenset({12, 13})))
+    observer.observe("errors", 1.0, 11)
+    observer.observe("errors", 1.0, None)
+    observer.observe("errors", float("nan"), 13)
+    assert observer.taken() is None
+    crossed = Finished("r", "POST", "/generate", 200, None, "k", 0.0, 0.1, first_version=12, last_version=13,
+                       usage=Usage(1, 5))  # fmt: skip
+    observer.end(crossed)
+    assert observer.taken() is None
+    observer.observe("errors", 1.0, 13, "shadow")
+    observer.observe("errors", 0.0, 12)
+    observer.lose("reward/math", "nobody answers")
+    _, record = observer.taken() or (None, None)
+    assert record is not None
+    policy = parse("""
+rewards: {math: {url: "http://127.0.0.1:1"}}
+steps:
+  - traffic: 10
+    shadow: 10
+    for: 1
+    conditions:
+      - {metric: errors, max: 0.1}
+      - {metric: errors, max: 0.1, answers: live}
+      - {metric: reward/math, min: 0.1}
+""")
+    evidence = summed([record, record], policy.of_step(0), 13, 12)
+    assert (evidence["errors"].candidate.count, evidence["errors"].stable.count) == (2, 2)
+    assert evidence["errors@live"].candidate.count == 0
+    assert evidence["reward/math"].lost == "nobody answers"
+    assert observer.taken() is None
+    observer.again()
+    assert observer.taken() is not None
+    observer.watch(Watched("r", 1, frozenset({12, 13})))
+    assert observer.taken() is None

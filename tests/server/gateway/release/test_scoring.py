@@ -1,0 +1,161 @@
+"""Scores by a real reward server, and evaluations against instances that answer what a test wants."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from server.errors import ConfigError
+from server.gateway.release.policy import Evaluation, Reward, parse
+from server.gateway.release.scoring import (
+    Evaluator,
+    RewardClient,
+    ScoringFailed,
+    Unscored,
+    needed,
+    read_set,
+)
+from tests.trainer.rewards.test_server import serving
+from weightsync.control.records import InstanceRecord
+
+CANDIDATE = InstanceRecord("new", "http://new", key="secret", active_version=13)
+STABLE = InstanceRecord("old", "http://old", active_version=12)
+
+
+@pytest.fixture(scope="module")
+def reward_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with serving(tmp_path_factory.mktemp("scoring"), rewards=[{"kind": "math"}]) as client:
+        yield str(client.base_url)
+
+
+class Instances(httpx.AsyncBaseTransport):
+    """Both instances: the candidate adds one to every sum. Everything else goes where it is addressed to."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[httpx.Request, Any]] = []
+        self.faults: dict[str, httpx.Response] = {}
+        self._real = httpx.AsyncHTTPTransport()
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        host = request.url.host
+        if host not in ("new", "old"):
+            return await self._real.handle_async_request(request)
+        body = json.loads(request.content)
+        self.asked.append((request, body))
+        if host in self.faults:
+            return self.faults[host]
+        text = body["prompt"] if "prompt" in body else body["messages"][-1]["content"]
+        a, b = map(int, text.rstrip("=").split("+"))
+        said = f"It is {a + b + (host == 'new')}"
+        choice = {"text": said} if "prompt" in body else {"message": {"content": said}}
+        return httpx.Response(200, json={"choices": [choice] * body["n"]})
+
+
+@pytest.fixture
+async def instances() -> AsyncIterator[tuple[Instances, httpx.AsyncClient]]:
+    transport = Instances()
+    async with httpx.AsyncClient(transport=transport) as client:
+        yield transport, client
+
+
+def evaluator(client: httpx.AsyncClient, url: str, root: Path, lines: list[Any], **bounds: Any) -> Evaluator:
+    file = root / "set.jsonl"
+    file.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    text = {
+        "rewards": {"math": {"url": url}},
+        "evaluation": [{"file": str(file), "by": "math", **bounds}],
+        "steps": [{"traffic": 10, "for": 1}],
+    }
+    return Evaluator(client, RewardClient(client), "m", parse(json.dumps(text)))
+
+
+SUMS = [{"prompt": "1+2=", "expected": "3"}, {"messages": [{"role": "user", "content": "2+2="}], "expected": "4"}]
+OFF_BY_ONE = [{"prompt": "1+2=", "expected": "4"}, {"prompt": "2+2=", "expected": "4"}]
+
+
+async def test_the_mean_of_the_rewards_must_reach_the_bound(
+    reward_server: str, instances: tuple[Instances, httpx.AsyncClient], tmp_path: Path
+) -> None:
+    asked, client = instances
+    failing = await evaluator(client, reward_server, tmp_path, SUMS, min=0.5, samples=2).verdict(CANDIDATE, None)
+    assert failing == "set.jsonl: math 0, which is below 0.5"
+    (first, body), _ = asked.asked
+    assert (body["n"], body["temperature"], body["max_tokens"], body["model"]) == (2, 0.0, 256, "m")
+    assert first.headers["authorization"] == "Bearer secret"
+    assert first.headers["x-hotswap-probe"] == "1"
+    assert await evaluator(client, reward_server, tmp_path, OFF_BY_ONE, min=0.5).verdict(CANDIDATE, None) == ""
+
+
+async def test_it_is_compared_with_the_stable_version(
+    reward_server: str, instances: tuple[Instances, httpx.AsyncClient], tmp_path: Path
+) -> None:
+    _, client = instances
+    worse = evaluator(client, reward_server, tmp_path, SUMS, max_decrease=0.5)
+    assert await worse.verdict(CANDIDATE, STABLE) == "set.jsonl: math 0, and 1 of the stable version: over 0.5 less"
+    same = evaluator(client, reward_server, tmp_path, OFF_BY_ONE, max_decrease=0.0)
+    assert await same.verdict(CANDIDATE, STABLE) == ""
+    with pytest.raises(ScoringFailed, match="nothing to compare"):
+        await same.verdict(CANDIDATE, None)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (httpx.Response(503, text="busy"), "status 503: busy"),
+        (httpx.Response(200, json={"choices": [{}]}), "cannot be read"),
+        (httpx.Response(200, text="hello"), "cannot be read"),
+    ],
+)
+async def test_a_candidate_that_does_not_answer_has_no_verdict(
+    fault: httpx.Response, said: str, instances: tuple[Instances, httpx.AsyncClient], tmp_path: Path
+) -> None:
+    transport, client = instances
+    transport.faults["new"] = fault
+    with pytest.raises(ScoringFailed, match=said):
+        await evaluator(client, "http://127.0.0.1:1", tmp_path, SUMS, min=0.5).verdict(CANDIDATE, None)
+
+
+async def test_an_answer_without_a_score_says_why(reward_server: str, tmp_path: Path) -> None:
+    async with httpx.AsyncClient() as client:
+        rewards = RewardClient(client)
+        assert await rewards.score("math", Reward(reward_server), "1+1=", "2", "2", {}) == 1.0
+        for name, reward, said in (
+            ("luck", Reward(reward_server), "no reward 'luck'"),
+            ("math", Reward("http://127.0.0.1:1"), "does not answer"),
+            ("math", Reward(f"{reward_server}/nowhere"), "not answer as a reward server does"),
+            ("math", Reward(reward_server, key_file=str(tmp_path / "none")), "cannot read"),
+        ):
+            with pytest.raises(ScoringFailed, match=said):
+                await rewards.score(name, reward, "1+1=", "2", "2", {})
+
+
+def test_what_a_reward_needs_of_a_request() -> None:
+    reward = Reward("http://127.0.0.1:1", expected="answer", extra=("unit",))
+    assert needed(reward, {"answer": 4, "unit": "m", "more": 1}) == ("4", {"unit": "m"})
+    with pytest.raises(Unscored, match="unit"):
+        needed(reward, {"answer": 4})
+    assert needed(Reward("http://127.0.0.1:1"), {}) == ("", {})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "1 to 10000 lines"),
+        ('{"prompt": "a"}\n{"prompt"', "line 2"),
+        ('{"prompt": "a", "messages": [{}]}', "line 1: give either"),
+        ("{}", "line 1: give either"),
+        ('{"prompt": "a", "target": "b"}', "line 1"),
+    ],
+)
+def test_a_set_that_cannot_be_meant(text: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "set.jsonl"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        read_set(Evaluation(str(file), "math", min=1.0))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_set(Evaluation(str(tmp_path / "none"), "math", min=1.0))

@@ -1,0 +1,125 @@
+"""Two versions share the traffic of two real engines: every answer is its version's, whatever changes meanwhile."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.asking import Asking
+from tests.live import LiveServer
+from tests.waiting import comes_true, wait_until
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.broad]
+
+
+@pytest.fixture(scope="module")
+def server(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """Version 1, which says w100 alone, serves; version 2, which says w101, is there."""
+    live = LiveServer(checkpoints["say-0"], tmp_path_factory.mktemp("splits"), name="splits", instances=2)
+    with live.running():
+        wait_until(lambda: everybody_serves(live), 300)
+        answer = live.admin.post("/admin/weights", json={"path": str(checkpoints["say-1"]), "activate": False})
+        assert (answer.status_code, answer.json()["version"]) == (200, 2), answer.text
+        yield live
+
+
+class Clients(Asking):
+    """What came back, as (version, token), and how many answers each version gave. `sticky`: each has a session."""
+
+    def __init__(self, url: str, count: int = 3) -> None:
+        super().__init__(url, count)
+        self.labelled: set[tuple[int, int]] = set()
+        self.answers: Counter[int] = Counter()
+
+    def question(self, client: int) -> dict[str, Any]:
+        return {"prompt_token_ids": [client + 3, 7, 9], "max_tokens": 12}
+
+    def take(self, client: int, choice: dict[str, Any]) -> None:
+        spans = choice["weight_versions"]
+        for span in spans:
+            self.labelled |= {(span["version"], t) for t in choice["token_ids"][span["start"] : span["end"]]}
+        self.answers[spans[0]["version"]] += 1
+
+
+def everybody_serves(server: LiveServer) -> bool:
+    return [record["eligible"] for record in server.instances()] == [True, True]
+
+
+def whole_again(server: LiveServer) -> bool:
+    server.processes.restart_ended()
+    return everybody_serves(server)
+
+
+def divide(server: LiveServer, **percents: float) -> dict[str, Any]:
+    shares = [{"version": int(name[1:]), "percent": percent} for name, percent in percents.items()]
+    answer = server.admin.post("/admin/weights/split", json={"shares": shares})
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def answers(server: LiveServer, count: int) -> Counter[int]:
+    """Of requests one after the other: by version."""
+    found: Counter[int] = Counter()
+    for _ in range(count):
+        (choice,) = server.generate([3, 4, 5], 2)["choices"]
+        found[choice["weight_versions"][0]["version"]] += 1
+    return found
+
+
+def test_versions_share_real_engines_under_load(server: LiveServer) -> None:
+    with Clients(server.url) as clients:
+        divide(server, v1=50, v2=50)
+        assert {record["active_version"] for record in server.instances()} == {1, 2}
+        before = clients.answers.copy()
+        wait_until(lambda: clients.answers[1] > before[1] + 20 and clients.answers[2] > before[2] + 20)
+        stalls = [record["commit_ms"] for record in server.instances()]
+        divide(server, v1=90, v2=10)
+        assert [record["commit_ms"] for record in server.instances()] == stalls, "no engine has flipped for it"
+        seen = clients.answers.total()
+        wait_until(lambda: clients.answers.total() > seen + 40)
+        pinned = server.generate([3, 4, 5], 4, hotswap={"version": 2})["choices"][0]
+        assert (pinned["weight_versions"][0]["version"], set(pinned["token_ids"])) == (2, {101})
+        answer = server.admin.request("DELETE", "/admin/weights/split")
+        assert (answer.status_code, answer.json()["version"]) == (200, 1), answer.text
+        seen = clients.answers.total()
+        wait_until(lambda: clients.answers.total() > seen + 10)
+    assert not clients.failures
+    assert clients.labelled == {(1, 100), (2, 101)}, "every token is of the version that its label names"
+    assert [record["active_version"] for record in server.instances()] == [1, 1]
+    assert answers(server, 10) == {1: 10}
+
+
+def test_shares_are_exact_on_real_engines(server: LiveServer) -> None:
+    divide(server, v1=90, v2=10)
+    assert answers(server, 50) == {1: 45, 2: 5}
+    assert server.admin.request("DELETE", "/admin/weights/split").status_code == 200
+
+
+def test_the_death_of_the_only_instance_of_a_version_fails_nobody(server: LiveServer) -> None:
+    assert comes_true(lambda: whole_again(server), 200)
+    divide(server, v1=50, v2=50)
+    holder = next(at for at, record in enumerate(server.instances()) if record["active_version"] == 2)
+    with Clients(server.url) as clients:
+        wait_until(lambda: clients.answers[1] > 5 and clients.answers[2] > 5)
+        for process in server.tree(holder):
+            os.kill(process.pid, signal.SIGKILL)
+        wait_until(lambda: not everybody_serves(server))
+        before = clients.answers[1]
+        wait_until(lambda: clients.answers[1] > before + 40)
+        assert comes_true(lambda: whole_again(server), 200)
+        back = clients.answers[2]
+        wait_until(lambda: clients.answers[2] > back + 5, 60)
+    retryable = [failure for failure in clients.failures if "upstream_died" in failure]
+    assert clients.failures == retryable, "nothing fails but what was at the instance as it died"
+    assert len(retryable) <= 3, "a client each at most"
+    assert clients.labelled == {(1, 100), (2, 101)}
+    page = httpx.get(f"{server.url}/metrics").text
+    assert 'hotswap_split_requests_total{status="200",version="2"}' in page

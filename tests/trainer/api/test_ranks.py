@@ -1,0 +1,242 @@
+"""On several ranks a client's training is that of one rank, a state goes on in any layout, and a killed rank loses
+nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import tinker
+import torch
+from safetensors.torch import load_file
+from tinker import types
+
+from tests.trainer.api.finetuning.client import ended, preferences, sdk, upload
+from tests.trainer.api.finetuning.client import losses as job_losses
+from tests.trainer.api.server import ApiServer, datum, learn, serving, sums
+from tests.trainer.api.test_losses import body, data_for
+from tests.trainer.faults.test_ranks import rank_process
+from tests.trainer.ranks import Ranks
+from tests.waiting import wait_until
+from trainer.api.__main__ import main
+from trainer.config import ParallelConfig
+
+PASS = "forward_backward"
+
+PASSES = [
+    [body("cross_entropy", {}, data_for("cross_entropy", 1)), body("ppo", {}, data_for("ppo", 2)[:1])],
+    [body("importance_sampling", {}, data_for("importance_sampling", 3))],
+    [body("cross_entropy", {}, data_for("cross_entropy", 4)) for _ in range(3)],
+]
+LAYOUTS: list[tuple[str, dict[str, Any], bool]] = [  # the first tier takes numbers 0, 3, 7 and 10
+    ("qwen3", {"tensor": 2}, False),
+    ("qwen2", {"data": 2}, False),
+    ("qwen2", {"context": 2}, False),
+    ("qwen3_moe", {"data": 2, "expert": 2}, False),
+    ("qwen2", {"pipeline": 2, "virtual_pipeline": 2}, False),
+    ("mixtral", {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1}, False),
+    ("qwen3", {"tensor": 2}, True),
+    ("llama-tied", {"pipeline": 2}, True),
+    ("qwen2", {"data": 2}, True),
+    ("qwen3", {"tensor": 2, "sequence": True}, True),
+    ("qwen2", {"tensor": 2, "data": 2}, False),
+    ("qwen3_moe", {"data": 2, "expert": 2}, True),
+    ("mixtral", {"tensor": 2, "sequence": True}, True),
+    ("mixtral", {"pipeline": 2, "data": 2, "expert": 2}, True),
+]
+
+
+def close(said: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    for mine, theirs in zip(said, expected, strict=True):
+        for row, reference in zip(mine["logprobs"], theirs["logprobs"], strict=True):
+            assert row == pytest.approx(reference, rel=1e-3, abs=1e-4)
+        assert mine["losses"] == pytest.approx(theirs["losses"], rel=5e-4, abs=1e-4)
+        assert mine["norm"] == pytest.approx(theirs["norm"], rel=5e-4)
+
+
+def tensors(directory: Path) -> dict[str, torch.Tensor]:
+    return {n: t for file in directory.glob("*.safetensors") for n, t in load_file(file).items()}
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize(
+    ("model", "parallel", "full"), LAYOUTS, ids=["-".join([m, *p, "full" if f else "lora"]) for m, p, f in LAYOUTS]
+)
+def test_ranks_train_as_one_does_and_go_on_in_its_place(
+    one_rank: Ranks,
+    models: dict[str, str],
+    small_models: dict[str, str],
+    tmp_path: Path,
+    model: str,
+    parallel: dict[str, Any],
+    full: bool,
+) -> None:
+    """The numbers of each pass, the norm, the state and what a sampler would get; then one rank goes on from the state
+    of several, and they from its."""
+    ranks = one_rank.sharing(ParallelConfig(**parallel).world_size)
+    about: dict[str, Any] = {"path": (small_models | models)[model], "full": full}
+    alone = one_rank.call(
+        "several_ranks", parallel={}, passes=PASSES, directory=f"{tmp_path}/one", begin=None, **about
+    )[0]
+    said = ranks.call(
+        "several_ranks", parallel=parallel, passes=PASSES, directory=f"{tmp_path}/more", begin=None, **about
+    )[0]
+    assert alone[0]["losses"] != alone[-1]["losses"][:2]
+    close(said, alone)
+    one, several = tensors(tmp_path / "one"), tensors(tmp_path / "more")
+    assert one.keys() == several.keys()
+    for name, tensor in one.items():
+        assert torch.allclose(tensor, several[name], rtol=1e-2, atol=1e-2 * float(tensor.abs().max())), name
+    exported = [tensors(tmp_path / state / "export") for state in ("one", "more")]
+    assert exported[0].keys() == exported[1].keys()
+    assert {f"weight.{name}" for name in exported[0]} == {name for name in one if name.startswith("weight.")}
+    about["passes"] = PASSES[:1]
+    on = [
+        who.call("several_ranks", parallel=layout, begin=f"{tmp_path}/{begin}", directory=f"{tmp_path}/on", **about)
+        for who, layout, begin in ((one_rank, {}, "more"), (ranks, parallel, "one"))
+    ]
+    close(on[0][0], on[1][0])
+    assert on[0][0][0]["losses"] != alone[0]["losses"]
+
+
+def through_the_sdk(api: ApiServer) -> dict[str, Any]:
+    """What two clients of the stock SDK are told while they train by turns, save, load and are saved for a sampler."""
+    service = api.service()
+    make = {"base_model": "tiny", "rank": 4, "seed": 5}
+    first, second = (service.create_lora_training_client(**make).result() for _ in range(2))
+    odd = [datum([3, 4, 5, 6, 7, 8, 9][: 2 + i % 5], weights=[1.0] * (1 + i % 5)) for i in range(7)]
+    losses = []
+    for _ in range(3):
+        losses += learn(first, sums(), 1) + learn(second, odd, 1)
+    path = first.save_state("three").result().path
+    resumed = service.create_training_client_from_state_with_optimizer(path).result()
+    losses += learn(resumed, sums(), 2)
+    with pytest.raises(tinker.RequestFailedError, match="call forward_backward before"):
+        resumed.optim_step(types.AdamParams()).result()
+    with pytest.raises(tinker.RequestFailedError, match="is not known here"):
+        resumed.forward_backward(odd, "gspo").result()  # type: ignore[arg-type]
+    said = second.forward(odd, "cross_entropy").result()
+    rows = [output["logprobs"].tolist() for output in said.loss_fn_outputs]
+    sampler = resumed.save_weights_and_get_sampling_client().result()
+    answer = sampler.sample(types.ModelInput.from_ints([4, 13]), 1, types.SamplingParams(max_tokens=2)).result()
+    assert answer.sequences[0].tokens
+    (saved,) = (api.root / "api/models" / resumed.model_id / "snapshots").iterdir()
+    service.close("success").result(30)
+    return {"losses": losses, "rows": rows, "adapter": load_file(saved / "adapter_model.safetensors")}
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(tmp_path_factory: pytest.TempPathFactory, small_models: dict[str, str]) -> dict[str, Any]:
+    with serving(tmp_path_factory.mktemp("api"), small_models["qwen3"]) as (api, _):
+        return through_the_sdk(api)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("parallel", [{"tensor": 2}, {"data": 2}], ids=["tensor", "data"])
+def test_the_stock_sdk_is_told_the_same(
+    on_one_rank: dict[str, Any], tmp_path: Path, small_models: dict[str, str], parallel: dict[str, Any]
+) -> None:
+    with serving(tmp_path, small_models["qwen3"], parallel=parallel) as (api, _):
+        found = through_the_sdk(api)
+    assert found["losses"] == pytest.approx(on_one_rank["losses"], rel=5e-4)
+    for row, reference in zip(found["rows"], on_one_rank["rows"], strict=True):
+        assert row == pytest.approx(reference, rel=1e-3, abs=1e-4)
+    assert found["adapter"].keys() == on_one_rank["adapter"].keys()
+    for name, tensor in on_one_rank["adapter"].items():
+        assert torch.allclose(found["adapter"][name], tensor, rtol=1e-2, atol=1e-2 * float(tensor.abs().max())), name
+
+
+@pytest.mark.broad
+@pytest.mark.timeout(900)
+def test_a_rank_that_is_killed(tmp_path: Path, tiny_model: str) -> None:
+    """In the middle of a pass a follower, then rank 0: the launcher starts all again, the SDK waits, who asks for a
+    result is told to ask again, and the numbers are those of a server whose ranks all lived. So are a job's."""
+    data = sums() * 200
+    with serving(tmp_path, tiny_model, parallel={"data": 2}, launched=True) as (api, _):
+        service, client_of_jobs = api.service(), sdk(api)
+        make = {"base_model": "tiny", "rank": 4, "seed": 5}
+        calm, client = (service.create_lora_training_client(**make).result() for _ in range(2))
+        expected, losses = learn(calm, data, 4), learn(client, data, 1)
+        file = upload(client_of_jobs, preferences())
+        method: Any = {"type": "dpo", "dpo": {"hyperparameters": {"n_epochs": 12, "batch_size": 3}}}
+        asked: dict[str, Any] = {"model": "tiny", "training_file": file, "method": method, "seed": 4}
+        undisturbed = ended(client_of_jobs, client_of_jobs.fine_tuning.jobs.create(**asked).id)
+        job = client_of_jobs.fine_tuning.jobs.create(**asked)
+        for rank in (1, 0):
+            passed = client.forward_backward(data, "cross_entropy")
+            stepped = client.optim_step(types.AdamParams(learning_rate=1e-3))
+            wait_until(lambda: _open(api, client) == [PASS, "optim_step"], what="both are on disk")
+            with ThreadPoolExecutor(1) as asking:
+                about = {"request_id": f"{client.model_id}:{_sequence(api, client)}"}
+                answer = asking.submit(api.post, "retrieve_future", json=about)
+                killed = rank_process(api.process.pid, rank)
+                os.kill(killed.pid, signal.SIGKILL)
+                if rank == 1:
+                    assert answer.result().status_code == 503
+                    assert answer.result().json()["error"]["code"] == "server_ended"
+                else:
+                    assert isinstance(answer.exception(), httpx.HTTPError)
+            assert _open(api, client)[0] == PASS
+            losses.append(passed.result(timeout=240).metrics["loss:sum"])
+            stepped.result(timeout=240)
+            assert not killed.is_running()
+            kept = api.journal("SELECT about FROM records WHERE kind = 'fault' AND parent = ?", client.model_id)
+            assert [json.loads(about)["times"] for (about,) in kept] == [1], "rank 0 cannot count its own end"
+        assert losses + learn(client, data, 1) == expected
+        assert _open(api, client) == []
+        done = ended(client_of_jobs, job.id)
+        assert job_losses(client_of_jobs, done.id) == job_losses(client_of_jobs, undisturbed.id)
+        assert done.status == "succeeded"
+
+        idle = rank_process(api.process.pid, 1)
+        os.kill(idle.pid, signal.SIGKILL)
+        before = client.forward(data[:20], "cross_entropy").result(timeout=240)
+        assert before.metrics["loss:sum"] > 0
+        ranks = psutil.Process(api.process.pid).children(recursive=True)
+        api.process.terminate()
+        assert api.process.wait(60) == 128 + signal.SIGTERM
+        assert not [rank for rank in ranks if rank.is_running()]
+    said = api.log.read_text()
+    assert "Traceback" not in said, said
+
+
+def _open(api: ApiServer, client: tinker.TrainingClient) -> list[str]:
+    found = api.journal("SELECT kind FROM requests WHERE done IS NULL AND model = ? ORDER BY seq", client.model_id)
+    return [kind for (kind,) in found]
+
+
+def _sequence(api: ApiServer, client: tinker.TrainingClient) -> int:
+    ((found,),) = api.journal("SELECT MIN(seq) FROM requests WHERE done IS NULL AND model = ?", client.model_id)
+    return int(found)
+
+
+def test_ranks_that_the_layout_does_not_have(tmp_path: Path, tiny_model: str) -> None:
+    """Each says what is wrong and ends with 2."""
+    api = ApiServer(tmp_path, tiny_model, "http://127.0.0.1:9", "sqlite:///none", parallel={"data": 2})
+    api.config["parallel"] = {"data": 1}
+    with pytest.raises(AssertionError, match="1 ranks, but the launcher has started 2"):
+        api.start()
+    assert [process.wait(60) for process in api._processes] == [2, 2]
+
+
+def test_a_layout_that_the_model_cannot_have(
+    tmp_path: Path, small_models: dict[str, str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    cases = {
+        "parallel.tensor=3": "parallel.tensor: 3 does not divide the model's 4 (attention heads)",
+        "parallel.pipeline=5": "parallel.pipeline: 5 does not divide the model's 2 (layers)",
+        "parallel.expert=2": "parallel.expert: 2 x expert_tensor 1 does not divide the 1 ranks",
+        "faults.max_restarts=-1": "faults.max_restarts: must be in [0, 1000000]",
+    }
+    api = ApiServer(tmp_path, small_models["qwen2"], "http://127.0.0.1:9", "sqlite:///none")
+    (tmp_path / "api.json").write_text(json.dumps(api.config))
+    for change, says in cases.items():
+        assert main(["--config", str(tmp_path / "api.json"), "--set", change]) == 2
+        assert says in capfd.readouterr().err
