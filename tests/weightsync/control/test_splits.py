@@ -32,6 +32,7 @@ from weightsync.control.records import (
 from weightsync.control.state import REPLACE_S, Ask, Step, View, Wait, decide, depends_on
 from weightsync.errors import BadSplit, NotEnoughInstances
 
+STORES = ["sqlite", "etcd"]
 HALF = SplitRecord((ShareRecord(2, 50.0),))
 PLACED = SplitRecord((ShareRecord(2, 50.0, ("a",), "f2"),))
 
