@@ -336,7 +336,7 @@ MUTATIONS: list[Mutation] = [
         ("return -math.log(drawn) / self._percents[version]", "return -math.log(drawn)"),
         ("if own is not None and own.version is not None:", "if own is not None:"),
         ("able = [v for v in versions if self._percents[v] > 0]", "able = versions"),
-        ("if request.share is None or not self._can_answer(request.share):", "if True:"),
+        ("chosen = request.share if request.share in meant else self._choose(meant, value)", "chosen = self._choose(meant, value)"),
         ("            return  # it was placed anew at most, and the turns go on\n", "            pass\n"),
         ("return any(i.record.active_version == version and i.health.admits(now) for i in self._serving)", "return False"),
     ]),
