@@ -47,6 +47,7 @@ BATCH = 100  # keys that one transaction deletes: etcd takes 128
 Action = Literal[
     "publish", "activate", "rollback", "split", "commit", "revert", "done", "abort",
     "key_create", "key_change", "key_rotate", "key_revoke", "key_forget", "inference_open",
+    "policy", "approval_wait", "approve", "refuse", "lapse",
 ]  # fmt: skip
 ACTIONS: tuple[Action, ...] = get_args(Action)
 
