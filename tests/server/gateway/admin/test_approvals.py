@@ -14,11 +14,14 @@ from typer.testing import CliRunner
 
 from server.cli.app import app
 from server.cli.errors import CliError
-from server.gateway.access.approvals import PENDING, POLICY, PendingRecord
+from server.gateway.access.approvals import PENDING, POLICY, Approvals, PendingRecord, PolicyRecord
+from server.gateway.access.records import By
 from tests.server.gateway.harness import ADMIN_KEY, KEYS, MODEL, RunningGateway, new_key, running_gateway
 from tests.waiting import wait_until
 from weightsync.control import chain
+from weightsync.control.activation import Approval
 from weightsync.control.records import ActiveRecord, VersionRecord
+from weightsync.errors import Conflict
 
 
 @pytest.fixture
@@ -171,6 +174,11 @@ async def test_a_policy_that_guards_itself(gateway: RunningGateway) -> None:
     last = ledger(gateway)[-1]
     assert (last.action, last.who, last.subject) == ("policy", "admin key", f"approved by key second ({second_id})")
     assert "nothing needs approval" in last.outcome
+    again = Approvals(gateway.store.store, MODEL)  # what does not wait any more is approved by nobody
+    consent = Approval(f"{PENDING}{MODEL}/{answer['pending']['id']}", 1, "somebody")
+    with pytest.raises(Conflict):
+        gateway.store.run(again.put_policy(PolicyRecord(("split",)), By("x"), consent))
+    assert (await ask(gateway, "GET", "/policy"))[1]["approvals"] == []
 
 
 async def test_a_policy_that_cannot_be_read_lets_nothing_pass(gateway: RunningGateway) -> None:
