@@ -291,6 +291,15 @@ MUTATIONS: list[Mutation] = [
         ("            staging.task.cancel()\n        if staging.unwanted", "        if staging.unwanted"),
         ("return self._staging.task.done() and not self._staging.unwanted", "return self._staging.task.done()"),
     ]),
+    *of(ACCESS + "approvals.py", GW + "admin/test_approvals.py", changes=[
+        ("if action not in rule.approvals:", "if not rule.approvals:"),
+        ("if pending.digest == by.digest.hex():", "if pending.who == by.reason:"),
+        ("if time.time() < pending.until:", "if pending.until:"),
+        ("            compares[approval.key] = approval.revision\n", ""),
+    ]),
+    *of("server/gateway/admin/weights.py", GW + "admin/test_approvals.py", changes=[
+        ("body.version == now.previous else", "body.version else"),
+    ]),
     *of("weightsync/control/chain.py", WS + "control/test_chain.py", changes=[
         ("if conflict.key != HEAD:", "if conflict.key == HEAD:"),
         ("linked = entry.after(head)", "linked = entry.after(HeadRecord(head.number))"),
@@ -306,8 +315,8 @@ MUTATIONS: list[Mutation] = [
         ("puts, *history.ledger_entries(board, step))", "puts)"),
     ]),
     *of("weightsync/control/activation.py", WS + "control/test_activation.py", changes=[
-        ("{**(fence or {}), **ready}", "{**ready}"),
-        ("{**(fence or {}), **ready}", "{**(fence or {})}"),
+        ("{**fence, **ready}", "{**ready}"),
+        ("{**fence, **ready}", "{**fence}"),
     ]),
     *of("weightsync/control/state.py", WS + "control/test_splits.py", changes=[
         ("and left and whole and swap.canary", "and left and swap.canary"),
