@@ -19,6 +19,8 @@ OURS = {
     "peer": "server.cli.commands",
     "train": "server.cli.commands",
     "train-server": "server.cli.commands",
+    "approve": "server.cli.approvals",
+    "policy": "server.cli.approvals",
     "reward-server": "server.cli.commands",
 }
 GROUPS = {

@@ -97,14 +97,14 @@ def policies(
     if (put is not None or delete) and (name is None or (put is not None and delete)):
         raise CliError("name the policy, and say one of --put FILE and --delete")
     if put is not None:
-        stored = client.call("PUT", f"/admin/policies/{name}", {"text": _read(put)}, reason)
+        stored = client.call("PUT", f"/admin/releases/policies/{name}", {"text": _read(put)}, reason)
         Console().print(f"policy {name} has {stored['steps']} step(s)")
         return
     if delete:
-        client.call("DELETE", f"/admin/policies/{name}", None, reason)
+        client.call("DELETE", f"/admin/releases/policies/{name}", None, reason)
         Console().print(f"policy {name} is deleted")
         return
-    found = client.call("GET", "/admin/policies")["policies"]
+    found = client.call("GET", "/admin/releases/policies")["policies"]
     if name is None:
         print("\n".join(sorted(found)) or "no policy is stored; `hotswap release policies NAME --put FILE` does")
     elif name in found:

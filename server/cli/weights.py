@@ -68,7 +68,7 @@ def push(
     body: dict[str, Any] = {"path": str(directory.expanduser().resolve()), "activate": activate}
     body |= ({"part": part} if part else {}) | ({"parts": dict(map(_part, more))} if more else {})
     body |= _swap_options(mode, drain, deadline, on_lost)
-    _show_swap(AdminClient(state_dir, url, admin_key_file).call("POST", "/admin/weights", body, reason))
+    show_swap(AdminClient(state_dir, url, admin_key_file).call("POST", "/admin/weights", body, reason))
 
 
 def _part(argument: str) -> tuple[str, str]:
@@ -110,7 +110,7 @@ def activate(
     """Swap a published version in."""
     client = AdminClient(state_dir, url, admin_key_file)
     body = {"version": version, **_swap_options(mode, drain, deadline, on_lost)}
-    _show_swap(client.call("POST", "/admin/weights/activate", body, reason))
+    show_swap(client.call("POST", "/admin/weights/activate", body, reason))
 
 
 @app.command()
@@ -127,7 +127,7 @@ def rollback(
 ) -> None:
     """Go back to the version that served before the active one, or to another that is still held."""
     body = {"version": version, **_swap_options(mode, drain, deadline, on_lost)}
-    _show_swap(AdminClient(state_dir, url, admin_key_file).call("POST", "/admin/weights/rollback", body, reason))
+    show_swap(AdminClient(state_dir, url, admin_key_file).call("POST", "/admin/weights/rollback", body, reason))
 
 
 @app.command()
@@ -156,7 +156,7 @@ def split(
         raise CliError("say which versions share the traffic, such as 12=90 13=10, or --end alone")
     client = AdminClient(state_dir, url, admin_key_file)
     if end:
-        _show_swap(client.call("DELETE", "/admin/weights/split", None, reason))
+        show_swap(client.call("DELETE", "/admin/weights/split", None, reason))
         return
     asked = {share["version"]: share for share in map(_share, shares or [])}
     if len(asked) < len(shares or []):
@@ -167,7 +167,7 @@ def split(
         asked[repeated["version"]]["shadow"] = repeated["percent"]
     body = {"shares": list(asked.values()), "sticky": sticky, "minimum": minimum}
     body |= _swap_options(mode, drain, deadline, on_lost)
-    _show_swap(client.call("POST", "/admin/weights/split", body, reason))
+    show_swap(client.call("POST", "/admin/weights/split", body, reason))
 
 
 def _share(argument: str) -> dict[str, Any]:
@@ -251,7 +251,14 @@ def _swap_options(mode: SwapMode, drain_s: float | None, deadline_s: float | Non
     return {"mode": mode.value, "drain_s": drain_s, "deadline_s": deadline_s, "on_lost": on_lost.value}
 
 
-def _show_swap(answer: dict[str, Any]) -> None:
+def show_swap(answer: dict[str, Any]) -> None:
+    """What became of a request: a swap, a publication alone, or that it waits for approval."""
+    if answer.get("pending") is not None:
+        waiting = answer["pending"]
+        until = time.strftime("%Y-%m-%d %H:%M", time.localtime(waiting["until"]))
+        what = f"{waiting['action']} of version {waiting['version']}"
+        Console().print(f"{what} waits until {until} for somebody else: hotswap approve {waiting['id']}")
+        return
     swap = answer.get("swap") or answer
     if swap.get("prepare_ms") is None:
         Console().print(f"published version {answer.get('version')}")

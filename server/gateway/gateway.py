@@ -13,6 +13,7 @@ from typing import Protocol
 from server.answers.desk import Desk
 from server.answers.feedback import Passing, Recent
 from server.answers.log import Log
+from server.gateway.access.approvals import Approvals
 from server.gateway.access.key_sources import KeyFiles, KeyStore, load_keys
 from server.gateway.access.keys import KeyRing
 from server.gateway.access.limits import Limits
@@ -73,6 +74,7 @@ class Gateway:
         self.key_files = KeyFiles(config, keys)
         self.access = AdminAccess(keys, config.oidc)
         self.key_store = KeyStore(store, keys)
+        self.approvals = Approvals(store, config.model)
         self.limits = Limits(self.stats.limited)
         self.sharing = Sharing(store, self.limits, lambda: keys.limits)
         self.scopes = CacheScopes(shared=config.cache_scope == "shared")

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from weightsync.control.board import Board
@@ -123,6 +123,28 @@ def new_target(
     return TargetRecord(version, uuid.uuid4().hex, requested_by, deadline_s, mode, drain_s, on_lost, split)
 
 
+@dataclass(frozen=True)
+class Approval:
+    """The consent of a second identity to a request that waited at `key`, as it was at `revision`."""
+
+    key: str
+    revision: int
+    who: str
+    reason: str = ""
+
+
+async def ready_revisions(store: Store, keys: Keys, target: TargetRecord) -> dict[str, int]:
+    """The records of the versions it asks for. Raises UnknownVersion when one is not ready."""
+    ready = {}
+    for version in (target.version, *shared_versions(target.split)):
+        found = await store.get(keys.version(version))
+        state = VersionRecord.from_json(found.value).state if found else None
+        if found is None or state != "ready":
+            raise UnknownVersion(version, state)
+        ready[keys.version(version)] = found.mod_revision
+    return ready
+
+
 async def request(
     store: Store,
     keys: Keys,
@@ -131,24 +153,28 @@ async def request(
     *,
     reason: str = "",
     action: Action = "activate",
+    approval: Approval | None = None,
 ) -> int:
     """Write the target; returns the revision to wait from. `fence`: keys that must still be at these revisions.
 
-    `reason` and `action` are for the ledger.
+    `reason` and `action` are for the ledger. What waited for `approval` waits no more, in the same transaction.
 
     An operator asks without a fence. Raises UnknownVersion when a version is not ready, Conflict when `fence` fell.
     """
+    fence = {**(fence or {}), **({approval.key: approval.revision} if approval is not None else {})}
+    asked = asking(keys, target, reason, action)
+    puts: dict[str, bytes | None] = {keys.target: target.to_json()}
+    entries = [asked]
+    if approval is not None:
+        puts[approval.key] = None
+        about: dict[str, Any] = {"model": keys.model, "version": target.version, "swap": target.id}
+        about["subject"] = f"{asked.action} asked for by {target.requested_by}"
+        consent = LedgerEntry("approve", approval.who, reason=approval.reason, **about)
+        entries = [consent, replace(asked, subject=f"approved by {approval.who}")]
     while True:
-        ready = {}
-        for version in (target.version, *shared_versions(target.split)):
-            found = await store.get(keys.version(version))
-            state = VersionRecord.from_json(found.value).state if found else None
-            if found is None or state != "ready":
-                raise UnknownVersion(version, state)
-            ready[keys.version(version)] = found.mod_revision
+        ready = await ready_revisions(store, keys, target)
         try:
-            asked = asking(keys, target, reason, action)
-            return await append(store, {**(fence or {}), **ready}, {keys.target: target.to_json()}, asked)
+            return await append(store, {**fence, **ready}, puts, *entries)
         except Conflict as conflict:
             if conflict.key not in ready:
                 raise

@@ -45,8 +45,10 @@ KEPT = 2000  # newest entries that stay in the store
 FILE = 1000  # entries of one file
 BATCH = 100  # keys that one transaction deletes: etcd takes 128
 Action = Literal[
-    "publish", "activate", "rollback", "split", "release", "release_end", "policy", "commit", "revert", "done", "abort",
+    "publish", "activate", "rollback", "split", "commit", "revert", "done", "abort",
+    "release", "release_end", "release_policy",
     "key_create", "key_change", "key_rotate", "key_revoke", "key_forget", "inference_open",
+    "policy", "approval_wait", "approve", "refuse", "lapse",
 ]  # fmt: skip
 ACTIONS: tuple[Action, ...] = get_args(Action)
 

@@ -206,10 +206,24 @@ class Coordinator:
         target = activation.new_target(
             version, requested_by, deadline_s, mode=mode, drain_s=drain_s, on_lost=on_lost, split=split
         )
+        return await self.ask(target, reason=reason, action=action)
+
+    async def ask(
+        self,
+        target: TargetRecord,
+        *,
+        reason: str = "",
+        action: Action = "activate",
+        approval: activation.Approval | None = None,
+    ) -> SwapReport:
+        """Ask for what `target` says, and report how its swap ended. Raises as `activate` does, and Conflict when what
+        waited for `approval` does not wait any more."""
         async with Board.follow(self._store, self._keys) as board:
-            if split is not None:
-                placement.counts(version, split, sum(i.state in PARTICIPATING for i in board.instances.values()))
-            revision = await activation.request(self._store, self._keys, target, reason=reason, action=action)
+            if target.split is not None:
+                there = sum(i.state in PARTICIPATING for i in board.instances.values())
+                placement.counts(target.version, target.split, there)
+            about: dict[str, Any] = {"reason": reason, "action": action, "approval": approval}
+            revision = await activation.request(self._store, self._keys, target, **about)
             return await follow(board, target, revision)
 
     async def rollback(

@@ -1,6 +1,6 @@
 """`/admin/releases`: a version takes over step by step, and is rolled back by what its answers show.
 
-`/admin/policies` has the policies that releases can name. docs/releases.md describes both.
+`/admin/releases/policies` has the policies that releases can name. docs/releases.md describes both.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ async def cancel(gateway: GatewayDep, by: ByDep) -> dict[str, Any]:
     return described(await gateway.releases.cancel(by))
 
 
-@router.get("/policies")
+@router.get("/releases/policies")
 async def policies(gateway: GatewayDep) -> dict[str, Any]:
     """The stored policies, by name."""
     keys = ReleaseKeys(gateway.config.model)
@@ -74,7 +74,7 @@ async def policies(gateway: GatewayDep) -> dict[str, Any]:
     return {"policies": {kv.key.removeprefix(keys.policies): kv.value.decode() for kv in found}}
 
 
-@router.put("/policies/{name}")
+@router.put("/releases/policies/{name}")
 async def put_policy(gateway: GatewayDep, by: ByDep, name: PolicyName, body: PolicyText) -> dict[str, Any]:
     """Stores a policy. A release under way goes on by the text it began with."""
     policy = checked(body.text)
@@ -82,7 +82,7 @@ async def put_policy(gateway: GatewayDep, by: ByDep, name: PolicyName, body: Pol
     return {"name": name, "steps": len(policy.steps)}
 
 
-@router.delete("/policies/{name}")
+@router.delete("/releases/policies/{name}")
 async def delete_policy(gateway: GatewayDep, by: ByDep, name: PolicyName) -> dict[str, Any]:
     """Deletes a stored policy."""
     await _stored(gateway, name)
@@ -109,7 +109,9 @@ def checked(text: str) -> Policy:
 async def _stored(gateway: Gateway, name: str) -> str:
     found = await gateway.store.get(ReleaseKeys(gateway.config.model).policy(name))
     if found is None:
-        raise NotFound(f"There is no policy named {name!r}; PUT /admin/policies/{name} stores one.", code="no_policy")
+        raise NotFound(
+            f"There is no policy named {name!r}; PUT /admin/releases/policies/{name} stores one.", code="no_policy"
+        )
     return found.value.decode()
 
 

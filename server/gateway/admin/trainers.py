@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter
 from pydantic import Field, FiniteFloat, RootModel, model_validator
 
-from server.errors import BadRequest, Unsupported
+from server.errors import BadRequest, Conflict, Unsupported
 from server.gateway.access.records import By
 from server.gateway.admin import weights
 from server.gateway.admin.fleet import MAX_TTL_S, PauseLeases
@@ -71,7 +71,11 @@ async def publish(gateway: Gateway, path: Path, label: str | None, by: By) -> di
     """
 
     async def then(version: int) -> dict[str, Any]:
-        return {"version": version, "swap": await weights.swap_in(gateway, version, SwapOptions(), by)}
+        swap = await weights.swap_in(gateway, version, SwapOptions(), by)
+        if "pending" in swap:
+            asked = f"It is published; `hotswap approve {swap['pending']['id']}` by somebody else swaps it in"
+            raise Conflict(f"Version {version} waits. {asked}.", code="approval_required", details=swap)
+        return {"version": version, "swap": swap}
 
     return await gateway.pusher.push(path, then, step=_step(label), by=by)
 

@@ -17,17 +17,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import ClientDisconnect
 
 from server.errors import BadRequest, Conflict, InsufficientStorage, PayloadTooLarge
+from server.gateway.access.approvals import Guarded, PendingRecord
 from server.gateway.access.records import By
 from server.gateway.admin.publishing import Prepared
 from server.gateway.deps import ByDep, GatewayDep
 from server.gateway.gateway import Gateway
 from weightsync.control import activation, history, placement
-from weightsync.control.chain import Action
 from weightsync.control.coordinator import SwapReport
 from weightsync.control.records import (
     ActiveRecord,
@@ -131,33 +131,38 @@ async def list_versions(gateway: GatewayDep) -> dict[str, Any]:
 
 
 @router.post("/weights")
-async def push(gateway: GatewayDep, by: ByDep, body: Push) -> dict[str, Any]:
+async def push(gateway: GatewayDep, by: ByDep, body: Push, response: Response) -> dict[str, Any]:
     """Publishes a checkpoint; with `activate`, swaps it in and reports the swap."""
 
     async def then(version: int) -> dict[str, Any]:
         swap = await swap_in(gateway, version, body, by) if body.activate else None
+        if swap is not None and "pending" in swap:
+            return {"version": version, "swap": None, **swap}
         return {"version": version, "swap": swap}
 
-    return await gateway.pusher.push(Path(body.path), then, part=body.part, parts=body.parts, by=by)
+    answer = await gateway.pusher.push(Path(body.path), then, part=body.part, parts=body.parts, by=by)
+    return _accepted(answer, response)
 
 
 @router.post("/weights/activate")
-async def activate(gateway: GatewayDep, by: ByDep, body: Activate) -> dict[str, Any]:
+async def activate(gateway: GatewayDep, by: ByDep, body: Activate, response: Response) -> dict[str, Any]:
     """Swaps a published version in; answers when every instance has it, or says why none does."""
-    return await swap_in(gateway, body.version, body, by)
+    return _accepted(await swap_in(gateway, body.version, body, by), response)
 
 
 @router.post("/weights/rollback")
-async def rollback(gateway: GatewayDep, by: ByDep, body: Rollback | None = None) -> dict[str, Any]:
+async def rollback(gateway: GatewayDep, by: ByDep, response: Response, body: Rollback | None = None) -> dict[str, Any]:
     """Goes back to the version before the active one, or to the one that is named."""
     body = body or Rollback()
-    if body.version is not None:
-        return await swap_in(gateway, body.version, body, by, "rollback")
-    return await _swap_back(gateway, body, by)
+    if body.version is None:
+        return _accepted(await _swap_back(gateway, body, by), response)
+    now = await active_record(gateway)  # what has not just served is no way back: a new version would need no approval
+    what: Guarded = "rollback" if now is not None and body.version == now.previous else "activate"
+    return _accepted(await swap_in(gateway, body.version, body, by, what), response)
 
 
 @router.post("/weights/split")
-async def split(gateway: GatewayDep, by: ByDep, body: Split) -> dict[str, Any]:
+async def split(gateway: GatewayDep, by: ByDep, body: Split, response: Response) -> dict[str, Any]:
     """Divides requests between versions; answers when every instance runs its own, or says why none does."""
     percents = {share.version: share.percent for share in body.shares}
     if len(percents) < len(body.shares):
@@ -166,16 +171,16 @@ async def split(gateway: GatewayDep, by: ByDep, body: Split) -> dict[str, Any]:
     active = now.version if now is not None else None
     shadow = {share.version: share.shadow for share in body.shares if share.shadow}
     version, wanted = placement.split_of(percents, active, sticky=body.sticky, minimum=body.minimum, shadow=shadow)
-    return await swap_in(gateway, version, body, by, "split", wanted)
+    return _accepted(await swap_in(gateway, version, body, by, "split", wanted), response)
 
 
 @router.delete("/weights/split")
-async def end_split(gateway: GatewayDep, by: ByDep) -> dict[str, Any]:
+async def end_split(gateway: GatewayDep, by: ByDep, response: Response) -> dict[str, Any]:
     """All requests go to the active version again; answers when every instance runs it."""
     now = await active_record(gateway)
     if now is None or now.split is None:
         raise Conflict("No versions share the traffic.", code="no_split")
-    return await swap_in(gateway, now.version, SwapOptions(), by, "split")
+    return _accepted(await swap_in(gateway, now.version, SwapOptions(), by, "split"), response)
 
 
 @router.get("/swap")
@@ -223,7 +228,7 @@ async def upload(
             wish = activation.new_target(
                 int(answer["version"]), by.who, within_s, mode=mode, drain_s=drain_s, on_lost=on_lost
             )
-            await _ask_for(gateway, wish, by)
+            return {**answer, **await _ask_for(gateway, wish, by)}
         return answer
 
     return await gateway.pusher.push_delta(await _received(gateway, request, upload_id, with_config, by), then)
@@ -284,11 +289,15 @@ async def _most(gateway: Gateway, free: int, with_config: bool) -> int:
     return sum(spec.nbytes for spec in schema.tensors.values()) * 17 // 16 + SLACK
 
 
-async def _ask_for(gateway: Gateway, wish: TargetRecord, by: By) -> None:
+async def _ask_for(gateway: Gateway, wish: TargetRecord, by: By) -> dict[str, Any]:
     """Write the target, unless the version is active already: it may have been sent a second time."""
     active = await active_record(gateway)
-    if active is None or active.version != wish.version:
-        await activation.request(gateway.store, Keys(gateway.config.model), wish, reason=by.reason)
+    if active is not None and active.version == wish.version:
+        return {}
+    if (pending := await gateway.approvals.hold("activate", by, wish)) is not None:
+        return waits(pending)
+    await activation.request(gateway.store, Keys(gateway.config.model), wish, reason=by.reason)
+    return {}
 
 
 async def active_record(gateway: Gateway) -> ActiveRecord | None:
@@ -313,40 +322,47 @@ async def swap_in(
     version: int,
     options: SwapOptions,
     by: By,
-    action: Action = "activate",
+    guarded: Guarded = "activate",
     split: SplitRecord | None = None,
 ) -> dict[str, Any]:
-    """Swaps `version` in, with a `split` or for all; the report when every instance has what it is to run.
+    """Swaps `version` in, with a `split` or for all; the report when every instance has what it is to run. Where the
+    policy asks for approval of what is `guarded`, the request waits, and the answer says so in `pending`.
 
     Raises SwapAborted, UnknownVersion, SwapTimeout, NotEnoughInstances.
     """
-    deadline_s = options.deadline_s or gateway.config.swap_deadline_s
-    report = await gateway.coordinator.activate(
+    target = activation.new_target(
         version,
-        deadline_s,
+        by.who,
+        options.deadline_s or gateway.config.swap_deadline_s,
         mode=options.mode,
         drain_s=options.drain_s,
         on_lost=options.on_lost,
         split=split,
-        requested_by=by.who,
-        reason=by.reason,
-        action=action,
     )
-    return await _checked(gateway, report)
+    if (pending := await gateway.approvals.hold(guarded, by, target)) is not None:
+        return waits(pending)
+    return await checked(gateway, await gateway.coordinator.ask(target, reason=by.reason, action=guarded))
+
+
+def waits(pending: PendingRecord, response: Response | None = None) -> dict[str, Any]:
+    """The answer to a request that waits for approval: 202."""
+    if response is not None:
+        response.status_code = 202
+    told = {"id": pending.id, "action": pending.action, "until": pending.until}
+    return {"pending": {**told, "version": pending.target.version if pending.target is not None else None}}
+
+
+def _accepted(answer: dict[str, Any], response: Response) -> dict[str, Any]:
+    """The answer, whose status says whether it waits for approval."""
+    if "pending" in answer:
+        response.status_code = 202
+    return answer
 
 
 async def _swap_back(gateway: Gateway, options: SwapOptions, by: By) -> dict[str, Any]:
     """Goes back to the version before the active one. Raises as `swap_in` does."""
-    deadline_s = options.deadline_s or gateway.config.swap_deadline_s
-    report = await gateway.coordinator.rollback(
-        deadline_s,
-        mode=options.mode,
-        drain_s=options.drain_s,
-        on_lost=options.on_lost,
-        requested_by=by.who,
-        reason=by.reason,
-    )
-    return await _checked(gateway, report)
+    version = await activation.previous_version(gateway.store, Keys(gateway.config.model))
+    return await swap_in(gateway, version, options, by, "rollback")
 
 
 async def _last_swap(gateway: Gateway) -> SwapRecord | None:
@@ -371,7 +387,8 @@ def _told(swap: PastSwapRecord) -> dict[str, Any]:
     }
 
 
-async def _checked(gateway: Gateway, report: SwapReport) -> dict[str, Any]:
+async def checked(gateway: Gateway, report: SwapReport) -> dict[str, Any]:
+    """The report of a swap that was done. Raises SwapAborted."""
     if not report.ok:
         raise SwapAborted(report.version, report.reason or "no reason given", report.tensor)
     swap = await _last_swap(gateway)

@@ -281,7 +281,7 @@ METRICS: tuple[Declared, ...] = (
         "counter", "hotswap_answers_dropped", "Answers that somebody wanted and did not get",
         lambda g: g.stats.answers_dropped,
         {
-            "consumer": "log",
+            "consumer": "log, release: who judges one",
             "cause": "memory: too large, or too many at once, busy, unreadable, failed, redaction, "
             "store: it could not be written to for too long",
         },

@@ -162,8 +162,12 @@ class AnswerReader:
                 except ScoringFailed as error:
                     self._observer.lose(metric, str(error))
                     continue
+                mean = sum(scores) / len(scores)
+                if not 0.0 <= mean <= 1.0:
+                    self._observer.lose(metric, f"reward {name} gives {mean:g}, and must give 0 to 1: scale it")
+                    continue
                 self._observer.lose(metric, "")
-                self._observer.observe(metric, sum(scores) / len(scores), answer.version, kind)
+                self._observer.observe(metric, mean, answer.version, kind)
 
 
 def asked(answer: Answer) -> str:

@@ -140,7 +140,7 @@ class Releases:
         """Stores a policy, or deletes it. Raises StoreError."""
         what = "was stored" if text is not None else "was deleted"
         about: dict[str, Any] = {"model": self._keys.model, "subject": f"policy {name}", "outcome": what}
-        entry = LedgerEntry("policy", by.who, reason=by.reason, **about)
+        entry = LedgerEntry("release_policy", by.who, reason=by.reason, **about)
         await append(self._store, {}, {self._keys.policy(name): text.encode() if text is not None else None}, entry)
 
     async def findings(self) -> tuple[Finding, ...]:

@@ -108,6 +108,7 @@ export class SwapDialog {
   }
 
   #done(report) {
+    if (report.pending) return this.#result(`It waits for approval by somebody else: hotswap approve ${report.pending.id}`, "");
     const times = `prepared in ${number(report.prepare_ms)} ms, committed in ${number(report.commit_ms, 1)} ms`;
     this.#result(`${versionName(report.version)} serves: ${times}.`, "good");
   }

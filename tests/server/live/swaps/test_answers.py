@@ -109,7 +109,7 @@ def test_records_say_what_the_answers_said_over_swaps(
     def ask(name: str, streamed: bool, number: int) -> tuple[str, bytes]:
         route, body = ASKED[name]
         request_id = f"{name}-{streamed}-{number}"
-        asked = {**body, "model": live.name, "temperature": 0, "stream": streamed}
+        asked = {**body, "model": live.name, "stream": streamed}
         answer = httpx.post(collecting.url + route, json=asked, headers={"x-request-id": request_id}, timeout=120)
         assert answer.status_code == 200, answer.text
         return request_id, answer.content

@@ -1,0 +1,100 @@
+"""`hotswap approve` and `hotswap policy`: requests that need a second identity."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from server.cli.admin import AdminClient, AsJson, KeyFile, Reason, StateDir, Url, table
+from server.cli.errors import CliError
+from server.cli.keys import seconds_of
+from server.cli.weights import show_swap
+
+app = typer.Typer(no_args_is_help=True)
+
+
+GUARDED = ("activate", "split", "rollback", "policy")
+
+
+@app.command()
+def approve(
+    request: Annotated[str | None, typer.Argument(help="id of a request; without one, those that wait")] = None,
+    refuse: Annotated[bool, typer.Option("--refuse", help="refuse it, or withdraw your own")] = False,
+    reason: Reason = None,
+    as_json: AsJson = False,
+    state_dir: StateDir = None,
+    url: Url = None,
+    admin_key_file: KeyFile = None,
+) -> None:
+    """Approve what somebody else has asked for, which is then carried out; or list what waits."""
+    client = AdminClient(state_dir, url, admin_key_file)
+    if request is None:
+        _list(client.call("GET", "/admin/approvals"), as_json)
+        return
+    if not request.isalnum():
+        raise CliError(f"{request!r} is not the id of a request; `hotswap approve` lists them")
+    path = f"/admin/approvals/{request}"
+    answer = client.call("DELETE" if refuse else "POST", path, reason=reason)
+    if as_json:
+        print(json.dumps(answer))
+    elif refuse:
+        Console().print(f"{answer['action']} of {answer['who']} is refused")
+    elif "approvals" in answer:
+        _show_policy(answer)
+    else:
+        show_swap(answer)
+
+
+@app.command()
+def policy(
+    approvals: Annotated[
+        list[str] | None,
+        typer.Option("--approve", help="activate, split, rollback or policy: needs approval; may be repeated"),
+    ] = None,
+    nothing: Annotated[bool, typer.Option("--nothing", help="nothing needs approval")] = False,
+    lapse: Annotated[str, typer.Option(help="how long a request waits, such as 1h")] = "1h",
+    reason: Reason = None,
+    as_json: AsJson = False,
+    state_dir: StateDir = None,
+    url: Url = None,
+    admin_key_file: KeyFile = None,
+) -> None:
+    """Show which requests need the approval of a second identity, or set it."""
+    client = AdminClient(state_dir, url, admin_key_file)
+    if approvals and nothing:
+        raise CliError("--approve and --nothing exclude each other")
+    if unknown := set(approvals or ()) - set(GUARDED):
+        raise CliError(f"--approve {min(unknown)}: name one of {', '.join(GUARDED)}")
+    if not approvals and not nothing:
+        answer = client.call("GET", "/admin/policy")
+    else:
+        body = {"approvals": approvals or [], "lapse_s": seconds_of("--lapse", lapse)}
+        answer = client.call("PUT", "/admin/policy", body, reason)
+    if as_json:
+        print(json.dumps(answer))
+    elif "pending" in answer:
+        Console().print(f"it waits for somebody else: hotswap approve {answer['pending']['id']}")
+    else:
+        _show_policy(answer)
+
+
+def _show_policy(policy: dict[str, Any]) -> None:
+    needed = ", ".join(policy["approvals"])
+    within = f", within {policy['lapse_s']:g} s" if needed else ""
+    Console().print(f"approval is needed for: {needed or 'nothing'}{within}")
+
+
+def _list(answer: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(answer))
+        return
+    shown = table("id", "action", "version", "who", "reason", "until")
+    for one in answer["pending"]:
+        version = str(one["target"]["version"]) if one["target"] is not None else ""
+        until = time.strftime("%Y-%m-%d %H:%M", time.localtime(one["until"]))
+        shown.add_row(one["id"], one["action"], version, one["who"], one["reason"], until)
+    Console().print(shown)

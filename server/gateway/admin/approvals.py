@@ -1,0 +1,91 @@
+"""`/admin/policy` and `/admin/approvals`: which requests need a second identity, and those that wait for one."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from server.errors import Conflict
+from server.gateway.access.approvals import Guarded, PendingRecord, PolicyRecord, gone
+from server.gateway.access.keys import lacking
+from server.gateway.access.records import ADMIN
+from server.gateway.admin.weights import checked, waits
+from server.gateway.deps import ByDep, GatewayDep
+from weightsync.errors import Conflict as StoreConflict
+
+router = APIRouter(prefix="/admin", tags=["admin"])
+
+PendingId = Annotated[str, Path(pattern="^[0-9a-f]{12}$")]
+
+
+class Policy(BaseModel):
+    """The requests that need the approval of a second identity, and how long they wait for it."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    approvals: Annotated[list[Guarded], Field(max_length=8)] = []
+    lapse_s: Annotated[float, Field(ge=10, le=30 * 86400)] = 3600.0
+
+    def record(self) -> PolicyRecord:
+        return PolicyRecord(tuple(sorted(set(self.approvals))), self.lapse_s)
+
+
+@router.get("/policy")
+async def policy(gateway: GatewayDep) -> dict[str, Any]:
+    """The policy in force."""
+    return asdict(await gateway.approvals.policy())
+
+
+@router.put("/policy")
+async def put_policy(gateway: GatewayDep, by: ByDep, body: Policy, response: Response) -> dict[str, Any]:
+    """Sets the policy; if the one in force asks for approval of that, the new one waits for it."""
+    new = body.record()
+    if (pending := await gateway.approvals.hold("policy", by, policy=new)) is not None:
+        return waits(pending, response)
+    try:
+        await gateway.approvals.put_policy(new, by)
+    except StoreConflict:
+        raise Conflict("Somebody else is changing the policy; look at it again.", code="policy_busy") from None
+    return asdict(new)
+
+
+@router.get("/approvals")
+async def waiting(gateway: GatewayDep) -> dict[str, Any]:
+    """The requests that wait for approval, oldest first."""
+    return {"pending": [described(pending) for pending in await gateway.approvals.waiting()]}
+
+
+@router.post("/approvals/{pending_id}")
+async def approve(gateway: GatewayDep, by: ByDep, pending_id: PendingId, request: Request) -> dict[str, Any]:
+    """Approves a request of somebody else, and carries it out: the report of the swap, or the policy."""
+    pending, revision = await gateway.approvals.find(pending_id)
+    if pending.policy is not None and ADMIN not in request.state.principal.scopes:
+        raise lacking(ADMIN)
+    consent = gateway.approvals.consent(pending, revision, by)
+    try:
+        if pending.policy is not None:
+            asked = by.__class__(pending.who, pending.reason)
+            await gateway.approvals.put_policy(pending.policy, asked, consent)
+            return asdict(pending.policy)
+        assert pending.target is not None
+        report = await gateway.coordinator.ask(
+            pending.target, reason=pending.reason, action=pending.action, approval=consent
+        )
+    except StoreConflict as conflict:
+        if conflict.key != consent.key and pending.policy is None:
+            raise
+        raise gone(pending_id) from None
+    return await checked(gateway, report)
+
+
+@router.delete("/approvals/{pending_id}")
+async def refuse(gateway: GatewayDep, by: ByDep, pending_id: PendingId) -> dict[str, Any]:
+    """Refuses a request, or withdraws one's own."""
+    return described(await gateway.approvals.refuse(pending_id, by))
+
+
+def described(pending: PendingRecord) -> dict[str, Any]:
+    """As it is shown: without the digest of who asked."""
+    return {name: value for name, value in asdict(pending).items() if name != "digest"}

@@ -1,0 +1,230 @@
+"""Two-person approval: what needs a second identity waits for one, lapses, or is refused; the ledger names both."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from typer.testing import CliRunner
+
+from server.cli.app import app
+from server.cli.errors import CliError
+from server.gateway.access.approvals import PENDING, POLICY, Approvals, PendingRecord, PolicyRecord
+from server.gateway.access.records import By
+from tests.server.gateway.harness import ADMIN_KEY, KEYS, MODEL, RunningGateway, new_key, running_gateway
+from tests.waiting import wait_until
+from weightsync.control import chain
+from weightsync.control.activation import Approval
+from weightsync.control.records import ActiveRecord, VersionRecord
+from weightsync.errors import Conflict
+
+
+@pytest.fixture
+def gateway(tmp_path: Path) -> Iterator[RunningGateway]:
+    with running_gateway(tmp_path) as running:
+        wait_until(lambda: running.gateway.coordinator.leads)
+        for version in (1, 2, 3):
+            ready = VersionRecord(version, "ready", "", 0, "", None, None, "t", 1, 0.0, "", 0)
+            running.store.put(KEYS.version(version), ready.to_json())
+        yield running
+
+
+MINE = f"Authorization: Bearer {ADMIN_KEY}\r\n"
+
+
+async def ask(
+    gateway: RunningGateway, method: str, path: str, key: str = MINE, **body: Any
+) -> tuple[int, dict[str, Any]]:
+    """Status, and the answer or the error. `key`: a header line."""
+    data = orjson.dumps(body) if body else b""
+    head = f"{method} /admin{path} HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\n"
+    head += f"{key}Content-Length: {len(data)}\r\n\r\n"
+    answer = await gateway.ask(head.encode() + data, admin=True)
+    found = orjson.loads(answer.body)
+    return answer.status, found.get("error", found)
+
+
+async def policy(gateway: RunningGateway, *approvals: str) -> None:
+    assert (await ask(gateway, "PUT", "/policy", approvals=approvals))[0] == 200
+
+
+def active(gateway: RunningGateway) -> int | None:
+    found = gateway.store.get(KEYS.active)
+    return ActiveRecord.from_json(found.value).version if found is not None else None
+
+
+def ledger(gateway: RunningGateway) -> list[chain.LedgerEntry]:
+    """Oldest first."""
+    return gateway.store.run(chain.recent(gateway.store.store, 100))[::-1]
+
+
+async def test_nothing_waits_without_a_policy(gateway: RunningGateway) -> None:
+    assert (await ask(gateway, "GET", "/policy"))[1] == {"approvals": [], "lapse_s": 3600.0}
+    assert (await ask(gateway, "POST", "/weights/activate", version=1))[0] == 200
+    assert (await ask(gateway, "GET", "/approvals"))[1] == {"pending": []}
+
+
+async def test_a_second_identity_approves_and_the_ledger_names_both(gateway: RunningGateway) -> None:
+    await policy(gateway, "activate")
+    one_id, one = await new_key(gateway, name="one", scopes=["operator"])
+    two_id, two = await new_key(gateway, name="two", scopes=["operator"])
+    status, answer = await ask(gateway, "POST", "/weights/activate?reason=better", one, version=1)
+    waiting = answer["pending"]
+    assert (status, waiting["action"], waiting["version"]) == (202, "activate", 1)
+    assert active(gateway) is None
+    (listed,) = (await ask(gateway, "GET", "/approvals"))[1]["pending"]
+    assert (listed["id"], listed["who"], listed["reason"]) == (waiting["id"], f"key one ({one_id})", "better")
+    assert "digest" not in listed
+
+    path = f"/approvals/{waiting['id']}"
+    status, error = await ask(gateway, "POST", path, one)
+    assert (status, error["code"]) == (403, "same_identity")
+    rotated = await ask(gateway, "POST", f"/keys/{one_id}/rotate")  # a new secret is no new identity
+    status, error = await ask(gateway, "POST", path, f"X-Api-Key: {rotated[1]['key']}\r\n")
+    assert (status, error["code"]) == (403, "same_identity")
+    _, viewer = await new_key(gateway, scopes=["viewer"])
+    assert (await ask(gateway, "POST", path, viewer))[1]["code"] == "insufficient_scope"
+    assert active(gateway) is None
+
+    status, report = await ask(gateway, "POST", f"{path}?reason=I%20have%20looked", two)
+    assert (status, report["version"]) == (200, 1)
+    assert active(gateway) == 1
+    assert (await ask(gateway, "POST", path, two))[1]["code"] == "unknown_approval"
+    waited, approved, asked, committed, _ = [e for e in ledger(gateway) if e.version == 1]
+    assert (waited.action, waited.who, waited.reason) == ("approval_wait", f"key one ({one_id})", "better")
+    assert (approved.action, approved.who, approved.reason) == ("approve", f"key two ({two_id})", "I have looked")
+    assert (asked.action, asked.who, asked.subject) == (
+        "activate",
+        f"key one ({one_id})",
+        f"approved by key two ({two_id})",
+    )
+    assert waited.swap == approved.swap == asked.swap == committed.swap
+    assert gateway.store.run(chain.verify(gateway.store.store)).ok
+
+
+async def test_a_rollback_needs_none_and_is_no_way_around_it(gateway: RunningGateway) -> None:
+    for version in (1, 2):
+        assert (await ask(gateway, "POST", "/weights/activate", version=version))[0] == 200
+    await policy(gateway, "activate")
+    assert (await ask(gateway, "POST", "/weights/rollback"))[0] == 200
+    assert active(gateway) == 1
+    assert (await ask(gateway, "POST", "/weights/rollback", version=2))[0] == 200  # it is the one before
+    assert (await ask(gateway, "POST", "/weights/rollback", version=3))[0] == 202
+    assert active(gateway) == 2
+    await policy(gateway, "activate", "rollback")
+    status, answer = await ask(gateway, "POST", "/weights/rollback")
+    assert (status, answer["pending"]["version"]) == (202, 1)
+    assert active(gateway) == 2
+
+
+async def test_a_request_lapses_and_is_refused_or_withdrawn(gateway: RunningGateway) -> None:
+    await policy(gateway, "activate")
+    _, one = await new_key(gateway, scopes=["operator"])
+    first = (await ask(gateway, "POST", "/weights/activate", one, version=1))[1]["pending"]["id"]
+    second = (await ask(gateway, "POST", "/weights/activate", one, version=2))[1]["pending"]["id"]
+    third = (await ask(gateway, "POST", "/weights/activate", one, version=3))[1]["pending"]["id"]
+    key = f"{PENDING}{MODEL}/{first}"
+    found = gateway.store.get(key)
+    assert found is not None
+    gateway.store.put(key, replace(PendingRecord.from_json(found.value), until=1.0).to_json())
+    assert (await ask(gateway, "POST", f"/approvals/{first}"))[1]["code"] == "approval_lapsed"
+    assert (await ask(gateway, "POST", f"/approvals/{first}"))[1]["code"] == "unknown_approval"
+    assert (await ask(gateway, "DELETE", f"/approvals/{second}?reason=no"))[1]["action"] == "activate"
+    assert (await ask(gateway, "DELETE", f"/approvals/{third}", one))[0] == 200
+    assert (await ask(gateway, "GET", "/approvals"))[1] == {"pending": []}
+    assert active(gateway) is None
+    ended = [(e.action, e.version, e.reason) for e in ledger(gateway) if e.action in ("lapse", "refuse")]
+    assert ended == [("lapse", 1, ""), ("refuse", 2, "no"), ("refuse", 3, "")]
+
+
+async def test_what_cannot_be_done_is_told_at_once_and_again_when_it_is_approved(gateway: RunningGateway) -> None:
+    await policy(gateway, "activate")
+    assert (await ask(gateway, "POST", "/weights/activate", version=9))[1]["code"] == "unknown_version"
+    _, one = await new_key(gateway, scopes=["operator"])
+    waiting = (await ask(gateway, "POST", "/weights/activate", one, version=3))[1]["pending"]["id"]
+    gateway.store.delete(KEYS.version(3))
+    assert (await ask(gateway, "POST", f"/approvals/{waiting}"))[1]["code"] == "unknown_version"
+
+
+async def test_a_split_waits_too(gateway: RunningGateway) -> None:
+    assert (await ask(gateway, "POST", "/weights/activate", version=1))[0] == 200
+    await policy(gateway, "split")
+    shares = [{"version": 1, "percent": 90}, {"version": 2, "percent": 10}]
+    status, answer = await ask(gateway, "POST", "/weights/split", shares=shares)
+    assert (status, answer["pending"]["action"]) == (202, "split")
+
+
+async def test_a_policy_that_guards_itself(gateway: RunningGateway) -> None:
+    await policy(gateway, "activate", "policy")
+    status, answer = await ask(gateway, "PUT", "/policy", approvals=[])
+    assert (status, answer["pending"]["action"]) == (202, "policy")
+    path = f"/approvals/{answer['pending']['id']}"
+    _, operator = await new_key(gateway, scopes=["operator"])
+    assert (await ask(gateway, "POST", path, operator))[1]["code"] == "insufficient_scope"
+    assert (await ask(gateway, "POST", path))[1]["code"] == "same_identity"
+    assert len((await ask(gateway, "GET", "/policy"))[1]["approvals"]) == 2
+    second_id, second = await new_key(gateway, name="second", scopes=["admin"])
+    assert (await ask(gateway, "POST", path, second))[0] == 200
+    assert (await ask(gateway, "GET", "/policy"))[1]["approvals"] == []
+    last = ledger(gateway)[-1]
+    assert (last.action, last.who, last.subject) == ("policy", "admin key", f"approved by key second ({second_id})")
+    assert "nothing needs approval" in last.outcome
+    again = Approvals(gateway.store.store, MODEL)  # what does not wait any more is approved by nobody
+    consent = Approval(f"{PENDING}{MODEL}/{answer['pending']['id']}", 1, "somebody")
+    with pytest.raises(Conflict):
+        gateway.store.run(again.put_policy(PolicyRecord(("split",)), By("x"), consent))
+    assert (await ask(gateway, "GET", "/policy"))[1]["approvals"] == []
+
+
+async def test_a_policy_that_cannot_be_read_lets_nothing_pass(gateway: RunningGateway) -> None:
+    gateway.store.put(POLICY, b"{}x")
+    assert (await ask(gateway, "POST", "/weights/activate", version=1))[0] == 500
+    assert active(gateway) is None
+
+
+async def test_of_two_who_approve_at_once_one_does(gateway: RunningGateway) -> None:
+    import asyncio
+
+    await policy(gateway, "activate")
+    _, one = await new_key(gateway, scopes=["operator"])
+    waiting = (await ask(gateway, "POST", "/weights/activate", one, version=1))[1]["pending"]["id"]
+    answers = await asyncio.gather(*(ask(gateway, "POST", f"/approvals/{waiting}") for _ in range(4)))
+    assert sorted(status for status, _ in answers).count(200) == 1
+    assert {answer["code"] for status, answer in answers if status != 200} <= {"approval_gone", "unknown_approval"}
+    assert [e.action for e in ledger(gateway)].count("activate") == 1
+
+
+def test_the_commands(gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOTSWAP_ADMIN_KEY", ADMIN_KEY)
+    monkeypatch.setenv("HOTSWAP_ADMIN_URL", f"http://{gateway.host}:{gateway.admin_port}")
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*words: str) -> str:
+        done = CliRunner().invoke(app, list(words))
+        if done.exception is not None:
+            raise done.exception
+        return done.output
+
+    assert "for: nothing" in run("policy")
+    assert "for: activate, within 7200 s" in run("policy", "--approve", "activate", "--lapse", "2h")
+    with pytest.raises(CliError, match="name one of"):
+        run("policy", "--approve", "everything")
+    key = json.loads(run("keys", "create", "ops", "--scope", "operator", "--json"))["key"]
+    told = run("weights", "activate", "1", "--reason", "try")
+    assert "waits until" in told
+    pending = json.loads(run("approve", "--json"))["pending"][0]["id"]
+    assert pending in run("approve")
+    with pytest.raises(CliError, match="cannot approve"):
+        run("approve", pending)
+    with pytest.raises(CliError, match="is not the id"):
+        run("approve", "../keys")
+    monkeypatch.setenv("HOTSWAP_ADMIN_KEY", key)
+    assert "version 1 is active" in run("approve", pending)
+    run("weights", "activate", "2")
+    pending = json.loads(run("approve", "--json"))["pending"][0]["id"]
+    assert "is refused" in run("approve", pending, "--refuse")
