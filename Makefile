@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # in this process.
 PYTEST = $(PY) -m pytest tests$(if $(ROOM),/$(ROOM)) -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo demo-real test test-all broad mutants soak gpu-day check lint types docs tables setup lock clean
+.PHONY: help demo demo-real demo-learn test test-all broad mutants soak gpu-day check lint types docs tables setup lock clean
 help: ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
@@ -23,6 +23,9 @@ demo: $(VENV)/.run ## A model learns sums by reinforcement while clients stream 
 
 demo-real: $(VENV)/.real ## The same with a real model, SmolLM2-135M: half an hour at most (DEMO_ARGS as above)
 	$(PY) -m loadtest.demo --real $(if $(KEEP),--keep) $(DEMO_ARGS)
+
+demo-learn: $(VENV)/.run ## A server learns from its users' corrections, and refuses a version trained on a wrong reward
+	$(PY) -m loadtest.demo.learn $(DEMO_ARGS)
 
 test: setup ## The tests that a change waits for (ROOM=server/console: those of one folder of tests/)
 	$(PYTEST) -m "not gpu and not soak and not broad"

@@ -251,3 +251,15 @@ def scale(
     except ScenarioError as error:
         raise typer.BadParameter(str(error)) from error
     run(json, asked)
+
+
+@app.command(name="releases")
+def releases(
+    json: Json = None,
+    count: Annotated[int, typer.Option(min=1, help="releases of each kind")] = 1000,
+    small: Small = False,
+) -> None:
+    """Releases by simulation: false alarms, and how soon harm is found."""
+    from loadtest.serving.releases import run
+
+    run(json, releases=20 if small else count)

@@ -102,7 +102,7 @@ class Desk:
 
     def end(self, capture: Capture, finished: Finished) -> None:
         """The answer is over (stats.Collector)."""
-        about = _about(finished, capture.principal)
+        about = about_of(finished, capture.principal)
         if finished.status in (200, 499):
             prefix = _PREFIXES.get(finished.route, "")
             self.recent.add(Known(about, capture.principal), prefix + finished.request_id if prefix else "")
@@ -190,7 +190,8 @@ def _run(work: Callable[[], None]) -> None:
     work()
 
 
-def _about(finished: Finished, principal: Principal) -> About:
+def about_of(finished: Finished, principal: Principal) -> About:
+    """What is known of an exchange, as its record has it."""
     return About(
         request_id=finished.request_id,
         route=finished.route,

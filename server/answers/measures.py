@@ -1,4 +1,4 @@
-"""Numbers that one answer by itself gives: those of the metrics of a release (server/release/policy.py), pure."""
+"""Numbers that one answer gives by itself: metrics of a release (server/gateway/release/policy.py). Pure."""
 
 from __future__ import annotations
 

@@ -17,7 +17,17 @@ from starlette.routing import Match
 from server.errors import BadRequest, HttpError, MethodNotAllowed, NotFound, Unavailable
 from server.gateway import feedback
 from server.gateway.access.roles import undeclared
-from server.gateway.admin import adapters_sglang, adapters_vllm, approvals, fleet, keys, ledger, trainers, weights
+from server.gateway.admin import (
+    adapters_sglang,
+    adapters_vllm,
+    approvals,
+    fleet,
+    keys,
+    ledger,
+    releases,
+    trainers,
+    weights,
+)  # fmt: skip
 from server.gateway.admin.error_map import to_http
 from server.gateway.config import GatewayConfig
 from server.gateway.console import routes as console
@@ -47,7 +57,8 @@ def build_app(config: GatewayConfig) -> FastAPI:
     app.add_middleware(AdminGate)
     app.add_middleware(RequestIdMiddleware)
     _add_probes(app)
-    for part in (feedback, weights, fleet, trainers, keys, ledger, approvals, adapters_vllm, adapters_sglang, console):
+    own = (feedback, weights, fleet, trainers, keys, ledger, approvals, releases)
+    for part in (*own, adapters_vllm, adapters_sglang, console):
         app.include_router(part.router)
     missing = undeclared(pair for pair in routes_of(app) if not is_public(pair[1]))
     assert not missing, f"access/roles.py does not say who may ask {', '.join(missing)}"

@@ -33,8 +33,13 @@ from server.gateway.observe.stats import Stats
 from server.gateway.observe.tracing import open_watchers
 from server.gateway.openapi.document import PublicDocument
 from server.gateway.queue.gate import Gate
+from server.gateway.release.answers import AnswerReader
+from server.gateway.release.control import FleetControl
+from server.gateway.release.evidence import Observer
+from server.gateway.release.runner import Releases
 from server.gateway.wire.pool import Outbox
 from weightsync.control.coordinator import Coordinator
+from weightsync.control.records import InstanceRecord
 from weightsync.errors import StoreError
 from weightsync.store import Store, open_store
 from weightsync.tls import ClusterTls
@@ -78,10 +83,20 @@ class Gateway:
         self.desk.add(Log(config.answers_url, config.answers, self.stats))
         self.passing = Passing(store, config.model, self.desk.recent, self.desk.rate)
         fleet = self.fleet
-        probe = build_probe(ProbeSettings.of(config), lambda: [i.record for i in fleet.instances.values()], self.tls)
+        probe = build_probe(ProbeSettings.of(config), self._records, self.tls)
         self.coordinator = Coordinator(store, config.model, keep=config.keep_versions, probe=probe)
         self.ledger = LedgerKeeper(
             store, config.ledger_place, lambda: self.coordinator.leads, lambda entry: self.stats.ledger_told(entry)
+        )
+        observer = Observer(self.stats.watchers)
+        self.releases = Releases(
+            store,
+            config.model,
+            FleetControl(store, config.model, self.coordinator, self._records, config.swap_deadline_s, self.tls),
+            observer,
+            lambda: self.coordinator.leads,
+            AnswerReader(self.desk, fleet.shadows, observer),
+            lambda state: setattr(self.stats, "release", state),
         )
         self.pusher = Pusher(config)
         self.updates = Updates()
@@ -94,6 +109,10 @@ class Gateway:
         self.outbox = Outbox()
         self.buffered = 0  # bytes of request bodies held now
         self.clients: set[Client] = set()
+
+    def _records(self) -> list[InstanceRecord]:
+        """Of the instances that are known."""
+        return [instance.record for instance in self.fleet.instances.values()]
 
     @classmethod
     @asynccontextmanager
@@ -141,6 +160,7 @@ class Gateway:
             "throughput": lambda: self.throughput.run(self.fleet.instances),
             "training": self.training.run,
             "metrics page": self.pages.serve,
+            "releases": self.releases.run,
         }
         if self.config.run_coordinator:
             work |= {"coordinator": self.coordinator.run, "ledger": self.ledger.run}

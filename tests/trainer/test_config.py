@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import yaml
 import trainer
 from trainer.api import config as api_config
 from trainer.config import GrpoConfig, PackingConfig, load
+from trainer.config.strict import read
 from trainer.errors import ConfigError
+from trainer.rewards.server import RewardServerConfig
 from trainer.tiny_model import tiny_run
 
 MINIMAL: dict[str, Any] = {
@@ -228,7 +231,8 @@ EXAMPLES = sorted((Path(trainer.__file__).parent / "configs").glob("*.yaml"))
 def test_the_examples_are_valid(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOTSWAP_STORE", "sqlite:///store.db")
     monkeypatch.chdir(tmp_path)
-    {"api": api_config.load}.get(example.stem, load)(example)
+    loaders: dict[str, Any] = {"api": api_config.load, "rewards": partial(read, RewardServerConfig)}
+    loaders.get(example.stem, load)(example)
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ FILE = 1000  # entries of one file
 BATCH = 100  # keys that one transaction deletes: etcd takes 128
 Action = Literal[
     "publish", "activate", "rollback", "split", "commit", "revert", "done", "abort",
+    "release", "release_end", "release_policy",
     "key_create", "key_change", "key_rotate", "key_revoke", "key_forget", "inference_open",
     "policy", "approval_wait", "approve", "refuse", "lapse",
 ]  # fmt: skip

@@ -85,8 +85,7 @@ class Splits:
         own = request.need
         if own is not None and own.version is not None:
             return own
-        if request.share is None or not self._can_answer(request.share):
-            request.share = self._choice(request, own)
+        request.share = self._choice(request, own)
         return self._needs.get(request.share, own) if request.share is not None else own
 
     def passed_on(self, request: Divided) -> None:

@@ -33,11 +33,13 @@ from server.gateway.fleet.view import Fleet
 from server.gateway.observe import logs
 from server.gateway.observe.stats import Histogram, Stats, Tokens
 from server.gateway.queue.gate import Gate
+from server.gateway.release.records import State as ReleaseState
 from server.gateway.workers import Place
 from server.key_limits import NAMED
 from weightsync.control.records import InstanceState
 
 Value = float | Histogram
+RELEASE_STATES = ("none", *get_args(ReleaseState))
 _KINDS = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
 
 
@@ -279,7 +281,7 @@ METRICS: tuple[Declared, ...] = (
         "counter", "hotswap_answers_dropped", "Answers that somebody wanted and did not get",
         lambda g: g.stats.answers_dropped,
         {
-            "consumer": "log",
+            "consumer": "log, release: who judges one",
             "cause": "memory: too large, or too many at once, busy, unreadable, failed, redaction, "
             "store: it could not be written to for too long",
         },
@@ -345,6 +347,10 @@ METRICS: tuple[Declared, ...] = (
     Declared(
         "counter", "hotswap_shadow_dropped", "Answers to repetitions that were dropped, as their judge was too slow",
         lambda g: g.fleet.shadows.dropped,
+    ),
+    Declared(
+        "gauge", "hotswap_release_state", "State of the release under way, or of the last one",
+        lambda g: {state: g.stats.release == state for state in RELEASE_STATES}, {"state": ", ".join(RELEASE_STATES)},
     ),
     Declared(
         "gauge", "hotswap_active_epoch", "Commits so far", lambda g: g.fleet.active.epoch if g.fleet.active else 0

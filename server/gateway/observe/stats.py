@@ -204,6 +204,7 @@ class Stats:
         self.swaps = Swaps()
         self.ledger_told: Callable[[LedgerEntry], None] = lambda _: None  # of new entries, in the gateway that leads
         self.store_up = True
+        self.release = "none"  # state of the release under way, or of the last one
         self.watchers: list[Watcher] = []  # the access log and traces, where they are wanted
         self.collector: Collector | None = None  # who wants whole answers, those of keys that collect at least
         self.collects_all = False  # those of others too

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from server.gateway.observe.context import TraceContext
-from server.gateway.observe.stats import Finished
+from server.gateway.observe.stats import Finished, Watcher
 from server.gateway.release.judge import Evidence, key_of
 from server.gateway.release.policy import SCORED, Condition
 from server.gateway.release.records import Counted, EvidenceRecord, Kind, LostMetric
@@ -35,9 +35,11 @@ class Watched:
 
 
 class Observer:
-    """One gateway's sums (a Watcher of observe/stats.py). `observe` and `lose` may be called from any thread."""
+    """One gateway's sums (stats.Watcher). `observe` and `lose` may be called from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, watchers: list[Watcher] | None = None) -> None:
+        """While it counts it is one of `watchers`, and no request costs anything for it otherwise."""
+        self._watchers: list[Watcher] = watchers if watchers is not None else []
         self._lock = threading.Lock()
         self._watched: Watched | None = None
         self._sums: dict[_Key, list[float]] = {}
@@ -53,6 +55,10 @@ class Observer:
         with self._lock:
             if watched != self._watched:
                 self._watched, self._sums, self._lost, self._changed = watched, {}, {}, False
+        if watched is None and self in self._watchers:
+            self._watchers.remove(self)
+        elif watched is not None and self not in self._watchers:
+            self._watchers.append(self)
 
     def observe(self, metric: str, value: float, version: int | None, kind: Kind = "live") -> None:
         """One value of an answer that `version` wrote from its first to its last token."""
@@ -143,11 +149,16 @@ def summed(
             tallies[key] = tallies.get(key, NOTHING) + Tally(each.count, each.total, each.squares)
         lost |= {each.metric: each.reason for each in record.lost}
 
-    def of(condition: Condition, version: int) -> Tally:
-        kinds: tuple[Kind, ...] = ("live", "shadow") if condition.answers == "both" else (condition.answers,)
+    def of(condition: Condition, version: int, *kinds: Kind) -> Tally:
         return sum((tallies.get((condition.metric, kind, version), NOTHING) for kind in kinds), NOTHING)
 
-    return {key_of(c): Evidence(of(c, candidate), of(c, stable), lost.get(c.metric, "")) for c in conditions}
+    found = {}
+    for condition in conditions:
+        kinds: tuple[Kind, ...] = ("live", "shadow") if condition.answers == "both" else (condition.answers,)
+        of_stable = of(condition, stable, "live")  # nothing is repeated on it
+        evidence = Evidence(of(condition, candidate, *kinds), of_stable, lost.get(condition.metric, ""))
+        found[key_of(condition)] = evidence
+    return found
 
 
 def needs_text(metric: str) -> bool:

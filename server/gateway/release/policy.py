@@ -146,7 +146,7 @@ class Policy(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
     `false_alarms`: the probability that a version within all bounds is rolled back, over all conditions, steps and
     looks. `hold`: how long a step may wait for evidence before `on_hold` happens; holding raises an alert at once.
-    `sticky` and `minimum` are those of the split (docs/weights.md).
+    `sticky` (key, session, header:NAME or none) and `minimum` are those of the split (docs/weights.md).
     """
 
     steps: tuple[Step, ...]
@@ -212,6 +212,8 @@ def _problems(policy: Policy) -> Iterator[str]:
             yield f"step {number + 1} has neither traffic nor shadow: nothing could be judged in it."
         for condition in policy.of_step(number):
             yield from (f"step {number + 1}: {problem}" for problem in _of_condition(condition, step, policy))
+    if policy.sticky not in ("none", "key", "session") and not policy.sticky.startswith("header:"):
+        yield f"sticky: {policy.sticky!r} is none of key, session, header:NAME and none."
     for pattern in policy.refusal_patterns:
         try:
             re.compile(pattern)

@@ -15,9 +15,10 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from server.errors import Conflict, HttpError, NotFound, ServerError
+from server.gateway.access.records import By
 from server.gateway.release.evidence import FLUSH_S, Observer, Watched, summed
 from server.gateway.release.judge import Evidence, Finding, examine, key_of
 from server.gateway.release.policy import Policy, parse, seconds_of
@@ -34,6 +35,7 @@ from server.gateway.release.progress import (
     turned,
 )
 from server.gateway.release.records import EvidenceRecord, ReleaseKeys, ReleaseRecord
+from weightsync.control.chain import LedgerEntry, append
 from weightsync.errors import Conflict as StoreConflict
 from weightsync.errors import RecordError, StoreError, WeightSyncError
 from weightsync.store import MISSING, KeyValue, Store
@@ -48,42 +50,60 @@ WATCHED: Final = ("judging", "held")
 class Control(Protocol):
     """What a release does to the fleet."""
 
-    def serving(self) -> tuple[int | None, Mapping[int, Share] | None]:
+    async def serving(self) -> tuple[int | None, Mapping[int, Share] | None]:
         """The active version, and the shares of others; None while a swap is under way."""
 
     async def ready(self, version: int) -> bool:
         """Whether it is published and was not retired."""
 
-    async def split(self, version: int, share: Share, policy: Policy) -> None:
+    async def split(self, record: ReleaseRecord, share: Share, policy: Policy) -> None:
         """Returns when the fleet has it so. Raises WeightSyncError, HttpError."""
 
-    async def commit(self, version: int, why: str) -> None:
+    async def commit(self, record: ReleaseRecord, version: int) -> None:
         """The same for the whole fleet."""
 
     async def evaluate(self, record: ReleaseRecord, policy: Policy) -> str:
         """Why the candidate does not pass the evaluation sets; "" if it does. Raises ServerError if nobody can say."""
 
 
+class Reader(Protocol):
+    """Reads the answers of a step (answers.AnswerReader)."""
+
+    async def watch(self, policy: Policy, step: int) -> None:
+        """Read for the conditions of this step, and for nothing else."""
+
+    async def stop(self) -> None:
+        """Read nothing."""
+
+
 class Releases:
     """The releases of one model. `current` is the one under way, or the last one."""
 
     def __init__(
-        self, store: Store, model: str, control: Control, observer: Observer, leads: Callable[[], bool]
+        self,
+        store: Store,
+        model: str,
+        control: Control,
+        observer: Observer,
+        leads: Callable[[], bool],
+        reader: Reader | None = None,
+        tell: Callable[[str], None] = lambda _: None,
     ) -> None:
+        """`tell` is told of each state that it comes to."""
         self._store, self._keys, self._control, self._observer = store, ReleaseKeys(model), control, observer
-        self._leads = leads
+        self._leads, self._reader, self._tell = leads, reader, tell
         self._me = secrets.token_hex(6)
         self._revision = MISSING
-        self._changed = asyncio.Event()
+        self._changed, self._changed_too = asyncio.Event(), asyncio.Event()  # for who leads, and for who reads
         self._evaluated: tuple[str, str] | None = None  # (release, what it came to)
         self.current: ReleaseRecord | None = None
 
     # what operators ask for
 
-    async def start(self, version: int, text: str, requested_by: str) -> ReleaseRecord:
+    async def start(self, version: int, text: str, by: By) -> ReleaseRecord:
         """Begins a release by the policy in `text`. Raises ConfigError, Conflict, NotFound, StoreError."""
         parse(text)
-        stable, shares = self._control.serving()
+        stable, shares = await self._control.serving()
         if stable is None or shares is None or shares:
             what = "a swap is under way" if shares is None else "versions share the traffic" if shares else "none is"
             message = f"A release begins where one version is active and serves all; {what}."
@@ -97,23 +117,31 @@ class Releases:
             under_way = f"The release of version {self.current.version} is under way ({self.current.state})"
             raise Conflict(f"{under_way}; cancel it first.", code="release_under_way")
         now, name = time.time(), uuid.uuid4().hex
-        record = ReleaseRecord(name, version, stable, text, "evaluating", 0, now, now, requested_by)
+        record = ReleaseRecord(name, version, stable, text, "evaluating", 0, now, now, by.who)
         await self._forget_evidence()
-        if not await self._write(record):
+        begun = LedgerEntry("release", by.who, version=version, reason=by.reason, **self._about(record))
+        if not await self._write(record, begun):
             raise Conflict("Somebody else has begun a release in this moment.", code="release_under_way")
         return record
 
-    async def cancel(self, requested_by: str, reason: str = "") -> ReleaseRecord:
+    async def cancel(self, by: By) -> ReleaseRecord:
         """Takes the candidate back. Raises Conflict where no release is under way, StoreError."""
         while True:
             await self._refresh()
             record = self.current
             if record is None or record.ended:
                 raise Conflict("No release is under way.", code="no_release")
-            why = f"cancelled by {requested_by}" + (f": {reason}" if reason else "")
+            why = f"cancelled by {by.who}" + (f": {by.reason}" if by.reason else "")
             after = turned(record, "rolling_back", time.time(), why)
             if record.state == "rolling_back" or await self._write(after):
                 return self.current or record
+
+    async def put_policy(self, name: str, text: str | None, by: By) -> None:
+        """Stores a policy, or deletes it. Raises StoreError."""
+        what = "was stored" if text is not None else "was deleted"
+        about: dict[str, Any] = {"model": self._keys.model, "subject": f"policy {name}", "outcome": what}
+        entry = LedgerEntry("release_policy", by.who, reason=by.reason, **about)
+        await append(self._store, {}, {self._keys.policy(name): text.encode() if text is not None else None}, entry)
 
     async def findings(self) -> tuple[Finding, ...]:
         """What is known of the conditions of the step that is judged now. Raises StoreError."""
@@ -132,6 +160,7 @@ class Releases:
             tasks.create_task(self._follow())
             tasks.create_task(self._flush())
             tasks.create_task(self._lead())
+            tasks.create_task(self._read())
 
     async def _follow(self) -> None:
         while True:
@@ -161,7 +190,29 @@ class Releases:
             self.current = None
         self._revision = found.mod_revision if found is not None else MISSING
         self._observer.watch(watched(self.current))
+        self._tell(shown(self.current))
         self._changed.set()
+        self._changed_too.set()
+
+    async def _read(self) -> None:
+        """Has the answers of each step read."""
+        if self._reader is None:
+            return
+        read: Watched | None = None
+        try:
+            while True:
+                self._changed_too.clear()
+                record = self.current
+                if record is not None and (now := watched(record)) is not None:
+                    if now != read:
+                        await self._reader.watch(parse(record.policy), record.step)
+                    read = now
+                elif read is not None:
+                    read = None
+                    await self._reader.stop()
+                await self._changed_too.wait()
+        finally:
+            await self._reader.stop()
 
     async def _flush(self) -> None:
         while True:
@@ -197,9 +248,12 @@ class Releases:
         policy = parse(record.policy)
         action = advance(record, policy, await self._world(record, policy))
         if isinstance(action, Write):
-            if await self._write(action.record):
-                _tell(record, action.record)
-                if action.record.ended:
+            after = action.record
+            about = self._about(after) | {"outcome": f"{after.state}: {after.reason}" if after.reason else after.state}
+            entries = [LedgerEntry("release_end", "release", version=after.version, **about)] if after.ended else []
+            if await self._write(after, *entries):
+                _tell(record, after)
+                if after.ended:
                     await self._forget_evidence()
         elif isinstance(action, Split):
             await self._split(record, policy, action.share)
@@ -212,7 +266,7 @@ class Releases:
             await self._until_changed(action.seconds)
 
     async def _world(self, record: ReleaseRecord, policy: Policy) -> World:
-        active, shares = self._control.serving()
+        active, shares = await self._control.serving()
         evidence = await self._evidence(record, policy) if record.state in WATCHED else {}
         done = self._evaluated[1] if self._evaluated is not None and self._evaluated[0] == record.id else None
         ready = await self._control.ready(record.version)
@@ -235,7 +289,7 @@ class Releases:
 
     async def _split(self, record: ReleaseRecord, policy: Policy, share: Share) -> None:
         try:
-            await self._control.split(record.version, share, policy)
+            await self._control.split(record, share, policy)
         except (WeightSyncError, HttpError) as error:
             if isinstance(error, StoreError):
                 raise
@@ -243,7 +297,7 @@ class Releases:
 
     async def _commit(self, record: ReleaseRecord, version: int) -> None:
         try:
-            await self._control.commit(version, record.reason)
+            await self._control.commit(record, version)
         except (WeightSyncError, HttpError) as error:
             if isinstance(error, StoreError):
                 raise
@@ -263,11 +317,16 @@ class Releases:
         for kv in found:
             await self._store.delete(kv.key)
 
-    async def _write(self, record: ReleaseRecord) -> bool:
+    def _about(self, record: ReleaseRecord) -> dict[str, Any]:
+        """For the ledger."""
+        return {"model": self._keys.model, "subject": f"release {record.id}"}
+
+    async def _write(self, record: ReleaseRecord, *entries: LedgerEntry) -> bool:
         """Whether nobody has written it since this gateway looked."""
         raw = record.to_json()
         try:
-            revision = await self._store.compare_and_swap(self._keys.current, self._revision, raw)
+            expected = {self._keys.current: self._revision}
+            revision = await append(self._store, expected, {self._keys.current: raw}, *entries)
         except StoreConflict:
             await self._refresh()
             return False
@@ -280,6 +339,13 @@ def watched(record: ReleaseRecord | None) -> Watched | None:
     if record is None or record.state not in WATCHED:
         return None
     return Watched(record.id, record.step, frozenset({record.version, record.stable}))
+
+
+def shown(record: ReleaseRecord | None) -> str:
+    """Its state as metrics have it: an evaluation that cannot be made holds it, too."""
+    if record is None:
+        return "none"
+    return "held" if record.state == "evaluating" and record.reason else record.state
 
 
 def _tell(before: ReleaseRecord, after: ReleaseRecord) -> None:

@@ -6,10 +6,10 @@ import re
 from typing import Any
 
 import pytest
-from server.release.policy import METRICS, REFUSALS
 
 from server.answers.measures import measure, repetition
 from server.answers.parse import FORMAT, Answer, Choice
+from server.gateway.release.policy import METRICS, REFUSALS
 from tests.server.answers.test_parse import about
 
 REFUSES = [re.compile(pattern) for pattern in REFUSALS]

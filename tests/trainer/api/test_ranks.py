@@ -35,20 +35,20 @@ PASSES = [
     [body("importance_sampling", {}, data_for("importance_sampling", 3))],
     [body("cross_entropy", {}, data_for("cross_entropy", 4)) for _ in range(3)],
 ]
-LAYOUTS: list[tuple[str, dict[str, Any], bool]] = [
+LAYOUTS: list[tuple[str, dict[str, Any], bool]] = [  # the first tier takes numbers 0, 3, 7 and 10
     ("qwen3", {"tensor": 2}, False),
     ("qwen2", {"data": 2}, False),
-    ("llama-tied", {"pipeline": 2}, True),
-    ("qwen3_moe", {"data": 2, "expert": 2}, False),
-    ("qwen3", {"tensor": 2, "sequence": True}, True),
-    ("qwen3", {"tensor": 2}, True),
-    ("qwen2", {"data": 2}, True),
     ("qwen2", {"context": 2}, False),
+    ("qwen3_moe", {"data": 2, "expert": 2}, False),
     ("qwen2", {"pipeline": 2, "virtual_pipeline": 2}, False),
     ("mixtral", {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1}, False),
+    ("qwen3", {"tensor": 2}, True),
+    ("llama-tied", {"pipeline": 2}, True),
+    ("qwen2", {"data": 2}, True),
+    ("qwen3", {"tensor": 2, "sequence": True}, True),
+    ("qwen2", {"tensor": 2, "data": 2}, False),
     ("qwen3_moe", {"data": 2, "expert": 2}, True),
     ("mixtral", {"tensor": 2, "sequence": True}, True),
-    ("qwen2", {"tensor": 2, "data": 2}, False),
     ("mixtral", {"pipeline": 2, "data": 2, "expert": 2}, True),
 ]
 

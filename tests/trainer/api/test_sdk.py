@@ -23,7 +23,7 @@ from weightsync.memory.parts import ADAPTER_CONFIG
 from weightsync.memory.receiver import SlotReader
 from weightsync.publish.publisher import Publisher
 
-SERVING = {"limits": {"rank": 16, "models": 40, "resident": 2, "served": 2}}
+SERVING = {"limits": {"rank": 16, "models": 60, "resident": 2, "served": 2}}
 
 
 @pytest.fixture(scope="module")

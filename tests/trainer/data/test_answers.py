@@ -131,8 +131,8 @@ async def test_an_answer_that_was_liked_is_preferred_over_one_that_was_not(
     asked: list[tuple[str, dict[str, Any], dict[str, Any] | None, str]] = [
         ("4", {"user": "40"}, {"score": 0.2}, "ada"),
         ("4", {"user": "41", "suffix": "length"}, {"score": 1.0}, "ada"),  # it was cut
-        ("4", {"user": "42"}, {"score": 0.8}, "bob"),
         ("4", {"user": "43"}, {"score": 0.9}, "ada"),
+        ("4", {"user": "42"}, {"score": 0.8}, "bob"),
         ("4", {"user": "43"}, {"score": 0.1}, "bob"),  # the same again
         ("5", {"user": "50"}, {"score": 0.1}, "ada"),  # nothing to compare with
     ]
@@ -185,6 +185,11 @@ def test_what_cannot_be_learnt_is_a_bad_record(
     log = write(tmp_path, record(**fields), said(**feedback))
     with pytest.raises(DataError, match=f"line 1: .*{reason}"):
         open_data(log, kind="answers", learn=learn)
+
+
+def test_what_was_said_last_counts_wherever_it_stands(open_data: Open, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    log = write(tmp_path, said(time=3.0, correction="7"), said(time=2.0, correction="6"), record())
+    assert tokenizer.decode(list(open_data(log, kind="answers")[0].target_ids[:-1])) == "7"
 
 
 def test_prompts_in_several_parts_or_of_several_samples(open_data: Open, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from weightsync.control.records import (
 from weightsync.control.state import REPLACE_S, Ask, Step, View, Wait, decide, depends_on
 from weightsync.errors import BadSplit, NotEnoughInstances
 
+STORES = ["sqlite", "etcd"]
 HALF = SplitRecord((ShareRecord(2, 50.0),))
 PLACED = SplitRecord((ShareRecord(2, 50.0, ("a",), "f2"),))
 
@@ -210,6 +211,18 @@ def test_a_rolling_split_tries_the_first_that_changes() -> None:
     assert (asked.canary.id, asked.swap.target) == ("a", 2)
     passed = step(swap=tried.swap, instances={**FLEET, "a": trial}, probe=ProbeResult(True))
     assert passed.kind == "commit"
+
+
+def test_the_canary_of_a_split_that_grows_is_one_that_changes() -> None:
+    """`a` runs the version already, and answers requests with it."""
+    active = replace(ACTIVE, split=PLACED)
+    grown = SplitRecord((ShareRecord(2, 60.0, ("a", "b"), "f2"),))
+    swap = replace(SWAP, participants=("a", "b", "c"), mode="rolling", split=grown)
+    fleet = running(a=2, b=1, c=1)
+    fleet["b"] = replace(fleet["b"], state="STAGED", swap_id="new", staged_version=2, staged_fingerprint="f2")
+    assert step(active=active, instances=fleet, swap=swap).swap.canary == "b"
+    settled = replace(SWAP, participants=("a", "c"), mode="rolling", split=PLACED)
+    assert step(active=active, instances=running(a=2, c=1), swap=settled).kind == "commit", "who changed has left"
 
 
 def test_percentages_change_without_a_trial() -> None:

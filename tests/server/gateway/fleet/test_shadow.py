@@ -153,6 +153,17 @@ async def test_pins_and_other_routes_are_not_repeated(tmp_path: Path) -> None:
         assert (t.outcomes, len(generations(t.tried))) == ({}, 1), "what asked for it itself, and no repetition"
 
 
+async def test_a_request_that_is_sent_again_is_repeated_once(tmp_path: Path) -> None:
+    async with trial(tmp_path) as t:
+        await t.share(100.0)
+        t.gateway.register("http://127.0.0.1:1", "i11", active_version=12)
+        for _ in range(6):
+            assert await t.ask(1) == {200: 1}
+        assert t.fleet.retries["not_sent"] > 0, "one that does not listen was asked first"
+        await eventually(lambda: sum(t.outcomes.values()) == 6)
+        assert len(generations(t.tried)) == 6
+
+
 async def test_a_repetition_counts_in_no_limit(tmp_path: Path) -> None:
     async with trial(tmp_path) as t:
         await t.share(100.0)
@@ -206,6 +217,8 @@ async def test_nothing_that_becomes_of_it_reaches_the_original(tmp_path: Path, b
         assert (tried.health.closed, tried.working, tried.inflight) == (True, 0, 0)
         await eventually(lambda: sum(t.outcomes.values()) + len(t.fleet.shadows.running) == 121)
         assert t.outcomes.get("answered", 0) == 0
+        if broken is never_ends:
+            await eventually(lambda: t.outcomes.get("too_large"))
         assert t.fleet.shadows.memory.used == 0
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from server.errors import ConfigError, Conflict, NotFound
+from server.gateway.access.records import By
 from server.gateway.observe.stats import Finished
 from server.gateway.release.evidence import Observer, summed
 from server.gateway.release.policy import Policy, parse
@@ -39,19 +40,19 @@ class FakeFleet:
         self.done: list[str] = []
         self.verdict = ""
 
-    def serving(self) -> tuple[int | None, Mapping[int, Share] | None]:
+    async def serving(self) -> tuple[int | None, Mapping[int, Share] | None]:
         return self.active, dict(self.shares)
 
     async def ready(self, version: int) -> bool:
         return version in self.versions
 
-    async def split(self, version: int, share: Share, policy: Policy) -> None:
+    async def split(self, record: ReleaseRecord, share: Share, policy: Policy) -> None:
         if "split" in self.refuses:
-            raise SwapAborted(version, "i2 is on fire")
-        self.shares = {version: share}
+            raise SwapAborted(record.version, "i2 is on fire")
+        self.shares = {record.version: share}
         self.done.append(f"split {share.traffic:g}")
 
-    async def commit(self, version: int, why: str) -> None:
+    async def commit(self, record: ReleaseRecord, version: int) -> None:
         if f"commit {version}" in self.refuses:
             raise SwapAborted(version, "i2 is on fire")
         self.active, self.shares = version, {}
@@ -118,7 +119,7 @@ async def two(tmp_path: Path) -> AsyncIterator[Two]:
 
 
 async def test_a_good_version_takes_over_step_by_step(two: Two) -> None:
-    await two.releases[1].start(13, POLICY, "somebody")  # whoever is asked, the leader carries it on
+    await two.releases[1].start(13, POLICY, By("somebody"))  # whoever is asked, the leader carries it on
     for step in range(2):
         await two.until("held", step=step)  # nobody has answered anything yet
         assert "0 of 100 answers of the candidate" in two.record.reason
@@ -136,7 +137,7 @@ async def test_a_good_version_takes_over_step_by_step(two: Two) -> None:
 
 
 async def test_harm_is_seen_in_the_sums_of_both_gateways(two: Two) -> None:
-    await two.releases[0].start(13, POLICY, "somebody")
+    await two.releases[0].start(13, POLICY, By("somebody"))
     await two.until("held")
     two.answer(12, 0, 400)
     two.answer(13, 40, 150)
@@ -146,7 +147,7 @@ async def test_harm_is_seen_in_the_sums_of_both_gateways(two: Two) -> None:
 
 
 async def test_a_leader_that_dies_leaves_all_that_the_next_one_needs(two: Two) -> None:
-    await two.releases[0].start(13, POLICY, "somebody")
+    await two.releases[0].start(13, POLICY, By("somebody"))
     await two.until("held", step=0)
     two.answer(12, 1, 600)
     two.answer(13, 1, 300)
@@ -168,7 +169,7 @@ def _counted(two: Two) -> int:
 
 async def test_a_fleet_that_refuses_keeps_the_stable_version(two: Two) -> None:
     two.fleet.refuses = {"split"}
-    await two.releases[0].start(13, POLICY, "somebody")
+    await two.releases[0].start(13, POLICY, By("somebody"))
     record = await two.until("rolled_back")
     assert "i2 is on fire" in record.reason
     assert (two.fleet.active, two.fleet.done) == (12, [])
@@ -176,7 +177,7 @@ async def test_a_fleet_that_refuses_keeps_the_stable_version(two: Two) -> None:
 
 async def test_a_last_step_that_is_refused_takes_it_back(two: Two) -> None:
     two.fleet.refuses = {"commit 13"}
-    await two.releases[0].start(13, "steps: [{traffic: 50, for: 0s}]", "somebody")
+    await two.releases[0].start(13, "steps: [{traffic: 50, for: 0s}]", By("somebody"))
     record = await two.until("rolled_back")
     assert "i2 is on fire" in record.reason
     assert two.fleet.active == 12
@@ -184,7 +185,7 @@ async def test_a_last_step_that_is_refused_takes_it_back(two: Two) -> None:
 
 async def test_a_rollback_that_is_refused_is_tried_again(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("server.gateway.release.runner.AGAIN_S", 0.01)
-    await two.releases[0].start(13, POLICY, "somebody")
+    await two.releases[0].start(13, POLICY, By("somebody"))
     await two.until("held")
     two.fleet.refuses = {"commit 12"}
     two.answer(12, 0, 400)
@@ -197,10 +198,10 @@ async def test_a_rollback_that_is_refused_is_tried_again(two: Two, monkeypatch: 
 
 async def test_an_operator_may_cancel_it(two: Two) -> None:
     with pytest.raises(Conflict, match="No release"):
-        await two.releases[1].cancel("me")
-    await two.releases[0].start(13, POLICY, "somebody")
+        await two.releases[1].cancel(By("me"))
+    await two.releases[0].start(13, POLICY, By("somebody"))
     await two.until("held")
-    await two.releases[1].cancel("me", "it is Friday")
+    await two.releases[1].cancel(By("me", "it is Friday"))
     record = await two.until("rolled_back")
     assert record.reason == "cancelled by me: it is Friday"
 
@@ -209,7 +210,7 @@ async def test_an_operator_may_cancel_it(two: Two) -> None:
 async def test_the_evaluation_decides_before_any_traffic(two: Two, verdict: str) -> None:
     two.fleet.verdict = verdict
     evaluated = 'rewards: {math: {url: "http://127.0.0.1:1"}}\nevaluation: [{file: set.jsonl, by: math, min: 0.8}]\n'
-    await two.releases[0].start(13, evaluated + "steps: [{traffic: 10, for: 0s}]", "somebody")
+    await two.releases[0].start(13, evaluated + "steps: [{traffic: 10, for: 0s}]", By("somebody"))
     record = await two.until("done", "rolled_back")
     assert two.fleet.done[:2] == ["split 0", "evaluate"]
     assert two.fleet.done[2:] == (["commit 12"] if verdict else ["split 10", "commit 13"])
@@ -224,7 +225,7 @@ async def test_an_evaluation_that_nobody_can_make_holds_it(
     two.fleet.refuses = {"evaluate"}
     evaluated = 'rewards: {math: {url: "http://127.0.0.1:1"}}\nevaluation: [{file: set.jsonl, by: math, min: 0.8}]\n'
     evaluated += "on_hold: rollback\nhold: 0s\n" if impatient else ""
-    await two.releases[0].start(13, evaluated + "steps: [{traffic: 10, for: 0s}]", "somebody")
+    await two.releases[0].start(13, evaluated + "steps: [{traffic: 10, for: 0s}]", By("somebody"))
     if impatient:
         assert "nobody scores" in (await two.until("rolled_back")).reason
         return
@@ -237,21 +238,21 @@ async def test_an_evaluation_that_nobody_can_make_holds_it(
 async def test_what_cannot_begin(two: Two) -> None:
     releases = two.releases[0]
     with pytest.raises(ConfigError, match="no metric"):
-        await releases.start(13, "steps: [{traffic: 1, for: 1s, conditions: [{metric: x, max: 1}]}]", "me")
+        await releases.start(13, "steps: [{traffic: 1, for: 1s, conditions: [{metric: x, max: 1}]}]", By("me"))
     with pytest.raises(NotFound, match="14"):
-        await releases.start(14, POLICY, "me")
+        await releases.start(14, POLICY, By("me"))
     with pytest.raises(Conflict, match="active already"):
-        await releases.start(12, POLICY, "me")
-    await releases.start(13, POLICY, "me")
+        await releases.start(12, POLICY, By("me"))
+    await releases.start(13, POLICY, By("me"))
     await two.until("held")
     with pytest.raises(Conflict, match="share the traffic"):
-        await releases.start(13, POLICY, "me")
+        await releases.start(13, POLICY, By("me"))
     two.fleet.shares = {}  # an operator has ended the split
     assert (await two.until("cancelled")).ended
 
 
 async def test_findings_of_the_step_that_is_judged(two: Two) -> None:
-    await two.releases[0].start(13, POLICY, "me")
+    await two.releases[0].start(13, POLICY, By("me"))
     await two.until("held")
     two.answer(13, 3, 60)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.asking import Asking
@@ -57,9 +57,10 @@ def whole_again(server: LiveServer) -> bool:
     return everybody_serves(server)
 
 
-def divide(server: LiveServer, **percents: float) -> dict[str, Any]:
+def divide(server: LiveServer, mode: str = "together", drain_s: float = 0, **percents: float) -> dict[str, Any]:
     shares = [{"version": int(name[1:]), "percent": percent} for name, percent in percents.items()]
-    answer = server.admin.post("/admin/weights/split", json={"shares": shares})
+    body = {"shares": shares, "mode": mode, "drain_s": drain_s}
+    answer = server.admin.post("/admin/weights/split", json=body)
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found
@@ -97,6 +98,40 @@ def test_versions_share_real_engines_under_load(server: LiveServer) -> None:
     assert answers(server, 10) == {1: 10}
 
 
+def test_a_rolling_split_is_probed_and_then_grows(server: LiveServer) -> None:
+    """A canary: one instance, probed before it has traffic, one percent, and half of it without another flip."""
+    with Clients(server.url) as clients:
+        made = divide(server, mode="rolling", drain_s=2, v1=99, v2=1)
+        assert (made["mode"], made["probe"]) == ("rolling", "passed")
+        (share,) = made["split"]["shares"]
+        assert (share["instances"], share["percent"]) == ([made["canary"]], 1)
+        before = clients.answers[2]
+        divide(server, v1=50, v2=50)
+        wait_until(lambda: clients.answers[2] > before + 10)
+    assert not clients.failures
+    assert clients.labelled <= {(1, 100), (2, 101)}
+    assert server.admin.request("DELETE", "/admin/weights/split").status_code == 200
+
+
+def test_shadow_traffic_is_unseen_by_clients_of_real_engines(server: LiveServer) -> None:
+    split = {"shares": [{"version": 1, "percent": 100}, {"version": 2, "percent": 0, "shadow": 100}]}
+    assert server.admin.post("/admin/weights/split", json=split).status_code == 200
+    with Clients(server.url, 8) as clients:
+        wait_until(lambda: shadows(server, "answered") >= 20)
+        asked = clients.answers.total()
+        wait_until(lambda: clients.answers.total() > asked + 40)
+    assert not clients.failures
+    assert clients.labelled == {(1, 100)}
+    assert shadows(server, "failed") == 0
+    assert server.admin.request("DELETE", "/admin/weights/split").status_code == 200
+
+
+def shadows(server: LiveServer, outcome: str) -> float:
+    page = server.admin.get("/metrics").text
+    found = re.search(rf'hotswap_shadow_requests_total{{outcome="{outcome}",version="2"}} (\S+)', page)
+    return float(found[1]) if found else 0.0
+
+
 def test_shares_are_exact_on_real_engines(server: LiveServer) -> None:
     divide(server, v1=90, v2=10)
     assert answers(server, 50) == {1: 45, 2: 5}
@@ -121,5 +156,5 @@ def test_the_death_of_the_only_instance_of_a_version_fails_nobody(server: LiveSe
     assert clients.failures == retryable, "nothing fails but what was at the instance as it died"
     assert len(retryable) <= 3, "a client each at most"
     assert clients.labelled == {(1, 100), (2, 101)}
-    page = httpx.get(f"{server.url}/metrics").text
+    page = server.admin.get("/metrics").text
     assert 'hotswap_split_requests_total{status="200",version="2"}' in page

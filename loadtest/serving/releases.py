@@ -1,0 +1,150 @@
+"""Releases by simulation: how often a version that does no harm is taken back, and how soon one that does harm.
+
+Whole releases through the very judgement of the gateway (server/gateway/release/judge.py): two steps, three conditions
+(errors, seconds until the first token, refusals), looked at again with every 20 answers of the candidate. The stable
+version gets nine times as many answers. Beside it, what a test for one look at the same level would do there: Welch's t
+of two means at each look, which is how a dashboard is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json as jsonlib
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from server.gateway.release.judge import Evidence, rule
+from server.gateway.release.policy import METRICS, Condition, Policy, Step
+from server.gateway.release.statistics import LEAST, Tally
+
+Means = Mapping[str, tuple[float, float]]  # of the stable version and of the candidate, by metric
+EVERY, TIMES = 20, 9
+Z = 1.645  # one-sided, 5 %
+
+POLICY = Policy(
+    steps=(Step(traffic=10, for_=60), Step(traffic=10, for_=60)),
+    conditions=(
+        Condition("errors", max_increase=0.02),
+        Condition("first_token_s", max_increase="10%"),
+        Condition("refusals", max_increase=0.05),
+    ),
+)
+SAME: Means = {"errors": (0.01, 0.01), "first_token_s": (0.5, 0.5), "refusals": (0.05, 0.05)}
+AT_THE_BOUND: Means = {"errors": (0.01, 0.03), "first_token_s": (0.5, 0.55), "refusals": (0.05, 0.10)}
+SCENARIOS: dict[str, Means] = {
+    "the same as the stable version": SAME,
+    "every metric at its bound": AT_THE_BOUND,
+    "errors 1 -> 8 %": {**SAME, "errors": (0.01, 0.08)},
+    "errors 1 -> 20 %": {**SAME, "errors": (0.01, 0.20)},
+    "first token 0.5 -> 0.7 s": {**SAME, "first_token_s": (0.5, 0.7)},
+    "first token 0.5 -> 1 s": {**SAME, "first_token_s": (0.5, 1.0)},
+    "refusals 5 -> 20 %": {**SAME, "refusals": (0.05, 0.20)},
+    "refusals 5 -> 50 %": {**SAME, "refusals": (0.05, 0.50)},
+}
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of the releases of one scenario: the share that was taken back, the candidate's answers until then (median), and
+    the share that a test for one look would have taken back."""
+
+    scenario: str
+    taken_back: float
+    answers: float | None
+    naive: float
+
+
+def run(json: Path | None, *, releases: int = 1000, answers: int = 2000, seed: int = 0) -> list[Found]:
+    """Simulates, prints the table, and writes the figures to `json`; `answers` of the candidate in each step."""
+    found = [of_scenario(name, means, releases, answers, seed) for name, means in SCENARIOS.items()]
+    show(found, releases, answers)
+    if json is not None:
+        about = {"releases": releases, "answers_in_a_step": answers, "false_alarms": POLICY.false_alarms, "seed": seed}
+        json.write_text(jsonlib.dumps({**about, "scenarios": [asdict(each) for each in found]}, indent=1) + "\n")
+    return found
+
+
+def of_scenario(name: str, means: Means, releases: int, answers: int, seed: int) -> Found:
+    rng = np.random.default_rng(seed)
+    ends = [release(means, answers, rng) for _ in range(releases)]
+    back = [end for end, _ in ends if end is not None]
+    naive = sum(alarm for _, alarm in ends) / releases
+    return Found(name, len(back) / releases, statistics.median(back) if back else None, naive)
+
+
+def release(means: Means, answers: int, rng: np.random.Generator) -> tuple[int | None, bool]:
+    """After how many answers of the candidate it is taken back (None: it is not), and whether the other test would."""
+    looks = range(EVERY, answers + 1, EVERY)
+    ended: int | None = None
+    naive = False
+    for step in range(len(POLICY.steps)):
+        sums = {
+            metric: [_sums(metric, mean, n, rng) for mean, n in _counts(pair, answers)]
+            for metric, pair in means.items()
+        }
+        for seen in looks:
+            evidence = {
+                metric: Evidence(_tally(new, seen), _tally(old, TIMES * seen)) for metric, (old, new) in sums.items()
+            }
+            naive = naive or any(_alarms(condition, evidence[condition.metric]) for condition in POLICY.of_step(step))
+            if ended is None and rule(POLICY, step, evidence, lasted_s=0.0).kind == "rollback":
+                ended = step * answers + seen
+            if ended is not None and naive:
+                return ended, naive
+    return ended, naive
+
+
+def _counts(pair: tuple[float, float], answers: int) -> list[tuple[float, int]]:
+    return [(pair[0], TIMES * answers), (pair[1], answers)]
+
+
+def _sums(metric: str, mean: float, count: int, rng: np.random.Generator) -> Any:
+    """Running sums of values and of their squares: of shares Bernoulli's, of seconds exponential ones."""
+    values = (rng.random(count) < mean).astype(float) if METRICS[metric][0] else rng.exponential(mean, count)
+    return np.cumsum(values), np.cumsum(values**2)
+
+
+def _tally(sums: Any, count: int) -> Tally:
+    return Tally(count, float(sums[0][count - 1]), float(sums[1][count - 1]))
+
+
+def _alarms(condition: Condition, evidence: Evidence) -> bool:
+    """Welch's t at one look, as if it were the only one."""
+    new, old = evidence.candidate, evidence.stable
+    if new.count < LEAST:
+        return False
+    _, value, share = condition.bound
+    over = new.mean - old.mean - (value * old.mean if share else value)
+    error = math.sqrt(new.variance / new.count + old.variance / old.count)
+    return error > 0 and over / error > Z
+
+
+def show(found: list[Found], releases: int, answers: int) -> None:
+    """As a table."""
+    title = f"{releases} releases each, {answers} answers of the candidate in each of two steps"
+    table = Table("candidate", "taken back", "after answers (median)", "by a test for one look", title=title)
+    for each in found:
+        after = f"{each.answers:.0f}" if each.answers is not None else ""
+        table.add_row(each.scenario, f"{each.taken_back:.1%}", after, f"{each.naive:.1%}")
+    Console().print(table)
+
+
+def main() -> None:
+    """`python -m loadtest.serving.releases`."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--releases", type=int, default=1000)
+    parsed = parser.parse_args()
+    run(parsed.json, releases=parsed.releases)
+
+
+if __name__ == "__main__":
+    main()

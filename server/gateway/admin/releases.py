@@ -1,0 +1,126 @@
+"""`/admin/releases`: a version takes over step by step, and is rolled back by what its answers show.
+
+`/admin/releases/policies` has the policies that releases can name. docs/releases.md describes both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path
+from pydantic import BaseModel, ConfigDict, Field
+
+from server.errors import BadRequest, ConfigError, NotFound
+from server.gateway.deps import ByDep, GatewayDep
+from server.gateway.gateway import Gateway
+from server.gateway.release.judge import Finding
+from server.gateway.release.policy import Policy, parse
+from server.gateway.release.records import ReleaseKeys, ReleaseRecord
+
+router = APIRouter(prefix="/admin", tags=["admin"])
+
+DEFAULT = "default"
+PolicyName = Annotated[str, Path(pattern="^[A-Za-z0-9_.-]{1,64}$")]
+Text = Annotated[str, Field(min_length=1, max_length=64 * 2**10, description="YAML")]
+
+
+class Start(BaseModel):
+    """A version to release by the stored policy of that name, or by the one in `text`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    version: Annotated[int, Field(ge=1, lt=2**63)]
+    policy: Annotated[str, Field(pattern="^[A-Za-z0-9_.-]{1,64}$")] = DEFAULT
+    text: Text | None = None
+
+
+class PolicyText(BaseModel):
+    """A policy as YAML."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    text: Text
+
+
+@router.get("/releases")
+async def show(gateway: GatewayDep) -> dict[str, Any]:
+    """The release under way or the last one, and what is known of the conditions of the step that is judged."""
+    record = gateway.releases.current
+    return {
+        "model": gateway.config.model,
+        "release": described(record) if record is not None else None,
+        "findings": [_found(finding) for finding in await gateway.releases.findings()],
+    }
+
+
+@router.post("/releases")
+async def start(gateway: GatewayDep, by: ByDep, body: Start) -> dict[str, Any]:
+    """Begins a release. It goes on by itself, on whichever gateway leads."""
+    text = body.text or await _stored(gateway, body.policy)
+    checked(text)
+    return described(await gateway.releases.start(body.version, text, by))
+
+
+@router.post("/releases/cancel")
+async def cancel(gateway: GatewayDep, by: ByDep) -> dict[str, Any]:
+    """Takes the candidate back; answers when that is written down, and the fleet follows."""
+    return described(await gateway.releases.cancel(by))
+
+
+@router.get("/releases/policies")
+async def policies(gateway: GatewayDep) -> dict[str, Any]:
+    """The stored policies, by name."""
+    keys = ReleaseKeys(gateway.config.model)
+    found, _ = await gateway.store.list(keys.policies)
+    return {"policies": {kv.key.removeprefix(keys.policies): kv.value.decode() for kv in found}}
+
+
+@router.put("/releases/policies/{name}")
+async def put_policy(gateway: GatewayDep, by: ByDep, name: PolicyName, body: PolicyText) -> dict[str, Any]:
+    """Stores a policy. A release under way goes on by the text it began with."""
+    policy = checked(body.text)
+    await gateway.releases.put_policy(name, body.text, by)
+    return {"name": name, "steps": len(policy.steps)}
+
+
+@router.delete("/releases/policies/{name}")
+async def delete_policy(gateway: GatewayDep, by: ByDep, name: PolicyName) -> dict[str, Any]:
+    """Deletes a stored policy."""
+    await _stored(gateway, name)
+    await gateway.releases.put_policy(name, None, by)
+    return {"name": name}
+
+
+def described(record: ReleaseRecord) -> dict[str, Any]:
+    """The record as JSON, and what its policy says of its step."""
+    policy = parse(record.policy)
+    step = policy.steps[record.step]
+    about = {"steps": len(policy.steps), "traffic": step.traffic, "shadow": step.shadow, "ended": record.ended}
+    return asdict(record) | about
+
+
+def checked(text: str) -> Policy:
+    """Raises BadRequest."""
+    try:
+        return parse(text)
+    except ConfigError as error:
+        raise BadRequest(str(error), code="bad_policy") from error
+
+
+async def _stored(gateway: Gateway, name: str) -> str:
+    found = await gateway.store.get(ReleaseKeys(gateway.config.model).policy(name))
+    if found is None:
+        raise NotFound(
+            f"There is no policy named {name!r}; PUT /admin/releases/policies/{name} stores one.", code="no_policy"
+        )
+    return found.value.decode()
+
+
+def _found(finding: Finding) -> dict[str, Any]:
+    intervals = {"candidate": finding.candidate, "stable": finding.stable}
+    said = {name: [_number(i.low), _number(i.high)] if i is not None else None for name, i in intervals.items()}
+    return {"condition": str(finding.condition), "state": finding.state, "text": finding.text, **said}
+
+
+def _number(value: float) -> float | None:
+    """JSON has no infinity."""
+    return value if abs(value) != float("inf") else None
