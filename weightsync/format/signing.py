@@ -86,6 +86,11 @@ class Trust:
             key, until = _trusted(Path(path))
             self._keys[key_id(key)] = (key, until)
 
+    @property
+    def key_ids(self) -> frozenset[str]:
+        """Of the keys that count."""
+        return frozenset(self._keys)
+
     def check(self, model: str, record: VersionRecord) -> None:
         """Whether every part of the version, whose slots are local paths, is signed with one of the keys and has the
         bytes that were signed. Reads all of it. Raises VersionRefused, ManifestError, SlotBusy."""
