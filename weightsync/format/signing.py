@@ -33,7 +33,6 @@ from weightsync.memory.receiver import SlotReader
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 STATEMENT = "https://in-toto.io/Statement/v1"
 PREDICATE = "urn:hotswap:slot:v1"
-CHUNK = 64 << 20
 
 PrivateKey = ed25519.Ed25519PrivateKey | ec.EllipticCurvePrivateKey
 PublicKey = ed25519.Ed25519PublicKey | ec.EllipticCurvePublicKey
@@ -166,14 +165,6 @@ def key_id(key: PublicKey) -> str:
     """SHA-256, hexadecimal."""
     form = serialization.PublicFormat.SubjectPublicKeyInfo
     return hashlib.sha256(key.public_bytes(serialization.Encoding.DER, form)).hexdigest()
-
-
-def sha256_of(data: memoryview) -> str:
-    """Hexadecimal; releases the interpreter lock."""
-    digest = hashlib.sha256()
-    for start in range(0, len(data), CHUNK):
-        digest.update(data[start : start + CHUNK])
-    return digest.hexdigest()
 
 
 def _trusted(path: Path) -> tuple[PublicKey, datetime.datetime | None]:

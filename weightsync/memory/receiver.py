@@ -25,6 +25,7 @@ from weightsync.format.manifest import (
     digest_of,
     read_header,
     require_same_schema,
+    sha256_of,
 )
 from weightsync.memory.arena import READ_MAPPINGS, address_of
 
@@ -95,8 +96,6 @@ class SlotReader:
 
     def sha256(self) -> str:
         """Of the whole slot, manifest and tensors, as it now is; hexadecimal."""
-        from weightsync.format.signing import sha256_of
-
         assert self._view is not None, "the reader is closed"
         with self._view[: Layout.of(self.manifest.schema).total_nbytes] as data:
             return sha256_of(data)

@@ -47,6 +47,7 @@ from weightsync.format.manifest import (
     TensorSpec,
     clear_gaps,
     require_same_schema,
+    sha256_of,
     write_header,
 )
 from weightsync.memory.arena import MAPPINGS, SlotLock
@@ -482,8 +483,6 @@ class Publisher:
         """The signature of a slot that is complete; "" without a key."""
         if self._signer is None:
             return ""
-        from weightsync.format.signing import sha256_of
-
         with memoryview(mapping) as whole, whole[:nbytes] as data:
             return self._signer.sign(self.model, part, version, sha256_of(data))
 
