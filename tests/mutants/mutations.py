@@ -536,4 +536,46 @@ MUTATIONS: list[Mutation] = [
         ("group.within(step, self.max_lag + finished.patience)", "group.within(step, self.max_lag + finished.patience + 1)"),
         ("        self._refills_left -= 1\n", ""),
     ]),
+    *of(GATEWAY + "release/statistics.py", f"{GW}release/test_statistics.py", f"{GW}release/test_judge.py", changes=[
+        (">= -math.log(alpha)", ">= math.log(alpha)"),
+        ("math.lgamma(1 + n - s)", "math.lgamma(n - s)"),
+        ("twice + math.log(twice + 1)", "twice"),
+        ("if n < LEAST:", "if n < 2:"),
+        ("return outside", "return inside", "they lie 1e-12 apart"),
+    ]),
+    *of(GATEWAY + "release/judge.py", f"{GW}release/test_judge.py", changes=[
+        ("each = alpha / 2 if condition.compares else alpha", "each = 1.0 if condition.compares else alpha"),
+        ("if evidence.lost:", "if not evidence.lost:"),
+        ("if tally.count < least:", "if tally.count > least:"),
+        ("c.low - s.high - slackest", "c.high - s.low - slackest"),
+        ("s.low - c.high - slackest", "s.high - c.low - slackest"),
+        ("if lasted_s < over:", "if lasted_s <= over:"),
+        ('(f.state == "open" and f.condition.prove)', 'f.state == "open"'),
+    ]),
+    *of(GATEWAY + "release/policy.py", f"{GW}release/test_judge.py", changes=[
+        ("return self.false_alarms / max(1, tests)", "return self.false_alarms * 4"),
+        ("if shares != sorted(shares):", "if False:"),
+    ]),
+    *of(GATEWAY + "release/progress.py", f"{GW}release/test_progress.py", changes=[
+        ("if world.active != record.stable or set(world.shares) - {record.version}:", "if world.active != record.stable:"),
+        ("if not world.ready:", "if False:"),
+        ("if has != wanted:", "if has is None:"),
+        ("if world.active not in (record.stable, record.version):", "if False:"),
+        ("if world.shares is None:", "if False:"),
+    ]),
+    *of(GATEWAY + "release/evidence.py", f"{GW}release/test_runner.py", changes=[
+        ("if watched is None or version not in watched.versions or not math.isfinite(value):", "if watched is None or version not in watched.versions:"),
+        ("if finished.first_version is not None and finished.first_version != finished.last_version:", "if False:"),
+        ('if condition.answers == "both" else (condition.answers,)', 'if condition.answers else (condition.answers,)'),
+    ]),
+    *of(GATEWAY + "release/runner.py", f"{GW}release/test_runner.py", changes=[
+        ('if record.state == "finishing":', 'if record.state == "rolling_back":'),
+        ("if version == stable:", "if False:"),
+        ("elif record.reason != str(error):", "elif False:"),
+    ]),
+    *of("trainer/rewards/server.py", f"{TR}rewards/test_server.py", changes=[
+        ("if key and not hmac.compare_digest", "if not hmac.compare_digest"),
+        ("return self._pending >= self._room", "return False"),
+        ("replace(reward, weight=1.0)", "reward", "the score of one reward alone is its part, which has no weight"),
+    ]),
 ]  # fmt: skip
