@@ -45,6 +45,7 @@ class Admin(http.server.BaseHTTPRequestHandler):
     answers: ClassVar[dict[str, Any]] = {
         "/admin/instances": {"instances": [INSTANCE, INSTANCE | {"id": "b", "answering": False, "eligible": False}]},
         "/admin/weights": {"active": {"version": 12}, "versions": [VERSION]},
+        "/admin/weights/active": {"version": 12, "epoch": 31, "previous": 11, "split": None},
         "/admin/keys": {"inference": "keys", "keys": [KEY]},
     }
 
