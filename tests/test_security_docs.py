@@ -10,6 +10,7 @@ from pathlib import Path
 from server.gateway.access.roles import table
 from tests.lacking import program
 from tests.weightsync.test_tls import echo, shown
+from weightsync.format.signing import Signer, Trust
 from weightsync.store.etcd_roles import roles
 from weightsync.tls import ClusterTls
 
@@ -19,8 +20,9 @@ PAGE = (Path(__file__).parents[1] / "docs" / "security.md").read_text()
 def test_the_openssl_commands(tmp_path: Path) -> None:
     program("openssl")
     commands = re.findall(r"^    ((?:openssl|printf) .*)$", PAGE, re.MULTILINE)
-    assert len(commands) == 4
+    assert len(commands) == 6
     subprocess.run(["/bin/sh", "-ec", "\n".join(commands)], cwd=tmp_path, check=True, capture_output=True)
+    assert Signer(tmp_path / "publisher.key").key_id in Trust([tmp_path / "publisher.pub"]).key_ids
     member = ClusterTls(tmp_path)
 
     async def meet() -> bytes:

@@ -43,6 +43,8 @@ WeightSyncError               base: `code` for machines, a message that says wha
 │   ├── CopyUnavailable       this host has no copy of a version, and did not get one in time
 │   ├── PeerRefused           the other host does not serve what was asked for, or not now
 │   └── HostNameError         HOTSWAP_HOST is no name a slot may have
+├── SigningKeyError           a key or certificate for signatures cannot be used
+├── VersionRefused            a version is not signed by a trusted key, or is not what was signed
 ├── LedgerUnavailable         older entries of the ledger cannot be read or moved
 ├── PersistError              the copies on disk cannot be written or read
 │   ├── PersistFull           a version has no room there
@@ -600,6 +602,25 @@ class StagingCancelled(SwapError):
 
     def __init__(self) -> None:
         super().__init__("staging was cancelled: its swap has ended, or another one took its place")
+
+
+class SigningKeyError(WeightSyncError):
+    """The file of a key or certificate cannot be read, or holds another kind of key."""
+
+    code = "signing_key_error"
+
+    def __init__(self, path: str, problem: str) -> None:
+        super().__init__(f"{path}: {problem}")
+
+
+class VersionRefused(WeightSyncError):
+    """The policy of an instance asks for a signature that this version does not have."""
+
+    code = "version_refused"
+
+    def __init__(self, version: int, problem: str) -> None:
+        self.version = version
+        super().__init__(f"{problem}: it is not staged; publish it again, signed with a key that the instance trusts")
 
 
 class LedgerUnavailable(WeightSyncError):

@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     done: dict[str, Any] = {}
     common = {"store": options.store, "model": options.model, "lineage": options.lineage, "done": done}
     common |= {"activate": not options.no_activate, "timeout_s": options.timeout}
-    common |= {"requested_by": options.requested_by, "reason": options.reason}
+    common |= {"requested_by": options.requested_by, "reason": options.reason, "sign": options.sign_key}
     try:
         if options.delta is not None:
             if options.when_told and not _told_to_go():
@@ -150,6 +150,7 @@ def push(
     timeout_s: float = 600.0,
     requested_by: str = "",
     reason: str = "",
+    sign: Path | None = None,
     done: dict[str, Any] | None = None,
 ) -> int:
     """Publish the checkpoint in `directory`; returns its version. What is known so far is put into `done`.
@@ -159,7 +160,8 @@ def push(
     """
     done = {} if done is None else done
     contents = {check_name(name): _opened_checkpoint(name, d) for name, d in {part: directory, **(parts or {})}.items()}
-    with Publisher(store, model=model, lineage=lineage, requested_by=requested_by, reason=reason) as publisher:
+    how: dict[str, Any] = {"lineage": lineage, "requested_by": requested_by, "reason": reason, "sign": sign}
+    with Publisher(store, model=model, **how) as publisher:
         started = time.perf_counter()
         source = str(directory.resolve())
         pieces = {name: (checkpoint.schema, metadata) for name, (checkpoint, metadata) in contents.items()}
@@ -207,6 +209,7 @@ def push_delta(
     timeout_s: float = 600.0,
     requested_by: str = "",
     reason: str = "",
+    sign: Path | None = None,
     done: dict[str, Any] | None = None,
 ) -> int:
     """Publish the version that `stream` holds (format/delta.py); returns its number. `done` as in `push`.
@@ -214,7 +217,8 @@ def push_delta(
     Raises DeltaError, DeltaBaseMismatch, DigestMismatch, and whatever `Publisher.begin` raises.
     """
     done = {} if done is None else done
-    with Publisher(store, model=model, lineage=lineage, requested_by=requested_by, reason=reason) as publisher:
+    how: dict[str, Any] = {"lineage": lineage, "requested_by": requested_by, "reason": reason, "sign": sign}
+    with Publisher(store, model=model, **how) as publisher:
         started = time.perf_counter()
         applied = publish_delta(stream, publisher, upload_id=upload_id)
         version = applied.record.version
@@ -278,6 +282,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--step", type=int, help="training step to note down")
     parser.add_argument("--requested-by", default="", help="who is named in the ledger (default: the lineage)")
     parser.add_argument("--reason", default="", help="why, for the ledger")
+    parser.add_argument("--sign-key", type=Path, help="private key in PEM that signs it (default: HOTSWAP_SIGN_KEY)")
     parser.add_argument("--no-activate", action="store_true", help="make it ready, do not swap it in")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds the swap may take (default: 600)")
     parser.add_argument(WAIT, action="store_true", help="alone: read the options from standard input")

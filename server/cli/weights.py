@@ -55,6 +55,7 @@ def push(
     part: Annotated[str, typer.Option(help='what it is: "draft" or "lora/NAME" (default: the base model)')] = "",
     more: Annotated[list[str], typer.Option("--with", help="PART=DIR: one more part of the same version")] = [],  # noqa: B006
     activate: Annotated[bool, typer.Option(help="also swap it in")] = True,
+    sign_key: Annotated[Path | None, typer.Option(help="private key in PEM that signs it")] = None,
     mode: Mode = SwapMode.together,
     drain: Drain = None,
     on_lost: Lost = OnLost.abort,
@@ -67,6 +68,7 @@ def push(
     """Publish a checkpoint as a new version and, unless --no-activate, swap it in."""
     body: dict[str, Any] = {"path": str(directory.expanduser().resolve()), "activate": activate}
     body |= ({"part": part} if part else {}) | ({"parts": dict(map(_part, more))} if more else {})
+    body |= {"sign_key": str(sign_key.expanduser().resolve())} if sign_key is not None else {}
     body |= _swap_options(mode, drain, deadline, on_lost)
     show_swap(AdminClient(state_dir, url, admin_key_file).call("POST", "/admin/weights", body, reason))
 
@@ -181,6 +183,9 @@ def _share(argument: str) -> dict[str, Any]:
 @app.command()
 def verify(
     version: Annotated[int | None, typer.Argument(help="default: the active one")] = None,
+    trust: Annotated[
+        list[Path] | None, typer.Option("--trust", help="key or certificate that must have signed it; repeatable")
+    ] = None,
     as_json: AsJson = False,
     state_dir: StateDir = None,
     store: StoreUrl = None,
@@ -191,7 +196,7 @@ def verify(
 
     where = _records(state_dir, store, name)
     with as_cli_error(WeightSyncError):
-        report = verify_version(*where, version)
+        report = verify_version(*where, version, trust=trust or ())
     show_report(report, as_json=as_json)
     if not report.ok:
         raise typer.Exit(1)
@@ -289,6 +294,8 @@ def show_report(report: VerifyReport, *, as_json: bool) -> None:
         out.print(f"{problem.code}: {problem.message}", style="red")
     for name, verdict in report.instances.items():
         out.print(f"instance {name}: {VERDICTS[verdict]}")
+    for part, key in report.signers.items():
+        out.print(f"{part or 'base model'}: {f'signed by key {key}' if key else 'not signed'}")
     rate = report.nbytes / report.seconds / 1e9 if report.seconds else 0.0
     state = "is as published" if report.ok else f"has {len(report.problems)} problem(s)"
     out.print(

@@ -53,6 +53,7 @@ class InstanceConfig:
     `vllm_args` are passed to vLLM as they are. `kv_cache_gib` bounds the KV cache on CPU, where vLLM would otherwise
     take, and zero-fill, most of the machine's memory. `headless`: vLLM's workers of this host alone, for an instance
     that another host leads. `allow_non_finite`: versions with NaN or infinities are not refused.
+    `trust`: versions that none of these keys and certificates has signed are refused.
     """
 
     model_dir: Annotated[Path, Option("checkpoint directory: config and tokenizer; weights come by version", "--model")]
@@ -66,6 +67,9 @@ class InstanceConfig:
     kv_cache_gib: Annotated[float, Option("KV cache on CPU, GiB")] = 1.0
     headless: Annotated[bool, Option("the workers of this host alone, for an instance that another host leads")] = False
     allow_non_finite: Annotated[bool, Option("stage versions with NaN or infinite weights, which are refused")] = False
+    trust: Annotated[
+        tuple[Path, ...], Option("public key or certificate that must have signed versions; may be given again")
+    ] = ()
     grammars: Limits = DEFAULT  # of trying one out before vLLM compiles it
     stage_timeout_s: float = 600.0
     drain_s: float = 25.0  # for streams to end after SIGTERM; Kubernetes kills after 30 s
@@ -74,6 +78,8 @@ class InstanceConfig:
 
     def __post_init__(self) -> None:
         check_vllm_args(self.vllm_args)
+        if self.trust:
+            _check_trust(self.trust)
         if not self.instance_id:
             object.__setattr__(self, "instance_id", default_instance_id())
         if self.cluster_tls is None and not is_loopback(self.host):
@@ -193,3 +199,14 @@ def vllm_parser() -> Any:
             return f"; did you mean {close[0]}?" if close else ""
 
     return find("make_arg_parser")(Parser(prog="hotswap instance"))
+
+
+def _check_trust(paths: tuple[Path, ...]) -> None:
+    """Raises ConfigError for what is no key."""
+    from weightsync.errors import SigningKeyError
+    from weightsync.format.signing import Trust
+
+    try:
+        Trust(paths)
+    except SigningKeyError as error:
+        raise ConfigError(f"--trust {error}.") from error

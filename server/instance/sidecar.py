@@ -23,6 +23,7 @@ from weightsync.control.agent_state import same
 from weightsync.control.hosts import this_host
 from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, VersionRecord
 from weightsync.errors import CheckpointError, StoreError, StoreUnavailable
+from weightsync.format.signing import Trust
 from weightsync.publish.checkpoint import Checkpoint
 from weightsync.store import Store, open_store
 
@@ -56,6 +57,7 @@ class Sidecar:
         """`tether`: what workers on other hosts connect to (tether.py), {} where there are none."""
         self._config, self._engine, self._admission = config, engine, admission
         self._tether = dict(tether or {})
+        self._trust = Trust(config.trust)
         self._keys, self._host = Keys(config.model), this_host()
         self._participant: Participant | None = None
         self._suspect: int | None = None  # the version built last, or one that was not as published
@@ -180,6 +182,7 @@ class Sidecar:
     async def _stage(self, store: Store, version: VersionRecord) -> StageResult:
         timeout_s = self._config.stage_timeout_s
         places = await located(store, self._keys, version, {self._host, *self._engine.hosts}, timeout_s)
+        await asyncio.to_thread(self._trust.check, self._config.model, places[self._host])
         report = await self._engine.stage(places[self._host], timeout_s, places)
         STAGE_SECONDS.set(report["stage_ms"] / 1e3)
         fingerprint = report.get("fingerprint") or None

@@ -300,6 +300,20 @@ MUTATIONS: list[Mutation] = [
     *of("server/gateway/admin/weights.py", GW + "admin/test_approvals.py", changes=[
         ("body.version == now.previous else", "body.version else"),
     ]),
+    *of("weightsync/format/signing.py", WS + "format/test_signing.py", changes=[
+        ("if not part.signature:", "if False:"),
+        ("if signed.get(\"name\") != _name(model, part.name):", "if not signed.get(\"name\"):"),
+        ("if found != signed.get(\"sha256\"):", "if not found:"),
+        ("until <= datetime.datetime.now(datetime.UTC)", "until is None"),
+        ("        except InvalidSignature:\n            return False", "        except InvalidSignature:\n            return True"),
+        ("for part in (base, *record.parts):", "for part in (base,):"),
+    ]),
+    *of("weightsync/memory/parts.py", WS + "format/test_signing.py", changes=[
+        ("        signature=base.signature,\n", ""),
+    ]),
+    *of("server/instance/sidecar.py", "tests/server/instance/test_sidecar.py", changes=[
+        ("        await asyncio.to_thread(self._trust.check, self._config.model, places[self._host])\n", ""),
+    ]),
     *of("weightsync/control/chain.py", WS + "control/test_chain.py", changes=[
         ("if conflict.key != HEAD:", "if conflict.key == HEAD:"),
         ("linked = entry.after(head)", "linked = entry.after(HeadRecord(head.number))"),

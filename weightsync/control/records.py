@@ -184,6 +184,7 @@ class PartRecord(Record):
     manifest_digest: str
     nbytes: int
     fingerprint: str = ""
+    signature: str = ""
 
 
 @dataclass(frozen=True)
@@ -194,6 +195,7 @@ class VersionRecord(Record):
     `slot`, `manifest_digest` and `nbytes` are the base model's; `base_version` is the version that published them, if
     another, and `base_fingerprint` its own fingerprint where `fingerprint` is over base and parts. `form` names the
     FormRecord of its tensors; "": those of the key `schema`, with the configuration of each instance's directory.
+    `signature` is the base model's DSSE envelope (`format/signing.py`; "": not signed).
     """
 
     version: int
@@ -213,6 +215,7 @@ class VersionRecord(Record):
     base_version: int | None = None
     base_fingerprint: str = ""
     form: str = ""
+    signature: str = ""
 
 
 @dataclass(frozen=True)

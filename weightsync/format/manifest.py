@@ -17,6 +17,7 @@ All else is zeros, so every byte of a slot follows from its manifest and tensors
 
 from __future__ import annotations
 
+import hashlib
 import math
 import mmap
 import struct
@@ -246,6 +247,11 @@ def digest_of(data: bytes | memoryview) -> str:
     """xxh3_128 in hex; releases the interpreter lock for large data."""
     digest: str = xxhash.xxh3_128_hexdigest(data)
     return digest
+
+
+def sha256_of(data: memoryview) -> str:
+    """SHA-256 in hex, for signatures; releases the interpreter lock."""
+    return hashlib.sha256(data).hexdigest()
 
 
 def _round_up(value: int, multiple: int) -> int:

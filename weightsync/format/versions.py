@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
@@ -23,7 +23,15 @@ import numpy.typing as npt
 
 from weightsync.control.hosts import host_of, local_path, this_host
 from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, VersionRecord
-from weightsync.errors import ChecksumMismatch, DigestMismatch, ManifestError, SlotBusy, UnknownVersion, WeightSyncError
+from weightsync.errors import (
+    ChecksumMismatch,
+    DigestMismatch,
+    ManifestError,
+    SlotBusy,
+    UnknownVersion,
+    VersionRefused,
+    WeightSyncError,
+)
 from weightsync.format import fingerprint
 from weightsync.format.delta_codec import WORD
 from weightsync.format.dtypes import ITEMSIZE
@@ -116,7 +124,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """The bytes that were read, and the findings. `instances` are those that run the version."""
+    """The bytes that were read, and the findings. `instances` are those that run the version, `signers` the ids of the
+    keys that the signatures of its parts name ("": not signed)."""
 
     version: int
     tensors: int
@@ -125,25 +134,35 @@ class VerifyReport:
     fingerprint: str
     instances: dict[str, Verdict]
     problems: tuple[Problem, ...]
+    signers: dict[str, str] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
         return not self.problems
 
 
-def verify(store_url: str, model: str, version: int | None = None) -> VerifyReport:
-    """Check a version that is held on this host; without a number the active one.
+def verify(store_url: str, model: str, version: int | None = None, *, trust: Iterable[Path | str] = ()) -> VerifyReport:
+    """Check a version that is held on this host; without a number the active one. With `trust`, files of public keys or
+    certificates, it must be signed by one of them.
 
-    Raises UnknownVersion, StoreUnavailable.
+    Raises UnknownVersion, StoreUnavailable, SigningKeyError.
     """
+    from weightsync.format.signing import Trust, signers
+
+    trusted = Trust(trust)
     records = Records.read(store_url, model)
     record = records.ready(version)
     started = time.perf_counter()
     tensors, nbytes, problems = _check_slots(record)
     verdicts = {i.id: _verdict(record, i) for i in records.instances.values() if i.active_version == record.version}
     problems += [_differing(record, records.instances[name]) for name, v in verdicts.items() if v == "differs"]
+    try:
+        trusted.check(model, record)
+    except (VersionRefused, ManifestError, SlotBusy) as error:
+        problems.append(Problem(error.code, str(error)))
     seconds = time.perf_counter() - started
-    return VerifyReport(record.version, tensors, nbytes, seconds, record.fingerprint, verdicts, tuple(problems))
+    told = (verdicts, tuple(problems), signers(record))
+    return VerifyReport(record.version, tensors, nbytes, seconds, record.fingerprint, *told)
 
 
 def _check_slots(record: VersionRecord) -> tuple[int, int, list[Problem]]:

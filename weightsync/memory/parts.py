@@ -95,6 +95,7 @@ def compose(record: VersionRecord, published: Iterable[PartRecord], basis: Versi
         tensors=tensors,
         base_version=None if base.version == record.version else base.version,
         base_fingerprint=base.fingerprint,
+        signature=base.signature,
         parts=tuple(parts[name] for name in sorted(parts)),
         fingerprint=join(fingerprints),
     )
@@ -137,7 +138,7 @@ def base_of(record: VersionRecord | None) -> PartRecord | None:
         return None
     fingerprint = record.base_fingerprint or ("" if record.parts else record.fingerprint)
     version = record.base_version if record.base_version is not None else record.version
-    return PartRecord(BASE, version, record.slot, record.manifest_digest, record.nbytes, fingerprint)
+    return PartRecord(BASE, version, record.slot, record.manifest_digest, record.nbytes, fingerprint, record.signature)
 
 
 def has_schema(part: str) -> bool:

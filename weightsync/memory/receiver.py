@@ -17,7 +17,16 @@ from pathlib import Path
 from types import TracebackType
 
 from weightsync.errors import DigestMismatch, ManifestError, MissingTensor, SlotBusy
-from weightsync.format.manifest import Manifest, Schema, TensorEntry, digest_of, read_header, require_same_schema
+from weightsync.format.manifest import (
+    Layout,
+    Manifest,
+    Schema,
+    TensorEntry,
+    digest_of,
+    read_header,
+    require_same_schema,
+    sha256_of,
+)
 from weightsync.memory.arena import READ_MAPPINGS, address_of
 
 LOCK_PATIENCE_S = 1.0  # a publisher that looks for a free slot may hold this one for a moment
@@ -84,6 +93,12 @@ class SlotReader:
         entry = self.entry(name)
         assert self._view is not None, "the reader is closed"
         return self._view[entry.offset : entry.offset + entry.nbytes]
+
+    def sha256(self) -> str:
+        """Of the whole slot, manifest and tensors, as it now is; hexadecimal."""
+        assert self._view is not None, "the reader is closed"
+        with self._view[: Layout.of(self.manifest.schema).total_nbytes] as data:
+            return sha256_of(data)
 
     def verify(self, name: str) -> None:
         """Raises DigestMismatch when the bytes of the tensor are not those that were published."""

@@ -21,8 +21,9 @@ import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weightsync.control import activation
 from weightsync.control.hosts import slot_name, this_host
@@ -46,6 +47,7 @@ from weightsync.format.manifest import (
     TensorSpec,
     clear_gaps,
     require_same_schema,
+    sha256_of,
     write_header,
 )
 from weightsync.memory.arena import MAPPINGS, SlotLock
@@ -54,6 +56,9 @@ from weightsync.memory.parts import ADAPTER_CONFIG, BASE, LORA, Adapter, check_n
 from weightsync.peer.copies import own_copies
 from weightsync.publish.writer import SlotWriter, Ticket, assemble, spec_of
 from weightsync.store import SyncStore
+
+if TYPE_CHECKING:
+    from weightsync.format.signing import Signer
 
 
 @dataclass(frozen=True)
@@ -145,7 +150,9 @@ class Draft:
         clear_gaps(self._claim.mapping, manifest.schema, self._layout)
         write_header(self._claim.mapping, manifest, self._layout)
         slot = slot_name(self._claim.lock.path, self._publisher.host)
-        return PartRecord(self.part, self.version, slot, manifest.digest, manifest.nbytes, manifest.fingerprint)
+        signature = self._publisher._sign(self.part, self.version, self._claim.mapping, self._layout.total_nbytes)
+        digest, nbytes = manifest.digest, manifest.nbytes
+        return PartRecord(self.part, self.version, slot, digest, nbytes, manifest.fingerprint, signature)
 
     def _complete(self, others: list[Mapping[str, Any]]) -> Manifest:
         mine = self._writer.part()
@@ -204,6 +211,7 @@ def commit_all(drafts: Sequence[Draft], others: list[Mapping[str, Any]], *, with
 
 
 STORE_ENV = "HOTSWAP_STORE"
+SIGN_ENV = "HOTSWAP_SIGN_KEY"
 NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
 SchemaLike = Schema | Iterable[tuple[str, Any, Iterable[int]]]
 
@@ -224,11 +232,13 @@ class Publisher:
         keep: int = 2,
         requested_by: str = "",
         reason: str = "",
+        sign: Path | str | None = None,
     ) -> None:
         """`store` is a URL; without it HOTSWAP_STORE is read. Raises StoreUnavailable, ArenaUnavailable, HostNameError.
 
         Among several hosts HOTSWAP_HOST says which one this is. The ledger names `requested_by` (default: the lineage,
-        host and process) as who publishes, and the `reason`.
+        host and process) as who publishes, and the `reason`. Versions are signed with the private key in the PEM file
+        `sign` (default: HOTSWAP_SIGN_KEY; none: not signed). Raises SigningKeyError.
         """
         url = store or os.environ.get(STORE_ENV)
         if not url:
@@ -238,6 +248,8 @@ class Publisher:
         self._asked: dict[int, tuple[TargetRecord, int]] = {}
         self._layouts: dict[str, tuple[Schema, Layout]] = {}
         self._store = SyncStore(url, create=False)
+        key = sign or os.environ.get(SIGN_ENV)
+        self._signer = _signer(key) if key else None
         self._name = requested_by or f"{lineage}@{socket.gethostname()}:{os.getpid()}"
         self._ledger = Ledger(self._store.store, self._keys, lineage, lease_ttl_s, keep, self.host)
         self._ledger.who, self._ledger.reason = self._name, reason
@@ -467,6 +479,13 @@ class Publisher:
         if target is not None:
             self._asked = {record.version: (target, done)}
 
+    def _sign(self, part: str, version: int, mapping: mmap.mmap, nbytes: int) -> str:
+        """The signature of a slot that is complete; "" without a key."""
+        if self._signer is None:
+            return ""
+        with memoryview(mapping) as whole, whole[:nbytes] as data:
+            return self._signer.sign(self.model, part, version, sha256_of(data))
+
     def _forget(self, version: int, revision: int) -> None:
         self._store.run(self._ledger.forget(version, revision))
 
@@ -475,6 +494,12 @@ class Publisher:
         if part not in self._layouts or self._layouts[part][0] != schema:
             self._layouts[part] = (schema, Layout.of(schema))
         return self._layouts[part][1]
+
+
+def _signer(path: Path | str) -> Signer:
+    from weightsync.format.signing import Signer  # cryptography: not for those who do not sign
+
+    return Signer(path)
 
 
 def as_schema(schema: SchemaLike) -> Schema:

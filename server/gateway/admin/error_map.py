@@ -78,6 +78,8 @@ STATUS: dict[str, type[HttpError]] = {
     "host_name": HttpError,
     "tls_unavailable": HttpError,
     "persist_error": Unavailable,
+    "signing_key_error": BadRequest,
+    "version_refused": Unprocessable,
     "ledger_unavailable": Unavailable,
     "persist_full": InsufficientStorage,
     "version_lost": Conflict,

@@ -68,6 +68,7 @@ class Pusher:
         part: str = "",
         parts: Mapping[str, str] | None = None,
         by: By | None = None,
+        sign_key: str = "",
     ) -> T:
         """Publishes the checkpoint in `path` and hands its version to `then`, whether or not the caller waits.
 
@@ -77,11 +78,14 @@ class Pusher:
         for name, where in {part: str(path), **(parts or {})}.items():
             check_name(name)
             _check_path(where)
+        if sign_key:
+            _check_path(sign_key)
 
         async def version_only(answer: dict[str, Any]) -> T:
             return await then(int(answer["version"]))
 
         noted = [*_named(by), f"--part={part}", *([] if step is None else [f"--step={step}"])]
+        noted += [f"--sign-key={sign_key}"] if sign_key else []
         noted += [f"--with={name}={where}" for name, where in (parts or {}).items()]
         return await self.keep(self._push((*noted, str(path)), version_only))
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path
 from pydantic import BaseModel, ConfigDict, Field
 
-from server.errors import BadRequest, ConfigError, NotFound
+from server.errors import BadRequest, ConfigError, Forbidden, NotFound
 from server.gateway.deps import ByDep, GatewayDep
 from server.gateway.gateway import Gateway
 from server.gateway.release.judge import Finding
@@ -57,6 +57,10 @@ async def start(gateway: GatewayDep, by: ByDep, body: Start) -> dict[str, Any]:
     """Begins a release. It goes on by itself, on whichever gateway leads."""
     text = body.text or await _stored(gateway, body.policy)
     checked(text)
+    guarded = {"activate", "split"} & set((await gateway.approvals.policy()).approvals)
+    if guarded:  # it would do so without a second identity
+        message = f"Here {min(guarded)} needs the approval of a second identity, and a release does it by itself."
+        raise Forbidden(message, code="needs_approval")
     return described(await gateway.releases.start(body.version, text, by))
 
 

@@ -80,6 +80,7 @@ class Push(SwapOptions):
     part: str = Field(default="", max_length=200)
     parts: dict[str, str] = Field(default={}, max_length=256)
     activate: bool = True
+    sign_key: Annotated[str, Field(max_length=4096, description="private key on the gateway's host that signs it")] = ""
 
 
 class Activate(SwapOptions):
@@ -140,7 +141,9 @@ async def push(gateway: GatewayDep, by: ByDep, body: Push, response: Response) -
             return {"version": version, "swap": None, **swap}
         return {"version": version, "swap": swap}
 
-    answer = await gateway.pusher.push(Path(body.path), then, part=body.part, parts=body.parts, by=by)
+    answer = await gateway.pusher.push(
+        Path(body.path), then, part=body.part, parts=body.parts, by=by, sign_key=body.sign_key
+    )
     return _accepted(answer, response)
 
 

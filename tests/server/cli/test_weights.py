@@ -136,12 +136,15 @@ def test_how_a_fleet_takes_a_version_is_passed_on(
         "POST",
         path,
         {**body, "mode": "together", "drain_s": None, "deadline_s": None, "on_lost": "abort"},
+        None,
     )
-    run(*arguments, "--mode", "rolling", "--drain", 5, "--deadline", 60, "--state-dir", state_dir)
+    how = ("--mode", "rolling", "--drain", 5, "--deadline", 60, "--reason", "why not")
+    run(*arguments, *how, "--state-dir", state_dir)
     assert asked.pop() == (
         "POST",
         path,
         {**body, "mode": "rolling", "drain_s": 5.0, "deadline_s": 60.0, "on_lost": "abort"},
+        "why not",
     )
     assert run(*arguments, "--mode", "sideways", "--state-dir", state_dir)[0] == 2
 
@@ -170,7 +173,7 @@ def test_a_split_is_shown_and_ended(state_dir: Path, monkeypatch: pytest.MonkeyP
     said = run("split", "3=90", "4=10", "--state-dir", state_dir)[1]
     assert "version 4 has 10 % of the requests, on i1, i2" in said
     run("split", "--end", "--state-dir", state_dir)
-    assert asked.pop() == ("DELETE", "/admin/weights/split")
+    assert asked.pop() == ("DELETE", "/admin/weights/split", None, None)
     for wrong in ((), ("3=90", "4=10", "--end"), ("3", "4=10"), ("3=90", "x=10"), ("3=50", "3=50")):
         with pytest.raises(CliError):
             run("split", *wrong, "--state-dir", state_dir)

@@ -12,6 +12,8 @@ from playwright.async_api import Browser
 from tests.server.console.browser import Watched, watched
 from tests.server.console.play import Script, admin_page, put_versions, sign_in, version_record
 from tests.server.gateway.harness import KEYS, RunningGateway
+from weightsync.control import chain
+from weightsync.control.chain import LedgerEntry
 from weightsync.control.records import (
     ActiveRecord,
     FlipRecord,
@@ -205,3 +207,11 @@ async def test_curves_of_what_does_not_vary_are_drawn_all_the_same(console: Watc
     for figure in ("#reward", "#loss"):
         drawn = await console.page.locator(f"{figure} svg path").first.get_attribute("d") or ""
         assert re.fullmatch(r"M[\d. -]+L[\d. -]+", drawn), drawn
+
+
+async def test_the_ledger_shows_who_did_what_and_why(console: Watched, gateway: RunningGateway) -> None:
+    entry = LedgerEntry("rollback", "key <b>ops</b> (1)", version=7, reason="worse & slower")
+    await asyncio.to_thread(gateway.store.run, chain.append(gateway.store.store, {}, {}, entry))
+    await console.wait_text("#ledger", "worse & slower")
+    row = (await console.page.locator("#ledger tbody tr").first.inner_text()).split("\t")
+    assert [row[0], *row[2:6]] == ["1", "rollback", "key <b>ops</b> (1)", "version 7", "worse & slower"]

@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ed25519
 
+from server.errors import ConfigError
 from server.instance import sidecar
 from server.instance.config import InstanceConfig
 from server.instance.hosts import Places
@@ -17,6 +20,7 @@ from server.instance.middleware import Admission
 from server.instance.sidecar import Sidecar, reference_schema
 from tests.waiting import eventually
 from weightsync.control.records import ActiveRecord, VersionRecord
+from weightsync.errors import VersionRefused
 
 
 class BrokenEngine:
@@ -115,3 +119,20 @@ async def test_an_aborted_swap_leaves_only_what_was_held_before_it_and_is_as_pub
     await staging._stage(store, version)
     await staging._drop(version)
     assert engine.dropped == [(2, previous)]
+
+
+async def test_what_no_trusted_key_has_signed_does_not_get_to_the_engine(tmp_path: Path) -> None:
+    """tests/weightsync/format/test_signing.py has what counts as signed."""
+    key = ed25519.Ed25519PrivateKey.generate().public_key()
+    form = serialization.PublicFormat.SubjectPublicKeyInfo
+    trusted = tmp_path / "publisher.pub"
+    trusted.write_bytes(key.public_bytes(serialization.Encoding.PEM, form))
+    given: dict[str, Any] = {"model_dir": tmp_path, "model": "m", "store": "sqlite:///unused.db", "instance_id": "i"}
+    engine: Any = StagingEngine()
+    store: Any = None
+    staging = Sidecar(InstanceConfig(**given, trust=(trusted,)), engine, Admission(None), address="http://127.0.0.1:1")
+    version = VersionRecord(2, "ready", "slot", 1, "d", None, None, "p", 1, 0.0, "", 1, fingerprint="f2")
+    with pytest.raises(VersionRefused, match="version 2 is not signed"):
+        await staging._stage(store, version)
+    with pytest.raises(ConfigError, match="--trust"):
+        InstanceConfig(**given, trust=(tmp_path / "none.pub",))

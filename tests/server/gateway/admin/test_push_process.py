@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ed25519
 
-from server.errors import HttpError, UpstreamTimeout
+from server.errors import BadRequest, HttpError, UpstreamTimeout
+from server.gateway.access.records import By
 from server.gateway.admin import publishing
 from server.gateway.admin.error_map import to_http
 from server.gateway.admin.publishing import Pusher
@@ -20,7 +23,11 @@ from server.gateway.config import GatewayConfig
 from tests.waiting import eventually
 from tests.weightsync.tensors import model, save_safetensors
 from weightsync import SyncStore
+from weightsync.control.chain import recent
+from weightsync.control.records import Keys, VersionRecord
 from weightsync.errors import WeightSyncError
+from weightsync.format.signing import Trust
+from weightsync.store import open_store
 
 
 @pytest.fixture
@@ -65,6 +72,26 @@ async def version_of(answer: dict[str, Any]) -> int:
 async def spare_of(pusher: Pusher) -> asyncio.subprocess.Process:
     assert pusher._spare is not None
     return await asyncio.shield(pusher._spare)
+
+
+async def test_a_publication_is_signed_with_the_key_that_is_named(
+    pusher: Pusher, checkpoint: Path, tmp_path: Path
+) -> None:
+    key = ed25519.Ed25519PrivateKey.generate()
+    private, public = tmp_path / "k.key", tmp_path / "k.pub"
+    pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
+    private.write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain))
+    public.write_bytes(key.public_key().public_bytes(pem, serialization.PublicFormat.SubjectPublicKeyInfo))
+    await pusher.push(checkpoint, version, sign_key=str(private), by=By("key ops (1)", "a good one"))
+    store = open_store(pusher._config.store)
+    found = await store.get(Keys("demo").version(1))
+    assert found is not None
+    Trust([public]).check("demo", VersionRecord.from_json(found.value))
+    (entry,) = await recent(store, 10)
+    assert (entry.action, entry.who, entry.reason) == ("publish", "key ops (1)", "a good one")
+    await store.close()
+    with pytest.raises(BadRequest, match=r"none\.key"):
+        await pusher.push(checkpoint, version, sign_key=str(tmp_path / "none.key"))
 
 
 async def test_from_the_second_publication_on_a_process_waits_for_it(pusher: Pusher, checkpoint: Path) -> None:

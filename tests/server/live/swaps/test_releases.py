@@ -55,7 +55,7 @@ def ended(server: LiveServer) -> dict[str, Any]:
         found: dict[str, Any] = server.admin.get("/admin/releases").json()["release"]
         return found if found["ended"] else None
 
-    return wait_until(over, 120, lambda: server.admin.get("/admin/releases").text)
+    return wait_until(over, 300, lambda: server.admin.get("/admin/releases").text)
 
 
 def runs(server: LiveServer) -> list[int]:

@@ -1,0 +1,173 @@
+"""Releases over the admin port and by command, on a gateway whose instances are agents' records."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from server.cli.app import app
+from server.cli.errors import CliError
+from tests.server.gateway.admin.test_approvals import ask
+from tests.server.gateway.harness import ADMIN_KEY, KEYS, RunningGateway, new_key, running_gateway
+from tests.waiting import wait_until
+from weightsync.control import chain
+from weightsync.control.records import ActiveRecord, InstanceRecord, SwapRecord, VersionRecord
+from weightsync.control.state import in_flight
+
+POLICY = "steps: [{traffic: 50, for: 0s, conditions: [{metric: errors, max: 0.1}]}]\n"
+
+
+class Instances(threading.Thread):
+    """Two instances' records, which follow swaps and commits as agents do."""
+
+    def __init__(self, gateway: RunningGateway) -> None:
+        super().__init__(daemon=True)
+        self._gateway, self._stopped = gateway, threading.Event()
+        self.records: dict[str, InstanceRecord] = {}
+        for name in ("a", "b"):
+            self._write(InstanceRecord(name, "http://127.0.0.1:1", "SERVING", active_version=1, active_epoch=1))
+
+    def run(self) -> None:
+        while not self._stopped.wait(0.02):
+            active, swap = self._read(KEYS.active, ActiveRecord), self._read(KEYS.swap, SwapRecord)
+            for record in list(self.records.values()):
+                if active is not None and record.active_epoch != active.epoch:
+                    mine = active.of(record.id)
+                    self._write(
+                        replace(record, state="SERVING", active_version=mine.version, active_epoch=active.epoch)
+                    )
+                elif swap is not None and in_flight(swap) and record.swap_id != swap.id and swap.phase == "prepare":
+                    target = swap.of(record.id).target
+                    self._write(replace(record, state="STAGED", staged_version=target, swap_id=swap.id))
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self.join(10)
+
+    def _read(self, key: str, kind: Any) -> Any:
+        found = self._gateway.store.get(key)
+        return kind.from_json(found.value) if found is not None else None
+
+    def _write(self, record: InstanceRecord) -> None:
+        self.records[record.id] = record
+        self._gateway.store.put(KEYS.instance(record.id), record.to_json())
+
+
+@pytest.fixture
+def gateway(tmp_path: Path) -> Iterator[RunningGateway]:
+    """Version 1 is active on both instances; 2 and 3 are ready."""
+    with running_gateway(tmp_path) as running:
+        wait_until(lambda: running.gateway.coordinator.leads)
+        for version in (1, 2, 3):
+            ready = VersionRecord(version, "ready", "", 0, "", None, None, "t", 1, 0.0, "", 0)
+            running.store.put(KEYS.version(version), ready.to_json())
+        running.store.put(KEYS.active, ActiveRecord(1, 1, None, "first", 0.0).to_json())
+        instances = Instances(running)
+        instances.start()
+        yield running
+        instances.stop()
+
+
+async def state(gateway: RunningGateway) -> dict[str, Any]:
+    status, found = await ask(gateway, "GET", "/releases")
+    assert status == 200
+    return found
+
+
+def until(gateway: RunningGateway, *states: str) -> None:
+    def there() -> bool:
+        current = gateway.gateway.releases.current
+        return current is not None and current.state in states
+
+    wait_until(there, what=lambda: str(gateway.gateway.releases.current))
+
+
+async def test_a_release_divides_the_traffic_and_is_cancelled(gateway: RunningGateway) -> None:
+    assert (await state(gateway))["release"] is None
+    status, begun = await ask(gateway, "POST", "/releases?reason=better", version=2, text=POLICY)
+    assert (status, begun["state"], begun["steps"], begun["requested_by"]) == (200, "evaluating", 1, "admin key")
+    until(gateway, "held")
+    found = await state(gateway)
+    assert found["release"]["reason"].startswith("errors max 0.1: 0 of 100 answers")
+    assert [(f["condition"], f["state"], f["candidate"]) for f in found["findings"]] == [
+        ("errors max 0.1", "blind", [0.0, 1.0])
+    ]
+    split = (await ask(gateway, "GET", "/weights/active"))[1]["split"]
+    assert [(share["version"], share["percent"]) for share in split["shares"]] == [(2, 50.0)]
+    assert (await ask(gateway, "POST", "/releases", version=3, text=POLICY))[1]["code"] == "not_whole"
+    assert (await ask(gateway, "POST", "/releases/cancel?reason=no"))[0] == 200
+    until(gateway, "rolled_back")
+    assert (await ask(gateway, "GET", "/weights/active"))[1]["split"] is None
+    told = gateway.store.run(chain.recent(gateway.store.store, 100))
+    assert ("release", 2, "better") in [(entry.action, entry.version, entry.reason) for entry in told]
+    ends = [entry.outcome for entry in told if entry.action == "release_end"]
+    assert ends == ["rolled_back: cancelled by admin key: no"]
+    assert (await ask(gateway, "POST", "/releases/cancel"))[1]["code"] == "no_release"
+
+
+async def test_what_cannot_begin_says_why(gateway: RunningGateway) -> None:
+    for body, status, code in (
+        ({"version": 2}, 404, "no_policy"),
+        ({"version": 2, "text": "steps: []"}, 400, "bad_policy"),
+        ({"version": 9, "text": POLICY}, 404, "unknown_version"),
+        ({"version": 1, "text": POLICY}, 409, "already_active"),
+        ({"version": 0, "text": POLICY}, 400, "invalid_parameter"),
+    ):
+        said = await ask(gateway, "POST", "/releases", **body)
+        assert (said[0], said[1]["code"]) == (status, code)
+    _, viewer = await new_key(gateway, name="looks", scopes=["viewer"])
+    assert (await ask(gateway, "POST", "/releases", viewer, version=2, text=POLICY))[0] == 403
+    assert (await ask(gateway, "GET", "/releases", viewer))[0] == 200
+    assert (await ask(gateway, "PUT", "/policy", approvals=["activate"]))[0] == 200
+    said = await ask(gateway, "POST", "/releases", version=2, text=POLICY)
+    assert (said[0], said[1]["code"]) == (403, "needs_approval")
+
+
+async def test_policies_are_stored_by_name(gateway: RunningGateway) -> None:
+    assert (await ask(gateway, "PUT", "/releases/policies/careful", text=POLICY))[1] == {"name": "careful", "steps": 1}
+    assert (await ask(gateway, "PUT", "/releases/policies/bad", text="steps: {"))[1]["code"] == "bad_policy"
+    assert (await ask(gateway, "GET", "/releases/policies"))[1] == {"policies": {"careful": POLICY}}
+    _, operator = await new_key(gateway, name="ops", scopes=["operator"])
+    assert (await ask(gateway, "PUT", "/releases/policies/careful", operator, text=POLICY))[0] == 403
+    assert (await ask(gateway, "DELETE", "/releases/policies/careful"))[0] == 200
+    assert (await ask(gateway, "DELETE", "/releases/policies/careful"))[0] == 404
+    told = gateway.store.run(chain.recent(gateway.store.store, 100))
+    assert [e.outcome for e in told if e.action == "release_policy"] == ["was deleted", "was stored"]
+
+
+def test_the_command(gateway: RunningGateway, tmp_path: Path) -> None:
+    (key := tmp_path / "admin.key").write_text(ADMIN_KEY)
+    place = ["--url", f"http://127.0.0.1:{gateway.admin_port}", "--admin-key-file", str(key)]
+    file = tmp_path / "policy.yaml"
+    file.write_text(POLICY)
+
+    def run(*words: str) -> str:
+        done = CliRunner().invoke(app, ["release", *words, *place], env={"COLUMNS": "200"})
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    assert "no version was released yet" in run("status")
+    assert "no policy is stored" in run("policies")
+    assert "has 1 step(s)" in run("policies", "careful", "--put", str(file))
+    assert run("policies").strip() == "careful"
+    assert run("policies", "careful") == POLICY
+    assert "has begun: evaluating" in run("start", "2", "--policy", "careful")
+    until(gateway, "held")
+    said = run("status")
+    assert "step 1 of 1, 50 % of the requests, held" in said
+    assert "errors max 0.1" in said
+    assert json.loads(run("status", "--json"))["release"]["state"] == "held"
+    assert "version 1 gets all requests again" in run("cancel", "--reason", "late")
+    until(gateway, "rolled_back")
+    assert "rolled back: cancelled by admin key: late" in run("status")
+    assert "is deleted" in run("policies", "careful", "--delete")
+    for words in (["policies", "--put", str(file)], ["policies", "other"], ["start", "2", "--file", "/nowhere"]):
+        failed = CliRunner().invoke(app, ["release", *words, *place])
+        assert isinstance(failed.exception, CliError)

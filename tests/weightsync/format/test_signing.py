@@ -1,0 +1,218 @@
+"""Signed versions: what is not signed, or was altered since, is refused before it is staged, and the old one serves."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import datetime
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+from cryptography.x509.oid import NameOID
+
+from tests.weightsync.fleet import KEYS, Engine, running_fleet
+from tests.weightsync.tensors import model
+from weightsync import Publisher, Store, ensure_arena
+from weightsync.control.records import ActiveRecord, VersionRecord
+from weightsync.errors import SigningKeyError, VersionRefused, WeightSyncError
+from weightsync.format.signing import Signer, Trust, key_id, signers
+from weightsync.format.versions import verify
+from weightsync.memory.parts import Adapter
+from weightsync.persist import restore
+from weightsync.persist.disk import Disk
+
+STORES = ["sqlite"]
+CONFIG = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+PEM = serialization.Encoding.PEM
+
+
+def pair(directory: Path, name: str, key: Any = None) -> tuple[Path, Path]:
+    """Files of a private and a public key."""
+    key = key or ed25519.Ed25519PrivateKey.generate()
+    private, public = directory / f"{name}.key", directory / f"{name}.pub"
+    plain = serialization.NoEncryption()
+    private.write_bytes(key.private_bytes(PEM, serialization.PrivateFormat.PKCS8, plain))
+    public.write_bytes(key.public_key().public_bytes(PEM, serialization.PublicFormat.SubjectPublicKeyInfo))
+    return private, public
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> dict[str, tuple[Path, Path]]:
+    return {name: pair(tmp_path, name) for name in ("ours", "next", "other")}
+
+
+def published(url: str, sign: Path | None, value: float = 1.0, **more: Any) -> VersionRecord:
+    with Publisher(url, model="demo", sign=sign) as publisher:
+        version = publisher.publish(model(value), activate=False, **more)
+        return next(v for v in publisher.versions() if v.version == version)
+
+
+def refusal(trust: Trust, record: VersionRecord) -> str:
+    with pytest.raises(VersionRefused) as refused:
+        trust.check("demo", record)
+    assert (refused.value.version, f"version {record.version}" in str(refused.value)) == (record.version, True)
+    return str(refused.value)
+
+
+def changed(envelope: str, change: Callable[[dict[str, Any]], None]) -> str:
+    """The envelope with another statement under the same signature."""
+    found = orjson.loads(envelope)
+    statement = orjson.loads(base64.b64decode(found["payload"]))
+    change(statement)
+    found["payload"] = base64.b64encode(orjson.dumps(statement)).decode()
+    return orjson.dumps(found).decode()
+
+
+@pytest.mark.parametrize("kind", [ed25519.Ed25519PrivateKey.generate, lambda: ec.generate_private_key(ec.SECP256R1())])
+def test_a_signed_version_is_admitted(store_url: str, store: Store, tmp_path: Path, kind: Callable[[], Any]) -> None:
+    private, public = pair(tmp_path, "k", kind())
+    record = published(store_url, private)
+    Trust([public]).check("demo", record)
+    Trust().check("demo", replace(record, signature=""))  # without a policy anything goes
+    assert signers(record) == {"": Signer(private).key_id}
+
+
+def test_what_is_unsigned_or_altered_or_of_another_is_refused(
+    store_url: str, store: Store, keys: dict[str, tuple[Path, Path]]
+) -> None:
+    trust = Trust([keys["ours"][1]])
+    assert "is not signed:" in refusal(trust, published(store_url, None))
+    assert "not signed by a trusted key" in refusal(trust, published(store_url, keys["other"][0]))
+    good, later = published(store_url, keys["ours"][0]), published(store_url, keys["ours"][0], 2.0)
+    trust.check("demo", good)
+    assert "not those that were signed" in refusal(trust, replace(good, signature=later.signature))
+    forged = changed(good.signature, lambda s: s["subject"][0]["digest"].update(sha256="0" * 64))
+    assert "not signed by a trusted key" in refusal(trust, replace(good, signature=forged))
+    assert "no DSSE envelope" in refusal(trust, replace(good, signature="{}"))
+    with pytest.raises(VersionRefused, match="is for 'demo/base'"):
+        trust.check("another model", good)
+    renamed = orjson.loads(published(store_url, keys["other"][0]).signature)
+    renamed["signatures"][0]["keyid"] = Signer(keys["ours"][0]).key_id  # the id alone is no proof
+    assert "not signed by a trusted key" in refusal(trust, replace(good, signature=orjson.dumps(renamed).decode()))
+
+
+@pytest.mark.parametrize("at", [70, -4000])
+def test_a_byte_of_manifest_or_tensor_that_is_another_is_noticed(
+    store_url: str, store: Store, keys: dict[str, tuple[Path, Path]], at: int
+) -> None:
+    record = published(store_url, keys["ours"][0])
+    slot = Path(record.slot)
+    with slot.open("r+b") as file:
+        file.seek(at if at > 0 else slot.stat().st_size + at)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(WeightSyncError):  # of the manifest its own digest tells before
+        Trust([keys["ours"][1]]).check("demo", record)
+
+
+def test_two_trusted_keys_let_keys_be_rotated(store_url: str, store: Store, keys: dict[str, tuple[Path, Path]]) -> None:
+    before, after = published(store_url, keys["ours"][0]), published(store_url, keys["next"][0], 2.0)
+    both = Trust([keys["ours"][1], keys["next"][1]])
+    both.check("demo", before)
+    both.check("demo", after)
+    assert "not signed by a trusted key" in refusal(Trust([keys["next"][1]]), before)
+
+
+def test_a_part_is_signed_by_who_published_it_and_is_carried_on_with_that(
+    store_url: str, store: Store, keys: dict[str, tuple[Path, Path]]
+) -> None:
+    published(store_url, keys["ours"][0])
+    adapter = Adapter({"q.lora_A.weight": np.full((2, 8), 1.0, np.float32)}, CONFIG)
+    with Publisher(store_url, model="demo", sign=keys["next"][0]) as publisher:
+        version = publisher.publish(adapter, part="lora/x", onto=1, activate=False)
+        record = next(v for v in publisher.versions() if v.version == version)
+    assert signers(record) == {"": Signer(keys["ours"][0]).key_id, "lora/x": Signer(keys["next"][0]).key_id}
+    Trust([keys["ours"][1], keys["next"][1]]).check("demo", record)
+    assert "(lora/x)" in refusal(Trust([keys["ours"][1]]), record)
+    swapped = replace(record, parts=(replace(record.parts[0], signature=record.signature),))
+    assert "is for 'demo/base'" in refusal(Trust([keys["ours"][1]]), swapped)
+
+
+def test_a_certificate_counts_until_it_expires(store_url: str, store: Store, tmp_path: Path) -> None:
+    key = ec.generate_private_key(ec.SECP256R1())
+    private, _ = pair(tmp_path, "k", key)
+    record = published(store_url, private)
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "publisher")])
+    now = datetime.datetime.now(datetime.UTC)
+    for days, admitted in ((1, True), (-1, False)):
+        made = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+        made = made.serial_number(7).not_valid_before(now - datetime.timedelta(9))
+        certificate = made.not_valid_after(now + datetime.timedelta(days)).sign(key, hashes.SHA256())
+        file = tmp_path / f"{days}.crt"
+        file.write_bytes(certificate.public_bytes(PEM))
+        if admitted:
+            Trust([file]).check("demo", record)
+        else:
+            refusal(Trust([file]), record)
+
+
+def test_files_that_are_no_keys(tmp_path: Path, keys: dict[str, tuple[Path, Path]]) -> None:
+    private, public = pair(tmp_path, "rsa", rsa.generate_private_key(65537, 2048))
+    for wrong in (tmp_path / "none", keys["ours"][1], private):
+        with pytest.raises(SigningKeyError):
+            Signer(wrong)
+    for wrong in (tmp_path / "none", keys["ours"][0], public):
+        with pytest.raises(SigningKeyError):
+            Trust([wrong])
+    assert key_id(ed25519.Ed25519PrivateKey.generate().public_key()) != Signer(keys["ours"][0]).key_id
+
+
+def test_verify_says_who_signed_and_whether_they_are_trusted(
+    store_url: str, store: Store, keys: dict[str, tuple[Path, Path]]
+) -> None:
+    published(store_url, keys["ours"][0])
+    report = verify(store_url, "demo", 1, trust=[keys["ours"][1]])
+    assert (report.ok, report.signers) == (True, {"": Signer(keys["ours"][0]).key_id})
+    report = verify(store_url, "demo", 1, trust=[keys["other"][1]])
+    assert [problem.code for problem in report.problems] == ["version_refused"]
+    published(store_url, None, 2.0)
+    assert (verify(store_url, "demo", 2).ok, verify(store_url, "demo", 2).signers) == (True, {"": ""})
+
+
+async def test_what_comes_back_from_disk_is_still_signed(
+    store_url: str, store: Store, keys: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    record = await asyncio.to_thread(published, store_url, keys["ours"][0])
+    active = ActiveRecord(1, 1, None, "s", 0.0, record.fingerprint)
+    await store.put(KEYS.active, active.to_json())
+    copies = Disk(tmp_path / "copies")
+    with copies.lock():
+        copies.write(record, {"": Path(record.slot)}, [])
+    Path(record.slot).unlink()  # noqa: ASYNC240 - shared memory
+    await store.delete(KEYS.version(1))  # the record comes from the disk, too
+    arena = await ensure_arena(store, host="")
+    done = await restore(store, model="demo", directories=[tmp_path / "copies"], arena=arena)
+    assert done is not None
+    assert done.source == "disk"
+    found = await store.get(KEYS.version(1))
+    assert found is not None
+    back = VersionRecord.from_json(found.value)
+    assert back.signature == record.signature
+    Trust([keys["ours"][1]]).check("demo", back)
+
+
+async def test_a_fleet_refuses_it_and_serves_the_old_one(
+    store_url: str, store: Store, keys: dict[str, tuple[Path, Path]]
+) -> None:
+    trust = Trust([keys["ours"][1]])
+    async with running_fleet(store_url) as fleet:
+        coordinator = fleet.coordinator()
+        engine = await fleet.instance("a", Engine(on_stage=lambda record: trust.check("demo", record)))
+        first = await asyncio.to_thread(published, store_url, keys["ours"][0])
+        assert (await coordinator.activate(first.version)).ok
+        unsigned = await asyncio.to_thread(published, store_url, None, 2.0)
+        report = await coordinator.activate(unsigned.version)
+        assert not report.ok
+        assert "version 2 is not signed" in (report.reason or "")
+        active = await fleet.store().get(KEYS.active)
+        assert active is not None
+        assert (ActiveRecord.from_json(active.value).version, engine.running) == (1, 1)

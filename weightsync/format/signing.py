@@ -1,0 +1,199 @@
+"""Signatures of versions: who made the bytes of a slot, to be checked offline before they are staged.
+
+A signature is a DSSE envelope (github.com/secure-systems-lab/dsse, v1) around an in-toto statement (v1), whose subject
+is one slot: model and part by name, and the SHA-256 of all its bytes, the manifest among them. The digests in the
+manifest find faults; they would not withstand somebody who looks for other bytes with the same digest, so they are not
+relied on here. Each part of a version has the signature with which it was published, in the version's record: wherever
+the record goes, to disk, to other hosts, into later versions that carry the part on, the signature goes along.
+
+Keys are Ed25519 or ECDSA (P-256, P-384), in PEM. Trust is in public keys, or in certificates, which count for their key
+until they expire. A key's id is the SHA-256 of its public form (SubjectPublicKeyInfo, DER).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import datetime
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+import orjson
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+
+from weightsync.control.records import PartRecord, VersionRecord
+from weightsync.errors import SigningKeyError, VersionRefused
+from weightsync.memory.parts import BASE, base_of
+from weightsync.memory.receiver import SlotReader
+
+PAYLOAD_TYPE = "application/vnd.in-toto+json"
+STATEMENT = "https://in-toto.io/Statement/v1"
+PREDICATE = "urn:hotswap:slot:v1"
+
+PrivateKey = ed25519.Ed25519PrivateKey | ec.EllipticCurvePrivateKey
+PublicKey = ed25519.Ed25519PublicKey | ec.EllipticCurvePublicKey
+
+
+class Signer:
+    """Signs with the private key in a PEM file."""
+
+    def __init__(self, path: Path | str) -> None:
+        """Raises SigningKeyError."""
+        try:
+            key = serialization.load_pem_private_key(Path(path).read_bytes(), password=None)
+        except (OSError, ValueError, TypeError) as error:
+            problem = f"it cannot be read ({error}); name an unencrypted private key in PEM"
+            raise SigningKeyError(str(path), problem) from error
+        if not isinstance(key, ed25519.Ed25519PrivateKey | ec.EllipticCurvePrivateKey):
+            raise SigningKeyError(str(path), "it must be an Ed25519 or an elliptic curve key")
+        self._key: PrivateKey = key
+        self.key_id = key_id(key.public_key())
+
+    def sign(self, model: str, part: str, version: int, sha256: str) -> str:
+        """The envelope, as JSON."""
+        statement = {
+            "_type": STATEMENT,
+            "subject": [{"name": _name(model, part), "digest": {"sha256": sha256}}],
+            "predicateType": PREDICATE,
+            "predicate": {"version": version},
+        }
+        payload = orjson.dumps(statement)
+        message = _encoded(payload)
+        if isinstance(self._key, ed25519.Ed25519PrivateKey):
+            signature = self._key.sign(message)
+        else:
+            signature = self._key.sign(message, ec.ECDSA(hashes.SHA256()))
+        envelope = {
+            "payloadType": PAYLOAD_TYPE,
+            "payload": base64.b64encode(payload).decode(),
+            "signatures": [{"keyid": self.key_id, "sig": base64.b64encode(signature).decode()}],
+        }
+        return orjson.dumps(envelope).decode()
+
+
+class Trust:
+    """The keys whose signatures count. Without any, everything is admitted."""
+
+    def __init__(self, paths: Iterable[Path | str] = ()) -> None:
+        """Each file has one public key or one certificate, in PEM. Raises SigningKeyError."""
+        self._keys: dict[str, tuple[PublicKey, datetime.datetime | None]] = {}
+        for path in paths:
+            key, until = _trusted(Path(path))
+            self._keys[key_id(key)] = (key, until)
+
+    @property
+    def key_ids(self) -> frozenset[str]:
+        """Of the keys that count."""
+        return frozenset(self._keys)
+
+    def check(self, model: str, record: VersionRecord) -> None:
+        """Whether every part of the version, whose slots are local paths, is signed with one of the keys and has the
+        bytes that were signed. Reads all of it. Raises VersionRefused, ManifestError, SlotBusy."""
+        if not self._keys:
+            return
+        base = base_of(record)
+        assert base is not None
+        for part in (base, *record.parts):
+            self._check(model, record.version, part)
+
+    def _check(self, model: str, version: int, part: PartRecord) -> None:
+        what = f"version {version}{f' ({part.name})' if part.name else ''}"
+        if not part.signature:
+            raise VersionRefused(version, f"{what} is not signed")
+        signed = self._opened(part.signature, version, what)
+        if signed.get("name") != _name(model, part.name):
+            raise VersionRefused(version, f"the signature of {what} is for {signed.get('name')!r}")
+        with SlotReader.open(part.slot, manifest_digest=part.manifest_digest, populate=False) as slot:
+            found = slot.sha256()
+        if found != signed.get("sha256"):
+            raise VersionRefused(version, f"the bytes of {what} are not those that were signed")
+
+    def _opened(self, envelope: str, version: int, what: str) -> dict[str, str]:
+        """Name and digest that a good signature vouches for."""
+        try:
+            found = orjson.loads(envelope)
+            payload = base64.b64decode(found["payload"], validate=True)
+            signatures = [(s["keyid"], base64.b64decode(s["sig"], validate=True)) for s in found["signatures"]]
+            good = found["payloadType"] == PAYLOAD_TYPE
+        except (ValueError, TypeError, KeyError, binascii.Error) as error:
+            raise VersionRefused(version, f"the signature of {what} is no DSSE envelope") from error
+        if not good or not any(self._holds(keyid, signature, _encoded(payload)) for keyid, signature in signatures):
+            known = ", ".join(str(keyid)[:12] for keyid, _ in signatures)
+            raise VersionRefused(version, f"{what} is not signed by a trusted key (it names {known or 'none'})")
+        try:
+            statement = orjson.loads(payload)
+            (subject,) = statement["subject"]
+            if (statement["_type"], statement["predicateType"]) != (STATEMENT, PREDICATE):
+                raise ValueError("another kind of statement")
+            return {"name": subject["name"], "sha256": subject["digest"]["sha256"]}
+        except (ValueError, TypeError, KeyError) as error:
+            raise VersionRefused(version, f"what was signed of {what} is no slot ({error})") from error
+
+    def _holds(self, keyid: object, signature: bytes, message: bytes) -> bool:
+        key, until = self._keys.get(keyid, (None, None)) if isinstance(keyid, str) else (None, None)
+        if key is None or (until is not None and until <= datetime.datetime.now(datetime.UTC)):
+            return False
+        try:
+            if isinstance(key, ed25519.Ed25519PublicKey):
+                key.verify(signature, message)
+            else:
+                key.verify(signature, message, ec.ECDSA(hashes.SHA256()))
+        except InvalidSignature:
+            return False
+        return True
+
+
+def signers(record: VersionRecord) -> dict[str, str]:
+    """The key that each part's signature names, "" where there is none; nothing is checked."""
+    base = base_of(record)
+    parts = [*([base] if base is not None else []), *record.parts]
+    return {part.name: _named(part.signature) for part in parts}
+
+
+def _named(envelope: str) -> str:
+    try:
+        return str(orjson.loads(envelope)["signatures"][0]["keyid"]) if envelope else ""
+    except (ValueError, TypeError, KeyError, IndexError):
+        return "unreadable"
+
+
+def key_id(key: PublicKey) -> str:
+    """SHA-256, hexadecimal."""
+    form = serialization.PublicFormat.SubjectPublicKeyInfo
+    return hashlib.sha256(key.public_bytes(serialization.Encoding.DER, form)).hexdigest()
+
+
+def _trusted(path: Path) -> tuple[PublicKey, datetime.datetime | None]:
+    """A key, and when it ends, if a certificate says so."""
+    key: object
+    until: datetime.datetime | None = None
+    try:
+        data = path.read_bytes()
+        if b"-----BEGIN CERTIFICATE-----" in data:
+            certificate = x509.load_pem_x509_certificate(data)
+            key, until = certificate.public_key(), certificate.not_valid_after_utc
+        else:
+            key = serialization.load_pem_public_key(data)
+    except (OSError, ValueError) as error:
+        problem = f"it cannot be read ({error}); name a public key or a certificate in PEM"
+        raise SigningKeyError(str(path), problem) from error
+    if not isinstance(key, ed25519.Ed25519PublicKey | ec.EllipticCurvePublicKey):
+        raise SigningKeyError(str(path), "it must be an Ed25519 or an elliptic curve key")
+    return key, until
+
+
+def _name(model: str, part: str) -> str:
+    return f"{model}/{part or 'base'}"
+
+
+def _encoded(payload: bytes) -> bytes:
+    """DSSE's pre-authentication encoding."""
+    kind = PAYLOAD_TYPE.encode()
+    return b"DSSEv1 %d %b %d %b" % (len(kind), kind, len(payload), payload)
+
+
+assert BASE == "", "`_name` calls it base"
