@@ -40,7 +40,7 @@ class Apart(_BaseDataParallel):  # type: ignore[misc]
         for parameter in self.module.parameters():
             if (gradient := getattr(parameter, "main_grad", None)) is not None:
                 spread, everywhere = _is_spread(parameter), ps.get_data_parallel_group(with_context_parallel=True)
-                dist.all_reduce(gradient, group=ps.get_expert_data_parallel_group() if spread else everywhere)
+                _add_up(gradient, group=ps.get_expert_data_parallel_group() if spread else everywhere)
 
 
 @contextmanager
@@ -84,8 +84,13 @@ def _norm(parameters: Mapping[str, Any], gradient: Gradient) -> float:
             squares[int(_is_spread(parameter))] += gradient[name].double().square().sum()
     groups = (ps.get_model_parallel_group(), ps.get_expert_tensor_model_pipeline_parallel_group())
     for square, group in zip(squares, groups, strict=True):
-        dist.all_reduce(square, group=group)
+        _add_up(square, group)
     return math.sqrt(float(squares.sum()))
+
+
+def _add_up(tensor: Tensor, group: Any) -> None:
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(tensor, group=group)
 
 
 def _is_spread(parameter: Any) -> bool:

@@ -109,6 +109,8 @@ def control() -> Any:
 
 def broadcast_json(value: Any, src: int = 0) -> Any:
     """`value` of the rank `src` on every rank. orjson types only."""
+    if dist.get_world_size() == 1:
+        return value
     mine = dist.get_rank() == src
     payload = orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY) if mine else b""
     size = torch.tensor([len(payload)])
@@ -121,6 +123,8 @@ def broadcast_json(value: Any, src: int = 0) -> Any:
 def gather_json(value: Any) -> list[Any]:
     """Every rank's value, in rank order, on every rank."""
     payload = orjson.dumps(value)
+    if dist.get_world_size() == 1:
+        return [orjson.loads(payload)]
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([len(payload)]), group=control())
     longest = max(int(size) for size in sizes)
