@@ -51,7 +51,7 @@ class Forwarded:
         return self.path.replace("{id}", "{response_id}")
 
 
-ROUTES: Final = (
+ROUTES: Final[tuple[Forwarded, ...]] = (
     Forwarded("GET", "/v1/models", "the served model", answer="serve.engine.protocol:ModelList"),
     Forwarded(
         "POST", "/v1/chat/completions", "vLLM's chat completions",

@@ -66,6 +66,10 @@ def test_it_scores_what_is_asked_for(client: httpx.Client) -> None:
     assert asked(client, "math", "digit", expected="4").json() == {"scores": {"math": 1, "digit": 1}, "failures": {}}
     assert asked(client, "math", answer="five", expected="4").json()["scores"] == {"math": 0}
     assert asked(client, "extra", extra={"bonus": 0.25}).json()["scores"] == {"extra": 0.25}
+    unasked = client.post(
+        "/score", json={"prompt": "", "answer": "4", "rewards": []}, headers={"authorization": "Bearer x"}
+    )
+    assert unasked.json() == {"scores": {}, "failures": {}}  # where there is no key, none is wrong
     every = client.post("/score", json={"prompt": "", "answer": "4", "expected": "4", "extra": {"bonus": 1}}).json()
     assert every == {"scores": {"math": 1, "digit": 1, "bad": 1, "extra": 1}, "failures": {}}  # unweighted
 

@@ -53,6 +53,7 @@ GOOD = {
         ({"max_increase": "100%"}, share(300, 1000), share(1000, 10000), "harmed"),
         ({"max_decrease": 0.05}, share(100, 1000), share(3000, 10000), "harmed"),
         ({"max_decrease": 0.05}, share(400, 1000), share(3000, 10000), "kept"),
+        ({"max_decrease": 0.05}, share(240, 1000), share(3000, 10000), "open"),
         ({"max_change": 0.1}, share(100, 1000), share(5000, 10000), "harmed"),
         ({"max_change": 0.1}, share(900, 1000), share(5000, 10000), "harmed"),
         ({"max_change": 0.1}, share(500, 1000), share(5000, 10000), "kept"),
@@ -147,6 +148,11 @@ def test_a_policy_that_cannot_be_meant(text: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(text)
     assert said in str(caught.value)
+
+
+def test_all_conditions_of_all_steps_share_the_false_alarms() -> None:
+    assert parse(POLICY).alpha == pytest.approx(0.05 / 5)
+    assert parse(b"steps: [{traffic: 5, for: 1s}]").alpha == 0.05
 
 
 def test_durations() -> None:
