@@ -40,6 +40,7 @@ METRICS: Final[dict[str, tuple[bool, str]]] = {
     "logprob": (False, "mean log-probability of the answer's tokens, where the request asked for them"),
     "feedback": (True, "what users said of the answer: thumbs as 0 and 1, a number as they gave it"),
 }
+TIMES: Final = ("first_token_s", "duration_s", "token_s")
 SCORED: Final = "reward/"  # begins the metrics that the policy names itself
 MAX_STEPS: Final = 32
 REFUSALS: Final = (
@@ -160,11 +161,12 @@ class Policy(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     refusal_patterns: tuple[str, ...] = REFUSALS
     rewards: dict[str, Reward] = {}
     evaluation: tuple[Evaluation, ...] = ()
-    require_signature: bool = False
 
     def of_step(self, number: int) -> tuple[Condition, ...]:
-        """The conditions of a step, which are counted from 0."""
-        return self.conditions + self.steps[number].conditions
+        """The conditions of a step, which are counted from 0: its own, and of the policy's those that its answers can
+        show something of."""
+        step = self.steps[number]
+        return tuple(c for c in self.conditions if not _unseen(c, step)) + step.conditions
 
     @property
     def alpha(self) -> float:
@@ -210,8 +212,9 @@ def _problems(policy: Policy) -> Iterator[str]:
     for number, step in enumerate(policy.steps):
         if step.traffic == 0 and step.shadow == 0 and not policy.evaluation:
             yield f"step {number + 1} has neither traffic nor shadow: nothing could be judged in it."
-        for condition in policy.of_step(number):
-            yield from (f"step {number + 1}: {problem}" for problem in _of_condition(condition, step, policy))
+        for condition in (*policy.conditions, *step.conditions):
+            yield from (f"step {number + 1}: {problem}" for problem in _of_condition(condition, policy))
+        yield from (f"step {number + 1}: {unseen}" for c in step.conditions if (unseen := _unseen(c, step)))
     if policy.sticky not in ("none", "key", "session") and not policy.sticky.startswith("header:"):
         yield f"sticky: {policy.sticky!r} is none of key, session, header:NAME and none."
     for pattern in policy.refusal_patterns:
@@ -226,7 +229,7 @@ def _problems(policy: Policy) -> Iterator[str]:
             yield f"evaluation of {each.file}: give `min`, `max_decrease` or both."
 
 
-def _of_condition(condition: Condition, step: Step, policy: Policy) -> Iterator[str]:
+def _of_condition(condition: Condition, policy: Policy) -> Iterator[str]:
     name = condition.metric
     given = [bound for bound in _BOUNDS if getattr(condition, bound) is not None]
     if len(given) != 1:
@@ -241,9 +244,17 @@ def _of_condition(condition: Condition, step: Step, policy: Policy) -> Iterator[
         yield f"metric {name}: {value!r} is neither a number nor a percentage."
     elif isinstance(value, (int, float)) and given[0].startswith("max_") and value < 0:
         yield f"metric {name}: {given[0]} cannot be negative."
-    if condition.answers == "shadow" and not step.shadow:
-        yield f"metric {name} counts shadow answers, and the step has no `shadow`."
-    if condition.answers == "live" and not step.traffic:
-        yield f"metric {name} counts live answers, and the step has no `traffic`."
-    if name == "feedback" and condition.answers == "shadow":
+    if condition.answers == "shadow" and name == "feedback":
         yield "nobody sees shadow answers, so there is no feedback on them."
+    if condition.answers == "shadow" and name in TIMES:
+        yield f"metric {name}: a repetition waits for other requests, so its times show nothing."
+
+
+def _unseen(condition: Condition, step: Step) -> str:
+    """Why the answers of this step show nothing of it; "" if they do."""
+    of_live = condition.answers == "live" or condition.metric == "feedback" or condition.metric in TIMES
+    if of_live and not step.traffic:
+        return f"metric {condition.metric} counts live answers, and the step has no `traffic`."
+    if condition.answers == "shadow" and not step.shadow:
+        return f"metric {condition.metric} counts shadow answers, and the step has no `shadow`."
+    return "" if step.traffic or step.shadow else f"metric {condition.metric}: the step has no answers."

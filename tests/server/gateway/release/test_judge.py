@@ -138,7 +138,11 @@ def test_live_and_shadow_answers_are_kept_apart() -> None:
         ("steps: [{traffic: 5, for: 1m, conditions: [{metric: tokens, max_change: -1}]}]", "negative"),
         ("steps: [{traffic: 5, for: 1m, conditions: [{metric: reward/x, min: 0.5}]}]", "nothing named 'x'"),
         ("steps: [{traffic: 5, for: 1m, conditions: [{metric: errors, max: 1, answers: shadow}]}]", "no `shadow`"),
+        ("steps: [{traffic: 0, shadow: 9, for: 1m, conditions: [{metric: token_s, max: 1}]}]", "no `traffic`"),
+        ("conditions: [{metric: token_s, max: 1, answers: shadow}]\nsteps: [{traffic: 5, for: 1m}]", "show nothing"),
+        ("conditions: [{metric: feedback, max: 1, answers: shadow}]\nsteps: [{traffic: 5, for: 1m}]", "nobody sees"),
         ("steps: [{traffic: 5, for: 1m}]\nrefusal_patterns: ['(']", "no regular expression"),
+        ("steps: [{traffic: 5, for: 1m}]\nsticky: cookie", "none of key, session"),
         ("steps: [{traffic: 5, for: 1m}]\nevaluation: [{file: x, by: y, min: 1}]", "no reward named 'y'"),
         ("steps: {", "the policy"),
         ("steps: [{traffic: 5, for: 1m}]\nfalse_alarms: 0.9", "0.5"),
@@ -148,6 +152,20 @@ def test_a_policy_that_cannot_be_meant(text: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(text)
     assert said in str(caught.value)
+
+
+def test_a_condition_of_the_policy_holds_in_the_steps_that_show_something_of_it() -> None:
+    policy = parse(b"""
+conditions:
+  - {metric: errors, max: 0.1}
+  - {metric: token_s, max: 1}
+  - {metric: feedback, min: 0.5}
+  - {metric: refusals, max: 0.1, answers: live}
+  - {metric: cut, max: 0.5, answers: shadow}
+steps: [{traffic: 0, shadow: 9, for: 1m}, {traffic: 5, for: 1m}]
+""")
+    assert [c.metric for c in policy.of_step(0)] == ["errors", "cut"]
+    assert [c.metric for c in policy.of_step(1)] == ["errors", "token_s", "feedback", "refusals"]
 
 
 def test_all_conditions_of_all_steps_share_the_false_alarms() -> None:
