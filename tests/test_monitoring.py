@@ -65,6 +65,8 @@ async def page(tmp_path: Path) -> Page:
             stats.holds["fleet", "served"] += 1
             gate.outcomes.update((0, outcome) for outcome in ("served", "refused", "displaced", "timed_out"))
             assert all(f'"{outcome}"' in inspect.getsource(queue_gate) for _, outcome in gate.outcomes)
+            stats.shared(1, 200, 0.1, 0.05)
+            gateway.gateway.fleet.shadows.outcomes[2, "answered"] += 1
             await eventually(lambda: gateway.gateway.fleet.instances["i0"].signals is not None)
             return Page.of(depths, (await gateway.ask(get("/metrics"))).body.decode())
 
