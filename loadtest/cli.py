@@ -263,3 +263,13 @@ def releases(
     from loadtest.serving.releases import run
 
     run(json, releases=20 if small else count)
+
+
+@app.command()
+def rollback(
+    json: Json = None, count: Annotated[int, typer.Option(min=1, help="releases that are taken back")] = 8
+) -> None:
+    """How soon a release takes a bad version back, from the answer that made the evidence sufficient."""
+    from loadtest.swaps.rollback import run
+
+    run(json, releases=count)
