@@ -9,9 +9,10 @@ import orjson
 import pytest
 from playwright.async_api import Browser
 
+from server.gateway.release.records import Counted, EvidenceRecord, ReleaseKeys, ReleaseRecord
 from tests.server.console.browser import Watched, watched
 from tests.server.console.play import Script, admin_page, put_versions, sign_in, version_record
-from tests.server.gateway.harness import KEYS, RunningGateway
+from tests.server.gateway.harness import KEYS, MODEL, RunningGateway
 from weightsync.control import chain
 from weightsync.control.chain import LedgerEntry
 from weightsync.control.records import (
@@ -207,6 +208,26 @@ async def test_curves_of_what_does_not_vary_are_drawn_all_the_same(console: Watc
     for figure in ("#reward", "#loss"):
         drawn = await console.page.locator(f"{figure} svg path").first.get_attribute("d") or ""
         assert re.fullmatch(r"M[\d. -]+L[\d. -]+", drawn), drawn
+
+
+async def test_a_release_is_shown_with_its_conditions_and_taken_back(console: Watched, gateway: RunningGateway) -> None:
+    await console.wait_text("#release-now", "No version was released yet.")
+    text = "steps: [{traffic: 50, for: 0s, conditions: [{metric: errors, max: 0.1}]}]"
+    record = ReleaseRecord("r", 2, 1, text, "held", 0, 1.0, 1.0, "ops", "errors max 0.1: 0 of 100 answers")
+    keys = ReleaseKeys(MODEL)
+    counted = EvidenceRecord((Counted("errors", "live", 2, 40, 1.0, 1.0),))
+    await asyncio.to_thread(gateway.store.put, f"{keys.evidence_of('r', 0)}g", counted.to_json())
+    split = SplitRecord((ShareRecord(2, 50.0),))
+    active = ActiveRecord(1, 1, None, "first", 0.0, split=split)
+    await asyncio.to_thread(put_versions, gateway, 1, None)
+    await asyncio.to_thread(gateway.store.put, KEYS.active, active.to_json())
+    await asyncio.to_thread(gateway.store.put, keys.current, record.to_json())
+    await console.wait_text("#release-now", "v2, over v1: step 1 of 1, 50 % of the requests, held: errors max 0.1")
+    row = (await console.page.locator("#findings tbody tr").first.inner_text()).split("\t")
+    assert row[:2] == ["errors max 0.1", "blind"]
+    assert row[4] == "40 of 100 answers of the candidate"
+    await console.page.click("#release-cancel")
+    await console.wait_text("#release-now", "cancelled by admin key")
 
 
 async def test_the_ledger_shows_who_did_what_and_why(console: Watched, gateway: RunningGateway) -> None:

@@ -8,6 +8,7 @@ import { byId, setText } from "./dom.js";
 import { FleetView } from "./fleet.js";
 import { Key, wireKeyForm } from "./key.js";
 import { LedgerView } from "./ledger.js";
+import { ReleasesView } from "./releases.js";
 import { SwapDialog } from "./swap_dialog.js";
 import { SwapsView } from "./swaps.js";
 import { Talk } from "./talk.js";
@@ -26,6 +27,7 @@ class ConsolePage {
     this.dialog = new SwapDialog(this.api, () => this.#look());
     this.fleet = new FleetView();
     this.weights = new WeightsView(this.dialog);
+    this.releases = new ReleasesView(this.api, this.announcer, () => this.#look());
     this.swaps = new SwapsView(this.announcer);
     this.ledger = new LedgerView();
     this.curves = new CurvesView();
@@ -68,11 +70,12 @@ class ConsolePage {
       setText(byId("key-message"), "Type the admin key to see the fleet. The chat works without, where no key is asked.");
       return;
     }
-    const paths = ["/admin/instances", "/admin/weights", "/admin/swap", "/admin/pause"];
-    const [{ instances }, weights, { swap }, pause] = await Promise.all(paths.map((path) => this.api.json(path)));
+    const paths = ["/admin/instances", "/admin/weights", "/admin/swap", "/admin/pause", "/admin/releases"];
+    const [{ instances }, weights, { swap }, pause, { release, findings }] = await Promise.all(paths.map((path) => this.api.json(path)));
     setText(byId("key-message"), "The key works.");
     this.fleet.update(instances);
     this.weights.update(weights);
+    this.releases.update(release, findings);
     this.dialog.follow(swap, instances);
     this.#now(weights.active, swap, pause);
     await this.#past(swap);
@@ -84,6 +87,7 @@ class ConsolePage {
   #forget() {
     this.fleet.update([]);
     this.weights.update({ active: null, versions: [] });
+    this.releases.forget();
     this.swaps.forget();
     this.ledger.update([]);
     this.rounds = 0;

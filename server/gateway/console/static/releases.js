@@ -1,0 +1,69 @@
+// The release under way, or the last one: where it is, what is known of its conditions, and a way to take it back.
+
+import { byId, el, setText } from "./dom.js";
+import { Table } from "./table.js";
+import { versionName } from "./versions.js";
+
+const BAD = new Set(["harmed", "blind"]);
+const COLUMNS = [
+  { head: "Condition", header: true, value: (f) => f.condition },
+  { head: "State", value: (f) => f.state, render: (f) => el("span", { class: BAD.has(f.state) ? "error" : "" }, f.state) },
+  { head: "Candidate", value: (f) => interval(f.candidate) },
+  { head: "Stable", value: (f) => interval(f.stable) },
+  { head: "What is known", value: (f) => f.text.slice(f.text.indexOf(": ") + 2) },
+];
+
+export class ReleasesView {
+  constructor(api, announcer, look) {
+    this.api = api;
+    this.announcer = announcer;
+    this.look = look;
+    this.state = null; // null: not known yet
+    this.table = new Table(byId("findings"), COLUMNS, (f) => f.condition, "Nothing is judged now.");
+    this.cancel = byId("release-cancel");
+    this.cancel.addEventListener("click", () => this.#cancel());
+  }
+
+  update(release, findings) {
+    this.table.update(findings);
+    this.cancel.disabled = release === null || release.ended || release.state === "rolling_back";
+    setText(byId("release-now"), release === null ? "No version was released yet." : sentence(release));
+    const state = release === null ? "" : `${versionName(release.version)} ${release.state.replace("_", " ")}`;
+    if (this.state !== null && this.state !== state && state) this.announcer.say(`Release of ${state}.`);
+    this.state = state;
+  }
+
+  forget() {
+    this.state = null;
+    this.table.update([]);
+    this.cancel.disabled = true;
+    setText(byId("release-now"), "");
+    setText(byId("release-problem"), "");
+  }
+
+  async #cancel() {
+    try {
+      await this.api.json("/admin/releases/cancel", { method: "POST", body: {} });
+      setText(byId("release-problem"), "");
+    } catch (error) {
+      setText(byId("release-problem"), error.line ?? error.message);
+    }
+    this.look();
+  }
+}
+
+function sentence(release) {
+  const why = release.reason ? `: ${release.reason}` : "";
+  const names = `${versionName(release.version)}, over ${versionName(release.stable)}`;
+  if (release.ended || !["applying", "judging", "held"].includes(release.state)) {
+    return `${names}: ${release.state.replace("_", " ")}${why}`;
+  }
+  const shadow = release.shadow ? `, ${release.shadow} % repeated` : "";
+  return `${names}: step ${release.step + 1} of ${release.steps}, ${release.traffic} % of the requests${shadow}, ${release.state}${why}`;
+}
+
+function interval(bounds) {
+  if (bounds === null) return "–";
+  const [low, high] = bounds.map((bound) => (bound === null ? "" : String(Number(bound.toPrecision(4)))));
+  return low || high ? `${low} to ${high}` : "–";
+}
