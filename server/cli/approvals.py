@@ -45,6 +45,8 @@ def approve(
         Console().print(f"{answer['action']} of {answer['who']} is refused")
     elif "approvals" in answer:
         _show_policy(answer)
+    elif "steps" in answer:
+        Console().print(f"the release of version {answer['version']} has begun: hotswap release status")
     else:
         show_swap(answer)
 
@@ -53,7 +55,7 @@ def approve(
 def policy(
     approvals: Annotated[
         list[str] | None,
-        typer.Option("--approve", help="activate, split, rollback or policy: needs approval; may be repeated"),
+        typer.Option("--approve", help="activate, split, rollback, release or policy: needs approval; may be repeated"),
     ] = None,
     nothing: Annotated[bool, typer.Option("--nothing", help="nothing needs approval")] = False,
     lapse: Annotated[str, typer.Option(help="how long a request waits, such as 1h")] = "1h",
@@ -94,7 +96,8 @@ def _list(answer: dict[str, Any], as_json: bool) -> None:
         return
     shown = table("id", "action", "version", "who", "reason", "until")
     for one in answer["pending"]:
-        version = str(one["target"]["version"]) if one["target"] is not None else ""
+        about = one["target"] or one["release"]
+        version = str(about["version"]) if about is not None else ""
         until = time.strftime("%Y-%m-%d %H:%M", time.localtime(one["until"]))
         shown.add_row(one["id"], one["action"], version, one["who"], one["reason"], until)
     Console().print(shown)

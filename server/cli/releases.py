@@ -12,6 +12,7 @@ from rich.console import Console
 
 from server.cli.admin import AdminClient, AsJson, KeyFile, Reason, StateDir, Url, table
 from server.cli.errors import CliError
+from server.cli.weights import show_swap
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -36,6 +37,9 @@ def start(
     body: dict[str, Any] = {"version": version, "policy": policy}
     body |= {"text": _read(file)} if file is not None else {}
     release = client.call("POST", "/admin/releases", body, reason)
+    if "pending" in release:
+        show_swap(release)
+        return
     Console().print(f"the release of version {version} has begun: {_place(release)}")
     while wait and not release["ended"]:
         time.sleep(LOOK_S)

@@ -24,10 +24,11 @@ from weightsync.control.records import Keys, Record, TargetRecord
 from weightsync.errors import Conflict as StoreConflict
 from weightsync.store import MISSING, KeyValue, Store
 
-Guarded = Literal["activate", "split", "rollback", "policy"]
+Guarded = Literal["activate", "split", "rollback", "release", "policy"]
 GUARDED: tuple[Guarded, ...] = get_args(Guarded)
 POLICY = "gateway/policy"
 PENDING = "gateway/pending/"
+BY_RELEASE: frozenset[Guarded] = frozenset({"activate", "split"})  # what a release does by itself
 MOST = 100  # requests of one model that wait
 
 
@@ -40,9 +41,17 @@ class PolicyRecord(Record):
 
 
 @dataclass(frozen=True)
+class ReleaseWish(Record):
+    """A release that was asked for, by the policy in `text`."""
+
+    version: int
+    text: str
+
+
+@dataclass(frozen=True)
 class PendingRecord(Record):
-    """A request that waits, for a version (`target`) or a `policy`. `digest` tells who asked from others; times are
-    unix seconds."""
+    """A request that waits, for a version (`target`), a `release` or a `policy`. `digest` tells who asked from others;
+    times are unix seconds."""
 
     id: str
     action: Guarded
@@ -53,6 +62,12 @@ class PendingRecord(Record):
     until: float
     target: TargetRecord | None = None
     policy: PolicyRecord | None = None
+    release: ReleaseWish | None = None
+
+    @property
+    def version(self) -> int | None:
+        """That it is about."""
+        return self.target.version if self.target is not None else self.release.version if self.release else None
 
     @property
     def subject(self) -> str:
@@ -79,11 +94,17 @@ class Approvals:
         return (await self._policy())[0]
 
     async def hold(
-        self, action: Guarded, by: By, target: TargetRecord | None = None, policy: PolicyRecord | None = None
+        self,
+        action: Guarded,
+        by: By,
+        target: TargetRecord | None = None,
+        policy: PolicyRecord | None = None,
+        release: ReleaseWish | None = None,
     ) -> PendingRecord | None:
         """Has a request wait, if the policy says so; None: it may go on. Raises UnknownVersion, Conflict."""
         rule = await self.policy()
-        if action not in rule.approvals:
+        needed = BY_RELEASE | {action} if action == "release" else {action}
+        if not needed & set(rule.approvals):
             return None
         if target is not None:
             await activation.ready_revisions(self._store, self._keys, target)
@@ -92,7 +113,8 @@ class Approvals:
         now = time.time()
         until = now + rule.lapse_s
         digest = by.digest.hex()
-        pending = PendingRecord(secrets.token_hex(6), action, by.who, digest, by.reason, now, until, target, policy)
+        about = target, policy, release
+        pending = PendingRecord(secrets.token_hex(6), action, by.who, digest, by.reason, now, until, *about)
         entry = self._entry("approval_wait", by.who, pending, by.reason)
         await append(self._store, {self._key(pending.id): MISSING}, {self._key(pending.id): pending.to_json()}, entry)
         return pending
@@ -162,9 +184,8 @@ class Approvals:
         return True
 
     def _entry(self, action: Action, who: str, pending: PendingRecord, reason: str = "") -> LedgerEntry:
-        target = pending.target
-        version, swap = (target.version, target.id) if target is not None else (None, "")
-        model = self._keys.model if target is not None else ""
+        version, swap = pending.version, pending.target.id if pending.target is not None else ""
+        model = self._keys.model if version is not None else ""
         subject, outcome = pending.subject, f"request {pending.id}"
         return LedgerEntry(
             action, who, model=model, version=version, swap=swap, subject=subject, reason=reason, outcome=outcome

@@ -11,7 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from server.errors import Conflict
 from server.gateway.access.approvals import Guarded, PendingRecord, PolicyRecord, gone
 from server.gateway.access.keys import lacking
-from server.gateway.access.records import ADMIN
+from server.gateway.access.records import ADMIN, By
+from server.gateway.admin.releases import described as released
 from server.gateway.admin.weights import checked, waits
 from server.gateway.deps import ByDep, GatewayDep
 from weightsync.errors import Conflict as StoreConflict
@@ -59,16 +60,19 @@ async def waiting(gateway: GatewayDep) -> dict[str, Any]:
 
 @router.post("/approvals/{pending_id}")
 async def approve(gateway: GatewayDep, by: ByDep, pending_id: PendingId, request: Request) -> dict[str, Any]:
-    """Approves a request of somebody else, and carries it out: the report of the swap, or the policy."""
+    """Approves a request of somebody else, and carries it out: the report of the swap, the release, or the policy."""
     pending, revision = await gateway.approvals.find(pending_id)
     if pending.policy is not None and ADMIN not in request.state.principal.scopes:
         raise lacking(ADMIN)
     consent = gateway.approvals.consent(pending, revision, by)
     try:
         if pending.policy is not None:
-            asked = by.__class__(pending.who, pending.reason)
-            await gateway.approvals.put_policy(pending.policy, asked, consent)
+            await gateway.approvals.put_policy(pending.policy, By(pending.who, pending.reason), consent)
             return asdict(pending.policy)
+        if pending.release is not None:
+            wish = pending.release
+            begun = await gateway.releases.start(wish.version, wish.text, By(pending.who, pending.reason), consent)
+            return released(begun)
         assert pending.target is not None
         report = await gateway.coordinator.ask(
             pending.target, reason=pending.reason, action=pending.action, approval=consent

@@ -8,10 +8,12 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path
+from fastapi import APIRouter, Path, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from server.errors import BadRequest, ConfigError, Forbidden, NotFound
+from server.errors import BadRequest, ConfigError, NotFound
+from server.gateway.access.approvals import ReleaseWish
+from server.gateway.admin.weights import waits
 from server.gateway.deps import ByDep, GatewayDep
 from server.gateway.gateway import Gateway
 from server.gateway.release.judge import Finding
@@ -53,14 +55,13 @@ async def show(gateway: GatewayDep) -> dict[str, Any]:
 
 
 @router.post("/releases")
-async def start(gateway: GatewayDep, by: ByDep, body: Start) -> dict[str, Any]:
-    """Begins a release. It goes on by itself, on whichever gateway leads."""
+async def start(gateway: GatewayDep, by: ByDep, body: Start, response: Response) -> dict[str, Any]:
+    """Begins a release, which goes on by itself on whichever gateway leads; or has it wait for approval."""
     text = body.text or await _stored(gateway, body.policy)
     checked(text)
-    guarded = {"activate", "split"} & set((await gateway.approvals.policy()).approvals)
-    if guarded:  # it would do so without a second identity
-        message = f"Here {min(guarded)} needs the approval of a second identity, and a release does it by itself."
-        raise Forbidden(message, code="needs_approval")
+    await gateway.releases.check(body.version)
+    if (pending := await gateway.approvals.hold("release", by, release=ReleaseWish(body.version, text))) is not None:
+        return waits(pending, response)
     return described(await gateway.releases.start(body.version, text, by))
 
 

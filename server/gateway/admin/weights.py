@@ -352,7 +352,7 @@ def waits(pending: PendingRecord, response: Response | None = None) -> dict[str,
     if response is not None:
         response.status_code = 202
     told = {"id": pending.id, "action": pending.action, "until": pending.until}
-    return {"pending": {**told, "version": pending.target.version if pending.target is not None else None}}
+    return {"pending": {**told, "version": pending.version}}
 
 
 def _accepted(answer: dict[str, Any], response: Response) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from server.gateway.release.progress import (
     turned,
 )
 from server.gateway.release.records import EvidenceRecord, ReleaseKeys, ReleaseRecord
+from weightsync.control.activation import Approval
 from weightsync.control.chain import LedgerEntry, append
 from weightsync.errors import Conflict as StoreConflict
 from weightsync.errors import RecordError, StoreError, WeightSyncError
@@ -100,9 +101,22 @@ class Releases:
 
     # what operators ask for
 
-    async def start(self, version: int, text: str, by: By) -> ReleaseRecord:
-        """Begins a release by the policy in `text`. Raises ConfigError, Conflict, NotFound, StoreError."""
+    async def start(self, version: int, text: str, by: By, approval: Approval | None = None) -> ReleaseRecord:
+        """Begins a release by the policy in `text`; what waited for `approval` waits no more. Raises ConfigError,
+        Conflict, NotFound, StoreError (a conflict of the store when `approval` fell)."""
         parse(text)
+        stable = await self.check(version)
+        now, name = time.time(), uuid.uuid4().hex
+        record = ReleaseRecord(name, version, stable, text, "evaluating", 0, now, now, by.who)
+        await self._forget_evidence()
+        begun = LedgerEntry("release", by.who, version=version, reason=by.reason, **self._about(record))
+        if not await self._write(record, begun, approval=approval):
+            raise Conflict("Somebody else has begun a release in this moment.", code="release_under_way")
+        return record
+
+    async def check(self, version: int) -> int:
+        """Whether it could be released now; the version it would take over from. Raises Conflict, NotFound,
+        StoreError."""
         stable, shares = await self._control.serving()
         if stable is None or shares is None or shares:
             what = "a swap is under way" if shares is None else "versions share the traffic" if shares else "none is"
@@ -116,13 +130,7 @@ class Releases:
         if self.current is not None and not self.current.ended:
             under_way = f"The release of version {self.current.version} is under way ({self.current.state})"
             raise Conflict(f"{under_way}; cancel it first.", code="release_under_way")
-        now, name = time.time(), uuid.uuid4().hex
-        record = ReleaseRecord(name, version, stable, text, "evaluating", 0, now, now, by.who)
-        await self._forget_evidence()
-        begun = LedgerEntry("release", by.who, version=version, reason=by.reason, **self._about(record))
-        if not await self._write(record, begun):
-            raise Conflict("Somebody else has begun a release in this moment.", code="release_under_way")
-        return record
+        return stable
 
     async def cancel(self, by: By) -> ReleaseRecord:
         """Takes the candidate back. Raises Conflict where no release is under way, StoreError."""
@@ -321,13 +329,19 @@ class Releases:
         """For the ledger."""
         return {"model": self._keys.model, "subject": f"release {record.id}"}
 
-    async def _write(self, record: ReleaseRecord, *entries: LedgerEntry) -> bool:
+    async def _write(self, record: ReleaseRecord, *entries: LedgerEntry, approval: Approval | None = None) -> bool:
         """Whether nobody has written it since this gateway looked."""
         raw = record.to_json()
         try:
-            expected = {self._keys.current: self._revision}
-            revision = await append(self._store, expected, {self._keys.current: raw}, *entries)
-        except StoreConflict:
+            compares, puts = {self._keys.current: self._revision}, dict[str, bytes | None]({self._keys.current: raw})
+            if approval is not None:
+                compares[approval.key], puts[approval.key] = approval.revision, None
+                consent = LedgerEntry("approve", approval.who, reason=approval.reason, **self._about(record))
+                entries = (consent, *entries)
+            revision = await append(self._store, compares, puts, *entries)
+        except StoreConflict as conflict:
+            if approval is not None and conflict.key == approval.key:
+                raise
             await self._refresh()
             return False
         self._see(KeyValue(self._keys.current, raw, revision, revision))

@@ -125,9 +125,28 @@ async def test_what_cannot_begin_says_why(gateway: RunningGateway) -> None:
     _, viewer = await new_key(gateway, name="looks", scopes=["viewer"])
     assert (await ask(gateway, "POST", "/releases", viewer, version=2, text=POLICY))[0] == 403
     assert (await ask(gateway, "GET", "/releases", viewer))[0] == 200
-    assert (await ask(gateway, "PUT", "/policy", approvals=["activate"]))[0] == 200
-    said = await ask(gateway, "POST", "/releases", version=2, text=POLICY)
-    assert (said[0], said[1]["code"]) == (403, "needs_approval")
+
+
+@pytest.mark.parametrize("guarded", ["release", "activate", "split"])
+async def test_a_release_waits_for_one_approval_where_it_would_do_what_needs_it(
+    gateway: RunningGateway, guarded: str
+) -> None:
+    assert (await ask(gateway, "PUT", "/policy", approvals=[guarded]))[0] == 200
+    status, answer = await ask(gateway, "POST", "/releases?reason=better", version=2, text=POLICY)
+    waiting = answer["pending"]
+    assert (status, waiting["action"], waiting["version"]) == (202, "release", 2)
+    assert (await state(gateway))["release"] is None
+    path = f"/approvals/{waiting['id']}"
+    assert (await ask(gateway, "POST", path))[1]["code"] == "same_identity"
+    two_id, two = await new_key(gateway, name="two", scopes=["operator"])
+    status, begun = await ask(gateway, "POST", f"{path}?reason=seen", two)
+    assert (status, begun["version"], begun["requested_by"]) == (200, 2, "admin key")
+    assert (await ask(gateway, "POST", path, two))[0] in (404, 409)
+    until(gateway, "held")  # its split needed no further approval
+    told = gateway.store.run(chain.recent(gateway.store.store, 100))
+    assert (f"key two ({two_id})", "seen") in [(e.who, e.reason) for e in told if e.action == "approve"]
+    assert (await ask(gateway, "POST", "/releases/cancel"))[0] == 200
+    until(gateway, "rolled_back")  # nor has its end
 
 
 async def test_policies_are_stored_by_name(gateway: RunningGateway) -> None:
