@@ -124,12 +124,18 @@ def test_an_open_data_set_outlives_its_entry(open_data: Open, tmp_path: Path, ma
 
 
 def test_runs_that_start_together_share_the_work(tmp_path: Path, tiny_model: str, cache: Path) -> None:
-    path = jsonl(tmp_path / "a.jsonl", problems(30_000))
-    running = [start(OPEN, path, tiny_model, 1) for _ in range(3)]
-    answers = [process.communicate(timeout=120) for process in running]
-    assert len({out for out, _ in answers}) == 1
-    assert answers[0][0].startswith("30000 ")
-    assert sum("waiting for it" in errors for _, errors in answers) >= 1
+    path = jsonl(tmp_path / "a.jsonl", problems(10_000))
+    first = start(OPEN, path, tiny_model, 1)
+    wait_until(lambda: list(cache.glob(".making-*")), 60, process=first)
+    first.send_signal(signal.SIGSTOP)  # in the middle of it
+    others = [start(OPEN, path, tiny_model, 1) for _ in range(2)]
+    for process in others:
+        assert process.stderr is not None
+        assert any("waiting for it" in line for line in process.stderr)  # reads until then
+    first.send_signal(signal.SIGCONT)
+    answers = [process.communicate(timeout=120)[0] for process in (first, *others)]
+    assert len(set(answers)) == 1
+    assert answers[0].startswith("10000 ")
     assert len([entry for entry in cache.iterdir() if entry.is_dir()]) == 1
 
 
