@@ -19,8 +19,11 @@ BESIDE = 4  # other files for each one with engines
 # What real processes do on a machine that others use too may need a second attempt, and the report says so. A test of
 # anything else that fails once has failed.
 WITH_PROCESSES = {
-    "tests/chaos", "tests/clients", "tests/hosts", "tests/k8s", "tests/vllm_suite", "server/console", "trainer/faults",
-    "trainer/memory", "trainer/rewards", "trainer/rollouts", "weightsync/peer", "weightsync/transport",
+    "tests/chaos", "tests/clients", "tests/hosts", "tests/k8s", "tests/loadtest", "tests/vllm_suite",
+    "server/cli", "server/console", "server/doctor", "server/gateway", "gateway/admin", "gateway/release",
+    "trainer/api", "api/finetuning", "trainer/data", "trainer/faults", "trainer/memory", "trainer/rewards",
+    "trainer/rollouts", "weightsync/control", "weightsync/peer", "weightsync/persist", "weightsync/store",
+    "weightsync/transport",
 }  # fmt: skip
 
 
