@@ -55,6 +55,7 @@ class FleetControl:
         report = await self._coordinator.activate(
             record.stable,
             self._deadline_s,
+            mode="rolling",  # nobody's answer is gone on with by weights that have not been judged
             split=split,
             requested_by=_who(record),
             reason=f"step {record.step + 1} of the release of version {record.version}",
