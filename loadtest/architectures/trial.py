@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import resource
@@ -163,6 +164,7 @@ def _alarm(child: int) -> Iterator[None]:
 
 
 def _child(architecture: str, write: int, log: Path) -> Any:
+    gc.freeze()  # of the parent's garbage some (gRPC's) waits for threads as it goes, which are not here
     status = 1
     try:
         resource.setrlimit(resource.RLIMIT_DATA, (LIMIT_BYTES, LIMIT_BYTES))

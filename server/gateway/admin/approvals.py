@@ -13,7 +13,7 @@ from server.gateway.access.approvals import Guarded, PendingRecord, PolicyRecord
 from server.gateway.access.keys import lacking
 from server.gateway.access.records import ADMIN, By
 from server.gateway.admin.releases import described as released
-from server.gateway.admin.weights import checked, waits
+from server.gateway.admin.weights import WAITS, checked, waits
 from server.gateway.deps import ByDep, GatewayDep
 from weightsync.errors import Conflict as StoreConflict
 
@@ -39,7 +39,7 @@ async def policy(gateway: GatewayDep) -> dict[str, Any]:
     return asdict(await gateway.approvals.policy())
 
 
-@router.put("/policy")
+@router.put("/policy", responses=WAITS)
 async def put_policy(gateway: GatewayDep, by: ByDep, body: Policy, response: Response) -> dict[str, Any]:
     """Sets the policy; if the one in force asks for approval of that, the new one waits for it."""
     new = body.record()

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from server.errors import BadRequest, ConfigError, NotFound
 from server.gateway.access.approvals import ReleaseWish
-from server.gateway.admin.weights import waits
+from server.gateway.admin.weights import WAITS, waits
 from server.gateway.deps import ByDep, GatewayDep
 from server.gateway.gateway import Gateway
 from server.gateway.release.judge import Finding
@@ -54,7 +54,7 @@ async def show(gateway: GatewayDep) -> dict[str, Any]:
     }
 
 
-@router.post("/releases")
+@router.post("/releases", responses=WAITS)
 async def start(gateway: GatewayDep, by: ByDep, body: Start, response: Response) -> dict[str, Any]:
     """Begins a release, which goes on by itself on whichever gateway leads; or has it wait for approval."""
     text = body.text or await _stored(gateway, body.policy)

@@ -57,6 +57,7 @@ Drain = Annotated[float | None, Query(ge=0, le=3600, description="for streams to
 WithConfig = Annotated[bool, Query(description="it brings a config.json: it may have other tensors, and more of them")]
 Lost = Annotated[OnLost, Query(description="when an instance dies before the commit")]
 Version = Annotated[int, Field(ge=1, lt=2**63)]
+WAITS: dict[int | str, dict[str, Any]] = {202: {"description": "It waits for the approval of a second identity."}}
 
 
 class SwapOptions(BaseModel):
@@ -131,7 +132,7 @@ async def list_versions(gateway: GatewayDep) -> dict[str, Any]:
     }
 
 
-@router.post("/weights")
+@router.post("/weights", responses=WAITS)
 async def push(gateway: GatewayDep, by: ByDep, body: Push, response: Response) -> dict[str, Any]:
     """Publishes a checkpoint; with `activate`, swaps it in and reports the swap."""
 
@@ -147,13 +148,13 @@ async def push(gateway: GatewayDep, by: ByDep, body: Push, response: Response) -
     return _accepted(answer, response)
 
 
-@router.post("/weights/activate")
+@router.post("/weights/activate", responses=WAITS)
 async def activate(gateway: GatewayDep, by: ByDep, body: Activate, response: Response) -> dict[str, Any]:
     """Swaps a published version in; answers when every instance has it, or says why none does."""
     return _accepted(await swap_in(gateway, body.version, body, by), response)
 
 
-@router.post("/weights/rollback")
+@router.post("/weights/rollback", responses=WAITS)
 async def rollback(gateway: GatewayDep, by: ByDep, response: Response, body: Rollback | None = None) -> dict[str, Any]:
     """Goes back to the version before the active one, or to the one that is named."""
     body = body or Rollback()
@@ -164,7 +165,7 @@ async def rollback(gateway: GatewayDep, by: ByDep, response: Response, body: Rol
     return _accepted(await swap_in(gateway, body.version, body, by, what), response)
 
 
-@router.post("/weights/split")
+@router.post("/weights/split", responses=WAITS)
 async def split(gateway: GatewayDep, by: ByDep, body: Split, response: Response) -> dict[str, Any]:
     """Divides requests between versions; answers when every instance runs its own, or says why none does."""
     percents = {share.version: share.percent for share in body.shares}
@@ -177,7 +178,7 @@ async def split(gateway: GatewayDep, by: ByDep, body: Split, response: Response)
     return _accepted(await swap_in(gateway, version, body, by, "split", wanted), response)
 
 
-@router.delete("/weights/split")
+@router.delete("/weights/split", responses=WAITS)
 async def end_split(gateway: GatewayDep, by: ByDep, response: Response) -> dict[str, Any]:
     """All requests go to the active version again; answers when every instance runs it."""
     now = await active_record(gateway)
