@@ -38,7 +38,11 @@ class Instances(threading.Thread):
         while not self._stopped.wait(0.02):
             active, swap = self._read(KEYS.active, ActiveRecord), self._read(KEYS.swap, SwapRecord)
             for record in list(self.records.values()):
-                if active is not None and record.active_epoch != active.epoch:
+                if swap is not None and swap.phase == "canary" and swap.canary == record.id:
+                    if record.state != "COMMITTING":
+                        flipped = {"active_version": swap.of(record.id).target, "active_epoch": 0}
+                        self._write(replace(record, state="COMMITTING", swap_id=swap.id, **flipped))
+                elif active is not None and record.active_epoch != active.epoch:
                     mine = active.of(record.id)
                     self._write(
                         replace(record, state="SERVING", active_version=mine.version, active_epoch=active.epoch)
@@ -61,8 +65,9 @@ class Instances(threading.Thread):
 
 
 @pytest.fixture
-def gateway(tmp_path: Path) -> Iterator[RunningGateway]:
-    """Version 1 is active on both instances; 2 and 3 are ready."""
+def gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningGateway]:
+    """Version 1 is active on both instances; 2 and 3 are ready. A canary that has flipped is good enough."""
+    monkeypatch.setattr("server.gateway.gateway.build_probe", lambda *_: None)
     with running_gateway(tmp_path) as running:
         wait_until(lambda: running.gateway.coordinator.leads)
         for version in (1, 2, 3):
