@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from server import options
-from server.cli.commands import DOCTOR, GATEWAY, INSTANCE, UP
+from server.cli.commands import DOCTOR, FOLLOW, GATEWAY, INSTANCE, UP
 
 PAGE = Path(__file__).parents[1] / "docs" / "options.md"
 ABOUT = """# Options
@@ -28,7 +28,7 @@ those stay on the command line. `hotswap up` starts a gateway, which reads the v
 
 def page() -> str:
     """The page as the code has it."""
-    commands = {"up": UP, "gateway": GATEWAY, "instance": INSTANCE, "doctor": DOCTOR}
+    commands = {"up": UP, "gateway": GATEWAY, "instance": INSTANCE, "follow": FOLLOW, "doctor": DOCTOR}
     return ABOUT + "".join(f"\n## `hotswap {name}`\n\n{options.table(found)}" for name, found in commands.items())
 
 

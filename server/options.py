@@ -36,7 +36,8 @@ class Option:
     """What a field alone does not say. Without `flag` the field's name is it, without a unit `_s` at the end.
 
     `env` names the variable where several commands share one. `read` makes the value of its text. A flag that begins
-    with `--no-` sets its field to False; `negatable` gives a switch such a second flag.
+    with `--no-` sets its field to False; `negatable` gives a switch such a second flag. What is `positional` has no
+    flag on the command line; Typer alone takes it.
     """
 
     help: str
@@ -47,6 +48,7 @@ class Option:
     negatable: bool = False
     missing: str = ""  # what a command says if nobody gives it
     up: bool = False  # of the gateway: `hotswap up` takes it too, and passes it on
+    positional: bool = False
 
 
 @dataclass(frozen=True)
@@ -218,7 +220,8 @@ def table(declared: Sequence[Setting]) -> str:
         given = setting.type is not bool and setting.default not in (None, (), "")
         default = "needed" if setting.required else f"`{setting.default}`" if given else ""
         choices = f" (`{'`, `'.join(setting.choices)}`)" if setting.choices else ""
-        rows.append(f"| `{setting.flag}` | `{setting.env}` | {default} | {setting.option.help}{choices} |")
+        flag = setting.name.upper() if setting.option.positional else setting.flag
+        rows.append(f"| `{flag}` | `{setting.env}` | {default} | {setting.option.help}{choices} |")
     return "\n".join(rows) + "\n"
 
 

@@ -3,15 +3,16 @@
 With `--part draft` or `--part lora/NAME` DIR holds the draft model or a PEFT adapter, and the base stays as it is;
 `--with PART=DIR` adds one to the same version.
 
-With `--delta FILE --upload-id ID` instead of DIR: a version sent by a `RemotePublisher`; `-` is standard input.
+With `--delta FILE --upload-id ID` instead of DIR: a version sent by a `RemotePublisher`; `-` is standard input. With an
+`--upload-id`, of DIR too, the same id again gives the version that it gave before.
 
 With `--wait` alone: one that has imported what it needs, reads the other options from standard input (a JSON list of
 strings, one line) and goes on as if it had been started with them; at the end of the input it ends.
 
 Exit status 0 when the version is ready (and, unless told otherwise, active), 1 when not. With --json one JSON object
-goes to standard output: {"version", "manifest_digest", "active", "tensors", "nbytes", "seconds", "gbps"}, of a delta
-also "received" (its bytes) and "duplicate"; or {"error": {"code", "message", "tensor", and what is known of DETAILS},
-"version"} where `version` says which one is ready all the same, if one is.
+goes to standard output: {"version", "manifest_digest", "active", "tensors", "nbytes", "seconds", "gbps"}, with an
+upload id also "duplicate", of a delta "received" (its bytes); or {"error": {"code", "message", "tensor", and what is
+known of DETAILS}, "version"} where `version` says which one is ready all the same, if one is.
 """
 
 from __future__ import annotations
@@ -129,7 +130,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with _opened(options.delta) as stream:
                 push_delta(stream, upload_id=options.upload_id or uuid.uuid4().hex, **common)
         else:
-            push(options.directory, part=options.part, parts=dict(options.more), step=options.step, **common)
+            what = {"part": options.part, "parts": dict(options.more), "step": options.step}
+            push(options.directory, upload_id=options.upload_id or "", **what, **common)
     except WeightSyncError as error:
         known = {name: getattr(error, name) for name in DETAILS if getattr(error, name, None) is not None}
         done = {"error": {**error.to_json(), **known}, "version": done.get("version")}
@@ -142,6 +144,7 @@ def push(
     *,
     part: str = BASE,
     parts: Mapping[str, Path] | None = None,
+    upload_id: str = "",
     store: str | None,
     model: str,
     lineage: str = "push",
@@ -155,27 +158,34 @@ def push(
 ) -> int:
     """Publish the checkpoint in `directory`; returns its version. What is known so far is put into `done`.
 
-    `part` says what it is ("draft", "lora/NAME"; the base by default), `parts` what else belongs to the version. Raises
-    CheckpointError before anything is claimed, and whatever `Publisher.publish` raises.
+    `part` says what it is ("draft", "lora/NAME"; the base by default), `parts` what else belongs to the version. The
+    same `upload_id` again gives the same version, and publishes nothing. Raises CheckpointError before anything is
+    claimed, and whatever `Publisher.publish` raises.
     """
     done = {} if done is None else done
     contents = {check_name(name): _opened_checkpoint(name, d) for name, d in {part: directory, **(parts or {})}.items()}
     how: dict[str, Any] = {"lineage": lineage, "requested_by": requested_by, "reason": reason, "sign": sign}
     with Publisher(store, model=model, **how) as publisher:
         started = time.perf_counter()
-        source = str(directory.resolve())
+        source = f"{_mark(upload_id) if upload_id else ''}{directory.resolve()}"
         pieces = {name: (checkpoint.schema, metadata) for name, (checkpoint, metadata) in contents.items()}
-        with contextlib.ExitStack() as stack:
-            config = read_config(directory) if part == BASE else None
-            about: dict[str, Any] = {"step": step, "source": source, "config": config}
-            drafts = [stack.enter_context(d) for d in publisher.begin_all(pieces, **about)]
-            for draft in drafts:
-                for name, tensor in contents[draft.part][0].tensors():
-                    draft.write(name, tensor)
-            version = commit_all(drafts, [], within_s=timeout_s if activate else None)
+        made = _made_before(publisher, upload_id) if upload_id else None
+        if made is not None:
+            version = made.version
+            if activate:
+                publisher.activate(version, timeout_s=timeout_s)
+        else:
+            with contextlib.ExitStack() as stack:
+                config = read_config(directory) if part == BASE else None
+                about: dict[str, Any] = {"step": step, "source": source, "config": config}
+                drafts = [stack.enter_context(d) for d in publisher.begin_all(pieces, **about)]
+                for draft in drafts:
+                    for name, tensor in contents[draft.part][0].tensors():
+                        draft.write(name, tensor)
+                version = commit_all(drafts, [], within_s=timeout_s if activate else None)
         record = next(v for v in publisher.versions() if v.version == version)
         nbytes = sum(schema.nbytes for schema, _ in pieces.values())
-        done |= _told(record, time.perf_counter() - started)
+        done |= _told(record, time.perf_counter() - started) | ({"duplicate": made is not None} if upload_id else {})
         done |= {"nbytes": nbytes, "tensors": sum(len(schema.tensors) for schema, _ in pieces.values())}
         done |= {"gbps": round(nbytes / done["seconds"] / 1e9, 3) if done["seconds"] else 0.0}
         if activate:
@@ -275,7 +285,7 @@ def _parser() -> argparse.ArgumentParser:
         "--with", dest="more", action="append", default=[], type=_named, metavar="PART=DIR", help="one more part of it"
     )
     parser.add_argument("--when-told", action="store_true", help="read the delta after the line `go` on standard input")
-    parser.add_argument("--upload-id", help="of the delta: the same id again gives the same version")
+    parser.add_argument("--upload-id", help="the same id again gives the same version")
     parser.add_argument("--store", default=os.environ.get(STORE_ENV), help=f"store URL (default: {STORE_ENV})")
     parser.add_argument("--model", required=True, help="served model name")
     parser.add_argument("--lineage", default="push", help="who publishes; one at a time per name (default: push)")

@@ -54,9 +54,11 @@ class AdminClient:
             payload = answer.json() if answer.content else {}
         except ValueError:
             problem = f"{self._http.base_url} answers HTTP {answer.status_code} and no JSON"
-            raise RequestFailed(f"{problem}; is that the admin port of a gateway?") from None
+            raise RequestFailed(f"{problem}; is that the admin port of a gateway?", answer.status_code) from None
         if answer.is_error:
-            raise RequestFailed(payload.get("error", {}).get("message") or f"{path}: HTTP {answer.status_code}")
+            told = payload.get("error", {})
+            message = told.get("message") or f"{path}: HTTP {answer.status_code}"
+            raise RequestFailed(message, answer.status_code, told.get("code") or "")
         return payload
 
 

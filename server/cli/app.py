@@ -16,6 +16,7 @@ OURS = {
     "up": "server.cli.commands",
     "instance": "server.cli.commands",
     "gateway": "server.cli.commands",
+    "follow": "server.cli.commands",
     "peer": "server.cli.commands",
     "train": "server.cli.commands",
     "train-server": "server.cli.commands",

@@ -22,6 +22,7 @@ from server.cli.errors import as_cli_error
 from server.cli.paths import resolve_model
 from server.doctor.world import World
 from server.errors import ConfigError
+from server.follow.config import FollowConfig
 from server.gateway.config import OPTIONS, GatewayConfig
 from server.instance.config import InstanceConfig
 from server.options import Option, Setting
@@ -34,6 +35,7 @@ PASSED_ON = tuple(s for s in options.settings("up", GatewayConfig) if s.option.u
 UP = (*options.settings("up", UpConfig), *PASSED_ON)
 GATEWAY = OPTIONS
 INSTANCE = options.settings("instance", InstanceConfig)
+FOLLOW = options.settings("follow", FollowConfig)
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,8 @@ def _parameter(setting: Setting) -> str:
 def _hint(setting: Setting) -> Any:
     flag = f"{setting.flag}/--no-{setting.name}" if setting.option.negatable else setting.flag
     shared = bool(setting.option.env)  # the others are in docs/options.md
-    how = typer.Option(flag, help=setting.option.help, envvar=setting.env, show_envvar=shared)
+    about: dict[str, Any] = {"help": setting.option.help, "envvar": setting.env, "show_envvar": shared}
+    how = typer.Argument(**about) if setting.option.positional else typer.Option(flag, **about)
     kind = str if setting.option.read is not None else setting.type
     return Annotated[list[kind] | None if setting.repeated else kind | None, how]  # type: ignore[valid-type]
 
@@ -128,6 +131,15 @@ def gateway(context: typer.Context) -> None:
     from server.gateway.__main__ import main
 
     main(context.args)
+
+
+@app.command()
+@takes(FOLLOW)
+def follow(context: typer.Context, given: dict[str, Any]) -> None:
+    """Watch a place for new checkpoints; publish and release each."""
+    from server.cli.follow import run_follow
+
+    run_follow(options.build(FollowConfig, given))
 
 
 @app.command(context_settings=PASS_THROUGH, add_help_option=False)

@@ -54,4 +54,8 @@ class ProcessFailed(CliError):
 
 
 class RequestFailed(CliError):
-    """The gateway answered with an error, or not at all."""
+    """The gateway answered with an error, or not at all: then `status` is 0. `code` is its word for the error."""
+
+    def __init__(self, message: str, status: int = 0, code: str = "") -> None:
+        super().__init__(message)
+        self.status, self.code = status, code

@@ -247,6 +247,30 @@ class AnswerSettings:
                 raise ConfigError(f"{setting.flag} {value:g}: must be more than 0.")
 
 
+@dataclass(frozen=True)
+class WebhookSettings:
+    """Who is told of the ledger's entries (observe/webhooks.py)."""
+
+    urls: Annotated[
+        tuple[str, ...],
+        Option(
+            "URL that each entry of the ledger is posted to; may be given again", "--webhook", metavar="URL", up=True
+        ),
+    ] = ()
+    key_file: Annotated[
+        Path | None,
+        Option("file with the secrets that sign them, whsec_BASE64, one a line", "--webhook-key-file", up=True),
+    ] = None
+
+    def __post_init__(self) -> None:
+        for url in self.urls:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ConfigError(f"--webhook {url}: give a URL with http:// or https://.")
+        if self.urls and self.key_file is None:
+            raise ConfigError("--webhook: name the secret that signs its messages, too, with --webhook-key-file.")
+
+
 def _workers(text: str) -> int:
     if text == "auto":
         return len(os.sched_getaffinity(0))
@@ -292,6 +316,7 @@ class GatewayConfig:
         str | None,
         Option("directory or fsspec URL for older entries of the ledger; default: `ledger` beside a SQLite store"),
     ] = None
+    webhooks: WebhookSettings = WebhookSettings()
     swap_deadline_s: Annotated[float, Option("seconds for all instances to stage a version")] = 120.0
     push_timeout_s: float = 3600.0
     run_coordinator: Annotated[bool, Option("leave swaps to another gateway of this model", "--no-coordinator")] = True

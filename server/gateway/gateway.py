@@ -31,6 +31,7 @@ from server.gateway.observe.keeper import LedgerKeeper
 from server.gateway.observe.metrics import Counted, Pages, render
 from server.gateway.observe.stats import Stats
 from server.gateway.observe.tracing import open_watchers
+from server.gateway.observe.webhooks import Webhooks
 from server.gateway.openapi.document import PublicDocument
 from server.gateway.queue.gate import Gate
 from server.gateway.release.answers import AnswerReader
@@ -38,6 +39,7 @@ from server.gateway.release.control import FleetControl
 from server.gateway.release.evidence import Observer
 from server.gateway.release.runner import Releases
 from server.gateway.wire.pool import Outbox
+from weightsync.control.chain import LedgerEntry
 from weightsync.control.coordinator import Coordinator
 from weightsync.control.records import InstanceRecord
 from weightsync.errors import StoreError
@@ -85,9 +87,9 @@ class Gateway:
         fleet = self.fleet
         probe = build_probe(ProbeSettings.of(config), self._records, self.tls)
         self.coordinator = Coordinator(store, config.model, keep=config.keep_versions, probe=probe)
-        self.ledger = LedgerKeeper(
-            store, config.ledger_place, lambda: self.coordinator.leads, lambda entry: self.stats.ledger_told(entry)
-        )
+        self.webhooks = Webhooks(store, config.model, config.webhooks, lambda: self.coordinator.leads)
+        self.stats.webhooks = self.webhooks.counts
+        self.ledger = LedgerKeeper(store, config.ledger_place, lambda: self.coordinator.leads, self._tell)
         observer = Observer(self.stats.watchers)
         self.releases = Releases(
             store,
@@ -109,6 +111,11 @@ class Gateway:
         self.outbox = Outbox()
         self.buffered = 0  # bytes of request bodies held now
         self.clients: set[Client] = set()
+
+    def _tell(self, entry: LedgerEntry) -> None:
+        """Traces and webhooks of a new entry of the ledger."""
+        self.stats.ledger_told(entry)
+        self.webhooks.told(entry)
 
     def _records(self) -> list[InstanceRecord]:
         """Of the instances that are known."""
@@ -163,7 +170,7 @@ class Gateway:
             "releases": self.releases.run,
         }
         if self.config.run_coordinator:
-            work |= {"coordinator": self.coordinator.run, "ledger": self.ledger.run}
+            work |= {"coordinator": self.coordinator.run, "ledger": self.ledger.run, "webhooks": self.webhooks.run}
         return work
 
     async def _sweep_forever(self) -> None:

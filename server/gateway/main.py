@@ -112,6 +112,10 @@ def run(config: GatewayConfig, argv: Sequence[str] = ()) -> None:
     routing.find(config.upstream.routing)
     if config.cluster_tls is not None:
         ClusterTls(config.cluster_tls)
+    if config.webhooks.key_file is not None:
+        from server.gateway.observe.webhooks import read_secrets
+
+        read_secrets(config.webhooks.key_file)
     load_keys(config)  # what cannot work is said here, in one line, rather than by a server that fails to start
     asyncio.run(_try_store(config.store))
     config, listeners = bind(config)

@@ -29,7 +29,7 @@ def of(file: str, *tests: str, changes: list[tuple[str, ...]]) -> list[Mutation]
 
 
 WS, GW, TR = "tests/weightsync/", "tests/server/gateway/", "tests/trainer/"
-ANSWERS = "tests/server/answers/"
+ANSWERS, FOLLOW = "tests/server/answers/", "tests/server/follow/"
 JOBS = TR + "api/finetuning/"
 GATEWAY = "server/gateway/"
 ACCESS, QUEUE, FLEET, WIRE = (f"{GATEWAY}{room}/" for room in ("access", "queue", "fleet", "wire"))
@@ -535,6 +535,44 @@ MUTATIONS: list[Mutation] = [
     *of("trainer/rollouts/schedules.py", TR + "rollouts/test_in_order.py", TR + "rollouts/test_asynchronous.py", changes=[
         ("group.within(step, self.max_lag + finished.patience)", "group.within(step, self.max_lag + finished.patience + 1)"),
         ("        self._refills_left -= 1\n", ""),
+    ]),
+    *of("server/follow/sources.py", FOLLOW + "test_sources.py", changes=[
+        ("if (got := part.stat().st_size) != file.size:", "if (got := part.stat().st_size) < 0:"),
+        ("        if there < total:", "        if there < 1:"),
+        ("if total > 1 and INDEX not in names:", "if False:"),
+        ("sorted(shards & indexed if (indexed := _of_index(home)) else shards)", "sorted(shards)"),
+        ("if listed.exists() and unlisted:", "if False:"),
+        ("if size > shutil.disk_usage(home).free:", "if False:"),
+        ("int(part) if index % 2 else part", "part"),
+        (" if not n.startswith((\".\", \"tmp-\"))", ""),
+        ("if other != home:", "if False:"),
+    ]),
+    *of("server/follow/loop.py", FOLLOW + "test_follow.py", changes=[
+        ("if not self._over(candidate, state) and self._settled(candidate):", "if not self._over(candidate, state):"),
+        ("same = self._identity_of(candidate) == now.identity", "same = True"),
+        ("return not release[\"ended\"] or bool(now.before and release[\"id\"] != now.before)", "return False"),
+        ("return bool(split) or (release is not None and not release[\"ended\"])", "return False"),
+        ("return last.outcome != \"superseded\"", "return True"),
+        ("if error.status in REFUSED:", "if False:"),
+        ("return natural(candidate.name) < natural(last.name)", "return False"),
+        ("self._write(replace(now, version=None, attempt=now.attempt + 1))", "pass"),
+        ("if waiting := self._waiting_for(version):", "if waiting := \"\":"),
+        ("failures = min(failures + 1, 10)", "pass"),
+    ]),
+    *of("server/follow/state.py", FOLLOW + "test_sources.py", changes=[
+        ("if found.source != source:", "if False:"),
+        ("fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass"),
+    ]),
+    *of("weightsync/push.py", f"{GW}admin/test_push_process.py", changes=[
+        ("made = _made_before(publisher, upload_id) if upload_id else None", "made = None"),
+    ]),
+    *of(GATEWAY + "observe/webhooks.py", f"{GW}observe/test_webhooks.py", changes=[
+        ("if entry.model not in (\"\", self._model):", "if False:"),
+        ("if 200 <= status < 300:", "if status < 600:"),
+        ("self.counts.outcomes[\"lost\"] += to - self.number", "pass"),
+        ("to = archived if archived > self.number else last", "to = last"),
+        ("return HookRecord.from_json(found.value).number", "return await self._last()"),
+        ("content = f\"{message_id}.{timestamp}.\".encode() + body", "content = body"),
     ]),
     *of(GATEWAY + "release/statistics.py", f"{GW}release/test_statistics.py", f"{GW}release/test_judge.py", changes=[
         (">= -math.log(alpha)", ">= math.log(alpha)"),

@@ -69,7 +69,7 @@ def read_keys(config: GatewayConfig) -> dict[bytes, Principal]:
 
 def read_admin_key(path: Path) -> str:
     """The key in `path`. Raises ConfigError if it is unreadable, too short or readable by others."""
-    key = _read_private(path).strip()
+    key = read_private(path).strip()
     if len(key) < MIN_KEY_LENGTH:
         raise ConfigError(f"The key in {path} has under {MIN_KEY_LENGTH} characters; delete the file for a new one.")
     return key
@@ -104,7 +104,8 @@ class KeyFiles:
         return [stamp(path) for path in self._paths]
 
 
-def _read_private(path: Path) -> str:
+def read_private(path: Path) -> str:
+    """The text of a file that nobody else may read. Raises ConfigError."""
     try:
         if stat.S_IMODE(path.stat().st_mode) & 0o077:
             raise ConfigError(
@@ -146,7 +147,7 @@ def _generated(path: Path) -> str:
 def _read_keys(path: Path) -> dict[bytes, Principal]:
     """One key a line, `sha256:HEX NAME` or the key itself; `#` begins a comment."""
     keys: dict[bytes, Principal] = {}
-    for number, line in enumerate(_read_private(path).splitlines(), 1):
+    for number, line in enumerate(read_private(path).splitlines(), 1):
         key, _, name = line.strip().partition(" ")
         if not key or key.startswith("#"):
             continue

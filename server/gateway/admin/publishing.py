@@ -69,11 +69,12 @@ class Pusher:
         parts: Mapping[str, str] | None = None,
         by: By | None = None,
         sign_key: str = "",
+        upload_id: str = "",
     ) -> T:
         """Publishes the checkpoint in `path` and hands its version to `then`, whether or not the caller waits.
 
         `step` is the training step to note down; `part` what is in `path` if not the base model, `parts` {part: path}
-        what else goes into the version. Raises HttpError, BadPart.
+        what else goes into the version. The same `upload_id` again gives the same version. Raises HttpError, BadPart.
         """
         for name, where in {part: str(path), **(parts or {})}.items():
             check_name(name)
@@ -86,6 +87,7 @@ class Pusher:
 
         noted = [*_named(by), f"--part={part}", *([] if step is None else [f"--step={step}"])]
         noted += [f"--sign-key={sign_key}"] if sign_key else []
+        noted += [f"--upload-id={upload_id}"] if upload_id else []
         noted += [f"--with={name}={where}" for name, where in (parts or {}).items()]
         return await self.keep(self._push((*noted, str(path)), version_only))
 

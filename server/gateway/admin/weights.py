@@ -82,6 +82,9 @@ class Push(SwapOptions):
     parts: dict[str, str] = Field(default={}, max_length=256)
     activate: bool = True
     sign_key: Annotated[str, Field(max_length=4096, description="private key on the gateway's host that signs it")] = ""
+    upload_id: Annotated[
+        str, Field(pattern="^([A-Za-z0-9_-]{8,64})?$", description="the same id again, the same version")
+    ] = ""
 
 
 class Activate(SwapOptions):
@@ -143,7 +146,13 @@ async def push(gateway: GatewayDep, by: ByDep, body: Push, response: Response) -
         return {"version": version, "swap": swap}
 
     answer = await gateway.pusher.push(
-        Path(body.path), then, part=body.part, parts=body.parts, by=by, sign_key=body.sign_key
+        Path(body.path),
+        then,
+        part=body.part,
+        parts=body.parts,
+        by=by,
+        sign_key=body.sign_key,
+        upload_id=body.upload_id,
     )
     return _accepted(answer, response)
 

@@ -353,6 +353,16 @@ METRICS: tuple[Declared, ...] = (
         lambda g: {state: g.stats.release == state for state in RELEASE_STATES}, {"state": ", ".join(RELEASE_STATES)},
     ),
     Declared(
+        "counter", "hotswap_webhook_deliveries", "Attempts to post an entry of the ledger",
+        lambda g: {(url, outcome): n for url, c in g.stats.webhooks.items() for outcome, n in c.outcomes.items()},
+        {"url": "", "outcome": "delivered, failed: tried again, lost: given up, or gone from the store"},
+        " ([webhooks](security.md#webhooks))",
+    ),
+    Declared(
+        "gauge", "hotswap_webhook_behind", "Entries of the ledger that a URL has not got, in the gateway that leads",
+        lambda g: {url: c.behind for url, c in g.stats.webhooks.items()}, {"url": ""},
+    ),
+    Declared(
         "gauge", "hotswap_active_epoch", "Commits so far", lambda g: g.fleet.active.epoch if g.fleet.active else 0
     ),
     # Copies on disk

@@ -141,6 +141,14 @@ class OfVersion:
         self.first_byte = Histogram()
 
 
+class HookCounts:
+    """What a webhook has sent: attempts by outcome, and the entries that its URL has not got."""
+
+    def __init__(self) -> None:
+        self.outcomes: Counter[str] = Counter(delivered=0, failed=0, lost=0)
+        self.behind = 0
+
+
 class Swaps:
     """Counts and times of swaps, from the records the fleet's view gets.
 
@@ -205,6 +213,7 @@ class Stats:
         self.ledger_told: Callable[[LedgerEntry], None] = lambda _: None  # of new entries, in the gateway that leads
         self.store_up = True
         self.release = "none"  # state of the release under way, or of the last one
+        self.webhooks: dict[str, HookCounts] = {}  # by URL
         self.watchers: list[Watcher] = []  # the access log and traces, where they are wanted
         self.collector: Collector | None = None  # who wants whole answers, those of keys that collect at least
         self.collects_all = False  # those of others too

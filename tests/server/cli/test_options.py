@@ -115,6 +115,34 @@ def test_a_value_of_another_type_is_refused(text: str, says: str, tmp_path: Path
         config("--config", str(file))
 
 
+@dataclass(frozen=True)
+class Place:
+    source: Annotated[str, Option("where", positional=True)]
+
+
+def test_an_argument_has_no_flag_and_may_come_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Place] = []
+    app, declared = typer.Typer(), options.settings("follow", Place)
+
+    @app.command()
+    @commands.takes(declared)
+    def command(context: typer.Context, given: dict[str, Any]) -> None:
+        made.append(options.build(Place, given))
+
+    (file := tmp_path / "options.yaml").write_text("source: of the file\n")
+    assert CliRunner().invoke(app, []).exit_code == 2
+    for words, variable, source in (
+        (["given"], "", "given"),
+        (["--config", str(file)], "", "of the file"),
+        (["--config", str(file)], "of the variable", "of the variable"),
+        (["--config", str(file), "given"], "of the variable", "given"),
+    ):
+        monkeypatch.setenv("HOTSWAP_FOLLOW_SOURCE", variable)
+        done = CliRunner().invoke(app, words)
+        assert (done.exit_code, made[-1:]) == (0, [Place(source)]), done.output
+    assert "| `SOURCE` | `HOTSWAP_FOLLOW_SOURCE` | needed | where |" in options.table(declared)
+
+
 def test_what_is_needed_and_missing_is_said() -> None:
     with pytest.raises(ConfigError, match="--model: is needed"):
         config()
@@ -126,7 +154,7 @@ def test_a_command_line_can_be_made_of_values() -> None:
 
 
 def test_no_two_options_of_a_command_share_a_name() -> None:
-    for declared in (commands.UP, commands.GATEWAY, commands.INSTANCE, commands.DOCTOR):
+    for declared in (commands.UP, commands.GATEWAY, commands.INSTANCE, commands.FOLLOW, commands.DOCTOR):
         for names in ([s.flag for s in declared], [s.env for s in declared]):
             assert len(set(names)) == len(names)
 
@@ -140,5 +168,5 @@ def test_a_gateway_takes_what_up_passes_on() -> None:
     words = ["--store", "sqlite:///s.db", "--model", "m", *options.flags(commands.PASSED_ON, given)]
     values = options.parse(commands.GATEWAY, words)
     assert (values["--keep-versions"], values["--require-key"]) == (3, True)
-    passed = {flag: value for flag, value in given.items() if value not in (None, False)}
+    passed = {flag: value for flag, value in given.items() if value not in (None, False, ())}
     assert {flag: values[flag] for flag in given if flag in values} == passed

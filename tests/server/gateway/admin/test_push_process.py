@@ -109,6 +109,11 @@ async def test_from_the_second_publication_on_a_process_waits_for_it(pusher: Pus
     assert await pusher.push(checkpoint, version, step=7) == 3
 
 
+async def test_the_same_upload_id_again_gives_the_same_version(pusher: Pusher, checkpoint: Path) -> None:
+    for upload_id, number in (("follow-a", 1), ("follow-a", 1), ("follow-b", 2), ("", 3), ("", 4)):
+        assert await pusher.push(checkpoint, version, upload_id=upload_id) == number
+
+
 HOSTILE = ["--store", "-x", "--with=draft=/x", "lora/--json", "draft\0", "draft\ud800", "-" * 200]
 
 

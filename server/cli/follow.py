@@ -1,0 +1,63 @@
+"""`hotswap follow`: the process that follows a source, until it is told to end."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from pathlib import Path
+from typing import Any
+
+from server.cli import interrupts
+from server.cli.admin import AdminClient
+from server.cli.errors import RequestFailed
+from server.cli.paths import state_root
+from server.follow.config import FollowConfig
+from server.follow.loop import Follower, Plan
+from server.follow.sources import open_source, plain
+from server.follow.state import StateFile
+
+log = logging.getLogger("hotswap.follow")
+
+
+class Gateway:
+    """The admin port, looked up anew when it does not answer: `up` may have begun again elsewhere, with other keys."""
+
+    def __init__(self, state_dir: Path | None, url: str | None, key_file: Path | None) -> None:
+        self._where = state_dir, url, key_file
+        self._client: AdminClient | None = None
+
+    def call(self, method: str, path: str, body: dict[str, Any] | None = None, reason: str | None = None) -> Any:
+        """As AdminClient.call. Raises CliError."""
+        client = self._client or AdminClient(*self._where)
+        try:
+            answer = client.call(method, path, body, reason)
+        except RequestFailed as error:
+            self._client = client if error.status and error.status != 401 else None
+            raise
+        self._client = client
+        return answer
+
+
+def run_follow(config: FollowConfig) -> None:
+    """Returns at Ctrl-C and SIGTERM alone. Raises ConfigError, CliError."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for name in ("httpx", "httpcore"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    interrupts.install()
+    source, told = open_source(config), f"{plain(config.source)} {config.part}".strip()
+    default = state_root() / "follow" / hashlib.sha256(told.encode()).hexdigest()[:16]
+    cache = (config.cache_dir or default).expanduser().absolute()
+    file = StateFile(cache, told)
+    plan = Plan(
+        main=config.main,
+        part=config.part,
+        policy=config.policy,
+        activate=config.activate,
+        sign_key=str(config.sign_key.expanduser().absolute()) if config.sign_key is not None else "",
+        newest_by=config.newest_by,
+        interval_s=config.interval_s,
+        settle_s=config.settle_s,
+    )
+    gateway = Gateway(config.state_dir, config.url, config.admin_key_file)
+    log.info("follows %s; what it knows is in %s", told, cache)
+    Follower(source, gateway, file, cache, plan).run()

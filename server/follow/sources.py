@@ -1,0 +1,352 @@
+"""Where checkpoints come from: a directory, or an object store (any URL of fsspec's).
+
+A source lists candidates, newest first: directories of a checkpoint's files, each with its size and a tag that changes
+with its content. Of those files only what a publication reads is taken: the configuration, the index, the shards, and
+sums to verify them by. Directories are read where they are; everything else is fetched into a cache, file by file, so
+that what was cut off goes on.
+
+FollowError
+├── SourceUnavailable   the source cannot be reached or read now; tried again
+├── CacheFull           what is to be fetched has no room; tried again
+└── BadCheckpoint       what a candidate holds is no whole checkpoint; not tried again until it changes
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+from server.errors import ConfigError, ServerError
+from server.follow.config import FollowConfig, NewestBy
+from weightsync.errors import CheckpointError
+from weightsync.publish.checkpoint import INDEX, Checkpoint, read_config, read_inside
+
+SUMS = "SHA256SUMS"
+MAX_SUMS = 4 << 20
+# What changes with a file's content, by file system; the first that it tells counts.
+TAGS = ("ETag", "etag", "md5Hash", "content_md5", "generation", "LastModified", "updated", "mtime", "created")
+TIMES = ("LastModified", "last_modified", "updated", "mtime", "created")
+_SHARD = re.compile(r"(.*)-\d{5}-of-(\d{5})\.safetensors")
+_SUM = re.compile(r"([0-9a-fA-F]{64})(?: [ *](?:\./)?(\S.*))?")
+
+
+class FollowError(ServerError):
+    """What keeps a checkpoint from being taken. The message says what to do."""
+
+
+class SourceUnavailable(FollowError):
+    """It may be there later."""
+
+
+class CacheFull(FollowError):
+    """There may be room later."""
+
+
+class BadCheckpoint(FollowError):
+    """As it is, it will never be one."""
+
+
+@dataclass(frozen=True)
+class File:
+    """`path` is where its place has it; `tag` changes with its content, `modified` is in unix seconds (0: unknown)."""
+
+    path: str
+    size: int
+    tag: str
+    modified: float = 0.0
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A directory of a source that may be a checkpoint. `files` are those that a publication reads, by name."""
+
+    source: str
+    name: str
+    files: Mapping[str, File]
+
+    @property
+    def identity(self) -> str:
+        """32 hexadecimal digits, other ones when anything of it changes."""
+        told = sorted((name, file.path, file.size, file.tag) for name, file in self.files.items())
+        return hashlib.sha256(repr((self.source, self.name, told)).encode()).hexdigest()[:32]
+
+    @property
+    def modified(self) -> float:
+        return max((file.modified for file in self.files.values()), default=0.0)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.size for file in self.files.values())
+
+
+class Source(Protocol):
+    """What a follower follows."""
+
+    def candidates(self) -> Iterator[Candidate]:
+        """Newest first, whole or not. Raises SourceUnavailable."""
+
+    def fetch(self, candidate: Candidate, cache: Path) -> Path:
+        """The directory with its files: a new one in `cache`, or the candidate itself. Raises FollowError."""
+
+
+class Place(Protocol):
+    """A file system. All raise SourceUnavailable."""
+
+    def ls(self, path: str) -> tuple[dict[str, str], dict[str, File]]:
+        """Paths of the directories in it, and its files, by name."""
+
+    def read(self, file: File, target: Path) -> None:
+        """Copies it. Raises OSError where `target` cannot be written."""
+
+
+def open_source(config: FollowConfig) -> Source:
+    """Raises ConfigError for what names no source."""
+    url = config.source
+    scheme = url.partition("://")[0] if "://" in url else ""
+    if scheme in ("dir", ""):
+        path = Path(url.partition("://")[2] if scheme else url).expanduser()
+        if scheme and not path.is_absolute():
+            raise ConfigError(f"{url}: name the directory by its whole path, dir:///models/run.")
+        from fsspec.implementations.local import LocalFileSystem
+
+        path = path.absolute()
+        place = FilesystemPlace(LocalFileSystem(), str(path))
+        return Prefix(f"dir://{path}", place, str(path), config.main, config.newest_by, in_place=True)
+    place, root = open_place(url)
+    return Prefix(url, place, root, config.main, config.newest_by)
+
+
+def open_place(url: str) -> tuple[FilesystemPlace, str]:
+    """A URL of fsspec's. Raises ConfigError."""
+    from fsspec.core import url_to_fs
+
+    try:
+        files, root = url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"{url} cannot be opened ({error}): name dir:///DIRECTORY or a URL of fsspec's.") from error
+    return FilesystemPlace(files, url), root
+
+
+class FilesystemPlace:
+    """A file system of fsspec's."""
+
+    def __init__(self, files: Any, url: str) -> None:
+        self._files, self._url = files, url
+
+    def ls(self, path: str) -> tuple[dict[str, str], dict[str, File]]:
+        self._files.invalidate_cache()
+        with self._told():
+            entries = self._files.ls(path, detail=True)
+        directories, files = {}, {}
+        for entry in entries:
+            full = str(entry["name"])
+            name = full.rstrip("/").rpartition("/")[2]
+            if entry["type"] == "directory":
+                directories[name] = full
+            elif full.rstrip("/") != path.rstrip("/"):  # an object that stands for its prefix
+                files[name] = File(full, int(entry.get("size") or 0), _tag(entry), _modified(entry))
+        return directories, files
+
+    def read(self, file: File, target: Path) -> None:
+        with self._told():
+            self._files.get_file(file.path, str(target))
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """Each file system has exceptions of its own."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            what = str(error) or type(error).__name__
+            raise SourceUnavailable(f"{plain(self._url)} cannot be read ({what})") from error
+
+
+class Prefix:
+    """The directories below one, or that directory itself if it is a checkpoint."""
+
+    def __init__(
+        self, url: str, place: Place, root: str, main: str, newest_by: NewestBy = "name", in_place: bool = False
+    ) -> None:
+        self._url, self._place, self._root, self._main = url, place, root, main
+        self._newest_by, self._in_place = newest_by, in_place
+
+    def candidates(self) -> Iterator[Candidate]:
+        directories, files = self._place.ls(self._root)
+        if self._main in files:
+            yield self._candidate(self._root.rstrip("/").rpartition("/")[2], files)
+            return
+        names = sorted((n for n in directories if not n.startswith((".", "tmp-"))), key=natural, reverse=True)
+        found: Iterator[Candidate] = (self._candidate(name, self._place.ls(directories[name])[1]) for name in names)
+        if self._newest_by == "time":
+            found = iter(sorted(found, key=lambda one: one.modified, reverse=True))
+        yield from (one for one in found if one.files)
+
+    def fetch(self, candidate: Candidate, cache: Path) -> Path:
+        if self._in_place:
+            return Path(candidate.files[self._main].path).parent
+        return fetched(candidate, cache, self._place)
+
+    def _candidate(self, name: str, files: Mapping[str, File]) -> Candidate:
+        return Candidate(plain(self._url), name, wanted(files, self._main))
+
+
+def wanted(files: Mapping[str, File], main: str) -> dict[str, File]:
+    """The files that a publication reads, and sums to verify them by."""
+    kept = (main, INDEX, SUMS)
+    return {name: file for name, file in files.items() if name in kept or name.endswith((".safetensors", ".sha256"))}
+
+
+def lacking(names: Collection[str], main: str) -> str:
+    """Why these files are not all of a checkpoint yet; "" if they may be."""
+    if main not in names:
+        return f"it has no {main}"
+    shards = [name for name in names if name.endswith(".safetensors")]
+    if not shards:
+        return "it has no *.safetensors"
+    for name in shards:
+        if (numbered := _SHARD.fullmatch(name)) is None:
+            continue
+        stem, total = numbered[1], int(numbered[2])
+        there = sum(1 for other in shards if (m := _SHARD.fullmatch(other)) and m.groups() == numbered.groups())
+        if there < total:
+            return f"it has {there} of {total} shards of {stem}"
+        if total > 1 and INDEX not in names:
+            return f"it has no {INDEX}"
+    return ""
+
+
+def natural(name: str) -> tuple[Any, ...]:
+    """A key that sorts step-9 before step-10."""
+    return tuple(int(part) if index % 2 else part for index, part in enumerate(re.split(r"([0-9]+)", name)))
+
+
+def fetched(candidate: Candidate, cache: Path, place: Place) -> Path:
+    """The directory in `cache` with its files; those that are there already are not fetched again. What was fetched of
+    other candidates goes. Raises SourceUnavailable, CacheFull."""
+    home = cache / "fetched" / candidate.identity
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        for other in home.parent.iterdir():
+            if other != home:
+                shutil.rmtree(other, ignore_errors=True)
+        _fetch(candidate, home, place)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise CacheFull(_no_room(candidate.nbytes, cache)) from error
+        raise SourceUnavailable(f"{home} cannot be written ({error.strerror}): name another --cache-dir") from error
+    return home
+
+
+def _fetch(candidate: Candidate, home: Path, place: Place) -> None:
+    shards = {name for name in candidate.files if name.endswith(".safetensors")}
+    for name in sorted(candidate.files.keys() - shards):
+        _fetch_one(candidate.files[name], home / name, place)
+    needed = sorted(shards & indexed if (indexed := _of_index(home)) else shards)
+    missing = [name for name in needed if not _there(home / name, candidate.files[name])]
+    size = sum(candidate.files[name].size for name in missing)
+    if size > shutil.disk_usage(home).free:
+        raise CacheFull(_no_room(size, home))
+    for name in missing:
+        _fetch_one(candidate.files[name], home / name, place)
+
+
+def _fetch_one(file: File, target: Path, place: Place) -> None:
+    if _there(target, file):
+        return
+    part = target.with_name(f".{target.name}.part")
+    place.read(file, part)
+    if (got := part.stat().st_size) != file.size:
+        part.unlink()
+        raise SourceUnavailable(f"{file.path} came with {got:,} of {file.size:,} bytes: it was cut off, or is changing")
+    part.rename(target)
+
+
+def _there(target: Path, file: File) -> bool:
+    return target.exists() and target.stat().st_size == file.size
+
+
+def _of_index(home: Path) -> set[str]:
+    """The shards that its index names; empty without a good one."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {str(name) for name in json.loads((home / INDEX).read_bytes())["weight_map"].values()}
+    return set()
+
+
+def _no_room(nbytes: int, cache: Path) -> str:
+    return f"{cache} has no room for {nbytes:,} bytes: make room there, or name another directory with --cache-dir"
+
+
+def verify(directory: Path, main: str) -> None:
+    """Checks headers, index, shards and configuration, and every SHA-256 that stands beside them. Raises
+    BadCheckpoint, SourceUnavailable."""
+    try:
+        Checkpoint(directory)
+        if main == "config.json":
+            read_config(directory)
+        sums = _sums(directory)
+    except CheckpointError as error:
+        raise BadCheckpoint(str(error)) from error
+    for name, expected in sorted(sums.items()):
+        if (got := _digest(directory / name)) != expected:
+            raise BadCheckpoint(f"{directory / name} has SHA-256 {got}, and should have {expected}: fetch it again")
+
+
+def _sums(directory: Path) -> dict[str, str]:
+    """The sums of files that are here. Raises BadCheckpoint, CheckpointError."""
+    found: dict[str, str] = {}
+    listed = directory / SUMS
+    for path in (*([listed] if listed.exists() else []), *sorted(directory.glob("*.sha256"))):
+        about = "" if path == listed else path.name.removesuffix(".sha256")
+        lines = read_inside(path, MAX_SUMS).decode(errors="replace").splitlines()
+        for line in filter(None, map(str.strip, lines)):
+            parsed = _SUM.fullmatch(line)
+            name = about or (parsed[2] if parsed is not None else None)
+            if parsed is None or name is None:
+                raise BadCheckpoint(f"{path} is no list of SHA-256 sums ({line[:80]!r}): write it with sha256sum")
+            if found.setdefault(name, parsed[1].lower()) != parsed[1].lower():
+                raise BadCheckpoint(f"{path} has another sum of {name} than stands elsewhere: write them again")
+    there = {name for name in found if "/" not in name and (directory / name).is_file()}
+    unlisted = {path.name for path in directory.glob("*.safetensors")} - there
+    if listed.exists() and unlisted:
+        raise BadCheckpoint(f"{listed} does not name {min(unlisted)}: list every file")
+    return {name: found[name] for name in there}
+
+
+def _digest(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise SourceUnavailable(f"{path} cannot be read ({error.strerror})") from error
+
+
+def _tag(entry: Mapping[str, Any]) -> str:
+    return next((f"{name} {entry[name]}" for name in TAGS if entry.get(name)), "")
+
+
+def _modified(entry: Mapping[str, Any]) -> float:
+    found = next((entry[name] for name in TIMES if entry.get(name)), 0.0)
+    if isinstance(found, str):
+        try:
+            found = datetime.fromisoformat(found)
+        except ValueError:
+            return 0.0
+    return found.timestamp() if isinstance(found, datetime) else float(found)
+
+
+def plain(url: str) -> str:
+    """Without the password that it may have."""
+    head, found, rest = url.partition("://")
+    authority, slash, path = rest.partition("/")
+    return f"{head}{found}{authority.rpartition('@')[2]}{slash}{path}" if found else url

@@ -1,0 +1,449 @@
+"""A follower and a gateway that publishes and releases, whose instances are agents' records; the follower is killed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from server.cli.errors import RequestFailed
+from server.cli.follow import Gateway
+from server.follow import loop
+from server.follow.config import FollowConfig
+from server.follow.loop import Follower, Plan
+from server.follow.sources import SourceUnavailable, open_source
+from server.follow.state import FollowState, StateFile
+from tests.server.follow.checkpoints import write
+from tests.server.gateway.admin.test_releases import POLICY, Instances, until
+from tests.server.gateway.harness import ADMIN_KEY, KEYS, RunningGateway, running_gateway
+from tests.waiting import wait_until
+from weightsync.control import chain
+from weightsync.control.records import ActiveRecord, VersionRecord
+
+AT_ONCE = "steps: [{traffic: 50, for: 0s}]\n"
+
+
+class Killed(BaseException):
+    """Ends a follower between two of its instructions."""
+
+
+class Follow:
+    """A follower of a directory, whose steps a test takes; `again` is one that begins after its death."""
+
+    def __init__(self, running: RunningGateway, root: Path, **plan: Any) -> None:
+        self.running, self.root, self.runs = running, root, root / "runs"
+        self.runs.mkdir()
+        (root / "admin.key").write_text(ADMIN_KEY)
+        self.place = [f"http://127.0.0.1:{running.admin_port}", root / "admin.key"]
+        self.plan = Plan(**{"interval_s": 0.01, "settle_s": 0.0, **plan})
+        self.dies_after = ""
+        self.open()
+
+    def open(self) -> None:
+        self.admin = Gateway(None, str(self.place[0]), Path(self.place[1]))
+        self.file = StateFile(self.root / "cache", f"dir://{self.runs}")
+        source = open_source(FollowConfig(source=f"dir://{self.runs}"))
+        self.follower = Follower(source, self, self.file, self.root / "cache", self.plan)
+
+    def again(self) -> None:
+        self.file.close()
+        self.open()
+
+    def call(self, method: str, path: str, body: dict[str, Any] | None = None, reason: str | None = None) -> Any:
+        answer = self.admin.call(method, path, body, reason)
+        if f"{method} {path}" == self.dies_after:
+            self.dies_after = ""
+            raise Killed
+        return answer
+
+    def until(self, condition: Callable[[FollowState], object]) -> FollowState:
+        """Takes steps until the state is so."""
+
+        def there() -> bool:
+            self.follower.step()
+            return bool(condition(self.file.state))
+
+        wait_until(there, what=lambda: str(self.file.state))
+        return self.file.state
+
+    def until_tried(self, name: str, outcome: str) -> str:
+        """The reason."""
+        wanted = (name, outcome)
+        return self.until(lambda s: s.tried and (s.tried[-1].name, s.tried[-1].outcome) == wanted).tried[-1].reason
+
+    def store_policy(self, text: str, name: str = "default") -> None:
+        self.admin.call("PUT", f"/admin/releases/policies/{name}", {"text": text})
+
+    @property
+    def active(self) -> int | None:
+        version: int | None = self.admin.call("GET", "/admin/weights/active")["version"]
+        return version
+
+    def sources(self) -> list[str]:
+        """Names of the checkpoints that versions were made of, oldest first."""
+        versions = self.admin.call("GET", "/admin/weights")["versions"]
+        return [Path(version["source"]).name for version in versions]
+
+    def deeds(self, action: str) -> list[chain.LedgerEntry]:
+        store = self.running.store
+        return [e for e in store.run(chain.recent(store.store, 100))[::-1] if e.action == action]
+
+
+@pytest.fixture
+def gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningGateway]:
+    """No version is active. A canary that has flipped is good enough."""
+    monkeypatch.setattr("server.gateway.gateway.build_probe", lambda *_: None)
+    arena = tempfile.mkdtemp(prefix="hotswap-follow-test-", dir="/dev/shm")
+    monkeypatch.setenv("HOTSWAP_ARENA", arena)
+    with running_gateway(tmp_path) as running:
+        wait_until(lambda: running.gateway.coordinator.leads)
+        yield running
+    shutil.rmtree(arena)
+
+
+@pytest.fixture
+def follow(gateway: RunningGateway, tmp_path: Path) -> Iterator[Follow]:
+    """Version 1 is active on two instances."""
+    made = Follow(gateway, tmp_path)
+    made.admin.call("POST", "/admin/weights", {"path": str(write(tmp_path / "base", 0.5)), "activate": False})
+    gateway.store.put(KEYS.active, ActiveRecord(1, 1, None, "first", 0.0).to_json())
+    instances = Instances(gateway)
+    instances.start()
+    yield made
+    instances.stop()
+    made.file.close()
+
+
+def test_each_new_checkpoint_is_released_by_the_policy(follow: Follow) -> None:
+    follow.store_policy(AT_ONCE)
+    follow.follower.step()
+    assert follow.file.state.current is None
+    write(follow.runs / "step-9", 1.0, shards=2, sums=True)
+    follow.until_tried("step-9", "released")
+    assert follow.active == 2
+    write(follow.runs / "step-10", 2.0)
+    follow.until_tried("step-10", "released")
+    assert (follow.active, follow.sources()) == (3, ["base", "step-9", "step-10"])
+    assert [entry.reason for entry in follow.deeds("release")] == [
+        f"{name} of dir://{follow.runs}" for name in ("step-9", "step-10")
+    ]
+    shutil.rmtree(follow.runs / "step-10")  # an older one is no reason to go back
+    write(follow.runs / "step-9", 3.0)
+    for _ in range(3):
+        follow.follower.step()
+    assert (follow.active, follow.file.state.current) == (3, None)
+
+
+def test_what_was_taken_back_is_not_tried_again_until_it_changes(follow: Follow) -> None:
+    follow.store_policy(POLICY)
+    write(follow.runs / "step-1", 1.0)
+    follow.until(lambda s: s.current and s.current.release)
+    until(follow.running, "held")
+    follow.admin.call("POST", "/admin/releases/cancel", {}, "wrong data")
+    assert follow.until_tried("step-1", "refused") == "rolled back: cancelled by admin key: wrong data"
+    follow.again()
+    for _ in range(3):
+        follow.follower.step()
+    assert (follow.file.state.current, len(follow.deeds("release"))) == (None, 1)
+    follow.store_policy(AT_ONCE)
+    write(follow.runs / "step-1", 2.0)
+    follow.until_tried("step-1", "released")
+    assert follow.active == 3
+
+
+def test_checkpoints_that_are_none_are_refused_with_the_reason(follow: Follow, monkeypatch: pytest.MonkeyPatch) -> None:
+    follow.store_policy(AT_ONCE)
+    cut = write(follow.runs / "step-1") / "model.safetensors"
+    cut.write_bytes(cut.read_bytes()[:-1])
+    assert "cut off inside tensor" in follow.until_tried("step-1", "refused")
+    write(follow.runs / "step-2", width=16)
+    assert "shape" in follow.until_tried("step-2", "refused")
+    (write(follow.runs / "step-3") / "config.json").unlink()
+    for _ in range(3):
+        follow.follower.step()
+    assert follow.file.state.current is None
+    refuse_pushes(follow, monkeypatch, RequestFailed("tensor 'x' is missing", 422, "missing_tensor"))
+    write(follow.runs / "step-4")
+    assert follow.until_tried("step-4", "refused") == "tensor 'x' is missing"
+    assert follow.sources() == ["base", "step-2"]
+
+
+@pytest.mark.parametrize("after", ["POST /admin/weights", "POST /admin/releases"])
+def test_killed_before_it_could_note_what_it_did(follow: Follow, after: str) -> None:
+    follow.store_policy(AT_ONCE)
+    write(follow.runs / "step-1")
+    follow.dies_after = after
+    with pytest.raises(Killed):
+        follow.until(lambda _: False)
+    follow.again()
+    follow.until_tried("step-1", "released")
+    assert (follow.active, follow.sources(), len(follow.deeds("release"))) == (2, ["base", "step-1"], 1)
+
+
+def test_a_release_that_ended_while_the_follower_was_dead(follow: Follow) -> None:
+    follow.store_policy(POLICY)
+    write(follow.runs / "step-1")
+    follow.dies_after = "POST /admin/releases"
+    with pytest.raises(Killed):
+        follow.until(lambda _: False)
+    until(follow.running, "held")
+    follow.admin.call("POST", "/admin/releases/cancel", {}, "no good")
+    until(follow.running, "rolled_back")
+    follow.again()
+    assert follow.until_tried("step-1", "refused") == "rolled back: cancelled by admin key: no good"
+    assert len(follow.deeds("release")) == 1
+
+
+def test_a_version_that_was_retired_before_its_release_is_published_again(follow: Follow) -> None:
+    write(follow.runs / "step-1")
+    with pytest.raises(RequestFailed, match="no policy"):
+        follow.until(lambda _: False)
+    found = follow.running.store.get(KEYS.version(2))
+    assert found is not None
+    retired = replace(VersionRecord.from_json(found.value), state="retired")
+    follow.running.store.put(KEYS.version(2), retired.to_json())
+    follow.store_policy(AT_ONCE)
+    follow.until_tried("step-1", "released")
+    assert follow.active == 3
+
+
+def test_a_lost_state_publishes_nothing_twice(follow: Follow) -> None:
+    follow.store_policy(AT_ONCE)
+    write(follow.runs / "step-1")
+    follow.until_tried("step-1", "released")
+    (follow.root / "cache" / "state.json").unlink()
+    follow.again()
+    follow.until_tried("step-1", "released")
+    assert (follow.active, follow.sources(), len(follow.deeds("release"))) == (2, ["base", "step-1"], 1)
+
+
+def test_newer_checkpoints_wait_for_a_release_and_the_newest_goes_on(follow: Follow) -> None:
+    follow.store_policy(POLICY)
+    write(follow.runs / "step-1", 1.0)
+    follow.until(lambda s: s.current and s.current.release)
+    until(follow.running, "held")
+    for number in (2, 3):
+        write(follow.runs / f"step-{number}", float(number))
+    for _ in range(3):
+        follow.follower.step()
+    assert follow.file.state.current is not None
+    assert follow.file.state.current.name == "step-1"
+    follow.store_policy(AT_ONCE)
+    follow.admin.call("POST", "/admin/releases/cancel", {})
+    follow.until_tried("step-3", "released")
+    assert follow.sources() == ["base", "step-1", "step-3"]
+
+
+def test_somebody_else_s_release_comes_first(follow: Follow) -> None:
+    """A candidate that waits for it makes way for a newer one, unpublished."""
+    push = {"path": str(write(follow.root / "other", 7.0)), "activate": False}
+    version = follow.admin.call("POST", "/admin/weights", push)["version"]
+    follow.store_policy(POLICY, "slow")
+    follow.admin.call("POST", "/admin/releases", {"version": version, "policy": "slow"})
+    until(follow.running, "held")
+    follow.store_policy(AT_ONCE)
+    write(follow.runs / "step-1", 1.0)
+    follow.until(lambda s: s.current and s.current.name == "step-1")
+    follow.follower.step()
+    write(follow.runs / "step-2", 2.0)
+    follow.until(lambda s: s.current and s.current.name == "step-2")
+    assert follow.file.state.tried[-1].outcome == "superseded"
+    assert follow.sources() == ["base", "other"]
+    follow.admin.call("POST", "/admin/releases/cancel", {})
+    follow.until_tried("step-2", "released")
+    assert follow.sources() == ["base", "other", "step-2"]
+
+
+def test_what_was_gone_before_it_was_published_may_come_back(follow: Follow) -> None:
+    push = {"path": str(write(follow.root / "other", 7.0)), "activate": False}
+    version = follow.admin.call("POST", "/admin/weights", push)["version"]
+    follow.store_policy(POLICY, "slow")
+    follow.admin.call("POST", "/admin/releases", {"version": version, "policy": "slow"})
+    follow.store_policy(AT_ONCE)
+    write(follow.runs / "step-1", 1.0)
+    follow.until(lambda s: s.current)
+    (follow.runs / "step-1").rename(follow.root / "away")
+    assert follow.until_tried("step-1", "superseded") == "it is gone from the source"
+    (follow.root / "away").rename(follow.runs / "step-1")
+    until(follow.running, "held")
+    follow.admin.call("POST", "/admin/releases/cancel", {})
+    follow.until_tried("step-1", "released")
+
+
+def test_what_is_out_of_reach_is_tried_again(follow: Follow, monkeypatch: pytest.MonkeyPatch) -> None:
+    follow.store_policy(AT_ONCE)
+    write(follow.runs / "step-1")
+    follow.runs.rename(follow.root / "away")
+    with pytest.raises(SourceUnavailable, match="No such file"):
+        follow.follower.step()
+    (follow.root / "away").rename(follow.runs)
+    good, follow.admin = follow.admin, Gateway(None, "http://127.0.0.1:1", follow.place[1])
+    with pytest.raises(RequestFailed, match="no answer from"):
+        follow.follower.step()
+    follow.admin = good
+    with monkeypatch.context() as patch:
+        refuse_pushes(follow, patch, RequestFailed("The arena has no room", 507, "arena_full"))
+        with pytest.raises(RequestFailed, match="no room"):
+            follow.follower.step()
+    follow.until_tried("step-1", "released")
+    assert follow.sources() == ["base", "step-1"]
+
+
+def refuse_pushes(follow: Follow, monkeypatch: pytest.MonkeyPatch, error: RequestFailed) -> None:
+    def call(method: str, path: str, *rest: Any) -> Any:
+        if (method, path) == ("POST", "/admin/weights"):
+            raise error
+        return Gateway.call(follow.admin, method, path, *rest)
+
+    monkeypatch.setattr(follow, "call", call)
+
+
+def test_a_gateway_that_does_not_see_the_directory_is_told_so(follow: Follow, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(follow.runs / "step-1")
+    refuse_pushes(follow, monkeypatch, RequestFailed("no such file or directory", 400, "checkpoint_error"))
+    with pytest.raises(RequestFailed, match=r"the gateway's host must see .*step-1 as well: no such file"):
+        follow.follower.step()
+    assert follow.file.state.tried == ()
+
+
+def test_a_checkpoint_must_stay_as_it_is(follow: Follow) -> None:
+    now = 100.0
+    follow.plan = Plan(interval_s=0.01, settle_s=5.0)
+    follow.again()
+    follow.follower._clock = lambda: now
+    follow.store_policy(AT_ONCE)
+    write(follow.runs / "step-1", 1.0)
+    for value in (2.0, 3.0):
+        follow.follower.step()
+        assert follow.file.state.current is None
+        now += 4.0
+        write(follow.runs / "step-1", value)
+    follow.follower.step()
+    now += 5.0
+    follow.until_tried("step-1", "released")
+    assert follow.sources() == ["base", "step-1"]
+
+
+def test_a_checkpoint_that_changes_while_it_is_published_is_not_released(
+    follow: Follow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    follow.store_policy(AT_ONCE)
+    write(follow.runs / "step-1", 1.0)
+
+    def call(method: str, path: str, *rest: Any) -> Any:
+        answer = Gateway.call(follow.admin, method, path, *rest)
+        if (method, path) == ("POST", "/admin/weights") and answer["version"] == 2:
+            write(follow.runs / "step-1", 2.0)
+        return answer
+
+    monkeypatch.setattr(follow, "call", call)
+    assert follow.until_tried("step-1", "superseded") == "it was changed while it was published"
+    follow.until_tried("step-1", "released")
+    assert (follow.active, len(follow.deeds("release"))) == (3, 1)
+
+
+def test_activated_at_once_and_with_the_approval_of_somebody_else(follow: Follow) -> None:
+    follow.plan = Plan(interval_s=0.01, settle_s=0.0, activate=True)
+    follow.again()
+    write(follow.runs / "step-1", 1.0)
+    follow.until_tried("step-1", "released")
+    assert (follow.active, follow.deeds("release")) == (2, [])
+    follow.admin.call("PUT", "/admin/policy", {"approvals": ["activate"]})
+    write(follow.runs / "step-2", 2.0)
+    waiting = follow.until(lambda s: s.current and s.current.pending).current
+    assert waiting is not None
+    follow.again()
+    follow.admin.call("DELETE", f"/admin/approvals/{waiting.pending}", None)
+    assert "approval was refused" in follow.until_tried("step-2", "refused")
+    assert follow.active == 2
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_release_waits_for_the_approval_of_somebody_else(follow: Follow, dies: bool) -> None:
+    follow.store_policy(AT_ONCE)
+    follow.admin.call("PUT", "/admin/policy", {"approvals": ["release"]})
+    write(follow.runs / "step-1")
+    if dies:
+        follow.dies_after = "POST /admin/releases"
+        with pytest.raises(Killed):
+            follow.until(lambda _: False)
+        follow.again()
+    waiting = follow.until(lambda s: s.current and s.current.pending).current
+    assert waiting is not None
+    (asked,) = follow.admin.call("GET", "/admin/approvals")["pending"]
+    assert asked["id"] == waiting.pending
+    follow.follower.step()
+    made = follow.admin.call("POST", "/admin/keys", {"name": "second", "scopes": ["operator"]})["key"]
+    (second := follow.root / "second.key").write_text(made)
+    Gateway(None, str(follow.place[0]), second).call("POST", f"/admin/approvals/{waiting.pending}")
+    follow.until_tried("step-1", "released")
+    assert (follow.active, len(follow.deeds("release"))) == (2, 1)
+
+
+def test_where_no_version_is_active_the_first_one_is_activated(gateway: RunningGateway, tmp_path: Path) -> None:
+    follow = Follow(gateway, tmp_path)
+    write(follow.runs / "step-1", 1.0)
+    follow.until_tried("step-1", "released")
+    assert follow.active == 1
+    follow.file.close()
+
+
+def test_the_process_is_killed_between_publication_and_release(follow: Follow) -> None:
+    """It waits for a policy that nobody has stored, is killed, and goes on."""
+    command = [sys.executable, "-m", "server.cli", "follow", f"dir://{follow.runs}", "--interval", "0.05"]
+    command += ["--settle", "0", "--url", str(follow.place[0]), "--admin-key-file", str(follow.place[1])]
+    command += ["--cache-dir", str(follow.root / "process")]
+    write(follow.runs / "step-1")
+
+    def begin() -> subprocess.Popen[str]:
+        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"COLUMNS": "200"})
+
+    process = begin()
+    try:
+        assert process.stderr is not None
+        said = next(line for line in process.stderr if "no policy" in line)
+        assert "WARNING" in said
+        process.kill()
+        process.wait()
+        follow.store_policy(AT_ONCE)
+        process = begin()
+        wait_until(lambda: follow.active == 2, process=process)
+        state = follow.root / "process" / "state.json"
+        wait_until(lambda: "released" in state.read_text(), process=process)
+        process.terminate()
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+    assert (follow.sources(), len(follow.deeds("release"))) == (["base", "step-1"], 1)
+
+
+def test_a_fault_is_told_once_and_tried_again_later_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    waits: list[float] = []
+    source, file = open_source(FollowConfig(source=str(tmp_path))), StateFile(tmp_path / "cache", "dir:///x")
+    follower = Follower(source, Gateway(None, None, None), file, tmp_path, Plan())
+
+    def step() -> float:
+        if len(waits) < 8:
+            raise SourceUnavailable("nobody answers")
+        if len(waits) == 8:
+            return 3.0
+        raise Killed
+
+    monkeypatch.setattr(follower, "step", step)
+    monkeypatch.setattr(loop, "time", SimpleNamespace(sleep=waits.append))
+    with caplog.at_level("INFO", "hotswap.follow"), pytest.raises(Killed):
+        follower.run()
+    assert waits == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 3.0]
+    assert caplog.messages == ["nobody answers"]
