@@ -13,11 +13,9 @@ from server.cli.admin import AdminClient, AsJson, KeyFile, Reason, StateDir, Url
 from server.cli.errors import CliError
 from server.cli.keys import seconds_of
 from server.cli.weights import show_swap
+from server.gateway.access.approvals import GUARDED
 
 app = typer.Typer(no_args_is_help=True)
-
-
-GUARDED = ("activate", "split", "rollback", "policy")
 
 
 @app.command()

@@ -211,6 +211,8 @@ def test_the_commands(gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch) 
         return done.output
 
     assert "for: nothing" in run("policy")
+    assert "for: release, within 3600 s" in run("policy", "--approve", "release")
+    assert "for: nothing" in run("policy", "--nothing")
     assert "for: activate, within 7200 s" in run("policy", "--approve", "activate", "--lapse", "2h")
     with pytest.raises(CliError, match="name one of"):
         run("policy", "--approve", "everything")
