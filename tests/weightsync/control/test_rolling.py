@@ -150,7 +150,7 @@ async def test_a_probe_that_was_interrupted_is_run_again_by_the_next_leader(flee
     await eventually(lambda: stuck.seen)
     await first.stop()
     assert engine.running == 2
-    assert fleet.participants["a"].record.active_epoch == 0
+    assert (fleet.participants["a"].record.state, fleet.participants["a"].record.active_epoch) == ("COMMITTING", 2)
     fleet.coordinator(probe=probing)
     assert (await swap).ok
     assert probing.seen == [("a", "COMMITTING", 2, 1)]
