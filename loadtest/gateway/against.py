@@ -131,4 +131,4 @@ def _show(first: str, second: str, ratios: dict[str, Ratio]) -> None:
     for name, ratio in ratios.items():
         quartiles = f"{ratio.low:.3f} - {ratio.high:.3f}"
         table.add_row(name, f"{ratio.this:.1f}", f"{ratio.other:.1f}", f"{ratio.median:.3f}", quartiles)
-    Console().print(table)
+    Console(width=120).print(table)
