@@ -280,7 +280,7 @@ class Coordinator:
             if step.kind not in ("try", "commit") or board.swap is None:
                 raise
             # More participants than etcd compares in one transaction: it would be refused for ever.
-            await self._take(board, term, abort(board.active, board.swap, str(refusal)), past)
+            await self._take(board, term, abort(view_of(board, time.time()), board.swap, str(refusal)), past)
             return
         if ends:
             past.added()

@@ -336,9 +336,7 @@ def _prepare(view: View, swap: SwapRecord) -> Step | Wait:
         return _try(view, replace(swap, turn=canary), canary, RESTART_S)
     waiting = [name for name in swap.participants if not _ready(view, view.instances[name], swap)]
     if waiting and view.now >= swap.deadline:
-        return abort(
-            view.active, swap, f"not staged within {swap.deadline - swap.opened_at:g} s by {', '.join(waiting)}"
-        )
+        return abort(view, swap, f"not staged within {swap.deadline - swap.opened_at:g} s by {', '.join(waiting)}")
     if waiting:
         return Wait(swap.deadline)
     if swap.mode == "together":
@@ -350,47 +348,40 @@ def _prepare(view: View, swap: SwapRecord) -> Step | Wait:
 
 
 def _try(view: View, swap: SwapRecord, canary: str, seconds: float) -> Step:
-    """Commit what stands once more, with a trial of the canary's version. It has `seconds` after its drain."""
+    """Have the canary run what the commit will ask of it, for up to `seconds` after its drain."""
     assert view.active is not None
-    share = swap.split.share_of(canary) if swap.split is not None else None
-    trial = (
-        replace(share, percent=0.0, shadow=0.0) if share else ShareRecord(swap.target, 0.0, (), view.target_fingerprint)
-    )
-    deadline = view.now + swap.drain_s + seconds
-    active = replace(view.active, trial=replace(trial, instances=(canary,)))
-    return Step("try", replace(swap, phase="canary", canary=canary, deadline=deadline), active)
+    asked = _committed(view, swap).of(canary)
+    trial = ShareRecord(asked.version, 0.0, (canary,), asked.fingerprint)
+    swap = replace(swap, phase="canary", canary=canary, deadline=view.now + swap.drain_s + seconds)
+    return Step("try", swap, replace(view.active, trial=trial))
 
 
 def _canary(view: View, swap: SwapRecord) -> Step | Ask | Wait:
     if (blocked := _blocked(view, swap)) is not None:
         return blocked
     if swap.changes and (problem := _failed_start(view, swap)) is not None:
-        return abort(view.active, swap, problem)
+        return abort(view, swap, problem)
     if view.active is None or view.active.trial is None:
-        return abort(view.active, swap, "the commit record was written anew meanwhile, without the trial")
+        return abort(view, swap, "the commit record was written anew meanwhile, without the trial")
     canary = view.instances.get(swap.canary or "")
     if canary is None:  # it restarts
         late = view.now >= swap.deadline
-        return abort(view.active, swap, f"canary {swap.canary} is not back in time") if late else Wait(swap.deadline)
+        return abort(view, swap, f"canary {swap.canary} is not back in time") if late else Wait(swap.deadline)
     for name in () if swap.changes else swap.participants:
         if name != canary.id and not _ready(view, view.instances[name], swap):
             what = f"is {view.instances[name].state} and has not staged it any more"
-            return abort(view.active, swap, f"instance {name} {what}")
+            return abort(view, swap, f"instance {name} {what}")
     tries = on_trial(canary, view.active)
     if tries and view.probe is not None:
         if view.probe.ok:
             return _commit(view, swap)
         detail = view.probe.detail or "no detail given"
-        return abort(view.active, swap, f"the probe of canary {canary.id} failed: {detail}")
-    if (
-        not tries
-        and not swap.changes
-        and not _staged(canary, swap)
-        and (canary.state, canary.swap_id) != ("COMMITTING", swap.id)
-    ):
-        return abort(view.active, swap, f"canary {canary.id} is {canary.state} and has not staged it any more")
+        return abort(view, swap, f"the probe of canary {canary.id} failed: {detail}")
+    leaves = (canary.state, canary.swap_id) == ("COMMITTING", swap.id)
+    if not (tries or leaves or swap.changes or _staged(canary, swap)):
+        return abort(view, swap, f"canary {canary.id} is {canary.state} and has not staged it any more")
     if view.now >= swap.deadline:
-        return abort(view.active, swap, f"canary {canary.id} {'was not probed' if tries else 'did not flip'} in time")
+        return abort(view, swap, f"canary {canary.id} {'was not probed' if tries else 'did not flip'} in time")
     return Ask(swap.of(canary.id), canary, swap.deadline) if tries else Wait(swap.deadline)
 
 
@@ -398,9 +389,9 @@ def _blocked(view: View, swap: SwapRecord) -> Step | None:
     """Why this swap cannot be committed any more."""
     for version in shared_versions(swap.split):
         if version not in view.shared or view.shared[version].state != "ready":
-            return abort(view.active, swap, f"version {version} is no longer ready")
+            return abort(view, swap, f"version {version} is no longer ready")
     if view.target_state != "ready":
-        return abort(view.active, swap, f"version {swap.target} is no longer ready")
+        return abort(view, swap, f"version {swap.target} is no longer ready")
     staying = [name for name in swap.participants if name != swap.turn]  # whose turn it is may be away for it
     lost = {name: what for name in staying if (what := _lost(view, name)) is not None}
     if lost:
@@ -408,9 +399,9 @@ def _blocked(view: View, swap: SwapRecord) -> Step | None:
     for name in swap.participants:
         instance = view.instances.get(name)
         if instance is not None and instance.swap_id == swap.id and instance.error is not None:
-            return abort(view.active, swap, f"instance {name}: {instance.error.message}", instance.error.tensor)
+            return abort(view, swap, f"instance {name}: {instance.error.message}", instance.error.tensor)
     if (reason := _odd_fingerprint(view, swap)) is not None:
-        return abort(view.active, swap, reason)
+        return abort(view, swap, reason)
     return None
 
 
@@ -429,7 +420,7 @@ def _without(view: View, swap: SwapRecord, lost: Mapping[str, str]) -> Step:
     if swap.on_lost == "continue" and left and whole and swap.canary not in lost:
         return Step("leave", replace(swap, participants=left))
     name, what = next(iter(lost.items()))
-    return abort(view.active, swap, f"instance {name} is {what}")
+    return abort(view, swap, f"instance {name} is {what}")
 
 
 def _staged(instance: InstanceRecord, swap: SwapRecord) -> bool:
@@ -488,12 +479,13 @@ def _built(view: View, instance: InstanceRecord, swap: SwapRecord) -> str | None
     return instance.staged_fingerprint if mine else None
 
 
-def _commit(view: View, swap: SwapRecord) -> Step:
+def _committed(view: View, swap: SwapRecord) -> ActiveRecord:
+    """The commit record of this swap."""
     before = view.active
     previous = before.version if before is not None else None
     if before is not None and before.version == swap.target:
         previous = before.previous  # committing what is active already must not lose the way back
-    active = ActiveRecord(
+    return ActiveRecord(
         version=swap.target,
         epoch=before.epoch + 1 if before is not None else 1,
         previous=previous,
@@ -502,8 +494,11 @@ def _commit(view: View, swap: SwapRecord) -> Step:
         fingerprint=view.target_fingerprint,
         split=swap.split,
     )
+
+
+def _commit(view: View, swap: SwapRecord) -> Step:
     deadline = view.now + swap.drain_s + RESTART_S if swap.changes else swap.deadline
-    return Step("commit", replace(swap, phase="commit", deadline=deadline), active)
+    return Step("commit", replace(swap, phase="commit", deadline=deadline), _committed(view, swap))
 
 
 def _confirm(view: View, swap: SwapRecord) -> Step | Wait:
@@ -575,7 +570,8 @@ def _torn(swap: SwapRecord, view: View) -> str | None:
     return f"not flipped: {', '.join(missing)}" if missing else None
 
 
-def abort(active: ActiveRecord | None, swap: SwapRecord, reason: str, tensor: str | None = None) -> Step:
+def abort(view: View, swap: SwapRecord, reason: str, tensor: str | None = None) -> Step:
     """The version before goes on serving, and a trial of another ends; the record says why."""
+    active = view.active
     ends = replace(active, trial=None) if active is not None and active.trial is not None else None
     return Step("abort", replace(swap, phase="aborted", reason=reason, tensor=tensor), ends)
