@@ -1,5 +1,5 @@
-"""Swaps of a thousand agents on one real etcd: the agents, the client of the store, coordinators and a publisher as they
-are, with engines that do nothing.
+"""Swaps of a thousand agents on one real etcd: the agents, the client of the store, coordinators and a publisher as
+they are, with engines that do nothing.
 
 Some processes hold the agents, each agent with a connection of its own. Everything shares the machine, so seconds say
 little; etcd's CPU seconds and the events that it has sent do.
@@ -17,18 +17,19 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import psutil
 from rich.console import Console
 from rich.table import Table
 
 from loadtest.hosts.etcd import MISSING, binary
+from server.ports import free_port
 from weightsync import CommitResult, Coordinator, Participant, Publisher, StageResult, open_store
 from weightsync.control.records import ActiveRecord, InstanceRecord, VersionRecord
 from weightsync.memory.ledger import ensure_arena
@@ -65,7 +66,10 @@ def measure(fleets: tuple[int, ...] = FLEETS, swaps: int = SWAPS, flags: tuple[s
 
 
 def _fleet(executable: str, agents: int, swaps: int, flags: tuple[str, ...]) -> Fleet:
-    with tempfile.TemporaryDirectory(prefix="hotswap-live-", dir="/dev/shm") as directory, contextlib.ExitStack() as stack:
+    with (
+        tempfile.TemporaryDirectory(prefix="hotswap-live-", dir="/dev/shm") as directory,
+        contextlib.ExitStack() as stack,
+    ):
         etcd, url, metrics = stack.enter_context(_etcd(executable, Path(directory) / "etcd", flags))
         asyncio.run(_arena(url, Path(directory) / "arena"))
         groups = [stack.enter_context(_agents(url, first, min(IN_A_PROCESS, agents - first)))
@@ -108,8 +112,6 @@ async def _swaps(
 
 @contextlib.contextmanager
 def _etcd(executable: str, data: Path, flags: tuple[str, ...]) -> Iterator[tuple[psutil.Process, str, str]]:
-    from server.ports import free_port
-
     client, peer = free_port(), free_port()
     urls = [f"--{name}-client-urls=http://127.0.0.1:{client}" for name in ("listen", "advertise")]
     urls += [f"--{name}-peer-urls=http://127.0.0.1:{peer}" for name in ("listen", "initial-advertise")]
@@ -128,15 +130,14 @@ def _etcd(executable: str, data: Path, flags: tuple[str, ...]) -> Iterator[tuple
 
 
 def _answers(url: str) -> bool:
-    with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=2) as answer:
-        return bool(answer.status == 200)
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(url, timeout=2).is_success
     return False
 
 
 def _events(url: str) -> float:
     """What etcd counts as sent to watchers."""
-    with urllib.request.urlopen(url, timeout=30) as answer:
-        text = answer.read().decode()
+    text = httpx.get(url, timeout=30).text
     found = re.search(r"^etcd_debugging_mvcc_events_total (\S+)", text, re.MULTILINE)
     if found is None:
         raise RuntimeError("etcd does not tell how many events it has sent")
@@ -194,7 +195,16 @@ def _participant(url: str, name: str) -> Participant:
 
 def show(found: dict[str, Any], console: Console) -> None:
     """As a table."""
-    columns = ("swap, s", "etcd's CPU, s", "agents' CPU, s", "events", "an agent", "etcd's CPU between swaps", "MB an agent", "etcd, MB")
+    columns = (
+        "swap, s",
+        "etcd's CPU, s",
+        "agents' CPU, s",
+        "events",
+        "an agent",
+        "etcd's CPU between swaps",
+        "MB an agent",
+        "etcd, MB",
+    )
     table = Table("agents", *columns, title="swaps on one real etcd")
     for row in found.get("fleets", ()):
         table.add_row(
