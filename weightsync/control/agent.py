@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from weightsync.control import agent_state
-from weightsync.control.agent_state import Drain, Flip, Restart, Serve, Stage, StandDown
+from weightsync.control.agent_state import Drain, Flip, Restart, Serve, Stage
 from weightsync.control.board import Board
 from weightsync.control.lease import LeaseKeeper
 from weightsync.control.records import (
@@ -186,9 +186,10 @@ class Participant:
     stage(version)           build it beside the running one; raise to refuse it (WeightSyncError for a typed reason).
                              Idempotent: at once when it is staged already, as the previous version is. Cancelled when
                              nobody wants the version any more; it then ends soon, but not before it has stopped.
-    commit(active, version)  flip to it. Raising means torn. A canary is asked before the commit, with the record as it
-                             will be, and once more with the record that stands if its swap aborts.
-    drop(version)            it was staged for a swap that was aborted, or its staging was cancelled. Optional.
+    commit(active, version)  flip to it. Raising means torn. A canary is asked for its trial, and for the version that
+                             stands if the trial fails.
+    drop(version)            it was staged for a swap that was aborted, its trial has failed, or its staging was
+                             cancelled. Optional.
     restart()                start the process anew, which leaves the fleet; returns at once. Optional.
     drain(seconds)           return when it is idle, or when the time is up. Optional; cancelled if the swap aborts.
     pause(), resume()        stop and go on generating. Optional, both or none; called beside everything else.
@@ -222,6 +223,7 @@ class Participant:
         self._pauses = PauseFollower(store, self._keys, pause, resume) if pause and resume else None
         self._draining: tuple[str, asyncio.Task[None]] | None = None
         self._staging: _Staging | None = None
+        self._tried: int | None = None  # the version it flipped to on trial
         self._lease_ttl_s, self._guard_url = lease_ttl_s, guard_url
         self._lease: LeaseKeeper | None = None
         self._task: asyncio.Task[None] | None = None
@@ -323,11 +325,9 @@ class Participant:
             self._stop_draining()
         await self._give_up_staging(board, action)
         if isinstance(action, Serve):
-            await self._say(agent_state.serving(self._record, action.active))
+            await self._serve(board, action.active)
         elif isinstance(action, Stage):
             await self._prepare(board, action.swap)
-        elif isinstance(action, StandDown):
-            await self._stand_down(board)
         elif isinstance(action, Drain):
             await self._leave(action.swap)
             return 0.0 if self._drained_for() is not None else None
@@ -353,7 +353,7 @@ class Participant:
             await self._say(agent_state.staged(self._record, swap.target, fingerprint))
 
     async def _flip(self, board: Board, flip: Flip) -> float | None:
-        """Flip to the committed version (ahead: to be committed), staging it first if this was not part of the swap."""
+        """Flip to the version of the commit record, staging it first if this was not part of the swap."""
         active, record = flip.active, self._record
         try:
             fingerprint = record.staged_fingerprint
@@ -379,10 +379,11 @@ class Participant:
             await self._say(agent_state.torn(self._record, _error_info(error)))
             return None
         commit_ms = result.commit_ms if result.commit_ms is not None else (time.perf_counter() - started) * 1e3
-        after = agent_state.flipped(self._record, active, result.fingerprint or fingerprint, ahead=flip.ahead)
+        after = agent_state.flipped(self._record, active, result.fingerprint or fingerprint)
         await self._say(replace(after, commit_ms=commit_ms, form=version.form))
-        if record.state == "COMMITTING" and record.active_epoch == 0:  # it was on trial, and its swap was aborted
-            await self._let_go(board, record.active_version)
+        tried, self._tried = self._tried, active.version if active.trial is not None else None
+        if tried not in (None, active.version):  # its trial has failed
+            await self._let_go(board, tried)
         return None
 
     def _is_staged(self, board: Board, number: int) -> bool:
@@ -433,10 +434,11 @@ class Participant:
                 staging.task.exception()  # asyncio complains of one that nobody has looked at
             await self._let_go(board, staging.version)
 
-    async def _stand_down(self, board: Board) -> None:
-        """The swap was aborted: what was staged for it is of no use."""
-        await self._let_go(board, self._record.staged_version)
-        await self._say(agent_state.stood_down(self._record))
+    async def _serve(self, board: Board, active: ActiveRecord | None) -> None:
+        """Where something is staged, its swap was aborted: it is of no use."""
+        if self._record.staged_version != self._record.active_version:
+            await self._let_go(board, self._record.staged_version)
+        await self._say(agent_state.serving(self._record, active))
 
     async def _let_go(self, board: Board, number: int | None) -> None:
         version = board.version(number) if number is not None else None

@@ -1,21 +1,21 @@
 """An instance's side of a swap as a pure state machine: its record and what it sees, in; the one next action, out.
 
-    STARTING  --the committed version runs, with its fingerprint (or nothing was committed)--> SERVING
+    STARTING  --it runs what the commit record asks of it, with its fingerprint (or nothing was committed)--> SERVING
     SERVING   --swap opens--> STAGING --built--> STAGED      or SERVING with `error`: the coordinator aborts the swap
     STAGED    --commit record (together)--> SERVING, the new version
     STAGED    --commit record (rolling), its turn--> COMMITTING --drained, flipped--> SERVING, the new version
-    STAGED    --it is the canary--> COMMITTING --drained, flipped ahead--> COMMITTING, `active_epoch` 0: on trial
-    on trial  --commit record--> SERVING, the new version
-              `--swap aborted--> SERVING, the old version, by one more flip
+    STAGED    --commit record with its trial--> COMMITTING --drained, flipped--> COMMITTING, on trial
+    on trial  --commit of that version--> SERVING, the new version, without another flip
+              `--commit record without the trial--> SERVING, the old version, by one more flip
     STAGING, STAGED, COMMITTING before its flip  --swap aborted--> SERVING, the old version
     any       --flip failed--> TORN: what it runs is unknown; it must not serve, and be restarted
     any       --cannot follow a commit--> STARTING with `error`: out of routing, and tried again
 
-    its turn in a swap to a version of another form, or a commit record of another form than its engine's:
+    a commit record that asks for a version of another form than its engine's, in its turn if a swap is under way:
     any       --> COMMITTING --drained--> the process starts itself anew --> STARTING, with an engine of that form
 
-COMMITTING is out of routing: draining, or running weights that are not committed. An instance may see the swap record
-and the commit record of one transaction one after the other, in any order; no decision relies on seeing both at once.
+COMMITTING is out of routing: draining, or on trial. An instance may see the swap record and the commit record of one
+transaction one after the other, in any order; no decision relies on seeing both at once.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from weightsync.control.records import ActiveRecord, ErrorInfo, InstanceRecord, SwapRecord
-from weightsync.control.state import PARTICIPATING, in_flight, on_trial
+from weightsync.control.records import ActiveRecord, ErrorInfo, InstanceRecord, InstanceState, SwapRecord
+from weightsync.control.state import PARTICIPATING, confirmed, in_flight
 
 OUT_FOR_GOOD = frozenset({"TORN", "DRAINING", "STOPPED"})
 ADMITTING = frozenset({"SERVING", "STAGING", "STAGED"})
@@ -55,7 +55,8 @@ class Rest:
 
 @dataclass(frozen=True)
 class Serve:
-    """Say SERVING: it runs what `active` asks for already (None: nothing was committed)."""
+    """Say SERVING, or COMMITTING on trial: it runs what `active` asks for already (None: nothing was committed). Drop
+    what was staged for a swap that has ended."""
 
     active: ActiveRecord | None
 
@@ -68,11 +69,6 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class StandDown:
-    """Drop what was staged: its swap was aborted."""
-
-
-@dataclass(frozen=True)
 class Drain:
     """Leave routing, and let streams end for up to `swap.drain_s`."""
 
@@ -81,10 +77,9 @@ class Drain:
 
 @dataclass(frozen=True)
 class Flip:
-    """Run `active.version`, staging it first if need be. `ahead`: of the commit, as the canary."""
+    """Run `active.version`, staging it first if need be."""
 
     active: ActiveRecord
-    ahead: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,7 +87,7 @@ class Restart:
     """Start the process anew, with an engine for the form that is asked for now."""
 
 
-Action = Rest | Serve | Stage | StandDown | Drain | Flip | Restart
+Action = Rest | Serve | Stage | Drain | Flip | Restart
 
 
 def decide(record: InstanceRecord, view: View) -> Action:
@@ -101,20 +96,15 @@ def decide(record: InstanceRecord, view: View) -> Action:
     active, swap = view.active, view.swap
     if record.state in OUT_FOR_GOOD:
         return Rest()
-    trial = swap is not None and swap.changes and swap.phase == "canary" and swap.canary == record.id
-    if swap is not None and trial and active is not None:
-        return Rest() if on_trial(record, swap) else _come_back(record, swap, active, view)
-    if active is not None and active.epoch != record.active_epoch:
+    if active is not None and (active.epoch != record.active_epoch or not runs(record, active)):
         return _follow(record, active, view)
+    if active is not None and active.trial is not None and record.state == "COMMITTING":
+        return Rest()  # until its trial ends
     mine = swap is not None and swap.id == record.swap_id and in_flight(swap)
-    if record.state == "STARTING":
+    if record.state in ("STARTING", "COMMITTING") or (record.state in ("STAGING", "STAGED") and not mine):
         return Serve(active)
     if swap is not None and swap.phase == "prepare" and not swap.changes and _asked(record, swap, active):
         return Stage(swap)
-    if swap is not None and mine and swap.phase == "canary" and swap.canary == record.id and active is not None:
-        return _go_ahead(record, swap, active, view)
-    if record.state in ("STAGING", "STAGED", "COMMITTING") and not mine:
-        return StandDown()
     return Rest()
 
 
@@ -153,20 +143,19 @@ def _asked(record: InstanceRecord, swap: SwapRecord, active: ActiveRecord | None
 
 
 def _follow(record: InstanceRecord, active: ActiveRecord, view: View) -> Action:
-    """The commit record is not the one it flipped for."""
-    swap = view.swap
-    if swap is not None and on_trial(record, swap) and in_flight(swap) and active.swap_id != swap.id:
-        return Rest()  # on trial still, or committed and the commit record is the next thing it sees
+    """It does not run what the commit record asks of it, or has not said so."""
     if runs(record, active):
         return Serve(active)
-    rolling = swap is not None and swap.id == active.swap_id and in_flight(swap) and swap.mode == "rolling"
-    if swap is not None and rolling and record.id in swap.participants and record.state in PARTICIPATING:
-        if swap.changes and swap.turn != record.id:
+    swap = view.swap
+    mine = swap if swap is not None and in_flight(swap) and record.id in swap.participants else None
+    if active.trial is not None and mine is None:
+        return Rest()  # the swap has ended, and the commit record is the next thing it sees
+    rolling = mine is not None and mine.mode == "rolling" and (active.trial is not None or mine.id == active.swap_id)
+    if mine is not None and rolling and record.state in PARTICIPATING:
+        if not _turn(record, mine, active, view):
             return Rest()
-        if not swap.changes and not _turn(record, swap, active, view):
-            return Rest()
-        if view.drained != swap.id:
-            return Drain(swap)
+        if view.drained != mine.id:
+            return Drain(mine)
     return Flip(active) if _can_run(record, active.version, view) else Restart()
 
 
@@ -176,33 +165,14 @@ def _can_run(record: InstanceRecord, version: int, view: View) -> bool:
     return record.form is None or form is None or record.form == form
 
 
-def _come_back(record: InstanceRecord, swap: SwapRecord, active: ActiveRecord, view: View) -> Action:
-    """The canary of a swap that takes another engine: it leaves with the one it has, and comes back on trial."""
-    if record.swap_id == swap.id and _can_run(record, swap.target, view):
-        return Rest() if record.error is not None else Flip(provisional(swap, active, ""), ahead=True)
-    if record.state in PARTICIPATING and (record.state != "COMMITTING" or view.drained != swap.id):
-        return Drain(swap)
-    return Restart()
-
-
 def _turn(record: InstanceRecord, swap: SwapRecord, active: ActiveRecord, view: View) -> bool:
-    """Whether every participant before it has flipped or has given up."""
+    """Whether it is the canary, or every participant before it has flipped or has given up."""
+    if swap.changes:
+        return swap.turn == record.id
+    if active.trial is not None:
+        return True
     before = (view.instances.get(name) for name in swap.participants[: swap.participants.index(record.id)])
-    return all(i is None or i.active_epoch >= active.epoch or i.state not in PARTICIPATING for i in before)
-
-
-def _go_ahead(record: InstanceRecord, swap: SwapRecord, active: ActiveRecord, view: View) -> Action:
-    """The canary, before its flip."""
-    if record.staged_version != swap.target:
-        return Rest()
-    if record.state != "COMMITTING" or view.drained != swap.id:
-        return Drain(swap)
-    return Flip(provisional(swap, active, record.staged_fingerprint), ahead=True)
-
-
-def provisional(swap: SwapRecord, active: ActiveRecord, fingerprint: str | None) -> ActiveRecord:
-    """The commit record as it will be if the canary passes."""
-    return ActiveRecord(swap.target, active.epoch + 1, active.version, swap.id, swap.opened_at, fingerprint or "")
+    return all(i is None or confirmed(i, active) or i.state not in PARTICIPATING for i in before)
 
 
 # What it says of itself afterwards.
@@ -210,7 +180,7 @@ def provisional(swap: SwapRecord, active: ActiveRecord, fingerprint: str | None)
 
 def serving(record: InstanceRecord, active: ActiveRecord | None) -> InstanceRecord:
     epoch = active.epoch if active is not None else record.active_epoch
-    return replace(_unstaged(record), state="SERVING", active_epoch=epoch, error=None)
+    return replace(_unstaged(record), state=_state(active), active_epoch=epoch, error=None)
 
 
 def staging(record: InstanceRecord, swap: SwapRecord) -> InstanceRecord:
@@ -226,23 +196,12 @@ def refused(record: InstanceRecord, error: ErrorInfo) -> InstanceRecord:
     return replace(_unstaged(record), state="SERVING", error=error)
 
 
-def stood_down(record: InstanceRecord) -> InstanceRecord:
-    return replace(_unstaged(record), state="SERVING")
-
-
 def leaving(record: InstanceRecord) -> InstanceRecord:
     return replace(record, state="COMMITTING")
 
 
-def flipped(record: InstanceRecord, active: ActiveRecord, fingerprint: str | None, *, ahead: bool) -> InstanceRecord:
-    return replace(
-        _unstaged(record),
-        state="COMMITTING" if ahead else "SERVING",
-        active_version=active.version,
-        active_epoch=0 if ahead else active.epoch,
-        fingerprint=fingerprint,
-        error=None,
-    )
+def flipped(record: InstanceRecord, active: ActiveRecord, fingerprint: str | None) -> InstanceRecord:
+    return replace(serving(record, active), active_version=active.version, fingerprint=fingerprint)
 
 
 def behind(record: InstanceRecord, error: ErrorInfo) -> InstanceRecord:
@@ -252,6 +211,10 @@ def behind(record: InstanceRecord, error: ErrorInfo) -> InstanceRecord:
 
 def torn(record: InstanceRecord, error: ErrorInfo) -> InstanceRecord:
     return replace(record, state="TORN", error=error)
+
+
+def _state(active: ActiveRecord | None) -> InstanceState:
+    return "COMMITTING" if active is not None and active.trial is not None else "SERVING"
 
 
 def _unstaged(record: InstanceRecord) -> InstanceRecord:

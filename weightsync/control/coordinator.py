@@ -197,11 +197,11 @@ class Coordinator:
     ) -> SwapReport:
         """Ask for `version`, and report how its swap ended. Raises UnknownVersion, SwapTimeout, StoreUnavailable.
 
-        `deadline_s` bounds staging, and once more the canary's flip and probe. With `mode` "rolling" one instance flips
-        ahead and is probed, then the others follow one by one; each lets its streams end for up to `drain_s` before.
-        An instance that dies before the commit aborts the swap, or with `on_lost` "continue" is left out of it. With a
-        `split`, other versions have shares of the requests (`placement.split_of`), or NotEnoughInstances is raised. The
-        ledger names `requested_by`, with the `reason`.
+        `deadline_s` bounds staging, and once more the canary's flip and probe. With `mode` "rolling" one instance tries
+        the version and is probed, then the others follow one by one; each lets its streams end for up to `drain_s`
+        before. An instance that dies before the commit aborts the swap, or with `on_lost` "continue" is left out of it.
+        With a `split`, other versions have shares of the requests (`placement.split_of`), or NotEnoughInstances is
+        raised. The ledger names `requested_by`, with the `reason`.
         """
         target = activation.new_target(
             version, requested_by, deadline_s, mode=mode, drain_s=drain_s, on_lost=on_lost, split=split
@@ -280,7 +280,7 @@ class Coordinator:
             if step.kind not in ("try", "commit") or board.swap is None:
                 raise
             # More participants than etcd compares in one transaction: it would be refused for ever.
-            await self._take(board, term, abort(board.swap, str(refusal)), past)
+            await self._take(board, term, abort(view_of(board, time.time()), board.swap, str(refusal)), past)
             return
         if ends:
             past.added()

@@ -101,12 +101,13 @@ def start_of(board: Board, name: str) -> Start | None:
     active, swap = board.active, board.swap
     if active is None:
         return Start(None, None)
+    version = active.of(name).version
     if swap is None or not is_turn(swap, name) or swap.phase == "revert":
-        return _start(board, active.of(name).version)
+        return _start(board, version)
     tried = board.starts.get(name)
     if tried is not None and tried.swap_id == swap.id and tried.error is not None:
         return None
-    return _start(board, swap.target, swap.id)
+    return _start(board, version, swap.id)
 
 
 def is_turn(swap: SwapRecord, name: str) -> bool:

@@ -101,11 +101,11 @@ def _requested_by(swap: SwapRecord, target: TargetRecord | None) -> str:
 
 
 def ledger_entries(board: Board, step: Step) -> list[LedgerEntry]:
-    """What the ledger says of a step: that it changes the commit record, or how it ends the swap."""
+    """What the ledger says of a step: that it commits, or how it ends the swap."""
     swap, who = step.swap, _requested_by(step.swap, board.target)
     asked = f"asked for by {who}" if who else ""
     about: dict[str, Any] = {"model": board.keys.model, "swap": swap.id, "subject": asked}
-    if step.active is not None:
+    if step.active is not None and step.kind in ("commit", "revert"):
         what: Action = "revert" if step.kind == "revert" else "commit"
         epoch = f"version {step.active.version}, epoch {step.active.epoch}"
         if swap.split is not None and what == "commit":

@@ -281,7 +281,11 @@ def shared_versions(split: SplitRecord | None) -> list[int]:
 @dataclass(frozen=True)
 class ActiveRecord(Record):
     """The one commit record. `epoch` grows by one with every commit, a rollback too. With a `split`, the instances of
-    its shares run their versions, and all others `version`."""
+    its shares run their versions, and all others `version`.
+
+    `trial` is a share without requests: its instance, the canary of a swap, runs its version as if the next commit had
+    come, and nobody but a probe asks it.
+    """
 
     version: int
     epoch: int
@@ -290,14 +294,17 @@ class ActiveRecord(Record):
     committed_at: float
     fingerprint: str = ""
     split: SplitRecord | None = None
+    trial: ShareRecord | None = None
 
     def of(self, instance: str) -> ActiveRecord:
-        """What the commit asks of that instance."""
-        if self.split is None:
+        """What the commit asks of that instance; `trial` is None unless it is the canary."""
+        if self.split is None and self.trial is None:
             return self
-        share = self.split.share_of(instance)
+        trial = self.trial if self.trial is not None and instance in self.trial.instances else None
+        share = trial or (self.split.share_of(instance) if self.split is not None else None)
         version, fingerprint = (share.version, share.fingerprint) if share else (self.version, self.fingerprint)
-        return dataclasses.replace(self, version=version, fingerprint=fingerprint, split=None)
+        epoch = self.epoch + 1 if trial else self.epoch
+        return dataclasses.replace(self, version=version, epoch=epoch, fingerprint=fingerprint, split=None, trial=trial)
 
 
 @dataclass(frozen=True)
@@ -305,8 +312,8 @@ class SwapRecord(Record):
     """The transaction in flight, or the last one. `id` is the id of the target record that asked for it.
 
     `deadline` and `opened_at` are unix seconds; the deadline is that of the phase prepare, and then of canary. `canary`
-    names the participant that flips ahead of a rolling commit, `drain_s` how long each may wait for its streams to end
-    before its flip, `on_lost` what becomes of the swap when a participant dies before the commit.
+    names the participant that tries the version before a rolling commit, `drain_s` how long each may wait for its
+    streams to end before its flip, `on_lost` what becomes of the swap when a participant dies before the commit.
 
     `changes` says which tensors differ, if the engines must be started anew for it: then `turn` names the participant
     that may restart now, the deadline is that of its turn, and `former` is the commit record to return to.

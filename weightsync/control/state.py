@@ -9,24 +9,27 @@
 
     (no swap, or one that is done or aborted) --target with a new id--> prepare      or aborted, if it is not ready
     prepare --every participant STAGED, with the published fingerprint--> commit     together
-                                                                    `---> canary     rolling
-    canary  --the canary flipped ahead, its probe passed, the others still STAGED--> commit
+                                                                    `---> canary     rolling, with a trial
+    canary  --the canary runs its trial, its probe passed, the others still STAGED--> commit
     prepare, canary --error, fingerprint that differs, probe failed, deadline--> aborted
     prepare, canary --participant gone, torn or draining--> aborted, or the same without it (`on_lost`), if any is left
     commit  --every participant confirmed, gone or TORN, or confirmation overdue--> done
 
-A canary flips while it is COMMITTING, which keeps it out of routing; when its swap aborts it goes back by itself, to a
-version it still holds. A rolling swap has nothing to try when no version is active, when its target is, or when there
-are no participants: it is then done together.
+A trial is a share of the commit record that gets no requests: the version that stands stays active, and the canary runs
+another. Like every instance it runs what the commit record says of it; while that is a trial it is COMMITTING, which
+keeps it out of routing. The commit gives all instances what the canary runs already. An abort takes the trial out, and
+the commit record is as it was. A rolling swap has nothing to try when no version is active, when its target is, or when
+there are no participants: it is then done together.
 
 Every step is written by the leader, in a transaction that compares the leader's key and all it was decided on: a
 deposed leader writes nothing. A leader that dies leaves records from which the next one goes on; a probe that was under
 way is run again.
 
 A version whose tensors differ from those of the active one takes other engines. Its swap is rolling, and nobody stages:
-who has its `turn`, the canary first, drains, starts its process anew with the form of the version (`forms`), stages the
-version and flips. One restarts at a time, and while it is away its record may be, too. What fails before the commit
-aborts the swap; what fails after it reverts the commit, and those that have restarted return, one by one, likewise:
+who has its `turn`, the canary for its trial first, drains, starts its process anew with the form of the version
+(`forms`), stages the version and flips. One restarts at a time, and while it is away its record may be, too. What fails
+before the commit aborts the swap; what fails after it reverts the commit, and those that have restarted return, one by
+one, likewise:
 
     canary  --as above, but the others need not have staged it--> commit
     commit  --each in its turn has come back with the version--> done
@@ -54,6 +57,7 @@ from weightsync.control.records import (
     ActiveRecord,
     InstanceRecord,
     Keys,
+    ShareRecord,
     SplitRecord,
     StartRecord,
     SwapMode,
@@ -152,7 +156,7 @@ class View:
 
 @dataclass(frozen=True)
 class Step:
-    """Write `swap`, and with a commit `active`."""
+    """Write `swap`, and `active` where that changes: with a trial, its end, a commit or its revert."""
 
     kind: Literal["open", "refuse", "leave", "try", "commit", "turn", "revert", "abort", "finish"]
     swap: SwapRecord
@@ -211,14 +215,18 @@ def confirm_within_s(swap: SwapRecord) -> float:
     return CONFIRM_S if swap.mode == "together" else len(swap.participants) * (each + swap.drain_s)
 
 
-def on_trial(instance: InstanceRecord, swap: SwapRecord) -> bool:
-    """Whether this is the canary, and it has flipped ahead of the commit."""
-    target = swap.of(instance.id).target
-    return (
-        (instance.id, instance.swap_id, instance.active_version) == (swap.canary, swap.id, target)
-        and instance.state == "COMMITTING"
-        and instance.active_epoch == 0
-    )
+def on_trial(instance: InstanceRecord, active: ActiveRecord | None) -> bool:
+    """Whether it is the canary, and runs what it is to try."""
+    asked = active.of(instance.id) if active is not None else None
+    if asked is None or asked.trial is None:
+        return False
+    runs = (instance.active_version, instance.active_epoch) == (asked.version, asked.epoch)
+    return runs and instance.state == "COMMITTING"
+
+
+def confirmed(instance: InstanceRecord, active: ActiveRecord) -> bool:
+    """Whether it says that it serves that commit, and not only tries it."""
+    return instance.active_epoch >= active.epoch and instance.state != "COMMITTING"
 
 
 def _open(view: View, target: TargetRecord) -> Step:
@@ -325,65 +333,75 @@ def _prepare(view: View, swap: SwapRecord) -> Step | Wait:
         return blocked
     if swap.changes:
         canary = min(swap.participants)
-        deadline = view.now + swap.drain_s + RESTART_S
-        return Step("try", replace(swap, phase="canary", canary=canary, turn=canary, deadline=deadline))
+        return _try(view, replace(swap, turn=canary), canary, RESTART_S)
     waiting = [name for name in swap.participants if not _ready(view, view.instances[name], swap)]
     if waiting and view.now >= swap.deadline:
-        return abort(swap, f"not staged within {swap.deadline - swap.opened_at:g} s by {', '.join(waiting)}")
+        return abort(view, swap, f"not staged within {swap.deadline - swap.opened_at:g} s by {', '.join(waiting)}")
     if waiting:
         return Wait(swap.deadline)
     if swap.mode == "together":
         return _commit(view, swap)
-    again = swap.deadline - swap.opened_at  # the canary gets the time of the request once more, after its drain
     moving = _moving(view, swap)
     if not moving:  # others have left, and nobody is to try anything
         return _commit(view, swap)
-    canary = min(moving)
-    return Step("try", replace(swap, phase="canary", canary=canary, deadline=view.now + swap.drain_s + again))
+    return _try(view, swap, min(moving), swap.deadline - swap.opened_at)  # the time of the request once more
+
+
+def _try(view: View, swap: SwapRecord, canary: str, seconds: float) -> Step:
+    """Have the canary run what the commit will ask of it, for up to `seconds` after its drain."""
+    assert view.active is not None
+    asked = _committed(view, swap).of(canary)
+    trial = ShareRecord(asked.version, 0.0, (canary,), asked.fingerprint)
+    swap = replace(swap, phase="canary", canary=canary, deadline=view.now + swap.drain_s + seconds)
+    return Step("try", swap, replace(view.active, trial=trial))
 
 
 def _canary(view: View, swap: SwapRecord) -> Step | Ask | Wait:
     if (blocked := _blocked(view, swap)) is not None:
         return blocked
     if swap.changes and (problem := _failed_start(view, swap)) is not None:
-        return abort(swap, problem)
+        return abort(view, swap, problem)
+    if view.active is None or view.active.trial is None:
+        return abort(view, swap, "the commit record was written anew meanwhile, without the trial")
     canary = view.instances.get(swap.canary or "")
     if canary is None:  # it restarts
-        name = swap.canary
-        return Wait(swap.deadline) if view.now < swap.deadline else abort(swap, f"canary {name} is not back in time")
+        late = view.now >= swap.deadline
+        return abort(view, swap, f"canary {swap.canary} is not back in time") if late else Wait(swap.deadline)
     for name in () if swap.changes else swap.participants:
         if name != canary.id and not _ready(view, view.instances[name], swap):
-            return abort(swap, f"instance {name} is {view.instances[name].state} and has not staged it any more")
-    if on_trial(canary, swap):
-        if view.probe is not None and not view.probe.ok:
-            return abort(swap, f"the probe of canary {canary.id} failed: {view.probe.detail or 'no detail given'}")
-        if view.probe is not None:
+            what = f"is {view.instances[name].state} and has not staged it any more"
+            return abort(view, swap, f"instance {name} {what}")
+    tries = on_trial(canary, view.active)
+    if tries and view.probe is not None:
+        if view.probe.ok:
             return _commit(view, swap)
-    elif not swap.changes and not _staged(canary, swap) and (canary.state, canary.swap_id) != ("COMMITTING", swap.id):
-        return abort(swap, f"canary {canary.id} is {canary.state} and has not staged it any more")
+        detail = view.probe.detail or "no detail given"
+        return abort(view, swap, f"the probe of canary {canary.id} failed: {detail}")
+    leaves = (canary.state, canary.swap_id) == ("COMMITTING", swap.id)
+    if not (tries or leaves or swap.changes or _staged(canary, swap)):
+        return abort(view, swap, f"canary {canary.id} is {canary.state} and has not staged it any more")
     if view.now >= swap.deadline:
-        what = "was not probed" if on_trial(canary, swap) else "did not flip"
-        return abort(swap, f"canary {canary.id} {what} in time")
-    return Ask(swap.of(canary.id), canary, swap.deadline) if on_trial(canary, swap) else Wait(swap.deadline)
+        return abort(view, swap, f"canary {canary.id} {'was not probed' if tries else 'did not flip'} in time")
+    return Ask(swap.of(canary.id), canary, swap.deadline) if tries else Wait(swap.deadline)
 
 
 def _blocked(view: View, swap: SwapRecord) -> Step | None:
     """Why this swap cannot be committed any more."""
     for version in shared_versions(swap.split):
         if version not in view.shared or view.shared[version].state != "ready":
-            return abort(swap, f"version {version} is no longer ready")
+            return abort(view, swap, f"version {version} is no longer ready")
     if view.target_state != "ready":
-        return abort(swap, f"version {swap.target} is no longer ready")
+        return abort(view, swap, f"version {swap.target} is no longer ready")
     staying = [name for name in swap.participants if name != swap.turn]  # whose turn it is may be away for it
     lost = {name: what for name in staying if (what := _lost(view, name)) is not None}
     if lost:
-        return _without(swap, lost)
+        return _without(view, swap, lost)
     for name in swap.participants:
         instance = view.instances.get(name)
         if instance is not None and instance.swap_id == swap.id and instance.error is not None:
-            return abort(swap, f"instance {name}: {instance.error.message}", instance.error.tensor)
+            return abort(view, swap, f"instance {name}: {instance.error.message}", instance.error.tensor)
     if (reason := _odd_fingerprint(view, swap)) is not None:
-        return abort(swap, reason)
+        return abort(view, swap, reason)
     return None
 
 
@@ -395,14 +413,14 @@ def _lost(view: View, name: str) -> str | None:
     return instance.state if instance.state not in PARTICIPATING else None
 
 
-def _without(swap: SwapRecord, lost: Mapping[str, str]) -> Step:
+def _without(view: View, swap: SwapRecord, lost: Mapping[str, str]) -> Step:
     """The swap among those that are left, if that was asked for; the canary cannot be left out of its own trial."""
     left = tuple(name for name in swap.participants if name not in lost)
     whole = swap.split is None or placement.suffices(swap.target, swap.split, left)
     if swap.on_lost == "continue" and left and whole and swap.canary not in lost:
         return Step("leave", replace(swap, participants=left))
     name, what = next(iter(lost.items()))
-    return abort(swap, f"instance {name} is {what}")
+    return abort(view, swap, f"instance {name} is {what}")
 
 
 def _staged(instance: InstanceRecord, swap: SwapRecord) -> bool:
@@ -431,7 +449,7 @@ def _odd_fingerprint(view: View, swap: SwapRecord) -> str | None:
     shares = {share.version: share.fingerprint for share in swap.split.shares} if swap.split is not None else {}
     for name in swap.participants:
         instance = view.instances.get(name)
-        built = _built(instance, swap) if instance is not None else None
+        built = _built(view, instance, swap) if instance is not None else None
         if instance is None or not built:
             continue
         version = swap.of(name).target
@@ -453,20 +471,21 @@ def _odd_fingerprint(view: View, swap: SwapRecord) -> str | None:
     return None
 
 
-def _built(instance: InstanceRecord, swap: SwapRecord) -> str | None:
+def _built(view: View, instance: InstanceRecord, swap: SwapRecord) -> str | None:
     """The fingerprint of what it built for this swap, if it has and if it says."""
-    if on_trial(instance, swap):
+    if on_trial(instance, view.active):
         return instance.fingerprint
     mine = instance.swap_id == swap.id and instance.staged_version == swap.of(instance.id).target
     return instance.staged_fingerprint if mine else None
 
 
-def _commit(view: View, swap: SwapRecord) -> Step:
+def _committed(view: View, swap: SwapRecord) -> ActiveRecord:
+    """The commit record of this swap."""
     before = view.active
     previous = before.version if before is not None else None
     if before is not None and before.version == swap.target:
         previous = before.previous  # committing what is active already must not lose the way back
-    active = ActiveRecord(
+    return ActiveRecord(
         version=swap.target,
         epoch=before.epoch + 1 if before is not None else 1,
         previous=previous,
@@ -475,8 +494,11 @@ def _commit(view: View, swap: SwapRecord) -> Step:
         fingerprint=view.target_fingerprint,
         split=swap.split,
     )
+
+
+def _commit(view: View, swap: SwapRecord) -> Step:
     deadline = view.now + swap.drain_s + RESTART_S if swap.changes else swap.deadline
-    return Step("commit", replace(swap, phase="commit", deadline=deadline), active)
+    return Step("commit", replace(swap, phase="commit", deadline=deadline), _committed(view, swap))
 
 
 def _confirm(view: View, swap: SwapRecord) -> Step | Wait:
@@ -484,7 +506,7 @@ def _confirm(view: View, swap: SwapRecord) -> Step | Wait:
     if active is None or active.swap_id != swap.id:
         return Step("finish", replace(swap, phase="done", reason="overtaken by a later commit"))
     alive = [view.instances[name] for name in swap.participants if name in view.instances]
-    late = [i.id for i in alive if i.active_epoch < active.epoch and i.state in PARTICIPATING]
+    late = [i.id for i in alive if not confirmed(i, active) and i.state in PARTICIPATING]
     if not late:
         return Step("finish", replace(swap, phase="done", reason=_torn(swap, view)))
     overdue = active.committed_at + confirm_within_s(swap)
@@ -512,7 +534,7 @@ def _take_turns(view: View, swap: SwapRecord) -> Step | Wait:
     if active is None or active.swap_id != swap.id:
         return Step("finish", replace(swap, phase="done", reason="overtaken by a later commit"))
     names, here = swap.participants, view.instances
-    behind = [name for name in names if name not in here or here[name].active_epoch < active.epoch]
+    behind = [name for name in names if name not in here or not confirmed(here[name], active)]
     if swap.turn in behind and view.now < swap.deadline:
         problem = _failed_start(view, swap) if swap.phase == "commit" else None
         return _revert(view, swap, problem) if problem is not None else Wait(swap.deadline)
@@ -548,6 +570,8 @@ def _torn(swap: SwapRecord, view: View) -> str | None:
     return f"not flipped: {', '.join(missing)}" if missing else None
 
 
-def abort(swap: SwapRecord, reason: str, tensor: str | None = None) -> Step:
-    """The version before goes on serving; the record says why."""
-    return Step("abort", replace(swap, phase="aborted", reason=reason, tensor=tensor))
+def abort(view: View, swap: SwapRecord, reason: str, tensor: str | None = None) -> Step:
+    """The version before goes on serving, and a trial of another ends; the record says why."""
+    active = view.active
+    ends = replace(active, trial=None) if active is not None and active.trial is not None else None
+    return Step("abort", replace(swap, phase="aborted", reason=reason, tensor=tensor), ends)

@@ -294,7 +294,7 @@ class _Attempt:
             about: dict[str, Any] = {"model": self.keys.model, "version": record.version, "outcome": outcome}
             entries.append(LedgerEntry("commit", "restore", **about))
         elif self.split_ends:
-            alone = replace(self.active, epoch=self.active.epoch + 1, committed_at=time.time(), split=None)
+            alone = replace(self.active, epoch=self.active.epoch + 1, committed_at=time.time(), split=None, trial=None)
             puts[self.keys.active] = alone.to_json()
             outcome = f"version {record.version} alone: another of the split was lost with the memory of its host"
             about = {"model": self.keys.model, "version": record.version, "outcome": outcome}

@@ -21,7 +21,7 @@ from weightsync.control.records import ActiveRecord, InstanceRecord, SwapRecord
 log: Final = logging.getLogger("hotswap.gateway")
 
 # An instance that stages goes on serving the version it has, so it is asked when nobody better is there: with a single
-# instance a swap must not turn a request away. COMMITTING drains, or has flipped ahead of the commit.
+# instance a swap must not turn a request away. COMMITTING drains, or tries a version as a canary.
 _RANK: Final = {"SERVING": 0, "STAGED": 0, "STAGING": 1}
 _UNDER_WAY: Final = ("prepare", "canary", "commit", "revert")
 _AVOID_AFTER_FAILURE_S: Final = 1.0
@@ -94,8 +94,9 @@ C = TypeVar("C", bound=Candidate)
 
 
 def eligible(record: InstanceRecord, active: ActiveRecord | None, swap: SwapRecord | None) -> bool:
-    """Whether it may be asked at all: in a serving state, and with the weights of the commit record."""
-    return record.state in _RANK and fresh(record, active, swap)
+    """Whether it may be asked at all: in a serving state, with the weights of the commit record, and not on trial."""
+    tries = active is not None and active.of(record.id).trial is not None
+    return record.state in _RANK and not tries and fresh(record, active, swap)
 
 
 def fresh(record: InstanceRecord, active: ActiveRecord | None, swap: SwapRecord | None) -> bool:

@@ -19,6 +19,7 @@ from weightsync.control.records import (
     FormRecord,
     InstanceRecord,
     Keys,
+    ShareRecord,
     StartRecord,
     SwapRecord,
     VersionRecord,
@@ -32,11 +33,12 @@ WHY = "lm_head.weight is new"
 SERVING = {name: InstanceRecord(name, "x", "SERVING", 1, 5, form="one") for name in ("a", "b")}
 OPENED = replace(SWAP, mode="rolling", drain_s=ROLLING_DRAIN_S, changes=WHY, former=ACTIVE)
 CANARY = replace(OPENED, phase="canary", canary="a", turn="a", deadline=800.0)
+TRYING = replace(ACTIVE, trial=ShareRecord(2, 0.0, ("a",)))
 COMMIT = replace(CANARY, phase="commit")
 COMMITTED = ActiveRecord(2, 6, 1, "swap-2", 100.0)
 REVERT = replace(COMMIT, phase="revert", turn="b", participants=("b", "a"), reason="why")
 RETURNED = replace(ACTIVE, epoch=7, swap_id="swap-2")
-TRIAL = InstanceRecord("a", "x", "COMMITTING", 2, 0, swap_id="swap-2", form="two")
+TRIAL = InstanceRecord("a", "x", "COMMITTING", 2, 6, swap_id="swap-2", form="two")
 BACK = InstanceRecord("a", "x", "SERVING", 2, 6, swap_id="swap-2", form="two")
 ERROR = ErrorInfo("c", "no memory")
 
@@ -58,7 +60,8 @@ def test_other_tensors_open_a_rolling_swap_that_nobody_stages() -> None:
     opened = step(view(swap=None, instances=SERVING, changes=WHY))
     assert (opened.kind, opened.swap) == ("open", OPENED)
     tried = step(view(swap=OPENED, instances=SERVING))
-    assert (tried.kind, tried.swap) == ("try", replace(CANARY, deadline=100.0 + ROLLING_DRAIN_S + RESTART_S))
+    trial = replace(CANARY, deadline=100.0 + ROLLING_DRAIN_S + RESTART_S)
+    assert (tried.kind, tried.swap, tried.active) == ("try", trial, TRYING)
 
 
 @pytest.mark.parametrize(
@@ -76,15 +79,16 @@ def test_a_fleet_that_could_not_serve_meanwhile_refuses(instances: dict[str, Ins
 
 
 def test_the_canary_may_be_away_until_its_time_is_up() -> None:
-    seen = view(swap=CANARY, instances=fleet(a=None))
+    seen = view(swap=CANARY, active=TRYING, instances=fleet(a=None))
     assert coordinate(seen) == Wait(CANARY.deadline)
     assert coordinate(replace(seen, instances=fleet(a=InstanceRecord("a", "x")))) == Wait(CANARY.deadline)
-    assert step(replace(seen, now=CANARY.deadline)).kind == "abort"
+    late = step(replace(seen, now=CANARY.deadline))
+    assert (late.kind, late.active) == ("abort", ACTIVE)
     assert step(replace(seen, instances={"a": TRIAL})).kind == "abort", "the other one may not"
 
 
 def test_the_canary_on_trial_is_probed_and_its_turn_goes_on_after_the_commit() -> None:
-    seen = view(swap=CANARY, instances=fleet(a=TRIAL))
+    seen = view(swap=CANARY, active=TRYING, instances=fleet(a=TRIAL))
     assert coordinate(seen) == Ask(CANARY, TRIAL, CANARY.deadline)
     commit = step(replace(seen, probe=ProbeResult(True)))
     assert (commit.kind, commit.active) == ("commit", COMMITTED)
@@ -94,7 +98,7 @@ def test_the_canary_on_trial_is_probed_and_its_turn_goes_on_after_the_commit() -
 
 @pytest.mark.parametrize("tried", [StartRecord("swap-2", 2, ERROR), StartRecord("before", 2, ERROR)])
 def test_a_failed_start_of_this_swap_ends_it(tried: StartRecord) -> None:
-    trial = coordinate(view(swap=CANARY, instances=fleet(a=None), starts={"a": tried}))
+    trial = coordinate(view(swap=CANARY, active=TRYING, instances=fleet(a=None), starts={"a": tried}))
     turn = replace(COMMIT, turn="b")
     later = coordinate(view(swap=turn, active=COMMITTED, instances=fleet(a=BACK, b=None), starts={"b": tried}))
     if tried.swap_id != "swap-2":
@@ -154,21 +158,21 @@ def seen(active: ActiveRecord, swap: SwapRecord, drained: str | None = None) -> 
 
 def test_an_instance_stages_nothing_for_it_and_leaves_when_it_is_its_turn() -> None:
     assert decide(SERVING["a"], seen(ACTIVE, OPENED)) == Rest()
-    assert decide(SERVING["b"], seen(ACTIVE, CANARY)) == Rest()
-    assert decide(SERVING["a"], seen(ACTIVE, CANARY)) == Drain(CANARY)
+    assert decide(SERVING["a"], seen(ACTIVE, CANARY)) == Rest(), "the commit record comes next"
+    assert decide(SERVING["a"], seen(TRYING, OPENED)) == Rest(), "or the swap record"
+    assert decide(SERVING["b"], seen(TRYING, CANARY)) == Rest()
+    assert decide(SERVING["a"], seen(TRYING, CANARY)) == Drain(CANARY)
     leaving = replace(SERVING["a"], state="COMMITTING")
-    assert decide(leaving, seen(ACTIVE, CANARY)) == Drain(CANARY)
-    assert decide(leaving, seen(ACTIVE, CANARY, "swap-2")) == Restart()
+    assert decide(leaving, seen(TRYING, CANARY)) == Drain(CANARY)
+    assert decide(leaving, seen(TRYING, CANARY, "swap-2")) == Restart()
+    assert decide(leaving, seen(ACTIVE, replace(CANARY, phase="aborted"), "swap-2")) == Serve(ACTIVE)
 
 
 def test_it_comes_back_on_trial_and_stays_if_the_swap_commits() -> None:
     started = InstanceRecord("a", "x", swap_id="swap-2", form="two")
-    action = decide(started, seen(ACTIVE, CANARY))
-    assert isinstance(action, Flip)
-    assert (action.ahead, action.active.version) == (True, 2)
-    assert decide(replace(started, error=ERROR), seen(ACTIVE, CANARY)) == Rest()
-    assert decide(TRIAL, seen(ACTIVE, CANARY)) == Rest()
-    assert decide(TRIAL, seen(COMMITTED, CANARY)) == Rest(), "the swap record comes next"
+    assert decide(started, seen(TRYING, CANARY)) == Flip(TRYING.of("a"))
+    assert decide(TRIAL, seen(TRYING, CANARY)) == Rest()
+    assert decide(TRIAL, seen(COMMITTED, CANARY)) == Serve(COMMITTED)
     assert decide(TRIAL, seen(COMMITTED, COMMIT)) == Serve(COMMITTED)
 
 
@@ -205,10 +209,10 @@ def test_a_process_starts_with_the_form_of_what_it_is_to_run() -> None:
     failed = StartRecord("swap-2", 2, ERROR)
     assert start_of(board(None, None), "a") == Start(None, None)
     assert start_of(board(ACTIVE, OPENED), "a") == Start(1, "one")
-    assert start_of(board(ACTIVE, CANARY), "a") == Start(2, "two", "swap-2")
-    assert start_of(board(ACTIVE, CANARY), "b") == Start(1, "one")
-    assert start_of(board(ACTIVE, CANARY, a=StartRecord("swap-2", 1)), "a") == Start(2, "two", "swap-2")
-    assert start_of(board(ACTIVE, CANARY, a=failed), "a") is None, "it waits for the swap to end"
+    assert start_of(board(TRYING, CANARY), "a") == Start(2, "two", "swap-2")
+    assert start_of(board(TRYING, CANARY), "b") == Start(1, "one")
+    assert start_of(board(TRYING, CANARY, a=StartRecord("swap-2", 1)), "a") == Start(2, "two", "swap-2")
+    assert start_of(board(TRYING, CANARY, a=failed), "a") is None, "it waits for the swap to end"
     assert start_of(board(ACTIVE, replace(CANARY, phase="aborted"), a=failed), "a") == Start(1, "one")
     assert start_of(board(RETURNED, REVERT, b=failed), "b") == Start(1, "one")
 

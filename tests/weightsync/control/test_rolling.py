@@ -10,7 +10,16 @@ from tests.waiting import eventually
 from tests.weightsync.fleet import KEYS, Engine, Fleet
 from tests.weightsync.tensors import model
 from weightsync import CommitResult, ProbeResult, Publisher
-from weightsync.control.records import ActiveRecord, InstanceRecord, SwapRecord, VersionRecord
+from weightsync.control.chain import recent
+from weightsync.control.history import past_swaps
+from weightsync.control.records import (
+    ActiveRecord,
+    InstanceRecord,
+    ShareRecord,
+    SwapRecord,
+    TargetRecord,
+    VersionRecord,
+)
 
 STORES = ["sqlite", "etcd"]
 
@@ -90,6 +99,61 @@ async def test_a_canary_that_fails_its_probe_goes_back(
     assert [canary.running, other.running] == [2, 2]
 
 
+async def test_a_failed_trial_leaves_the_commit_record_and_one_entry_of_each_kind(
+    fleet: Fleet, publisher: Publisher
+) -> None:
+    coordinator = fleet.coordinator(probe=Probing(fleet, ProbeResult(False, "odd")))
+    for name in ("a", "b"):
+        await fleet.instance(name)
+    store = fleet.store()
+    assert (await coordinator.activate(await publish(publisher))).ok
+    assert (await coordinator.activate(await publish(publisher))).ok
+    before = await store.get(KEYS.active)
+    assert before is not None
+    assert not (await coordinator.activate(await publish(publisher), mode="rolling", requested_by="somebody")).ok
+    after = await store.get(KEYS.active)
+    assert after is not None
+    assert after.value == before.value
+    assert [(s.version, s.outcome) for s in await past_swaps(store, KEYS)][:2] == [(3, "aborted"), (2, "done")]
+    newest = [(e.action, e.version) for e in await recent(store, 2)]
+    assert newest == [("abort", 3), ("activate", 3)]
+    back = await coordinator.rollback()
+    assert (back.ok, back.version) == (True, 1), "the way back is what it was"
+
+
+async def test_a_rollback_asked_for_during_a_trial_follows_it(fleet: Fleet, publisher: Publisher) -> None:
+    """It goes to the version before the one that serves, whatever comes of the trial."""
+    probing = Probing(fleet)
+    coordinator = fleet.coordinator(probe=probing)
+    engines = [await fleet.instance(name) for name in ("a", "b")]
+    for _ in range(2):
+        assert (await coordinator.activate(await publish(publisher))).ok
+    probing.go.clear()
+    swap = asyncio.create_task(coordinator.activate(await publish(publisher), mode="rolling"))
+    await eventually(lambda: probing.seen)
+    active = ActiveRecord.from_json(await _value(fleet, KEYS.active))
+    assert (active.version, active.epoch, active.previous) == (2, 2, 1)
+    assert active.trial == ShareRecord(3, 0.0, ("a",), active.trial.fingerprint if active.trial else "")
+    rollback = asyncio.create_task(coordinator.rollback())
+    await eventually(lambda: _wish(fleet, 1))
+    assert [engine.running for engine in engines] == [3, 2]
+    probing.go.set()
+    assert (await swap).ok
+    report = await rollback
+    assert (report.ok, report.version, report.previous, report.epoch) == (True, 1, 3, 4)
+    assert [engine.running for engine in engines] == [1, 1]
+
+
+async def _value(fleet: Fleet, key: str) -> bytes:
+    found = await fleet.store().get(key)
+    assert found is not None
+    return found.value
+
+
+async def _wish(fleet: Fleet, version: int) -> bool:
+    return TargetRecord.from_json(await _value(fleet, KEYS.target)).version == version
+
+
 async def test_one_instance_is_its_own_canary(fleet: Fleet, publisher: Publisher) -> None:
     probing = Probing(fleet)
     coordinator = fleet.coordinator(probe=probing)
@@ -150,7 +214,7 @@ async def test_a_probe_that_was_interrupted_is_run_again_by_the_next_leader(flee
     await eventually(lambda: stuck.seen)
     await first.stop()
     assert engine.running == 2
-    assert fleet.participants["a"].record.active_epoch == 0
+    assert (fleet.participants["a"].record.state, fleet.participants["a"].record.active_epoch) == ("COMMITTING", 2)
     fleet.coordinator(probe=probing)
     assert (await swap).ok
     assert probing.seen == [("a", "COMMITTING", 2, 1)]

@@ -205,12 +205,16 @@ def test_a_rolling_split_tries_the_first_that_changes() -> None:
     swap = replace(SWAP, mode="rolling", drain_s=3.0)
     tried = step(swap=swap)
     assert (tried.kind, tried.swap.canary) == ("try", "a")
-    trial = replace(FLEET["a"], state="COMMITTING", swap_id="new", active_version=2, active_epoch=0, fingerprint="f2")
-    asked = decide(view(swap=tried.swap, instances={**FLEET, "a": trial}))
+    assert tried.active == replace(ACTIVE, trial=ShareRecord(2, 0.0, ("a",), "f2"))
+    trial = replace(FLEET["a"], state="COMMITTING", swap_id="new", active_version=2, active_epoch=6, fingerprint="f2")
+    trying = {"swap": tried.swap, "active": tried.active, "instances": {**FLEET, "a": trial}}
+    asked = decide(view(**trying))
     assert isinstance(asked, Ask)
     assert (asked.canary.id, asked.swap.target) == ("a", 2)
-    passed = step(swap=tried.swap, instances={**FLEET, "a": trial}, probe=ProbeResult(True))
+    passed = step(**trying, probe=ProbeResult(True))
     assert passed.kind == "commit"
+    assert passed.active is not None
+    assert (passed.active.trial, passed.active.split) == (None, swap.split), "the share of the trial, grown"
 
 
 def test_the_canary_of_a_split_that_grows_is_one_that_changes() -> None:
@@ -220,7 +224,9 @@ def test_the_canary_of_a_split_that_grows_is_one_that_changes() -> None:
     swap = replace(SWAP, participants=("a", "b", "c"), mode="rolling", split=grown)
     fleet = running(a=2, b=1, c=1)
     fleet["b"] = replace(fleet["b"], state="STAGED", swap_id="new", staged_version=2, staged_fingerprint="f2")
-    assert step(active=active, instances=fleet, swap=swap).swap.canary == "b"
+    tried = step(active=active, instances=fleet, swap=swap)
+    assert tried.swap.canary == "b"
+    assert tried.active == replace(active, trial=ShareRecord(2, 0.0, ("b",), "f2")), "and the split stays as it is"
     settled = replace(SWAP, participants=("a", "c"), mode="rolling", split=PLACED)
     assert step(active=active, instances=running(a=2, c=1), swap=settled).kind == "commit", "who changed has left"
 

@@ -11,6 +11,7 @@ from weightsync.control.records import (
     ErrorInfo,
     InstanceRecord,
     Keys,
+    ShareRecord,
     SwapRecord,
     TargetRecord,
     VersionState,
@@ -152,15 +153,16 @@ def test_a_commit_does_not_wait_for_ever() -> None:
 
 ROLLING = replace(SWAP, mode="rolling", drain_s=3.0)
 TRYING = replace(ROLLING, phase="canary", canary="a", deadline=123.0)
+TRIAL = replace(ACTIVE, trial=ShareRecord(2, 0.0, ("a",)))
 FLIPPED = replace(
-    STAGED["a"], state="COMMITTING", active_version=2, active_epoch=0, staged_version=None, fingerprint="f"
+    STAGED["a"], state="COMMITTING", active_version=2, active_epoch=6, staged_version=None, fingerprint="f"
 )
 ON_TRIAL = {**STAGED, "a": FLIPPED}
 
 
 def test_a_rolling_swap_tries_one_first_and_gives_it_the_time_of_the_request_again() -> None:
     tried = step(swap=ROLLING)
-    assert (tried.kind, tried.swap, tried.active) == ("try", replace(TRYING, deadline=113.0), None)
+    assert (tried.kind, tried.swap, tried.active) == ("try", replace(TRYING, deadline=113.0), TRIAL)
 
 
 @pytest.mark.parametrize(
@@ -179,28 +181,49 @@ def test_a_rolling_swap_with_nothing_to_try_is_done_together(changes: dict[str, 
 
 @pytest.mark.parametrize("canary", [STAGED["a"], replace(STAGED["a"], state="COMMITTING")])
 def test_it_waits_for_the_canary_to_drain_and_flip(canary: InstanceRecord) -> None:
-    seen = {"swap": TRYING, "instances": {**STAGED, "a": canary}}
+    seen = {"swap": TRYING, "active": TRIAL, "instances": {**STAGED, "a": canary}}
     assert decide(view(**seen)) == Wait(123.0)
-    assert step(**seen, now=123.0).swap.reason == "canary a did not flip in time"
+    late = step(**seen, now=123.0)
+    assert (late.swap.reason, late.active) == ("canary a did not flip in time", ACTIVE)
 
 
 def test_a_canary_that_runs_the_version_from_before_is_not_on_trial() -> None:
     """Its epoch is that of a commit: it has not flipped for this swap, and nobody may commit on its account."""
     drains = replace(STAGED["a"], state="COMMITTING", active_version=2, active_epoch=3)
-    seen = {"swap": TRYING, "instances": {**STAGED, "a": drains}}
+    seen = {"swap": TRYING, "active": TRIAL, "instances": {**STAGED, "a": drains}}
     assert decide(view(**seen, probe=ProbeResult(True))) == Wait(123.0)
-    assert not on_trial(drains, TRYING)
-    assert on_trial(replace(drains, active_epoch=0), TRYING)
+    assert not on_trial(drains, TRIAL)
+    assert on_trial(replace(drains, active_epoch=6), TRIAL)
+    assert not on_trial(replace(FLIPPED, id="b"), TRIAL)
+    assert not on_trial(replace(FLIPPED, state="SERVING"), TRIAL)
+    assert not on_trial(FLIPPED, COMMITTED)
+
+
+def test_a_trial_that_was_taken_out_of_the_commit_record_is_over() -> None:
+    """As `restore` does, which writes another version after memory was lost."""
+    aborted = step(swap=TRYING, instances=ON_TRIAL, probe=ProbeResult(True))
+    assert (aborted.kind, aborted.active) == ("abort", None)
+    assert "written anew meanwhile" in (aborted.swap.reason or "")
+
+
+def test_a_canary_has_confirmed_when_it_serves() -> None:
+    """What it flipped to on trial has the epoch of the commit already."""
+    seen = {"swap": replace(TRYING, phase="commit"), "active": COMMITTED}
+    b = replace(STAGED["b"], state="SERVING", active_version=2, active_epoch=6)
+    assert isinstance(decide(view(**seen, instances={"a": FLIPPED, "b": b})), Wait)
+    assert step(**seen, instances={"a": replace(FLIPPED, state="SERVING"), "b": b}).kind == "finish"
 
 
 def test_a_flipped_canary_is_probed_and_its_result_decides() -> None:
-    assert decide(view(swap=TRYING, instances=ON_TRIAL)) == Ask(TRYING, FLIPPED, 123.0)
-    passed = step(swap=TRYING, instances=ON_TRIAL, probe=ProbeResult(True), target_fingerprint="f", now=130.0)
+    seen = {"swap": TRYING, "active": TRIAL, "instances": ON_TRIAL}
+    assert decide(view(**seen)) == Ask(TRYING, FLIPPED, 123.0)
+    passed = step(**seen, probe=ProbeResult(True), target_fingerprint="f", now=130.0)
     assert (passed.kind, passed.active) == ("commit", ActiveRecord(2, 6, 1, "swap-2", 130.0, "f"))
-    failed = step(swap=TRYING, instances=ON_TRIAL, probe=ProbeResult(False, "drift 0.3"))
+    failed = step(**seen, probe=ProbeResult(False, "drift 0.3"))
     assert (failed.kind, failed.swap.reason) == ("abort", "the probe of canary a failed: drift 0.3")
-    late = step(swap=TRYING, instances=ON_TRIAL, now=123.0)
+    late = step(**seen, now=123.0)
     assert (late.kind, late.swap.reason) == ("abort", "canary a was not probed in time")
+    assert failed.active == late.active == ACTIVE, "what stood before, to the last byte"
 
 
 @pytest.mark.parametrize(
@@ -216,8 +239,8 @@ def test_a_flipped_canary_is_probed_and_its_result_decides() -> None:
     ],
 )
 def test_a_trial_aborts_at_once_when_it_cannot_succeed(fleet: dict[str, InstanceRecord], reason: str) -> None:
-    aborted = step(swap=TRYING, instances=fleet, probe=ProbeResult(True), target_fingerprint="f")
-    assert (aborted.kind, aborted.active) == ("abort", None)
+    aborted = step(swap=TRYING, active=TRIAL, instances=fleet, probe=ProbeResult(True), target_fingerprint="f")
+    assert (aborted.kind, aborted.active) == ("abort", ACTIVE)
     assert reason in (aborted.swap.reason or "")
 
 

@@ -17,7 +17,7 @@ from tests.weightsync.simulation.model_store import ModelStore
 from weightsync.control import agent_state, coordinator
 from weightsync.control import state as swap_state
 from weightsync.control.agent import Pauses
-from weightsync.control.agent_state import Drain, Flip, Restart, Serve, Stage, StandDown
+from weightsync.control.agent_state import Drain, Flip, Restart, Serve, Stage
 from weightsync.control.board import Board
 from weightsync.control.forms import MOST_STARTS, start_of
 from weightsync.control.records import ErrorInfo, FormRecord, InstanceRecord, Keys, LeaderRecord, StartRecord
@@ -225,6 +225,7 @@ class Instance(Watcher):
         self.busy: tuple[Flip, str] | None = None  # with the fingerprint of what it flips to
         self.began = 0.0
         self.draining: tuple[str, float] | None = None
+        self.tried: int | None = None
 
     def crash(self) -> None:
         super().crash()
@@ -314,12 +315,11 @@ class Instance(Watcher):
             self.draining = None
         self._give_up_staging(action)
         if isinstance(action, Serve):
+            if self.record.staged_version != self.record.active_version:
+                self.engine.held.pop(self.record.staged_version or 0, None)
             self._say(agent_state.serving(self.record, action.active))
         elif isinstance(action, Stage):
             self._prepare(action)
-        elif isinstance(action, StandDown):
-            self.engine.held.pop(self.record.staged_version or 0, None)
-            self._say(agent_state.stood_down(self.record))
         elif isinstance(action, Drain):
             if self.draining is None or self.draining[0] != action.swap.id:
                 self.draining = (action.swap.id, self.store.now + action.swap.drain_s)
@@ -418,10 +418,11 @@ class Instance(Watcher):
         engine.version, engine.fingerprint = active.version, engine.held[active.version]
         kept = {active.version, record.active_version}
         engine.held = {version: held for version, held in engine.held.items() if version in kept}
-        if record.state == "COMMITTING" and record.active_epoch == 0:
-            engine.held.pop(record.active_version or 0, None)
+        tried, self.tried = self.tried, active.version if active.trial is not None else None
+        if tried not in (None, active.version):
+            engine.held.pop(tried or 0, None)
             self.faults.seen["flipped back"] += 1
-        return self._say(replace(agent_state.flipped(record, active, fingerprint, ahead=flip.ahead), form=form))
+        return self._say(replace(agent_state.flipped(record, active, fingerprint), form=form))
 
 
 class Gateway(Watcher):

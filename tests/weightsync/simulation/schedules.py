@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections import Counter
+from dataclasses import replace
 
 from tests.weightsync.simulation.model_store import ModelStore, Puts
 from weightsync.control import agent_state, placement
@@ -347,9 +348,12 @@ class World:
             self.seen["canary aborted"] += 1
 
     def _check_commit(self, active: ActiveRecord) -> None:
-        before = self._active()
+        before, swap = self._active(), self._swap()
+        if before is not None and before.epoch == active.epoch:
+            self._check_trial(before, active)
+            return
         require(active.epoch == len(self.commits) + 1, "a commit was lost")
-        swap = self._swap()
+        require(active.trial is None, "a commit with a trial")
         if swap is not None and swap.phase == "commit":  # it is reverted
             former = swap.former
             require(
@@ -373,6 +377,13 @@ class World:
                 require(built is not None, f"committed, but {instance.name} has not staged it")
                 require(built == wanted.fingerprint, f"committed, but {instance.name} built other weights")
         self.commits.append(active)
+
+    def _check_trial(self, before: ActiveRecord, active: ActiveRecord) -> None:
+        """One begins or ends; what is committed stays."""
+        require(replace(before, trial=active.trial) == active, "a commit was changed")
+        require((before.trial is None) != (active.trial is None), "a trial in place of another")
+        self.seen["trials" if active.trial is not None else "trials ended"] += 1
+        self.commits[-1] = active
 
     def check_instances(self) -> None:
         require(self._active() == (self.commits[-1] if self.commits else None), "a commit was undone")

@@ -28,6 +28,7 @@ HAPPENED = {
     "rolling done": 1000,
     "canary aborted": 100,
     "flipped back": 100,
+    "trials": 1000,
     "elected in a canary phase": 100,
     "deposed": 100,
     "stage failed": 100,
@@ -117,20 +118,36 @@ def no_way_back_for_a_canary(patch: pytest.MonkeyPatch) -> None:
     real = agent_state._follow
 
     def follow(record: InstanceRecord, active: Any, view: agent_state.View) -> agent_state.Action:
-        trial = record.state == "COMMITTING" and record.active_epoch == 0 and not agent_state.runs(record, active)
-        return agent_state.Rest() if trial else real(record, active, view)
+        tried = record.state == "COMMITTING" and record.active_epoch > active.epoch
+        return agent_state.Rest() if tried else real(record, active, view)
 
     patch.setattr(agent_state, "_follow", follow)
 
 
-def no_stand_down(patch: pytest.MonkeyPatch) -> None:
+def staged_for_ever(patch: pytest.MonkeyPatch) -> None:
+    """What a swap had staged that was aborted."""
     real = agent_state.decide
 
     def decide(record: InstanceRecord, view: agent_state.View) -> agent_state.Action:
         action = real(record, view)
-        return agent_state.Rest() if isinstance(action, agent_state.StandDown) else action
+        ended = isinstance(action, agent_state.Serve) and record.state in ("STAGING", "STAGED")
+        return agent_state.Rest() if ended else action
 
     patch.setattr(agent_state, "decide", decide)
+
+
+def a_trial_without_an_end(patch: pytest.MonkeyPatch) -> None:
+    real = swap_state.abort
+
+    def abort(*args: Any, **more: Any) -> Step:
+        return replace(real(*args, **more), active=None)
+
+    patch.setattr(swap_state, "abort", abort)
+
+
+def a_trial_that_is_committed_at_once(patch: pytest.MonkeyPatch) -> None:
+    """The canary says that it serves."""
+    patch.setattr(agent_state, "_state", lambda active: "SERVING")
 
 
 def a_staging_that_goes_on_for_another_swap(patch: pytest.MonkeyPatch) -> None:
@@ -221,7 +238,9 @@ def a_probe_that_is_never_run_again(patch: pytest.MonkeyPatch) -> None:
         (no_fingerprint_when_catching_up, "serves wrong weights"),
         (requests_on_trial, "serves an uncommitted version"),
         (no_way_back_for_a_canary, "stays COMMITTING"),
-        (no_stand_down, "stays STAG|stays COMMITTING"),
+        (a_trial_that_is_committed_at_once, "serves an uncommitted version"),
+        (a_trial_without_an_end, "stays COMMITTING|the way back|a trial in place of another|runs version"),
+        (staged_for_ever, "stays STAG"),
         (a_staging_that_goes_on_for_another_swap, "has not staged it|built other weights|for nobody"),
         (pauses_without_end, "a pause outlived its owner"),
         (no_way_back_for_who_restarted, "of another form"),

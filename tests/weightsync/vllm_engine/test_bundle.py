@@ -145,7 +145,7 @@ def test_a_flip_that_fails_is_undone() -> None:
 
 @pytest.mark.parametrize("kind", [Pointed, Copied])
 def test_a_version_that_is_forgotten_is_built_anew_and_nothing_that_runs_is_freed(kind: Kind) -> None:
-    """As after a canary's trial: it flipped ahead, went back, and must not go there again without building."""
+    """As after a canary's trial that failed: it flipped, went back, and must not go there again without building."""
     worker = Worker(kind)
     for version, wanted in enumerate(({"": "a", "draft": "d"}, {"": "b", "draft": "d"}), 1):
         worker.stage(version, wanted)

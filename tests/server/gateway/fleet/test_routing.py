@@ -17,7 +17,14 @@ from server.gateway.fleet.affinity import NO_HINT, Hint
 from server.gateway.fleet.instance import Instance, Signals, pressure
 from tests.server.gateway.harness import post, running_gateway
 from tests.server.gateway.upstream import upstream
-from weightsync.control.records import ActiveRecord, InstanceRecord, InstanceState, SwapPhase, SwapRecord
+from weightsync.control.records import (
+    ActiveRecord,
+    InstanceRecord,
+    InstanceState,
+    ShareRecord,
+    SwapPhase,
+    SwapRecord,
+)
 
 OWN = "tests.server.gateway.fleet.policies"
 PROMPT = Hint([11, 22], 512, 0)
@@ -204,6 +211,18 @@ ACTIVE = ActiveRecord(version=4, epoch=6, previous=3, swap_id="s", committed_at=
 @pytest.mark.parametrize("state", get_args(InstanceState))
 def test_only_serving_states_are_asked(state: InstanceState) -> None:
     assert routing.eligible(replace(SERVING, state=state), ACTIVE, None) is (state in ("SERVING", "STAGED", "STAGING"))
+
+
+def test_nobody_on_trial_is_asked_whatever_its_record_says() -> None:
+    """Requests of any kind, pinned, repeated or not, go to eligible instances alone."""
+    swap = SwapRecord("t", 5, "canary", ("a", "b"), deadline=0.0, opened_at=0.0, mode="rolling", canary="a")
+    trying = replace(ACTIVE, trial=ShareRecord(5, 0.0, ("a",), "f5"))
+    tries = replace(SERVING, state="COMMITTING", active_version=5, active_epoch=7, fingerprint="f5")
+    for record in (SERVING, replace(SERVING, state="STAGED"), tries, replace(tries, state="SERVING")):
+        assert not routing.eligible(record, trying, swap)
+    assert routing.eligible(replace(SERVING, id="b"), trying, swap)
+    assert routing.eligible(SERVING, ACTIVE, replace(swap, phase="aborted")), "it has flipped back"
+    assert not routing.eligible(replace(tries, state="SERVING"), ACTIVE, replace(swap, phase="aborted"))
 
 
 @pytest.mark.parametrize(
