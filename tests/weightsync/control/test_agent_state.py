@@ -66,6 +66,10 @@ def test_the_canary_drains_then_flips_to_its_trial() -> None:
         assert decide(leaving, view(TRYING, swap)) == Drain(swap)
         assert decide(leaving, replace(view(TRYING, swap), drained="new")) == Flip(TRYING.of("a"))
         assert decide(replace(STAGED, id="b"), view(TRYING, swap)) == Rest()
+    second = replace(TRYING, trial=ShareRecord(2, 0.0, ("b",), "f2"))
+    stays = replace(SERVING, swap_id="new")  # in a split it runs its version already
+    canary = replace(CANARY, canary="b")
+    assert decide(replace(STAGED, id="b"), view(second, canary, a=stays)) == Drain(canary), "a trial has no turn"
     assert decide(STAGED, view(ACTIVE, CANARY)) == Rest()
     for ended in (None, replace(CANARY, phase="aborted")):
         assert decide(STAGED, view(TRYING, ended)) == Rest(), "the commit record comes next"
