@@ -12,9 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-import loadtest.scale.records as records
-import loadtest.scale.store as store
 from loadtest.measure.machine import machine
+from loadtest.scale import live, records, store
 from loadtest.scale.network import MIB, Outcome, Scenario, Way
 from loadtest.scale.swarm import distribute
 
@@ -89,6 +88,16 @@ def run(json: Path | None, only: Scenario | None = None) -> dict[str, Any]:
     return found
 
 
+def run_live(json: Path | None, small: bool = False) -> dict[str, Any]:
+    """Swap fleets of real agents on a real etcd; print the table, and write the figures to `json` under `live`."""
+    found = live.measure((5, 10) if small else live.FLEETS)
+    live.show(found, Console(width=140))
+    if json is not None:
+        before = jsonlib.loads(json.read_text()) if json.exists() else {}
+        json.write_text(jsonlib.dumps(before | {"live": {"machine": machine(), **found}}, indent=1) + "\n")
+    return found
+
+
 def simulated(scenario: Scenario) -> dict[str, Any]:
     """Seconds, and bytes per host."""
     started = time.perf_counter()
@@ -129,13 +138,13 @@ def _control(scenario: Scenario, outcome: Outcome) -> dict[str, Any]:
 
 def _store(fleets: tuple[int, ...]) -> dict[str, Any]:
     """Counted writes and events, for fleets of as many instances as hosts, and what this machine takes for each."""
-    flow, followers = records.measure(), [asdict(store.follower(n)) for n in fleets]
+    flow = records.measure()
     return {
         "writes_by_kind": flow.kinds,
         "fixed": asdict(flow.fixed),
         "each_instance": asdict(flow.each),
         "fleets": {str(n): records.at_scale(flow, n, n) for n in fleets},
-        "this_machine": {"etcd": store.measure(), "followers": followers},
+        "this_machine": {"etcd": store.measure()},
     }
 
 
@@ -160,11 +169,10 @@ def _print_fan_out(out: Console, group: str, figures: dict[str, Any]) -> None:
 
 
 def _print_store(out: Console, found: dict[str, Any]) -> None:
-    columns = ("writes", "written, MB", "events", "sent, GB", "keys compared", "agent, CPU us an event")
+    columns = ("writes", "written, MB", "events", "sent, GB")
     table = Table("instances and hosts", *columns, title="the store, one swap")
-    for (n, f), cost in zip(found["fleets"].items(), found["this_machine"]["followers"], strict=True):
+    for n, f in found["fleets"].items():
         cells = f"{f['writes']:,}", f"{f['written_nbytes'] / 1e6:.2f}", f"{f['events']:,}"
-        more = f"{f['sent_nbytes'] / 1e9:.3f}", f"{f['compared_by_commit']:,}", f"{cost['agent_us']:.0f}"
-        table.add_row(n, *cells, *more)
+        table.add_row(n, *cells, f"{f['sent_nbytes'] / 1e9:.3f}")
     out.print(table)
     out.print("this machine:", found["this_machine"]["etcd"])

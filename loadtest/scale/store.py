@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,10 @@ import psutil
 
 from loadtest.hosts.etcd import MISSING, binary
 from loadtest.scale.store_latency import own_etcd
-from weightsync.control import agent_state
-from weightsync.control.board import Board
-from weightsync.control.records import InstanceRecord, Keys, SwapRecord
-from weightsync.errors import StoreError
 from weightsync.store import Store, open_store
-from weightsync.store.protocol import Event, KeyValue
 
 WRITES, WRITERS, WATCHERS = 2000, 32, 32
 VALUE = b"x" * 400  # an instance record
-TXN_LIMIT = 128  # etcd's --max-txn-ops, unless it was told otherwise
 
 
 def measure(writes: int = WRITES, watchers: int = WATCHERS) -> dict[str, Any]:
@@ -45,7 +38,6 @@ async def _measure(executable: str, writes: int, watchers: int) -> dict[str, Any
                 store = stores.all[0]
                 alone = await _burst(process, store, [], writes)
                 followed = await _burst(process, store, stores.all[1:], writes // 4)
-                largest = await _largest_txn(store)
     delivered = followed["events"]
     extra = followed["etcd_cpu_s"] - alone["etcd_cpu_s"] * followed["writes"] / alone["writes"]
     return {
@@ -54,7 +46,6 @@ async def _measure(executable: str, writes: int, watchers: int) -> dict[str, Any
         "watchers": watchers,
         "events_per_s": delivered / followed["seconds"],
         "etcd_cpu_us_per_event": 1e6 * extra / delivered,
-        "largest_txn_compares": largest,
     }
 
 
@@ -97,38 +88,3 @@ async def _see(store: Store, since: int, events: int) -> None:
     async with contextlib.aclosing(store.watch("scale/", since)) as watch:
         for _ in range(events):
             await anext(watch)
-
-
-async def _largest_txn(store: Store) -> int | None:
-    """How many keys one transaction may compare, of TXN_LIMIT and one more; None: more."""
-    for size in (TXN_LIMIT, TXN_LIMIT + 1):
-        try:
-            await store.txn({f"none/{n:05d}": 0 for n in range(size)}, {"scale/txn": VALUE})
-        except StoreError:
-            return size - 1
-    return None
-
-
-@dataclass(frozen=True)
-class Follower:
-    """CPU microseconds of one process for each event, with so many instances on its board."""
-
-    instances: int
-    agent_us: float
-
-
-def follower(instances: int, events: int = 200) -> Follower:
-    """What an agent's board and decision cost it when another instance's record changes."""
-    keys = Keys("bench")
-    records = [InstanceRecord(f"instance-{n:04d}", f"http://10.0.{n >> 8}.{n & 255}:8000") for n in range(instances)]
-    found = [KeyValue(keys.instance(r.id), r.to_json(), 1, 1, None) for r in records]
-    swap = SwapRecord("0" * 32, 2, "prepare", tuple(r.id for r in records), 0.0, 0.0)
-    board = Board(keys, [*found, KeyValue(keys.swap, swap.to_json(), 1, 1, None)], 1)
-    mine = InstanceRecord("instance-0000", "", "STAGED", swap_id=swap.id, staged_version=2)
-    agent_state.decide(mine, agent_state.View(board.active, board.swap, board.instances, None))
-    started = time.process_time()
-    for n in range(events):
-        kv = found[n % instances]
-        board.apply(Event("put", KeyValue(kv.key, kv.value.replace(b"STARTING", b"STAGED"), 1, n + 2, None)))
-        agent_state.decide(mine, agent_state.View(board.active, board.swap, board.instances, None))
-    return Follower(instances, 1e6 * (time.process_time() - started) / events)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from weightsync.control.records import (
     SwapRecord,
     VersionRecord,
 )
+from weightsync.control.state import in_flight
 from weightsync.errors import FingerprintMismatch, LeaseLost, RecordError, StoreError, UnknownVersion, WeightSyncError
 from weightsync.store.protocol import KeyValue, Store
 
@@ -224,6 +226,7 @@ class Participant:
         self._draining: tuple[str, asyncio.Task[None]] | None = None
         self._staging: _Staging | None = None
         self._tried: int | None = None  # the version it flipped to on trial
+        self._before: str | None = None  # who is to flip first, and is followed
         self._lease_ttl_s, self._guard_url = lease_ttl_s, guard_url
         self._lease: LeaseKeeper | None = None
         self._task: asyncio.Task[None] | None = None
@@ -291,7 +294,7 @@ class Participant:
             except StoreError as error:
                 log.warning("instance %s goes on serving without the store: %s", self._record.id, error)
             delay = FIRST_RETRY_S if time.monotonic() - started > LAST_RETRY_S else min(2 * delay, LAST_RETRY_S)
-            await asyncio.sleep(delay)
+            await asyncio.sleep(delay * random.uniform(0.5, 1.5))  # noqa: S311 - not all instances at once
 
     async def _session(self) -> None:
         """Register under a fresh lease and follow the records until the store or the lease is lost."""
@@ -299,11 +302,15 @@ class Participant:
         await self._publish()
         if former is not None:
             await former.end()  # only now, or the record would be gone for a moment
-        async with Board.follow(self._store, self._keys) as board:
+        self._before = None
+        async with Board.follow(self._store, self._keys, *self._keys.concerns) as board:
             lost = asyncio.create_task(self._lease.lost.wait())
             try:
                 while not lost.done():
+                    record, under_way = self._record, self._under_way()
                     retry_s = await self._reconcile(board)
+                    if retry_s is None and (self._record != record or any(task.done() for task in under_way)):
+                        continue  # what it says of itself now may ask for more, and it does not follow its own record
                     await board.changed(retry_s, lost, *self._under_way())
             finally:
                 lost.cancel()
@@ -318,8 +325,8 @@ class Participant:
 
     async def _reconcile(self, board: Board) -> float | None:
         """Do what the records ask for. Returns after how many seconds to try again, None if only on a change."""
-        forms = {record.version: record.form for record in board.versions}
-        view = agent_state.View(board.active, board.swap, board.instances, self._drained_for(), forms)
+        await self._look(board)
+        view = self._view(board)
         action = agent_state.decide(self._record, view)
         if not isinstance(action, Drain | Flip):
             self._stop_draining()
@@ -338,6 +345,33 @@ class Participant:
             restart, self._restart = self._restart, None
             restart()
         return None
+
+    def _view(self, board: Board) -> agent_state.View:
+        forms = {record.version: record.form for record in board.versions}
+        return agent_state.View(board.active, board.swap, board.instances, self._drained_for(), forms)
+
+    async def _look(self, board: Board) -> None:
+        """Read what the decision needs and is not followed, or has not come yet. Raises StoreUnavailable."""
+        name = self._record.id
+        found = {board.active.of(name).version} if board.active is not None else set()
+        if board.swap is not None and in_flight(board.swap):
+            found.add(board.swap.of(name).target)
+        if any((version := board.version(number)) is None or version.state != "ready" for number in found):
+            await board.look(self._store, self._keys.versions)
+        if self._before is None or agent_state.awaited(self._record, self._view(board)) != self._before:
+            await self._look_before(board)
+
+    async def _look_before(self, board: Board) -> None:
+        """In a rolling swap, follow the nearest before this one that has not flipped, and no other: if all instances
+        followed each other, their number would count twice."""
+        if self._before is not None:
+            await board.leave(self._keys.instance(self._before))
+            self._before = None
+        if agent_state.may_wait(self._record, self._view(board)):
+            await board.look(self._store, self._keys.instances)
+            self._before = agent_state.awaited(self._record, self._view(board))
+            if self._before is not None:
+                await board.also(self._store, self._keys.instance(self._before))
 
     async def _prepare(self, board: Board, swap: SwapRecord) -> None:
         if (self._record.state, self._record.swap_id) != ("STAGING", swap.id):

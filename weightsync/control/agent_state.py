@@ -169,10 +169,34 @@ def _turn(record: InstanceRecord, swap: SwapRecord, active: ActiveRecord, view: 
     """Whether it is the canary, or every participant before it has flipped or has given up."""
     if swap.changes:
         return swap.turn == record.id
-    if active.trial is not None:
-        return True
-    before = (view.instances.get(name) for name in swap.participants[: swap.participants.index(record.id)])
-    return all(i is None or confirmed(i, active) or i.state not in PARTICIPATING for i in before)
+    return active.trial is not None or _nearest(record, swap, active, view.instances) is None
+
+
+def may_wait(record: InstanceRecord, view: View) -> bool:
+    """Whether it is to flip in a rolling swap, after those before it."""
+    active, swap = view.active, view.swap
+    if active is None or swap is None or swap.id != active.swap_id or not in_flight(swap) or swap.changes:
+        return False
+    mine = active.of(record.id)
+    return swap.mode == "rolling" and record.id in swap.participants and not confirmed(record, mine) and not mine.trial
+
+
+def awaited(record: InstanceRecord, view: View) -> str | None:
+    """Of the participants before it that are to flip first, the nearest one, as far as `view` has their records."""
+    if view.active is None or view.swap is None or not may_wait(record, view):
+        return None
+    view = view.of(record.id)
+    assert view.active is not None
+    assert view.swap is not None
+    return _nearest(record, view.swap, view.active, view.instances)
+
+
+def _nearest(
+    record: InstanceRecord, swap: SwapRecord, active: ActiveRecord, instances: Mapping[str, InstanceRecord]
+) -> str | None:
+    before = swap.participants[: swap.participants.index(record.id)]
+    found = (instances[name] for name in reversed(before) if name in instances)
+    return next((i.id for i in found if i.state in PARTICIPATING and not confirmed(i, active)), None)
 
 
 # What it says of itself afterwards.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -23,55 +23,95 @@ from weightsync.errors import RecordError
 from weightsync.store.protocol import MISSING, Event, KeyValue, Store
 
 R = TypeVar("R", bound=Record)
+MANY = 1000  # events after which somebody should look at what they say
 
 
 class Board:
-    """The records as of the last event; `changed(timeout)` waits for the next ones."""
+    """The records as of the last event; `changed(timeout)` waits for the next ones.
 
-    def __init__(
-        self, keys: Keys, found: Iterable[KeyValue], revision: int, events: AsyncGenerator[Event, None] | None = None
-    ) -> None:
-        """`found` is all there was at `revision`; without `events`, whoever owns the board calls `apply`."""
+    Each prefix is followed by a watch of its own. Events of one prefix come in order; of two prefixes, the later event
+    may come first.
+    """
+
+    def __init__(self, keys: Keys, found: Iterable[KeyValue] = (), revision: int = 0) -> None:
+        """`found` is all there was at `revision`. Whoever does not `follow` a store calls `apply`."""
         self.keys = keys
         self.seen = revision  # of the last event; one transaction may be several events of one revision
-        self._found = {kv.key: kv for kv in found}
-        self._events = events
-        self._next: asyncio.Task[Event] | None = None
+        self._found: dict[str, KeyValue] = {}
+        self._instances: dict[str, InstanceRecord] = {}
+        self._watches: dict[str, _Watch] = {}
+        for kv in found:
+            self._put(kv)
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def follow(cls, store: Store, keys: Keys) -> AsyncGenerator[Board, None]:
-        """Read everything, then watch from there. Raises StoreUnavailable, here and in `changed`."""
-        found, revision = await store.list(keys.root)
-        board = cls(keys, found, revision, store.watch(keys.root, revision + 1))
+    async def follow(cls, store: Store, keys: Keys, *prefixes: str) -> AsyncGenerator[Board, None]:
+        """Read what is under `prefixes` (none: everything), then watch from there. Raises StoreUnavailable, here and in
+        `changed`."""
+        board = cls(keys)
         try:
+            for prefix in prefixes or (keys.root,):
+                await board.also(store, prefix)
             yield board
         finally:
-            await board._close()
+            for prefix in list(board._watches):
+                await board.leave(prefix)
 
-    async def changed(self, timeout_s: float | None = None, *others: asyncio.Task[Any]) -> Event | None:
-        """Take in the next event and return it; None when the time is up or one of `others` is done.
+    async def also(self, store: Store, prefix: str) -> None:
+        """Follow this prefix from now on, too. Raises StoreUnavailable."""
+        revision = await self.look(store, prefix)
+        self._watches[prefix] = _Watch(store.watch(prefix, revision + 1))
+
+    async def leave(self, prefix: str) -> None:
+        """Follow it no longer; what is known of it stays."""
+        watch = self._watches.pop(prefix, None)
+        if watch is not None:
+            await watch.close()
+
+    async def look(self, store: Store, prefix: str) -> int:
+        """Read what is under `prefix` now; returns the revision. Raises StoreUnavailable."""
+        found, revision = await store.list(prefix)
+        for key in [key for key in self._found if key.startswith(prefix)]:
+            self._drop(key)
+        for kv in found:
+            self._put(kv)
+        self.seen = max(self.seen, revision)
+        return revision
+
+    async def changed(self, timeout_s: float | None = None, *others: asyncio.Task[Any]) -> list[Event]:
+        """Take in the next event, and those that have come with it; none when the time is up or one of `others` is
+        done.
 
         Raises StoreUnavailable, WatchCompacted.
         """
-        if self._next is None:
-            assert self._events is not None
-            self._next = asyncio.ensure_future(anext(self._events))  # type: ignore[arg-type]
-        await asyncio.wait({self._next, *others}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if not self._next.done():
-            return None
-        event = await self._next
-        self._next = None
-        self.apply(event)
-        return event
+        waiting = {watch.next() for watch in self._watches.values()}
+        await asyncio.wait({*waiting, *others}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        found = [event for watch in self._watches.values() for event in await watch.taken()]
+        for event in found:
+            self.apply(event)
+        return found
 
     def apply(self, event: Event) -> None:
-        """Take in one event."""
-        self.seen = event.kv.mod_revision
+        """Take in one event, unless something newer was read already."""
+        self.seen = max(self.seen, event.kv.mod_revision)
+        if event.kv.mod_revision < self.revision(event.kv.key):
+            return
         if event.kind == "put":
-            self._found[event.kv.key] = event.kv
+            self._put(event.kv)
         else:
-            self._found.pop(event.kv.key, None)
+            self._drop(event.kv.key)
+
+    def _put(self, kv: KeyValue) -> None:
+        self._found[kv.key] = kv
+        if kv.key.startswith(self.keys.instances):
+            self._instances.pop(kv.key.removeprefix(self.keys.instances), None)
+            with contextlib.suppress(RecordError):
+                record = _parsed(InstanceRecord, kv.value)
+                self._instances[record.id] = record
+
+    def _drop(self, key: str) -> None:
+        self._found.pop(key, None)
+        self._instances.pop(key.removeprefix(self.keys.instances), None)
 
     @property
     def active(self) -> ActiveRecord | None:
@@ -96,15 +136,9 @@ class Board:
         return self._record(VersionRecord, self.keys.version(version))
 
     @property
-    def instances(self) -> dict[str, InstanceRecord]:
+    def instances(self) -> Mapping[str, InstanceRecord]:
         """By id. A record that cannot be read is as good as none: its instance does not take part."""
-        instances = {}
-        for key, kv in self._found.items():
-            if key.startswith(self.keys.instances):
-                with contextlib.suppress(RecordError):
-                    record = _parsed(InstanceRecord, kv.value)
-                    instances[record.id] = record
-        return instances
+        return self._instances
 
     @property
     def starts(self) -> dict[str, StartRecord]:
@@ -121,20 +155,47 @@ class Board:
         return FormRecord(found.value.decode(), "") if found is not None else None
 
     def revision(self, key: str) -> int:
-        """What to compare with before writing `key` (0: it does not exist)."""
+        """What to compare with before writing `key` (0: it does not exist), or what depends on all keys under it, if
+        it ends with "/"."""
+        if key.endswith("/"):
+            return max((kv.mod_revision for k, kv in self._found.items() if k.startswith(key)), default=MISSING)
         return self._found[key].mod_revision if key in self._found else MISSING
 
     def _record(self, kind: type[R], key: str) -> R | None:
         found = self._found.get(key)
         return _parsed(kind, found.value) if found is not None else None
 
-    async def _close(self) -> None:
-        if self._next is not None:
-            self._next.cancel()
+
+class _Watch:
+    """The events of one prefix."""
+
+    def __init__(self, events: AsyncGenerator[Event, None]) -> None:
+        self._events = events
+        self._task: asyncio.Task[Event] | None = None
+
+    def next(self) -> asyncio.Task[Event]:
+        """Done when there is an event."""
+        if self._task is None:
+            self._task = asyncio.ensure_future(anext(self._events))  # type: ignore[arg-type]
+        return self._task
+
+    async def taken(self) -> list[Event]:
+        """All that have come."""
+        found: list[Event] = []
+        while self.next().done() and len(found) < MANY:
+            event = await self.next()
+            self._task = None
+            found.append(event)
+            self.next()
+            await asyncio.sleep(0)  # what the store sent with it is there after one turn of the loop
+        return found
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):
-                await self._next
-        if self._events is not None:
-            await self._events.aclose()
+                await self._task
+        await self._events.aclose()
 
 
 @lru_cache(maxsize=4096)

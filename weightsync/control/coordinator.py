@@ -41,13 +41,12 @@ from weightsync.control.state import (
     Step,
     Trial,
     View,
-    abort,
     confirm_within_s,
     decide,
     depends_on,
     in_flight,
 )
-from weightsync.errors import Conflict, StoreError, StoreRefused, SwapAborted, SwapTimeout
+from weightsync.errors import Conflict, StoreError, SwapAborted, SwapTimeout
 from weightsync.store.protocol import Store
 
 REPORT_GRACE_S = 10.0  # over what the phases of a swap may take: a new leader may have to be found
@@ -79,15 +78,16 @@ async def follow(board: Board, target: TargetRecord, revision: int) -> SwapRepor
     judge = activation.Judge(board.keys, target)
     while True:
         limit = _patience_s(target, board.swap)
-        event = await board.changed(max(0.0, asked + limit - time.monotonic()))
-        if event is None:
+        events = await board.changed(max(0.0, asked + limit - time.monotonic()))
+        if not events:
             raise SwapTimeout(target.version, limit)
         swap = board.swap
         if swap is not None and swap.id == target.id and swap.phase in ("done", "aborted"):
             return _of(board, swap)
         try:
-            if event.kv.mod_revision > revision:
-                judge.is_done(event)
+            for event in events:
+                if event.kv.mod_revision > revision:
+                    judge.is_done(event)
         except SwapAborted as superseded:
             return replace(_of(board, _never_opened(target)), reason=superseded.reason)
 
@@ -275,12 +275,6 @@ class Coordinator:
         try:
             await append(self._store, compares, puts, *history.ledger_entries(board, step))
         except Conflict:
-            return
-        except StoreRefused as refusal:
-            if step.kind not in ("try", "commit") or board.swap is None:
-                raise
-            # More participants than etcd compares in one transaction: it would be refused for ever.
-            await self._take(board, term, abort(view_of(board, time.time()), board.swap, str(refusal)), past)
             return
         if ends:
             past.added()

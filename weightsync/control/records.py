@@ -51,6 +51,11 @@ class Keys:
         return f"{self.root}active"
 
     @property
+    def concerns(self) -> tuple[str, ...]:
+        """What each instance and each host follows; the instances' records are for who coordinates and who routes."""
+        return self.active, self.swap, self.target, self.versions
+
+    @property
     def target(self) -> str:
         return f"{self.root}target"
 

@@ -103,7 +103,7 @@ class Peer:
     async def _session(self) -> None:
         """Announce under a fresh lease and follow the records until the store or the lease is lost."""
         lease = await self._announcer.begin()
-        async with asyncio.TaskGroup() as tasks, Board.follow(self._store, self._keys) as board:
+        async with asyncio.TaskGroup() as tasks, Board.follow(self._store, self._keys, *self._keys.concerns) as board:
             tasks.create_task(self._copies.follow(self._store))
             lost = tasks.create_task(_raise_when_lost(lease.lost, lease.id))
             while True:

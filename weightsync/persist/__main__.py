@@ -64,7 +64,7 @@ class Persister:
         try:
             while not stop.done():
                 try:
-                    async with Board.follow(self.store, self.keys) as board:
+                    async with Board.follow(self.store, self.keys, *self.keys.concerns) as board:
                         while not stop.done():
                             await self._step(board, stopped)
                             await board.changed(AGAIN_S if self._failed else None, stop)
@@ -83,7 +83,7 @@ class Persister:
         """Copy what is needed now, of which the board may not have heard yet; whether what is active is there."""
         tried: set[int] = set()
         try:
-            async with Board.follow(self.store, self.keys) as board:
+            async with Board.follow(self.store, self.keys, *self.keys.concerns) as board:
                 while missing := [r for r in _needed(board) if r.version not in tried and self.disk.find(r) is None]:
                     tried.add(missing[0].version)
                     await self._copy(board, missing[0])

@@ -76,7 +76,7 @@ class EtcdStore:
         request = rpc.TxnRequest(
             compare=[self._compare(key, expected) for key, expected in compares.items()],
             success=[self._write(key, value, leases.get(key, 0)) for key, value in puts.items()],
-            failure=[rpc.RequestOp(request_range=rpc.RangeRequest(key=self._key(k), keys_only=True)) for k in compares],
+            failure=[rpc.RequestOp(request_range=self._newest(key)) for key in compares],
         )
         try:
             answer = await self._members.call("Txn", request, repeat=False)
@@ -127,7 +127,20 @@ class EtcdStore:
         return key, key[:-1] + bytes([key[-1] + 1])
 
     def _compare(self, key: str, expected: int) -> Any:
-        return rpc.Compare(key=self._key(key), target=rpc.Compare.MOD, result=rpc.Compare.EQUAL, mod_revision=expected)
+        compare = {"target": rpc.Compare.MOD, "result": rpc.Compare.EQUAL, "mod_revision": expected}
+        if not key.endswith("/"):
+            return rpc.Compare(key=self._key(key), **compare)
+        start, end = self._range(key)
+        compare |= {"result": rpc.Compare.LESS, "mod_revision": expected + 1}
+        return rpc.Compare(key=start, range_end=end, **compare)
+
+    def _newest(self, key: str) -> Any:
+        """Reads what `_compare` has looked at, as far as it says why that failed."""
+        if not key.endswith("/"):
+            return rpc.RangeRequest(key=self._key(key), keys_only=True)
+        start, end = self._range(key)
+        order = {"sort_target": rpc.RangeRequest.MOD, "sort_order": rpc.RangeRequest.DESCEND, "limit": 1}
+        return rpc.RangeRequest(key=start, range_end=end, keys_only=True, **order)
 
     def _write(self, key: str, value: bytes | None, lease: int) -> Any:
         if value is None:
@@ -139,7 +152,7 @@ def _conflict(compares: Mapping[str, int], found: Any) -> Conflict:
     for (key, expected), answer in zip(compares.items(), found, strict=True):
         kvs = answer.response_range.kvs
         revision = kvs[0].mod_revision if kvs else 0
-        if revision != expected:
+        if revision > expected or (revision != expected and not key.endswith("/")):
             return Conflict(key, expected, revision)
     raise AssertionError("etcd refused a transaction whose compares hold")
 

@@ -68,6 +68,9 @@ class Store(Protocol):
     ) -> int:
         """All or nothing: if every key of `compares` is at its revision (0: absent), apply `puts` (None deletes).
 
+        A key of `compares` that ends with "/" stands for all keys under it: none of them was written after that
+        revision. One that was deleted since is not noticed.
+
         A put without an entry in `leases` detaches the key from any lease. Returns the revision.
         Raises Conflict, LeaseLost.
         """

@@ -154,8 +154,12 @@ class Database:
         leases = leases or {}
         with self._writing(durable=any(key not in leases for key in puts)) as connection:
             for key, expected in compares.items():
-                row = connection.execute("SELECT mod_revision FROM kv WHERE key = ?", (key,)).fetchone()
-                if (found := row[0] if row else 0) != expected:
+                start, end = _range(key) if key.endswith("/") else (key, f"{key}\0")
+                row = connection.execute(
+                    "SELECT max(mod_revision) FROM kv WHERE key >= ? AND key < ?", (start, end)
+                ).fetchone()
+                found = row[0] or 0
+                if found > expected or (found != expected and not key.endswith("/")):
                     raise Conflict(key, expected, found)
             for lease in set(leases.values()):
                 self._require_lease(lease)
