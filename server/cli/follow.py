@@ -13,7 +13,7 @@ from server.cli.errors import RequestFailed
 from server.cli.paths import state_root
 from server.follow.config import FollowConfig
 from server.follow.loop import Follower, Plan
-from server.follow.sources import open_source, plain
+from server.follow.opening import open_source
 from server.follow.state import StateFile
 
 log = logging.getLogger("hotswap.follow")
@@ -44,7 +44,8 @@ def run_follow(config: FollowConfig) -> None:
     for name in ("httpx", "httpcore"):
         logging.getLogger(name).setLevel(logging.WARNING)
     interrupts.install()
-    source, told = open_source(config), f"{plain(config.source)} {config.part}".strip()
+    source = open_source(config)
+    told = f"{source.told} {config.part}".strip()
     default = state_root() / "follow" / hashlib.sha256(told.encode()).hexdigest()[:16]
     cache = (config.cache_dir or default).expanduser().absolute()
     file = StateFile(cache, told)

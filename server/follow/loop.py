@@ -122,14 +122,17 @@ class Follower:
         return None
 
     def _over(self, candidate: Candidate, state: FollowState) -> bool:
-        """Whether it was tried, or is older than what was: that newer ones were deleted is no reason to go back."""
+        """Whether it was tried, or is older than what was: that newer ones were deleted is no reason to go back. What
+        somebody chose is over only if it was the last that was tried."""
         if not state.tried:
             return False
-        if candidate.identity in state.refused:
-            return True
         last = state.tried[-1]
         if last.identity == candidate.identity:
             return last.outcome != "superseded"
+        if candidate.chosen:
+            return False
+        if candidate.identity in state.refused:
+            return True
         if self._plan.newest_by == "time":
             return candidate.modified < last.modified
         return natural(candidate.name) < natural(last.name)

@@ -1,4 +1,4 @@
-"""Where checkpoints come from: a directory, or an object store (any URL of fsspec's).
+"""Where checkpoints come from: directories, object stores (any URL of fsspec's), and what other sources share.
 
 A source lists candidates, newest first: directories of a checkpoint's files, each with its size and a tag that changes
 with its content. Of those files only what a publication reads is taken: the configuration, the index, the shards, and
@@ -25,8 +25,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from server.errors import ConfigError, ServerError
-from server.follow.config import FollowConfig, NewestBy
+from server.errors import ServerError
+from server.follow.config import NewestBy
 from weightsync.errors import CheckpointError
 from weightsync.publish.checkpoint import INDEX, Checkpoint, read_config, read_inside
 
@@ -67,11 +67,15 @@ class File:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A directory of a source that may be a checkpoint. `files` are those that a publication reads, by name."""
+    """A directory of a source that may be a checkpoint. `files` are those that a publication reads, by name.
+
+    Somebody has `chosen` it: that it is older than another one is then no reason to leave it out.
+    """
 
     source: str
     name: str
     files: Mapping[str, File]
+    chosen: bool = False
 
     @property
     def identity(self) -> str:
@@ -89,7 +93,9 @@ class Candidate:
 
 
 class Source(Protocol):
-    """What a follower follows."""
+    """What a follower follows. `told` names it, without secrets."""
+
+    told: str
 
     def candidates(self) -> Iterator[Candidate]:
         """Newest first, whole or not. Raises SourceUnavailable."""
@@ -98,42 +104,18 @@ class Source(Protocol):
         """The directory with its files: a new one in `cache`, or the candidate itself. Raises FollowError."""
 
 
-class Place(Protocol):
-    """A file system. All raise SourceUnavailable."""
-
-    def ls(self, path: str) -> tuple[dict[str, str], dict[str, File]]:
-        """Paths of the directories in it, and its files, by name."""
+class Readable(Protocol):
+    """Where files are read from. Raises SourceUnavailable."""
 
     def read(self, file: File, target: Path) -> None:
         """Copies it. Raises OSError where `target` cannot be written."""
 
 
-def open_source(config: FollowConfig) -> Source:
-    """Raises ConfigError for what names no source."""
-    url = config.source
-    scheme = url.partition("://")[0] if "://" in url else ""
-    if scheme in ("dir", ""):
-        path = Path(url.partition("://")[2] if scheme else url).expanduser()
-        if scheme and not path.is_absolute():
-            raise ConfigError(f"{url}: name the directory by its whole path, dir:///models/run.")
-        from fsspec.implementations.local import LocalFileSystem
+class Place(Readable, Protocol):
+    """A file system."""
 
-        path = path.absolute()
-        place = FilesystemPlace(LocalFileSystem(), str(path))
-        return Prefix(f"dir://{path}", place, str(path), config.main, config.newest_by, in_place=True)
-    place, root = open_place(url)
-    return Prefix(url, place, root, config.main, config.newest_by)
-
-
-def open_place(url: str) -> tuple[FilesystemPlace, str]:
-    """A URL of fsspec's. Raises ConfigError."""
-    from fsspec.core import url_to_fs
-
-    try:
-        files, root = url_to_fs(url)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(f"{url} cannot be opened ({error}): name dir:///DIRECTORY or a URL of fsspec's.") from error
-    return FilesystemPlace(files, url), root
+    def ls(self, path: str) -> tuple[dict[str, str], dict[str, File]]:
+        """Paths of the directories in it, and its files, by name."""
 
 
 class FilesystemPlace:
@@ -168,8 +150,8 @@ class FilesystemPlace:
         except Exception as error:
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            what = str(error) or type(error).__name__
-            raise SourceUnavailable(f"{plain(self._url)} cannot be read ({what})") from error
+            what = redacted(str(error) or type(error).__name__)
+            raise SourceUnavailable(f"{redacted(self._url)} cannot be read ({what})") from None
 
 
 class Prefix:
@@ -178,7 +160,7 @@ class Prefix:
     def __init__(
         self, url: str, place: Place, root: str, main: str, newest_by: NewestBy = "name", in_place: bool = False
     ) -> None:
-        self._url, self._place, self._root, self._main = url, place, root, main
+        self.told, self._place, self._root, self._main = redacted(url), place, root, main
         self._newest_by, self._in_place = newest_by, in_place
 
     def candidates(self) -> Iterator[Candidate]:
@@ -198,7 +180,7 @@ class Prefix:
         return fetched(candidate, cache, self._place)
 
     def _candidate(self, name: str, files: Mapping[str, File]) -> Candidate:
-        return Candidate(plain(self._url), name, wanted(files, self._main))
+        return Candidate(self.told, name, wanted(files, self._main))
 
 
 def wanted(files: Mapping[str, File], main: str) -> dict[str, File]:
@@ -231,7 +213,7 @@ def natural(name: str) -> tuple[Any, ...]:
     return tuple(int(part) if index % 2 else part for index, part in enumerate(re.split(r"([0-9]+)", name)))
 
 
-def fetched(candidate: Candidate, cache: Path, place: Place) -> Path:
+def fetched(candidate: Candidate, cache: Path, place: Readable) -> Path:
     """The directory in `cache` with its files; those that are there already are not fetched again. What was fetched of
     other candidates goes. Raises SourceUnavailable, CacheFull."""
     home = cache / "fetched" / candidate.identity
@@ -248,7 +230,7 @@ def fetched(candidate: Candidate, cache: Path, place: Place) -> Path:
     return home
 
 
-def _fetch(candidate: Candidate, home: Path, place: Place) -> None:
+def _fetch(candidate: Candidate, home: Path, place: Readable) -> None:
     shards = {name for name in candidate.files if name.endswith(".safetensors")}
     for name in sorted(candidate.files.keys() - shards):
         _fetch_one(candidate.files[name], home / name, place)
@@ -261,7 +243,7 @@ def _fetch(candidate: Candidate, home: Path, place: Place) -> None:
         _fetch_one(candidate.files[name], home / name, place)
 
 
-def _fetch_one(file: File, target: Path, place: Place) -> None:
+def _fetch_one(file: File, target: Path, place: Readable) -> None:
     if _there(target, file):
         return
     part = target.with_name(f".{target.name}.part")
@@ -345,8 +327,9 @@ def _modified(entry: Mapping[str, Any]) -> float:
     return found.timestamp() if isinstance(found, datetime) else float(found)
 
 
-def plain(url: str) -> str:
-    """Without the password that it may have."""
-    head, found, rest = url.partition("://")
-    authority, slash, path = rest.partition("/")
-    return f"{head}{found}{authority.rpartition('@')[2]}{slash}{path}" if found else url
+_SECRETS = re.compile(r"(://)[^/?#@\s]*@|(://[^?\s]*)\?[^\s'\"),]*")
+
+
+def redacted(text: str) -> str:
+    """Without the user, the password and the query of each URL in it."""
+    return _SECRETS.sub(lambda found: found[1] or found[2], text)

@@ -15,6 +15,7 @@ from server.cli.errors import CliError, StateTaken
 from server.errors import ConfigError
 from server.follow import sources
 from server.follow.config import FollowConfig
+from server.follow.opening import open_source
 from server.follow.sources import BadCheckpoint, CacheFull, Candidate, Source, SourceUnavailable, lacking, verify
 from server.follow.state import KEPT, Current, FollowState, StateFile
 from tests.server.follow.checkpoints import write
@@ -22,7 +23,7 @@ from weightsync.publish.checkpoint import INDEX, Checkpoint
 
 
 def opened(url: object, **options: Any) -> Source:
-    return sources.open_source(FollowConfig(source=str(url), **options))
+    return open_source(FollowConfig(source=str(url), **options))
 
 
 def names(source: Source) -> list[str]:
