@@ -5,6 +5,7 @@
 12  length of the header          u32
 16  digest of the header          32 hex characters (xxh3_128)
 48  header, canonical JSON        base, target's tensors with their digests, step, metadata, source, and perhaps config
+                                  and signature
 .   blocks                        of every tensor in name order, BLOCK bytes of tensor each (delta_codec.py)
 .   end    b"HSDELEND"            8 bytes, then the digest of everything before it (32 hex characters)
 
@@ -58,8 +59,10 @@ END: Final = b"HSDELEND"
 FORMAT: Final = 1
 MAX_HEADER: Final = 64 << 20
 MAX_NBYTES: Final = 1 << 50
+MAX_SIGNATURE: Final = 16 << 10
 _PREAMBLE = struct.Struct("<8sII32s")
 _TRAILER_NBYTES = len(END) + 32
+_OPTIONAL = {"config", "signature"}
 _FIELDS = {"format", "model", "base", "step", "metadata", "source", "tensors"}
 
 
@@ -74,7 +77,8 @@ class Base:
 @dataclass(frozen=True)
 class DeltaHeader:
     """The header of a delta, before its blocks: the target's tensors (name: spec, digest), and the base, if it has
-    one. `config` is the text of the config.json that an engine needs for these tensors, or nothing."""
+    one. `config` is the text of the config.json that an engine needs for these tensors, or nothing. `signature` is that
+    of who made them (format/signing.py), or nothing."""
 
     model: str
     tensors: Mapping[str, tuple[TensorSpec, str]]
@@ -83,6 +87,7 @@ class DeltaHeader:
     metadata: Mapping[str, str] = field(default_factory=dict)
     source: str = ""
     config: str = ""
+    signature: str = ""
 
     @cached_property
     def schema(self) -> Schema:
@@ -112,7 +117,7 @@ class DeltaHeader:
             "metadata": dict(self.metadata),
             "source": self.source,
             "tensors": self._rows,
-            **({"config": self.config} if self.config else {}),
+            **{name: text for name in _OPTIONAL if (text := getattr(self, name))},
         }
         return orjson.dumps(document, option=orjson.OPT_SORT_KEYS)
 
@@ -121,7 +126,7 @@ class DeltaHeader:
         """Raises DeltaError for anything `to_json` does not write."""
         try:
             document: dict[str, Any] = orjson.loads(raw)
-            if not isinstance(document, dict) or document.keys() - {"config"} != _FIELDS:
+            if not isinstance(document, dict) or document.keys() - _OPTIONAL != _FIELDS:
                 raise DeltaError("its header has other fields than this release writes: run the same on both sides")
             header = _header(document)
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, UnsupportedDtype) as error:
@@ -151,7 +156,9 @@ def _header(document: dict[str, Any]) -> DeltaHeader:
         version, manifest_digest = document["base"]
         base = Base(_natural(version), _digest(manifest_digest))
     step, config = step if step is None else _natural(step), _text(document.get("config", ""))
-    header = DeltaHeader(model, tensors, base, step, metadata, source, config)
+    if len(signature := _text(document.get("signature", ""))) > MAX_SIGNATURE:
+        raise DeltaError(f"its signature takes {len(signature):,} characters, {MAX_SIGNATURE:,} are allowed")
+    header = DeltaHeader(model, tensors, base, step, metadata, source, config, signature)
     if header.nbytes > MAX_NBYTES:
         raise DeltaError(f"its tensors take {header.nbytes:,} bytes")
     return header
