@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,16 @@ class Gateway:
 
     def call(self, method: str, path: str, body: dict[str, Any] | None = None, reason: str | None = None) -> Any:
         """As AdminClient.call. Raises CliError."""
+        return self._asked(lambda client: client.call(method, path, body, reason))
+
+    def upload(self, path: str, query: Mapping[str, str], pieces: Iterable[bytes], reason: str) -> Any:
+        """As AdminClient.upload. Raises CliError."""
+        return self._asked(lambda client: client.upload(path, query, pieces, reason))
+
+    def _asked(self, ask: Callable[[AdminClient], Any]) -> Any:
         client = self._client or AdminClient(*self._where)
         try:
-            answer = client.call(method, path, body, reason)
+            answer = ask(client)
         except RequestFailed as error:
             self._client = client if error.status and error.status != 401 else None
             raise
@@ -50,7 +58,6 @@ def run_follow(config: FollowConfig) -> None:
     cache = (config.cache_dir or default).expanduser().absolute()
     file = StateFile(cache, told)
     plan = Plan(
-        main=config.main,
         part=config.part,
         policy=config.policy,
         activate=config.activate,

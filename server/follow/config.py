@@ -19,7 +19,8 @@ class FollowConfig:
     source: Annotated[
         str,
         Option(
-            "dir:///DIRECTORY, a URL of fsspec's such as s3://BUCKET/RUN, or models:/NAME@ALIAS of MLflow",
+            "dir:///DIRECTORY, a URL of fsspec's such as s3://BUCKET/RUN, models:/NAME@ALIAS of MLflow, or "
+            "versions+URL for what a BucketPublisher has put there",
             positional=True,
         ),
     ]

@@ -5,16 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 from server.errors import ConfigError
+from server.follow import registry, versions
 from server.follow.config import FollowConfig
-from server.follow.registry import SCHEME, Registry
 from server.follow.sources import FilesystemPlace, Prefix, Source
+from weightsync.errors import BucketError
 
 
 def open_source(config: FollowConfig) -> Source:
     """Raises ConfigError for what names no source."""
     url = config.source
-    if url.startswith(SCHEME):
-        return Registry(url, config.tracking_uri, config.main)
+    if url.startswith(registry.SCHEME):
+        return registry.Registry(url, config.tracking_uri, config.main)
+    if url.startswith(versions.SCHEME):
+        return _versions(config)
     scheme = url.partition("://")[0] if "://" in url else ""
     if scheme in ("dir", ""):
         path = Path(url.partition("://")[2] if scheme else url).expanduser()
@@ -27,6 +30,17 @@ def open_source(config: FollowConfig) -> Source:
         return Prefix(f"dir://{path}", place, str(path), config.main, config.newest_by, in_place=True)
     place, root = open_place(url)
     return Prefix(url, place, root, config.main, config.newest_by)
+
+
+def _versions(config: FollowConfig) -> Source:
+    if config.part:
+        raise ConfigError(f"--part {config.part}: a bucket has versions of the base model alone.")
+    if config.sign_key is not None:
+        raise ConfigError("--sign-key: versions in a bucket are signed by who publishes them there.")
+    try:
+        return versions.Versions(config.source)
+    except BucketError as error:
+        raise ConfigError(str(error)) from error
 
 
 def open_place(url: str) -> tuple[FilesystemPlace, str]:

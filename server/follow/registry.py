@@ -18,7 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from server.errors import ConfigError
-from server.follow.sources import Candidate, File, SourceUnavailable, fetched, redacted, wanted
+from server.follow.sources import (
+    Admin,
+    Candidate,
+    Checkpoints,
+    File,
+    SourceUnavailable,
+    fetched,
+    lacking,
+    verify,
+    wanted,
+)
+from weightsync.bucket.objects import redacted
 
 SCHEME = "models:/"
 HOMES = ("", "model")  # where the configuration may be; the first goes before the second
@@ -38,7 +49,7 @@ _ADVICE = {  # by MLflow's error code
 AWAY = "is MLflow running there?"
 
 
-class Registry:
+class Registry(Checkpoints):
     """Follows one alias. The version that it points at is the one candidate, older than what was tried or not."""
 
     def __init__(self, url: str, tracking_uri: str, main: str) -> None:
@@ -66,10 +77,13 @@ class Registry:
         listings = (self.ls(f"{root}/{home}".rstrip("/"))[1] for home in HOMES)
         files = next((found for found in listings if self._main in found), {})
         tagged = {name: replace(file, tag=str(version.creation_timestamp)) for name, file in files.items()}
-        yield Candidate(self.told, f"version {version.version}", wanted(tagged, self._main), chosen=True)
+        found = wanted(tagged, self._main)
+        yield Candidate(self.told, f"version {version.version}", found, lacking(found, self._main), chosen=True)
 
-    def fetch(self, candidate: Candidate, cache: Path) -> Path:
-        return fetched(candidate, cache, self)
+    def fetch(self, candidate: Candidate, cache: Path, admin: Admin) -> Path:
+        home = fetched(candidate, cache, self)
+        verify(home, self._main)
+        return home
 
     def ls(self, path: str) -> tuple[dict[str, str], dict[str, File]]:
         with self._told():

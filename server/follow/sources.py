@@ -19,14 +19,16 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
+from server.cli.errors import RequestFailed
 from server.errors import ServerError
 from server.follow.config import NewestBy
+from weightsync.bucket.objects import redacted
 from weightsync.errors import CheckpointError
 from weightsync.publish.checkpoint import INDEX, Checkpoint, read_config, read_inside
 
@@ -69,12 +71,14 @@ class File:
 class Candidate:
     """A directory of a source that may be a checkpoint. `files` are those that a publication reads, by name.
 
-    Somebody has `chosen` it: that it is older than another one is then no reason to leave it out.
+    `lacks` says why it is not whole yet, if it is not. Somebody has `chosen` it: that it is older than another one is
+    then no reason to leave it out.
     """
 
     source: str
     name: str
     files: Mapping[str, File]
+    lacks: str = ""
     chosen: bool = False
 
     @property
@@ -92,6 +96,28 @@ class Candidate:
         return sum(file.size for file in self.files.values())
 
 
+class Admin(Protocol):
+    """The admin port of a gateway. Raises RequestFailed, CliError."""
+
+    def call(self, method: str, path: str, body: dict[str, Any] | None = None, reason: str | None = None) -> Any:
+        """The JSON answer."""
+
+    def upload(self, path: str, query: Mapping[str, str], pieces: Iterable[bytes], reason: str) -> Any:
+        """The JSON answer to a POST of these bytes."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """How a candidate is to be published. The same `upload_id` again gives the same version; `attempt` counts those of
+    a candidate, `reason` is for the ledger."""
+
+    upload_id: str
+    attempt: int
+    reason: str
+    part: str = ""
+    sign_key: str = ""
+
+
 class Source(Protocol):
     """What a follower follows. `told` names it, without secrets."""
 
@@ -100,8 +126,27 @@ class Source(Protocol):
     def candidates(self) -> Iterator[Candidate]:
         """Newest first, whole or not. Raises SourceUnavailable."""
 
-    def fetch(self, candidate: Candidate, cache: Path) -> Path:
-        """The directory with its files: a new one in `cache`, or the candidate itself. Raises FollowError."""
+    def fetch(self, candidate: Candidate, cache: Path, admin: Admin) -> Path:
+        """The directory with its files, verified: a new one in `cache`, or the candidate itself. Raises FollowError."""
+
+    def publish(self, candidate: Candidate, home: Path, admin: Admin, wish: Wish) -> int:
+        """Has the gateway make a version of what `fetch` has brought; its number. Raises FollowError, RequestFailed."""
+
+
+class Checkpoints:
+    """Sources whose candidates are directories that the gateway reads itself."""
+
+    def publish(self, candidate: Candidate, home: Path, admin: Admin, wish: Wish) -> int:
+        body: dict[str, Any] = {"path": str(home), "activate": False, "upload_id": wish.upload_id}
+        body |= {"part": wish.part} if wish.part else {}
+        body |= {"sign_key": wish.sign_key} if wish.sign_key else {}
+        try:
+            return int(admin.call("POST", "/admin/weights", body, wish.reason)["version"])
+        except RequestFailed as error:
+            if error.code in ("checkpoint_error", "bad_path"):  # it was verified here
+                advice = f"the gateway's host must see {home} as well"
+                raise RequestFailed(f"{advice}: {error}", error.status, error.code) from error
+            raise
 
 
 class Readable(Protocol):
@@ -154,7 +199,7 @@ class FilesystemPlace:
             raise SourceUnavailable(f"{redacted(self._url)} cannot be read ({what})") from None
 
 
-class Prefix:
+class Prefix(Checkpoints):
     """The directories below one, or that directory itself if it is a checkpoint."""
 
     def __init__(
@@ -174,13 +219,17 @@ class Prefix:
             found = iter(sorted(found, key=lambda one: one.modified, reverse=True))
         yield from (one for one in found if one.files)
 
-    def fetch(self, candidate: Candidate, cache: Path) -> Path:
+    def fetch(self, candidate: Candidate, cache: Path, admin: Admin) -> Path:
         if self._in_place:
-            return Path(candidate.files[self._main].path).parent
-        return fetched(candidate, cache, self._place)
+            home = Path(candidate.files[self._main].path).parent
+        else:
+            home = fetched(candidate, cache, self._place)
+        verify(home, self._main)
+        return home
 
     def _candidate(self, name: str, files: Mapping[str, File]) -> Candidate:
-        return Candidate(self.told, name, wanted(files, self._main))
+        found = wanted(files, self._main)
+        return Candidate(self.told, name, found, lacking(found, self._main))
 
 
 def wanted(files: Mapping[str, File], main: str) -> dict[str, File]:
@@ -225,7 +274,7 @@ def fetched(candidate: Candidate, cache: Path, place: Readable) -> Path:
         _fetch(candidate, home, place)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise CacheFull(_no_room(candidate.nbytes, cache)) from error
+            raise CacheFull(no_room(candidate.nbytes, cache)) from error
         raise SourceUnavailable(f"{home} cannot be written ({error.strerror}): name another --cache-dir") from error
     return home
 
@@ -238,7 +287,7 @@ def _fetch(candidate: Candidate, home: Path, place: Readable) -> None:
     missing = [name for name in needed if not _there(home / name, candidate.files[name])]
     size = sum(candidate.files[name].size for name in missing)
     if size > shutil.disk_usage(home).free:
-        raise CacheFull(_no_room(size, home))
+        raise CacheFull(no_room(size, home))
     for name in missing:
         _fetch_one(candidate.files[name], home / name, place)
 
@@ -265,7 +314,8 @@ def _of_index(home: Path) -> set[str]:
     return set()
 
 
-def _no_room(nbytes: int, cache: Path) -> str:
+def no_room(nbytes: int, cache: Path) -> str:
+    """What a CacheFull says."""
     return f"{cache} has no room for {nbytes:,} bytes: make room there, or name another directory with --cache-dir"
 
 
@@ -325,11 +375,3 @@ def _modified(entry: Mapping[str, Any]) -> float:
         except ValueError:
             return 0.0
     return found.timestamp() if isinstance(found, datetime) else float(found)
-
-
-_SECRETS = re.compile(r"(://)[^/?#@\s]*@|(://[^?\s]*)\?[^\s'\"),]*")
-
-
-def redacted(text: str) -> str:
-    """Without the user, the password and the query of each URL in it."""
-    return _SECRETS.sub(lambda found: found[1] or found[2], text)

@@ -23,6 +23,7 @@ than the full version; `is_worthwhile` says beforehand whether a base helps at a
 
 from __future__ import annotations
 
+import itertools
 import os
 import struct
 from collections import Counter, deque
@@ -257,6 +258,15 @@ class DeltaReader:
         return data
 
 
+def framed(header: DeltaHeader, blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """A delta with this header, of pieces that are its blocks one after the other."""
+    hasher = xxhash.xxh3_128()
+    for piece in itertools.chain([header.pack()], blocks):
+        hasher.update(piece)
+        yield piece
+    yield end_of(hasher.hexdigest())
+
+
 def end_of(digest: str) -> bytes:
     """The last bytes of a delta; `digest` is that of everything before them."""
     return END + digest.encode()
@@ -308,18 +318,13 @@ class DeltaWriter:
         self._threads = threads or min(4, os.cpu_count() or 1)
 
     def __iter__(self) -> Iterator[bytes]:
-        self.stats = DeltaStats()
-        hasher = xxhash.xxh3_128()
-        for piece in self._pieces():
-            hasher.update(piece)
+        for piece in framed(self.header, self.blocks()):
             self.stats.nbytes += len(piece)
             yield piece
-        end = end_of(hasher.hexdigest())
-        self.stats.nbytes += len(end)
-        yield end
 
-    def _pieces(self) -> Iterator[bytes]:
-        yield self.header.pack()
+    def blocks(self) -> Iterator[bytes]:
+        """The blocks alone: what is between header and end, which do not depend on it."""
+        self.stats = DeltaStats()
         for encoded in _in_order(self._encode, _grouped(blocks_of(self.header)), self._threads):
             for head, _ in encoded:
                 kind, _, _, changed, _, _ = HEAD.unpack(head)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,13 @@ class Follow:
     def call(self, method: str, path: str, body: dict[str, Any] | None = None, reason: str | None = None) -> Any:
         answer = self.admin.call(method, path, body, reason)
         if f"{method} {path}" == self.dies_after:
+            self.dies_after = ""
+            raise Killed
+        return answer
+
+    def upload(self, path: str, query: Mapping[str, str], pieces: Iterable[bytes], reason: str) -> Any:
+        answer = self.admin.upload(path, query, pieces, reason)
+        if path == self.dies_after:
             self.dies_after = ""
             raise Killed
         return answer

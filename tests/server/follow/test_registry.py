@@ -10,10 +10,11 @@ from typing import Any
 import fsspec
 import pytest
 
+from server.cli.follow import Gateway
 from server.errors import ConfigError
 from server.follow.config import FollowConfig
 from server.follow.opening import open_source
-from server.follow.sources import Source, SourceUnavailable, verify
+from server.follow.sources import Source, SourceUnavailable
 from tests.server.follow.checkpoints import write
 from tests.server.follow.following import AT_ONCE, Follow
 from tests.servers import MLFLOW_PASSWORD, MLFLOW_USER, Server, mlflow_server, s3_server, s3_variables
@@ -116,14 +117,13 @@ def test_what_is_wrong_in_the_registry_is_said(models: Models, tmp_path: Path, m
         list(registry(url, model="none").candidates())
     models.choose(models.add(write(tmp_path / "good", shards=2)))
     (found,) = models.source().candidates()
-    home = models.source().fetch(found, tmp_path / "cache")
-    verify(home, "config.json")
+    home = models.source().fetch(found, tmp_path / "cache", Gateway(None, None, None))
     assert {path.name for path in home.iterdir()} == found.files.keys()
     (empty := tmp_path / "empty").mkdir()
     (empty / "notes.txt").write_text("no checkpoint")
     models.choose(models.add(empty))
     (found,) = models.source().candidates()
-    assert found.files == {}
+    assert (found.files, found.lacks) == ({}, "it has no config.json")
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "not-the-password")
     with pytest.raises(SourceUnavailable, match=r"401.*: set MLFLOW_TRACKING_USERNAME") as told:
         list(models.source().candidates())
