@@ -17,12 +17,13 @@ from weightsync.format.manifest import digest_of
 
 FORMAT = 1
 _NUMBER = re.compile(r"(\d{12})(?:\.json|-[0-9a-f]{32})")
-_SECRETS = re.compile(r"(://)[^/?#@\s]*@|(://[^?\s]*)\?[^\s'\"),]*")
+_USER = re.compile(r"(://)[^/?#@\s]*@")
+_QUERY = re.compile(r"(://[^?\s]*)\?[^\s'\"),]*")
 
 
 def redacted(text: str) -> str:
     """Without the user, the password and the query of each URL in it."""
-    return _SECRETS.sub(lambda found: found[1] or found[2], text)
+    return _QUERY.sub(r"\1", _USER.sub(r"\1", text))
 
 
 @dataclass(frozen=True)
@@ -113,13 +114,17 @@ class Bucket:
             raise BucketDamaged(f"{self.told}/{where}", f"it is that of version {found.number}")
         return found
 
-    def write_part(self, version: str, index: int, data: bytes | bytearray) -> StoredPart:
-        """`version` is number and upload: see `directory_of`."""
+    def begin(self, version: StoredVersion) -> None:
+        """Makes its directories, where there are such."""
+        with self._told():
+            for directory in ("versions", directory_of(version)):
+                self._files.makedirs(self._at(directory), exist_ok=True)
+
+    def write_part(self, version: str, index: int, data: bytes) -> StoredPart:
+        """`version` is its directory, see `directory_of`."""
         part = StoredPart(f"{version}/{index:05}", len(data), digest_of(memoryview(data)))
         with self._told():
-            if index == 0:
-                self._files.makedirs(self._at(version), exist_ok=True)  # where there are directories
-            self._files.pipe_file(self._at(part.path), bytes(data))
+            self._files.pipe_file(self._at(part.path), data)
         return part
 
     def read_part(self, version: StoredVersion, part: StoredPart, target: Path) -> None:
@@ -140,8 +145,6 @@ class Bucket:
     def claim(self, version: StoredVersion) -> bool:
         """Writes the record, unless that number is taken; whether it is this version's now."""
         path = self._at(f"versions/{version.number:012}.json")
-        with self._told():
-            self._files.makedirs(self._at("versions"), exist_ok=True)
         try:
             with self._told():
                 self._files.pipe_file(path, version.to_bytes(), mode="create")

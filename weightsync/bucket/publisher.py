@@ -107,6 +107,7 @@ class BucketPublisher:
         old = self._held.buffer if version.header.base is not None else None
         how: dict[str, Any] = {"compress": self._compress, "threads": self._threads}
         writer = DeltaWriter(version.header, self._next.buffer, old, **how)
+        self.bucket.begin(version)
         parts: list[StoredPart] = []
         with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="bucket") as pool:
             running: deque[Future[StoredPart]] = deque()
@@ -119,13 +120,12 @@ class BucketPublisher:
 
 
 def _cut(pieces: Iterable[bytes], size: int) -> Iterator[bytes]:
-    """The same bytes in pieces of `size` or a little more, at least one."""
-    waiting: list[bytes] = []
-    nbytes = 0
+    """The same bytes in pieces of `size`, of which the last may be smaller."""
+    waiting = bytearray()
     for piece in pieces:
-        waiting.append(piece)
-        nbytes += len(piece)
-        if nbytes >= size:
-            yield b"".join(waiting)
-            waiting, nbytes = [], 0
-    yield b"".join(waiting)
+        waiting += piece
+        while len(waiting) >= size:
+            yield bytes(waiting[:size])
+            del waiting[:size]
+    if waiting:
+        yield bytes(waiting)
