@@ -309,6 +309,6 @@ async def test_a_key_in_a_file_opts_in_at_the_end_of_its_line(tmp_path: Path) ->
                 )
                 assert answer.status == 200, answer.body
             await eventually(lambda: len(reader.answers) == 2, 10)
-            assert [answer.key for answer in reader.answers] == ["key-1", "its owner"]
+            assert [answer.about.key for answer in reader.answers] == ["key-1", "its owner"]
             gateway.gateway.desk.remove(reader)
             await asyncio.to_thread(gateway.unregister, "i0")
