@@ -67,7 +67,7 @@ class Follow:
             self.follower.step()
             return bool(condition(self.file.state))
 
-        wait_until(there, what=lambda: str(self.file.state))
+        wait_until(there, 120.0, lambda: str(self.file.state))  # some wait for other projects' servers, too
         return self.file.state
 
     def until_tried(self, name: str, outcome: str) -> str:
