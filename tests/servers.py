@@ -40,7 +40,7 @@ class Server:
                 cwd=self.log.parent,
                 start_new_session=True,
             )
-        wait_until(self._answers, 120.0, lambda: self.log.read_text()[-2000:], self.process)
+        wait_until(self._answers, 400.0, lambda: self.log.read_text()[-2000:], self.process)
 
     def stop(self) -> None:
         if self.process is not None:

@@ -19,6 +19,7 @@ from tests.server.follow.checkpoints import write
 from tests.server.follow.following import AT_ONCE, Follow
 from tests.servers import MLFLOW_PASSWORD, MLFLOW_USER, Server, mlflow_server, s3_server, s3_variables
 
+pytestmark = pytest.mark.timeout(900)  # the first test waits for MLflow, and perhaps for its installation
 ALIAS = "champion"
 WRONG = "http://nobody:not-the-password@127.0.0.1"
 

@@ -164,6 +164,7 @@ def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.mark.broad
+@pytest.mark.timeout(900)
 def test_through_s3_with_conditional_puts_and_a_killed_follower(follow: Follow, s3: str) -> None:
     brings_each(follow, s3)
     one, two = publisher(s3), publisher(s3)
