@@ -73,6 +73,7 @@ def mlflow_server(directory: Path) -> Iterator[Server]:
     command += ["--artifacts-destination", str(directory / "artifacts"), "--host", "127.0.0.1", "--port", str(port)]
     env = {"MLFLOW_AUTH_ADMIN_PASSWORD": MLFLOW_PASSWORD, "MLFLOW_FLASK_SERVER_SECRET_KEY": "of the tests"}
     env |= {"MLFLOW_DISABLE_TELEMETRY": "true", "PYTHONPATH": "", "MLFLOW_TRACKING_URI": ""}
+    env |= {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # of which nothing here asks: seven processes
     (auth := directory / "auth.ini").write_text(
         "[mlflow]\ndefault_permission = READ\nadmin_username = admin\n"
         f"database_uri = sqlite:///{directory}/auth.db\nauthorization_function = "
