@@ -318,8 +318,10 @@ class DeltaWriter:
         self._threads = threads or min(4, os.cpu_count() or 1)
 
     def __iter__(self) -> Iterator[bytes]:
+        nbytes = 0
         for piece in framed(self.header, self.blocks()):
-            self.stats.nbytes += len(piece)
+            nbytes += len(piece)
+            self.stats.nbytes = nbytes
             yield piece
 
     def blocks(self) -> Iterator[bytes]:
