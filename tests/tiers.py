@@ -21,9 +21,9 @@ BESIDE = 4  # other files for each one with engines
 WITH_PROCESSES = {
     "tests/chaos", "tests/clients", "tests/hosts", "tests/k8s", "tests/loadtest", "tests/vllm_suite",
     "server/cli", "server/console", "server/doctor", "server/follow", "server/gateway", "gateway/admin",
-    "gateway/release", "trainer/api", "api/finetuning", "trainer/data", "trainer/faults", "trainer/memory",
-    "trainer/rewards", "trainer/rollouts", "weightsync/control", "weightsync/peer", "weightsync/persist",
-    "weightsync/store", "weightsync/transport",
+    "gateway/observe", "gateway/release", "trainer/api", "api/finetuning", "trainer/data", "trainer/faults",
+    "trainer/memory", "trainer/rewards", "trainer/rollouts", "weightsync/bucket", "weightsync/control",
+    "weightsync/peer", "weightsync/persist", "weightsync/store", "weightsync/transport",
 }  # fmt: skip
 
 

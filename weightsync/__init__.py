@@ -2,6 +2,7 @@
 
     Publisher, Draft, join       write a version              SlotReader         read and verify one
     RemotePublisher              the same over HTTP
+    BucketPublisher              the same through an object store
     Share, Collector             a rank on another host
     Quantizer                    quantised tensors, as checkpoints hold them
     Coordinator, Participant     the two sides of a swap      open_store, Store  where the records live
@@ -15,6 +16,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from weightsync.bucket.publisher import BucketPublisher
     from weightsync.control.agent import CommitResult, Participant, StageResult
     from weightsync.control.coordinator import Coordinator, SwapReport
     from weightsync.control.state import Probe, ProbeResult
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Adapter": "memory.parts",
     "Arena": "memory.arena",
+    "BucketPublisher": "bucket.publisher",
     "Collector": "publish.shares",
     "CommitResult": "control.agent",
     "Coordinator": "control.coordinator",
@@ -68,6 +71,7 @@ _HOME = {
 __all__ = [
     "Adapter",
     "Arena",
+    "BucketPublisher",
     "Collector",
     "CommitResult",
     "Coordinator",

@@ -49,6 +49,11 @@ WeightSyncError               base: `code` for machines, a message that says wha
 ├── PersistError              the copies on disk cannot be written or read
 │   ├── PersistFull           a version has no room there
 │   └── VersionLost           the committed version is neither in memory nor on disk; `offer` is what is
+├── BucketError               a bucket of versions cannot be opened
+│   ├── BucketUnavailable     it does not answer, or refuses
+│   ├── BucketTaken           another publisher has published there
+│   ├── BucketDamaged         what lies there is not what was published
+│   └── VersionGone           a version was removed meanwhile
 ├── PublishError
 │   ├── StalePublisher        a newer publisher of the lineage has taken over
 │   ├── BadPart               a part that no version can have, or that has nothing to go with
@@ -527,6 +532,49 @@ class VersionLost(PersistError):
         self.version, self.reason, self.offer = version, reason, offer
         advice = "publish it again" if offer is None else f"version {offer} is whole and could be served instead"
         super().__init__(f"version {version} is active and lost: {reason}; {advice}")
+
+
+class BucketError(WeightSyncError):
+    """A bucket of versions cannot be used as it was named."""
+
+    code = "bucket_error"
+
+
+class BucketUnavailable(BucketError):
+    """It cannot be reached, read or written now; doing the same again later may work."""
+
+    code = "bucket_unavailable"
+
+
+class BucketTaken(BucketError):
+    """The number that this publisher would have used next is another's."""
+
+    code = "bucket_taken"
+
+    def __init__(self, url: str, number: int) -> None:
+        self.number = number
+        advice = "stop one of the two, or give this one a prefix of its own; a new publisher goes on from there"
+        super().__init__(f"another publisher has published version {number} in {url}: {advice}")
+
+
+class BucketDamaged(BucketError):
+    """An object is not what the record of its version, or its own digest, says."""
+
+    code = "bucket_damaged"
+
+    def __init__(self, path: str, problem: str) -> None:
+        self.path = path
+        super().__init__(f"{path} is damaged: {problem}; publish a later version, in full")
+
+
+class VersionGone(BucketError):
+    """A version that was there a moment ago was removed, as newer ones came."""
+
+    code = "version_gone"
+
+    def __init__(self, url: str, number: int) -> None:
+        self.number = number
+        super().__init__(f"version {number} is no longer in {url}: take the newest one, or keep more (`keep`)")
 
 
 class PublishError(WeightSyncError):

@@ -68,6 +68,7 @@ def publish_delta(stream: BinaryIO, publisher: Publisher, *, upload_id: str) -> 
     pieces = {BASE: (header.schema, header.metadata)}
     with _base_slot(publisher, header) as slot, publisher.begin_all(pieces, **about)[0] as draft:
         apply_delta(reader, slot, draft)
+        draft.signature = header.signature
         version = draft.commit()
     record = next(v for v in publisher.versions() if v.version == version)
     return Applied(record, reader.nbytes)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import ssl
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,9 +46,16 @@ class AdminClient:
 
     def call(self, method: str, path: str, body: dict[str, Any] | None = None, reason: str | None = None) -> Any:
         """The JSON answer; RequestFailed carries the gateway's own message. `reason` is for the ledger."""
-        url = httpx.URL(path).copy_merge_params({"reason": reason}) if reason else path
+        return self._answer(method, path, {"reason": reason} if reason else {}, json=body)
+
+    def upload(self, path: str, query: Mapping[str, str], pieces: Iterable[bytes], reason: str) -> Any:
+        """POST `pieces`, as they are made; otherwise as `call`."""
+        headers = {"content-type": "application/octet-stream"}
+        return self._answer("POST", path, {**query, "reason": reason}, content=iter(pieces), headers=headers)
+
+    def _answer(self, method: str, path: str, query: Mapping[str, str], **what: Any) -> Any:
         try:
-            answer = self._http.request(method, url, json=body)
+            answer = self._http.request(method, httpx.URL(path).copy_merge_params(query), **what)
         except httpx.TransportError as error:
             raise RequestFailed(f"no answer from {self._http.base_url}: {error}; is `hotswap up` running?") from error
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from server.cli.errors import RequestFailed
 from server.cli.paths import state_root
 from server.follow.config import FollowConfig
 from server.follow.loop import Follower, Plan
-from server.follow.sources import open_source, plain
+from server.follow.opening import open_source
 from server.follow.state import StateFile
 
 log = logging.getLogger("hotswap.follow")
@@ -28,9 +29,16 @@ class Gateway:
 
     def call(self, method: str, path: str, body: dict[str, Any] | None = None, reason: str | None = None) -> Any:
         """As AdminClient.call. Raises CliError."""
+        return self._asked(lambda client: client.call(method, path, body, reason))
+
+    def upload(self, path: str, query: Mapping[str, str], pieces: Iterable[bytes], reason: str) -> Any:
+        """As AdminClient.upload. Raises CliError."""
+        return self._asked(lambda client: client.upload(path, query, pieces, reason))
+
+    def _asked(self, ask: Callable[[AdminClient], Any]) -> Any:
         client = self._client or AdminClient(*self._where)
         try:
-            answer = client.call(method, path, body, reason)
+            answer = ask(client)
         except RequestFailed as error:
             self._client = client if error.status and error.status != 401 else None
             raise
@@ -44,12 +52,12 @@ def run_follow(config: FollowConfig) -> None:
     for name in ("httpx", "httpcore"):
         logging.getLogger(name).setLevel(logging.WARNING)
     interrupts.install()
-    source, told = open_source(config), f"{plain(config.source)} {config.part}".strip()
+    source = open_source(config)
+    told = f"{source.told} {config.part}".strip()
     default = state_root() / "follow" / hashlib.sha256(told.encode()).hexdigest()[:16]
     cache = (config.cache_dir or default).expanduser().absolute()
     file = StateFile(cache, told)
     plan = Plan(
-        main=config.main,
         part=config.part,
         policy=config.policy,
         activate=config.activate,

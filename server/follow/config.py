@@ -19,10 +19,12 @@ class FollowConfig:
     source: Annotated[
         str,
         Option(
-            "dir:///DIRECTORY, or a URL of fsspec's such as s3://BUCKET/RUN",
+            "dir:///DIRECTORY, a URL of fsspec's such as s3://BUCKET/RUN, models:/NAME@ALIAS of MLflow, or "
+            "versions+URL for what a BucketPublisher has put there",
             positional=True,
         ),
     ]
+    tracking_uri: Annotated[str, Option("the MLflow server of models:/NAME@ALIAS", env="MLFLOW_TRACKING_URI")] = ""
     policy: Annotated[str, Option("stored policy that each new version is released by")] = "default"
     activate: Annotated[bool, Option("swap each new version in at once; there is no release")] = False
     interval_s: Annotated[float, Option("seconds between two looks at the source")] = 10.0

@@ -16,10 +16,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from server.cli.errors import CliError, RequestFailed
-from server.follow.sources import BadCheckpoint, Candidate, FollowError, Source, lacking, natural, verify
+from server.follow.sources import Admin, BadCheckpoint, Candidate, FollowError, Source, Wish, natural
 from server.follow.state import Current, FollowState, Outcome, StateFile
 
 log = logging.getLogger("hotswap.follow")
@@ -32,18 +32,10 @@ REFUSED = (413, 422)  # what the gateway answers to a checkpoint that it can mak
 WAITS = ("not_whole", "release_under_way")
 
 
-class Admin(Protocol):
-    """The admin port of a gateway."""
-
-    def call(self, method: str, path: str, body: dict[str, Any] | None = None, reason: str | None = None) -> Any:
-        """The JSON answer. Raises RequestFailed, CliError."""
-
-
 @dataclass(frozen=True)
 class Plan:
     """What becomes of candidates: see FollowConfig."""
 
-    main: str = "config.json"
     part: str = ""
     policy: str = "default"
     activate: bool = False
@@ -110,8 +102,8 @@ class Follower:
         """The newest candidate that is whole, if it is not over with and has stayed as it is for long enough."""
         state = self._file.state
         for candidate in self._source.candidates():
-            if problem := lacking(candidate.files, self._plan.main):
-                self._say(candidate.name, f"{candidate.name} is not whole yet: {problem}")
+            if candidate.lacks:
+                self._say(candidate.name, f"{candidate.name} is not whole yet: {candidate.lacks}")
                 continue
             if now is not None and candidate.identity == now.identity:
                 return candidate
@@ -122,14 +114,17 @@ class Follower:
         return None
 
     def _over(self, candidate: Candidate, state: FollowState) -> bool:
-        """Whether it was tried, or is older than what was: that newer ones were deleted is no reason to go back."""
+        """Whether it was tried, or is older than what was: that newer ones were deleted is no reason to go back. What
+        somebody chose is over only if it was the last that was tried."""
         if not state.tried:
             return False
-        if candidate.identity in state.refused:
-            return True
         last = state.tried[-1]
         if last.identity == candidate.identity:
             return last.outcome != "superseded"
+        if candidate.chosen:
+            return False
+        if candidate.identity in state.refused:
+            return True
         if self._plan.newest_by == "time":
             return candidate.modified < last.modified
         return natural(candidate.name) < natural(last.name)
@@ -151,10 +146,13 @@ class Follower:
             directory = self._fetched(candidate)
             if self._busy(now):
                 return self._plan.interval_s
-            version = self._published(now, directory)
+            version = self._published(now, candidate, directory)
         except BadCheckpoint as error:
             self._end("refused", str(error))
             return 0.0
+        except FollowError:
+            self._verified = None
+            raise
         same = self._identity_of(candidate) == now.identity  # else what was published may be half of each
         self._write(replace(now, version=version))
         self._say("candidate", f"{now.name} is version {version}")
@@ -164,8 +162,7 @@ class Follower:
 
     def _fetched(self, candidate: Candidate) -> Path:
         if self._verified is None or self._verified[0] != candidate.identity:
-            directory = self._source.fetch(candidate, self._cache)
-            verify(directory, self._plan.main)
+            directory = self._source.fetch(candidate, self._cache, self._admin)
             self._verified = candidate.identity, directory
         return self._verified[1]
 
@@ -173,19 +170,14 @@ class Follower:
         """What the candidate of that name is now."""
         return next((one.identity for one in self._source.candidates() if one.name == candidate.name), "")
 
-    def _published(self, now: Current, directory: Path) -> int:
+    def _published(self, now: Current, candidate: Candidate, directory: Path) -> int:
         """The version. Raises BadCheckpoint for what the gateway can make none of."""
-        body: dict[str, Any] = {"path": str(directory), "activate": False, "upload_id": now.upload_id}
-        body |= {"part": self._plan.part} if self._plan.part else {}
-        body |= {"sign_key": self._plan.sign_key} if self._plan.sign_key else {}
+        wish = Wish(now.upload_id, now.attempt, self._why(now), self._plan.part, self._plan.sign_key)
         try:
-            return int(self._admin.call("POST", "/admin/weights", body, self._why(now))["version"])
+            return self._source.publish(candidate, directory, self._admin, wish)
         except RequestFailed as error:
             if error.status in REFUSED:
                 raise BadCheckpoint(str(error)) from error
-            if error.code in ("checkpoint_error", "bad_path"):  # it was verified here
-                advice = f"the gateway's host must see {directory} as well"
-                raise RequestFailed(f"{advice}: {error}", error.status, error.code) from error
             raise
 
     def _busy(self, now: Current) -> bool:

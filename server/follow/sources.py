@@ -1,4 +1,4 @@
-"""Where checkpoints come from: a directory, or an object store (any URL of fsspec's).
+"""Where checkpoints come from: directories, object stores (any URL of fsspec's), and what other sources share.
 
 A source lists candidates, newest first: directories of a checkpoint's files, each with its size and a tag that changes
 with its content. Of those files only what a publication reads is taken: the configuration, the index, the shards, and
@@ -19,14 +19,16 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from server.errors import ConfigError, ServerError
-from server.follow.config import FollowConfig, NewestBy
+from server.cli.errors import RequestFailed
+from server.errors import ServerError
+from server.follow.config import NewestBy
+from weightsync.bucket.objects import redacted
 from weightsync.errors import CheckpointError
 from weightsync.publish.checkpoint import INDEX, Checkpoint, read_config, read_inside
 
@@ -67,11 +69,17 @@ class File:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A directory of a source that may be a checkpoint. `files` are those that a publication reads, by name."""
+    """A directory of a source that may be a checkpoint. `files` are those that a publication reads, by name.
+
+    `lacks` says why it is not whole yet, if it is not. Somebody has `chosen` it: that it is older than another one is
+    then no reason to leave it out.
+    """
 
     source: str
     name: str
     files: Mapping[str, File]
+    lacks: str = ""
+    chosen: bool = False
 
     @property
     def identity(self) -> str:
@@ -88,52 +96,71 @@ class Candidate:
         return sum(file.size for file in self.files.values())
 
 
+class Admin(Protocol):
+    """The admin port of a gateway. Raises RequestFailed, CliError."""
+
+    def call(self, method: str, path: str, body: dict[str, Any] | None = None, reason: str | None = None) -> Any:
+        """The JSON answer."""
+
+    def upload(self, path: str, query: Mapping[str, str], pieces: Iterable[bytes], reason: str) -> Any:
+        """The JSON answer to a POST of these bytes."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """How a candidate is to be published. The same `upload_id` again gives the same version; `attempt` counts those of
+    a candidate, `reason` is for the ledger."""
+
+    upload_id: str
+    attempt: int
+    reason: str
+    part: str = ""
+    sign_key: str = ""
+
+
 class Source(Protocol):
-    """What a follower follows."""
+    """What a follower follows. `told` names it, without secrets."""
+
+    told: str
 
     def candidates(self) -> Iterator[Candidate]:
         """Newest first, whole or not. Raises SourceUnavailable."""
 
-    def fetch(self, candidate: Candidate, cache: Path) -> Path:
-        """The directory with its files: a new one in `cache`, or the candidate itself. Raises FollowError."""
+    def fetch(self, candidate: Candidate, cache: Path, admin: Admin) -> Path:
+        """The directory with its files, verified: a new one in `cache`, or the candidate itself. Raises FollowError."""
+
+    def publish(self, candidate: Candidate, home: Path, admin: Admin, wish: Wish) -> int:
+        """Has the gateway make a version of what `fetch` has brought; its number. Raises FollowError, RequestFailed."""
 
 
-class Place(Protocol):
-    """A file system. All raise SourceUnavailable."""
+class Checkpoints:
+    """Sources whose candidates are directories that the gateway reads itself."""
 
-    def ls(self, path: str) -> tuple[dict[str, str], dict[str, File]]:
-        """Paths of the directories in it, and its files, by name."""
+    def publish(self, candidate: Candidate, home: Path, admin: Admin, wish: Wish) -> int:
+        body: dict[str, Any] = {"path": str(home), "activate": False, "upload_id": wish.upload_id}
+        body |= {"part": wish.part} if wish.part else {}
+        body |= {"sign_key": wish.sign_key} if wish.sign_key else {}
+        try:
+            return int(admin.call("POST", "/admin/weights", body, wish.reason)["version"])
+        except RequestFailed as error:
+            if error.code in ("checkpoint_error", "bad_path"):  # it was verified here
+                advice = f"the gateway's host must see {home} as well"
+                raise RequestFailed(f"{advice}: {error}", error.status, error.code) from error
+            raise
+
+
+class Readable(Protocol):
+    """Where files are read from. Raises SourceUnavailable."""
 
     def read(self, file: File, target: Path) -> None:
         """Copies it. Raises OSError where `target` cannot be written."""
 
 
-def open_source(config: FollowConfig) -> Source:
-    """Raises ConfigError for what names no source."""
-    url = config.source
-    scheme = url.partition("://")[0] if "://" in url else ""
-    if scheme in ("dir", ""):
-        path = Path(url.partition("://")[2] if scheme else url).expanduser()
-        if scheme and not path.is_absolute():
-            raise ConfigError(f"{url}: name the directory by its whole path, dir:///models/run.")
-        from fsspec.implementations.local import LocalFileSystem
+class Place(Readable, Protocol):
+    """A file system."""
 
-        path = path.absolute()
-        place = FilesystemPlace(LocalFileSystem(), str(path))
-        return Prefix(f"dir://{path}", place, str(path), config.main, config.newest_by, in_place=True)
-    place, root = open_place(url)
-    return Prefix(url, place, root, config.main, config.newest_by)
-
-
-def open_place(url: str) -> tuple[FilesystemPlace, str]:
-    """A URL of fsspec's. Raises ConfigError."""
-    from fsspec.core import url_to_fs
-
-    try:
-        files, root = url_to_fs(url)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(f"{url} cannot be opened ({error}): name dir:///DIRECTORY or a URL of fsspec's.") from error
-    return FilesystemPlace(files, url), root
+    def ls(self, path: str) -> tuple[dict[str, str], dict[str, File]]:
+        """Paths of the directories in it, and its files, by name."""
 
 
 class FilesystemPlace:
@@ -168,17 +195,17 @@ class FilesystemPlace:
         except Exception as error:
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            what = str(error) or type(error).__name__
-            raise SourceUnavailable(f"{plain(self._url)} cannot be read ({what})") from error
+            what = redacted(str(error) or type(error).__name__)
+            raise SourceUnavailable(f"{redacted(self._url)} cannot be read ({what})") from None
 
 
-class Prefix:
+class Prefix(Checkpoints):
     """The directories below one, or that directory itself if it is a checkpoint."""
 
     def __init__(
         self, url: str, place: Place, root: str, main: str, newest_by: NewestBy = "name", in_place: bool = False
     ) -> None:
-        self._url, self._place, self._root, self._main = url, place, root, main
+        self.told, self._place, self._root, self._main = redacted(url), place, root, main
         self._newest_by, self._in_place = newest_by, in_place
 
     def candidates(self) -> Iterator[Candidate]:
@@ -192,13 +219,17 @@ class Prefix:
             found = iter(sorted(found, key=lambda one: one.modified, reverse=True))
         yield from (one for one in found if one.files)
 
-    def fetch(self, candidate: Candidate, cache: Path) -> Path:
+    def fetch(self, candidate: Candidate, cache: Path, admin: Admin) -> Path:
         if self._in_place:
-            return Path(candidate.files[self._main].path).parent
-        return fetched(candidate, cache, self._place)
+            home = Path(candidate.files[self._main].path).parent
+        else:
+            home = fetched(candidate, cache, self._place)
+        verify(home, self._main)
+        return home
 
     def _candidate(self, name: str, files: Mapping[str, File]) -> Candidate:
-        return Candidate(plain(self._url), name, wanted(files, self._main))
+        found = wanted(files, self._main)
+        return Candidate(self.told, name, found, lacking(found, self._main))
 
 
 def wanted(files: Mapping[str, File], main: str) -> dict[str, File]:
@@ -231,7 +262,7 @@ def natural(name: str) -> tuple[Any, ...]:
     return tuple(int(part) if index % 2 else part for index, part in enumerate(re.split(r"([0-9]+)", name)))
 
 
-def fetched(candidate: Candidate, cache: Path, place: Place) -> Path:
+def fetched(candidate: Candidate, cache: Path, place: Readable) -> Path:
     """The directory in `cache` with its files; those that are there already are not fetched again. What was fetched of
     other candidates goes. Raises SourceUnavailable, CacheFull."""
     home = cache / "fetched" / candidate.identity
@@ -243,12 +274,12 @@ def fetched(candidate: Candidate, cache: Path, place: Place) -> Path:
         _fetch(candidate, home, place)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise CacheFull(_no_room(candidate.nbytes, cache)) from error
+            raise CacheFull(no_room(candidate.nbytes, cache)) from error
         raise SourceUnavailable(f"{home} cannot be written ({error.strerror}): name another --cache-dir") from error
     return home
 
 
-def _fetch(candidate: Candidate, home: Path, place: Place) -> None:
+def _fetch(candidate: Candidate, home: Path, place: Readable) -> None:
     shards = {name for name in candidate.files if name.endswith(".safetensors")}
     for name in sorted(candidate.files.keys() - shards):
         _fetch_one(candidate.files[name], home / name, place)
@@ -256,12 +287,12 @@ def _fetch(candidate: Candidate, home: Path, place: Place) -> None:
     missing = [name for name in needed if not _there(home / name, candidate.files[name])]
     size = sum(candidate.files[name].size for name in missing)
     if size > shutil.disk_usage(home).free:
-        raise CacheFull(_no_room(size, home))
+        raise CacheFull(no_room(size, home))
     for name in missing:
         _fetch_one(candidate.files[name], home / name, place)
 
 
-def _fetch_one(file: File, target: Path, place: Place) -> None:
+def _fetch_one(file: File, target: Path, place: Readable) -> None:
     if _there(target, file):
         return
     part = target.with_name(f".{target.name}.part")
@@ -283,7 +314,8 @@ def _of_index(home: Path) -> set[str]:
     return set()
 
 
-def _no_room(nbytes: int, cache: Path) -> str:
+def no_room(nbytes: int, cache: Path) -> str:
+    """What a CacheFull says."""
     return f"{cache} has no room for {nbytes:,} bytes: make room there, or name another directory with --cache-dir"
 
 
@@ -343,10 +375,3 @@ def _modified(entry: Mapping[str, Any]) -> float:
         except ValueError:
             return 0.0
     return found.timestamp() if isinstance(found, datetime) else float(found)
-
-
-def plain(url: str) -> str:
-    """Without the password that it may have."""
-    head, found, rest = url.partition("://")
-    authority, slash, path = rest.partition("/")
-    return f"{head}{found}{authority.rpartition('@')[2]}{slash}{path}" if found else url

@@ -5,6 +5,7 @@
 12  length of the header          u32
 16  digest of the header          32 hex characters (xxh3_128)
 48  header, canonical JSON        base, target's tensors with their digests, step, metadata, source, and perhaps config
+                                  and signature
 .   blocks                        of every tensor in name order, BLOCK bytes of tensor each (delta_codec.py)
 .   end    b"HSDELEND"            8 bytes, then the digest of everything before it (32 hex characters)
 
@@ -22,6 +23,7 @@ than the full version; `is_worthwhile` says beforehand whether a base helps at a
 
 from __future__ import annotations
 
+import itertools
 import os
 import struct
 from collections import Counter, deque
@@ -58,8 +60,10 @@ END: Final = b"HSDELEND"
 FORMAT: Final = 1
 MAX_HEADER: Final = 64 << 20
 MAX_NBYTES: Final = 1 << 50
+MAX_SIGNATURE: Final = 16 << 10
 _PREAMBLE = struct.Struct("<8sII32s")
 _TRAILER_NBYTES = len(END) + 32
+_OPTIONAL = {"config", "signature"}
 _FIELDS = {"format", "model", "base", "step", "metadata", "source", "tensors"}
 
 
@@ -74,7 +78,8 @@ class Base:
 @dataclass(frozen=True)
 class DeltaHeader:
     """The header of a delta, before its blocks: the target's tensors (name: spec, digest), and the base, if it has
-    one. `config` is the text of the config.json that an engine needs for these tensors, or nothing."""
+    one. `config` is the text of the config.json that an engine needs for these tensors, or nothing. `signature` is that
+    of who made them (format/signing.py), or nothing."""
 
     model: str
     tensors: Mapping[str, tuple[TensorSpec, str]]
@@ -83,6 +88,7 @@ class DeltaHeader:
     metadata: Mapping[str, str] = field(default_factory=dict)
     source: str = ""
     config: str = ""
+    signature: str = ""
 
     @cached_property
     def schema(self) -> Schema:
@@ -112,7 +118,7 @@ class DeltaHeader:
             "metadata": dict(self.metadata),
             "source": self.source,
             "tensors": self._rows,
-            **({"config": self.config} if self.config else {}),
+            **{name: text for name in _OPTIONAL if (text := getattr(self, name))},
         }
         return orjson.dumps(document, option=orjson.OPT_SORT_KEYS)
 
@@ -121,7 +127,7 @@ class DeltaHeader:
         """Raises DeltaError for anything `to_json` does not write."""
         try:
             document: dict[str, Any] = orjson.loads(raw)
-            if not isinstance(document, dict) or document.keys() - {"config"} != _FIELDS:
+            if not isinstance(document, dict) or document.keys() - _OPTIONAL != _FIELDS:
                 raise DeltaError("its header has other fields than this release writes: run the same on both sides")
             header = _header(document)
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, UnsupportedDtype) as error:
@@ -151,7 +157,9 @@ def _header(document: dict[str, Any]) -> DeltaHeader:
         version, manifest_digest = document["base"]
         base = Base(_natural(version), _digest(manifest_digest))
     step, config = step if step is None else _natural(step), _text(document.get("config", ""))
-    header = DeltaHeader(model, tensors, base, step, metadata, source, config)
+    if len(signature := _text(document.get("signature", ""))) > MAX_SIGNATURE:
+        raise DeltaError(f"its signature takes {len(signature):,} characters, {MAX_SIGNATURE:,} are allowed")
+    header = DeltaHeader(model, tensors, base, step, metadata, source, config, signature)
     if header.nbytes > MAX_NBYTES:
         raise DeltaError(f"its tensors take {header.nbytes:,} bytes")
     return header
@@ -250,6 +258,15 @@ class DeltaReader:
         return data
 
 
+def framed(header: DeltaHeader, blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """A delta with this header, of pieces that are its blocks one after the other."""
+    hasher = xxhash.xxh3_128()
+    for piece in itertools.chain([header.pack()], blocks):
+        hasher.update(piece)
+        yield piece
+    yield end_of(hasher.hexdigest())
+
+
 def end_of(digest: str) -> bytes:
     """The last bytes of a delta; `digest` is that of everything before them."""
     return END + digest.encode()
@@ -301,18 +318,15 @@ class DeltaWriter:
         self._threads = threads or min(4, os.cpu_count() or 1)
 
     def __iter__(self) -> Iterator[bytes]:
-        self.stats = DeltaStats()
-        hasher = xxhash.xxh3_128()
-        for piece in self._pieces():
-            hasher.update(piece)
-            self.stats.nbytes += len(piece)
+        nbytes = 0
+        for piece in framed(self.header, self.blocks()):
+            nbytes += len(piece)
+            self.stats.nbytes = nbytes
             yield piece
-        end = end_of(hasher.hexdigest())
-        self.stats.nbytes += len(end)
-        yield end
 
-    def _pieces(self) -> Iterator[bytes]:
-        yield self.header.pack()
+    def blocks(self) -> Iterator[bytes]:
+        """The blocks alone: what is between header and end, which do not depend on it."""
+        self.stats = DeltaStats()
         for encoded in _in_order(self._encode, _grouped(blocks_of(self.header)), self._threads):
             for head, _ in encoded:
                 kind, _, _, changed, _, _ = HEAD.unpack(head)

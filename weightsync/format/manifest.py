@@ -21,7 +21,7 @@ import hashlib
 import math
 import mmap
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -249,9 +249,14 @@ def digest_of(data: bytes | memoryview) -> str:
     return digest
 
 
-def sha256_of(data: memoryview) -> str:
-    """SHA-256 in hex, for signatures; releases the interpreter lock."""
-    return hashlib.sha256(data).hexdigest()
+def content_sha256(schema: Schema, metadata: Mapping[str, str], buffer: Callable[[str], Any]) -> str:
+    """SHA-256 in hex of what a version is, for signatures: names, dtypes and shapes, metadata, and the bytes of every
+    tensor in name order, which `buffer` gives. It is the same under every version number, on every host."""
+    about = {"tensors": orjson.loads(schema.to_json()), "metadata": dict(metadata)}
+    hasher = hashlib.sha256(orjson.dumps(about, option=orjson.OPT_SORT_KEYS))
+    for name in schema.tensors:
+        hasher.update(buffer(name))
+    return hasher.hexdigest()
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -1,10 +1,12 @@
 """Signatures of versions: who made the bytes of a slot, to be checked offline before they are staged.
 
 A signature is a DSSE envelope (github.com/secure-systems-lab/dsse, v1) around an in-toto statement (v1), whose subject
-is one slot: model and part by name, and the SHA-256 of all its bytes, the manifest among them. The digests in the
-manifest find faults; they would not withstand somebody who looks for other bytes with the same digest, so they are not
-relied on here. Each part of a version has the signature with which it was published, in the version's record: wherever
-the record goes, to disk, to other hosts, into later versions that carry the part on, the signature goes along.
+is one part of a version: model and part by name, and the SHA-256 of its tensors with their names, dtypes, shapes and
+metadata (`manifest.content_sha256`). It leaves out the version's number, which the store gives: so whoever has the
+tensors can sign them before they are sent. The digests in the manifest find faults; they would not withstand somebody
+who looks for other bytes with the same digest, so they are not relied on here. Each part of a version has the signature
+with which it was published, in the version's record: wherever the record goes, to disk, to other hosts, into later
+versions that carry the part on, the signature goes along.
 
 Keys are Ed25519 or ECDSA (P-256, P-384), in PEM. Trust is in public keys, or in certificates, which count for their key
 until they expire. A key's id is the SHA-256 of its public form (SubjectPublicKeyInfo, DER).
@@ -32,7 +34,7 @@ from weightsync.memory.receiver import SlotReader
 
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 STATEMENT = "https://in-toto.io/Statement/v1"
-PREDICATE = "urn:hotswap:slot:v1"
+PREDICATE = "urn:hotswap:tensors:v1"
 
 PrivateKey = ed25519.Ed25519PrivateKey | ec.EllipticCurvePrivateKey
 PublicKey = ed25519.Ed25519PublicKey | ec.EllipticCurvePublicKey
@@ -53,13 +55,13 @@ class Signer:
         self._key: PrivateKey = key
         self.key_id = key_id(key.public_key())
 
-    def sign(self, model: str, part: str, version: int, sha256: str) -> str:
+    def sign(self, model: str, part: str, sha256: str) -> str:
         """The envelope, as JSON."""
         statement = {
             "_type": STATEMENT,
             "subject": [{"name": _name(model, part), "digest": {"sha256": sha256}}],
             "predicateType": PREDICATE,
-            "predicate": {"version": version},
+            "predicate": {},
         }
         payload = orjson.dumps(statement)
         message = _encoded(payload)
@@ -131,7 +133,7 @@ class Trust:
                 raise ValueError("another kind of statement")
             return {"name": subject["name"], "sha256": subject["digest"]["sha256"]}
         except (ValueError, TypeError, KeyError) as error:
-            raise VersionRefused(version, f"what was signed of {what} is no slot ({error})") from error
+            raise VersionRefused(version, f"what was signed of {what} is no part of a version ({error})") from error
 
     def _holds(self, keyid: object, signature: bytes, message: bytes) -> bool:
         key, until = self._keys.get(keyid, (None, None)) if isinstance(keyid, str) else (None, None)

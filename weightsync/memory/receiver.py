@@ -18,14 +18,13 @@ from types import TracebackType
 
 from weightsync.errors import DigestMismatch, ManifestError, MissingTensor, SlotBusy
 from weightsync.format.manifest import (
-    Layout,
     Manifest,
     Schema,
     TensorEntry,
+    content_sha256,
     digest_of,
     read_header,
     require_same_schema,
-    sha256_of,
 )
 from weightsync.memory.arena import READ_MAPPINGS, address_of
 
@@ -95,10 +94,8 @@ class SlotReader:
         return self._view[entry.offset : entry.offset + entry.nbytes]
 
     def sha256(self) -> str:
-        """Of the whole slot, manifest and tensors, as it now is; hexadecimal."""
-        assert self._view is not None, "the reader is closed"
-        with self._view[: Layout.of(self.manifest.schema).total_nbytes] as data:
-            return sha256_of(data)
+        """Of what the slot holds now, as signatures have it: see `content_sha256`."""
+        return content_sha256(self.manifest.schema, self.manifest.metadata, self.buffer)
 
     def verify(self, name: str) -> None:
         """Raises DigestMismatch when the bytes of the tensor are not those that were published."""

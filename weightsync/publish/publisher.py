@@ -46,8 +46,8 @@ from weightsync.format.manifest import (
     TensorEntry,
     TensorSpec,
     clear_gaps,
+    content_sha256,
     require_same_schema,
-    sha256_of,
     write_header,
 )
 from weightsync.memory.arena import MAPPINGS, SlotLock
@@ -96,6 +96,7 @@ class Draft:
         self._manifest = Manifest(record.version, publisher.model, blank, record.base, record.step, dict(metadata))
         self._writer = SlotWriter(claim.lock, claim.mapping, schema, layout, rank=0)
         self._open = True
+        self.signature = ""  # of who made the tensors elsewhere; without one, the publisher's own key signs
 
     @property
     def version(self) -> int:
@@ -150,7 +151,7 @@ class Draft:
         clear_gaps(self._claim.mapping, manifest.schema, self._layout)
         write_header(self._claim.mapping, manifest, self._layout)
         slot = slot_name(self._claim.lock.path, self._publisher.host)
-        signature = self._publisher._sign(self.part, self.version, self._claim.mapping, self._layout.total_nbytes)
+        signature = self.signature or self._publisher._sign(self.part, manifest, self._claim.mapping)
         digest, nbytes = manifest.digest, manifest.nbytes
         return PartRecord(self.part, self.version, slot, digest, nbytes, manifest.fingerprint, signature)
 
@@ -248,8 +249,7 @@ class Publisher:
         self._asked: dict[int, tuple[TargetRecord, int]] = {}
         self._layouts: dict[str, tuple[Schema, Layout]] = {}
         self._store = SyncStore(url, create=False)
-        key = sign or os.environ.get(SIGN_ENV)
-        self._signer = _signer(key) if key else None
+        self._signer = signer_of(sign)
         self._name = requested_by or f"{lineage}@{socket.gethostname()}:{os.getpid()}"
         self._ledger = Ledger(self._store.store, self._keys, lineage, lease_ttl_s, keep, self.host)
         self._ledger.who, self._ledger.reason = self._name, reason
@@ -479,12 +479,15 @@ class Publisher:
         if target is not None:
             self._asked = {record.version: (target, done)}
 
-    def _sign(self, part: str, version: int, mapping: mmap.mmap, nbytes: int) -> str:
+    def _sign(self, part: str, manifest: Manifest, mapping: mmap.mmap) -> str:
         """The signature of a slot that is complete; "" without a key."""
         if self._signer is None:
             return ""
-        with memoryview(mapping) as whole, whole[:nbytes] as data:
-            return self._signer.sign(self.model, part, version, sha256_of(data))
+        with memoryview(mapping) as slot:
+            places = {name: slot[e.offset : e.offset + e.nbytes] for name, e in manifest.tensors.items()}
+            digest = content_sha256(manifest.schema, manifest.metadata, places.__getitem__)
+            places.clear()
+        return self._signer.sign(self.model, part, digest)
 
     def _forget(self, version: int, revision: int) -> None:
         self._store.run(self._ledger.forget(version, revision))
@@ -496,10 +499,13 @@ class Publisher:
         return self._layouts[part][1]
 
 
-def _signer(path: Path | str) -> Signer:
+def signer_of(path: Path | str | None) -> Signer | None:
+    """With the key at `path`, or at HOTSWAP_SIGN_KEY; None without either. Raises SigningKeyError."""
+    if not (key := path or os.environ.get(SIGN_ENV)):
+        return None
     from weightsync.format.signing import Signer  # cryptography: not for those who do not sign
 
-    return Signer(path)
+    return Signer(key)
 
 
 def as_schema(schema: SchemaLike) -> Schema:

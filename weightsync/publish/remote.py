@@ -20,6 +20,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
@@ -30,8 +31,9 @@ from weightsync.control.records import OnLost, SwapMode
 from weightsync.errors import RemoteError, SwapAborted, SwapTimeout
 from weightsync.format.delta import Base, DeltaHeader, DeltaWriter, is_worthwhile
 from weightsync.format.delta_codec import Bytes
-from weightsync.format.manifest import TensorSpec
-from weightsync.publish.publisher import NamedTensors
+from weightsync.format.manifest import TensorSpec, content_sha256
+from weightsync.memory.parts import BASE
+from weightsync.publish.publisher import NamedTensors, signer_of
 from weightsync.publish.writer import copy_sums, spec_of
 
 CONNECT_TIMEOUT_S = 10.0
@@ -185,6 +187,8 @@ class RemotePublisher:
 
     `timeout_s` is how long the server may take for one answer; `tls` is for https with a certificate of your own;
     with `deltas` off every version goes in full, with `compress` off full ones go uncompressed (for fast links).
+    Versions are signed with the private key in the PEM file `sign` (default: HOTSWAP_SIGN_KEY; none: by the server's
+    host, where that has a key). Raises SigningKeyError.
     `last` says how the last version went: {"version", "sent" (bytes), "full", "attempts", "nbytes", "duplicate", ...}.
     """
 
@@ -199,8 +203,10 @@ class RemotePublisher:
         deltas: bool = True,
         compress: bool = True,
         threads: int | None = None,
+        sign: Path | str | None = None,
     ) -> None:
         self.model = model
+        self._signer = signer_of(sign)
         self.last: dict[str, Any] = {}
         self._api = AdminApi(url, admin_key, timeout_s=timeout_s, tls=tls)
         self._threads, self._deltas, self._compress = threads, deltas, compress
@@ -234,6 +240,9 @@ class RemotePublisher:
         self._next.take(named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors)
         text = json.dumps(dict(config), sort_keys=True) if config is not None else ""
         header = DeltaHeader(self.model, self._next.rows, None, step, dict(metadata or {}), source, text)
+        if self._signer is not None:
+            digest = content_sha256(header.schema, header.metadata, self._next.buffer)
+            header = replace(header, signature=self._signer.sign(self.model, BASE, digest))
         query: dict[str, Any] = {"upload_id": uuid.uuid4().hex, "with_config": bool(text) or None}
         wish = {"deadline_s": timeout_s, "mode": mode, "on_lost": on_lost}
         wish |= {"drain_s": drain_s} if drain_s is not None else {}

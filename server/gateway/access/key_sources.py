@@ -51,6 +51,7 @@ from weightsync.tls import Stamp, stamp
 log = logging.getLogger("hotswap.gateway")
 
 MIN_KEY_LENGTH = 16
+COLLECT = " --collect"
 _HASHED = re.compile(r"sha256:([0-9a-f]{64})")
 
 
@@ -145,17 +146,21 @@ def _generated(path: Path) -> str:
 
 
 def _read_keys(path: Path) -> dict[bytes, Principal]:
-    """One key a line, `sha256:HEX NAME` or the key itself; `#` begins a comment."""
+    """One key a line, `sha256:HEX NAME` or the key itself; `#` begins a comment. A ` --collect` at its end opts in to
+    the capture of answers, as `hotswap keys create --collect` does."""
     keys: dict[bytes, Principal] = {}
     for number, line in enumerate(read_private(path).splitlines(), 1):
-        key, _, name = line.strip().partition(" ")
+        line, collect = line.strip(), False
+        if line.endswith(COLLECT):
+            line, collect = line.removesuffix(COLLECT).rstrip(), True
+        key, _, name = line.partition(" ")
         if not key or key.startswith("#"):
             continue
         hashed = _HASHED.fullmatch(key)
         if hashed is None and len(key) < MIN_KEY_LENGTH:
             raise ConfigError(f"{path}, line {number}: use {MIN_KEY_LENGTH} characters or more, or `sha256:HEX`.")
         digest = bytes.fromhex(hashed[1]) if hashed else hashlib.sha256(key.encode()).digest()
-        keys[digest] = Principal(name.strip() or f"key-{number}", frozenset({INFER}), digest)
+        keys[digest] = Principal(name.strip() or f"key-{number}", frozenset({INFER}), digest, collect=collect)
     if not keys:
         raise ConfigError(f"{path} holds no key, so nobody could ask anything; add one a line.")
     return keys

@@ -6,8 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,107 +18,15 @@ from server.cli.follow import Gateway
 from server.follow import loop
 from server.follow.config import FollowConfig
 from server.follow.loop import Follower, Plan
-from server.follow.sources import SourceUnavailable, open_source
-from server.follow.state import FollowState, StateFile
+from server.follow.opening import open_source
+from server.follow.sources import SourceUnavailable
+from server.follow.state import StateFile
 from tests.server.follow.checkpoints import write
-from tests.server.gateway.admin.test_releases import POLICY, Instances, until
-from tests.server.gateway.harness import ADMIN_KEY, KEYS, RunningGateway, running_gateway
+from tests.server.follow.following import AT_ONCE, Follow, Killed
+from tests.server.gateway.admin.test_releases import POLICY, until
+from tests.server.gateway.harness import KEYS, RunningGateway
 from tests.waiting import wait_until
-from weightsync.control import chain
-from weightsync.control.records import ActiveRecord, VersionRecord
-
-AT_ONCE = "steps: [{traffic: 50, for: 0s}]\n"
-
-
-class Killed(BaseException):
-    """Ends a follower between two of its instructions."""
-
-
-class Follow:
-    """A follower of a directory, whose steps a test takes; `again` is one that begins after its death."""
-
-    def __init__(self, running: RunningGateway, root: Path, **plan: Any) -> None:
-        self.running, self.root, self.runs = running, root, root / "runs"
-        self.runs.mkdir()
-        (root / "admin.key").write_text(ADMIN_KEY)
-        self.place = [f"http://127.0.0.1:{running.admin_port}", root / "admin.key"]
-        self.plan = Plan(**{"interval_s": 0.01, "settle_s": 0.0, **plan})
-        self.dies_after = ""
-        self.open()
-
-    def open(self) -> None:
-        self.admin = Gateway(None, str(self.place[0]), Path(self.place[1]))
-        self.file = StateFile(self.root / "cache", f"dir://{self.runs}")
-        source = open_source(FollowConfig(source=f"dir://{self.runs}"))
-        self.follower = Follower(source, self, self.file, self.root / "cache", self.plan)
-
-    def again(self) -> None:
-        self.file.close()
-        self.open()
-
-    def call(self, method: str, path: str, body: dict[str, Any] | None = None, reason: str | None = None) -> Any:
-        answer = self.admin.call(method, path, body, reason)
-        if f"{method} {path}" == self.dies_after:
-            self.dies_after = ""
-            raise Killed
-        return answer
-
-    def until(self, condition: Callable[[FollowState], object]) -> FollowState:
-        """Takes steps until the state is so."""
-
-        def there() -> bool:
-            self.follower.step()
-            return bool(condition(self.file.state))
-
-        wait_until(there, what=lambda: str(self.file.state))
-        return self.file.state
-
-    def until_tried(self, name: str, outcome: str) -> str:
-        """The reason."""
-        wanted = (name, outcome)
-        return self.until(lambda s: s.tried and (s.tried[-1].name, s.tried[-1].outcome) == wanted).tried[-1].reason
-
-    def store_policy(self, text: str, name: str = "default") -> None:
-        self.admin.call("PUT", f"/admin/releases/policies/{name}", {"text": text})
-
-    @property
-    def active(self) -> int | None:
-        version: int | None = self.admin.call("GET", "/admin/weights/active")["version"]
-        return version
-
-    def sources(self) -> list[str]:
-        """Names of the checkpoints that versions were made of, oldest first."""
-        versions = self.admin.call("GET", "/admin/weights")["versions"]
-        return [Path(version["source"]).name for version in versions]
-
-    def deeds(self, action: str) -> list[chain.LedgerEntry]:
-        store = self.running.store
-        return [e for e in store.run(chain.recent(store.store, 100))[::-1] if e.action == action]
-
-
-@pytest.fixture
-def gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningGateway]:
-    """No version is active. A canary that has flipped is good enough."""
-    monkeypatch.setattr("server.gateway.gateway.build_probe", lambda *_: None)
-    arena = tempfile.mkdtemp(prefix="hotswap-follow-test-", dir="/dev/shm")
-    monkeypatch.setenv("HOTSWAP_ARENA", arena)
-    with running_gateway(tmp_path) as running:
-        wait_until(lambda: running.gateway.coordinator.leads)
-        yield running
-    shutil.rmtree(arena)
-
-
-@pytest.fixture
-def follow(gateway: RunningGateway, tmp_path: Path) -> Iterator[Follow]:
-    """Version 1 is active on two instances."""
-    made = Follow(gateway, tmp_path)
-    made.admin.call("POST", "/admin/weights", {"path": str(write(tmp_path / "base", 0.5)), "activate": False})
-    gateway.store.put(KEYS.active, ActiveRecord(1, 1, None, "first", 0.0).to_json())
-    instances = Instances(gateway)
-    instances.start()
-    yield made
-    instances.stop()
-    made.file.close()
+from weightsync.control.records import VersionRecord
 
 
 def test_each_new_checkpoint_is_released_by_the_policy(follow: Follow) -> None:

@@ -12,17 +12,21 @@ import fsspec
 import pytest
 
 from server.cli.errors import CliError, StateTaken
+from server.cli.follow import Gateway
 from server.errors import ConfigError
 from server.follow import sources
 from server.follow.config import FollowConfig
+from server.follow.opening import open_source
 from server.follow.sources import BadCheckpoint, CacheFull, Candidate, Source, SourceUnavailable, lacking, verify
 from server.follow.state import KEPT, Current, FollowState, StateFile
 from tests.server.follow.checkpoints import write
 from weightsync.publish.checkpoint import INDEX, Checkpoint
 
+NOBODY = Gateway(None, None, None)  # who fetches checkpoints asks nobody
+
 
 def opened(url: object, **options: Any) -> Source:
-    return sources.open_source(FollowConfig(source=str(url), **options))
+    return open_source(FollowConfig(source=str(url), **options))
 
 
 def names(source: Source) -> list[str]:
@@ -60,7 +64,7 @@ def test_directories_by_name_or_by_time(tmp_path: Path) -> None:
 
 def test_a_directory_is_read_where_it_is(tmp_path: Path) -> None:
     source = opened(write(tmp_path / "run" / "step-1").parent)
-    assert source.fetch(first(source), tmp_path / "cache") == tmp_path / "run" / "step-1"
+    assert source.fetch(first(source), tmp_path / "cache", NOBODY) == tmp_path / "run" / "step-1"
     assert set(first(source).files) == {"config.json", "model.safetensors"}
 
 
@@ -77,8 +81,8 @@ def test_what_is_needed_is_fetched_once_and_older_copies_go(bucket: str, tmp_pat
     source, cache = opened(bucket), tmp_path / "cache"
     newest, older = source.candidates()
     assert (newest.name, older.name) == ("step-10", "step-9")
-    old = source.fetch(older, cache)
-    home = source.fetch(newest, cache)
+    old = source.fetch(older, cache, NOBODY)
+    home = source.fetch(newest, cache, NOBODY)
     assert not old.exists()
     verify(home, "config.json")
     assert sorted(path.name for path in home.iterdir()) == sorted(newest.files)
@@ -86,7 +90,7 @@ def test_what_is_needed_is_fetched_once_and_older_copies_go(bucket: str, tmp_pat
     (lost, kept) = sorted(home.glob("*.safetensors"))
     lost.unlink()
     stamp = kept.stat().st_mtime_ns
-    assert source.fetch(newest, cache) == home
+    assert source.fetch(newest, cache, NOBODY) == home
     assert (lost.exists(), kept.stat().st_mtime_ns) == (True, stamp)
 
 
@@ -94,7 +98,7 @@ def test_shards_that_the_index_does_not_name_stay_where_they_are(bucket: str, tm
     files, root = fsspec.core.url_to_fs(bucket)
     files.pipe_file(f"{root}/step-10/consolidated.safetensors", b"as large as all shards together")
     source = opened(bucket)
-    home = source.fetch(first(source), tmp_path)
+    home = source.fetch(first(source), tmp_path, NOBODY)
     assert len(Checkpoint(home).schema.tensors) == 4
     assert not (home / "consolidated.safetensors").exists()
 
@@ -107,16 +111,16 @@ def test_what_comes_cut_off_is_not_kept(bucket: str, tmp_path: Path) -> None:
     whole = files.cat_file(shard)
     files.pipe_file(shard, whole[:-1])
     with pytest.raises(SourceUnavailable, match="was cut off, or is changing"):
-        source.fetch(candidate, tmp_path)
+        source.fetch(candidate, tmp_path, NOBODY)
     files.pipe_file(shard, whole)
-    verify(source.fetch(candidate, tmp_path), "config.json")
+    verify(source.fetch(candidate, tmp_path, NOBODY), "config.json")
 
 
 def test_a_cache_without_room_is_said(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = opened(bucket)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1))
     with pytest.raises(CacheFull, match=r"no room for [\d,]+ bytes"):
-        source.fetch(first(source), tmp_path)
+        source.fetch(first(source), tmp_path, NOBODY)
 
 
 def test_what_cannot_be_reached_or_named(tmp_path: Path) -> None:

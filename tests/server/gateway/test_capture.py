@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -290,3 +291,24 @@ def test_what_is_waiting_is_kept_when_the_gateway_stops(tmp_path: Path) -> None:
         asyncio.run(ask(gateway))
     (segment,) = (tmp_path / "answers").iterdir()
     assert len(segment.read_bytes().splitlines()) == 5
+
+
+async def test_a_key_in_a_file_opts_in_at_the_end_of_its_line(tmp_path: Path) -> None:
+    file, hashed = tmp_path / "api.keys", hashlib.sha256(b"a-key-that-is-hashed").hexdigest()
+    file.write_text(f"a-key-in-the-clear --collect\nsha256:{hashed} its owner --collect\na-key-that-does-not owner\n")
+    file.chmod(0o600)
+    fleet = continued.Fleet(continued.chat(TOKENS))
+    settings = {"upstream": UpstreamSettings(scrape_interval_s=3600.0), "api_key_file": file}
+    with running_gateway(tmp_path, **settings) as gateway:
+        async with upstream(fleet.handle) as up:
+            await register(gateway, up)
+            gateway.gateway.desk.add(reader := Reader("reader", all_keys=False))
+            for key in ("a-key-that-does-not", "a-key-in-the-clear", "a-key-that-is-hashed"):
+                answer = await gateway.ask(
+                    post("/v1/chat/completions", CHAT, headers=f"authorization: Bearer {key}\r\n")
+                )
+                assert answer.status == 200, answer.body
+            await eventually(lambda: len(reader.answers) == 2, 10)
+            assert [answer.about.key for answer in reader.answers] == ["key-1", "its owner"]
+            gateway.gateway.desk.remove(reader)
+            await asyncio.to_thread(gateway.unregister, "i0")

@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,12 @@ from server.gateway import UpstreamSettings
 from server.ports import free_port
 from tests.server.gateway.harness import ADMIN_KEY, MODEL, RunningGateway, running_gateway
 from tests.waiting import wait_until
+from tests.weightsync.format.test_signing import pair
 from weightsync import SlotReader, SyncStore, ensure_arena
 from weightsync.control.records import ActiveRecord, FormRecord, Keys, TargetRecord, VersionRecord
-from weightsync.errors import RemoteError
+from weightsync.errors import RemoteError, VersionRefused
 from weightsync.format.delta import DeltaWriter
+from weightsync.format.signing import Trust
 from weightsync.publish.remote import RemotePublisher
 
 SETTINGS = UpstreamSettings(scrape_interval_s=3600.0)
@@ -108,6 +111,22 @@ def test_the_first_version_goes_in_full_and_the_next_as_a_difference(
     one, two = versions(gateway)
     assert (one.base, two.base, one.step, two.step) == (None, 1, 1, 2)
     assert one.source.endswith(" run 7")
+
+
+def test_a_version_that_was_sent_is_signed_by_who_made_it(gateway: RunningGateway, tmp_path: Path) -> None:
+    """In full and as a difference; what was altered on its way is not what was signed."""
+    private, public = pair(tmp_path, "trainer")
+    remote = RemotePublisher(admin_url(gateway), ADMIN_KEY, MODEL, timeout_s=30.0, sign=private)
+    trust = Trust([public])
+    for number, tensors in ((1, weights()), (2, nudged(weights()))):
+        assert remote.publish(tensors, metadata={"a": "b"}, activate=False) == number
+        trust.check(MODEL, versions(gateway)[-1])
+    one, two = versions(gateway)
+    with pytest.raises(VersionRefused, match="not those that were signed"):
+        trust.check(MODEL, replace(two, signature=one.signature))
+    RemotePublisher(admin_url(gateway), ADMIN_KEY, MODEL).publish(weights(3), activate=False)
+    with pytest.raises(VersionRefused, match="is not signed"):
+        trust.check(MODEL, versions(gateway)[-1])
 
 
 def test_a_trainers_bf16_parameters_are_sent_as_they_are(gateway: RunningGateway, remote: RemotePublisher) -> None:

@@ -200,7 +200,9 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-lines = st.sampled_from([b"sha256:", b"a" * 64, b" name", b"\n", b"# x", b"\r\n", b"\xff", b"0123456789abcdef", b"\0"])
+lines = st.sampled_from(
+    [b"sha256:", b"a" * 64, b" name", b" --collect", b"\n", b"# x", b"\r\n", b"\xff", b"0123456789abcdef", b"\0"]
+)
 
 
 @FUZZ

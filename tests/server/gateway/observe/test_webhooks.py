@@ -7,24 +7,31 @@ import contextlib
 import hashlib
 import hmac
 import json
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from server.errors import ConfigError
 from server.gateway.config import WebhookSettings
 from server.gateway.observe import webhooks
-from tests.server.gateway.harness import MODEL, RunningGateway, admin, get, running_gateway
+from server.ports import free_port
+from tests.server.gateway.harness import ADMIN_KEY, MODEL, RunningGateway, admin, get, running_gateway
 from tests.waiting import eventually, wait_until
 from weightsync.control import chain
 from weightsync.control.chain import LedgerEntry
 from weightsync.store import SyncStore
 
+ASKS = {"authorization": f"Bearer {ADMIN_KEY}"}
 SECRET, OTHER = ("whsec_" + base64.b64encode(letter * 32).decode() for letter in (b"a", b"b"))
 
 
@@ -42,6 +49,7 @@ class Receiver(ThreadingHTTPServer):
         self.taken: list[tuple[dict[str, str], bytes]] = []
         self.refused: list[str] = []  # ids
         self.refuses = 0
+        self.before_answer: Callable[[int], object] = lambda _: None
 
     @property
     def url(self) -> str:
@@ -63,8 +71,10 @@ class Handler(BaseHTTPRequestHandler):
             self.server.refused.append(self.headers["webhook-id"])
         else:
             self.server.taken.append(({k.lower(): v for k, v in self.headers.items()}, body))
-        self.send_response(500 if refuse else 204)
-        self.end_headers()
+            self.server.before_answer(len(self.server.taken))
+        with contextlib.suppress(OSError):  # who asked may be dead
+            self.send_response(500 if refuse else 204)
+            self.end_headers()
 
     def log_message(self, *_: object) -> None: ...
 
@@ -203,6 +213,74 @@ async def test_a_receiver_that_is_away_keeps_nobody_waiting(tmp_path: Path) -> N
         (counts,) = gateway.gateway.webhooks.counts.values()
         await eventually(lambda: counts.outcomes["failed"] > 1)
         assert (counts.outcomes["delivered"], counts.behind) == (0, 2)
+
+
+@contextlib.contextmanager
+def gateway_process(directory: Path, url: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """`hotswap gateway` with this webhook, and its admin port."""
+    ports = free_port(), free_port()
+    command = [
+        sys.executable,
+        "-m",
+        "server.gateway",
+        "--store",
+        f"sqlite://{directory / 'store.db'}",
+        "--model",
+        MODEL,
+    ]
+    command += ["--port", str(ports[0]), "--admin-port", str(ports[1])]
+    command += ["--webhook", url, "--webhook-key-file", str(directory / "hook.key")]
+    environment = {**os.environ, "HOTSWAP_ADMIN_KEY": ADMIN_KEY}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as process:
+        try:
+            yield process, f"http://127.0.0.1:{ports[1]}"
+        finally:
+            process.kill()
+
+
+def delivers(directory: Path) -> bool:
+    """Whether a gateway has begun to lead, and to look for entries."""
+    with contextlib.closing(SyncStore(f"sqlite://{directory / 'store.db'}")) as store:
+        return bool(store.list("gateway/webhooks/")[0])
+
+
+def make_keys(url: str, *names: str) -> None:
+    for name in names:
+        assert httpx.post(f"{url}/admin/keys", json={"name": name}, headers=ASKS, timeout=60).status_code == 200
+
+
+@pytest.mark.broad
+def test_the_gateway_that_leads_is_killed_while_it_delivers(tmp_path: Path, receiver: Receiver) -> None:
+    """The receiver has the third entry, and the gateway that sent it never hears so: who leads next sends it again,
+    under the same id, and goes on with those that nobody had sent."""
+    (tmp_path / "hook.key").write_text(f"{SECRET}\n")
+    (tmp_path / "hook.key").chmod(0o600)
+    with gateway_process(tmp_path, receiver.url) as (first, url):
+        wait_until(lambda: up(url) and delivers(tmp_path), process=first)
+        make_keys(url, "one")
+        wait_until(lambda: receiver.numbers == [1])
+        with gateway_process(tmp_path, receiver.url) as (second, other):
+            wait_until(lambda: up(other), process=second)
+
+            def die(taken: int) -> None:
+                if taken == 3:
+                    first.kill()
+                    first.wait()
+
+            receiver.before_answer = die
+            make_keys(other, "two", "three", "four", "five")
+            wait_until(lambda: set(receiver.numbers) == {1, 2, 3, 4, 5}, 60.0, lambda: str(receiver.numbers), second)
+            assert first.returncode == -signal.SIGKILL
+    assert receiver.numbers == [1, 2, 3, 3, 4, 5]
+    ids = [headers["webhook-id"] for headers, _ in receiver.taken]
+    assert ids[2] == ids[3]
+    assert len(set(ids)) == 5
+
+
+def up(url: str) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(f"{url}/healthz").is_success
+    return False
 
 
 def test_the_signature_is_the_one_of_the_reference() -> None:

@@ -1,0 +1,115 @@
+"""Versions that a `BucketPublisher` has put into an object store (weightsync/bucket): versions+s3://BUCKET/RUN.
+
+The gateway gets each as the delta or the full version that it is, by the route of a `RemotePublisher`, and publishes it
+under a number of its fleet's. A fleet that has not got the version that a delta builds on gets that one first, from the
+last full one on. Which version of the fleet is which of the bucket its records say: the name of the upload.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from server.cli.errors import RequestFailed
+from server.follow.sources import Admin, BadCheckpoint, CacheFull, Candidate, File, SourceUnavailable, Wish, no_room
+from weightsync.bucket import reader
+from weightsync.bucket.objects import Bucket, StoredVersion
+from weightsync.errors import BucketDamaged, BucketError
+from weightsync.format.delta import Base
+
+SCHEME = "versions+"
+
+
+class Versions:
+    """Follows the newest version of one bucket."""
+
+    def __init__(self, url: str) -> None:
+        """Raises BucketError."""
+        self._bucket = Bucket(url.removeprefix(SCHEME))
+        self.told = f"{SCHEME}{self._bucket.told}"
+
+    def candidates(self) -> Iterator[Candidate]:
+        try:
+            numbers = self._bucket.numbers()
+        except BucketError as error:
+            raise SourceUnavailable(str(error)) from error
+        for number in numbers[-1:]:
+            try:
+                found = self._bucket.read(number)
+            except BucketDamaged as error:
+                yield Candidate(self.told, f"version {number}", {}, lacks=str(error))
+                continue
+            except BucketError as error:
+                raise SourceUnavailable(str(error)) from error
+            files = {part.path: File(part.path, part.nbytes, part.digest) for part in found.parts}
+            yield Candidate(self.told, f"version {number}", files)
+
+    def fetch(self, candidate: Candidate, cache: Path, admin: Admin) -> Path:
+        home = cache / "fetched" / candidate.identity
+        try:
+            home.mkdir(parents=True, exist_ok=True)
+            for other in home.parent.iterdir():
+                if other != home:
+                    shutil.rmtree(other, ignore_errors=True)
+            wanted = self._needed(candidate, _held(admin))
+            if not reader.has_room(wanted, home):
+                raise CacheFull(no_room(sum(version.nbytes for version in wanted), cache))
+            for version in wanted:
+                reader.fetch(self._bucket, version, home / version.upload)
+        except BucketDamaged as error:
+            raise BadCheckpoint(str(error)) from error
+        except BucketError as error:
+            raise SourceUnavailable(str(error)) from error
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise CacheFull(no_room(candidate.nbytes, cache)) from error
+            raise SourceUnavailable(f"{home} cannot be written ({error.strerror}): name another --cache-dir") from error
+        return home
+
+    def publish(self, candidate: Candidate, home: Path, admin: Admin, wish: Wish) -> int:
+        """Each version that is not there yet, in order; the number of the last one in this fleet."""
+        held, number = _held(admin), 0
+        try:
+            wanted = self._needed(candidate, held)
+        except BucketError as error:
+            raise SourceUnavailable(str(error)) from error
+        for version in wanted:
+            files = [home / version.upload / part.path.rpartition("/")[2] for part in version.parts]
+            if not all(file.exists() for file in files):
+                raise SourceUnavailable(f"{candidate.name} builds on a version that this fleet has retired meanwhile")
+            base = None if version.base is None else held[self._bucket.read(version.base).upload]
+            query = {"upload_id": f"{_mark(version)}{wish.attempt}"}
+            query |= {"with_config": "true"} if version.header.config else {}
+            blocks = reader.stream(version, files, base)
+            try:
+                made = admin.upload("/admin/weights/upload", query, blocks, wish.reason)
+            except RequestFailed as error:
+                if error.code == "unknown_base":
+                    raise SourceUnavailable(f"{candidate.name}: {error}") from error
+                raise
+            number = int(made["version"])
+            held[version.upload] = Base(number, str(made["manifest_digest"]))
+        return number
+
+    def _needed(self, candidate: Candidate, held: dict[str, Base]) -> list[StoredVersion]:
+        """Raises BucketError."""
+        newest = self._bucket.read(int(candidate.name.removeprefix("version ")))
+        return reader.chain(self._bucket, newest, lambda version: version.upload in held)
+
+
+def _mark(version: StoredVersion) -> str:
+    return f"bucket-{version.upload}-"
+
+
+def _held(admin: Admin) -> dict[str, Base]:
+    """The versions of this fleet that came from a bucket and are ready, by their uploads."""
+    found: dict[str, Base] = {}
+    listed: list[dict[str, Any]] = admin.call("GET", "/admin/weights")["versions"]
+    for version in listed:
+        head, _, rest = str(version["source"]).partition(" bucket-")
+        if head == "upload" and version["state"] == "ready":
+            found[rest[:32]] = Base(int(version["version"]), str(version["manifest_digest"]))
+    return found

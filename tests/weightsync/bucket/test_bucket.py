@@ -1,0 +1,229 @@
+"""A bucket of versions: whole or not there, deltas with their bases, two publishers, kills, and what goes when."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.weightsync.format.test_signing import pair
+from weightsync import BucketPublisher
+from weightsync.bucket import reader
+from weightsync.bucket.__main__ import main
+from weightsync.bucket.objects import Bucket, StoredVersion, directory_of, redacted
+from weightsync.errors import BucketDamaged, BucketError, BucketTaken, BucketUnavailable, UnsupportedDtype, VersionGone
+
+Tensors = dict[str, np.ndarray[Any, Any]]
+
+
+def weights(seed: int = 0, rows: int = 700) -> Tensors:
+    rng = np.random.default_rng(seed)
+    return {f"layers.{i}.weight": rng.standard_normal((rows, 256)).astype(np.float16) for i in range(3)}
+
+
+def nudged(tensors: Tensors, seed: int = 1) -> Tensors:
+    """The next step of a training run."""
+    rng = np.random.default_rng(seed)
+    made = {}
+    for name, tensor in tensors.items():
+        words = tensor.copy().view(np.uint16)
+        words[rng.random(words.shape) < 0.01] += 1
+        made[name] = words.view(np.float16)
+    return made
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/bucket/run"
+
+
+def publisher(url: str, **more: Any) -> BucketPublisher:
+    return BucketPublisher(url, model="demo", **{"part_nbytes": 200_000, **more})
+
+
+def newest(bucket: Bucket) -> StoredVersion:
+    return bucket.read(bucket.numbers()[-1])
+
+
+def files(url: str) -> list[str]:
+    root = Path(url.removeprefix("file://"))
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+
+
+def test_the_first_version_is_whole_and_the_next_are_differences(url: str) -> None:
+    pub, tensors = publisher(url, keep=9, full_every=3), weights()
+    for number in range(1, 6):
+        assert pub.publish(tensors, step=10 * number, metadata={"a": "b"}) == number
+        tensors = nudged(tensors, number)
+    versions = [pub.bucket.read(number) for number in pub.bucket.numbers()]
+    assert [version.base for version in versions] == [None, 1, 2, None, 4]
+    assert versions[1].nbytes < versions[0].nbytes / 10
+    assert len(versions[0].parts) > 3
+    assert (versions[1].header.step, versions[1].header.metadata) == (20, {"a": "b"})
+    assert [v.number for v in reader.chain(pub.bucket, versions[2], lambda _: False)] == [1, 2, 3]
+    assert [v.number for v in reader.chain(pub.bucket, versions[2], lambda v: v.number == 2)] == [3]
+    with pytest.raises(UnsupportedDtype):
+        pub.publish({"x": np.zeros(2, "complex64")})
+    assert pub.publish(weights(9), config={"model_type": "toy"}) == 6  # nothing alike: in full
+    assert (newest(pub.bucket).base, newest(pub.bucket).header.config) == (None, '{"model_type": "toy"}')
+
+
+def test_what_is_kept_can_be_read_and_nothing_else_is_there(url: str) -> None:
+    pub, tensors = publisher(url, keep=2, full_every=4), weights()
+    removed = []
+    for number in range(1, 10):
+        pub.publish(tensors)
+        removed.append(pub.last["removed"])
+        tensors = nudged(tensors, number)
+    assert pub.bucket.numbers() == [5, 6, 7, 8, 9]  # 8 builds on 7, 6 and 5
+    assert removed == [[], [], [], [], [], [1, 2, 3, 4], [], [], []]
+    named = {part.path for number in pub.bucket.numbers() for part in pub.bucket.read(number).parts}
+    assert set(files(url)) == named | {f"versions/{number:012}.json" for number in pub.bucket.numbers()}
+
+
+def test_a_new_publisher_goes_on_in_full_and_the_one_before_learns_of_it(url: str) -> None:
+    one = publisher(url)
+    one.publish(weights())
+    two = publisher(url)
+    assert two.publish(nudged(weights())) == 2
+    assert newest(two.bucket).base is None
+    with pytest.raises(BucketTaken, match="has published version 2 in"):
+        one.publish(nudged(weights(), 2))
+    assert two.publish(nudged(nudged(weights()), 3)) == 3
+    assert all(directory_of(two.bucket.read(int(name[5:17]))) in name for name in files(url) if name[:4] == "data")
+
+
+def test_an_answer_that_was_lost_is_no_other_publisher(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pub = publisher(url)
+    claim = pub.bucket.claim
+    monkeypatch.setattr(pub.bucket, "claim", lambda version: claim(version) and claim(version))
+    assert pub.publish(weights()) == 1
+
+
+def test_a_store_that_fails_half_way_is_tried_again(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pub, tensors = publisher(url), weights()
+    pub.publish(tensors)
+    with monkeypatch.context() as patch:
+
+        def fail(*_: object, **__: object) -> None:
+            raise OSError("http://user:secret@host/x?token=1 is away")
+
+        patch.setattr(pub.bucket._files, "pipe_file", fail)
+        with pytest.raises(BucketUnavailable, match="http://host/x is away") as told:
+            pub.publish(nudged(tensors))
+    assert "secret" not in str(told.value)
+    assert pub.publish(nudged(tensors)) == 2
+    assert newest(pub.bucket).base == 1
+
+
+def fetched(bucket: Bucket, version: StoredVersion, directory: Path) -> list[bytes]:
+    return [path.read_bytes() for path in reader.fetch(bucket, version, directory)]
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda path: path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:]), "is damaged"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "is damaged"),
+        (lambda path: path.unlink(), "no longer in"),
+    ],
+)
+def test_a_part_that_is_another_or_missing_is_refused(
+    url: str, tmp_path: Path, change: Callable[[Path], object], problem: str
+) -> None:
+    pub = publisher(url)
+    pub.publish(weights())
+    version = newest(pub.bucket)
+    whole = fetched(pub.bucket, version, tmp_path / "good")
+    change(Path(url.removeprefix("file://")) / version.parts[1].path)
+    with pytest.raises((BucketDamaged, VersionGone), match=problem) as told:
+        fetched(pub.bucket, version, tmp_path / "bad")
+    if problem == "is damaged":
+        assert version.parts[1].path in str(told.value)
+    for file in (tmp_path / "good").iterdir():  # what is there already is not fetched again
+        (tmp_path / "bad" / file.name).write_bytes(file.read_bytes())
+    assert fetched(pub.bucket, version, tmp_path / "bad") == whole
+
+
+def test_a_record_that_is_another_is_refused(url: str) -> None:
+    pub = publisher(url)
+    pub.publish(weights())
+    path = Path(url.removeprefix("file://")) / "versions" / f"{1:012}.json"
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace(b"demo", b"demi"))
+    with pytest.raises(BucketDamaged, match=r"000000000001\.json is damaged: its digest"):
+        pub.bucket.read(1)
+    path.write_bytes(whole)
+    (path.parent / f"{2:012}.json").write_bytes(whole)
+    with pytest.raises(BucketDamaged, match="it is that of version 1"):
+        pub.bucket.read(2)
+    with pytest.raises(VersionGone):
+        pub.bucket.read(3)
+    version = pub.bucket.read(1)
+    outside = replace(version, parts=(replace(version.parts[0], path="data/../../etc/passwd"),))
+    with pytest.raises(BucketDamaged, match="is no part of a version"):
+        StoredVersion.from_bytes(outside.to_bytes(), "here")
+
+
+KILLED = """
+import os, signal, sys
+from weightsync.bucket.objects import Bucket
+from tests.weightsync.bucket.test_bucket import publisher, weights
+pub = publisher(sys.argv[1])
+pub.publish(weights(5))
+make, wrote = Bucket.write_part, []
+def write_part(self, *what):
+    part = make(self, *what)
+    wrote.append(part)
+    if len(wrote) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return part
+Bucket.write_part = write_part
+pub.publish(weights(6))
+"""
+
+
+def test_a_publisher_killed_half_way_leaves_no_version_and_nothing_for_long(url: str) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED, url], check=False, timeout=120)
+    assert done.returncode == -9
+    bucket = Bucket(url)
+    assert bucket.numbers() == [1]
+    left = [name for name in files(url) if name.startswith(f"data/{2:012}")]
+    assert len(left) >= 3
+    pub = publisher(url)
+    assert pub.publish(weights(7)) == 2
+    assert not set(left) & set(files(url))
+    assert reader.chain(bucket, newest(bucket), lambda _: False) == [newest(bucket)]
+
+
+def test_a_version_is_signed_where_there_is_a_key(url: str, tmp_path: Path) -> None:
+    private, _ = pair(tmp_path, "trainer")
+    pub = publisher(url, sign=private)
+    pub.publish(weights())
+    assert "DSSE" not in newest(pub.bucket).header.signature
+    assert "payloadType" in newest(pub.bucket).header.signature
+
+
+def test_the_command_lists_and_publishes(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tests.server.follow.checkpoints import write
+
+    assert main([url, str(write(tmp_path / "checkpoint")), "--model", "demo", "--step", "7"]) == 0
+    assert main([url]) == 0
+    assert '"number":1,"base":null,"step":7' in capsys.readouterr().out
+    assert main(["nothing://x"]) == 1
+    assert "cannot be opened" in capsys.readouterr().err
+
+
+def test_what_names_no_bucket_and_what_is_secret() -> None:
+    with pytest.raises(BucketError, match="cannot be opened"):
+        Bucket("nothing://x")
+    with pytest.raises(ValueError, match="1 or more"):
+        publisher("memory://x", keep=0)
+    told = redacted("https://user:pass@host/path?sig=abc, no: 's3://key:secret@bucket/run?x=1'")
+    assert told == "https://host/path, no: 's3://bucket/run'"

@@ -1,0 +1,227 @@
+"""The objects of a bucket: records of versions, the parts of their blocks, and which of both are kept."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from weightsync.errors import BucketDamaged, BucketError, BucketUnavailable, DeltaError, VersionGone
+from weightsync.format.delta import DeltaHeader
+from weightsync.format.manifest import digest_of
+
+FORMAT = 1
+_NUMBER = re.compile(r"(\d{12})(?:\.json|-[0-9a-f]{32})")
+_USER = re.compile(r"(://)[^/?#@\s]*@")
+_QUERY = re.compile(r"(://[^?\s]*)\?[^\s'\"),]*")
+
+
+def redacted(text: str) -> str:
+    """Without the user, the password and the query of each URL in it."""
+    return _QUERY.sub(r"\1", _USER.sub(r"\1", text))
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """One object of a version's blocks, by its path below the prefix. `digest` is xxh3_128."""
+
+    path: str
+    nbytes: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class StoredVersion:
+    """A version as its record has it. `upload` is unique for each; `header` names the version before it as its base,
+    by number and contents (`DeltaHeader.target_digest`), or none if it is in full."""
+
+    number: int
+    upload: str
+    header: DeltaHeader
+    parts: tuple[StoredPart, ...]
+
+    @property
+    def base(self) -> int | None:
+        return self.header.base.version if self.header.base is not None else None
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes in the bucket."""
+        return sum(part.nbytes for part in self.parts)
+
+    def to_bytes(self) -> bytes:
+        parts = [[part.path, part.nbytes, part.digest] for part in self.parts]
+        document = {"format": FORMAT, "number": self.number, "upload": self.upload, "parts": parts}
+        raw = orjson.dumps({**document, "header": self.header.to_json().decode()}, option=orjson.OPT_SORT_KEYS)
+        return digest_of(raw).encode() + b"\n" + raw
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> StoredVersion:
+        """Raises BucketDamaged."""
+        digest, _, raw = data.partition(b"\n")
+        if digest_of(raw).encode() != digest:
+            raise BucketDamaged(where, "its digest is another one")
+        try:
+            found: Mapping[str, Any] = orjson.loads(raw)
+            if found["format"] != FORMAT:
+                raise ValueError(f"format {found['format']}, this release reads {FORMAT}: update the older side")
+            parts = tuple(_part(*row) for row in found["parts"])
+            header = DeltaHeader.from_json(found["header"].encode())
+            return cls(int(found["number"]), str(found["upload"]), header, parts)
+        except (ValueError, TypeError, KeyError, AttributeError, DeltaError) as error:
+            raise BucketDamaged(where, f"it cannot be read ({error})") from error
+
+
+def _part(path: str, nbytes: int, digest: str) -> StoredPart:
+    if not re.fullmatch(r"data/\d{12}-[0-9a-f]{32}/\d{5}", path) or type(nbytes) is not int or nbytes < 0:
+        raise ValueError(f"{path!r} is no part of a version")
+    return StoredPart(path, nbytes, str(digest))
+
+
+class Bucket:
+    """The prefix at `url`. Credentials are those of fsspec's file system, from the environment. All methods raise
+    BucketUnavailable."""
+
+    def __init__(self, url: str) -> None:
+        """Raises BucketError for what names no bucket."""
+        from fsspec.core import url_to_fs
+
+        self.told = redacted(url).rstrip("/")
+        try:
+            self._files, root = url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            advice = "name a URL of fsspec's, and install what it needs (for s3:// the package s3fs)"
+            raise BucketError(f"{self.told} cannot be opened ({redacted(str(error))}): {advice}") from None
+        self._root = root.rstrip("/")
+
+    def numbers(self) -> list[int]:
+        """Of all versions, in order."""
+        found = (_NUMBER.fullmatch(name) for name in self._names("versions"))
+        return sorted(int(match[1]) for match in found if match is not None)
+
+    def read(self, number: int) -> StoredVersion:
+        """Raises VersionGone, BucketDamaged."""
+        where = f"versions/{number:012}.json"
+        with self._told(number):
+            data = self._files.cat_file(self._at(where))
+        found = StoredVersion.from_bytes(data, f"{self.told}/{where}")
+        if found.number != number:
+            raise BucketDamaged(f"{self.told}/{where}", f"it is that of version {found.number}")
+        return found
+
+    def begin(self, version: StoredVersion) -> None:
+        """Makes its directories, where there are such."""
+        with self._told():
+            for directory in ("versions", directory_of(version)):
+                self._files.makedirs(self._at(directory), exist_ok=True)
+
+    def write_part(self, version: str, index: int, data: bytes) -> StoredPart:
+        """`version` is its directory, see `directory_of`."""
+        part = StoredPart(f"{version}/{index:05}", len(data), digest_of(memoryview(data)))
+        with self._told():
+            self._files.pipe_file(self._at(part.path), data)
+        return part
+
+    def read_part(self, version: StoredVersion, part: StoredPart, target: Path) -> None:
+        """Fetches it, unless it is there. Raises VersionGone, BucketDamaged, and OSError where `target` cannot be
+        written."""
+        if _holds(target, part):
+            return
+        for _ in range(2):  # what came damaged over the network may be good where it lies
+            with self._told(version.number):
+                data = self._files.cat_file(self._at(part.path))
+            if len(data) == part.nbytes and digest_of(data) == part.digest:
+                half = target.with_name(f".{target.name}.part")
+                half.write_bytes(data)
+                half.rename(target)
+                return
+        raise BucketDamaged(f"{self.told}/{part.path}", f"it is not what version {version.number} has there")
+
+    def claim(self, version: StoredVersion) -> bool:
+        """Writes the record, unless that number is taken; whether it is this version's now."""
+        path = self._at(f"versions/{version.number:012}.json")
+        try:
+            with self._told():
+                self._files.pipe_file(path, version.to_bytes(), mode="create")
+        except BucketTakenAlready:
+            with contextlib.suppress(VersionGone, BucketDamaged):
+                return self.read(version.number).upload == version.upload  # the answer to the first attempt was lost
+            return False
+        return True
+
+    def prune(self, keep: int) -> list[int]:
+        """Removes all but the newest `keep` versions and those that they build on, then what no version names up to
+        the newest number; returns the numbers that went."""
+        numbers = self.numbers()
+        if not numbers:
+            return []
+        needed: set[int] = set()
+        uploads: set[str] = set()
+        for number in numbers[-keep:]:
+            at: int | None = number
+            while at is not None and at not in needed:
+                needed.add(at)
+                try:
+                    found = self.read(at)
+                except (VersionGone, BucketDamaged):
+                    break
+                uploads.add(directory_of(found).rpartition("/")[2])
+                at = found.base
+        gone = [number for number in numbers if number not in needed]
+        for number in gone:  # the record first: what has one is whole
+            self._remove(f"versions/{number:012}.json")
+        for name in self._names("data"):
+            match = _NUMBER.fullmatch(name)
+            if match is not None and int(match[1]) <= numbers[-1] and name not in uploads:
+                self._remove(f"data/{name}", recursive=True)
+        return gone
+
+    def _names(self, directory: str) -> list[str]:
+        self._files.invalidate_cache()
+        with contextlib.suppress(VersionGone), self._told(0):
+            return [
+                str(name).rstrip("/").rpartition("/")[2] for name in self._files.ls(self._at(directory), detail=False)
+            ]
+        return []
+
+    def _remove(self, path: str, recursive: bool = False) -> None:
+        with contextlib.suppress(VersionGone), self._told(0):
+            self._files.rm(self._at(path), recursive=recursive)
+
+    def _at(self, path: str) -> str:
+        return f"{self._root}/{path}"
+
+    @contextlib.contextmanager
+    def _told(self, number: int | None = None) -> Iterator[None]:
+        """Each file system has exceptions of its own; with `number`, what is missing is a version that has gone."""
+        try:
+            yield
+        except FileExistsError:
+            raise BucketTakenAlready from None
+        except Exception as error:
+            if isinstance(error, FileNotFoundError) and number is not None:
+                raise VersionGone(self.told, number) from None
+            what = redacted(str(error) or type(error).__name__)
+            raise BucketUnavailable(
+                f"{self.told} cannot be used ({what}): is it there, and may these credentials?"
+            ) from None
+
+
+class BucketTakenAlready(Exception):
+    """What was to be created is there."""
+
+
+def directory_of(version: StoredVersion) -> str:
+    """Where its parts are."""
+    return f"data/{version.number:012}-{version.upload}"
+
+
+def _holds(target: Path, part: StoredPart) -> bool:
+    with contextlib.suppress(OSError):
+        return target.stat().st_size == part.nbytes and digest_of(target.read_bytes()) == part.digest
+    return False

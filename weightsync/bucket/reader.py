@@ -1,0 +1,56 @@
+"""Brings versions out of a bucket: which ones are needed, their parts, and the stream that a gateway takes."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+from weightsync.bucket.objects import Bucket, StoredVersion
+from weightsync.bucket.publisher import AT_ONCE
+from weightsync.errors import BucketDamaged
+from weightsync.format.delta import Base, framed
+
+
+def chain(bucket: Bucket, newest: StoredVersion, held: Callable[[StoredVersion], bool]) -> list[StoredVersion]:
+    """The versions that lead to `newest`, oldest first: each is in full, or builds on the one before it, or on one that
+    is `held`. Raises VersionGone, BucketDamaged, BucketUnavailable."""
+    found = [newest]
+    while (number := found[0].base) is not None:
+        before = bucket.read(number)
+        based = found[0].header.base
+        assert based is not None
+        if before.header.target_digest != based.manifest_digest:
+            raise BucketDamaged(f"{bucket.told}, version {found[0].number}", f"it builds on another version {number}")
+        if held(before):
+            break
+        found.insert(0, before)
+    return found
+
+
+def fetch(bucket: Bucket, version: StoredVersion, directory: Path) -> list[Path]:
+    """Its parts as files in `directory`, verified; those that are there already are not fetched again. Raises
+    VersionGone, BucketDamaged, BucketUnavailable, OSError."""
+    directory.mkdir(parents=True, exist_ok=True)
+    files = [directory / part.path.rpartition("/")[2] for part in version.parts]
+    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="bucket") as pool:
+        tasks = [pool.submit(bucket.read_part, version, p, f) for p, f in zip(version.parts, files, strict=True)]
+        try:
+            for task in tasks:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+    return files
+
+
+def has_room(versions: list[StoredVersion], directory: Path) -> bool:
+    """Whether all of it would fit where `directory` is."""
+    return sum(version.nbytes for version in versions) <= shutil.disk_usage(directory).free
+
+
+def stream(version: StoredVersion, files: list[Path], base: Base | None) -> Iterator[bytes]:
+    """The version as a delta from `base`, the version before it as this fleet's store has it (format/delta.py)."""
+    return framed(replace(version.header, base=base), (path.read_bytes() for path in files))
