@@ -67,7 +67,7 @@ async def page(tmp_path: Path) -> Page:
             assert all(f'"{outcome}"' in inspect.getsource(queue_gate) for _, outcome in gate.outcomes)
             stats.shared(1, 200, 0.1, 0.05)
             gateway.gateway.fleet.shadows.outcomes[2, "answered"] += 1
-            await eventually(lambda: gateway.gateway.fleet.instances["i0"].signals is not None)
+            await eventually(lambda: gateway.gateway.default.fleet.instances["i0"].signals is not None)
             return Page.of(depths, (await gateway.ask(get("/metrics"))).body.decode())
 
 

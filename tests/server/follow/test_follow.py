@@ -105,7 +105,7 @@ def gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running
     arena = tempfile.mkdtemp(prefix="hotswap-follow-test-", dir="/dev/shm")
     monkeypatch.setenv("HOTSWAP_ARENA", arena)
     with running_gateway(tmp_path) as running:
-        wait_until(lambda: running.gateway.coordinator.leads)
+        wait_until(lambda: running.gateway.default.coordinator.leads)
         yield running
     shutil.rmtree(arena)
 

@@ -10,7 +10,9 @@ from typing import Any
 
 import orjson
 import pytest
+from typer.testing import CliRunner
 
+from server.cli.app import app
 from server.gateway.config import QueueSettings, UpstreamSettings
 from tests.server.gateway.harness import (
     ADMIN_KEY,
@@ -269,3 +271,18 @@ async def test_a_model_that_goes_answers_what_it_has(gateway: RunningGateway) ->
         finish.set()
         assert (await going)[1]["by"] == "big"
         await eventually(lambda: not gateway.gateway._retiring)
+
+
+def test_commands_say_which_model(gateway: RunningGateway) -> None:
+    url = f"http://127.0.0.1:{gateway.admin_port}"
+    env = {"HOTSWAP_ADMIN_URL": url, "HOTSWAP_ADMIN_KEY": ADMIN_KEY}
+    for command in (["weights", "list"], ["instances", "list"], ["release", "status"]):
+        assert "Say which model" in str(CliRunner().invoke(app, command, env=env).exception)
+        assert CliRunner().invoke(app, [*command, "--model", "big"], env=env).exit_code == 0
+        assert CliRunner().invoke(app, command, env=env | {"HOTSWAP_MODEL": "small"}).exit_code == 0
+    made = CliRunner().invoke(app, ["keys", "create", "me", "--model", "big", "--tokens-per-month", "9"], env=env)
+    assert made.exit_code == 0, made.exception
+    (key,) = orjson.loads(CliRunner().invoke(app, ["keys", "list", "--json"], env=env).output)["keys"]
+    assert (key["models"], key["spent"]["tokens"], key["spent"]["left"]) == (["big"], 0, 9)
+    shown = " ".join(CliRunner().invoke(app, ["keys", "list"], env=env).output.split())
+    assert all(word in shown for word in ("big", "tokens/month", "used;", "resets"))
