@@ -359,6 +359,11 @@ def test_a_hang_up_has_every_worker_read_the_models_anew(tmp_path: Path, count: 
     ]
     command += ["--port", str(port), "--admin-port", str(admin), "--workers", str(count)]
 
+    def up() -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(f"http://127.0.0.1:{port}/healthz", timeout=60).status_code == 200
+        return False
+
     def listed() -> list[str]:
         """As whichever worker the kernel chooses tells it."""
         answer = httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=60).json()
@@ -369,7 +374,7 @@ def test_a_hang_up_has_every_worker_read_the_models_anew(tmp_path: Path, count: 
         return {dict(labels).get("worker", "0") for name, labels, _ in page if name == "process_start_time_seconds"}
 
     with running(command, tmp_path / "log") as process:
-        wait_until(lambda: answers(port))
+        wait_until(up)
         wait_until(lambda: len(workers()) == count)
         assert listed() == ["small", "fast"]
         for text, names in (
