@@ -192,8 +192,11 @@ class Admission:
             fields = check_object(body)
         elif target.route.method == b"GET":
             body = b""
-        name = named(fields)
-        served = self._directory.find(name, principal.models)
+        directory, name = self._directory, None
+        served = directory.only
+        if directory.several or principal.models is not None:
+            name = named(fields)
+            served = directory.find(name, principal.models)
         request = Request(target, head, body, None, served, http10, keep_alive, principal)
         request.priority, request.fields = principal.priority, fields
         mode = self._config.upstream.failover.mode
@@ -208,10 +211,11 @@ class Admission:
             request.priority = terms.priority_within(asked, principal)
             if target.route.continued:
                 request.failover = asked.failover_or(mode)
-        if served[0].upstream is not None or len(served) > 1:
-            request.skip(0)
-        if name in self._directory.aliases or request.served[0].upstream is not None:
-            request.use(b"")
+        if directory.several:
+            if served[0].upstream is not None or len(served) > 1:
+                request.skip(0)
+            if name in directory.aliases or request.served[0].upstream is not None:
+                request.use(b"")
         if request.priority:
             head.forward += b"x-hotswap-priority: %d\r\n" % request.priority
         return request

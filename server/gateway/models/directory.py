@@ -23,6 +23,7 @@ class Directory:
         self.aliases: Mapping[str, tuple[str, ...]] = {}
         self.default: Served  # of requests that name none
         self.main: Served  # the one of ours that stands for all
+        self.only: tuple[Served, ...] = ()  # the default, as `find` returns it
         self.several = False  # a name must be looked up; with one model and no alias the instance knows its names
 
     def use(self, models: Sequence[Served], aliases: Mapping[str, tuple[str, ...]]) -> None:
@@ -30,6 +31,7 @@ class Directory:
         self.models = {served.name: served for served in models}
         self.aliases = dict(aliases)
         self.default = models[0]
+        self.only = (models[0],)
         self.main = next(served for served in models if served.upstream is None)
         self.several = len(models) > 1 or bool(aliases)
 
@@ -47,7 +49,7 @@ class Directory:
         if targets is not None:
             return tuple([self.models[target] for target in targets])
         if not self.several:
-            return (self.default,)  # an adapter, perhaps
+            return self.only  # an adapter, perhaps
         for served in self.models.values():
             if name in served.fleet.adapters:
                 return (served,)
