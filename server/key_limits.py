@@ -21,9 +21,10 @@ MOST: Final = 10**12
 class Limit:
     """What the field alone does not say. `help` is that of the option, `meaning` the row of the documentation.
 
-    A limit with a `counts` is enforced by counting: "minute" is the units taken in any 60 seconds, "now" the requests
-    that run. `units` are those that a request takes, by its tokens: those of its prompts, and those of its answers,
-    which are the most it may get when it is admitted and the true ones when it has ended. Without it a request is one.
+    A limit with a `counts` is enforced by counting: "minute" is the units taken in any 60 seconds, "month" those of the
+    calendar month (UTC), "now" the requests that run. `units` are those that a request takes, by its tokens: those of
+    its prompts, and those of its answers, which are the most it may get when it is admitted and the true ones when it
+    has ended. Without it a request is one.
 
     `name` is in headers, codes of errors and metrics. A limit without one refuses nothing.
     """
@@ -31,7 +32,7 @@ class Limit:
     help: str
     meaning: str
     name: str = ""
-    counts: Literal["", "minute", "now"] = ""
+    counts: Literal["", "minute", "month", "now"] = ""
     units: Callable[[int, int], int] | None = None
     least: int = 1
     most: int = MOST
@@ -58,6 +59,17 @@ class KeyLimits(Record):
             "tokens of prompts and answers, in the same way",
             name="tokens",
             counts="minute",
+            units=lambda prompt, answer: prompt + answer,
+        ),
+    ] = None
+    tokens_per_month: Annotated[
+        int | None,
+        Limit(
+            "tokens of prompts and answers in a calendar month",
+            "a budget: tokens of prompts and answers in a calendar month (UTC). It outlives restarts; "
+            "a request over it gets 429 `insufficient_quota`",
+            name="month_tokens",
+            counts="month",
             units=lambda prompt, answer: prompt + answer,
         ),
     ] = None

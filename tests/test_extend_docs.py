@@ -23,6 +23,8 @@ import yaml
 from server.gateway import QueueSettings, UpstreamSettings
 from server.gateway.fleet import routing
 from server.gateway.fleet.view import Fleet
+from server.gateway.models.directory import Directory
+from server.gateway.models.served import Served
 from server.gateway.observe.metrics import Counted
 from server.gateway.observe.stats import Stats
 from server.gateway.queue.gate import Gate
@@ -201,9 +203,10 @@ def test_the_metric() -> None:
     (code,) = blocks("A metric")
     imports, _, row = code.partition("\nDeclared(")
     declared = run("metric", f"{imports}\nrow = Declared({row}")["row"]
-    stats = Stats()
+    stats, directory = Stats(), Directory()
     fleet = Fleet(None, "toy", UpstreamSettings(), stats)  # type: ignore[arg-type]
-    counted = Counted(stats, fleet, Gate(fleet, QueueSettings()))
+    directory.use([Served("toy", fleet, Gate(fleet, QueueSettings()), stats)], {})
+    counted = Counted(stats.process, directory)
     assert declared.family(counted).samples == []
     states = ("SERVING", "SERVING", "STAGING")
     fleet.instances = {str(n): SimpleNamespace(record=SimpleNamespace(state=s)) for n, s in enumerate(states)}  # type: ignore[misc]
@@ -280,7 +283,7 @@ else:
     raise AssertionError("no bound")
 create = typer.main.get_command(app).commands["create"]
 assert {option!r} in [name for parameter in create.params for name in parameter.opts]
-stats = Stats()
+stats = ProcessStats()
 assert stats.limited["output_tokens"] == 0
 gateway, key = Limits(stats.limited), Principal("p", frozenset(), id="p", limits=limits)
 body = b'{{"prompt":"' + b"x" * 4000 + b'","max_tokens":60}}'

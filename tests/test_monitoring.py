@@ -55,7 +55,7 @@ async def page(tmp_path: Path) -> Page:
             gateway.register(up)
             for raw in (post(), post(body={"prompt": "break"}), post(body=b"{"), get("/v1/models")):
                 await gateway.ask(raw)
-            stats, gate = gateway.gateway.stats, gateway.gateway.gate
+            stats, gate = gateway.gateway.default.stats, gateway.gateway.default.gate
             waiting = [asyncio.create_task(gateway.ask(post(body={"prompt": "slow"}))) for _ in range(2)]
             await eventually(lambda: gate.queue.waiting == 1)
             depths = (await gateway.ask(get("/metrics"))).body.decode()
@@ -66,8 +66,8 @@ async def page(tmp_path: Path) -> Page:
             gate.outcomes.update((0, outcome) for outcome in ("served", "refused", "displaced", "timed_out"))
             assert all(f'"{outcome}"' in inspect.getsource(queue_gate) for _, outcome in gate.outcomes)
             stats.shared(1, 200, 0.1, 0.05)
-            gateway.gateway.fleet.shadows.outcomes[2, "answered"] += 1
-            await eventually(lambda: gateway.gateway.fleet.instances["i0"].signals is not None)
+            gateway.gateway.default.fleet.shadows.outcomes[2, "answered"] += 1
+            await eventually(lambda: gateway.gateway.default.fleet.instances["i0"].signals is not None)
             return Page.of(depths, (await gateway.ask(get("/metrics"))).body.decode())
 
 

@@ -26,7 +26,7 @@ from server.answers.feedback import Feedback, Known, Recent
 from server.answers.parse import ROUTES, About, Answer, Unreadable, parse
 from server.gateway.access.keys import Principal
 from server.gateway.observe.backlog import Backlog
-from server.gateway.observe.stats import Finished, Stats
+from server.gateway.observe.stats import Finished, ProcessStats
 from server.gateway.wire.capture import Capture
 
 log = logging.getLogger("hotswap.gateway")
@@ -62,7 +62,7 @@ class Consumer(Protocol):
 class Desk:
     """Captures, parses and hands out (stats.Collector). `begin`, `end` and `rate` are for the event loop alone."""
 
-    def __init__(self, stats: Stats, recent: Recent) -> None:
+    def __init__(self, stats: ProcessStats, recent: Recent) -> None:
         self._stats = stats
         self.recent = recent
         self._dropped = stats.answers_dropped
@@ -194,6 +194,7 @@ def about_of(finished: Finished, principal: Principal) -> About:
     """What is known of an exchange, as its record has it."""
     return About(
         request_id=finished.request_id,
+        served=finished.model,
         route=finished.route,
         status=finished.status,
         key=principal.name,

@@ -82,6 +82,7 @@ class Feedback(msgspec.Struct, tag_field="record", tag="feedback"):
     first_version: int | None = None
     last_version: int | None = None
     replaced: float | None = None
+    model: str = ""  # that answered
 
     @property
     def version(self) -> int | None:
@@ -128,6 +129,7 @@ class Known:
             time=time.time(), by=by, choice=posted.choice, rating=posted.rating, score=self.score,
             correction=posted.correction, comment=posted.comment, metadata=posted.metadata,
             first_version=about.first_version, last_version=about.last_version, replaced=before,
+            model=about.served,
         )  # fmt: skip
 
 

@@ -35,7 +35,7 @@ from server.answers.parse import Answer
 from server.errors import ConfigError
 from server.gateway.access.keys import ANONYMOUS, Principal
 from server.gateway.config import AnswerSettings
-from server.gateway.observe.stats import Stats
+from server.gateway.observe.stats import ProcessStats
 
 log = logging.getLogger("hotswap.gateway")
 
@@ -389,7 +389,7 @@ class Log:
     most = 4096
     all_keys = False
 
-    def __init__(self, url: str, settings: AnswerSettings, stats: Stats) -> None:
+    def __init__(self, url: str, settings: AnswerSettings, stats: ProcessStats) -> None:
         """Nothing is opened before there is a record. Raises ConfigError: the redaction cannot be loaded."""
         self._url, self._settings = url, settings
         self._redact = find_redaction(settings.redact) if settings.redact is not None else None

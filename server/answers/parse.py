@@ -64,6 +64,7 @@ class About(msgspec.Struct, frozen=True):
     first_version: int | None = None
     last_version: int | None = None
     streamed: bool = False
+    served: str = ""  # the model that answered; `Answer.model` is the one asked for
 
 
 class Answer(msgspec.Struct, tag_field="record", tag="answer"):

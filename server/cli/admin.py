@@ -4,11 +4,14 @@ for it, and the tables that show its answers.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import ssl
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import httpx
 import typer
@@ -32,6 +35,32 @@ Reason = Annotated[str | None, typer.Option(help="why; the ledger keeps it")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
 
 
+Which = Annotated[
+    str | None, typer.Option("--model", envvar="HOTSWAP_MODEL", help="which model, where the gateway has several")
+]
+_model: ContextVar[str] = ContextVar("model", default="")
+
+
+def for_model(function: Callable[..., None]) -> Callable[..., None]:
+    """Of a command, one that takes --model: every `AdminClient` that it makes asks about that model."""
+
+    @functools.wraps(function)
+    def command(*args: Any, model: str | None = None, **given: Any) -> None:
+        before = _model.set(model or "")
+        try:
+            function(*args, **given)
+        finally:
+            _model.reset(before)
+
+    hints = {**get_type_hints(function, include_extras=True), "model": Which}
+    which = inspect.Parameter("model", inspect.Parameter.KEYWORD_ONLY, default=None)
+    parameters = [*inspect.signature(function).parameters.values(), which]
+    command.__annotations__ = hints
+    signed = [each.replace(annotation=hints[each.name]) for each in parameters]
+    command.__signature__ = inspect.Signature(signed)  # type: ignore[attr-defined]
+    return command
+
+
 class AdminClient:
     """The gateway's /admin routes. What the command line and the environment leave out is read from the state
     directory of a server that was started here. Raises CliError."""
@@ -42,7 +71,8 @@ class AdminClient:
             info = ServerInfo.read(state_dir or default_state_dir(None))
             url, key_file = url or info.admin_url, key_file or Path(info.admin_key_file)
         headers = {"authorization": f"Bearer {key or _key_in(key_file)}"}
-        self._http = httpx.Client(base_url=url, headers=headers, verify=admin_tls(url), timeout=TIMEOUT_S)
+        which = {"model": _model.get()} if _model.get() else {}
+        self._http = httpx.Client(base_url=url, headers=headers, params=which, verify=admin_tls(url), timeout=TIMEOUT_S)
 
     def call(self, method: str, path: str, body: dict[str, Any] | None = None, reason: str | None = None) -> Any:
         """The JSON answer; RequestFailed carries the gateway's own message. `reason` is for the ledger."""

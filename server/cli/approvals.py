@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from server.cli.admin import AdminClient, AsJson, KeyFile, Reason, StateDir, Url, table
+from server.cli.admin import AdminClient, AsJson, KeyFile, Reason, StateDir, Url, for_model, table
 from server.cli.errors import CliError
 from server.cli.keys import seconds_of
 from server.cli.weights import show_swap
@@ -19,6 +19,7 @@ app = typer.Typer(no_args_is_help=True)
 
 
 @app.command()
+@for_model
 def approve(
     request: Annotated[str | None, typer.Argument(help="id of a request; without one, those that wait")] = None,
     refuse: Annotated[bool, typer.Option("--refuse", help="refuse it, or withdraw your own")] = False,
@@ -50,6 +51,7 @@ def approve(
 
 
 @app.command()
+@for_model
 def policy(
     approvals: Annotated[
         list[str] | None,

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from server.cli.admin import AdminClient, KeyFile, StateDir, Url, percentages, table
+from server.cli.admin import AdminClient, KeyFile, StateDir, Url, for_model, percentages, table
 from server.cli.errors import RequestFailed
 
 app = typer.Typer(no_args_is_help=True)
@@ -21,12 +21,14 @@ Name = Annotated[str, typer.Argument(help="id of the instance, as `hotswap insta
 
 
 @app.command("list")
+@for_model
 def list_(state_dir: StateDir = None, url: Url = None, admin_key_file: KeyFile = None) -> None:
     """Every instance with its state, versions, load and last swap times."""
     show_instances(state_dir, url, admin_key_file)
 
 
 @app.command()
+@for_model
 def drain(
     name: Name,
     wait: Annotated[float, typer.Option(help="seconds to wait until it has no request of any gateway's")] = 0.0,
@@ -43,6 +45,7 @@ def drain(
 
 
 @app.command()
+@for_model
 def resume(name: Name, state_dir: StateDir = None, url: Url = None, admin_key_file: KeyFile = None) -> None:
     """Send it requests again."""
     answer = AdminClient(state_dir, url, admin_key_file).call("POST", f"/admin/instances/{name}/resume")
@@ -50,6 +53,7 @@ def resume(name: Name, state_dir: StateDir = None, url: Url = None, admin_key_fi
 
 
 @app.command()
+@for_model
 def sleep(
     name: Name,
     level: Annotated[int, typer.Option(min=1, max=2, help="1: quick to wake, 2: least memory")] = 2,
@@ -68,6 +72,7 @@ def sleep(
 
 
 @app.command()
+@for_model
 def wake(
     name: Name,
     wait: Annotated[float, typer.Option(help="seconds to wait until it serves")] = 120.0,

@@ -39,6 +39,9 @@ Limited = dict[str, Any] | None  # what of a body is limits; see `with_limits`
 Scopes = Annotated[
     list[Scope] | None, typer.Option("--scope", help="infer (default), or a role on the admin port; may be repeated")
 ]
+Models = Annotated[
+    list[str] | None, typer.Option("--model", help="model, alias or adapter that it may ask for; may be repeated")
+]
 Expires = Annotated[str | None, typer.Option(help="time from now, such as 30d, 12h or 90m; `none`: never")]
 
 
@@ -76,6 +79,7 @@ def create(
     scope: Scopes = None,
     expires: Expires = None,
     collect: Annotated[bool, typer.Option("--collect", help="keep the answers it gets, for training")] = False,
+    model: Models = None,
     limits: Limited = None,
     as_json: AsJson = False,
     reason: Reason = None,
@@ -87,6 +91,7 @@ def create(
     body = {"name": name, **_scopes(scope), **_expiry(expires), **(limits or {})} | (
         {"collect": True} if collect else {}
     )
+    body |= {"models": model} if model else {}
     _show_key(AdminClient(state_dir, url, admin_key_file).call("POST", "/admin/keys", body, reason), as_json)
 
 
@@ -99,9 +104,10 @@ def list_keys(
     if as_json:
         print(json.dumps(answer))
         return
-    shown = table("id", "name", "scopes", "state", "expires", "limits")
+    shown = table("id", "name", "scopes", "models", "state", "expires", "limits")
     for key in answer["keys"]:
-        cells = [key["name"], " ".join(key["scopes"]), key["state"], _date(key["expires_at"]), _limited(key["limits"])]
+        cells = [key["name"], " ".join(key["scopes"]), " ".join(key["models"]) or "all", key["state"]]
+        cells += [_date(key["expires_at"]), _limited(key["limits"]) + _spent(key)]
         shown.add_row(key["id"], *cells)
     Console().print(shown)
     if answer["inference"] == "open":
@@ -127,6 +133,8 @@ def update(
     collect: Annotated[
         bool | None, typer.Option("--collect/--no-collect", help="whether the answers it gets are kept, for training")
     ] = None,
+    model: Models = None,
+    all_models: Annotated[bool, typer.Option("--all-models", help="it may ask for any")] = False,
     limits: Limited = None,
     reason: Reason = None,
     state_dir: StateDir = None,
@@ -140,6 +148,7 @@ def update(
         for field, value in (("name", name), ("disabled", disabled), ("collect", collect))
         if value is not None
     }
+    body |= {"models": model or []} if model or all_models else {}
     if not body:
         raise CliError("nothing to change: name what is to be different (--help lists the options)")
     record = AdminClient(state_dir, url, admin_key_file).call("PATCH", _path(key_id), body, reason)
@@ -238,8 +247,16 @@ def _show_key(answer: dict[str, Any], as_json: bool) -> None:
 
 def _limited(limits: dict[str, int | None]) -> str:
     """Those that are set: `60 requests/min, 4 concurrency`."""
-    titles = {name: name.replace("_per_min", "/min").replace("_", " ") for name in LIMITS}
+    titles = {
+        name: name.replace("_per_min", "/min").replace("_per_month", "/month").replace("_", " ") for name in LIMITS
+    }
     return ", ".join(f"{limits[name]} {title}" for name, title in titles.items() if limits[name] is not None)
+
+
+def _spent(key: dict[str, Any]) -> str:
+    """What is used of the month's budget, and when it begins anew."""
+    spent = key.get("spent")
+    return "" if spent is None else f" ({spent['tokens']} used; resets {_date(spent['resets_at'])})"
 
 
 def _date(moment: float | None) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from server.cli.admin import AdminClient, AsJson, KeyFile, Reason, StateDir, Url, table
+from server.cli.admin import AdminClient, AsJson, KeyFile, Reason, StateDir, Url, for_model, table
 from server.cli.errors import CliError
 from server.cli.weights import show_swap
 
@@ -22,6 +22,7 @@ LOOK_S = 1.0
 
 
 @app.command()
+@for_model
 def start(
     version: Annotated[int, typer.Argument(help="the version that is to take over")],
     policy: Name = "default",
@@ -54,6 +55,7 @@ def start(
 
 
 @app.command()
+@for_model
 def status(
     as_json: AsJson = False, state_dir: StateDir = None, url: Url = None, admin_key_file: KeyFile = None
 ) -> None:
@@ -80,6 +82,7 @@ def status(
 
 
 @app.command()
+@for_model
 def cancel(reason: Reason = None, state_dir: StateDir = None, url: Url = None, admin_key_file: KeyFile = None) -> None:
     """Take the candidate back."""
     release = AdminClient(state_dir, url, admin_key_file).call("POST", "/admin/releases/cancel", {}, reason)
@@ -87,6 +90,7 @@ def cancel(reason: Reason = None, state_dir: StateDir = None, url: Url = None, a
 
 
 @app.command()
+@for_model
 def policies(
     name: Annotated[str | None, typer.Argument(help="show this one")] = None,
     put: Annotated[Path | None, typer.Option(help="store this file under the name")] = None,

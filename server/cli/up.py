@@ -253,7 +253,8 @@ class Server:
         try:
             asked = {}
             for what in ("instances", "sleep"):
-                answer = httpx.get(f"{self.admin_url}/admin/{what}", headers=key, timeout=2.0)
+                which = {"model": self.name}
+                answer = httpx.get(f"{self.admin_url}/admin/{what}", params=which, headers=key, timeout=2.0)
                 asked[what] = answer.raise_for_status().json()
             asleep = {row["id"] for row in asked["sleep"]["asleep"]}
             eligible = {row["id"] for row in asked["instances"]["instances"] if row["eligible"]}

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from server.cli.admin import AdminClient, AsJson, KeyFile, Reason, StateDir, Url, percentages, table
+from server.cli.admin import AdminClient, AsJson, KeyFile, Reason, StateDir, Url, for_model, percentages, table
 from server.cli.errors import CliError, as_cli_error
 from server.cli.paths import ServerInfo, default_state_dir
 from weightsync.errors import WeightSyncError
@@ -50,6 +50,7 @@ Deadline = Annotated[float | None, typer.Option(help="seconds to stage everywher
 
 
 @app.command()
+@for_model
 def push(
     directory: Annotated[Path, typer.Argument(help="Hugging Face checkpoint directory")],
     part: Annotated[str, typer.Option(help='what it is: "draft" or "lora/NAME" (default: the base model)')] = "",
@@ -81,6 +82,7 @@ def _part(argument: str) -> tuple[str, str]:
 
 
 @app.command("list")
+@for_model
 def list_versions(state_dir: StateDir = None, url: Url = None, admin_key_file: KeyFile = None) -> None:
     """List the versions held."""
     answer = AdminClient(state_dir, url, admin_key_file).call("GET", "/admin/weights")
@@ -98,6 +100,7 @@ def list_versions(state_dir: StateDir = None, url: Url = None, admin_key_file: K
 
 
 @app.command()
+@for_model
 def activate(
     version: Annotated[int, typer.Argument(help="a version from `hotswap weights list`")],
     mode: Mode = SwapMode.together,
@@ -116,6 +119,7 @@ def activate(
 
 
 @app.command()
+@for_model
 def rollback(
     version: Annotated[int | None, typer.Argument(help="default: the one that served before the active one")] = None,
     mode: Mode = SwapMode.together,
@@ -133,6 +137,7 @@ def rollback(
 
 
 @app.command()
+@for_model
 def split(
     shares: Annotated[list[str] | None, typer.Argument(help="VERSION=PERCENT of each; together 100")] = None,
     sticky: Annotated[

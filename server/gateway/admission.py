@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
-from server.errors import HttpError, MethodNotAllowed
+from server.errors import BadRequest, HttpError, MethodNotAllowed
 from server.gateway import terms
 from server.gateway.access.keys import ANONYMOUS, KeyRing, Principal
 from server.gateway.access.limits import Grant, Limits
@@ -20,14 +20,17 @@ from server.gateway.access.records import INFER
 from server.gateway.access.roles import FORWARDED
 from server.gateway.access.scope import CacheScopes
 from server.gateway.config import Failover, GatewayConfig
+from server.gateway.cors import Origins
 from server.gateway.fleet import affinity
 from server.gateway.fleet.routing import Need
-from server.gateway.fleet.splits import Splits
+from server.gateway.models.directory import Directory
+from server.gateway.models.served import Served
 from server.gateway.routes import Target, find
-from server.gateway.wire.bodies import NONE, Fields, check_object
-from server.gateway.wire.head import Headers, RequestHead, check_origin, head_too_large, read_head
+from server.gateway.wire.bodies import NONE, Fields, check_object, named, with_model
+from server.gateway.wire.head import Headers, RequestHead, head_too_large, read_head
 
 STREAMED: Final = b"/admin/weights/upload"
+MODELS: Final = b"/v1/models"
 
 
 class Client(Protocol):
@@ -63,6 +66,7 @@ class Request:
     head: RequestHead
     body: bytes
     need: Need | None  # which versions may answer
+    served: tuple[Served, ...]  # who answers it, the first choice first
     http10: bool
     keep_alive: bool
     principal: Principal = ANONYMOUS
@@ -75,6 +79,33 @@ class Request:
     grant: Grant | None = None  # of the key's limits, where it has any
     fields: Fields = NONE  # of its body, as they were sent
     extra_head: bytes = b""  # header lines for the answer
+
+    def skip(self, count: int) -> bool:
+        """Leaves out the first `count` of those who may answer, and then who cannot; False, and all stay, if none can.
+
+        Raises BadRequest if nobody could from the start."""
+        able, refused = [], None
+        for served in self.served[count:]:
+            try:
+                if served.upstream is not None:
+                    served.upstream.check(self.target.route.name, constrained=self.need is not None)
+                able.append(served)
+            except BadRequest as error:
+                refused = error
+        if able:
+            self.served = tuple(able)
+        elif not count and refused is not None:
+            raise refused
+        return bool(able)
+
+    def use(self, line: bytes) -> None:
+        """It is for the model that stands first now; `line` says so in the answer."""
+        served = self.served[0]
+        self.body = with_model(self.body, served.name)
+        self.extra_head += line
+        self.known, self.share, self.repeated = None, None, False
+        if served.upstream is not None:
+            self.failover = "off"
 
     def hint(self) -> affinity.Hint:
         """What routing may know of it; made when it is first asked for."""
@@ -92,9 +123,16 @@ class Admission:
     """The checks that one gateway makes before it forwards a request. Every method may raise HttpError."""
 
     def __init__(
-        self, config: GatewayConfig, keys: KeyRing, scopes: CacheScopes, limits: Limits, splits: Splits
+        self,
+        config: GatewayConfig,
+        keys: KeyRing,
+        scopes: CacheScopes,
+        limits: Limits,
+        directory: Directory,
+        origins: Origins,
     ) -> None:
-        self._splits = splits
+        self._directory = directory
+        self._origins = origins
         self._config = config
         self._keys = keys
         self._scopes = scopes
@@ -105,11 +143,19 @@ class Admission:
         """The head, checked. `streamed`: its body may be of any size."""
         if len(url) > self._config.limits.max_head:
             raise head_too_large(self._config.limits)
-        return read_head(headers, http_version, self._unbounded if streamed else self._config.limits, terms.HEADERS)
+        head = read_head(headers, http_version, self._unbounded if streamed else self._config.limits, terms.HEADERS)
+        if head.origin is not None:
+            head.cors = self._origins.lines(head.origin)
+        return head
 
-    def targets(self, url: bytes, *, admin_port: bool) -> tuple[Target, ...]:
-        """The forwarded routes at `url`, one per method; empty if it is for the app to answer."""
+    def targets(self, url: bytes, head: RequestHead, *, admin_port: bool) -> tuple[Target, ...]:
+        """The forwarded routes at `url`, one per method; empty if it is for the app to answer: a browser's question
+        whether a page may ask, and the list of models where no instance knows all, or not all are to be seen."""
         targets = find(url)
+        if head.preflight:
+            return ()
+        if targets and targets[0].upstream == MODELS and (self._directory.several or self._keys.names_models):
+            return ()
         return targets if targets and (admin_port or not targets[0].route.admin) else ()
 
     def principal(self, head: RequestHead, targets: tuple[Target, ...]) -> Principal:
@@ -120,9 +166,12 @@ class Admission:
         """May this page ask; and whose prefix cache may it hit, which is said to the instance."""
         if head.origin is not None and self._keys.open_inference:
             host = next((value for name, value in headers if name == b"host"), b"")
-            check_origin(head.origin, host, listening_on, self._config.allowed_origins)
-        if self._splits.header:
-            head.sticky = next((value.strip() for name, value in headers if name == self._splits.header), b"")
+            self._origins.check(head.origin, host, listening_on)
+        for served in self._directory.models.values():
+            sticky = served.fleet.splits.header
+            if sticky:
+                head.sticky = {} if head.sticky is None else head.sticky
+                head.sticky[sticky] = next((value.strip() for name, value in headers if name == sticky), b"")
         head.scope = self._scopes.line(principal)
         head.forward += head.scope
 
@@ -143,7 +192,12 @@ class Admission:
             fields = check_object(body)
         elif target.route.method == b"GET":
             body = b""
-        request = Request(target, head, body, None, http10, keep_alive, principal)
+        directory, name = self._directory, None
+        served = directory.only
+        if directory.several or principal.models is not None:
+            name = named(fields)
+            served = directory.find(name, principal.models)
+        request = Request(target, head, body, None, served, http10, keep_alive, principal)
         request.priority, request.fields = principal.priority, fields
         mode = self._config.upstream.failover.mode
         request.failover = mode if target.route.continued else "off"
@@ -157,6 +211,11 @@ class Admission:
             request.priority = terms.priority_within(asked, principal)
             if target.route.continued:
                 request.failover = asked.failover_or(mode)
+        if directory.several:
+            if served[0].upstream is not None or len(served) > 1:
+                request.skip(0)
+            if name in directory.aliases or request.served[0].upstream is not None:
+                request.use(b"")
         if request.priority:
             head.forward += b"x-hotswap-priority: %d\r\n" % request.priority
         return request
@@ -164,16 +223,17 @@ class Admission:
     def admit(self, request: Request) -> None:
         """Within the limits of its key; `extra_head` says what is left of them, whoever writes the answer."""
         limits, route, principal = self._limits, request.target.route, request.principal
+        request.extra_head = request.head.cors
         if principal.limits is None:
             return
         if not route.json_body:
-            request.extra_head = limits.head(principal)
+            request.extra_head += limits.head(principal)
             return
         try:
             grant = request.grant = limits.admit(principal, request.fields, route.name, request.body)
         except HttpError:
-            request.extra_head = limits.head(principal)
+            request.extra_head += limits.head(principal)
             raise
         if grant is not None:
             request.body = grant.body
-            request.extra_head = grant.head
+            request.extra_head += grant.head

@@ -34,6 +34,7 @@ from server.gateway.console import routes as console
 from server.gateway.deps import GatewayDep
 from server.gateway.gateway import Gateway
 from server.gateway.middleware import AdminGate, RequestIdMiddleware, error_response, is_public
+from server.gateway.models import listing
 from server.gateway.openapi import document
 from server.gateway.routes import elsewhere
 from weightsync.errors import WeightSyncError
@@ -57,7 +58,7 @@ def build_app(config: GatewayConfig) -> FastAPI:
     app.add_middleware(AdminGate)
     app.add_middleware(RequestIdMiddleware)
     _add_probes(app)
-    own = (feedback, weights, fleet, trainers, keys, ledger, approvals, releases)
+    own = (feedback, listing, weights, fleet, trainers, keys, ledger, approvals, releases)
     for part in (*own, adapters_vllm, adapters_sglang, console):
         app.include_router(part.router)
     missing = undeclared(pair for pair in routes_of(app) if not is_public(pair[1]))
@@ -82,29 +83,32 @@ def _add_probes(app: FastAPI) -> None:
         """An instance that serves a committed version answers, and this process is not about to stop."""
         if gateway.leaving:
             raise Unavailable("This gateway is about to stop; ask another one.", code="leaving")
-        ready = [i for i in gateway.fleet.serving if i.record.active_version is not None]
+        ready = 0
+        for model in gateway.models.values():
+            able = [i for i in model.fleet.serving if i.record.active_version is not None]
+            ready += len(able)
+            instance = await model.readiness.find(able, PROBE_TIMEOUT_S) if able else None
+            if instance is not None:
+                return {"status": "ready", "instance": instance.id, "version": instance.record.active_version}
         if not ready:
-            raise gateway.fleet.unavailable()
-        instance = await gateway.readiness.find(ready, PROBE_TIMEOUT_S)
-        if instance is not None:
-            return {"status": "ready", "instance": instance.id, "version": instance.record.active_version}
-        raise Unavailable(
-            f"{len(ready)} instance(s) are registered, none answers its health check.", code="not_answering"
-        )
+            raise gateway.default.fleet.unavailable()
+        raise Unavailable(f"{ready} instance(s) are registered, none answers its health check.", code="not_answering")
 
     @app.get("/health", tags=["health"], response_class=Response)
     @app.get("/ping", tags=["health"], response_class=Response)
     @app.post("/ping", tags=["health"], response_class=Response)
     async def health(gateway: GatewayDep) -> Response:
         """200 when an instance serves, under the names by which vLLM's and SGLang's clients ask; /readyz asks it."""
-        if not gateway.fleet.serving:
-            raise gateway.fleet.unavailable()
+        if not any(model.fleet.serving for model in gateway.models.values()):
+            raise gateway.default.fleet.unavailable()
         return Response()
 
     @app.get("/load", tags=["health"])
     async def load(gateway: GatewayDep) -> dict[str, int]:
         """Requests that instances work on for this gateway, under vLLM's name for the number."""
-        return {"server_load": sum(instance.working for instance in gateway.fleet.instances.values())}
+        return {
+            "server_load": sum(i.working for model in gateway.models.values() for i in model.fleet.instances.values())
+        }
 
     @app.get("/openapi.json", tags=["health"])
     async def openapi(request: Request, gateway: GatewayDep) -> Response:

@@ -103,9 +103,13 @@ class _Client:
         self._large = streamed(self._url, self._method)
         version = scope["http_version"]
         head = self._head = admission.read_head(scope["headers"], version, self._url, streamed=self._large)
-        targets = admission.targets(self._url, admin_port=admin_port)
+        self._extra_head = head.cors
+        targets = admission.targets(self._url, head, admin_port=admin_port)
         if not targets:
-            scope["state"] |= {"request_id": head.request_id, "key": head.key, "admin_port": admin_port}
+            scope["state"] |= {
+                "request_id": head.request_id, "key": head.key, "origin": head.origin, "preflight": head.preflight,
+                "admin_port": admin_port,
+            }  # fmt: skip
             return False
         self._route = targets[0].route.name
         self._principal = admission.principal(head, targets)
@@ -117,7 +121,7 @@ class _Client:
             admission.admit(request)
         finally:
             self._extra_head = request.extra_head
-        self.exchange = Exchange(self, request, self.gateway.fleet, self.gateway.gate, self.gateway.stats)
+        self.exchange = Exchange(self, request)
         return True
 
     async def _body(self) -> bytes:
@@ -191,10 +195,10 @@ class _Client:
 
     def sweep(self, now: float) -> None:
         """Ends what is over its time (gateway.Client)."""
-        limits, upstream = self.gateway.config.limits, self.gateway.config.upstream
+        limits = self.gateway.config.limits
         assert self.exchange is not None
         if self.exchange.state is not State.ENDED:
-            self.exchange.sweep(now, upstream.read_idle_timeout_s, limits.stalled_client_s)
+            self.exchange.sweep(now, limits.stalled_client_s)
             self._ended_at = now
         elif now - self._ended_at > limits.stalled_client_s and self._task is not None and not self._dropped:
             self._dropped = True  # it takes nothing of what is left

@@ -26,6 +26,7 @@ MODULES = (
     "admission", "exchange", "routes",
     "access.keys", "access.limits",
     "fleet.affinity", "fleet.instance", "fleet.retries", "fleet.routing", "fleet.view",
+    "models.served",
     "observe.stats",
     "queue.gate",
     "wire.capture", "wire.head", "wire.journal", "wire.pool", "wire.relay",

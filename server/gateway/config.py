@@ -287,7 +287,11 @@ class GatewayConfig:
     """Everything `hotswap gateway` can be told. `hotswap up` takes the options with `up=True` too, and passes them."""
 
     store: Annotated[str, Option("store URL, e.g. sqlite:///path/store.db", env="HOTSWAP_STORE", missing=_NO_STORE)]
-    model: Annotated[str, Option("served model name", missing="--model: give the served model name.")]
+    model: Annotated[str, Option("served model name")] = ""
+    models: Annotated[
+        Path | None, Option("file that names several models, aliases and upstreams; read anew on SIGHUP", up=True)
+    ] = None
+    check: Annotated[bool, Option("look at the settings and the files they name, and end")] = False
     host: Annotated[str, Option("address to listen on")] = "127.0.0.1"
     port: Annotated[int, Option("port to listen on; 0: any free port")] = 8000
     admin_host: Annotated[str, Option("address of the admin port; keep it private")] = "127.0.0.1"
@@ -304,7 +308,9 @@ class GatewayConfig:
     ] = False
     allowed_origins: Annotated[
         tuple[str, ...],
-        Option("page that may ask while no key is needed; may be given again", "--allow-origin", metavar="ORIGIN"),
+        Option(
+            "page that may ask and read answers, or *; may be given again", "--allow-origin", metavar="ORIGIN", up=True
+        ),
     ] = ()
     oidc: OidcSettings = OidcSettings()
     limits: Limits = Limits()
@@ -342,8 +348,8 @@ class GatewayConfig:
     cluster_tls: ClusterTlsDirectory = None  # this member's certificate, for instances at https (docs/security.md)
 
     def __post_init__(self) -> None:
-        if not self.model:
-            raise ConfigError("--model: give the served model name.")
+        if not self.model and self.models is None:
+            raise ConfigError("--model: give the served model name, or --models FILE for several.")
         for option, port in (("--port", self.port), ("--admin-port", self.admin_port or 0)):
             if not 0 <= port < 65536:
                 raise ConfigError(f"{option} {port}: must be between 0 (any free port) and 65535.")

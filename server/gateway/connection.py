@@ -145,8 +145,7 @@ class GatewayProtocol(HttpToolsProtocol):
     def sweep(self, now: float) -> None:
         """Ends what is over its time; called a few times a second."""
         if self.exchange is not None:
-            upstream = self.gateway.config.upstream
-            self.exchange.sweep(now, upstream.read_idle_timeout_s, self.limits.stalled_client_s)
+            self.exchange.sweep(now, self.limits.stalled_client_s)
             return
         if self.deadline is None or now <= self.deadline:
             return
@@ -197,6 +196,7 @@ class GatewayProtocol(HttpToolsProtocol):
         self.url, self.headers = lines.url, lines.headers
         try:
             self.head = self._checked_head()
+            self.extra_head = self.head.cors
             self._head_read(self.head)
         except HttpError as error:
             self.reject(error)
@@ -216,7 +216,7 @@ class GatewayProtocol(HttpToolsProtocol):
         """The head is in order: whose request is it, and may it come in."""
         admission = self.gateway.admission
         self._target = None
-        targets = admission.targets(self.url, admin_port=self._on_admin_port)
+        targets = admission.targets(self.url, head, admin_port=self._on_admin_port)
         if not targets:
             self._hand_to_app(head)
             return
@@ -283,7 +283,7 @@ class GatewayProtocol(HttpToolsProtocol):
             gateway.admission.admit(request)
         finally:
             self.extra_head = request.extra_head
-        self.exchange = Exchange(self, request, gateway.fleet, gateway.gate, gateway.stats)
+        self.exchange = Exchange(self, request)
         if self.flow.write_paused:  # the client has not taken the previous answer yet
             self.exchange.pause()
         self.exchange.start()
@@ -331,7 +331,10 @@ class GatewayProtocol(HttpToolsProtocol):
         if not self.url.startswith(b"/"):
             raise NotFound("Only paths are served, not absolute URLs.")
         self._begin_scope(head)
-        self.scope["state"] |= {"request_id": head.request_id, "key": head.key, "admin_port": self._on_admin_port}
+        self.scope["state"] |= {
+            "request_id": head.request_id, "key": head.key, "origin": head.origin, "preflight": head.preflight,
+            "admin_port": self._on_admin_port,
+        }  # fmt: skip
         try:
             super().on_headers_complete()
         except (httptools.HttpParserInvalidURLError, UnicodeDecodeError) as exc:

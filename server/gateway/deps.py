@@ -6,8 +6,10 @@ from typing import Annotated
 
 from fastapi import Depends, Query, Request
 
+from server.errors import BadRequest, NotFound
 from server.gateway.access.records import By
 from server.gateway.gateway import Gateway
+from server.gateway.models.model import Model
 
 
 def gateway_of(request: Request) -> Gateway:
@@ -25,5 +27,25 @@ def by_of(request: Request, reason: Reason = "") -> By:
     return By(principal.who or principal.name, " ".join(reason.split()), principal.digest)
 
 
+def model_of(
+    gateway: Annotated[Gateway, Depends(gateway_of)],
+    asked: Annotated[str, Query(alias="model", max_length=200, description="which one, where there are several")] = "",
+) -> Model:
+    """The model that a control route is asked about. Raises NotFound, BadRequest."""
+    if asked:
+        found = gateway.models.get(asked)
+        if found is None:
+            known = ", ".join(gateway.models)
+            raise NotFound(
+                f"No model {asked!r} is served here; there are: {known}.", code="unknown_model", param="model"
+            )
+        return found
+    if len(gateway.models) > 1:
+        known = ", ".join(gateway.models)
+        raise BadRequest(f"Say which model, with ?model=NAME; there are: {known}.", code="model_needed", param="model")
+    return gateway.default
+
+
 ByDep = Annotated[By, Depends(by_of)]
+ModelDep = Annotated[Model, Depends(model_of)]
 GatewayDep = Annotated[Gateway, Depends(gateway_of)]

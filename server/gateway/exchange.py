@@ -12,6 +12,7 @@
     connection lost, no byte yet  -> next instance, within the retry budget (retries.py)
     engine died, says the instance -> the same: the request may be what killed it
     upstream fails, nothing sent  -> 502/504 as JSON
+    nobody has room, or is there  -> the next model of the alias, if there is one, instead of 429, 503 or being held
     upstream fails, mid-answer    -> another instance goes on with the stream (retries.py), else an error event where
                                      one fits, and the connection is cut
 
@@ -32,17 +33,16 @@ from dataclasses import replace
 from enum import Enum
 from typing import Final
 
-from server.errors import BadUpstream, HttpError, Unavailable, UpstreamTimeout
+from server.errors import BadUpstream, HttpError, TooManyRequests, Unavailable, UpstreamTimeout
 from server.gateway.access.limits import Cost, reckon
 from server.gateway.admission import Client, Request
 from server.gateway.fleet import retries
 from server.gateway.fleet.instance import Instance
 from server.gateway.fleet.retries import Continuation
 from server.gateway.fleet.routing import Need
-from server.gateway.fleet.view import Fleet
 from server.gateway.observe.context import TraceContext
-from server.gateway.observe.stats import Finished, Stats
-from server.gateway.queue.gate import Gate, Waiter
+from server.gateway.observe.stats import Finished
+from server.gateway.queue.gate import Waiter
 from server.gateway.queue.line import Ticket
 from server.gateway.wire.bodies import NONE, Usage, last_version
 from server.gateway.wire.capture import Capture
@@ -74,13 +74,14 @@ class Exchange:
     __slots__ = (
         "_bytes_in", "_capture", "_charged", "_client", "_connecting", "_continuation", "_cost", "_fleet", "_gate",
         "_held_at", "_held_for", "_link", "_losses", "_passed", "_paused", "_pooled", "_relay", "_resent",
-        "_second_try", "_stats", "_tried", "_write", "error_code", "first_byte", "instance", "last_instance",
+        "_second_try", "_served", "_stats", "_tried", "_write", "error_code", "first_byte", "instance", "last_instance",
         "last_progress", "queued_s", "request", "started", "state", "status", "ticket", "trace", "usage",
     )  # fmt: skip
 
-    def __init__(self, client: Client, request: Request, fleet: Fleet, gate: Gate, stats: Stats) -> None:
+    def __init__(self, client: Client, request: Request) -> None:
         self._client, self._write = client, client.send
-        self._fleet, self._gate, self._stats = fleet, gate, stats
+        served = self._served = request.served[0]
+        self._fleet, self._gate, self._stats = served.fleet, served.gate, served.stats
         self.request = request
         self._bytes_in = len(request.body)
         self.state = State.CONNECTING
@@ -120,8 +121,8 @@ class Exchange:
         """Picks an instance and sends the request, or answers why not."""
         self.trace = self._stats.begin(self.request.head, self._bytes_in)
         self._fleet.budget.requests += 1
-        principal, collector = self.request.principal, self._stats.collector
-        if collector is not None and (principal.collect or self._stats.collects_all):
+        principal, collector = self.request.principal, self._stats.process.collector
+        if collector is not None and (principal.collect or self._stats.process.collects_all):
             capture = collector.begin(principal, self.route, self.request.body)
             self._capture = self._relay.capture = capture
         self._place(None)
@@ -146,12 +147,13 @@ class Exchange:
         if self._link is not None:
             self._link.resume()
 
-    def sweep(self, now: float, read_idle_timeout_s: float, stalled_client_s: float) -> None:
+    def sweep(self, now: float, stalled_client_s: float) -> None:
         """Ends an exchange that no side moves any more; called about once a second."""
         grant = self.request.grant
         if grant is not None and grant.unbounded and self._relay.sse:
             grant.grown(self._relay.events())
         idle = now - self.last_progress
+        read_idle_timeout_s = self._fleet.settings.read_idle_timeout_s
         if self._paused and idle > stalled_client_s:
             self._stats.disconnects["stalled"] += 1
             self._end(status=499)
@@ -210,9 +212,9 @@ class Exchange:
 
     def turned_away(self, error: HttpError) -> None:
         """Nobody answers it, or nobody goes on with its answer (gate.Waiter, for what was queued in vain)."""
-        if self.state is State.ENDED:
-            return
         answered = self.status != 0
+        if self.state is State.ENDED or (not answered and self._falls_back(error)):
+            return
         self._end(status=self.status or error.status, code=error.code)
         if answered:
             self._client.write(self._relay.error_event(error))
@@ -227,6 +229,8 @@ class Exchange:
             patience = self._fleet.patience(self.request.need, failure)
             if self.request.deadline_s < patience.seconds:
                 patience = replace(patience, seconds=self.request.deadline_s)
+        if self._continuation is None and patience.kind == "fleet" and self._falls_back(patience.error):
+            return
         try:
             self._fleet.room.enter(self, patience, soon=bool(self._tried))
         except HttpError as error:
@@ -249,6 +253,35 @@ class Exchange:
             self._fleet.room.leave(self)
             self._stats.held(self._held_for, outcome, time.monotonic() - self._held_at)
             self._held_at = 0.0
+
+    def _falls_back(self, error: HttpError) -> bool:
+        """Whether the next model of its alias has it now, instead of an answer that says `error`."""
+        request, before = self.request, self._served
+        theirs = before.upstream is not None and isinstance(error, (BadUpstream, UpstreamTimeout))
+        room = isinstance(error, (Unavailable, TooManyRequests)) or error.code == "queue_timeout"
+        if len(request.served) < 2 or not (room or theirs) or not request.skip(1):
+            return False
+        self._hold_ended("refused")
+        self._give_back(reusable=False)
+        self._drop_instance()
+        if self._charged is not None:
+            self._gate.queue.settle(request.principal.digest, request.priority, -self._charged.total)
+            self._charged = None
+        served = self._served = request.served[0]
+        self._stats.fallbacks[served.name, error.code] += 1
+        self._stats.handed_on(served.stats, self._bytes_in)
+        self._fleet, self._gate, self._stats = served.fleet, served.gate, served.stats
+        self._fleet.budget.requests += 1
+        log.info("%s: %s answers for %s (%s)", request.head.request_id.decode(), served.name, before.name, error.code)
+        request.use(b"x-hotswap-fallback: from=%b; reason=%b\r\n" % (before.name.encode(), error.code.encode()))
+        self._passed = not request.target.route.works
+        self._tried = []
+        self._losses, self._resent, self._pooled, self._second_try = 0, False, False, True
+        self._relay.close()
+        self._relay = self._new_relay()
+        self.last_progress = time.monotonic()
+        self._place(None)
+        return True
 
     # to an instance
 
@@ -304,7 +337,13 @@ class Exchange:
         if self._continuation is not None:
             body, lines = self._continuation.prefix + body, self._continuation.lines
         method, path, opening = request.target.route.method, request.target.upstream, self.instance.pool.opening
-        head = upstream_head(method, path, opening, request.head, len(body), lines)
+        upstream = self._served.upstream
+        if upstream is None:
+            head = upstream_head(method, path, opening, request.head, len(body), lines)
+        else:
+            body, hides_usage = upstream.prepared(self.route, body)
+            self._relay.foreign = upstream.answer(hides_usage=hides_usage)
+            head = upstream.head(self.route, opening, len(body))
         self._link = link
         self.state = State.STREAMING if self.first_byte else State.WAITING
         self.last_progress = time.monotonic()
@@ -326,6 +365,10 @@ class Exchange:
             self._broken(exc)
             return
         if self._second_try and relay.status:
+            fault = relay.fault()
+            if fault is not None:
+                self._broken(fault)
+                return
             if relay.refused == LOST or (relay.refused and self._resent):  # its engine died of it, or cut it off before
                 died = BadUpstream("The instance died before its first token.", code="upstream_died")
                 self._try_another("lost", died)
@@ -521,22 +564,26 @@ class Exchange:
         taken_s = now - self.started
         self._stats.end(self.route, self.status, relay.body_bytes, taken_s, ttft_s, relay.sse, self.usage)
         shared = self._fleet.splits.on and self.request.target.route.works
-        capture, collector = self._capture, self._stats.collector
-        if not (self._stats.watchers or shared or capture is not None):
+        capture, collector = self._capture, self._stats.process.collector
+        if not (self._stats.watched or shared or capture is not None):
             return
+        ours = self._served.upstream is None
         first = relay.header(VERSION_HEADER)
-        version = int(first) if first.isdigit() else None
+        version = int(first) if ours and first.isdigit() else None
         if shared:
             self._stats.shared(version or self.request.share, self.status, taken_s, ttft_s)
-        if not self._stats.watchers and capture is None:
+        if not self._stats.watched and capture is None:
             return
         head, target = self.request.head, self.request.target
         finished = Finished(
             head.request_id.decode(), target.route.method.decode(), self.route, self.status, self.error_code,
             self.request.principal.name, time.time(), taken_s, self.queued_s,
             ttft_s=ttft_s if self.first_byte else None, instance=self.last_instance or None, first_version=version,
-            last_version=last_version(relay.tail()) or version, chosen_version=self.request.share, usage=self.usage,
+           
+            last_version=(last_version(relay.tail()) or version) if ours else None,
+            chosen_version=self.request.share, usage=self.usage,
             bytes_in=self._bytes_in, bytes_out=relay.body_bytes, streamed=relay.sse, trace=self.trace,
+            model=self._stats.model,
         )  # fmt: skip
         self._stats.tell(finished)
         if capture is not None and collector is not None:

@@ -14,7 +14,6 @@ from server.gateway.deps import GatewayDep
 from server.gateway.gateway import Gateway
 from server.gateway.middleware import FEEDBACK
 from server.gateway.wire.bodies import NONE
-from server.gateway.wire.head import check_origin
 
 router = APIRouter(tags=["feedback"])
 _BODY: dict[str, Any] = {
@@ -26,7 +25,7 @@ _BODY: dict[str, Any] = {
 @router.post(FEEDBACK, openapi_extra={"requestBody": _BODY})
 async def rate(request: Request, gateway: GatewayDep) -> dict[str, Any]:
     """Takes a rating, a score or a correction of a recent answer. A later one replaces it."""
-    principal = _principal(request, gateway)
+    principal = principal_of(request, gateway)
     body = await request.body()
     if len(body) > LARGEST:
         raise PayloadTooLarge(f"Feedback may have {LARGEST} bytes.", code="feedback_too_large")
@@ -37,14 +36,14 @@ async def rate(request: Request, gateway: GatewayDep) -> dict[str, Any]:
     return {"id": posted.id, "status": "accepted", "gateway": taken_by}
 
 
-def _principal(request: Request, gateway: Gateway) -> Principal:
+def principal_of(request: Request, gateway: Gateway) -> Principal:
     """Whose request it is. An admin key is one even where inference asks for no key."""
     key = request.state.key
     if gateway.keys.open_inference:
         origin = request.headers.get("origin")
         if origin is not None:
             host, listening = request.headers.get("host", ""), (request.scope["server"] or ("", 0))[0]
-            check_origin(origin.encode("latin-1"), host.encode("latin-1"), listening, gateway.config.allowed_origins)
+            gateway.origins.check(origin.encode("latin-1"), host.encode("latin-1"), listening)
         if key:
             try:
                 return gateway.keys.authorize(key, ADMIN)
@@ -58,6 +57,14 @@ def _admit(gateway: Gateway, principal: Principal) -> None:
     grant = gateway.limits.admit(principal, NONE, FEEDBACK, b"")
     if grant is not None:
         grant.settle(None, 400)
+
+
+async def _passed_on(gateway: Gateway, posted: FeedbackRequest, digest: bytes | None) -> bool:
+    """Whether another gateway knows the answer, of whichever model it is."""
+    for model in gateway.models.values():
+        if await model.passing.pass_on(posted, digest):
+            return True
+    return False
 
 
 async def _taken_here(gateway: Gateway, posted: FeedbackRequest, principal: Principal, *, admin: bool) -> bool:
@@ -74,7 +81,7 @@ async def _taken_here(gateway: Gateway, posted: FeedbackRequest, principal: Prin
             await gateway.desk.settled()  # an answer that says its id itself may still have to be read
             known = recent.find(posted.id, digest)
     except NotFound as error:
-        if error.code == "unknown_answer" and await gateway.passing.pass_on(posted, digest):
+        if error.code == "unknown_answer" and await _passed_on(gateway, posted, digest):
             return False
         raise
     gateway.desk.rate(known.rated(posted, by=by), known.principal)

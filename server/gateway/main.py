@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -17,9 +18,9 @@ from typing import TYPE_CHECKING, Any, cast
 from server.errors import ConfigError
 from server.gateway import memory
 from server.gateway.access.key_sources import load_keys
-from server.gateway.admin.probes import ProbeSettings
 from server.gateway.config import GatewayConfig
 from server.gateway.fleet import routing
+from server.gateway.models.file import ModelsFile
 from server.gateway.observe.logs import configure
 from server.gateway.workers import Place, Supervisor
 from weightsync.store import open_store
@@ -105,10 +106,15 @@ def run(config: GatewayConfig, argv: Sequence[str] = ()) -> None:
     `argv`: the options, for the workers to read, if there are to be several.
     """
     configure(config.log_level, config.observe.log_format)
+    if config.models is not None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to read anew (gateway.py)
     if config.worker is not None:
         _serve(*bind_beside(config, config.worker))
         return
-    ProbeSettings.of(config)
+    found = ModelsFile.of(config)
+    for name in found.own:
+        found.settings_of(name, config)
+    config = replace(config, model=found.main(config))
     routing.find(config.upstream.routing)
     if config.cluster_tls is not None:
         ClusterTls(config.cluster_tls)
@@ -117,6 +123,9 @@ def run(config: GatewayConfig, argv: Sequence[str] = ()) -> None:
 
         read_secrets(config.webhooks.key_file)
     load_keys(config)  # what cannot work is said here, in one line, rather than by a server that fails to start
+    if config.check:
+        print(f"The settings can be used; models: {', '.join(found.names)}.")
+        return
     asyncio.run(_try_store(config.store))
     config, listeners = bind(config)
     log.info("admin routes on %s, port %d", config.admin_host, config.admin_port)
@@ -126,7 +135,7 @@ def run(config: GatewayConfig, argv: Sequence[str] = ()) -> None:
     public, admin = listeners
     public.close()  # it has shown that nobody else listens there
     with _shared(config.host, config.port) as public:
-        supervisor = Supervisor(argv, config.workers, public, admin)
+        supervisor = Supervisor(argv, config.workers, public, admin, rereads=config.models is not None)
         sys.exit(asyncio.run(supervisor.run(config.leave_s + SHUTDOWN_GRACE_S)))
 
 

@@ -13,7 +13,7 @@ from server.errors import HttpError, NotFound
 from server.gateway.access.roles import needed
 from server.gateway.console.routes import is_open
 from server.gateway.observe.stats import Finished
-from server.gateway.routes import elsewhere
+from server.gateway.routes import elsewhere, find
 
 log = logging.getLogger("hotswap.gateway")
 
@@ -35,16 +35,24 @@ class RequestIdMiddleware:
             await self._app(scope, receive, send)
             return
         status, began = 499, time.monotonic()
+        state = scope["state"]
+        origins, page = state["gateway"].origins, b"" if state["admin_port"] else state["origin"] or b""
+        shown = origins.pairs(page) if page else []
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", scope["state"]["request_id"])]
+                message["headers"] = [*message["headers"], (b"x-request-id", state["request_id"]), *shown]
             await send(message)
 
+        methods = _methods_at(scope) if page and state["preflight"] and scope["method"] == "OPTIONS" else ()
         try:
-            await self._app(scope, receive, send_with_id)
+            if methods:
+                shown = []
+                await _answer_preflight(scope, page, methods)(scope, receive, send_with_id)
+            else:
+                await self._app(scope, receive, send_with_id)
         except Exception:
             log.exception("%s: a fault of the gateway", scope["state"]["request_id"].decode())
             if status != 499:
@@ -68,14 +76,30 @@ def _finished(scope: Scope, status: int, duration_s: float) -> Finished:
     return Finished(request_id, scope["method"], route, status, None, "-", time.time(), duration_s)
 
 
+def _methods_at(scope: Scope) -> tuple[str, ...]:
+    """What a page may send there; nothing where the public port has nothing."""
+    targets = find(scope["raw_path"])
+    if targets:
+        return () if targets[0].route.admin else tuple(target.route.method.decode() for target in targets)
+    return ("GET", "POST") if is_public(scope["path"]) else ()
+
+
+def _answer_preflight(scope: Scope, page: bytes, methods: tuple[str, ...]) -> Response:
+    asked = next((value for name, value in scope["headers"] if name == b"access-control-request-headers"), b"")
+    answer = Response(status_code=204)
+    answer.raw_headers = scope["state"]["gateway"].origins.preflight(page, asked, methods)
+    return answer
+
+
 OPEN = frozenset({"/healthz", "/readyz", "/metrics", "/health", "/ping", "/load"})
 FEEDBACK = "/v1/feedback"  # it looks at the key itself
+MODELS = "/v1/models"  # so does this one, where it is not forwarded
 DOCUMENT = "/openapi.json"  # each port has its own; that of the admin port is behind the key
 
 
 def is_public(path: str) -> bool:
     """Whether the app serves `path` on the public port."""
-    return path in OPEN or path in (DOCUMENT, FEEDBACK) or is_open(path)
+    return path in OPEN or path in (DOCUMENT, FEEDBACK, MODELS) or is_open(path)
 
 
 def _is_open_here(scope: Scope) -> bool:

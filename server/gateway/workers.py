@@ -80,18 +80,25 @@ KILL_AFTER_S = 5.0  # over the time that answers in progress are given
 class Supervisor:
     """`count` workers of `hotswap gateway` with the options `argv`. `public` holds the port and does not listen."""
 
-    def __init__(self, argv: Sequence[str], count: int, public: socket.socket, admin: socket.socket) -> None:
+    def __init__(
+        self, argv: Sequence[str], count: int, public: socket.socket, admin: socket.socket, *, rereads: bool = False
+    ) -> None:
+        """`rereads`: they read a file anew on SIGHUP, which ends them else."""
+        self._rereads = rereads
         self._command = [sys.executable, "-m", "server.gateway", *argv]
         self._count = count
         self._public, self._admin = public, admin
         self._stopping = asyncio.Event()
         self._status = 0
+        self._processes: dict[int, asyncio.subprocess.Process] = {}
 
     async def run(self, grace_s: float) -> int:
         """Until SIGINT or SIGTERM, then ends the workers within `grace_s` and a little; the status to exit with."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stopping.set)
+        if self._rereads:
+            loop.add_signal_handler(signal.SIGHUP, self._pass_on, signal.SIGHUP)
         with tempfile.TemporaryDirectory(prefix="hotswap-gateway-") as directory:  # nobody else may enter it
             await asyncio.gather(*(self._keep(index, directory, grace_s) for index in range(self._count)))
         return self._status
@@ -100,7 +107,7 @@ class Supervisor:
         deaths = 0
         while not self._stopping.is_set():
             begun = time.monotonic()
-            process = await self._start(index, directory)
+            process = self._processes[index] = await self._start(index, directory)
             await self._or_stopping(process.wait())
             if self._stopping.is_set():
                 await self._end(process, grace_s)
@@ -124,6 +131,12 @@ class Supervisor:
             pass_fds=(admin,),
             start_new_session=True,
         )
+
+    def _pass_on(self, number: signal.Signals) -> None:
+        """Every worker reads its files anew."""
+        for process in self._processes.values():
+            if process.returncode is None:
+                process.send_signal(number)
 
     @staticmethod
     async def _end(process: asyncio.subprocess.Process, grace_s: float) -> None:

@@ -164,7 +164,7 @@ def test_an_evaluation_whose_judge_hangs_holds_the_release(fleet: Fleet, store: 
             release = Release(fleet, store, str(client.base_url), "{traffic: 50, for: 1h}", sets)
             wait_until(lambda: release.record.reason, 120, what=lambda: str(release.record))
             assert release.record.state == "evaluating"
-            assert 'hotswap_release_state{state="held"} 1.0' in httpx.get(f"{fleet.live.url}/metrics").text
+            assert 'hotswap_release_state{model="toy",state="held"} 1.0' in httpx.get(f"{fleet.live.url}/metrics").text
             assert all(version != release.version for version, _ in seen.tokens)
         finally:
             judge.resume()

@@ -179,6 +179,7 @@ class NewKey:
     expires_at: float | None
     limits: KeyLimits
     collect: bool = False
+    models: tuple[str, ...] = ()
 
 
 class KeyStore:
@@ -270,7 +271,7 @@ class KeyStore:
         key = new_key(key_id)
         record = KeyRecord(
             key_id, new.name, digest_of(key), new.scopes, time.time(), expires_at=new.expires_at, limits=new.limits,
-            collect=new.collect,
+            collect=new.collect, models=new.models,
         )  # fmt: skip
         await self._write(record, MISSING, _told("key_create", record, by))
         log.info("key %s (%s) was made", key_id, new.name)
@@ -360,7 +361,7 @@ class KeyStore:
 
 def _told(action: Action, record: KeyRecord, by: By, before: KeyRecord | None = None) -> LedgerEntry:
     """The entry of the ledger: whose key, and what is different; no digest of it."""
-    known = ("name", "scopes", "expires_at", "disabled", "limits", "collect")
+    known = ("name", "scopes", "expires_at", "disabled", "limits", "collect", "models")
     changed = [n for n in known if before is not None and getattr(before, n) != getattr(record, n)]
     told = [f"{n}: {getattr(record, n)}" for n in (changed if before is not None else ("scopes",))]
     subject = f"key {record.name} ({record.id})"

@@ -38,6 +38,7 @@ class Principal:
     limits: KeyLimits | None = None
     who: str = ""
     collect: bool = False
+    models: frozenset[str] | None = None  # names that it may ask for; None: any
 
 
 ANONYMOUS: Final = Principal("anonymous", frozenset({INFER}))
@@ -56,6 +57,7 @@ class KeyRing:
         self._known = False  # the store has been read
         self._closed = False  # by the store: a key for inference was made
         self._open = False
+        self.names_models = False  # some key may ask for certain models alone
 
     @property
     def open_inference(self) -> bool:
@@ -84,6 +86,7 @@ class KeyRing:
         self._records = dict(pair for record in records for pair in _working(record))
         self._barred = {d: record.standing(0.0) for record in records if _is_barred(record) for d in _digests(record)}
         self.limits = {record.id: record.limits for record in records}
+        self.names_models = any(record.models for record in records)
         self._known = True
         working = (record for record in records if door is None or record.revoked_at is None)
         asked = any(INFER in record.scopes for record in working)
@@ -146,6 +149,7 @@ def _working(record: KeyRecord) -> Iterator[tuple[bytes, Principal]]:
         limits if limits.bounded else None,
         f"key {record.name} ({record.id})",
         record.collect,
+        frozenset(record.models) if record.models else None,
     )
     yield bytes.fromhex(record.digest), principal
     if record.old_digest is not None:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Final, Protocol
 
 import msgspec
@@ -52,6 +53,11 @@ class Quota:
         self.elsewhere = 0  # units other gateways reported to be in use
         self.asked = 0  # units asked for, granted or not, since it was last set to 0
         self.used = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether something of it is in use that only this gateway knows of."""
+        return self.used > 0
 
     def advance(self, now: int) -> None:
         """Lets time pass, to `now` (monotonic seconds)."""
@@ -136,6 +142,64 @@ class Window(Quota):
             if self._slots[second % SLOTS]:
                 return second + SLOTS - self.now
         return 0
+
+
+class Month(Quota):
+    """Units of this calendar month (UTC): those in the store, of all gateways, and those that are not there yet.
+
+    `saved` and `unsaved` are kept by budgets.py; what runs is `reserved` with the most it may cost.
+    """
+
+    __slots__ = ("_head", "month", "reserved", "saved", "unsaved", "until")
+
+    def __init__(self, limit: int, name: str = "", units: Units | None = None) -> None:
+        super().__init__(limit, name, units)
+        self._head = _HEAD.replace(b"N", name.replace("_", "-").encode())
+        self.month, self.until = this_month(time.time())
+        self.saved = self.reserved = 0
+        self.unsaved: dict[str, int] = {}  # by month: one may end before it is written
+
+    @property
+    def busy(self) -> bool:
+        return self.reserved > 0 or bool(self.unsaved)
+
+    def advance(self, now: int) -> None:
+        wall = time.time()
+        if wall >= self.until:
+            self.month, self.until = this_month(wall)
+            self.saved = 0
+            self.total()
+
+    def total(self) -> None:
+        """Works out what is used."""
+        self.used = self.saved + self.unsaved.get(self.month, 0) + self.reserved
+
+    def take(self, units: int) -> None:
+        self.reserved += units
+        self.used += units
+
+    def correct(self, taken_at: int, units: int) -> None:
+        self.take(units)
+
+    def end(self, taken_at: int, taken: int, spent: int) -> None:
+        self.reserved -= taken
+        if spent:
+            self.unsaved[self.month] = self.unsaved.get(self.month, 0) + spent
+        self.total()
+
+    def head(self) -> bytes:
+        return self._head % (self.limit, self.remaining(), b"%ds" % self.seconds_left())
+
+    def seconds_left(self) -> int:
+        """Until the next month."""
+        return max(1, int(self.until - time.time()) + 1)
+
+
+def this_month(wall: float) -> tuple[str, float]:
+    """The month of a moment (unix seconds), as YYYY-MM, and when it ends."""
+    now = datetime.fromtimestamp(wall, UTC)
+    following = datetime(now.year + now.month // 12, now.month % 12 + 1, 1, tzinfo=UTC)
+    return f"{now.year:04d}-{now.month:02d}", following.timestamp()
 
 
 Field = msgspec.Raw | msgspec.UnsetType
@@ -283,6 +347,12 @@ class RateLimited(TooManyRequests):
     type = "rate_limit_exceeded"
 
 
+class QuotaSpent(RateLimited):
+    """A key has used up its budget of the month."""
+
+    type = "insufficient_quota"
+
+
 class Counts(Protocol):
     """The counters of refusals."""
 
@@ -303,17 +373,24 @@ class Meter:
             bound: int | None = getattr(limits, field)
             if limit.counts == "now":  # counted without a bound too: one may come while requests run
                 self.counted.append(Quota(_UNBOUNDED if bound is None else bound, limit.name, limit.units))
+            elif bound is not None and limit.counts == "month":
+                self.counted.append(Month(bound, limit.name, limit.units))
             elif bound is not None:
                 self.counted.append(Window(bound, now, limit.name, limit.units))
 
     @property
     def idle(self) -> bool:
         """Nothing is in use."""
-        return not any(quota.used for quota in self.counted)
+        return not any(quota.busy for quota in self.counted)
 
     def quotas(self) -> dict[str, Quota]:
-        """What is limited, by resource: `KEY/NAME`."""
-        return {f"{self.key}/{quota.name}": quota for quota in self.counted if quota.limit != _UNBOUNDED}
+        """What is limited and divided among gateways, by resource: `KEY/NAME`."""
+        divided = [q for q in self.counted if q.limit != _UNBOUNDED and not isinstance(q, Month)]
+        return {f"{self.key}/{quota.name}": quota for quota in divided}
+
+    def months(self) -> list[Month]:
+        """Those that a month is counted by."""
+        return [quota for quota in self.counted if isinstance(quota, Month)]
 
     def replace(self, limits: KeyLimits, now: int) -> None:
         """Other limits from now on; what was used stays used."""
@@ -374,6 +451,21 @@ class Grant:
             quota.end(self._taken_at, taken, taken if quota.units is None else quota.units(prompt, answers))
 
 
+def _period(quota: Quota) -> str:
+    return "month" if isinstance(quota, Month) else "minute"
+
+
+def _spent(quota: Month) -> QuotaSpent:
+    """OpenAI's answer, and when it is worth another try."""
+    resets_at = datetime.fromtimestamp(quota.until, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    message = (
+        f"This key may use {quota.limit} tokens a month; what is left does not cover this request. "
+        f"The budget resets at {resets_at}."
+    )
+    details = {"resets_at": resets_at, "remaining": quota.remaining()}
+    return QuotaSpent(message, code="insufficient_quota", retry_after_s=quota.seconds_left(), details=details)
+
+
 class Limits:
     """The meters of all limited keys that were used here.
 
@@ -385,6 +477,7 @@ class Limits:
         self._meters: dict[str, Meter] = {}
         self.allot: Callable[[Meter], None] = lambda _: None
         self.short: Callable[[], None] = lambda: None
+        self.saved: Callable[[str, Month], None] = lambda _, __: None  # tells a new one what the store has of it
 
     def meters(self) -> list[Meter]:
         """Those of keys that were used here."""
@@ -444,13 +537,15 @@ class Limits:
         if needed > quota.limit:
             self._hits[quota.name] += 1
             raise BadRequest(
-                f"This request may take {needed} {quota.name}, and its key {quota.limit} a minute: send a shorter "
-                "prompt, fewer prompts, or a lower bound on the answers.",
+                f"This request may take {needed} {quota.name}, and its key {quota.limit} a {_period(quota)}: send "
+                "a shorter prompt, fewer prompts, or a lower bound on the answers.",
                 code="request_over_limit",
             )
 
     def _over(self, quota: Quota, needed: int) -> RateLimited:
         self._hits[quota.name] += 1
+        if isinstance(quota, Month):
+            return _spent(quota)
         elsewhere = quota.used + quota.elsewhere + needed <= quota.limit
         if isinstance(quota, Window) and not elsewhere:
             wait = quota.seconds_until(quota.used + needed - quota.allotted)
@@ -477,5 +572,7 @@ class Limits:
             meter.replace(limits, now)
         else:
             return meter
+        for month in meter.months():
+            self.saved(meter.key, month)
         self.allot(meter)
         return meter

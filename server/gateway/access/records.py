@@ -3,6 +3,7 @@
     gateway/keys/{id}       KeyRecord
     gateway/keys/.door      DoorRecord; beside the keys, so that whoever lists or watches them sees it too
     gateway/usage/{gateway} UsageRecord (sharing.py), under the gateway's lease
+    gateway/spent/{YYYY-MM}/{key}  SpentRecord (budgets.py)
     gateway/usage/round     changed with every share that grows (sharing.py)
     gateway/feedback/{model}/{id}  what was said of another gateway's answer (server/answers/feedback.py)
 
@@ -24,6 +25,7 @@ from weightsync.control.records import Record
 KEYS_PREFIX = "gateway/keys/"
 DOOR = KEYS_PREFIX + ".door"  # no key has such an id
 USAGE_PREFIX = "gateway/usage/"
+SPENT_PREFIX = "gateway/spent/"
 USAGE_ROUND = USAGE_PREFIX + "round"
 FEEDBACK_PREFIX = "gateway/feedback/"
 Role = Literal["viewer", "operator", "publisher", "admin"]
@@ -47,6 +49,8 @@ class By:
 class KeyRecord(Record):
     """One key. Times are unix seconds; `digest` is the key's SHA-256 in hexadecimal.
 
+    `models`: the names of models, aliases and adapters that it may ask for; none named: all.
+
     `collect`: the answers it gets are kept for training (docs/feedback.md).
 
     `old_digest` is that of the key before the last rotation, which works until `old_until`. A revoked key's record
@@ -66,6 +70,7 @@ class KeyRecord(Record):
     old_until: float = 0.0
     limits: KeyLimits = KeyLimits()  # noqa: RUF009 - it is frozen
     collect: bool = False
+    models: tuple[str, ...] = ()
 
     def standing(self, now: float) -> Standing:
         """Whether it works at `now`, and if not, why."""

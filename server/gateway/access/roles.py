@@ -36,6 +36,8 @@ NEEDED: Final[Mapping[str, Role]] = {
     "GET /admin/releases/policies": "viewer",
     "PUT /admin/releases/policies/{name}": "admin",
     "DELETE /admin/releases/policies/{name}": "admin",
+    "GET /admin/models": "viewer",
+    "POST /admin/models/reload": "admin",
     "GET /admin/policy": "viewer",
     "PUT /admin/policy": "admin",
     "GET /admin/approvals": "viewer",

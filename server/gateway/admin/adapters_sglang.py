@@ -32,8 +32,8 @@ from server.gateway.admin.trainers import (
     room,
 )
 from server.gateway.admin.weights import model_schema
-from server.gateway.deps import ByDep, GatewayDep
-from server.gateway.gateway import Gateway
+from server.gateway.deps import ByDep, ModelDep
+from server.gateway.models.model import Model
 from weightsync.errors import WeightSyncError
 from weightsync.format.manifest import Schema
 
@@ -107,59 +107,59 @@ class Pause(TrainerRequest):
 
 
 @router.post("/update_weights_from_disk")
-async def update_from_disk(gateway: GatewayDep, by: ByDep, body: FromDisk) -> dict[str, Any]:
+async def update_from_disk(model: ModelDep, by: ByDep, body: FromDisk) -> dict[str, Any]:
     """Publishes the checkpoint in `model_path` and swaps it in."""
     _check(body)
     if body.load_format not in (None, "auto", "safetensors"):
         raise Unsupported(f"load_format {body.load_format!r}: only safetensors are read.", code="bad_load_format")
     if body.keep_pause or body.manifest is not None:
         raise Unsupported("`keep_pause` and `manifest` are not understood here; leave them out.", code="unsupported")
-    await pauses(gateway).renew_all(FAMILY)
+    await pauses(model).renew_all(FAMILY)
     label = body.weight_version or (str(body.token_step) if body.token_step else None)
-    report = await publish(gateway, Path(body.model_path), label, by)
+    report = await publish(model, Path(body.model_path), label, by)
     return {**_success(report), "num_paused_requests": 0}
 
 
 @router.post("/update_weights_from_tensor")
-async def update_from_tensor(gateway: GatewayDep, by: ByDep, body: FromTensor) -> dict[str, Any]:
+async def update_from_tensor(model: ModelDep, by: ByDep, body: FromTensor) -> dict[str, Any]:
     """Takes in a bucket of tensors; with the last one of the model, publishes them all and swaps them in."""
     _check(body)
     if body.load_format != "safetensors":
         raise refused_pickle()
-    schema = await model_schema(gateway)
+    schema = await model_schema(model)
     if schema is None:
         raise Conflict("There is no version yet to compare with; publish the first from a checkpoint.", code="no_model")
-    draft = _round(gateway, body.weight_version)
+    draft = _round(model, body.weight_version)
     for bucket in body.serialized_named_tensors:
-        draft = await _add(gateway, draft, bucket, room(schema))
-    await pauses(gateway).renew_all(FAMILY)
+        draft = await _add(model, draft, bucket, room(schema))
+    await pauses(model).renew_all(FAMILY)
     if missing := _missing(draft, schema):
         message = f"{len(draft.names)} tensors are here, {missing} to come."
         return {"success": True, "message": message, "missing": missing}
-    return _success(await publish_update(gateway, gateway.updates.take(FAMILY), body.weight_version, by))
+    return _success(await publish_update(model, model.updates.take(FAMILY), body.weight_version, by))
 
 
 @router.post("/pause_generation")
-async def pause(gateway: GatewayDep, body: Pause | None = None) -> dict[str, Any]:
+async def pause(model: ModelDep, body: Pause | None = None) -> dict[str, Any]:
     """Freezes requests until /continue_generation, or until the time is over."""
     body = body or Pause()
     check_mode(body.mode, FREEZING)
-    if gateway.updates.find(FAMILY) is not None:
-        gateway.updates.drop()  # of a trainer that did not come back; this one begins
-    record = await pauses(gateway).take(FAMILY, pause_ttl(body.ttl_s))
+    if model.updates.find(FAMILY) is not None:
+        model.updates.drop()  # of a trainer that did not come back; this one begins
+    record = await pauses(model).take(FAMILY, pause_ttl(body.ttl_s))
     message = f"Generation paused successfully, for {record.ttl_s:g} s at most."
     return {"success": True, "message": message, "status": "ok", "id": record.id, "ttl_s": record.ttl_s}
 
 
 @router.post("/continue_generation")
-async def proceed(gateway: GatewayDep, _: Annotated[dict[str, Any] | None, Body()] = None) -> dict[str, Any]:
+async def proceed(model: ModelDep, _: Annotated[dict[str, Any] | None, Body()] = None) -> dict[str, Any]:
     """Ends every pause that came by these routes. Raises Conflict when an update was left incomplete: generation goes
     on with the weights there were."""
-    await pauses(gateway).end_all(FAMILY)
-    draft = gateway.updates.find(FAMILY)
+    await pauses(model).end_all(FAMILY)
+    draft = model.updates.find(FAMILY)
     if draft is not None:
-        here, missing = len(draft.names), _missing(draft, await model_schema(gateway))
-        gateway.updates.drop()
+        here, missing = len(draft.names), _missing(draft, await model_schema(model))
+        model.updates.drop()
         raise Conflict(
             f"Generation goes on with the weights there were: the update was given up with {here} tensors, {missing} "
             "missing. Send every tensor of the model before you continue.",
@@ -177,26 +177,26 @@ async def flush_cache() -> PlainTextResponse:
 
 @router.get("/get_model_info")
 @router.get("/model_info")
-async def model_info(gateway: GatewayDep) -> dict[str, Any]:
+async def model_info(model: ModelDep) -> dict[str, Any]:
     """What is served. Raises Unavailable when nothing is."""
-    record = next((i.record for i in gateway.fleet.serving), None)
+    record = next((i.record for i in model.fleet.serving), None)
     if record is None:
-        raise gateway.fleet.unavailable()
-    version = await active_version(gateway)
+        raise model.fleet.unavailable()
+    version = await active_version(model)
     return {
         "model_path": record.model_dir,
         "tokenizer_path": record.model_dir,
-        "served_model_name": gateway.config.model,
+        "served_model_name": model.name,
         "is_generation": True,
         "weight_version": str(version) if version is not None else None,
     }
 
 
 @router.get("/health_generate", response_class=Response)
-async def health(gateway: GatewayDep) -> Response:
+async def health(model: ModelDep) -> Response:
     """200 when an instance serves, as trainers wait for it; as GET /health."""
-    if not gateway.fleet.serving:
-        raise gateway.fleet.unavailable()
+    if not model.fleet.serving:
+        raise model.fleet.unavailable()
     return Response()
 
 
@@ -238,10 +238,10 @@ async def abort_request() -> None:
 
 @router.post("/update_weight_version")
 async def update_weight_version(
-    gateway: GatewayDep, new_version: Annotated[str, Body()], abort_all_requests: Annotated[bool, Body()] = True
+    model: ModelDep, new_version: Annotated[str, Body()], abort_all_requests: Annotated[bool, Body()] = True
 ) -> dict[str, Any]:
     """A version's number comes with its weights; naming the one that serves changes nothing. vLLM has the verb too."""
-    version = await active_version(gateway)
+    version = await active_version(model)
     if new_version != str(version):
         raise Conflict(
             f"Version {version} serves, and its number comes with its weights: it cannot be renamed {new_version!r}.",
@@ -250,24 +250,24 @@ async def update_weight_version(
     return {"success": True, "message": f"Version {version} serves.", "new_version": new_version}
 
 
-def _round(gateway: Gateway, label: str | None) -> WeightUpdate:
+def _round(model: Model, label: str | None) -> WeightUpdate:
     """What this bucket belongs to; another `weight_version` than before begins anew."""
-    draft = gateway.updates.find(FAMILY)
+    draft = model.updates.find(FAMILY)
     if draft is not None and draft.label != label:
-        gateway.updates.drop()
+        model.updates.drop()
         draft = None
-    return draft or gateway.updates.begin(FAMILY, label)
+    return draft or model.updates.begin(FAMILY, label)
 
 
-async def _add(gateway: Gateway, draft: WeightUpdate, bucket: str, room_for: int | None) -> WeightUpdate:
+async def _add(model: Model, draft: WeightUpdate, bucket: str, room_for: int | None) -> WeightUpdate:
     """Adds a bucket. Nobody sends a tensor twice in one round: what comes again with other bytes begins the next."""
     try:
         await draft.add(bucket, room_for)
     except Conflict as conflict:
         if conflict.code != "duplicate_tensor":
             raise
-        gateway.updates.drop()
-        draft = gateway.updates.begin(FAMILY, draft.label)
+        model.updates.drop()
+        draft = model.updates.begin(FAMILY, draft.label)
         await draft.add(bucket, room_for)
     return draft
 

@@ -26,8 +26,8 @@ from server.gateway.admin.trainers import (
     room,
 )
 from server.gateway.admin.weights import model_schema
-from server.gateway.deps import ByDep, GatewayDep
-from server.gateway.gateway import Gateway
+from server.gateway.deps import ByDep, ModelDep
+from server.gateway.models.model import Model
 
 router = APIRouter(tags=["vllm"])
 
@@ -39,52 +39,52 @@ _PICKLES = frozenset({"ipc_handles", "ipc_handles_pickled"})
 
 
 @router.post("/init_weight_transfer_engine")
-async def init(gateway: GatewayDep, init_info: Annotated[dict[str, Any], Body(embed=True)]) -> dict[str, str]:
+async def init(model: ModelDep, init_info: Annotated[dict[str, Any], Body(embed=True)]) -> dict[str, str]:
     """A trainer that begins anew: what it may have left half-way is given up."""
     if _GROUP_FIELDS & init_info.keys():
         raise refused_group("init_weight_transfer_engine with an address")
     if init_info:
         raise _unknown("init_info", init_info)
-    gateway.updates.drop()
+    model.updates.drop()
     return {"message": "Weight transfer initialized"}
 
 
 @router.post("/shutdown_weight_transfer_engine")
-async def shutdown(gateway: GatewayDep) -> dict[str, str]:
+async def shutdown(model: ModelDep) -> dict[str, str]:
     """Gives up a draft that was not finished."""
-    gateway.updates.drop()
+    model.updates.drop()
     return {"message": "Weight transfer shut down"}
 
 
 @router.post("/start_weight_update")
-async def start(gateway: GatewayDep) -> dict[str, str]:
+async def start(model: ModelDep) -> dict[str, str]:
     """Begins a draft."""
-    gateway.updates.begin(FAMILY)
-    await pauses(gateway).renew_all(FAMILY)
+    model.updates.begin(FAMILY)
+    await pauses(model).renew_all(FAMILY)
     return {"message": "Weight update started"}
 
 
 @router.post("/update_weights")
 async def update(
-    gateway: GatewayDep, update_info: Annotated[dict[str, Any] | list[dict[str, Any]], Body(embed=True)]
+    model: ModelDep, update_info: Annotated[dict[str, Any] | list[dict[str, Any]], Body(embed=True)]
 ) -> dict[str, str]:
     """Adds weights to the draft."""
-    draft = gateway.updates.find(FAMILY)
+    draft = model.updates.find(FAMILY)
     if draft is None:
         raise Conflict("No weight update is under way here: call start_weight_update first.", code="no_update")
     for info in update_info if isinstance(update_info, list) else [update_info]:
-        await _collect(gateway, draft, info)
-    await pauses(gateway).renew_all(FAMILY)
+        await _collect(model, draft, info)
+    await pauses(model).renew_all(FAMILY)
     return {"message": "Weights updated"}
 
 
 @router.post("/finish_weight_update")
 async def finish(
-    gateway: GatewayDep, by: ByDep, weight_version: Annotated[str | None, Body(embed=True)] = None
+    model: ModelDep, by: ByDep, weight_version: Annotated[str | None, Body(embed=True)] = None
 ) -> dict[str, Any]:
     """Publishes the draft and swaps it in."""
-    await pauses(gateway).renew_all(FAMILY)  # first: if the store is away, the draft stays for another try
-    report = await publish_update(gateway, gateway.updates.take(FAMILY), weight_version, by)
+    await pauses(model).renew_all(FAMILY)  # first: if the store is away, the draft stays for another try
+    report = await publish_update(model, model.updates.take(FAMILY), weight_version, by)
     return {"message": "Weight update finished", "weight_version": str(report["version"])}
 
 
@@ -98,7 +98,7 @@ async def start_draft() -> None:
 
 @router.post("/pause")
 async def pause(
-    gateway: GatewayDep,
+    model: ModelDep,
     mode: Annotated[str | None, Query()] = None,
     clear_cache: Annotated[bool, Query()] = True,
     ttl_s: Annotated[float | None, Query()] = None,
@@ -106,34 +106,34 @@ async def pause(
     """Freezes requests until /resume, or until the time is over. Nothing is read from blocks of other weights, so
     there is no cache to clear: `clear_cache` means nothing here."""
     check_mode(mode, FREEZING)
-    record = await pauses(gateway).take(FAMILY, pause_ttl(ttl_s))
+    record = await pauses(model).take(FAMILY, pause_ttl(ttl_s))
     return {"status": "paused", "id": record.id, "ttl_s": record.ttl_s}
 
 
 @router.post("/resume")
-async def resume(gateway: GatewayDep) -> dict[str, str]:
+async def resume(model: ModelDep) -> dict[str, str]:
     """Ends every pause that came by these routes."""
-    await pauses(gateway).end_all(FAMILY)
+    await pauses(model).end_all(FAMILY)
     return {"status": "resumed"}
 
 
 @router.get("/is_paused")
-async def is_paused(gateway: GatewayDep) -> dict[str, bool]:
+async def is_paused(model: ModelDep) -> dict[str, bool]:
     """Whether anybody's pause holds."""
-    return {"is_paused": bool(await pauses(gateway).holding())}
+    return {"is_paused": bool(await pauses(model).holding())}
 
 
 @router.get("/weight_info")
-async def weight_info(gateway: GatewayDep) -> dict[str, str | None]:
+async def weight_info(model: ModelDep) -> dict[str, str | None]:
     """The committed version's number."""
-    version = await active_version(gateway)
+    version = await active_version(model)
     return {"weight_version": str(version) if version is not None else None}
 
 
 @router.get("/get_world_size")
-async def world_size(gateway: GatewayDep, include_dp: Annotated[bool, Query()] = True) -> dict[str, int]:
+async def world_size(model: ModelDep, include_dp: Annotated[bool, Query()] = True) -> dict[str, int]:
     """How many instances there are; 1 without data parallelism, of which each instance counts as one rank."""
-    return {"world_size": max(1, len(gateway.fleet.instances)) if include_dp else 1}
+    return {"world_size": max(1, len(model.fleet.instances)) if include_dp else 1}
 
 
 @router.get("/server_info")
@@ -167,7 +167,7 @@ async def collective_rpc() -> None:
     )
 
 
-async def _collect(gateway: Gateway, draft: WeightUpdate, info: dict[str, Any]) -> None:
+async def _collect(model: Model, draft: WeightUpdate, info: dict[str, Any]) -> None:
     if _PICKLES & info.keys():
         raise refused_pickle()
     if _TENSOR_FIELDS & info.keys():
@@ -176,7 +176,7 @@ async def _collect(gateway: Gateway, draft: WeightUpdate, info: dict[str, Any]) 
         case {"checkpoint_path": str(path), **rest} if not rest:
             draft.use(path)
         case {"safetensors": str(encoded), **rest} if not rest:
-            await draft.add(encoded, room(await model_schema(gateway)))
+            await draft.add(encoded, room(await model_schema(model)))
         case _:
             raise _unknown("update_info", info)
 

@@ -14,7 +14,7 @@ from server.gateway.access.keys import lacking
 from server.gateway.access.records import ADMIN, By
 from server.gateway.admin.releases import described as released
 from server.gateway.admin.weights import WAITS, checked, waits
-from server.gateway.deps import ByDep, GatewayDep
+from server.gateway.deps import ByDep, ModelDep
 from weightsync.errors import Conflict as StoreConflict
 
 router = APIRouter(prefix="/admin", tags=["admin"])
@@ -34,60 +34,60 @@ class Policy(BaseModel):
 
 
 @router.get("/policy")
-async def policy(gateway: GatewayDep) -> dict[str, Any]:
+async def policy(model: ModelDep) -> dict[str, Any]:
     """The policy in force."""
-    return asdict(await gateway.approvals.policy())
+    return asdict(await model.approvals.policy())
 
 
 @router.put("/policy", responses=WAITS)
-async def put_policy(gateway: GatewayDep, by: ByDep, body: Policy, response: Response) -> dict[str, Any]:
+async def put_policy(model: ModelDep, by: ByDep, body: Policy, response: Response) -> dict[str, Any]:
     """Sets the policy; if the one in force asks for approval of that, the new one waits for it."""
     new = body.record()
-    if (pending := await gateway.approvals.hold("policy", by, policy=new)) is not None:
+    if (pending := await model.approvals.hold("policy", by, policy=new)) is not None:
         return waits(pending, response)
     try:
-        await gateway.approvals.put_policy(new, by)
+        await model.approvals.put_policy(new, by)
     except StoreConflict:
         raise Conflict("Somebody else is changing the policy; look at it again.", code="policy_busy") from None
     return asdict(new)
 
 
 @router.get("/approvals")
-async def waiting(gateway: GatewayDep) -> dict[str, Any]:
+async def waiting(model: ModelDep) -> dict[str, Any]:
     """The requests that wait for approval, oldest first."""
-    return {"pending": [described(pending) for pending in await gateway.approvals.waiting()]}
+    return {"pending": [described(pending) for pending in await model.approvals.waiting()]}
 
 
 @router.post("/approvals/{pending_id}")
-async def approve(gateway: GatewayDep, by: ByDep, pending_id: PendingId, request: Request) -> dict[str, Any]:
+async def approve(model: ModelDep, by: ByDep, pending_id: PendingId, request: Request) -> dict[str, Any]:
     """Approves a request of somebody else, and carries it out: the report of the swap, the release, or the policy."""
-    pending, revision = await gateway.approvals.find(pending_id)
+    pending, revision = await model.approvals.find(pending_id)
     if pending.policy is not None and ADMIN not in request.state.principal.scopes:
         raise lacking(ADMIN)
-    consent = gateway.approvals.consent(pending, revision, by)
+    consent = model.approvals.consent(pending, revision, by)
     try:
         if pending.policy is not None:
-            await gateway.approvals.put_policy(pending.policy, By(pending.who, pending.reason), consent)
+            await model.approvals.put_policy(pending.policy, By(pending.who, pending.reason), consent)
             return asdict(pending.policy)
         if pending.release is not None:
             wish = pending.release
-            begun = await gateway.releases.start(wish.version, wish.text, By(pending.who, pending.reason), consent)
+            begun = await model.releases.start(wish.version, wish.text, By(pending.who, pending.reason), consent)
             return released(begun)
         assert pending.target is not None
-        report = await gateway.coordinator.ask(
+        report = await model.coordinator.ask(
             pending.target, reason=pending.reason, action=pending.action, approval=consent
         )
     except StoreConflict as conflict:
         if conflict.key != consent.key and pending.policy is None:
             raise
         raise gone(pending_id) from None
-    return await checked(gateway, report)
+    return await checked(model, report)
 
 
 @router.delete("/approvals/{pending_id}")
-async def refuse(gateway: GatewayDep, by: ByDep, pending_id: PendingId) -> dict[str, Any]:
+async def refuse(model: ModelDep, by: ByDep, pending_id: PendingId) -> dict[str, Any]:
     """Refuses a request, or withdraws one's own."""
-    return described(await gateway.approvals.refuse(pending_id, by))
+    return described(await model.approvals.refuse(pending_id, by))
 
 
 def described(pending: PendingRecord) -> dict[str, Any]:

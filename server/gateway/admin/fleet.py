@@ -26,10 +26,10 @@ from fastapi import APIRouter, Path
 from pydantic import BaseModel, ConfigDict, Field
 
 from server.errors import NotFound
-from server.gateway.deps import GatewayDep
+from server.gateway.deps import ModelDep
 from server.gateway.fleet.drains import DrainRecord, drains
 from server.gateway.fleet.instance import FIELDS, Instance
-from server.gateway.gateway import Gateway
+from server.gateway.models.model import Model
 from server.sleeping import Level, SleeperRecord, SleepOrder, orders, sleepers
 from weightsync.control.records import InstanceRecord, Keys, PauseRecord
 from weightsync.errors import LeaseLost
@@ -42,59 +42,59 @@ InstanceId = Annotated[str, Path(min_length=1, max_length=200)]
 
 
 @router.get("/instances")
-async def instances(gateway: GatewayDep) -> dict[str, Any]:
+async def instances(model: ModelDep) -> dict[str, Any]:
     """Every instance: its record, and what this gateway sees of it."""
-    rows = [{**asdict(i.record), **_seen(gateway, i)} for i in gateway.fleet.instances.values()]
+    rows = [{**asdict(i.record), **_seen(model, i)} for i in model.fleet.instances.values()]
     for row in rows:
         del row["key"]
-    return {"model": gateway.config.model, "instances": rows}
+    return {"model": model.name, "instances": rows}
 
 
 @router.post("/instances/{instance_id}/drain")
-async def drain(gateway: GatewayDep, instance_id: InstanceId) -> dict[str, Any]:
+async def drain(model: ModelDep, instance_id: InstanceId) -> dict[str, Any]:
     """No gateway sends it new requests, until it is resumed or started anew; what it has goes on."""
-    keys = Keys(gateway.config.model)
-    record = await _record(gateway, instance_id)
-    await _forget_gone(gateway)
+    keys = Keys(model.name)
+    record = await _record(model, instance_id)
+    await _forget_gone(model)
     order = DrainRecord(record.id, record.address, record.pid, since=time.time())
-    await gateway.store.put(drains(keys) + instance_id, order.to_json())
+    await model.store.put(drains(keys) + instance_id, order.to_json())
     return {"id": instance_id, "draining": True}
 
 
 @router.post("/instances/{instance_id}/resume")
-async def resume(gateway: GatewayDep, instance_id: InstanceId) -> dict[str, Any]:
+async def resume(model: ModelDep, instance_id: InstanceId) -> dict[str, Any]:
     """It gets requests again. One that stops drains for itself, and cannot be called back."""
-    record = await _record(gateway, instance_id)
-    await gateway.store.delete(drains(Keys(gateway.config.model)) + instance_id)
+    record = await _record(model, instance_id)
+    await model.store.delete(drains(Keys(model.name)) + instance_id)
     return {"id": instance_id, "draining": record.state == "DRAINING"}
 
 
-async def _record(gateway: Gateway, instance_id: str) -> InstanceRecord:
-    found = await gateway.store.get(Keys(gateway.config.model).instance(instance_id))
+async def _record(model: Model, instance_id: str) -> InstanceRecord:
+    found = await model.store.get(Keys(model.name).instance(instance_id))
     if found is None:
-        raise _unknown(gateway, instance_id)
+        raise _unknown(model, instance_id)
     return InstanceRecord.from_json(found.value)
 
 
-def _unknown(gateway: Gateway, instance_id: str) -> NotFound:
-    known = ", ".join(sorted(gateway.fleet.instances)) or "none"
+def _unknown(model: Model, instance_id: str) -> NotFound:
+    known = ", ".join(sorted(model.fleet.instances)) or "none"
     return NotFound(f"No instance {instance_id!r} is registered (there are: {known}).", code="unknown_instance")
 
 
-async def _forget_gone(gateway: Gateway) -> None:
+async def _forget_gone(model: Model) -> None:
     """Drains of processes that have ended are of no more use to anybody."""
-    keys = Keys(gateway.config.model)
-    there = {kv.key.removeprefix(keys.instances) for kv in (await gateway.store.list(keys.instances))[0]}
-    for kv in (await gateway.store.list(drains(keys)))[0]:
+    keys = Keys(model.name)
+    there = {kv.key.removeprefix(keys.instances) for kv in (await model.store.list(keys.instances))[0]}
+    for kv in (await model.store.list(drains(keys)))[0]:
         if kv.key.removeprefix(drains(keys)) not in there:
-            await gateway.store.delete(kv.key)
+            await model.store.delete(kv.key)
 
 
-def _seen(gateway: Gateway, i: Instance) -> dict[str, Any]:
+def _seen(model: Model, i: Instance) -> dict[str, Any]:
     now = time.monotonic()
     return {
-        "eligible": i in gateway.fleet.serving,
-        "draining": gateway.fleet.is_draining(i),
+        "eligible": i in model.fleet.serving,
+        "draining": model.fleet.is_draining(i),
         "in_flight": i.inflight,
         "load": round(i.load, 1),
         "circuit": i.health.state(now),
@@ -129,52 +129,52 @@ class Wake(BaseModel):
 
 
 @router.get("/sleep")
-async def sleeping(gateway: GatewayDep) -> dict[str, Any]:
+async def sleeping(model: ModelDep) -> dict[str, Any]:
     """The instances that are ordered to sleep, and those that do. An order without a sleeper is being followed, or its
     process is gone."""
-    keys = Keys(gateway.config.model)
-    ordered = [asdict(SleepOrder.from_json(kv.value)) for kv in (await gateway.store.list(orders(keys)))[0]]
-    asleep = [asdict(SleeperRecord.from_json(kv.value)) for kv in (await gateway.store.list(sleepers(keys)))[0]]
-    return {"model": gateway.config.model, "orders": ordered, "asleep": asleep}
+    keys = Keys(model.name)
+    ordered = [asdict(SleepOrder.from_json(kv.value)) for kv in (await model.store.list(orders(keys)))[0]]
+    asleep = [asdict(SleeperRecord.from_json(kv.value)) for kv in (await model.store.list(sleepers(keys)))[0]]
+    return {"model": model.name, "orders": ordered, "asleep": asleep}
 
 
 @router.post("/instances/{instance_id}/sleep")
-async def sleep(gateway: GatewayDep, instance_id: InstanceId, body: Sleep | None = None) -> dict[str, Any]:
+async def sleep(model: ModelDep, instance_id: InstanceId, body: Sleep | None = None) -> dict[str, Any]:
     """Orders it to sleep, or renews the order; `state` is `asleep` as soon as its memory is free."""
     body = body or Sleep()
-    await _check_known(gateway, instance_id)
+    await _check_known(model, instance_id)
     order = SleepOrder(instance_id, body.level, body.drain_s, body.requested_by, time.time(), body.ttl_s)
-    lease = await gateway.store.grant_lease(body.ttl_s) if body.ttl_s is not None else None
-    await gateway.store.put(orders(Keys(gateway.config.model)) + instance_id, order.to_json(), lease)
-    found = await _within(body.wait_s, lambda: _is_asleep(gateway, instance_id))
+    lease = await model.store.grant_lease(body.ttl_s) if body.ttl_s is not None else None
+    await model.store.put(orders(Keys(model.name)) + instance_id, order.to_json(), lease)
+    found = await _within(body.wait_s, lambda: _is_asleep(model, instance_id))
     return {"id": instance_id, "level": body.level, "state": "asleep" if found else "falling_asleep"}
 
 
 @router.post("/instances/{instance_id}/wake")
-async def wake(gateway: GatewayDep, instance_id: InstanceId, body: Wake | None = None) -> dict[str, Any]:
+async def wake(model: ModelDep, instance_id: InstanceId, body: Wake | None = None) -> dict[str, Any]:
     """Ends its sleep; `state` is `serving` as soon as it gets requests. One that is awake stays so."""
     body = body or Wake()
-    await _check_known(gateway, instance_id)
-    await gateway.store.delete(orders(Keys(gateway.config.model)) + instance_id)
-    found = await _within(body.wait_s, lambda: _serves(gateway, instance_id))
+    await _check_known(model, instance_id)
+    await model.store.delete(orders(Keys(model.name)) + instance_id)
+    found = await _within(body.wait_s, lambda: _serves(model, instance_id))
     return {"id": instance_id, "state": "serving" if found else "waking"}
 
 
-async def _check_known(gateway: Gateway, instance_id: str) -> None:
+async def _check_known(model: Model, instance_id: str) -> None:
     """Raises NotFound for one that neither serves nor sleeps nor is ordered to."""
-    keys = Keys(gateway.config.model)
+    keys = Keys(model.name)
     for key in (keys.instance(instance_id), sleepers(keys) + instance_id, orders(keys) + instance_id):
-        if await gateway.store.get(key) is not None:
+        if await model.store.get(key) is not None:
             return
-    raise _unknown(gateway, instance_id)
+    raise _unknown(model, instance_id)
 
 
-async def _is_asleep(gateway: Gateway, instance_id: str) -> bool:
-    return await gateway.store.get(sleepers(Keys(gateway.config.model)) + instance_id) is not None
+async def _is_asleep(model: Model, instance_id: str) -> bool:
+    return await model.store.get(sleepers(Keys(model.name)) + instance_id) is not None
 
 
-async def _serves(gateway: Gateway, instance_id: str) -> bool:
-    return any(instance.record.id == instance_id for instance in gateway.fleet.serving)
+async def _serves(model: Model, instance_id: str) -> bool:
+    return any(instance.record.id == instance_id for instance in model.fleet.serving)
 
 
 async def _within(seconds: float, holds: Callable[[], Awaitable[bool]]) -> bool:
@@ -271,30 +271,30 @@ PauseId = Annotated[str, Path(pattern="^[0-9a-f]{32}$")]
 
 
 @router.post("/pause")
-async def pause(gateway: GatewayDep, body: Pause | None = None) -> dict[str, Any]:
+async def pause(model: ModelDep, body: Pause | None = None) -> dict[str, Any]:
     """Pauses generation; requests in flight stay, and go on when it is over."""
     body = body or Pause()
-    record = await PauseLeases(gateway.store, gateway.config.model).take(body.requested_by, body.ttl_s)
+    record = await PauseLeases(model.store, model.name).take(body.requested_by, body.ttl_s)
     return {"id": record.id, "ttl_s": record.ttl_s}
 
 
 @router.get("/pause")
-async def pauses(gateway: GatewayDep) -> dict[str, Any]:
+async def pauses(model: ModelDep) -> dict[str, Any]:
     """The pauses that hold now; generation goes on when the last one is over."""
-    found = await PauseLeases(gateway.store, gateway.config.model).holding()
+    found = await PauseLeases(model.store, model.name).holding()
     return {"paused": bool(found), "pauses": [asdict(record) for record in found]}
 
 
 @router.post("/pause/{pause_id}/renew")
-async def renew(gateway: GatewayDep, pause_id: PauseId) -> dict[str, Any]:
+async def renew(model: ModelDep, pause_id: PauseId) -> dict[str, Any]:
     """The pause holds for its `ttl_s` again, from now on."""
-    record = await PauseLeases(gateway.store, gateway.config.model).renew(pause_id)
+    record = await PauseLeases(model.store, model.name).renew(pause_id)
     return {"id": record.id, "ttl_s": record.ttl_s}
 
 
 @router.delete("/pause/{pause_id}")
-async def end_pause(gateway: GatewayDep, pause_id: PauseId) -> dict[str, Any]:
+async def end_pause(model: ModelDep, pause_id: PauseId) -> dict[str, Any]:
     """Ends the pause; `paused` says whether another one holds."""
-    leases = PauseLeases(gateway.store, gateway.config.model)
+    leases = PauseLeases(model.store, model.name)
     await leases.end(pause_id)
     return {"id": pause_id, "paused": bool(await leases.holding())}

@@ -13,6 +13,7 @@ from server.errors import BadRequest
 from server.gateway.access.key_sources import NewKey
 from server.gateway.access.records import INFER, KeyRecord, Scope
 from server.gateway.deps import ByDep, GatewayDep
+from server.gateway.gateway import Gateway
 from server.key_limits import LIMITS, KeyLimits
 
 router = APIRouter(prefix="/admin/keys", tags=["admin"])
@@ -23,6 +24,10 @@ Forget = Annotated[bool, Query(description="remove the record of a revoked one")
 KeyId = Annotated[str, Path(pattern="^[A-Za-z0-9_-]{1,64}$")]
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")]
 Scopes = Annotated[list[Scope], Field(min_length=1, max_length=2)]
+Models = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=128)]],
+    Field(max_length=64, description="models, aliases and adapters that it may ask for; none: all"),
+]
 
 
 _BOUNDS: Any = {
@@ -63,6 +68,7 @@ class Create(Expiry):
     scopes: Scopes = [INFER]
     limits: Limits = Limits()
     collect: Annotated[bool, Field(description="keep the answers it gets, for training")] = False
+    models: Models = []
 
 
 class Update(Expiry):
@@ -73,6 +79,7 @@ class Update(Expiry):
     disabled: bool | None = None
     limits: Limits = Limits()
     collect: bool | None = None
+    models: Models | None = None
 
     def on(self, record: KeyRecord) -> KeyRecord:
         """The record as it is to be."""
@@ -83,6 +90,7 @@ class Update(Expiry):
         changes |= {"scopes": _scopes(self.scopes)} if self.scopes is not None else {}
         changes |= {"disabled": self.disabled} if self.disabled is not None else {}
         changes |= {"collect": self.collect} if self.collect is not None else {}
+        changes |= {"models": _models(self.models)} if self.models is not None else {}
         return replace(record, **changes)
 
 
@@ -97,7 +105,8 @@ class Rotate(BaseModel):
 async def list_keys(gateway: GatewayDep) -> dict[str, Any]:
     """Every key, oldest first, and whether inference asks for one."""
     asked = "open" if gateway.keys.open_inference else "keys"
-    return {"inference": asked, "keys": [described(record) for record in await gateway.key_store.every()]}
+    records = await gateway.key_store.every()
+    return {"inference": asked, "keys": [_with_use(gateway, record) for record in records]}
 
 
 @router.post("")
@@ -106,7 +115,9 @@ async def create_key(gateway: GatewayDep, by: ByDep, body: Create, response: Res
     expires_at = body.moment()
     if expires_at is not None and expires_at <= time.time():
         raise BadRequest("expires_at is over already.", code="invalid_parameter", param="expires_at")
-    new = NewKey(body.name, _scopes(body.scopes), expires_at, body.limits.on(KeyLimits()), body.collect)
+    new = NewKey(
+        body.name, _scopes(body.scopes), expires_at, body.limits.on(KeyLimits()), body.collect, _models(body.models)
+    )
     record, key = await gateway.key_store.create(new, by)
     return _shown_once(record, key, response)
 
@@ -121,7 +132,7 @@ async def open_inference(gateway: GatewayDep, by: ByDep) -> dict[str, Any]:
 @router.get("/{key_id}")
 async def show_key(gateway: GatewayDep, key_id: KeyId) -> dict[str, Any]:
     """One key's record."""
-    return described(await gateway.key_store.one(key_id))
+    return _with_use(gateway, await gateway.key_store.one(key_id))
 
 
 @router.patch("/{key_id}")
@@ -163,6 +174,16 @@ def described(record: KeyRecord) -> dict[str, Any]:
     shown = {k: v for k, v in asdict(record).items() if k not in ("digest", "old_digest", "old_until")}
     old_until = record.old_until if record.old_digest is not None and record.old_until > now else None
     return {**shown, "state": record.standing(now), "old_key_until": old_until}
+
+
+def _with_use(gateway: Gateway, record: KeyRecord) -> dict[str, Any]:
+    """The same, and what it has used of its budget."""
+    budget = record.limits.tokens_per_month
+    return described(record) | ({"spent": gateway.budgets.used(record.id, budget)} if budget is not None else {})
+
+
+def _models(names: list[str]) -> tuple[str, ...]:
+    return tuple(sorted(set(names)))
 
 
 def _shown_once(record: KeyRecord, key: str, response: Response) -> dict[str, Any]:

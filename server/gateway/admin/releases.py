@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from server.errors import BadRequest, ConfigError, NotFound
 from server.gateway.access.approvals import ReleaseWish
 from server.gateway.admin.weights import WAITS, waits
-from server.gateway.deps import ByDep, GatewayDep
-from server.gateway.gateway import Gateway
+from server.gateway.deps import ByDep, ModelDep
+from server.gateway.models.model import Model
 from server.gateway.release.judge import Finding
 from server.gateway.release.policy import Policy, parse
 from server.gateway.release.records import ReleaseKeys, ReleaseRecord
@@ -44,54 +44,54 @@ class PolicyText(BaseModel):
 
 
 @router.get("/releases")
-async def show(gateway: GatewayDep) -> dict[str, Any]:
+async def show(model: ModelDep) -> dict[str, Any]:
     """The release under way or the last one, and what is known of the conditions of the step that is judged."""
-    record = gateway.releases.current
+    record = model.releases.current
     return {
-        "model": gateway.config.model,
+        "model": model.name,
         "release": described(record) if record is not None else None,
-        "findings": [_found(finding) for finding in await gateway.releases.findings()],
+        "findings": [_found(finding) for finding in await model.releases.findings()],
     }
 
 
 @router.post("/releases", responses=WAITS)
-async def start(gateway: GatewayDep, by: ByDep, body: Start, response: Response) -> dict[str, Any]:
+async def start(model: ModelDep, by: ByDep, body: Start, response: Response) -> dict[str, Any]:
     """Begins a release, which goes on by itself on whichever gateway leads; or has it wait for approval."""
-    text = body.text or await _stored(gateway, body.policy)
+    text = body.text or await _stored(model, body.policy)
     checked(text)
-    await gateway.releases.check(body.version)
-    if (pending := await gateway.approvals.hold("release", by, release=ReleaseWish(body.version, text))) is not None:
+    await model.releases.check(body.version)
+    if (pending := await model.approvals.hold("release", by, release=ReleaseWish(body.version, text))) is not None:
         return waits(pending, response)
-    return described(await gateway.releases.start(body.version, text, by))
+    return described(await model.releases.start(body.version, text, by))
 
 
 @router.post("/releases/cancel")
-async def cancel(gateway: GatewayDep, by: ByDep) -> dict[str, Any]:
+async def cancel(model: ModelDep, by: ByDep) -> dict[str, Any]:
     """Takes the candidate back; answers when that is written down, and the fleet follows."""
-    return described(await gateway.releases.cancel(by))
+    return described(await model.releases.cancel(by))
 
 
 @router.get("/releases/policies")
-async def policies(gateway: GatewayDep) -> dict[str, Any]:
+async def policies(model: ModelDep) -> dict[str, Any]:
     """The stored policies, by name."""
-    keys = ReleaseKeys(gateway.config.model)
-    found, _ = await gateway.store.list(keys.policies)
+    keys = ReleaseKeys(model.name)
+    found, _ = await model.store.list(keys.policies)
     return {"policies": {kv.key.removeprefix(keys.policies): kv.value.decode() for kv in found}}
 
 
 @router.put("/releases/policies/{name}")
-async def put_policy(gateway: GatewayDep, by: ByDep, name: PolicyName, body: PolicyText) -> dict[str, Any]:
+async def put_policy(model: ModelDep, by: ByDep, name: PolicyName, body: PolicyText) -> dict[str, Any]:
     """Stores a policy. A release under way goes on by the text it began with."""
     policy = checked(body.text)
-    await gateway.releases.put_policy(name, body.text, by)
+    await model.releases.put_policy(name, body.text, by)
     return {"name": name, "steps": len(policy.steps)}
 
 
 @router.delete("/releases/policies/{name}")
-async def delete_policy(gateway: GatewayDep, by: ByDep, name: PolicyName) -> dict[str, Any]:
+async def delete_policy(model: ModelDep, by: ByDep, name: PolicyName) -> dict[str, Any]:
     """Deletes a stored policy."""
-    await _stored(gateway, name)
-    await gateway.releases.put_policy(name, None, by)
+    await _stored(model, name)
+    await model.releases.put_policy(name, None, by)
     return {"name": name}
 
 
@@ -111,8 +111,8 @@ def checked(text: str) -> Policy:
         raise BadRequest(str(error), code="bad_policy") from error
 
 
-async def _stored(gateway: Gateway, name: str) -> str:
-    found = await gateway.store.get(ReleaseKeys(gateway.config.model).policy(name))
+async def _stored(model: Model, name: str) -> str:
+    found = await model.store.get(ReleaseKeys(model.name).policy(name))
     if found is None:
         raise NotFound(
             f"There is no policy named {name!r}; PUT /admin/releases/policies/{name} stores one.", code="no_policy"

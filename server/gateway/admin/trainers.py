@@ -19,8 +19,8 @@ from server.gateway.admin import weights
 from server.gateway.admin.fleet import MAX_TTL_S, PauseLeases
 from server.gateway.admin.publishing import WeightUpdate
 from server.gateway.admin.weights import SwapOptions
-from server.gateway.deps import GatewayDep
-from server.gateway.gateway import Gateway
+from server.gateway.deps import ModelDep
+from server.gateway.models.model import Model
 from weightsync.format.manifest import Schema
 
 router = APIRouter(prefix="/admin", tags=["admin"])
@@ -45,18 +45,18 @@ class StepMetrics(RootModel[Annotated[dict[Name, FiniteFloat], Field(min_length=
 
 
 @router.post("/training/metrics")
-async def report(gateway: GatewayDep, body: StepMetrics) -> dict[str, Any]:
+async def report(model: ModelDep, body: StepMetrics) -> dict[str, Any]:
     """Keeps what a trainer reports of one step; several requests of the same step are put together."""
-    return {"point": await gateway.training.add(body.root)}
+    return {"point": await model.training.add(body.root)}
 
 
 @router.get("/series")
-async def series(gateway: GatewayDep) -> dict[str, Any]:
+async def series(model: ModelDep) -> dict[str, Any]:
     """Throughput of the fleet over the last ten minutes, and the training's last steps."""
     return {
-        "model": gateway.config.model,
-        "throughput": [asdict(sample) for sample in gateway.throughput.samples],
-        "training": gateway.training.points,
+        "model": model.name,
+        "throughput": [asdict(sample) for sample in model.throughput.samples],
+        "training": model.training.points,
     }
 
 
@@ -64,32 +64,32 @@ PAUSE_TTL_S = 120.0  # these trainers never renew: a longer pause than this ends
 SLACK = 64 << 20  # over the bytes of the tensors, for headers
 
 
-async def publish(gateway: Gateway, path: Path, label: str | None, by: By) -> dict[str, Any]:
+async def publish(model: Model, path: Path, label: str | None, by: By) -> dict[str, Any]:
     """Publishes the checkpoint in `path` and swaps it in: its version and the report. Raises HttpError, SwapAborted.
 
     `label` is the trainer's own name for its weights, noted as the version's step if it is a number.
     """
 
     async def then(version: int) -> dict[str, Any]:
-        swap = await weights.swap_in(gateway, version, SwapOptions(), by)
+        swap = await weights.swap_in(model, version, SwapOptions(), by)
         if "pending" in swap:
             asked = f"It is published; `hotswap approve {swap['pending']['id']}` by somebody else swaps it in"
             raise Conflict(f"Version {version} waits. {asked}.", code="approval_required", details=swap)
         return {"version": version, "swap": swap}
 
-    return await gateway.pusher.push(path, then, step=_step(label), by=by)
+    return await model.pusher.push(path, then, step=_step(label), by=by)
 
 
-async def publish_update(gateway: Gateway, update: WeightUpdate, label: str | None, by: By) -> dict[str, Any]:
+async def publish_update(model: Model, update: WeightUpdate, label: str | None, by: By) -> dict[str, Any]:
     """The same for what was collected, which is dropped whatever becomes of it."""
 
     async def work() -> dict[str, Any]:
         try:
-            return await publish(gateway, update.seal(), label, by)
+            return await publish(model, update.seal(), label, by)
         finally:
             update.drop()
 
-    return await gateway.pusher.keep(work())
+    return await model.pusher.keep(work())
 
 
 def room(schema: Schema | None) -> int | None:
@@ -97,15 +97,15 @@ def room(schema: Schema | None) -> int | None:
     return None if schema is None else sum(spec.nbytes for spec in schema.tensors.values()) + SLACK
 
 
-async def active_version(gateway: Gateway) -> int | None:
+async def active_version(model: Model) -> int | None:
     """The committed version, if there is one."""
-    record = await weights.active_record(gateway)
+    record = await weights.active_record(model)
     return record.version if record is not None else None
 
 
-def pauses(gateway: Gateway) -> PauseLeases:
+def pauses(model: Model) -> PauseLeases:
     """The pauses of the served model."""
-    return PauseLeases(gateway.store, gateway.config.model)
+    return PauseLeases(model.store, model.name)
 
 
 def pause_ttl(ttl_s: float | None) -> float:

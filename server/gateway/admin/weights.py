@@ -25,8 +25,8 @@ from server.errors import BadRequest, Conflict, InsufficientStorage, PayloadTooL
 from server.gateway.access.approvals import Guarded, PendingRecord
 from server.gateway.access.records import By
 from server.gateway.admin.publishing import Prepared
-from server.gateway.deps import ByDep, GatewayDep
-from server.gateway.gateway import Gateway
+from server.gateway.deps import ByDep, ModelDep
+from server.gateway.models.model import Model
 from weightsync.control import activation, history, placement
 from weightsync.control.coordinator import SwapReport
 from weightsync.control.records import (
@@ -122,30 +122,30 @@ class Split(SwapOptions):
 
 
 @router.get("/weights")
-async def list_versions(gateway: GatewayDep) -> dict[str, Any]:
+async def list_versions(model: ModelDep) -> dict[str, Any]:
     """Every version the store knows, newest last, and the active one."""
-    keys = Keys(gateway.config.model)
-    items, _ = await gateway.store.list(keys.versions)
+    keys = Keys(model.name)
+    items, _ = await model.store.list(keys.versions)
     versions = [asdict(VersionRecord.from_json(kv.value)) for kv in items]
-    active = await active_record(gateway)
+    active = await active_record(model)
     return {
-        "model": gateway.config.model,
+        "model": model.name,
         "active": asdict(active) if active is not None else None,
         "versions": versions,
     }
 
 
 @router.post("/weights", responses=WAITS)
-async def push(gateway: GatewayDep, by: ByDep, body: Push, response: Response) -> dict[str, Any]:
+async def push(model: ModelDep, by: ByDep, body: Push, response: Response) -> dict[str, Any]:
     """Publishes a checkpoint; with `activate`, swaps it in and reports the swap."""
 
     async def then(version: int) -> dict[str, Any]:
-        swap = await swap_in(gateway, version, body, by) if body.activate else None
+        swap = await swap_in(model, version, body, by) if body.activate else None
         if swap is not None and "pending" in swap:
             return {"version": version, "swap": None, **swap}
         return {"version": version, "swap": swap}
 
-    answer = await gateway.pusher.push(
+    answer = await model.pusher.push(
         Path(body.path),
         then,
         part=body.part,
@@ -158,69 +158,69 @@ async def push(gateway: GatewayDep, by: ByDep, body: Push, response: Response) -
 
 
 @router.post("/weights/activate", responses=WAITS)
-async def activate(gateway: GatewayDep, by: ByDep, body: Activate, response: Response) -> dict[str, Any]:
+async def activate(model: ModelDep, by: ByDep, body: Activate, response: Response) -> dict[str, Any]:
     """Swaps a published version in; answers when every instance has it, or says why none does."""
-    return _accepted(await swap_in(gateway, body.version, body, by), response)
+    return _accepted(await swap_in(model, body.version, body, by), response)
 
 
 @router.post("/weights/rollback", responses=WAITS)
-async def rollback(gateway: GatewayDep, by: ByDep, response: Response, body: Rollback | None = None) -> dict[str, Any]:
+async def rollback(model: ModelDep, by: ByDep, response: Response, body: Rollback | None = None) -> dict[str, Any]:
     """Goes back to the version before the active one, or to the one that is named."""
     body = body or Rollback()
     if body.version is None:
-        return _accepted(await _swap_back(gateway, body, by), response)
-    now = await active_record(gateway)  # what has not just served is no way back: a new version would need no approval
+        return _accepted(await _swap_back(model, body, by), response)
+    now = await active_record(model)  # what has not just served is no way back: a new version would need no approval
     what: Guarded = "rollback" if now is not None and body.version == now.previous else "activate"
-    return _accepted(await swap_in(gateway, body.version, body, by, what), response)
+    return _accepted(await swap_in(model, body.version, body, by, what), response)
 
 
 @router.post("/weights/split", responses=WAITS)
-async def split(gateway: GatewayDep, by: ByDep, body: Split, response: Response) -> dict[str, Any]:
+async def split(model: ModelDep, by: ByDep, body: Split, response: Response) -> dict[str, Any]:
     """Divides requests between versions; answers when every instance runs its own, or says why none does."""
     percents = {share.version: share.percent for share in body.shares}
     if len(percents) < len(body.shares):
         raise BadSplit("a version is named twice; give it one share")
-    now = await active_record(gateway)
+    now = await active_record(model)
     active = now.version if now is not None else None
     shadow = {share.version: share.shadow for share in body.shares if share.shadow}
     version, wanted = placement.split_of(percents, active, sticky=body.sticky, minimum=body.minimum, shadow=shadow)
-    return _accepted(await swap_in(gateway, version, body, by, "split", wanted), response)
+    return _accepted(await swap_in(model, version, body, by, "split", wanted), response)
 
 
 @router.delete("/weights/split", responses=WAITS)
-async def end_split(gateway: GatewayDep, by: ByDep, response: Response) -> dict[str, Any]:
+async def end_split(model: ModelDep, by: ByDep, response: Response) -> dict[str, Any]:
     """All requests go to the active version again; answers when every instance runs it."""
-    now = await active_record(gateway)
+    now = await active_record(model)
     if now is None or now.split is None:
         raise Conflict("No versions share the traffic.", code="no_split")
-    return _accepted(await swap_in(gateway, now.version, SwapOptions(), by, "split"), response)
+    return _accepted(await swap_in(model, now.version, SwapOptions(), by, "split"), response)
 
 
 @router.get("/swap")
-async def swap(gateway: GatewayDep) -> dict[str, Any]:
+async def swap(model: ModelDep) -> dict[str, Any]:
     """The swap in flight, or the last one; null before the first."""
-    record = await _last_swap(gateway)
-    return {"model": gateway.config.model, "swap": _described(record) if record is not None else None}
+    record = await _last_swap(model)
+    return {"model": model.name, "swap": _described(record) if record is not None else None}
 
 
 @router.get("/swaps")
-async def past_swaps(gateway: GatewayDep) -> dict[str, Any]:
+async def past_swaps(model: ModelDep) -> dict[str, Any]:
     """The last swaps that have ended, newest first: what each cost, whether it was verified, and why it was aborted."""
-    ended = await history.past_swaps(gateway.store, Keys(gateway.config.model))
-    return {"model": gateway.config.model, "swaps": [_told(swap) for swap in ended]}
+    ended = await history.past_swaps(model.store, Keys(model.name))
+    return {"model": model.name, "swaps": [_told(swap) for swap in ended]}
 
 
 @router.get("/weights/active")
-async def active(gateway: GatewayDep) -> dict[str, Any]:
+async def active(model: ModelDep) -> dict[str, Any]:
     """The commit record; `version` is null and `epoch` 0 before the first commit."""
-    record = await active_record(gateway)
+    record = await active_record(model)
     nothing = {"version": None, "epoch": 0, "previous": None}
-    return {"model": gateway.config.model, **(asdict(record) if record is not None else nothing)}
+    return {"model": model.name, **(asdict(record) if record is not None else nothing)}
 
 
 @router.post("/weights/upload")
 async def upload(
-    gateway: GatewayDep,
+    model: ModelDep,
     by: ByDep,
     request: Request,
     upload_id: UploadId,
@@ -237,24 +237,24 @@ async def upload(
 
     async def then(answer: dict[str, Any]) -> dict[str, Any]:
         if activate:
-            within_s = deadline_s or gateway.config.swap_deadline_s
+            within_s = deadline_s or model.config.swap_deadline_s
             wish = activation.new_target(
                 int(answer["version"]), by.who, within_s, mode=mode, drain_s=drain_s, on_lost=on_lost
             )
-            return {**answer, **await _ask_for(gateway, wish, by)}
+            return {**answer, **await _ask_for(model, wish, by)}
         return answer
 
-    return await gateway.pusher.push_delta(await _received(gateway, request, upload_id, with_config, by), then)
+    return await model.pusher.push_delta(await _received(model, request, upload_id, with_config, by), then)
 
 
-async def _received(gateway: Gateway, request: Request, upload_id: str, with_config: bool, by: By) -> Prepared:
+async def _received(model: Model, request: Request, upload_id: str, with_config: bool, by: By) -> Prepared:
     """The whole body, in an unnamed file, and the process that is to publish it. Raises HttpError."""
-    arena = await ensure_arena(gateway.store)
-    most = await _most(gateway, arena.free_nbytes(), with_config)
+    arena = await ensure_arena(model.store)
+    most = await _most(model, arena.free_nbytes(), with_config)
     if int(request.headers.get("content-length", 0)) > most:
         raise _too_large(most)
     file = tempfile.TemporaryFile(dir=arena.directory, buffering=0)  # noqa: SIM115 - `Prepared` closes it
-    prepared = await gateway.pusher.prepare(file, upload_id, by)
+    prepared = await model.pusher.prepare(file, upload_id, by)
     try:
         await _copy(request, file, most)
     except BaseException as error:
@@ -293,45 +293,45 @@ def _write_all(fd: int, data: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
-async def _most(gateway: Gateway, free: int, with_config: bool) -> int:
+async def _most(model: Model, free: int, with_config: bool) -> int:
     """Bytes an upload may have: what a version of the model takes in full; what there is room for before the first one
     and for one with other tensors."""
-    schema = None if with_config else await model_schema(gateway)
+    schema = None if with_config else await model_schema(model)
     if schema is None:
         return free
     return sum(spec.nbytes for spec in schema.tensors.values()) * 17 // 16 + SLACK
 
 
-async def _ask_for(gateway: Gateway, wish: TargetRecord, by: By) -> dict[str, Any]:
+async def _ask_for(model: Model, wish: TargetRecord, by: By) -> dict[str, Any]:
     """Write the target, unless the version is active already: it may have been sent a second time."""
-    active = await active_record(gateway)
+    active = await active_record(model)
     if active is not None and active.version == wish.version:
         return {}
-    if (pending := await gateway.approvals.hold("activate", by, wish)) is not None:
+    if (pending := await model.approvals.hold("activate", by, wish)) is not None:
         return waits(pending)
-    await activation.request(gateway.store, Keys(gateway.config.model), wish, reason=by.reason)
+    await activation.request(model.store, Keys(model.name), wish, reason=by.reason)
     return {}
 
 
-async def active_record(gateway: Gateway) -> ActiveRecord | None:
+async def active_record(model: Model) -> ActiveRecord | None:
     """The commit record; None before the first commit."""
-    found = await gateway.store.get(Keys(gateway.config.model).active)
+    found = await model.store.get(Keys(model.name).active)
     return ActiveRecord.from_json(found.value) if found is not None else None
 
 
-async def model_schema(gateway: Gateway) -> Schema | None:
+async def model_schema(model: Model) -> Schema | None:
     """The tensors of the active version; None before the first version."""
-    keys, active = Keys(gateway.config.model), await active_record(gateway)
-    found = await gateway.store.get(keys.version(active.version)) if active is not None else None
+    keys, active = Keys(model.name), await active_record(model)
+    found = await model.store.get(keys.version(active.version)) if active is not None else None
     form = VersionRecord.from_json(found.value).form if found is not None else ""
-    if form and (kept := await gateway.store.get(keys.form(form))) is not None:
+    if form and (kept := await model.store.get(keys.form(form))) is not None:
         return Schema.from_json(FormRecord.from_json(kept.value).tensors.encode())
-    first = await gateway.store.get(keys.schema)
+    first = await model.store.get(keys.schema)
     return Schema.from_json(first.value) if first is not None else None
 
 
 async def swap_in(
-    gateway: Gateway,
+    model: Model,
     version: int,
     options: SwapOptions,
     by: By,
@@ -346,15 +346,15 @@ async def swap_in(
     target = activation.new_target(
         version,
         by.who,
-        options.deadline_s or gateway.config.swap_deadline_s,
+        options.deadline_s or model.config.swap_deadline_s,
         mode=options.mode,
         drain_s=options.drain_s,
         on_lost=options.on_lost,
         split=split,
     )
-    if (pending := await gateway.approvals.hold(guarded, by, target)) is not None:
+    if (pending := await model.approvals.hold(guarded, by, target)) is not None:
         return waits(pending)
-    return await checked(gateway, await gateway.coordinator.ask(target, reason=by.reason, action=guarded))
+    return await checked(model, await model.coordinator.ask(target, reason=by.reason, action=guarded))
 
 
 def waits(pending: PendingRecord, response: Response | None = None) -> dict[str, Any]:
@@ -372,15 +372,15 @@ def _accepted(answer: dict[str, Any], response: Response) -> dict[str, Any]:
     return answer
 
 
-async def _swap_back(gateway: Gateway, options: SwapOptions, by: By) -> dict[str, Any]:
+async def _swap_back(model: Model, options: SwapOptions, by: By) -> dict[str, Any]:
     """Goes back to the version before the active one. Raises as `swap_in` does."""
-    version = await activation.previous_version(gateway.store, Keys(gateway.config.model))
-    return await swap_in(gateway, version, options, by, "rollback")
+    version = await activation.previous_version(model.store, Keys(model.name))
+    return await swap_in(model, version, options, by, "rollback")
 
 
-async def _last_swap(gateway: Gateway) -> SwapRecord | None:
+async def _last_swap(model: Model) -> SwapRecord | None:
     """The swap in flight, or the last one."""
-    found = await gateway.store.get(Keys(gateway.config.model).swap)
+    found = await model.store.get(Keys(model.name).swap)
     return SwapRecord.from_json(found.value) if found is not None else None
 
 
@@ -400,11 +400,11 @@ def _told(swap: PastSwapRecord) -> dict[str, Any]:
     }
 
 
-async def checked(gateway: Gateway, report: SwapReport) -> dict[str, Any]:
+async def checked(model: Model, report: SwapReport) -> dict[str, Any]:
     """The report of a swap that was done. Raises SwapAborted."""
     if not report.ok:
         raise SwapAborted(report.version, report.reason or "no reason given", report.tensor)
-    swap = await _last_swap(gateway)
+    swap = await _last_swap(model)
     if swap is None or swap.id != report.id:  # a later swap has taken its place already
         return asdict(report)
     return {**asdict(report), "mode": swap.mode, "canary": swap.canary, "probe": history.probe_outcome(swap)}

@@ -37,11 +37,20 @@ _FULL_COST: Final = 8.0  # requests that a full KV cache counts for
 class Instance:
     """One instance, as a gateway knows it. A new address is a new `Instance`."""
 
-    def __init__(self, record: InstanceRecord, settings: UpstreamSettings, tls: ClusterTls | None = None) -> None:
-        """Raises RecordError for an address that is none, TlsUnavailable for one that must not be spoken to."""
+    def __init__(
+        self,
+        record: InstanceRecord,
+        settings: UpstreamSettings,
+        tls: ClusterTls | None = None,
+        pool: Pool | None = None,
+    ) -> None:
+        """`pool`: its connections, where they are not those that the record leads to.
+
+        Raises RecordError for an address that is none, TlsUnavailable for one that must not be spoken to.
+        """
         self.id = record.id
         self.record = record
-        self.pool = _pool(record, settings, tls)
+        self.pool = pool if pool is not None else _pool(record, settings, tls)
         self.pool.introduce(record.key)
         self.health = Health(settings.health)
         self.signals: Signals | None = None  # the last scrape, None when it failed

@@ -131,7 +131,8 @@ class Splits:
             return request.principal.digest
         if sticky == "session":
             return request.head.session or b""
-        return request.head.sticky if sticky else b""
+        headers = request.head.sticky
+        return headers.get(self.header, b"") if sticky and headers is not None else b""
 
     def _can_answer(self, version: int) -> bool:
         """Whether an instance of it can be asked; one that fails is tried once in a while (`Health`)."""

@@ -26,8 +26,9 @@ from server.gateway.fleet.shadow import Shadows
 from server.gateway.fleet.splits import Splits
 from server.gateway.observe.stats import Stats
 from server.gateway.wire.journal import ReplayMemory
-from weightsync.control.records import ActiveRecord, DiskRecord, InstanceRecord, Keys, SwapRecord
+from weightsync.control.records import ActiveRecord, DiskRecord, InstanceRecord, Keys, SwapRecord, VersionRecord
 from weightsync.errors import RecordError, StoreError, TlsUnavailable
+from weightsync.memory.parts import LORA
 from weightsync.store import KeyValue, Store
 from weightsync.tls import ClusterTls
 
@@ -51,6 +52,8 @@ class Fleet:
         self.swap: SwapRecord | None = None
         self.drains: dict[str, DrainRecord] = {}  # by instance; an operator wants them to get nothing new
         self.disks: dict[str, DiskRecord] = {}  # what hosts have on disk, by host
+        self.adapters: frozenset[str] = frozenset()  # names that instances answer to beside the model's
+        self._adapters: dict[str, frozenset[str]] = {}  # by key of a version
         self.serving: list[Instance] = []  # those that may be asked; made anew with every change of the view
         self.watched: list[Instance] = []  # the same, and those an operator has drained
         self.unwell: list[Instance] = []  # of those that serve, who are ejected or do not answer probes
@@ -206,6 +209,11 @@ class Fleet:
 
     # keeping the view
 
+    def keep(self, instance: Instance) -> None:
+        """It is the only one, for good: a view that no store keeps."""
+        self.instances = {instance.id: instance}
+        self.watched = self.serving = [instance]
+
     async def run(self) -> None:
         """Watches the store for ever."""
         while True:
@@ -224,6 +232,7 @@ class Fleet:
         for gone in [i for i in self.instances if self._keys.instance(i) not in present]:
             self._remove(gone)
         self.drains = {i: record for i, record in self.drains.items() if self._drains + i in present}
+        self._adapters = {key: names for key, names in self._adapters.items() if key in present}
         if self._keys.active not in present:
             self.active = None
         for kv in items:
@@ -249,6 +258,8 @@ class Fleet:
                 self.drains.pop(event.kv.key.removeprefix(self._drains), None)
             elif event.kv.key == self._keys.active:
                 self.active = None
+            elif event.kv.key in self._adapters:
+                del self._adapters[event.kv.key]
             self._changes()
 
     def _changes(self) -> None:
@@ -270,6 +281,7 @@ class Fleet:
         self.watched = list(able)
         self.serving = [i for i in self.watched if not self.is_draining(i)]
         self._judge()
+        self.adapters = frozenset([name for names in self._adapters.values() for name in names])
         self.room.wake()
         self.on_change()
 
@@ -287,6 +299,11 @@ class Fleet:
                 self.drains[kv.key.removeprefix(self._drains)] = DrainRecord.from_json(kv.value)
             elif kv.key.startswith(self._keys.disks):
                 self.disks[kv.key.removeprefix(self._keys.disks)] = DiskRecord.from_json(kv.value)
+            elif kv.key.startswith(self._keys.versions):
+                parts = VersionRecord.from_json(kv.value).parts
+                self._adapters[kv.key] = frozenset(
+                    [p.name.removeprefix(LORA) for p in parts if p.name.startswith(LORA)]
+                )
             elif kv.key == self._keys.active:
                 self.active = ActiveRecord.from_json(kv.value)
             elif kv.key == self._keys.swap:

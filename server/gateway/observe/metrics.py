@@ -30,8 +30,9 @@ from prometheus_client.process_collector import ProcessCollector
 from server.gateway.fleet.instance import STATES as CIRCUIT_STATES
 from server.gateway.fleet.instance import Instance
 from server.gateway.fleet.view import Fleet
+from server.gateway.models.directory import Directory
 from server.gateway.observe import logs
-from server.gateway.observe.stats import Histogram, Stats, Tokens
+from server.gateway.observe.stats import Histogram, ProcessStats, Stats, Tokens
 from server.gateway.queue.gate import Gate
 from server.gateway.release.records import State as ReleaseState
 from server.gateway.workers import Place
@@ -54,8 +55,22 @@ def release() -> str:
 
 @dataclass(frozen=True)
 class Counted:
-    """The source of values: what one gateway counts and knows."""
+    """The source of values: what one gateway counts and knows, of all models (`process`) and of each."""
 
+    process: ProcessStats
+    directory: Directory
+
+    @property
+    def models(self) -> Iterator[CountedModel]:
+        """Each model's part."""
+        return (CountedModel(m.name, m.stats, m.fleet, m.gate) for m in self.directory.models.values())
+
+
+@dataclass(frozen=True)
+class CountedModel:
+    """The same of one model."""
+
+    name: str
     stats: Stats
     fleet: Fleet
     gate: Gate
@@ -70,57 +85,73 @@ class Counted:
 class Declared:
     """One metric. `of` gives its value, or values by label (a tuple of them where there are several).
 
-    `labels` says what the values of each may be, where that needs saying; `more` is for the documentation alone.
+    `labels` says what the values of each may be, where that needs saying; `more` is for the documentation alone. `of`
+    is given each CountedModel in turn, and the label `model` goes before the others; of what is `shared`, the Counted.
     """
 
     kind: Literal["counter", "gauge", "histogram"]
     name: str
     help: str
-    of: Callable[[Counted], Value | Mapping[Any, Value]]
+    of: Callable[[Any], Value | Mapping[Any, Value]]
     labels: Mapping[str, str] = field(default_factory=dict)
     more: str = ""
+    shared: bool = False
+
+    @property
+    def every_label(self) -> Mapping[str, str]:
+        """Its labels, `model` among them where each model has its own value."""
+        return self.labels if self.shared else {"model": "", **self.labels}
 
     def family(self, counted: Counted) -> Metric:
         """The metric as it stands."""
-        made = _KINDS[self.kind](self.name, self.help, labels=list(self.labels))
-        found = self.of(counted)
+        made = _KINDS[self.kind](self.name, self.help, labels=list(self.every_label))
+        if self.shared:
+            self._add(made, (), self.of(counted))
+        else:
+            for model in counted.models:
+                self._add(made, (model.name,), self.of(model))
+        return made
+
+    @staticmethod
+    def _add(made: Any, before: tuple[str, ...], found: Value | Mapping[Any, Value]) -> None:
         for label, value in found.items() if isinstance(found, Mapping) else [((), found)]:
-            labels = [str(part) for part in (label if isinstance(label, tuple) else (label,))]
+            labels = [*before, *(str(part) for part in (label if isinstance(label, tuple) else (label,)))]
             if isinstance(value, Histogram):
                 made.add_metric(labels, buckets=value.cumulative(), sum_value=value.sum)
             else:
                 made.add_metric(labels, float(value))
-        return made
 
     def row(self) -> str:
         """Its row in docs/api.md."""
-        labels = ", ".join(f"`{name}`" + (f" ({values})" if values else "") for name, values in self.labels.items())
+        labels = ", ".join(
+            f"`{name}`" + (f" ({values})" if values else "") for name, values in self.every_label.items()
+        )
         name = self.name + ("_total" if self.kind == "counter" else "")
         what = self.help[0].lower() + self.help[1:] if self.help[1:2].islower() else self.help
         return f"| `{name}` | {self.kind} | {labels}{' ' if labels else ''}| {what}{self.more} |"
 
 
-def _each(of: Callable[[Instance], float]) -> Callable[[Counted], Mapping[Any, Value]]:
+def _each(of: Callable[[Instance], float]) -> Callable[[CountedModel], Mapping[Any, Value]]:
     """A value for each instance."""
     return lambda g: {i.id: of(i) for i in g.instances}
 
 
-def _tokens(of: Callable[[Tokens], int]) -> Callable[[Counted], Mapping[Any, Value]]:
+def _tokens(of: Callable[[Tokens], int]) -> Callable[[CountedModel], Mapping[Any, Value]]:
     """A count of tokens for each route."""
     return lambda g: {route: of(tokens) for route, tokens in g.stats.tokens.items()}
 
 
-def _signal(name: str) -> Callable[[Counted], Mapping[Any, Value]]:
+def _signal(name: str) -> Callable[[CountedModel], Mapping[Any, Value]]:
     """What each instance's last scrape told, if it worked."""
     return lambda g: {i.id: getattr(i.signals, name) for i in g.instances if i.signals is not None}
 
 
-def _states(states: tuple[str, ...], of: Callable[[Instance], str]) -> Callable[[Counted], Mapping[Any, Value]]:
+def _states(states: tuple[str, ...], of: Callable[[Instance], str]) -> Callable[[CountedModel], Mapping[Any, Value]]:
     """1 for the state that an instance is in, 0 for the others."""
     return lambda g: {(i.id, state): of(i) == state for i in g.instances for state in states}
 
 
-def _disks(of: Callable[[Any, int | None], float]) -> Callable[[Counted], Mapping[Any, Value]]:
+def _disks(of: Callable[[Any, int | None], float]) -> Callable[[CountedModel], Mapping[Any, Value]]:
     """A value for each host's copies on disk, from their record and the active version."""
     return lambda g: {
         host: of(record, g.fleet.active.version if g.fleet.active else None) for host, record in g.fleet.disks.items()
@@ -149,11 +180,13 @@ METRICS: tuple[Declared, ...] = (
     ),
     Declared(
         "counter", "hotswap_gateway_refused", "Requests answered by the gateway itself",
-        lambda g: g.stats.refused, {"code": ""},
+        lambda g: g.process.refused, {"code": ""},
+        shared=True,
     ),
     Declared(
         "counter", "hotswap_gateway_limited", "Requests over a limit of their key",
-        lambda g: g.stats.limited, {"limit": ", ".join(NAMED)},
+        lambda g: g.process.limited, {"limit": ", ".join(NAMED)},
+        shared=True,
     ),
     Declared(
         "gauge", "hotswap_gateway_requests_in_flight", "Requests being forwarded", lambda g: g.stats.inflight
@@ -218,6 +251,10 @@ METRICS: tuple[Declared, ...] = (
     ),
     Declared("gauge", "hotswap_gateway_held", "Requests waiting for an instance", lambda g: len(g.fleet.room)),
     Declared("histogram", "hotswap_gateway_hold_seconds", "How long they waited", lambda g: g.stats.hold_seconds),
+    Declared(
+        "counter", "hotswap_gateway_fallbacks", "Requests of an alias that another model took over",
+        lambda g: g.stats.fallbacks, {"to": "", "code": "of the error that was not answered"},
+    ),
     # Routing, and instances that fail
     Declared(
         "counter", "hotswap_gateway_picks", "Choices of an instance, by what decided",
@@ -266,33 +303,39 @@ METRICS: tuple[Declared, ...] = (
         "gauge", "hotswap_gateway_store_up", "1 if the store answered last time", lambda g: int(g.stats.store_up)
     ),
     Declared(
-        "counter", "hotswap_gateway_trace_spans", "Spans, by what became of them", lambda g: g.stats.spans,
+        "counter", "hotswap_gateway_trace_spans", "Spans, by what became of them", lambda g: g.process.spans,
         {"outcome": "exported, dropped: the queue was full, failed: the collector did not take them"},
+        shared=True,
     ),
     Declared(
         "counter", "hotswap_gateway_log_lines_dropped", "Log lines nobody took in time",
         lambda _: logs.lines_dropped(), more=": they found the queue to stderr full",
+        shared=True,
     ),
     Declared(
         "counter", "hotswap_answers_written", "Records written to the log of answers",
-        lambda g: g.stats.answers_written, {"record": "answer, feedback"},
+        lambda g: g.process.answers_written, {"record": "answer, feedback"},
+        shared=True,
     ),
     Declared(
         "counter", "hotswap_answers_dropped", "Answers that somebody wanted and did not get",
-        lambda g: g.stats.answers_dropped,
+        lambda g: g.process.answers_dropped,
         {
             "consumer": "log, release: who judges one",
             "cause": "memory: too large, or too many at once, busy, unreadable, failed, redaction, "
             "store: it could not be written to for too long",
         },
+        shared=True,
     ),
     Declared(
         "gauge", "hotswap_answers_captured_bytes", "Bytes of answers that wait to be read whole",
-        lambda g: g.stats.captured.used,
+        lambda g: g.process.captured.used,
+        shared=True,
     ),
     Declared(
         "gauge", "hotswap_build_info", "1; what runs here",
         lambda _: {(release(), platform.python_version()): 1}, {"version": "", "python": ""},
+        shared=True,
     ),
     # Swaps
     Declared(
@@ -354,13 +397,15 @@ METRICS: tuple[Declared, ...] = (
     ),
     Declared(
         "counter", "hotswap_webhook_deliveries", "Attempts to post an entry of the ledger",
-        lambda g: {(url, outcome): n for url, c in g.stats.webhooks.items() for outcome, n in c.outcomes.items()},
+        lambda g: {(url, outcome): n for url, c in g.process.webhooks.items() for outcome, n in c.outcomes.items()},
         {"url": "", "outcome": "delivered, failed: tried again, lost: given up, or gone from the store"},
         " ([webhooks](security.md#webhooks))",
+        shared=True,
     ),
     Declared(
         "gauge", "hotswap_webhook_behind", "Entries of the ledger that a URL has not got, in the gateway that leads",
-        lambda g: {url: c.behind for url, c in g.stats.webhooks.items()}, {"url": ""},
+        lambda g: {url: c.behind for url, c in g.process.webhooks.items()}, {"url": ""},
+        shared=True,
     ),
     Declared(
         "gauge", "hotswap_active_epoch", "Commits so far", lambda g: g.fleet.active.epoch if g.fleet.active else 0

@@ -87,6 +87,7 @@ class Finished:
     bytes_out: int = 0
     streamed: bool = False
     trace: TraceContext | None = None
+    model: str = ""  # who answered, or was to; "" for what no model answers
 
 
 def of_refusal(request_id: bytes, method: bytes, route: str, key: str, error: HttpError) -> Finished:
@@ -153,16 +154,16 @@ class Swaps:
     """Counts and times of swaps, from the records the fleet's view gets.
 
     Times are this process's: a phase lasts from the moment its record was seen here to the moment the next one was.
-    `on_end` is told of each swap that has ended, and of its phases.
+    `told` hears of each swap that has ended, and of its phases.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, told: Callable[[SwapRecord, Seen], None]) -> None:
         self.ended = dict.fromkeys(SWAP_ENDS, 0)
         self.duration = Histogram(SECONDS)
         self.phases = {phase: Histogram(SECONDS) for phase in SWAP_PHASES}
         self.stall = Histogram(STALL)
         self._seen: Seen = []
-        self.on_end: Callable[[SwapRecord, Seen], None] = lambda _, __: None
+        self._told = told
 
     def swap(self, before: SwapRecord | None, record: SwapRecord) -> None:
         """The swap record has changed. What was there when this process began is not counted."""
@@ -177,7 +178,7 @@ class Swaps:
         if record.phase in SWAP_ENDS:
             self.ended[record.phase] += 1
             self.duration.observe(max(0.0, now - record.opened_at))
-            self.on_end(record, self._seen)
+            self._told(record, self._seen)
             self._seen = []
 
     def instance(self, before: InstanceRecord, after: InstanceRecord) -> None:
@@ -186,13 +187,36 @@ class Swaps:
             self.stall.observe(after.commit_ms / 1e3)
 
 
-class Stats:
-    """All counts of one gateway process."""
+class ProcessStats:
+    """The counts of one gateway process that belong to no model, and who is told of the requests of all."""
 
     def __init__(self) -> None:
-        self.requests: Counter[tuple[str, int]] = Counter()
         self.refused: Counter[str] = Counter()  # by error code
         self.limited: Counter[str] = Counter(dict.fromkeys(NAMED, 0))
+        self.swap_told: Callable[[str, SwapRecord, Seen], None] = lambda _, __, ___: None  # of those that have ended
+        self.ledger_told: Callable[[LedgerEntry], None] = lambda _: None  # of new entries, in the gateway that leads
+        self.webhooks: dict[str, HookCounts] = {}  # by URL
+        self.watchers: list[Watcher] = []  # the access log and traces, where they are wanted
+        self.collector: Collector | None = None  # who wants whole answers, those of keys that collect at least
+        self.collects_all = False  # those of others too
+        self.captured = CaptureMemory()
+        self.answers_written: Counter[str] = Counter(answer=0, feedback=0)  # to the log, by kind of record
+        self.answers_dropped: Counter[tuple[str, str]] = Counter()  # by who wanted them, and cause
+        self.spans = dict.fromkeys(("exported", "dropped", "failed"), 0)  # dropped: the queue to the collector was full
+
+    def tell(self, finished: Finished) -> None:
+        """A request is over that was not forwarded."""
+        for watcher in self.watchers:
+            watcher.end(finished)
+
+
+class Stats:
+    """The counts of one model in one gateway process."""
+
+    def __init__(self, process: ProcessStats | None = None, model: str = "") -> None:
+        self.process = process or ProcessStats()
+        self.model = model
+        self.requests: Counter[tuple[str, int]] = Counter()
         self.disconnects: Counter[str] = Counter(dict.fromkeys(PHASES, 0))
         self.upstream_failures: Counter[str] = Counter()  # by error code
         self.stale_retries = 0
@@ -200,6 +224,7 @@ class Stats:
         self.hold_seconds = Histogram()
         self.refusal_retries = 0
         self.failovers: Counter[str] = Counter(dict.fromkeys(FAILOVERS, 0))  # by outcome
+        self.fallbacks: Counter[tuple[str, str]] = Counter()  # to which model, by error code
         self.inflight = 0
         self.bytes_in = 0
         self.bytes_out = 0
@@ -209,18 +234,15 @@ class Stats:
         self.tokens: dict[str, Tokens] = {}  # by route
         self.duration = Histogram()
         self.of_version: dict[int, OfVersion] = {}  # while versions share the traffic
-        self.swaps = Swaps()
-        self.ledger_told: Callable[[LedgerEntry], None] = lambda _: None  # of new entries, in the gateway that leads
+        self.swaps = Swaps(lambda record, seen: self.process.swap_told(model, record, seen))
         self.store_up = True
         self.release = "none"  # state of the release under way, or of the last one
-        self.webhooks: dict[str, HookCounts] = {}  # by URL
-        self.watchers: list[Watcher] = []  # the access log and traces, where they are wanted
-        self.collector: Collector | None = None  # who wants whole answers, those of keys that collect at least
-        self.collects_all = False  # those of others too
-        self.captured = CaptureMemory()
-        self.answers_written: Counter[str] = Counter(answer=0, feedback=0)  # to the log, by kind of record
-        self.answers_dropped: Counter[tuple[str, str]] = Counter()  # by who wanted them, and cause
-        self.spans = dict.fromkeys(("exported", "dropped", "failed"), 0)  # dropped: the queue to the collector was full
+        self.watchers: list[Watcher] = []  # of this model's requests alone; those of all are the process's
+
+    @property
+    def watched(self) -> bool:
+        """Whether anybody is told of requests."""
+        return bool(self.watchers or self.process.watchers)
 
     def held(self, kind: str, outcome: str, seconds: float) -> None:
         """A request waited for an instance."""
@@ -232,9 +254,16 @@ class Stats:
         self.inflight += 1
         self.bytes_in += size
         trace = None
-        for watcher in self.watchers:
+        for watcher in self.process.watchers:
             trace = watcher.begin(head) or trace
         return trace
+
+    def handed_on(self, other: Stats, size: int) -> None:
+        """It has begun here, with `size` bytes of body, and another model answers it."""
+        self.inflight -= 1
+        self.bytes_in -= size
+        other.inflight += 1
+        other.bytes_in += size
 
     def end(
         self,
@@ -269,9 +298,10 @@ class Stats:
             seen.first_byte.observe(ttft_s)
 
     def tell(self, finished: Finished) -> None:
-        """A request is over, one that was not forwarded too."""
+        """A request is over."""
         for watcher in self.watchers:
             watcher.end(finished)
+        self.process.tell(finished)
 
     def _count_tokens(self, route: str, usage: Usage) -> None:
         tokens = self.tokens.get(route)

@@ -29,7 +29,7 @@ from server.gateway.observe import context
 from server.gateway.observe.backlog import Backlog
 from server.gateway.observe.context import TraceContext
 from server.gateway.observe.logs import AccessLog, stderr
-from server.gateway.observe.stats import Finished, Seen, Stats
+from server.gateway.observe.stats import Finished, ProcessStats, Seen
 from server.gateway.wire.head import RequestHead
 from weightsync.control.chain import LedgerEntry
 from weightsync.control.records import SwapRecord
@@ -61,9 +61,8 @@ class Span:
 class Tracer:
     """Puts requests into traces (stats.Watcher)."""
 
-    def __init__(self, sender: SpanSender, model: str, ratio: float) -> None:
+    def __init__(self, sender: SpanSender, ratio: float) -> None:
         self._sender = sender
-        self._model = model
         self._ratio = ratio
 
     def begin(self, head: RequestHead) -> TraceContext | None:
@@ -88,13 +87,13 @@ class Tracer:
             parent_id=trace.parent_id,
             started=finished.ended - finished.duration_s,
             ended=finished.ended,
-            attributes=attributes(finished, self._model),
+            attributes=attributes(finished),
             error=finished.code or str(finished.status) if failed else None,
         )
         return [span]
 
 
-def attributes(finished: Finished, model: str) -> dict[str, Any]:
+def attributes(finished: Finished) -> dict[str, Any]:
     """What a span says of a request; nothing of prompts, answers and keys."""
     found: dict[str, Any] = {
         "http.request.method": finished.method,
@@ -104,7 +103,7 @@ def attributes(finished: Finished, model: str) -> dict[str, Any]:
         "http.response.body.size": finished.bytes_out,
         "gen_ai.operation.name": OPERATIONS.get(finished.route),
         "gen_ai.provider.name": "vllm",
-        "gen_ai.request.model": model,
+        "gen_ai.request.model": finished.model or None,
         "gen_ai.request.id": finished.request_id,
         "gen_ai.latency.e2e": finished.duration_s,
         "gen_ai.latency.time_in_queue": finished.queued_s,
@@ -121,11 +120,12 @@ def attributes(finished: Finished, model: str) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _spans(ended: tuple[SwapRecord, Seen]) -> list[Span]:
+def _spans(ended: tuple[str, SwapRecord, Seen]) -> list[Span]:
     """The swap, and under it its phases."""
-    record, seen = ended
+    model, record, seen = ended
     trace_id, span_id = random.getrandbits(128) or 1, random.getrandbits(64) or 1
     about = {
+        "hotswap.model": model,
         "hotswap.swap.id": record.id,
         "hotswap.weight_version": record.target,
         "hotswap.swap.mode": record.mode,
@@ -223,16 +223,19 @@ def _open_exporter(url: str, service: str) -> tuple[Callable[[Span], ReadableSpa
     return convert, OTLPSpanExporter(endpoint=url)
 
 
-def open_watchers(settings: ObserveSettings, model: str, stats: Stats, leads: Callable[[], bool]) -> Callable[[], None]:
-    """Begins what `settings` ask for; the result ends it, and may take seconds. Swaps are traced while `leads`.
+def open_watchers(settings: ObserveSettings, stats: ProcessStats, leads: Callable[[str], bool]) -> Callable[[], None]:
+    """Begins what `settings` ask for; the result ends it, and may take seconds. Swaps of a model are traced while this
+    gateway `leads` it.
 
     Raises ConfigError.
     """
     ending: list[Callable[[], None]] = []
     if settings.otlp_endpoint is not None:
         sender = SpanSender(settings.otlp_endpoint, stats.spans)
-        stats.watchers.append(Tracer(sender, model, settings.trace_ratio))
-        stats.swaps.on_end = lambda record, seen: sender.put((record, seen), _spans) if leads() else None
+        stats.watchers.append(Tracer(sender, settings.trace_ratio))
+        stats.swap_told = lambda model, record, seen: (
+            sender.put((model, record, seen), _spans) if leads(model) else None
+        )
         stats.ledger_told = lambda entry: sender.put(entry, _event)
         ending.append(sender.close)
     if settings.access_share > 0.0:  # after the tracer, so that lines have ids of traces

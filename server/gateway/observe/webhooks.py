@@ -104,10 +104,18 @@ def shown(url: str) -> str:
 class Webhooks:
     """Delivers while `leads`. `counts` by URL as it is shown. Raises ConfigError without a good secret."""
 
-    def __init__(self, store: Store, model: str, settings: WebhookSettings, leads: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        model: str,
+        settings: WebhookSettings,
+        leads: Callable[[], bool],
+        serves: Callable[[str], bool],
+    ) -> None:
+        """`model` names its records; entries about models that this gateway does not `serve` are passed over."""
         self._file, self._seen = settings.key_file, stamp(settings.key_file) if settings.key_file is not None else None
         self._secrets = read_secrets(settings.key_file) if settings.key_file is not None else ()
-        self._hooks = [_Hook(store, model, url, leads, self.secrets) for url in settings.urls]
+        self._hooks = [_Hook(store, model, url, leads, serves, self.secrets) for url in settings.urls]
         self.counts: dict[str, HookCounts] = {shown(hook.url): hook.counts for hook in self._hooks}
 
     async def run(self) -> None:
@@ -137,9 +145,15 @@ class _Hook:
     """One URL. `number` is the last entry that it has got; None while nobody has looked."""
 
     def __init__(
-        self, store: Store, model: str, url: str, leads: Callable[[], bool], secrets: Callable[[], Sequence[bytes]]
+        self,
+        store: Store,
+        model: str,
+        url: str,
+        leads: Callable[[], bool],
+        serves: Callable[[str], bool],
+        secrets: Callable[[], Sequence[bytes]],
     ) -> None:
-        self._store, self._model, self._leads, self._secrets = store, model, leads, secrets
+        self._store, self._leads, self._serves, self._secrets = store, leads, serves, secrets
         self._key = f"gateway/webhooks/{model}/{hashlib.sha256(url.encode()).hexdigest()[:32]}"
         self._revision = MISSING
         self.url, self.counts, self.news = url, HookCounts(), asyncio.Event()
@@ -214,7 +228,7 @@ class _Hook:
             self.counts.outcomes["lost"] += 1
             await self._move(number)
             return
-        if entry.model not in ("", self._model):
+        if entry.model and not self._serves(entry.model):
             await self._move(number)
             return
         began, wait_s, said, about = time.monotonic(), RETRY_S, "", (shown(self.url), number)

@@ -25,6 +25,7 @@ from server.gateway.fleet.instance import Instance
 from server.gateway.fleet.scrape import fetch
 from server.gateway.fleet.view import Fleet
 from server.gateway.middleware import FEEDBACK, is_public
+from server.gateway.models.directory import Directory
 from server.gateway.observe.metrics import release
 from server.gateway.openapi.parts import EVERY, RATE_LIMITS, Json, components, error_responses, header_refs, parameters
 
@@ -38,13 +39,18 @@ RETRY_S = 1.0  # an instance that gave no document is not asked again at once
 class PublicDocument:
     """The document as bytes. Made by one request at a time, on a thread: it takes tens of milliseconds."""
 
-    def __init__(self, fleet: Fleet, keys: KeyRing) -> None:
-        self._fleet = fleet
+    def __init__(self, directory: Directory, keys: KeyRing) -> None:
+        self._directory = directory
         self._keys = keys
         self._making = asyncio.Lock()
         self._source: tuple[str, str, bool] | None = None
         self._bytes = b""
         self._failed_at = float("-inf")
+
+    @property
+    def _fleet(self) -> Fleet:
+        """All models have the same routes."""
+        return self._directory.main.fleet
 
     async def get(self, app: FastAPI) -> bytes:
         """The document. Raises Unavailable when no instance tells what it serves."""

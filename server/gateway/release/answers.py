@@ -43,7 +43,8 @@ class AnswerReader:
     most = 512
     all_keys = True
 
-    def __init__(self, desk: Desk, shadows: Shadows, observer: Observer) -> None:
+    def __init__(self, model: str, desk: Desk, shadows: Shadows, observer: Observer) -> None:
+        self._model = model
         self._desk, self._shadows, self._observer = desk, shadows, observer
         self._policy: Policy | None = None
         self._refusals: tuple[re.Pattern[str], ...] = ()
@@ -84,10 +85,11 @@ class AnswerReader:
         return bool(self._metrics)
 
     def take(self, answer: Answer) -> None:
-        self._observe(answer, "live", _TEXT)
+        if answer.about.served == self._model:
+            self._observe(answer, "live", _TEXT)
 
     def rate(self, feedback: Feedback) -> None:
-        if feedback.score is not None:
+        if feedback.score is not None and feedback.model == self._model:
             self._observer.observe("feedback", feedback.score, feedback.version)
 
     def tick(self) -> None:

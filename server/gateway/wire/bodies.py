@@ -46,6 +46,7 @@ class Fields(msgspec.Struct):
     """Any object: its fields are skipped, but checked. Those named are what the gateway looks at, as they were sent."""
 
     hotswap: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    model: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     max_tokens: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     max_completion_tokens: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     max_output_tokens: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
@@ -76,6 +77,28 @@ def check_object(body: bytes) -> Fields:
         raise BadRequest(f"The body is not valid JSON: {exc}.", code="invalid_json") from exc
     except RecursionError as exc:
         raise BadRequest("The body is nested too deeply.", code="invalid_json") from exc
+
+
+def named(fields: Fields) -> str | None:
+    """The model that a body names; None if it names none, or with what is no text: that is for the instance to say."""
+    raw = fields.model
+    if isinstance(raw, msgspec.UnsetType):
+        return None
+    name = bytes(raw)
+    if b"\\" not in name and name.startswith(b'"'):
+        return name[1:-1].decode()
+    found = msgspec.json.decode(name)
+    return found if isinstance(found, str) else None
+
+
+def with_model(body: bytes, name: str) -> bytes:
+    """The body, an object, that names this model; its other fields stay the bytes they are."""
+    fields = _raw_fields(body)
+    fields["model"] = msgspec.Raw(msgspec.json.encode(name))
+    return msgspec.json.encode(fields)
+
+
+_raw_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 # the events of streams, as far as journal.py needs them

@@ -62,7 +62,9 @@ class RequestHead:
     asked: dict[bytes, bytes] | None = None  # x-hotswap-* headers, for terms.read
     session: bytes | None = None  # x-session-id, which is forwarded too
     origin: bytes | None = None  # of the page that has a browser ask
-    sticky: bytes = b""  # the header that a split of traffic goes by, where one does
+    preflight: bool = False  # its browser asks whether the page may send a request
+    cors: bytes = b""  # header lines by which its browser lets that page read the answer
+    sticky: dict[bytes, bytes] | None = None  # the headers that splits of traffic go by, where some do
     scope: bytes = b""  # whose prefix cache it may hit, as the header line that says so
 
 
@@ -133,6 +135,10 @@ def _origin(head: RequestHead, value: bytes, _: str) -> None:
     head.origin = value
 
 
+def _preflight(head: RequestHead, value: bytes, _: str) -> None:
+    head.preflight = bool(value)
+
+
 def _connection(head: RequestHead, value: bytes, _: str) -> None:
     options = {option.strip().lower() for option in value.split(b",")}
     if not options <= _CONNECTION_OPTIONS:
@@ -189,6 +195,7 @@ _READERS: Final = {
     b"connection": _connection,
     b"expect": _expect,
     b"origin": _origin,
+    b"access-control-request-method": _preflight,
     b"authorization": _authorization,
     b"x-api-key": _api_key,
     b"x-request-id": _request_id,

@@ -19,6 +19,7 @@ import httptools
 from server.errors import BadUpstream, HttpError
 from server.gateway.wire.bodies import KEPT, Usage, estimate_usage, read_usage
 from server.gateway.wire.capture import Capture
+from server.gateway.wire.foreign import HEADERS, Foreign
 from server.gateway.wire.head import status_line
 from server.gateway.wire.journal import Journal, ReplayMemory
 from server.resume import RESUMABLE, RESUMED
@@ -55,6 +56,7 @@ class ResponseRelay:
         "capture",
         "complete",
         "extra_head",
+        "foreign",
         "journal",
         "keep_alive",
         "memory",
@@ -95,6 +97,7 @@ class ResponseRelay:
         self.request_bytes = 0  # that are kept along with it
         self.journal: Journal | None = None  # of a stream that another instance could go on with
         self.capture: Capture | None = None  # where somebody wants the whole answer
+        self.foreign: Foreign | None = None  # where it is of an upstream that is not ours
 
     def feed(self, data: bytes) -> bytes:
         """Bytes for the client. Raises BadUpstream if `data` is not what HTTP allows here."""
@@ -159,6 +162,11 @@ class ResponseRelay:
             return b"%x\r\n%b\r\n" % (len(event), event)
         return event if self._close_delimited or self._http10 else b""
 
+    def fault(self) -> HttpError | None:
+        """What clients are told instead of an answer of an upstream that is not ours; None: the answer is theirs."""
+        foreign = self.foreign
+        return None if foreign is None else foreign.fault(self.status, self.header(b"retry-after"))
+
     def header(self, name: bytes) -> bytes:
         """The value of a header of the instance's answer (lower case), empty if there is none."""
         return next((value for known, value in self._headers if known == name), b"")
@@ -171,7 +179,7 @@ class ResponseRelay:
         """The tokens of the answer; None for errors and what counts no tokens. Of a cut stream it is an estimate."""
         if not (200 <= self.status < 300 or self._going_on) or not self.body_bytes:
             return None
-        tail = self.tail()
+        tail = self.foreign.tokens if self.foreign is not None and self.foreign.tokens else self.tail()
         found = read_usage(tail)
         return found or (estimate_usage(tail, self.body_bytes) if self.sse else None)
 
@@ -188,8 +196,12 @@ class ResponseRelay:
             self._body.clear()
             if self.journal is not None:
                 piece = self.journal.take(piece)
+            elif self.foreign is not None and self._chunked:
+                piece = self.foreign.take(piece)
         if self.complete and self.journal is not None:
             piece += self.journal.rest()
+        elif self.complete and self.foreign is not None:
+            piece += self.foreign.rest()
         if piece:
             self._keep(piece)
             out += b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunked else piece
@@ -199,7 +211,11 @@ class ResponseRelay:
 
     def _pass(self, data: bytes, piece: bytes) -> bytes:
         """What a token usually costs: `data` is a chunk around `piece`, and its frame need be neither read nor made."""
-        taken = piece if self.journal is None else self.journal.take(piece)
+        taken = piece
+        if self.journal is not None:
+            taken = self.journal.take(piece)
+        elif self.foreign is not None:
+            taken = self.foreign.take(piece)
         if taken:
             self._keep(taken)
         if taken is piece:
@@ -236,7 +252,7 @@ class ResponseRelay:
             return
         if status > 599:
             self._fail(f"status {status}")
-        if status in (401, 409, 503):
+        if status in (401, 409, 503) and self.foreign is None:
             self.refused = self.header(b"x-hotswap-refused")
         if not self._going_on:
             self._head = self._build_head(status)
@@ -278,7 +294,12 @@ class ResponseRelay:
                 length = True
             elif name == b"content-type":
                 self.sse = value[:17].lower() == b"text/event-stream"
-        lines += [b"%b: %b\r\n" % pair for pair in self._headers if pair[0] not in dropped and pair[0] not in _OURS]
+        foreign = self.foreign
+        if foreign is None:
+            lines += [b"%b: %b\r\n" % pair for pair in self._headers if pair[0] not in dropped and pair[0] not in _OURS]
+        else:
+            lines += [b"%b: %b\r\n" % pair for pair in self._headers if pair[0] not in dropped and pair[0] in HEADERS]
+            lines.append(foreign.lines)
         lines.append(b"x-request-id: %b\r\n%b" % (self._request_id, self.extra_head))
         bodiless = status in (204, 304)
         self._close_delimited = not (length or self._chunked or bodiless)

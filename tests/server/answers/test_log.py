@@ -24,7 +24,7 @@ from server.answers.parse import FORMAT, Answer, Choice
 from server.errors import ConfigError
 from server.gateway.access.keys import ANONYMOUS, Principal
 from server.gateway.config import AnswerSettings
-from server.gateway.observe.stats import Stats
+from server.gateway.observe.stats import ProcessStats
 from tests.server.answers.test_parse import about
 
 ADA = Principal("ada", frozenset(), b"a", id="k1", collect=True)
@@ -337,8 +337,8 @@ def spoil(record: dict[str, Any]) -> dict[str, Any]:
     return {"id": record["id"]}
 
 
-def logged(tmp_path: Path, redact: str | None) -> tuple[list[dict[str, Any]], Stats]:
-    stats = Stats()
+def logged(tmp_path: Path, redact: str | None) -> tuple[list[dict[str, Any]], ProcessStats]:
+    stats = ProcessStats()
     log = Log(str(tmp_path / "log"), bounded(redact=redact and f"{__name__}:{redact}"), stats)
     log.take(answer(1))
     log.take(answer(2, status=503))
@@ -368,12 +368,12 @@ def test_redaction_comes_before_anything_is_written(
 @pytest.mark.parametrize("name", ["nothing", "no.such:thing", f"{__name__}:ADA", f"{__name__}:nothing"])
 def test_a_redaction_that_cannot_be_loaded(name: str) -> None:
     with pytest.raises(ConfigError, match="--answers-redact"):
-        Log("memory://x", AnswerSettings(redact=name), Stats())
+        Log("memory://x", AnswerSettings(redact=name), ProcessStats())
 
 
 def test_whose_answers_are_kept() -> None:
     silent = Principal("bob", frozenset(), b"b", id="k2")
     for anonymous in (False, True):
-        log = Log("memory://x", AnswerSettings(anonymous=anonymous), Stats())
+        log = Log("memory://x", AnswerSettings(anonymous=anonymous), ProcessStats())
         assert [log.wants(one) for one in (ADA, silent, ANONYMOUS)] == [True, False, anonymous]
         assert log.all_keys is anonymous

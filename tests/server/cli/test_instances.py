@@ -64,10 +64,10 @@ async def test_list_drain_resume(gateway: RunningGateway) -> None:
         assert "left" in out
         assert "STARTING (not asked)" in out
         assert "left gets no new requests\n" in await run(gateway, "drain", "left")
-        wait_until(lambda: not gateway.gateway.fleet.serving)
+        wait_until(lambda: not gateway.gateway.default.fleet.serving)
         assert "DRAINING" in await run(gateway, "list")
         assert "left gets requests again" in await run(gateway, "resume", "left")
-        wait_until(lambda: len(gateway.gateway.fleet.serving) == 1)
+        wait_until(lambda: len(gateway.gateway.default.fleet.serving) == 1)
         gateway.register(up, "left", state="DRAINING")
         assert "about to stop by itself" in await run(gateway, "resume", "left")
 
@@ -81,7 +81,7 @@ async def test_status_shows_shares_and_who_answers_for_whom(gateway: RunningGate
         assert "version 1 has 90 % of the requests\n" in out
         assert "version 2 has 10 % of the requests; nobody runs it now, so others answer them" in out
         gateway.register(up, "right", active_version=2)
-        wait_until(lambda: len(gateway.gateway.fleet.serving) == 2)
+        wait_until(lambda: len(gateway.gateway.default.fleet.serving) == 2)
         assert "version 2 has 10 % of the requests\n" in await run(gateway, "list")
 
 

@@ -137,5 +137,5 @@ def put_versions(gateway: RunningGateway, active: int, previous: int | None) -> 
 
 async def serve_version(gateway: RunningGateway, version: int) -> None:
     """The instance runs what is committed, so it is asked."""
-    address = gateway.gateway.fleet.instances["i0"].record.address
+    address = gateway.gateway.default.fleet.instances["i0"].record.address
     await asyncio.to_thread(gateway.register, address, "i0", active_version=version)

@@ -32,7 +32,7 @@ async def test_the_fleet_is_shown_and_follows(console: Watched, gateway: Running
     await console.wait_text("#instances", "SERVING")
     row = await console.page.locator("#instances tbody tr").first.inner_text()
     assert row.split("\t")[:3] == ["i0", "SERVING", "v1"]
-    address = gateway.gateway.fleet.instances["i0"].record.address
+    address = gateway.gateway.default.fleet.instances["i0"].record.address
     await asyncio.to_thread(
         gateway.register, address, "i0", "STAGED", staged_version=2, fingerprint="0123456789abcdef", commit_ms=0.625
     )

@@ -54,20 +54,21 @@ class RunningGateway:
         return f"http://{self.host}:{self.port}"
 
     def register(
-        self, upstream: Upstream | str, instance_id: str = "i0", state: str = "SERVING", **fields: Any
+        self, upstream: Upstream | str, instance_id: str = "i0", state: str = "SERVING", model: str = "", **fields: Any
     ) -> None:
         """Writes an instance record, as the instance's agent does, and waits until the gateway sees it."""
         address = upstream if isinstance(upstream, str) else upstream.address
         record = InstanceRecord(
             id=instance_id, address=address, **{"state": state, "active_version": 1, "active_epoch": 1, **fields}
         )
-        self.store.put(KEYS.instance(instance_id), record.to_json())
-        instances = self.gateway.fleet.instances
+        served = self.gateway.models[model] if model else self.gateway.default
+        self.store.put(Keys(served.name).instance(instance_id), record.to_json())
+        instances = served.fleet.instances
         wait_until(lambda: instance_id in instances and instances[instance_id].record == record)
 
     def unregister(self, instance_id: str = "i0") -> None:
         self.store.delete(KEYS.instance(instance_id))
-        wait_until(lambda: instance_id not in self.gateway.fleet.instances)
+        wait_until(lambda: instance_id not in self.gateway.default.fleet.instances)
 
     async def connect(self, *, admin: bool = False) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         return await asyncio.open_connection(self.host, self.admin_port if admin else self.port)

@@ -57,10 +57,10 @@ def sent(up: Upstream) -> dict[str, str]:
 
 async def waiting(gateway: RunningGateway, headers: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A client whose request is held."""
-    before = len(gateway.gateway.fleet.room)
+    before = len(gateway.gateway.default.fleet.room)
     reader, writer = await gateway.connect()
     writer.write(post(headers=headers))
-    await eventually(lambda: len(gateway.gateway.fleet.room) == before + 1)
+    await eventually(lambda: len(gateway.gateway.default.fleet.room) == before + 1)
     return reader, writer
 
 
@@ -318,8 +318,8 @@ async def test_a_refused_request_goes_to_another_instance_whole(gateway: Running
         assert [r.body for r in well.requests] == bodies
         assert {r.body for r in stale.requests} <= set(bodies)
         assert stale.requests
-        assert gateway.gateway.stats.refusal_retries == len(stale.requests)
-        assert gateway.gateway.fleet.instances["a"].refusals == len(stale.requests)
+        assert gateway.gateway.default.stats.refusal_retries == len(stale.requests)
+        assert gateway.gateway.default.fleet.instances["a"].refusals == len(stale.requests)
         assert stale.connections == 1  # a refusal ends in order, so its connection is used again
 
 
@@ -391,7 +391,7 @@ async def test_the_version_comes_while_it_is_waited_for(gateway: RunningGateway)
         assert (await read_answer(reader)).status == 200
         writer.close()
         assert up.requests[-1].headers["x-hotswap-min-version"] == "5"
-        assert gateway.gateway.stats.holds["version", "served"] == 1
+        assert gateway.gateway.default.stats.holds["version", "served"] == 1
 
 
 async def test_the_version_never_comes(gateway: RunningGateway) -> None:
@@ -399,7 +399,7 @@ async def test_the_version_never_comes(gateway: RunningGateway) -> None:
         answer = await gateway.ask(post(headers="X-Hotswap-Version: 5\r\nX-Hotswap-Wait-S: 0.2\r\n"))
         assert code(answer) == (504, "version_wait_timeout")
         assert orjson.loads(answer.body)["error"]["active_version"] == 4
-        assert gateway.gateway.stats.holds["version", "refused"] == 1
+        assert gateway.gateway.default.stats.holds["version", "refused"] == 1
         assert up.requests == []
 
 
@@ -407,9 +407,9 @@ async def test_a_client_leaves_while_it_waits(gateway: RunningGateway) -> None:
     async with serving(gateway, 4) as up:
         _, writer = await waiting(gateway, "X-Hotswap-Version: 5\r\nX-Hotswap-Wait-S: 60\r\n")
         writer.transport.abort()
-        await eventually(lambda: len(gateway.gateway.fleet.room) == 0)
-        assert gateway.gateway.stats.disconnects["held"] == 1
-        assert gateway.gateway.stats.holds["version", "left"] == 1
+        await eventually(lambda: len(gateway.gateway.default.fleet.room) == 0)
+        assert gateway.gateway.default.stats.disconnects["held"] == 1
+        assert gateway.gateway.default.stats.holds["version", "left"] == 1
         commit(gateway, 5, 5)
         gateway.register(up, active_version=5, active_epoch=5)
         assert (await gateway.ask(post())).status == 200
@@ -425,7 +425,7 @@ async def test_those_who_wait_are_bounded(gateway: RunningGateway) -> None:
         assert (await gateway.ask(post())).status == 200
         for _, writer in held:
             writer.close()
-        await eventually(lambda: len(gateway.gateway.fleet.room) == 0)
+        await eventually(lambda: len(gateway.gateway.default.fleet.room) == 0)
 
 
 async def test_a_slow_refusal_uses_up_the_wait(gateway: RunningGateway) -> None:

@@ -66,7 +66,7 @@ def gateway(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.fixture(autouse=True)
 async def nothing_is_left(gateway: RunningGateway) -> Any:
     yield
-    for instance_id in list(gateway.gateway.fleet.instances):
+    for instance_id in list(gateway.gateway.default.fleet.instances):
         await asyncio.to_thread(gateway.unregister, instance_id)
     await eventually(lambda: gateway.gateway.stats.captured.used == 0, 10)
 

@@ -13,6 +13,8 @@ from server.gateway.app import build_app
 from server.gateway.fleet import routing
 from server.gateway.fleet.instance import FIELDS
 from server.gateway.fleet.view import Fleet
+from server.gateway.models.directory import Directory
+from server.gateway.models.served import Served
 from server.gateway.observe.metrics import METRICS, SIGNALS, Counted, table
 from server.gateway.observe.stats import Stats
 from server.gateway.queue.gate import Gate
@@ -39,9 +41,10 @@ def test_every_route_is_documented() -> None:
 def test_the_table_of_metrics_is_made_of_their_declarations() -> None:
     assert table() in API, "run `make tables`"
     documented = set(re.findall(r"`(hotswap_\w+)`", API)) - {"hotswap_weight_versions"}  # a field of answers
-    stats = Stats()
+    stats, directory = Stats(), Directory()
     fleet = Fleet(None, "toy", UpstreamSettings(), stats)  # type: ignore[arg-type]
-    counted = Counted(stats, fleet, Gate(fleet, QueueSettings()))
+    directory.use([Served("toy", fleet, Gate(fleet, QueueSettings()), stats)], {})
+    counted = Counted(stats.process, directory)
     families = [metric.family(counted) for metric in METRICS]
     assert documented == {family.name + ("_total" if family.type == "counter" else "") for family in families}
     assert SIGNALS.keys() == set(FIELDS)
@@ -59,7 +62,7 @@ def test_every_code_in_the_table_exists() -> None:
         for code in re.findall(r"`(\w+)`", row)
     }
     own = set(re.findall(r'code="(\w+)"|default_code[^=]*= "(\w+)"', SOURCES))
-    limits = {f"{limit.name}_limit" for limit in key_limits.LIMITS.values() if limit.counts}
+    limits = {f"{limit.name}_limit" for limit in key_limits.LIMITS.values() if limit.counts in ("minute", "now")}
     known = {code for pair in own for code in pair if code} | limits | STATUS.keys()
     assert documented <= known
     base = {HttpError.default_code, "bad_request", "conflict", "unprocessable", "insufficient_storage", "push_failed"}

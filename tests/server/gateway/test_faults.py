@@ -60,9 +60,9 @@ async def test_a_task_that_fails_begins_again(gateway: RunningGateway, monkeypat
         gateway.register(up)
         await eventually(lambda: len(failed) == 2)
         gateway.register(up, "i1")
-        await eventually(lambda: len(gateway.gateway.fleet.serving) == 2)
+        await eventually(lambda: len(gateway.gateway.default.fleet.serving) == 2)
         assert (await gateway.ask(post())).status == 200
-        pools = [i.pool for i in gateway.gateway.fleet.instances.values()]
+        pools = [i.pool for i in gateway.gateway.default.fleet.instances.values()]
         assert sum(pool.idle for pool in pools) == 1
         await eventually(lambda: not sum(pool.idle for pool in pools))  # swept after its idle time
 
@@ -77,8 +77,8 @@ async def test_a_fault_in_connecting_ends_the_request(gateway: RunningGateway, m
             patched.setattr(Pool, "connect", fail)
             got = await gateway.ask(post())
         assert (got.status, orjson.loads(got.body)["error"]["code"]) == (500, "internal_error")
-        assert gateway.gateway.stats.inflight == 0
-        assert gateway.gateway.fleet.instances["i0"].inflight == 0
+        assert gateway.gateway.default.stats.inflight == 0
+        assert gateway.gateway.default.fleet.instances["i0"].inflight == 0
         assert (await gateway.ask(post())).status == 200
 
 

@@ -198,7 +198,7 @@ async def test_health_and_load_are_asked_over_tls(authority: Authority, member: 
         ):
             gateway.register(good, "good")
             gateway.register(bad, "bad")
-            fleet = gateway.gateway.fleet
+            fleet = gateway.gateway.default.fleet
             await eventually(lambda: fleet.instances["good"].signals is not None, 30)
             await eventually(lambda: not fleet.instances["bad"].health.answering, 30)
             assert fleet.instances["good"].health.answering
@@ -232,13 +232,13 @@ def test_records_that_must_not_be_spoken_to_are_ignored(
         record = InstanceRecord("plain", "http://192.0.2.1:8001", "SERVING", active_version=1)
         gateway.store.put(KEYS.instance("plain"), record.to_json())
         wait_until(lambda: "Start it with --cluster-tls" in caplog.text)
-        assert not gateway.gateway.fleet.instances
+        assert not gateway.gateway.default.fleet.instances
     (tmp_path / "b").mkdir()
     with running_gateway(tmp_path / "b", upstream=QUIET) as without, caplog.at_level(logging.ERROR):
         record = InstanceRecord("secure", "https://127.0.0.1:8001", "SERVING", active_version=1)
         without.store.put(KEYS.instance("secure"), record.to_json())
         wait_until(lambda: "Start the gateway with --cluster-tls" in caplog.text)
-        assert not without.gateway.fleet.instances
+        assert not without.gateway.default.fleet.instances
 
 
 # the admin port, and a process of its own

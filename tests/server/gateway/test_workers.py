@@ -342,3 +342,50 @@ def test_feedback_reaches_the_worker_that_answered(workers: Workers, tmp_path: P
         ("feedback", [one["request_id"] for one in kept if one["record"] == "feedback"]),
     ):
         assert sorted(request_ids) == sorted(f"r{number}" for number in range(16)), kind
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.broad)])
+def test_a_hang_up_has_every_worker_read_the_models_anew(tmp_path: Path, count: int) -> None:
+    file, port, admin = tmp_path / "models.yaml", free_port(), free_port()
+    file.write_text("models: [{name: small}]\naliases: {fast: small}\n")
+    command = [
+        sys.executable,
+        "-m",
+        "server.gateway",
+        "--store",
+        f"sqlite://{tmp_path}/store.db",
+        "--models",
+        str(file),
+    ]
+    command += ["--port", str(port), "--admin-port", str(admin), "--workers", str(count)]
+
+    def up() -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(f"http://127.0.0.1:{port}/healthz", timeout=60).status_code == 200
+        return False
+
+    def listed() -> list[str]:
+        """As whichever worker the kernel chooses tells it."""
+        answer = httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=60).json()
+        return [each["id"] for each in answer["data"]]
+
+    def workers() -> set[str]:
+        page = samples(httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=60).content)
+        return {dict(labels).get("worker", "0") for name, labels, _ in page if name == "process_start_time_seconds"}
+
+    with running(command, tmp_path / "log") as process:
+        wait_until(up)
+        wait_until(lambda: len(workers()) == count)
+        assert listed() == ["small", "fast"]
+        for text, names in (
+            ("models: [{name: small}, {name: big}]\naliases: {fast: [big, small]}\n", ["small", "big", "fast"]),
+            ("models: [{name: small}]\naliases: {slow: small}\n", ["small", "slow"]),
+        ):
+            file.write_text(text)
+            process.send_signal(signal.SIGHUP)
+            wait_until(lambda: all(listed() == names for _ in range(16)))  # noqa: B023
+        file.write_text("models: [{name: small}, {nam: big}]\n")
+        process.send_signal(signal.SIGHUP)
+        wait_until(lambda: "line 1" in (tmp_path / "log").read_text())
+        assert all(listed() == ["small", "slow"] for _ in range(16))
+        assert process.poll() is None

@@ -104,7 +104,7 @@ def test_the_whole_fleet_sleeps_and_wakes(gateway: RunningGateway, start: Starte
     for turn in (1, 2):
         getattr(engine, engine.leaves)()
         assert engine.state == away
-        assert not gateway.gateway.fleet.serving
+        assert not gateway.gateway.default.fleet.serving
         assert [len(instance.slept) for instance in instances] == [turn, turn]
         assert {(o.level, o.drain_s, o.ttl_s, o.requested_by) for i in instances for o in i.slept} == {
             (level, 1.0, 60.0, "trainer")
@@ -112,7 +112,7 @@ def test_the_whole_fleet_sleeps_and_wakes(gateway: RunningGateway, start: Starte
         assert ServingEngine(fleet, 1000, level).state == away, "a resumed trainer must find it asleep"
         (engine.reload if level == 1 else engine.instantiate)()
         assert engine.state == "instantiated"
-        assert {i.record.id for i in gateway.gateway.fleet.serving} == {"a", "b"}
+        assert {i.record.id for i in gateway.gateway.default.fleet.serving} == {"a", "b"}
         assert ordered_now(gateway) == []
     fleet.close()
 
@@ -124,7 +124,7 @@ def test_one_that_does_not_obey_is_named_and_nobody_stays_asleep(gateway: Runnin
     with pytest.raises(SleepTimeout, match=r"deaf did not fall asleep within 0\.5 s.*memory\.serving\.timeout_s"):
         engine.destroy()
     assert engine.state == "instantiated"
-    wait_until(lambda: {i.record.id for i in gateway.gateway.fleet.serving} == {"good", "deaf"})
+    wait_until(lambda: {i.record.id for i in gateway.gateway.default.fleet.serving} == {"good", "deaf"})
 
 
 def test_orders_end_with_the_trainer_that_renews_them(gateway: RunningGateway, start: Starter) -> None:
@@ -140,7 +140,7 @@ def test_orders_end_with_the_trainer_that_renews_them(gateway: RunningGateway, s
     wait_until(lambda: since() > first.since)
     assert len(instance.slept) == 1, "a renewal must not wake it"
     fleet._end_renewing()  # as if the trainer had been killed
-    wait_until(lambda: {i.record.id for i in gateway.gateway.fleet.serving} == {"a"})
+    wait_until(lambda: {i.record.id for i in gateway.gateway.default.fleet.serving} == {"a"})
 
 
 def test_orders_are_renewed_while_requests_end(gateway: RunningGateway, start: Starter) -> None:
@@ -157,7 +157,7 @@ def test_closing_wakes_who_sleeps(gateway: RunningGateway, start: Starter) -> No
     fleet = Fleet(config(gateway))
     fleet.sleep()
     fleet.close()
-    wait_until(lambda: {i.record.id for i in gateway.gateway.fleet.serving} == {"a"})
+    wait_until(lambda: {i.record.id for i in gateway.gateway.default.fleet.serving} == {"a"})
 
 
 def test_what_cannot_be_asked_is_said(gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:

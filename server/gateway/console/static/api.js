@@ -28,6 +28,7 @@ export class ApiError extends Error {
 export class Api {
   constructor(key) {
     this.key = key;
+    this.model = null; // whom the admin routes are asked about; null: there is but one
   }
 
   async json(path, { method = "GET", body, signal } = {}) {
@@ -40,7 +41,7 @@ export class Api {
     const headers = new Headers({ accept: "application/json, text/event-stream" });
     if (this.key.value) headers.set("authorization", `Bearer ${this.key.value}`);
     if (body !== undefined) headers.set("content-type", "application/json");
-    const answer = await reached(path, {
+    const answer = await reached(this.#about(path), {
       method,
       headers,
       signal,
@@ -52,6 +53,11 @@ export class Api {
     });
     if (!answer.ok) throw await refusal(answer);
     return answer;
+  }
+
+  #about(path) {
+    if (this.model === null || !path.startsWith("/admin/")) return path;
+    return `${path}${path.includes("?") ? "&" : "?"}model=${encodeURIComponent(this.model)}`;
   }
 }
 

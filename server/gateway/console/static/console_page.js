@@ -40,6 +40,11 @@ class ConsolePage {
     this.timer = null;
     this.key.onchange = () => this.#look();
     wireKeyForm(byId("key-form"), this.key);
+    byId("model-choice").addEventListener("change", (event) => {
+      this.#forget();
+      this.#show(event.target.value);
+      this.#look();
+    });
     document.addEventListener("visibilitychange", () => document.hidden || this.#look());
     this.#look();
   }
@@ -70,6 +75,7 @@ class ConsolePage {
       setText(byId("key-message"), "Type the admin key to see the fleet. The chat works without, where no key is asked.");
       return;
     }
+    await this.#choose();
     const paths = ["/admin/instances", "/admin/weights", "/admin/swap", "/admin/pause", "/admin/releases"];
     const [{ instances }, weights, { swap }, pause, { release, findings }] = await Promise.all(paths.map((path) => this.api.json(path)));
     setText(byId("key-message"), "The key works.");
@@ -104,6 +110,26 @@ class ConsolePage {
     } catch {
       setText(byId("model"), ""); // the chat says why when it is asked; the fleet may be shown all the same
     }
+  }
+
+  // Which model the page shows, where the gateway has several: the first, until another is chosen.
+  async #choose() {
+    if (this.rounds % 5 !== 0) return;
+    const names = (await this.api.json("/admin/models")).models.filter((m) => m.kind === "instances").map((m) => m.name);
+    const select = byId("model-choice");
+    if (names.join() !== [...select.options].map((o) => o.value).join()) {
+      select.replaceChildren(...names.map((name) => new Option(name, name, false, name === this.api.model)));
+      byId("model-choose").hidden = names.length < 2;
+    }
+    if (names.length < 2) this.api.model = null;
+    else if (!names.includes(this.api.model)) this.#show(names[0]);
+  }
+
+  #show(name) {
+    this.api.model = name;
+    this.talk.model = name;
+    setText(byId("model"), name);
+    byId("model-choice").value = name;
   }
 
   async #past(swap) {

@@ -106,7 +106,7 @@ async def test_tokens_over_the_limit(gateway: RunningGateway, answering: Upstrea
     writer.close()
     await reader.read()
     # The client that left is charged what its prompt was taken for, and the rest is given back.
-    await eventually(lambda: not gateway.gateway.stats.inflight)
+    await eventually(lambda: not gateway.gateway.default.stats.inflight)
     answering.handler = answer_used
     assert (await gateway.ask(post(body={"prompt": "hello", "max_tokens": 250}, headers=key))).status == 200
 
@@ -170,7 +170,7 @@ async def test_places_come_back_however_a_request_ends(gateway: RunningGateway, 
     writer.close()
     bad = await gateway.ask(post(body=b"not json", headers=key))
     assert code(bad) == (400, "invalid_json")
-    await eventually(lambda: not gateway.gateway.stats.inflight)
+    await eventually(lambda: not gateway.gateway.default.stats.inflight)
     answering.handler = answer_used
     assert (await gateway.ask(post(headers=key))).status == 200
     gateway.unregister()

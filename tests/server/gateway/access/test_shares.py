@@ -23,7 +23,7 @@ from server.gateway.access.keys import Principal
 from server.gateway.access.limits import Limits, Meter, Quota, Window
 from server.gateway.access.records import USAGE_PREFIX, USAGE_ROUND
 from server.gateway.access.sharing import Division, Other, Plan, Share, Sharing, State, UsageRecord, Use, divide
-from server.gateway.observe.stats import Stats
+from server.gateway.observe.stats import ProcessStats
 from server.key_limits import KeyLimits
 from tests.etcd import Etcd
 from tests.server.gateway.harness import ADMIN_KEY, KEYS
@@ -204,7 +204,7 @@ class Gateway:
     def __init__(self, store: Store, limits: KeyLimits) -> None:
         self.store = store
         self.key_limits = {"k": limits}
-        self.limits = Limits(Stats().limited)
+        self.limits = Limits(ProcessStats().limited)
         self.sharing = Sharing(store, self.limits, lambda: self.key_limits)
         self.task: asyncio.Task[None] | None = None
 

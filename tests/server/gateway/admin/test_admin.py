@@ -157,7 +157,7 @@ async def test_push_activate_list_and_roll_back(gateway: RunningGateway, tmp_pat
         (row,) = fleet["instances"]
         assert (row["id"], row["state"], row["active_version"], row["in_flight"]) == ("i0", "SERVING", 1, 0)
         assert row["expected_flip_ms"] == 3.5
-        await eventually(lambda: gateway.gateway.stats.swaps.ended["done"] == 3)
+        await eventually(lambda: gateway.gateway.default.stats.swaps.ended["done"] == 3)
 
 
 async def test_a_rolling_swap_and_a_rollback_to_a_named_version(gateway: RunningGateway, tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ async def test_versions_share_the_traffic_by_the_admin_port(gateway: RunningGate
             status, done = await admin(gateway, "POST", "/admin/weights/split", {**halves, "sticky": "header:X-User"})
             assert (status, done["version"], done["split"]["sticky"]) == (200, 1, "header:x-user"), done
             assert (one.committed[-1], two.committed[-1]) == (2, 1)
-            await eventually(lambda: gateway.gateway.fleet.splits.percents == {1: 50.0, 2: 50.0})
+            await eventually(lambda: gateway.gateway.default.fleet.splits.percents == {1: 50.0, 2: 50.0})
             active = (await admin(gateway, "GET", "/admin/weights/active"))[1]
             assert active["split"]["shares"] == done["split"]["shares"]
             assert [(s["version"], s["instances"]) for s in active["split"]["shares"]] == [(2, ["i0"])]
@@ -261,7 +261,7 @@ async def test_a_refused_version_is_409_and_changes_nothing(gateway: RunningGate
         assert (answer["error"]["code"], answer["error"]["tensor"]) == ("swap_aborted", "a")
         assert "[2, 2]" in answer["error"]["message"]
         assert (await admin(gateway, "GET", "/admin/weights/active"))[1]["version"] == 1
-        await eventually(lambda: gateway.gateway.stats.swaps.ended["aborted"] == 1)
+        await eventually(lambda: gateway.gateway.default.stats.swaps.ended["aborted"] == 1)
 
 
 async def test_wrong_checkpoints_are_named(gateway: RunningGateway, tmp_path: Path) -> None:
@@ -455,4 +455,4 @@ def test_a_code_from_a_newer_release_is_500() -> None:
 
 
 def test_keys_of_the_store_are_those_of_the_model(gateway: RunningGateway) -> None:
-    assert gateway.gateway.fleet._keys == Keys("toy")
+    assert gateway.gateway.default.fleet._keys == Keys("toy")

@@ -27,7 +27,7 @@ from weightsync.errors import Conflict
 @pytest.fixture
 def gateway(tmp_path: Path) -> Iterator[RunningGateway]:
     with running_gateway(tmp_path) as running:
-        wait_until(lambda: running.gateway.coordinator.leads)
+        wait_until(lambda: running.gateway.default.coordinator.leads)
         for version in (1, 2, 3):
             ready = VersionRecord(version, "ready", "", 0, "", None, None, "t", 1, 0.0, "", 0)
             running.store.put(KEYS.version(version), ready.to_json())

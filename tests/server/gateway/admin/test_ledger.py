@@ -29,7 +29,7 @@ HEADER = f"Authorization: Bearer {ADMIN_KEY}\r\n"
 @pytest.fixture
 def gateway(tmp_path: Path) -> Iterator[RunningGateway]:
     with running_gateway(tmp_path) as running:
-        wait_until(lambda: running.gateway.coordinator.leads)
+        wait_until(lambda: running.gateway.default.coordinator.leads)
         yield running
 
 

@@ -67,9 +67,9 @@ class Instances(threading.Thread):
 @pytest.fixture
 def gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningGateway]:
     """Version 1 is active on both instances; 2 and 3 are ready. A canary that has flipped is good enough."""
-    monkeypatch.setattr("server.gateway.gateway.build_probe", lambda *_: None)
+    monkeypatch.setattr("server.gateway.models.model.build_probe", lambda *_: None)
     with running_gateway(tmp_path) as running:
-        wait_until(lambda: running.gateway.coordinator.leads)
+        wait_until(lambda: running.gateway.default.coordinator.leads)
         for version in (1, 2, 3):
             ready = VersionRecord(version, "ready", "", 0, "", None, None, "t", 1, 0.0, "", 0)
             running.store.put(KEYS.version(version), ready.to_json())
@@ -88,10 +88,10 @@ async def state(gateway: RunningGateway) -> dict[str, Any]:
 
 def until(gateway: RunningGateway, *states: str) -> None:
     def there() -> bool:
-        current = gateway.gateway.releases.current
+        current = gateway.gateway.default.releases.current
         return current is not None and current.state in states
 
-    wait_until(there, what=lambda: str(gateway.gateway.releases.current))
+    wait_until(there, what=lambda: str(gateway.gateway.default.releases.current))
 
 
 async def test_a_release_divides_the_traffic_and_is_cancelled(gateway: RunningGateway) -> None:

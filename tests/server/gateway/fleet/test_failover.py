@@ -47,9 +47,9 @@ def gateway(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
 @pytest.fixture(autouse=True)
 def nothing_is_left(gateway: RunningGateway) -> Iterator[None]:
     yield
-    for instance_id in list(gateway.gateway.fleet.instances):
+    for instance_id in list(gateway.gateway.default.fleet.instances):
         gateway.unregister(instance_id)
-    assert gateway.gateway.fleet.replay.used == 0
+    assert gateway.gateway.default.fleet.replay.used == 0
     assert gateway.gateway.buffered == 0
 
 
@@ -64,7 +64,7 @@ async def serving(stack: AsyncExitStack, g: RunningGateway, fleet: Fleet, *versi
 
 
 def failovers(g: RunningGateway) -> dict[str, int]:
-    return dict(g.gateway.stats.failovers)
+    return dict(g.gateway.default.stats.failovers)
 
 
 async def ask(g: RunningGateway, fleet: Fleet, *versions: int, headers: str = "", body: Any = None) -> Answer:
@@ -274,7 +274,7 @@ async def test_somebody_is_waited_for(tmp_path: Path) -> None:
             fleet.before_resumed = lambda link: asyncio.sleep(0)
             up.handler = fleet.handle
             writer.write(post(CHAT, {"stream": True}))
-            await eventually(lambda: g.gateway.stats.upstream_failures["upstream_died"] == 1)
+            await eventually(lambda: g.gateway.default.stats.upstream_failures["upstream_died"] == 1)
             other = await stack.enter_async_context(upstream(fleet.handle))
             g.register(other, "i9")
             answer = await asyncio.wait_for(read_answer(reader), 10)
@@ -290,12 +290,12 @@ async def test_a_client_that_leaves_meanwhile_leaves_nothing(tmp_path: Path) -> 
             await serving(stack, g, fleet, 5, 6)
             _, writer = await g.connect()
             writer.write(post(CHAT, {"stream": True}, "x-hotswap-version: 5\r\n"))
-            await eventually(lambda: g.gateway.stats.upstream_failures["upstream_died"] == 1)
+            await eventually(lambda: g.gateway.default.stats.upstream_failures["upstream_died"] == 1)
             g.unregister("i0")
             writer.close()
-            await eventually(lambda: g.gateway.stats.inflight == 0)
-            assert g.gateway.fleet.replay.used == 0
-            assert len(g.gateway.fleet.room) == 0
+            await eventually(lambda: g.gateway.default.stats.inflight == 0)
+            assert g.gateway.default.fleet.replay.used == 0
+            assert len(g.gateway.default.fleet.room) == 0
 
 
 async def test_a_stream_whose_instance_has_left_the_store_and_is_silent(gateway: RunningGateway) -> None:
@@ -339,13 +339,13 @@ async def test_an_instance_that_registers_again_has_what_it_had(tmp_path: Path) 
             await arrived.wait()
             g.unregister()
             g.register(up)
-            assert g.gateway.fleet.instances["i0"].working == 1
+            assert g.gateway.default.fleet.instances["i0"].working == 1
             second = asyncio.create_task(g.ask(post(CHAT, {"stream": True})))
-            await eventually(lambda: g.gateway.gate.queue.waiting == 1)
+            await eventually(lambda: g.gateway.default.gate.queue.waiting == 1)
             assert len(up.requests) == 1
             go_on.set()
             answers = [await asyncio.wait_for(each, 10) for each in (first, second)]
-            await eventually(lambda: g.gateway.fleet.instances["i0"].working == 0)
+            await eventually(lambda: g.gateway.default.fleet.instances["i0"].working == 0)
             connections = up.connections
             assert (await g.ask(post(CHAT, {"stream": True}))).complete
             assert up.connections == connections, "its connections are kept again"
@@ -456,4 +456,4 @@ async def test_memory_is_bounded(tmp_path: Path) -> None:
             assert answer.body.startswith(b"".join(fleet.events[:-2]))
             assert error_code(answer) == "upstream_died"
         assert not fleet.resumes
-        assert g.gateway.fleet.replay.used == 0
+        assert g.gateway.default.fleet.replay.used == 0

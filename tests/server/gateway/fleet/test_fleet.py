@@ -116,7 +116,7 @@ async def test_a_prompt_s_beginning_decides_who_is_asked(gateway: RunningGateway
         ]
         assert all(len(home) == 1 for home in homes), homes
         assert len(set.union(*homes)) > 1, "and not all of them go to one instance"
-        picks = gateway.gateway.fleet.picks
+        picks = gateway.gateway.default.fleet.picks
         assert (picks["load"], picks["prefix"]) == (8, 40)
 
 
@@ -157,7 +157,7 @@ async def test_one_instance_costs_no_thought(gateway: RunningGateway, monkeypatc
     monkeypatch.setattr("server.gateway.fleet.affinity.hint", None)  # it would fail
     async with fleet(gateway, answer_json):
         assert (await ask(gateway, chat(0))).status == 200
-    assert gateway.gateway.fleet.picks["only"] == 1
+    assert gateway.gateway.default.fleet.picks["only"] == 1
 
 
 # ejection
@@ -173,15 +173,15 @@ async def test_who_fails_is_left_out_and_who_is_well_is_not(gateway: RunningGate
         assert 0 < ill["ejected_for_s"] <= 5.0
         assert (well["circuit"], well["ejected_for_s"]) == ("closed", None)
     page = (await gateway.ask(get("/metrics"))).body.decode()
-    assert 'hotswap_instance_circuit_state{instance_id="i0",state="open"} 1.0' in page
-    assert 'hotswap_instance_ejections_total{instance_id="i0"} 1.0' in page
+    assert 'hotswap_instance_circuit_state{instance_id="i0",model="toy",state="open"} 1.0' in page
+    assert 'hotswap_instance_ejections_total{instance_id="i0",model="toy"} 1.0' in page
 
 
 @pytest.mark.parametrize("gateway", [QUICK], indirect=True)
 async def test_who_is_left_out_is_tried_again(gateway: RunningGateway) -> None:
     moody = Moody()
     async with fleet(gateway, moody, answer_json):
-        health = gateway.gateway.fleet.instances["i0"].health
+        health = gateway.gateway.default.fleet.instances["i0"].health
         moody.status = b"503 Service Unavailable"
         while not health.ejections:
             await ask(gateway)
@@ -191,7 +191,7 @@ async def test_who_is_left_out_is_tried_again(gateway: RunningGateway) -> None:
         async with asyncio.timeout(30):
             while not health.closed:
                 await ask(gateway)
-        assert not gateway.gateway.fleet.unwell
+        assert not gateway.gateway.default.fleet.unwell
 
 
 async def test_the_last_one_is_never_left_out(gateway: RunningGateway) -> None:
@@ -199,14 +199,14 @@ async def test_the_last_one_is_never_left_out(gateway: RunningGateway) -> None:
         statuses = {(await ask(gateway)).status for _ in range(6 * LONG)}
         assert statuses == {500}, "no 503 of the gateway's own"
         assert sum(len(asked(up)) for up in ups) == 6 * LONG
-        assert len(gateway.gateway.fleet.unwell) == 1
+        assert len(gateway.gateway.default.fleet.unwell) == 1
 
 
 async def test_at_most_a_share_is_left_out(gateway: RunningGateway) -> None:
     async with fleet(gateway, *[status(b"502 Bad Gateway")] * 3, answer_json, answer_json):
         for _ in range(20 * LONG):
             await ask(gateway)
-        assert len(gateway.gateway.fleet.unwell) == 2  # half of five
+        assert len(gateway.gateway.default.fleet.unwell) == 2  # half of five
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ async def test_what_is_no_fault_of_the_instance_does_not_count(
     async with fleet(gateway, status(line, extra), answer_json) as (odd, _):
         while len(asked(odd)) < 3 * LONG:
             await ask(gateway)
-        assert not gateway.gateway.fleet.unwell
+        assert not gateway.gateway.default.fleet.unwell
 
 
 async def test_who_refuses_connections_is_left_out_and_nobody_notices(gateway: RunningGateway) -> None:
@@ -235,14 +235,14 @@ async def test_who_refuses_connections_is_left_out_and_nobody_notices(gateway: R
         dead = gone.address
     async with fleet(gateway, answer_json):
         gateway.register(dead, "dead")
-        instance = gateway.gateway.fleet.instances["dead"]
+        instance = gateway.gateway.default.fleet.instances["dead"]
         for _ in range(60 * LONG):
             assert (await ask(gateway)).status == 200
             instance.failed_at = 0.0  # as if a second had passed: it may be asked again
             if instance.health.ejections:
                 break
         assert not instance.health.closed
-        assert gateway.gateway.fleet.retries["not_sent"] == LONG
+        assert gateway.gateway.default.fleet.retries["not_sent"] == LONG
 
 
 @pytest.mark.parametrize("gateway", [WATCHFUL], indirect=True)
@@ -250,7 +250,7 @@ async def test_probes_take_an_instance_out_and_back(gateway: RunningGateway) -> 
     moody = Moody()
     async with fleet(gateway, moody, Moody()) as (ill, well):
         moody.health = b"503 Service Unavailable"
-        await eventually(lambda: len(gateway.gateway.fleet.unwell) == 1)
+        await eventually(lambda: len(gateway.gateway.default.fleet.unwell) == 1)
         before = len(asked(ill))
         for n in range(10):
             assert (await ask(gateway, chat(n))).status == 200
@@ -258,7 +258,7 @@ async def test_probes_take_an_instance_out_and_back(gateway: RunningGateway) -> 
         row = await seen(gateway, "i0")
         assert (row["answering"], row["circuit"]) == (False, "closed")
         moody.health = b"200 OK"
-        await eventually(lambda: not gateway.gateway.fleet.unwell)
+        await eventually(lambda: not gateway.gateway.default.fleet.unwell)
         async with asyncio.timeout(30):
             while len(asked(ill)) == before:
                 await ask(gateway)
@@ -269,7 +269,7 @@ async def test_if_all_fail_their_probes_they_are_asked_all_the_same(gateway: Run
     a, b = Moody(), Moody()
     a.health = b.health = b"500 Internal Server Error"
     async with fleet(gateway, a, b):
-        await eventually(lambda: len(gateway.gateway.fleet.unwell) == 2)
+        await eventually(lambda: len(gateway.gateway.default.fleet.unwell) == 2)
         assert (await ask(gateway)).status == 200
 
 
@@ -282,8 +282,8 @@ async def test_what_was_lost_before_the_first_byte_goes_to_another(gateway: Runn
         assert set(answers) == {200}
         assert 0 < len(asked(bad)) <= LONG, "and whoever loses them is left out in the end"
         assert len(asked(good)) == 3 * LONG
-        assert gateway.gateway.fleet.retries["lost"] == len(asked(bad))
-        assert gateway.gateway.stats.upstream_failures["upstream_died"] == len(asked(bad))
+        assert gateway.gateway.default.fleet.retries["lost"] == len(asked(bad))
+        assert gateway.gateway.default.stats.upstream_failures["upstream_died"] == len(asked(bad))
 
 
 async def test_a_request_that_is_lost_twice_is_over(gateway: RunningGateway) -> None:
@@ -313,7 +313,7 @@ async def test_an_answer_that_has_begun_is_not_asked_for_again(gateway: RunningG
 
 @pytest.mark.parametrize("gateway", [FORGIVING], indirect=True)
 async def test_when_the_budget_is_spent_the_fault_is_told(gateway: RunningGateway) -> None:
-    fleet_ = gateway.gateway.fleet
+    fleet_ = gateway.gateway.default.fleet
     fleet_.budget.share = 0.0
     async with fleet(gateway, lose, lose) as ups:
         statuses = [(await ask(gateway, chat(n))).status for n in range(int(MIN_PER_S * WINDOW_S) + 30)]
@@ -345,14 +345,14 @@ async def test_a_drained_instance_keeps_what_it_has_and_gets_nothing_new(
 
     async with fleet(gateway, stream, answer_json) as (a, b):
         with running_gateway(tmp_path, upstream=QUIET, run_coordinator=False) as other:
-            wait_until(lambda: len(other.gateway.fleet.serving) == 2)
+            wait_until(lambda: len(other.gateway.default.fleet.serving) == 2)
             gateway.register(b, "i1", state="STARTING")  # so that the stream begins at i0
             streaming = asyncio.create_task(ask(gateway, b'{"stream": true}'))
             await eventually(lambda: len(asked(a)) == 1)
             gateway.register(b, "i1")
             assert await admin(gateway, "POST", "/admin/instances/i0/drain") == (200, {"id": "i0", "draining": True})
             for g in (gateway, other):
-                await eventually(lambda g=g: len(g.gateway.fleet.serving) == 1)
+                await eventually(lambda g=g: len(g.gateway.default.fleet.serving) == 1)
                 for n in range(5):
                     assert (await ask(g, chat(n))).status == 200
             assert (len(asked(a)), len(asked(b))) == (1, 10)
@@ -362,23 +362,23 @@ async def test_a_drained_instance_keeps_what_it_has_and_gets_nothing_new(
             answer = await streaming
             assert (answer.complete, answer.body) == (True, b"data: one\n\ndata: two\n\n")
             assert await admin(other, "POST", "/admin/instances/i0/resume") == (200, {"id": "i0", "draining": False})
-            await eventually(lambda: len(gateway.gateway.fleet.serving) == 2)
+            await eventually(lambda: len(gateway.gateway.default.fleet.serving) == 2)
 
 
 async def test_a_drain_ends_with_the_process_it_was_meant_for(gateway: RunningGateway) -> None:
     async with fleet(gateway, answer_json) as (up,):
         gateway.register(up, "i0", pid=7)
         assert (await admin(gateway, "POST", "/admin/instances/i0/drain"))[0] == 200
-        await eventually(lambda: not gateway.gateway.fleet.serving)
+        await eventually(lambda: not gateway.gateway.default.fleet.serving)
         answer = await gateway.ask(get("/readyz"))
         assert answer.status == 503
         assert b"i0 is DRAINING" in answer.body
         gateway.register(up, "i0", pid=8)
-        await eventually(lambda: len(gateway.gateway.fleet.serving) == 1)
+        await eventually(lambda: len(gateway.gateway.default.fleet.serving) == 1)
         gateway.unregister("i0")
         gateway.register(up, "i1")
         assert (await admin(gateway, "POST", "/admin/instances/i1/drain"))[0] == 200
-        await eventually(lambda: list(gateway.gateway.fleet.drains) == ["i1"])  # what is left of i0 is swept up
+        await eventually(lambda: list(gateway.gateway.default.fleet.drains) == ["i1"])  # what is left of i0 is swept up
 
 
 async def test_nobody_is_drained_who_is_not_there(gateway: RunningGateway) -> None:

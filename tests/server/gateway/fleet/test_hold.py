@@ -40,10 +40,10 @@ def code(answer: Answer) -> tuple[int, str]:
 
 async def held(gateway: RunningGateway) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A client whose request waits."""
-    before = len(gateway.gateway.fleet.room)
+    before = len(gateway.gateway.default.fleet.room)
     reader, writer = await gateway.connect()
     writer.write(post(body={"prompt": "x"}))
-    await eventually(lambda: len(gateway.gateway.fleet.room) == before + 1)
+    await eventually(lambda: len(gateway.gateway.default.fleet.room) == before + 1)
     return reader, writer
 
 
@@ -62,7 +62,7 @@ async def test_held_until_it_serves(gateway: RunningGateway, state: str) -> None
         gateway.register(up)
         assert (await read_answer(reader)).status == 200
         assert up.requests[0].body == b'{"prompt":"x"}'
-        assert gateway.gateway.stats.holds["fleet", "served"] == 1
+        assert gateway.gateway.default.stats.holds["fleet", "served"] == 1
         writer.close()
 
 
@@ -98,9 +98,9 @@ async def test_both_versions_answer_while_a_commit_is_carried_out(gateway: Runni
         gateway.register(old, "a", active_version=1, active_epoch=1)
         gateway.register(new, "b", active_version=2, active_epoch=2)
         gateway.store.put(KEYS.active, active.to_json())
-        await eventually(lambda: [i.id for i in gateway.gateway.fleet.serving] == ["b"])
+        await eventually(lambda: [i.id for i in gateway.gateway.default.fleet.serving] == ["b"])
         gateway.store.put(KEYS.swap, swap.to_json())
-        await eventually(lambda: [i.id for i in gateway.gateway.fleet.serving] == ["a", "b"])
+        await eventually(lambda: [i.id for i in gateway.gateway.default.fleet.serving] == ["a", "b"])
         for _ in range(4):
             assert (await gateway.ask(post())).status == 200
         assert len(old.requests) == len(new.requests) == 2
@@ -158,7 +158,7 @@ async def test_the_hold_is_over(hasty: RunningGateway) -> None:
         answer = await hasty.ask(post())
         assert code(answer) == (503, "no_instance")
         assert "i0 is STARTING" in orjson.loads(answer.body)["error"]["message"]
-        assert hasty.gateway.stats.holds["fleet", "refused"] == 1
+        assert hasty.gateway.default.stats.holds["fleet", "refused"] == 1
         hasty.register("http://127.0.0.1:1")
         assert code(await hasty.ask(post())) == (503, "instance_unreachable")
         answer = await hasty.ask(post(headers="X-Hotswap-Version: 1\r\nX-Hotswap-Wait-S: 0.2\r\n"))
@@ -182,9 +182,9 @@ async def test_the_client_leaves(gateway: RunningGateway) -> None:
         gateway.register(up, state="STARTING")
         _, writer = await held(gateway)
         writer.transport.abort()
-        await eventually(lambda: len(gateway.gateway.fleet.room) == 0)
-        await eventually(lambda: gateway.gateway.stats.inflight == 0)
-        assert gateway.gateway.stats.disconnects["held"] == 1
+        await eventually(lambda: len(gateway.gateway.default.fleet.room) == 0)
+        await eventually(lambda: gateway.gateway.default.stats.inflight == 0)
+        assert gateway.gateway.default.stats.disconnects["held"] == 1
         gateway.register(up)
         assert (await gateway.ask(post())).status == 200
         assert len(up.requests) == 1
@@ -207,21 +207,24 @@ async def test_what_metrics_say(gateway: RunningGateway) -> None:
     async with upstream() as up:
         gateway.register(up, "stale", active_version=1, active_epoch=1)
         reader, writer = await held(gateway)
-        assert {"hotswap_gateway_held 1.0", 'hotswap_instance_fresh{instance_id="stale"} 0.0'} <= await metrics(gateway)
+        assert {
+            'hotswap_gateway_held{model="toy"} 1.0',
+            'hotswap_instance_fresh{instance_id="stale",model="toy"} 0.0',
+        } <= await metrics(gateway)
         gateway.register(up, "fresh", active_version=2, active_epoch=2)
         assert (await read_answer(reader)).status == 200
         writer.close()
         assert await metrics(gateway) >= {
-            "hotswap_gateway_held 0.0",
-            'hotswap_gateway_holds_total{for="fleet",outcome="served"} 1.0',
-            "hotswap_gateway_hold_seconds_count 1.0",
-            'hotswap_instance_active_epoch{instance_id="stale"} 1.0',
-            'hotswap_instance_active_epoch{instance_id="fresh"} 2.0',
-            'hotswap_instance_fresh{instance_id="fresh"} 1.0',
-            'hotswap_instance_eligible{instance_id="stale"} 0.0',
-            'hotswap_instance_eligible{instance_id="fresh"} 1.0',
-            'hotswap_gateway_version_refusals_total{instance_id="fresh"} 0.0',
-            "hotswap_gateway_refusal_retries_total 0.0",
+            'hotswap_gateway_held{model="toy"} 0.0',
+            'hotswap_gateway_holds_total{for="fleet",model="toy",outcome="served"} 1.0',
+            'hotswap_gateway_hold_seconds_count{model="toy"} 1.0',
+            'hotswap_instance_active_epoch{instance_id="stale",model="toy"} 1.0',
+            'hotswap_instance_active_epoch{instance_id="fresh",model="toy"} 2.0',
+            'hotswap_instance_fresh{instance_id="fresh",model="toy"} 1.0',
+            'hotswap_instance_eligible{instance_id="stale",model="toy"} 0.0',
+            'hotswap_instance_eligible{instance_id="fresh",model="toy"} 1.0',
+            'hotswap_gateway_version_refusals_total{instance_id="fresh",model="toy"} 0.0',
+            'hotswap_gateway_refusal_retries_total{model="toy"} 0.0',
         }
 
 

@@ -51,7 +51,7 @@ class Trial:
 
     @property
     def fleet(self) -> Fleet:
-        return self.gateway.gateway.fleet
+        return self.gateway.gateway.default.fleet
 
     @property
     def outcomes(self) -> dict[str, int]:
@@ -129,8 +129,8 @@ async def test_a_share_of_the_requests_is_repeated_unseen(tmp_path: Path) -> Non
         answer.capture.close()
         assert t.fleet.shadows.memory.used == 9 * (len(repeated[0].body) + told.bytes_out)
         page = (await t.gateway.ask(get("/metrics"), admin=True)).body.decode()
-        assert 'hotswap_shadow_requests_total{outcome="answered",version="13"} 10.0' in page
-        assert 'hotswap_shadow_duration_seconds_count{version="13"} 10.0' in page
+        assert 'hotswap_shadow_requests_total{model="toy",outcome="answered",version="13"} 10.0' in page
+        assert 'hotswap_shadow_duration_seconds_count{model="toy",version="13"} 10.0' in page
 
 
 async def test_streams_are_repeated_and_compared(tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ async def test_while_requests_wait_nothing_is_repeated(tmp_path: Path) -> None:
         t.live.handler = slowly
         await t.share(100.0)
         asked = [asyncio.create_task(t.ask(1)) for _ in range(6)]
-        await eventually(lambda: len(t.gateway.gateway.gate.queue) == 5)
+        await eventually(lambda: len(t.gateway.gateway.default.gate.queue) == 5)
         go_on.set()
         assert sum(await asyncio.gather(*asked), Counter[int]()) == {200: 6}
         await eventually(lambda: sum(t.outcomes.values()) == 6)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,7 +36,7 @@ class Asks:
     share: int | None = None
 
 
-def asks(**head: bytes) -> Asks:
+def asks(**head: Any) -> Asks:
     return Asks(RequestHead(b"", b"", **head))  # type: ignore[arg-type]
 
 
@@ -87,7 +88,7 @@ def test_what_sticks_is_divided_within_one_percent(sticky: str) -> None:
 
     def by(n: int) -> Asks:
         value = b"user-%d" % n
-        return replace(asks(session=value, sticky=value), principal=replace(ANONYMOUS, digest=value))
+        return replace(asks(session=value, sticky={b"x-user": value}), principal=replace(ANONYMOUS, digest=value))
 
     found = Counter(chosen(splits, by(n)) for n in range(MANY))
     assert abs(found[13] - MANY * 0.1) <= MANY * 0.01
@@ -203,7 +204,7 @@ class Instances:
         self._stack.callback(self.gateway.unregister, f"i{version}")
 
     async def commit(self, sticky: str = "", **percents: float) -> None:
-        active, fleet = committed(sticky, **percents), self.gateway.gateway.fleet
+        active, fleet = committed(sticky, **percents), self.gateway.gateway.default.fleet
         self.gateway.store.put(KEYS.active, active.to_json())
         await eventually(lambda: fleet.active == active and len(fleet.serving) == len(percents))
 
@@ -242,9 +243,9 @@ async def test_a_gateway_divides_requests(instances: Instances) -> None:
     assert await instances.ask(20, "x-hotswap-min-version: 13\r\n") == {"13": 20}
     assert await instances.ask(100) == {"12": 90, "13": 10}
     page = (await instances.gateway.ask(get("/metrics"), admin=True)).body.decode()
-    assert 'hotswap_split_requests_total{status="200",version="13"} 100.0' in page
-    assert 'hotswap_split_percent{version="12"} 90.0' in page
-    assert 'hotswap_split_request_duration_seconds_count{version="12"} 540.0' in page
+    assert 'hotswap_split_requests_total{model="toy",status="200",version="13"} 100.0' in page
+    assert 'hotswap_split_percent{model="toy",version="12"} 90.0' in page
+    assert 'hotswap_split_request_duration_seconds_count{model="toy",version="12"} 540.0' in page
 
 
 async def test_a_header_sticks(instances: Instances) -> None:
@@ -253,7 +254,9 @@ async def test_a_header_sticks(instances: Instances) -> None:
     assert all(len(found) == 1 for found in seen)
     assert {next(iter(found)) for found in seen} == {"12", "13"}
     pure = split("header:x-user", v12=50.0, v13=50.0)
-    assert [next(iter(found)) for found in seen] == [str(chosen(pure, asks(sticky=b"user-%d" % n))) for n in range(40)]
+    assert [next(iter(found)) for found in seen] == [
+        str(chosen(pure, asks(sticky={b"x-user": b"user-%d" % n}))) for n in range(40)
+    ]
 
 
 async def test_shares_change_and_end_without_a_failed_request(instances: Instances) -> None:
@@ -274,7 +277,7 @@ async def test_others_answer_when_a_version_has_nobody_left(instances: Instances
         assert set(await instances.ask(2, "x-session-id: s-1\r\n")) <= {"12", "13"}
     instances.gateway.unregister("i13")
     assert await instances.ask(60) == {"12": 60}
-    assert instances.gateway.gateway.fleet.splits.elsewhere[13] >= 30
+    assert instances.gateway.gateway.default.fleet.splits.elsewhere[13] >= 30
     instances.gateway.register(upstream_of, "i13", active_version=13)
 
 

@@ -99,8 +99,8 @@ class Bench:
         instance = Instance(InstanceRecord("i0", "http://127.0.0.1:1", "SERVING", active_version=2), config.upstream)
         self.pool = RecordingPool("127.0.0.1", 1, config.upstream)
         instance.pool = self.pool
-        self.gateway.fleet.instances["i0"] = instance
-        self.gateway.fleet.serving = [instance]
+        self.gateway.default.fleet.instances["i0"] = instance
+        self.gateway.default.fleet.serving = [instance]
 
     def feed(self, pieces: list[bytes], reply: bytes = b"") -> tuple[bytes, list[bytes]]:
         """What a client sends, in pieces; returns what it gets and what goes to the instance."""
@@ -283,7 +283,7 @@ def test_any_bytes_from_a_client(bench: Bench, raw: list[bytes], reply: bytes) -
     written, sent = bench.feed(raw, reply)
     check_upstream(sent)
     check_client(written)
-    assert bench.gateway.stats.inflight == 0
+    assert bench.gateway.default.stats.inflight == 0
     assert bench.gateway.stats.refused["internal_error"] == 0  # a fault in a callback of ours
     assert not bench.gateway.clients
     assert bench.gateway.buffered == 0

@@ -28,7 +28,10 @@ def gateway(tmp_path: Path) -> Iterator[RunningGateway]:
 async def samples(gateway: RunningGateway) -> Samples:
     page = (await gateway.ask(get("/metrics"))).body.decode()
     found = (s for family in text_string_to_metric_families(page) for s in family.samples)
-    return {(s.name.removeprefix("hotswap_"), tuple(sorted(s.labels.items()))): s.value for s in found}
+    return {
+        (s.name.removeprefix("hotswap_"), tuple(sorted((k, v) for k, v in s.labels.items() if k != "model"))): s.value
+        for s in found
+    }
 
 
 class Stepwise:
@@ -58,7 +61,7 @@ async def read_stepwise(gateway: RunningGateway, instance: Stepwise, path: str) 
         instance.taken.release()
     await asyncio.wait_for(reader.read(16), 10)
     writer.close()
-    await eventually(lambda: gateway.gateway.stats.inflight == 0)
+    await eventually(lambda: gateway.gateway.default.stats.inflight == 0)
 
 
 async def test_a_stream_is_counted_token_by_token(gateway: RunningGateway) -> None:
@@ -111,7 +114,7 @@ async def test_phases_and_stalls_of_swaps(gateway: RunningGateway) -> None:
     record = SwapRecord(id="s0", target=2, phase="done", participants=("i0",), deadline=0.0, opened_at=0.0)
 
     def seen(swap: SwapRecord) -> bool:
-        return gateway.gateway.fleet.swap == swap
+        return gateway.gateway.default.fleet.swap == swap
 
     def put(swap_id: str, phase: SwapPhase) -> None:
         swap = replace(record, id=swap_id, phase=phase)
@@ -141,7 +144,7 @@ async def test_phases_and_stalls_of_swaps(gateway: RunningGateway) -> None:
 
 async def test_what_hosts_have_on_disk(gateway: RunningGateway) -> None:
     gateway.store.put(KEYS.active, ActiveRecord(3, 1, None, "swap", 0.0).to_json())
-    disks = gateway.gateway.fleet.disks
+    disks = gateway.gateway.default.fleet.disks
     for versions, current in (((1, 2), 0.0), ((2, 3), 1.0)):
         record = DiskRecord("", "/copies", versions, 4096, 0.0, wanted=3, failures=1)
         gateway.store.put(KEYS.disk(""), record.to_json())

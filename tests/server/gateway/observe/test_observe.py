@@ -72,7 +72,7 @@ async def families(gateway: RunningGateway) -> dict[str, dict[tuple[str, ...], f
     found: dict[str, dict[tuple[str, ...], float]] = {}
     for family in text_string_to_metric_families(answer.body.decode()):
         for sample in family.samples:
-            found.setdefault(sample.name, {})[tuple(sample.labels.values())] = sample.value
+            found.setdefault(sample.name, {})[tuple(v for k, v in sample.labels.items() if k != "model")] = sample.value
     return found
 
 
@@ -149,8 +149,8 @@ async def test_metrics_count_what_happens(gateway: RunningGateway) -> None:
         for _ in range(3):
             await gateway.ask(post(body={"prompt": "x"}))
         await gateway.ask(post(body=b"{"))
-        await eventually(lambda: gateway.gateway.fleet.instances["i0"].signals == SIGNALS)
-        await eventually(lambda: gateway.gateway.stats.swaps.ended["done"] == 1)
+        await eventually(lambda: gateway.gateway.default.fleet.instances["i0"].signals == SIGNALS)
+        await eventually(lambda: gateway.gateway.default.stats.swaps.ended["done"] == 1)
         found = await families(gateway)
     assert found.keys() >= OWN
     assert found["hotswap_gateway_requests_total"] == {("/v1/completions", "200"): 3.0}
@@ -176,9 +176,9 @@ async def test_a_silent_instance_loses_its_signals(tmp_path: Path) -> None:
     with running_gateway(tmp_path, upstream=settings) as gateway:
         async with upstream(vllm) as up:
             gateway.register(up)
-            await eventually(lambda: gateway.gateway.fleet.instances["i0"].signals is not None)
+            await eventually(lambda: gateway.gateway.default.fleet.instances["i0"].signals is not None)
             vllm.silent = True
-            await eventually(lambda: gateway.gateway.fleet.instances["i0"].signals is None)
+            await eventually(lambda: gateway.gateway.default.fleet.instances["i0"].signals is None)
             assert (await families(gateway))["hotswap_instance_up"] == {("i0",): 0.0}
 
 
@@ -267,7 +267,7 @@ async def test_a_record_that_cannot_be_read_is_ignored(gateway: RunningGateway) 
         ):
             gateway.store.put(KEYS.instance(key), value)
         gateway.register(up, "last")
-        assert set(gateway.gateway.fleet.instances) == {"good", "last"}
+        assert set(gateway.gateway.default.fleet.instances) == {"good", "last"}
         assert (await gateway.ask(post())).status == 200
 
 
@@ -279,7 +279,7 @@ async def test_connections_an_instance_closes_leave_the_pool(gateway: RunningGat
 
     async with upstream(handler) as up:
         gateway.register(up)
-        pool = gateway.gateway.fleet.instances["i0"].pool
+        pool = gateway.gateway.default.fleet.instances["i0"].pool
         for _ in range(5):
             assert (await gateway.ask(post())).status == 200
         gateway.register(up, state="DRAINING")  # no scrapes from here on
@@ -299,5 +299,5 @@ async def test_a_lease_that_ends_takes_its_instance_out(gateway: RunningGateway)
     record = InstanceRecord("leased", "http://127.0.0.1:9", "SERVING")
     lease = gateway.store.grant_lease(0.3)
     gateway.store.put(KEYS.instance("leased"), record.to_json(), lease)
-    await eventually(lambda: "leased" in gateway.gateway.fleet.instances)
-    await eventually(lambda: "leased" not in gateway.gateway.fleet.instances)
+    await eventually(lambda: "leased" in gateway.gateway.default.fleet.instances)
+    await eventually(lambda: "leased" not in gateway.gateway.default.fleet.instances)

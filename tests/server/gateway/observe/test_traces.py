@@ -157,10 +157,10 @@ def test_swaps_are_spans_of_the_gateway_that_leads(
     gateway: RunningGateway, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = SwapRecord(id="s1", target=4, phase="prepare", participants=("i0",), deadline=0.0, opened_at=1.0)
-    swaps = gateway.gateway.stats.swaps
+    swaps = gateway.gateway.default.stats.swaps
 
     def seen(swap_id: str, phase: str) -> bool:
-        swap = gateway.gateway.fleet.swap
+        swap = gateway.gateway.default.fleet.swap
         return swap is not None and (swap.id, swap.phase) == (swap_id, phase)
 
     def carry_out(swap_id: str, last: SwapPhase) -> None:
@@ -171,7 +171,7 @@ def test_swaps_are_spans_of_the_gateway_that_leads(
 
     carry_out("before", "done")
     carry_out("led by another", "done")
-    monkeypatch.setattr(type(gateway.gateway.coordinator), "leads", property(lambda _: True))
+    monkeypatch.setattr(type(gateway.gateway.default.coordinator), "leads", property(lambda _: True))
     carry_out("s1", "aborted")
     wait_until(lambda: len(collector.spans) == 3)
     (swap,) = collector.named("swap")

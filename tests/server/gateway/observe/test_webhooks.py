@@ -94,7 +94,7 @@ def gateway_of(directory: Path, *urls: str) -> Iterator[RunningGateway]:
         key.write_text(f"{SECRET}\n")
         key.chmod(0o600)
     with running_gateway(directory, webhooks=WebhookSettings(urls, key)) as running:
-        wait_until(lambda: running.gateway.coordinator.leads)
+        wait_until(lambda: running.gateway.default.coordinator.leads)
         hooks = running.gateway.webhooks._hooks
         wait_until(lambda: all(hook.number is not None for hook in hooks))
         yield running

@@ -77,25 +77,26 @@ class Asked:
 
 async def ask(gateway: RunningGateway, prompt: str, headers: str = "", path: str = "/v1/completions") -> Asked:
     """Returns when the gateway has it, at an instance, in line or refused. Who drops what this returns hangs up."""
-    stats, gate = gateway.gateway.stats, gateway.gateway.gate
-    before = stats.inflight + sum(stats.refused.values())
+    model, refused = gateway.gateway.default, gateway.gateway.stats.refused
+    gate, stats = model.gate, model.stats
+    before = stats.inflight + sum(refused.values())
     reader, writer = await gateway.connect()
     writer.write(post(path, body={"prompt": prompt, "max_tokens": 1}, headers=headers))
-    await eventually(lambda: stats.inflight + sum(stats.refused.values()) > before or gate.outcomes.total() > before)
+    await eventually(lambda: stats.inflight + sum(refused.values()) > before or gate.outcomes.total() > before)
     return Asked(reader, writer)
 
 
 async def fill(gateway: RunningGateway, slow: Slow, count: int = 1, **fields: object) -> list[Asked]:
     """An instance that runs `count` requests, and those."""
     gateway.register(slow.up, max_num_seqs=1, **fields)
-    gateway.gateway.fleet.instances["i0"].window.limit = count
+    gateway.gateway.default.fleet.instances["i0"].window.limit = count
     asked = [await ask(gateway, f"full {i}") for i in range(count)]
     await eventually(lambda: len(slow.gates) == count)
     return asked
 
 
 def waiting(gateway: RunningGateway) -> int:
-    return len(gateway.gateway.gate.queue)
+    return len(gateway.gateway.default.gate.queue)
 
 
 async def in_line(gateway: RunningGateway, prompt: str, headers: str = "") -> Asked:
@@ -119,7 +120,7 @@ async def test_what_an_instance_can_run_goes_there_and_the_rest_waits(gateway: R
         for each in asked:
             assert (await each.answer()).status == 200
         assert s.prompts[9:] == ["9", "10", "11"]
-        assert gateway.gateway.gate.outcomes == {(0, "served"): 3}
+        assert gateway.gateway.default.gate.outcomes == {(0, "served"): 3}
 
 
 async def test_cheap_routes_pass_by(gateway: RunningGateway) -> None:
@@ -176,7 +177,7 @@ async def test_a_burst_of_one_key_does_not_hold_up_another(tmp_path: Path) -> No
         first, second = (f"Authorization: Bearer {k}\r\n" for k in KEYS)
         async with slow() as s:
             gateway.register(s.up, max_num_seqs=1)
-            gateway.gateway.fleet.instances["i0"].window.limit = 1
+            gateway.gateway.default.fleet.instances["i0"].window.limit = 1
             asked = [await ask(gateway, "a0", first)]
             asked += [await in_line(gateway, f"a{i}", first) for i in range(1, 9)]
             asked += [await in_line(gateway, f"b{i}", second) for i in range(2)]
@@ -199,7 +200,7 @@ async def test_what_an_answer_really_cost_is_charged_to_its_key(gateway: Running
             await eventually(lambda n=done: len(s.gates) > n)  # type: ignore[misc]
             s.release()
         await eventually(lambda: len(s.gates) == 3)
-        (flow,) = gateway.gateway.gate.queue._classes[0]._flows.values()
+        (flow,) = gateway.gateway.default.gate.queue._classes[0]._flows.values()
         (last,) = flow.line
         assert (
             flow.start == 5001 + last.cost
@@ -235,7 +236,7 @@ async def test_a_client_that_hangs_up_has_had_its_prompt(tmp_path: Path) -> None
         first, second = (f"Authorization: Bearer {k}\r\n" for k in KEYS)
         async with upstream(handler) as up:
             gateway.register(up, max_num_seqs=1)
-            gateway.gateway.fleet.instances["i0"].window.limit = 1
+            gateway.gateway.default.fleet.instances["i0"].window.limit = 1
             reading = [await ask(gateway, "is read", second)]
             hanging = [await in_line(gateway, "hangs up" + "x" * 20_000, first) for _ in range(7)]
             reading += [await in_line(gateway, "is read", second) for _ in range(7)]
@@ -253,14 +254,14 @@ async def test_a_client_that_leaves_frees_its_place(gateway: RunningGateway) -> 
         leaving, staying = await in_line(gateway, "leaves"), await in_line(gateway, "stays")
         leaving.writer.transport.abort()
         await eventually(lambda: waiting(gateway) == 1)
-        assert gateway.gateway.stats.disconnects["queued"] == 1
+        assert gateway.gateway.default.stats.disconnects["queued"] == 1
         s.release()
         await eventually(lambda: len(s.gates) == 2)
         s.release()
         assert [(await a.answer()).status for a in (first, staying)] == [200, 200]
         assert s.prompts == ["full 0", "stays"]
-        assert gateway.gateway.gate.outcomes == {(0, "left"): 1, (0, "served"): 1}
-        assert gateway.gateway.gate.queue.bytes == 0
+        assert gateway.gateway.default.gate.outcomes == {(0, "left"): 1, (0, "served"): 1}
+        assert gateway.gateway.default.gate.queue.bytes == 0
 
 
 async def test_a_client_that_leaves_the_engine_makes_room(gateway: RunningGateway) -> None:
@@ -314,7 +315,7 @@ async def test_a_deadline_passes(gateway: RunningGateway) -> None:
         s.release()
         assert (await first.answer()).status == 200
         assert s.prompts == ["full 0"]
-        assert gateway.gateway.stats.requests["/v1/completions", 504] == 1
+        assert gateway.gateway.default.stats.requests["/v1/completions", 504] == 1
 
 
 async def test_a_deadline_counts_while_no_instance_serves_too(gateway: RunningGateway) -> None:
@@ -322,7 +323,7 @@ async def test_a_deadline_counts_while_no_instance_serves_too(gateway: RunningGa
         gateway.register(s.up, state="STARTING")
         hasty = await ask(gateway, "hasty", "X-Hotswap-Deadline-S: 0.05\r\n")
         assert await hasty.code() == (503, "no_instance")
-        assert gateway.gateway.stats.holds == {("fleet", "refused"): 1}
+        assert gateway.gateway.default.stats.holds == {("fleet", "refused"): 1}
 
 
 async def test_the_longest_wait_is_over(tmp_path: Path) -> None:
@@ -359,7 +360,7 @@ async def test_room_that_comes_as_a_limit_grows(gateway: RunningGateway) -> None
     async with slow() as s:
         _kept = await fill(gateway, s)
         _waits = await in_line(gateway, "x")
-        gateway.gateway.fleet.instances["i0"].window.limit = 2
+        gateway.gateway.default.fleet.instances["i0"].window.limit = 2
         await eventually(lambda: len(s.gates) == 2)
         s.release(2)
 
@@ -368,14 +369,14 @@ async def test_who_needs_a_busy_version_lets_others_pass(gateway: RunningGateway
     async with slow() as s, slow() as other:
         (first,) = await fill(gateway, s, active_version=1)
         gateway.register(other.up, "i1", active_version=2, max_num_seqs=1)
-        gateway.gateway.fleet.instances["i1"].window.limit = 1
+        gateway.gateway.default.fleet.instances["i1"].window.limit = 1
         second = await ask(gateway, "second")
         await eventually(lambda: len(other.gates) == 1)
         bound = await in_line(gateway, "bound", "X-Hotswap-Version: 1\r\n")
         plain = await in_line(gateway, "plain")
         other.release()
         await eventually(lambda: len(other.gates) == 2)  # "plain": "bound" came first, but may not be answered here
-        assert gateway.gateway.gate.queue.set_aside == 1
+        assert gateway.gateway.default.gate.queue.set_aside == 1
         s.release()
         await eventually(lambda: len(s.gates) == 2)
         s.release()
@@ -399,7 +400,7 @@ async def test_those_held_wait_in_line_when_an_instance_comes(gateway: RunningGa
     async with slow() as s:
         gateway.register(s.up, state="STARTING", max_num_seqs=1)
         asked = [await ask(gateway, str(i)) for i in range(4)]
-        await eventually(lambda: len(gateway.gateway.fleet.room) == 4)
+        await eventually(lambda: len(gateway.gateway.default.fleet.room) == 4)
         gateway.register(s.up, max_num_seqs=1)
         await eventually(lambda: len(s.gates) == 2)
         assert waiting(gateway) == 2
@@ -408,7 +409,7 @@ async def test_those_held_wait_in_line_when_an_instance_comes(gateway: RunningGa
             s.release()
         assert [(await a.answer()).status for a in asked] == [200] * 4
         assert s.prompts == ["0", "1", "2", "3"]
-        assert gateway.gateway.stats.holds == {("fleet", "served"): 2, ("fleet", "queued"): 2}
+        assert gateway.gateway.default.stats.holds == {("fleet", "served"): 2, ("fleet", "queued"): 2}
 
 
 async def test_a_retry_keeps_its_place(gateway: RunningGateway) -> None:
@@ -422,11 +423,11 @@ async def test_a_retry_keeps_its_place(gateway: RunningGateway) -> None:
     async with slow() as s, upstream(refuse) as refusing:
         (first,) = await fill(gateway, s)
         gateway.register(refusing, "i1", max_num_seqs=1)
-        gateway.gateway.fleet.instances["i1"].window.limit = 1
+        gateway.gateway.default.fleet.instances["i1"].window.limit = 1
         retried = await ask(gateway, "retried")
         await eventually(lambda: len(refusing.requests) == 1)
         waits = await in_line(gateway, "waits", "X-Hotswap-Version: 1\r\n")
-        gateway.gateway.fleet.instances["i1"].window.limit = 0
+        gateway.gateway.default.fleet.instances["i1"].window.limit = 0
         reached.set()
         await eventually(lambda: len(s.gates) == 2)
         assert s.prompts == ["full 0", "retried"]
@@ -445,7 +446,7 @@ async def test_no_limit_where_none_is_wanted(tmp_path: Path) -> None:
             await eventually(lambda: len(s.gates) == 20)
             s.release(20)
             assert [(await a.answer()).status for a in asked] == [200] * 20
-            assert not gateway.gateway.gate.outcomes
+            assert not gateway.gateway.default.gate.outcomes
 
 
 async def test_the_line_moves_on_while_the_gateway_ends(tmp_path: Path) -> None:
@@ -474,19 +475,19 @@ async def test_what_metrics_say(gateway: RunningGateway) -> None:
         asked = await fill(gateway, s)
         asked.append(await in_line(gateway, "x", "X-Hotswap-Priority: 4\r\n"))
         assert await metrics(gateway) >= {
-            'hotswap_gateway_queue_depth{priority="4"} 1.0',
-            "hotswap_gateway_queue_bytes 29.0",
-            'hotswap_instance_in_flight_limit{instance_id="i0"} 1.0',
+            'hotswap_gateway_queue_depth{model="toy",priority="4"} 1.0',
+            'hotswap_gateway_queue_bytes{model="toy"} 29.0',
+            'hotswap_instance_in_flight_limit{instance_id="i0",model="toy"} 1.0',
         }
         s.release()
         await eventually(lambda: len(s.gates) == 2)
         s.release()
         assert [(await a.answer()).status for a in asked] == [200, 200]
         assert await metrics(gateway) >= {
-            'hotswap_gateway_queue_depth{priority="4"} 0.0',
-            'hotswap_gateway_queue_outcomes_total{outcome="served",priority="4"} 1.0',
-            'hotswap_gateway_queue_wait_seconds_count{priority="4"} 1.0',
-            "hotswap_gateway_queue_aside 0.0",
+            'hotswap_gateway_queue_depth{model="toy",priority="4"} 0.0',
+            'hotswap_gateway_queue_outcomes_total{model="toy",outcome="served",priority="4"} 1.0',
+            'hotswap_gateway_queue_wait_seconds_count{model="toy",priority="4"} 1.0',
+            'hotswap_gateway_queue_aside{model="toy"} 0.0',
         }
 
 

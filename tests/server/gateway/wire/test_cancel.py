@@ -18,6 +18,7 @@ from server.gateway.admission import Request
 from server.gateway.config import QueueSettings
 from server.gateway.exchange import STALE_S, Exchange, State
 from server.gateway.fleet.view import Fleet
+from server.gateway.models.served import Served
 from server.gateway.observe.stats import Stats
 from server.gateway.queue.gate import Gate
 from server.gateway.routes import find
@@ -76,7 +77,7 @@ async def test_leaving_closes_the_upstream_connection(gateway: RunningGateway, s
             await reader.readuntil(b"data: 1\n\n" if state == "streaming" else b"\r\n\r\n")
         await leave(writer, how)
         await asyncio.wait_for(gone, 10)
-    await eventually(lambda: gateway.gateway.stats.inflight == 0)
+    await eventually(lambda: gateway.gateway.default.stats.inflight == 0)
 
 
 async def test_leaving_while_connecting_ends_the_attempt(gateway: RunningGateway) -> None:
@@ -86,13 +87,13 @@ async def test_leaving_while_connecting_ends_the_attempt(gateway: RunningGateway
             filler.setblocking(False)
             filler.connect_ex(full.getsockname())
         gateway.register(f"http://127.0.0.1:{full.getsockname()[1]}")
-        before = gateway.gateway.stats.disconnects["connecting"]
+        before = gateway.gateway.default.stats.disconnects["connecting"]
         _, writer = await gateway.connect()
         writer.write(post())
-        await eventually(lambda: gateway.gateway.stats.inflight == 1)
+        await eventually(lambda: gateway.gateway.default.stats.inflight == 1)
         writer.close()
-        await eventually(lambda: gateway.gateway.stats.inflight == 0)
-        assert gateway.gateway.stats.disconnects["connecting"] == before + 1
+        await eventually(lambda: gateway.gateway.default.stats.inflight == 0)
+        assert gateway.gateway.default.stats.disconnects["connecting"] == before + 1
         gateway.unregister()
 
 
@@ -109,11 +110,11 @@ async def test_leaving_with_half_a_request_reaches_nobody(gateway: RunningGatewa
 
 
 async def test_a_kept_alive_connection_is_not_a_disconnect(gateway: RunningGateway) -> None:
-    before = sum(gateway.gateway.stats.disconnects.values())
+    before = sum(gateway.gateway.default.stats.disconnects.values())
     async with upstream() as up:
         gateway.register(up)
         await gateway.ask(post())
-    assert sum(gateway.gateway.stats.disconnects.values()) == before
+    assert sum(gateway.gateway.default.stats.disconnects.values()) == before
 
 
 def waiting(client: Any) -> int:
@@ -146,7 +147,7 @@ async def test_a_slow_reader_holds_the_instance_back(gateway: RunningGateway) ->
         while received < 128 * 2**20:  # reading again sets it in motion again
             received += len(await reader.read(2**20))
         writer.transport.abort()
-        await eventually(lambda: gateway.gateway.stats.inflight == 0)
+        await eventually(lambda: gateway.gateway.default.stats.inflight == 0)
 
 
 async def test_a_client_that_never_reads_is_dropped(hasty: RunningGateway, caplog: pytest.LogCaptureFixture) -> None:
@@ -158,15 +159,15 @@ async def test_a_client_that_never_reads_is_dropped(hasty: RunningGateway, caplo
         gone.set()
 
     gone = asyncio.Event()
-    before = hasty.gateway.stats.disconnects["stalled"]
+    before = hasty.gateway.default.stats.disconnects["stalled"]
     async with upstream(handler) as up:
         hasty.register(up)
         _, writer = await hasty.connect()
         writer.write(post())
         await asyncio.wait_for(gone.wait(), 20)
-        assert hasty.gateway.stats.disconnects["stalled"] == before + 1
+        assert hasty.gateway.default.stats.disconnects["stalled"] == before + 1
         await eventually(lambda: not [c for c in hasty.gateway.clients if waiting(c)], 20)
-        await eventually(lambda: hasty.gateway.stats.inflight == 0)
+        await eventually(lambda: hasty.gateway.default.stats.inflight == 0)
         writer.close()
     assert "Exception" not in caplog.text
 
@@ -214,12 +215,13 @@ async def before_silence(
     stats = Stats()
     store = open_store(f"sqlite://{tmp_path / 'store.db'}")
     fleet = Fleet(store, "toy", PATIENT, stats)
+    served = Served("toy", fleet, Gate(fleet, QueueSettings()), stats)
 
     def begun() -> tuple[Exchange, Reader]:
         (target,) = find(b"/v1/completions")
         client = Reader()
-        request = Request(target, RequestHead(b"r", b""), b"{}", None, http10=False, keep_alive=True)
-        exchange = Exchange(client, request, fleet, Gate(fleet, QueueSettings()), stats)
+        request = Request(target, RequestHead(b"r", b""), b"{}", None, (served,), http10=False, keep_alive=True)
+        exchange = Exchange(client, request)
         exchange.start()
         return exchange, client
 

@@ -39,9 +39,9 @@ def hasty(tmp_path: Path) -> Iterator[RunningGateway]:
 def no_leftovers(gateway: RunningGateway) -> Iterator[None]:
     """Every test ends without an instance, and with no request left in the counts."""
     yield
-    for instance_id in list(gateway.gateway.fleet.instances):
+    for instance_id in list(gateway.gateway.default.fleet.instances):
         gateway.unregister(instance_id)
-    assert gateway.gateway.stats.inflight == 0
+    assert gateway.gateway.default.stats.inflight == 0
 
 
 async def test_post_reaches_the_instance_as_bytes(gateway: RunningGateway) -> None:
@@ -253,13 +253,13 @@ async def test_stale_pooled_connection_is_retried_once(gateway: RunningGateway) 
         else:
             await link.json()
 
-    before = gateway.gateway.stats.stale_retries
+    before = gateway.gateway.default.stats.stale_retries
     async with upstream(handler) as up:
         gateway.register(up)
         assert (await gateway.ask(post())).status == 200
         assert (await gateway.ask(post())).status == 200
     assert [r.connection for r in up.requests] == [1, 1, 2]
-    assert gateway.gateway.stats.stale_retries == before + 1
+    assert gateway.gateway.default.stats.stale_retries == before + 1
 
 
 @OWN
@@ -315,7 +315,7 @@ async def test_a_request_that_kills_does_not_go_through_the_fleet(tmp_path: Path
             g.register(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", f"i{number}")
         for _ in range(8):
             assert (await g.ask(post())).status == 200
-        assert all(i.pool.idle for i in g.gateway.fleet.instances.values())
+        assert all(i.pool.idle for i in g.gateway.default.fleet.instances.values())
         answer = await g.ask(post(body={"prompt": "poison"}))
         assert (answer.status, error(answer.body)["code"]) == (502, "upstream_died")
         assert len(killed) == 2

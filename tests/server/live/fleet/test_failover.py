@@ -182,7 +182,7 @@ def whole(fleet: LiveServer) -> list[Stream]:
 
 def failovers(server: LiveServer) -> float:
     page = httpx.get(server.url + "/metrics").text
-    wanted = 'hotswap_gateway_failovers_total{outcome="resumed"} '
+    wanted = 'hotswap_gateway_failovers_total{model="toy",outcome="resumed"} '
     return float(next(line for line in page.splitlines() if line.startswith(wanted)).rpartition(" ")[2])
 
 

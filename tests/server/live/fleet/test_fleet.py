@@ -150,7 +150,7 @@ def test_a_request_waits_for_a_version_and_gets_it(fleet: Fleet) -> None:
     wish = {"min_version": version, "wait_s": 120}
     with ThreadPoolExecutor(1) as pool:
         request = pool.submit(fleet.live.generate, [3, 4, 5], 4, hotswap=wish)
-        wait_until(lambda: "hotswap_gateway_held 1.0" in fleet.live.client.get("/metrics").text)
+        wait_until(lambda: 'hotswap_gateway_held{model="toy"} 1.0' in fleet.live.client.get("/metrics").text)
         assert fleet.activate(version).status_code == 200
         (choice,) = request.result(120)["choices"]
     assert choice["weight_versions"] == [{"version": version, "start": 0, "end": 4}]

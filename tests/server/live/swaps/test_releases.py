@@ -92,7 +92,7 @@ def test_harm_to_live_answers_takes_it_back_and_the_ledger_says_why(server: Live
         e["outcome"] for e in server.admin.get("/admin/ledger").json()["entries"] if e["action"] == "release_end"
     ]
     assert outcomes[0] == f"rolled_back: {found['reason']}"
-    assert 'hotswap_release_state{state="rolled_back"} 1.0' in httpx.get(f"{server.url}/metrics").text
+    assert 'hotswap_release_state{model="releases",state="rolled_back"} 1.0' in httpx.get(f"{server.url}/metrics").text
 
 
 def test_an_evaluation_set_keeps_it_from_any_traffic(server: LiveServer, rewards: str, tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_reward_server_that_is_away_holds_the_release(server: LiveServer) -> N
 
         wait_until(lost, 60, lambda: server.admin.get("/admin/releases").text)
         assert server.admin.get("/admin/releases").json()["release"]["state"] == "held"
-        assert 'hotswap_release_state{state="held"} 1.0' in httpx.get(f"{server.url}/metrics").text
+        assert 'hotswap_release_state{model="releases",state="held"} 1.0' in httpx.get(f"{server.url}/metrics").text
         answer = server.admin.post("/admin/releases/cancel?reason=nobody+scores", json={})
         assert answer.status_code == 200, answer.text
         assert ended(server)["reason"].endswith("nobody scores")

@@ -128,7 +128,7 @@ def test_shadow_traffic_is_unseen_by_clients_of_real_engines(server: LiveServer)
 
 def shadows(server: LiveServer, outcome: str) -> float:
     page = server.admin.get("/metrics").text
-    found = re.search(rf'hotswap_shadow_requests_total{{outcome="{outcome}",version="2"}} (\S+)', page)
+    found = re.search(rf'hotswap_shadow_requests_total{{model="splits",outcome="{outcome}",version="2"}} (\S+)', page)
     return float(found[1]) if found else 0.0
 
 
@@ -157,4 +157,4 @@ def test_the_death_of_the_only_instance_of_a_version_fails_nobody(server: LiveSe
     assert len(retryable) <= 3, "a client each at most"
     assert clients.labelled == {(1, 100), (2, 101)}
     page = server.admin.get("/metrics").text
-    assert 'hotswap_split_requests_total{status="200",version="2"}' in page
+    assert 'hotswap_split_requests_total{model="splits",status="200",version="2"}' in page

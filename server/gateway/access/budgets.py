@@ -1,0 +1,133 @@
+"""What keys have used of their budgets of the month, for all gateways and over restarts.
+
+    gateway/spent/{YYYY-MM}/{key id}   SpentRecord: tokens of the calendar month (UTC)
+
+No request waits for the store. A gateway adds what its answers have cost once a second, and hears of what others have
+added; so where several gateways run, a budget can be overrun by what the others have in flight, and what they have
+answered in the last second. One that is killed loses its last second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from server.gateway.access.limits import Limits, Month, this_month
+from server.gateway.access.records import SPENT_PREFIX
+from weightsync.control.records import Record
+from weightsync.errors import Conflict, RecordError, StoreError
+from weightsync.store import MISSING, KeyValue, Store
+
+log = logging.getLogger("hotswap.gateway")
+
+INTERVAL_S = 1.0
+RETRY_STORE_S = 0.5
+
+
+@dataclass(frozen=True)
+class SpentRecord(Record):
+    """Tokens that one key has used in one month."""
+
+    tokens: int
+
+
+class Budgets:
+    """Writes what the meters of `limits` have used, and tells them what is written."""
+
+    def __init__(self, store: Store, limits: Limits) -> None:
+        self._store = store
+        self._limits = limits
+        self._saved: dict[str, int] = {}  # by key of the store
+        limits.saved = self._tell
+
+    def used(self, key_id: str, limit: int) -> dict[str, Any]:
+        """What is known of a key's month, with what is not written yet."""
+        month, until = this_month(time.time())
+        tokens = self._saved.get(_place(month, key_id), 0)
+        for meter in self._limits.meters():
+            if meter.key == key_id:
+                tokens += sum(quota.unsaved.get(month, 0) for quota in meter.months())
+        return {"month": month, "tokens": tokens, "left": max(0, limit - tokens), "resets_at": until}
+
+    async def run(self) -> None:
+        """Follows and writes for ever."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._follow())
+            tasks.create_task(self._save_forever())
+
+    async def refresh(self) -> int:
+        """Reads this month's records; returns their revision. Raises StoreError."""
+        items, revision = await self._store.list(f"{SPENT_PREFIX}{this_month(time.time())[0]}/")
+        for kv in items:
+            self._put(kv)
+        self._tell_all()
+        return revision
+
+    async def save(self) -> None:
+        """Adds what has been used since the last time. Raises StoreError."""
+        for meter in self._limits.meters():
+            for quota in meter.months():
+                for month, tokens in list(quota.unsaved.items()):
+                    place = _place(month, meter.key)
+                    self._saved[place] = await self._add(place, tokens)
+                    quota.unsaved[month] -= tokens
+                    if not quota.unsaved[month]:
+                        del quota.unsaved[month]
+                self._tell(meter.key, quota)
+
+    async def _add(self, place: str, tokens: int) -> int:
+        while True:
+            found = await self._store.get(place)
+            before = SpentRecord.from_json(found.value).tokens if found is not None else 0
+            revision = found.mod_revision if found is not None else MISSING
+            with contextlib.suppress(Conflict):  # another gateway has added; so look again
+                await self._store.compare_and_swap(place, revision, SpentRecord(before + tokens).to_json())
+                return before + tokens
+
+    async def _save_forever(self) -> None:
+        away = False
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            try:
+                await self.save()
+                away = False
+            except (StoreError, RecordError) as exc:
+                if not away:
+                    log.warning("what keys use of their budgets is kept here until the store takes it: %s", exc)
+                away = True
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                revision = await self.refresh()
+                async for event in self._store.watch(SPENT_PREFIX, revision + 1):
+                    if event.kind == "put":
+                        self._put(event.kv)
+                        self._tell_all()
+            except StoreError:
+                await asyncio.sleep(RETRY_STORE_S)
+
+    def _put(self, kv: KeyValue) -> None:
+        try:
+            self._saved[kv.key] = SpentRecord.from_json(kv.value).tokens
+        except RecordError as exc:
+            log.error("ignoring %s: %s", kv.key, exc)
+
+    def _tell_all(self) -> None:
+        month = SPENT_PREFIX + this_month(time.time())[0]
+        self._saved = {place: tokens for place, tokens in self._saved.items() if place.startswith(month)}
+        for meter in self._limits.meters():
+            for quota in meter.months():
+                self._tell(meter.key, quota)
+
+    def _tell(self, key_id: str, quota: Month) -> None:
+        quota.saved = self._saved.get(_place(quota.month, key_id), 0)
+        quota.total()
+
+
+def _place(month: str, key_id: str) -> str:
+    return f"{SPENT_PREFIX}{month}/{key_id}"

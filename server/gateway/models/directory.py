@@ -1,0 +1,63 @@
+"""Which model a request is for: names of models, aliases that lead to them, adapters that a model serves.
+
+One table, made anew at once when the file of models changes; requests that were placed by the one before are answered
+by what they found there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from server.errors import NotFound
+from server.gateway.models.served import Served
+
+MOST_SHOWN: Final = 200  # characters of a name that is repeated in an error
+
+
+class Directory:
+    """The models of a gateway, the default one first, and its aliases."""
+
+    def __init__(self) -> None:
+        self.models: Mapping[str, Served] = {}
+        self.aliases: Mapping[str, tuple[str, ...]] = {}
+        self.default: Served  # of requests that name none
+        self.main: Served  # the one of ours that stands for all
+        self.only: tuple[Served, ...] = ()  # the default, as `find` returns it
+        self.several = False  # a name must be looked up; with one model and no alias the instance knows its names
+
+    def use(self, models: Sequence[Served], aliases: Mapping[str, tuple[str, ...]]) -> None:
+        """From now on requests find these. The first is the default. One at least is ours."""
+        self.models = {served.name: served for served in models}
+        self.aliases = dict(aliases)
+        self.default = models[0]
+        self.only = (models[0],)
+        self.main = next(served for served in models if served.upstream is None)
+        self.several = len(models) > 1 or bool(aliases)
+
+    def find(self, name: str | None, allowed: frozenset[str] | None) -> tuple[Served, ...]:
+        """Who answers a request for `name`, the first choice first; None: it names no model. `allowed`: the names that
+        its key may ask for, None if any. Raises NotFound."""
+        if not name:
+            name = self.default.name
+        if allowed is not None and name not in allowed:
+            raise unknown(name)
+        found = self.models.get(name)
+        if found is not None:
+            return (found,)
+        targets = self.aliases.get(name)
+        if targets is not None:
+            return tuple([self.models[target] for target in targets])
+        if not self.several:
+            return self.only  # an adapter, perhaps
+        for served in self.models.values():
+            if name in served.fleet.adapters:
+                return (served,)
+        raise unknown(name)
+
+
+def unknown(name: str) -> NotFound:
+    """The answer to a name that leads nowhere, or not with this key; which of both is not said."""
+    shown = name if len(name) <= MOST_SHOWN else f"{name[:MOST_SHOWN]}..."
+    message = f"The model `{shown}` does not exist or you do not have access to it; GET /v1/models lists yours."
+    return NotFound(message, code="model_not_found", param="model")

@@ -1,0 +1,92 @@
+"""The answer of an upstream that is not ours, on its way through: which of its headers clients see, what its refusals
+become, and the chunk of tokens at the end of a stream, which the gateway asked for and the client perhaps did not.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from server.errors import HttpError, Unavailable
+from server.gateway.wire.bodies import decode_event
+
+HEADERS: Final = frozenset({b"content-type", b"content-length", b"transfer-encoding", b"cache-control"})
+MOST_HELD: Final = 2**20  # no event is so long
+_END: Final = re.compile(rb"\r?\n\r?\n")
+
+
+class Foreign:
+    """One answer. `lines` are for its head."""
+
+    __slots__ = ("_held", "_hides", "lines", "name", "tokens")
+
+    def __init__(self, name: str, *, hides_usage: bool) -> None:
+        self.name = name
+        self.lines = b"x-hotswap-weights: external\r\nx-hotswap-upstream: %b\r\n" % name.encode()
+        self.tokens = b""  # the chunk that was hidden
+        self._hides = hides_usage
+        self._held = b""
+
+    def fault(self, status: int, retry_after: bytes) -> HttpError | None:
+        """What clients are told of this status; None: the answer is theirs."""
+        return fault_of(self.name, status, retry_after)
+
+    def take(self, piece: bytes) -> bytes:
+        """What of the body may go out now: whole events, but for the one of tokens alone."""
+        if not self._hides:
+            return piece
+        piece = self._held + piece
+        end = 0
+        for found in _END.finditer(piece):
+            end = found.end()
+        whole, self._held = piece[:end], piece[end:]
+        if len(self._held) > MOST_HELD:
+            self._hides = False
+            return whole + self.rest()
+        return whole if b'"usage"' not in whole else self._without_tokens(whole)
+
+    def rest(self) -> bytes:
+        """What was held back, when the body has ended."""
+        held, self._held = self._held, b""
+        return held
+
+    def _without_tokens(self, whole: bytes) -> bytes:
+        out: list[bytes] = []
+        start = 0
+        for found in _END.finditer(whole):
+            event = whole[start : found.end()]
+            start = found.end()
+            if self._is_tokens(event.strip()):
+                self.tokens = event
+            else:
+                out.append(event)
+        return b"".join(out)
+
+    def _is_tokens(self, event: bytes) -> bool:
+        data = event.removeprefix(b"data:").strip()
+        if not event.startswith(b"data:") or b'"usage"' not in data:
+            return False
+        try:
+            told = decode_event(data)
+        except (ValueError, TypeError):  # msgspec's errors are ValueErrors
+            return False
+        return told.usage is not None and not told.choices
+
+
+def fault_of(name: str, status: int, retry_after: bytes) -> HttpError | None:
+    """What clients are told of an upstream's refusal; None: the answer is theirs. What is wrong with the gateway's own
+    key, or with its bill, is not for them to see."""
+    seconds = int(retry_after) if re.fullmatch(rb"\d{1,5}", retry_after) else 5
+    if status in (401, 403):
+        message = f"The upstream of {name} does not take this gateway's key; tell the operator."
+        return Unavailable(message, code="upstream_unauthorized", retry_after_s=60)
+    if status == 404:
+        message = f"The upstream of {name} does not know the model or the route; tell the operator."
+        return Unavailable(message, code="upstream_unknown_model", retry_after_s=60)
+    if status == 429:
+        message = f"The upstream of {name} takes no more requests from this gateway now; try again in {seconds} s."
+        return Unavailable(message, code="upstream_rate_limited", retry_after_s=seconds)
+    if status >= 500 or status < 200 or 300 <= status < 400:
+        message = f"The upstream of {name} failed ({status}); try again."
+        return Unavailable(message, code="upstream_failed", retry_after_s=seconds)
+    return None

@@ -1,0 +1,288 @@
+"""Several models behind one gateway: names, aliases and fallbacks, keys of certain models, and the file read anew."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from typer.testing import CliRunner
+
+from server.cli.app import app
+from server.gateway.config import QueueSettings, UpstreamSettings
+from tests.server.gateway.harness import (
+    ADMIN_KEY,
+    SERVERS,
+    RunningGateway,
+    get,
+    new_key,
+    post,
+    running_gateway,
+)
+from tests.server.gateway.upstream import Answer, Link, Received, upstream
+from tests.waiting import eventually
+from weightsync.control.records import Keys, PartRecord, VersionRecord
+
+ADMIN = f"Authorization: Bearer {ADMIN_KEY}\r\n"
+TWO = """\
+models:
+  - name: small
+  - name: big
+aliases:
+  fast: [small, big]
+"""
+
+
+def answers(name: str, *, models: tuple[str, ...] = ()) -> Any:
+    """An instance that says which model it was asked for."""
+
+    async def handle(link: Link, asked: Received) -> None:
+        if asked.target == "/v1/models":
+            data = [{"id": each, "object": "model", "owned_by": "vllm"} for each in (name, *models)]
+            await link.json(orjson.dumps({"object": "list", "data": data}))
+            return
+        body = orjson.loads(asked.body)
+        usage = {"prompt_tokens": 3, "total_tokens": 8, "completion_tokens": 5}
+        head = b"x-hotswap-weight-version: 1\r\n"
+        await link.json(orjson.dumps({"by": name, "model": body.get("model"), "usage": usage}), extra=head)
+
+    return handle
+
+
+@pytest.fixture(**SERVERS)
+def gateway(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[RunningGateway]:
+    file = tmp_path / "models.yaml"
+    file.write_text(TWO)
+    settings = {"model": "", "models": file, "run_coordinator": False, "plain_asgi": request.param}
+    with running_gateway(tmp_path, **settings) as g:
+        yield g
+
+
+@contextlib.asynccontextmanager
+async def both(gateway: RunningGateway) -> Any:
+    """An instance of each model."""
+    async with upstream(answers("small", models=("tuned",))) as small, upstream(answers("big")) as big:
+        gateway.register(small, "s", model="small")
+        gateway.register(big, "b", model="big")
+        yield small, big
+
+
+async def ask(gateway: RunningGateway, headers: str = "", **fields: Any) -> tuple[Answer, dict[str, Any]]:
+    answer = await gateway.ask(post("/v1/completions", {"prompt": "a", "max_tokens": 2, **fields}, headers))
+    return answer, orjson.loads(answer.body)
+
+
+async def listed(gateway: RunningGateway, headers: str = "") -> list[str]:
+    answer = await gateway.ask(get("/v1/models", headers))
+    assert answer.status == 200, answer.body
+    return [each["id"] for each in orjson.loads(answer.body)["data"]]
+
+
+async def test_the_name_in_the_body_chooses_the_model(gateway: RunningGateway) -> None:
+    async with both(gateway):
+        for name, by in (("small", "small"), ("big", "big"), (None, "small")):
+            answer, body = await ask(gateway, **({} if name is None else {"model": name}))
+            assert (answer.status, body["by"], body["model"]) == (200, by, name)
+        answer, body = await ask(gateway, model="other")
+        assert (answer.status, body["error"]["code"], body["error"]["param"]) == (404, "model_not_found", "model")
+        assert "small" not in body["error"]["message"]
+        answer = await gateway.ask(post("/generate", {"prompt": "a"}))
+        assert orjson.loads(answer.body)["by"] == "small", "the first model of the file"
+        page = (await gateway.ask(get("/metrics"))).body.decode()
+        assert 'hotswap_gateway_requests_total{model="big",route="/v1/completions",status="200"} 1.0' in page
+
+
+async def test_the_list_has_every_name(gateway: RunningGateway) -> None:
+    async with both(gateway):
+        assert await listed(gateway) == ["small", "tuned", "big", "fast"]
+    gateway.store.delete(Keys("small").instance("s"))
+    await eventually(lambda: not gateway.gateway.models["small"].fleet.instances)
+    assert await listed(gateway) == ["small", "big", "fast"], "a model without an instance is there, and is said to be"
+
+
+async def test_an_adapter_is_asked_of_its_model(gateway: RunningGateway) -> None:
+    part = PartRecord("lora/tuned", 1, "slot", "0" * 32, 8)
+    record = VersionRecord(1, "ready", "slot", 8, "0" * 32, None, None, "p", 1, 0.0, "", 1, parts=(part,))
+    async with both(gateway) as (_, big):
+        gateway.store.put(Keys("big").versions + "1", record.to_json())
+        await eventually(lambda: gateway.gateway.models["big"].fleet.adapters == {"tuned"})
+        _, body = await ask(gateway, model="tuned")
+        assert (body["by"], body["model"]) == ("big", "tuned")
+        assert len(big.requests) == 1
+
+
+async def test_an_alias_is_answered_by_its_first_model_and_else_by_the_next(gateway: RunningGateway) -> None:
+    async with upstream(answers("big")) as big:
+        gateway.register(big, "b", model="big")
+        answer, body = await ask(gateway, model="fast")
+        assert (body["by"], body["model"]) == ("big", "big")
+        assert answer.headers["x-hotswap-fallback"] == "from=small; reason=no_instance"
+        async with upstream(answers("small")) as small:
+            gateway.register(small, "s", model="small")
+            answer, body = await ask(gateway, model="fast")
+            assert (body["by"], body["model"], answer.headers.get("x-hotswap-fallback")) == ("small", "small", None)
+        answer, body = await ask(gateway, model="fast")  # it is on record still, and takes no connection
+        assert (body["by"], answer.headers["x-hotswap-fallback"]) == (
+            "big",
+            "from=small; reason=instance_unreachable",
+        )
+        assert gateway.gateway.models["small"].stats.fallbacks["big", "no_instance"] == 1
+        assert gateway.gateway.models["small"].stats.inflight == gateway.gateway.models["big"].stats.inflight == 0
+
+
+async def test_a_full_queue_falls_back_and_a_lost_answer_does_not(tmp_path: Path) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text(TWO)
+    release = asyncio.Event()
+
+    async def slow(link: Link, asked: Received) -> None:
+        if b"die" in asked.body:
+            link.cut()
+            return
+        await release.wait()
+        await answers("small")(link, asked)
+
+    settings = {"model": "", "models": file, "run_coordinator": False, "queue": QueueSettings(max_entries=0)}
+    with running_gateway(tmp_path, **settings, upstream=UpstreamSettings(max_in_flight=1)) as gateway:
+        async with upstream(slow) as small, upstream(answers("big")) as big:
+            gateway.register(small, "s", model="small")
+            gateway.register(big, "b", model="big")
+            first = asyncio.create_task(ask(gateway, model="fast"))
+            await eventually(lambda: len(small.requests) == 1)
+            answer, body = await ask(gateway, model="fast")
+            assert (body["by"], answer.headers["x-hotswap-fallback"]) == ("big", "from=small; reason=overloaded")
+            release.set()
+            assert (await first)[1]["by"] == "small"
+            answer, body = await ask(gateway, model="fast", prompt="die")
+            assert (answer.status, body["error"]["code"]) == (502, "upstream_died"), "it may be what killed it"
+
+
+async def test_limits_are_counted_once(gateway: RunningGateway) -> None:
+    async with upstream(answers("big")) as big:
+        gateway.register(big, "b", model="big")
+        _, key = await new_key(gateway, limits={"requests_per_min": 10, "tokens_per_min": 1000})
+        answer, body = await ask(gateway, key, model="fast")
+        assert body["by"] == "big"
+        answer, _ = await ask(gateway, key, model="big")
+        left = answer.headers["x-ratelimit-remaining-requests"], answer.headers["x-ratelimit-remaining-tokens"]
+        assert left == ("8", str(1000 - 8 - (2 + len(b'{"prompt":"a","max_tokens":2,"model":"big"}') // 4 + 1)))
+
+
+async def test_a_key_of_certain_models_sees_no_other(gateway: RunningGateway) -> None:
+    async with both(gateway):
+        _, key = await new_key(gateway, models=["big", "fast"])
+        assert await listed(gateway, key) == ["big", "fast"]
+        answer, body = await ask(gateway, key, model="small")
+        assert (answer.status, body["error"]["code"]) == (404, "model_not_found")
+        answer, same = await ask(gateway, key, model="nothing")
+        assert same["error"]["message"].replace("nothing", "small") == body["error"]["message"]
+        assert (await ask(gateway, key, model="big"))[1]["by"] == "big"
+        assert (await ask(gateway, key, model="fast"))[1]["by"] == "small", "an alias leads where it leads"
+        assert (await ask(gateway, key))[0].status == 404, "the default model is not the key's"
+
+
+async def admin(gateway: RunningGateway, method: str, path: str) -> tuple[int, dict[str, Any]]:
+    raw = f"{method} {path} HTTP/1.1\r\nHost: t\r\n{ADMIN}Content-Length: 0\r\n\r\n".encode()
+    answer = await gateway.ask(raw, admin=True)
+    return answer.status, orjson.loads(answer.body)
+
+
+async def test_control_routes_say_which_model(gateway: RunningGateway) -> None:
+    status, body = await admin(gateway, "GET", "/admin/weights")
+    assert (status, body["error"]["code"]) == (400, "model_needed")
+    status, body = await admin(gateway, "GET", "/admin/weights?model=big")
+    assert (status, body["model"]) == (200, "big")
+    assert (await admin(gateway, "GET", "/admin/instances?model=fast"))[0] == 404
+    status, body = await admin(gateway, "GET", "/admin/models")
+    assert [(row["name"], row["default"]) for row in body["models"]] == [("small", True), ("big", False)]
+    assert body["aliases"] == {"fast": ["small", "big"]}
+
+
+async def test_the_file_is_read_anew_without_losing_a_request(gateway: RunningGateway) -> None:
+    file = gateway.gateway.config.models
+    assert file is not None
+    done = asyncio.Event()
+    statuses: list[int] = []
+
+    async def asking() -> None:
+        while not done.is_set():
+            answer, _ = await ask(gateway, model="big")
+            statuses.append(answer.status)
+
+    finish = asyncio.Event()
+
+    async def slow(link: Link, asked: Received) -> None:
+        await finish.wait()
+        await answers("small")(link, asked)
+
+    async with upstream(slow) as small, upstream(answers("big")) as big, upstream(answers("third")) as third:
+        gateway.register(small, "s", model="small")
+        gateway.register(big, "b", model="big")
+        tasks = [asyncio.create_task(asking()) for _ in range(4)]
+        held = asyncio.create_task(ask(gateway, model="small"))
+        await eventually(lambda: len(small.requests) == 1)
+        file.write_text("models: [{name: big}, {name: third}]\naliases: {fast: third}\n")
+        status, body = await admin(gateway, "POST", "/admin/models/reload")
+        assert status == 422, "what stands for the gateway cannot go while it runs"
+        assert "small" in body["error"]["message"]
+        file.write_text("models: [{name: big}, {name: small}, {name: third}]\naliases: {fast: third}\n")
+        assert (await admin(gateway, "POST", "/admin/models/reload"))[0] == 200
+        gateway.register(third, "t", model="third")
+        assert (await ask(gateway, model="fast"))[1]["by"] == "third"
+        assert (await ask(gateway))[1]["by"] == "big", "the first of the file as it is now"
+        for wrong in ("models: []\n", "models: [{name: big}, {name: big}]\n", "models: [{nam: big}]\n", "models: [\n"):
+            file.write_text(wrong)
+            status, body = await admin(gateway, "POST", "/admin/models/reload")
+            assert (status, body["error"]["code"]) == (422, "bad_models_file")
+        assert (await ask(gateway, model="third"))[1]["by"] == "third", "the one before stays"
+        file.write_text("models: [{name: big}, {name: small}]\n")
+        waiting = asyncio.create_task(ask(gateway, model="small"))
+        await eventually(lambda: len(small.requests) == 2)
+        assert (await admin(gateway, "POST", "/admin/models/reload"))[0] == 200
+        assert (await ask(gateway, model="third"))[0].status == 404
+        finish.set()
+        assert (await held)[1]["by"] == (await waiting)[1]["by"] == "small"
+        done.set()
+        await asyncio.gather(*tasks)
+        assert set(statuses) == {200}
+        assert len(big.requests) > len(tasks)
+
+
+async def test_a_model_that_goes_answers_what_it_has(gateway: RunningGateway) -> None:
+    file = gateway.gateway.config.models
+    assert file is not None
+    finish = asyncio.Event()
+
+    async def slow(link: Link, asked: Received) -> None:
+        await finish.wait()
+        await answers("big")(link, asked)
+
+    async with upstream(slow) as big:
+        gateway.register(big, "b", model="big")
+        going = asyncio.create_task(ask(gateway, model="big"))
+        await eventually(lambda: len(big.requests) == 1)
+        file.write_text("models: [{name: small}]\n")
+        assert (await admin(gateway, "POST", "/admin/models/reload"))[0] == 200
+        assert gateway.gateway._retiring
+        finish.set()
+        assert (await going)[1]["by"] == "big"
+        await eventually(lambda: not gateway.gateway._retiring)
+
+
+def test_commands_say_which_model(gateway: RunningGateway) -> None:
+    url = f"http://127.0.0.1:{gateway.admin_port}"
+    env = {"HOTSWAP_ADMIN_URL": url, "HOTSWAP_ADMIN_KEY": ADMIN_KEY}
+    for command in (["weights", "list"], ["instances", "list"], ["release", "status"]):
+        assert "Say which model" in str(CliRunner().invoke(app, command, env=env).exception)
+        assert CliRunner().invoke(app, [*command, "--model", "big"], env=env).exit_code == 0
+        assert CliRunner().invoke(app, command, env=env | {"HOTSWAP_MODEL": "small"}).exit_code == 0
+    made = CliRunner().invoke(app, ["keys", "create", "me", "--model", "big", "--tokens-per-month", "9"], env=env)
+    assert made.exit_code == 0, made.exception
+    (key,) = orjson.loads(CliRunner().invoke(app, ["keys", "list", "--json"], env=env).output)["keys"]
+    assert (key["models"], key["spent"]["tokens"], key["spent"]["left"]) == (["big"], 0, 9)
+    shown = " ".join(CliRunner().invoke(app, ["keys", "list"], env=env).output.split())
+    assert all(word in shown for word in ("big", "tokens/month", "used;", "resets"))
