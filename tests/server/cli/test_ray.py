@@ -5,12 +5,10 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from server.cli.admin import AdminClient
@@ -20,11 +18,12 @@ from server.cli.paths import ServerInfo
 from server.ports import free_port
 from tests.etcd import Etcd
 from tests.live import VLLM_ARGS
+from tests.open_answers import Asked
 from tests.raycluster import RayCluster
 from tests.waiting import wait_until
 
 N1, N2, N3 = (f"127.0.0.{i}" for i in (11, 12, 13))
-ASK = {"prompt_token_ids": [3, 4, 5, 6], "max_tokens": 8, "temperature": 0, "ignore_eos": True, "stream": False}
+TOKENS = 900
 
 
 @pytest.mark.parametrize(
@@ -111,9 +110,7 @@ def test_a_node_is_lost_and_another_one_takes_its_instance(
             return [row for row in rows() if row["eligible"]]
 
         def answer() -> list[int]:
-            got = httpx.post(f"{info.url}/generate", json=ASK, timeout=120)
-            assert got.status_code == 200, got.text
-            return list(got.json()["token_ids"])
+            return Asked(info.url, 8, stream=False).finish()
 
         assert answer() == [101] * 8
         body = {"path": str(checkpoints["say-2"]), "activate": True}
@@ -121,12 +118,12 @@ def test_a_node_is_lost_and_another_one_takes_its_instance(
         assert [row["active_version"] for row in serving()] == [2, 2]
         assert answer() == [102] * 8
 
-        streams = [Stream(info.url) for _ in range(6)]
+        streams = [Asked(info.url, TOKENS) for _ in range(24)]
         wait_until(lambda: all(stream.tokens for stream in streams), 60)
         assert all(row["in_flight"] for row in rows())
         cluster.remove(up.place("instance-1"))
         for stream in streams:
-            assert stream.finish() == [102] * Stream.TOKENS
+            assert stream.finish() == [102] * TOKENS
         wait_until(lambda: "instance-1 on" in up.said() and "is lost" in up.said(), 60, up.said)
         wait_until(lambda: len(serving()) == 1, 60)
         assert answer() == [102] * 8
@@ -145,34 +142,3 @@ def test_a_node_is_lost_and_another_one_takes_its_instance(
         up.process.kill()
         up.process.wait()
         etcd.close()
-
-
-class Stream:
-    """One stream, read on a thread of its own."""
-
-    TOKENS = 900
-
-    def __init__(self, url: str) -> None:
-        self.url, self.tokens, self.fault = url, list[int](), ""
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
-
-    def _read(self) -> None:
-        import orjson
-
-        body = ASK | {"max_tokens": self.TOKENS, "stream": True}
-        try:
-            with httpx.stream("POST", f"{self.url}/generate", json=body, timeout=120) as answer:
-                for line in answer.iter_lines():
-                    if line.startswith("data: ") and line != "data: [DONE]":
-                        event = orjson.loads(line[6:])
-                        self.tokens += event.get("token_ids", [])
-                        self.fault = str(event["error"]) if "error" in event else self.fault
-        except httpx.HTTPError as error:
-            self.fault = repr(error)
-
-    def finish(self) -> list[int]:
-        self._thread.join(180)
-        assert not self._thread.is_alive()
-        assert not self.fault
-        return self.tokens
