@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
+from tests import warm
 from tests.waiting import wait_until
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+HERE = Path(__file__).parent
 HEAD = "127.0.0.2"  # at 127.0.0.1 Ray would look for another address of this machine
 
 
@@ -19,6 +22,11 @@ class RayCluster:
     def __init__(self) -> None:
         from ray.cluster_utils import Cluster
 
+        for kind in (warm.ENGINES, warm.TRAINERS):
+            warm.shared(kind)
+        self._path = os.environ.get("PYTHONPATH")
+        ours = [str(HERE / "raynode"), str(HERE.parent), *([self._path] if self._path else [])]
+        os.environ["PYTHONPATH"] = os.pathsep.join(ours)
         self._cluster = Cluster()
         self._nodes: dict[str, Any] = {}
         self.add(HEAD, cpus=0, include_dashboard=False)
@@ -29,6 +37,8 @@ class RayCluster:
 
     def __exit__(self, *_: object) -> None:
         self._cluster.shutdown()
+        del os.environ["PYTHONPATH"]
+        os.environ |= {"PYTHONPATH": self._path} if self._path else {}
 
     def add(self, address: str, cpus: int = 1, **more: Any) -> None:
         settings = {"node_ip_address": address, "num_cpus": cpus, "object_store_memory": 80 << 20}
