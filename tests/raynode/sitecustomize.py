@@ -7,15 +7,20 @@ import subprocess
 import sys
 from typing import Any
 
-COLD = subprocess.Popen
 WARM = {"instance": "engines", "trainer.main": "trainers"}
 
 
-def popen(args: Any, *more: Any, **how: Any) -> Any:
-    """`subprocess.Popen`, but for the processes that a test waits for."""
-    words = list(args[2:4]) if isinstance(args, list) and args[1:2] == ["-m"] else []
-    kind = next((WARM[word] for word in words if word in WARM), None)
-    return COLD(args, *more, **how) if kind is None else forked(kind, args[2:], how["env"])
+class Starting(type):
+    """Makes a `subprocess.Popen`, but of the processes that a test waits for what `forked` returns."""
+
+    def __call__(cls, args: Any, *more: Any, **how: Any) -> Any:
+        words = list(args[2:4]) if isinstance(args, list) and args[1:2] == ["-m"] else []
+        kind = next((WARM[word] for word in words if word in WARM), None)
+        return super().__call__(args, *more, **how) if kind is None else forked(kind, args[2:], how["env"])
+
+
+class Popen(subprocess.Popen, metaclass=Starting):  # type: ignore[type-arg]
+    """In place of the one that Ray and actors of ours start processes with."""
 
 
 def forked(kind: str, args: list[str], env: dict[str, str]) -> Any:
@@ -41,4 +46,4 @@ def forked(kind: str, args: list[str], env: dict[str, str]) -> Any:
 
 
 if any(word.endswith("default_worker.py") for word in sys.orig_argv):
-    subprocess.Popen = popen  # type: ignore[assignment,misc]
+    subprocess.Popen = Popen  # type: ignore[misc]
