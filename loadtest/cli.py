@@ -113,14 +113,19 @@ def gateway(
     against: Annotated[
         Path | None, typer.Option(help="only this gateway and that of another checkout, in pairs; its directory")
     ] = None,
-    pairs: Annotated[int, typer.Option(min=2, help="with --against: loads of each kind for each of the two")] = 25,
+    splits: Annotated[
+        bool, typer.Option("--splits", help="only this gateway, with two versions that share the traffic and with one")
+    ] = False,
+    pairs: Annotated[int, typer.Option(min=2, help="in pairs: loads of each kind for each of the two")] = 25,
 ) -> None:
     """The gateway beside vllm-router, smg and LiteLLM, one core each: requests/s, CPU, added latency, disconnects."""
     from loadtest.gateway import against as paired
     from loadtest.gateway.bench import run
 
-    if against is not None:
-        paired.run(against, json, pairs=pairs)
+    if splits:
+        paired.run(paired.splits(), json, pairs=pairs)
+    elif against is not None:
+        paired.run(paired.checkouts(against), json, pairs=pairs)
     else:
         run(json, rounds=rounds, only=only or ())
 

@@ -24,7 +24,7 @@ from server.cli.errors import CliError
 from server.gateway.access.records import INFER, KEYS_PREFIX, KeyRecord, digest_of
 from server.key_limits import KeyLimits
 from server.ports import free_port
-from weightsync.control.records import InstanceRecord, Keys
+from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, ShareRecord, SplitRecord
 from weightsync.store import SyncStore
 
 MODEL = "mock"
@@ -227,25 +227,46 @@ class Running:
     version: str
 
 
-def hotswap(place: Place, *options: str) -> list[str]:
-    """This gateway in front of the upstream, with a store of its own."""
+def hotswap(place: Place, versions: Sequence[int] = (1,)) -> list[str]:
+    """This gateway in front of the upstream, with a store of its own, and an instance for each of `versions`."""
     url = _store(place)
     with contextlib.closing(SyncStore(url)) as store:
-        address = f"http://127.0.0.1:{place.upstream}"
-        record = InstanceRecord("i0", address, "SERVING", active_version=1, active_epoch=1)
-        store.put(Keys(MODEL).instance("i0"), record.to_json())
+        for number, version in enumerate(versions):
+            address = f"http://127.0.0.1:{place.upstream}"
+            record = InstanceRecord(f"i{number}", address, "SERVING", active_version=version, active_epoch=1)
+            store.put(Keys(MODEL).instance(record.id), record.to_json())
     command = [sys.executable, "-m", "server.gateway", "--store", url, "--model", MODEL, "--port", str(place.port)]
-    return [*command, "--log-level", "warning", *options]
+    return [*command, "--log-level", "warning"]
 
 
-def hotswap_full(place: Place) -> list[str]:
+def hotswap_full(place: Place, versions: Sequence[int] = (1,)) -> list[str]:
     """With authentication and limits on: a key whose limits are asked at every request and never met."""
     limits = KeyLimits(requests_per_min=10**9, tokens_per_min=10**12, concurrency=10**6)
     record = KeyRecord("bench", "bench", digest_of(KEY), (INFER,), time.time(), limits=limits)
-    command = hotswap(place)
+    command = hotswap(place, versions)
     with contextlib.closing(SyncStore(_store(place))) as store:
         store.put(KEYS_PREFIX + record.id, record.to_json())
     return command
+
+
+def hotswap_whole(place: Place) -> list[str]:
+    """`hotswap_full` in front of two instances of one version."""
+    command = hotswap_full(place, (1, 1))
+    _commit(place, None)
+    return command
+
+
+def hotswap_split(place: Place) -> list[str]:
+    """`hotswap_full` in front of two instances, whose versions share the traffic half and half."""
+    command = hotswap_full(place, (1, 2))
+    _commit(place, SplitRecord((ShareRecord(2, 50.0, ("i1",)),)))
+    return command
+
+
+def _commit(place: Place, split: SplitRecord | None) -> None:
+    record = ActiveRecord(1, 1, None, "bench", time.time(), split=split)
+    with contextlib.closing(SyncStore(_store(place))) as store:
+        store.put(Keys(MODEL).active, record.to_json())
 
 
 def _store(place: Place) -> str:

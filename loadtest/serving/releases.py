@@ -4,6 +4,10 @@ Whole releases through the very judgement of the gateway (server/gateway/release
 (errors, seconds until the first token, refusals), looked at again with every 20 answers of the candidate. The stable
 version gets nine times as many answers. Beside it, what a test for one look at the same level would do there: Welch's t
 of two means at each look, which is how a dashboard is read.
+
+And how much evidence a harm of a given size takes: thumbs up fall by 5, 10, 20 points, and the policy allows one point.
+Beside it, the answers that a test with a size fixed beforehand takes to find that harm in four of five releases. Such a
+test may be looked at once, at its end.
 """
 
 from __future__ import annotations
@@ -28,6 +32,8 @@ from server.gateway.release.statistics import LEAST, Tally
 Means = Mapping[str, tuple[float, float]]  # of the stable version and of the candidate, by metric
 EVERY, TIMES = 20, 9
 Z = 1.645  # one-sided, 5 %
+Z_POWER = 0.842  # four in five
+WIDTH = 140
 
 POLICY = Policy(
     steps=(Step(traffic=10, for_=60), Step(traffic=10, for_=60)),
@@ -50,6 +56,12 @@ SCENARIOS: dict[str, Means] = {
     "refusals 5 -> 50 %": {**SAME, "refusals": (0.05, 0.50)},
 }
 
+THUMBS = 0.7
+WORSE_BY = (0.05, 0.10, 0.20)
+ALLOWED = 0.01
+CURVE = Policy(steps=(Step(traffic=10, for_=60),), conditions=(Condition("feedback", max_decrease=ALLOWED),))
+ANSWERS_AT = (100, 200, 500, 1000, 2000, 5000, 10_000)
+
 
 @dataclass(frozen=True)
 class Found:
@@ -62,30 +74,68 @@ class Found:
     naive: float
 
 
-def run(json: Path | None, *, releases: int = 1000, answers: int = 2000, seed: int = 0) -> list[Found]:
-    """Simulates, prints the table, and writes the figures to `json`; `answers` of the candidate in each step."""
+@dataclass(frozen=True)
+class Harm:
+    """How soon a share of thumbs up that falls by `worse_by` is found.
+
+    `found_by`: the share of the releases taken back, by the candidate's answers until then. `median`: answers until
+    half of them are; None if fewer ever are. `fixed`: answers that a test of a fixed size takes for four in five.
+    """
+
+    worse_by: float
+    found_by: dict[int, float]
+    median: float | None
+    fixed: int
+
+
+def run(
+    json: Path | None, *, releases: int = 1000, answers: int = 2000, longest: int = ANSWERS_AT[-1], seed: int = 0
+) -> tuple[list[Found], list[Harm]]:
+    """Simulates, prints the tables, and writes the figures to `json`.
+
+    `answers` of the candidate in each step, and at most `longest` where it is asked how many a harm takes.
+    """
     found = [of_scenario(name, means, releases, answers, seed) for name, means in SCENARIOS.items()]
     show(found, releases, answers)
+    harms = [of_harm(worse, releases, longest, seed) for worse in WORSE_BY]
+    show_harms(harms, releases)
     if json is not None:
         about = {"releases": releases, "answers_in_a_step": answers, "false_alarms": POLICY.false_alarms, "seed": seed}
-        json.write_text(jsonlib.dumps({**about, "scenarios": [asdict(each) for each in found]}, indent=1) + "\n")
-    return found
+        tables = {"scenarios": [asdict(each) for each in found], "harms": [asdict(each) for each in harms]}
+        json.write_text(jsonlib.dumps({**about, **tables}, indent=1) + "\n")
+    return found, harms
+
+
+def of_harm(worse: float, releases: int, longest: int, seed: int) -> Harm:
+    rng = np.random.default_rng(seed)
+    means = {"feedback": (THUMBS, THUMBS - worse)}
+    ends = [release(CURVE, means, longest, rng)[0] or math.inf for _ in range(releases)]
+    found_by = {at: sum(end <= at for end in ends) / releases for at in ANSWERS_AT if at <= longest}
+    median = statistics.median(ends)
+    return Harm(worse, found_by, median if median < math.inf else None, fixed_size(worse))
+
+
+def fixed_size(worse: float) -> int:
+    """Answers of the candidate, with TIMES as many of the stable version, that a one-sided test of two shares at the
+    5 % level takes to find with a power of 80 % that it is worse by more than ALLOWED."""
+    variances = [(THUMBS - by) * (1 - THUMBS + by) for by in (worse, 0.0)]
+    return math.ceil((Z + Z_POWER) ** 2 * (variances[0] + variances[1] / TIMES) / (worse - ALLOWED) ** 2)
 
 
 def of_scenario(name: str, means: Means, releases: int, answers: int, seed: int) -> Found:
     rng = np.random.default_rng(seed)
-    ends = [release(means, answers, rng) for _ in range(releases)]
+    ends = [release(POLICY, means, answers, rng) for _ in range(releases)]
     back = [end for end, _ in ends if end is not None]
     naive = sum(alarm for _, alarm in ends) / releases
     return Found(name, len(back) / releases, statistics.median(back) if back else None, naive)
 
 
-def release(means: Means, answers: int, rng: np.random.Generator) -> tuple[int | None, bool]:
+def release(policy: Policy, means: Means, answers: int, rng: np.random.Generator) -> tuple[int | None, bool]:
     """After how many answers of the candidate it is taken back (None: it is not), and whether the other test would."""
     looks = range(EVERY, answers + 1, EVERY)
     ended: int | None = None
     naive = False
-    for step in range(len(POLICY.steps)):
+    for step in range(len(policy.steps)):
         sums = {
             metric: [_sums(metric, mean, n, rng) for mean, n in _counts(pair, answers)]
             for metric, pair in means.items()
@@ -94,8 +144,8 @@ def release(means: Means, answers: int, rng: np.random.Generator) -> tuple[int |
             evidence = {
                 metric: Evidence(_tally(new, seen), _tally(old, TIMES * seen)) for metric, (old, new) in sums.items()
             }
-            naive = naive or any(_alarms(condition, evidence[condition.metric]) for condition in POLICY.of_step(step))
-            if ended is None and rule(POLICY, step, evidence, lasted_s=0.0).kind == "rollback":
+            naive = naive or any(_alarms(condition, evidence[condition.metric]) for condition in policy.of_step(step))
+            if ended is None and rule(policy, step, evidence, lasted_s=0.0).kind == "rollback":
                 ended = step * answers + seen
             if ended is not None and naive:
                 return ended, naive
@@ -134,7 +184,19 @@ def show(found: list[Found], releases: int, answers: int) -> None:
     for each in found:
         after = f"{each.answers:.0f}" if each.answers is not None else ""
         table.add_row(each.scenario, f"{each.taken_back:.1%}", after, f"{each.naive:.1%}")
-    Console().print(table)
+    Console(width=WIDTH).print(table)
+
+
+def show_harms(harms: list[Harm], releases: int) -> None:
+    """As a table."""
+    columns = [f"after {at}" for at in harms[0].found_by]
+    title = f"{releases} releases each; taken back by then"
+    table = Table("thumbs up fall by", *columns, "half are found after", "a test of fixed size", title=title)
+    for each in harms:
+        shares = [f"{share:.0%}" for share in each.found_by.values()]
+        median = f"{each.median:.0f}" if each.median is not None else ""
+        table.add_row(f"{each.worse_by * 100:.0f} points", *shares, median, str(each.fixed))
+    Console(width=WIDTH).print(table)
 
 
 def main() -> None:

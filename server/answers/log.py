@@ -197,7 +197,8 @@ class Segment(Protocol):
 
     size: int
 
-    def append(self, lines: list[bytes]) -> None: ...
+    def append(self, lines: list[bytes]) -> None:
+        """All of them, or none: raises OSError."""
 
     def close(self, path: str, marks: list[Mark]) -> None:
         """The segment appears at `path`, without what `marks` cover."""
@@ -234,9 +235,13 @@ class _InFile:
 
     def append(self, lines: list[bytes]) -> None:
         content = memoryview(b"\n".join(lines) + b"\n")
-        self.size += len(content)
-        while content:
-            content = content[os.write(self._fd, content) :]
+        try:
+            while content:
+                content = content[os.write(self._fd, content) :]
+        except OSError:  # a full disk takes a part
+            os.ftruncate(self._fd, self.size)
+            raise
+        self.size += sum(map(len, lines)) + len(lines)
 
     def close(self, path: str, marks: list[Mark]) -> None:
         _publish(self._folder, self._path, path, marks)
@@ -288,15 +293,15 @@ class Writer:
         """Writes what is there, closes what is full or old enough, and looks after the others now and then."""
         now = time.monotonic()
         with self._noted():
+            if now - self._maintained_at > MAINTAIN_S or not self._maintained_at:
+                self._maintained_at = now
+                self.maintain()  # first: what it drops may be what lets the rest be written
             self._write(now)
             segment = self._segment
             if segment is not None and self._is_over(segment, now):
                 self._segment = None
                 self._closing.append(segment)
             self._close_all()
-            if now - self._maintained_at > MAINTAIN_S or not self._maintained_at:
-                self._maintained_at = now
-                self.maintain()
 
     def close(self) -> None:
         """Closes what is open."""
@@ -334,8 +339,8 @@ class Writer:
             opened = self._folder.name(time.time(), self.name, f"{self._number:06d}", OPEN)
             self._segment = _InFile(self._folder, opened) if self._folder.local else _InMemory(self._folder)
             self._opened_at = now
-        lines, self._lines, self._size = self._lines, [], 0
-        self._segment.append(lines)
+        self._segment.append(self._lines)
+        self._lines, self._size = [], 0
 
     def _close_all(self) -> None:
         while self._closing:

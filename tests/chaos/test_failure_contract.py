@@ -15,105 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
-from server.cli.processes import Child
-from server.ports import free_port
-from tests.chaos.clients import Clients, Seen
-from tests.etcd import Etcd
-from tests.live import LiveServer
-from tests.waiting import comes_true, wait_until
-from weightsync import SyncStore
-from weightsync.control.records import Keys, SwapRecord
+from tests.chaos.clients import Clients
+from tests.chaos.fleet import CUT, Fleet, assert_clean, running
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
-# What a client may see whose answer was under way on the instance that died; all of them can be asked again.
-CUT = {"upstream_died", "instance_unreachable", "engine_error", "engine_died", "RemoteProtocolError", "ReadError"}
-
-
-class Fleet:
-    """The server under test, a second gateway, and which checkpoint each version is."""
-
-    def __init__(self, live: LiveServer, checkpoints: dict[str, Path], etcd: Etcd, second: Child, url: str) -> None:
-        self.live, self.checkpoints, self.etcd = live, checkpoints, etcd
-        self.second, self.second_url = second, url
-        self.version_of: dict[int, int] = {}
-        self._turn = 0
-
-    def publish(self, *, activate: bool = True) -> int:
-        """A new version that says something else than the one before it."""
-        self._turn = (self._turn + 1) % 4
-        body = {"path": str(self.checkpoints[f"say-{self._turn}"]), "activate": activate}
-        answer = self.live.admin.post("/admin/weights", json=body)
-        assert answer.status_code == 200, answer.text
-        version = int(answer.json()["version"])
-        self.version_of[version] = self._turn
-        return version
-
-    def states(self) -> dict[str, str]:
-        return {
-            r["id"].rsplit("-", 2)[-2] + "-" + r["id"].rsplit("-", 1)[-1]: r["state"] for r in self.live.instances()
-        }
-
-    def both_serve(self, version: int) -> bool:
-        try:
-            records = self.live.instances()
-        except httpx.TransportError:  # the gateway is being started again
-            return False
-        return [(r["eligible"], r["active_version"]) for r in records] == [(True, version)] * 2
-
-    def engine_core(self, index: int) -> psutil.Process:
-        (core,) = [p for p in self.live.tree(index)[1:] if "EngineCore" in p.name() or "EngineCore" in str(p.cmdline())]
-        return core
-
-    def revive(self) -> None:
-        """What `hotswap up` does all the time: start again what has ended."""
-        self.live.processes.restart_ended()
-
-    def whole_again(self, version: int) -> bool:
-        def look() -> bool:
-            self.revive()
-            return self.both_serve(version)
-
-        return comes_true(look, 200)
-
-    def swap(self) -> SwapRecord:
-        store = SyncStore(self.live.processes.store)
-        try:
-            found = store.get(Keys(self.live.name).swap)
-            assert found is not None
-            return SwapRecord.from_json(found.value)
-        finally:
-            store.close()
 
 
 @pytest.fixture(scope="module")
 def fleet(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    etcd = Etcd()
-    store = etcd.url("contract")
-    live = LiveServer(checkpoints["say-0"], tmp_path_factory.mktemp("contract"), instances=2, store=store)
-    with live.running():
-        port = free_port()
-        args = ["server.gateway", "--store", store, "--model", live.name, "--port", str(port), "--admin-port", "0"]
-        args += ["--admin-key-file", str(live.processes.admin_key_file)]
-        second = Child("gateway-2", args, live.processes.state_dir / "logs" / "gateway-2.log", {})
-        url = f"http://127.0.0.1:{port}"
-        try:
-            wait_until(lambda: ready(url), 30, what=lambda: second.tail())
-            found = Fleet(live, checkpoints, etcd, second, url)
-            found.version_of[live.active()] = 0
-            yield found
-        finally:
-            second.stop()
-    etcd.close()
-
-
-def ready(url: str) -> bool:
-    try:
-        return httpx.get(url + "/readyz", timeout=2).status_code == 200
-    except httpx.TransportError:
-        return False
+    with running(checkpoints, tmp_path_factory.mktemp("contract")) as found:
+        yield found
 
 
 def in_background(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
@@ -121,13 +35,6 @@ def in_background(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]
     thread = threading.Thread(target=lambda: results.append(work()), daemon=True)
     thread.start()
     return thread, results
-
-
-def assert_clean(seen: Seen, fleet: Fleet, *, faults: set[str] = frozenset()) -> None:  # type: ignore[assignment]
-    """No token came from other weights than its label says, and no fault but those that are allowed."""
-    assert seen.wrong(fleet.version_of) == []
-    assert set(seen.faults) <= faults
-    assert seen.answers > 0
 
 
 PUBLISHER = """
@@ -159,7 +66,7 @@ def test_trainer_killed_while_publishing(fleet: Fleet) -> None:
             return all(v["state"] != "publishing" for v in versions)
 
         wait_until(none_half_written, 20)
-        assert fleet.both_serve(fleet.publish())
+        assert fleet.all_serve(fleet.publish())
     assert_clean(seen, fleet)
 
 
@@ -187,7 +94,7 @@ def test_instance_killed_while_staging(fleet: Fleet, on_lost: str) -> None:
         wait_until(lambda: seen.answers > before + 4)
         assert fleet.whole_again(version if on_lost == "abort" else target)
         assert fleet.live.activate(target).status_code == 200
-        assert fleet.both_serve(target)
+        assert fleet.all_serve(target)
     # The other instance goes on with the streams; after a commit it runs another version than wrote their beginnings.
     assert_clean(seen, fleet, faults=set() if on_lost == "abort" else CUT)
 
@@ -280,7 +187,7 @@ def test_store_away(fleet: Fleet, fault: str) -> None:
             wait_until(lambda: seen.answers > before + 8, 20)
         finally:
             _ = fleet.etcd.thaw() if fault == "frozen" else fleet.etcd.restart()
-        wait_until(lambda: fleet.both_serve(version), 30)
+        wait_until(lambda: fleet.all_serve(version), 30)
         wait_until(lambda: fleet.live.activate(target).status_code == 200, 30)
     assert_clean(seen, fleet)
 
@@ -299,7 +206,7 @@ def test_flipped_byte(fleet: Fleet) -> None:
         refused = fleet.live.activate(target)
         assert refused.status_code == 409
         assert refused.json()["error"]["tensor"]
-        assert fleet.both_serve(version)
+        assert fleet.all_serve(version)
     assert_clean(seen, fleet)
     assert {v for v, _ in seen.tokens} == {version}
 

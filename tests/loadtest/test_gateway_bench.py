@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from loadtest.gateway.contenders import (
     Cores,
     Load,
     Running,
+    answers,
     body,
     compiled,
     cpu_s,
@@ -193,10 +196,21 @@ def test_the_published_tables_are_those_of_the_published_figures() -> None:
 
 def test_two_checkouts_are_asked_in_turn(tmp_path: Path) -> None:
     load = Load("many", body(), clients=2, seconds=0.1, warm_s=0.1)
-    ratios = against.run(against.HERE, tmp_path / "found.json", pairs=2, loads=[load])
+    ratios = against.run(against.checkouts(against.HERE), tmp_path / "found.json", pairs=2, loads=[load])
     assert ratios["cpu_us_per_request"].pairs == 2
     assert ratios["cpu_us_per_request"].this > 0
     assert orjson.loads((tmp_path / "found.json").read_bytes())["figures"].keys() == {"cpu_us_per_request"}
+
+
+def test_two_versions_share_the_requests_of_one_of_the_two(upstream: int) -> None:
+    split, whole = against.splits()
+    for side, answered in ((split, {"1": 10, "2": 10}), (whole, {})):
+        with started(side, upstream, CORES) as running_side:
+            assert all(answers(running_side.port) for _ in range(19))  # one has been asked already
+            with urllib.request.urlopen(f"http://127.0.0.1:{running_side.port}/metrics") as answer:
+                text = answer.read().decode()
+        found = re.findall(r'^hotswap_split_requests_total\{.*version="(\d)"\} (\d+)', text, re.MULTILINE)
+        assert {version: int(count) for version, count in found} == answered
 
 
 def test_a_ratio_is_of_neighbours() -> None:
@@ -209,4 +223,4 @@ def test_compiled_and_not_are_not_compared(tmp_path: Path) -> None:
     if not (against.HERE / "server/gateway/_compiled").exists():
         made.mkdir(parents=True)
     with pytest.raises(CannotStart, match="is compiled"):
-        against.run(tmp_path)
+        against.checkouts(tmp_path)

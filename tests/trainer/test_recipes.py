@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.broad, pytest.mark.engine]
 CONFIGS = Path(__file__).parents[2] / "trainer" / "configs"
 ENGINE = ("--dtype", "float32", "--max-model-len", "2048", "--enable-lora", "--max-lora-rank", "16")
 STEPS = 2
-ELSEWHERE = {"grpo_moe": "test_mixture.py", "api": "api/", "rewards": "rewards/test_server.py"}  # which runs it, or its like
+ELSEWHERE = {"grpo_moe": "test_mixture.py", "api": "api/", "rewards": "rewards/test_server.py"}  # which run their like
 
 
 @dataclass(frozen=True)

@@ -148,10 +148,14 @@ class Keys:
 
 
 class Record:
-    """Base of the records: strict JSON both ways."""
+    """Base of the records: strict JSON both ways.
+
+    A field that has its default is not written. So a release that adds a field writes records that the release before
+    it reads, until somebody uses what the field is for.
+    """
 
     def to_json(self) -> bytes:
-        return orjson.dumps(self)
+        return orjson.dumps(_written(self))
 
     @classmethod
     def from_json(cls, raw: bytes) -> Self:
@@ -523,6 +527,13 @@ class CounterRecord(Record):
     """The last version number given out."""
 
     version: int
+
+
+def _written(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        given = ((f, getattr(value, f.name)) for f in dataclasses.fields(value))
+        return {f.name: _written(found) for f, found in given if f.default is dataclasses.MISSING or found != f.default}
+    return [_written(item) for item in value] if isinstance(value, tuple) else value
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -262,6 +263,29 @@ def test_a_store_that_is_away_loses_nothing_within_bounds(monkeypatch: pytest.Mo
     monkeypatch.setattr(Folder, "write", write)
     writer.tick()
     assert ids(folder) == [f"a{number}" for number in range(kept)]
+
+
+def test_a_full_disk_loses_no_line_that_finds_room_later(tmp_path: Path) -> None:
+    """A limit on the size of files stands for it: like a full disk, it takes a part of a write and refuses the rest."""
+    folder = Folder(str(tmp_path))
+    writer = Writer(folder, bounded(segment_bytes=1 << 20))
+    first = line(0)
+    writer.append(first)
+    writer.tick()
+    for number in range(1, 6):
+        writer.append(line(number))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(first) * 3, before[1]))
+    try:
+        writer.tick()
+        (opened,) = tmp_path.glob(f"*{OPEN}")
+        assert opened.read_bytes() == first + b"\n", "no half of a line"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    writer.append(line(6))
+    writer.close()
+    assert ids(folder) == [f"a{number}" for number in range(7)]
+    assert writer.lost == 0
 
 
 def test_names_of_segments_sort_by_the_moment_they_were_closed(tmp_path: Path) -> None:

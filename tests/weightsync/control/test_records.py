@@ -5,7 +5,16 @@ from dataclasses import replace
 import orjson
 import pytest
 
-from weightsync.control.records import ActiveRecord, ErrorInfo, InstanceRecord, Keys, SwapRecord, VersionRecord
+from weightsync.control.records import (
+    ActiveRecord,
+    ErrorInfo,
+    InstanceRecord,
+    Keys,
+    ShareRecord,
+    SplitRecord,
+    SwapRecord,
+    VersionRecord,
+)
 from weightsync.errors import RecordError
 
 VERSION = VersionRecord(7, "ready", "/dev/shm/x/slot-0", 10, "ab", None, 3, "trainer", 1, 1.5, "", 2)
@@ -43,6 +52,14 @@ def test_a_missing_field_is_named() -> None:
 def test_fields_with_a_default_may_be_left_out() -> None:
     found = InstanceRecord.from_json(b'{"id":"a","address":"x"}')
     assert found == InstanceRecord("a", "x")
+
+
+def test_fields_with_a_default_are_not_written() -> None:
+    """So an older release reads what a newer one writes, until a new field is used."""
+    assert InstanceRecord("a", "x").to_json() == b'{"id":"a","address":"x"}'
+    split = SplitRecord((ShareRecord(2, 10.0, ("a",)),))
+    written = ActiveRecord(7, 1, None, "id", 1.0, split=split).to_json()
+    assert orjson.loads(written)["split"] == {"shares": [{"version": 2, "percent": 10.0, "instances": ["a"]}]}
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"3", b"null"])

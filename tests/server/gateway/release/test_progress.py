@@ -82,6 +82,14 @@ def test_it_waits_for_what_it_cannot_judge_and_goes_on_when_it_can() -> None:
     assert after(held, world(5000, HALF, GOOD)).state == "finishing"
 
 
+def test_a_clock_that_is_set_back_shortens_no_step_and_hides_no_harm() -> None:
+    record = replace(START, state="judging", step=1, since=5000.0)
+    assert isinstance(advance(record, POLICY, world(100, HALF, GOOD)), Wait)
+    assert after(record, world(100, HALF, BAD)).state == "rolling_back"
+    held = replace(record, state="held")
+    assert isinstance(advance(held, replace_policy(POLICY, on_hold="rollback", hold="1m"), world(100, HALF)), Wait)
+
+
 def test_holding_may_end_in_a_rollback() -> None:
     impatient = replace_policy(POLICY, on_hold="rollback", hold="1m")
     held = replace(START, state="held", step=1, since=110.0)

@@ -1,0 +1,186 @@
+"""Releases under fault: three vLLM instances, two gateways, a real etcd, a real reward server. Whatever dies, no client
+fails but those whose answer it was, and the fleet ends on the version that is good."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from server.gateway.release.records import ReleaseKeys, ReleaseRecord
+from tests.chaos.clients import Clients
+from tests.chaos.fleet import CUT, Fleet, assert_clean, running
+from tests.trainer.rewards.test_server import serving
+from tests.waiting import wait_until
+from weightsync import SyncStore
+from weightsync.control.records import Keys, LeaderRecord
+from weightsync.errors import StoreError
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.broad]
+REWARDS = [{"kind": "regex", "name": f"says-{k}", "pattern": f"w10{k}"} for k in range(4)]
+REWARDS.append({"kind": "regex", "name": "any", "pattern": "w10"})
+
+
+@pytest.fixture(scope="module")
+def fleet(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with running(checkpoints, tmp_path_factory.mktemp("releases"), instances=3) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def rewards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with serving(tmp_path_factory.mktemp("rewards"), rewards=REWARDS) as client:
+        yield str(client.base_url)
+
+
+@pytest.fixture
+def store(fleet: Fleet) -> Iterator[SyncStore]:
+    found = SyncStore(fleet.live.processes.store)
+    yield found
+    found.close()
+
+
+class Release:
+    """A release of a new version, which is harmful by the reward `old` of what it takes over from."""
+
+    def __init__(self, fleet: Fleet, store: SyncStore, rewards: str, steps: str, more: str = "") -> None:
+        self.stable = fleet.publish()
+        old = f"says-{fleet.version_of[self.stable]}"
+        self.version = fleet.publish(activate=False)
+        self._fleet, self._store = fleet, store
+        named = ", ".join(f'{name}: {{url: "{rewards}", timeout_s: 2}}' for name in (old, "any"))
+        text = f"sticky: none\nrewards: {{{named}}}\n{more}steps: [{steps.replace('OLD', old)}]\n"
+        wait_until(lambda: fleet.all_serve(self.stable), 60)
+        answer = fleet.live.admin.post("/admin/releases", json={"version": self.version, "text": text})
+        assert answer.status_code == 200, answer.text
+
+    @property
+    def record(self) -> ReleaseRecord:
+        found = self._store.get(ReleaseKeys(self._fleet.live.name).current)
+        assert found is not None
+        return ReleaseRecord.from_json(found.value)
+
+    def until(self, *states: str, step: int | None = None, seconds: float = 200) -> ReleaseRecord:
+        def there() -> ReleaseRecord | None:
+            self._fleet.revive()
+            try:
+                record = self.record
+            except (StoreError, TimeoutError):  # it is being started again
+                return None
+            return record if record.state in states and step in (None, record.step) else None
+
+        return wait_until(there, seconds, what=lambda: str(self.record))
+
+
+HARMFUL = "{traffic: 50, for: 1h, conditions: [{metric: reward/OLD, min: 0.5, least: 10}]}"
+GOOD = "[{metric: reward/any, min: 0.5, least: 10, prove: true}]"
+
+
+def test_the_gateway_that_leads_dies_between_the_evidence_and_the_rollback(
+    fleet: Fleet, store: SyncStore, rewards: str
+) -> None:
+    """It is frozen before there is evidence, and killed when there is; the other one takes the version back."""
+    release = Release(fleet, store, rewards, HARMFUL)
+    release.until("judging")
+    gateway = fleet.live.processes.children["gateway"].process
+    led = _leader(fleet, store)
+    os.kill(gateway.pid, signal.SIGSTOP)
+    with Clients([fleet.second_url]).streaming() as seen:
+        wait_until(lambda: sum(version == release.version for version, _ in seen.tokens) > 100, 60)
+        os.kill(gateway.pid, signal.SIGKILL)
+        gateway.wait(10)
+        record = release.until("rolled_back")
+        assert fleet.whole_again(release.stable)
+    assert "reward/says" in record.reason
+    assert _leader(fleet, store) != led, "it did lead"
+    assert_clean(seen, fleet)
+
+
+def test_the_store_is_killed_in_the_middle_of_a_step(fleet: Fleet, store: SyncStore, rewards: str) -> None:
+    """What gateways count meanwhile is evidence when it is back."""
+    release = Release(fleet, store, rewards, HARMFUL)
+    release.until("judging")
+    fleet.etcd.kill()
+    try:
+        with Clients([fleet.live.url, fleet.second_url]).streaming() as seen:
+            wait_until(lambda: seen.answers > 20 and any(v == release.version for v, _ in seen.tokens), 60)
+            fleet.etcd.restart()
+            record = release.until("rolled_back")
+            assert fleet.whole_again(release.stable)
+    finally:
+        fleet.etcd.restart()
+    assert "reward/says" in record.reason
+    assert_clean(seen, fleet)
+
+
+def test_something_dies_at_each_step(fleet: Fleet, store: SyncStore, rewards: str) -> None:
+    """The candidate's only instance, one of the stable version's, the leading gateway, and etcd: a good version takes
+    over all the same, step by step."""
+    steps = ", ".join(f"{{traffic: {percent}, for: 0s, conditions: {GOOD}}}" for percent in (10, 20, 50, 100))
+    release = Release(fleet, store, rewards, steps)
+
+    def of_version(version: int) -> int:
+        records = fleet.live.instances()
+        return next(int(r["id"].rsplit("-", 1)[-1]) for r in records if r["active_version"] == version)
+
+    def kill_instance(version: int) -> None:
+        os.kill(fleet.live.tree(of_version(version))[0].pid, signal.SIGKILL)
+
+    def kill_gateway() -> None:
+        os.kill(fleet.live.processes.children["gateway"].process.pid, signal.SIGKILL)
+
+    def kill_store() -> None:
+        fleet.etcd.kill()
+        fleet.etcd.restart()
+
+    release.until("judging", "held", step=0)
+    with Clients([fleet.second_url]).streaming() as seen:
+        kill_instance(release.version)
+        release.until("judging", "held", step=1)
+        kill_instance(release.stable)
+        release.until("judging", "held", step=2)
+        kill_gateway()
+        release.until("judging", "held", "finishing", "done", step=3)
+        kill_store()
+        record = release.until("done", "rolled_back", "cancelled")
+        assert record.state == "done", record.reason
+        assert fleet.whole_again(release.version)
+    assert_clean(seen, fleet, faults=CUT)
+
+
+def test_an_evaluation_whose_judge_hangs_holds_the_release(fleet: Fleet, store: SyncStore, tmp_path: Path) -> None:
+    """No client gets an answer by the version until the judge goes on."""
+    (tmp_path / "set.jsonl").write_text('{"prompt": "w3 w4"}\n' * 4)
+    sets = f"evaluation: [{{file: {tmp_path}/set.jsonl, by: any, min: 0.5, max_tokens: 4}}]\n"
+    with serving(tmp_path, rewards=REWARDS) as client, Clients([fleet.live.url, fleet.second_url]).streaming() as seen:
+        judge = _listens(client.base_url.port)
+        judge.suspend()
+        try:
+            release = Release(fleet, store, str(client.base_url), "{traffic: 50, for: 1h}", sets)
+            wait_until(lambda: release.record.reason, 120, what=lambda: str(release.record))
+            assert release.record.state == "evaluating"
+            assert 'hotswap_release_state{state="held"} 1.0' in httpx.get(f"{fleet.live.url}/metrics").text
+            assert all(version != release.version for version, _ in seen.tokens)
+        finally:
+            judge.resume()
+        release.until("judging")
+        wait_until(lambda: any(version == release.version for version, _ in seen.tokens), 60)
+        assert fleet.live.admin.post("/admin/releases/cancel", json={}).status_code == 200
+        release.until("rolled_back")
+        assert fleet.whole_again(release.stable)
+    assert_clean(seen, fleet)
+
+
+def _leader(fleet: Fleet, store: SyncStore) -> str:
+    found = store.get(Keys(fleet.live.name).leader)
+    return LeaderRecord.from_json(found.value).holder if found is not None else ""
+
+
+def _listens(port: int | None) -> psutil.Process:
+    (found,) = {c.pid for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == port}
+    return psutil.Process(found)
