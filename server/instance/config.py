@@ -72,9 +72,9 @@ class InstanceConfig:
     ] = ()
     grammars: Limits = DEFAULT  # of trying one out before vLLM compiles it
     stage_timeout_s: float = 600.0
-    drain_s: Annotated[
-        float, Option("seconds that answers get to end after SIGTERM; then others go on with them")
-    ] = 25.0  # whoever sends SIGTERM must wait for it, and some seconds more, before SIGKILL
+    drain_s: Annotated[float, Option("seconds that answers get to end after SIGTERM; then others go on with them")] = (
+        25.0  # whoever sends SIGTERM must wait for it, and some seconds more, before SIGKILL
+    )
     vllm_args: tuple[str, ...] = ()
     form: Form = ITS_OWN  # of the versions that its engine is started for (forms.py)
 
