@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -30,8 +30,8 @@ from weightsync.tls import is_loopback
 
 LOOK_S = 0.05
 TORN_DOWN_S = 10.0  # for the ranks that are left when one has failed: they do not save
-PASSED_PREFIXES = ("HOTSWAP_", "GLOO_", "NCCL_", "HF_", "TOKENIZERS_", "WANDB_MODE")
-KEPT_HERE = ("HOTSWAP_HOST", "HOTSWAP_ARENA", "HOTSWAP_RUN_DIR", "HOTSWAP_ADMIN_KEY", "HOTSWAP_API_KEY")
+PASSED_ON = ("HOTSWAP_", "GLOO_", "NCCL_", "HF_", "TOKENIZERS_", "WANDB_MODE")
+KEPT_HERE = ("HOTSWAP_HOST", "HOTSWAP_ARENA", RUN_DIR_ENV)
 
 
 def launch(arguments: Sequence[str], config: TrainerConfig, address: str, bundle: str | None, strategy: str) -> int:
@@ -61,9 +61,9 @@ class Ranks:
         self._args = ["trainer.main", *arguments]
         self._faults, self._group = config.faults, group
         self._store, where = listening_store(address)  # kept open over all attempts
-        self._address = address
         world = len(group.bundles)
-        self._env = {**_passed_on(os.environ), "MASTER_ADDR": where.master_addr, "MASTER_PORT": str(where.master_port)}
+        self._env = ray_cluster.passed_on(os.environ, PASSED_ON, KEPT_HERE)
+        self._env |= {"MASTER_ADDR": where.master_addr, "MASTER_PORT": str(where.master_port)}
         self._env |= {"WORLD_SIZE": str(world), "LOCAL_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
         if is_loopback(address):
             self._env = dict.fromkeys(LOOPBACK_VARIABLES, "lo") | self._env
@@ -150,10 +150,6 @@ def absolute(arguments: Sequence[str], config: Path) -> list[str]:
 
 def _resources() -> dict[str, float]:
     return {"CPU": 1.0} | ({"GPU": 1.0} if ray_cluster.has_gpus() else {})
-
-
-def _passed_on(env: Mapping[str, str]) -> dict[str, str]:
-    return {k: v for k, v in env.items() if k.startswith(PASSED_PREFIXES) and k not in KEPT_HERE}
 
 
 def _print(out: bytes, err: bytes) -> None:

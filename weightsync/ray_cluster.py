@@ -33,8 +33,7 @@ from weightsync.errors import RayUnavailable
 
 ADDRESS = "{address of the node}"  # in an argument: where others reach the node
 STRATEGIES = ("SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK")
-PASSED = ("HOTSWAP_CLUSTER_TLS", "HOTSWAP_ETCD_PASSWORD_FILE", "HOTSWAP_RACK")
-PASSED_PREFIXES = ("VLLM_", "OTEL_")
+SECRET = {"KEY", "TOKEN", "SECRET", "PASSWORD"}  # words in the names of variables that stay here
 LOOK_S = 0.5  # that an actor waits for news, before it says that there are none
 KEPT = 1 << 20  # bytes printed that nobody has asked for yet
 CONNECT_S, ANSWER_S = 10.0, 5.0
@@ -116,9 +115,10 @@ def has_gpus() -> bool:
     return bool(ray.cluster_resources().get("GPU"))
 
 
-def passed_on(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables of this process that a process on another node gets too."""
-    return {k: v for k, v in env.items() if k in PASSED or k.startswith(PASSED_PREFIXES)}
+def passed_on(env: Mapping[str, str], beginnings: tuple[str, ...], but: tuple[str, ...] = ()) -> dict[str, str]:
+    """The variables of this process that a process on another node gets too: no secrets, but where these lie."""
+    found = {name: value for name, value in env.items() if name.startswith(beginnings) and name not in but}
+    return {name: value for name, value in found.items() if name.endswith("_FILE") or not SECRET & {*name.split("_")}}
 
 
 class Group:

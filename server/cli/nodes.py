@@ -21,7 +21,7 @@ from weightsync.ray_cluster import ADDRESS, Group, Node, NodeProcess
 from weightsync.tls import ENVIRONMENT as TLS_ENV
 from weightsync.tls import is_loopback
 
-PEER_LEAVES_S = 5.0
+PASSED_ON = ("HOTSWAP_CLUSTER_TLS", "HOTSWAP_ETCD_PASSWORD_FILE", "HOTSWAP_RACK", "VLLM_", "OTEL_")
 
 
 class NodeChild(NodeProcess):
@@ -58,7 +58,7 @@ class Nodes:
         by_ranks = {"CPU": float(ranks)} | ({"GPU": float(ranks)} if ray_cluster.has_gpus() else {})
         bundle = ray_cluster.parse_bundle(config.ray_bundle) if config.ray_bundle is not None else by_ranks
         self._group = Group([bundle] * config.instances, config.ray_strategy)
-        self._env = ray_cluster.passed_on(os.environ)
+        self._env = ray_cluster.passed_on(os.environ, PASSED_ON)
         if ranks == 1:  # Ray says how many threads there are; which cores they take is the scheduler's affair
             self._env.setdefault(BIND_ENV, "nobind")
 
