@@ -121,7 +121,7 @@ class Sidecar:
                 await participant.drain(time.time() + drain_s)
         await self._admission.idle(began + drain_s - time.monotonic())
         if moved := await self._admission.hand_on():
-            log.info("%d requests had not ended after %g s, and go on at other instances", moved, drain_s)
+            log.warning("%d requests had not ended after %g s, and go on at other instances", moved, drain_s)
 
     async def _live(self, store: Store) -> None:
         """Take part in swaps until ordered to sleep; sleep, then take part again, or leave it to the next process."""
