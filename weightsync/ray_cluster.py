@@ -230,6 +230,9 @@ class NodeProcess:
                 self._looking = self._actor.look.remote(LOOK_S)
                 return
             except ray.exceptions.RayError as error:
+                if self.node is None and isinstance(error, ray.exceptions.RayActorError):
+                    self.start()  # its bundle was on a node that Ray had yet to give up
+                    return
                 where = f" on {self.node.host}" if self.node is not None else ""
                 self._say(f"{self.name}{where} is lost: {_reason(error)}")
                 self.returncode = LOST
