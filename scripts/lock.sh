@@ -4,7 +4,7 @@
 # no other Python: lists for GPUs are for 3.12, which Megatron-Core's newer releases want, all others for 3.11.
 #
 #   cpu, cuda                 serving and training          extras `cpu` and `cuda`
-#   extras-cpu, extras-cuda   what some users add to that   extras `data`, `track` and `rdma-*`
+#   extras-cpu, extras-cuda   what some users add to that   extras `data`, `track`, `ray` and `rdma-*`
 #   fp8-cuda                  TransformerEngine, too        extra `fp8`
 #   demo-real                 on top of extras-cpu          group `demo-real`
 #   test, bench               on top of either              groups `test` and `bench`
@@ -52,9 +52,9 @@ lock() {
 cpu=requirements/cpu.txt cuda=requirements/cuda.txt
 lock cpu cpu "To serve and to train on machines without a GPU." --extra cpu
 lock cuda cuda "To serve and to train on NVIDIA GPUs." --extra cuda
-more=(--extra data --extra gym --extra track --extra s3 --extra mlflow)
-WITHOUT=$cpu lock extras-cpu cpu "Other data formats, followed runs and RDMA, on top of cpu.txt." --extra cpu "${more[@]}" --extra rdma-cpu
-WITHOUT=$cuda lock extras-cuda cuda "Other data formats, followed runs and RDMA, on top of cuda.txt." --extra cuda "${more[@]}" --extra rdma-cuda
+more=(--extra data --extra gym --extra track --extra s3 --extra mlflow --extra ray)
+WITHOUT=$cpu lock extras-cpu cpu "Other data formats, followed runs, Ray and RDMA, on top of cpu.txt." --extra cpu "${more[@]}" --extra rdma-cpu
+WITHOUT=$cuda lock extras-cuda cuda "Other data formats, followed runs, Ray and RDMA, on top of cuda.txt." --extra cuda "${more[@]}" --extra rdma-cuda
 WITHOUT=$cuda lock fp8-cuda cuda "8-bit layers by TransformerEngine, on top of cuda.txt." --extra cuda --extra fp8
 SOURCE= lock docs cpu "What builds the documentation (\`make docs\`), in an environment of its own." --group docs
 SOURCE= lock servers none "Other projects' servers that the second tier of the tests starts, in an environment of its own." --group servers

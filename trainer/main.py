@@ -20,6 +20,7 @@ from trainer.launch import RunDir, die_with_parent, is_first, is_rank, launch, s
 from trainer.megatron.hf_config import ModelShape, load_shape
 from trainer.megatron.hf_files import HfTensors
 from trainer.metrics import build_writers, silent
+from weightsync.ray_cluster import STRATEGIES
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -36,6 +37,12 @@ def _asked(arguments: list[str], parsed: argparse.Namespace) -> int:
     if parsed.plan:
         return _plan(config, parsed)
     shape = check(config)
+    if parsed.ray is not None and not is_rank():
+        from trainer.ray_ranks import absolute
+        from trainer.ray_ranks import launch as launch_on_ray
+
+        ranks = absolute(arguments, Path(parsed.config))
+        return launch_on_ray(ranks, config, parsed.ray, parsed.ray_bundle, parsed.ray_strategy)
     if (config.parallel.world_size > 1 or config.faults.max_restarts) and not is_rank():
         return launch("trainer.main", arguments, config.parallel, config.faults)
     if RunDir.of_environment().final() is not None:
@@ -142,6 +149,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="override a value, e.g. optimizer.lr=1e-4")
     parser.add_argument(
         "--report", nargs="?", const="", metavar="DIR", help="write plots and Markdown of the run instead of training"
+    )
+    ray = parser.add_argument_group("ranks on the nodes of a Ray cluster")
+    ray.add_argument("--ray", nargs="?", const="auto", metavar="ADDRESS", help="of the cluster (default: auto)")
+    ray.add_argument("--ray-bundle", metavar="NAME=AMOUNT,...", help="resources of a rank (default: CPU=1, and a GPU)")
+    ray.add_argument(
+        "--ray-strategy", choices=STRATEGIES, default="PACK", help="how Ray places the ranks (default: %(default)s)"
     )
     export = parser.add_argument_group("export")
     export.add_argument("--export", metavar="DIR", help="write a saved checkpoint's weights in Hugging Face's layout")

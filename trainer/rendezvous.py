@@ -1,4 +1,4 @@
-"""The ranks of one host meet at a store that listens on loopback alone.
+"""Ranks meet at a store that listens on one address: those of one host on loopback, others on their launcher's node.
 
 torchrun's own listens on every address, and whoever reaches it may read and write what ranks tell each other. It takes
 a listening socket instead of making one, though, and agents of one host have nobody to wait for.
@@ -27,17 +27,8 @@ class Loopback(RendezvousHandler):  # type: ignore[misc]
     """The rendezvous of one agent with itself. Its store outlives the ranks that are started anew."""
 
     def __init__(self, run_id: str) -> None:
-        listener = socket.create_server((ADDRESS, 0))
-        port = listener.getsockname()[1]
-        self._store = TCPStore(
-            ADDRESS,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=PATIENCE_S),
-            master_listen_fd=listener.detach(),  # the store closes it
-        )
-        self._run_id, self._where, self._round = run_id, RendezvousStoreInfo(ADDRESS, port), 0
+        self._store, self._where = listening_store(ADDRESS)
+        self._run_id, self._round = run_id, 0
 
     def get_backend(self) -> str:
         return BACKEND
@@ -66,6 +57,21 @@ class Loopback(RendezvousHandler):  # type: ignore[misc]
 
     def shutdown(self) -> bool:
         return True
+
+
+def listening_store(address: str) -> tuple[TCPStore, RendezvousStoreInfo]:
+    """A store for ranks to meet at, which listens on that address alone, and where it is. It lives with its process."""
+    listener = socket.create_server((address, 0))
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=PATIENCE_S),
+        master_listen_fd=listener.detach(),  # the store closes it
+    )
+    return store, RendezvousStoreInfo(address, port)
 
 
 def register() -> str:

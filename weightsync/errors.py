@@ -33,6 +33,7 @@ WeightSyncError               base: `code` for machines, a message that says wha
 ├── DeltaError                not a delta, or a damaged one
 │   └── DeltaBaseMismatch     it is made against a version that is not here
 ├── RemoteError               a server took a version neither as a delta nor in full
+├── RayUnavailable            no Ray cluster can be used where one was named
 ├── TlsUnavailable            the certificate, key or authority of a cluster's member cannot be used
 ├── TransferError             the bytes of a slot did not get from one host to another
 │   ├── TransportUnavailable  the library is not installed or does not work here
@@ -456,6 +457,16 @@ class TransferTimedOut(TransferError):
     def __init__(self, peer: str, seconds: float) -> None:
         self.peer, self.seconds = peer, seconds
         super().__init__(f"reading from {peer} was not done after {seconds:g} s: read from another host")
+
+
+class RayUnavailable(WeightSyncError):
+    """The Ray cluster that was named cannot be used."""
+
+    code = "ray_unavailable"
+
+    def __init__(self, address: str, reason: str, advice: str) -> None:
+        self.address, self.reason, self.advice = address, reason, advice
+        super().__init__(f"--ray {address}: {reason}. {advice}")
 
 
 class TlsUnavailable(WeightSyncError):

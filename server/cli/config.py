@@ -8,8 +8,9 @@ from typing import Annotated, Literal
 
 from server.cli.errors import CliError, as_cli_error
 from server.errors import ConfigError
-from server.instance.config import check_vllm_args
+from server.instance.config import ACROSS_HOSTS, check_vllm_args
 from server.options import Option
+from weightsync.ray_cluster import parse_bundle
 
 
 def _copies(text: str) -> Path | Literal["off"]:
@@ -37,6 +38,13 @@ class UpConfig:
     kv_cache_gib: Annotated[float, Option("KV cache on CPU, GiB, of each instance")] = 1.0
     instances: Annotated[int, Option("vLLM instances; they share the weights' memory")] = 1
     store: Annotated[str | None, Option("etcd://HOST:PORT/...; default: a SQLite file")] = None
+    ray: Annotated[str | None, Option("address of a Ray cluster, or auto: instances run on its nodes")] = None
+    ray_bundle: Annotated[
+        str | None, Option("resources of an instance, as CPU=8,GPU=2; default: by --tensor-parallel-size")
+    ] = None
+    ray_strategy: Annotated[
+        Literal["SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK"], Option("how Ray places the instances")
+    ] = "SPREAD"
     otlp_endpoint: Annotated[
         str | None, Option("trace requests to http://HOST:4318", env="OTEL_EXPORTER_OTLP_ENDPOINT")
     ] = None  # of the gateway and of vLLM
@@ -53,5 +61,18 @@ class UpConfig:
             raise CliError("--store: only etcd://... is taken here; without it a SQLite store is made")
         if self.store is not None and self.fresh:
             raise CliError("--fresh: what an etcd holds is not this server's to discard; name another namespace in it")
+        if self.ray is not None:
+            self._check_ray()
         if self.persist_keep < 1 or (self.persist_max_gib or 1.0) <= 0:
             raise CliError("--persist-keep and --persist-max-gib: must be more than 0")
+
+    def _check_ray(self) -> None:
+        if self.store is None:
+            raise CliError("--ray: processes on several nodes meet in an etcd, not in a file; name one with --store")
+        if (across := next((a for a in self.vllm_args if a.partition("=")[0] in ACROSS_HOSTS), None)) is not None:
+            raise CliError(f"--ray: an instance lies on one node, so it takes no {across} (docs/multinode.md)")
+        if self.ray_bundle is not None:
+            try:
+                parse_bundle(self.ray_bundle)
+            except ValueError as error:
+                raise CliError(f"--ray-bundle {self.ray_bundle}: {error}; write it as CPU=8,GPU=2") from error

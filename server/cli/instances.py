@@ -121,7 +121,8 @@ def _troubles(row: dict[str, Any]) -> Iterator[str]:
 
 def _state(row: dict[str, Any]) -> str:
     if row["draining"]:
-        return "DRAINING"
+        left_s = max(0.0, row["leaves_at"] - time.time()) if row.get("leaves_at") else None
+        return "DRAINING" if left_s is None else f"DRAINING (leaves in {left_s:.0f} s)"
     return str(row["state"]) if row["eligible"] else f"{row['state']} (not asked)"
 
 

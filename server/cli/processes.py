@@ -55,6 +55,11 @@ class Child:
     def alive(self) -> bool:
         return self.process.poll() is None
 
+    @property
+    def returncode(self) -> int | None:
+        """The status that it ended with, as far as `alive` has found out."""
+        return self.process.returncode
+
     def tail(self, lines: int = 15) -> str:
         """The end of its log, for an error message."""
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
@@ -85,7 +90,7 @@ def share_of_cores(index: int, instances: int, vllm_args: Sequence[str], env: Ma
     if instances == 1 or BIND_ENV in env:
         return {}
     cores = _part(sorted(os.sched_getaffinity(0)), index, instances)
-    ranks = _tensor_parallel(vllm_args)
+    ranks = tensor_parallel(vllm_args)
     parts = [_part(cores, rank, ranks) for rank in range(ranks)]
     threads = env.get(THREADS_ENV) or str(len(parts[0]))
     return {BIND_ENV: "|".join(",".join(map(str, part)) for part in parts), THREADS_ENV: threads}
@@ -98,7 +103,7 @@ def _part(cores: Sequence[int], index: int, parts: int) -> Sequence[int]:
     return cores[index * len(cores) // parts : (index + 1) * len(cores) // parts]
 
 
-def _tensor_parallel(vllm_args: Sequence[str]) -> int:
+def tensor_parallel(vllm_args: Sequence[str]) -> int:
     """The number of ranks asked of vLLM; 1 if it is not said in a form vLLM would take."""
     words = [word for arg in vllm_args for word in arg.split("=", 1)]
     for name, value in itertools.pairwise(words):

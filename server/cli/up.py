@@ -29,6 +29,7 @@ from rich.console import Console
 from server.cli import interrupts, missing, resume
 from server.cli.config import UpConfig
 from server.cli.errors import CliError, PortTaken, ProcessFailed
+from server.cli.nodes import NodeChild, Nodes
 from server.cli.paths import ServerInfo, default_state_dir, resolve_model
 from server.cli.processes import Child, share_of_cores
 from server.cli.state import StateDir, require_own
@@ -36,7 +37,7 @@ from server.files import write_new_file
 from server.gateway.observe.tracing import traces_url
 from server.ports import free_port, is_free
 from weightsync.control.hosts import this_host
-from weightsync.errors import ArenaError, PersistError, StoreError
+from weightsync.errors import ArenaError, PersistError, RayUnavailable, StoreError
 from weightsync.memory.arena import DEFAULT_ROOT
 
 READY_TIMEOUT_S = 600.0
@@ -69,6 +70,8 @@ class Server:
         self.arena = DEFAULT_ROOT / arena_name(name, self.state_dir)
         self.admin_key_file = config.admin_key_file or self.state_dir / "admin.key"
         self.children: dict[str, Child] = {}
+        self.placed: dict[str, NodeChild] = {}  # on nodes of a Ray cluster
+        self._nodes: Nodes | None = None  # of a Ray cluster
         self.said: tuple[str, ...] = ()  # what the operator should know of what it goes on with
         self._restart_at: dict[str, float] = {}
         self._store_seen: tuple[int, int] | None = None
@@ -95,16 +98,21 @@ class Server:
         """
         self.state.claim()
         self.children.clear()
+        self.placed.clear()
         self.state.end_leftovers(LEAVES_S, TRAINER_LEAVES_S, say)
         for port, host in ((self.config.port, self.config.host), (self.admin_port, "127.0.0.1")):
             _require_free(host, port)
         try:
+            if self.config.ray is not None:
+                self._nodes = Nodes(self.config, self.state_dir / "logs")
             begun = self._begin(say)
             self.said = begun.said
             (self.state_dir / "server.json").unlink(missing_ok=True)
             self.state.rotate_logs()
             self._make_admin_key()
             self._start_children(begun)
+        except RayUnavailable as error:
+            raise CliError(str(error)) from error
         except (StoreError, ArenaError, PersistError, OSError) as error:
             raise CliError(f"the state in {self.state_dir} cannot be used: {error}") from error
 
@@ -152,6 +160,12 @@ class Server:
         if begun.publish is not None:
             push = ["weightsync.push", "--store", self.store, "--model", self.name]
             self._spawn("publish", [*push, *begun.publish])
+        if self._nodes is not None:
+            self._spawn("peer", self._nodes.peer_args(self.store, self.name))
+            for index in range(self.config.instances):
+                with interrupts.held():
+                    self.placed |= self._nodes.start(index, self.store, self.name, self._instance_args(index))
+            return
         for index in range(self.config.instances):
             env = share_of_cores(index, self.config.instances, self.config.vllm_args, os.environ)
             self._spawn(f"instance-{index}", self._instance_args(index), {**env, **self._instance_tracing()})
@@ -160,8 +174,8 @@ class Server:
         """Block until every instance serves. ProcessFailed shows the log of what ended early."""
         deadline = time.monotonic() + timeout_s
         while not self._ready():
-            for child in self.children.values():
-                if not child.alive and not (child.name == "publish" and child.process.returncode == 0):
+            for child in self._everything().values():
+                if not child.alive and not (child.name == "publish" and child.returncode == 0):
                     raise ProcessFailed(f"{child.name} ended early; the end of {child.log}:\n{child.tail()}")
             if time.monotonic() > deadline:
                 raise ProcessFailed(f"not ready after {timeout_s:.0f} s; see the logs in {self.state_dir / 'logs'}")
@@ -179,10 +193,11 @@ class Server:
     def restart_ended(self) -> None:
         """Start what has ended, each after a pause of its own; to be called again and again."""
         now = time.monotonic()
-        for name in [n for n, c in self.children.items() if _is_lasting(n) and not c.alive]:
-            child = self.children[name]
+        for name, child in self._everything().items():
+            if child.alive or not _is_lasting(name):
+                continue
             if name not in self._restart_at:
-                print(f"hotswap: {name} ended with {child.process.returncode}; restarting", file=sys.stderr)
+                print(f"hotswap: {name} ended with {child.returncode}; restarting", file=sys.stderr)
                 self._restart_at[name] = now + RESTART_PAUSE_S
             elif now >= self._restart_at[name]:
                 with interrupts.held():
@@ -202,14 +217,17 @@ class Server:
         if not self.state.held:
             return
         persist = self.children.get("persist")
-        for child in reversed([c for c in self.children.values() if c is not persist]):
+        for child in reversed([c for c in self._everything().values() if c is not persist]):
             child.stop(TRAINER_LEAVES_S if child.name == "trainer" else LEAVES_S)
         if persist is not None:
             say("waiting for the copies on disk; killed now, the next start goes on from shared memory")
             persist.stop(PERSIST_S)
         if self.children and self.state.claimed:
             (self.state_dir / "server.json").unlink(missing_ok=True)
-            self._leave_memory(persist is not None and persist.process.returncode == 0, say)
+            self._leave_memory(persist is not None and persist.returncode == 0, say)
+        if self._nodes is not None:
+            self._nodes.close()
+            self._nodes = None
         if self._arena_lock is not None:
             os.close(self._arena_lock)
             self._arena_lock = None
@@ -239,6 +257,7 @@ class Server:
     def instance_id(self, index: int) -> str:
         """Stable over restarts; in a store that several hosts share it says where to look."""
         host = f"{socket.gethostname()}-{self.config.port}-" if self.config.store else ""
+        host = f"ray-{host}" if self.config.ray else host  # its process is to be looked for elsewhere
         return f"{host}instance-{index}"
 
     @property
@@ -289,6 +308,9 @@ class Server:
         """Where copies of committed versions are."""
         named = self.config.persist
         return named.resolve() if isinstance(named, Path) else self.state.copies
+
+    def _everything(self) -> dict[str, Child | NodeChild]:
+        return {**self.children, **self.placed}
 
     def _spawn(self, name: str, args: list[str], env: Mapping[str, str] | None = None) -> Child:
         environment = {"HOTSWAP_STORE": self.store, "HOTSWAP_ARENA": str(self.arena), "HOTSWAP_URL": self.url}
@@ -372,7 +394,7 @@ def draft_dir(vllm_args: Sequence[str]) -> Path | None:
 
 def _is_lasting(name: str) -> bool:
     """Whether a child of that name is to run for ever: not a publication, and not a trainer, which ends by itself."""
-    return name in ("gateway", "persist") or name.startswith("instance-")
+    return name in ("gateway", "persist", "peer") or name.startswith(("instance-", "peer-"))
 
 
 def arena_name(model: str, state_dir: Path) -> str:

@@ -72,7 +72,9 @@ class InstanceConfig:
     ] = ()
     grammars: Limits = DEFAULT  # of trying one out before vLLM compiles it
     stage_timeout_s: float = 600.0
-    drain_s: float = 25.0  # for streams to end after SIGTERM; Kubernetes kills after 30 s
+    drain_s: Annotated[float, Option("seconds that answers get to end after SIGTERM; then others go on with them")] = (
+        25.0  # whoever sends SIGTERM must wait for it, and some seconds more, before SIGKILL
+    )
     vllm_args: tuple[str, ...] = ()
     form: Form = ITS_OWN  # of the versions that its engine is started for (forms.py)
 
@@ -82,6 +84,8 @@ class InstanceConfig:
             _check_trust(self.trust)
         if not self.instance_id:
             object.__setattr__(self, "instance_id", default_instance_id())
+        if self.drain_s < 0:
+            raise ConfigError(f"--drain {self.drain_s:g}: must not be negative.")
         if self.cluster_tls is None and not is_loopback(self.host):
             raise ConfigError(
                 f"--host {self.host}: beyond loopback an instance needs mutual TLS; give --cluster-tls DIR with "

@@ -25,6 +25,7 @@ import contextlib
 import hmac
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -42,6 +43,7 @@ from server.instance.routed_experts import FIELD as ROUTING
 GENERATING = frozenset(route.path for route in api.ROUTES if route.works)
 OPEN = frozenset({"/health", "/metrics"})
 KEY, VERSION, ENGINE, LOST = b"key", b"version", b"engine", b"lost"  # values of x-hotswap-refused
+HAND_ON_S = 2.0  # until vLLM has let go of what was handed on
 PROBE = b"x-hotswap-probe"  # set by the gateway's own probes; from clients the gateway lets no such header through
 
 
@@ -75,7 +77,7 @@ class Admission:
         self.key = key
         self._bearer = f"Bearer {key}".encode() if key else b""
         self.admits: Callable[[], bool] = lambda: True
-        self._running = 0
+        self._running: dict[asyncio.Task[Any], _Head] = {}
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -84,6 +86,17 @@ class Admission:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
+
+    async def hand_on(self) -> int:
+        """End what still generates, so that the gateway asks another instance: an answer that has not begun is refused,
+        a stream breaks off. How many there were."""
+        left = list(self._running.items())
+        for task, head in left:
+            head.handed_on = True
+            task.cancel()
+        if left:
+            await self.idle(HAND_ON_S)
+        return len(left)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -106,28 +119,48 @@ class Admission:
         return hmac.compare_digest(sent, self._bearer)
 
     async def _count(self, scope: Any, receive: Any, send: Any) -> None:
-        self._running += 1
+        task, head = asyncio.current_task(), _Head()
+        assert task is not None
+        self._running[task] = head
         self._idle.clear()
         try:
-            await self._app(scope, receive, self._unless_dead(send))
+            await self._app(scope, receive, self._unless_dead(send, head))
+        except asyncio.CancelledError:
+            if not head.handed_on:
+                raise
+            task.uncancel()
+            if not head.sent:
+                await refuse(send, 409, REFUSAL, VERSION)
         finally:
-            self._running -= 1
+            del self._running[task]
             if not self._running:
                 self._idle.set()
 
-    def _unless_dead(self, send: Any) -> Any:
-        """`send`, but what fails because the engine has died meanwhile is told as lost, not as an error of vLLM's."""
+    def _unless_dead(self, send: Any, head: _Head) -> Any:
+        """`send`, but what fails because the engine has died meanwhile is told as lost, not as an error of vLLM's; and
+        what ends because it is handed on sends nothing more."""
         refused = False
 
         async def checked(message: dict[str, Any]) -> None:
             nonlocal refused
+            if head.handed_on:
+                return
             if message["type"] == "http.response.start" and message["status"] >= 500 and self._dead():
                 refused = True
                 await refuse(send, 503, DEAD, LOST)
             elif not refused:
+                head.sent = True
                 await send(message)
 
         return checked
+
+
+@dataclass
+class _Head:
+    """Of an answer that is being made: whether any of it was sent, and whether another instance is to make it."""
+
+    sent: bool = False
+    handed_on: bool = False
 
 
 def _is_probe(scope: Any) -> bool:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -104,16 +105,23 @@ class Sidecar:
             os.kill(os.getpid(), signal.SIGTERM)
 
     async def leave(self) -> bool:
-        """On SIGTERM: no new requests, and the fleet is told; returns when those in flight have ended, or after
-        `drain_s`. False, and at once, when they cannot end: the engine is dead, or what it runs is unknown."""
+        """On SIGTERM: no new requests, and the fleet is told; returns when those in flight have ended, after `drain_s`
+        at other instances. False, and at once, when they cannot end: the engine is dead, or what it runs is unknown."""
         participant = self._participant
         if participant is None or self._engine.dead or participant.record.state == "TORN":
             return False
+        await self._empty(participant, self._config.drain_s)
+        return True
+
+    async def _empty(self, participant: Participant, drain_s: float) -> None:
+        """Take nothing new, let requests end in the time they are given, and hand on what is left then."""
+        began = time.monotonic()
         with contextlib.suppress(StoreError, TimeoutError):  # then they are refused here, and the gateway asks others
             async with asyncio.timeout(TELL_S):
-                await participant.drain()
-        await self._admission.idle(self._config.drain_s)
-        return True
+                await participant.drain(time.time() + drain_s)
+        await self._admission.idle(began + drain_s - time.monotonic())
+        if moved := await self._admission.hand_on():
+            log.warning("%d requests had not ended after %g s, and go on at other instances", moved, drain_s)
 
     async def _live(self, store: Store) -> None:
         """Take part in swaps until ordered to sleep; sleep, then take part again, or leave it to the next process."""
@@ -134,7 +142,8 @@ class Sidecar:
             await stay_asleep(store, keys, sleeper(self._config, order, in_place=True))
             await self._engine.wake()
             # It runs what it slept with, and is asked for nothing before it runs what is active now.
-            awake = replace(self._participant.record, state="STARTING", staged_version=None, swap_id=None, error=None)
+            record = self._participant.record
+            awake = replace(record, state="STARTING", staged_version=None, swap_id=None, error=None, leaves_at=None)
             self._participant = self._new_participant(store, awake)
 
     def _start_over(self) -> None:
@@ -145,10 +154,7 @@ class Sidecar:
     async def _withdraw(self, participant: Participant, order: SleepOrder) -> None:
         """Out of routing, let requests end in the time they are given, and out of the fleet."""
         log.info("going to sleep, level %d, as ordered by %s", order.level, order.requested_by)
-        with contextlib.suppress(StoreError, TimeoutError):
-            async with asyncio.timeout(TELL_S):
-                await participant.drain()
-        await self._admission.idle(order.drain_s)
+        await self._empty(participant, order.drain_s)
         with contextlib.suppress(StoreError):
             await participant.stop()
 

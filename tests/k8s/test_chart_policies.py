@@ -25,6 +25,33 @@ def quantity(text: str) -> Decimal:
     return Decimal(number) * UNITS[unit]
 
 
+# Kubernetes' own list for namespaces with the label `pod-security.kubernetes.io/enforce: restricted`.
+RESTRICTED_VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected",
+                      "secret"}  # fmt: skip
+
+
+def test_a_namespace_that_restricts_its_pods_takes_them(pods: list[Pod]) -> None:
+    for pod in pods:
+        context = pod.spec["securityContext"]
+        assert context["runAsNonRoot"] is True
+        assert context["runAsUser"] != 0
+        assert context["seccompProfile"]["type"] in ("RuntimeDefault", "Localhost")
+        assert not {"sysctls", "windowsOptions", "seLinuxOptions", "appArmorProfile"} & context.keys()
+        assert all((volume.keys() - {"name"}) <= RESTRICTED_VOLUMES for volume in pod.spec["volumes"]), pod.where
+        for container in pod.containers():
+            own = container["securityContext"]
+            assert own["allowPrivilegeEscalation"] is False
+            assert own["capabilities"]["drop"] == ["ALL"]
+            assert set(own["capabilities"].get("add", [])) <= {"NET_BIND_SERVICE"}
+            assert not own.get("privileged")
+            assert not {"procMount", "seLinuxOptions", "windowsOptions", "appArmorProfile"} & own.keys()
+            assert own.get("runAsNonRoot", True) is True
+            assert not any(port.get("hostPort") for port in container.get("ports", []))
+            for kind in ("livenessProbe", "readinessProbe", "startupProbe"):
+                probe = container.get(kind, {})
+                assert not any("host" in probe.get(how, {}) for how in ("httpGet", "tcpSocket")), container["name"]
+
+
 def test_a_pod_has_no_privileges(pods: list[Pod]) -> None:
     for pod in pods:
         assert pod.spec["automountServiceAccountToken"] is False

@@ -24,7 +24,8 @@ from server.gateway.observe.metrics import METRICS
 from server.instance import main as instance_main
 from server.instance.config import InstanceConfig
 from server.instance.sidecar import TELL_S
-from tests.k8s.helm import SETS, Object, Pod, arguments, environment, release
+from tests import monitoring
+from tests.k8s.helm import NAMESPACE, SETS, Object, Pod, arguments, environment, release, rendered, template
 from weightsync.control.hosts import check_host
 from weightsync.peer import __main__ as peer_main
 from weightsync.store import etcd_roles
@@ -197,6 +198,38 @@ def test_the_autoscaler_looks_at_a_metric_of_the_gateway() -> None:
     assert metric in {declared.name for declared in METRICS}
     target = release("gpu-rdma").get("Deployment", scaler["spec"]["scaleTargetRef"]["name"])
     assert "replicas" not in target["spec"]  # or every upgrade would take the number back
+
+
+@pytest.mark.parametrize("name", ["gpu-rdma", "leaderworkerset"])
+def test_instances_are_scaled_by_series_that_exist(name: str) -> None:
+    """Those of dashboard and alerts, which other tests look for on the page of a real gateway."""
+    scaling = {"enabled": "true", "prometheus": "http://prometheus:9090"}
+    settings = (f"--set=rollout.autoscaling.{key}={value}" for key, value in scaling.items())
+    r = rendered("--values", str(SETS[name]), *settings)
+    (scaler,) = r.of("ScaledObject")
+    known = {use.name for _, query in monitoring.queries() for use in monitoring.uses(monitoring.parsed(query))}
+    found = [list(monitoring.uses(monitoring.parsed(t["metadata"]["query"]))) for t in scaler["spec"]["triggers"]]
+    assert [[use.name for use in series] for series in found] == [
+        ["hotswap_gateway_queue_depth"], ["hotswap_instance_kv_cache_usage"],
+    ]  # fmt: skip
+    for (use,) in found:
+        assert use.name in known
+        assert use.matched == (("namespace", "Equal", NAMESPACE),)
+    target = scaler["spec"]["scaleTargetRef"]
+    assert "replicas" not in r.get(target["kind"], target["name"])["spec"]
+
+
+def test_a_scaler_without_a_server_to_ask_is_refused() -> None:
+    refused = template("--values", str(SETS["minimal"]), "--set=rollout.autoscaling.enabled=true")
+    assert refused.returncode != 0
+    assert "rollout.autoscaling.prometheus: name the server" in refused.stderr
+
+
+@pytest.mark.parametrize("drain", [0, 25, 600])
+def test_a_pod_is_not_killed_before_its_answers_were_given_their_time(drain: int) -> None:
+    pod = rendered("--values", str(SETS["minimal"]), f"--set=rollout.drain={drain}").pod("rollout")
+    assert f"--drain={drain}" in arguments(pod.container("instance"))
+    assert pod.spec["terminationGracePeriodSeconds"] >= drain + 60
 
 
 def test_dashboard_and_alerts_are_installed_as_they_are() -> None:

@@ -55,6 +55,13 @@ CUSTOM: dict[str, Object] = {
         groups={"type": "array", "minItems": 1, "items": closed("name rules", name=STRING,
                 rules={"type": "array", "minItems": 1, "items": RULE})},
     ),
+    "ScaledObject": closed(
+        "scaleTargetRef triggers", minReplicaCount=INT, maxReplicaCount=INT,
+        scaleTargetRef=closed("name", apiVersion=STRING, kind=STRING, name=STRING),
+        advanced=closed("horizontalPodAutoscalerConfig", horizontalPodAutoscalerConfig=closed("behavior", behavior=1)),
+        triggers={"type": "array", "minItems": 1, "items": closed("type metadata", type={"enum": ["prometheus"]},
+            metadata=closed("serverAddress query threshold", serverAddress=STRING, query=STRING, threshold=STRING))},
+    ),
     "LeaderWorkerSet": closed(
         "replicas leaderWorkerTemplate", replicas=INT, startupPolicy={"enum": ["LeaderCreated"]},
         rolloutStrategy=closed("type", type={"enum": ["RollingUpdate"]},
@@ -67,7 +74,7 @@ GROUPS = {
     "Issuer": "cert-manager.io/v1", "Certificate": "cert-manager.io/v1",
     "LeaderWorkerSet": "leaderworkerset.x-k8s.io/v1",
     "ServiceMonitor": "monitoring.coreos.com/v1", "PodMonitor": "monitoring.coreos.com/v1",
-    "PrometheusRule": "monitoring.coreos.com/v1",
+    "PrometheusRule": "monitoring.coreos.com/v1", "ScaledObject": "keda.sh/v1alpha1",
 }  # fmt: skip
 
 

@@ -264,13 +264,14 @@ class Participant:
         if self._lease is not None:
             await self._lease.end()
 
-    async def drain(self) -> None:
-        """Take no new requests from here on, and tell the fleet so. Raises StoreUnavailable.
+    async def drain(self, leaves_at: float | None = None) -> None:
+        """Take no new requests from here on, and tell the fleet so, and until when those in flight go on here (unix
+        seconds). Raises StoreUnavailable.
 
         A step of a swap that is under way ends, but leads out of DRAINING no more.
         """
         self._left = True
-        await self._say(self._record)
+        await self._say(replace(self._record, leaves_at=leaves_at))
 
     async def run(self) -> None:
         """Take part for ever."""

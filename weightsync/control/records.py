@@ -435,7 +435,7 @@ class InstanceRecord(Record):
     `max_num_seqs` is how many requests its engine runs at one time (None: it does not say). `key` is what its port asks
     of a gateway: whoever reads the store is a member; nobody shows it. `form` is that of the versions its engine can
     run (None: whatever fits its directory, before the first version). `restarts`: it can start itself anew in another
-    form.
+    form. `leaves_at`: when it leaves, and others go on with its streams (unix seconds; None: it was not told to).
     """
 
     id: str
@@ -459,6 +459,7 @@ class InstanceRecord(Record):
     max_num_seqs: int | None = None
     form: str | None = None
     restarts: bool = True
+    leaves_at: float | None = None
     key: str = dataclasses.field(default="", repr=False)
 
 

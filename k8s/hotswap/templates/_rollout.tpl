@@ -135,6 +135,7 @@ timeoutSeconds: 10
 - --advertise=$(POD_IP)
 - --port=8001
 - --kv-cache-gib={{ $v.rollout.kvCacheGib }}
+- --drain={{ $v.rollout.drain }}
 {{- include "hotswap.groupArgs" . }}
 {{- range $v.rollout.extraArgs }}
 - {{ . | quote }}
@@ -233,8 +234,9 @@ metadata:
 spec:
   {{- include "hotswap.pod" .root | nindent 2 }}
   {{- include "hotswap.placement" $c | nindent 2 }}
-  # SIGTERM: streams get drain_s (25 s, server/instance/config.py) to end, then the engine shuts down, then the peer.
-  terminationGracePeriodSeconds: {{ ternary (max 90 (int .root.Values.trainer.graceSeconds)) 90 $colocated }}
+  # SIGTERM: answers get `drain` to end, others go on with what is left, the engine shuts down, and then the peer.
+  {{- $grace := add $r.drain 65 }}
+  terminationGracePeriodSeconds: {{ ternary (max $grace (int .root.Values.trainer.graceSeconds)) $grace $colocated }}
   {{- if $r.deviceClass }}
   resourceClaims:
     - {name: gpus, resourceClaimTemplateName: {{ include "hotswap.fullname" .root }}-gpus}

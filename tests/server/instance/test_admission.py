@@ -116,6 +116,52 @@ async def test_a_request_that_breaks_is_not_counted_for_ever() -> None:
     await asyncio.wait_for(admission.idle(60), 10)
 
 
+async def test_what_is_handed_on_is_refused_before_its_first_byte_and_breaks_off_after_it() -> None:
+    sent: dict[str, list[dict[str, Any]]] = {"begun": [], "waiting": []}
+    told = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        try:
+            if scope["name"] == "begun":
+                await send({"type": "http.response.start", "status": 200, "headers": []})
+                await send({"type": "http.response.body", "body": b"data: 1", "more_body": True})
+            told.set()
+            await asyncio.Event().wait()
+        finally:
+            await send({"type": "http.response.body", "body": b"data: aborted"})
+
+    admission = Admission(app)
+
+    async def ask(name: str) -> None:
+        async def send(message: dict[str, Any]) -> None:
+            sent[name].append(message)
+
+        await admission({"type": "http", "path": "/generate", "headers": [], "name": name}, None, send)
+
+    tasks = [asyncio.create_task(ask(name)) for name in sent]
+    await told.wait()
+    await eventually(lambda: len(sent["begun"]) == 2)
+    assert await admission.hand_on() == 2
+    await asyncio.gather(*tasks)
+    assert [message.get("body") for message in sent["begun"]] == [None, b"data: 1"], "it has no end"
+    head, body = sent["waiting"]
+    assert (head["status"], dict(head["headers"])[b"x-hotswap-refused"]) == (409, b"version")
+    assert body["body"] == REFUSAL
+    assert await admission.hand_on() == 0
+
+
+async def test_a_request_that_its_client_gives_up_is_not_handed_on() -> None:
+    app = App()
+    admission = Admission(app)
+    async with client(admission) as ask:
+        asking = asyncio.create_task(ask.post("/generate", json={}))
+        await eventually(lambda: app.served)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+    assert await admission.hand_on() == 0
+
+
 async def test_the_gateway_asks_another_instance_and_the_client_sees_nothing_of_it(tmp_path: Path) -> None:
     async def refuses(link: Link, _: Received) -> None:
         await link.json(REFUSAL, status=b"409 Conflict", extra=b"x-hotswap-refused: version\r\n")

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
@@ -19,7 +20,7 @@ import pytest
 from server.gateway.config import Limits
 from server.instance.config import InstanceConfig
 from server.instance.middleware import Admission
-from server.instance.sidecar import Sidecar
+from server.instance.sidecar import TELL_S, Sidecar
 from server.ports import free_port
 from tests.server.gateway.harness import KEYS, MODEL, get, post, running_gateway
 from tests.server.gateway.upstream import Answer, Link, Received, read_answer, upstream
@@ -259,11 +260,11 @@ class Told:
 
     def __init__(self, state: str = "SERVING", fault: Exception | None = None) -> None:
         self.record = InstanceRecord("i", "http://127.0.0.1:1", state)  # type: ignore[arg-type]
-        self.drained = False
+        self.drained, self.leaves_at = False, 0.0
         self._fault = fault
 
-    async def drain(self) -> None:
-        self.drained = True
+    async def drain(self, leaves_at: float) -> None:
+        self.drained, self.leaves_at = True, leaves_at
         if self._fault is not None:
             raise self._fault
 
@@ -290,10 +291,11 @@ def sidecar(participant: Told | None, admission: Admission, *, dead: bool = Fals
 @pytest.mark.parametrize("fault", [None, StoreUnavailable("/x/store.db", "gone", "Wait"), TimeoutError()])
 async def test_an_instance_says_that_it_drains_and_waits_for_its_requests(fault: Exception | None) -> None:
     """Also when the store does not take it: then whoever still asks is refused here."""
-    told, idle = Told(fault=fault), Idle()
+    told, idle, began = Told(fault=fault), Idle(), time.time()
     assert await sidecar(told, idle).leave() is True
     assert told.drained
-    assert idle.waited == InstanceConfig.drain_s
+    assert 0 < told.leaves_at - began <= InstanceConfig.drain_s + (time.time() - began)
+    assert idle.waited == pytest.approx(InstanceConfig.drain_s, abs=TELL_S)
 
 
 @pytest.mark.parametrize(("state", "dead"), [("TORN", False), ("SERVING", True)])
