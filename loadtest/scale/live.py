@@ -192,7 +192,7 @@ async def _run(url: str, first: int, count: int) -> None:
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     while line := (await lines.readline()).decode():
         what, _, version = line.strip().partition(" ")
-        while what == "await" and not all(
+        while what == "await" and not all(  # noqa: ASYNC110 - agents have no event for it
             agent.record.state == "SERVING" and agent.record.active_version == int(version) for agent in fleet
         ):
             await asyncio.sleep(0.02)

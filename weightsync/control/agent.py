@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from weightsync.control.records import (
     SwapRecord,
     VersionRecord,
 )
+from weightsync.control.turn import Turn
 from weightsync.errors import FingerprintMismatch, LeaseLost, RecordError, StoreError, UnknownVersion, WeightSyncError
 from weightsync.store.protocol import KeyValue, Store
 
@@ -131,7 +133,7 @@ class PauseFollower:
         return max(0.01, left / 3) if left is not None else None
 
 
-FIRST_RETRY_S, LAST_RETRY_S = 0.1, 2.0
+FIRST_RETRY_S, LAST_RETRY_S = 0.5, 2.0
 CATCH_UP_RETRY_S = 1.0
 DRAIN_GRACE_S = 1.0  # over the time that `drain` was given
 
@@ -222,6 +224,7 @@ class Participant:
         self._pauses = PauseFollower(store, self._keys, pause, resume) if pause and resume else None
         self._draining: tuple[str, asyncio.Task[None]] | None = None
         self._staging: _Staging | None = None
+        self._turn = Turn(store, self._keys)
         self._lease_ttl_s, self._guard_url = lease_ttl_s, guard_url
         self._lease: LeaseKeeper | None = None
         self._task: asyncio.Task[None] | None = None
@@ -289,7 +292,7 @@ class Participant:
             except StoreError as error:
                 log.warning("instance %s goes on serving without the store: %s", self._record.id, error)
             delay = FIRST_RETRY_S if time.monotonic() - started > LAST_RETRY_S else min(2 * delay, LAST_RETRY_S)
-            await asyncio.sleep(delay)
+            await asyncio.sleep(random.uniform(0.0, 2 * delay))  # noqa: S311 - a fleet does not come back at once
 
     async def _session(self) -> None:
         """Register under a fresh lease and follow the records until the store or the lease is lost."""
@@ -297,7 +300,7 @@ class Participant:
         await self._publish()
         if former is not None:
             await former.end()  # only now, or the record would be gone for a moment
-        async with Board.follow(self._store, self._keys) as board:
+        async with Board.follow(self._store, self._keys, fleet=False) as board:
             lost = asyncio.create_task(self._lease.lost.wait())
             try:
                 while not lost.done():
@@ -306,18 +309,20 @@ class Participant:
             finally:
                 lost.cancel()
                 self._stop_draining()
+                self._turn.end()
         raise LeaseLost(self._lease.id)
 
     def _under_way(self) -> list[asyncio.Task[Any]]:
         """What runs beside the watch; when it has ended there is something to do."""
         draining = [self._draining[1]] if self._draining is not None else []
         staging = [self._staging.task] if self._staging is not None else []
-        return [task for task in (*draining, *staging) if not task.done()]
+        return [task for task in (*draining, *staging, *self._turn.tasks) if not task.done()]
 
     async def _reconcile(self, board: Board) -> float | None:
         """Do what the records ask for. Returns after how many seconds to try again, None if only on a change."""
         forms = {record.version: record.form for record in board.versions}
-        view = agent_state.View(board.active, board.swap, board.instances, self._drained_for(), forms)
+        ahead = self._turn.ahead(self._record.id, board.active, board.swap)
+        view = agent_state.View(board.active, board.swap, ahead, self._drained_for(), forms)
         action = agent_state.decide(self._record, view)
         if not isinstance(action, Drain | Flip):
             self._stop_draining()

@@ -40,10 +40,20 @@ class Board:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def follow(cls, store: Store, keys: Keys) -> AsyncGenerator[Board, None]:
-        """Read everything, then watch from there. Raises StoreUnavailable, here and in `changed`."""
-        found, revision = await store.list(keys.root)
-        board = cls(keys, found, revision, store.watch(keys.root, revision + 1))
+    async def follow(cls, store: Store, keys: Keys, *, fleet: bool = True) -> AsyncGenerator[Board, None]:
+        """Read everything, then watch from there. Raises StoreUnavailable, here and in `changed`.
+
+        Without the `fleet` the board has what an agent or a peer goes by: `active`, `swap`, `target` and `versions`.
+        What it costs the store then does not depend on how many others there are.
+        """
+        if fleet:
+            found, revision = await store.list(keys.root)
+            events = store.watch(keys.root, revision + 1)
+        else:
+            active, before = await store.list(keys.active)  # first: the swap may be ahead of it, not the other way
+            rest, revision = await store.list(keys.root, first=keys.swap)
+            found, events = [*active, *rest], _without_fleet(store, keys, before + 1, revision + 1)
+        board = cls(keys, found, revision, events)
         try:
             yield board
         finally:
@@ -56,7 +66,7 @@ class Board:
         """
         if self._next is None:
             assert self._events is not None
-            self._next = asyncio.ensure_future(anext(self._events))  # type: ignore[arg-type]
+            self._next = _next(self._events)
         await asyncio.wait({self._next, *others}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if not self._next.done():
             return None
@@ -64,6 +74,13 @@ class Board:
         self._next = None
         self.apply(event)
         return event
+
+    async def settle(self, seconds: float) -> None:
+        """Take in what comes within so many seconds, for who then looks at everything once. Raises as `changed`."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + seconds
+        while (left := until - loop.time()) > 0 and await self.changed(left) is not None:
+            pass
 
     def apply(self, event: Event) -> None:
         """Take in one event."""
@@ -121,7 +138,10 @@ class Board:
         return FormRecord(found.value.decode(), "") if found is not None else None
 
     def revision(self, key: str) -> int:
-        """What to compare with before writing `key` (0: it does not exist)."""
+        """What to compare with before writing `key` (0: it does not exist); of a prefix, that ends with `/`, the newest
+        of all keys under it."""
+        if key.endswith("/"):
+            return max((kv.mod_revision for k, kv in self._found.items() if k.startswith(key)), default=MISSING)
         return self._found[key].mod_revision if key in self._found else MISSING
 
     def _record(self, kind: type[R], key: str) -> R | None:
@@ -135,6 +155,45 @@ class Board:
                 await self._next
         if self._events is not None:
             await self._events.aclose()
+
+
+async def _without_fleet(store: Store, keys: Keys, active: int, rest: int) -> AsyncGenerator[Event, None]:
+    """The events of `active` from revision `active` on, and from `rest` on those of the keys from `swap` to the last.
+
+    `swap`, `target` and `versions` are the last keys of a model, so one watch has them in their order. `active` has one
+    of its own, and two watches are as fast as they like. Who saw a commit and not yet its swap would not know that it
+    has to wait for its turn, or that the version is ready; so a commit record waits here until everything has come that
+    was written up to the swap record that stands.
+    """
+    commits, others = store.watch(keys.active, active), store.watch(keys.root, rest, first=keys.swap)
+    commit, other = _next(commits), _next(others)
+    seen = rest - 1
+    try:
+        while True:
+            await asyncio.wait({commit, other}, return_when=asyncio.FIRST_COMPLETED)
+            until = 0
+            if commit.done() and seen < (await commit).kv.mod_revision:
+                swap = await store.get(keys.swap)
+                until = swap.mod_revision if swap is not None else 0
+            while other.done() or seen < until:
+                event = await other
+                other, seen = _next(others), event.kv.mod_revision
+                yield event
+            if commit.done():
+                event = await commit
+                commit = _next(commits)
+                yield event
+    except StopAsyncIteration:
+        return  # the store was closed
+    finally:
+        for task, watch in ((commit, commits), (other, others)):
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await watch.aclose()
+
+
+def _next(events: AsyncGenerator[Event, None]) -> asyncio.Task[Event]:
+    return asyncio.ensure_future(anext(events))  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=4096)

@@ -133,6 +133,7 @@ def _of(board: Board, swap: SwapRecord) -> SwapReport:
 
 log = logging.getLogger(__name__)
 RETRY_S = 0.5
+SETTLE_S = 20e-6  # for each instance, about what a look at it takes: half of the time goes into decisions at most
 
 
 class Coordinator:
@@ -266,6 +267,7 @@ class Coordinator:
             waiting.append(trial.of(decision.canary, decision.swap, board.active))
         until = decision.until
         await board.changed(None if until is None else max(0.0, until - time.time()), *waiting)
+        await board.settle(len(board.instances) * SETTLE_S)
 
     async def _take(self, board: Board, term: Term, step: Step, past: History) -> None:
         compares, puts = transaction(board, step, term.revision, spare=max(0, self._keep - 2))

@@ -190,14 +190,23 @@ def decide(view: View) -> Step | Ask | Wait:
 
 
 def depends_on(step: Step, keys: Keys) -> list[str]:
-    """The keys a step was decided on: it must be written only if none of them has changed."""
+    """The keys a step was decided on: it must be written only if none of them has changed.
+
+    A commit compares the prefix of all instances instead of every participant's record, so its size does not depend on
+    the fleet: nobody may have written a record that the leader has not seen. A participant that refuses, tears, drains,
+    or comes back with nothing staged writes one, and the leader decides anew; so does the record of one that is no
+    participant, which costs a turn and nothing else. A record that has gone is not compared. It says little: a lease
+    ends seconds after its owner did, so a commit never knew that all were still alive. Who is lost between decision and
+    commit is handled as one lost right after it: its record is away, so it gets no requests; it is named in the reason;
+    and when it is back it writes its record anew, follows the commit record, and serves only then.
+    """
     found = [keys.leader, keys.swap, keys.active]
     if step.kind in ("open", "refuse"):
         found.append(keys.target)
     if step.kind in ("open", "try", "commit"):
         found += [keys.version(version) for version in (step.swap.target, *shared_versions(step.swap.split))]
-    if step.kind in ("try", "commit"):  # who staged must still be there, and still staged, in the moment of the commit
-        found += [keys.instance(name) for name in step.swap.participants]
+    if step.kind in ("try", "commit"):  # who staged must still have staged it in the moment of the commit
+        found.append(keys.instances)
     return found
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -36,7 +37,7 @@ from weightsync.transport import Transport
 log = logging.getLogger("hotswap.peer")
 
 LOOK_AGAIN_S = 0.5
-FIRST_RETRY_S, LAST_RETRY_S = 0.1, 2.0
+FIRST_RETRY_S, LAST_RETRY_S = 0.5, 2.0
 DIGEST_THREADS = 2
 STATES: tuple[CopyState, ...] = ("fetching", "ready", "failed")
 
@@ -98,12 +99,12 @@ class Peer:
             except* StoreError as errors:
                 log.warning("goes on without the store: %s", "; ".join(map(str, _leaves(errors))))
             delay = FIRST_RETRY_S if time.monotonic() - started > LAST_RETRY_S else min(2 * delay, LAST_RETRY_S)
-            await asyncio.sleep(delay)
+            await asyncio.sleep(random.uniform(0.0, 2 * delay))  # noqa: S311 - a fleet does not come back at once
 
     async def _session(self) -> None:
         """Announce under a fresh lease and follow the records until the store or the lease is lost."""
         lease = await self._announcer.begin()
-        async with asyncio.TaskGroup() as tasks, Board.follow(self._store, self._keys) as board:
+        async with asyncio.TaskGroup() as tasks, Board.follow(self._store, self._keys, fleet=False) as board:
             tasks.create_task(self._copies.follow(self._store))
             lost = tasks.create_task(_raise_when_lost(lease.lost, lease.id))
             while True:
