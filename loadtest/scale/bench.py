@@ -85,6 +85,8 @@ def run(json: Path | None, only: Scenario | None = None) -> dict[str, Any]:
     _print_store(out, found["store"])
     if json is not None:
         json.parent.mkdir(parents=True, exist_ok=True)
+        if json.exists() and "live" in (there := jsonlib.loads(json.read_text())):
+            found["live"] = there["live"]  # `--live` measured it
         json.write_text(jsonlib.dumps(found, indent=1) + "\n")
     return found
 
@@ -160,11 +162,11 @@ def _print_fan_out(out: Console, group: str, figures: dict[str, Any]) -> None:
 
 
 def _print_store(out: Console, found: dict[str, Any]) -> None:
-    columns = ("writes", "written, MB", "events", "sent, GB", "keys compared", "agent, CPU us an event")
+    columns = ("writes", "written, MB", "events", "sent, GB", "keys compared", "coordinator, CPU us a look")
     table = Table("instances and hosts", *columns, title="the store, one swap")
     for (n, f), cost in zip(found["fleets"].items(), found["this_machine"]["followers"], strict=True):
         cells = f"{f['writes']:,}", f"{f['written_nbytes'] / 1e6:.2f}", f"{f['events']:,}"
-        more = f"{f['sent_nbytes'] / 1e9:.3f}", f"{f['compared_by_commit']:,}", f"{cost['agent_us']:.0f}"
+        more = f"{f['sent_nbytes'] / 1e9:.3f}", f"{f['compared_by_commit']:,}", f"{cost['look_us']:.0f}"
         table.add_row(n, *cells, *more)
     out.print(table)
     out.print("this machine:", found["this_machine"]["etcd"])

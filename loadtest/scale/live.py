@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import sys
 import tempfile
@@ -18,13 +17,17 @@ import time
 import urllib.request
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from json import dumps, loads
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
+from rich.console import Console
+from rich.table import Table
 
 from loadtest.hosts.etcd import MISSING, binary
+from loadtest.measure.machine import machine
 from loadtest.scale.store_latency import own_etcd
 from weightsync import CommitResult, Coordinator, Participant, Publisher, StageResult, open_store
 from weightsync.control.records import ActiveRecord, InstanceRecord, VersionRecord
@@ -53,6 +56,22 @@ class Cost:
     agent_nbytes: int
     etcd_nbytes: int
     etcd_idle_share: float
+
+
+def run(json: Path | None, fleets: Iterable[int] = AGENTS) -> dict[str, Any]:
+    """Measure, print the table, and put the figures into `json` under `live`, beside what is there."""
+    found = {"machine": machine(), **measure(fleets)}
+    columns = ("etcd, CPU s", "seconds", "events", "an agent", "sent, MB", "agent, CPU ms", "agent, KiB", "etcd, MiB")
+    table = Table("agents", *columns, title="one swap, measured on this machine")
+    for cost in (Cost(**figures) for figures in found.get("fleets", {}).values()):
+        times = f"{cost.agents:,}", f"{cost.etcd_cpu_s:.2f}", f"{cost.seconds:.2f}", f"{cost.events:,}"
+        sizes = f"{cost.agent_cpu_ms:.1f}", f"{cost.agent_nbytes / 1024:.0f}", f"{cost.etcd_nbytes / MIB:.0f}"
+        table.add_row(*times, f"{cost.events_an_agent:.1f}", f"{cost.sent_nbytes / 1e6:.1f}", *sizes)
+    Console().print(table if "fleets" in found else found["skipped"])
+    if json is not None:
+        there = loads(json.read_text()) if json.exists() else {}
+        json.write_text(dumps({**there, "live": found}, indent=1) + "\n")
+    return found
 
 
 def measure(fleets: Iterable[int] = AGENTS, flags: Iterable[str] = ()) -> dict[str, Any]:
@@ -143,7 +162,7 @@ class _Agents:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{what}\n".encode())
-        answer: dict[str, Any] = json.loads(await self._process.stdout.readline())
+        answer: dict[str, Any] = loads(await self._process.stdout.readline())
         return answer
 
     async def end(self) -> None:
@@ -197,7 +216,7 @@ async def _run(url: str, first: int, count: int) -> None:
         ):
             await asyncio.sleep(0.02)
         nbytes = psutil.Process().memory_info().rss - before
-        print(json.dumps({"nbytes": nbytes, "cpu_s": time.process_time()}), flush=True)
+        print(dumps({"nbytes": nbytes, "cpu_s": time.process_time()}), flush=True)
     for agent in fleet:
         await agent.stop()
     for store in stores:

@@ -31,8 +31,11 @@ DIGEST = "0" * 32
 
 @dataclass(frozen=True)
 class Written:
-    """By one swap: keys, and bytes of keys and values; under the model's root, which all follow, and elsewhere."""
+    """By one swap: keys, and bytes of keys and values. Everybody follows the keys of swaps (`active`, `swap`, `target`,
+    `versions`), gateways and publishers those and all others under the model's root; nobody what is elsewhere."""
 
+    swap_writes: float = 0.0
+    swap_nbytes: float = 0.0
     root_writes: float = 0.0
     root_nbytes: float = 0.0
     other_writes: float = 0.0
@@ -63,21 +66,27 @@ def measure() -> Flow:
 def at_scale(flow: Flow, instances: int, hosts: int, gateways: int = 2) -> dict[str, Any]:
     """One swap of a fleet: writes, events and bytes of the store, and how many keys its commit compares.
 
-    Everything under the root goes to every instance's agent, every peer, twice to every gateway (its view and its
-    coordinator) and to the publisher. A copy goes to the peers that are still fetching the slot: `fetching` to all, at
-    worst, `ready` to those that are not done, half of them on the average. An event carries the value before as well.
+    The keys of swaps go to every instance's agent and every peer. These and the others under the root go twice to every
+    gateway (its view and its coordinator) and to the publisher. A copy goes to the peers that are still fetching the
+    slot: `fetching` to all, at worst, `ready` to those that are not done, half of them on the average. An event carries
+    the value before as well.
     """
     written = flow.of(instances)
-    followers = instances + hosts + 2 * gateways + 1
+    all_of_it = 2 * gateways + 1
+    followers = instances + hosts + all_of_it
     copies, copy_nbytes = COPY_WRITES * hosts, COPY_WRITES * hosts * _copy_nbytes()
-    root_events, copy_events = written.root_writes * followers, hosts * hosts + hosts * (hosts - 1) // 2
+    root_events, copy_events = (
+        written.swap_writes * followers + written.root_writes * all_of_it,
+        hosts * hosts + hosts * (hosts - 1) // 2,
+    )
+    root_nbytes = written.swap_nbytes * followers + written.root_nbytes * all_of_it
     return {
-        "writes": round(written.root_writes + written.other_writes + copies),
-        "written_nbytes": round(written.root_nbytes + written.other_nbytes + copy_nbytes),
+        "writes": round(written.swap_writes + written.root_writes + written.other_writes + copies),
+        "written_nbytes": round(written.swap_nbytes + written.root_nbytes + written.other_nbytes + copy_nbytes),
         "root_events": round(root_events),
         "copy_events": copy_events,
         "events": round(root_events) + copy_events,
-        "sent_nbytes": round(2 * (written.root_nbytes * followers + copy_events * _copy_nbytes())),
+        "sent_nbytes": round(2 * (root_nbytes + copy_events * _copy_nbytes())),
         "compared_by_commit": _compared(instances),
         "keep_alives_per_s": round((instances + hosts) / (5.0 / 3)),
     }
@@ -137,10 +146,13 @@ def _weights(step: int) -> list[tuple[str, Any]]:
 
 async def _written(store: Store, since: int) -> tuple[Written, dict[str, int]]:
     """What was written from a revision on, and how many keys of each kind."""
-    root, other = await _events(store, Keys(MODEL).root, since), await _events(store, Keys(MODEL).history, since)
-    kinds = Counter(name.removeprefix(Keys(MODEL).root).partition("/")[0] for name, _ in root + other)
-    sizes = [sum(nbytes for _, nbytes in events) for events in (root, other)]
-    return Written(len(root), sizes[0], len(other), sizes[1]), dict(kinds)
+    keys = Keys(MODEL)
+    root, other = await _events(store, keys.root, since), await _events(store, keys.history, since)
+    followed = [event for event in root if event[0] == keys.active or event[0] >= keys.swap]
+    alone = [event for event in root if event not in followed]
+    kinds = Counter(name.removeprefix(keys.root).partition("/")[0] for name, _ in root + other)
+    counts = ((len(events), sum(nbytes for _, nbytes in events)) for events in (followed, alone, other))
+    return Written(*(count for pair in counts for count in pair)), dict(kinds)
 
 
 async def _events(store: Store, prefix: str, since: int) -> list[tuple[str, int]]:

@@ -17,9 +17,10 @@ import psutil
 
 from loadtest.hosts.etcd import MISSING, binary
 from loadtest.scale.store_latency import own_etcd
-from weightsync.control import agent_state
 from weightsync.control.board import Board
-from weightsync.control.records import InstanceRecord, Keys, SwapRecord
+from weightsync.control.coordinator import view_of
+from weightsync.control.records import InstanceRecord, Keys, SwapRecord, VersionRecord
+from weightsync.control.state import Wait, decide
 from weightsync.errors import StoreError
 from weightsync.store import Store, open_store
 from weightsync.store.protocol import Event, KeyValue
@@ -111,24 +112,27 @@ async def _largest_txn(store: Store) -> int | None:
 
 @dataclass(frozen=True)
 class Follower:
-    """CPU microseconds of one process for each event, with so many instances on its board."""
+    """CPU microseconds of the coordinator for a look at its board, with so many instances on it."""
 
     instances: int
-    agent_us: float
+    look_us: float
 
 
 def follower(instances: int, events: int = 200) -> Follower:
-    """What an agent's board and decision cost it when another instance's record changes."""
+    """What the coordinator's board and decision cost it when an instance's record has changed."""
     keys = Keys("bench")
-    records = [InstanceRecord(f"instance-{n:04d}", f"http://10.0.{n >> 8}.{n & 255}:8000") for n in range(instances)]
+    records = [
+        InstanceRecord(f"instance-{n:04d}", f"http://10.0.{n >> 8}.{n & 255}:8000", "SERVING") for n in range(instances)
+    ]
     found = [KeyValue(keys.instance(r.id), r.to_json(), 1, 1, None) for r in records]
-    swap = SwapRecord("0" * 32, 2, "prepare", tuple(r.id for r in records), 0.0, 0.0)
-    board = Board(keys, [*found, KeyValue(keys.swap, swap.to_json(), 1, 1, None)], 1)
-    mine = InstanceRecord("instance-0000", "", "STAGED", swap_id=swap.id, staged_version=2)
-    agent_state.decide(mine, agent_state.View(board.active, board.swap, board.instances, None))
+    swap = SwapRecord("0" * 32, 2, "prepare", tuple(r.id for r in records), 1e12, 0.0)
+    ready = VersionRecord(2, "ready", "", 0, "", None, None, "", 1, 0.0, "", 1)
+    others = {keys.swap: swap.to_json(), keys.version(2): ready.to_json()}
+    board = Board(keys, [*found, *(KeyValue(key, value, 1, 1, None) for key, value in others.items())], 1)
+    assert isinstance(decide(view_of(board, 0.0)), Wait)
     started = time.process_time()
     for n in range(events):
         kv = found[n % instances]
-        board.apply(Event("put", KeyValue(kv.key, kv.value.replace(b"STARTING", b"STAGED"), 1, n + 2, None)))
-        agent_state.decide(mine, agent_state.View(board.active, board.swap, board.instances, None))
+        board.apply(Event("put", KeyValue(kv.key, kv.value.replace(b"10.0", b"10.1"), 1, n + 2, None)))
+        decide(view_of(board, 0.0))
     return Follower(instances, 1e6 * (time.process_time() - started) / events)

@@ -281,7 +281,7 @@ class Coordinator:
         except StoreRefused as refusal:
             if step.kind not in ("try", "commit") or board.swap is None:
                 raise
-            # More participants than etcd compares in one transaction: it would be refused for ever.
+            # More versions to retire, or more participants to name, than etcd takes: it would be refused for ever.
             await self._take(board, term, abort(board.swap, str(refusal)), past)
             return
         if ends:
