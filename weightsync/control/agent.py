@@ -304,7 +304,10 @@ class Participant:
             lost = asyncio.create_task(self._lease.lost.wait())
             try:
                 while not lost.done():
+                    before = self._record
                     retry_s = await self._reconcile(board)
+                    if retry_s is None and self._record != before:
+                        continue  # what it says now may ask for more, and the board does not have its record
                     await board.changed(retry_s, lost, *self._under_way())
             finally:
                 lost.cancel()
@@ -316,7 +319,7 @@ class Participant:
         """What runs beside the watch; when it has ended there is something to do."""
         draining = [self._draining[1]] if self._draining is not None else []
         staging = [self._staging.task] if self._staging is not None else []
-        return [task for task in (*draining, *staging, *self._turn.tasks) if not task.done()]
+        return [task for task in (*draining, *staging) if not task.done()] + self._turn.waiting
 
     async def _reconcile(self, board: Board) -> float | None:
         """Do what the records ask for. Returns after how many seconds to try again, None if only on a change."""

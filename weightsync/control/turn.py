@@ -25,8 +25,8 @@ class Turn:
         self._task: asyncio.Task[None] | None = None
 
     @property
-    def tasks(self) -> list[asyncio.Task[None]]:
-        """What has to be waited for before `ahead` says something else."""
+    def waiting(self) -> list[asyncio.Task[None]]:
+        """What has to be waited for before `ahead` says something else than it said last."""
         return [self._task] if self._task is not None else []
 
     def ahead(self, name: str, active: ActiveRecord | None, swap: SwapRecord | None) -> Mapping[str, InstanceRecord]:
@@ -49,7 +49,8 @@ class Turn:
         if self._task is None:
             return {}
         if self._task.done():
-            self._task.result()
+            passed, self._task = self._task, None
+            passed.result()
             return {}
         return {before[-1]: InstanceRecord(before[-1], "", "STAGED")}
 

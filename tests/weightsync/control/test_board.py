@@ -70,7 +70,7 @@ async def test_a_turn_comes_when_all_before_have_flipped_or_gone(store: Store) -
     turn.end()
     assert turn.ahead("c", ACTIVE, COMMITTED)
     await store.put(KEYS.instance("b"), InstanceRecord("b", "", "SERVING", 2, 1).to_json(), lease)
-    (task,) = turn.tasks
+    (task,) = turn.waiting
     await stays(lambda: not task.done())  # a has still to flip
     assert turn.ahead("c", ACTIVE, COMMITTED)
     await store.revoke(lease)
