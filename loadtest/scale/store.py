@@ -120,12 +120,12 @@ class Follower:
 
 def follower(instances: int, events: int = 200) -> Follower:
     """What the coordinator's board and decision cost it when an instance's record has changed."""
-    keys = Keys("bench")
+    keys, never = Keys("bench"), 1e12
     records = [
         InstanceRecord(f"instance-{n:04d}", f"http://10.0.{n >> 8}.{n & 255}:8000", "SERVING") for n in range(instances)
     ]
     found = [KeyValue(keys.instance(r.id), r.to_json(), 1, 1, None) for r in records]
-    swap = SwapRecord("0" * 32, 2, "prepare", tuple(r.id for r in records), 1e12, 0.0)
+    swap = SwapRecord("0" * 32, 2, "prepare", tuple(r.id for r in records), never, 0.0)
     ready = VersionRecord(2, "ready", "", 0, "", None, None, "", 1, 0.0, "", 1)
     others = {keys.swap: swap.to_json(), keys.version(2): ready.to_json()}
     board = Board(keys, [*found, *(KeyValue(key, value, 1, 1, None) for key, value in others.items())], 1)

@@ -133,7 +133,7 @@ def _of(board: Board, swap: SwapRecord) -> SwapReport:
 
 log = logging.getLogger(__name__)
 RETRY_S = 0.5
-SETTLE_S = 20e-6  # for each instance, about what a look at it takes: half of the time goes into decisions at most
+SETTLE_S = 20e-6  # for each instance: fifteen times what a look at it takes
 
 
 class Coordinator:
