@@ -294,7 +294,8 @@ MUTATIONS: list[Mutation] = [
     ]),
     *of("weightsync/control/board.py", WS + "control/test_board.py", changes=[
         ("while other.done() or seen < until:", "while other.done():"),
-        ("until = swap.mod_revision if swap is not None else 0", "until = (await commit).kv.mod_revision"),
+        ("until = await _written(store, keys.swap)", "until = (await commit).kv.mod_revision"),
+        ("while committed < before < seen:", "while False:"),
     ]),
     *of("weightsync/control/turn.py", WS + "control/test_board.py", changes=[
         ("            pending = list(self._pending(found, before, epoch))", "            pending = []"),

@@ -162,26 +162,31 @@ async def _without_fleet(store: Store, keys: Keys, active: int, rest: int) -> As
 
     `swap`, `target` and `versions` are the last keys of a model, so one watch has them in their order. `active` has one
     of its own, and two watches are as fast as they like. Who saw a commit and not yet its swap would not know that it
-    has to wait for its turn, or that the version is ready; so a commit record waits here until everything has come that
-    was written up to the swap record that stands.
+    has to wait for its turn, or that the version is ready; who saw the end of a swap and not yet its commit would drop
+    what it has staged. So a commit record waits here for all that was written up to the swap record that stands, and a
+    swap that is done for the commit record that stands.
     """
     commits, others = store.watch(keys.active, active), store.watch(keys.root, rest, first=keys.swap)
     commit, other = _next(commits), _next(others)
-    seen = rest - 1
+    committed, seen = active - 1, rest - 1
     try:
         while True:
             await asyncio.wait({commit, other}, return_when=asyncio.FIRST_COMPLETED)
             until = 0
             if commit.done() and seen < (await commit).kv.mod_revision:
-                swap = await store.get(keys.swap)
-                until = swap.mod_revision if swap is not None else 0
+                until = await _written(store, keys.swap)
             while other.done() or seen < until:
                 event = await other
                 other, seen = _next(others), event.kv.mod_revision
+                before = await _written(store, keys.active) if _is_done(keys, event) else 0
+                while committed < before < seen:
+                    made = await commit
+                    commit, committed = _next(commits), made.kv.mod_revision
+                    yield made
                 yield event
             if commit.done():
                 event = await commit
-                commit = _next(commits)
+                commit, committed = _next(commits), event.kv.mod_revision
                 yield event
     except StopAsyncIteration:
         return  # the store was closed
@@ -190,6 +195,15 @@ async def _without_fleet(store: Store, keys: Keys, active: int, rest: int) -> As
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             await watch.aclose()
+
+
+async def _written(store: Store, key: str) -> int:
+    found = await store.get(key)
+    return found.mod_revision if found is not None else MISSING
+
+
+def _is_done(keys: Keys, event: Event) -> bool:
+    return event.kv.key == keys.swap and event.kind == "put" and _parsed(SwapRecord, event.kv.value).phase == "done"
 
 
 def _next(events: AsyncGenerator[Event, None]) -> asyncio.Task[Event]:

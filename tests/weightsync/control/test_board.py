@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 
 import pytest
 
@@ -61,6 +62,26 @@ async def test_a_commit_waits_for_the_swap_that_made_it(store: Store, monkeypatc
         assert await keys_until(board, KEYS.active) == [KEYS.version(2), KEYS.swap, KEYS.swap, KEYS.active]
 
 
+async def test_a_swap_that_is_done_waits_for_its_commit(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watch of the commit is late: who has staged must not drop it for a swap that has ended."""
+    real, late = store.watch, asyncio.Event()
+
+    async def watch(prefix: str, start: int | None = None, *, first: str = "") -> AsyncGenerator[Event, None]:
+        async for event in real(prefix, start, first=first):
+            if not first:
+                await late.wait()
+            yield event
+
+    monkeypatch.setattr(store, "watch", watch)
+    async with Board.follow(store, KEYS, fleet=False) as board:
+        await store.txn({}, {KEYS.swap: COMMITTED.to_json(), KEYS.active: ACTIVE.to_json()})
+        await store.put(KEYS.swap, replace(COMMITTED, phase="done").to_json())
+        assert await keys_until(board, KEYS.swap) == [KEYS.swap]
+        assert await board.changed(0.3) is None
+        late.set()
+        assert await keys_until(board, KEYS.swap) == [KEYS.active, KEYS.swap]
+
+
 async def test_a_turn_comes_when_all_before_have_flipped_or_gone(store: Store) -> None:
     lease = await store.grant_lease(60)
     for name in ("a", "b"):
@@ -71,7 +92,7 @@ async def test_a_turn_comes_when_all_before_have_flipped_or_gone(store: Store) -
     assert turn.ahead("c", ACTIVE, COMMITTED)
     await store.put(KEYS.instance("b"), InstanceRecord("b", "", "SERVING", 2, 1).to_json(), lease)
     (task,) = turn.waiting
-    await stays(lambda: not task.done())  # a has still to flip
+    await stays(lambda: not task.done(), 0.3)  # a has still to flip
     assert turn.ahead("c", ACTIVE, COMMITTED)
     await store.revoke(lease)
     await eventually(lambda: not turn.ahead("c", ACTIVE, COMMITTED))
