@@ -292,6 +292,9 @@ MUTATIONS: list[Mutation] = [
         ("return self._staging.task.done() and not self._staging.unwanted", "return self._staging.task.done()"),
         ("if retry_s is None and self._record != before:", "if False:"),
     ]),
+    *of("weightsync/control/state.py", WS + "control/test_coordinator.py", changes=[
+        ("        found.append(keys.instances)\n", "        pass\n"),
+    ]),
     *of("weightsync/control/board.py", WS + "control/test_board.py", changes=[
         ("while other.done() or seen < until:", "while other.done():"),
         ("until = await _written(store, keys.swap)", "until = (await commit).kv.mod_revision"),
