@@ -243,18 +243,14 @@ def scale(
     nic_gbit: Annotated[float, typer.Option(help="of each host, in each direction")] = 400.0,
     oversubscription: Annotated[float, typer.Option(help="of racks' uplinks; 0: they are no limit")] = 0.0,
     seed: int = 0,
-    live: Annotated[
-        bool, typer.Option("--live", help="only swaps of 100, 300 and 1,000 real agents on a real etcd")
-    ] = False,
-    small: Small = False,
+    live: Annotated[bool, typer.Option(help="instead: real agents on a real etcd of this machine")] = False,
+    agents: Annotated[list[int] | None, typer.Option(help="with --live: so many instead of 100, 300 and 1,000")] = None,
 ) -> None:
     """Simulated clusters with the real planner: fan-out of a version, bytes per NIC, writes and events of the store."""
-    from loadtest.scale.bench import run, run_live
+    from loadtest.scale import live as live_agents
+    from loadtest.scale.bench import run
     from loadtest.scale.network import Scenario, ScenarioError
 
-    if live:
-        run_live(json, small)
-        return
     try:
         asked = Scenario(
             hosts, params, hosts_per_instance=hosts_per_instance, sources=sources, chunk_nbytes=chunk_mib << 20,
@@ -262,7 +258,10 @@ def scale(
         ) if hosts else None  # fmt: skip
     except ScenarioError as error:
         raise typer.BadParameter(str(error)) from error
-    run(json, asked)
+    if live:
+        live_agents.run(json, tuple(agents or live_agents.AGENTS))
+    else:
+        run(json, asked)
 
 
 @app.command(name="releases")

@@ -12,8 +12,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+import loadtest.scale.records as records
+import loadtest.scale.store as store
 from loadtest.measure.machine import machine
-from loadtest.scale import live, records, store
 from loadtest.scale.network import MIB, Outcome, Scenario, Way
 from loadtest.scale.swarm import distribute
 
@@ -84,17 +85,9 @@ def run(json: Path | None, only: Scenario | None = None) -> dict[str, Any]:
     _print_store(out, found["store"])
     if json is not None:
         json.parent.mkdir(parents=True, exist_ok=True)
+        if json.exists() and "live" in (there := jsonlib.loads(json.read_text())):
+            found["live"] = there["live"]  # `--live` measured it
         json.write_text(jsonlib.dumps(found, indent=1) + "\n")
-    return found
-
-
-def run_live(json: Path | None, small: bool = False) -> dict[str, Any]:
-    """Swap fleets of real agents on a real etcd; print the table, and write the figures to `json` under `live`."""
-    found = live.measure((5, 10) if small else live.FLEETS)
-    live.show(found, Console(width=140))
-    if json is not None:
-        before = jsonlib.loads(json.read_text()) if json.exists() else {}
-        json.write_text(jsonlib.dumps(before | {"live": {"machine": machine(), **found}}, indent=1) + "\n")
     return found
 
 
@@ -138,13 +131,13 @@ def _control(scenario: Scenario, outcome: Outcome) -> dict[str, Any]:
 
 def _store(fleets: tuple[int, ...]) -> dict[str, Any]:
     """Counted writes and events, for fleets of as many instances as hosts, and what this machine takes for each."""
-    flow = records.measure()
+    flow, followers = records.measure(), [asdict(store.follower(n)) for n in fleets]
     return {
         "writes_by_kind": flow.kinds,
         "fixed": asdict(flow.fixed),
         "each_instance": asdict(flow.each),
         "fleets": {str(n): records.at_scale(flow, n, n) for n in fleets},
-        "this_machine": {"etcd": store.measure()},
+        "this_machine": {"etcd": store.measure(), "followers": followers},
     }
 
 
@@ -169,10 +162,11 @@ def _print_fan_out(out: Console, group: str, figures: dict[str, Any]) -> None:
 
 
 def _print_store(out: Console, found: dict[str, Any]) -> None:
-    columns = ("writes", "written, MB", "events", "sent, GB")
+    columns = ("writes", "written, MB", "events", "sent, GB", "keys compared", "coordinator, CPU us a look")
     table = Table("instances and hosts", *columns, title="the store, one swap")
-    for n, f in found["fleets"].items():
+    for (n, f), cost in zip(found["fleets"].items(), found["this_machine"]["followers"], strict=True):
         cells = f"{f['writes']:,}", f"{f['written_nbytes'] / 1e6:.2f}", f"{f['events']:,}"
-        table.add_row(n, *cells, f"{f['sent_nbytes'] / 1e9:.3f}")
+        more = f"{f['sent_nbytes'] / 1e9:.3f}", f"{f['compared_by_commit']:,}", f"{cost['look_us']:.0f}"
+        table.add_row(n, *cells, *more)
     out.print(table)
     out.print("this machine:", found["this_machine"]["etcd"])

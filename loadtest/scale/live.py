@@ -1,237 +1,232 @@
-"""Swaps of a thousand agents on one real etcd: the agents, the client of the store, coordinators and a publisher as
-they are, with engines that do nothing.
+"""A swap of many agents on one real etcd: what it costs etcd, and what an agent takes.
 
-Some processes hold the agents, each agent with a connection of its own. Everything shares the machine, so seconds say
-little; etcd's CPU seconds and the events that it has sent do.
+The agents are the product's own (`Participant`), each with a store client and a connection of its own, many to a
+process; only their engines do nothing. A real publisher and a real coordinator drive the swap. Agents, coordinator and
+etcd share this machine, so seconds of wall time say how busy it is; etcd's CPU seconds, its events and bytes do not
+depend on that.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import json as jsonlib
-import re
-import statistics
-import subprocess
+import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+import urllib.request
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from json import dumps, loads
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import psutil
 from rich.console import Console
 from rich.table import Table
 
 from loadtest.hosts.etcd import MISSING, binary
-from server.ports import free_port
+from loadtest.measure.machine import machine
+from loadtest.scale.store_latency import own_etcd
 from weightsync import CommitResult, Coordinator, Participant, Publisher, StageResult, open_store
 from weightsync.control.records import ActiveRecord, InstanceRecord, VersionRecord
 from weightsync.memory.ledger import ensure_arena
 
-MODEL = "live"
-FLEETS = (100, 300, 1000)
-IN_A_PROCESS = 250
-SWAPS = 3
+MODEL = "bench"
+AGENTS = (100, 300, 1000)
+PROCESSES = 2
+LEASE_TTL_S = 30.0  # two cores run a thousand agents at once: none may lose its place for want of a turn
 IDLE_S = 10.0
-SERVING_S = 300.0
+SWAPS = 3  # after a first one; the middle one of them counts
+MIB = 1 << 20
 
 
 @dataclass(frozen=True)
-class Fleet:
-    """One fleet. `events` that etcd sent, its CPU seconds and wall seconds are medians of a swap; `idle_cpu` is the
-    share of a core that etcd needs for the leases, between swaps. Memory in MB."""
+class Cost:
+    """Of one swap, from `publish` until every agent serves it. `etcd_idle_share` is of one core, between swaps."""
 
     agents: int
     seconds: float
     etcd_cpu_s: float
-    agents_cpu_s: float
-    events: float
-    idle_cpu: float
-    agent_mb: float
-    etcd_mb: float
+    events: int
+    events_an_agent: float
+    sent_nbytes: int
+    agent_cpu_ms: float
+    agent_nbytes: int
+    etcd_nbytes: int
+    etcd_idle_share: float
 
 
-def measure(fleets: tuple[int, ...] = FLEETS, swaps: int = SWAPS, flags: tuple[str, ...] = ()) -> dict[str, Any]:
-    """{"skipped": why} without etcd. `flags`: more of etcd's."""
-    executable = binary()
-    if executable is None:
-        return {"skipped": MISSING}
-    return {"fleets": [asdict(_fleet(executable, agents, swaps, flags)) for agents in fleets]}
+def run(json: Path | None, fleets: Iterable[int] = AGENTS) -> dict[str, Any]:
+    """Measure, print the table, and put the figures into `json` under `live`, beside what is there."""
+    found = {"machine": machine(), **measure(fleets)}
+    columns = ("etcd, CPU s", "seconds", "events", "an agent", "sent, MB", "agent, CPU ms", "agent, KiB", "etcd, MiB")
+    table = Table("agents", *columns, title="one swap, measured on this machine")
+    for cost in (Cost(**figures) for figures in found.get("fleets", {}).values()):
+        times = f"{cost.agents:,}", f"{cost.etcd_cpu_s:.2f}", f"{cost.seconds:.2f}", f"{cost.events:,}"
+        sizes = f"{cost.agent_cpu_ms:.1f}", f"{cost.agent_nbytes / 1024:.0f}", f"{cost.etcd_nbytes / MIB:.0f}"
+        table.add_row(*times, f"{cost.events_an_agent:.1f}", f"{cost.sent_nbytes / 1e6:.1f}", *sizes)
+    Console().print(table if "fleets" in found else found["skipped"])
+    if json is not None:
+        there = loads(json.read_text()) if json.exists() else {}
+        json.write_text(dumps({**there, "live": found}, indent=1) + "\n")
+    return found
 
 
-def _fleet(executable: str, agents: int, swaps: int, flags: tuple[str, ...]) -> Fleet:
-    with (
-        tempfile.TemporaryDirectory(prefix="hotswap-live-", dir="/dev/shm") as directory,
-        contextlib.ExitStack() as stack,
-    ):
-        etcd, url, metrics = stack.enter_context(_etcd(executable, Path(directory) / "etcd", flags))
-        asyncio.run(_arena(url, Path(directory) / "arena"))
-        groups = [stack.enter_context(_agents(url, first, min(IN_A_PROCESS, agents - first)))
-                  for first in range(0, agents, IN_A_PROCESS)]  # fmt: skip
-        for group in groups:
-            line = group.stdout.readline() if group.stdout is not None else ""
-            if line != "serving\n":
-                raise RuntimeError(f"agents did not begin to serve: {line}")
-        return asyncio.run(_swaps(url, metrics, etcd, [psutil.Process(group.pid) for group in groups], agents, swaps))
-
-
-async def _swaps(
-    url: str, metrics: str, etcd: psutil.Process, groups: list[psutil.Process], agents: int, swaps: int
-) -> Fleet:
-    stores = [open_store(url) for _ in range(2)]
-    coordinators = [Coordinator(store, MODEL) for store in stores]
-    for coordinator in coordinators:
-        coordinator.start()
-    publisher = await asyncio.to_thread(Publisher, url, model=MODEL)
-    rows = []
-    try:
-        for step in range(swaps + 1):  # the first retires nothing
-            before = time.perf_counter(), _cpu(etcd), sum(map(_cpu, groups)), _events(metrics)
-            await asyncio.to_thread(publisher.publish, _weights(step), timeout_s=SERVING_S)
-            after = time.perf_counter(), _cpu(etcd), sum(map(_cpu, groups)), _events(metrics)
-            rows.append([b - a for a, b in zip(before, after, strict=True)])
-        idle = _cpu(etcd)
-        await asyncio.sleep(IDLE_S)
-        idle = (_cpu(etcd) - idle) / IDLE_S
-    finally:
-        await asyncio.to_thread(publisher.close)
-        for coordinator in coordinators:
-            await coordinator.stop()
-        for store in stores:
-            await store.close()
-    seconds, etcd_cpu_s, agents_cpu_s, events = (statistics.median(column) for column in zip(*rows[1:], strict=True))
-    memory = sum(group.memory_info().rss for group in groups) / agents / 1e6
-    return Fleet(agents, seconds, etcd_cpu_s, agents_cpu_s, events, idle, memory, etcd.memory_info().rss / 1e6)
-
-
-@contextlib.contextmanager
-def _etcd(executable: str, data: Path, flags: tuple[str, ...]) -> Iterator[tuple[psutil.Process, str, str]]:
-    client, peer = free_port(), free_port()
-    urls = [f"--{name}-client-urls=http://127.0.0.1:{client}" for name in ("listen", "advertise")]
-    urls += [f"--{name}-peer-urls=http://127.0.0.1:{peer}" for name in ("listen", "initial-advertise")]
-    command = [executable, f"--data-dir={data}", *urls, f"--initial-cluster=default=http://127.0.0.1:{peer}"]
-    process = subprocess.Popen([*command, "--log-level=error", *flags], stderr=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 30
-        while not _answers(f"http://127.0.0.1:{client}/health"):
-            if time.monotonic() > deadline or process.poll() is not None:
-                raise RuntimeError("etcd does not start")
-            time.sleep(0.1)
-        yield psutil.Process(process.pid), f"etcd://127.0.0.1:{client}/live", f"http://127.0.0.1:{client}/metrics"
-    finally:
-        process.kill()
-        process.wait()
-
-
-def _answers(url: str) -> bool:
-    with contextlib.suppress(httpx.TransportError):
-        return httpx.get(url, timeout=2).is_success
-    return False
-
-
-def _events(url: str) -> float:
-    """What etcd counts as sent to watchers."""
-    text = httpx.get(url, timeout=30).text
-    found = re.search(r"^etcd_debugging_mvcc_events_total (\S+)", text, re.MULTILINE)
+def measure(fleets: Iterable[int] = AGENTS, flags: Iterable[str] = ()) -> dict[str, Any]:
+    """By number of agents; {"skipped": why} without etcd. `flags` are etcd's."""
+    found = binary()
     if found is None:
-        raise RuntimeError("etcd does not tell how many events it has sent")
-    return float(found[1])
+        return {"skipped": MISSING}
+    figures = {str(agents): asdict(asyncio.run(_measure(found, agents, tuple(flags)))) for agents in fleets}
+    return {"processes": PROCESSES, "lease_ttl_s": LEASE_TTL_S, "etcd_flags": list(flags), "fleets": figures}
 
 
-def _cpu(process: psutil.Process) -> float:
-    return float(sum(process.cpu_times()[:2]))
+async def _measure(executable: str, agents: int, flags: tuple[str, ...]) -> Cost:
+    with tempfile.TemporaryDirectory(prefix="hotswap-live-", dir="/dev/shm") as directory:
+        async with own_etcd(executable, Path(directory) / "etcd", *flags) as url:
+            etcd = next(child for child in psutil.Process().children() if child.name() == "etcd")
+            store = open_store(url)
+            await ensure_arena(store, Path(directory) / "arena")
+            coordinator = Coordinator(store, MODEL)
+            coordinator.start()
+            share = -(-agents // PROCESSES)
+            starts = range(0, agents, share)
+            fleet = [await _Agents.started(url, first, min(share, agents - first)) for first in starts]
+            publisher = await asyncio.to_thread(Publisher, url, model=MODEL)
+            try:
+                await _swap(publisher, fleet, etcd, url, -1)
+                costs = [await _swap(publisher, fleet, etcd, url, step) for step in range(SWAPS)]
+                before, _ = _used(etcd, url)
+                await asyncio.sleep(IDLE_S)
+                idle = (_used(etcd, url)[0] - before) / IDLE_S
+                said = [await agents_.ask("say") for agents_ in fleet]
+            finally:
+                await asyncio.to_thread(publisher.close)
+                for agents_ in fleet:
+                    await agents_.end()
+                await coordinator.stop()
+                await store.close()
+            nbytes = sum(s["nbytes"] for s in said) // agents
+            seconds, cpu, events, sent, agent_cpu = sorted(costs, key=lambda cost: cost[1])[SWAPS // 2]
+            return Cost(
+                agents, seconds, cpu, int(events), events / agents, int(sent), 1e3 * agent_cpu / agents, nbytes,
+                etcd.memory_info().rss, idle,
+            )  # fmt: skip
 
 
-def _weights(step: int) -> list[tuple[str, Any]]:
-    return [("weight", np.full(64, step, np.float32))]
+async def _swap(
+    publisher: Publisher, fleet: list[_Agents], etcd: psutil.Process, url: str, step: int
+) -> tuple[float, float, float, float, float]:
+    """Seconds, etcd's CPU seconds, events and bytes sent, the agents' CPU seconds."""
+    (cpu, counts), agents = _used(etcd, url), [await each.ask("say") for each in fleet]
+    started = time.perf_counter()
+    version = await asyncio.to_thread(publisher.publish, [("weight", np.full(64, step, np.float32))], timeout_s=300)
+    await asyncio.gather(*(each.ask(f"await {version}") for each in fleet))
+    seconds = time.perf_counter() - started
+    (cpu_after, after), agents_after = _used(etcd, url), [await each.ask("say") for each in fleet]
+    used = sum(b["cpu_s"] - a["cpu_s"] for a, b in zip(agents, agents_after, strict=True))
+    return seconds, cpu_after - cpu, after[0] - counts[0], after[1] - counts[1], used
 
 
-async def _arena(url: str, directory: Path) -> None:
-    store = open_store(url)
-    try:
-        await ensure_arena(store, directory)
-    finally:
+COUNTED = ("etcd_debugging_mvcc_events_total", "etcd_network_client_grpc_sent_bytes_total")
+
+
+def _used(etcd: psutil.Process, url: str) -> tuple[float, tuple[float, float]]:
+    """etcd's CPU seconds so far, and the events and bytes that it has sent."""
+    cpu = sum(etcd.cpu_times()[:2])
+    address = url.removeprefix("etcd://").partition("/")[0]
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+        lines = [line.split() for line in answer.read().decode().splitlines() if line.startswith(COUNTED)]
+    found = {name: float(value) for name, value in lines}
+    return cpu, (found[COUNTED[0]], found[COUNTED[1]])
+
+
+class _Agents:
+    """A process of agents, seen from the bench: a line in, a line of JSON out."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def started(cls, url: str, first: int, count: int) -> _Agents:
+        """Returns when all serve."""
+        command = (sys.executable, "-m", "loadtest.scale.live", url, str(first), str(count))
+        pipe = asyncio.subprocess.PIPE
+        found = cls(await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe))
+        await found.ask("say")
+        return found
+
+    async def ask(self, what: str) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{what}\n".encode())
+        answer: dict[str, Any] = loads(await self._process.stdout.readline())
+        return answer
+
+    async def end(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        await self._process.wait()
+
+
+class _Engine:
+    """Does nothing, at once."""
+
+    def __init__(self) -> None:
+        self.version = 0
+
+    async def stage(self, version: VersionRecord) -> StageResult:
+        return StageResult(version.fingerprint, 1.0, "vllm/packed")
+
+    async def commit(self, active: ActiveRecord, _version: VersionRecord) -> CommitResult:
+        self.version = active.version
+        return CommitResult(1.0)
+
+    async def pause(self) -> None:
+        pass
+
+
+async def _run(url: str, first: int, count: int) -> None:
+    """Run `count` agents until the input ends."""
+    before = psutil.Process().memory_info().rss
+    engines, fleet, stores = [], [], []
+    for number in range(first, first + count):
+        engine, store = _Engine(), open_store(url)
+        record = InstanceRecord(
+            f"instance-{number:04d}", "http://10.200.100.100:8000", pid=os.getpid(), model_dir="/models/served",
+            max_num_seqs=256,
+        )  # fmt: skip
+        agent = Participant(
+            store, MODEL, record, engine.stage, engine.commit, pause=engine.pause, resume=engine.pause,
+            lease_ttl_s=LEASE_TTL_S,
+        )  # fmt: skip
+        agent.start()
+        await agent.serving()
+        engines.append(engine)
+        fleet.append(agent)
+        stores.append(store)
+    lines = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    while line := (await lines.readline()).decode():
+        what, _, version = line.strip().partition(" ")
+        while what == "await" and not all(  # noqa: ASYNC110 - agents have no event for it
+            agent.record.state == "SERVING" and agent.record.active_version == int(version) for agent in fleet
+        ):
+            await asyncio.sleep(0.02)
+        nbytes = psutil.Process().memory_info().rss - before
+        print(dumps({"nbytes": nbytes, "cpu_s": time.process_time()}), flush=True)
+    for agent in fleet:
+        await agent.stop()
+    for store in stores:
         await store.close()
 
 
-@contextlib.contextmanager
-def _agents(url: str, first: int, count: int) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "loadtest.scale.live", "--agents", url, str(first), str(count)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-async def _serve(url: str, first: int, count: int) -> None:
-    """So many agents, until standard input ends."""
-    fleet = [_participant(url, f"instance-{number:04d}") for number in range(first, first + count)]
-    for participant in fleet:
-        participant.start()
-    async with asyncio.timeout(SERVING_S):
-        for participant in fleet:
-            await participant.serving()
-    print("serving", flush=True)
-    await asyncio.to_thread(sys.stdin.read)
-
-
-def _participant(url: str, name: str) -> Participant:
-    async def stage(version: VersionRecord) -> StageResult:
-        return StageResult(version.fingerprint, 1.0, "vllm/packed")
-
-    async def commit(_active: ActiveRecord, _version: VersionRecord) -> CommitResult:
-        return CommitResult(1.0)
-
-    record = InstanceRecord(name, "http://10.200.100.100:8000", pid=100_000, model_dir="/models/served")
-    return Participant(open_store(url), MODEL, record, stage, commit, lease_ttl_s=15.0)
-
-
-def show(found: dict[str, Any], console: Console) -> None:
-    """As a table."""
-    columns = (
-        "swap, s",
-        "etcd's CPU, s",
-        "agents' CPU, s",
-        "events",
-        "an agent",
-        "etcd's CPU between swaps",
-        "MB an agent",
-        "etcd, MB",
-    )
-    table = Table("agents", *columns, title="swaps on one real etcd")
-    for row in found.get("fleets", ()):
-        table.add_row(
-            str(row["agents"]), f"{row['seconds']:.2f}", f"{row['etcd_cpu_s']:.2f}", f"{row['agents_cpu_s']:.2f}",
-            f"{row['events']:,.0f}", f"{row['events'] / row['agents']:.1f}", f"{row['idle_cpu']:.1%}",
-            f"{row['agent_mb']:.2f}", f"{row['etcd_mb']:.0f}",
-        )  # fmt: skip
-    console.print(table)
-
-
-def main() -> None:
-    """`python -m loadtest.scale.live`."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--agents", nargs=3, metavar=("URL", "FIRST", "COUNT"), help="be so many of them")
-    parser.add_argument("--fleets", type=int, nargs="*", default=FLEETS)
-    parser.add_argument("--etcd-flag", action="append", default=[])
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    if args.agents:
-        url, first, count = args.agents
-        asyncio.run(_serve(url, int(first), int(count)))
-        return
-    found = measure(tuple(args.fleets), flags=tuple(args.etcd_flag))
-    show(found, Console(width=140))
-    if args.json is not None:
-        args.json.write_text(jsonlib.dumps(found, indent=1) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description="The agents of one process of the bench.")
+    parser.add_argument("url")
+    parser.add_argument("first", type=int)
+    parser.add_argument("count", type=int)
+    asked = parser.parse_args()
+    asyncio.run(_run(asked.url, asked.first, asked.count))

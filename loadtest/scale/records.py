@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from weightsync import CommitResult, Coordinator, Participant, Publisher, StageResult, Store, open_store
-from weightsync.control.records import ActiveRecord, CopyRecord, InstanceRecord, Keys, VersionRecord
+from weightsync.control.records import ActiveRecord, CopyRecord, InstanceRecord, Keys, SwapRecord, VersionRecord
+from weightsync.control.state import Step, depends_on
 from weightsync.memory.ledger import ensure_arena
 
 MODEL = "bench"
@@ -30,11 +31,11 @@ DIGEST = "0" * 32
 
 @dataclass(frozen=True)
 class Written:
-    """By one swap: keys, and bytes of keys and values. `concern_...`: of what every instance and every host follows;
-    `root_...`: of these and all others under the model's root, which gateways follow."""
+    """By one swap: keys, and bytes of keys and values. Everybody follows the keys of swaps (`active`, `swap`, `target`,
+    `versions`), gateways and publishers those and all others under the model's root; nobody what is elsewhere."""
 
-    concern_writes: float = 0.0
-    concern_nbytes: float = 0.0
+    swap_writes: float = 0.0
+    swap_nbytes: float = 0.0
     root_writes: float = 0.0
     root_nbytes: float = 0.0
     other_writes: float = 0.0
@@ -63,26 +64,30 @@ def measure() -> Flow:
 
 
 def at_scale(flow: Flow, instances: int, hosts: int, gateways: int = 2) -> dict[str, Any]:
-    """One swap of a fleet: writes, events and bytes of the store.
+    """One swap of a fleet: writes, events and bytes of the store, and how many keys its commit compares.
 
-    What concerns all goes to every instance's agent and every peer; everything under the root twice to every gateway
-    (its view and its coordinator) and to the publisher. A copy goes to the peers that are still fetching the slot:
-    `fetching` to all, at worst, `ready` to those that are not done, half of them on the average. An event carries the
-    value before as well.
+    The keys of swaps go to every instance's agent and every peer. These and the others under the root go twice to every
+    gateway (its view and its coordinator) and to the publisher. A copy goes to the peers that are still fetching the
+    slot: `fetching` to all, at worst, `ready` to those that are not done, half of them on the average. An event carries
+    the value before as well.
     """
     written = flow.of(instances)
-    all_of_it, concerned = 2 * gateways + 1, instances + hosts
+    all_of_it = 2 * gateways + 1
+    followers = instances + hosts + all_of_it
     copies, copy_nbytes = COPY_WRITES * hosts, COPY_WRITES * hosts * _copy_nbytes()
-    root_events = written.root_writes * all_of_it + written.concern_writes * concerned
-    root_nbytes = written.root_nbytes * all_of_it + written.concern_nbytes * concerned
-    copy_events = hosts * hosts + hosts * (hosts - 1) // 2
+    root_events, copy_events = (
+        written.swap_writes * followers + written.root_writes * all_of_it,
+        hosts * hosts + hosts * (hosts - 1) // 2,
+    )
+    root_nbytes = written.swap_nbytes * followers + written.root_nbytes * all_of_it
     return {
-        "writes": round(written.root_writes + written.other_writes + copies),
-        "written_nbytes": round(written.root_nbytes + written.other_nbytes + copy_nbytes),
+        "writes": round(written.swap_writes + written.root_writes + written.other_writes + copies),
+        "written_nbytes": round(written.swap_nbytes + written.root_nbytes + written.other_nbytes + copy_nbytes),
         "root_events": round(root_events),
         "copy_events": copy_events,
         "events": round(root_events) + copy_events,
         "sent_nbytes": round(2 * (root_nbytes + copy_events * _copy_nbytes())),
+        "compared_by_commit": _compared(instances),
         "keep_alives_per_s": round((instances + hosts) / (5.0 / 3)),
     }
 
@@ -141,11 +146,13 @@ def _weights(step: int) -> list[tuple[str, Any]]:
 
 async def _written(store: Store, since: int) -> tuple[Written, dict[str, int]]:
     """What was written from a revision on, and how many keys of each kind."""
-    root, other = await _events(store, Keys(MODEL).root, since), await _events(store, Keys(MODEL).history, since)
-    concern = [(name, nbytes) for name, nbytes in root if name.startswith(Keys(MODEL).concerns)]
-    kinds = Counter(name.removeprefix(Keys(MODEL).root).partition("/")[0] for name, _ in root + other)
-    found = [figure for events in (concern, root, other) for figure in (len(events), sum(n for _, n in events))]
-    return Written(*found), dict(kinds)
+    keys = Keys(MODEL)
+    root, other = await _events(store, keys.root, since), await _events(store, keys.history, since)
+    followed = [event for event in root if event[0] == keys.active or event[0] >= keys.swap]
+    alone = [event for event in root if event not in followed]
+    kinds = Counter(name.removeprefix(keys.root).partition("/")[0] for name, _ in root + other)
+    counts = ((len(events), sum(nbytes for _, nbytes in events)) for events in (followed, alone, other))
+    return Written(*(count for pair in counts for count in pair)), dict(kinds)
 
 
 async def _events(store: Store, prefix: str, since: int) -> list[tuple[str, int]]:
@@ -164,3 +171,9 @@ def _copy_nbytes() -> int:
     record = CopyRecord("host-0000", f"//host-0000/dev/shm/hotswap-{DIGEST[:12]}/slot-00000000-000", DIGEST, 1 << 40,
                         "fetching", "10.200.100.100:7070", time.time())  # fmt: skip
     return len(record.to_json()) + len(Keys(MODEL).copy(DIGEST, "host-0000"))
+
+
+def _compared(instances: int) -> int:
+    names = tuple(f"instance-{n:04d}" for n in range(instances))
+    swap = SwapRecord("0" * 32, 1, "commit", names, 0.0, 0.0)
+    return len({*depends_on(Step("commit", swap), Keys(MODEL)), Keys(MODEL).target})

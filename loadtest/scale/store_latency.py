@@ -66,7 +66,7 @@ async def measure_all(urls: list[str]) -> dict[str, dict[str, dict[str, float]]]
 
 
 @contextlib.asynccontextmanager
-async def own_etcd(binary: str, data: Path) -> AsyncIterator[str]:
+async def own_etcd(binary: str, data: Path, *flags: str) -> AsyncIterator[str]:
     """The URL of an etcd that runs while the context is open."""
     client, peer = free_port(), free_port()
     process = subprocess.Popen(  # noqa: ASYNC220 - nothing else runs yet
@@ -77,6 +77,7 @@ async def own_etcd(binary: str, data: Path) -> AsyncIterator[str]:
             *(f"--{name}-peer-urls=http://127.0.0.1:{peer}" for name in ("listen", "initial-advertise")),
             f"--initial-cluster=default=http://127.0.0.1:{peer}",
             "--log-level=error",
+            *flags,
         ],
         stderr=subprocess.DEVNULL,
     )

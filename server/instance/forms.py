@@ -67,7 +67,8 @@ async def _say(store: Store, config: InstanceConfig, record: StartRecord) -> Non
 
 async def _choose(config: InstanceConfig, store: Store) -> Form:
     name, keys = config.instance_id, Keys(config.model)
-    async with Board.follow(store, keys, *keys.concerns, keys.start(name), keys.forms, keys.schema) as board:
+    more = [(prefix, "") for prefix in (keys.start(name), keys.forms, keys.schema)]
+    async with Board.follow(store, keys, *keys.concerns, *more) as board:
         while True:
             start = start_of(board, name)
             if start is None:  # it has failed in the swap that is under way, and starts when that has ended

@@ -29,8 +29,8 @@ MANY = 1000  # events after which somebody should look at what they say
 class Board:
     """The records as of the last event; `changed(timeout)` waits for the next ones.
 
-    Each prefix is followed by a watch of its own. Events of one prefix come in order; of two prefixes, the later event
-    may come first.
+    Each prefix is followed by a watch of its own, from a first key on. Events of one watch come in order; of two, the
+    later event may come first.
     """
 
     def __init__(self, keys: Keys, found: Iterable[KeyValue] = (), revision: int = 0) -> None:
@@ -45,22 +45,22 @@ class Board:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def follow(cls, store: Store, keys: Keys, *prefixes: str) -> AsyncGenerator[Board, None]:
-        """Read what is under `prefixes` (none: everything), then watch from there. Raises StoreUnavailable, here and in
-        `changed`."""
+    async def follow(cls, store: Store, keys: Keys, *prefixes: tuple[str, str]) -> AsyncGenerator[Board, None]:
+        """Read what is under `prefixes`, from the first key of each on (none: everything), then watch from there.
+        Raises StoreUnavailable, here and in `changed`."""
         board = cls(keys)
         try:
-            for prefix in prefixes or (keys.root,):
-                await board.also(store, prefix)
+            for prefix, first in prefixes or ((keys.root, ""),):
+                await board.also(store, prefix, first)
             yield board
         finally:
             for prefix in list(board._watches):
                 await board.leave(prefix)
 
-    async def also(self, store: Store, prefix: str) -> None:
+    async def also(self, store: Store, prefix: str, first: str = "") -> None:
         """Follow this prefix from now on, too. Raises StoreUnavailable."""
-        revision = await self.look(store, prefix)
-        self._watches[prefix] = _Watch(store.watch(prefix, revision + 1))
+        revision = await self.look(store, prefix, first)
+        self._watches[prefix] = _Watch(store.watch(prefix, revision + 1, first=first))
 
     async def leave(self, prefix: str) -> None:
         """Follow it no longer; what is known of it stays."""
@@ -68,10 +68,10 @@ class Board:
         if watch is not None:
             await watch.close()
 
-    async def look(self, store: Store, prefix: str) -> int:
+    async def look(self, store: Store, prefix: str, first: str = "") -> int:
         """Read what is under `prefix` now; returns the revision. Raises StoreUnavailable."""
-        found, revision = await store.list(prefix)
-        for key in [key for key in self._found if key.startswith(prefix)]:
+        found, revision = await store.list(prefix, first=first)
+        for key in [key for key in self._found if key.startswith(prefix) and key >= first]:
             self._drop(key)
         for kv in found:
             self._put(kv)

@@ -41,12 +41,13 @@ from weightsync.control.state import (
     Step,
     Trial,
     View,
+    abort,
     confirm_within_s,
     decide,
     depends_on,
     in_flight,
 )
-from weightsync.errors import Conflict, StoreError, SwapAborted, SwapTimeout
+from weightsync.errors import Conflict, StoreError, StoreRefused, SwapAborted, SwapTimeout
 from weightsync.store.protocol import Store
 
 REPORT_GRACE_S = 10.0  # over what the phases of a swap may take: a new leader may have to be found
@@ -275,6 +276,12 @@ class Coordinator:
         try:
             await append(self._store, compares, puts, *history.ledger_entries(board, step))
         except Conflict:
+            return
+        except StoreRefused as refusal:
+            if step.kind not in ("try", "commit") or board.swap is None:
+                raise
+            # It would be refused for ever.
+            await self._take(board, term, abort(view_of(board, time.time()), board.swap, str(refusal)), past)
             return
         if ends:
             past.added()

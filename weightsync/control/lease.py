@@ -23,6 +23,7 @@ import contextlib
 import json
 import logging
 import os
+import random
 import signal
 import socket
 import sys
@@ -73,7 +74,7 @@ class LeaseKeeper:
     async def _renew(self) -> None:
         delay = self.ttl_s / 3
         while True:
-            await asyncio.sleep(delay)
+            await asyncio.sleep(delay * random.uniform(0.8, 1.0))  # noqa: S311 - who began together does not ask together for ever
             try:
                 await self._store.keep_alive(self.id)
                 delay = self.ttl_s / 3

@@ -51,9 +51,11 @@ class Keys:
         return f"{self.root}active"
 
     @property
-    def concerns(self) -> tuple[str, ...]:
-        """What each instance and each host follows; the instances' records are for who coordinates and who routes."""
-        return self.active, self.swap, self.target, self.versions
+    def concerns(self) -> tuple[tuple[str, str], ...]:
+        """What each instance and each host follows, as prefixes and the first key of each: the commit; and `swap`,
+        `target` and `versions/`, which are the last keys under the root. The instances' records are for who coordinates
+        and who routes."""
+        return (self.active, ""), (self.root, self.swap)
 
     @property
     def target(self) -> str:

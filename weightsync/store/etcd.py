@@ -49,8 +49,8 @@ class EtcdStore:
         found = (await self._members.call("Range", rpc.RangeRequest(key=self._key(key)))).kvs
         return key_value(found[0], self._namespace) if found else None
 
-    async def list(self, prefix: str) -> tuple[list[KeyValue], int]:
-        key, end = self._range(prefix)
+    async def list(self, prefix: str, *, first: str = "") -> tuple[list[KeyValue], int]:
+        key, end = self._range(prefix, first)
         found = await self._members.call("Range", rpc.RangeRequest(key=key, range_end=end))
         return [key_value(kv, self._namespace) for kv in found.kvs], found.header.revision
 
@@ -101,9 +101,11 @@ class EtcdStore:
         except rpc.AioRpcError:
             return  # NOT_FOUND: it has ended
 
-    async def watch(self, prefix: str, start_revision: int | None = None) -> AsyncGenerator[Event, None]:
+    async def watch(
+        self, prefix: str, start_revision: int | None = None, *, first: str = ""
+    ) -> AsyncGenerator[Event, None]:
         """As `Store.watch`. Waits ten seconds for an etcd that went away before it raises StoreUnavailable."""
-        watch = EtcdWatch(self._members, self._namespace, *self._range(prefix), start_revision)
+        watch = EtcdWatch(self._members, self._namespace, *self._range(prefix, first), start_revision)
         async for event in watch.events():
             yield event
 
@@ -121,26 +123,27 @@ class EtcdStore:
     def _key(self, key: str) -> bytes:
         return (self._namespace + key).encode()
 
-    def _range(self, prefix: str) -> tuple[bytes, bytes]:
-        """The half-open range of the keys under a prefix. UTF-8 has no byte 0xff, so the last one can be raised."""
+    def _range(self, prefix: str, first: str = "") -> tuple[bytes, bytes]:
+        """The half-open range of the keys under a prefix, from `first` on. UTF-8 has no byte 0xff, so the last one can
+        be raised."""
         key = self._key(prefix)
-        return key, key[:-1] + bytes([key[-1] + 1])
+        return max(key, self._key(first)), key[:-1] + bytes([key[-1] + 1])
 
     def _compare(self, key: str, expected: int) -> Any:
-        compare = {"target": rpc.Compare.MOD, "result": rpc.Compare.EQUAL, "mod_revision": expected}
-        if not key.endswith("/"):
-            return rpc.Compare(key=self._key(key), **compare)
-        start, end = self._range(key)
-        compare |= {"result": rpc.Compare.LESS, "mod_revision": expected + 1}
-        return rpc.Compare(key=start, range_end=end, **compare)
+        """A compare of a range holds when it does for every key that is there."""
+        if key.endswith("/"):
+            first, end = self._range(key)
+            below: dict[str, Any] = {"result": rpc.Compare.LESS, "mod_revision": expected + 1}
+            return rpc.Compare(key=first, range_end=end, target=rpc.Compare.MOD, **below)
+        return rpc.Compare(key=self._key(key), target=rpc.Compare.MOD, result=rpc.Compare.EQUAL, mod_revision=expected)
 
     def _newest(self, key: str) -> Any:
-        """Reads what `_compare` has looked at, as far as it says why that failed."""
+        """Reads the key, or of all those under it the one that was written last."""
         if not key.endswith("/"):
             return rpc.RangeRequest(key=self._key(key), keys_only=True)
-        start, end = self._range(key)
-        order = {"sort_target": rpc.RangeRequest.MOD, "sort_order": rpc.RangeRequest.DESCEND, "limit": 1}
-        return rpc.RangeRequest(key=start, range_end=end, keys_only=True, **order)
+        first, end = self._range(key)
+        last: dict[str, Any] = {"sort_target": rpc.RangeRequest.MOD, "sort_order": rpc.RangeRequest.DESCEND}
+        return rpc.RangeRequest(key=first, range_end=end, keys_only=True, limit=1, **last)
 
     def _write(self, key: str, value: bytes | None, lease: int) -> Any:
         if value is None:

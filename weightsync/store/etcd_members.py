@@ -176,7 +176,7 @@ class Members:
         self.closed = True
         channels, self._channels = self._channels, []
         for channel in channels:
-            await channel.grpc.close()
+            await channel.close()
 
     # -- one member
 
@@ -292,19 +292,39 @@ class Channel:
             self.grpc = grpc.aio.secure_channel(endpoint, grpc.ssl_channel_credentials(*tls), CHANNEL_OPTIONS)
         stubs = [stub(self.grpc) for stub in (rpc.KVStub, rpc.LeaseStub, rpc.WatchStub, rpc.AuthStub)]
         self._calls: dict[str, Any] = {name: call for stub in stubs for name, call in vars(stub).items()}
+        self._renewing = asyncio.Lock()
+        self._renewals: Any = None  # the stream of all keep-alives; they are answered in order
 
     def __getitem__(self, name: str) -> Any:
         return self._calls[name]
 
     async def ask(self, name: str, request: Any, timeout_s: float, metadata: Metadata) -> Any:
-        """One request, one answer; LeaseKeepAlive is a stream of which only the first answer is wanted."""
+        """One request, one answer."""
         if name != "LeaseKeepAlive":
             return await self._calls[name](request, timeout=timeout_s, metadata=metadata)
-        call = self._calls[name](iter([request]), timeout=timeout_s, metadata=metadata)
+        async with asyncio.timeout(timeout_s), self._renewing:
+            if self._renewals is not None:
+                with contextlib.suppress(rpc.AioRpcError):  # it broke since it was used last: once more on a new one
+                    return await self._renew(request)
+            self._renewals = self._calls[name](metadata=metadata)
+            return await self._renew(request)
+
+    async def close(self) -> None:
+        if self._renewals is not None:
+            self._renewals.cancel()
+        await self.grpc.close()
+
+    async def _renew(self, request: Any) -> Any:
+        stream, self._renewals = self._renewals, None
         try:
-            return await call.read()
-        finally:
-            call.cancel()
+            await stream.write(request)
+            if (answer := await stream.read()) is grpc.aio.EOF:
+                raise rpc.AioRpcError(StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), "ended")
+        except BaseException:
+            stream.cancel()
+            raise
+        self._renewals = stream
+        return answer
 
 
 class MemberFailed(Exception):

@@ -42,8 +42,8 @@ class Store(Protocol):
 
     async def get(self, key: str) -> KeyValue | None: ...
 
-    async def list(self, prefix: str) -> tuple[list[KeyValue], int]:
-        """The keys under `prefix`, sorted, and the revision they were read at."""
+    async def list(self, prefix: str, *, first: str = "") -> tuple[list[KeyValue], int]:
+        """The keys under `prefix`, from the key `first` on, sorted, and the revision they were read at."""
         ...
 
     async def put(self, key: str, value: bytes, lease: int | None = None) -> int:
@@ -68,9 +68,8 @@ class Store(Protocol):
     ) -> int:
         """All or nothing: if every key of `compares` is at its revision (0: absent), apply `puts` (None deletes).
 
-        A key of `compares` that ends with "/" stands for all keys under it: none of them was written after that
-        revision. One that was deleted since is not noticed.
-
+        A key of `compares` that ends with `/` stands for all keys under it: none may have been written after that
+        revision, however many there are. A key that has gone is not noticed: etcd compares what is there.
         A put without an entry in `leases` detaches the key from any lease. Returns the revision.
         Raises Conflict, LeaseLost.
         """
@@ -86,9 +85,10 @@ class Store(Protocol):
         """End the lease now; its keys are deleted. Revoking an ended lease does nothing."""
         ...
 
-    def watch(self, prefix: str, start_revision: int | None = None) -> AsyncGenerator[Event, None]:
+    def watch(self, prefix: str, start_revision: int | None = None, *, first: str = "") -> AsyncGenerator[Event, None]:
         """Events under `prefix` from `start_revision` on, in order, without gaps; None: from the first `anext` on.
 
+        Of keys before `first` there are none.
         To miss nothing: `items, revision = await store.list(p)`, then `store.watch(p, revision + 1)`.
         Raises WatchCompacted when the events asked for are no longer kept.
         """

@@ -67,8 +67,8 @@ class SqliteStore:
     async def get(self, key: str) -> KeyValue | None:
         return await self._call(lambda: self._db.get(key))
 
-    async def list(self, prefix: str) -> tuple[list[KeyValue], int]:
-        return await self._call(lambda: self._db.list(prefix))
+    async def list(self, prefix: str, *, first: str = "") -> tuple[list[KeyValue], int]:
+        return await self._call(lambda: self._db.list(prefix, first))
 
     async def put(self, key: str, value: bytes, lease: int | None = None) -> int:
         return await self.txn({}, {key: value}, {key: lease} if lease is not None else None)
@@ -98,11 +98,13 @@ class SqliteStore:
     async def revoke(self, lease: int) -> None:
         await self._write(lambda: (0, self._db.revoke(lease)))
 
-    async def watch(self, prefix: str, start_revision: int | None = None) -> AsyncGenerator[Event, None]:
+    async def watch(
+        self, prefix: str, start_revision: int | None = None, *, first: str = ""
+    ) -> AsyncGenerator[Event, None]:
         start = start_revision if start_revision is not None else await self._call(self._db.revision) + 1
         while not self._closed:
             changed = self._signal.current()
-            events, start = await self._call(lambda: self._db.events(prefix, start))  # noqa: B023 - awaited here
+            events, start = await self._call(lambda: self._db.events(prefix, start, first))  # noqa: B023 - awaited here
             for event in events:
                 yield event
             if not events:

@@ -120,17 +120,20 @@ class Database:
             row = connection.execute("SELECT * FROM kv WHERE key = ?", (key,)).fetchone()
             return KeyValue(*row) if row else None
 
-    def list(self, prefix: str) -> tuple[list[KeyValue], int]:
+    def list(self, prefix: str, first: str = "") -> tuple[list[KeyValue], int]:
         with self._reading() as connection:
-            rows = connection.execute("SELECT * FROM kv WHERE key >= ? AND key < ? ORDER BY key", _range(prefix))
+            rows = connection.execute("SELECT * FROM kv WHERE key >= ? AND key < ? ORDER BY key", _range(prefix, first))
             return [KeyValue(*row) for row in rows], self._revision()
 
     def revision(self) -> int:
         with self._reading():
             return self._revision()
 
-    def events(self, prefix: str, start: int) -> tuple[Sequence[Event], int]:
-        """Events under `prefix` from revision `start` on, and the revision to ask from next. Raises WatchCompacted."""
+    def events(self, prefix: str, start: int, first: str = "") -> tuple[Sequence[Event], int]:
+        """Events under `prefix`, of keys from `first` on, from revision `start` on, and the revision to ask from next.
+
+        Raises WatchCompacted.
+        """
         with self._reading() as connection:
             newest = self._revision()
             if start == newest + 1:
@@ -141,7 +144,7 @@ class Database:
             rows = connection.execute(
                 "SELECT kind, key, value, create_revision, revision, lease FROM events "
                 "WHERE revision >= ? AND key >= ? AND key < ? ORDER BY seq",
-                (start, *_range(prefix)),
+                (start, *_range(prefix, first)),
             )
             return [Event(kind, KeyValue(*kv)) for kind, *kv in rows], newest + 1
 
@@ -154,11 +157,9 @@ class Database:
         leases = leases or {}
         with self._writing(durable=any(key not in leases for key in puts)) as connection:
             for key, expected in compares.items():
-                start, end = _range(key) if key.endswith("/") else (key, f"{key}\0")
-                row = connection.execute(
-                    "SELECT max(mod_revision) FROM kv WHERE key >= ? AND key < ?", (start, end)
-                ).fetchone()
-                found = row[0] or 0
+                low, high = _range(key) if key.endswith("/") else (key, key + "\0")
+                newest = "SELECT max(mod_revision) FROM kv WHERE key >= ? AND key < ?"
+                found = connection.execute(newest, (low, high)).fetchone()[0] or 0
                 if found > expected or (found != expected and not key.endswith("/")):
                     raise Conflict(key, expected, found)
             for lease in set(leases.values()):
@@ -320,6 +321,6 @@ def _advice(error: sqlite3.DatabaseError) -> str:
     return "The file is damaged or not a store; move it away and start `hotswap up` again (versions are published anew)"
 
 
-def _range(prefix: str) -> tuple[str, str]:
-    """The half-open key range of a prefix; "" covers everything."""
-    return prefix, prefix[:-1] + chr(ord(prefix[-1]) + 1) if prefix else chr(0x10FFFF)
+def _range(prefix: str, first: str = "") -> tuple[str, str]:
+    """The half-open key range of a prefix, from `first` on; "" covers everything."""
+    return max(prefix, first), prefix[:-1] + chr(ord(prefix[-1]) + 1) if prefix else chr(0x10FFFF)

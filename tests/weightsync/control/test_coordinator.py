@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from weightsync import CommitResult, Publisher, SwapReport
 from weightsync.control import activation, chain
 from weightsync.control.records import ActiveRecord, SwapRecord, TargetRecord, VersionRecord
 from weightsync.errors import DigestMismatch, SwapAborted, SwapTimeout, UnknownVersion, WatchCompacted
-from weightsync.store.protocol import Event
+from weightsync.store.protocol import Event, Store
 
 
 async def publish(publisher: Publisher, value: float = 0.0) -> int:
@@ -371,3 +371,51 @@ async def test_whoever_waits_learns_the_outcome_though_the_events_are_gone(
     await activation.outcome(store, KEYS, target, revision, 10)
     assert not compacted
     assert (await coordinator.activate(1)).ok
+
+
+Write = Callable[[], Awaitable[object]]
+
+
+def before_the_commit(store: Store, monkeypatch: pytest.MonkeyPatch, happens: Write) -> None:
+    """It happens once, after the leader has decided to commit and before it writes that."""
+    real, once = store.txn, [happens]
+
+    async def txn(compares: Mapping[str, int], puts: Mapping[str, bytes | None]) -> int:
+        if KEYS.active in puts and once:
+            await once.pop()()
+        return await real(compares, puts)
+
+    monkeypatch.setattr(store, "txn", txn)
+
+
+async def test_who_is_lost_between_decision_and_commit_is_as_one_lost_right_after_it(
+    fleet: Fleet, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its record goes with its lease, which no compare sees: the commit stands and names it, and it follows later."""
+    coordinator = fleet.coordinator()
+    engines = [await fleet.instance(name) for name in ("a", "b")]
+    before_the_commit(coordinator._store, monkeypatch, fleet.participants["b"].stop)
+    report = await coordinator.activate(await publish(publisher))
+    assert report.ok
+    assert "not flipped: b" in (report.reason or "")
+    assert [engine.running for engine in engines] == [1, None]
+    assert await fleet.store().get(KEYS.instance("b")) is None
+    back = await fleet.instance("b")
+    assert back.running == 1
+
+
+async def test_who_says_anything_between_decision_and_commit_is_looked_at_again(
+    fleet: Fleet, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves, after it had staged: that swap aborts. A newcomer only costs a turn."""
+    coordinator = fleet.coordinator()
+    engines = [await fleet.instance(name) for name in ("a", "b")]
+    before_the_commit(coordinator._store, monkeypatch, fleet.participants["b"].drain)
+    report = await coordinator.activate(await publish(publisher))
+    assert (report.ok, report.reason) == (False, "instance b is DRAINING")
+    assert [engine.running for engine in engines] == [None, None]
+    await fleet.participants["b"].stop()
+    before_the_commit(coordinator._store, monkeypatch, lambda: fleet.instance("c"))
+    assert (await coordinator.activate(1)).ok
+    assert engines[0].running == 1
+    await eventually(lambda: fleet.engines["c"].running == 1)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from tests.etcd import Etcd
 from tests.waiting import eventually
-from tests.weightsync.fleet import Engine, running_fleet
+from tests.weightsync.fleet import KEYS, Engine, running_fleet
 from tests.weightsync.tensors import model
 from weightsync import Publisher
 
@@ -53,4 +53,27 @@ async def test_a_swap_outlives_a_kill_and_restart_of_etcd(server: Etcd) -> None:
         await eventually(lambda: engine.running == 1)
         assert await asyncio.to_thread(publisher.publish, model(1.0), timeout_s=60) == 2
         assert engine.running == 2
+        await asyncio.to_thread(publisher.close)
+
+
+async def test_a_lease_that_ends_between_decision_and_commit(
+    etcd: Etcd, arena_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """etcd deletes the record by itself, and no compare sees that. The instance lives, registers anew and follows."""
+    url = etcd.url("ended")
+    async with running_fleet(url) as fleet:
+        store = fleet.coordinator()._store
+        engines = [await fleet.instance(name, ttl_s=6) for name in ("a", "b")]
+        lease, real = fleet.participants["b"]._lease, store.txn
+        assert lease is not None
+
+        async def txn(compares: Mapping[str, int], puts: Mapping[str, bytes | None]) -> int:
+            if KEYS.active in puts:
+                await store.revoke(lease.id)
+            return await real(compares, puts)
+
+        monkeypatch.setattr(store, "txn", txn)
+        publisher = await asyncio.to_thread(Publisher, url, model="demo")
+        assert await asyncio.to_thread(publisher.publish, model(1.0), timeout_s=30) == 1
+        await eventually(lambda: [e.running for e in engines] == [1, 1])
         await asyncio.to_thread(publisher.close)

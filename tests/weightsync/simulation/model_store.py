@@ -36,11 +36,10 @@ class ModelStore:
         """`lease` is for every key that is put."""
         self.require()
         for key, expected in compares.items():
-            if key.endswith("/"):
-                found = max((kv.mod_revision for k, kv in self._found.items() if k.startswith(key)), default=MISSING)
-            else:
-                found = self._found[key].mod_revision if key in self._found else MISSING
-            if found > expected or (found != expected and not key.endswith("/")):
+            under = key.endswith("/")
+            there = [kv.mod_revision for k, kv in self._found.items() if k == key or (under and k.startswith(key))]
+            found = max(there, default=MISSING)
+            if found > expected or (found != expected and not under):
                 raise Conflict(key, expected, found)
         if lease is not None and lease not in self._leases:
             raise LeaseLost(lease)

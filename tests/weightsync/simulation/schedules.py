@@ -15,6 +15,7 @@ from tests.weightsync.simulation.model_store import ModelStore, Puts
 from weightsync.control import agent_state, placement
 from weightsync.control.records import (
     ActiveRecord,
+    InstanceRecord,
     PauseRecord,
     ShareRecord,
     SplitRecord,
@@ -23,6 +24,7 @@ from weightsync.control.records import (
     VersionRecord,
     shared_versions,
 )
+from weightsync.control.state import PARTICIPATING
 from weightsync.errors import NotEnoughInstances, StoreError
 
 from .model_actors import FORMS, KEYS, Candidate, Faults, Gateway, Instance, Request
@@ -365,8 +367,13 @@ class World:
             previous = before.previous if before.version == active.version else before.version
             require(active.previous == previous, "the way back was lost")
         require(swap and swap.id == active.swap_id, "a commit of no swap")
-        for name in swap.participants if swap else ():
-            require(self.store.get(KEYS.instance(name)), f"committed, but {name} is gone")
+        for name in swap.participants if swap and not swap.changes else ():
+            kv = self.store.get(
+                KEYS.instance(name)
+            )  # none: it has gone since the decision, as if right after the commit
+            state = InstanceRecord.from_json(kv.value).state if kv is not None else "SERVING"
+            require(state in PARTICIPATING, f"committed, but {name} is {state}")
+            self.seen["gone in the commit"] += kv is None
         for instance in self.instances:
             reported = instance.record.state != "STARTING"  # or the old process ended unnoticed
             mine = swap and instance.name in swap.participants and instance.record.swap_id == swap.id

@@ -95,13 +95,6 @@ def no_leader_compare(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(coordinator, "depends_on", lambda step, keys: [k for k in real(step, keys) if k != keys.leader])
 
 
-def no_participant_compare(patch: pytest.MonkeyPatch) -> None:
-    real = coordinator.depends_on
-    patch.setattr(
-        coordinator, "depends_on", lambda step, keys: [k for k in real(step, keys) if not k.startswith(keys.instances)]
-    )
-
-
 def no_published_fingerprint(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(swap_state, "_odd_fingerprint", lambda view, swap: None)
 
@@ -233,7 +226,6 @@ def a_probe_that_is_never_run_again(patch: pytest.MonkeyPatch) -> None:
     ("mutate", "found"),
     [
         (no_leader_compare, "a step of one who does not lead"),
-        (no_participant_compare, "has not staged it|is gone"),
         (no_published_fingerprint, "built other weights"),
         (no_fingerprint_when_catching_up, "serves wrong weights"),
         (requests_on_trial, "serves an uncommitted version"),

@@ -71,6 +71,37 @@ async def test_a_transaction_is_all_or_nothing(store: Store) -> None:
     assert {kv.key: kv.mod_revision for kv in found} == {"b": after, "c": after}
 
 
+async def test_a_transaction_compares_all_keys_of_a_prefix(store: Store) -> None:
+    """However many there are; what was written since is a conflict, what has gone is not."""
+    lease = await store.grant_lease(60)
+    for number in range(150):  # more than etcd takes operations
+        newest = await store.put(f"m/i/{number:03d}", b"1", lease)
+    outside = await store.put("m/j", b"1")
+    await store.txn({"m/i/": newest, "m/j": outside}, {"a": b"1"})
+    await store.delete("m/i/003")
+    await store.txn({"m/i/": newest}, {"a": b"2"})
+    again = await store.put("m/i/003", b"1", lease)
+    with pytest.raises(Conflict) as refused:
+        await store.txn({"m/i/": newest}, {"a": b"3"})
+    assert (refused.value.key, refused.value.expected, refused.value.found) == ("m/i/", newest, again)
+    await store.revoke(lease)
+    await store.txn({"m/i/": MISSING}, {"a": b"4"})
+    found = await store.get("a")
+    assert found is not None
+    assert found.value == b"4"
+
+
+async def test_a_list_and_a_watch_may_begin_at_a_key(store: Store) -> None:
+    for key in ("m/a", "m/s", "m/t", "n"):
+        revision = await store.put(key, b"")
+    found, at = await store.list("m/", first="m/s")
+    assert ([kv.key for kv in found], at) == (["m/s", "m/t"], revision)
+    for key in ("m/a", "m/t", "n", "m/s"):
+        await store.put(key, b"1")
+    async with asyncio.timeout(20), contextlib.aclosing(store.watch("m/", revision + 1, first="m/s")) as events:
+        assert [(await anext(events)).kv.key for _ in range(2)] == ["m/t", "m/s"]
+
+
 async def test_increments_by_several_clients_are_never_lost(store: Store, store_url: str) -> None:
     async def increment(times: int) -> None:
         client = open_store(store_url)
