@@ -79,7 +79,8 @@ async def follow(board: Board, target: TargetRecord, revision: int) -> SwapRepor
     judge = activation.Judge(board.keys, target)
     while True:
         limit = _patience_s(target, board.swap)
-        events = await board.changed(max(0.0, asked + limit - time.monotonic()))
+        # One by one: its swap may end and the next one begin in events that come together.
+        events = await board.changed(max(0.0, asked + limit - time.monotonic()), most=1)
         if not events:
             raise SwapTimeout(target.version, limit)
         swap = board.swap
