@@ -16,7 +16,7 @@ from tests.waiting import wait_until
 from weightsync.control.records import InstanceRecord, Keys
 from weightsync.store import SyncStore
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.broad]
 DRAIN_S = 0.3
 TOKENS = 900
 
@@ -29,8 +29,13 @@ def fleet(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
         yield server
 
 
+def whole(fleet: LiveServer) -> bool:
+    fleet.processes.restart_ended()
+    return [row["eligible"] for row in fleet.instances()] == [True, True]
+
+
 def test_answers_that_outlast_the_notice_end_elsewhere(fleet: LiveServer) -> None:
-    wait_until(lambda: [row["eligible"] for row in fleet.instances()] == [True, True], 300)
+    wait_until(lambda: whole(fleet), 300)
     announced: list[InstanceRecord] = []
     store, ended = SyncStore(fleet.processes.store), threading.Event()
     first = fleet.processes.instance_id(0)
@@ -66,9 +71,5 @@ def test_answers_that_outlast_the_notice_end_elsewhere(fleet: LiveServer) -> Non
 
 
 def test_an_instance_that_comes_back_is_asked_again(fleet: LiveServer) -> None:
-    def whole() -> bool:
-        fleet.processes.restart_ended()
-        return [row["eligible"] for row in fleet.instances()] == [True, True]
-
-    wait_until(whole, 300)
+    wait_until(lambda: whole(fleet), 300)
     assert [row["leaves_at"] for row in fleet.instances()] == [None, None]
