@@ -215,7 +215,9 @@ def test_the_metric() -> None:
         ("hotswap_gateway_instances", "SERVING", 2.0),
         ("hotswap_gateway_instances", "STAGING", 1.0),
     }
-    assert declared.row().startswith("| `hotswap_gateway_instances` | gauge | `state` (as in `hotswap status`) |")
+    assert declared.row().startswith(
+        "| `hotswap_gateway_instances` | gauge | `model`, `state` (as in `hotswap status`) |"
+    )
 
 
 def test_the_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +271,7 @@ from server.gateway.access.keys import Principal
 from server.gateway.access.limits import Limits
 from server.gateway.access.records import KeyLimits
 from server.gateway.admin import keys
-from server.gateway.observe.stats import Stats
+from server.gateway.observe.stats import ProcessStats
 from server.gateway.wire.bodies import Usage, check_object
 
 limits = KeyLimits(output_tokens_per_min=100)

@@ -104,10 +104,12 @@ def list_keys(
     if as_json:
         print(json.dumps(answer))
         return
-    shown = table("id", "name", "scopes", "models", "state", "expires", "limits")
+    models = ["models"] if any(key["models"] for key in answer["keys"]) else []  # a terminal has 80 columns
+    shown = table("id", "name", "scopes", *models, "state", "expires", "limits")
     for key in answer["keys"]:
-        cells = [key["name"], " ".join(key["scopes"]), " ".join(key["models"]) or "all", key["state"]]
-        cells += [_date(key["expires_at"]), _limited(key["limits"]) + _spent(key)]
+        cells = [key["name"], " ".join(key["scopes"])]
+        cells += [" ".join(key["models"]) or "all"] if models else []
+        cells += [key["state"], _date(key["expires_at"]), _limited(key["limits"]) + _spent(key)]
         shown.add_row(key["id"], *cells)
     Console().print(shown)
     if answer["inference"] == "open":

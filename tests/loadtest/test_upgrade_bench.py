@@ -32,8 +32,9 @@ def test_the_times_are_those_of_the_chart() -> None:
     assert grace is not None
     assert bench.LEAVE_S + sum(map(float, grace.groups())) == bench.GRACE_S["gateway"]
     assert f"minReadySeconds: {bench.SETTLED_S['instance']:g} " in (bench.CHART / "templates/rollout.yaml").read_text()
-    rollout = (bench.CHART / "templates" / "_rollout.tpl").read_text()
-    assert re.search(rf"terminationGracePeriodSeconds: .* {bench.GRACE_S['instance']:g} \$colocated", rollout)
+    grace = re.search(r"\$grace := add \$r.drain (\d+) }}", (bench.CHART / "templates" / "_rollout.tpl").read_text())
+    assert grace is not None
+    assert values["rollout"]["drain"] + float(grace[1]) == bench.GRACE_S["instance"]
 
 
 def test_a_gateway_is_ready_after_one_probe_and_unready_after_two() -> None:

@@ -147,7 +147,7 @@ def test_a_real_gateway_takes_them(tmp_path: Path) -> None:
         metrics.write("step", {"step": 1, "loss": 2.0, "reward_mean": 0.5, "reward/exact_match": 0.5, "version": 3})
         metrics.write("eval", {"step": 1, "set": "held_out", "accuracy": 0.75, "reward_mean": 0.5})
         metrics.close()
-        (kept,) = gateway.gateway.training.points
+        (kept,) = gateway.gateway.default.training.points
     assert (kept["loss"], kept["reward"], kept["accuracy"], kept["version"]) == (2.0, 0.5, 0.75, 3)
 
 

@@ -41,6 +41,7 @@ class Heartbeat:
         self._host = socket.gethostname()
         self._stopped = threading.Event()
         peer = watched_by(rank, world)
+        progress(here().phase)  # counted from now, however long this process has been there
         self._peer = Watched(peer, time.monotonic()) if peer != rank else None
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -98,7 +99,7 @@ class Peer:
             except* StoreError as errors:
                 log.warning("goes on without the store: %s", "; ".join(map(str, _leaves(errors))))
             delay = FIRST_RETRY_S if time.monotonic() - started > LAST_RETRY_S else min(2 * delay, LAST_RETRY_S)
-            await asyncio.sleep(delay)
+            await asyncio.sleep(delay * random.uniform(0.5, 1.5))  # noqa: S311 - not all hosts at once
 
     async def _session(self) -> None:
         """Announce under a fresh lease and follow the records until the store or the lease is lost."""

@@ -76,6 +76,7 @@ OPTIONAL = {
     "safetensors",
     "opentelemetry",
     "mooncake",
+    "ray",
     "numba",
     "mypyc",
     "setuptools",

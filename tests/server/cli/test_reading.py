@@ -31,10 +31,19 @@ VERSION = {
     "source": "/var/lib/checkpoints/a-run-with-a-long-name/step-1200",
 }  # fmt: skip
 NO_LIMITS = dict.fromkeys(
-    ("requests_per_min", "tokens_per_min", "concurrency", "max_output_tokens", "priority", "weight")
+    (
+        "requests_per_min",
+        "tokens_per_min",
+        "tokens_per_month",
+        "concurrency",
+        "max_output_tokens",
+        "priority",
+        "weight",
+    )
 )
 KEY = {
     "id": "k-0123456789abcdef", "name": "evaluation-team", "scopes": ["infer", "admin"], "state": "active",
+    "models": [],
     "expires_at": 1.9e9, "limits": NO_LIMITS | {"requests_per_min": 600, "tokens_per_min": 4_000_000},
 }  # fmt: skip
 

@@ -120,9 +120,9 @@ async def test_gateways_share_the_training_and_a_new_one_knows_it(gateway: Runni
     await report(gateway, {"step": 1, "reward": 0.5})
     url = f"sqlite://{tmp_path / 'store.db'}"
     with running_gateway(tmp_path, store=url) as other:
-        await eventually(lambda: [p["step"] for p in other.gateway.training.points] == [1])
+        await eventually(lambda: [p["step"] for p in other.gateway.default.training.points] == [1])
         await report(gateway, {"step": 2, "reward": 0.6})
-        await eventually(lambda: [p["step"] for p in other.gateway.training.points] == [1, 2])
+        await eventually(lambda: [p["step"] for p in other.gateway.default.training.points] == [1, 2])
 
 
 async def test_what_is_told_of_one_step_twice_is_put_together(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_the_ring_is_bounded() -> None:
 
 
 async def test_throughput_is_sampled_while_the_gateway_runs(gateway: RunningGateway) -> None:
-    await eventually(lambda: len(gateway.gateway.throughput.samples) > 0, 30)
+    await eventually(lambda: len(gateway.gateway.default.throughput.samples) > 0, 30)
     sample = (await ask(gateway, "/admin/series"))["throughput"][-1]
     assert set(sample) == {
         "time", "generation_tokens_per_s", "prompt_tokens_per_s", "running", "waiting", "in_flight"

@@ -20,11 +20,11 @@ from weightsync.control.records import ActiveRecord
 @pytest.fixture
 def gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningGateway]:
     """No version is active. A canary that has flipped is good enough."""
-    monkeypatch.setattr("server.gateway.gateway.build_probe", lambda *_: None)
+    monkeypatch.setattr("server.gateway.models.model.build_probe", lambda *_: None)
     arena = tempfile.mkdtemp(prefix="hotswap-follow-test-", dir="/dev/shm")
     monkeypatch.setenv("HOTSWAP_ARENA", arena)
     with running_gateway(tmp_path) as running:
-        wait_until(lambda: running.gateway.coordinator.leads)
+        wait_until(lambda: running.gateway.default.coordinator.leads)
         yield running
     shutil.rmtree(arena)
 

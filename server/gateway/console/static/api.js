@@ -26,9 +26,11 @@ export class ApiError extends Error {
 }
 
 export class Api {
-  constructor(key) {
+  // `scoped`: the beginning of the routes that are asked about one of several models.
+  constructor(key, scoped = "") {
     this.key = key;
-    this.model = null; // whom the admin routes are asked about; null: there is but one
+    this.scoped = scoped;
+    this.model = null; // which one; null: there is but one
   }
 
   async json(path, { method = "GET", body, signal } = {}) {
@@ -56,7 +58,7 @@ export class Api {
   }
 
   #about(path) {
-    if (this.model === null || !path.startsWith("/admin/")) return path;
+    if (this.model === null || !path.startsWith(this.scoped)) return path;
     return `${path}${path.includes("?") ? "&" : "?"}model=${encodeURIComponent(this.model)}`;
   }
 }

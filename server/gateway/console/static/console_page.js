@@ -20,7 +20,7 @@ const PERIOD_MS = 1000;
 class ConsolePage {
   constructor() {
     this.key = new Key();
-    this.api = new Api(this.key);
+    this.api = new Api(this.key, "/admin/");
     this.announcer = new Announcer(byId("announcements"));
     this.talk = new Talk(this.api);
     this.chat = new Chat(this.talk, this.announcer);

@@ -228,8 +228,8 @@ async def test_an_update_changes_what_it_names(gateway: RunningGateway) -> None:
     record = orjson.loads((await admin(gateway, "PATCH", f"/{key_id}", **body)).body)
     assert (record["name"], record["scopes"], record["expires_at"]) == ("other", ["infer"], None)
     assert record["limits"] == {
-        "requests_per_min": None, "tokens_per_min": 100, "concurrency": None, "max_output_tokens": None,
-        "priority": 3, "weight": 7,
+        "requests_per_min": None, "tokens_per_min": 100, "tokens_per_month": None, "concurrency": None,
+        "max_output_tokens": None, "priority": 3, "weight": 7,
     }  # fmt: skip
     wait_until(lambda: gateway.gateway.keys.limits[key_id].weight == 7)
 
@@ -512,8 +512,8 @@ async def test_the_command(gateway: RunningGateway, state_dir: Path) -> None:
     create = ("create", "somebody", *options, "--priority", 1, "--weight", 2, "--expires", "30d", "--json")
     made = json.loads(await asyncio.to_thread(run, state_dir, *create))
     assert made["limits"] == {
-        "requests_per_min": 60, "tokens_per_min": 5000, "concurrency": 3, "max_output_tokens": 100,
-        "priority": 1, "weight": 2,
+        "requests_per_min": 60, "tokens_per_min": 5000, "tokens_per_month": None, "concurrency": 3,
+        "max_output_tokens": 100, "priority": 1, "weight": 2,
     }  # fmt: skip
     assert abs(made["expires_at"] - time.time() - 30 * 86400) < 600
     await eventually(lambda: made["id"] in gateway.gateway.keys.limits)

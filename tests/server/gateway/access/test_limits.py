@@ -278,7 +278,7 @@ async def test_hits_are_in_the_metrics_without_keys(gateway: RunningGateway, ans
         await gateway.ask(post(headers=key))
     page = (await gateway.ask(get("/metrics"))).body.decode()
     kinds = set(re.findall(r'hotswap_gateway_limited_total\{limit="(\w+)"\}', page))
-    assert kinds == {"requests", "tokens", "concurrency", "max_output"}
+    assert kinds == {"requests", "tokens", "month_tokens", "concurrency", "max_output"}
     assert key_id not in page
 
 

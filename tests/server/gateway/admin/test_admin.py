@@ -342,15 +342,15 @@ class LostStore:
 
 
 async def test_a_lost_store_is_503(gateway: RunningGateway) -> None:
-    whole = gateway.gateway.store
-    gateway.gateway.store = LostStore()  # type: ignore[assignment]
+    whole = gateway.gateway.default.store
+    gateway.gateway.default.store = LostStore()  # type: ignore[assignment]
     try:
         for path in ("/admin/weights", "/admin/weights/active"):
             status, answer = await admin(gateway, "GET", path)
             assert (status, answer["error"]["code"]) == (503, "store_unavailable")
             assert "Check the disk" in answer["error"]["message"]
     finally:
-        gateway.gateway.store = whole
+        gateway.gateway.default.store = whole
 
 
 # keys

@@ -38,15 +38,11 @@ class Instances(threading.Thread):
         while not self._stopped.wait(0.02):
             active, swap = self._read(KEYS.active, ActiveRecord), self._read(KEYS.swap, SwapRecord)
             for record in list(self.records.values()):
-                if swap is not None and swap.phase == "canary" and swap.canary == record.id:
-                    if record.state != "COMMITTING":
-                        flipped = {"active_version": swap.of(record.id).target, "active_epoch": 0}
-                        self._write(replace(record, state="COMMITTING", swap_id=swap.id, **flipped))
-                elif active is not None and record.active_epoch != active.epoch:
-                    mine = active.of(record.id)
-                    self._write(
-                        replace(record, state="SERVING", active_version=mine.version, active_epoch=active.epoch)
-                    )
+                mine = active.of(record.id) if active is not None else None
+                tried = record.state == "COMMITTING"
+                if mine is not None and (record.active_epoch != mine.epoch or tried != (mine.trial is not None)):
+                    state: Any = "SERVING" if mine.trial is None else "COMMITTING"
+                    self._write(replace(record, state=state, active_version=mine.version, active_epoch=mine.epoch))
                 elif swap is not None and in_flight(swap) and record.swap_id != swap.id and swap.phase == "prepare":
                     target = swap.of(record.id).target
                     self._write(replace(record, state="STAGED", staged_version=target, swap_id=swap.id))

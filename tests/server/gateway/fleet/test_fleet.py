@@ -322,7 +322,7 @@ async def test_when_the_budget_is_spent_the_fault_is_told(gateway: RunningGatewa
         assert fleet_.budget.exhausted > 0
         assert sent + fleet_.budget.exhausted == 2 * len(statuses)
     page = (await gateway.ask(get("/metrics"))).body.decode()
-    assert f"hotswap_gateway_retries_over_budget_total {fleet_.budget.exhausted}.0" in page
+    assert f'hotswap_gateway_retries_over_budget_total{{model="toy"}} {fleet_.budget.exhausted}.0' in page
 
 
 # draining, coming and going

@@ -30,7 +30,7 @@ from weightsync.control.records import InstanceRecord, Keys
 from weightsync.store import open_store
 
 # Far above what a test may take: nothing here is ended by a time-out of the gateway unless it says so.
-PATIENT = UpstreamSettings(connect_timeout_s=60.0, read_idle_timeout_s=60.0, scrape_interval_s=3600.0, hold_s=0.0)
+PATIENT = UpstreamSettings(connect_timeout_s=60.0, read_idle_timeout_s=10.0, scrape_interval_s=3600.0, hold_s=0.0)
 
 
 @pytest.fixture(scope="module", **SERVERS)
@@ -242,17 +242,17 @@ async def test_how_long_each_side_may_stand_still(tmp_path: Path) -> None:
         await eventually(lambda: len(up.requests) == 1)
         stalled.pause()
         at = stalled.last_progress
-        stalled.sweep(at + 20.0, read_idle_timeout_s=1.0, stalled_client_s=20.0)
+        stalled.sweep(at + 20.0, stalled_client_s=20.0)
         assert stalled.state is not State.ENDED
-        stalled.sweep(at + 20.5, read_idle_timeout_s=1000.0, stalled_client_s=20.0)
+        stalled.sweep(at + 20.5, stalled_client_s=20.0)
         assert (stalled.state, stalled.status, client.cuts, stats.disconnects["stalled"]) == (State.ENDED, 499, 1, 1)
 
         silent, client = begun()
         await eventually(lambda: len(up.requests) == 2)
         at = silent.last_progress
-        silent.sweep(at + 20.0, read_idle_timeout_s=20.0, stalled_client_s=1.0)
+        silent.sweep(at + 10.0, stalled_client_s=1.0)
         assert silent.state is not State.ENDED
-        silent.sweep(at + 20.5, read_idle_timeout_s=20.0, stalled_client_s=1000.0)
+        silent.sweep(at + 10.5, stalled_client_s=1000.0)
         assert (silent.state, silent.status, client.cuts, stats.disconnects["stalled"]) == (State.ENDED, 504, 0, 1)
         assert [error.status for error in client.refusals] == [504]
 
