@@ -289,7 +289,7 @@ MUTATIONS: list[Mutation] = [
         ("return not isinstance(action, Rest) and", "return"),
         ("        if view.drained != mine.id:\n            return Drain(mine)\n", ""),
         ("    if active.trial is not None and mine is None:\n", "    if False:\n"),
-        ("    if active.trial is not None:\n        return True\n", ""),
+        ("return active.trial is not None or _nearest(", "return _nearest("),
         (" or not runs(record, active)):", "):"),
         ("return \"COMMITTING\" if active is not None and active.trial is not None else \"SERVING\"", "return \"SERVING\""),
         ("return not fingerprint or not expected or", "return not fingerprint or"),
@@ -357,7 +357,7 @@ MUTATIONS: list[Mutation] = [
     ]),
     *of("weightsync/control/agent_state.py", WS + "control/test_splits.py", changes=[
         ("return record.id in swap.participants and not stays and", "return record.id in swap.participants and"),
-        ("    view = view.of(record.id)\n", ""),
+        ("    view = view.of(record.id)\n    active, swap", "    active, swap"),
     ]),
     *of("weightsync/control/placement.py", WS + "control/test_splits.py", changes=[
         ("if instances < needed(split):", "if instances <= needed(split):"),
@@ -581,7 +581,7 @@ MUTATIONS: list[Mutation] = [
         ("made = _made_before(publisher, upload_id) if upload_id else None", "made = None"),
     ]),
     *of(GATEWAY + "observe/webhooks.py", f"{GW}observe/test_webhooks.py", changes=[
-        ("if entry.model not in (\"\", self._model):", "if False:"),
+        ("if entry.model and not self._serves(entry.model):", "if False:"),
         ("if 200 <= status < 300:", "if status < 600:"),
         ("self.counts.outcomes[\"lost\"] += to - self.number", "pass"),
         ("to = archived if archived > self.number else last", "to = last"),

@@ -49,7 +49,7 @@ HAPPENED = {
     "forms dropped": 100,
     "split done": 500,
     "split aborted": 500,
-    "placed anew done": 100,
+    "placed anew done": 60,
 }
 
 
