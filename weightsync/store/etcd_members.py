@@ -320,6 +320,9 @@ class Channel:
             await stream.write(request)
             if (answer := await stream.read()) is grpc.aio.EOF:
                 raise rpc.AioRpcError(StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), "ended")
+        except asyncio.InvalidStateError as error:  # gRPC's word for a stream that has broken since
+            none = grpc.aio.Metadata()
+            raise rpc.AioRpcError(StatusCode.UNAVAILABLE, none, none, "the stream has broken") from error
         except BaseException:
             stream.cancel()
             raise
