@@ -7,7 +7,6 @@ version's artifacts, or in `model/`, where MLflow's `transformers` flavour has i
 from __future__ import annotations
 
 import contextlib
-import errno
 import importlib
 import os
 import re
@@ -23,9 +22,9 @@ from server.follow.sources import (
     Candidate,
     Checkpoints,
     File,
-    SourceUnavailable,
     fetched,
     lacking,
+    reading,
     verify,
     wanted,
 )
@@ -102,14 +101,5 @@ class Registry(Checkpoints):
             how = {"artifact_uri": file.path, "tracking_uri": self._tracking_uri, "dst_path": room}
             Path(self._artifacts.download_artifacts(**how)).replace(target)
 
-    @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
-        """MLflow's errors, and those of the libraries below it; their messages may hold the server's URL as it is."""
-        try:
-            yield
-        except Exception as error:
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            what = redacted(str(error) or type(error).__name__)
-            advice = _ADVICE.get(getattr(error, "error_code", ""), AWAY)
-            raise SourceUnavailable(f"{self.told} cannot be read ({what}): {advice}") from None
+    def _told(self) -> contextlib.AbstractContextManager[None]:
+        return reading(self.told, lambda error: _ADVICE.get(getattr(error, "error_code", ""), AWAY))

@@ -19,7 +19,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -187,16 +187,23 @@ class FilesystemPlace:
         with self._told():
             self._files.get_file(file.path, str(target))
 
-    @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
-        """Each file system has exceptions of its own."""
-        try:
-            yield
-        except Exception as error:
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            what = redacted(str(error) or type(error).__name__)
-            raise SourceUnavailable(f"{redacted(self._url)} cannot be read ({what})") from None
+    def _told(self) -> contextlib.AbstractContextManager[None]:
+        return reading(redacted(self._url))
+
+
+@contextlib.contextmanager
+def reading(told: str, advice: Callable[[Exception], str] = lambda _: "") -> Iterator[None]:
+    """Whatever the library behind a source raises becomes SourceUnavailable, but for a full disk of ours.
+
+    Libraries have exceptions of their own, and their messages may hold the URL as it is.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        what, more = redacted(str(error) or type(error).__name__), advice(error)
+        raise SourceUnavailable(f"{told} cannot be read ({what}){more and f': {more}'}") from None
 
 
 class Prefix(Checkpoints):
@@ -265,18 +272,26 @@ def natural(name: str) -> tuple[Any, ...]:
 def fetched(candidate: Candidate, cache: Path, place: Readable) -> Path:
     """The directory in `cache` with its files; those that are there already are not fetched again. What was fetched of
     other candidates goes. Raises SourceUnavailable, CacheFull."""
+    with only_home(candidate, cache) as home:
+        _fetch(candidate, home, place)
+    return home
+
+
+@contextlib.contextmanager
+def only_home(candidate: Candidate, cache: Path) -> Iterator[Path]:
+    """The directory in `cache` for its files, to be written within the context; those of other candidates go. Raises
+    SourceUnavailable, CacheFull."""
     home = cache / "fetched" / candidate.identity
     try:
         home.mkdir(parents=True, exist_ok=True)
         for other in home.parent.iterdir():
             if other != home:
                 shutil.rmtree(other, ignore_errors=True)
-        _fetch(candidate, home, place)
+        yield home
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise CacheFull(no_room(candidate.nbytes, cache)) from error
         raise SourceUnavailable(f"{home} cannot be written ({error.strerror}): name another --cache-dir") from error
-    return home
 
 
 def _fetch(candidate: Candidate, home: Path, place: Readable) -> None:

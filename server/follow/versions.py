@@ -7,14 +7,22 @@ last full one on. Which version of the fleet is which of the bucket its records 
 
 from __future__ import annotations
 
-import errno
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from server.cli.errors import RequestFailed
-from server.follow.sources import Admin, BadCheckpoint, CacheFull, Candidate, File, SourceUnavailable, Wish, no_room
+from server.follow.sources import (
+    Admin,
+    BadCheckpoint,
+    CacheFull,
+    Candidate,
+    File,
+    SourceUnavailable,
+    Wish,
+    no_room,
+    only_home,
+)
 from weightsync.bucket import reader
 from weightsync.bucket.objects import Bucket, StoredVersion
 from weightsync.errors import BucketDamaged, BucketError
@@ -48,25 +56,17 @@ class Versions:
             yield Candidate(self.told, f"version {number}", files)
 
     def fetch(self, candidate: Candidate, cache: Path, admin: Admin) -> Path:
-        home = cache / "fetched" / candidate.identity
         try:
-            home.mkdir(parents=True, exist_ok=True)
-            for other in home.parent.iterdir():
-                if other != home:
-                    shutil.rmtree(other, ignore_errors=True)
-            wanted = self._needed(candidate, _held(admin))
-            if not reader.has_room(wanted, home):
-                raise CacheFull(no_room(sum(version.nbytes for version in wanted), cache))
-            for version in wanted:
-                reader.fetch(self._bucket, version, home / version.upload)
+            with only_home(candidate, cache) as home:
+                wanted = self._needed(candidate, _held(admin))
+                if not reader.has_room(wanted, home):
+                    raise CacheFull(no_room(sum(version.nbytes for version in wanted), cache))
+                for version in wanted:
+                    reader.fetch(self._bucket, version, home / version.upload)
         except BucketDamaged as error:
             raise BadCheckpoint(str(error)) from error
         except BucketError as error:
             raise SourceUnavailable(str(error)) from error
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise CacheFull(no_room(candidate.nbytes, cache)) from error
-            raise SourceUnavailable(f"{home} cannot be written ({error.strerror}): name another --cache-dir") from error
         return home
 
     def publish(self, candidate: Candidate, home: Path, admin: Admin, wish: Wish) -> int:
