@@ -361,3 +361,14 @@ def copied(tls: Tls, directory: Path) -> dict[str, object]:
     for source in (tls.ca, tls.cert, tls.key):
         shutil.copy(source, directory / source.name)
     return {"ca": directory / tls.ca.name, "cert": directory / tls.cert.name, "key": directory / tls.key.name}
+
+
+async def test_a_lease_is_kept_over_a_restart_though_its_stream_has_broken(server: Etcd, store: Store) -> None:
+    """Keep-alives share a stream. When that is known to have broken before it is used again, a new one is opened."""
+    lease = await store.grant_lease(LONG_S)
+    await store.keep_alive(lease)
+    server.kill()
+    server.restart()
+    await persistently(lambda: store.get("any"))  # the connection is there again, and the stream's end is known
+    await persistently(lambda: store.keep_alive(lease))
+    await store.put("held", b"1", lease)
