@@ -81,6 +81,9 @@ class Arena:
                     f"cannot make {path}: {error.strerror}; choose an arena this user may write to"
                 ) from error
             fcntl.flock(lock.fd, fcntl.LOCK_EX)
+            if not lock.in_place:  # somebody saw it before it was locked, still without its size, and removed it
+                lock.release()
+                continue
             try:
                 os.posix_fallocate(lock.fd, 0, nbytes)
             except OSError as error:
@@ -136,7 +139,18 @@ class SlotLock:
         except BlockingIOError:
             lock.release()
             return None
+        if not lock.in_place:  # removed between the two, and its path may be another slot's by now
+            lock.release()
+            return None
         return lock
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the path still leads to the file that is locked. Nobody but a holder of LOCK_EX removes a slot."""
+        try:
+            return os.path.samestat(os.stat(self.path), os.fstat(self.fd))
+        except FileNotFoundError:
+            return False
 
     @property
     def nbytes(self) -> int:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import resource
 import signal
@@ -60,6 +61,25 @@ def test_writers_share_a_slot_that_nobody_else_can_claim(arena: Arena) -> None:
     assert SlotLock.try_exclusive(lock.path) is None
     other.release()
     assert SlotLock.try_exclusive(lock.path) is not None
+
+
+@pytest.mark.parametrize("there_before", [0, SIZE // 2], ids=["being made", "of another size"])
+def test_two_who_claim_at_once_get_two_slots(arena: Arena, monkeypatch: pytest.MonkeyPatch, there_before: int) -> None:
+    """The second claims between the first one's `open` and its `flock`: a slot that is made has no size yet."""
+    if there_before:
+        arena.claim("m", there_before, set()).release()
+    flock, second = fcntl.flock, []
+
+    def once_another_has_claimed(fd: int, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        second.append(arena.claim("m", SIZE, set()))
+        flock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", once_another_has_claimed)
+    locks = [arena.claim("m", SIZE, set()), *second]
+    assert len(locks) == 2
+    assert locks[0].path != locks[1].path
+    assert all(os.path.samestat(os.fstat(lock.fd), lock.path.stat()) for lock in locks)
 
 
 def test_models_have_slots_of_their_own(arena: Arena) -> None:
