@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from weightsync.peer.chunks import Bitmap
-from weightsync.peer.holders import BUSY_S, IDLE_S, Patience
+from weightsync.peer.holders import BUSY_S, IDLE_S, Feeders, Patience
 from weightsync.peer.plan import Assignment, Holder, Planner, choose
 
 MIB = 1 << 20
-Way = Literal["swarm", "star", "tree", "chain"]
+SLOWER = 10
+Way = Literal["trees", "swarm", "star", "tree", "chain"]
+PEERS: tuple[Way, ...] = ("trees", "swarm")  # with holders that are chosen
 
 
 class ScenarioError(ValueError):
@@ -26,6 +29,10 @@ class Scenario:
     (what is not divided between them) and its share of the rest; hosts with the same place in their instances need the
     same, and read it from each other. `rack` hosts have an uplink of rack x NIC / `oversubscription`; 0: links between
     racks are no limit.
+
+    Receivers read down two trees (`trees`, as peers do), or from holders that they choose all along (`swarm`).
+    `dying` of them die, each at a time of its own; the others notice after `notice_s` and read elsewhere. `slow` of
+    them have a tenth of the NIC. The times of both do not count.
 
     `informed` receivers, as peers are, tell holders what they have and read (`Holder.lent`), know of hosts they have
     not opened which racks they are in and who is only fetching, and leave holders that offer nothing new. The figures
@@ -48,15 +55,21 @@ class Scenario:
     per_holder: int = 2
     total: int = 8
     poll_s: float = 0.2  # how often a receiver asks what a holder has by now; 0: it is told at once
+    hop_s: float = 0.01  # until who waits at a feeder hears of a new chunk
     informed: bool = True
     seed: int = 0
-    way: Way = "swarm"
+    way: Way = "trees"
+    dying: int = 0
+    notice_s: float = 0.0
+    slow: int = 0
 
     def __post_init__(self) -> None:
         if self.hosts < 1 or self.hosts % self.hosts_per_instance:
             raise ScenarioError(f"{self.hosts} hosts are no instances of {self.hosts_per_instance}: choose a multiple")
-        if self.sources < 1 or (self.way != "swarm" and self.sources > 1):
+        if self.sources < 1 or (self.way not in PEERS and self.sources > 1):
             raise ScenarioError("the baselines have one source; choose --sources 1, or more for the planner")
+        if self.dying + self.slow >= self.hosts or (self.way not in PEERS and self.dying):
+            raise ScenarioError("no host is left, or none to read from instead: choose fewer that die or are slow")
         if self.sources > 1 and not self.informed:
             raise ScenarioError("parts of a version are found by informed receivers only; choose those, or one source")
 
@@ -112,8 +125,10 @@ class Network:
 
     def __init__(self, scenario: Scenario) -> None:
         total = scenario.sources + scenario.hosts
-        self.out = [Station(scenario.nic) for _ in range(total)]
-        self.into = [Station(scenario.nic) for _ in range(total)]
+        some = random.Random(scenario.seed).sample(range(scenario.sources, total), scenario.dying + scenario.slow)
+        self.dying, self.slow = some[: scenario.dying], set(some[scenario.dying :])
+        rates = [scenario.nic / (SLOWER if host in self.slow else 1) for host in range(total)]
+        self.out, self.into = [Station(rate) for rate in rates], [Station(rate) for rate in rates]
         self._limited = scenario.oversubscription > 0
         source_racks = -(-scenario.sources // scenario.rack)
         self.racks = [host // scenario.rack for host in range(scenario.sources)]
@@ -165,17 +180,26 @@ class Host:
     refused: dict[int, float] = field(default_factory=dict)  # until when not to ask
     holders: list[Holder] = field(default_factory=list)
     patience: Patience = field(default_factory=Patience)
+    feeders: Feeders = field(default_factory=Feeders)
     turn: int = 0
     done_at: float | None = None
+    dead: bool = False
 
     def begin(self, read: Assignment) -> None:
         self.in_flight[read.chunk] = read
         self.reading |= 1 << read.chunk
 
-    def end(self, chunk: int) -> None:
+    def end(self, chunk: int, *, came: bool = True) -> None:
         del self.in_flight[chunk]
         self.reading &= ~(1 << chunk)
-        self.done.add(chunk)
+        if came:
+            self.done.add(chunk)
+
+    def is_able(self, now: float) -> Callable[[str], bool]:
+        return lambda host: self.refused.get(int(host), now) <= now
+
+    def fed(self, now: float) -> tuple[str, ...]:
+        return self.feeders.now(self.is_able(now), now)
 
 
 @dataclass(slots=True)
@@ -183,7 +207,7 @@ class Read:
     """A chunk under way; `stage` counts the stations it has passed."""
 
     reader: Host
-    chunk: int
+    what: Assignment
     nbytes: int
     path: tuple[Station, ...]
     stage: int = 0
@@ -199,31 +223,67 @@ class Links:
         self._sources = [{n: _part(scenario, n, s) for n in range(scenario.sources)} for s in kinds]
         self._readers: dict[tuple[int, int], set[int]] = {}  # by holder and shard
         self._lent: dict[tuple[int, int], int] = {}
+        self._done = [False for _ in kinds]  # by shard: whether somebody has all
 
     def readers(self, number: int, shard: int) -> set[int]:
         return self._readers.setdefault((number, shard), set())
 
     def refresh(self, host: Host, now: float) -> None:
         """Ask every open holder what it has, and look for others where there is room, or nothing to be had."""
-        if self._scenario.way == "swarm":
-            self._open_more(host, now)
-        host.holders = [self._ask(host, number) for number in host.links]
-        for holder in host.holders:
-            offers = holder.have is None or bool(holder.have.bits & ~host.done.bits)
-            host.patience.saw(holder.host, offers=offers, grows=int(holder.host) in self._hosts)
+        if self._scenario.way in PEERS:
+            self._open_feeders(host, now)
+            if host.planner.loose(host.done, host.fed(now), late=self.is_late(host)):
+                self._open_more(host, now)
+            else:
+                self._leave_idle(host, now)
+        host.holders = [self._ask(host, number, now) for number in host.links]
+
+    def is_late(self, host: Host) -> bool:
+        return self._done[host.shard]
+
+    def hear(self, host: Host, number: int, now: float) -> None:
+        """Of what one holder has by now."""
+        told = self._ask(host, number, now)
+        host.holders = [told if holder.host == told.host else holder for holder in host.holders]
+
+    def lose(self, host: Host, dead: int) -> None:
+        """A holder is found to be dead."""
+        for read in [read for read in host.in_flight.values() if read.host == str(dead)]:
+            host.end(read.chunk, came=False)
+        host.refused[dead] = float("inf")
+        if dead in host.links:
+            self._leave(host, dead)
+        host.holders = [holder for holder in host.holders if holder.host != str(dead)]
+
+    def _open_feeders(self, host: Host, now: float) -> None:
+        for number in {int(feeder) for feeder in host.feeders.wanted(host.is_able(now)) if feeder} - host.links.keys():
+            if self._has_room(host, number):
+                self._enter(host, number)
+
+    def _leave_idle(self, host: Host, now: float) -> None:
+        """Others than feeders, when those do."""
+        used = {read.host for read in host.in_flight.values()} | set(host.fed(now))
+        for number in [number for number in host.links if str(number) not in used]:
+            self._leave(host, number)
+
+    def forget(self, dead: Host) -> None:
+        """Its record has gone."""
+        self._shards[dead.shard].remove(dead)
 
     def close(self, host: Host) -> None:
+        """It has all."""
+        self._done[host.shard] = True
         for number in list(host.links):
             self._leave(host, number)
 
     def open_parent(self, host: Host) -> None:
-        """The one holder of a receiver in a baseline; a swarm has none."""
-        place = self._shards[host.shard].index(host) if self._scenario.way != "swarm" else 0
+        """The one holder of a receiver in a baseline."""
+        place = self._shards[host.shard].index(host) if self._scenario.way not in PEERS else 0
         parents = {"star": -1, "chain": place - 1, "tree": (place + 1) // 2 - 1}
         if (before := parents.get(self._scenario.way)) is not None:
             self._enter(host, self._shards[host.shard][before].number if before >= 0 else 0)
 
-    def _ask(self, host: Host, number: int) -> Holder:
+    def _ask(self, host: Host, number: int, now: float) -> Holder:
         """What a holder has by now; it is told in turn what its reader has and reads."""
         self._outcome.asked += 1
         key, chunks = (number, host.shard), self._scenario.chunks
@@ -233,6 +293,9 @@ class Links:
             lent = Bitmap(chunks, self._lent[key])
         have = self._have(number, host.shard)
         active = len(self.readers(*key)) - 1
+        offers = have is None or bool(have.bits & ~host.done.bits)
+        host.feeders.saw(str(number), now, offers=offers)
+        host.patience.saw(str(number), offers=offers, grows=number in self._hosts)
         return Holder(str(number), self._network.distance(number, host.number), have, active, lent)
 
     def _have(self, number: int, shard: int) -> Bitmap | None:
@@ -254,12 +317,15 @@ class Links:
             return
         for holder in choose(known, f"{self._scenario.seed}/{host.number}", room, host.turn):
             number = int(holder.host)
-            if len(self.readers(number, host.shard)) < self._scenario.readers:
+            if self._has_room(host, number):
                 self._enter(host, number)
             else:
                 host.refused[number] = now + BUSY_S
                 self._outcome.refused += 1
         host.turn += 1
+
+    def _has_room(self, host: Host, number: int) -> bool:
+        return len(self.readers(number, host.shard)) < self._scenario.readers
 
     def _known(self, host: Host, now: float) -> list[Holder]:
         """Whom it might open; the informed know who is only fetching, and how far each is."""

@@ -9,10 +9,13 @@ from __future__ import annotations
 import heapq
 import random
 import time
+from collections.abc import Callable
+from functools import partial
 
 from loadtest.scale.network import Host, Links, Network, Outcome, Read, Scenario
 from weightsync.peer.chunks import Bitmap
-from weightsync.peer.plan import Assignment, Planner
+from weightsync.peer.holders import Feeders
+from weightsync.peer.plan import Assignment, Planner, feeders
 
 
 def distribute(scenario: Scenario) -> Outcome:
@@ -30,8 +33,14 @@ class Swarm:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario, self.network, self.outcome = scenario, Network(scenario), Outcome()
         self.now, self._order = 0.0, 0
-        self._events: list[tuple[float, int, Read | Host]] = []
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._news: set[tuple[int, int]] = set()
         numbers = range(scenario.sources, scenario.sources + scenario.hosts)
+        kinds = scenario.hosts_per_instance
+        self._members = [
+            [(f"{self.network.racks[n]:06d}", str(n)) for n in numbers if (n - scenario.sources) % kinds == shard]
+            for shard in range(kinds)
+        ]
         self.hosts = {number: self._host(number) for number in numbers}
         self._links = Links(scenario, self.network, self.hosts, self.outcome)
 
@@ -42,39 +51,43 @@ class Swarm:
         )
         for host in self.hosts.values():
             self._links.open_parent(host)
-            self._at(starts.uniform(0, self.scenario.poll_s), host)
+            self._at(starts.uniform(0, self.scenario.poll_s), partial(self._look, host))
+        for number in self.network.dying:
+            self._at(starts.uniform(0, self.scenario.lower_bound_s), partial(self._die, self.hosts[number]))
         while self._events:
-            self.now, _, what = heapq.heappop(self._events)
+            self.now, _, happens = heapq.heappop(self._events)
             if self.now > patience:
                 raise SwarmStuck(f"not done after {patience:.0f} s: allow more readers and holders")
-            if isinstance(what, Host):
-                self._look(what)
-            else:
-                self._pass(what)
+            happens()
         return self._totals()
 
     def _host(self, number: int) -> Host:
         s = self.scenario
-        planner = Planner(s.chunks, f"{s.seed}/host-{number}", s.per_holder, s.total)
         shard = (number - s.sources) % s.hosts_per_instance
-        return Host(number, shard, planner, Bitmap(s.chunks))
+        above: tuple[tuple[str, ...], ...] = ()
+        if s.way == "trees" and s.sources == 1:
+            above = feeders(self._members[shard], "0", str(number))
+        planner = Planner(s.chunks, f"{s.seed}/host-{number}", s.per_holder, s.total)
+        return Host(number, shard, planner, Bitmap(s.chunks), feeders=Feeders(above))
 
-    def _at(self, when: float, what: Read | Host) -> None:
+    def _at(self, when: float, what: Callable[[], None]) -> None:
         self._order += 1
         heapq.heappush(self._events, (when, self._order, what))
 
     def _look(self, host: Host) -> None:
         """Ask the holders, begin what can be read, and look again later."""
-        if host.done_at is not None:
+        if host.done_at is not None or host.dead:
             return
         self._links.refresh(host, self.now)
         self._plan(host)
         if self.scenario.poll_s:
-            self._at(self.now + self.scenario.poll_s, host)
+            self._at(self.now + self.scenario.poll_s, partial(self._look, host))
 
     def _plan(self, host: Host) -> None:
         started = time.perf_counter()
-        begun = host.planner.next(host.holders, host.done, host.in_flight.values())
+        begun = host.planner.next(
+            host.holders, host.done, host.in_flight.values(), host.fed(self.now), late=self._links.is_late(host)
+        )
         self.outcome.planner_s += time.perf_counter() - started
         self.outcome.planned += 1
         for read in begun:
@@ -86,24 +99,51 @@ class Swarm:
         self.network.crossed += nbytes * self.network.distance(source, host.number)
         path = self.network.path(source, host.number)
         left = path[0].passed(nbytes, self.now + self.scenario.latency_s, float("inf"))
-        self._at(left, Read(host, read.chunk, nbytes, path, 1))
+        self._at(left, partial(self._pass, Read(host, read, nbytes, path, 1)))
 
     def _pass(self, read: Read) -> None:
         """Its last byte has left a station."""
         if read.stage < len(read.path):
             left = read.path[read.stage].passed(read.nbytes, self.now, read.path[read.stage - 1].rate)
             read.stage += 1
-            return self._at(left, read)
-        host = read.reader
+            return self._at(left, partial(self._pass, read))
+        host, source = read.reader, self.hosts.get(int(read.what.host))
+        if host.dead or host.in_flight.get(read.what.chunk) is not read.what or (source is not None and source.dead):
+            return None
         self.outcome.reads += 1
-        host.end(read.chunk)
+        host.end(read.what.chunk)
         host.patience.came()
         if host.done.complete:
             host.done_at = self.now
             self._links.close(host)
         else:
             self._plan(host)
-        return None if self.scenario.poll_s else self._tell(host)
+        return self._tell_fed(host) if self.scenario.poll_s else self._tell(host)
+
+    def _die(self, host: Host) -> None:
+        host.dead = host.done_at is None
+        if host.dead:
+            self._at(self.now + self.scenario.notice_s, partial(self._notice, host))
+
+    def _notice(self, dead: Host) -> None:
+        self._links.forget(dead)
+        for host in self.hosts.values():
+            if dead.number in host.links:
+                self._links.lose(host, dead.number)
+                self._plan(host)
+
+    def _tell_fed(self, host: Host) -> None:
+        """Those that wait at their feeder hear of a chunk soon; others when they ask."""
+        for number in sorted(self._links.readers(host.number, host.shard)):
+            if str(host.number) in self.hosts[number].fed(self.now) and (host.number, number) not in self._news:
+                self._news.add((host.number, number))
+                self._at(self.now + self.scenario.hop_s, partial(self._hear, self.hosts[number], host.number))
+
+    def _hear(self, host: Host, number: int) -> None:
+        self._news.discard((number, host.number))
+        if host.done_at is None and not host.dead and number in host.links:
+            self._links.hear(host, number, self.now)
+            self._plan(host)
 
     def _tell(self, host: Host) -> None:
         """Without asking, readers know at once."""
@@ -114,7 +154,8 @@ class Swarm:
 
     def _totals(self) -> Outcome:
         found = self.outcome
-        found.done_s = sorted(h.done_at for h in self.hosts.values() if h.done_at is not None)
+        healthy = (h for n, h in self.hosts.items() if n not in self.network.slow)
+        found.done_s = sorted(h.done_at for h in healthy if h.done_at is not None)
         found.out_nbytes = [station.nbytes for station in self.network.out]
         found.in_nbytes = [self.network.into[number].nbytes for number in self.hosts]
         found.source_nbytes = sum(found.out_nbytes[: self.scenario.sources])

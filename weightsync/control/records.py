@@ -94,6 +94,11 @@ class Keys:
         return f"copies/{self.model}/"
 
     @property
+    def copy_hosts(self) -> str:
+        """The hosts that fetch this model's slots; each record is under the lease of that host's peer."""
+        return f"{self.copies}hosts/"
+
+    @property
     def disks(self) -> str:
         """Which hosts have which versions on disk."""
         return f"{self.root}disks/"
@@ -406,6 +411,14 @@ class CopyRecord(Record):
     error: ErrorInfo | None = None
     delta_of: str | None = None
     rack: str | None = None
+
+
+@dataclass(frozen=True)
+class CopyHostRecord(Record):
+    """A host whose peer fetches this model's slots; `rack` is where it is ("": it was not told)."""
+
+    host: str
+    rack: str = ""
 
 
 @dataclass(frozen=True)

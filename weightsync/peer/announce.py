@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Mapping
 
 from weightsync.control.lease import LeaseKeeper
-from weightsync.control.records import CopyRecord, Keys
+from weightsync.control.records import CopyHostRecord, CopyRecord, Keys
 from weightsync.errors import RecordError
 from weightsync.peer.copies import parse_key
 from weightsync.peer.messages import Key
@@ -21,8 +21,9 @@ log = logging.getLogger("hotswap.peer")
 class Announcer:
     """Writes what changed. Every method raises StoreUnavailable, LeaseLost."""
 
-    def __init__(self, store: Store, keys: Keys, host: str, lease_ttl_s: float) -> None:
+    def __init__(self, store: Store, keys: Keys, host: str, lease_ttl_s: float, rack: str = "") -> None:
         self._store, self._keys, self._host, self._lease_ttl_s = store, keys, host, lease_ttl_s
+        self._here = {f"{keys.copy_hosts}{host}": CopyHostRecord(host, rack).to_json()}
         self._said: dict[str, bytes] = {}
         self._is_first = True
         self.lease: LeaseKeeper | None = None
@@ -36,12 +37,12 @@ class Announcer:
         return self.lease
 
     async def say(self, records: Iterable[CopyRecord], alive: Iterable[str]) -> None:
-        """Make `records` the only records of this host in the store.
+        """Make `records`, and the one of the host itself, the only records of this host in the store.
 
         The first call after `begin` also deletes what an earlier process of this host wrote for the digests `alive`.
         """
         assert self.lease is not None, "begin first"
-        wanted = {self._keys.copy(record.digest, self._host): record.to_json() for record in records}
+        wanted = self._here | {self._keys.copy(record.digest, self._host): record.to_json() for record in records}
         if self._is_first:
             self._said |= {self._keys.copy(digest, self._host): b"" for digest in alive}
             self._is_first = False
@@ -118,6 +119,21 @@ async def copies_elsewhere(store: Store, keys: Keys, digests: Iterable[str], hos
     """The copies of these slots on hosts other than `host`, as of now. Raises StoreUnavailable."""
     found = [kv for digest in digests for kv in (await store.list(keys.copies_of(digest)))[0]]
     return [record for kv in found if (record := other_copy(keys, kv, host)) is not None and record.slot]
+
+
+async def hosts_with_peers(store: Store, keys: Keys) -> list[tuple[str, str]]:
+    """(rack, host) of each host that has a peer now. Raises StoreUnavailable."""
+    found = [(kv.key.removeprefix(keys.copy_hosts), kv) for kv in (await store.list(keys.copy_hosts))[0]]
+    hosts = []
+    for host, kv in found:
+        try:
+            record = CopyHostRecord.from_json(kv.value)
+        except RecordError as error:
+            log.warning("%s is passed over: %s", kv.key, error)
+            continue
+        if record.host == host:
+            hosts.append((record.rack, host))
+    return hosts
 
 
 def other_copy(keys: Keys, kv: KeyValue, host: str) -> CopyRecord | None:

@@ -11,7 +11,7 @@ import contextlib
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import Self, TypeVar
+from typing import Literal, Self, TypeVar
 
 import httpx
 import msgspec
@@ -55,10 +55,15 @@ class PeerClient:
         wish = Open(self._model, key.digest, self._host, (self._transport,), key.delta_of)
         return _decoded(host, await self._call(host, address, "POST", "/v1/open", wish, OPEN_S), Opened)
 
-    async def have(self, host: str, address: str, ticket: str, taken: Bitmap) -> tuple[Have, float]:
-        """What can be read by now, and how many seconds the answer took; the holder is told what is `taken` here."""
+    async def have(
+        self, host: str, address: str, ticket: str, taken: Bitmap, tree: Literal[0, 1] | None = None
+    ) -> tuple[Have, float]:
+        """What can be read by now, and how many seconds the answer took; the holder is told what is `taken` here.
+
+        With `tree` the answer waits for news there.
+        """
         started = time.perf_counter()
-        raw = await self._call(host, address, "POST", f"/v1/have/{ticket}", Ask(taken.encoded()))
+        raw = await self._call(host, address, "POST", f"/v1/have/{ticket}", Ask(taken.encoded(), tree))
         return _decoded(host, raw, Have), time.perf_counter() - started
 
     async def manifest(self, host: str, address: str, ticket: str) -> bytes:
@@ -144,7 +149,8 @@ class Control:
         return _json(await self._tickets.open(await _parsed(request, Open)))
 
     async def _have(self, request: Request) -> Response:
-        return _json(self._tickets.have(request.path_params["ticket"], (await _parsed(request, Ask)).taken))
+        ask = await _parsed(request, Ask)
+        return _json(await self._tickets.have(request.path_params["ticket"], ask.taken, ask.tree))
 
     async def _manifest(self, request: Request) -> Response:
         return Response(self._tickets.manifest(request.path_params["ticket"]), media_type="application/json")

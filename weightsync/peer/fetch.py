@@ -11,17 +11,19 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from weightsync.control.hosts import host_of
 from weightsync.control.records import PartRecord
 from weightsync.errors import (
     DigestMismatch,
     ManifestError,
     PeerRefused,
     PeerUnreachable,
+    StoreError,
     TransferError,
     TransferTimedOut,
     WeightSyncError,
@@ -32,10 +34,10 @@ from weightsync.peer.announce import CopyBoard
 from weightsync.peer.chunks import Bitmap, Head, Shape
 from weightsync.peer.control import PeerClient
 from weightsync.peer.deltas import Speeds
-from weightsync.peer.holders import LOST_S, WRONG_S, Background, LeftOut, Source, Sources
+from weightsync.peer.holders import LOST_S, WRONG_S, Background, LeftOut, Source, Sources, Ways
 from weightsync.peer.messages import Key
 from weightsync.peer.metrics import PeerMetrics
-from weightsync.peer.plan import Assignment, Planner
+from weightsync.peer.plan import Assignment, Planner, feeders
 from weightsync.peer.settings import Pace, PeerSettings
 from weightsync.peer.shelf import Copy, Shelf
 from weightsync.transport import Piece, Transport
@@ -57,11 +59,13 @@ class Bring:
         client: PeerClient,
         transport: Transport,
         board: CopyBoard,
+        hosts: Callable[[], Awaitable[list[tuple[str, str]]]],
         metrics: PeerMetrics,
         speeds: Speeds,
     ) -> None:
+        """`hosts`: (rack, host) of all that have a peer. It raises StoreUnavailable."""
         self._settings, self._shelf, self._client, self._transport = settings, shelf, client, transport
-        self._board, self._metrics, self._speeds = board, metrics, speeds
+        self._board, self._hosts, self._metrics, self._speeds = board, hosts, metrics, speeds
         self._pool = ThreadPoolExecutor(settings.pace.total, thread_name_prefix="peer-read")
         self._left_out: dict[Key, LeftOut] = {}
         self._background = Background()
@@ -72,14 +76,15 @@ class Bring:
 
         Raises ArenaError, DigestMismatch, ManifestError, NoHolder, PeerRefused, PeerUnreachable, OSError.
         """
-        sources = self._sources(key, patient=True)
+        ways = await self._ways(part)
+        sources = self._sources(key, ways, patient=True)
         try:
             with self._waits_for(sources):
                 first = await first_answer(sources)
             head = await self._head(key, first)
             copy = await self._claim(key, part, first.shape, head)
             begun()
-            if not len(copy.journal.done) and await self._came_as_delta(key, part, copy, sources):
+            if not len(copy.journal.done) and await self._came_as_delta(key, part, copy, sources, ways):
                 return "delta"
             fetch = await self._read(copy, sources)
         finally:
@@ -109,11 +114,19 @@ class Bring:
         await self._background.end(GOODBYE_S)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _sources(self, key: Key, *, patient: bool) -> Sources:
+    async def _ways(self, part: PartRecord) -> Ways:
+        """Up the trees over all hosts, as of now; none while the store is away."""
+        try:
+            hosts = await self._hosts()
+        except StoreError:
+            return ()
+        return feeders(hosts, host_of(part.slot) or "", self._settings.host)
+
+    def _sources(self, key: Key, ways: Ways, *, patient: bool) -> Sources:
         left_out = self._left_out.setdefault(key, LeftOut())
         return Sources(
             self._client, self._transport, key, lambda: self._board.offered(key), left_out, self._background,
-            seed=self._settings.host, rack=self._settings.rack, patient=patient,
+            seed=self._settings.host, rack=self._settings.rack, ways=ways, patient=patient,
         )  # fmt: skip
 
     def _leave(self, key: Key, host: str, seconds: float) -> None:
@@ -146,14 +159,14 @@ class Bring:
         self._speeds.fetched(fetch.read_from, fetch.nbytes, fetch.seconds)
         return fetch
 
-    async def _came_as_delta(self, key: Key, part: PartRecord, slot: Copy, full: Sources) -> bool:
+    async def _came_as_delta(self, key: Key, part: PartRecord, slot: Copy, full: Sources, ways: Ways) -> bool:
         """Try the difference from a slot that is here, if somebody offers it and it pays; False: fetch all of it."""
         offers = {record.delta_of for record in self._board.offered(key) if record.delta_of}
         base = next((b for digest in offers if (b := self._shelf.find(Key(digest))) and b.have is None), None)
         if base is None or self._speeds.deltas == "never":
             return False
         wish = Key(key.digest, base.key.digest)
-        sources = self._sources(wish, patient=False)
+        sources = self._sources(wish, ways, patient=False)
         try:
             with self._waits_for(sources):
                 first = await first_answer(sources)
@@ -281,33 +294,39 @@ class Fetch:
 
     def _begin(self, done: Bitmap) -> None:
         """Begin the reads that the planner chooses."""
-        taken, flying = done.bits, [read for read, _ in self._reads.values()]
-        begun = self._planner.next(self._sources.holders(), done, flying)
+        taken, flying, fed = done.bits, [read for read, _ in self._reads.values()], self._sources.fed()
+        late = self._sources.is_late()
+        begun = self._planner.next(self._sources.holders(), done, flying, fed, late=late)
         for read in begun:
             source = self._sources.open[read.host]
             source.reads += 1
             self._reads[asyncio.create_task(self._read(read.chunk, source))] = read, source
         for read in flying + begun:
             taken |= 1 << read.chunk
-        self._sources.taken = taken
+        self._sources.taken, self._sources.loose = taken, self._planner.loose(done, fed, late=late)
+        self._sources.await_news(fed)
 
     async def _ended(self) -> set[asyncio.Task[None]]:
-        if not self._reads:
-            await asyncio.sleep(LOOK_S)
-            return set()
-        ended, _ = await asyncio.wait(self._reads, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
-        return ended
+        """The reads that have ended, or none: after a while, or when a holder has something new."""
+        news = asyncio.create_task(self._sources.news.wait())
+        waits: set[asyncio.Task[Any]] = {*self._reads, news}
+        ended, _ = await asyncio.wait(waits, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+        self._sources.news.clear()
+        news.cancel()
+        return {task for task in ended if task is not news}
 
     async def _read(self, chunk: int, source: Source) -> None:
         """Raises TransferError."""
         start, end = self._copy.shape.bounds(chunk)
         await self._throttle.take(end - start)
-        self._began_at = self._began_at or time.monotonic()
+        started = time.monotonic()
+        self._began_at = self._began_at or started
         loop = asyncio.get_running_loop()
         thread = loop.run_in_executor(self._pool, self._read_now, source, chunk)
         self._threads.add(thread)
         thread.add_done_callback(self._over)
         await asyncio.shield(thread)
+        self._sources.chunk_s = time.monotonic() - started
 
     def _over(self, thread: asyncio.Future[None]) -> None:
         self._threads.discard(thread)
@@ -338,7 +357,7 @@ class Fetch:
 
     def _came(self, chunk: int, source: Source) -> None:
         start, end = self._copy.shape.bounds(chunk)
-        self._copy.journal.add(chunk)
+        self._copy.came(chunk)
         self._metrics.received.labels(source.host).inc(end - start)
         self._sources.came(source, end - start)
         self.read_from.add(source.host)

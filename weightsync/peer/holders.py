@@ -13,30 +13,36 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from weightsync.control.records import CopyRecord
 from weightsync.errors import ManifestError, PeerError, PeerRefused, PeerUnreachable, WeightSyncError
 from weightsync.peer.chunks import BadBitmap, Bitmap, Shape
 from weightsync.peer.control import OPEN_S, PeerClient
 from weightsync.peer.messages import ALL, Key, Opened
-from weightsync.peer.plan import Holder, choose
+from weightsync.peer.plan import NOBODY, Holder, choose, halves
 from weightsync.transport import Link, Transport
 
 log = logging.getLogger("hotswap.peer")
 
 REFRESH_S = 0.2
+NEWS_S = 0.01  # between answers of a feeder that waited for something new
 OPEN_AT_ONCE = 6
 OPENING_S = 3.0  # a holder that has not answered for so long does not count against OPEN_AT_ONCE
 IDLE_S = 1.0  # a holder that had nothing new is not opened again before
+PATIENCE_S, SLOWER = 1.0, 4.0  # a feeder may have nothing new so long, or for that many times what a chunk takes
 SILENT_S = 3.0  # how long there may be nobody to read from
 DISTANCES_S = (0.003, 0.015, 0.06)  # round trips: one rack, one site, one region; farther
 BUSY_S, LOST_S, STALLED_S, WRONG_S = 2.0, 2.0, 30.0, 60.0  # how long a holder is left out
 FIRST_TRY_S = 1.0  # after a stall, when nobody else has what is missing; then twice as long each time
 MOST_DOUBLINGS = 16  # beyond STALLED_S by far; a fetch may go on for days
 LOOKS, MOST_LOOKS = 5, 20  # times in a row that a holder has nothing before it is left
+
+
+Ways = Sequence[Sequence[str]]
+TREES: tuple[Literal[0, 1], ...] = (0, 1)
 
 
 class NoHolder(PeerError):
@@ -52,8 +58,9 @@ class NoHolder(PeerError):
 class Sources:
     """The holders of one key, for the host `seed`. `offered` returns the records of now.
 
-    The caller keeps `left_out` and `background` from fetch to fetch. If `patient`, a fetch waits for as long as the
-    store knows of a holder.
+    The caller keeps `left_out` and `background` from fetch to fetch. `ways` lead up the trees (`plan.feeders`): hosts
+    on them are opened first, and others while chunks are `loose`. If `patient`, a fetch waits for as long as the store
+    knows of a holder.
     """
 
     def __init__(
@@ -67,18 +74,22 @@ class Sources:
         *,
         seed: str,
         rack: str = "",
+        ways: Ways = (),
         patient: bool = True,
     ) -> None:
         self._client, self._opener = client, Opener(client, transport, key, background)
         self.key, self._offered = key, offered
         self._seed, self._rack, self._left_out, self._patient = seed, rack, left_out, patient
-        self._turn, self._patience = 0, Patience()
+        self._turn, self._patience, self._feeders = 0, Patience(), Feeders(ways)
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._opening: dict[str, float] = {}  # since when; those are in `_asking` too
-        self._seen_at = self._moved_at = time.monotonic()
+        self._seen_at = self._moved_at = self._began_at = time.monotonic()
         self.has_moved = False
         self._disagreed = False  # another holder said other digests
         self.taken = 0  # bits of the chunks that are here or being read
+        self.loose = -1  # bits of those to read from anybody
+        self.chunk_s = 0.0  # how long the last one took
+        self.news = asyncio.Event()  # a holder has more than before
         self.bytes_per_s = 0.0  # as holders are told when they are left
         self.open: dict[str, Source] = {}
         self.problem: WeightSyncError | None = None  # the last one that kept a holder from being read
@@ -102,13 +113,50 @@ class Sources:
             else:  # its lease has ended
                 self.leave(source, LOST_S)
         needed, busy = self._needs_another(), self.open.keys() | self._asking.keys()
+        feeders = self._feeders.wanted(self._may_feed)
+        for host in {host for host in feeders if host in offered and host not in busy}:
+            self._begin_to_open(offered[host])
+        if not self.loose:
+            return self._leave_idle(feeders)
         able = [r for h, r in offered.items() if h not in busy and self._left_out.is_able(h, needed=needed)]
-        if able:
+        if able := [record for record in able if record.host not in feeders]:
             self._open_some(able)
+        return None
+
+    def fed(self) -> tuple[str, ...]:
+        """Who feeds even chunks and odd ones now, "" for nobody."""
+        return self._feeders.now(self._may_feed, time.monotonic(), self.chunk_s)
+
+    def is_late(self) -> bool:
+        """Whether another host has all of it that read it as this one does."""
+        return any(record.state == "ready" and record.host != self._feeders.source for record in self._offered())
+
+    def await_news(self, fed: Sequence[str]) -> None:
+        """Ask each feeder that has nothing left for more, and have it wait with its answer until it has."""
+        for tree, host in zip(TREES, fed, strict=True):
+            source = self.open.get(host)
+            if source is not None and source.have is not None and not source.have.bits & self._of_tree(source, tree):
+                self._begin(host, self._ask(source, tree))
+
+    def _of_tree(self, source: Source, tree: int) -> int:
+        """Bits of the chunks that are missing here."""
+        return halves(source.shape.chunks)[tree] & ~self.taken
+
+    def _may_feed(self, host: str) -> bool:
+        """Not one that failed, nor one that has not announced a copy after a while."""
+        is_late = time.monotonic() - self._began_at > PATIENCE_S
+        there = host in self.open or not is_late or any(record.host == host for record in self._offered())
+        return there and self._left_out.is_able(host, needed=False)
+
+    def _leave_idle(self, feeders: Sequence[str]) -> None:
+        """Those that are not needed: their places are for others."""
+        for source in list(self.open.values()):
+            if source.host not in feeders and not source.reads:
+                self._end(source)
 
     def begin(self) -> None:
         """What went before does not count as silence."""
-        self._seen_at = self._moved_at = time.monotonic()
+        self._seen_at = self._moved_at = self._began_at = time.monotonic()
 
     def moved(self) -> None:
         """Something is being read."""
@@ -179,8 +227,11 @@ class Sources:
         self._turn += 1
         records = {record.host: record for record in able}
         for holder in choose([known_holder(r, self._rack) for r in able], self._seed, room, self._turn):
-            self._opening[holder.host] = time.monotonic()
-            self._begin(holder.host, self._open(records[holder.host]))
+            self._begin_to_open(records[holder.host])
+
+    def _begin_to_open(self, record: CopyRecord) -> None:
+        self._opening[record.host] = time.monotonic()
+        self._begin(record.host, self._open(record))
 
     def _begin(self, host: str, work: Coroutine[Any, Any, None]) -> None:
         """Ask each holder one question at a time, without waiting for the others' answers."""
@@ -200,20 +251,30 @@ class Sources:
         host = record.host
         try:
             self.open[host] = await self._opener.open(record)
+            self.news.set()
         except (PeerRefused, PeerUnreachable, OtherChunks, BadBitmap, ValueError) as error:
             passing = isinstance(error, PeerRefused) and error.status == 503
-            seconds = BUSY_S if passing else WRONG_S if isinstance(error, OtherChunks | BadBitmap) else LOST_S
+            feeds = host in self._feeders.wanted(self._may_feed)  # the next question is soon
+            seconds = (
+                (0.0 if feeds else BUSY_S)
+                if passing
+                else WRONG_S
+                if isinstance(error, OtherChunks | BadBitmap)
+                else LOST_S
+            )
             self._left_out.leave(host, seconds)
             self.problem = error if isinstance(error, WeightSyncError) else PeerRefused(host, 200, "bad", str(error))
             self._disagreed |= isinstance(error, OtherChunks)
             if not passing:
                 log.info("%s is not read from host %s: %s", self.key.digest, host, error)
 
-    async def _ask(self, source: Source) -> None:
-        chunks = source.shape.chunks
-        taken = Bitmap(chunks, self.taken)
+    async def _ask(self, source: Source, tree: Literal[0, 1] | None = None) -> None:
+        """What it has by now; with `tree` once it has more there, and not oftener than every NEWS_S."""
+        chunks, address, ticket = source.shape.chunks, source.record.address, source.opened.ticket
+        if tree is not None:
+            await asyncio.sleep(source.told_at + NEWS_S - time.monotonic())
         try:
-            found, seconds = await self._client.have(source.host, source.record.address, source.opened.ticket, taken)
+            found, seconds = await self._client.have(source.host, address, ticket, Bitmap(chunks, self.taken), tree)
             source.have = bitmap_of(found.have, chunks)
             source.lent = Bitmap.decoded(found.lent, chunks) if found.lent else None
         except (PeerRefused, PeerUnreachable, BadBitmap) as error:
@@ -222,9 +283,13 @@ class Sources:
             self.problem = error
             ended = isinstance(error, PeerRefused) and error.status == 404
             return self.leave(source, 0.0 if ended else LOST_S)
-        source.active = found.active
-        source.round_trip_s = min(seconds, source.round_trip_s or seconds)
+        source.active, source.told_at = found.active, time.monotonic()
+        if tree is None:
+            source.round_trip_s = min(seconds, source.round_trip_s or seconds)
         offers = source.have is None or bool(source.have.bits & ~self.taken)
+        self._feeders.saw(source.host, source.told_at, offers=offers)
+        if offers:
+            self.news.set()
         return self._patience.saw(source.host, offers=offers) if self._is_open(source) else None
 
     def _is_open(self, source: Source) -> bool:
@@ -276,6 +341,7 @@ class Source:
     round_trip_s: float = 0.0
     nbytes: int = 0
     reads: int = 0  # under way
+    told_at: float = 0.0  # when it last said what it has
 
     @property
     def host(self) -> str:
@@ -412,6 +478,34 @@ class LeftOut:
     def _stalls(self, host: str) -> int:
         known = self._hosts.get(host)
         return known.stalls if known is not None else 0
+
+
+class Feeders:
+    """Who feeds a receiver now. `ways` are up the trees (`plan.feeders`): who is left out is passed over."""
+
+    def __init__(self, ways: Ways = ()) -> None:
+        self._ways = ways
+        self._offered_at: dict[str, float] = {}
+
+    @property
+    def source(self) -> str:
+        """The host at the top."""
+        return self._ways[0][-1] if self._ways else ""
+
+    def wanted(self, is_able: Callable[[str], bool]) -> tuple[str, ...]:
+        """For each tree the first host above that `is_able`, "" if there is none."""
+        return tuple(next(filter(is_able, way), "") for way in self._ways) or NOBODY
+
+    def saw(self, host: str, now: float, *, offers: bool) -> None:
+        """An open holder answered: `offers`, it has something that is missing here."""
+        if offers:
+            self._offered_at[host] = now
+
+    def now(self, is_able: Callable[[str], bool], now: float, slowest_s: float = 0.0) -> tuple[str, ...]:
+        """As `wanted`, but "" for one that has had nothing for a while, or is not open by now. `slowest_s`: how long a
+        chunk took of late."""
+        since = now - max(PATIENCE_S, SLOWER * slowest_s)
+        return tuple(h if h and self._offered_at.setdefault(h, now) >= since else "" for h in self.wanted(is_able))
 
 
 class Patience:

@@ -11,7 +11,7 @@ Every refusal is a `Refusal` with its HTTP status: 404 unknown_copy, unknown_tic
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
@@ -58,9 +58,13 @@ class Opened(msgspec.Struct, frozen=True):
 
 
 class Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`taken`: a bitmap of what the reader has or is reading, from whomever; the holder cannot see one-sided reads."""
+    """`taken`: a bitmap of what the reader has or is reading, from whomever; the holder cannot see one-sided reads.
+
+    `tree` 0 or 1: the answer may wait a while, until there is an even or odd chunk of which the reader was not told.
+    """
 
     taken: str
+    tree: Literal[0, 1] | None = None
 
 
 class Have(msgspec.Struct, frozen=True):

@@ -1,13 +1,17 @@
 """The plan of a receiver: which chunk it reads from which host next, from what it knows of the holders.
 
-Nothing is done here and nothing remembered: the same arguments give the same answer. Nobody coordinates the receivers;
-they spread because each takes what is rarest first, and begins at another chunk (Cohen, "Incentives Build Robustness
-in BitTorrent", 2003, for the reasons).
+Nothing is done here and nothing remembered: the same arguments give the same answer. Nobody coordinates the receivers.
+
+All of them compute the same two binary trees over the hosts (`feeders`). Even chunks go down the one, odd chunks down
+the other; who has children in one is a leaf in the other, so each host sends no more than it receives (Sanders, Speck,
+Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009). Where a tree is broken or slow,
+the receiver takes the chunks of that half from anybody, what is rarest first, beginning at another chunk than others
+(Cohen, "Incentives Build Robustness in BitTorrent", 2003).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
@@ -38,6 +42,41 @@ class Assignment:
     host: str
 
 
+NOBODY = "", ""  # feeds a receiver
+MARGIN, LEAST_MARGIN = 16, 8  # a tree is behind by so many chunks: that part of all, and never fewer
+
+
+def feeders(hosts: Iterable[tuple[str, str]], source: str, me: str) -> tuple[tuple[str, ...], ...]:
+    """Whom the host `me` reads even chunks from, and odd ones, of a version from the host `source`.
+
+    Each is the way up a tree: the host above `me`, the one above that, and so on to `source`. `hosts` are all that
+    there are, as (rack, host): the hosts of a rack lie side by side in both trees, and each tree enters a rack once or
+    twice. Empty: `me` is not among them.
+    """
+    order = sorted({(rack, host) for rack, host in hosts if host != source})
+    at = next((n for n, (_, host) in enumerate(order) if host == me), None)
+    if at is None:
+        return ()
+    return _above(order, at, source), _above(order[1:] + order[:1], (at or len(order)) - 1, source)
+
+
+def _above(order: Sequence[tuple[str, str]], at: int, source: str) -> tuple[str, ...]:
+    """The hosts above `order[at]` in the tree in which only the hosts at odd places have others below them."""
+    first, end, above = 0, len(order), [source]  # `first` is even
+    while (root := _root(order, first, end)) != at:
+        above.append(order[root][1])
+        first, end = (first, root) if at < root else (root + 1, end)
+    return tuple(reversed(above))
+
+
+def _root(order: Sequence[tuple[str, str]], first: int, end: int) -> int:
+    """The place of the root: beside the border of two racks that is nearest to the middle, or in the middle."""
+    middle = (first + end - 1) / 2
+    racks = [n for n in range(first + 1, end) if order[n - 1][0] != order[n][0]]
+    border = min(racks, key=lambda n: abs(n - 0.5 - middle), default=(first + end) // 2)
+    return min(border - (border + 1) % 2, end - 1) if end - first > 1 else first
+
+
 class Planner:
     """The plan of one receiver for one slot of `chunks` chunks."""
 
@@ -46,25 +85,62 @@ class Planner:
         assert min(chunks, per_holder, total) > 0, "nothing could ever be read"
         self.chunks, self.per_holder, self.total = chunks, per_holder, total
         self._seed = xxh3_64_intdigest(seed.encode())
+        self._all = (1 << chunks) - 1
+        self._halves = halves(chunks)
+        self._margin = max(LEAST_MARGIN, chunks // MARGIN)
 
-    def next(self, holders: Sequence[Holder], done: Bitmap, in_flight: Collection[Assignment]) -> list[Assignment]:
-        """What to begin now, besides what is `in_flight`: the rarest chunk first, from the nearest, least busy host; of
-        equally rare ones those that a near host has.
+    def loose(self, done: Bitmap, fed: Sequence[str], *, late: bool) -> int:
+        """The chunks to read from anybody: those of a tree in which nobody feeds, or that is behind the other. Or all,
+        if others are done (`late`), but for the last few."""
+        missing = [(half & ~done.bits).bit_count() for half in self._halves]
+        if late and sum(missing) > self._margin:
+            return self._all
+        behind = [missing[n] > missing[1 - n] + self._margin // (1 if missing[1 - n] else 4) for n in (0, 1)]
+        return sum(half for half, feeder, slow in zip(self._halves, fed, behind, strict=True) if slow or not feeder)
 
-        `holders` are those that can be read from, each once; `done` is what is here, or is not wanted here. A read that
-        failed is simply in flight no more. Empty means: wait for a read to end, or for a holder to have more.
+    def next(
+        self,
+        holders: Sequence[Holder],
+        done: Bitmap,
+        in_flight: Collection[Assignment],
+        fed: Sequence[str] = NOBODY,
+        *,
+        late: bool = False,
+    ) -> list[Assignment]:
+        """What to begin now, besides what is `in_flight`: from each feeder the first chunk of its tree, and the `loose`
+        chunks from anybody. Of those the rarest goes first, from the nearest, least busy host; of equally rare ones
+        those that a near host has.
+
+        `holders` are those that can be read from, each once; `done` is what is here, or is not wanted here; `fed` says
+        who feeds it even chunks and odd ones ("": nobody), `late` that others have all. A read that failed is simply in
+        flight no more. Empty means: wait for a read to end, or for a holder to have more.
         """
         capacity = _Capacity(holders, in_flight, self.per_holder)
-        wanted = Bitmap.full(self.chunks).bits & ~done.bits
+        wanted = self._all & ~done.bits
         for read in in_flight:
             wanted &= ~(1 << read.chunk)
+        loose = self.loose(done, fed, late=late)
+        begun = self._fed(capacity, fed, wanted & ~loose, self.total - len(in_flight))
+        wanted &= loose
         rarity = _Rarity(holders)
-        begun: list[Assignment] = []
         while len(in_flight) + len(begun) < self.total and (offered := capacity.offered(wanted)):
             turn = len(done) + len(in_flight) + len(begun)
             chunk = self._rotated(capacity.near(rarity.rarest(offered)), turn)
             begun.append(Assignment(chunk, capacity.take(chunk)))
             wanted &= ~(1 << chunk)
+        return begun
+
+    def _fed(self, capacity: _Capacity, fed: Sequence[str], wanted: int, most: int) -> list[Assignment]:
+        """From the feeders, by turns, each the first chunks of its tree."""
+        begun: list[Assignment] = []
+        turns = [(feeder, half) for feeder, half in zip(fed, self._halves, strict=True) if feeder]
+        while turns and len(begun) < most:
+            feeder, half = turns.pop(0)
+            if offered := capacity.offered(wanted & half, feeder):
+                chunk = _lowest(offered)
+                begun.append(Assignment(chunk, capacity.take(chunk, feeder)))
+                wanted &= ~(1 << chunk)
+                turns.append((feeder, half))
         return begun
 
     def _rotated(self, candidates: int, turn: int) -> int:
@@ -84,10 +160,12 @@ class _Capacity:
         self._limit = per_holder
         self._open = [holder for holder in holders if self._reads[holder.host] < per_holder]
 
-    def offered(self, wanted: int) -> int:
-        """Those of `wanted` that a holder with capacity left has."""
+    def offered(self, wanted: int, host: str | None = None) -> int:
+        """Those of `wanted` that a holder with capacity left has, or the one `host`."""
         offered = 0
         for holder in self._open:
+            if host not in (None, holder.host):
+                continue
             if holder.have is None:
                 return wanted
             offered |= holder.have.bits
@@ -104,9 +182,9 @@ class _Capacity:
                 found |= has
         return found
 
-    def take(self, chunk: int) -> str:
-        """Give the read of `chunk`, which is offered, to the best holder."""
-        able = (holder for holder in self._open if holder.have is None or chunk in holder.have)
+    def take(self, chunk: int, host: str | None = None) -> str:
+        """Give the read of `chunk`, which is offered, to the best holder, or to `host`."""
+        able = (h for h in self._open if host in (None, h.host) and (h.have is None or chunk in h.have))
         best = min(able, key=lambda holder: (holder.distance, holder.active + self._reads[holder.host]))
         self._reads[best.host] += 1
         if self._reads[best.host] >= self._limit:
@@ -164,6 +242,13 @@ def choose(holders: Sequence[Holder], seed: str, limit: int, turn: int = 0) -> l
         taken = {holder.host for holder in chosen}
         chosen += [holder for holder in more if holder.host not in taken][: max(0, upto - len(chosen))]
     return chosen
+
+
+def halves(chunks: int) -> tuple[int, int]:
+    """The even chunks and the odd ones, as bits."""
+    every = (1 << chunks) - 1
+    even = ((1 << chunks + chunks % 2) - 1) // 3
+    return even, every & ~even
 
 
 def _lowest(bits: int) -> int:

@@ -6,6 +6,7 @@ A ticket holds a slot for its reader and ends by itself when it is not used.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from weightsync.control.hosts import check_host, local_path
 from weightsync.control.records import Keys, PartRecord, VersionRecord
@@ -32,6 +34,7 @@ from weightsync.peer.copies import all_parts
 from weightsync.peer.deltas import Speeds, base_for, make
 from weightsync.peer.messages import ALL, Have, Key, Open, Opened
 from weightsync.peer.metrics import PeerMetrics
+from weightsync.peer.plan import halves
 from weightsync.peer.settings import PeerSettings
 from weightsync.peer.shelf import Copy, Published, Shelf
 from weightsync.store.protocol import Store
@@ -41,6 +44,7 @@ log = logging.getLogger("hotswap.peer")
 
 UNUSED_S = 30.0  # after which a ticket ends by itself
 SWEEP_S = 1.0
+NEWS_S = 0.5  # how long an answer waits for news
 
 
 class Offers:
@@ -122,6 +126,7 @@ class Ticket:
     reader: str
     found: Copy | Published
     lock: SlotLock | None
+    told: int = 0  # bits of the chunks that the reader was told of
     used_at: float = field(default_factory=time.monotonic)
 
 
@@ -169,14 +174,20 @@ class Tickets:
         finally:
             self._opening -= 1
 
-    def have(self, ticket_id: str, taken: str) -> Have:
-        """`taken` is a bitmap of what the reader has or is reading. Raises PeerRefused."""
+    async def have(self, ticket_id: str, taken: str, tree: Literal[0, 1] | None = None) -> Have:
+        """`taken` is a bitmap of what the reader has or is reading; with `tree` this waits for news there, at most
+        NEWS_S. Raises PeerRefused."""
         ticket = self._used(ticket_id)
         key, chunks = ticket.found.key, _shape_of(ticket.found).chunks
         try:
             self._lent.add(key, taken, chunks)
         except BadBitmap as error:
             raise self._refusal(400, "bad_request", str(error)) from error
+        if tree is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(NEWS_S):
+                    await _news(ticket, halves(chunks)[tree])
+        ticket.told = ticket.found.have.bits if ticket.found.have is not None else 0
         return Have(_encoded(ticket.found), len(self._open), self._lent.told(key, chunks))
 
     def manifest(self, ticket_id: str) -> bytes:
@@ -294,6 +305,12 @@ class Tickets:
     def _refusal(self, status: int, code: str, message: str) -> PeerRefused:
         self._metrics.refused.labels(code).inc()
         return PeerRefused(self._host, status, code, message)
+
+
+async def _news(ticket: Ticket, chunks: int) -> None:
+    """Until there is one of `chunks`, bits, of which the reader was not told."""
+    while (have := ticket.found.have) is not None and not have.bits & chunks & ~ticket.told:
+        await ticket.found.grew.wait()
 
 
 def _encoded(found: Copy | Published) -> str:

@@ -13,13 +13,14 @@ import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from weightsync.control.board import Board
 from weightsync.control.hosts import slot_name
 from weightsync.control.records import CopyRecord, CopyState, Keys
 from weightsync.errors import LeaseLost, StoreError
 from weightsync.memory.arena import Arena
-from weightsync.peer.announce import Announcer, CopyBoard, Since
+from weightsync.peer.announce import Announcer, CopyBoard, Since, hosts_with_peers
 from weightsync.peer.control import Control, PeerClient, serving
 from weightsync.peer.copies import all_parts, ready_versions, wanted_slots
 from weightsync.peer.deltas import Speeds
@@ -66,9 +67,10 @@ class Peer:
         self._shelf.dropping = self._tickets.close_all
         self.control = Control(self._tickets, self.metrics)
         self._copies = CopyBoard(self._keys, settings.host)
-        self._announcer = Announcer(store, self._keys, settings.host, settings.lease_ttl_s)
+        self._announcer = Announcer(store, self._keys, settings.host, settings.lease_ttl_s, settings.rack)
         self._since = Since()
-        bring = Bring(settings, self._shelf, client, transport, self._copies, self.metrics, self._speeds)
+        hosts = partial(hosts_with_peers, store, self._keys)
+        bring = Bring(settings, self._shelf, client, transport, self._copies, hosts, self.metrics, self._speeds)
         self._supply = Supply(self._shelf, bring, self.metrics, self._copies.changed.set)
         self._settings = settings
         self._offers = Offers(

@@ -10,12 +10,13 @@ that was cut short counts for nothing. Nothing in a journal is trusted: chunks a
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -220,6 +221,7 @@ class Published:
     path: Path
     mapped: Mapped
     shape: Shape | None = None
+    grew: asyncio.Event = field(default_factory=asyncio.Event)  # never: it is whole
 
     @property
     def nbytes(self) -> int:
@@ -233,7 +235,8 @@ class Published:
 
 @dataclass
 class Copy:
-    """A slot or delta that was, or is being, fetched; `whole` once all of it is there and was verified.
+    """A slot or delta that was, or is being, fetched; `whole` once all of it is there and was verified. `grew` is set
+    when a chunk arrives, and another event takes its place.
 
     `head` is known of a slot that this process fetched: its manifest is not in the slot before it is whole.
     """
@@ -247,6 +250,13 @@ class Copy:
     journal: Journal
     head: Head | None = None
     whole: bool = False
+    grew: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def came(self, chunk: int) -> None:
+        """A chunk is there, and was checked. Raises OSError."""
+        self.journal.add(chunk)
+        self.grew.set()
+        self.grew = asyncio.Event()
 
     @property
     def nbytes(self) -> int:

@@ -44,10 +44,10 @@ async def test_a_copy_that_is_dropped_is_read_no_more(peer: Peer) -> None:
     copy.mapped.view[:] = CONTENT
     copy.whole = True
     opened = await peer._tickets.open(Open(MODEL, KEY.digest, "b", ("tcp",), KEY.delta_of))
-    assert peer._tickets.have(opened.ticket, Bitmap(SHAPE.chunks).encoded()).have == "all"
+    assert (await peer._tickets.have(opened.ticket, Bitmap(SHAPE.chunks).encoded())).have == "all"
     peer._shelf.drop(KEY)
     with pytest.raises(PeerRefused, match="ticket has ended"):
-        peer._tickets.have(opened.ticket, Bitmap(SHAPE.chunks).encoded())
+        await peer._tickets.have(opened.ticket, Bitmap(SHAPE.chunks).encoded())
 
 
 async def test_a_difference_that_is_being_written_keeps_its_slot(peer: Peer) -> None:
