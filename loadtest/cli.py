@@ -174,10 +174,13 @@ def stores(json: Json = None) -> None:
 def transfer(
     json: Json = None,
     small: Small = False,
-    part: Annotated[list[str] | None, typer.Option(help="reads, joiner or feeding alone; may be repeated")] = None,
+    part: Annotated[
+        list[str] | None, typer.Option(help="reads, links, joiner or feeding alone; may be repeated")
+    ] = None,
 ) -> None:
-    """Reads by each transport beside memcpy and a raw socket, and by 1 to 8 receivers at once; a late joiner's first
-    token; what an instance loses while its host feeds another."""
+    """Reads by each transport beside memcpy and a raw socket, and by 1 to 8 receivers at once; a version on its way to
+    8 hosts behind links of their own; a late joiner's first token; what an instance loses while its host feeds another.
+    """
     from loadtest.transfer.bench import PARTS, run
 
     if unknown := set(part or ()) - set(PARTS):

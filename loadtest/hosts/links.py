@@ -78,17 +78,18 @@ def shaped_link(gbit: float | None) -> Iterator[Link]:
             _run("ip", "-n", end, "address", "add", f"{subnet}.{number}/24", "dev", end)
             _run("ip", "-n", end, "link", "set", end, "up")
             if gbit is not None:
-                _shape(end, gbit)
+                limit(end, end, gbit)
         yield Link(near, far, f"{subnet}.2", gbit)
     finally:
         for end in (near, far):
             subprocess.run(["ip", "netns", "del", end], check=False, capture_output=True)
 
 
-def _shape(end: str, gbit: float) -> None:
+def limit(namespace: str, device: str, gbit: float) -> None:
+    """What leaves by `device` of `namespace` does not exceed `gbit` Gbit/s. Raises LinkUnavailable."""
     burst = int(max(256e3, gbit * 1e9 / 8 / 250))  # what passes in a tick of the coarsest kernel timer
-    _run("tc", "-n", end, "qdisc", "add", "dev", end, "root", "tbf", "rate", f"{gbit:g}gbit", "burst", str(burst),
-         "latency", "20ms")  # fmt: skip
+    bucket = ["tbf", "rate", f"{gbit:g}gbit", "burst", str(burst), "latency", "20ms"]
+    _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *bucket)
 
 
 def _run(*command: str) -> None:

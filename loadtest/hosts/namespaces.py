@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from loadtest.hosts.links import limit
+
 NAMED = Path("/run/netns")
 OURS = re.compile(r"ht(\d+)[a-z](\d+|s)")
 _LETTERS = itertools.cycle(string.ascii_lowercase)
@@ -170,6 +172,12 @@ class Hosts:
         for namespace, device in ((self._switch, f"port{host}"), (self._name(host), "eth0")):
             command = ["tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "netem", *settings]
             subprocess.run(command, check=True, capture_output=True)
+
+    def limit(self, host: int, gbit: float) -> None:
+        """So much goes over the link of a host at most, each way, by the kernel's own means and without delay; for
+        hosts that are not `shaped`. Raises LinkUnavailable."""
+        for namespace, device in ((self._switch, f"port{host}"), (self._name(host), "eth0")):
+            limit(namespace, device, gbit)
 
     def close(self) -> None:
         """Ends every process on the hosts, and removes all."""

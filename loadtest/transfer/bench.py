@@ -1,11 +1,12 @@
 """How fast a slot's bytes come from another process, by transport, and how fast to several hosts, by real peers.
 
-    python -m loadtest.transfer.bench [--json FILE] [--small] [--part reads|joiner|feeding]
+    python -m loadtest.transfer.bench [--json FILE] [--small] [--part reads|links|joiner|feeding]
 
+`links`: to 1 and 8 hosts in network namespaces, each behind a link of its own.
 Also, with real instances (feeding/): a late joiner's first token, and what serving loses while it feeds.
 
-All ends are processes of this machine, on loopback, so that sender and receivers share its cores and its memory: the
-rates compare transports, and say nothing of a network. Rounds of the contenders alternate.
+All ends are processes of this machine, and but for `links` on loopback, so that sender and receivers share its cores and
+its memory: the rates compare transports, and say nothing of a network. Rounds of the contenders alternate.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ from loadtest.measure.machine import machine, memcpy_gbps
 from loadtest.transfer.feeding.bench import PARTS as INSTANCE_PARTS
 from loadtest.transfer.feeding.bench import show as show_instances
 from loadtest.transfer.feeding.bench import with_instances
-from loadtest.transfer.hosts import by_hosts
+from loadtest.transfer.hosts import by_hosts, by_links
 from loadtest.transfer.peer import RAW
 from weightsync.transport import available
 
 ROUNDS = 5
 RECEIVERS = (1, 2, 4, 8)
-READS = "reads"
-PARTS = (READS, *INSTANCE_PARTS)
+READS, LINKS = "reads", "links"
+PARTS = (READS, LINKS, *INSTANCE_PARTS)
+LINK_GBIT = 0.1  # two cores carry 8 of them, with TLS
 TLS = "tcp, mutual TLS"
 
 
@@ -129,9 +131,16 @@ def reads(*, small: bool) -> dict[str, Any]:
         }
 
 
+def links(*, small: bool) -> dict[str, Any]:
+    """Needs root. Raises LinkUnavailable, RuntimeError: no namespaces, or no limits, can be had here."""
+    nbytes, rounds, counts = (4 << 20, 1, (1, 2)) if small else (256 << 20, 3, (1, 8))
+    return by_links(nbytes, rounds, counts, LINK_GBIT, chunk=1 << 20)
+
+
 def run(json: Path | None, *, small: bool = False, parts: Sequence[str] = PARTS) -> dict[str, Any]:
     """Measure those `parts`, print the tables, and write the figures to `json`; returns them."""
     report = {"machine": machine()} | (reads(small=small) if READS in parts else {})
+    report |= {"by_links": links(small=small)} if LINKS in parts else {}
     report |= with_instances(parts, small=small)
     show(report)
     if json is not None:
@@ -142,6 +151,8 @@ def run(json: Path | None, *, small: bool = False, parts: Sequence[str] = PARTS)
 def show(report: dict[str, Any]) -> None:
     if "by_transport" in report:
         show_reads(report)
+    if "by_links" in report:
+        show_links(report["by_links"])
     show_instances(report)
 
 
@@ -157,6 +168,18 @@ def show_reads(report: dict[str, Any]) -> None:
     for count, found in report["by_hosts"].items():
         star = report["by_receivers"][count]["seconds"]
         table.add_row(count, f"{star:.2f}", f"{found['seconds']:.2f}", f"{found['from_source']:.0%}")
+    Console().print(table)
+
+
+def show_links(found: dict[str, Any]) -> None:
+    title = f"{found['nbytes'] >> 20} MiB, links of {found['link_gbit']:g} Gbit/s: {found['link_s']:.2f} s for one"
+    table = Table("hosts", "seconds", "of one link's", "copies that the source sent", "cores busy", title=title)
+    for count in (key for key in found if key.isdigit()):
+        row = found[count]
+        seconds = ", ".join(f"{s:.2f}" for s in row["seconds"])
+        table.add_row(
+            count, seconds, f"{row['of_a_link']:.2f}", f"{row['copies_from_source']:.2f}", f"{row['cores']:.1f}"
+        )
     Console().print(table)
 
 

@@ -1,4 +1,7 @@
-"""A version on its way to 1 to 8 hosts, by real peers on this machine, each with an arena of its own."""
+"""A version on its way to 1 to 8 hosts, by real peers on this machine, each with an arena of its own.
+
+All on loopback, or each in a network namespace with a link of its own that carries so much and no more.
+"""
 
 from __future__ import annotations
 
@@ -11,39 +14,51 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
+import psutil
 
+from loadtest.hosts.certificates import self_signed
+from loadtest.hosts.namespaces import Hosts
 from weightsync.control.records import CopyRecord, Keys
 from weightsync.peer.copies import parsed
 from weightsync.publish.publisher import Publisher
 from weightsync.store import SyncStore
+from weightsync.tls import ClusterTls
 
 MODEL = "transfer"
 SOURCE = "source"
 CHUNK = 4 << 20  # smaller than in service, as the versions are: a receiver that has one gives it on
 KEYS = Keys(MODEL)
 PATIENCE_S = 120.0
+RACK = 4
+Begin = Callable[[list[str], dict[str, str], Any], "subprocess.Popen[bytes]"]
 
 
 class Fleet:
     """A source and receivers, all ready. Use as a context; only one at a time."""
 
-    def __init__(self, receivers: int) -> None:
-        self._receivers, self._stack = receivers, contextlib.ExitStack()
+    def __init__(self, receivers: int, *, gbit: float | None = None, chunk: int = CHUNK) -> None:
+        """`gbit` is what the link of each host carries; None: they are all on loopback."""
+        self._receivers, self._gbit, self._chunk, self._stack = receivers, gbit, chunk, contextlib.ExitStack()
+        self._tls: ClusterTls | None = None
 
     def __enter__(self) -> Fleet:
         with self._stack as stack:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hotswap-hosts-")))
             url = f"sqlite://{directory}/store.db"
             self._store = stack.enter_context(contextlib.closing(SyncStore(url)))
+            begins: list[Begin] = [_on_loopback] * (self._receivers + 1)
+            if self._gbit is not None:
+                begins = self._on_links(stack, directory)
             for number in range(self._receivers):
-                stack.enter_context(_peer(f"receiver-{number}", url, directory))
-            environment = stack.enter_context(_peer(SOURCE, url, directory))
+                stack.enter_context(_peer(f"receiver-{number}", url, directory, self._chunk, begins[number + 1]))
+            environment = stack.enter_context(_peer(SOURCE, url, directory, self._chunk, begins[0]))
             stack.enter_context(_variables(environment))
             self._publisher = stack.enter_context(contextlib.closing(Publisher(url, model=MODEL)))
             self._stack = stack.pop_all()
@@ -51,6 +66,22 @@ class Fleet:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+    def _on_links(self, stack: contextlib.ExitStack, directory: Path) -> list[Begin]:
+        """What starts a peer on each host; every RACK receivers are a rack."""
+        assert self._gbit is not None
+        certificates = self_signed(directory / "tls")
+        self._tls = ClusterTls(certificates)
+        hosts = stack.enter_context(Hosts(self._receivers + 1))
+        for number in range(self._receivers + 1):
+            hosts.limit(number, self._gbit)
+
+        def begin(number: int, command: list[str], environment: dict[str, str], log: Any) -> subprocess.Popen[bytes]:
+            own = ["--listen", f"{hosts.address(number)}:0", "--cluster-tls", str(certificates)]
+            own += ["--rack", f"rack-{(number - 1) // RACK}"]
+            return hosts.run(number, [*command, *own], env=environment, stdout=log, stderr=log)
+
+        return [partial(begin, number) for number in range(self._receivers + 1)]
 
     def distribute(self, nbytes: int, seed: int) -> float:
         """Publish new weights of as many bytes; seconds from the commit until the last host has announced its copy."""
@@ -66,7 +97,7 @@ class Fleet:
 
     def from_source(self) -> float:
         """Which part of what the receivers have read so far came from the source itself."""
-        read = [_received(copy.address) for copy in self._addresses().values()]
+        read = [_received(copy.address, self._tls) for copy in self._addresses().values()]
         return sum(found.get(SOURCE, 0.0) for found in read) / sum(sum(found.values()) for found in read)
 
     def _ready(self, digest: str) -> list[CopyRecord]:
@@ -79,16 +110,18 @@ class Fleet:
         return parsed(KEYS, self._store.list(KEYS.copies)[0])
 
 
+def _on_loopback(command: list[str], environment: dict[str, str], log: Any) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **environment})
+
+
 @contextlib.contextmanager
-def _peer(host: str, store: str, directory: Path) -> Iterator[dict[str, str]]:
+def _peer(host: str, store: str, directory: Path, chunk: int, begin: Begin) -> Iterator[dict[str, str]]:
     """A peer; gives the variables by which others know that they are on its host."""
     arena = tempfile.mkdtemp(prefix=f"hotswap-{host}-", dir="/dev/shm")
     variables = {"HOTSWAP_HOST": host, "HOTSWAP_ARENA": arena, "HOTSWAP_STORE": store, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "weightsync.peer", "--model", MODEL, "--transport", "tcp", "--no-deltas"]
     with (directory / f"{host}.log").open("wb") as log:
-        process = subprocess.Popen(
-            [*command, "--chunk", str(CHUNK)], stdout=log, stderr=log, env={**os.environ, **variables}
-        )
+        process = begin([*command, "--chunk", str(chunk)], variables, log)
     try:
         yield variables
     finally:
@@ -108,9 +141,10 @@ def _variables(wanted: dict[str, str]) -> Iterator[None]:
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def _received(address: str) -> dict[str, float]:
+def _received(address: str, tls: ClusterTls | None) -> dict[str, float]:
     """Bytes by the host that they were read from."""
-    text = httpx.get(f"http://{address}/metrics", timeout=30.0).raise_for_status().text
+    scheme, verify = ("https", tls.client_context()) if tls is not None else ("http", True)
+    text = httpx.get(f"{scheme}://{address}/metrics", timeout=30.0, verify=verify).raise_for_status().text
     found = re.findall(r'^hotswap_peer_received_bytes_total\{holder="([^"]+)"\} (\S+)$', text, re.MULTILINE)
     return {holder: float(value) for holder, value in found}
 
@@ -128,3 +162,27 @@ def by_hosts(nbytes: int, rounds: int, counts: tuple[int, ...]) -> dict[str, dic
                 "from_source": round(fleet.from_source(), 2),
             }
     return figures
+
+
+def by_links(nbytes: int, rounds: int, counts: tuple[int, ...], gbit: float, chunk: int) -> dict[str, Any]:
+    """Each host behind a link of `gbit`. `of_a_link`: the seconds by those that all bytes take over one link."""
+    link_s = nbytes * 8 / gbit / 1e9
+    figures: dict[str, Any] = {"nbytes": nbytes, "chunk_nbytes": chunk, "link_gbit": gbit, "link_s": round(link_s, 3)}
+    for count in counts:
+        with Fleet(count, gbit=gbit, chunk=chunk) as fleet:
+            fleet.distribute(nbytes, 0)
+            before = _cpu_s()
+            taken = [fleet.distribute(nbytes, seed) for seed in range(1, rounds + 1)]
+            figures[str(count)] = {
+                "seconds": [round(seconds, 2) for seconds in taken],
+                "of_a_link": round(statistics.median(taken) / link_s, 3),
+                "copies_from_source": round(fleet.from_source() * count, 2),
+                "cores": round((_cpu_s() - before) / sum(taken), 2),
+            }
+    return figures
+
+
+def _cpu_s() -> float:
+    """Of all processes of this machine, the kernel's part with it, since it started."""
+    busy = psutil.cpu_times()
+    return float(busy.user + busy.system + busy.softirq + busy.irq)

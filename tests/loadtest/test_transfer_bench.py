@@ -7,6 +7,7 @@ from pathlib import Path
 import orjson
 import pytest
 
+from loadtest.hosts.namespaces import obstacle
 from loadtest.transfer import bench as transfer
 from loadtest.transfer.peer import RAW
 from weightsync.transport import available
@@ -21,3 +22,14 @@ def test_it_measures_every_transport_that_is_there(tmp_path: Path) -> None:
     assert set(report["by_receivers"]) == set(report["by_hosts"]) == {"1", "2"}
     assert report["by_hosts"]["1"]["from_source"] == 1.0
     assert all(found["best_gbps"] >= found["median_gbps"] > 0 for found in report["by_transport"].values())
+
+
+@pytest.mark.broad
+def test_a_version_comes_to_hosts_behind_links(tmp_path: Path) -> None:
+    if reason := obstacle():
+        pytest.skip(reason)
+    report = transfer.run(tmp_path / "links.json", small=True, parts=["links"])
+    found = report["by_links"]
+    assert {key for key in found if key.isdigit()} == {"1", "2"}
+    assert min(found["1"]["of_a_link"], found["2"]["of_a_link"]) > 0.9  # nothing is faster than its link
+    assert found["1"]["copies_from_source"] == 1.0

@@ -93,7 +93,7 @@ class Planner:
         """The chunks to read from anybody: those of a tree in which nobody feeds, or that is behind the other. Or all,
         if others are done (`late`), but for the last few."""
         missing = [(half & ~done.bits).bit_count() for half in self._halves]
-        if late and sum(missing) > self._margin:
+        if late and sum(missing) > LEAST_MARGIN:
             return self._all
         behind = [missing[n] > missing[1 - n] + self._margin // (1 if missing[1 - n] else 4) for n in (0, 1)]
         return sum(half for half, feeder, slow in zip(self._halves, fed, behind, strict=True) if slow or not feeder)

@@ -12,6 +12,7 @@ from tests.waiting import wait_until
 from tests.weightsync.peer.hosts import CHUNK, KEYS, Hosts, bytes_of, newest, path_of, random_model
 from tests.weightsync.transport.peers import require
 from weightsync import SlotReader
+from weightsync.peer.plan import feeders
 
 SLOW = ("--limit-gbps", 0.008)  # 1 MB/s: time to do something while it fetches
 
@@ -84,6 +85,28 @@ def test_a_holder_that_dies_is_replaced(hosts: Hosts) -> None:
     copy = hosts.wait_copy("c", record.manifest_digest)
     assert hosts.metric("c", "hotswap_peer_received_bytes_total", holder="b") > 0
     assert bytes_of(copy) == bytes_of(hosts.copies(record.manifest_digest)["b"])
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_who_feeds_a_host_may_die_or_stall_in_the_middle(hosts: Hosts, sent: signal.Signals) -> None:
+    """Of three receivers in a row one has the others below it, in the one tree or the other."""
+    for host in "abcd":
+        hosts.start(host, *SLOW)
+    publisher = hosts.publisher("a")
+    wait_until(lambda: len(hosts.store.list(KEYS.copy_hosts)[0]) == 4)
+    ways = {host: feeders([("", host) for host in "abcd"], "a", host) for host in "bcd"}
+    fed = next(host for host in "bcd" if ways[host][0][0] != "a")
+    feeder = ways[fed][0][0]
+    publisher.publish(random_model(1), wait=False)
+    digest = newest(publisher).manifest_digest
+    hosts.wait_copy(fed, digest, "fetching")
+    wait_until(lambda: hosts.metric(fed, "hotswap_peer_received_bytes_total", holder=feeder) >= 2 * CHUNK)
+    before = hosts.metric(fed, "hotswap_peer_received_bytes_total")
+    hosts.peers[feeder].send_signal(sent)
+    copy = hosts.wait_copy(fed, digest)
+    received = hosts.metric(fed, "hotswap_peer_received_bytes_total")
+    assert before < received == len(bytes_of(copy))  # what was there was kept: nothing came twice
+    assert bytes_of(copy) == bytes_of(hosts.copies(digest)["a"])
 
 
 def test_a_holder_that_stalls_is_replaced(hosts: Hosts) -> None:

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightsync.peer.chunks import BadBitmap, Bitmap
-from weightsync.peer.holders import LOOKS, MOST_LOOKS, Patience
-from weightsync.peer.plan import Assignment, Holder, Planner, choose
+from weightsync.peer.holders import LOOKS, MOST_LOOKS, PATIENCE_S, Feeders, Patience
+from weightsync.peer.plan import LEAST_MARGIN, Assignment, Holder, Planner, choose, feeders, halves
 
 CHUNKS = st.integers(1, 40)
 
@@ -223,3 +223,89 @@ def test_a_holder_that_has_nothing_new_is_left_for_another_after_a_while() -> No
     assert patience.exhausted([]) == "idle"
     patience.forget("idle")
     assert patience.exhausted([]) is None
+
+
+@st.composite
+def racks_of_hosts(draw: st.DrawFn) -> list[tuple[str, str]]:
+    """(rack, host) of up to 60, in any order."""
+    sizes = draw(st.lists(st.integers(1, 12), min_size=1, max_size=8))
+    hosts = [(f"r{rack}", f"h{rack}-{n}") for rack, size in enumerate(sizes) for n in range(size)]
+    return draw(st.permutations(hosts))
+
+
+@given(racks_of_hosts())
+def test_both_trees_reach_every_host_and_nobody_sends_more_than_it_receives(hosts: list[tuple[str, str]]) -> None:
+    ways = {host: feeders([("r0", "source"), *hosts], "source", host) for _, host in hosts}
+    for host, both in ways.items():
+        for way in both:
+            assert way[-1] == "source"
+            assert len({host, *way}) == len(way) + 1
+            assert len(way) <= 2 + 2 * len(hosts).bit_length()
+    for tree in (0, 1):  # all say the same of who is above whom
+        above = {host: both[tree][0] for host, both in ways.items()}
+        assert all(above[a] == b for both in ways.values() for a, b in zip(both[tree], both[tree][1:], strict=False))
+    sent = Counter(both[tree][0] for both in ways.values() for tree in (0, 1))
+    assert max(sent.values()) <= 2  # of halves
+    assert sent["source"] == 2
+
+
+@given(racks_of_hosts())
+def test_each_tree_enters_a_rack_twice_at_most(hosts: list[tuple[str, str]]) -> None:
+    rack = {host: rack for rack, host in hosts}
+    entered: Counter[tuple[int, str]] = Counter()
+    for _, host in hosts:
+        for tree, way in enumerate(feeders(hosts, "source", host)):
+            entered[tree, rack[host]] += rack.get(way[0]) != rack[host]
+    assert max(entered.values()) <= 3  # once more where the order of the second tree begins in the middle of a rack
+    assert sum(entered.values()) <= 2 * 2 * len(set(rack.values())) + 2
+
+
+def test_all_hosts_compute_the_same_trees_whatever_order_they_hear_of_them_in() -> None:
+    hosts = [(f"r{n // 4}", f"h{n:02}") for n in range(20)]
+    assert all(feeders(hosts, "h03", h) == feeders(reversed(hosts), "h03", h) for _, h in hosts)
+    assert feeders(hosts, "h03", "h03") == feeders(hosts, "h03", "another") == ()
+    assert feeders([("", "a"), ("", "b")], "a", "b") == (("a",), ("a",))
+
+
+@given(st.integers(1, 70))
+def test_a_chunk_goes_down_one_tree(chunks: int) -> None:
+    even, odd = halves(chunks)
+    assert even & odd == 0
+    assert even | odd == (1 << chunks) - 1
+    assert Bitmap(chunks, even) == Bitmap(chunks, sum(1 << n for n in range(0, chunks, 2)))
+
+
+def test_feeders_are_read_in_order_each_its_own_tree() -> None:
+    first, second = Holder("first"), Holder("second", 0, Bitmap(64, 0xFFFF))
+    reads = Planner(64, "me", 2, 8).next([first, second, Holder("other")], Bitmap(64), [], ("first", "second"))
+    assert reads == [Assignment(n, ("first", "second")[n % 2]) for n in range(4)]
+
+
+def test_chunks_of_a_tree_that_is_broken_or_behind_are_read_from_anybody() -> None:
+    planner, fed = Planner(64, "me", 2, 8), ("first", "second")
+    even, odd = halves(64)
+    assert planner.loose(Bitmap(64), fed, late=False) == 0
+    assert planner.loose(Bitmap(64), ("first", ""), late=False) == odd
+    assert planner.loose(Bitmap(64, odd & (1 << 2 * LEAST_MARGIN + 2) - 1), fed, late=False) == even
+    assert planner.loose(Bitmap(64, 1), fed, late=True) == even | odd
+    assert planner.loose(Bitmap(64, odd | even >> 4 << 4), fed, late=True) == 0  # the last few are on their way
+    reads = planner.next([Holder("first"), Holder("other")], Bitmap(64), [], ("first", ""))
+    assert {read.host for read in reads if read.chunk % 2 == 0} == {"first"}
+    assert "other" in {read.host for read in reads if read.chunk % 2}
+
+
+def test_who_is_left_out_is_passed_over_on_the_way_up_and_who_has_nothing_is_not_waited_for() -> None:
+    feeding, gone = Feeders((("a", "b", "source"), ("c", "source"))), set[str]()
+
+    def now(seconds: float, chunk_s: float = 0.0) -> tuple[str, ...]:
+        return feeding.now(lambda host: host not in gone, seconds, chunk_s)
+
+    assert now(0.0) == ("a", "c")
+    feeding.saw("c", PATIENCE_S, offers=True)
+    assert now(1.5 * PATIENCE_S) == ("", "c")
+    assert now(1.5 * PATIENCE_S, chunk_s=PATIENCE_S) == ("a", "c")  # nothing could have come by now
+    gone.add("a")
+    assert now(1.5 * PATIENCE_S) == ("b", "c")
+    gone |= {"b", "source"}
+    assert now(1.5 * PATIENCE_S) == ("", "c")
+    assert Feeders().now(lambda host: True, 0.0) == ("", "")
