@@ -25,7 +25,9 @@ FEW = Scenario(hosts=8, params=8e9, nic_gbit=100)
 SOME = Scenario(hosts=64, params=70e9, chunk_nbytes=128 * MIB)
 MANY = Scenario(hosts=1000, params=1e12, hosts_per_instance=4, chunk_nbytes=2 * GIB)
 WHOLE = replace(MANY, hosts=256, hosts_per_instance=1, chunk_nbytes=4 * GIB)
-PARTS = replace(MANY, sources=32)
+PARTS = replace(MANY, sources=32, way="swarm")
+FAILING = 50  # one host of so many
+LEASE_S = 5.0  # after which a host that was cut off is missed
 
 
 def standard(delta_of_raw: float) -> dict[str, dict[str, Scenario]]:
@@ -34,8 +36,11 @@ def standard(delta_of_raw: float) -> dict[str, dict[str, Scenario]]:
     fewer = replace(MANY, hosts=128)
     return {
         "8 hosts, 8 B parameters, 100 Gbit/s": all_ways(FEW),
+        "the same 8 with one that fails": failing(FEW),
         "64 hosts, 70 B parameters, 400 Gbit/s": all_ways(SOME),
+        "the same 64 with one that fails": failing(SOME),
         "1,000 hosts, 1 T parameters, four hosts an instance, one publisher": all_ways(MANY),
+        "the same 1,000 with 20 that fail": {n: case for n, case in failing(MANY).items() if n.startswith("trees")},
         "the same, published by 32 hosts": {
             "swarm": PARTS,
             "swarm, wide": _wide(PARTS),
@@ -44,7 +49,7 @@ def standard(delta_of_raw: float) -> dict[str, dict[str, Scenario]]:
         "the same as a difference, one publisher": _both(delta),
         "256 hosts that need all of 1 T parameters, one publisher": _both(WHOLE),
         "chunk size: 128 hosts, 1 T parameters, four hosts an instance, one publisher": {
-            f"swarm, {size} MiB": replace(fewer, chunk_nbytes=size * MIB) for size in (512, 1024, 2048, 4096)
+            f"trees, {size} MiB": replace(fewer, chunk_nbytes=size * MIB) for size in (512, 1024, 2048, 4096)
         },
     }
 
@@ -52,14 +57,25 @@ def standard(delta_of_raw: float) -> dict[str, dict[str, Scenario]]:
 def all_ways(scenario: Scenario) -> dict[str, Scenario]:
     """The planner and, where there is one source, what it is compared with; those hear of new chunks at once."""
     if scenario.sources > 1:
-        return {"swarm": scenario}
+        return {"swarm": replace(scenario, way="swarm")}
     baselines = {way: replace(scenario, way=way, poll_s=0.0) for way in BASELINES}
     return _both(scenario) | baselines
 
 
 def _both(scenario: Scenario) -> dict[str, Scenario]:
-    """What peers do, and how it would be if they told each other nothing."""
-    return {"swarm": scenario, "uninformed": replace(scenario, informed=False)}
+    """What peers do, and how it would be without the trees."""
+    return {"trees": scenario, "swarm": replace(scenario, way="swarm")}
+
+
+def failing(scenario: Scenario) -> dict[str, Scenario]:
+    """With processes that die, hosts that are cut off and missed when their lease ends, and hosts with slow links."""
+    some = max(1, scenario.hosts // FAILING)
+    found = {}
+    for name, case in _both(scenario).items():
+        found[f"{name}, killed"] = replace(case, dying=some, notice_s=scenario.latency_s)
+        found[f"{name}, cut off"] = replace(case, dying=some, notice_s=LEASE_S)
+        found[f"{name}, slow"] = replace(case, slow=some)
+    return found
 
 
 def _wide(scenario: Scenario) -> Scenario:
@@ -117,14 +133,14 @@ def simulated(scenario: Scenario) -> dict[str, Any]:
 
 
 def _control(scenario: Scenario, outcome: Outcome) -> dict[str, Any]:
-    """What receivers ask of holders besides chunks; a question of the informed and its answer carry three bitmaps."""
+    """What receivers ask of holders besides chunks; an answer carries a bitmap."""
     bitmap = -(-(scenario.chunks // 8) * 4 // 3)
     return {
         "reads": outcome.reads,
         "opened": outcome.opened,
         "refused": outcome.refused,
         "asked": outcome.asked,
-        "bitmaps_nbytes": outcome.asked * bitmap * (3 if scenario.informed else 1),
+        "bitmaps_nbytes": outcome.asked * bitmap,
         "planner_us": 1e6 * outcome.planner_s / max(1, outcome.planned),
     }
 

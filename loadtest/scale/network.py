@@ -34,9 +34,7 @@ class Scenario:
     `dying` of them die, each at a time of its own; the others notice after `notice_s` and read elsewhere. `slow` of
     them have a tenth of the NIC. The times of both do not count.
 
-    `informed` receivers, as peers are, tell holders what they have and read (`Holder.lent`), know of hosts they have
-    not opened which racks they are in and who is only fetching, and leave holders that offer nothing new. The figures
-    below are the peers'. What several sources have in parts is found by the informed only; peers have no such sources.
+    The figures below are the peers'. Peers have no sources of a part each; what those have is read as a swarm reads.
     """
 
     hosts: int
@@ -56,7 +54,6 @@ class Scenario:
     total: int = 8
     poll_s: float = 0.2  # how often a receiver asks what a holder has by now; 0: it is told at once
     hop_s: float = 0.01  # until who waits at a feeder hears of a new chunk
-    informed: bool = True
     seed: int = 0
     way: Way = "trees"
     dying: int = 0
@@ -70,8 +67,6 @@ class Scenario:
             raise ScenarioError("the baselines have one source; choose --sources 1, or more for the planner")
         if self.dying + self.slow >= self.hosts or (self.way not in PEERS and self.dying):
             raise ScenarioError("no host is left, or none to read from instead: choose fewer that die or are slow")
-        if self.sources > 1 and not self.informed:
-            raise ScenarioError("parts of a version are found by informed receivers only; choose those, or one source")
 
     @property
     def version_nbytes(self) -> int:
@@ -174,7 +169,6 @@ class Host:
     shard: int
     planner: Planner
     done: Bitmap
-    reading: int = 0  # bits of the chunks in flight
     in_flight: dict[int, Assignment] = field(default_factory=dict)
     links: dict[int, None] = field(default_factory=dict)  # in the order in which they were opened
     refused: dict[int, float] = field(default_factory=dict)  # until when not to ask
@@ -187,11 +181,9 @@ class Host:
 
     def begin(self, read: Assignment) -> None:
         self.in_flight[read.chunk] = read
-        self.reading |= 1 << read.chunk
 
     def end(self, chunk: int, *, came: bool = True) -> None:
         del self.in_flight[chunk]
-        self.reading &= ~(1 << chunk)
         if came:
             self.done.add(chunk)
 
@@ -222,7 +214,6 @@ class Links:
         self._shards = [[h for h in hosts.values() if h.shard == shard] for shard in kinds]
         self._sources = [{n: _part(scenario, n, s) for n in range(scenario.sources)} for s in kinds]
         self._readers: dict[tuple[int, int], set[int]] = {}  # by holder and shard
-        self._lent: dict[tuple[int, int], int] = {}
         self._done = [False for _ in kinds]  # by shard: whether somebody has all
 
     def readers(self, number: int, shard: int) -> set[int]:
@@ -284,19 +275,15 @@ class Links:
             self._enter(host, self._shards[host.shard][before].number if before >= 0 else 0)
 
     def _ask(self, host: Host, number: int, now: float) -> Holder:
-        """What a holder has by now; it is told in turn what its reader has and reads."""
+        """What a holder has by now."""
         self._outcome.asked += 1
-        key, chunks = (number, host.shard), self._scenario.chunks
-        lent = None
-        if self._scenario.informed:
-            self._lent[key] = self._lent.get(key, 0) | host.done.bits | host.reading
-            lent = Bitmap(chunks, self._lent[key])
+        key = number, host.shard
         have = self._have(number, host.shard)
         active = len(self.readers(*key)) - 1
         offers = have is None or bool(have.bits & ~host.done.bits)
         host.feeders.saw(str(number), now, offers=offers)
         host.patience.saw(str(number), offers=offers, grows=number in self._hosts)
-        return Holder(str(number), self._network.distance(number, host.number), have, active, lent)
+        return Holder(str(number), self._network.distance(number, host.number), have, active)
 
     def _have(self, number: int, shard: int) -> Bitmap | None:
         """A copy, as of now; None: everything."""
@@ -307,7 +294,7 @@ class Links:
 
     def _open_more(self, host: Host, now: float) -> None:
         known, room = self._known(host, now), self._scenario.holders - len(host.links)
-        if known and room <= 0 and self._scenario.informed:
+        if known and room <= 0:
             idle = host.patience.exhausted({read.host for read in host.in_flight.values()})
             if idle is not None:
                 self._leave(host, int(idle))
@@ -328,15 +315,13 @@ class Links:
         return len(self.readers(number, host.shard)) < self._scenario.readers
 
     def _known(self, host: Host, now: float) -> list[Holder]:
-        """Whom it might open; the informed know who is only fetching, and how far each is."""
+        """Whom it might open: who is only fetching is known, and how far each is."""
         host.refused = {number: until for number, until in host.refused.items() if until > now}
         apart = {host.number, *host.links, *host.refused}
         nothing = Bitmap(self._scenario.chunks)
         known = {h.number: nothing if h.done_at is None else None for h in self._shards[host.shard]}
         known |= {n: have for n, have in self._sources[host.shard].items() if have is None or have.bits}
-        others = ((number, have) for number, have in known.items() if number not in apart)
-        if not self._scenario.informed:
-            return [Holder(str(number)) for number, _ in others]
+        others = ((n, have) for n, have in known.items() if n not in apart)
         return [Holder(str(n), self._network.distance(n, host.number), have) for n, have in others]
 
     def _enter(self, host: Host, number: int) -> None:

@@ -5,8 +5,8 @@
 `links`: to 1 and 8 hosts in network namespaces, each behind a link of its own.
 Also, with real instances (feeding/): a late joiner's first token, and what serving loses while it feeds.
 
-All ends are processes of this machine, and but for `links` on loopback, so that sender and receivers share its cores and
-its memory: the rates compare transports, and say nothing of a network. Rounds of the contenders alternate.
+All ends are processes of this machine, and but for `links` on loopback, so that sender and receivers share its cores
+and its memory: the rates compare transports, and say nothing of a network. Rounds of the contenders alternate.
 """
 
 from __future__ import annotations

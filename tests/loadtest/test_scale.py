@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 from loadtest.cli import app
 from loadtest.scale import records, store
 from loadtest.scale.bench import BASELINES, simulated, standard
-from loadtest.scale.network import MIB, Network, Scenario, ScenarioError, Station
+from loadtest.scale.network import MIB, Network, Scenario, ScenarioError, Station, Way
 from loadtest.scale.swarm import SwarmStuck, distribute
 from tests.etcd import require
 from weightsync.peer.holders import OPEN_AT_ONCE, REFRESH_S
@@ -20,13 +21,13 @@ from weightsync.peer.settings import Pace, PeerSettings
 
 SMALL = Scenario(hosts=24, params=1e9, chunk_nbytes=16 * MIB, rack=8, poll_s=0.02)
 CASES = {
-    "swarm": SMALL,
+    "trees": SMALL,
+    "swarm": replace(SMALL, way="swarm"),
     "shards": replace(SMALL, hosts_per_instance=4),
-    "many sources": replace(SMALL, hosts_per_instance=4, sources=6),
+    "many sources": replace(SMALL, hosts_per_instance=4, sources=6, way="swarm"),
     "uplinks": replace(SMALL, oversubscription=8.0),
     "busy": replace(SMALL, readers=2),
-    "uninformed": replace(SMALL, informed=False),
-    "told at once": replace(SMALL, poll_s=0.0),
+    "told at once": replace(SMALL, poll_s=0.0, way="swarm"),
     "odd sizes": replace(SMALL, params=1e8 + 1),
 } | {way: replace(SMALL, way=way, poll_s=0.0) for way in BASELINES}
 
@@ -75,14 +76,25 @@ def test_baselines_send_what_their_shape_says() -> None:
     assert chain == [need] * SMALL.hosts + [0]
 
 
-@pytest.mark.broad
-def test_a_source_sends_less_when_it_is_told_what_its_readers_have() -> None:
-    long = replace(
-        SMALL, hosts=64, params=32e9, chunk_nbytes=128 * MIB
-    )  # many polls, so that there is something to tell
-    many = (replace(long, informed=informed) for informed in (True, False))
-    informed, not_informed = (distribute(scenario).source_nbytes for scenario in many)
-    assert informed < not_informed
+LONG = replace(SMALL, params=8e9, poll_s=0.2)  # many polls
+
+
+def test_trees_come_near_a_chain_and_their_source_sends_hardly_more_than_one_copy() -> None:
+    trees, swarm, chain = (distribute(replace(LONG, way=way)) for way in ("trees", "swarm", "chain"))
+    assert trees.done_s[-1] < swarm.done_s[-1]
+    assert trees.done_s[-1] < LONG.lower_bound_s + 3 * LONG.poll_s
+    assert trees.source_nbytes < 1.1 * chain.source_nbytes
+    assert trees.crossed_nbytes < swarm.crossed_nbytes
+
+
+@pytest.mark.parametrize("fault", [{"dying": 2}, {"dying": 2, "notice_s": 0.5}, {"slow": 2}], ids=str)
+@pytest.mark.parametrize("way", ["trees", "swarm"])
+def test_all_others_have_everything_when_hosts_fail(fault: dict[str, Any], way: Way) -> None:
+    scenario = replace(LONG, way=way, **fault)
+    found = distribute(scenario)
+    assert len(found.done_s) >= LONG.hosts - 2
+    assert found.done_s[-1] < 3 * LONG.lower_bound_s + 2 * fault.get("notice_s", 0.0) + 5 * LONG.poll_s
+    assert sum(n >= scenario.host_nbytes for n in found.in_nbytes) >= LONG.hosts - 2
 
 
 def test_receivers_that_can_open_nobody_are_found_out() -> None:
@@ -125,7 +137,8 @@ def test_only_limited_uplinks_are_stations() -> None:
         {"hosts": 0},
         {"hosts": 5, "hosts_per_instance": 2},
         {"way": "star", "sources": 2},
-        {"sources": 2, "informed": False},
+        {"dying": 24},
+        {"way": "chain", "dying": 1},
     ],
 )
 def test_a_scenario_that_makes_no_sense_is_refused(wrong: dict[str, object]) -> None:
@@ -197,7 +210,7 @@ def test_the_command_simulates_what_it_is_asked(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "f.json").read_text())
     cases = found["fan_out"]["as asked"]
-    assert set(cases) == {"swarm", "uninformed", *BASELINES}
+    assert set(cases) == {"trees", "swarm", *BASELINES}
     assert all(case["scenario"]["hosts"] == 8 for case in cases.values())
     assert found["store"]["fleets"]["8"]["writes"] == 10 + 3 * 8 + 3 * 8
 

@@ -22,7 +22,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from weightsync.errors import PeerRefused, PeerUnreachable, TransportUnavailable
-from weightsync.peer.chunks import Bitmap
 from weightsync.peer.messages import Ask, Close, Have, Key, Open, Opened, Refusal
 from weightsync.peer.metrics import PeerMetrics
 from weightsync.peer.serve import Tickets
@@ -55,15 +54,10 @@ class PeerClient:
         wish = Open(self._model, key.digest, self._host, (self._transport,), key.delta_of)
         return _decoded(host, await self._call(host, address, "POST", "/v1/open", wish, OPEN_S), Opened)
 
-    async def have(
-        self, host: str, address: str, ticket: str, taken: Bitmap, tree: Literal[0, 1] | None = None
-    ) -> tuple[Have, float]:
-        """What can be read by now, and how many seconds the answer took; the holder is told what is `taken` here.
-
-        With `tree` the answer waits for news there.
-        """
+    async def have(self, host: str, address: str, ticket: str, tree: Literal[0, 1] | None = None) -> tuple[Have, float]:
+        """What can be read by now, and how many seconds the answer took. With `tree` it waits for news there."""
         started = time.perf_counter()
-        raw = await self._call(host, address, "POST", f"/v1/have/{ticket}", Ask(taken.encoded(), tree))
+        raw = await self._call(host, address, "POST", f"/v1/have/{ticket}", Ask(tree))
         return _decoded(host, raw, Have), time.perf_counter() - started
 
     async def manifest(self, host: str, address: str, ticket: str) -> bytes:
@@ -149,8 +143,8 @@ class Control:
         return _json(await self._tickets.open(await _parsed(request, Open)))
 
     async def _have(self, request: Request) -> Response:
-        ask = await _parsed(request, Ask)
-        return _json(await self._tickets.have(request.path_params["ticket"], ask.taken, ask.tree))
+        tree = (await _parsed(request, Ask)).tree
+        return _json(await self._tickets.have(request.path_params["ticket"], tree))
 
     async def _manifest(self, request: Request) -> Response:
         return Response(self._tickets.manifest(request.path_params["ticket"]), media_type="application/json")

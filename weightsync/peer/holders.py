@@ -274,9 +274,8 @@ class Sources:
         if tree is not None:
             await asyncio.sleep(source.told_at + NEWS_S - time.monotonic())
         try:
-            found, seconds = await self._client.have(source.host, address, ticket, Bitmap(chunks, self.taken), tree)
+            found, seconds = await self._client.have(source.host, address, ticket, tree)
             source.have = bitmap_of(found.have, chunks)
-            source.lent = Bitmap.decoded(found.lent, chunks) if found.lent else None
         except (PeerRefused, PeerUnreachable, BadBitmap) as error:
             if not self._is_open(source):
                 return None  # it was left meanwhile, for as long as its fault says
@@ -329,7 +328,7 @@ class Background:
 
 @dataclass(eq=False)
 class Source:
-    """An open holder, with a ticket there. `have` None: everything; `lent`: what its readers have or are reading."""
+    """An open holder, with a ticket there. `have` None: everything."""
 
     record: CopyRecord
     opened: Opened
@@ -337,7 +336,6 @@ class Source:
     link: Link
     have: Bitmap | None
     active: int
-    lent: Bitmap | None = None
     round_trip_s: float = 0.0
     nbytes: int = 0
     reads: int = 0  # under way
@@ -350,7 +348,7 @@ class Source:
     def holder(self, rack: str) -> Holder:
         """As the planner of a reader in `rack` sees it."""
         far = distance(self.record, rack, self.round_trip_s)
-        return Holder(self.host, far, self.have, max(0, self.active - 1), self.lent)
+        return Holder(self.host, far, self.have, max(0, self.active - 1))
 
 
 def known_holder(record: CopyRecord, rack: str) -> Holder:
@@ -421,12 +419,11 @@ class Opener:
     async def _connected(self, record: CopyRecord, opened: Opened) -> Source:
         shape = Shape(opened.nbytes, opened.chunk_nbytes, opened.digests)
         have = bitmap_of(opened.have, shape.chunks)
-        lent = Bitmap.decoded(opened.lent, shape.chunks) if opened.lent else None
         link = await self._linked(opened.endpoint)
         if self.shape is not None and shape != self.shape:
             link.close()
             raise OtherChunks(record.host, self._key.digest)
-        return Source(record, opened, shape, link, have, opened.active, lent)
+        return Source(record, opened, shape, link, have, opened.active)
 
     async def _linked(self, endpoint: bytes) -> Link:
         connecting = asyncio.get_running_loop().run_in_executor(None, self._transport.connect, endpoint)

@@ -40,10 +40,7 @@ class Open(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """`digests`: xxh3_128 of each chunk; `have`: ALL or a bitmap in base64; `active`: readers there now.
-
-    `lent`: a bitmap of what the holder's readers told it they have or are reading; "" before the first has.
-    """
+    """`digests`: xxh3_128 of each chunk; `have`: ALL or a bitmap in base64; `active`: readers there now."""
 
     nbytes: int
     chunk_nbytes: int
@@ -54,16 +51,11 @@ class Opened(msgspec.Struct, frozen=True):
     endpoint: bytes
     region: bytes
     ticket: str
-    lent: str = ""
 
 
 class Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`taken`: a bitmap of what the reader has or is reading, from whomever; the holder cannot see one-sided reads.
+    """`tree` 0 or 1: the answer may wait a while for an even or an odd chunk of which the reader was not told."""
 
-    `tree` 0 or 1: the answer may wait a while, until there is an even or odd chunk of which the reader was not told.
-    """
-
-    taken: str
     tree: Literal[0, 1] | None = None
 
 
@@ -72,7 +64,6 @@ class Have(msgspec.Struct, frozen=True):
 
     have: str
     active: int
-    lent: str = ""
 
 
 class Close(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -21,17 +21,12 @@ from weightsync.peer.chunks import Bitmap
 
 @dataclass(frozen=True)
 class Holder:
-    """A host to read from. `distance` grows with it: 0 is the same rack; what lies between is for the caller to say.
-
-    `lent` is what its readers have or are reading. Without it the first readers of a source, who know little of each
-    other, ask it for the same chunks; it cannot see one-sided reads, so they must tell it when they ask what it has.
-    """
+    """A host to read from. `distance` grows with it: 0 is the same rack; what lies between is for the caller to say."""
 
     host: str
     distance: int = 0
     have: Bitmap | None = None  # None: everything
     active: int = 0  # how many others read from it now, as far as known
-    lent: Bitmap | None = None  # None: not known
 
 
 @dataclass(frozen=True)
@@ -193,9 +188,7 @@ class _Capacity:
 
 
 class _Rarity:
-    """How many copies of each chunk are known of, counted for all chunks at once.
-
-    A chunk counts once for every holder that has it, and once for every holder that has lent it.
+    """How many holders have each chunk, counted for all chunks at once.
 
     Bit `c` of plane `p` is bit `p` of the count of chunk `c`, so that adding a holder is a binary addition of whole
     bitmaps. Holders of everything count for all chunks alike and are left out.
@@ -204,9 +197,8 @@ class _Rarity:
     def __init__(self, holders: Sequence[Holder]) -> None:
         self._planes: list[int] = []
         for holder in holders:
-            for known in (holder.have, holder.lent):
-                if known is not None:
-                    self._add(known.bits)
+            if holder.have is not None:
+                self._add(holder.have.bits)
 
     def _add(self, carry: int) -> None:
         for p, plane in enumerate(self._planes):

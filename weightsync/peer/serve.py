@@ -29,7 +29,7 @@ from weightsync.errors import (
 )
 from weightsync.memory.arena import SlotLock
 from weightsync.peer.announce import copies_elsewhere
-from weightsync.peer.chunks import BadBitmap, Bitmap, Shape, digests_of, manifest_of
+from weightsync.peer.chunks import Shape, digests_of, manifest_of
 from weightsync.peer.copies import all_parts
 from weightsync.peer.deltas import Speeds, base_for, make
 from weightsync.peer.messages import ALL, Have, Key, Open, Opened
@@ -150,7 +150,6 @@ class Tickets:
         self._host, self._shelf, self._transport, self._metrics, self._pool = host, shelf, transport, metrics, pool
         self._chunk_nbytes, self._most, self._unused_s, self._told = chunk_nbytes, most, unused_s, told
         self._open: dict[str, Ticket] = {}
-        self._lent = Lent()
         self._opening = 0
         self._digesting: dict[Key, asyncio.Lock] = {}
 
@@ -174,21 +173,15 @@ class Tickets:
         finally:
             self._opening -= 1
 
-    async def have(self, ticket_id: str, taken: str, tree: Literal[0, 1] | None = None) -> Have:
-        """`taken` is a bitmap of what the reader has or is reading; with `tree` this waits for news there, at most
-        NEWS_S. Raises PeerRefused."""
+    async def have(self, ticket_id: str, tree: Literal[0, 1] | None = None) -> Have:
+        """What can be read by now; with `tree` this waits for news there, at most NEWS_S. Raises PeerRefused."""
         ticket = self._used(ticket_id)
-        key, chunks = ticket.found.key, _shape_of(ticket.found).chunks
-        try:
-            self._lent.add(key, taken, chunks)
-        except BadBitmap as error:
-            raise self._refusal(400, "bad_request", str(error)) from error
         if tree is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(NEWS_S):
-                    await _news(ticket, halves(chunks)[tree])
+                    await _news(ticket, halves(_shape_of(ticket.found).chunks)[tree])
         ticket.told = ticket.found.have.bits if ticket.found.have is not None else 0
-        return Have(_encoded(ticket.found), len(self._open), self._lent.told(key, chunks))
+        return Have(_encoded(ticket.found), len(self._open))
 
     def manifest(self, ticket_id: str) -> bytes:
         """Of the slot, or of the one that a delta leads to. Raises PeerRefused."""
@@ -202,9 +195,6 @@ class Tickets:
         ticket = self._open.pop(ticket_id, None)
         if ticket is None:
             return
-        key = ticket.found.key
-        if all(other.found.key != key for other in self._open.values()):
-            self._lent.forget(key)
         self._told(ticket.reader, bytes_per_s)
         self._metrics.readers.set(len(self._open))
         self._metrics.sent.labels(ticket.reader).inc(nbytes)
@@ -292,7 +282,6 @@ class Tickets:
             endpoint=endpoint,
             region=region,
             ticket=ticket.id,
-            lent=self._lent.told(ticket.found.key, shape.chunks),
         )
 
     def _used(self, ticket_id: str) -> Ticket:
@@ -328,26 +317,3 @@ def _is_host(name: str) -> bool:
         return bool(check_host(name))
     except HostNameError:
         return False
-
-
-class Lent:
-    """The chunks that readers of this host have or are reading, by slot, so that others ask for different ones.
-
-    Belongs to the event loop.
-    """
-
-    def __init__(self) -> None:
-        self._bits: dict[Key, int] = {}
-
-    def add(self, key: Key, taken: str, chunks: int) -> None:
-        """Add the bitmap of `chunks` chunks that a reader sent. Raises BadBitmap."""
-        self._bits[key] = self._bits.get(key, 0) | Bitmap.decoded(taken, chunks).bits
-
-    def told(self, key: Key, chunks: int) -> str:
-        """The union of all bitmaps that were added, for other readers; "" before the first."""
-        bits = self._bits.get(key)
-        return Bitmap(chunks, bits).encoded() if bits else ""
-
-    def forget(self, key: Key) -> None:
-        """Nobody reads it any more."""
-        self._bits.pop(key, None)

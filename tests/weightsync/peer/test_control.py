@@ -15,12 +15,13 @@ import pytest
 from server.ports import free_port
 from tests.cluster_tls import Authority
 from tests.waiting import eventually, wait_until
-from tests.weightsync.peer.hosts import KEYS, MODEL, Hosts, bytes_of, newest, path_of, random_model
+from tests.weightsync.peer.hosts import CHUNK, KEYS, MODEL, Hosts, bytes_of, newest, path_of, random_model
 from tests.weightsync.peer.served import Served, slot_served
 from weightsync.errors import PeerRefused, PeerUnreachable, TransportUnavailable
 from weightsync.format.manifest import digest_of
 from weightsync.peer import __main__ as main
-from weightsync.peer.chunks import Bitmap
+from weightsync.peer import serve
+from weightsync.peer.chunks import Bitmap, Shape
 from weightsync.peer.control import PeerClient, listen, serving
 from weightsync.peer.copies import parsed
 from weightsync.peer.messages import ALL, Key
@@ -44,7 +45,7 @@ async def test_a_ticket_holds_the_slot_until_it_is_closed(served: Served) -> Non
     await served.client.close("a", served.address, opened.ticket, 5)
     assert not served.is_held()
     with pytest.raises(PeerRefused) as caught:
-        await served.client.have("a", served.address, opened.ticket, Bitmap(5))
+        await served.client.have("a", served.address, opened.ticket)
     assert (caught.value.status, caught.value.reason) == (404, "unknown_ticket")
 
 
@@ -79,23 +80,28 @@ async def test_refusals(served: Served, transport: str, model: str, digest: str 
     assert (caught.value.status, caught.value.reason) == (status, code)
 
 
-async def test_readers_are_told_what_others_have_taken(served: Served) -> None:
-    one = await served.client.open("a", served.address, served.key)
-    assert one.lent == ""
-    chunks = len(one.digests)
-    found, _ = await served.client.have("a", served.address, one.ticket, Bitmap(chunks, 0b101))
-    assert Bitmap.decoded(found.lent, chunks) == Bitmap(chunks, 0b101)
-    other = await served.client.open("a", served.address, served.key)
-    assert Bitmap.decoded(other.lent, chunks) == Bitmap(chunks, 0b101)
-    found, _ = await served.client.have("a", served.address, other.ticket, Bitmap(chunks, 0b010))
-    assert Bitmap.decoded(found.lent, chunks) == Bitmap(chunks, 0b111)
-    with pytest.raises(PeerRefused) as caught:
-        await served.client.have("a", served.address, one.ticket, Bitmap(chunks + 8))
-    assert caught.value.status == 400
-    for ticket in (one.ticket, other.ticket):
-        await served.client.close("a", served.address, ticket, 5, 1e6)
+async def test_an_answer_waits_for_news_of_its_tree(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that was told of chunk 0 hears of chunk 2 as soon as it is there, and does not wait for chunk 1."""
+    monkeypatch.setattr(serve, "NEWS_S", 0.1)
+    shape = Shape(5 * CHUNK, CHUNK, ("0" * 32,) * 5)
+    copy, _ = served.tickets._shelf.claim(Key("e" * 32), "", shape, None)
+    copy.came(0)
+    opened = await served.client.open("a", served.address, copy.key)
+    first, _ = await served.client.have("a", served.address, opened.ticket, 0)
+    asking = asyncio.create_task(served.client.have("a", served.address, opened.ticket, 0))
+    copy.came(1)
+    copy.came(2)
+    second, _ = await asking
+    assert [Bitmap.decoded(told.have, 5).bits for told in (first, second)] == [0b001, 0b111]
+    third, seconds = await served.client.have("a", served.address, opened.ticket, 1)  # nothing comes
+    assert third.have == second.have
+    assert seconds >= serve.NEWS_S
+
+
+async def test_a_reader_says_how_fast_it_reads(served: Served) -> None:
+    opened = await served.client.open("a", served.address, served.key)
+    await served.client.close("a", served.address, opened.ticket, 5, 1e6)
     assert served.rates == {"b": 1e6}
-    assert (await served.client.open("a", served.address, served.key)).lent == ""  # nobody reads it any more
 
 
 async def test_a_reader_must_have_the_name_of_a_host(served: Served) -> None:
@@ -122,7 +128,7 @@ async def test_an_answer_that_is_too_long_or_does_not_end_is_given_up(
     async with await asyncio.start_server(dribble, "127.0.0.1", 0) as server, asyncio.timeout(30):
         address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
         with pytest.raises(PeerUnreachable):
-            await served.client.have("a", address, "ticket", Bitmap(5))
+            await served.client.have("a", address, "ticket")
 
 
 async def test_a_server_that_does_not_start_is_said_so() -> None:

@@ -17,7 +17,6 @@ from weightsync.control.hosts import slot_name
 from weightsync.control.records import CopyRecord, PartRecord, VersionRecord
 from weightsync.errors import DigestMismatch, PeerRefused
 from weightsync.memory.arena import Arena
-from weightsync.peer.chunks import Bitmap
 from weightsync.peer.control import PeerClient
 from weightsync.peer.messages import Key, Open
 from weightsync.peer.metrics import PeerMetrics
@@ -44,10 +43,10 @@ async def test_a_copy_that_is_dropped_is_read_no_more(peer: Peer) -> None:
     copy.mapped.view[:] = CONTENT
     copy.whole = True
     opened = await peer._tickets.open(Open(MODEL, KEY.digest, "b", ("tcp",), KEY.delta_of))
-    assert (await peer._tickets.have(opened.ticket, Bitmap(SHAPE.chunks).encoded())).have == "all"
+    assert (await peer._tickets.have(opened.ticket)).have == "all"
     peer._shelf.drop(KEY)
     with pytest.raises(PeerRefused, match="ticket has ended"):
-        await peer._tickets.have(opened.ticket, Bitmap(SHAPE.chunks).encoded())
+        await peer._tickets.have(opened.ticket)
 
 
 async def test_a_difference_that_is_being_written_keeps_its_slot(peer: Peer) -> None:
