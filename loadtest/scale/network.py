@@ -214,6 +214,7 @@ class Links:
         self._shards = [[h for h in hosts.values() if h.shard == shard] for shard in kinds]
         self._sources = [{n: _part(scenario, n, s) for n in range(scenario.sources)} for s in kinds]
         self._readers: dict[tuple[int, int], set[int]] = {}  # by holder and shard
+        self._gone: set[int] = set()
         self._done = [False for _ in kinds]  # by shard: whether somebody has all
 
     def readers(self, number: int, shard: int) -> set[int]:
@@ -248,7 +249,9 @@ class Links:
 
     def _open_feeders(self, host: Host, now: float) -> None:
         for number in {int(feeder) for feeder in host.feeders.wanted(host.is_able(now)) if feeder} - host.links.keys():
-            if self._has_room(host, number):
+            if number in self._gone:
+                host.refused[number] = float("inf")
+            elif self._has_room(host, number):
                 self._enter(host, number)
 
     def _leave_idle(self, host: Host, now: float) -> None:
@@ -258,7 +261,8 @@ class Links:
             self._leave(host, number)
 
     def forget(self, dead: Host) -> None:
-        """Its record has gone."""
+        """Its record has gone, and who tries to open it learns so at once."""
+        self._gone.add(dead.number)
         self._shards[dead.shard].remove(dead)
 
     def close(self, host: Host) -> None:
