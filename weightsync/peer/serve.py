@@ -234,7 +234,7 @@ class Tickets:
             await self.digest(found.key)
             lock = self._held(found)
         try:
-            # In a thread: a library whose process has ended is started anew for it.
+            # In a thread: NIXL is started anew for it if its process has ended.
             endpoint, region = await asyncio.to_thread(
                 lambda: (self._transport.endpoint, found.mapped.region.descriptor)
             )
