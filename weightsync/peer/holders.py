@@ -357,7 +357,7 @@ class Opener:
         have = bitmap_of(opened.have, shape.chunks)
         lent = Bitmap.decoded(opened.lent, shape.chunks) if opened.lent else None
         link = await self._linked(opened.endpoint)
-        if self.shape is not None and shape != self.shape:
+        if self.shape is not None and not shape.agrees(self.shape):
             link.close()
             raise OtherChunks(record.host, self._key.digest)
         return Source(record, opened, shape, link, have, opened.active, lent)
