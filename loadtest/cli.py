@@ -97,11 +97,13 @@ def chaos(
     seed: Annotated[int, typer.Option(help="of what breaks, in which order, and of the questions")] = 0,
     clients: Annotated[int, typer.Option(help="that ask all the time")] = 4,
     hostile: Annotated[int, typer.Option(help="clients that attack all the time")] = 2,
+    second: Annotated[int, typer.Option(help="hosts with an instance of the second model")] = 2,
 ) -> None:
-    """Processes killed and frozen, links cut, bad versions and hostile clients on three hosts: what clients see."""
+    """Processes killed and frozen, links cut, instances that join and leave, bad versions and hostile clients, on three
+    hosts with two models: what clients see."""
     from loadtest.chaos.bench import run
 
-    if run(json, minutes=minutes, seed=seed, clients=clients, hostile=hostile)["violations"]:
+    if run(json, minutes=minutes, seed=seed, clients=clients, hostile=hostile, second=second)["violations"]:
         raise typer.Exit(1)
 
 
