@@ -82,11 +82,25 @@ def soak(
 
 
 @app.command()
-def upgrade(json: Json = None) -> None:
-    """Gateways and instances replaced one by one under load: failed requests (status 1 if any), token gaps, seconds."""
-    from loadtest.upgrade.bench import failures, run
+def upgrade(
+    json: Json = None,
+    since: Annotated[
+        str | None, typer.Option(help="revision of this repository that all processes are of before the upgrade")
+    ] = None,
+    instances_first: Annotated[
+        bool, typer.Option("--instances-first", help="with --since: replace instances before gateways")
+    ] = False,
+) -> None:
+    """Gateways and instances replaced one by one under load: failed requests (status 1 if any), token gaps, seconds.
+    With --since also peers and the publisher, and swaps of every kind in each state between two releases."""
+    from loadtest.upgrade import bench, releases
 
-    if failures(run(json)):
+    if since is not None:
+        order: releases.Order = "instances" if instances_first else "gateways"
+        failed = releases.failures(releases.run(json, since=since, order=order))
+    else:
+        failed = bench.failures(bench.run(json))
+    if failed:
         raise typer.Exit(1)
 
 
