@@ -33,11 +33,15 @@ from weightsync.errors import RecordError, StoreError
 from weightsync.store import SyncStore
 
 RESTART_S = 1.0
+FENCE_S = 20.0  # an instance whose engine did not flip within 10 s is torn, and ends; until its restart is under way
 STOP_S = 10.0
 
 
 class Supervised:
-    """One process in a group of its own. `own_ends` counts how often it ended though nobody had broken it."""
+    """One process in a group of its own. `own_ends` counts how often it ended though nobody had broken it.
+
+    An instance must end when its engine has been frozen for longer than a flip may take: that is nobody's fault either.
+    """
 
     def __init__(
         self, name: str, hosts: Hosts, host: int, argv: Sequence[str], env: Mapping[str, str], log: Path
@@ -45,6 +49,7 @@ class Supervised:
         self.name, self.host, self.log, self.own_ends = name, host, log, 0
         self._hosts, self._argv, self._env = hosts, list(argv), dict(env)
         self._broken = False
+        self._fenced, self._may_end_until = False, 0.0  # whether it is a part of it that is frozen
         self._frozen: list[int] = []
         self._restart_at: float | None = None
         self.start()
@@ -65,7 +70,7 @@ class Supervised:
         if self._process.poll() is None:
             return
         if self._restart_at is None:
-            self.own_ends += not self._broken
+            self.own_ends += not (self._broken or time.monotonic() < self._may_end_until)
             self._restart_at = time.monotonic() + RESTART_S
         elif time.monotonic() >= self._restart_at:
             self._end_group()
@@ -95,6 +100,7 @@ class Supervised:
         with contextlib.suppress(ProcessLookupError):
             os.kill(victim := self._victim(part), signal.SIGSTOP)
             self._frozen.append(victim)
+            self._fenced = victim != self._process.pid
 
     def thaw(self) -> None:
         for victim in self._frozen:
@@ -102,6 +108,8 @@ class Supervised:
                 os.kill(victim, signal.SIGCONT)
         self._frozen.clear()
         self._broken = False
+        if self._fenced:
+            self._fenced, self._may_end_until = False, time.monotonic() + FENCE_S
 
     def stop(self) -> None:
         """SIGTERM, and SIGKILL to what is left of its group."""

@@ -1,9 +1,12 @@
-"""The judges of `hotswap bench chaos`: what they let pass and what they do not. Nothing is started here."""
+"""The judges of `hotswap bench chaos`: what they let pass and what they do not. No fleet is started here."""
 
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import signal
+import subprocess
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,17 +14,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from loadtest.chaos import joiner
 from loadtest.chaos.clients import Answer, Attempt, Question, Wish, attempt, problems
-from loadtest.chaos.fleet import Snapshot, Watch, must_end
+from loadtest.chaos.fleet import Snapshot, Supervised, Watch, must_end
 from loadtest.chaos.hostile import Attack, bodies, complaints, told
 from loadtest.chaos.joiner import Joiner, Served, Stay, Tenure, tenures
 from loadtest.chaos.models import ALIAS, FIRST, SECOND, badness, placed
 from loadtest.chaos.models import token_of as token_of_model
 from loadtest.chaos.report import Wrongs, let_in, pushes, swaps, violations
 from loadtest.chaos.verdict import AFTER_S, Fault, Verdict, Window, judge, schedule, verdict
+from loadtest.hosts.namespaces import until
 from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, PastSwapRecord, SwapRecord
 from weightsync.control.state import CONFIRM_S
 from weightsync.store import SyncStore
@@ -345,6 +350,33 @@ class Process:
 
     def stop(self) -> None:
         self.stopped = True
+
+
+class Here:
+    """A host that is this one."""
+
+    def run(self, _host: int, argv: list[str], **popen: Any) -> subprocess.Popen[Any]:
+        return subprocess.Popen(argv, **popen)
+
+
+@pytest.mark.parametrize(("part", "own_ends"), [("", 1), ("sleep", 0)])
+def test_what_ends_because_a_part_of_it_was_frozen_has_not_ended_by_itself(
+    tmp_path: Path, part: str, own_ends: int
+) -> None:
+    words = ["sh", "-c", "sleep 600 & wait"]
+    process = Supervised("p", Here(), 0, words, {"PATH": os.environ["PATH"]}, tmp_path / "log")  # type: ignore[arg-type]
+    try:
+        pid = process._process.pid
+        until(lambda: bool(psutil.Process(pid).children()))
+        process.freeze(part)
+        assert not process.runs
+        process.thaw()
+        os.kill(pid, signal.SIGTERM)
+        until(lambda: process.returncode is not None)
+        process.tend()
+        assert process.own_ends == own_ends
+    finally:
+        process.stop()
 
 
 def joins(serves_s: float = 0.0) -> tuple[Joiner, Process]:
