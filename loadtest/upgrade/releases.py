@@ -334,7 +334,7 @@ class Crossing:
         started = time.monotonic()
         try:
             outcome = do()
-        except (StoreError, ProcessFailed, subprocess.TimeoutExpired, httpx.HTTPError) as error:
+        except (StoreError, CliError, subprocess.TimeoutExpired, httpx.HTTPError, ValueError, LookupError) as error:
             outcome = repr(error)
         self.done.append(Done(what, self.state, (started, time.monotonic()), outcome, must))
         self.say(f"  {what}: {outcome or 'done'} ({time.monotonic() - started:.1f} s)")
@@ -422,7 +422,7 @@ class Crossing:
 
 def _token(port: int, model: str) -> int:
     """What that model answers."""
-    body = {"model": model, "prompt_token_ids": [5, 6], "max_tokens": 1, "temperature": 0, "ignore_eos": True}
+    body = {"model": model, "prompt_token_ids": [5, 6], "max_tokens": 1, "temperature": 0, "stream": False}
     answer = httpx.post(f"http://127.0.0.1:{port}/generate", json=body, timeout=60.0)
     answer.raise_for_status()
     return int(answer.json()["choices"][0]["token_ids"][0])
