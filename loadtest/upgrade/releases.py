@@ -43,7 +43,7 @@ from loadtest.upgrade.bench import (
     instance_ready,
 )
 from loadtest.upgrade.clients import MODEL
-from server.cli.errors import CliError, ProcessFailed
+from server.cli.errors import CliError
 from server.cli.processes import Child, share_of_cores
 from server.ports import free_port
 from weightsync.control.records import CounterRecord, InstanceRecord, Keys, PastSwapRecord

@@ -19,7 +19,7 @@ import pytest
 
 from loadtest.chaos import joiner
 from loadtest.chaos.clients import Answer, Attempt, Question, Wish, attempt, problems
-from loadtest.chaos.fleet import Snapshot, Supervised, Watch, must_end
+from loadtest.chaos.fleet import DRAIN_S, Snapshot, Supervised, Watch, must_end
 from loadtest.chaos.hostile import Attack, bodies, complaints, told
 from loadtest.chaos.joiner import Joiner, Served, Stay, Tenure, tenures
 from loadtest.chaos.models import ALIAS, FIRST, SECOND, badness, placed
@@ -397,10 +397,10 @@ def test_a_joiner_is_told_to_leave_once_it_serves_what_is_committed() -> None:
     assert one.stay.ready is not None
     assert process.terminated
     told = one.stay.told or 0.0
-    one.tend(Snapshot(0.0, active, None, {record.id: replace(current, state="DRAINING", leaves_at=told + 8.0)}))
+    one.tend(Snapshot(0.0, active, None, {record.id: replace(current, state="DRAINING", leaves_at=told + DRAIN_S)}))
     process.returncode = 0
     one.tend(Snapshot(0.0, active, None, {}))
-    assert (one.stay.leaves_at, one.stay.problem, process.stopped) == (told + 8.0, "", True)
+    assert (one.stay.leaves_at, one.stay.problem, process.stopped) == (told + DRAIN_S, "", True)
 
 
 def test_a_joiner_that_ends_by_itself_or_badly_is_complained_of() -> None:
