@@ -42,7 +42,7 @@ def chat(live: LiveServer, model: str) -> tuple[int, dict[str, Any], httpx.Heade
 
 
 def test_one_is_swapped_while_the_other_streams(live: LiveServer, checkpoints: dict[str, Path]) -> None:
-    status, body, headers = chat(live, "fast")
+    _, body, headers = chat(live, "fast")
     assert body["choices"][0]["token_ids"] == [101] * 3
     assert "x-hotswap-fallback" not in headers
     assert [m.id for m in openai.OpenAI(base_url=f"{live.url}/v1", api_key="none").models.list()] == [
