@@ -90,7 +90,7 @@ class Sidecar:
         self._admission.admits = lambda: self._participant is not None and self._participant.admits
         vital = (partial(self._live, store), self._end_with_engine)
         if self._warm_up is not None:
-            self._warm = asyncio.ensure_future(self._warm_up())
+            self._warm = asyncio.create_task(self._vital(self._warm_up))
         tasks = [asyncio.create_task(self._vital(work)) for work in vital]
         try:
             yield
@@ -197,8 +197,6 @@ class Sidecar:
         places = await located(store, self._keys, version, {self._host, *self._engine.hosts}, timeout_s)
         await asyncio.to_thread(self._trust.check, self._config.model, places[self._host])
         report = await self._engine.stage(places[self._host], timeout_s, places)
-        if self._warm is not None:
-            await asyncio.shield(self._warm)
         STAGE_SECONDS.set(report["stage_ms"] / 1e3)
         fingerprint = report.get("fingerprint") or None
         if report["path"] != "retained" or not same(fingerprint, version.fingerprint):
@@ -207,6 +205,8 @@ class Sidecar:
         expected = report.get("expected_flip_ms")
         if expected is not None and expected > LONG_FLIP_MS:
             log.warning("the commit of version %d will stall decoding for about %.0f ms", version.version, expected)
+        if self._warm is not None:
+            await asyncio.shield(self._warm)
         built = report.get("built", "")
         return StageResult(fingerprint, report["staging_gbps"] or None, path, built=built, expected_flip_ms=expected)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import sys
 from pathlib import Path
 
 import psutil
@@ -60,7 +61,7 @@ def test_a_process_begins_with_them_once(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("LD_PRELOAD", "")
     fork_server.begin_with_libraries()
     assert ran == []  # PyTorch is here already: it is too late
-    monkeypatch.delitem(fork_server.sys.modules, "torch")
+    monkeypatch.delitem(sys.modules, "torch")
     fork_server.begin_with_libraries()
     monkeypatch.setenv("LD_PRELOAD", ran[0]["LD_PRELOAD"])
     fork_server.begin_with_libraries()
