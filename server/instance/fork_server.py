@@ -64,6 +64,10 @@ def begin_with_libraries() -> None:
     if for_cpus() and "torch" not in sys.modules and (wanted := libraries()) != os.environ.get("LD_PRELOAD", ""):
         environment = {**os.environ, "LD_PRELOAD": wanted}
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)  # noqa: S606 - our own argv
+    with contextlib.suppress(ImportError):
+        import setproctitle  # what vLLM names its processes with; it is optional there, too
+
+        setproctitle.getproctitle()  # it finds the memory of the title only while the environment is what it was
 
 
 class Process(context.ForkServerProcess):
