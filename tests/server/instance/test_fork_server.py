@@ -35,7 +35,7 @@ def test_engines_and_their_workers_are_forked(tmp_path: Path) -> None:
 def test_the_server_ends_with_its_instance(tmp_path: Path) -> None:
     log = tmp_path / "log"
     instance = program("wait", log)
-    wait_until(lambda: "pid" in log.read_text(), 60, what="the engine starts")
+    wait_until(lambda: log.exists() and "pid" in log.read_text(), 60, what="the engine starts")
     (server,) = (p for p in psutil.Process(instance.pid).children() if p.children())
     instance.kill()
     wait_until(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE, 20, what="it ends too")
