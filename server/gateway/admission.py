@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final, Protocol
 
 from server.errors import BadRequest, HttpError, MethodNotAllowed
@@ -58,18 +58,12 @@ class Client(Protocol):
         """What was written stays incomplete: the connection ends."""
 
 
-@dataclass
 class Request:
-    """A complete client request for a public route."""
+    """A complete client request for a public route. Like a head (wire/head.py) it is no dataclass.
 
-    target: Target
-    head: RequestHead
-    body: bytes
-    need: Need | None  # which versions may answer
-    served: tuple[Served, ...]  # who answers it, the first choice first
-    http10: bool
-    keep_alive: bool
-    principal: Principal = ANONYMOUS
+    `need`: which versions may answer; `served`: who answers it, the first choice first.
+    """
+
     priority: int = 0  # its class in the queue; the lowest goes first
     deadline_s: float = math.inf  # in which it must get to an instance
     known: affinity.Hint | None = None
@@ -79,6 +73,26 @@ class Request:
     grant: Grant | None = None  # of the key's limits, where it has any
     fields: Fields = NONE  # of its body, as they were sent
     extra_head: bytes = b""  # header lines for the answer
+
+    def __init__(
+        self,
+        target: Target,
+        head: RequestHead,
+        body: bytes,
+        need: Need | None,
+        served: tuple[Served, ...],
+        http10: bool,
+        keep_alive: bool,
+        principal: Principal = ANONYMOUS,
+    ) -> None:
+        self.target = target
+        self.head = head
+        self.body = body
+        self.need = need
+        self.served = served
+        self.http10 = http10
+        self.keep_alive = keep_alive
+        self.principal = principal
 
     def skip(self, count: int) -> bool:
         """Leaves out the first `count` of those who may answer, and then who cannot; False, and all stay, if none can.
@@ -187,12 +201,11 @@ class Admission:
         self, target: Target, head: RequestHead, principal: Principal, body: bytes, *, http10: bool, keep_alive: bool
     ) -> Request:
         """The request with what it asks for, by header or in its body, checked and in words for the instance."""
-        fields = NONE
+        directory, name, fields = self._directory, None, NONE
         if target.route.json_body:
-            fields = check_object(body)
+            fields = check_object(body, whole=directory.several)
         elif target.route.method == b"GET":
             body = b""
-        directory, name = self._directory, None
         served = directory.only
         if directory.several or principal.models is not None:
             name = named(fields)
