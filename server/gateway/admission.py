@@ -26,7 +26,7 @@ from server.gateway.fleet.routing import Need
 from server.gateway.models.directory import Directory
 from server.gateway.models.served import Served
 from server.gateway.routes import Target, find
-from server.gateway.wire.bodies import NONE, Fields, check_object, named, with_model
+from server.gateway.wire.bodies import NONE, check_object, named, with_model
 from server.gateway.wire.head import Headers, RequestHead, head_too_large, read_head
 
 STREAMED: Final = b"/admin/weights/upload"
@@ -65,13 +65,11 @@ class Request:
     """
 
     priority: int = 0  # its class in the queue; the lowest goes first
-    deadline_s: float = math.inf  # in which it must get to an instance
     known: affinity.Hint | None = None
     share: int | None = None  # the version it is for, where versions share the traffic
     repeated: bool = False  # on a version that is tried out, unseen; or it was not its turn
     failover: Failover = "off"  # who may go on with a stream whose instance dies
     grant: Grant | None = None  # of the key's limits, where it has any
-    fields: Fields = NONE  # of its body, as they were sent
     extra_head: bytes = b""  # header lines for the answer
 
     def __init__(
@@ -93,6 +91,8 @@ class Request:
         self.http10 = http10
         self.keep_alive = keep_alive
         self.principal = principal
+        self.deadline_s = math.inf  # in which it must get to an instance
+        self.fields = NONE  # of its body, as they were sent
 
     def skip(self, count: int) -> bool:
         """Leaves out the first `count` of those who may answer, and then who cannot; False, and all stay, if none can.

@@ -17,14 +17,12 @@ mypyc compiles neither msgspec structures nor slices whose bounds may cross, so 
 from __future__ import annotations
 
 import re
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import msgspec
 
 from server.errors import BadRequest
 from server.resume import Span
-
-T = TypeVar("T")
 
 KEPT = 4096  # at least so many of the last bytes are kept, where there are as many, and at most twice that
 
@@ -72,6 +70,8 @@ class Fields(msgspec.Struct):
 
 NONE = Fields()  # of a request without a JSON body
 _decoder = msgspec.json.Decoder(Fields)
+_raw_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_FAULTS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def check_object(body: bytes, *, whole: bool = False) -> Fields:
@@ -79,26 +79,34 @@ def check_object(body: bytes, *, whole: bool = False) -> Fields:
     texts is overlooked unless `whole`, and those in the fields are only told by how they begin and end."""
     if not whole and len(body) > 2 * LONG:
         body = without_texts(body)
-    return _checked(_decoder, body)
+    try:
+        found = _decoder.decode(body)
+        if not body.isascii():
+            body.decode()
+        return found
+    except _FAULTS as exc:
+        raise _no_object(exc) from exc
 
 
 def raw_fields(body: bytes) -> dict[str, msgspec.Raw]:
     """The fields of an object, as they were sent, to write it anew. Raises BadRequest like `check_object`."""
-    return _checked(_raw_decoder, body)
-
-
-def _checked(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
     try:
-        found = decoder.decode(body)
+        found = _raw_decoder.decode(body)
         if not body.isascii():
             body.decode()
         return found
-    except msgspec.ValidationError as exc:
-        raise BadRequest("The body must be a JSON object.", code="invalid_json") from exc
-    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-        raise BadRequest(f"The body is not valid JSON: {exc}.", code="invalid_json") from exc
-    except RecursionError as exc:
-        raise BadRequest("The body is nested too deeply.", code="invalid_json") from exc
+    except _FAULTS as exc:
+        raise _no_object(exc) from exc
+
+
+def _no_object(fault: Exception) -> BadRequest:
+    if isinstance(fault, msgspec.ValidationError):
+        message = "The body must be a JSON object."
+    elif isinstance(fault, RecursionError):
+        message = "The body is nested too deeply."
+    else:
+        message = f"The body is not valid JSON: {fault}."
+    return BadRequest(message, code="invalid_json")
 
 
 def without_texts(body: bytes) -> bytes:
@@ -149,9 +157,6 @@ def with_model(body: bytes, name: str) -> bytes:
     fields = raw_fields(body)
     fields["model"] = msgspec.Raw(msgspec.json.encode(name))
     return msgspec.json.encode(fields)
-
-
-_raw_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 # the events of streams, as far as journal.py needs them
