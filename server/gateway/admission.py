@@ -203,7 +203,7 @@ class Admission:
         """The request with what it asks for, by header or in its body, checked and in words for the instance."""
         directory, name, fields = self._directory, None, NONE
         if target.route.json_body:
-            fields = check_object(body, whole=directory.several)
+            fields = check_object(body)
         elif target.route.method == b"GET":
             body = b""
         served = directory.only

@@ -74,10 +74,10 @@ _raw_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _FAULTS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
-def check_object(body: bytes, *, whole: bool = False) -> Fields:
+def check_object(body: bytes) -> Fields:
     """What `body` has of them. Raises BadRequest if it is not a JSON object in UTF-8; what is wrong inside of long
-    texts is overlooked unless `whole`, and those in the fields are only told by how they begin and end."""
-    if not whole and len(body) > 2 * LONG:
+    texts is overlooked, and those in the fields are only told by how they begin and end."""
+    if len(body) > 2 * LONG:
         body = without_texts(body)
     try:
         found = _decoder.decode(body)
@@ -89,7 +89,8 @@ def check_object(body: bytes, *, whole: bool = False) -> Fields:
 
 
 def raw_fields(body: bytes) -> dict[str, msgspec.Raw]:
-    """The fields of an object, as they were sent, to write it anew. Raises BadRequest like `check_object`."""
+    """The fields of an object, as they were sent, to write it anew. Raises BadRequest if it is not one through and
+    through."""
     try:
         found = _raw_decoder.decode(body)
         if not body.isascii():
