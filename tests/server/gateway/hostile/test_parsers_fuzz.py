@@ -298,10 +298,11 @@ def sent(fields: bodies.Fields) -> dict[str, object]:
 short = st.text(max_size=3)
 leaves = st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=60) | st.text('"\\/\n', max_size=60)
 values = st.recursive(leaves, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(short, inner, max_size=3))
+FEWER = settings(FUZZ, max_examples=100)  # they are slow to make
 requests = st.dictionaries(st.sampled_from(["prompt", "model", "n", "max_tokens", "hotswap", "messages", "x"]), values)
 
 
-@FUZZ
+@FEWER
 @given(requests, st.booleans(), st.integers(0, 40), st.integers(2, 64))
 @pytest.mark.usefixtures("short_texts")
 def test_a_body_is_the_same_without_its_long_texts(value: dict[str, object], plain: bool, steps: int, row: int) -> None:
@@ -314,7 +315,7 @@ def test_a_body_is_the_same_without_its_long_texts(value: dict[str, object], pla
         assert sent(check_object(body)) == sent(looked_into(body))
 
 
-@FUZZ
+@FEWER
 @given(requests, st.integers(0, 400), st.sampled_from([b"", b'"', b"\\", b"{", b"]", b",", b"\n", b"\x00", b"\xff"]))
 @pytest.mark.usefixtures("short_texts")
 def test_faults_outside_of_long_texts_are_found(value: dict[str, object], at: int, change: bytes) -> None:
