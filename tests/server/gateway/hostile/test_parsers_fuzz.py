@@ -303,7 +303,7 @@ requests = st.dictionaries(st.sampled_from(["prompt", "model", "n", "max_tokens"
 
 
 @FEWER
-@given(requests, st.booleans(), st.integers(0, 40), st.integers(2, 64))
+@given(requests, st.booleans(), st.integers(0, 40), st.integers(2, 5))
 @pytest.mark.usefixtures("short_texts")
 def test_a_body_is_the_same_without_its_long_texts(value: dict[str, object], plain: bool, steps: int, row: int) -> None:
     """However early the search for them is given up."""
