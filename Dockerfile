@@ -6,7 +6,7 @@
 # Versions live in /dev/shm: give it three times the size of the model. On Kubernetes: k8s/README.md.
 ARG ACCEL=cpu
 
-# libibverbs1 is what Mooncake's and NIXL's engines are linked with; its providers drive the devices of a host. In
+# libibverbs1 is what NIXL reaches RDMA devices through; its providers drive the devices of a host. In
 # bubblewrap rewards run a model's code, where the container may make namespaces (docs/trainer/rewards.md). tini is
 # process number one: it takes away what dead processes leave, which nobody else does in a container.
 FROM python:3.11-slim-bookworm AS python-cpu
@@ -14,7 +14,7 @@ FROM python:3.12-slim-bookworm AS python-cuda
 
 FROM python-${ACCEL} AS runtime-cpu
 RUN apt-get update \
- && apt-get install -y --no-install-recommends libnuma1 libstdc++6 libgomp1 libcurl4 libibverbs1 ibverbs-providers \
+ && apt-get install -y --no-install-recommends libnuma1 libstdc++6 libgomp1 libibverbs1 ibverbs-providers \
     bubblewrap tini \
  && rm -rf /var/lib/apt/lists/* \
  && useradd --uid 10001 --user-group --create-home hotswap

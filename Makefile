@@ -71,7 +71,7 @@ $(VENV)/.run: pyproject.toml $(LISTS) scripts/install.sh
 
 $(VENV)/.test: $(VENV)/.run $(MORE) scripts/debian.sh
 	scripts/install.sh $(VENV) $(MORE)
-	scripts/debian.sh $(VENV) etcd chromium bubblewrap iproute2 mooncake
+	scripts/debian.sh $(VENV) etcd chromium bubblewrap iproute2
 	touch $@
 
 # 93 MB: the model itself comes in a package.

@@ -82,11 +82,25 @@ def soak(
 
 
 @app.command()
-def upgrade(json: Json = None) -> None:
-    """Gateways and instances replaced one by one under load: failed requests (status 1 if any), token gaps, seconds."""
-    from loadtest.upgrade.bench import failures, run
+def upgrade(
+    json: Json = None,
+    since: Annotated[
+        str | None, typer.Option(help="revision of this repository that all processes are of before the upgrade")
+    ] = None,
+    instances_first: Annotated[
+        bool, typer.Option("--instances-first", help="with --since: replace instances before gateways")
+    ] = False,
+) -> None:
+    """Gateways and instances replaced one by one under load: failed requests (status 1 if any), token gaps, seconds.
+    With --since also peers and the publisher, and swaps of every kind in each state between two releases."""
+    from loadtest.upgrade import bench, releases
 
-    if failures(run(json)):
+    if since is not None:
+        order: releases.Order = "instances" if instances_first else "gateways"
+        failed = releases.failures(releases.run(json, since=since, order=order))
+    else:
+        failed = bench.failures(bench.run(json))
+    if failed:
         raise typer.Exit(1)
 
 
@@ -97,11 +111,13 @@ def chaos(
     seed: Annotated[int, typer.Option(help="of what breaks, in which order, and of the questions")] = 0,
     clients: Annotated[int, typer.Option(help="that ask all the time")] = 4,
     hostile: Annotated[int, typer.Option(help="clients that attack all the time")] = 2,
+    second: Annotated[int, typer.Option(help="hosts with an instance of the second model")] = 2,
 ) -> None:
-    """Processes killed and frozen, links cut, bad versions and hostile clients on three hosts: what clients see."""
+    """Processes killed and frozen, links cut, instances that join and leave, bad versions and hostile clients, on three
+    hosts with two models: what clients see."""
     from loadtest.chaos.bench import run
 
-    if run(json, minutes=minutes, seed=seed, clients=clients, hostile=hostile)["violations"]:
+    if run(json, minutes=minutes, seed=seed, clients=clients, hostile=hostile, second=second)["violations"]:
         raise typer.Exit(1)
 
 

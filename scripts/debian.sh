@@ -5,7 +5,6 @@
 #   chromium    the browser in the tests of the console
 #   bubblewrap  the sandbox in which rewards run code that a model wrote
 #   iproute2    `ip` and `tc`, with which tests make several hosts out of one
-#   mooncake    the RDMA library that Mooncake's engine is linked with
 #
 # What is not there comes from Debian: root installs it, anybody else unpacks it into VENV/TOOL. A tool that cannot be had
 # is one line on stderr: its tests are skipped, or fail where CI=true.
@@ -19,7 +18,6 @@ there() {
     chromium) command -v chromium || [ -x "$venv/chromium/run" ] ;;
     bubblewrap) command -v bwrap || [ -x "$venv/bin/bwrap" ] ;;
     iproute2) { command -v ip && command -v tc; } || [ "$(id -u)" != 0 ] ;;  # only root may plug namespaces together
-    mooncake) /sbin/ldconfig -p | grep libibverbs.so.1 || ls "$venv"/mooncake/usr/lib/*/libibverbs.so.1 ;;
     *) echo "scripts/debian.sh: there is no tool $1" >&2; exit 2 ;;
   esac >/dev/null 2>&1
 }
@@ -27,7 +25,6 @@ there() {
 packages() {
   case $1 in
     etcd) echo etcd-server ;;
-    mooncake) echo libibverbs1 libnuma1 libcurl4 ;;
     *) echo "$1" ;;
   esac
 }

@@ -12,6 +12,7 @@ from tests import warm
 from tests.waiting import wait_until
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # others fill the memory, and Ray kills
 HERE = Path(__file__).parent
 HEAD = "127.0.0.2"  # at 127.0.0.1 Ray would look for another address of this machine
 

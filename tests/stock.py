@@ -53,6 +53,9 @@ def _asked(model: Path, what: dict[str, Any], options: dict[str, Any]) -> Any:
 
 
 def main(question: Path, answer: Path) -> None:
+    from server.instance.fork_server import fork_from_here
+
+    fork_from_here()
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.core import EngineCore

@@ -4,8 +4,8 @@ There are two such warm processes, which all workers share: ENGINES has vLLM, TR
 neither: test_warm.py starts one to see what becomes of orders.) `install()` has every `hotswap instance` that this
 process starts (server/cli/processes.py) forked from the first. A forked process is a process of its own as it is
 otherwise: a group, a log, an environment and descriptors of its own, killed with this process. Two things are not as
-they are otherwise: vLLM's engine core is forked, too (on CPUs vLLM starts a new Python for it), and OMP_NUM_THREADS is
-that of this process.
+they are otherwise: the libraries that an instance begins with are not loaded (server/instance/fork_server.py), and
+OMP_NUM_THREADS is that of this process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import setproctitle
 
 from server.cli import processes
 
-ENGINES, TRAINERS, BARE, ANEW = "engines", "trainers", "bare", "anew"
+ENGINES, TRAINERS, BARE = "engines", "trainers", "bare"
 MODULES = {
     ENGINES: (
         "server.cli.app", "server.instance.engine", "server.instance.generate", "server.instance.grammars.guard",
@@ -168,22 +168,6 @@ def install() -> None:
     processes.Child.start = start  # type: ignore[method-assign]
 
 
-def anew(args: list[str]) -> list[str]:
-    """Arguments of a Python that runs the module of ours named first, as `python -m` does. Nothing is imported before,
-    but here, too, vLLM's engine core is forked from its instance: it does not import all that a second time."""
-    return ["-m", "tests.warm", ANEW, *args]
-
-
-def _begin_anew(args: list[str]) -> None:
-    """What `anew` names."""
-    import multiprocessing
-
-    context = multiprocessing.get_context
-    multiprocessing.get_context = lambda method=None: context("fork" if method == "spawn" else method)  # type: ignore[assignment]
-    sys.argv, sys.orig_argv = [*args], [sys.executable, *anew(args)]
-    runpy.run_module(args[0], run_name="__main__", alter_sys=True)
-
-
 def _serve(kind: str, listener: socket.socket) -> None:
     """In a warm process: forks what is ordered until it is killed."""
     connection, _ = listener.accept()
@@ -241,22 +225,11 @@ def _status(pid: int, known: int | None) -> int | None:
 
 
 def _prepare_engines() -> None:
-    import multiprocessing
-
+    from server.instance.fork_server import import_engine
     from server.instance.main import prepare_environment
 
     prepare_environment()
-
-    from vllm.utils import system_utils
-
-    context = multiprocessing.get_context("fork")
-    system_utils.get_mp_context = lambda: context
-    for name in MODULES[ENGINES]:
-        if name.startswith("vllm."):
-            importlib.import_module(name)
-    for module in [m for name, m in list(sys.modules.items()) if name.startswith("vllm")]:
-        if "get_mp_context" in vars(module):
-            module.get_mp_context = system_utils.get_mp_context  # type: ignore[attr-defined]
+    import_engine()
 
 
 def _prepare_trainers() -> None:
@@ -281,7 +254,7 @@ def _become(order: dict[str, Any], descriptors: list[int]) -> NoReturn:
     os.chdir(order["cwd"])
     setproctitle.setproctitle(" ".join([sys.executable, "-m", *order["args"]]))
     sys.argv = list(order["args"])
-    sys.orig_argv = [sys.executable, *anew(order["args"])]  # with which an instance that wakes or restarts begins anew
+    sys.orig_argv = [sys.executable, "-m", *order["args"]]  # with which an instance that wakes or restarts begins anew
     status = 0
     try:
         runpy.run_module(order["args"][0], run_name="__main__", alter_sys=True)
@@ -295,9 +268,7 @@ def _become(order: dict[str, Any], descriptors: list[int]) -> NoReturn:
     os._exit(status)
 
 
-if __name__ == "__main__" and sys.argv[1] == ANEW:
-    _begin_anew(sys.argv[2:])
-elif __name__ == "__main__":
+if __name__ == "__main__":
     ctypes.CDLL(None).prctl(processes.PR_SET_PDEATHSIG, signal.SIGKILL)
     setproctitle.getproctitle()  # it finds the memory of the title only while the environment is what it was
     _serve(sys.argv[1], socket.socket(fileno=int(sys.argv[2])))

@@ -31,6 +31,7 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(
             BACKEND, "weightsync.vllm_engine.backend", "HotswapWeightTransferEngine"
         )
+        os.register_at_fork(after_in_child=_die_with_owner)  # a forked process does not come here
     install()
     if OWNER_ENV in os.environ:
         _begin_with_placeholders()

@@ -18,11 +18,12 @@ from typing import Any
 import orjson
 from rich.console import Console
 
-from loadtest.chaos import report
-from loadtest.chaos.fleet import COUNT, MODEL, PUBLISHER, Layout, Watch
+from loadtest.chaos import joiner, report
+from loadtest.chaos.fleet import COUNT, Layout, Watch
 from loadtest.chaos.hostile import complaints
-from loadtest.chaos.run import START_S, Run, windows
-from loadtest.chaos.verdict import schedule, verdict
+from loadtest.chaos.models import placed
+from loadtest.chaos.run import START_S, Run, excuses, windows
+from loadtest.chaos.verdict import PUBLISHER, process_name, schedule, verdict
 from loadtest.hosts import etcd
 from loadtest.hosts.namespaces import CannotShape, Hosts, obstacle, until
 from loadtest.measure.machine import machine
@@ -36,17 +37,26 @@ console = Console(stderr=True)
 
 
 def run(
-    json: Path | None = None, *, minutes: float = 30.0, seed: int = 0, clients: int = 4, hostile: int = 2
+    json: Path | None = None,
+    *,
+    minutes: float = 30.0,
+    seed: int = 0,
+    clients: int = 4,
+    hostile: int = 2,
+    second: int = 2,
 ) -> dict[str, Any]:
-    """Breaks things for so long, prints what came of it, writes `json`; returns the figures. Raises SystemExit."""
-    binary = _tools()
+    """Breaks things for so long, prints what came of it, writes `json`; returns the figures. `second`: how many hosts
+    have the second model all the time. Raises SystemExit."""
+    if not 1 <= second <= COUNT:
+        raise SystemExit(f"hotswap bench chaos: --second {second}: there are {COUNT} hosts; give 1 to {COUNT}")
+    binary, models = _tools(), placed(COUNT, second)
     work = Path("runs/chaos").resolve() / f"{time.strftime('%m%d-%H%M%S')}-{seed}"
     console.print(f"seed {seed}, {minutes:g} minutes; logs in {work}")
     try:
         with Hosts(COUNT, shaped=True) as hosts:
             if not hosts.can_shape:
                 raise SystemExit(f"hotswap bench chaos: {CannotShape()}")
-            layout = Layout(hosts, binary, work, seed)
+            layout = Layout(hosts, binary, work, seed, models)
             with contextlib.closing(layout):
                 found = _run(layout, work, minutes, seed, clients, hostile)
     finally:
@@ -58,6 +68,7 @@ def run(
         "hosts": COUNT,
         "clients": clients,
         "hostile": hostile,
+        "models": {placed.model: len(placed.instances) for placed in models},
         **found,
     }
     report.show(console, found)
@@ -80,8 +91,9 @@ def _run(layout: Layout, work: Path, minutes: float, seed: int, clients: int, ho
     layout.start_stores()
     until(lambda: layout.etcd.listen() and layout.etcd.agreed())
     layout.start_rest()
-    with Watch(layout.store, MODEL) as watch:
-        doing = Run(layout, watch, console.print)
+    with contextlib.ExitStack() as stack:
+        watches = {p.model: stack.enter_context(Watch(layout.store, p.model)) for p in layout.models}
+        doing = Run(layout, watches, console.print)
         if not doing.until_whole(START_S):
             raise SystemExit(f"the fleet did not start: {doing.missing()}; see {work / 'logs'}")
         answers, attacks = work / "attempts.jsonl", work / "attacks.jsonl"
@@ -92,7 +104,7 @@ def _run(layout: Layout, work: Path, minutes: float, seed: int, clients: int, ho
         ):
             time.sleep(LOAD_S)
             began, since = time.monotonic(), time.time()
-            doing.faults(schedule(seed, COUNT, PUBLISHER), began + 60 * minutes)
+            doing.faults(schedule(seed, COUNT, layout.models), began + 60 * minutes)
             ended = time.monotonic()
             for process in (enemies, load):
                 process.communicate("stop\n", timeout=STOP_S)
@@ -101,19 +113,25 @@ def _run(layout: Layout, work: Path, minutes: float, seed: int, clients: int, ho
     broken = windows(doing.done, ended)
     found = verdict(attempts, broken, began, ended)
     attacked = [orjson.loads(line) for line in attacks.read_bytes().splitlines()]
-    pushes = report.pushes(work / "logs" / f"publisher-{PUBLISHER}.log", since)
+    logs = {p.model: layout.log(process_name(PUBLISHER, p.publisher, p.model)) for p in layout.models}
+    pushes = {model: report.pushes(log, since) for model, log in logs.items()}
+    gateways = [layout.log(process_name("gateway", host)) for host in range(COUNT)]
+    asked = joiner.served(gateways, {stay.instance for stay in doing.stays})
+    past = {model: joiner.tenures(watch.past.values()) for model, watch in watches.items()}
     wrongs = report.Wrongs(
         ended={name: p.own_ends for name, p in layout.processes.items() if p.own_ends},
         load=load.returncode or enemies.returncode,
         attacks=complaints(attacked, broken),
-        let_in=report.let_in(pushes),
+        joiners=joiner.complaints(doing.stays, asked, past, excuses(doing.done, ended)),
+        let_in=sum(map(report.let_in, pushes.values())),
     )
-    swaps = report.swaps(watch.past, watch.late, since)
+    swaps = {model: report.swaps(watch.past, watch.late, since) for model, watch in watches.items()}
     return {
         "seconds": round(ended - began, 1),
         "faults": report.faults(doing.done),
         "requests": report.requests(found),
         "attacks": report.attacks(attacked, wrongs.attacks),
+        "joiners": report.stays(doing.stays, len(asked), wrongs.joiners),
         "swaps": swaps,
         "pushes": pushes,
         "fetches": fetches,
@@ -125,7 +143,7 @@ def _run(layout: Layout, work: Path, minutes: float, seed: int, clients: int, ho
 
 @contextlib.contextmanager
 def _load(program: str, words: list[str], urls: list[str]) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", f"loadtest.chaos.{program}", MODEL, *words, *urls]
+    command = [sys.executable, "-m", f"loadtest.chaos.{program}", *words, *urls]
     with interrupts.held():
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, text=True, env=os.environ, preexec_fn=die_with_parent

@@ -13,22 +13,9 @@ from typing import Any, BinaryIO, Literal
 import httpx
 import orjson
 
-FIRST_TOKEN, CHECKPOINTS = 100, 4
-BAD_EVERY = 8
-Bad = Literal["nan", "inf", "overflow"]
-REFUSED: tuple[Bad, ...] = ("nan", "inf")  # what staging must refuse; the third kind shows only while it runs
-Problem = Literal["wrong", "mixed", "mislabelled"]
+from loadtest.chaos.models import ALIAS, FIRST, FIRST_TOKEN, SECOND, answerers, badness, token_of
 
-
-def token_of(version: int) -> int:
-    """What a good version answers, whatever it is asked."""
-    return FIRST_TOKEN + version % CHECKPOINTS
-
-
-def badness(version: int) -> Bad | None:
-    """What is wrong with the weights of a version, by its number. What a bad one answers is anybody's guess."""
-    kinds: tuple[Bad, ...] = (*REFUSED, "overflow")
-    return kinds[version // BAD_EVERY % len(kinds)] if version % BAD_EVERY == BAD_EVERY - 1 else None
+Problem = Literal["wrong", "mixed", "mislabelled", "foreign"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +43,7 @@ class Wish:
 class Answer:
     """As much of an answer as arrived. `pieces` are its events: the version of the last token, and the tokens.
 
-    `spans` and `prompt_spans` are those at its end; without them it is not complete.
+    `spans` and `prompt_spans` are those at its end; without them it is not complete. `model` is who it says wrote it.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -64,6 +51,7 @@ class Answer:
     spans: list[dict[str, int]] | None = None
     prompt_spans: list[dict[str, int]] | None = None
     resumed: int = 0
+    model: str | None = None
 
     def take(self, tokens: Iterable[int], version: int | None) -> None:
         """An event of a stream."""
@@ -84,12 +72,18 @@ class Answer:
         return [v["version"] for v in self.spans] if self.spans is not None else [v for v, _ in self.pieces]
 
 
-def problems(answer: Answer, length: int, wish: Wish) -> list[tuple[Problem, str]]:
-    """What is wrong with the whole of it if it is complete, or with the part that arrived."""
-    return [*_wrong(answer, wish), *_mixed(answer, wish), *_mislabelled(answer, length)]
+def problems(answer: Answer, length: int, wish: Wish, asked: str) -> list[tuple[Problem, str]]:
+    """What is wrong with the whole of it if it is complete, or with the part that arrived; `asked`: model or alias."""
+    foreign: list[tuple[Problem, str]] = []
+    if answer.model is not None and answer.model not in answerers(asked):
+        foreign = [("foreign", f"an answer of {answer.model} to a request for {asked}")]
+    # Until an answer of an alias says whose it is, its tokens must be of one of its models.
+    by = (answer.model,) if answer.model is not None and answer.model in FIRST_TOKEN else answerers(asked)
+    wrong = min(([*_wrong(answer, wish, model)] for model in by), key=len)
+    return [*foreign, *wrong, *_mixed(answer, wish), *_mislabelled(answer, length)]
 
 
-def _wrong(answer: Answer, wish: Wish) -> Iterable[tuple[Problem, str]]:
+def _wrong(answer: Answer, wish: Wish, model: str) -> Iterable[tuple[Problem, str]]:
     """Tokens that the weights they are labelled with do not answer.
 
     After a bad version's, those of a newer one are anybody's guess, too: the KV cache of the answer is the bad one's
@@ -103,8 +97,8 @@ def _wrong(answer: Answer, wish: Wish) -> Iterable[tuple[Problem, str]]:
             continue
         if spoilt is not None and (version < spoilt or wish.policy == "recompute"):
             spoilt = None
-        if spoilt is None and token != token_of(version):
-            yield "wrong", f"token {token} under version {version}, which answers {token_of(version)}"
+        if spoilt is None and token != token_of(model, version):
+            yield "wrong", f"token {token} under {model}'s version {version}, which answers {token_of(model, version)}"
 
 
 def _labelled(answer: Answer) -> Iterable[tuple[int, int]]:
@@ -148,16 +142,17 @@ Outcome = Literal["answered", "refused", "untyped", "cut"]
 
 @dataclass(frozen=True)
 class Question:
-    """A request, whoever is asked."""
+    """A request, whichever gateway is asked. `model` is a model or an alias."""
 
+    model: str
     route: str
     stream: bool
     length: int
     prompt: tuple[int, ...]
     wish: Wish
 
-    def body(self, model: str) -> dict[str, Any]:
-        shared = {"model": model, "max_tokens": self.length, "temperature": 0, "ignore_eos": True}
+    def body(self) -> dict[str, Any]:
+        shared = {"model": self.model, "max_tokens": self.length, "temperature": 0, "ignore_eos": True}
         shared |= {"stream": self.stream, "hotswap": self.wish.body(FINISH_S, WAIT_S)}
         if self.route == "/generate":
             return shared | {"prompt_token_ids": self.prompt}
@@ -168,11 +163,12 @@ class Question:
 class Attempt:
     """What came of it; times are monotonic seconds of this machine. `asked`: when its question was asked first.
 
-    `code` is the error's, or the class of what broke the connection.
+    `code` is the error's, or the class of what broke the connection. `model` was asked, `by` has answered.
     """
 
     gateway: int
     began: float
+    model: str
     route: str
     stream: bool
     policy: str
@@ -188,6 +184,7 @@ class Attempt:
     crossed: bool = False
     resumed: int = 0
     version: int | None = None
+    by: str | None = None
     problems: list[tuple[str, str]] = field(default_factory=list)
 
     def line(self) -> bytes:
@@ -206,14 +203,16 @@ class Incomplete(Exception):
     """A body ended in order, before the answer did."""
 
 
-async def attempt(http: httpx.AsyncClient, gateway: int, model: str, question: Question, asked: float) -> Attempt:
+async def attempt(http: httpx.AsyncClient, gateway: int, question: Question, asked: float) -> Attempt:
     """Asks once; `asked`: when this question was asked first."""
     wish = question.wish
     bound = wish.version is not None or wish.min_version is not None
-    made = Attempt(gateway, time.monotonic(), question.route, question.stream, wish.policy, bound, asked)
+    made = Attempt(
+        gateway, time.monotonic(), question.model, question.route, question.stream, wish.policy, bound, asked
+    )
     answer = Answer()
     try:
-        await _ask(http, question, model, answer)
+        await _ask(http, question, answer)
     except Refused as refusal:
         _note_refusal(made, refusal)
     except (httpx.TransportError, Incomplete) as error:
@@ -223,8 +222,8 @@ async def attempt(http: httpx.AsyncClient, gateway: int, model: str, question: Q
     made.ended = time.monotonic()
     made.tokens, made.resumed = len(answer.tokens), answer.resumed
     made.crossed = len(set(answer.versions)) > 1
-    made.version = answer.versions[-1] if answer.versions else None
-    made.problems = [(kind, said) for kind, said in problems(answer, question.length, wish)]
+    made.version, made.by = answer.versions[-1] if answer.versions else None, answer.model
+    made.problems = [(kind, said) for kind, said in problems(answer, question.length, wish, question.model)]
     return made
 
 
@@ -237,15 +236,16 @@ def _note_refusal(made: Attempt, refusal: Refused) -> None:
     made.retry_after = refusal.retry_after
 
 
-async def _ask(http: httpx.AsyncClient, question: Question, model: str, answer: Answer) -> None:
-    async with http.stream("POST", question.route, json=question.body(model)) as response:
+async def _ask(http: httpx.AsyncClient, question: Question, answer: Answer) -> None:
+    async with http.stream("POST", question.route, json=question.body()) as response:
         if response.status_code != 200:
             body = _parsed(await response.aread())
             error = body.get("error") if isinstance(body, dict) else body
             after = response.headers.get("retry-after")
             raise Refused(response.status_code, error, float(after) if after else None)
         if not question.stream:
-            choice = orjson.loads(await response.aread())["choices"][0]
+            body = orjson.loads(await response.aread())
+            choice, answer.model = body["choices"][0], body["model"]
             answer.take(choice["token_ids"], None)
             answer.take_end(choice)
             return
@@ -267,6 +267,7 @@ def _take(event: str, data: Mapping[str, Any], answer: Answer) -> None:
     if event == "token":
         answer.take(data["token_ids"], data["weight_version"])
         return
+    answer.model = data["model"]
     for choice in data["choices"]:
         answer.take(choice.get("token_ids") or (), data.get("weight_version"))
         if "weight_versions" in choice:
@@ -280,14 +281,17 @@ def _parsed(body: bytes) -> object:
         return body.decode(errors="replace")
 
 
-def drawn(chance: random.Random, newest: int | None) -> Question:
-    """A question at random; `newest` is the last version that was seen in an answer."""
+def drawn(chance: random.Random, seen: Mapping[str, int]) -> Question:
+    """A question at random; `seen` is the last version in an answer of each model. An alias has none of its own."""
+    model = chance.choices((FIRST, SECOND, ALIAS), (5, 3, 2))[0]
+    newest = seen.get(model)
     wish = Wish(chance.choices(("keep", "recompute", "finish", "abort"), (50, 15, 20, 15))[0])
     if newest is not None and wish.policy == "keep" and chance.random() < 0.4:
         wish = Wish(min_version=newest)
     elif newest is not None and wish.policy in ("finish", "abort") and chance.random() < 0.4:
         wish = Wish(wish.policy, version=newest)
     return Question(
+        model=model,
         route=chance.choice(("/generate", "/v1/completions")),
         stream=chance.random() < 0.7,
         length=chance.randint(8, LONGEST),
@@ -306,11 +310,10 @@ class Client:
     """One at a time. `urls` are the gateways, one on each host."""
 
     urls: list[str]
-    model: str
     chance: random.Random
     file: BinaryIO
     at: int
-    newest: int | None = None
+    newest: dict[str, int] = field(default_factory=dict)
     connections: dict[int, httpx.AsyncClient] = field(default_factory=dict)
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -323,9 +326,10 @@ class Client:
     async def _until_answered(self, question: Question, stop: asyncio.Event) -> None:
         asked = time.monotonic()
         while True:
-            made = await attempt(self._http(), self.at, self.model, question, asked)
+            made = await attempt(self._http(), self.at, question, asked)
             self.file.write(made.line())
-            self.newest = made.version if made.version is not None else self.newest
+            if made.version is not None and made.by is not None:
+                self.newest[made.by] = made.version
             if made.outcome == "answered" or stop.is_set():
                 return
             question = self._next(question, made)
@@ -344,10 +348,10 @@ class Client:
         return self.connections[self.at]
 
 
-async def main(model: str, seed: int, count: int, path: str, urls: list[str]) -> None:
+async def main(seed: int, count: int, path: str, urls: list[str]) -> None:
     stop = asyncio.Event()
     with open(path, "wb", buffering=0) as file:  # noqa: ASYNC230 - a line at a time, into the page cache
-        clients = [Client(urls, model, random.Random(f"{seed} {n}"), file, n % len(urls)) for n in range(count)]
+        clients = [Client(urls, random.Random(f"{seed} {n}"), file, n % len(urls)) for n in range(count)]
         tasks = [asyncio.create_task(client.run(stop)) for client in clients]
         await asyncio.to_thread(sys.stdin.readline)
         stop.set()
@@ -355,4 +359,4 @@ async def main(model: str, seed: int, count: int, path: str, urls: list[str]) ->
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5:]))
+    asyncio.run(main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:]))

@@ -1,8 +1,9 @@
-"""Three hosts with their processes: where each runs, who starts it again, and who watches it."""
+"""Three hosts with the processes of two models: where each runs, who starts it again, and who watches it."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import shutil
@@ -18,7 +19,8 @@ from typing import Any
 
 import psutil
 
-from loadtest.chaos.clients import CHECKPOINTS, FIRST_TOKEN
+from loadtest.chaos.models import CHECKPOINTS, FIRST_TOKEN, Placement, models_file
+from loadtest.chaos.verdict import PUBLISHER, process_name
 from loadtest.hosts.certificates import self_signed
 from loadtest.hosts.etcd import Members
 from loadtest.hosts.namespaces import Hosts
@@ -31,11 +33,15 @@ from weightsync.errors import RecordError, StoreError
 from weightsync.store import SyncStore
 
 RESTART_S = 1.0
+FENCE_S = 20.0  # an instance whose engine did not flip within 10 s is torn, and ends; until its restart is under way
 STOP_S = 10.0
 
 
 class Supervised:
-    """One process in a group of its own. `own_ends` counts how often it ended though nobody had broken it."""
+    """One process in a group of its own. `own_ends` counts how often it ended though nobody had broken it.
+
+    An instance must end when its engine has been frozen for longer than a flip may take: that is nobody's fault either.
+    """
 
     def __init__(
         self, name: str, hosts: Hosts, host: int, argv: Sequence[str], env: Mapping[str, str], log: Path
@@ -43,6 +49,7 @@ class Supervised:
         self.name, self.host, self.log, self.own_ends = name, host, log, 0
         self._hosts, self._argv, self._env = hosts, list(argv), dict(env)
         self._broken = False
+        self._fenced, self._may_end_until = False, 0.0  # whether it is a part of it that is frozen
         self._frozen: list[int] = []
         self._restart_at: float | None = None
         self.start()
@@ -63,13 +70,23 @@ class Supervised:
         if self._process.poll() is None:
             return
         if self._restart_at is None:
-            self.own_ends += not self._broken
+            self.own_ends += not (self._broken or time.monotonic() < self._may_end_until)
             self._restart_at = time.monotonic() + RESTART_S
         elif time.monotonic() >= self._restart_at:
             self._end_group()
             self._frozen.clear()
             self._restart_at = None
             self.start()
+
+    @property
+    def returncode(self) -> int | None:
+        """The status that it ended with; None while it runs."""
+        return self._process.poll()
+
+    def terminate(self) -> None:
+        """SIGTERM, and nothing else."""
+        self._broken = True
+        self._process.terminate()
 
     def kill(self, part: str = "") -> None:
         """SIGKILL; `part`: only its child with that in its name."""
@@ -83,6 +100,7 @@ class Supervised:
         with contextlib.suppress(ProcessLookupError):
             os.kill(victim := self._victim(part), signal.SIGSTOP)
             self._frozen.append(victim)
+            self._fenced = victim != self._process.pid
 
     def thaw(self) -> None:
         for victim in self._frozen:
@@ -90,6 +108,8 @@ class Supervised:
                 os.kill(victim, signal.SIGCONT)
         self._frozen.clear()
         self._broken = False
+        if self._fenced:
+            self._fenced, self._may_end_until = False, time.monotonic() + FENCE_S
 
     def stop(self) -> None:
         """SIGTERM, and SIGKILL to what is left of its group."""
@@ -114,10 +134,11 @@ class Supervised:
         return self._process.pid
 
 
-MODEL = "chaos"
+NAMESPACE = "chaos"
 COUNT = 3
-PUBLISHER = 0  # its host
-PUBLIC, INSTANCE, ADMIN, PEER = 8000, 8001, 8002, 8003
+PUBLIC, ADMIN = 8000, 8002
+INSTANCE, PEER = 8010, 8020  # and one more for each model
+DRAIN_S = 2.0  # what an instance that was told to leave goes on for: many an answer takes longer, and is handed on
 CHUNK = 64 << 10  # so that a version of a tiny model is several chunks
 READ_TIMEOUT_S = 20.0  # how long a gateway lets an instance be silent
 VLLM_ARGS = ("--max-model-len", "512", "--max-num-seqs", "16")
@@ -128,14 +149,15 @@ PREFIX = "hotswap-chaos-"
 class Layout:
     """All processes, running. `work` gets logs and keys; what is in memory goes with `close`."""
 
-    def __init__(self, hosts: Hosts, etcd: str, work: Path, seed: int) -> None:
-        self.hosts, self.processes = hosts, dict[str, Supervised]()
+    def __init__(self, hosts: Hosts, etcd: str, work: Path, seed: int, models: Sequence[Placement]) -> None:
+        self.hosts, self.processes, self.models = hosts, dict[str, Supervised](), tuple(models)
+        self.guests: list[Supervised] = []
         self._work, self._seed = work, seed
         remove_leftovers()
         self._memory = ARENAS / f"{PREFIX}{os.getpid()}"
         self._memory.mkdir(mode=0o700)
         self.etcd = Members(hosts, etcd, self._memory / "etcd", range(COUNT))
-        self.checkpoints = [_checkpoint(work.parent / f"say-{i}", FIRST_TOKEN + i) for i in range(CHECKPOINTS)]
+        self._checkpoints = {placed.model: _checkpoints(work.parent, FIRST_TOKEN[placed.model]) for placed in models}
         self._prepare()
 
     @property
@@ -144,7 +166,8 @@ class Layout:
 
     @property
     def peers(self) -> list[str]:
-        return [f"https://{self.hosts.address(host)}:{PEER}" for host in range(COUNT)]
+        ports = [PEER + n for n in range(len(self.models))]
+        return [f"https://{self.hosts.address(host)}:{port}" for host in range(COUNT) for port in ports]
 
     @property
     def tls(self) -> Path:
@@ -152,8 +175,12 @@ class Layout:
         return self._work / "tls"
 
     @property
+    def _models_file(self) -> Path:
+        return self._work / "models.yaml"
+
+    @property
     def store(self) -> str:
-        return self.etcd.url(MODEL)
+        return self.etcd.url(NAMESPACE)
 
     def start_stores(self) -> None:
         for host in range(COUNT):
@@ -161,11 +188,24 @@ class Layout:
 
     def start_rest(self) -> None:
         for host in range(COUNT):
-            self._start("peer", host, [*_hotswap("peer"), *self._peer(host)])
+            for n, placed in enumerate(self.models):
+                self._start("peer", host, [*_hotswap("peer"), *self._peer(n, host)], placed.model)
             self._start("gateway", host, [*_hotswap("gateway"), *self._gateway(host)])
-        self._start("publisher", PUBLISHER, [sys.executable, "-m", "loadtest.chaos.publisher", *self._publisher()])
-        for host in range(COUNT):
-            self._start("instance", host, [*_hotswap("instance"), *self._instance(host)])
+        for placed in self.models:
+            publisher = [sys.executable, "-m", "loadtest.chaos.publisher", *self._publisher(placed)]
+            self._start(PUBLISHER, placed.publisher, publisher, placed.model)
+            for host in placed.instances:
+                name = process_name("instance", host, placed.model)
+                self._start("instance", host, self._instance(placed.model, host, name), placed.model)
+
+    def join(self, model: str, host: int, name: str) -> Supervised:
+        """Starts an instance that nobody starts again."""
+        guest = self._supervised(name, host, self._instance(model, host, name))
+        self.guests.append(guest)
+        return guest
+
+    def log(self, name: str) -> Path:
+        return self._work / "logs" / f"{name}.log"
 
     def tend(self) -> None:
         for process in self.processes.values():
@@ -173,20 +213,22 @@ class Layout:
 
     def close(self) -> None:
         """Ends everything, the stores last; safe after half a start."""
-        for process in reversed(list(self.processes.values())):
+        for process in reversed([*self.processes.values(), *self.guests]):
             process.stop()
         shutil.rmtree(self._memory, ignore_errors=True)
 
-    def _start(self, what: str, host: int, argv: list[str]) -> None:
-        name = f"{what}-{host}"
-        log = self._work / "logs" / f"{name}.log"
-        self.processes[name] = Supervised(name, self.hosts, host, argv, self._environment(host), log)
+    def _start(self, what: str, host: int, argv: list[str], model: str = "") -> None:
+        name = process_name(what, host, model)
+        self.processes[name] = self._supervised(name, host, argv)
+
+    def _supervised(self, name: str, host: int, argv: list[str]) -> Supervised:
+        return Supervised(name, self.hosts, host, argv, self._environment(host), self.log(name))
 
     def _environment(self, host: int) -> dict[str, str]:
         """As on a host of its own. vLLM's engine core meets its API server on loopback."""
         return {
             "HOTSWAP_HOST": f"h{host}",
-            "HOTSWAP_STORE": self.etcd.url(MODEL, first=host),
+            "HOTSWAP_STORE": self.etcd.url(NAMESPACE, first=host),
             "HOTSWAP_ARENA": str(self._memory / f"arena{host}"),
             "HOTSWAP_CLUSTER_TLS": str(self.tls),
             "VLLM_HOST_IP": "127.0.0.1",
@@ -195,26 +237,29 @@ class Layout:
             **share_of_cores(host, COUNT, VLLM_ARGS, os.environ),
         }
 
-    def _peer(self, host: int) -> list[str]:
-        listen = f"{self.hosts.address(host)}:{PEER}"
-        return ["--model", MODEL, "--listen", listen, "--transport", "tcp", "--chunk", str(CHUNK)]
+    def _peer(self, n: int, host: int) -> list[str]:
+        words = ["--model", self.models[n].model, "--listen", f"{self.hosts.address(host)}:{PEER + n}"]
+        return [*words, "--transport", "tcp", "--chunk", str(CHUNK)]
 
     def _gateway(self, host: int) -> list[str]:
-        words = ["--model", MODEL, "--host", self.hosts.address(host), "--port", str(PUBLIC)]
+        words = ["--models", str(self._models_file), "--host", self.hosts.address(host), "--port", str(PUBLIC)]
         words += ["--admin-port", str(ADMIN), "--admin-key-file", str(self._work / "admin.key")]
         return [*words, "--read-timeout", str(READ_TIMEOUT_S), "--log-format", "json"]
 
-    def _instance(self, host: int) -> list[str]:
-        words = ["--model", str(self.checkpoints[0]), "--name", MODEL, "--instance-id", f"instance-{host}"]
-        words += ["--host", self.hosts.address(host), "--port", str(INSTANCE), "--kv-cache-gib", "0.06"]
-        return [*words, *VLLM_ARGS]
+    def _instance(self, model: str, host: int, name: str) -> list[str]:
+        port = INSTANCE + [placed.model for placed in self.models].index(model)
+        words = ["--model", str(self._checkpoints[model][0]), "--name", model, "--instance-id", name]
+        words += ["--host", self.hosts.address(host), "--port", str(port), "--kv-cache-gib", "0.06"]
+        return [*_hotswap("instance"), *words, "--drain", str(DRAIN_S), *VLLM_ARGS]
 
-    def _publisher(self) -> list[str]:
-        return [self.etcd.url(MODEL, first=PUBLISHER), MODEL, str(self._seed), *map(str, self.checkpoints)]
+    def _publisher(self, placed: Placement) -> list[str]:
+        url = self.etcd.url(NAMESPACE, first=placed.publisher)
+        return [url, placed.model, str(self._seed), *map(str, self._checkpoints[placed.model])]
 
     def _prepare(self) -> None:
         (self._work / "logs").mkdir(parents=True)
         self_signed(self.tls)
+        self._models_file.write_text(json.dumps(models_file()))
         key = self._work / "admin.key"
         key.touch(mode=0o600)
         key.write_text(secrets.token_urlsafe(32))
@@ -239,8 +284,13 @@ def _hotswap(command: str) -> list[str]:
     return [sys.executable, "-m", "server.cli", command]
 
 
-def _checkpoint(path: Path, token: int) -> Path:
-    return path if (path / "config.json").exists() else make_constant_checkpoint(path, token=token)
+def _checkpoints(directory: Path, first: int) -> list[Path]:
+    """Each answers the token in its name."""
+    paths = {first + i: directory / f"say-{first + i}" for i in range(CHECKPOINTS)}
+    return [
+        path if (path / "config.json").exists() else make_constant_checkpoint(path, token=token)
+        for token, path in paths.items()
+    ]
 
 
 EVERY_S, HISTORY_EVERY_S = 0.4, 1.0
@@ -256,11 +306,13 @@ class Snapshot:
     swap: SwapRecord | None = None
     instances: dict[str, InstanceRecord] = field(default_factory=dict)
 
-    def behind(self, names: list[str]) -> list[str]:
+    def behind(self, names: Sequence[str]) -> list[str]:
         """Which of these instances do not run what is committed, and how they stand."""
-        return [f"{name} {self._state(name)}" for name in names if not self._follows(self.instances.get(name))]
+        return [f"{name} {self._state(name)}" for name in names if not self.follows(name)]
 
-    def _follows(self, instance: InstanceRecord | None) -> bool:
+    def follows(self, name: str) -> bool:
+        """Whether the instance serves what is committed."""
+        instance = self.instances.get(name)
         if instance is None or self.active is None or instance.state not in SERVES:
             return False
         return (instance.active_version, instance.active_epoch) == (self.active.version, self.active.epoch)

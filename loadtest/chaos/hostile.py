@@ -1,6 +1,6 @@
 """Hostile clients: requests that must be refused, connections that end at any moment, and readers that hardly read.
 
-`python -m loadtest.chaos.hostile MODEL VOCABULARY SEED CLIENTS FILE URL...` attacks until a line comes on standard
+`python -m loadtest.chaos.hostile VOCABULARY SEED CLIENTS FILE URL...` attacks until a line comes on standard
 input. Every attack becomes a line of FILE. Nothing of it may reach other clients: an instance that ends by itself, an
 answer that is late or wrong, or an error without a type counts against the promise, whoever provoked it.
 """
@@ -20,10 +20,12 @@ from urllib.parse import urlsplit
 import httpx
 import orjson
 
+from loadtest.chaos.models import ALIAS, FIRST, SECOND
 from loadtest.chaos.verdict import RETRYABLE, Window, overlaps
 
 Kind = Literal["ids", "grammar", "body", "disconnect", "slow reader"]
 KINDS: tuple[Kind, ...] = ("ids", "grammar", "body", "disconnect", "slow reader")
+MODELS = (FIRST, SECOND, ALIAS)
 POSTED: tuple[Kind, ...] = ("ids", "grammar", "body")
 REFUSED: tuple[Kind, ...] = ("ids", "body")  # a server that can compile a grammar after all may answer it, in time
 TIMEOUT = httpx.Timeout(45.0, connect=3.0)
@@ -131,10 +133,9 @@ _BODIES: Mapping[Kind, tuple[Callable[..., tuple[str, dict[str, Any]]], ...]] = 
 
 @dataclass
 class Attacker:
-    """One attack after the other, each on a gateway at random."""
+    """One attack after the other, each on a gateway and a model at random."""
 
     urls: list[str]
-    model: str
     vocabulary: int
     chance: random.Random
     file: BinaryIO
@@ -149,7 +150,7 @@ class Attacker:
                 await asyncio.sleep(self.chance.uniform(*PAUSE_S))
 
     async def _posted(self, http: httpx.AsyncClient, kind: Kind, gateway: int) -> Attack:
-        route, body = bodies(kind, self.model, self.vocabulary, self.chance)
+        route, body = bodies(kind, self.chance.choice(MODELS), self.vocabulary, self.chance)
         made = Attack(kind, route, gateway, time.monotonic())
         try:
             response = await http.post(self.urls[gateway] + route, json=body)
@@ -164,7 +165,8 @@ class Attacker:
         """A streamed request whose client leaves: at once, in the middle of its body, or after reading a little."""
         made = Attack(kind, "/generate", gateway, time.monotonic())
         ids = [self.chance.randrange(3, 90) for _ in range(8)]
-        body = orjson.dumps({"model": self.model, "prompt_token_ids": ids, "max_tokens": 300, "ignore_eos": True})
+        asked = {"model": self.chance.choice(MODELS), "prompt_token_ids": ids}
+        body = orjson.dumps({**asked, "max_tokens": 300, "ignore_eos": True})
         address = urlsplit(self.urls[gateway])
         head = f"POST {made.route} HTTP/1.1\r\nhost: {address.netloc}\r\ncontent-type: application/json\r\n"
         whole = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
@@ -225,12 +227,10 @@ def complaints(attacks: Iterable[Mapping[str, Any]], windows: Iterable[Window]) 
     return said
 
 
-async def main(model: str, vocabulary: int, seed: int, count: int, path: str, urls: list[str]) -> None:
+async def main(vocabulary: int, seed: int, count: int, path: str, urls: list[str]) -> None:
     stop = asyncio.Event()
     with open(path, "wb", buffering=0) as file:  # noqa: ASYNC230 - a line at a time, into the page cache
-        attackers = [
-            Attacker(urls, model, vocabulary, random.Random(f"{seed} hostile {n}"), file) for n in range(count)
-        ]
+        attackers = [Attacker(urls, vocabulary, random.Random(f"{seed} hostile {n}"), file) for n in range(count)]
         tasks = [asyncio.create_task(attacker.run(stop)) for attacker in attackers]
         await asyncio.to_thread(sys.stdin.readline)
         stop.set()
@@ -238,4 +238,4 @@ async def main(model: str, vocabulary: int, seed: int, count: int, path: str, ur
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5], sys.argv[6:]))
+    asyncio.run(main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5:]))

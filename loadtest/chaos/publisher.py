@@ -1,10 +1,10 @@
 """What a trainer does to a fleet: it publishes versions and has them swapped in, over and over.
 
-`python -m loadtest.chaos.publisher STORE MODEL SEED CHECKPOINT...`. Small versions differ in one matrix, so they travel
-as differences; large ones in most of them, though not in what they answer. Some are rolled out, some rolled back. One
-in eight is bad: with a NaN or an infinity, which staging must refuse, or finite and overflowing, which is rolled back
-as soon as it runs. Says a JSON line for each. What the store refuses, or cannot answer, is tried again with a new
-publisher.
+`python -m loadtest.chaos.publisher STORE MODEL SEED CHECKPOINT...`, one for each model. Small versions differ in one
+matrix, so they travel as differences; large ones in most of them, though not in what they answer. Some are rolled out,
+some rolled back. One in eight is bad: with a NaN or an infinity, which staging must refuse, or finite and overflowing,
+which is rolled back as soon as it runs. Says a JSON line for each. What the store refuses, or cannot answer, is tried
+again with a new publisher.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import orjson
 import torch
 from safetensors.torch import load_file
 
-from loadtest.chaos.clients import CHECKPOINTS, REFUSED, Bad, badness
+from loadtest.chaos.models import CHECKPOINTS, REFUSED, Bad, badness
 from weightsync import Publisher
 from weightsync.control.records import OnLost, SwapMode
 from weightsync.errors import SwapAborted, SwapTimeout, WeightSyncError

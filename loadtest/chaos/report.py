@@ -16,7 +16,8 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.chaos.clients import REFUSED
+from loadtest.chaos.joiner import Stay
+from loadtest.chaos.models import REFUSED
 from loadtest.chaos.run import Broken
 from loadtest.chaos.verdict import VIOLATIONS, Verdict
 from weightsync.control.records import PastSwapRecord
@@ -82,7 +83,9 @@ def requests(found: Verdict) -> dict[str, Any]:
         **found.totals,
         "attempts": dict(found.judged),
         "failed by code": dict(found.refusals.most_common()),
+        "by model": {name: dict(counted) for name, counted in found.models.items()},
         "wrong tokens": found.problems["wrong"],
+        "answers of another model": found.problems["foreign"],
         "mixed answers": found.problems["mixed"],
         "mislabelled answers": found.problems["mislabelled"],
         "longest time without an answer, s": round(found.silence_s, 1),
@@ -98,9 +101,24 @@ def attacks(made: Sequence[Mapping[str, Any]], complaints: Sequence[str]) -> dic
     return {**dict(sorted(counted.items())), "longest, s": round(longest, 1), "examples": list(complaints[:EXAMPLES])}
 
 
+def stays(found: Sequence[Stay], requests: int, complaints: Sequence[str]) -> dict[str, Any]:
+    """What joiners did; `requests` is how many they had."""
+    starts = [s.ready - s.began for s in found if s.ready is not None]
+    leaves = [s.gone - s.told for s in found if s.gone is not None and s.told is not None]
+    return {
+        "joined": len(found),
+        "served": len(starts),
+        "requests that they had": requests,
+        "ready after s, median": round(statistics.median(starts), 1) if starts else None,
+        "gone after SIGTERM, longest, s": round(max(leaves), 1) if leaves else None,
+        "announced when they leave": sum(s.leaves_at is not None for s in found),
+        "complaints": len(complaints),
+    }
+
+
 def pushes(log: Path, since: float) -> dict[str, int]:
-    """What the publisher said of its swaps from `since` (unix) on: how often each kind of version had which outcome,
-    over all its lives. Before that there may be no instance that could refuse one."""
+    """What a model's publisher said of its swaps from `since` (unix) on: how often each kind of version had which
+    outcome, over all its lives. Before that there may be no instance that could refuse one."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("{")]
     said = [orjson.loads(line) for line in lines if line.endswith("}")]
     return dict(sorted(Counter(f"{line['what']}: {line['outcome']}" for line in said if line["at"] >= since).items()))
@@ -114,25 +132,34 @@ def let_in(pushes: Mapping[str, int]) -> int:
 @dataclass(frozen=True)
 class Wrongs:
     """What goes wrong beside answers and swaps: processes that `ended` though nobody had broken them, by name; the
-    exit status of the `load` (if it is not 0, nothing else is known); complaints about `attacks`; how many versions
-    were `let_in` that staging must refuse."""
+    exit status of the `load` (if it is not 0, nothing else is known); complaints about `attacks` and `joiners`; how
+    many versions were `let_in` that staging must refuse."""
 
     ended: Mapping[str, int] = field(default_factory=dict)
     load: int | None = 0
     attacks: Sequence[str] = ()
+    joiners: Sequence[str] = ()
     let_in: int = 0
 
 
-def violations(found: Verdict, swap_figures: Mapping[str, Any], done: Sequence[Broken], wrongs: Wrongs) -> list[str]:
-    """What broke a promise, in words."""
+def violations(
+    found: Verdict, swap_figures: Mapping[str, Mapping[str, Any]], done: Sequence[Broken], wrongs: Wrongs
+) -> list[str]:
+    """What broke a promise, in words; `swap_figures` are of each model."""
     said = [f"the clients ended with status {wrongs.load}: see above"] if wrongs.load else []
     said += [f"{name} ended by itself, {count} times" for name, count in wrongs.ended.items()]
     said += [f"{wrongs.let_in} versions that are not finite were swapped in"] if wrongs.let_in else []
     said += [f"{len(wrongs.attacks)} hostile requests were not refused as they must be"] if wrongs.attacks else []
+    said += wrongs.joiners
     said += [f"{count} x {kind}" for kind, count in found.problems.items() if count]
     said += [f"{found.judged[kind]} failed requests: {kind}" for kind in VIOLATIONS if found.judged[kind]]
-    said += [f"{swap_figures['stuck']} stuck swaps"] if swap_figures["stuck"] else []
-    said += [f"{swap_figures['not as published']} commits not as published"] if swap_figures["not as published"] else []
+    for model, figures in swap_figures.items():
+        said += [f"{figures['stuck']} stuck swaps of {model}"] if figures["stuck"] else []
+        said += (
+            [f"{figures['not as published']} commits of {model} not as published"]
+            if figures["not as published"]
+            else []
+        )
     return said + [f"not whole after {b.fault.name} on host {b.fault.host}: {b.missing}" for b in done if b.missing]
 
 
@@ -141,9 +168,11 @@ def show(console: Console, report: Mapping[str, Any]) -> None:
     for name, of in report["faults"].items():
         table.add_row(name, str(of["count"]), str(of.get("recovery_s", "")), str(of.get("longest_s", "")))
     console.print(table)
-    for title in ("requests", "attacks", "swaps", "pushes"):
+    titles = [("requests", report["requests"]), ("attacks", report["attacks"]), ("joiners", report["joiners"])]
+    titles += [(f"{title} of {model}", of) for title in ("swaps", "pushes") for model, of in report[title].items()]
+    for title, figures in titles:
         table = Table(title, "")
-        for name, value in report[title].items():
+        for name, value in figures.items():
             if name != "examples":
                 table.add_row(name, _text(value))
         console.print(table)
@@ -163,7 +192,8 @@ def _text(value: object) -> str:
 
 def _reason(reason: str | None) -> str:
     """Reasons that differ in numbers and names only are one."""
-    shorter = re.sub(r"\binstance-\d\b(, instance-\d\b)*", "an instance", (reason or "").partition("(")[0])
+    name = r"\b\w+-(instance|joiner)-\d\b"
+    shorter = re.sub(f"{name}(, {name})*", "an instance", (reason or "").partition("(")[0])
     return re.sub(r"\d+(\.\d+)?", "N", shorter).replace("instance an instance", "an instance").strip()[:100]
 
 

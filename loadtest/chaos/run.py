@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import httpx
 
-from loadtest.chaos.fleet import COUNT, Layout, Watch
-from loadtest.chaos.verdict import LINK, Fault, Window, breaks_gateways
+from loadtest.chaos.fleet import Layout, Watch
+from loadtest.chaos.joiner import END_S, READY_S, Joiner, Stay
+from loadtest.chaos.verdict import LINK, Fault, Window, breaks_gateways, process_name
 
 HEAL_S = 240.0  # on two busy cores a vLLM instance alone takes a minute to start
 START_S = 420.0
@@ -18,12 +19,14 @@ STEP_S = 0.1
 READY_TIMEOUT_S = 2.0
 FRESH_S = 3.0
 ENGINE = "EngineCore"
-INSTANCES = [f"instance-{host}" for host in range(COUNT)]
 
 
 @dataclass
 class Broken:
-    """A fault that was done; times are monotonic seconds, `healed` is when the fleet was whole again (None: never)."""
+    """A fault that was done; times are monotonic seconds, `healed` is when the fleet was whole again (None: never).
+
+    A joiner's ends when it is told to leave: what follows is the time until it has left and the fleet is whole.
+    """
 
     fault: Fault
     began: float
@@ -42,11 +45,13 @@ class Broken:
 
 
 class Run:
-    """Breaks things in a layout. `say` takes lines for whoever looks on."""
+    """Breaks things in a layout; `watches` by model. `say` takes lines for whoever looks on."""
 
-    def __init__(self, layout: Layout, watch: Watch, say: Callable[[str], None]) -> None:
+    def __init__(self, layout: Layout, watches: Mapping[str, Watch], say: Callable[[str], None]) -> None:
         self.done: list[Broken] = []
-        self._layout, self._watch, self._say = layout, watch, say
+        self.stays: list[Stay] = []
+        self._layout, self._watches, self._say = layout, watches, say
+        self._joiners: list[tuple[Joiner, Broken]] = []
         self._open: list[Broken] = []
         self._overdue: list[tuple[float, Callable[[], None]]] = []
 
@@ -68,16 +73,20 @@ class Run:
     def missing(self, since: float = 0.0) -> list[str]:
         """What the fleet lacks now; the cheap looks first, since the others take time while something is cut off."""
         stopped = [f"{name} does not run" for name, p in self._layout.processes.items() if not p.runs]
-        now = self._watch.now
-        if self._overdue or stopped or now.at is None or time.monotonic() - now.at > FRESH_S:
+        read = [watch.now.at or 0.0 for watch in self._watches.values()]
+        if self._lasts() or stopped or time.monotonic() - min(read) > FRESH_S:
             return stopped or ["a fault lasts, or the store is not read"]
-        if behind := now.behind(INSTANCES):
-            return behind
-        if not self._watch.whole_swaps(COUNT, since):
-            return ["no swap by all instances since"]
+        for placed in self._layout.models:
+            watch = self._watches[placed.model]
+            if behind := watch.now.behind([process_name("instance", host, placed.model) for host in placed.instances]):
+                return behind
+            if not watch.whole_swaps(len(placed.instances), since):
+                return [f"no swap by all instances of {placed.model} since"]
         return [f"{url} is not ready" for url in self._layout.gateways if not _ready(url)]
 
     def _break(self, fault: Fault) -> None:
+        if fault.kind == "join":
+            self._wait(lambda: not self._joiners, READY_S)  # its host has room for one
         began = time.monotonic()
         self._overdue += [(began + fault.seconds, end) for end in self._ends(fault)]
         broken = Broken(fault, began, began + fault.seconds, alone=not self._open)
@@ -85,8 +94,13 @@ class Run:
             self._open[0].alone = False
         self._open.append(broken)
         self.done.append(broken)
+        if fault.kind == "join":
+            joiner = Joiner(self._layout, fault)
+            self.stays.append(joiner.stay)
+            self._joiners.append((joiner, broken))
         lasts = f" for {fault.seconds:.1f} s" if fault.seconds else ""
-        self._say(f"{fault.name} on host {fault.host}{lasts}{'' if broken.alone else ', beside the one before'}")
+        whose = f" of {fault.model}" if fault.model else ""
+        self._say(f"{fault.name}{whose} on host {fault.host}{lasts}{'' if broken.alone else ', beside the one before'}")
 
     def _ends(self, fault: Fault) -> list[Callable[[], None]]:
         """Does it; what ends it."""
@@ -97,7 +111,9 @@ class Run:
         if fault.what == LINK:
             hosts.shape(host, loss=fault.loss)
             return [lambda: hosts.shape(host)]
-        process = self._layout.processes[f"{'instance' if fault.what == 'engine' else fault.what}-{host}"]
+        if fault.kind == "join":
+            return []  # it ends by itself
+        process = self._layout.processes[fault.process]
         part = ENGINE if fault.what == "engine" else ""
         if fault.kind == "kill":
             process.kill(part)
@@ -109,7 +125,7 @@ class Run:
         """Waits until every fault is over and the fleet whole, and notes how long that took."""
         if not self._open:
             return
-        self._wait(lambda: not self._overdue, HEAL_S)
+        self._wait(lambda: not self._lasts(), HEAL_S + (READY_S + END_S if self._joiners else 0.0))
         since = time.time()
         whole = self.until_whole(HEAL_S, since)
         for broken in self._open:
@@ -129,9 +145,20 @@ class Run:
             time.sleep(STEP_S)
         return False
 
+    def _lasts(self) -> bool:
+        return bool(self._overdue or self._joiners)
+
     def _tend(self) -> None:
         self._layout.tend()
         now = time.monotonic()
+        for joiner, broken in list(self._joiners):
+            told = joiner.stay.told
+            joiner.tend(self._watches[joiner.stay.model].now)
+            if told is None and joiner.stay.told is not None:
+                broken.ended = now
+                self._say(f"  {joiner.stay.instance} served, and leaves")
+            if joiner.stay.gone is not None:
+                self._joiners.remove((joiner, broken))
         for item in [item for item in self._overdue if item[0] <= now]:
             item[1]()
             self._overdue.remove(item)
@@ -140,6 +167,13 @@ class Run:
 def windows(done: Iterable[Broken], end: float) -> list[Window]:
     """When each gateway could not be counted on; `end`: of the run."""
     return [broken.window(end) for broken in done if breaks_gateways(broken.fault.what)]
+
+
+def excuses(done: Iterable[Broken], end: float) -> list[tuple[float, float]]:
+    """When something but a joiner was broken, until the fleet was whole again, unix seconds."""
+    unix = time.time() - time.monotonic()
+    broken = [b for b in done if b.fault.kind != "join"]
+    return [(b.began + unix, (end if b.healed is None else b.healed) + unix) for b in broken]
 
 
 def _ready(url: str) -> bool:

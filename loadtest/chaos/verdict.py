@@ -9,19 +9,27 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Kind = Literal["kill", "freeze", "cut", "loss"]
-ON_EACH = ("instance", "engine", "peer", "gateway", "etcd")
+from loadtest.chaos.models import ALIASES, FIRST_TOKEN, Placement
+
+Kind = Literal["kill", "freeze", "cut", "loss", "join"]
+SHARED = ("gateway", "etcd")
+OF_A_MODEL = ("instance", "engine", "peer")
 PUBLISHER = "publisher"
 LINK = "link"
+JOINER = "joiner"
+JOINS = 4  # in a deck
 FREEZE_S, CUT_S, LOSS_S = (2.0, 12.0), (3.0, 15.0), (5.0, 15.0)
+STAYS_S = (5.0, 25.0)  # what a joiner serves before it is told to leave
 LOSS = (0.02, 0.15)
 PAUSE_S = (2.0, 8.0)
-OVERLAPPING = 0.2
+STARTS_S = (5.0, 60.0)  # the pause of what comes beside a joiner: while it starts, serves or leaves
+OVERLAPPING, BESIDE_JOINER = 0.2, 0.6
 
 
 @dataclass(frozen=True)
 class Fault:
-    """`what` on `host` is broken for `seconds` (0: it is killed), `pause_s` after the fleet was whole again.
+    """`what` (of `model`, unless all share it) on `host` is broken for `seconds` (0: it is killed), `pause_s` after the
+    fleet was whole again; or an instance joins there, serves for `seconds` and leaves.
 
     `overlaps`: it comes while the fleet is not whole yet after the fault before. `loss` is a share of frames.
     """
@@ -33,37 +41,58 @@ class Fault:
     pause_s: float
     overlaps: bool = False
     loss: float = 0.0
+    model: str = ""
 
     @property
     def name(self) -> str:
         return f"{self.kind} {self.what}"
 
+    @property
+    def process(self) -> str:
+        """The name of the process that it is about; an engine is part of its instance."""
+        return process_name("instance" if self.what == "engine" else self.what, self.host, self.model)
 
-def schedule(seed: int, hosts: int, publisher: int = 0) -> Iterator[Fault]:
-    """Faults without end. `publisher`: the host where it runs."""
-    chance = random.Random(seed)
+
+def process_name(what: str, host: int, model: str = "") -> str:
+    return f"{model}-{what}-{host}" if model else f"{what}-{host}"
+
+
+def schedule(seed: int, hosts: int, models: Sequence[Placement]) -> Iterator[Fault]:
+    """Faults without end."""
+    chance, before = random.Random(seed), ""
     while True:
-        deck = _deck(hosts, publisher)
+        deck = _deck(hosts, models)
         chance.shuffle(deck)
-        for kind, what, host in deck:
-            yield _drawn(chance, kind, what, host)
+        for kind, what, host, model in deck:
+            yield _drawn(chance, kind, what, host, model, beside_joiner=before == "join")
+            before = kind
 
 
-def _deck(hosts: int, publisher: int) -> list[tuple[Kind, str, int]]:
-    places = [(what, host) for what in ON_EACH for host in range(hosts)] + [(PUBLISHER, publisher)]
-    ends: list[tuple[Kind, str, int]] = [("kill", what, host) for what, host in places]
-    stops: list[tuple[Kind, str, int]] = [("freeze", what, host) for what, host in places]
-    links: list[tuple[Kind, str, int]] = [(kind, LINK, host) for host in range(hosts) for kind in ("cut", "loss")]
-    return ends + stops + links
+def _deck(hosts: int, models: Sequence[Placement]) -> list[tuple[Kind, str, int, str]]:
+    places = [(what, host, "") for what in SHARED for host in range(hosts)]
+    for placed in models:
+        places += [(what, host, placed.model) for what in OF_A_MODEL for host in placed.instances]
+        places.append((PUBLISHER, placed.publisher, placed.model))
+    broken: list[tuple[Kind, str, int, str]] = [(kind, *place) for kind in ("kill", "freeze") for place in places]
+    links: list[tuple[Kind, str, int, str]] = [
+        (kind, LINK, host, "") for kind in ("cut", "loss") for host in range(hosts)
+    ]
+    joins = [(host, placed.model) for placed in models for host in placed.joins]
+    turns: list[tuple[Kind, str, int, str]] = [
+        ("join", JOINER, *joins[n % len(joins)]) for n in range(JOINS if joins else 0)
+    ]
+    return broken + links + turns
 
 
-def _drawn(chance: random.Random, kind: Kind, what: str, host: int) -> Fault:
+def _drawn(chance: random.Random, kind: Kind, what: str, host: int, model: str, *, beside_joiner: bool) -> Fault:
     """All chances are drawn for every fault, so that a change of one range does not move the rest."""
-    seconds = {bounds: chance.uniform(*bounds) for bounds in (FREEZE_S, CUT_S, LOSS_S)}
-    loss, pause_s, overlaps = chance.uniform(*LOSS), chance.uniform(*PAUSE_S), chance.random() < OVERLAPPING
-    bounds = {"kill": None, "freeze": FREEZE_S, "cut": CUT_S, "loss": LOSS_S}[kind]
+    seconds = {bounds: chance.uniform(*bounds) for bounds in (FREEZE_S, CUT_S, LOSS_S, STAYS_S)}
+    loss, pause_s, late_s = chance.uniform(*LOSS), chance.uniform(*PAUSE_S), chance.uniform(*STARTS_S)
+    overlaps = chance.random() < (BESIDE_JOINER if beside_joiner else OVERLAPPING)
+    bounds = {"kill": None, "freeze": FREEZE_S, "cut": CUT_S, "loss": LOSS_S, "join": STAYS_S}[kind]
     lasts = seconds[bounds] if bounds is not None else 0.0
-    return Fault(kind, what, host, lasts, pause_s, overlaps, loss if kind == "loss" else 0.0)
+    pause_s = late_s if beside_joiner and overlaps else pause_s
+    return Fault(kind, what, host, lasts, pause_s, overlaps, loss if kind == "loss" else 0.0, model)
 
 
 # Repeating the request is right. docs/api.md says of each when it is sent; version_unavailable names the version to ask
@@ -91,13 +120,14 @@ class Window:
 
 @dataclass
 class Verdict:
-    """All attempts, judged. `silence_s`: the longest time in which no answer was completed; `longest_s`: the longest
-    that a question took, with its repetitions."""
+    """All attempts, judged; `models` counts what each model has answered. `silence_s`: the longest time in which no
+    answer was completed; `longest_s`: the longest that a question took, with its repetitions."""
 
     judged: Counter[str] = field(default_factory=Counter)
     refusals: Counter[str] = field(default_factory=Counter)
     problems: Counter[str] = field(default_factory=Counter)
     totals: Counter[str] = field(default_factory=Counter)
+    models: dict[str, Counter[str]] = field(default_factory=lambda: {name: Counter() for name in FIRST_TOKEN})
     examples: list[str] = field(default_factory=list)
     silence_s: float = 0.0
     longest_s: float = 0.0
@@ -145,6 +175,8 @@ def verdict(attempts: Sequence[Mapping[str, Any]], windows: Sequence[Window], be
         if attempt["problems"] or judgement in VIOLATIONS:
             found.examples.append(f"{judgement}: {dict(attempt)}")
         _add(found.totals, attempt)
+        if attempt["by"] in found.models:
+            _add_of(found.models[attempt["by"]], attempt)
     found.longest_s = max((a["ended"] - a["asked"] for a in attempts), default=0.0)
     answered = sorted(a["ended"] for a in attempts if a["outcome"] == "answered" and began < a["ended"] < ended)
     edges = [began, *answered, ended]
@@ -160,3 +192,17 @@ def _add(totals: Counter[str], attempt: Mapping[str, Any]) -> None:
     totals["answers bound to one version"] += answered and (attempt["policy"] in ("finish", "abort"))
     totals["streams that another instance went on with"] += answered and bool(attempt["resumed"])
     totals["answers to a repeated question"] += answered and attempt["asked"] < attempt["began"] - 0.05
+    totals["answers to a request for an alias"] += answered and attempt["model"] in ALIASES
+    totals["of these by its second model"] += answered and _fell_back(attempt)
+
+
+def _fell_back(attempt: Mapping[str, Any]) -> bool:
+    return attempt["model"] in ALIASES and attempt["by"] != ALIASES[attempt["model"]][0]
+
+
+def _add_of(counted: Counter[str], attempt: Mapping[str, Any]) -> None:
+    counted["answers"] += attempt["outcome"] == "answered"
+    counted["tokens checked"] += attempt["tokens"]
+    counted["crossed a swap"] += attempt["crossed"]
+    for kind, _ in attempt["problems"]:
+        counted[kind] += 1

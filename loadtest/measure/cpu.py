@@ -34,6 +34,13 @@ def cpu_seconds() -> dict[str, float]:
     return dict(found)
 
 
+def cpu_seconds_of(pid: int) -> float:
+    """Of a process and all that it has started, with those that have ended."""
+    parent = psutil.Process(pid)
+    times = [process.cpu_times() for process in (parent, *parent.children(recursive=True))]
+    return sum(t.user + t.system + t.children_user + t.children_system for t in times)
+
+
 def pin(pid: int, cores: Iterable[int]) -> None:
     """Keep a process, with all its threads and descendants, to these cores; what they start later inherits it."""
     parent = psutil.Process(pid)

@@ -37,8 +37,8 @@ from weightsync.errors import WeightSyncError
 CHART = Path(__file__).parent.parent.parent / "k8s" / "hotswap"
 PROBE = CHART / "files" / "probe.py"
 LEAVE_S = 15.0  # gateway.leave in values.yaml
-GRACE_S = {"gateway": LEAVE_S + 45.0, "instance": 90.0}  # terminationGracePeriodSeconds
-SETTLED_S = {"gateway": 5.0, "instance": 10.0}  # minReadySeconds
+GRACE_S = {"gateway": LEAVE_S + 45.0, "instance": 90.0, "peer": 30.0}  # terminationGracePeriodSeconds
+SETTLED_S = {"gateway": 5.0, "instance": 10.0, "peer": 0.0}  # minReadySeconds
 START_S = 600.0
 VLLM_ARGS = ("--max-model-len", "2048", "--max-num-seqs", "16", "--kv-cache-memory-bytes", str(64 << 20))
 
@@ -72,6 +72,10 @@ class Pod:
             raise ProcessFailed(f"{self._child.name} did not end in {GRACE_S[self.kind]:g} s and was killed")
         return seconds
 
+    def tell_to_end(self) -> None:
+        """SIGTERM alone; `end` waits for it."""
+        self._child.process.terminate()
+
     def kill(self) -> None:
         """At once, if it still runs."""
         self._child.stop(0.0)
@@ -102,7 +106,7 @@ class Site:
         port, admin = free_port("127.0.0.1"), free_port("127.0.0.1")
         args = ["server.gateway", "--store", self.store, "--model", MODEL, "--port", str(port)]
         args += ["--admin-port", str(admin), "--admin-key-file", str(self._state / "admin.key")]
-        return self._started(name, "gateway", port, [*args, "--leave", str(LEAVE_S)], {}, _gateway_ready)
+        return self._started(name, "gateway", port, [*args, "--leave", str(LEAVE_S)], {}, gateway_ready)
 
     def instance(self, number: int, name: str) -> Pod:
         """`name` is for its log; its id has the number alone, as pods of a StatefulSet keep their names."""
@@ -110,7 +114,7 @@ class Site:
         args = ["server.cli", "instance", "--model", str(self._model), "--name", MODEL, "--store", self.store]
         args += ["--instance-id", f"rollout-{number}", "--port", str(port), *VLLM_ARGS]
         cores = share_of_cores(number, self._instances, VLLM_ARGS, os.environ)
-        return self._started(name, "instance", port, args, cores, _instance_ready)
+        return self._started(name, "instance", port, args, cores, instance_ready)
 
     def _started(
         self, name: str, kind: str, port: int, args: list[str], env: dict[str, str], ready: Callable[[int], bool]
@@ -126,13 +130,13 @@ async def _settle_arena(url: str, directory: Path) -> None:
     await store.close()
 
 
-def _gateway_ready(port: int) -> bool:
+def gateway_ready(port: int) -> bool:
     with contextlib.suppress(httpx.TransportError):
         return httpx.get(f"http://127.0.0.1:{port}/readyz", timeout=3.0).status_code == 200
     return False
 
 
-def _instance_ready(port: int) -> bool:
+def instance_ready(port: int) -> bool:
     """By the chart's own probe."""
     command = [sys.executable, "-I", str(PROBE), "ready", str(port), "/health"]
     return subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode == 0

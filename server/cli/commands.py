@@ -120,6 +120,9 @@ def up(context: typer.Context, given: dict[str, Any]) -> None:
 @takes(INSTANCE)
 def instance(context: typer.Context, given: dict[str, Any]) -> None:
     """Run one vLLM instance. Further options go to vLLM as they are."""
+    from server.instance.fork_server import begin_with_libraries
+
+    begin_with_libraries()
     from server.instance.main import run_instance
 
     run_instance(options.build(InstanceConfig, given, vllm_args=tuple(context.args)))

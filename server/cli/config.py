@@ -21,7 +21,12 @@ def _copies(text: str) -> Path | Literal["off"]:
 class UpConfig:
     """The options of `hotswap up`. Raises CliError."""
 
-    model: Annotated[str, Option("checkpoint directory, or the name of a model in the local cache or hub")]
+    model: Annotated[str | None, Option("checkpoint directory, or the name of a model in the local cache or hub")] = (
+        None
+    )
+    models: Annotated[
+        Path | None, Option("file that names several models, aliases and upstreams; starts those with a checkpoint")
+    ] = None
     name: Annotated[str | None, Option("name clients ask for; default: the directory's name")] = None
     host: Annotated[str, Option("address the gateway listens on")] = "127.0.0.1"
     port: Annotated[int, Option("port the gateway listens on")] = 8000
@@ -55,6 +60,8 @@ class UpConfig:
     def __post_init__(self) -> None:
         with as_cli_error(ConfigError):
             check_vllm_args(self.vllm_args)
+        if self.model is None and self.models is None:
+            raise CliError("--model: name a checkpoint, or with --models a file of models that have one")
         if self.instances < 1:
             raise CliError(f"--instances {self.instances}: at least 1 is needed to answer anything")
         if self.store is not None and not self.store.startswith("etcd://"):

@@ -21,12 +21,12 @@ class CliError(Exception):
 
 
 @contextlib.contextmanager
-def as_cli_error(*kinds: type[Exception]) -> Iterator[None]:
+def as_cli_error(*kinds: type[Exception], prefix: str = "") -> Iterator[None]:
     """Errors of these kinds, whose messages say what to do, become a CliError with the same message."""
     try:
         yield
     except kinds as error:
-        raise CliError(str(error)) from error
+        raise CliError(f"{prefix}{error}") from error
 
 
 class ModelNotFound(CliError):

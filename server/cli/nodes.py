@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from server.cli.config import UpConfig
 from server.cli.errors import CliError
 from server.cli.processes import BIND_ENV, tensor_parallel
+from server.cli.served import Served
 from weightsync import ray_cluster
 from weightsync.control.hosts import HOST_ENV
 from weightsync.ray_cluster import ADDRESS, Group, Node, NodeProcess
@@ -43,7 +44,7 @@ class NodeChild(NodeProcess):
 class Nodes:
     """The cluster. Raises RayUnavailable, CliError."""
 
-    def __init__(self, config: UpConfig, logs: Path) -> None:
+    def __init__(self, config: UpConfig, models: Sequence[Served], logs: Path) -> None:
         assert config.ray is not None
         self._logs = logs
         self.local: Node = ray_cluster.connect(config.ray)
@@ -54,19 +55,23 @@ class Nodes:
                 f"--ray: nodes reach each other at {self.local.address}, and beyond loopback they need mutual TLS; "
                 f"set {TLS_ENV} to a directory that is on every node (docs/security.md)"
             )
-        ranks = tensor_parallel(config.vllm_args)
-        by_ranks = {"CPU": float(ranks)} | ({"GPU": float(ranks)} if ray_cluster.has_gpus() else {})
-        bundle = ray_cluster.parse_bundle(config.ray_bundle) if config.ray_bundle is not None else by_ranks
-        self._group = Group([bundle] * config.instances, config.ray_strategy)
+        has_gpus = ray_cluster.has_gpus()
+        asked = ray_cluster.parse_bundle(config.ray_bundle) if config.ray_bundle is not None else None
+        bundles = [asked or _by_ranks(m, has_gpus) for m in models for _ in range(m.instances)]
+        self._group = Group(bundles, config.ray_strategy)
         self._env = ray_cluster.passed_on(os.environ, PASSED_ON)
-        if ranks == 1:  # Ray says how many threads there are; which cores they take is the scheduler's affair
-            self._env.setdefault(BIND_ENV, "nobind")
 
-    def start(self, index: int, store: str, model: str, instance_args: Sequence[str]) -> dict[str, NodeChild]:
-        """The instance in a bundle, and its peer."""
+    def start(
+        self, bundle: int, store: str, model: Served, index: int, instance_args: Sequence[str]
+    ) -> dict[str, NodeChild]:
+        """The `index`-th instance of a model in a bundle, and its peer."""
         instance = [*instance_args, "--host", ADDRESS]
-        peer = self._child(f"peer-{index}", self.peer_args(store, model, ADDRESS), index, whole=False)
-        return {peer.name: peer} | {(child := self._child(f"instance-{index}", instance, index)).name: child}
+        names = [f"{model.named(what)}-{index}" for what in ("peer", "instance")]
+        peer = self._child(names[0], self.peer_args(store, model.name, ADDRESS), bundle, self._env, whole=False)
+        env = dict(self._env)
+        if tensor_parallel(model.vllm_args) == 1:  # Ray says how many threads; which cores is the scheduler's affair
+            env.setdefault(BIND_ENV, "nobind")
+        return {peer.name: peer} | {names[1]: self._child(names[1], instance, bundle, env)}
 
     def peer_args(self, store: str, model: str, address: str | None = None) -> list[str]:
         """The command of a peer, this node's unless an address is given."""
@@ -77,16 +82,23 @@ class Nodes:
         """Leave the cluster; what is left there ends."""
         ray_cluster.disconnect()
 
-    def _child(self, name: str, args: Sequence[str], index: int, whole: bool = True) -> NodeChild:
+    def _child(
+        self, name: str, args: Sequence[str], bundle: int, env: Mapping[str, str], whole: bool = True
+    ) -> NodeChild:
         log = self._logs / f"{name}.log"
 
         def printed(out: bytes, err: bytes) -> None:
             with log.open("ab") as file:
                 file.write(out + err)
 
-        child = NodeChild(name, args, self._env, self._group, index, printed=printed, say=_say, whole=whole)
+        child = NodeChild(name, args, env, self._group, bundle, printed=printed, say=_say, whole=whole)
         child.log = log
         return child
+
+
+def _by_ranks(model: Served, has_gpus: bool) -> dict[str, float]:
+    ranks = float(tensor_parallel(model.vllm_args))
+    return {"CPU": ranks} | ({"GPU": ranks} if has_gpus else {})
 
 
 def _say(line: str) -> None:

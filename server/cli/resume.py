@@ -16,7 +16,7 @@ import contextlib
 import shutil
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -46,7 +46,7 @@ from weightsync.publish.checkpoint import Checkpoint
 from weightsync.store import MISSING, Store
 from weightsync.store.sqlite import SqliteStore
 
-ORIGIN = "origin"
+ORIGIN = "origin"  # and under it, by model; the key alone is of releases that knew one model
 SLOT = "slot-"  # what the names of slots begin with in an arena
 
 
@@ -81,18 +81,18 @@ class Wanted:
 class Begun:
     """The state of the last run, to go on with.
 
-    `url` opens this very store. `publish`: the arguments of `weightsync.push` for what must be published first, None
-    if nothing. `said` is for the operator.
+    `url` opens this very store. `publish`: by model the arguments of `weightsync.push` for what must be published
+    first. `said` is for the operator.
     """
 
     url: str
     arena: Path
-    publish: tuple[str, ...] | None
+    publish: Mapping[str, tuple[str, ...]]
     said: tuple[str, ...] = ()
 
 
-async def begin(url: str, wanted: Wanted, remember: Callable[[str], None] | None) -> Begun:
-    """Opens the store, makes it if need be, and puts it in order.
+async def begin(url: str, wanted: Sequence[Wanted], remember: Callable[[str], None] | None) -> Begun:
+    """Opens the store, makes it if need be, and puts it in order for the models that are `wanted`.
 
     `remember` is told the id of the store of a state directory; None: it is an etcd, which others use too.
 
@@ -103,33 +103,54 @@ async def begin(url: str, wanted: Wanted, remember: Callable[[str], None] | None
         if remember is not None:
             assert isinstance(store, SqliteStore)
             remember(store.store_id)
-        return await _Beginning(store, wanted, shared=remember is None).run()
+        models = [_Beginning(store, one, shared=remember is None) for one in wanted]
+        names = {one.model for one in wanted}
+        served = [(model, await model.judge(names)) for model in models]
+        arena = await _settle_arena(store, wanted[0].arena, names, shared=remember is None)
+        publish = {}
+        for model, digest in served:
+            if (what := await model.run(arena, digest)) is not None:
+                publish[model.wanted.model] = tuple(what)
+        said = [f"{m.wanted.model}: {line}" if len(models) > 1 else line for m in models for line in m.said]
+        here = store.url_of_this if isinstance(store, SqliteStore) else store.url
+        return Begun(here, arena.directory, publish, tuple(said))
     finally:
         await store.close()
 
 
-async def describe(url: str, model: str) -> tuple[str, Path | None]:
+async def describe(url: str, wanted: Iterable[str]) -> tuple[str, list[Path]]:
     """What a store holds, in a line, for who is about to discard it; and where copies were last written."""
     try:
         store = open_store(url, create=False)
     except StoreError as error:
-        return f"a store that cannot be read ({error})", None
+        return f"a store that cannot be read ({error})", []
     try:
-        keys = Keys(model)
-        copies = await _copies(store, keys)
         made = [kv for kv in (await store.list(KEYS_PREFIX))[0] if kv.key != DOOR]
         door = await store.get(DOOR)
         closed = ", inference closed to who has none" if door and not DoorRecord.from_json(door.value).open else ""
-        counter = await store.get(keys.counter)
-        newest = CounterRecord.from_json(counter.value).version if counter is not None else 0
-        swaps = len((await store.list(keys.history))[0])
-        versions = f"versions 1 to {newest}" if newest else "no version"
-        line = f"{len(made)} API key(s){closed}, {versions} and a history of {swaps} swap(s)"
-        return line, Path(copies.directory) if copies is not None else None
+        parts, copies = [f"{len(made)} API key(s){closed}"], []
+        models = list(dict.fromkeys([*await _origins(store), *wanted]))
+        for model in models:
+            keys = Keys(model)
+            counter = await store.get(keys.counter)
+            newest = CounterRecord.from_json(counter.value).version if counter is not None else 0
+            swaps = len((await store.list(keys.history))[0])
+            of = f" of {model}" if len(models) > 1 else ""
+            versions = f"versions 1 to {newest}" if newest else "no version"
+            parts.append(f"{versions}{of} and a history of {swaps} swap(s)")
+            if (kept := await _copies(store, keys)) is not None:
+                copies.append(Path(kept.directory))
+        return ", ".join(parts), copies
     except StoreError as error:
-        return f"a store that cannot be read ({error})", None
+        return f"a store that cannot be read ({error})", []
     finally:
         await store.close()
+
+
+async def _origins(store: Store) -> dict[str, OriginRecord]:
+    """The checkpoints that a store began with, by model."""
+    records = [OriginRecord.from_json(kv.value) for kv in (await store.list(ORIGIN))[0]]
+    return {record.model: record for record in records}
 
 
 async def _copies(store: Store, keys: Keys) -> DiskRecord | None:
@@ -163,8 +184,23 @@ def free_arena(directory: Path) -> None:
         directory.rmdir()
 
 
+async def _settle_arena(store: Store, directory: Path, wanted: Iterable[str], shared: bool) -> Arena:
+    """Where the slots are. What a killed run has left there besides slots cannot be verified, and goes."""
+    if shared:
+        return await ensure_arena(store, directory)
+    arena = Arena(directory)
+    record = ArenaRecord(str(arena.directory)).to_json()
+    key = arena_key(this_host())
+    found = await store.get(key)
+    if found is None or found.value != record:  # the directory was moved, or copied: its memory is its own
+        await store.put(key, record)
+    known = [(await store.list(Keys(model).versions))[0] for model in {*await _origins(store), *wanted}]
+    _remove_unused(arena.directory, but=SLOT if any(known) else None)
+    return arena
+
+
 class _Beginning:
-    """One start. `store` is nobody else's meanwhile, unless it is shared."""
+    """The start of one model. `store` is nobody else's meanwhile, unless it is shared."""
 
     def __init__(self, store: Store, wanted: Wanted, shared: bool) -> None:
         self.store, self.wanted, self.shared = store, wanted, shared
@@ -172,30 +208,24 @@ class _Beginning:
         self.said: list[str] = []
         self.copies: DiskRecord | None = None
 
-    async def run(self) -> Begun:
+    async def run(self, arena: Arena, digest: str) -> Sequence[str] | None:
+        """What must be published first. `digest`: of the checkpoint."""
         active = await self._active()
-        digest = await self._judge(active)
         if self.wanted.copies is not None:
             require_own(self.wanted.copies, self._name)
         self.copies = await _copies(self.store, self.keys)
         await self._count_on()
-        arena = await self._settle_arena()
         await self._forget_killed()
         restored = await self._restore(arena, active)
         if self.wanted.copies is not None:
             own(self.wanted.copies, self._name)
-        if restored is None:
-            await self._retire_gone()
-            if not self.shared:
-                await self._write_origin(digest)
-            publish = [str(self.wanted.checkpoint)]
-            publish += [] if self.wanted.draft is None else ["--with", f"{DRAFT}={self.wanted.draft}"]
-            return self._begun(arena, publish)
-        return self._begun(arena, await self._missing_draft(restored.version))
-
-    def _begun(self, arena: Arena, publish: Sequence[str] | None) -> Begun:
-        url = self.store.url_of_this if isinstance(self.store, SqliteStore) else self.store.url
-        return Begun(url, arena.directory, tuple(publish) if publish is not None else None, tuple(self.said))
+        if restored is not None:
+            return await self._missing_draft(restored.version)
+        await self._retire_gone()
+        if not self.shared:
+            await self._write_origin(digest)
+        publish = [str(self.wanted.checkpoint)]
+        return [*publish, *([] if self.wanted.draft is None else ["--with", f"{DRAFT}={self.wanted.draft}"])]
 
     @property
     def _name(self) -> str:
@@ -206,22 +236,26 @@ class _Beginning:
 
     # what the command line means here
 
-    async def _judge(self, active: ActiveRecord | None) -> str:
-        """The digest of the checkpoint. Raises OtherCheckpoint if what is served began with another one."""
+    async def judge(self, wanted: set[str]) -> str:
+        """The digest of the checkpoint. `wanted`: the models that are asked for. Raises OtherCheckpoint if what is
+        served began with another one."""
+        active = await self._active()
         digest = glance(self.wanted.checkpoint)
         if self.shared:
             return digest
-        found = await self.store.get(ORIGIN)
-        origin = OriginRecord.from_json(found.value) if found is not None else None
+        origins = await _origins(self.store)
+        if not wanted & origins.keys():
+            for other in origins:
+                if await self.store.get(Keys(other).active) is not None:
+                    raise OtherCheckpoint(
+                        f"this state directory serves {other}, not {self.wanted.model}: name another --state-dir, or "
+                        f"begin anew with --fresh (it discards {(await describe(self.store.url, wanted))[0]})"
+                    )
+        origin = origins.get(self.wanted.model)
         if origin is None:
             if active is not None:  # of a release that noted none
                 await self._write_origin(digest)
             return digest
-        if origin.model != self.wanted.model and await self.store.get(Keys(origin.model).active) is not None:
-            raise OtherCheckpoint(
-                f"this state directory serves {origin.model}, not {self.wanted.model}: name another --state-dir, or "
-                f"begin anew with --fresh (it discards {(await describe(self.store.url, origin.model))[0]})"
-            )
         if active is None:
             return digest
         named = str(self.wanted.checkpoint)
@@ -230,7 +264,7 @@ class _Beginning:
                 f"this state directory began with {origin.path} and serves version {active.version}; {named} is "
                 f"another checkpoint. To serve it as the next version, start with --model {origin.path} and run "
                 f"`hotswap weights push {named}`; to serve it beside, name another --state-dir or --name; to begin "
-                f"anew with it, --fresh (it discards {(await describe(self.store.url, self.wanted.model))[0]})"
+                f"anew with it, --fresh (it discards {(await describe(self.store.url, wanted))[0]})"
             )
         if digest and digest != origin.digest:
             self.said.append(
@@ -242,23 +276,9 @@ class _Beginning:
 
     async def _write_origin(self, digest: str) -> None:
         origin = OriginRecord(self.wanted.model, str(self.wanted.checkpoint), digest)
-        await self.store.put(ORIGIN, origin.to_json())
+        await self.store.put(f"{ORIGIN}/{self.wanted.model}", origin.to_json())
 
     # shared memory
-
-    async def _settle_arena(self) -> Arena:
-        """Where the slots are. What a killed run has left there besides slots cannot be verified, and goes."""
-        if self.shared:
-            return await ensure_arena(self.store, self.wanted.arena)
-        arena = Arena(self.wanted.arena)
-        record = ArenaRecord(str(arena.directory)).to_json()
-        key = arena_key(this_host())
-        found = await self.store.get(key)
-        if found is None or found.value != record:  # the directory was moved, or copied: its memory is its own
-            await self.store.put(key, record)
-        known = [VersionRecord.from_json(kv.value) for kv in (await self.store.list(self.keys.versions))[0]]
-        _remove_unused(arena.directory, but=SLOT if known else None)
-        return arena
 
     async def _restore(self, arena: Arena, active: ActiveRecord | None) -> Restored | None:
         """Have a version in shared memory to go on with; None if there is none."""

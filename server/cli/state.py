@@ -45,8 +45,12 @@ class StateDir:
     """One state directory. All but `claim` is for who has claimed it."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.store, self.copies = path, path / "store.db", path / "versions"
+        self.path, self.store = path, path / "store.db"
         self._lock = self._children = -1
+
+    def copies_of(self, tag: str) -> Path:
+        """Where copies of a model's versions are, unless they go elsewhere; the first model's tag is ""."""
+        return self.path / "versions" / tag
 
     @property
     def held(self) -> bool:
@@ -159,7 +163,7 @@ class StateDir:
         by whichever `up` is next: nobody finds half of it.
         """
         ours = {str(place) for place in copies if owner(place) == self.store_id}
-        self._write(_Known(self.store_id, True, tuple(sorted(ours | {str(self.copies)}))))
+        self._write(_Known(self.store_id, True, tuple(sorted(ours | {str(self.copies_of(""))}, reverse=True))))
         self.finish_discard(arena)
 
     def finish_discard(self, arena: Path) -> None:

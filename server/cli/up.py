@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import fcntl
 import hashlib
-import json
 import os
 import re
 import secrets
@@ -19,7 +18,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,8 +29,9 @@ from server.cli import interrupts, missing, resume
 from server.cli.config import UpConfig
 from server.cli.errors import CliError, PortTaken, ProcessFailed
 from server.cli.nodes import NodeChild, Nodes
-from server.cli.paths import ServerInfo, default_state_dir, resolve_model
+from server.cli.paths import ServerInfo, default_state_dir
 from server.cli.processes import Child, share_of_cores
+from server.cli.served import Served, served
 from server.cli.state import StateDir, require_own
 from server.files import write_new_file
 from server.gateway.observe.tracing import traces_url
@@ -44,7 +44,6 @@ READY_TIMEOUT_S = 600.0
 RESTART_PAUSE_S = 2.0
 LEAVES_S, TRAINER_LEAVES_S = 10.0, 130.0  # after SIGTERM; a trainer saves first, within its faults.grace_s (120 s)
 PERSIST_S = 600.0  # for the copy of the active version at a stop
-OWN_DRAFTS = ("draft_model", "eagle", "eagle3")  # ways to speculate whose weights are a checkpoint of their own
 USERS = ".users"  # the file in an arena that its servers hold a shared lock on
 LOOK_S = 1.0  # between two looks at the store's file
 
@@ -57,11 +56,10 @@ class Server:
     """
 
     def __init__(self, config: UpConfig) -> None:
-        model_dir = resolve_model(config.model)
-        name = config.name or model_dir.name
+        self.models = served(config)
+        self.name = name = self.models[0].name
         self.state_dir = (config.state_dir or default_state_dir(name)).resolve()
-        self.config = replace(config, name=name, port=config.port or free_port(config.host))
-        self.model_dir, self.name = model_dir, name
+        self.config = replace(config, port=config.port or free_port(config.host))
         self.url = f"http://{config.host}:{self.config.port}"
         self.admin_port = _free_port_after(self.config.port)
         self.admin_url = f"http://127.0.0.1:{self.admin_port}"
@@ -104,7 +102,7 @@ class Server:
             _require_free(host, port)
         try:
             if self.config.ray is not None:
-                self._nodes = Nodes(self.config, self.state_dir / "logs")
+                self._nodes = Nodes(self.config, self.models, self.state_dir / "logs")
             begun = self._begin(say)
             self.said = begun.said
             (self.state_dir / "server.json").unlink(missing_ok=True)
@@ -119,15 +117,18 @@ class Server:
     def _begin(self, say: Callable[[str], None]) -> resume.Begun:
         """Store, shared memory and records in order."""
         shared, c = self.config.store is not None, self.config
-        wanted = resume.Wanted(
-            model=self.name,
-            checkpoint=self.model_dir,
-            draft=draft_dir(c.vllm_args),
-            adapters="--enable-lora" in c.vllm_args,
-            copies=self._copies if self._persists else None,
-            kept=self.state.copies,
-            arena=self.arena,
-        )
+        wanted = [
+            resume.Wanted(
+                model=model.name,
+                checkpoint=model.checkpoint,
+                draft=model.draft,
+                adapters="--enable-lora" in model.vllm_args,
+                copies=self._copies_of(model) if self._persists else None,
+                kept=self.state.copies_of(model.tag),
+                arena=self.arena,
+            )
+            for model in self.models
+        ]
         if not shared:
             self.state.finish_discard(self.arena)
             if c.fresh or c.throwaway:
@@ -144,38 +145,42 @@ class Server:
         return begun
 
     def _discard(self, say: Callable[[str], None]) -> None:
-        copies = [self._copies]
-        if self._persists and self._copies != self.state.copies:
-            require_own(self._copies, self.state.store_id)
+        copies = [self._copies_of(model) for model in self.models]
+        for place in copies if self._persists else []:
+            if not place.is_relative_to(self.state_dir):
+                require_own(place, self.state.store_id)
         if self.state.store.exists():
-            line, recorded = asyncio.run(resume.describe(f"sqlite://{self.state.store}", self.name))
+            line, recorded = asyncio.run(resume.describe(f"sqlite://{self.state.store}", [m.name for m in self.models]))
             say(f"discarding {line}")
-            copies += [] if recorded is None else [recorded]
+            copies += recorded
         self.state.discard(copies, self.arena)
 
     def _start_children(self, begun: resume.Begun) -> None:
         self._spawn("gateway", self._gateway_args())
-        if self._persists:
-            self._spawn("persist", self._persist_args())
-        if begun.publish is not None:
-            push = ["weightsync.push", "--store", self.store, "--model", self.name]
-            self._spawn("publish", [*push, *begun.publish])
-        if self._nodes is not None:
-            self._spawn("peer", self._nodes.peer_args(self.store, self.name))
-            for index in range(self.config.instances):
+        for model in self.models:
+            if self._persists:
+                self._spawn(model.named("persist"), self._persist_args(model))
+            if (what := begun.publish.get(model.name)) is not None:
+                push = ["weightsync.push", "--store", self.store, "--model", model.name]
+                self._spawn(model.named("publish"), [*push, *what])
+            if self._nodes is not None:
+                self._spawn(model.named("peer"), self._nodes.peer_args(self.store, model.name))
+        every = [(model, index) for model in self.models for index in range(model.instances)]
+        for place, (model, index) in enumerate(every):
+            args = self._instance_args(model, index)
+            if self._nodes is not None:
                 with interrupts.held():
-                    self.placed |= self._nodes.start(index, self.store, self.name, self._instance_args(index))
-            return
-        for index in range(self.config.instances):
-            env = share_of_cores(index, self.config.instances, self.config.vllm_args, os.environ)
-            self._spawn(f"instance-{index}", self._instance_args(index), {**env, **self._instance_tracing()})
+                    self.placed |= self._nodes.start(place, self.store, model, index, args)
+                continue
+            env = share_of_cores(place, len(every), model.vllm_args, os.environ)
+            self._spawn(f"{model.named('instance')}-{index}", args, {**env, **self._instance_tracing()})
 
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
         """Block until every instance serves. ProcessFailed shows the log of what ended early."""
         deadline = time.monotonic() + timeout_s
         while not self._ready():
             for child in self._everything().values():
-                if not child.alive and not (child.name == "publish" and child.returncode == 0):
+                if not child.alive and not (_kind(child.name) == "publish" and child.returncode == 0):
                     raise ProcessFailed(f"{child.name} ended early; the end of {child.log}:\n{child.tail()}")
             if time.monotonic() > deadline:
                 raise ProcessFailed(f"not ready after {timeout_s:.0f} s; see the logs in {self.state_dir / 'logs'}")
@@ -216,15 +221,16 @@ class Server:
         """
         if not self.state.held:
             return
-        persist = self.children.get("persist")
-        for child in reversed([c for c in self._everything().values() if c is not persist]):
+        copying = [child for child in self.children.values() if _kind(child.name) == "persist"]
+        for child in reversed([c for c in self._everything().values() if c not in copying]):
             child.stop(TRAINER_LEAVES_S if child.name == "trainer" else LEAVES_S)
-        if persist is not None:
+        if copying:
             say("waiting for the copies on disk; killed now, the next start goes on from shared memory")
-            persist.stop(PERSIST_S)
+        for child in copying:
+            child.stop(PERSIST_S)
         if self.children and self.state.claimed:
             (self.state_dir / "server.json").unlink(missing_ok=True)
-            self._leave_memory(persist is not None and persist.returncode == 0, say)
+            self._leave_memory(bool(copying) and all(child.returncode == 0 for child in copying), say)
         if self._nodes is not None:
             self._nodes.close()
             self._nodes = None
@@ -254,11 +260,12 @@ class Server:
                 (self.arena / USERS).unlink(missing_ok=True)
                 resume.free_arena(self.arena)
 
-    def instance_id(self, index: int) -> str:
-        """Stable over restarts; in a store that several hosts share it says where to look."""
+    def instance_id(self, index: int, model: Served | None = None) -> str:
+        """Of the first model, or of another one. Stable over restarts; in a store that several hosts share it says
+        where to look."""
         host = f"{socket.gethostname()}-{self.config.port}-" if self.config.store else ""
         host = f"ray-{host}" if self.config.ray else host  # its process is to be looked for elsewhere
-        return f"{host}instance-{index}"
+        return f"{host}{(model or self.models[0]).named('instance')}-{index}"
 
     @property
     def admin_key(self) -> str:
@@ -267,21 +274,23 @@ class Server:
 
     def _ready(self) -> bool:
         """Whether each instance serves, or sleeps as it was ordered to before."""
-        ours = {self.instance_id(index) for index in range(self.config.instances)}
-        key = {"authorization": f"Bearer {self.admin_key}"}
         try:
-            asked = {}
-            for what in ("instances", "sleep"):
-                which = {"model": self.name}
-                answer = httpx.get(f"{self.admin_url}/admin/{what}", params=which, headers=key, timeout=2.0)
-                asked[what] = answer.raise_for_status().json()
-            asleep = {row["id"] for row in asked["sleep"]["asleep"]}
-            eligible = {row["id"] for row in asked["instances"]["instances"] if row["eligible"]}
-            if not ours <= eligible | asleep:
-                return False
-            return ours <= asleep or httpx.get(f"{self.url}/readyz", timeout=2.0).status_code == 200
+            return all(self._serves(model) for model in self.models)
         except httpx.HTTPError:
             return False
+
+    def _serves(self, model: Served) -> bool:
+        ours = {self.instance_id(index, model) for index in range(model.instances)}
+        key = {"authorization": f"Bearer {self.admin_key}"}
+        asked = {}
+        for what in ("instances", "sleep"):
+            answer = httpx.get(f"{self.admin_url}/admin/{what}", params={"model": model.name}, headers=key, timeout=2.0)
+            asked[what] = answer.raise_for_status().json()
+        asleep = {row["id"] for row in asked["sleep"]["asleep"]}
+        eligible = {row["id"] for row in asked["instances"]["instances"] if row["eligible"]}
+        if not ours <= eligible | asleep:
+            return False
+        return ours <= asleep or httpx.get(f"{self.url}/readyz", timeout=2.0).status_code == 200
 
     def _make_admin_key(self) -> None:
         if not self.admin_key_file.exists():
@@ -303,11 +312,10 @@ class Server:
     def _persists(self) -> bool:
         return self.config.persist != "off" and not self.config.throwaway
 
-    @property
-    def _copies(self) -> Path:
-        """Where copies of committed versions are."""
+    def _copies_of(self, model: Served) -> Path:
+        """Where copies of its committed versions are."""
         named = self.config.persist
-        return named.resolve() if isinstance(named, Path) else self.state.copies
+        return named.resolve() / model.tag if isinstance(named, Path) else self.state.copies_of(model.tag)
 
     def _everything(self) -> dict[str, Child | NodeChild]:
         return {**self.children, **self.placed}
@@ -326,20 +334,29 @@ class Server:
         args = ["server.gateway", "--store", self.store, "--model", self.name, "--host", c.host, "--port", str(c.port)]
         args += ["--admin-port", str(self.admin_port), "--admin-key-file", str(self.admin_key_file)]
         args += ["--otlp-endpoint", c.otlp_endpoint] if c.otlp_endpoint else []
+        args += ["--models", str(c.models)] if c.models is not None else []
         return [*args, *(["--api-key-file", str(c.api_key_file)] if c.api_key_file else []), *c.gateway_args]
 
-    def _persist_args(self) -> list[str]:
+    def _persist_args(self, model: Served) -> list[str]:
         c = self.config
-        args = ["weightsync.persist", "--store", self.store, "--model", self.name, "--dir", str(self._copies)]
+        args = [
+            "weightsync.persist",
+            "--store",
+            self.store,
+            "--model",
+            model.name,
+            "--dir",
+            str(self._copies_of(model)),
+        ]
         args += ["--keep", str(c.persist_keep)]
         return [*args, *(["--max-bytes", str(int(c.persist_max_gib * 2**30))] if c.persist_max_gib else [])]
 
-    def _instance_args(self, index: int) -> list[str]:
+    def _instance_args(self, model: Served, index: int) -> list[str]:
         c = self.config
-        args = ["server.cli", "instance", "--model", str(self.model_dir), "--name", self.name, "--store", self.store]
-        args += ["--instance-id", self.instance_id(index)]
+        args = ["server.cli", "instance", "--model", str(model.checkpoint), "--name", model.name]
+        args += ["--store", self.store, "--instance-id", self.instance_id(index, model)]
         args += ["--otlp-traces-endpoint", traces_url(c.otlp_endpoint)] if c.otlp_endpoint else []
-        return [*args, "--kv-cache-gib", str(c.kv_cache_gib), *c.vllm_args]
+        return [*args, "--kv-cache-gib", str(model.kv_cache_gib), *model.vllm_args]
 
     def _instance_tracing(self) -> dict[str, str]:
         """What vLLM's own tracing reads from the environment: it speaks gRPC unless told otherwise."""
@@ -353,18 +370,19 @@ def run_up(config: UpConfig) -> None:
     missing.require("torch", "vllm")  # of the processes that it starts
     console = Console()
     server = Server(config)
+    names, instances = ", ".join(m.name for m in server.models), sum(m.instances for m in server.models)
     interrupts.install()
 
     def say(line: str) -> None:
         console.print(line, markup=False)
 
     try:
-        with console.status(f"starting {server.name}: gateway, {config.instances} x vLLM, first version"):
+        with console.status(f"starting {names}: gateway, {instances} x vLLM, first version"):
             server.start(say)
             for line in server.said:
                 say(line)
             server.wait_ready()
-        console.print(f"[bold]{server.name}[/] answers on {server.url}  (OpenAI: {server.url}/v1)")
+        console.print(f"[bold]{names}[/] answers on {server.url}  (OpenAI: {server.url}/v1)")
         console.print(f"console: {server.admin_url}/console")
         console.print(f"admin: {server.admin_url}, key in {server.admin_key_file}   logs: {server.state_dir / 'logs'}")
         if config.train is not None:
@@ -377,24 +395,13 @@ def run_up(config: UpConfig) -> None:
         server.stop(say)
 
 
-def draft_dir(vllm_args: Sequence[str]) -> Path | None:
-    """The draft model that `--speculative-config` names, if it has weights of its own to publish. Raises CliError."""
-    joined = [
-        word for argument in vllm_args for word in (argument.split("=", 1) if argument[:2] == "--" else [argument])
-    ]
-    if "--speculative-config" not in joined[:-1]:
-        return None
-    try:
-        config = json.loads(joined[joined.index("--speculative-config") + 1])
-    except json.JSONDecodeError as error:
-        raise CliError(f"--speculative-config is not JSON ({error})") from error
-    own = isinstance(config, dict) and "model" in config and config.get("method", "draft_model") in OWN_DRAFTS
-    return resolve_model(config["model"]) if own else None
+def _kind(name: str) -> str:
+    return name.partition("-")[0]
 
 
 def _is_lasting(name: str) -> bool:
     """Whether a child of that name is to run for ever: not a publication, and not a trainer, which ends by itself."""
-    return name in ("gateway", "persist", "peer") or name.startswith(("instance-", "peer-"))
+    return _kind(name) in ("gateway", "persist", "peer", "instance")
 
 
 def arena_name(model: str, state_dir: Path) -> str:

@@ -87,6 +87,7 @@ class World:
     model_dir: Annotated[
         Path | None, Option("checkpoint that is to fit: directory, or name as for `up`", "--model")
     ] = None
+    models: Annotated[Path | None, Option("file of several models to check")] = None
     arena: Annotated[Path | None, Option("directory of the slots; default: as the processes choose")] = None
     cluster_tls: ClusterTlsDirectory = None
     host: Annotated[str, Option("address the gateway is to listen on")] = "127.0.0.1"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final, Protocol
 
 from server.errors import BadRequest, HttpError, MethodNotAllowed
@@ -26,7 +26,7 @@ from server.gateway.fleet.routing import Need
 from server.gateway.models.directory import Directory
 from server.gateway.models.served import Served
 from server.gateway.routes import Target, find
-from server.gateway.wire.bodies import NONE, Fields, check_object, named, with_model
+from server.gateway.wire.bodies import NONE, check_object, named, with_model
 from server.gateway.wire.head import Headers, RequestHead, head_too_large, read_head
 
 STREAMED: Final = b"/admin/weights/upload"
@@ -58,27 +58,41 @@ class Client(Protocol):
         """What was written stays incomplete: the connection ends."""
 
 
-@dataclass
 class Request:
-    """A complete client request for a public route."""
+    """A complete client request for a public route. Like a head (wire/head.py) it is no dataclass.
 
-    target: Target
-    head: RequestHead
-    body: bytes
-    need: Need | None  # which versions may answer
-    served: tuple[Served, ...]  # who answers it, the first choice first
-    http10: bool
-    keep_alive: bool
-    principal: Principal = ANONYMOUS
+    `need`: which versions may answer; `served`: who answers it, the first choice first.
+    """
+
     priority: int = 0  # its class in the queue; the lowest goes first
-    deadline_s: float = math.inf  # in which it must get to an instance
     known: affinity.Hint | None = None
     share: int | None = None  # the version it is for, where versions share the traffic
     repeated: bool = False  # on a version that is tried out, unseen; or it was not its turn
     failover: Failover = "off"  # who may go on with a stream whose instance dies
     grant: Grant | None = None  # of the key's limits, where it has any
-    fields: Fields = NONE  # of its body, as they were sent
     extra_head: bytes = b""  # header lines for the answer
+
+    def __init__(
+        self,
+        target: Target,
+        head: RequestHead,
+        body: bytes,
+        need: Need | None,
+        served: tuple[Served, ...],
+        http10: bool,
+        keep_alive: bool,
+        principal: Principal = ANONYMOUS,
+    ) -> None:
+        self.target = target
+        self.head = head
+        self.body = body
+        self.need = need
+        self.served = served
+        self.http10 = http10
+        self.keep_alive = keep_alive
+        self.principal = principal
+        self.deadline_s = math.inf  # in which it must get to an instance
+        self.fields = NONE  # of its body, as they were sent
 
     def skip(self, count: int) -> bool:
         """Leaves out the first `count` of those who may answer, and then who cannot; False, and all stay, if none can.
@@ -187,12 +201,11 @@ class Admission:
         self, target: Target, head: RequestHead, principal: Principal, body: bytes, *, http10: bool, keep_alive: bool
     ) -> Request:
         """The request with what it asks for, by header or in its body, checked and in words for the instance."""
-        fields = NONE
+        directory, name, fields = self._directory, None, NONE
         if target.route.json_body:
             fields = check_object(body)
         elif target.route.method == b"GET":
             body = b""
-        directory, name = self._directory, None
         served = directory.only
         if directory.several or principal.models is not None:
             name = named(fields)

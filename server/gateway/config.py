@@ -289,7 +289,7 @@ class GatewayConfig:
     store: Annotated[str, Option("store URL, e.g. sqlite:///path/store.db", env="HOTSWAP_STORE", missing=_NO_STORE)]
     model: Annotated[str, Option("served model name")] = ""
     models: Annotated[
-        Path | None, Option("file that names several models, aliases and upstreams; read anew on SIGHUP", up=True)
+        Path | None, Option("file that names several models, aliases and upstreams; read anew on SIGHUP")
     ] = None
     check: Annotated[bool, Option("look at the settings and the files they name, and end")] = False
     host: Annotated[str, Option("address to listen on")] = "127.0.0.1"

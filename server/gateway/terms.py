@@ -21,6 +21,7 @@ from server.errors import BadRequest, Forbidden
 from server.gateway.access.keys import Principal
 from server.gateway.config import Failover
 from server.gateway.fleet.routing import Need
+from server.gateway.wire.bodies import raw_fields
 from server.gateway.wire.head import WISH
 from server.key_limits import MAX_PRIORITY, MIN_PRIORITY
 from weightsync.control.state import CONFIRM_S
@@ -82,7 +83,6 @@ _FORMS: dict[bytes, tuple[str, re.Pattern[bytes] | None]] = {
 }
 HEADERS = frozenset(_FORMS)
 _NAMES = {name: header.decode() for header, (name, _) in _FORMS.items()}
-_objects = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _wishes = msgspec.json.Decoder(_Wish)
 
 
@@ -128,7 +128,7 @@ def _from_headers(headers: Mapping[bytes, bytes]) -> _Wish:
 
 def _from_body(body: bytes) -> tuple[_Wish, bytes]:
     """Values at the top stay the bytes they are: nothing is built of a large body, and no number changes its form."""
-    fields = _objects.decode(body)
+    fields = raw_fields(body)
     try:
         wish = _wishes.decode(fields.pop("hotswap"))
     except msgspec.DecodeError as exc:  # ValidationError is one

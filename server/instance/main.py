@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import httpx
@@ -14,7 +15,7 @@ import uvicorn
 
 from server.errors import ConfigError
 from server.instance.hosts import check_nodes, run_follower
-from server.instance.middleware import Admission
+from server.instance.middleware import PROBE, Admission
 from server.leaving import LeavingServer
 from weightsync.control.hosts import keep_to_loopback
 from weightsync.errors import UnsupportedVllm
@@ -22,6 +23,7 @@ from weightsync.tls import ClusterTls
 from weightsync.vllm_engine.releases import find, release
 
 from .config import InstanceConfig, parse_vllm_args
+from .fork_server import fork_from_here
 from .forms import form_to_start_with, tell_failure
 from .rest import rest, start_over
 
@@ -45,10 +47,12 @@ def run_instance(config: InstanceConfig) -> None:
     if not config.spans_hosts:
         keep_to_loopback()
     if config.headless:
+        fork_from_here()
         run_follower(config)
     import uvloop
 
     uvloop.run(rest(config))
+    fork_from_here()
     config = replace(config, form=uvloop.run(form_to_start_with(config)))
     try:
         again = uvloop.run(serve(config))
@@ -85,7 +89,7 @@ async def serve(config: InstanceConfig) -> bool:
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.create_server((config.host, config.port), family=family)
     port = int(listener.getsockname()[1])
-    args = parse_vllm_args(config, port)  # before the imports that an engine needs: a wrong option is said sooner
+    args = parse_vllm_args(config, port)
     check_nodes(args, headless=False)
     from server.instance.hosts import Tethers
 
@@ -95,8 +99,8 @@ async def serve(config: InstanceConfig) -> bool:
     tethers = Tethers()
     async with tethers.listening(args.nnodes, tls) as tether, start_engine(args, tethers, config.grammars) as engine:
         app = Admission(await build_app(engine, args, config), dead=lambda: engine.dead, key=secrets.token_urlsafe(32))
-        await warm_up(app, config.model)
-        sidecar = Sidecar(config, engine, app, address=config.address(port), tether=tether)
+        warm = partial(warm_up, app, config.model)
+        sidecar = Sidecar(config, engine, app, address=config.address(port), tether=tether, warm_up=warm)
         server = LeavingServer(_uvicorn_config(app, tls), sidecar.leave)
         sidecar.end = lambda: setattr(server, "should_exit", True)
         async with sidecar.running():
@@ -125,7 +129,10 @@ async def build_app(engine: Any, args: Any, config: InstanceConfig) -> Any:
 
 
 async def warm_up(app: Admission, model: str) -> None:
-    """One short request per route on the dummy weights: first-use imports and kernels cost seconds, not a client's."""
+    """One short request per route on the dummy weights: first-use imports and kernels cost seconds, not a client's.
+
+    They come as probes do, for this instance admits nobody yet.
+    """
     asks: dict[str, dict[str, Any]] = {
         "/v1/completions": {"prompt": [0], "logprobs": 1},  # log-probabilities alone cost 1.4 s the first time
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
@@ -134,7 +141,7 @@ async def warm_up(app: Admission, model: str) -> None:
     async with httpx.AsyncClient(
         transport=transport,
         base_url="http://warm-up",
-        headers={"authorization": f"Bearer {app.key}"},
+        headers={"authorization": f"Bearer {app.key}", PROBE.decode(): "1"},
         timeout=None,  # noqa: S113
     ) as client:
         for path, body in asks.items():

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import importlib
 import logging
 import os
 import socket
@@ -25,9 +24,9 @@ from weightsync.errors import RecordError, StoreError
 from weightsync.store import Store, open_store
 
 from .config import InstanceConfig
+from .fork_server import import_engine
 
 log = logging.getLogger("hotswap.instance")
-HEAVY = ("vllm.entrypoints.launchers.api_server.entry", "vllm.v1.engine.async_llm", "vllm.v1.worker.cpu_worker")
 
 
 async def rest(config: InstanceConfig) -> None:
@@ -49,7 +48,7 @@ async def _rest(config: InstanceConfig, store: Store) -> None:
     if found is None:
         return
     order = SleepOrder.from_json(found.value)
-    preparing = asyncio.create_task(asyncio.to_thread(_import_heavy)) if order.level == 1 else None
+    preparing = asyncio.create_task(asyncio.to_thread(import_engine)) if order.level == 1 else None
     await stay_asleep(store, keys, sleeper(config, order))
     if preparing is not None:
         await preparing
@@ -66,11 +65,3 @@ def start_over(environment: Mapping[str, str]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], dict(environment))  # noqa: S606 - our own argv
-
-
-def _import_heavy() -> None:
-    for name in HEAVY:
-        try:
-            importlib.import_module(name)
-        except ImportError as error:  # the start itself will say what is wrong
-            log.warning("could not import %s ahead: %s", name, error)

@@ -54,10 +54,14 @@ class Sidecar:
         admission: Admission,
         address: str,
         tether: Mapping[str, object] | None = None,
+        warm_up: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`tether`: what workers on other hosts connect to (tether.py), {} where there are none."""
+        """`tether`: what workers on other hosts connect to (tether.py), {} where there are none. `warm_up`: what the
+        engine does beside its first staging, and ends before it serves."""
         self._config, self._engine, self._admission = config, engine, admission
         self._tether = dict(tether or {})
+        self._warm_up = warm_up
+        self._warm: asyncio.Task[None] | None = None
         self._trust = Trust(config.trust)
         self._keys, self._host = Keys(config.model), this_host()
         self._participant: Participant | None = None
@@ -85,10 +89,13 @@ class Sidecar:
         self._participant = self._new_participant(store, replace(self._record, max_num_seqs=self._engine.max_num_seqs))
         self._admission.admits = lambda: self._participant is not None and self._participant.admits
         vital = (partial(self._live, store), self._end_with_engine)
+        if self._warm_up is not None:
+            self._warm = asyncio.create_task(self._vital(self._warm_up))
         tasks = [asyncio.create_task(self._vital(work)) for work in vital]
         try:
             yield
         finally:
+            tasks += [self._warm] if self._warm is not None else []
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -198,6 +205,8 @@ class Sidecar:
         expected = report.get("expected_flip_ms")
         if expected is not None and expected > LONG_FLIP_MS:
             log.warning("the commit of version %d will stall decoding for about %.0f ms", version.version, expected)
+        if self._warm is not None:
+            await asyncio.shield(self._warm)
         built = report.get("built", "")
         return StageResult(fingerprint, report["staging_gbps"] or None, path, built=built, expected_flip_ms=expected)
 

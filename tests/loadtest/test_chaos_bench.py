@@ -1,22 +1,32 @@
-"""The judges of `hotswap bench chaos`: what they let pass and what they do not. Nothing is started here."""
+"""The judges of `hotswap bench chaos`: what they let pass and what they do not. No fleet is started here."""
 
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import signal
+import subprocess
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
-from loadtest.chaos.clients import Answer, Attempt, Question, Wish, attempt, badness, problems, token_of
-from loadtest.chaos.fleet import Snapshot, Watch, must_end
+from loadtest.chaos import joiner
+from loadtest.chaos.clients import Answer, Attempt, Question, Wish, attempt, problems
+from loadtest.chaos.fleet import DRAIN_S, Snapshot, Supervised, Watch, must_end
 from loadtest.chaos.hostile import Attack, bodies, complaints, told
+from loadtest.chaos.joiner import Joiner, Served, Stay, Tenure, tenures
+from loadtest.chaos.models import ALIAS, FIRST, SECOND, badness, placed
+from loadtest.chaos.models import token_of as token_of_model
 from loadtest.chaos.report import Wrongs, let_in, pushes, swaps, violations
-from loadtest.chaos.verdict import AFTER_S, Verdict, Window, judge, schedule, verdict
+from loadtest.chaos.verdict import AFTER_S, Fault, Verdict, Window, judge, schedule, verdict
+from loadtest.hosts.namespaces import until
 from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, PastSwapRecord, SwapRecord
 from weightsync.control.state import CONFIRM_S
 from weightsync.store import SyncStore
@@ -29,23 +39,37 @@ def answer(*tokens: int, spans: list[dict[str, int]] | None = None) -> Answer:
     return Answer(list(tokens), [], spans)
 
 
-def kinds(found: Answer, length: int, wish: Wish) -> list[str]:
-    return [kind for kind, _ in problems(found, length, wish)]
+def token_of(version: int) -> int:
+    return token_of_model(FIRST, version)
+
+
+def kinds(found: Answer, length: int, wish: Wish, asked: str = FIRST) -> list[str]:
+    return [kind for kind, _ in problems(found, length, wish, asked)]
 
 
 def test_the_same_seed_breaks_the_same_things_and_everything_breaks_once_before_anything_twice() -> None:
-    one, again, other = (list(itertools.islice(schedule(seed, 3), 38)) for seed in (7, 7, 8))
+    one, again, other = (list(itertools.islice(schedule(seed, 3, placed(3, 2)), 56)) for seed in (7, 7, 8))
     assert one == again != other
-    places = [(fault.name, fault.host) for fault in one]
-    assert len(set(places)) == len(places) == 38
-    assert {("kill engine", 2), ("freeze etcd", 1), ("cut link", 0), ("loss link", 2), ("kill publisher", 0)} <= {
-        *places
-    }
+    places = [(fault.name, fault.model, fault.host) for fault in one]
+    assert len(places) == 56
+    assert places.count(("join joiner", SECOND, 0)) == 4
+    assert len(set(places)) == 53
+    assert {
+        ("kill engine", FIRST, 2), ("freeze etcd", "", 1), ("cut link", "", 0), ("loss link", "", 2),
+        ("kill publisher", FIRST, 0), ("kill publisher", SECOND, 2), ("freeze instance", SECOND, 1),
+    } <= {*places}  # fmt: skip
+    assert not {("kill instance", SECOND, 0), ("kill engine", SECOND, 0)} & {*places}
+
+
+def test_joiners_take_turns_on_the_hosts_that_lack_their_model() -> None:
+    deck = list(itertools.islice(schedule(3, 3, placed(3, 1)), 50))
+    assert sorted(f.host for f in deck if f.kind == "join") == [0, 0, 1, 1]
+    assert not any(f.kind == "join" for f in itertools.islice(schedule(3, 3, placed(3, 3)), 60))
 
 
 def test_an_answer_that_crosses_a_swap_is_right_where_its_tokens_are() -> None:
     crossed = answer(token_of(4), token_of(4), token_of(5), spans=SPANS)
-    assert problems(crossed, 3, KEEP) == []
+    assert kinds(crossed, 3, KEEP) == []
     assert kinds(answer(token_of(4), token_of(5), token_of(5), spans=SPANS), 3, KEEP) == ["wrong"]
 
 
@@ -54,11 +78,11 @@ def test_an_answer_for_one_version_must_be_of_one_and_so_must_its_prompt() -> No
     for wish in (Wish("finish"), Wish("abort"), Wish("finish", version=4)):
         assert kinds(crossed, 3, wish) == ["mixed"]
     whole = answer(token_of(5), spans=[{"version": 5, "start": 0, "end": 1}])
-    assert problems(whole, 1, Wish("finish", version=5)) == []
+    assert kinds(whole, 1, Wish("finish", version=5)) == []
     assert kinds(whole, 1, Wish("finish", version=4)) == ["mixed"]
     assert kinds(whole, 1, Wish(min_version=6)) == ["mixed"]
     whole.prompt_spans = [{"version": 4, "start": 0, "end": 9}]
-    assert problems(whole, 1, KEEP) == []
+    assert kinds(whole, 1, KEEP) == []
     assert kinds(whole, 1, Wish("abort")) == ["mixed"]
 
 
@@ -66,7 +90,7 @@ def test_what_arrived_of_a_broken_stream_is_judged_too() -> None:
     part = Answer()
     part.take([token_of(4)], 4)
     part.take([token_of(4), token_of(5)], 5)
-    assert problems(part, 9, KEEP) == []
+    assert kinds(part, 9, KEEP) == []
     assert kinds(part, 9, Wish("finish")) == ["mixed"]
     part.take([token_of(5)], 6)
     assert kinds(part, 9, KEEP) == ["wrong"]
@@ -78,7 +102,7 @@ def test_labels_must_cover_a_whole_answer(spans: list[dict[str, int]]) -> None:
 
 
 def made(**fields: Any) -> dict[str, Any]:
-    return asdict(Attempt(1, 10.0, "/generate", True, "keep", False, 10.0, ended=12.0)) | fields
+    return asdict(Attempt(1, 10.0, FIRST, "/generate", True, "keep", False, 10.0, ended=12.0)) | fields
 
 
 def test_failures_are_typed_and_may_be_repeated_or_count() -> None:
@@ -108,10 +132,11 @@ def test_a_run_counts_what_is_against_the_promise_and_the_longest_silence() -> N
     assert (found.silence_s, found.longest_s) == (18.0, 20.0)
 
 
-QUESTION = Question("/generate", True, 3, (5, 6), KEEP)
+QUESTION = Question(FIRST, "/generate", True, 3, (5, 6), KEEP)
 TOKEN = 'event: token\ndata: {{"token_ids": [{}], "weight_version": 4}}\n\n'
 ERROR = '{"error": {"message": "m", "type": "server_error", "code": "upstream_died"}}'
-DONE = 'event: done\ndata: {"choices": [{"weight_versions": [{"version": 4, "start": 0, "end": 3}]}]}\n\n'
+SPAN = '{"version": 4, "start": 0, "end": 3}'
+DONE = f'event: done\ndata: {{"model": "alpha", "choices": [{{"weight_versions": [{SPAN}]}}]}}\n\n'
 
 
 @pytest.mark.parametrize(
@@ -131,18 +156,18 @@ DONE = 'event: done\ndata: {"choices": [{"weight_versions": [{"version": 4, "sta
 async def test_what_came_of_an_attempt(status: int, body: str, outcome: str, code: str) -> None:
     transport = httpx.MockTransport(lambda _: httpx.Response(status, content=body))
     async with httpx.AsyncClient(base_url="http://gateway", transport=transport) as http:
-        found = await attempt(http, 0, "m", QUESTION, 0.0)
+        found = await attempt(http, 0, QUESTION, 0.0)
     assert (found.outcome, found.code, found.problems) == (outcome, code, [])
 
 
 def test_a_load_that_broke_proves_nothing() -> None:
-    fine: dict[str, Any] = {"stuck": 0, "not as published": 0}
+    fine = {FIRST: {"stuck": 0, "not as published": 0}}
     assert violations(Verdict(), fine, [], Wrongs()) == []
     assert violations(Verdict(), fine, [], Wrongs(load=-9)) == ["the clients ended with status -9: see above"]
 
 
 def test_a_process_that_ends_by_itself_and_an_attack_that_is_let_in_break_a_promise() -> None:
-    fine: dict[str, Any] = {"stuck": 0, "not as published": 0}
+    fine = {FIRST: {"stuck": 0, "not as published": 0}}
     said = violations(Verdict(), fine, [], Wrongs(ended={"instance-1": 2}, attacks=["ids: ..."]))
     assert said == ["instance-1 ended by itself, 2 times", "1 hostile requests were not refused as they must be"]
 
@@ -162,8 +187,8 @@ def test_a_swap_is_stuck_when_it_is_long_past_its_time() -> None:
     committed = SwapRecord("s", 5, "commit", ("a",), deadline=100.0, opened_at=80.0)
     assert must_end(committed, ActiveRecord(5, 2, 4, "s", 95.0)) == 95.0 + CONFIRM_S
     past = {
-        "x": PastSwapRecord("x", 6, "aborted", "rolling", 0.0, 9.0, reason="instance instance-2 is gone"),
-        "y": PastSwapRecord("y", 7, "aborted", "rolling", 0.0, 9.0, reason="instance instance-0 is gone"),
+        "x": PastSwapRecord("x", 6, "aborted", "rolling", 0.0, 9.0, reason="instance alpha-instance-2 is gone"),
+        "y": PastSwapRecord("y", 7, "aborted", "rolling", 0.0, 9.0, reason="instance beta-joiner-0 is gone"),
     }
     found = swaps(past, {"s": 31.0, "x": 2.0}, since=5.0)
     assert (found["stuck"], found["aborted"]) == (1, {"an instance is gone": 2})
@@ -185,10 +210,10 @@ def test_a_swap_that_was_stuck_before_its_commit_was_stuck(tmp_path: Path) -> No
 def test_bad_versions_answer_what_they_like_and_good_ones_do_not() -> None:
     assert [badness(version) for version in (6, 7, 8, 15, 23, 31)] == [None, "nan", None, "inf", "overflow", "nan"]
     spans = [{"version": 23, "start": 0, "end": 1}, {"version": 22, "start": 1, "end": 2}]
-    assert problems(answer(0, token_of(22), spans=spans), 2, KEEP) == []
+    assert kinds(answer(0, token_of(22), spans=spans), 2, KEEP) == []
     assert kinds(answer(0, 0, spans=spans), 2, KEEP) == ["wrong"]
     spans[1]["version"] = 24
-    assert problems(answer(0, 0, spans=spans), 2, KEEP) == []  # with the bad version's KV cache
+    assert kinds(answer(0, 0, spans=spans), 2, KEEP) == []  # with the bad version's KV cache
     assert kinds(answer(0, 0, spans=spans), 2, Wish("recompute")) == ["wrong"]
     assert kinds(answer(0, 0, spans=[{"version": 24, "start": 0, "end": 2}]), 2, KEEP) == ["wrong", "wrong"]
 
@@ -204,7 +229,7 @@ def test_versions_that_are_not_finite_must_be_refused(tmp_path: Path) -> None:
     assert let_in(pushes(log, 4.0)) == 1
     assert let_in(pushes(log, 5.0)) == 0
     assert "1 versions that are not finite were swapped in" in violations(
-        Verdict(), {"stuck": 0, "not as published": 0}, [], Wrongs(let_in=1)
+        Verdict(), {SECOND: {"stuck": 0, "not as published": 0}}, [], Wrongs(let_in=1)
     )
 
 
@@ -249,3 +274,149 @@ def test_bodies_of_attacks_are_what_they_say() -> None:
 )
 def test_what_a_server_says_to_an_attack(status: int, body: bytes, outcome: str) -> None:
     assert told(status, body)[0] == outcome
+
+
+def test_a_token_of_one_model_under_the_label_of_the_other_is_wrong() -> None:
+    spans = [{"version": 5, "start": 0, "end": 1}]
+    theirs = answer(token_of_model(SECOND, 5), spans=spans)
+    assert kinds(theirs, 1, KEEP, SECOND) == []
+    assert kinds(theirs, 1, KEEP, FIRST) == ["wrong"]
+    theirs.model = SECOND
+    assert kinds(theirs, 1, KEEP, FIRST) == ["foreign"]
+    theirs.model = FIRST
+    assert kinds(theirs, 1, KEEP, FIRST) == ["wrong"]
+
+
+def test_an_alias_is_answered_by_one_of_its_models() -> None:
+    spans = [{"version": 5, "start": 0, "end": 2}]
+    for model in (FIRST, SECOND):
+        ours = answer(token_of_model(model, 5), token_of_model(model, 5), spans=spans)
+        assert kinds(ours, 2, KEEP, ALIAS) == []  # of a stream that broke, nobody has said whose it was
+        ours.model = model
+        assert kinds(ours, 2, KEEP, ALIAS) == []
+    assert kinds(answer(token_of(5), token_of_model(SECOND, 5), spans=spans), 2, KEEP, ALIAS) == ["wrong"]
+    assert kinds(Answer([], [], None, model="hosted"), 2, KEEP, ALIAS) == ["foreign"]
+
+
+def test_answers_are_counted_by_the_model_that_wrote_them() -> None:
+    attempts = [
+        made(by=FIRST, tokens=8),
+        made(model=ALIAS, by=FIRST, tokens=4, problems=[("wrong", "...")]),
+        made(model=ALIAS, by=SECOND, tokens=2),
+    ]
+    found = verdict(attempts, [], 10.0, 33.0)
+    assert (found.models[FIRST]["tokens checked"], found.models[FIRST]["wrong"]) == (12, 1)
+    assert found.models[SECOND] == {"answers": 1, "tokens checked": 2, "crossed a swap": 0}
+    assert found.totals["answers to a request for an alias"] == 2
+    assert found.totals["of these by its second model"] == 1
+
+
+def test_a_joiner_answers_no_older_version_and_loses_nothing_as_it_leaves() -> None:
+    past = [
+        PastSwapRecord("a", 5, "done", "together", 0.0, 11.0, committed_at=10.0, epoch=1),
+        PastSwapRecord("b", 6, "done", "together", 0.0, 21.0, committed_at=20.0, epoch=2),
+        PastSwapRecord("c", 5, "done", "together", 0.0, 91.0, committed_at=90.0, epoch=3),
+        PastSwapRecord("d", 7, "aborted", "together", 0.0, 95.0),
+    ]
+    assert tenures(past) == [Tenure(5, 10.0, 21.0), Tenure(6, 20.0, 91.0), Tenure(5, 90.0, float("inf"))]
+    stay = Stay(SECOND, 0, "j", 30.0, ready=40.0, told=60.0, gone=66.0)
+
+    def said(**fields: Any) -> list[str]:
+        request = replace(Served("j", 50.0, 51.0, 6, 200, ""), **fields)
+        return joiner.complaints([stay], [request], {SECOND: tenures(past)}, [(100.0, 120.0)])
+
+    assert said() == []
+    assert said(first=8) == []  # its swap had not ended when the run did
+    assert "older version" in said(first=5)[0]
+    assert said(began=22.0, first=5) == []
+    assert "lost" in said(ended=62.0, status=502, code="upstream_died")[0]
+    assert said(ended=62.0, status=409, code="version_unavailable") == []
+    assert said(ended=50.5, status=502, code="upstream_died") == []  # for others to judge: nobody was leaving
+    assert "not there" in said(began=10.0, ended=12.0)[0]
+    assert joiner.complaints([replace(stay, problem="...")], [], {}, []) == ["j: ..."]
+    assert joiner.complaints([stay], [Served("j", 99.0, 101.0, 5, 502, "upstream_died")], {}, [(100.0, 120.0)]) == []
+    assert violations(Verdict(), {}, [], Wrongs(joiners=["j: ..."])) == ["j: ..."]
+
+
+class Process:
+    """What a joiner asks of its process."""
+
+    def __init__(self) -> None:
+        self.returncode: int | None = None
+        self.terminated = self.stopped = False
+
+    def terminate(self) -> None:
+        self.terminated = True
+
+    def stop(self) -> None:
+        self.stopped = True
+
+
+class Here:
+    """A host that is this one."""
+
+    def run(self, _host: int, argv: list[str], **popen: Any) -> subprocess.Popen[Any]:
+        return subprocess.Popen(argv, **popen)
+
+
+@pytest.mark.parametrize(("part", "own_ends"), [("", 1), ("sleep", 0)])
+def test_what_ends_because_a_part_of_it_was_frozen_has_not_ended_by_itself(
+    tmp_path: Path, part: str, own_ends: int
+) -> None:
+    words = ["sh", "-c", "sleep 600 & wait"]
+    process = Supervised("p", Here(), 0, words, {"PATH": os.environ["PATH"]}, tmp_path / "log")  # type: ignore[arg-type]
+    try:
+        pid = process._process.pid
+        until(lambda: bool(psutil.Process(pid).children()))
+        process.freeze(part)
+        assert not process.runs
+        process.thaw()
+        os.kill(pid, signal.SIGTERM)
+        until(lambda: process.returncode is not None)
+        process.tend()
+        assert process.own_ends == own_ends
+    finally:
+        process.stop()
+
+
+def joins(serves_s: float = 0.0) -> tuple[Joiner, Process]:
+    process = Process()
+    fault = Fault("join", "joiner", 0, serves_s, 0.0, model=SECOND)
+    return Joiner(SimpleNamespace(join=lambda *_: process), fault), process  # type: ignore[arg-type]
+
+
+def test_a_joiner_is_told_to_leave_once_it_serves_what_is_committed() -> None:
+    active = ActiveRecord(5, 9, 4, "s", 0.0)
+    record = InstanceRecord("beta-joiner-0", "http://j", "SERVING", active_version=5, active_epoch=8)
+    one, process = joins()
+    one.tend(Snapshot(0.0, active, None, {record.id: record}))
+    assert one.stay.ready is None
+    current = replace(record, active_epoch=9)
+    one.tend(Snapshot(0.0, active, None, {record.id: current}))
+    one.tend(Snapshot(0.0, active, None, {record.id: current}))
+    assert one.stay.ready is not None
+    assert process.terminated
+    told = one.stay.told or 0.0
+    one.tend(Snapshot(0.0, active, None, {record.id: replace(current, state="DRAINING", leaves_at=told + DRAIN_S)}))
+    process.returncode = 0
+    one.tend(Snapshot(0.0, active, None, {}))
+    assert (one.stay.leaves_at, one.stay.problem, process.stopped) == (told + DRAIN_S, "", True)
+
+
+def test_a_joiner_that_ends_by_itself_or_badly_is_complained_of() -> None:
+    one, process = joins()
+    process.returncode = 1
+    one.tend(Snapshot(0.0))
+    assert one.stay.problem == "ended by itself with status 1"
+    assert one.stay.gone is not None
+    other, process = joins()
+    other.stay.ready = other.stay.told = time.time()
+    other.stay.leaves_at = other.stay.told + 60.0
+    process.returncode = 0
+    other.tend(Snapshot(0.0))
+    assert other.stay.problem == "announced that it leaves 60.0 s after SIGTERM"
+    third, process = joins()
+    third.stay.ready, third.stay.told = 1.0, 2.0
+    third.tend(Snapshot(0.0))
+    assert "still there" in third.stay.problem
+    assert process.stopped

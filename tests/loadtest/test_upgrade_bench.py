@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import subprocess
+import sys
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +16,10 @@ import orjson
 import pytest
 import yaml
 
-from loadtest.upgrade import bench, clients
+from loadtest.upgrade import bench, clients, releases
 from loadtest.upgrade.bench import Step, Swap, Upgrade, failures, summed_up
 from loadtest.upgrade.clients import KINDS, Answer, Client, Endpoint, Failed, Seen, Service
+from server.cli.errors import CliError
 from tests.server.gateway.upstream import Link, Received, upstream
 from tests.waiting import eventually
 
@@ -127,3 +133,55 @@ def test_what_was_seen_is_laid_over_what_was_done() -> None:
     assert report["steps"][0]["window"] == [2.0, 3.1]
     assert failures(report) == 1
     assert failures(report | {"failed": 0, "checked": report["checked"] | {"wrong": 2}}) == 2
+
+
+def test_a_release_is_what_its_processes_import(tmp_path: Path) -> None:
+    old = releases.checked_out("HEAD", tmp_path)
+    assert old == releases.checked_out("HEAD", tmp_path)  # unpacked once
+    env = {**os.environ, **old.environment}
+    command = [sys.executable, "-c", "import weightsync; print(weightsync.__file__)"]
+    done = subprocess.run(command, cwd=releases.ROOT, env=env, capture_output=True, text=True, check=True)
+    assert Path(done.stdout.strip()) == old.root / "weightsync" / "__init__.py"
+
+
+def test_a_revision_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CliError, match="there is no revision 'nowhere'"):
+        releases.checked_out("nowhere", tmp_path)
+
+
+def crossing(*answers: dict[str, Any]) -> tuple[releases.Crossing, list[str]]:
+    said, told = list(answers), list[str]()
+
+    def ask(what: str, _timeout_s: float) -> dict[str, Any]:
+        told.append(what)
+        return said.pop(0)
+
+    site = SimpleNamespace(push=lambda release, version: "", store="")
+    publishing = SimpleNamespace(ask=ask, release=releases.Release("old", Path()))
+    old, new = releases.Release("old", Path()), releases.Release("new", Path())
+    return releases.Crossing(site, None, old, new, lambda _: None, publishing), told  # type: ignore[arg-type]
+
+
+def test_only_a_rolling_swap_may_be_refused_between_two_releases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(releases, "_next", lambda _: 7)
+    no, yes = {"error": "...", "code": "swap_aborted"}, {"version": 7}
+    one, told = crossing(yes, yes, no)
+    one.exercise()
+    assert told == ["together", "rollback", "rolling"]
+    assert [(done.what, done.outcome, done.must) for done in one.done] == [
+        ("together", "", True), ("rollback", "", True), ("push", "", True), ("rolling", "swap_aborted: ...", False),
+    ]  # fmt: skip
+    seen = {
+        "requests": dict.fromkeys(KINDS, 1),
+        "resumed": 0,
+        "versions": [1],
+        "failures": [],
+        "tally": vars(Seen().tally),
+    }
+    assert releases.failures(releases._summed_up(seen, one, time.monotonic())) == 0
+    two, _ = crossing(yes, no, no)
+    two.state = "all are new"
+    two.exercise()
+    assert releases.failures(releases._summed_up(seen, two, time.monotonic())) == 2
+    lost = seen | {"tally": vars(Seen().tally) | {"failed": 3}}
+    assert releases.failures(releases._summed_up(lost, one, time.monotonic())) == 3

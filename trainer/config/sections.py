@@ -269,7 +269,7 @@ class PublishConfig:
     `dtype` is the published one: it must be what the serving engine was started with. `quantize` is for a server of
     quantised weights; one that quantises what it is given takes `dtype`. `max_failures` is how many publishes in a row
     may fail (the old version goes on serving) before the run stops. A publish may take `timeout_s`. `transport` brings
-    shares of ranks on other hosts to rank 0's: `auto`, `tcp`, `nixl` or `mooncake`.
+    shares of ranks on other hosts to rank 0's: `auto`, `tcp` or `nixl`.
     """
 
     model: str
@@ -280,7 +280,7 @@ class PublishConfig:
     quantize: QuantizeConfig | None = None
     timeout_s: float = 300.0
     max_failures: int = 0
-    transport: Literal["auto", "tcp", "nixl", "mooncake"] = "auto"
+    transport: Literal["auto", "tcp", "nixl"] = "auto"
 
     def __post_init__(self) -> None:
         positive(self, "every", "timeout_s")

@@ -128,6 +128,7 @@ CONFIRM_S = (
 ROLLING_DRAIN_S = 30.0
 RESTART_S = 600.0  # for an instance to start anew and to load a version; one that fails says so sooner
 REPLACE_S = 30.0
+TOO_OLD = "one of an older release never does: swap with mode together until all instances are upgraded"
 PARTICIPATING = frozenset({"SERVING", "STAGING", "STAGED", "COMMITTING"})
 
 
@@ -387,7 +388,8 @@ def _canary(view: View, swap: SwapRecord) -> Step | Ask | Wait:
     if not (tries or leaves or swap.changes or _staged(canary, swap)):
         return abort(view, swap, f"canary {canary.id} is {canary.state} and has not staged it any more")
     if view.now >= swap.deadline:
-        return abort(view, swap, f"canary {canary.id} {'was not probed' if tries else 'did not flip'} in time")
+        what = "was not probed in time" if tries else f"did not flip in time; {TOO_OLD}"
+        return abort(view, swap, f"canary {canary.id} {what}")
     return Ask(swap.of(canary.id), canary, swap.deadline) if tries else Wait(swap.deadline)
 
 

@@ -13,10 +13,16 @@ A slot file carries a manifest and its tensors:
 .   tensors                       from the first page after the room for the manifest, 64-byte aligned
 
 All else is zeros, so every byte of a slot follows from its manifest and tensors: copies on all hosts are the same.
+
+Hosts send a slot to each other in chunks of one size, and the manifest alone tells whether a chunk is right: a tensor
+that lies within one chunk has its digest, and one that several chunks share has a digest for the part in each of them
+(`Cuts`).
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
 import math
 import mmap
@@ -45,6 +51,10 @@ ALIGNMENT = 64  # a cache line, and what the widest vector loads like
 PAGE = 4096
 PREAMBLE = 64  # magic, format, length and digest of the manifest
 METADATA_ROOM = 16 << 10
+CHUNK = 32 << 20  # bytes of a slot that travel together, unless their digests would take too much of the header
+CUTS_SHARE = 4  # of the room in the header they may take one in so many bytes
+CUTS = "hotswap.chunks"  # in the metadata, where a reader that does not know it passes over it
+DIGEST_NBYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +107,15 @@ class Schema:
 
 @dataclass(frozen=True)
 class Layout:
-    """The offset of each tensor in a slot, in bytes. `room` is what the manifest may take in the header."""
+    """The offset of each tensor in a slot, in bytes. `room` is what the manifest may take in the header.
+
+    `chunk_nbytes` is what a writer cuts tensors at; a reader finds it in the manifest.
+    """
 
     offsets: Mapping[str, int]
     header_nbytes: int
     total_nbytes: int
+    chunk_nbytes: int
 
     @property
     def room(self) -> int:
@@ -116,7 +130,53 @@ class Layout:
         for name, spec in schema.tensors.items():
             offsets[name] = end = _round_up(end, ALIGNMENT)
             end += spec.nbytes
-        return cls(offsets, header, _round_up(end, PAGE))
+        places = [(offsets[name], spec.nbytes) for name, spec in schema.tensors.items()]
+        chunk = CHUNK
+        while _cut_nbytes(places, chunk) > (header - PREAMBLE) // CUTS_SHARE:
+            chunk *= 2
+        return cls(offsets, header, _round_up(end, PAGE), chunk)
+
+
+def cut_ends(offset: int, nbytes: int, chunk_nbytes: int) -> list[int]:
+    """Where the parts end, counted from the tensor's own start, of a tensor that several chunks share; else nothing."""
+    first, last = offset // chunk_nbytes, (offset + nbytes - 1) // chunk_nbytes
+    if nbytes == 0 or first == last:
+        return []
+    return [chunk * chunk_nbytes - offset for chunk in range(first + 1, last + 1)] + [nbytes]
+
+
+def _cut_nbytes(places: Iterable[tuple[int, int]], chunk_nbytes: int) -> int:
+    """What the digests of all parts take as text."""
+    parts = sum(len(cut_ends(offset, nbytes, chunk_nbytes)) for offset, nbytes in places)
+    return parts * DIGEST_NBYTES * 4 // 3
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """The digests (xxh3_128 in hex) of the parts of all tensors that several chunks share, in name order, part by part.
+
+    As text: the chunk size, a blank, and all digests in base64.
+    """
+
+    chunk_nbytes: int
+    digests: tuple[str, ...]
+
+    def to_text(self) -> str:
+        return f"{self.chunk_nbytes} {base64.b64encode(bytes.fromhex(''.join(self.digests))).decode()}"
+
+    @classmethod
+    def from_text(cls, text: str) -> Cuts:
+        """Raises ManifestError."""
+        size, _, encoded = text.partition(" ")
+        try:
+            raw = base64.b64decode(encoded, validate=True).hex()
+            chunk = int(size)
+        except (binascii.Error, ValueError) as error:
+            raise ManifestError(f"its chunks cannot be read ({error}): publish the version again") from error
+        width = 2 * DIGEST_NBYTES
+        if chunk < PAGE or len(raw) % width:
+            raise ManifestError(f"its chunks cannot be right ({size} bytes each): publish the version again")
+        return cls(chunk, tuple(raw[at : at + width] for at in range(0, len(raw), width)))
 
 
 @dataclass(frozen=True)
@@ -163,6 +223,12 @@ class Manifest:
     @cached_property
     def digest(self) -> str:
         return digest_of(self.to_json())
+
+    @property
+    def cuts(self) -> Cuts | None:
+        """None where nobody has digested the parts. Raises ManifestError."""
+        text = self.metadata.get(CUTS)
+        return Cuts.from_text(text) if text is not None else None
 
     @cached_property
     def fingerprint(self) -> str:

@@ -18,7 +18,7 @@ import base64
 import binascii
 import datetime
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import orjson
@@ -35,6 +35,7 @@ from weightsync.memory.receiver import SlotReader
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 STATEMENT = "https://in-toto.io/Statement/v1"
 PREDICATE = "urn:hotswap:tensors:v1"
+SLOT_PREDICATE = "urn:hotswap:slot:v1"  # of older releases: the subject is the slot, the manifest too
 
 PrivateKey = ed25519.Ed25519PrivateKey | ec.EllipticCurvePrivateKey
 PublicKey = ed25519.Ed25519PublicKey | ec.EllipticCurvePublicKey
@@ -63,6 +64,10 @@ class Signer:
             "predicateType": PREDICATE,
             "predicate": {},
         }
+        return self.enveloped(statement)
+
+    def enveloped(self, statement: Mapping[str, object]) -> str:
+        """A statement of any kind, signed, as JSON."""
         payload = orjson.dumps(statement)
         message = _encoded(payload)
         if isinstance(self._key, ed25519.Ed25519PrivateKey):
@@ -110,12 +115,12 @@ class Trust:
         if signed.get("name") != _name(model, part.name):
             raise VersionRefused(version, f"the signature of {what} is for {signed.get('name')!r}")
         with SlotReader.open(part.slot, manifest_digest=part.manifest_digest, populate=False) as slot:
-            found = slot.sha256()
+            found = slot.sha256() if signed["of"] == PREDICATE else slot.whole_sha256()
         if found != signed.get("sha256"):
             raise VersionRefused(version, f"the bytes of {what} are not those that were signed")
 
     def _opened(self, envelope: str, version: int, what: str) -> dict[str, str]:
-        """Name and digest that a good signature vouches for."""
+        """What a good signature vouches for: name, digest, and of what the digest is."""
         try:
             found = orjson.loads(envelope)
             payload = base64.b64decode(found["payload"], validate=True)
@@ -129,9 +134,10 @@ class Trust:
         try:
             statement = orjson.loads(payload)
             (subject,) = statement["subject"]
-            if (statement["_type"], statement["predicateType"]) != (STATEMENT, PREDICATE):
+            of = statement["predicateType"]
+            if statement["_type"] != STATEMENT or of not in (PREDICATE, SLOT_PREDICATE):
                 raise ValueError("another kind of statement")
-            return {"name": subject["name"], "sha256": subject["digest"]["sha256"]}
+            return {"name": subject["name"], "sha256": subject["digest"]["sha256"], "of": of}
         except (ValueError, TypeError, KeyError) as error:
             raise VersionRefused(version, f"what was signed of {what} is no part of a version ({error})") from error
 

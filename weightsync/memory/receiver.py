@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import hashlib
 import mmap
 import os
 import time
@@ -18,6 +19,7 @@ from types import TracebackType
 
 from weightsync.errors import DigestMismatch, ManifestError, MissingTensor, SlotBusy
 from weightsync.format.manifest import (
+    Layout,
     Manifest,
     Schema,
     TensorEntry,
@@ -96,6 +98,12 @@ class SlotReader:
     def sha256(self) -> str:
         """Of what the slot holds now, as signatures have it: see `content_sha256`."""
         return content_sha256(self.manifest.schema, self.manifest.metadata, self.buffer)
+
+    def whole_sha256(self) -> str:
+        """Of the whole slot, manifest and tensors, as older releases have signed it."""
+        assert self._view is not None, "the reader is closed"
+        with self._view[: Layout.of(self.manifest.schema).total_nbytes] as data:
+            return hashlib.sha256(data).hexdigest()
 
     def verify(self, name: str) -> None:
         """Raises DigestMismatch when the bytes of the tensor are not those that were published."""

@@ -160,7 +160,9 @@ def _parser() -> argparse.ArgumentParser:
         "--cluster-tls", type=Path, default=Path(tls) if tls else None, metavar="DIR",
         help=f"tls.crt, tls.key and ca.crt; needed beyond loopback (default: ${TLS_ENV})",
     )  # fmt: skip
-    p.add_argument("--chunk", type=int, default=defaults.chunk_nbytes, help="bytes read at once; the same on all hosts")
+    p.add_argument(
+        "--chunk", type=int, default=defaults.chunk_nbytes, help="bytes read at once, where no manifest says"
+    )
     p.add_argument("--readers", type=int, default=defaults.readers, help="hosts that may read here at a time")
     p.add_argument("--reads", type=int, default=pace.total, help="chunks read at a time")
     p.add_argument("--reads-per-holder", type=int, default=pace.per_holder, help="of them from one host")

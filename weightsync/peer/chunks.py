@@ -1,59 +1,80 @@
 """A slot, or a delta, as chunks: what is read at once, checked on arrival and remembered over a restart.
 
-The first bytes of a slot make it one, so they are written last; a chunk's digest counts them as if they were there.
-A `Bitmap` says which chunks a host has.
+The manifest of a slot tells whether a chunk is right (`Head.parts`). Of a delta, and of a slot whose manifest has no
+digests of cut tensors, the holder tells the digests of the chunks. The first bytes of a slot make it one, so they are
+written last; such a digest counts them as if they were there. A `Bitmap` says which chunks a host has.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import itertools
 import struct
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
+import orjson
 import xxhash
 
 from weightsync.errors import ManifestError, TransferError
-from weightsync.format.manifest import PREAMBLE, Layout, Manifest, digest_of, preamble_of
+from weightsync.format.manifest import (
+    CUTS,
+    PREAMBLE,
+    Cuts,
+    Layout,
+    Manifest,
+    clear_gaps,
+    cut_ends,
+    digest_of,
+    preamble_of,
+)
 
-DEFAULT_CHUNK = 32 << 20
+Parts = list[list[tuple[int, int, str]]]
 MIN_CHUNK = 4096
 MAX_CHUNKS = 1 << 20
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The size of what is read, and of its chunks; all holders of it must say the same."""
+    """The size of what is read, and of its chunks; all holders of it must say the same.
+
+    `digests` are of the chunks; none where the manifest tells.
+    """
 
     nbytes: int
     chunk_nbytes: int
-    digests: tuple[str, ...]
+    digests: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises ValueError: it comes from another host."""
-        if self.nbytes <= 0 or self.chunk_nbytes < MIN_CHUNK or len(self.digests) > MAX_CHUNKS:
+        if self.nbytes <= 0 or self.chunk_nbytes < MIN_CHUNK or self.chunks > MAX_CHUNKS:
             raise ValueError(f"{self.nbytes:,} bytes in chunks of {self.chunk_nbytes:,}")
-        if len(self.digests) != chunk_count(self.nbytes, self.chunk_nbytes):
+        if self.digests and len(self.digests) != self.chunks:
             raise ValueError(f"{len(self.digests)} digests for {self.nbytes:,} bytes")
 
     @property
     def chunks(self) -> int:
-        return len(self.digests)
+        return -(-self.nbytes // self.chunk_nbytes)
+
+    def agrees(self, other: Shape) -> bool:
+        """Whether both may be of one slot; a holder need not say digests."""
+        sizes = (self.nbytes, self.chunk_nbytes) == (other.nbytes, other.chunk_nbytes)
+        return sizes and (self.digests == other.digests or not (self.digests and other.digests))
 
     def bounds(self, chunk: int) -> tuple[int, int]:
         """First byte, and the byte after the last."""
         start = chunk * self.chunk_nbytes
         return start, min(start + self.chunk_nbytes, self.nbytes)
 
-    def is_right(self, view: memoryview, chunk: int, preamble: bytes) -> bool:
-        """Whether the bytes of a chunk have its digest, with `preamble` in place of what begins the first."""
-        return chunk_digest(view, *self.bounds(chunk), preamble) == self.digests[chunk]
-
-
-def chunk_count(nbytes: int, chunk_nbytes: int) -> int:
-    return -(-nbytes // chunk_nbytes)
+    def is_right(self, view: memoryview, chunk: int, head: Head | None) -> bool:
+        """Whether the bytes of a chunk are those that were published; for now the header of a slot may lack."""
+        if self.digests:
+            preamble = head.preamble if head is not None else b""
+            return chunk_digest(view, *self.bounds(chunk), preamble) == self.digests[chunk]
+        assert head is not None, "nobody has said what the bytes should be"
+        return all(digest_of(view[start:end]) == digest for start, end, digest in head.parts[chunk])
 
 
 def chunk_digest(view: memoryview, start: int, end: int, preamble: bytes = b"") -> str:
@@ -75,12 +96,18 @@ def digests_of(view: memoryview, chunk_nbytes: int, pool: Executor) -> tuple[str
 
 @dataclass(frozen=True)
 class Head:
-    """The manifest of a slot that is to be fetched, checked before a byte of it is read."""
+    """The manifest of a slot that is to be fetched, checked before a byte of it is read.
+
+    `parts` has, by chunk, first byte, byte after the last, and digest of each tensor, or part of one, that lies in it.
+    Without a `shape` the manifest does not tell what the bytes of a chunk must be.
+    """
 
     digest: str
     manifest: Manifest
     raw: bytes
     layout: Layout
+    shape: Shape | None
+    parts: Parts
 
     @classmethod
     def parse(cls, raw: bytes, digest: str, nbytes: int | None = None) -> Head:
@@ -96,7 +123,8 @@ class Head:
                 raise ManifestError(
                     f"tensor {name!r} of {digest} lies elsewhere than its schema says: publish it again"
                 )
-        return cls(digest, manifest, raw, layout)
+        shape = shape_of(raw, layout.total_nbytes)
+        return cls(digest, manifest, raw, layout, shape, _parts(manifest, shape) if shape is not None else [])
 
     @property
     def preamble(self) -> bytes:
@@ -104,7 +132,8 @@ class Head:
         return preamble_of(self.raw, self.digest).ljust(PREAMBLE, b"\0")
 
     def write(self, view: memoryview) -> None:
-        """Make the file in `view` the slot; the first bytes last."""
+        """Make the file in `view`, which has the tensors, the slot; the first bytes last."""
+        clear_gaps(view, self.manifest.schema, self.layout)
         end = PREAMBLE + len(self.raw)
         view[PREAMBLE:end] = self.raw
         view[end : self.layout.header_nbytes] = bytes(self.layout.header_nbytes - end)
@@ -119,6 +148,35 @@ class Head:
 
         names = list(self.manifest.tensors)
         return [name for name, wrong in zip(names, pool.map(is_wrong, names), strict=True) if wrong]
+
+
+def _parts(manifest: Manifest, shape: Shape) -> Parts:
+    """Raises ManifestError."""
+    cuts, size = manifest.cuts, shape.chunk_nbytes
+    assert cuts is not None
+    ends = {name: cut_ends(e.offset, e.nbytes, size) for name, e in manifest.tensors.items()}
+    if len(cuts.digests) != (wanted := sum(map(len, ends.values()))):
+        raise ManifestError(f"it has {len(cuts.digests)} digests of {wanted} parts of tensors: publish it again")
+    found: Parts = [[] for _ in range(shape.chunks)]
+    digests = iter(cuts.digests)
+    for name, entry in manifest.tensors.items():
+        own = list(itertools.islice(digests, len(ends[name]))) or [entry.digest]
+        for start, end, digest in zip((0, *ends[name]), ends[name] or (entry.nbytes,), own, strict=False):
+            first = entry.offset + start
+            found[min(first // size, shape.chunks - 1)].append((first, entry.offset + end, digest))
+    return found
+
+
+def shape_of(raw: bytes, nbytes: int) -> Shape | None:
+    """The chunks of a slot of `nbytes` as its raw manifest has them. None: it has no digests of cut tensors.
+
+    Raises ManifestError.
+    """
+    try:
+        text = orjson.loads(raw)["metadata"].get(CUTS)
+        return Shape(nbytes, Cuts.from_text(text).chunk_nbytes) if text is not None else None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ManifestError(f"not a manifest ({error}): publish the version again") from error
 
 
 def manifest_of(view: memoryview, digest: str) -> bytes:

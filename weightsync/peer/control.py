@@ -22,7 +22,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from weightsync.errors import PeerRefused, PeerUnreachable, TransportUnavailable
-from weightsync.peer.messages import Ask, Close, Have, Key, Open, Opened, Refusal
+from weightsync.peer.messages import TOLD, Ask, Close, Have, Key, Open, Opened, Refusal
 from weightsync.peer.metrics import PeerMetrics
 from weightsync.peer.serve import Tickets
 from weightsync.tls import ClusterTls
@@ -52,7 +52,7 @@ class PeerClient:
 
     async def open(self, host: str, address: str, key: Key) -> Opened:
         wish = Open(self._model, key.digest, self._host, (self._transport,), key.delta_of)
-        return _decoded(host, await self._call(host, address, "POST", "/v1/open", wish, OPEN_S), Opened)
+        return _decoded(host, await self._call(host, address, "POST", f"/v1/open?{TOLD}", wish, OPEN_S), Opened)
 
     async def have(self, host: str, address: str, ticket: str, tree: Literal[0, 1] | None = None) -> tuple[Have, float]:
         """What can be read by now, and how many seconds the answer took. With `tree` it waits for news there."""
@@ -140,7 +140,8 @@ class Control:
         )
 
     async def _open(self, request: Request) -> Response:
-        return _json(await self._tickets.open(await _parsed(request, Open)))
+        wish = await _parsed(request, Open)
+        return _json(await self._tickets.open(wish, told=request.url.query == TOLD))
 
     async def _have(self, request: Request) -> Response:
         tree = (await _parsed(request, Ask)).tree

@@ -19,7 +19,6 @@ from typing import Any
 from weightsync.control.records import CopyRecord, PartRecord, VersionRecord
 from weightsync.errors import DigestMismatch, ManifestError
 from weightsync.format.delta import Base, DeltaHeader, DeltaReader, DeltaWriter, apply_delta, is_worthwhile
-from weightsync.format.manifest import clear_gaps
 from weightsync.memory.receiver import SlotReader
 from weightsync.peer.chunks import Head, Shape, digests_of
 from weightsync.peer.copies import all_parts
@@ -76,7 +75,6 @@ def apply(delta: Copy, base: Path, slot: Copy, head: Head) -> None:
     if target.written != head.manifest.tensors.keys():
         missing = min(head.manifest.tensors.keys() - target.written)
         raise DigestMismatch(missing, head.manifest.tensors[missing].digest, "nothing")
-    clear_gaps(slot.mapped.view, head.manifest.schema, head.layout)
     head.write(slot.mapped.view)
     slot.whole = True
 

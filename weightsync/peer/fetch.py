@@ -34,7 +34,7 @@ from weightsync.peer.announce import CopyBoard
 from weightsync.peer.chunks import Bitmap, Head, Shape
 from weightsync.peer.control import PeerClient
 from weightsync.peer.deltas import Speeds
-from weightsync.peer.holders import LOST_S, WRONG_S, Background, LeftOut, Source, Sources, Ways
+from weightsync.peer.holders import LOST_S, WRONG_S, Background, LeftOut, OtherChunks, Source, Sources, Ways
 from weightsync.peer.messages import Key
 from weightsync.peer.metrics import PeerMetrics
 from weightsync.peer.plan import Assignment, Planner, feeders
@@ -82,7 +82,7 @@ class Bring:
             with self._waits_for(sources):
                 first = await first_answer(sources)
             head = await self._head(key, first)
-            copy = await self._claim(key, part, first.shape, head)
+            copy = await self._claim(key, part, head.shape or first.shape, head)
             begun()
             if not len(copy.journal.done) and await self._came_as_delta(key, part, copy, sources, ways):
                 return "delta"
@@ -147,7 +147,10 @@ class Bring:
         """
         try:
             raw = await self._client.manifest(first.host, first.record.address, first.opened.ticket)
-            return Head.parse(raw, key.digest, first.shape.nbytes)
+            head = await asyncio.to_thread(Head.parse, raw, key.digest, first.shape.nbytes)
+            if not (head.shape.agrees(first.shape) if head.shape is not None else first.shape.digests):
+                raise OtherChunks(first.host, key.digest)
+            return head
         except (ManifestError, PeerRefused, PeerUnreachable) as error:
             self._leave(key, first.host, WRONG_S if isinstance(error, ManifestError) else LOST_S)
             raise
@@ -171,7 +174,7 @@ class Bring:
             with self._waits_for(sources):
                 first = await first_answer(sources)
             offering = [record.host for record in self._board.offered(wish)]
-            if not self._speeds.is_worth_reading(first.shape.nbytes, slot.nbytes, offering):
+            if not first.shape.digests or not self._speeds.is_worth_reading(first.shape.nbytes, slot.nbytes, offering):
                 return False
             await full.close()  # its tickets are for others meanwhile
             delta = await self._claim(wish, part, first.shape, None)
@@ -203,13 +206,12 @@ class Bring:
 
 
 def _finish(copy: Copy, head: Head, pool: ThreadPoolExecutor) -> None:
-    """Check all that was read against the manifest, then write what makes it a slot. Raises DigestMismatch."""
+    """Write what makes it a slot. Raises DigestMismatch: if only holders said what the chunks should be, the tensors
+    are first compared with the manifest."""
     view = copy.mapped.view
-    if bytes(view[PREAMBLE : PREAMBLE + len(head.raw)]) != head.raw:
-        raise DigestMismatch("(manifest)", head.digest, "another one")
-    if wrong := head.wrong_tensors(view, pool):
+    if copy.shape.digests and (wrong := head.wrong_tensors(view, pool)):
         raise DigestMismatch(wrong[0], head.manifest.tensors[wrong[0]].digest, "another one")
-    view[:PREAMBLE] = head.preamble
+    head.write(view)
     copy.whole = True
 
 
@@ -258,7 +260,7 @@ class Fetch:
         self._copy, self._sources, self._metrics, self._pool, self._pace = copy, sources, metrics, pool, pace
         self._planner = Planner(copy.shape.chunks, seed, pace.per_holder, pace.total)
         self._throttle = Throttle(pace.limit_bytes_per_s)
-        self._preamble = copy.head.preamble if copy.head is not None else b""
+        self._begins = _begins(copy)
         self._reads: dict[asyncio.Task[None], tuple[Assignment, Source]] = {}
         self._threads: set[asyncio.Future[None]] = set()
         self._began_at: float | None = None
@@ -334,13 +336,13 @@ class Fetch:
             thread.exception()  # if the read was cancelled, nobody else retrieves it
 
     def _read_now(self, source: Source, chunk: int) -> None:
-        """In a thread. Skips the preamble, which is written after verification. Raises TransferError."""
+        """In a thread. Raises TransferError."""
         start, end = self._copy.shape.bounds(chunk)
-        start = max(start, len(self._preamble))
+        start = max(start, self._begins)
         if start < end:
             into, piece = self._copy.mapped.region, Piece(start, start, end - start)
             source.link.read(into, source.opened.region, [piece], self._pace.read_timeout_s)
-        if not self._copy.shape.is_right(self._copy.mapped.view, chunk, self._preamble):
+        if not self._copy.shape.is_right(self._copy.mapped.view, chunk, self._copy.head):
             raise ChunkMismatch(source.host, chunk)
 
     def _take(self, task: asyncio.Task[None]) -> None:
@@ -373,6 +375,13 @@ class Fetch:
             self._sources.stalled(source)
         else:
             self._sources.leave(source, WRONG_S if isinstance(error, ChunkMismatch) else LOST_S)
+
+
+def _begins(copy: Copy) -> int:
+    """The first byte to read of it. What makes it a slot is written when all the rest is there."""
+    if copy.head is None:
+        return 0
+    return PREAMBLE if copy.shape.digests else copy.head.layout.header_nbytes
 
 
 def _reason(error: TransferError) -> str:

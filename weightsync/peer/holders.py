@@ -420,7 +420,7 @@ class Opener:
         shape = Shape(opened.nbytes, opened.chunk_nbytes, opened.digests)
         have = bitmap_of(opened.have, shape.chunks)
         link = await self._linked(opened.endpoint)
-        if self.shape is not None and shape != self.shape:
+        if self.shape is not None and not shape.agrees(self.shape):
             link.close()
             raise OtherChunks(record.host, self._key.digest)
         return Source(record, opened, shape, link, have, opened.active)

@@ -1,9 +1,12 @@
 """The messages of peers on the control channel: small JSON bodies, refused unless they are just these.
 
-POST /v1/open              Open -> Opened        a ticket: the slot is held for the reader until it is closed
+POST /v1/open?TOLD         Open -> Opened        a ticket: the slot is held for the reader until it is closed
 POST /v1/have/{ticket}     Ask -> Have           what can be read by now; also keeps the ticket
 GET  /v1/manifest/{ticket} -> canonical JSON     its digest is the one that was asked for
 POST /v1/close/{ticket}    Close -> {}
+
+With TOLD the reader checks chunks by the manifest, where that has what it takes. Without, it is of a release that wants
+the digests of all chunks from the holder.
 
 Every refusal is a `Refusal` with its HTTP status: 404 unknown_copy, unknown_ticket; 409 no_common_transport; 503 busy;
 400 bad_request.
@@ -16,6 +19,7 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 
 ALL = "all"  # instead of a bitmap
+TOLD = "digests=manifest"
 
 
 class Key(NamedTuple):
@@ -40,7 +44,8 @@ class Open(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """`digests`: xxh3_128 of each chunk; `have`: ALL or a bitmap in base64; `active`: readers there now."""
+    """`digests`: xxh3_128 of each chunk, or none (see TOLD); `have`: ALL or a bitmap in base64; `active`: readers there
+    now."""
 
     nbytes: int
     chunk_nbytes: int

@@ -98,12 +98,12 @@ class Offers:
         return there
 
     async def _prepare(self, key: Key, part: PartRecord, base: PartRecord | None) -> None:
-        """Make its difference from the version before, if that is worthwhile, and digest its chunks."""
+        """Make its difference from the version before, if that is worthwhile, and have its chunks known."""
         try:
             if base is not None and self._speeds.is_worth_making(part.nbytes):
                 await asyncio.to_thread(self._make, part, base)
                 self._shelf.drop_deltas(part.name, key.digest)
-            await self._tickets.digest(key)
+            await self._tickets.know(key)
         except (WeightSyncError, OSError) as error:  # reused meanwhile, or no room
             log.info("%s is offered in full only: %s", key.digest, error)
         except Exception:  # a fault of ours, which must not keep the version from others
@@ -153,8 +153,8 @@ class Tickets:
         self._opening = 0
         self._digesting: dict[Key, asyncio.Lock] = {}
 
-    async def open(self, wish: Open) -> Opened:
-        """Raises PeerRefused."""
+    async def open(self, wish: Open, *, told: bool) -> Opened:
+        """`told`: the reader checks chunks by the manifest, if that has what it takes. Raises PeerRefused."""
         if not _is_host(wish.reader):
             raise self._refusal(400, "bad_request", f"{wish.reader[:64]!r} is no name of a host; give it HOTSWAP_HOST")
         found = self._shelf.find(wish.key) if wish.model == self._shelf.model else None
@@ -169,7 +169,7 @@ class Tickets:
             raise self._refusal(503, "busy", f"{self._most} readers are here already; ask another host, or later")
         self._opening += 1
         try:
-            return await self._admit(wish, found)
+            return await self._admit(wish, found, told=told)
         finally:
             self._opening -= 1
 
@@ -215,27 +215,35 @@ class Tickets:
             for ticket in [t for t in self._open.values() if t.used_at < oldest]:
                 self.close(ticket.id)
 
-    async def digest(self, key: Key) -> None:
-        """Have the chunks of a published slot digested, once. Raises PeerRefused."""
+    async def know(self, key: Key) -> None:
+        """Have the chunks of a published slot digested, unless its manifest tells of them. Raises PeerRefused."""
         found = self._shelf.published.get(key)
-        if found is None or found.shape is not None:
-            return
-        async with self._digesting.setdefault(key, asyncio.Lock()):
-            if found.shape is None:
-                lock = self._held(found)
-                try:
-                    found.shape = await asyncio.to_thread(self._digested, found.mapped.view)
-                finally:
-                    lock.release()
-        self._digesting.pop(key, None)
+        if found is not None and found.shape is None:
+            await self._digest(found)
 
-    async def _admit(self, wish: Open, found: Copy | Published) -> Opened:
+    async def _digest(self, found: Copy | Published) -> None:
+        """Once, while nobody can reuse the slot. Raises PeerRefused."""
+        async with self._digesting.setdefault(found.key, asyncio.Lock()):
+            if found.shape is None or not found.shape.digests:
+                if found.have is not None:
+                    raise self._refusal(503, "busy", "it is being fetched; ask again, or another host")
+                lock = self._held(found) if isinstance(found, Published) else None
+                try:
+                    chunk_nbytes = found.shape.chunk_nbytes if found.shape is not None else self._chunk_nbytes
+                    found.shape = await asyncio.to_thread(self._digested, found.mapped.view, chunk_nbytes)
+                finally:
+                    if lock is not None:
+                        lock.release()
+        self._digesting.pop(found.key, None)
+
+    async def _admit(self, wish: Open, found: Copy | Published, *, told: bool) -> Opened:
         lock = None
+        if found.shape is None or not (told or found.shape.digests):
+            await self._digest(found)
         if isinstance(found, Published):
-            await self.digest(found.key)
             lock = self._held(found)
         try:
-            # In a thread: a library whose process has ended is started anew for it.
+            # In a thread: NIXL is started anew for it if its process has ended.
             endpoint, region = await asyncio.to_thread(
                 lambda: (self._transport.endpoint, found.mapped.region.descriptor)
             )
@@ -267,8 +275,8 @@ class Tickets:
                 raise self._refusal(404, "unknown_copy", str(error)) from error
             raise
 
-    def _digested(self, view: memoryview) -> Shape:
-        return Shape(len(view), self._chunk_nbytes, digests_of(view, self._chunk_nbytes, self._pool))
+    def _digested(self, view: memoryview, chunk_nbytes: int) -> Shape:
+        return Shape(len(view), chunk_nbytes, digests_of(view, chunk_nbytes, self._pool))
 
     def _opened(self, ticket: Ticket, endpoint: bytes, region: bytes) -> Opened:
         shape = _shape_of(ticket.found)
@@ -307,7 +315,7 @@ def _encoded(found: Copy | Published) -> str:
 
 
 def _shape_of(found: Copy | Published) -> Shape:
-    assert found.shape is not None, "digested before it is opened"
+    assert found.shape is not None, "known before it is opened"
     return found.shape
 
 

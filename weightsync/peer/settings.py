@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from weightsync.peer.chunks import DEFAULT_CHUNK
+from weightsync.format.manifest import CHUNK
 
 Deltas = Literal["always", "auto", "never"]
 
@@ -37,7 +37,7 @@ class PeerSettings:
     advertise: str | None = None
     transport: str = "auto"
     cluster_tls: Path | None = None
-    chunk_nbytes: int = DEFAULT_CHUNK
+    chunk_nbytes: int = CHUNK
     readers: int = 8
     lease_ttl_s: float = 5.0
     deltas: Deltas = "auto"

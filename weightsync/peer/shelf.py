@@ -23,7 +23,7 @@ import msgspec
 
 from weightsync.errors import ManifestError, SlotBusy
 from weightsync.memory.arena import MAPPINGS, READ_MAPPINGS, Arena, SlotLock
-from weightsync.peer.chunks import MAX_CHUNKS, Bitmap, Head, Shape, manifest_of
+from weightsync.peer.chunks import MAX_CHUNKS, Bitmap, Head, Shape, manifest_of, shape_of
 from weightsync.peer.messages import Key
 from weightsync.transport import Region, Transport
 
@@ -161,11 +161,11 @@ class Shelf:
             if not lock.nbytes:  # whoever made it was killed before it had pages
                 return False
             mapped = self.regions.of(path, lock.fd, writable=False)
-            manifest_of(mapped.view, key.digest)
+            shape = shape_of(manifest_of(mapped.view, key.digest), len(mapped.view))
         except ManifestError:
             return False
         else:
-            self.published[key] = Published(key, path, mapped)
+            self.published[key] = Published(key, path, mapped, shape)
             return True
         finally:
             lock.release()
@@ -181,8 +181,7 @@ class Shelf:
 
     def _resume(self, left: Journal, lock: SlotLock, head: Head | None) -> tuple[Copy, int]:
         view = self.regions.of(lock.path, lock.fd, writable=True).view
-        preamble = head.preamble if head is not None else b""
-        right = [chunk for chunk in left.done if left.shape.is_right(view, chunk, preamble)]
+        right = [chunk for chunk in left.done if left.shape.is_right(view, chunk, head)]
         kept = Bitmap(left.shape.chunks)
         for chunk in right:
             kept.add(chunk)
@@ -215,7 +214,7 @@ def _is_whole(view: memoryview, journal: Journal) -> bool:
 
 @dataclass
 class Published:
-    """A slot that a publisher of this host wrote. `shape` is known once its chunks were digested."""
+    """A slot that a publisher of this host wrote. Without a `shape` its chunks must be digested first."""
 
     key: Key
     path: Path
@@ -308,6 +307,8 @@ class Journal:
             first = msgspec.json.decode(head, type=_First)
             shape = Shape(first.nbytes, first.chunk_nbytes, first.digests)
         except (OSError, ValueError):  # msgspec's errors are ValueErrors
+            return None
+        if first.delta_of and not shape.digests:
             return None
         done = Bitmap(shape.chunks)
         for line in lines[:-1]:

@@ -37,9 +37,10 @@ from weightsync.control.records import (
     TargetRecord,
     VersionRecord,
 )
-from weightsync.errors import BadPart, DraftClosed, StoreUnavailable
+from weightsync.errors import BadPart, DraftClosed, PublishError, StoreUnavailable
 from weightsync.format import fingerprint
 from weightsync.format.manifest import (
+    CUTS,
     Layout,
     Manifest,
     Schema,
@@ -158,11 +159,12 @@ class Draft:
     def _complete(self, others: list[Mapping[str, Any]]) -> Manifest:
         mine = self._writer.part()
         with memoryview(self._claim.mapping) as slot:
-            entries = assemble(self._manifest, self._layout, [mine, *others], slot)
-        manifest = replace(self._manifest, tensors=entries)
-        if len(manifest.to_json()) <= self._layout.room:
-            return manifest
-        return replace(manifest, tensors={name: replace(entry, slices=()) for name, entry in entries.items()})
+            manifest = assemble(self._manifest, self._layout, [mine, *others], slot)
+        whole = replace(manifest, tensors={name: replace(e, slices=()) for name, e in manifest.tensors.items()})
+        bare = replace(whole, metadata=self._manifest.metadata)
+        if self.signature:  # of the metadata as they came
+            return bare
+        return next((found for found in (manifest, whole) if len(found.to_json()) <= self._layout.room), bare)
 
     def abort(self) -> None:
         """Give the slot back; nobody has seen the version. Safe to call twice."""
@@ -351,6 +353,8 @@ class Publisher:
                 require_same_schema(reference, schema)
             if part.startswith(LORA) and ADAPTER_CONFIG not in metadata:
                 raise BadPart(f"{part} needs PEFT's configuration: publish an `Adapter`")
+            if CUTS in metadata:
+                raise PublishError(f"{CUTS!r} in the metadata is written by the publisher itself: leave it out")
         layouts = {part: self._layout_of(part, schema) for part, (schema, _) in pieces.items()}
         sizes = {part: layout.total_nbytes for part, layout in layouts.items()}
         blank = self._blank(next(iter(pieces.values()))[0], base_version=onto, step=step, base=base, source=source)

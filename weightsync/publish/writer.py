@@ -11,8 +11,9 @@ import math
 import mmap
 import os
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,7 +32,18 @@ from weightsync.errors import (
 )
 from weightsync.format.dtypes import ITEMSIZE
 from weightsync.format.fingerprint import Running
-from weightsync.format.manifest import Layout, Manifest, Schema, TensorEntry, TensorSpec, check_spec, read_header
+from weightsync.format.manifest import (
+    CUTS,
+    Cuts,
+    Layout,
+    Manifest,
+    Schema,
+    TensorEntry,
+    TensorSpec,
+    check_spec,
+    cut_ends,
+    read_header,
+)
 from weightsync.memory.arena import MAPPINGS, SlotLock
 
 if TYPE_CHECKING:
@@ -42,11 +54,12 @@ CHUNK = 512 << 10
 
 
 class Sums(NamedTuple):
-    """The digests of one tensor's bytes: xxh3_128 in hex, and the checksum that `weightsync.format.fingerprint` is made
-    of."""
+    """The digests of one tensor's bytes: xxh3_128 in hex, the checksum that `weightsync.format.fingerprint` is made of,
+    and xxh3_128 of each of its parts, if it is cut."""
 
     digest: str
     checksum: int
+    parts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -90,42 +103,71 @@ def spec_of(name: str, tensor: Any) -> TensorSpec:
     raise UnsupportedDtype(name, f"a {type(tensor).__name__}, not a tensor")
 
 
-def copy_sums(target: memoryview, tensor: Any, spec: TensorSpec) -> Sums:
-    """Copy all of `tensor` to `target` (uint8 [nbytes]); returns the sums of the bytes as they now are there."""
+def copy_sums(target: memoryview, tensor: Any, spec: TensorSpec, ends: Sequence[int] = ()) -> Sums:
+    """Copy all of `tensor` to `target` (uint8 [nbytes]); returns the sums of the bytes as they now are there.
+
+    `ends`: where each part of it that has a digest of its own ends (`manifest.cut_ends`).
+    """
     if _is_torch(tensor):
-        return _copy_torch_sums(target, tensor, spec)
+        return _copy_torch_sums(target, tensor, spec, ends)
     if isinstance(tensor, FileTensor):
-        return _sum_chunks(target, spec, lambda chunk, start: _read_into(chunk, tensor, start))
+        return _sum_chunks(target, spec, lambda chunk, start: _read_into(chunk, tensor, start), ends)
     if isinstance(tensor, FilledTensor):
-        return _sum_chunks(target, spec, tensor.fill, tensor.chunk)
+        return _sum_chunks(target, spec, tensor.fill, ends, tensor.chunk)
     if isinstance(tensor, RawTensor):
-        return copy_sums_address(target, _address_of(tensor.data), spec)
+        return copy_sums_address(target, _address_of(tensor.data), spec, ends)
     array = np.ascontiguousarray(tensor)
-    return copy_sums_address(target, array.ctypes.data, spec)
+    return copy_sums_address(target, array.ctypes.data, spec, ends)
 
 
-def copy_sums_address(target: memoryview, source: int, spec: TensorSpec) -> Sums:
+def copy_sums_address(target: memoryview, source: int, spec: TensorSpec, ends: Sequence[int] = ()) -> Sums:
     """As `copy_sums`, from contiguous memory at the address `source`; releases the interpreter lock."""
     address = _address_of(target)
-    return _sum_chunks(target, spec, lambda chunk, start: ctypes.memmove(address + start, source + start, len(chunk)))
+    return _sum_chunks(
+        target, spec, lambda chunk, start: ctypes.memmove(address + start, source + start, len(chunk)), ends
+    )
 
 
-def sums_of(data: memoryview, spec: TensorSpec) -> Sums:
+def sums_of(data: memoryview, spec: TensorSpec, ends: Sequence[int] = ()) -> Sums:
     """The sums of a tensor that lies in `data` already."""
-    return _sum_chunks(data, spec, lambda _chunk, _start: None)
+    return _sum_chunks(data, spec, lambda _chunk, _start: None, ends)
 
 
 def _sum_chunks(
-    target: memoryview, spec: TensorSpec, fill: Callable[[memoryview, int], object], size: int = CHUNK
+    target: memoryview,
+    spec: TensorSpec,
+    fill: Callable[[memoryview, int], object],
+    ends: Sequence[int] = (),
+    size: int = CHUNK,
 ) -> Sums:
     """Have `target` filled piece by piece, and sum each piece while it is still in the second-level cache."""
-    hasher, running = xxhash.xxh3_128(), Running(spec.dtype, spec.shape)
+    hasher, running, parts = xxhash.xxh3_128(), Running(spec.dtype, spec.shape), _Parts(ends)
     for start in range(0, len(target), size):
         chunk = target[start : start + size]
         fill(chunk, start)
         hasher.update(chunk)
         running.update(chunk)
-    return Sums(hasher.hexdigest(), running.sum)
+        parts.update(chunk, start)
+    return Sums(hasher.hexdigest(), running.sum, tuple(parts.digests))
+
+
+class _Parts:
+    """The digests of parts that end at `ends`; without any it does nothing."""
+
+    def __init__(self, ends: Sequence[int]) -> None:
+        self._ends, self._hasher = deque(ends), xxhash.xxh3_128()
+        self.digests: list[str] = []
+
+    def update(self, chunk: memoryview, start: int) -> None:
+        while self._ends and chunk:
+            left = self._ends[0] - start
+            self._hasher.update(chunk[:left])
+            if left > len(chunk):
+                return
+            self.digests.append(self._hasher.hexdigest())
+            self._hasher.reset()
+            self._ends.popleft()
+            chunk, start = chunk[left:], start + left
 
 
 def copy_slice(target: memoryview, tensor: Any, shape: tuple[int, ...], dim: int, start: int) -> None:
@@ -192,14 +234,14 @@ def _without_bytes(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def _copy_torch_sums(target: memoryview, tensor: torch.Tensor, spec: TensorSpec) -> Sums:
+def _copy_torch_sums(target: memoryview, tensor: torch.Tensor, spec: TensorSpec, ends: Sequence[int]) -> Sums:
     """Copy all of `tensor` to `target` (uint8 [nbytes], in a slot); returns the sums of what was written there."""
     source = tensor.detach()
     if source.device.type == "cpu" and source.is_contiguous() and not source.is_conj() and not source.is_neg():
         # By address: to share a storage with numpy would forbid the trainer to resize, and so to offload, it.
-        return copy_sums_address(target, source.data_ptr(), spec)
+        return copy_sums_address(target, source.data_ptr(), spec, ends)
     _copy_torch_slice(target, source, tuple(source.shape), 0, 0)
-    return sums_of(target, spec)
+    return sums_of(target, spec, ends)
 
 
 def _copy_torch_slice(target: memoryview, tensor: torch.Tensor, shape: tuple[int, ...], dim: int, start: int) -> None:
@@ -233,7 +275,8 @@ class SlotWriter:
         Raises UnexpectedTensor, ShapeMismatch, DtypeMismatch, UnsupportedDtype, DraftClosed.
         """
         spec = check_whole(self._unsealed(), name, tensor)
-        self._sums[name] = sums = copy_sums(self._target(name, spec), tensor, spec)
+        ends = cut_ends(self.layout.offsets[name], spec.nbytes, self.layout.chunk_nbytes)
+        self._sums[name] = sums = copy_sums(self._target(name, spec), tensor, spec, ends)
         return sums.digest
 
     def write_slice(self, name: str, tensor: Any, start: int, dim: int = 0) -> None:
@@ -291,40 +334,36 @@ def join(ticket: Ticket, rank: int) -> SlotWriter:
         raise
 
 
-def assemble(
-    manifest: Manifest, layout: Layout, parts: Iterable[Mapping[str, Any]], slot: memoryview
-) -> Mapping[str, TensorEntry]:
-    """The entries of a version from what the ranks sealed; tensors written in slices are digested here.
+def assemble(manifest: Manifest, layout: Layout, parts: Iterable[Mapping[str, Any]], slot: memoryview) -> Manifest:
+    """The manifest of a version from what the ranks sealed; tensors written in slices are digested here.
 
     Raises MissingTensor for one that nobody wrote, or not wholly; PublishError when two ranks wrote different bytes.
     """
     known: dict[str, Sums] = {}
     slices: dict[str, list[tuple[int, int, int]]] = {}
     for part in parts:
-        for name, (digest, checksum) in part["sums"].items():
-            if known.setdefault(name, Sums(digest, checksum)).digest != digest:
+        for name, (digest, checksum, pieces) in part["sums"].items():
+            if known.setdefault(name, Sums(digest, checksum, tuple(pieces))).digest != digest:
                 raise PublishError(f"two ranks wrote different bytes of tensor {name!r}: let one rank write it")
         for name, found in part["slices"].items():
             slices.setdefault(name, []).extend(tuple(piece) for piece in found)
-    return {name: _entry(name, spec, layout, known, slices, slot) for name, spec in manifest.schema.tensors.items()}
-
-
-def _entry(
-    name: str,
-    spec: TensorSpec,
-    layout: Layout,
-    known: Mapping[str, Sums],
-    slices: Mapping[str, list[tuple[int, int, int]]],
-    slot: memoryview,
-) -> TensorEntry:
-    offset, written = layout.offsets[name], slices.get(name)
-    pieces = sorted((piece for piece in written or () if piece[2]), key=lambda piece: piece[1])
-    sums = known.get(name)
-    if sums is None:
-        if written is None or not _cover(pieces, spec, offset):
-            raise MissingTensor(name, spec)
-        sums = sums_of(slot[offset : offset + spec.nbytes], spec)
-    return TensorEntry(spec.dtype, spec.shape, offset, spec.nbytes, *sums, tuple(pieces))
+    digests: list[str] = []
+    entries = {}
+    for name, spec in manifest.schema.tensors.items():
+        offset, written = layout.offsets[name], slices.get(name)
+        pieces = sorted((piece for piece in written or () if piece[2]), key=lambda piece: piece[1])
+        sums = known.get(name)
+        if sums is None:
+            if written is None or not _cover(pieces, spec, offset):
+                raise MissingTensor(name, spec)
+            ends = cut_ends(offset, spec.nbytes, layout.chunk_nbytes)
+            sums = sums_of(slot[offset : offset + spec.nbytes], spec, ends)
+        entries[name] = TensorEntry(
+            spec.dtype, spec.shape, offset, spec.nbytes, sums.digest, sums.checksum, tuple(pieces)
+        )
+        digests += sums.parts
+    cuts = Cuts(layout.chunk_nbytes, tuple(digests)).to_text()
+    return replace(manifest, tensors=entries, metadata={**manifest.metadata, CUTS: cuts})
 
 
 def _cover(pieces: Sequence[tuple[int, int, int]], spec: TensorSpec, offset: int) -> bool:

@@ -66,7 +66,7 @@ class Transport(Protocol):
 
     @property
     def name(self) -> str:
-        """`nixl`, `mooncake` or `tcp`."""
+        """`nixl` or `tcp`."""
 
     @property
     def endpoint(self) -> bytes:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import os
 from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
@@ -41,6 +42,11 @@ def installed(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def for_cpus() -> bool:
+    """Whether the installed build is the one for CPUs, as vLLM tells, which needs no import of it."""
+    return os.environ.get("VLLM_TARGET_DEVICE") == "cpu" or "cpu" in (installed("vllm") or "cpu")
 
 
 @functools.cache

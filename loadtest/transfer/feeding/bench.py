@@ -19,9 +19,20 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.measure.cpu import pin
+from loadtest.measure.cpu import cpu_seconds_of, pin
 from loadtest.models.checkpoints import BENCH_SHAPE, TINY_SHAPE, make_checkpoint
-from loadtest.transfer.feeding.site import MODEL, SOURCE, VLLM_ARGS, Host, Serving, Site, serving, started, wait
+from loadtest.transfer.feeding.site import (
+    JOINING_KV,
+    MODEL,
+    SOURCE,
+    Host,
+    Serving,
+    Site,
+    serving,
+    started,
+    vllm_args,
+    wait,
+)
 from loadtest.workload.children import streaming
 from loadtest.workload.stock_vllm import StockVllm
 from server.cli.errors import CliError
@@ -36,15 +47,17 @@ PROMPT = [5, 6, 7, 8]
 
 def join(site: Site, number: int) -> dict[str, float]:
     """Seconds until the engine is up (it answers, on dummy weights), then `waited` for the copy, `staged` (until it
-    serves) and `first_token`; their `total`. `fetch` is what the peer took for the copy, beside the engine's start."""
+    serves) and `first_token`; their `total`. `fetch` is what the peer took for the copy, beside the engine's start.
+    `cpu`: seconds of a core until then, of instance and peer."""
     with contextlib.ExitStack() as stack:
         host, port = stack.enter_context(site.host(f"joiner-{number}")), free_port("127.0.0.1")
         clock = time.monotonic()
-        peer, instance = started(stack, host.peer()), started(stack, host.instance(port))
+        peer, instance = started(stack, host.peer()), started(stack, host.instance(port, JOINING_KV))
         at = _followed(host, f"http://127.0.0.1:{port}", instance)
         at = {name: moment - clock for name, moment in at.items()}
+        cpu = sum(cpu_seconds_of(child.process.pid) for child in (peer, instance))
         told, record = peer.log.read_text(), site.instance(host.name)
-    return split(at, told, record.stage_ms if record is not None else None)
+    return split(at, told, record.stage_ms if record is not None else None) | {"cpu": cpu}
 
 
 def split(at: Mapping[str, float], peer_log: str, stage_ms: float | None) -> dict[str, float]:
@@ -97,22 +110,29 @@ def _says_a_token(http: httpx.Client) -> bool:
 
 
 def from_disk(site: Site, *, cached: bool) -> dict[str, float]:
-    """Seconds of stock vLLM: `engine_up` with the weights loaded, `load` of that, `first_token` after that, `total`."""
+    """Seconds of stock vLLM: `engine_up` with the weights loaded, `load` of that, `first_token` after that, `total`;
+    `cpu`: seconds of a core."""
     log = site.directory / "stock.log"
     log.unlink(missing_ok=True)
     if not cached:
         forget(site.model / "model.safetensors")
-    stock = StockVllm(site.model, MODEL, log, (*VLLM_ARGS, "--enforce-eager"))
+    stock = StockVllm(site.model, MODEL, log, (*vllm_args(JOINING_KV), "--enforce-eager"))
     started_at = time.monotonic()
     with stock.running():
         up = time.monotonic()
         with httpx.Client(base_url=stock.url, timeout=60.0) as http:
             if not _says_a_token(http):
                 raise SystemExit("stock vLLM answers no request")
-        said = time.monotonic()
+        said, cpu = time.monotonic(), cpu_seconds_of(stock.pid)
     loaded = LOADED.search(log.read_text())
     load = float(loaded[1]) if loaded is not None else 0.0
-    return {"engine_up": up - started_at, "load": load, "first_token": said - up, "total": said - started_at}
+    return {
+        "engine_up": up - started_at,
+        "load": load,
+        "first_token": said - up,
+        "total": said - started_at,
+        "cpu": cpu,
+    }
 
 
 def forget(file: Path) -> None:
@@ -249,7 +269,7 @@ def _generated(http: httpx.Client) -> float:
 
 
 PARTS = ("joiner", "feeding")
-ROUNDS, PAIRS, WINDOW_S = 3, 8, 5.0
+ROUNDS, PAIRS, WINDOW_S = 5, 8, 5.0
 
 
 def with_instances(parts: Sequence[str], *, small: bool) -> dict[str, Any]:
@@ -279,10 +299,10 @@ def _checkpoint(small: bool) -> Path:
 
 def show(report: dict[str, Any]) -> None:
     if "late_joiner" in report:
-        table = Table("seconds, median", "engine up", "fetch", "load", "wait", "stage", "first token", "total")
+        table = Table("seconds, median", "engine up", "fetch", "load", "wait", "stage", "first token", "total", "CPU")
         for name in ("peer", "disk", "disk, not cached"):
             found = report["late_joiner"][name]
-            parts = ("engine_up", "fetch", "load", "waited", "staged", "first_token", "total")
+            parts = ("engine_up", "fetch", "load", "waited", "staged", "first_token", "total", "cpu")
             table.add_row(name, *(f"{found[part]:.2f}" if part in found else "" for part in parts))
         Console().print(table)
     if "feeding" in report:

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from loadtest.transfer.peer import READ_TIMEOUT_S, memory
 from weightsync.control.hosts import this_host
 from weightsync.control.records import CopyRecord, Keys
-from weightsync.peer.chunks import Shape
+from weightsync.peer.chunks import Head, Shape
 from weightsync.peer.control import PeerClient
 from weightsync.peer.copies import parsed
 from weightsync.peer.messages import Key, Opened
@@ -42,11 +42,15 @@ class Reader:
         host, address = self._holder.host, self._holder.address
         while not self.stopped:
             opened = await self._client.open(host, address, Key(self._holder.digest))
+            head = None
+            if not opened.digests:
+                raw = await self._client.manifest(host, address, opened.ticket)
+                head = Head.parse(raw, self._holder.digest)
             before = self.nbytes
-            await asyncio.to_thread(self._read, opened)
+            await asyncio.to_thread(self._read, opened, head)
             await self._client.close(host, address, opened.ticket, self.nbytes - before)
 
-    def _read(self, opened: Opened) -> None:
+    def _read(self, opened: Opened, head: Head | None) -> None:
         shape = Shape(opened.nbytes, opened.chunk_nbytes, opened.digests)
         link = self._transport.connect(opened.endpoint)
 
@@ -55,7 +59,7 @@ class Reader:
             if self.stopped:
                 return 0
             link.read(self._into, opened.region, [Piece(start, start, end - start)], READ_TIMEOUT_S)
-            if not shape.is_right(memoryview(self._target), chunk, b""):
+            if not shape.is_right(memoryview(self._target), chunk, head):
                 raise ValueError(f"chunk {chunk} has wrong bytes")
             return end - start
 

@@ -20,8 +20,13 @@ from weightsync.store import SyncStore
 MODEL, SOURCE = "feeding", "source"
 KEYS = Keys(MODEL)
 START_S = 600.0
-VLLM_ARGS = ("--max-model-len", "2048", "--max-num-seqs", "16", "--kv-cache-memory-bytes", str(3 << 30))
+VLLM_ARGS = ("--max-model-len", "2048", "--max-num-seqs", "16")
+SERVING_KV, JOINING_KV = 3 << 30, 256 << 20  # bytes; an engine fills its KV cache with zeros as it starts
 ONE_THREAD = {BIND_ENV: "nobind", THREADS_ENV: "1"}  # the engine computes on one core; which one is said from outside
+
+
+def vllm_args(kv_nbytes: int) -> list[str]:
+    return [*VLLM_ARGS, "--kv-cache-memory-bytes", str(kv_nbytes)]
 
 
 @dataclass(frozen=True)
@@ -43,9 +48,9 @@ class Host:
     def peer(self) -> Child:
         return self.child("peer", ["weightsync.peer", "--model", MODEL, "--transport", "tcp", "--no-deltas"])
 
-    def instance(self, port: int) -> Child:
+    def instance(self, port: int, kv_nbytes: int = SERVING_KV) -> Child:
         args = ["server.cli", "instance", "--model", str(self.site.model), "--name", MODEL, "--port", str(port)]
-        return self.child("instance", [*args, "--instance-id", self.name, *VLLM_ARGS])
+        return self.child("instance", [*args, "--instance-id", self.name, *vllm_args(kv_nbytes)])
 
 
 class Site:

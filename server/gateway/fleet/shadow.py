@@ -18,7 +18,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from server.errors import BadUpstream
@@ -267,4 +267,4 @@ def _quiet(head: RequestHead) -> RequestHead:
     """The head of a repetition: the least urgent, and in nobody's trace."""
     lines = head.forward.splitlines(keepends=True)
     kept = b"".join(line for line in lines if not line.startswith(_OWN))
-    return replace(head, request_id=head.request_id + b"-shadow", forward=kept + _PRIORITY)
+    return RequestHead(head.request_id + b"-shadow", kept + _PRIORITY)

@@ -21,6 +21,7 @@ from server.gateway.models import file
 from server.gateway.models.served import Served
 from server.gateway.observe.stats import ProcessStats, Stats
 from server.gateway.queue.gate import Gate
+from server.gateway.wire.bodies import raw_fields
 from server.gateway.wire.foreign import Foreign
 from server.gateway.wire.pool import Pool
 from weightsync.control.records import InstanceRecord
@@ -28,7 +29,6 @@ from weightsync.store import Store
 
 ROUTES: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"})
 COUNTED: Final = frozenset({"/v1/chat/completions", "/v1/completions"})  # streams that tell tokens only if asked
-_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _TRUE: Final = b"true"
 
 
@@ -76,12 +76,12 @@ class Upstream:
 
     def prepared(self, route: str, body: bytes) -> tuple[bytes, bool]:
         """The body as it goes there, and whether the stream's last chunk, of tokens, is nobody's but ours."""
-        fields = _fields(body)
+        fields = raw_fields(body)
         fields["model"] = self._model
         hides = False
         if route in COUNTED and bytes(fields.get("stream", b"")) == _TRUE:
             options = fields.get("stream_options")
-            asked = _fields(options) if options is not None and bytes(options) != b"null" else {}
+            asked = raw_fields(bytes(options)) if options is not None and bytes(options) != b"null" else {}
             hides = bytes(asked.get("include_usage", b"")) != _TRUE
             asked["include_usage"] = msgspec.Raw(_TRUE)
             fields["stream_options"] = msgspec.Raw(msgspec.json.encode(asked))

@@ -2,6 +2,7 @@
 
 models:
   - name: small
+    checkpoint: /models/small      # `hotswap up` starts its instances; without one they are started elsewhere
   - name: hosted
     upstream: {url: https://api.example.com/v1, model: large-1, api-key-file: /etc/hotswap/example.key}
 aliases:
@@ -48,12 +49,20 @@ class UpstreamEntry(msgspec.Struct, forbid_unknown_fields=True, rename="kebab", 
 
 
 class ModelEntry(msgspec.Struct, forbid_unknown_fields=True, rename="kebab", frozen=True):
-    """A model: one whose instances register in the store, or an `upstream`'s."""
+    """A model: one whose instances register in the store, or an `upstream`'s.
+
+    `checkpoint` and what follows are for `hotswap up`, which starts `instances` of it with its own arguments for vLLM
+    and then these.
+    """
 
     name: Name
     upstream: UpstreamEntry | None = None
     probes: str = ""
     max_logprob_drift: Annotated[float, Meta(gt=0)] | None = None
+    checkpoint: str = ""
+    instances: Annotated[int, Meta(ge=1, le=1024)] = 1
+    kv_cache_gib: Annotated[float, Meta(gt=0)] | None = None
+    vllm_args: list[str] = []
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True, rename="kebab"):
@@ -149,6 +158,10 @@ def _problems(found: _File) -> Iterator[tuple[str, str]]:
         names.add(entry.name)
         if entry.upstream is not None and (entry.probes or entry.max_logprob_drift is not None):
             yield f"`$.models[{number}]`", f"model {entry.name}: an upstream has no swaps to probe; leave that out."
+        if entry.upstream is not None and entry.checkpoint:
+            yield f"`$.models[{number}]`", f"model {entry.name}: is an upstream's or a checkpoint's; leave one out."
+        if not entry.checkpoint and (entry.instances > 1 or entry.kv_cache_gib is not None or entry.vllm_args):
+            yield f"`$.models[{number}]`", f"model {entry.name}: what it starts with needs a checkpoint; name one."
     if all(entry.upstream is not None for entry in found.models):
         yield "`$.models`", "name one model of instances at least; upstreams alone have no store to look after."
     for alias, to in found.aliases.items():

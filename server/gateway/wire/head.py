@@ -16,7 +16,6 @@ import itertools
 import re
 import secrets
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from typing import Final, Protocol
 from urllib.parse import urlsplit
 
@@ -49,12 +48,12 @@ _COUNTER: Final = itertools.count(1)
 STATUS_LINES: Final = {s.value: b"HTTP/1.1 %d %b\r\n" % (s.value, s.phrase.encode()) for s in http.HTTPStatus}
 
 
-@dataclass
 class RequestHead:
-    """The parts of a request's headers that the gateway needs."""
+    """The parts of a request's headers that the gateway needs. `forward`: header lines for the instance.
 
-    request_id: bytes
-    forward: bytes  # header lines for the instance
+    No dataclass, whose `__init__` would stay Python where this is compiled.
+    """
+
     key: bytes | None = None  # the client's key, from Authorization or x-api-key
     content_length: int | None = None
     chunked: bool = False
@@ -66,6 +65,10 @@ class RequestHead:
     cors: bytes = b""  # header lines by which its browser lets that page read the answer
     sticky: dict[bytes, bytes] | None = None  # the headers that splits of traffic go by, where some do
     scope: bytes = b""  # whose prefix cache it may hit, as the header line that says so
+
+    def __init__(self, request_id: bytes, forward: bytes) -> None:
+        self.request_id = request_id
+        self.forward = forward
 
 
 def new_request_id() -> bytes:

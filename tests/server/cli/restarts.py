@@ -64,7 +64,7 @@ class Child:
     def stop(self, grace_s: float = 0.0) -> None:
         self.calls.append("stop")
         self.grace_s, self.alive, self.returncode = grace_s, False, -15
-        if self.name == "persist" and self.persists:
+        if self.name.startswith("persist") and self.persists:
             with contextlib.suppress(WeightSyncError):
                 self.returncode = 0 if run(self._copied()) else 1
 
@@ -103,15 +103,16 @@ class Up:
         return server
 
     def publish(self, server: Server) -> None:
-        if "publish" in server.children:
-            args = server.children["publish"].args  # type: ignore[attr-defined]
-            given = args[args.index("--model") + 2 :]
+        for child in [child for name, child in server.children.items() if name.startswith("publish")]:
+            args = child.args  # type: ignore[attr-defined]
+            at = args.index("--model") + 1
+            served, given = args[at], args[at + 1 :]
             part = given[given.index("--part") + 1] if "--part" in given else ""
             parts = dict(pair.split("=", 1) for pair in [given[given.index("--with") + 1]]) if "--with" in given else {}
             directory = Path(given[-1] if part else given[0])
             more = {name: Path(path) for name, path in parts.items()}
-            version = push(directory, part=part, parts=more, store=server.store, model=MODEL, activate=False)
-            run(committed(server.store, version))
+            version = push(directory, part=part, parts=more, store=server.store, model=served, activate=False)
+            run(committed(server.store, version, served))
 
     def trained(self, value: float, *, commit: bool = True) -> int:
         """A version from a trainer: all its tensors are `value`."""
@@ -157,18 +158,18 @@ class Up:
     def records(self) -> dict[str, bytes]:
         return run(_records(f"sqlite://{self.state_dir}/store.db"))
 
-    def active(self) -> ActiveRecord:
-        return ActiveRecord.from_json(self.records()[KEYS.active])
+    def active(self, model: str = MODEL) -> ActiveRecord:
+        return ActiveRecord.from_json(self.records()[Keys(model).active])
 
     def swap(self) -> SwapRecord:
         return SwapRecord.from_json(self.records()[KEYS.swap])
 
-    def version(self, number: int) -> VersionRecord:
-        return VersionRecord.from_json(self.records()[KEYS.version(number)])
+    def version(self, number: int, model: str = MODEL) -> VersionRecord:
+        return VersionRecord.from_json(self.records()[Keys(model).version(number)])
 
-    def served(self) -> tuple[int, float]:
+    def served(self, model: str = MODEL) -> tuple[int, float]:
         """The active version and the value that its tensors have, every byte verified."""
-        record = self.version(self.active().version)
+        record = self.version(self.active(model).version, model)
         (value,) = {float(v) for tensor in read_back(record).values() for v in tensor.reshape(-1)}
         return record.version, value
 
@@ -211,15 +212,15 @@ def run(work: Any) -> Any:
     return result
 
 
-async def committed(url: str, version: int) -> None:
-    async with coordinator(url) as leader:
+async def committed(url: str, version: int, model: str = MODEL) -> None:
+    async with coordinator(url, model) as leader:
         await leader.activate(version)
 
 
 @contextlib.asynccontextmanager
-async def coordinator(url: str) -> AsyncIterator[Coordinator]:
+async def coordinator(url: str, model: str = MODEL) -> AsyncIterator[Coordinator]:
     store = open_store(url, create=False)
-    leader = Coordinator(store, MODEL)
+    leader = Coordinator(store, model)
     leader.start()
     try:
         yield leader

@@ -75,7 +75,6 @@ OPTIONAL = {
     "triton",
     "safetensors",
     "opentelemetry",
-    "mooncake",
     "ray",
     "numba",
     "mypyc",

@@ -12,7 +12,7 @@ import pytest
 
 from server.cli.errors import CliError, StateLost
 from server.errors import Unauthorized
-from tests.server.cli.restarts import KEYS, MODEL, Child, Up, committed, flip, frozen, run, swap_until
+from tests.server.cli.restarts import KEYS, MODEL, Child, Up, committed, flip, frozen, run, save_checkpoint, swap_until
 from tests.weightsync.tensors import model
 from weightsync import Publisher, SyncStore
 from weightsync.control.records import CounterRecord, InstanceRecord
@@ -284,3 +284,48 @@ def test_a_store_that_vanishes_under_a_server_is_said_once(server: Up, capsys: p
     started._look_at = 0.0
     started._look_at_store()
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("end", ["stop", "kill", "lose_power"])
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_several_models_go_on_each_with_its_own_versions(server: Up, tmp_path: Path, end: str, elsewhere: bool) -> None:
+    other = save_checkpoint(tmp_path / "other", 7.0)
+    file = tmp_path / "models.yaml"
+    file.write_text(f"models: [{{name: {MODEL}}}, {{name: org/other, checkpoint: {other}}}]")
+    options = {"models": file} | ({"persist": tmp_path / "copies"} if elsewhere else {})
+    server.start(**options)
+    server.trained(2.0)
+    server.stop()  # on disk: a version of each
+    server.start(**options)
+    getattr(server, end)()
+    started = server.start(**options)
+    assert (server.served(), server.served("org/other")) == ((2, 2.0), (1, 7.0))
+    assert not any(name.startswith("publish") for name in started.children)
+    said = "shared memory" if end == "kill" else "its copy in"
+    assert [re.match(rf"(\S+): going on with version (\d), .*{said}", line)[1] for line in started.said] == [  # type: ignore[index]
+        MODEL,
+        "org/other",
+    ]
+    server.stop()
+    server.start(**{**options, "models": None})
+    assert server.served() == (2, 2.0), "one of them alone"
+    server.stop()
+    server.start(**options)
+    assert server.served("org/other") == (1, 7.0)
+    server.stop()
+    server.start(fresh=True, **options)
+    assert "versions 1 to 2 of toy" in server.told[0]
+    assert "versions 1 to 1 of org/other" in server.told[0]
+    assert (server.served(), server.served("org/other")) == ((1, 1.0), (1, 7.0))
+
+
+def test_a_state_of_other_models_is_refused(server: Up, tmp_path: Path) -> None:
+    server.start()
+    server.stop()
+    file = tmp_path / "models.yaml"
+    file.write_text(f"models: [{{name: other, checkpoint: {save_checkpoint(tmp_path / 'other', 7.0)}}}]")
+    with pytest.raises(CliError, match="serves toy, not other"):
+        server.start(model=None, models=file)
+    server.stop()
+    server.start()
+    assert server.served() == (1, 1.0)

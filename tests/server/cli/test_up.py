@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +20,8 @@ from server.cli.config import UpConfig
 from server.cli.errors import CliError
 from server.cli.paths import ServerInfo
 from server.cli.processes import share_of_cores
-from server.cli.up import Server, draft_dir
+from server.cli.served import draft_dir, served
+from server.cli.up import Server
 from server.ports import free_port
 from tests.weightsync.tensors import model as model_of
 from trainer.config import FaultsConfig
@@ -162,6 +165,77 @@ def test_what_ends_is_started_again_after_a_pause_of_its_own(
     server.restart_ended()
     assert calls["gateway"] == ["stop", "start"]
     assert capsys.readouterr().err.count("restarting") == 2
+
+
+def models_file(directory: Path, *models: str) -> Path:
+    for number in range(len(models)):
+        checkpoint = directory / f"checkpoint-{number}"
+        checkpoint.mkdir(exist_ok=True)
+        (checkpoint / "config.json").write_text("{}")
+    file = directory / "models.yaml"
+    entries = [m.replace("HERE", str(directory / f"checkpoint-{number}")) for number, m in enumerate(models)]
+    file.write_text("".join(["models:\n", *(f"  - {{{entry}}}\n" for entry in entries)]))
+    return file
+
+
+def test_models_of_the_file_are_started_beside_that_of_the_command_line(
+    server: Server, model: Path, tmp_path: Path
+) -> None:
+    file = models_file(
+        tmp_path,
+        "name: toy",
+        "name: a/b, checkpoint: HERE, instances: 2, kv-cache-gib: 0.5, vllm-args: [--max-model-len, '64']",
+        "name: elsewhere",
+    )
+    config = replace(server.config, name="toy", models=file, instances=1, vllm_args=("--seed=1",))
+    several = Server(config)
+    several.arena = server.arena
+    tag = several.models[1].tag
+    assert [(m.name, m.instances, m.kv_cache_gib, m.vllm_args) for m in several.models] == [
+        ("toy", 1, 1.0, ("--seed=1",)),
+        ("a/b", 2, 0.5, ("--seed=1", "--max-model-len", "64")),
+    ]
+    several.start()
+    try:
+        started = ["gateway", "publish", f"publish-{tag}", "instance-0", f"instance-{tag}-0", f"instance-{tag}-1"]
+        assert list(several.children) == started
+        assert several.instance_id(1, several.models[1]) == f"instance-{tag}-1"
+        several.children[f"publish-{tag}"].alive = several.children[f"instance-{tag}-1"].alive = False  # type: ignore[misc]
+        several.restart_ended()
+        assert list(several._restart_at) == [f"instance-{tag}-1"]
+    finally:
+        several.stop()
+
+
+def test_the_file_alone_says_what_is_started(tmp_path: Path) -> None:
+    file = models_file(tmp_path, "name: elsewhere", "name: first, checkpoint: HERE", "name: second, checkpoint: HERE")
+    first, second = served(UpConfig(models=file, instances=4))
+    assert (first.name, first.tag, first.instances) == ("first", "", 1)
+    assert (second.name, second.tag) == ("second", "second")
+
+
+@pytest.mark.parametrize(
+    ("models", "settings", "said"),
+    [
+        (["name: toy, checkpoint: HERE"], {"name": "toy"}, "a checkpoint for toy too"),
+        (["name: toy"], {"model": None}, "no model there has a checkpoint"),
+        (["name: toy, checkpoint: /nowhere/at/all"], {"model": None}, "/nowhere/at/all does not exist"),
+        (["name: toy, checkpoint: HERE, vllm-args: ['--api-key=x']"], {"model": None}, "model toy: --api-key"),
+        (["name: toy, instances: 2"], {"name": "toy"}, "needs a checkpoint"),
+        (["name: u, checkpoint: HERE, upstream: {url: 'https://h/v1'}"], {}, "leave one out"),
+    ],
+)
+def test_models_that_cannot_be_started_are_refused(
+    model: Path, tmp_path: Path, models: list[str], settings: dict[str, Any], said: str
+) -> None:
+    config = UpConfig(**{"model": str(model), "models": models_file(tmp_path, *models), **settings})
+    with pytest.raises(CliError, match=re.escape(said)):
+        served(config)
+
+
+def test_a_model_is_needed() -> None:
+    with pytest.raises(CliError, match="--models"):
+        UpConfig()
 
 
 @pytest.mark.parametrize(

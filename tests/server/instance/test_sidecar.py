@@ -121,6 +121,46 @@ async def test_an_aborted_swap_leaves_only_what_was_held_before_it_and_is_as_pub
     assert engine.dropped == [(2, previous)]
 
 
+async def test_a_version_is_staged_beside_the_warm_up_and_not_before_that_has_ended(tmp_path: Path) -> None:
+    """A staging that is given up meanwhile (the version is retired, or its peer is lost) leaves it to the next one."""
+    warm, began = asyncio.Event(), asyncio.Event()
+
+    class Engine(WellEngine, StagingEngine):
+        async def stage(self, *given: Any) -> dict[str, Any]:
+            began.set()
+            return await super().stage(*given)
+
+    async def warm_up() -> None:
+        await warm.wait()
+
+    engine: Any = Engine()
+    store: Any = None
+    url = f"sqlite://{tmp_path / 'store.db'}"
+    config = InstanceConfig(model_dir=tmp_path, model="m", store=url, instance_id="i")
+    starting = Sidecar(config, engine, Admission(None), address="http://127.0.0.1:1", warm_up=warm_up)
+    version = VersionRecord(2, "ready", "slot", 1, "d", None, None, "p", 1, 0.0, "", 1, fingerprint="f2")
+    async with asyncio.timeout(20), starting.running():
+        first = asyncio.create_task(starting._stage(store, version))
+        await began.wait()
+        first.cancel()
+        await asyncio.wait({first})
+        assert first.cancelled()
+        await starting._drop(version)
+        assert engine.dropped == [(2, True)], "what it had built is not taken for that version again"
+        began.clear()
+        second = asyncio.create_task(starting._stage(store, version))
+        await began.wait()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not second.done()
+        warm.set()
+        assert (await second).fingerprint == "f2"
+    warm.clear()
+    ending = Sidecar(config, engine, Admission(None), address="http://127.0.0.1:1", warm_up=warm_up)
+    async with asyncio.timeout(20), ending.running():
+        pass  # it ends before it is warm
+
+
 async def test_what_no_trusted_key_has_signed_does_not_get_to_the_engine(tmp_path: Path) -> None:
     """tests/weightsync/format/test_signing.py has what counts as signed."""
     key = ed25519.Ed25519PrivateKey.generate().public_key()

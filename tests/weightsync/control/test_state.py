@@ -16,7 +16,18 @@ from weightsync.control.records import (
     TargetRecord,
     VersionState,
 )
-from weightsync.control.state import CONFIRM_S, Ask, ProbeResult, Step, View, Wait, decide, depends_on, on_trial
+from weightsync.control.state import (
+    CONFIRM_S,
+    TOO_OLD,
+    Ask,
+    ProbeResult,
+    Step,
+    View,
+    Wait,
+    decide,
+    depends_on,
+    on_trial,
+)
 
 TARGET = TargetRecord(2, "swap-2", "test", deadline_s=10.0)
 SWAP = SwapRecord("swap-2", 2, "prepare", ("a", "b"), deadline=110.0, opened_at=100.0)
@@ -184,7 +195,7 @@ def test_it_waits_for_the_canary_to_drain_and_flip(canary: InstanceRecord) -> No
     seen = {"swap": TRYING, "active": TRIAL, "instances": {**STAGED, "a": canary}}
     assert decide(view(**seen)) == Wait(123.0)
     late = step(**seen, now=123.0)
-    assert (late.swap.reason, late.active) == ("canary a did not flip in time", ACTIVE)
+    assert (late.swap.reason, late.active) == (f"canary a did not flip in time; {TOO_OLD}", ACTIVE)
 
 
 def test_a_canary_that_runs_the_version_from_before_is_not_on_trial() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import datetime
+import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +24,11 @@ from tests.weightsync.tensors import model
 from weightsync import Publisher, Store, ensure_arena
 from weightsync.control.records import ActiveRecord, VersionRecord
 from weightsync.errors import SigningKeyError, VersionRefused, WeightSyncError
+from weightsync.format.manifest import Layout
 from weightsync.format.signing import Signer, Trust, key_id, signers
 from weightsync.format.versions import verify
 from weightsync.memory.parts import Adapter
+from weightsync.memory.receiver import SlotReader
 from weightsync.persist import restore
 from weightsync.persist.disk import Disk
 
@@ -78,6 +81,39 @@ def test_a_signed_version_is_admitted(store_url: str, store: Store, tmp_path: Pa
     Trust([public]).check("demo", record)
     Trust().check("demo", replace(record, signature=""))  # without a policy anything goes
     assert signers(record) == {"": Signer(private).key_id}
+
+
+def signed_as_before(record: VersionRecord, private: Path) -> VersionRecord:
+    """With the signature that a release which signed whole slots gave it."""
+    signer, name = Signer(private), orjson.loads(base64.b64decode(orjson.loads(record.signature)["payload"]))["subject"]
+    with Path(record.slot).open("rb") as slot:
+        digest = hashlib.sha256(
+            slot.read(Layout.of(SlotReader.open(record.slot).manifest.schema).total_nbytes)
+        ).hexdigest()
+    statement = {
+        "_type": "https://in-toto.io/Statement/v1",
+        "subject": [{"name": name[0]["name"], "digest": {"sha256": digest}}],
+        "predicateType": "urn:hotswap:slot:v1",
+        "predicate": {"version": record.version},
+    }
+    return replace(record, signature=signer.enveloped(statement))
+
+
+def test_what_an_older_release_has_signed_is_admitted(
+    store_url: str, store: Store, keys: dict[str, tuple[Path, Path]]
+) -> None:
+    trust = Trust([keys["ours"][1]])
+    record = published(store_url, keys["ours"][0])
+    before = signed_as_before(record, keys["ours"][0])
+    trust.check("demo", before)
+    other = published(store_url, keys["ours"][0], 2.0)
+    assert "not those that were signed" in refusal(trust, replace(other, signature=before.signature))
+    with Path(record.slot).open("r+b") as file:
+        file.seek(-4000, 2)
+        byte = file.read(1)
+        file.seek(-4000, 2)
+        file.write(bytes([byte[0] ^ 1]))
+    assert "not those that were signed" in refusal(trust, before)
 
 
 def test_what_is_unsigned_or_altered_or_of_another_is_refused(

@@ -64,6 +64,7 @@ class Hosts:
     def publisher(self, host: str, lineage: str = "trainer", keep: int = 2) -> Publisher:
         for name, value in self.environment(host).items():
             self._monkeypatch.setenv(name, value)
+        self._monkeypatch.setattr("weightsync.format.manifest.CHUNK", CHUNK)
         publisher = Publisher(self.store_url, model=MODEL, lineage=lineage, keep=keep)
         self._publishers.append(publisher)
         return publisher

@@ -11,6 +11,7 @@ from tests.weightsync.peer.hosts import MODEL
 from tests.weightsync.peer.served import Served
 from weightsync.errors import TransferTimedOut
 from weightsync.memory.arena import Arena
+from weightsync.peer.chunks import Head
 from weightsync.peer.fetch import Fetch, first_answer
 from weightsync.peer.holders import Background, LeftOut, Sources
 from weightsync.peer.metrics import PeerMetrics
@@ -72,7 +73,9 @@ class Reader:
 
     async def claim(self) -> Copy:
         first = await first_answer(self.sources)
-        return self.shelf.claim(self.served.key, "", first.shape, None)[0]
+        raw = await self.served.client.manifest("a", self.served.address, first.opened.ticket)
+        head = Head.parse(raw, self.served.key.digest)
+        return self.shelf.claim(self.served.key, "", head.shape or first.shape, head)[0]
 
     def fetch(self, copy: Copy) -> Fetch:
         return Fetch(copy, self.sources, PeerMetrics(), self._pool, Pace(), "b")

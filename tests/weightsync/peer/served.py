@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.weightsync.peer.hosts import MODEL, newest, random_model
+from tests.weightsync.peer.hosts import CHUNK, MODEL, newest, random_model
 from weightsync import Publisher
 from weightsync.control.hosts import local_path, slot_name
 from weightsync.control.records import CopyRecord, VersionRecord
@@ -67,6 +67,7 @@ async def slot_served(
 ) -> AsyncIterator[Served]:
     """A slot of five chunks, for two readers at a time."""
     monkeypatch.setenv("HOTSWAP_HOST", "a")
+    monkeypatch.setattr("weightsync.format.manifest.CHUNK", CHUNK)
     with Publisher(store_url, model=MODEL) as publisher:
         publisher.publish(random_model(1, 256 << 10), wait=False)
         record = newest(publisher)
@@ -78,7 +79,7 @@ async def slot_served(
         shelf = Shelf(Arena(directory), MODEL, Regions(transport))
         assert shelf.publish(Key(record.manifest_digest), path)
         tickets = Tickets(
-            "a", shelf, transport, metrics, pool, chunk_nbytes=64 << 10, most=2, unused_s=unused_s,
+            "a", shelf, transport, metrics, pool, chunk_nbytes=CHUNK, most=2, unused_s=unused_s,
             told=rates.__setitem__,
         )  # fmt: skip
         async with (

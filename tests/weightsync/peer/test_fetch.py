@@ -34,6 +34,8 @@ async def test_the_only_holder_is_tried_again_though_it_stalled(
         copy = await reader.claim()
         await reader.fetch(copy).run()
     assert wrapped.stalls == 0
+    assert copy.head is not None
+    copy.head.write(copy.mapped.view)
     assert bytes(copy.mapped.view) == served.path.read_bytes()
     await nobody_reads(served)
     assert served.rates["b"] > 0
@@ -257,8 +259,8 @@ async def test_a_ticket_that_comes_late_is_given_back(
     """The fetch is over before the holder has answered: it would have one place less for half a minute."""
     asked, go_on, inner = asyncio.Event(), asyncio.Event(), served.tickets.open
 
-    async def slow(wish: Open) -> Opened:
-        opened = await inner(wish)
+    async def slow(wish: Open, *, told: bool) -> Opened:
+        opened = await inner(wish, told=told)
         asked.set()
         await go_on.wait()
         return opened

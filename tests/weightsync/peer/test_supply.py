@@ -42,7 +42,7 @@ async def test_a_copy_that_is_dropped_is_read_no_more(peer: Peer) -> None:
     copy, _ = peer._shelf.claim(KEY, "", SHAPE, None)
     copy.mapped.view[:] = CONTENT
     copy.whole = True
-    opened = await peer._tickets.open(Open(MODEL, KEY.digest, "b", ("tcp",), KEY.delta_of))
+    opened = await peer._tickets.open(Open(MODEL, KEY.digest, "b", ("tcp",), KEY.delta_of), told=True)
     assert (await peer._tickets.have(opened.ticket)).have == "all"
     peer._shelf.drop(KEY)
     with pytest.raises(PeerRefused, match="ticket has ended"):

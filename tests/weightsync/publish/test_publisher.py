@@ -41,7 +41,7 @@ def test_what_is_published_is_what_is_read(publisher: Publisher) -> None:
     assert found.keys() == tensors.keys()
     assert all(np.array_equal(found[name], tensors[name]) for name in tensors)
     with SlotReader.open(record.slot) as reader:
-        assert reader.manifest.metadata == {"run": "x"}
+        assert reader.manifest.metadata["run"] == "x"
         assert reader.manifest.step == 10
 
 

@@ -169,7 +169,9 @@ def test_closing_ends_a_read_from_a_frozen_peer(name: str, transport: Transport)
 def test_nothing_listens_beyond_loopback(transport: Transport, healthy: Peer) -> None:
     """127.0.0.2 stands for any other address of the host: what listens on all of them answers there too."""
     read_all(transport, healthy)  # so that there is a process that reads
-    ours = [process for process in psutil.Process().children() if "weightsync.transport.child" in process.cmdline()]
+    ours = [
+        process for process in psutil.Process().children() if "weightsync.transport.nixl_process" in process.cmdline()
+    ]
     ports = [
         connection.laddr.port
         for process in (*ours, *healthy.family())
@@ -183,4 +185,4 @@ def test_nothing_listens_beyond_loopback(transport: Transport, healthy: Peer) ->
 
 
 def test_the_names() -> None:
-    assert NAMES == ("tcp", "nixl", "mooncake")
+    assert NAMES == ("tcp", "nixl")

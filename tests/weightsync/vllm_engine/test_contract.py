@@ -117,6 +117,7 @@ def test_loading_and_processing(vllm: Release) -> None:
     loader, layers = "vllm.model_executor.model_loader", "vllm.model_executor.layers"
     has(vllm, loader, '"dummy": DummyModelLoader')
     assert vllm.parameters(f"{loader}.dummy_loader:DummyModelLoader.load_weights") == ["self", "model", "model_config"]
+    has(vllm, f"{loader}.weight_utils:initialize_single_dummy_weight", 'getattr(param, "dummy_weight_value", None)')
     quantised = f"{layers}.quantization.base_config:QuantizeMethodBase.process_weights_after_loading"
     assert vllm.parameters(quantised) == ["self", "layer"]
     assert vllm.parameters(f"{layers}.attention:is_deferred_attention_layer") == ["layer"]
@@ -134,6 +135,15 @@ def test_loading_and_processing(vllm: Release) -> None:
         "is_deferred_attention_layer(module)",
         "module.process_weights_after_loading(model_config.dtype)",
     )  # Processing.process does these steps for one layer
+
+
+def test_processes(vllm: Release) -> None:
+    """How vLLM starts its own (server/instance/fork_server.py)."""
+    assert not vllm.parameters("vllm.utils.system_utils:get_mp_context")
+    for module in ("v1.engine.utils", "v1.executor.multiproc_executor"):
+        has(vllm, f"vllm.{module}", "get_mp_context()")
+    platform = "vllm.platforms.cpu:CpuPlatform.check_and_update_config"
+    has(vllm, platform, '["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"', '"libgomp*.so*"', '"libtcmalloc_minimal*.so*"')
 
 
 def test_weight_transfer(vllm: Release) -> None:

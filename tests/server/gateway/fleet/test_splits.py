@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -36,8 +35,10 @@ class Asks:
     share: int | None = None
 
 
-def asks(**head: Any) -> Asks:
-    return Asks(RequestHead(b"", b"", **head))  # type: ignore[arg-type]
+def asks(session: bytes | None = None, sticky: dict[bytes, bytes] | None = None) -> Asks:
+    head = RequestHead(b"", b"")
+    head.session, head.sticky = session, sticky
+    return Asks(head)
 
 
 def instance(name: str, version: int) -> Instance:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -237,3 +239,110 @@ def test_probe_files(file: Path, text: bytes, suffix: str) -> None:
         check(error, names=path)
     else:
         assert all(probe.prompt for probe in found)
+
+
+# long texts in bodies, which are not looked into
+
+
+@pytest.fixture
+def short_texts() -> Iterator[None]:
+    """Texts are long that are longer than the name of any field."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bodies, "LONG", 24)
+        yield
+
+
+TEXT = re.compile(rb'"((?:[^"\\]|\\.)*)"', re.DOTALL)
+pieces = st.sampled_from([b'"', b"\\", b'\\"', b"\\\\", b"{", b"}", b":", b",", b"a" * 20, b"\xff", b"\n", b" ", b"1"])
+
+
+def left_out(body: bytes) -> bytes:
+    """What `without_texts` does, without a bound on how long it looks."""
+    return TEXT.sub(lambda m: b'"%b"' % (b"." * 64 if len(m[1]) > 24 else m[1]), body)
+
+
+@FUZZ
+@given(st.lists(pieces, max_size=30).map(b"".join))
+@example(b'{"a":"' + b"\\\\" * 40 + b'","b":"\\\\\\"aaaaaaaaaaaaaaaaaaaaaaaaaaaaa"}')
+@example(b'{"a":"unfinished')
+@example(b'{"unfinished\\')
+@pytest.mark.usefixtures("short_texts")
+def test_long_texts_are_left_out(body: bytes) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bodies, "_FIRST_STEPS", 1000)
+        patch.setattr(bodies, "_MOST_ESCAPES", 1000)
+        assert bodies.without_texts(body) == left_out(body)
+
+
+def looked_into(body: bytes) -> bodies.Fields:
+    """The fields of a body that has no long texts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bodies, "LONG", len(body))
+        return check_object(body)
+
+
+def shape(value: object) -> object:
+    """What is the same whether texts were left out or not."""
+    if isinstance(value, dict):
+        return [shape(v) for v in value.values()]
+    if isinstance(value, list):
+        return [shape(v) for v in value]
+    return "text" if isinstance(value, str) else value
+
+
+def sent(fields: bodies.Fields) -> dict[str, object]:
+    told = {name: getattr(fields, name) for name in fields.__struct_fields__}
+    return {name: shape(msgspec.json.decode(raw)) for name, raw in told.items() if raw is not msgspec.UNSET}
+
+
+short = st.text(max_size=3)
+leaves = st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=60) | st.text('"\\/\n', max_size=60)
+values = st.recursive(leaves, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(short, inner, max_size=3))
+FEWER = settings(FUZZ, max_examples=100)  # they are slow to make
+requests = st.dictionaries(st.sampled_from(["prompt", "model", "n", "max_tokens", "hotswap", "messages", "x"]), values)
+
+
+@FEWER
+@given(requests, st.booleans(), st.integers(0, 40), st.integers(2, 5))
+@pytest.mark.usefixtures("short_texts")
+def test_a_body_is_the_same_without_its_long_texts(value: dict[str, object], plain: bool, steps: int, row: int) -> None:
+    """However early the search for them is given up."""
+    body = json.dumps(value, ensure_ascii=plain).encode(errors="surrogatepass")
+    assume(b"\xed" not in body)  # half of a pair of surrogates is no UTF-8
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bodies, "_FIRST_STEPS", steps)
+        patch.setattr(bodies, "_MOST_ESCAPES", row)
+        assert sent(check_object(body)) == sent(looked_into(body))
+
+
+@FEWER
+@given(requests, st.integers(0, 400), st.sampled_from([b"", b'"', b"\\", b"{", b"]", b",", b"\n", b"\x00", b"\xff"]))
+@pytest.mark.usefixtures("short_texts")
+def test_faults_outside_of_long_texts_are_found(value: dict[str, object], at: int, change: bytes) -> None:
+    body = json.dumps(value, ensure_ascii=True).encode()
+    assume(at < len(body))
+    body = body[:at] + change + body[at + 1 :]
+    try:
+        looked_into(left_out(body))
+    except HttpError:
+        with pytest.raises(HttpError):
+            check_object(body)
+        return
+    with contextlib.suppress(HttpError):  # it gave up early, and the fault is in a text it has not come to
+        check_object(body)
+
+
+@pytest.mark.parametrize("of", [b"\\", b'\\"', b'"', b'"a"', b"\\\\\\", b'"' + b"a" * 2100 + b'" ' + b'"' * 64])
+def test_no_body_takes_long(of: bytes) -> None:
+    """A step for each of its quotes, or for each of the backslashes before them, would take a second."""
+    body = b'{"a":' + of * (16 * 2**20 // len(of))
+    seen = 0
+
+    class Counting(bytes):
+        def find(self, *args: object) -> int:  # type: ignore[override]
+            nonlocal seen
+            seen += 1
+            return super().find(*args)  # type: ignore[arg-type]
+
+    bodies.without_texts(Counting(body))
+    assert seen < 2 * (32 + len(body) // 256)

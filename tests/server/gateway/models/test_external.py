@@ -160,6 +160,15 @@ async def test_a_fault_of_the_request_is_the_clients(tmp_path: Path) -> None:
             assert code_of(await gateway.ask(chat())) == (400, "unknown_field")
 
 
+@pytest.mark.parametrize("model", [b"hosted", b"fast", b"slow"])
+async def test_a_body_that_is_written_anew_is_checked_to_its_last_byte(tmp_path: Path, model: bytes) -> None:
+    body = b'{"model":"%b","prompt":"%b"}' % (model, b"x" * 10_000 + b"\\q")
+    async with upstream(hosted) as up:
+        with Running(tmp_path, up.port) as gateway:
+            assert code_of(await gateway.ask(post("/v1/completions", body))) == (400, "invalid_json")
+            assert up.requests == []
+
+
 async def test_it_has_no_versions_and_not_every_route(tmp_path: Path) -> None:
     async with upstream(hosted) as up:
         with Running(tmp_path, up.port) as gateway:

@@ -61,6 +61,21 @@ async def test_post_reaches_the_instance_as_bytes(gateway: RunningGateway) -> No
     assert not {"authorization", "cookie", "keep-alive", "connection"} & seen.headers.keys()
 
 
+@pytest.mark.parametrize("fault", [b"\x00", b"\\q", b"\xff"])
+async def test_what_is_wrong_inside_of_a_long_text_is_for_the_instance_to_say(
+    gateway: RunningGateway, fault: bytes
+) -> None:
+    text = b'"prompt":"%b%b"' % (b"x" * 10_000, fault)
+    async with upstream() as up:
+        gateway.register(up)
+        assert (await gateway.ask(post("/v1/completions", b"{%b}" % text))).status == 200
+        assert len(up.requests) == 1
+        for body in (b"{%b" % text, b"{%b,}" % text, b'{%b,"hotswap":{"priority":1}}' % text):
+            answer = await gateway.ask(post("/v1/completions", body))
+            assert (answer.status, orjson.loads(answer.body)["error"]["code"]) == (400, "invalid_json")
+        assert len(up.requests) == 1
+
+
 async def test_an_instance_gets_the_key_of_its_record(gateway: RunningGateway) -> None:
     async with upstream() as up:
         for key in ("first", "of its next life"):

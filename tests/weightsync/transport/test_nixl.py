@@ -1,4 +1,4 @@
-"""Libraries in processes of their own: what those may do, and what happens when they end."""
+"""NIXL in processes of its own: what those may do, and what happens when they end."""
 
 from __future__ import annotations
 
@@ -22,20 +22,14 @@ from tests.weightsync.transport.peers import (
 from weightsync.errors import TransportUnavailable
 from weightsync.transport import Piece
 from weightsync.transport.addresses import Address
-from weightsync.transport.engine import Register, Request
-from weightsync.transport.isolated import EngineTransport, Shared, Worker
-
-
-@pytest.fixture(scope="module", params=[pytest.param("nixl", marks=pytest.mark.broad), "mooncake"])
-def name(request: pytest.FixtureRequest) -> str:
-    chosen: str = request.param
-    require(chosen)
-    return chosen
+from weightsync.transport.nixl import NAME, NixlTransport, Shared, Worker
+from weightsync.transport.nixl_process import Register, Request
 
 
 @pytest.fixture(scope="module")
-def transport(name: str) -> Iterator[EngineTransport]:
-    with EngineTransport(name, Address(LISTEN)) as opened:
+def transport() -> Iterator[NixlTransport]:
+    require(NAME)
+    with NixlTransport(Address(LISTEN)) as opened:
         yield opened
 
 
@@ -54,7 +48,7 @@ def inode_of(data: object) -> int:
         shared.close()
 
 
-def test_the_process_that_serves_cannot_write_into_a_slot(transport: EngineTransport) -> None:
+def test_the_process_that_serves_cannot_write_into_a_slot(transport: NixlTransport) -> None:
     data = buffer(MIB)
     region = transport.register(data, writable=True)
     inode = inode_of(data)
@@ -65,13 +59,13 @@ def test_the_process_that_serves_cannot_write_into_a_slot(transport: EngineTrans
     assert not mappings(transport.reading.worker().pid, inode)
 
 
-def test_a_buffer_is_registered_once(name: str, transport: EngineTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_buffer_is_registered_once(transport: NixlTransport, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[Request] = []
     submit = Worker.submit
     monkeypatch.setattr(
         Worker, "submit", lambda self, request, fds=(): sent.append(request) or submit(self, request, fds)
     )
-    with Peer(name, nbytes=MIB) as peer:
+    with Peer(NAME, nbytes=MIB) as peer:
         into = transport.register(buffer(MIB), writable=True)
         for _ in range(3):
             link = transport.connect(peer.endpoint)
@@ -79,12 +73,12 @@ def test_a_buffer_is_registered_once(name: str, transport: EngineTransport, monk
     assert sum(isinstance(request, Register) for request in sent) == 2  # with each process
 
 
-def test_a_crash_of_either_process_is_mended(name: str, transport: EngineTransport) -> None:
+def test_a_crash_of_either_process_is_mended(transport: NixlTransport) -> None:
     """As by a fault in the library: the one that reads, the one that serves, and again."""
     data = buffer(MIB)
     data[:] = content(5, MIB)
     served = transport.register(data, writable=False)
-    with EngineTransport(name, Address(LISTEN)) as reader:
+    with NixlTransport(Address(LISTEN)) as reader:
         target = buffer(MIB)
         into = reader.register(target, writable=True)
         for crashed in (reader.reading, transport.serving, reader.reading):
@@ -98,13 +92,13 @@ def test_a_crash_of_either_process_is_mended(name: str, transport: EngineTranspo
             assert target[:] == data[:]
 
 
-def test_what_is_no_shared_file_is_refused(transport: EngineTransport) -> None:
+def test_what_is_no_shared_file_is_refused(transport: NixlTransport) -> None:
     with pytest.raises(ValueError, match="shared mapping"):
         transport.register(memoryview(bytearray(MIB)), writable=True)
 
 
-def test_a_part_of_a_mapping_can_be_registered(name: str, transport: EngineTransport) -> None:
-    with Peer(name, nbytes=MIB) as peer:
+def test_a_part_of_a_mapping_can_be_registered(transport: NixlTransport) -> None:
+    with Peer(NAME, nbytes=MIB) as peer:
         target = buffer(2 * MIB)
         into = transport.register(memoryview(target)[4099 : 4099 + MIB], writable=True)
         transport.connect(peer.endpoint).read(into, peer.region, [whole(peer)], READ_TIMEOUT_S)
@@ -112,8 +106,9 @@ def test_a_part_of_a_mapping_can_be_registered(name: str, transport: EngineTrans
         assert read_all(transport, peer) == peer.content
 
 
-def test_a_transport_that_was_closed_says_so(name: str) -> None:
-    transport = EngineTransport(name, Address(LISTEN))
+def test_a_transport_that_was_closed_says_so() -> None:
+    require(NAME)
+    transport = NixlTransport(Address(LISTEN))
     pid = transport.serving.worker().pid
     transport.close()
     transport.close()
@@ -124,6 +119,5 @@ def test_a_transport_that_was_closed_says_so(name: str) -> None:
 
 def test_a_library_that_does_not_start_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "broken"))
-    for engine, package in (("mooncake", "mooncake-transfer-engine"), ("nixl", "nixl-cu12")):
-        with pytest.raises(TransportUnavailable, match=f"broken on purpose.*{package}"):
-            EngineTransport(engine, Address(LISTEN))
+    with pytest.raises(TransportUnavailable, match=r"broken on purpose.*nixl-cu12"):
+        NixlTransport(Address(LISTEN))

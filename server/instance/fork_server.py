@@ -1,0 +1,143 @@
+"""vLLM's processes on CPUs: forked from one that has imported vLLM, instead of new ones that import it again.
+
+On other devices vLLM forks its engine from the instance. On CPUs it starts a new Python, as some libraries must be
+loaded before all others there (LD_PRELOAD), and a fork has what its parent has. That Python takes seven seconds of a
+core to import what the instance has imported. So an instance begins with those libraries itself. Once it has imported
+vLLM, and before it has a second thread, it forks the fork server of Python's `multiprocessing`, which forks engines and
+workers.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import importlib
+import importlib.util
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from multiprocessing import context, forkserver, util
+from pathlib import Path
+from typing import Any, NoReturn
+
+from weightsync.vllm_engine.releases import for_cpus
+
+log = logging.getLogger("hotswap.instance")
+ENGINE = (
+    "vllm.entrypoints.launchers.api_server.entry", "vllm.v1.engine.async_llm", "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor", "vllm.v1.executor.uniproc_executor", "vllm.v1.worker.cpu_worker",
+    "weightsync.vllm_engine.backend", "weightsync.vllm_engine.core", "weightsync.vllm_engine.loader",
+)  # fmt: skip
+OPENMP = ("libgomp", "libiomp", "libomp")
+AS_IMPORTED = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CPP_DYNAMIC_THREADS": "1"}
+PR_SET_PDEATHSIG = 1
+END_S = 2.0
+
+
+def libraries() -> str:
+    """The LD_PRELOAD that vLLM gives to its processes on CPUs. Imports neither vLLM nor PyTorch."""
+    named = os.environ.get("LD_PRELOAD", "")
+    if not any(name in named for name in OPENMP):
+        named = ":".join(filter(None, [named, _first("torch", "libgomp*.so*", "../torch.libs", "lib")]))
+    if "libtcmalloc" not in named:
+        found = _first("vllm", "libtcmalloc_minimal*.so*", "libs") or _first("vllm", "libtcmalloc.so*", "libs")
+        named = ":".join(filter(None, [found, named]))
+    return named
+
+
+def _first(package: str, pattern: str, *folders: str) -> str:
+    spec = importlib.util.find_spec(package)
+    places = spec.submodule_search_locations if spec is not None else None
+    found = [
+        p for folder in folders for root in places or () for p in (Path(root).parent / package / folder).glob(pattern)
+    ]
+    return os.path.normpath(found[0]) if found else ""
+
+
+def begin_with_libraries() -> None:
+    """Become the same command with `libraries` loaded, where vLLM needs them, unless they are, or it is too late."""
+    if for_cpus() and "torch" not in sys.modules and (wanted := libraries()) != os.environ.get("LD_PRELOAD", ""):
+        environment = {**os.environ, "LD_PRELOAD": wanted}
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)  # noqa: S606 - our own argv
+    with contextlib.suppress(ImportError):
+        import setproctitle  # what vLLM names its processes with; it is optional there, too
+
+        setproctitle.getproctitle()  # it finds the memory of the title only while the environment is what it was
+
+
+class Process(context.ForkServerProcess):
+    """Has the environment of whoever starts it, as it is then."""
+
+    def start(self) -> None:
+        self._environment = dict(os.environ)
+        super().start()
+
+    def run(self) -> None:
+        os.environ.clear()
+        os.environ.update(self._environment)
+        super().run()
+
+
+class Context(context.ForkServerContext):
+    """What vLLM gets where it asks for a way to start processes."""
+
+    Process = Process
+
+
+def import_engine() -> None:
+    """Import what an engine and its API need; on CPUs, so that vLLM starts its processes through `Context`."""
+    if for_cpus():
+        os.environ.update(AS_IMPORTED)
+        from vllm.utils import system_utils
+
+        way = Context()
+        system_utils.get_mp_context = lambda: way  # type: ignore[assignment,return-value]
+    for name in ENGINE:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:  # the start itself will say what is wrong
+            log.warning("could not import %s ahead: %s", name, error)
+
+
+def fork_from_here() -> None:
+    """Fork the server that vLLM's processes, and those that they start in turn, come from. It ends when they have."""
+    if not for_cpus():
+        return
+    import_engine()
+    gc.freeze()  # a collection would write to pages that all of them share
+    server: Any = forkserver._forkserver
+    server.ensure_running = lambda: None  # whoever starts a process through it asks first, and would start another one
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(os.path.join(util.get_temp_dir(), "fork-server"))  # in a folder that is this user's alone
+        listener.listen()
+        read, alive = os.pipe()
+        us = os.getpid()
+        if not (pid := os.fork()):
+            os.close(alive)
+            _serve(listener.detach(), read, us)
+        os.close(read)
+        server._forkserver_address, server._forkserver_alive_fd = listener.getsockname(), alive
+    atexit.register(_end, pid, alive)
+
+
+def _serve(listener: int, alive: int, parent: int) -> NoReturn:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    try:
+        if os.getppid() == parent:
+            forkserver.main(listener, alive, [])
+    finally:
+        os._exit(0)
+
+
+def _end(pid: int, alive: int) -> None:
+    """Wait for the server, which ends with the last process that it has forked."""
+    os.close(alive)
+    deadline = time.monotonic() + END_S
+    with contextlib.suppress(ChildProcessError):
+        while not os.waitpid(pid, os.WNOHANG)[0] and time.monotonic() < deadline:
+            time.sleep(0.01)

@@ -1,0 +1,71 @@
+"""vLLM's processes are forked from what an instance has imported, have its environment, and end with it."""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from server.instance import fork_server
+from tests.waiting import wait_until
+from tests.warm import ENGINES, WarmProcess, warm
+
+pytestmark = pytest.mark.engine
+
+
+def program(what: str, log: Path) -> WarmProcess:
+    return warm(ENGINES).start(["tests.server.instance.forked", what], dict(os.environ), log)
+
+
+def test_engines_and_their_workers_are_forked(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert program("nested", log).wait(60) == 0, log.read_text()
+    engine, worker, *codes = (ast.literal_eval(line) for line in log.read_text().splitlines()[-4:])
+    assert engine["vllm"]
+    assert worker["vllm"]
+    assert engine["pid"] != worker["pid"]
+    assert (engine["later"], worker["later"]) == ("by the instance", "by an engine")
+    assert codes == [7, 0]
+
+
+def test_the_server_ends_with_its_instance(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    instance = program("wait", log)
+    wait_until(lambda: log.exists() and "pid" in log.read_text(), 60, what="the engine starts")
+    (server,) = (p for p in psutil.Process(instance.pid).children() if p.children())
+    instance.kill()
+    wait_until(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE, 20, what="it ends too")
+
+
+def test_the_libraries_are_those_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so are the variables that are read at an import."""
+    from vllm.config import VllmConfig
+
+    for name in ("LD_PRELOAD", *fork_server.AS_IMPORTED):
+        monkeypatch.setenv(name, "")
+    wanted = fork_server.libraries()
+    VllmConfig()  # sets them
+    assert os.environ["LD_PRELOAD"] == wanted
+    assert "libgomp" in wanted
+    assert {name: os.environ[name] for name in fork_server.AS_IMPORTED} == fork_server.AS_IMPORTED
+    assert fork_server.libraries() == wanted  # nothing is added to what is there
+
+
+def test_a_process_begins_with_them_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[dict[str, str]] = []
+    monkeypatch.setattr(os, "execve", lambda _program, _argv, environment: ran.append(environment))
+    monkeypatch.setenv("LD_PRELOAD", "")
+    fork_server.begin_with_libraries()
+    assert ran == []  # PyTorch is here already: it is too late
+    monkeypatch.delitem(sys.modules, "torch")
+    fork_server.begin_with_libraries()
+    monkeypatch.setenv("LD_PRELOAD", ran[0]["LD_PRELOAD"])
+    fork_server.begin_with_libraries()
+    monkeypatch.setattr(fork_server, "for_cpus", lambda: False)
+    monkeypatch.setenv("LD_PRELOAD", "")
+    fork_server.begin_with_libraries()
+    assert len(ran) == 1
