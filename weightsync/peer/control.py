@@ -22,6 +22,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from weightsync.errors import PeerRefused, PeerUnreachable, TransportUnavailable
+from weightsync.peer.chunks import Bitmap
 from weightsync.peer.messages import TOLD, Ask, Close, Have, Key, Open, Opened, Refusal
 from weightsync.peer.metrics import PeerMetrics
 from weightsync.peer.serve import Tickets
@@ -33,6 +34,7 @@ ANSWER_S = 5.0  # for all of an answer, however slowly it comes
 OPEN_S = 120.0  # the first reader of a published slot waits until its chunks are digested
 MAX_ANSWER = 128 << 20  # a manifest, or the digests of MAX_CHUNKS chunks
 MAX_BODY = 256 << 10  # a bitmap of MAX_CHUNKS chunks
+TREES: dict[str, Literal[0, 1] | None] = {"": None, "tree=0": 0, "tree=1": 1}  # what a question may wait for
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -54,10 +56,13 @@ class PeerClient:
         wish = Open(self._model, key.digest, self._host, (self._transport,), key.delta_of)
         return _decoded(host, await self._call(host, address, "POST", f"/v1/open?{TOLD}", wish, OPEN_S), Opened)
 
-    async def have(self, host: str, address: str, ticket: str, tree: Literal[0, 1] | None = None) -> tuple[Have, float]:
-        """What can be read by now, and how many seconds the answer took. With `tree` it waits for news there."""
-        started = time.perf_counter()
-        raw = await self._call(host, address, "POST", f"/v1/have/{ticket}", Ask(tree))
+    async def have(
+        self, host: str, address: str, ticket: str, chunks: int, tree: Literal[0, 1] | None = None
+    ) -> tuple[Have, float]:
+        """Which of `chunks` can be read by now, and how many seconds the answer took. With `tree` it waits for news
+        there."""
+        started, query = time.perf_counter(), "" if tree is None else f"?tree={tree}"
+        raw = await self._call(host, address, "POST", f"/v1/have/{ticket}{query}", Ask(Bitmap(chunks).encoded()))
         return _decoded(host, raw, Have), time.perf_counter() - started
 
     async def manifest(self, host: str, address: str, ticket: str) -> bytes:
@@ -144,7 +149,11 @@ class Control:
         return _json(await self._tickets.open(wish, told=request.url.query == TOLD))
 
     async def _have(self, request: Request) -> Response:
-        tree = (await _parsed(request, Ask)).tree
+        await _parsed(request, Ask)
+        try:
+            tree = TREES[request.url.query]
+        except KeyError:
+            raise _BadRequest("the query may be tree=0 or tree=1") from None
         return _json(await self._tickets.have(request.path_params["ticket"], tree))
 
     async def _manifest(self, request: Request) -> Response:

@@ -274,7 +274,7 @@ class Sources:
         if tree is not None:
             await asyncio.sleep(source.told_at + NEWS_S - time.monotonic())
         try:
-            found, seconds = await self._client.have(source.host, address, ticket, tree)
+            found, seconds = await self._client.have(source.host, address, ticket, chunks, tree)
             source.have = bitmap_of(found.have, chunks)
         except (PeerRefused, PeerUnreachable, BadBitmap) as error:
             if not self._is_open(source):

@@ -1,7 +1,9 @@
 """The messages of peers on the control channel: small JSON bodies, refused unless they are just these.
 
 POST /v1/open?TOLD         Open -> Opened        a ticket: the slot is held for the reader until it is closed
-POST /v1/have/{ticket}     Ask -> Have           what can be read by now; also keeps the ticket
+POST /v1/have/{ticket}     Ask -> Have           what can be read by now; also keeps the ticket; with ?tree=0 or 1 the
+                                                 answer may wait a while for an even or an odd chunk of which the
+                                                 reader was not told
 GET  /v1/manifest/{ticket} -> canonical JSON     its digest is the one that was asked for
 POST /v1/close/{ticket}    Close -> {}
 
@@ -14,7 +16,7 @@ Every refusal is a `Refusal` with its HTTP status: 404 unknown_copy, unknown_tic
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -59,9 +61,9 @@ class Opened(msgspec.Struct, frozen=True):
 
 
 class Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`tree` 0 or 1: the answer may wait a while for an even or an odd chunk of which the reader was not told."""
+    """`taken`: any bitmap; a holder of the release before wants one, and passes over the query."""
 
-    tree: Literal[0, 1] | None = None
+    taken: str = ""
 
 
 class Have(msgspec.Struct, frozen=True):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import msgspec
+import orjson
 import pytest
 
 from server.ports import free_port
@@ -45,7 +46,7 @@ async def test_a_ticket_holds_the_slot_until_it_is_closed(served: Served) -> Non
     await served.client.close("a", served.address, opened.ticket, 5)
     assert not served.is_held()
     with pytest.raises(PeerRefused) as caught:
-        await served.client.have("a", served.address, opened.ticket)
+        await served.client.have("a", served.address, opened.ticket, 5)
     assert (caught.value.status, caught.value.reason) == (404, "unknown_ticket")
 
 
@@ -87,15 +88,36 @@ async def test_an_answer_waits_for_news_of_its_tree(served: Served, monkeypatch:
     copy, _ = served.tickets._shelf.claim(Key("e" * 32), "", shape, None)
     copy.came(0)
     opened = await served.client.open("a", served.address, copy.key)
-    first, _ = await served.client.have("a", served.address, opened.ticket, 0)
-    asking = asyncio.create_task(served.client.have("a", served.address, opened.ticket, 0))
+    first, _ = await served.client.have("a", served.address, opened.ticket, 5, 0)
+    asking = asyncio.create_task(served.client.have("a", served.address, opened.ticket, 5, 0))
     copy.came(1)
     copy.came(2)
     second, _ = await asking
     assert [Bitmap.decoded(told.have, 5).bits for told in (first, second)] == [0b001, 0b111]
-    third, seconds = await served.client.have("a", served.address, opened.ticket, 1)  # nothing comes
+    third, seconds = await served.client.have("a", served.address, opened.ticket, 5, 1)  # nothing comes
     assert third.have == second.have
     assert seconds >= serve.NEWS_S
+
+
+async def test_releases_that_know_no_trees_are_asked_and_answered(served: Served) -> None:
+    """They pass over the query, and want a bitmap of what the reader has or is reading, of the slot's length."""
+    asked: list[tuple[str, bytes]] = []
+
+    async def before(request: httpx.Request) -> None:
+        asked.append((request.url.query.decode(), request.content))
+
+    opened = await served.client.open("a", served.address, served.key)
+    served.client._http.event_hooks["request"].append(before)
+    await served.client.have("a", served.address, opened.ticket, 5, 1)
+    ((query, body),) = asked
+    assert (query, Bitmap.decoded(orjson.loads(body)["taken"], 5).bits) == ("tree=1", 0)
+    served.client._http.event_hooks["request"].clear()
+    theirs = {"taken": Bitmap(5, 0b101).encoded()}
+    async with httpx.AsyncClient(base_url=f"http://{served.address}") as reader:
+        answer = await reader.post(f"/v1/have/{opened.ticket}", json=theirs)
+        assert (answer.status_code, answer.json()["have"]) == (200, "all")
+        wrong = await reader.post(f"/v1/have/{opened.ticket}?tree=2", json=theirs)
+        assert (wrong.status_code, wrong.json()["code"]) == (400, "bad_request")
 
 
 async def test_a_reader_says_how_fast_it_reads(served: Served) -> None:
@@ -128,7 +150,7 @@ async def test_an_answer_that_is_too_long_or_does_not_end_is_given_up(
     async with await asyncio.start_server(dribble, "127.0.0.1", 0) as server, asyncio.timeout(30):
         address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
         with pytest.raises(PeerUnreachable):
-            await served.client.have("a", address, "ticket")
+            await served.client.have("a", address, "ticket", 5)
 
 
 async def test_a_server_that_does_not_start_is_said_so() -> None:
