@@ -26,6 +26,7 @@ import psutil
 from loadtest.hosts.certificates import self_signed
 from loadtest.hosts.namespaces import Hosts
 from weightsync.control.records import CopyRecord, Keys
+from weightsync.format import manifest
 from weightsync.peer.copies import parsed
 from weightsync.publish.publisher import Publisher
 from weightsync.store import SyncStore
@@ -60,6 +61,7 @@ class Fleet:
                 stack.enter_context(_peer(f"receiver-{number}", url, directory, self._chunk, begins[number + 1]))
             environment = stack.enter_context(_peer(SOURCE, url, directory, self._chunk, begins[0]))
             stack.enter_context(_variables(environment))
+            stack.enter_context(_chunks_of(self._chunk))
             self._publisher = stack.enter_context(contextlib.closing(Publisher(url, model=MODEL)))
             self._stack = stack.pop_all()
         return self
@@ -128,6 +130,16 @@ def _peer(host: str, store: str, directory: Path, chunk: int, begin: Begin) -> I
         process.kill()
         process.wait()
         shutil.rmtree(arena, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _chunks_of(nbytes: int) -> Iterator[None]:
+    """What is published here meanwhile is cut into chunks of that size, as small as these versions are."""
+    before, manifest.CHUNK = manifest.CHUNK, nbytes
+    try:
+        yield
+    finally:
+        manifest.CHUNK = before
 
 
 @contextlib.contextmanager
