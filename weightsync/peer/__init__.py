@@ -1,10 +1,8 @@
 """The peer of a host: it carries versions between this host and others.
 
-service.py     the peer: follows the store's records, and offers, fetches and announces accordingly
-copies.py      what the records say: who has which slot, which slots a host wants, where they are here
-announce.py    writes the records of this host's copies, and follows those of other hosts
+service.py     the peer: follows the store's records, and offers, fetches and announces accordingly; what is fetched next
+copies.py      the records: who has which slot, which slots a host wants, where they are here; writes this host's
 shelf.py       what this host has: published slots, fetched copies, their journals
-supply.py      which wanted slot is fetched next
 fetch.py       fetches one slot: from holders, chunk by chunk, resumed, checked
 holders.py     the hosts that a fetch reads from, and when to open or leave one
 plan.py        which chunk is read from which holder

@@ -30,9 +30,9 @@ from weightsync.errors import (
 )
 from weightsync.format.manifest import PREAMBLE
 from weightsync.peer import deltas
-from weightsync.peer.announce import CopyBoard
 from weightsync.peer.chunks import Bitmap, Head, Shape
 from weightsync.peer.control import PeerClient
+from weightsync.peer.copies import CopyBoard
 from weightsync.peer.deltas import Speeds
 from weightsync.peer.holders import LOST_S, WRONG_S, Background, LeftOut, OtherChunks, Source, Sources, Ways
 from weightsync.peer.messages import Key

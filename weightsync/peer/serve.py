@@ -28,9 +28,8 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.memory.arena import SlotLock
-from weightsync.peer.announce import copies_elsewhere
 from weightsync.peer.chunks import Shape, digests_of, manifest_of
-from weightsync.peer.copies import all_parts
+from weightsync.peer.copies import all_parts, copies_elsewhere
 from weightsync.peer.deltas import Speeds, base_for, make
 from weightsync.peer.messages import ALL, Have, Key, Open, Opened
 from weightsync.peer.metrics import PeerMetrics

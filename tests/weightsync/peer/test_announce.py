@@ -12,8 +12,7 @@ from tests.waiting import eventually
 from tests.weightsync.peer.hosts import KEYS
 from weightsync import Store
 from weightsync.control.records import CopyRecord
-from weightsync.peer.announce import Announcer, CopyBoard, copies_elsewhere
-from weightsync.peer.copies import own_copies, parse_key
+from weightsync.peer.copies import Announcer, CopyBoard, copies_elsewhere, own_copies, parse_key
 from weightsync.peer.messages import Key
 
 STORES = ["sqlite", "etcd"]

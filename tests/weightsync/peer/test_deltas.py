@@ -10,8 +10,8 @@ from tests.weightsync.peer.hosts import Hosts, bytes_of, newest, random_model
 from weightsync.errors import PeerError
 from weightsync.peer.deltas import MOST_READERS, Speed, Speeds
 from weightsync.peer.messages import Key
+from weightsync.peer.service import Turns
 from weightsync.peer.settings import Deltas
-from weightsync.peer.supply import Turns
 
 GB = 10**9
 
@@ -94,7 +94,7 @@ def test_what_readers_say_is_bounded_and_must_be_a_rate() -> None:
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        monkeypatch.setattr("weightsync.peer.supply.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("weightsync.peer.service.time.monotonic", lambda: self.now)
 
 
 A, B = Key("a" * 32), Key("b" * 32)

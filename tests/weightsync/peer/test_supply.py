@@ -20,9 +20,8 @@ from weightsync.memory.arena import Arena
 from weightsync.peer.control import PeerClient
 from weightsync.peer.messages import Key, Open
 from weightsync.peer.metrics import PeerMetrics
-from weightsync.peer.service import Peer
+from weightsync.peer.service import Peer, Supply
 from weightsync.peer.settings import PeerSettings
-from weightsync.peer.supply import Supply
 from weightsync.transport import open_transport
 
 GUARD_S = 60.0
