@@ -1,6 +1,6 @@
 """The peer of a host: it carries versions between this host and others.
 
-service.py     the peer: follows the store's records, and offers, fetches and announces accordingly; what is fetched next
+service.py     the peer: follows the records, offers, fetches the most urgent slot, and announces accordingly
 copies.py      the records: who has which slot, which slots a host wants, where they are here; writes this host's
 shelf.py       what this host has: published slots, fetched copies, their journals
 fetch.py       fetches one slot: from holders, chunk by chunk, resumed, checked
