@@ -23,8 +23,8 @@ BASELINES: tuple[Way, ...] = ("star", "tree", "chain")
 
 FEW = Scenario(hosts=8, params=8e9, nic_gbit=100)
 SOME = Scenario(hosts=64, params=70e9, chunk_nbytes=128 * MIB)
-MANY = Scenario(hosts=1000, params=1e12, hosts_per_instance=4, chunk_nbytes=2 * GIB)
-WHOLE = replace(MANY, hosts=256, hosts_per_instance=1, chunk_nbytes=4 * GIB)
+MANY = Scenario(hosts=1000, params=1e12, hosts_per_instance=4, chunk_nbytes=GIB)
+WHOLE = replace(MANY, hosts=256, hosts_per_instance=1)
 PARTS = replace(MANY, sources=32, way="swarm")
 FAILING = 50  # one host of so many
 LEASE_S = 5.0  # after which a host that was cut off is missed

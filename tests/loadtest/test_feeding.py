@@ -91,9 +91,9 @@ def test_files_are_dropped_from_memory_and_stay(tmp_path: Path) -> None:
 
 
 def test_only_known_parts_are_measured() -> None:
-    assert list(transfer.PARTS) == ["reads", *PARTS]
+    assert list(transfer.PARTS) == ["reads", "links", *PARTS]
     assert with_instances(["reads"], small=True) == {}
-    with pytest.raises(typer.BadParameter, match="nothing is none of reads, joiner, feeding"):
+    with pytest.raises(typer.BadParameter, match="nothing is none of reads, links, joiner, feeding"):
         bench.transfer(part=["nothing"])
 
 

@@ -69,6 +69,7 @@ OPTIONAL = {
     "vllm",
     "aiohttp",
     "pyarrow",
+    "setproctitle",
     "llguidance",
     "xgrammar",
     "torch",
