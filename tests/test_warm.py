@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 from pathlib import Path
 from typing import Any
@@ -51,4 +52,12 @@ def test_the_next_one_gets_its_own_answer(
 def test_a_question_about_an_unknown_process_ends_nobody(warm: Warm, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="has started no process 0"):
         warm.ask({"poll": 0})
+    assert warm.start(SHORT, dict(os.environ), tmp_path / "log").wait(60) == 0
+
+
+def test_one_that_is_killed_with_its_answer_unread_ends_nobody_else(warm: Warm, tmp_path: Path) -> None:
+    other = Warm(BARE)
+    socket.send_fds(other._socket, [b'{"number": 1, "poll": 0}'], [])
+    select.select([other._socket], [], [], 60)  # the answer is there
+    other._socket.close()
     assert warm.start(SHORT, dict(os.environ), tmp_path / "log").wait(60) == 0

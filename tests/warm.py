@@ -189,7 +189,10 @@ def _serve(kind: str, listener: socket.socket) -> None:
 
 def _answer(orders: socket.socket, ended: dict[int, int | None], selector: selectors.BaseSelector) -> bool:
     """Follow one order; False if whoever gave them is gone, and with it what it had ordered."""
-    raw, descriptors, _, _ = socket.recv_fds(orders, MOST, 16)
+    try:
+        raw, descriptors, _, _ = socket.recv_fds(orders, MOST, 16)
+    except ConnectionResetError:  # it was killed before it had read an answer
+        raw = b""
     if not raw:
         for pid in (pid for pid, status in ended.items() if status is None):
             with contextlib.suppress(ProcessLookupError):
