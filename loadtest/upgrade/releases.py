@@ -39,6 +39,7 @@ from loadtest.upgrade.bench import (
     VLLM_ARGS,
     Load,
     Pod,
+    Step,
     gateway_ready,
     instance_ready,
 )
@@ -104,16 +105,6 @@ class Done:
     window: Window
     outcome: str = ""
     must: bool = True
-
-
-@dataclass
-class Step:
-    """One replacement; `ended_s` is what the old process took to end, `ready_s` what the new one took to get ready."""
-
-    what: str
-    window: Window
-    ended_s: float
-    ready_s: float
 
 
 class Publishing:

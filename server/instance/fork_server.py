@@ -1,10 +1,9 @@
 """vLLM's processes on CPUs: forked from one that has imported vLLM, instead of new ones that import it again.
 
-On other devices vLLM forks its engine from the instance. On CPUs it starts a new Python, as some libraries must be
-loaded before all others there (LD_PRELOAD), and a fork has what its parent has. That Python takes seven seconds of a
-core to import what the instance has imported. So an instance begins with those libraries itself. Once it has imported
-vLLM, and before it has a second thread, it forks the fork server of Python's `multiprocessing`, which forks engines and
-workers.
+On CPUs some libraries must be loaded before all others (LD_PRELOAD), and a fork has what its parent has, so vLLM starts
+a new Python there. That Python takes seven seconds of a core to import what the instance has imported. So an instance
+begins with those libraries itself. Once it has imported vLLM, and before it has a second thread, it forks the fork
+server of Python's `multiprocessing`, which forks engines and workers.
 """
 
 from __future__ import annotations

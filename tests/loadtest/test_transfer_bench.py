@@ -10,6 +10,7 @@ import pytest
 from loadtest.hosts.namespaces import obstacle
 from loadtest.transfer import bench as transfer
 from loadtest.transfer.peer import RAW
+from tests.lacking import unable
 from weightsync.transport import available
 
 
@@ -27,7 +28,7 @@ def test_it_measures_every_transport_that_is_there(tmp_path: Path) -> None:
 @pytest.mark.broad
 def test_a_version_comes_to_hosts_behind_links(tmp_path: Path) -> None:
     if reason := obstacle():
-        pytest.skip(reason)
+        unable(reason)
     report = transfer.run(tmp_path / "links.json", small=True, parts=["links"])
     found = report["by_links"]
     assert {key for key in found if key.isdigit()} == {"1", "2"}
