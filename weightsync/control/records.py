@@ -201,6 +201,7 @@ class PartRecord(Record):
     nbytes: int
     fingerprint: str = ""
     signature: str = ""
+    shares: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,8 @@ class VersionRecord(Record):
     `slot`, `manifest_digest` and `nbytes` are the base model's; `base_version` is the version that published them, if
     another, and `base_fingerprint` its own fingerprint where `fingerprint` is over base and parts. `form` names the
     FormRecord of its tensors; "": those of the key `schema`, with the configuration of each instance's directory.
-    `signature` is the base model's DSSE envelope (`format/signing.py`; "": not signed).
+    `signature` is the base model's DSSE envelope (`format/signing.py`; "": not signed). `shares` are hosts that have
+    chunks of the base model which its slot lacked when it was published.
     """
 
     version: int
@@ -232,6 +234,7 @@ class VersionRecord(Record):
     base_fingerprint: str = ""
     form: str = ""
     signature: str = ""
+    shares: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

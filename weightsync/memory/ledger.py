@@ -39,7 +39,7 @@ from weightsync.errors import ArenaFull, Conflict, DraftLost, LeaseLost, Publish
 from weightsync.format.manifest import Schema, require_same_schema
 from weightsync.memory.arena import Arena, SlotLock, default_directory
 from weightsync.memory.parts import BASE, compose, has_schema, slots_of, still_there
-from weightsync.peer.copies import ready_digests
+from weightsync.peer.copies import kept_digests
 from weightsync.store.protocol import MISSING, KeyValue, Store
 
 CLAIM_ATTEMPTS = 100
@@ -226,7 +226,7 @@ class Ledger:
 
     async def _still_there(self, basis: VersionRecord, schemas: Mapping[str, Schema]) -> VersionRecord | None:
         several = self.host or any(host_of(slot) for slot in slots_of(basis))
-        copied = await ready_digests(self.store, self.keys) if several else set()
+        copied = await kept_digests(self.store, self.keys, basis) if several else set()
         return await asyncio.to_thread(still_there, basis, schemas.keys(), self.host, copied)
 
     async def forget(self, version: int, revision: int) -> None:

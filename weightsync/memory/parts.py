@@ -96,6 +96,7 @@ def compose(record: VersionRecord, published: Iterable[PartRecord], basis: Versi
         base_version=None if base.version == record.version else base.version,
         base_fingerprint=base.fingerprint,
         signature=base.signature,
+        shares=base.shares,
         parts=tuple(parts[name] for name in sorted(parts)),
         fingerprint=join(fingerprints),
     )
@@ -138,7 +139,9 @@ def base_of(record: VersionRecord | None) -> PartRecord | None:
         return None
     fingerprint = record.base_fingerprint or ("" if record.parts else record.fingerprint)
     version = record.base_version if record.base_version is not None else record.version
-    return PartRecord(BASE, version, record.slot, record.manifest_digest, record.nbytes, fingerprint, record.signature)
+    return PartRecord(
+        BASE, version, record.slot, record.manifest_digest, record.nbytes, fingerprint, record.signature, record.shares
+    )
 
 
 def has_schema(part: str) -> bool:

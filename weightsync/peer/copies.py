@@ -15,9 +15,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from weightsync.control.board import Board
-from weightsync.control.hosts import HOST_ENV, host_of, local_path
+from weightsync.control.hosts import HOST_ENV, arena_key, host_of, local_path
 from weightsync.control.lease import LeaseKeeper
-from weightsync.control.records import CopyHostRecord, CopyRecord, Keys, PartRecord, VersionRecord, shared_versions
+from weightsync.control.records import (
+    ArenaRecord,
+    CopyHostRecord,
+    CopyRecord,
+    Keys,
+    PartRecord,
+    VersionRecord,
+    shared_versions,
+)
 from weightsync.control.state import in_flight
 from weightsync.errors import CopyUnavailable, ManifestError, RecordError, SlotBusy
 from weightsync.memory.parts import BASE, base_of, slots_of
@@ -49,6 +57,26 @@ async def ready_digests(store: Store, keys: Keys) -> set[str]:
     return {copy.digest for copy in parsed(keys, (await store.list(keys.copies))[0]) if copy.state == "ready"}
 
 
+async def kept_digests(store: Store, keys: Keys, record: VersionRecord) -> set[str]:
+    """The slots of which hosts have a whole copy; that of the base model of `record` also if its shares are there."""
+    copies = parsed(keys, (await store.list(keys.copies))[0])
+    digest, hosts = record.manifest_digest, {host_of(record.slot), *record.shares}
+    there = {copy.host for copy in copies if copy.digest == digest and copy.slot}
+    whole = {copy.digest for copy in copies if copy.state == "ready"}
+    return whole | {digest} if record.shares and hosts <= there else whole
+
+
+async def share_hosts(store: Store, keys: Keys, host: str) -> dict[str, str]:
+    """The other hosts whose peers take up a share of a version that was written there, and the directories of their
+    slots; none while a peer is of a release that knows nothing of shares, or none runs on `host`."""
+    takers = {kv.key.removeprefix(takers_prefix(keys)) for kv in (await store.list(takers_prefix(keys)))[0]}
+    peers = {kv.key.removeprefix(keys.copy_hosts) for kv in (await store.list(keys.copy_hosts))[0]}
+    if host not in takers or peers - takers:
+        return {}
+    arenas = {name: await store.get(arena_key(name)) for name in takers - {host}}
+    return {name: ArenaRecord.from_json(kv.value).directory for name, kv in arenas.items() if kv is not None}
+
+
 async def own_copies(store: Store, keys: Keys, host: str) -> dict[str, CopyRecord]:
     """The copies on `host` by manifest digest; without a name there are none, and the store is not asked."""
     if not host:
@@ -56,6 +84,11 @@ async def own_copies(store: Store, keys: Keys, host: str) -> dict[str, CopyRecor
     found = (await store.list(keys.copies))[0]
     mine = [kv for kv in found if (parse_key(keys, kv.key) or ("", ""))[1] == host]  # others' may be of another release
     return {copy.digest: copy for copy in parsed(keys, mine)}
+
+
+def takers_prefix(keys: Keys) -> str:
+    """Hosts whose peers take up shares, each under its peer's lease; below `copies`, where no slot has this name."""
+    return f"{keys.copies}takers/"
 
 
 def all_parts(record: VersionRecord) -> list[PartRecord]:
@@ -69,6 +102,8 @@ def local_slot(part: PartRecord, host: str, own: Copies) -> Path | None:
     copy = own.get(part.manifest_digest)
     if copy is not None and copy.state == "ready":
         return local_path(copy.slot, host)
+    if copy is not None and part.shares and copy.slot == part.slot:
+        return None  # it was published with chunks elsewhere, and not all of them are here
     return local_path(part.slot, host)
 
 
@@ -268,6 +303,7 @@ class Announcer:
         assert self.lease is not None, "begin first"
         keys, host = self._keys, self._host
         wanted = {f"{keys.copy_hosts}{host}": CopyHostRecord(host, self._rack, slices).to_json()}
+        wanted[f"{takers_prefix(keys)}{host}"] = b"{}"
         wanted |= {keys.copy(record.digest, host): record.to_json() for record in records}
         wanted |= {part_copy_key(keys, record.digest, host): record.to_json() for record in parts}
         if self._is_first:

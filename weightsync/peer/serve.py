@@ -71,6 +71,9 @@ class Offers:
         """The slots of `version` that were published here. Raises StoreUnavailable."""
         for part in all_parts(version):
             key, path = Key(part.manifest_digest), local_path(part.slot, self._settings.host)
+            if part.shares:
+                await self._shared(part, key, path)
+                continue
             if path is None or key in self._shelf.published:
                 continue
             if await self._published(key, path):
@@ -78,6 +81,15 @@ class Offers:
                 if others := await copies_elsewhere(self._store, self._keys, known, self._settings.host):
                     base = base_for(part, versions, self._shelf, others)
                     self.preparing[key] = asyncio.create_task(self._prepare(key, part, base))
+
+    async def _shared(self, part: PartRecord, key: Key, path: Path | None) -> None:
+        """A slot some chunks of which are on other hosts. Once it is whole where it was published, it is as any."""
+        if key in self._shelf.published or (path is None and self._settings.host not in part.shares):
+            return
+        if path is not None and key in self._shelf.copies:
+            self._shelf.hand_back(key, path)
+        elif self._shelf.find(key) is None and not await asyncio.to_thread(self._shelf.take_share, key) and path:
+            await self._published(key, path)
 
     def stop(self) -> None:
         """Stop preparing. Work in a thread runs to its end, unannounced."""

@@ -331,7 +331,8 @@ class Supply:
         """Drop copies that are less urgent than `key`; False if there are none."""
         order = [Key(part.manifest_digest) for part in self._wanted]
         urgent = set(order[: order.index(key) + 1]) if key in order else {key}
-        victims = [k for k in list(self._shelf.copies) if k.delta_of or Key(k.digest) not in urgent]
+        spare = [key for key, copy in list(self._shelf.copies.items()) if not copy.is_source]
+        victims = [k for k in spare if k.delta_of or Key(k.digest) not in urgent]
         for victim in victims:
             log.info("%s is dropped: there is no room for it beside %s", victim.digest, key.digest)
             self._shelf.drop(victim)

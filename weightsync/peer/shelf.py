@@ -7,6 +7,9 @@ A journal beside each copy says what the fetch has done so far, so that the next
 first line says what is fetched; each further line is the number, in ASCII, of a chunk that has arrived. A last line
 that was cut short counts for nothing. A journal alone is not trusted: chunks of a file without a header are digested
 again before they are used.
+
+Ranks of a trainer leave their host's share of a version in the same way (`leave`): a slot that lacks chunks, with a
+header that says so, and then a journal beside it.
 """
 
 from __future__ import annotations
@@ -113,6 +116,17 @@ class Shelf:
             return True
         finally:
             lock.release()
+
+    def take_share(self, key: Key) -> bool:
+        """Take up the chunks of a slot that ranks of this host have left here (`leave`); False if there are none."""
+        left = (j for j in Journal.all_in(self.arena.directory, self.model) if j.key == key and j.share)
+        return any(self._adopt_open(journal) for journal in left)
+
+    def hand_back(self, key: Key, path: Path) -> None:
+        """What a publisher of this host left with gaps, and is whole now, is as any slot that it has published."""
+        copy = self.copies.get(key)
+        if copy is not None and copy.whole and copy.path == path and self.publish(key, path):
+            self.drop(key)
 
     def claim(self, key: Key, part: str, shape: Shape, head: Head | None) -> tuple[Copy, int]:
         """A slot to fetch into, and how many of its chunks are there from an earlier attempt. Raises ArenaError.
@@ -222,7 +236,22 @@ class Shelf:
 
     def _pool(self, key: Key, part: str) -> str:
         """Slots of their own, apart from the publishers'; one size to a pool."""
-        return f"{'deltas' if key.delta_of else 'copies'}/{self.model}/{part}"
+        return f"deltas/{self.model}/{part}" if key.delta_of else copies_pool(self.model, part)
+
+
+def copies_pool(model: str, part: str) -> str:
+    """What the arena calls the slots that hold copies and shares of versions."""
+    return f"copies/{model}/{part}"
+
+
+def leave(slot: SlotLock, view: memoryview, head: Head, model: str, part: str, done: Bitmap) -> Journal:
+    """Have the peer of this host find the chunks `done` of the slot in `view`; the others may hold anything.
+
+    The journal comes last: who finds it finds all else. Raises OSError.
+    """
+    assert head.shape is not None, "nobody could tell whether a chunk is right"
+    head.write(view, part=True)
+    return Journal.begin(slot.path, model, part, Key(head.digest), head.shape, done, share=True)
 
 
 def _is_whole(view: memoryview, journal: Journal) -> bool:
@@ -290,6 +319,11 @@ class Copy:
     def have(self) -> Bitmap | None:
         return None if self.whole else self.journal.done
 
+    @property
+    def is_source(self) -> bool:
+        """Whether it may have chunks that are nowhere else."""
+        return self.journal.share and not self.whole
+
 
 class _First(msgspec.Struct, frozen=True):
     model: str
@@ -299,21 +333,31 @@ class _First(msgspec.Struct, frozen=True):
     nbytes: int
     chunk_nbytes: int
     digests: tuple[str, ...]
+    share: bool = False
 
 
 class Journal:
-    """The journal of one file that is or was being fetched. Chunks may be added from one thread at a time."""
+    """The journal of one file that is or was being fetched. Chunks may be added from one thread at a time.
 
-    def __init__(self, path: Path, model: str, part: str, key: Key, shape: Shape, done: Bitmap) -> None:
+    `share`: ranks of this host wrote the chunks that it began with, and nobody else may have them.
+    """
+
+    def __init__(
+        self, path: Path, model: str, part: str, key: Key, shape: Shape, done: Bitmap, *, share: bool = False
+    ) -> None:
         self.path, self.model, self.part, self.key, self.shape, self.done = path, model, part, key, shape, done
+        self.share = share
 
     @classmethod
-    def begin(cls, slot: Path, model: str, part: str, key: Key, shape: Shape) -> Journal:
-        """A new one for `slot`, in place of any that was there. Raises OSError."""
-        journal = cls(_beside(slot), model, part, key, shape, Bitmap(shape.chunks))
-        first = _First(model, part, key.digest, key.delta_of, shape.nbytes, shape.chunk_nbytes, shape.digests)
+    def begin(
+        cls, slot: Path, model: str, part: str, key: Key, shape: Shape, done: Bitmap | None = None, *, share: bool = False
+    ) -> Journal:
+        """A new one for `slot` with the chunks `done`, in place of any that was there. Raises OSError."""
+        journal = cls(_beside(slot), model, part, key, shape, done or Bitmap(shape.chunks), share=share)
+        first = _First(model, part, key.digest, key.delta_of, shape.nbytes, shape.chunk_nbytes, shape.digests, share)
+        lines = [msgspec.json.encode(first), *(b"%d" % chunk for chunk in journal.done), b""]
         fresh = journal.path.with_name(f".{journal.path.name}")
-        fresh.write_bytes(msgspec.json.encode(first) + b"\n")
+        fresh.write_bytes(b"\n".join(lines))
         fresh.replace(journal.path)
         return journal
 
@@ -339,7 +383,8 @@ class Journal:
         for line in lines[:-1]:
             if line.isdigit() and len(line) <= LONGEST_LINE and int(line) < shape.chunks:
                 done.add(int(line))
-        return cls(path, first.model, first.part, Key(first.digest, first.delta_of), shape, done)
+        key = Key(first.digest, first.delta_of)
+        return cls(path, first.model, first.part, key, shape, done, share=first.share)
 
     @property
     def slot(self) -> Path:
@@ -357,10 +402,13 @@ class Journal:
 
     def keep(self, done: Bitmap) -> None:
         """Forget the chunks that are not in `done`. Raises OSError."""
-        fresh = Journal.begin(self.slot, self.model, self.part, self.key, self.shape)
-        for chunk in done:
-            fresh.add(chunk)
-        self.done = fresh.done
+        Journal.begin(self.slot, self.model, self.part, self.key, self.shape, done, share=self.share)
+        self.done = done
+
+    @staticmethod
+    def drop(slot: Path) -> None:
+        """Remove the one beside `slot`, if there is one."""
+        _beside(slot).unlink(missing_ok=True)
 
     def remove(self) -> None:
         with contextlib.suppress(FileNotFoundError):

@@ -14,8 +14,10 @@ before.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import mmap
+import operator
 import os
 import socket
 import time
@@ -41,21 +43,24 @@ from weightsync.errors import BadPart, DraftClosed, PublishError, StoreUnavailab
 from weightsync.format import fingerprint
 from weightsync.format.manifest import (
     CUTS,
+    PREAMBLE,
     Layout,
     Manifest,
     Schema,
-    TensorEntry,
     TensorSpec,
     clear_gaps,
     content_sha256,
+    header_nbytes,
     require_same_schema,
     write_header,
 )
 from weightsync.memory.arena import MAPPINGS, SlotLock
 from weightsync.memory.ledger import Ledger, ensure_arena
 from weightsync.memory.parts import ADAPTER_CONFIG, BASE, LORA, Adapter, check_name
-from weightsync.peer.copies import own_copies
-from weightsync.publish.writer import SlotWriter, Ticket, assemble, spec_of
+from weightsync.peer.chunks import Bitmap, Head
+from weightsync.peer.copies import own_copies, share_hosts
+from weightsync.peer.shelf import Journal, leave
+from weightsync.publish.writer import SlotWriter, Ticket, assemble, blank, spec_of
 from weightsync.store import SyncStore
 
 if TYPE_CHECKING:
@@ -90,13 +95,12 @@ class Draft:
     ) -> None:
         self._publisher, self._claim, self._layout, self._config = publisher, claim, layout, config
         record = claim.record
-        blank = {
-            name: TensorEntry(spec.dtype, spec.shape, layout.offsets[name], spec.nbytes, "")
-            for name, spec in schema.tensors.items()
-        }
-        self._manifest = Manifest(record.version, publisher.model, blank, record.base, record.step, dict(metadata))
+        about: dict[str, Any] = {"base": record.base, "step": record.step, "metadata": dict(metadata)}
+        self._manifest = blank(schema, layout, record.version, publisher.model, **about)
         self._writer = SlotWriter(claim.lock, claim.mapping, schema, layout, rank=0)
         self._open = True
+        self._published: PartRecord | None = None  # what `spread` has made of it
+        self._journal: Journal | None = None  # of a slot that lacks chunks
         self.signature = ""  # of who made the tensors elsewhere; without one, the publisher's own key signs
 
     @property
@@ -111,6 +115,16 @@ class Draft:
     @property
     def schema(self) -> Schema:
         return self._writer.schema
+
+    @property
+    def lock(self) -> SlotLock:
+        """On its slot."""
+        return self._claim.lock
+
+    @property
+    def layout(self) -> Layout:
+        """Of its slot."""
+        return self._layout
 
     @property
     def ticket(self) -> Ticket:
@@ -146,15 +160,51 @@ class Draft:
         others = [parts] if isinstance(parts, Mapping) else list(parts)
         return commit_all([self], others, within_s=timeout_s if activate else None)
 
-    def _finish(self, others: list[Mapping[str, Any]]) -> PartRecord:
-        """Write the slot's header; the slot as the version's record names it."""
+    def spread(self, parts: Iterable[Mapping[str, Any]], shares: Mapping[str, Mapping[str, Any]]) -> bytes:
+        """End the writing of a version that other hosts have shares of; then `commit` has no more to do but tell.
+
+        `parts` is what ranks on this host have sealed, `shares` by host what `HostShare.settle` returned there, and
+        what does not stay there has been gathered (`weightsync.publish.spread`). Returns the manifest, which each of
+        these hosts must accept before the commit. Raises as `commit`; the draft is then gone.
+        """
+        self._require_open()
+        try:
+            everywhere = [*parts, *shares.values()]
+            stay = {host: int(share["stay"], 16) for host, share in shares.items()}
+            self._published = self._finish(everywhere, {host: bits for host, bits in stay.items() if bits})
+            with memoryview(self._claim.mapping) as slot:
+                return bytes(slot[PREAMBLE : header_nbytes(slot[:PREAMBLE])])
+        except BaseException:
+            self.abort()
+            raise
+
+    def _finish(self, others: list[Mapping[str, Any]], elsewhere: Mapping[str, int] | None = None) -> PartRecord:
+        """Write the slot's header; the slot as the version's record names it. `elsewhere`: bits of chunks, by the host
+        that has them instead."""
+        if self._published is not None:
+            return self._published
         manifest = self._complete(others)
-        clear_gaps(self._claim.mapping, manifest.schema, self._layout)
-        write_header(self._claim.mapping, manifest, self._layout)
-        slot = slot_name(self._claim.lock.path, self._publisher.host)
-        signature = self.signature or self._publisher._sign(self.part, manifest, self._claim.mapping)
-        digest, nbytes = manifest.digest, manifest.nbytes
-        return PartRecord(self.part, self.version, slot, digest, nbytes, manifest.fingerprint, signature)
+        slot, signature = slot_name(self._claim.lock.path, self._publisher.host), ""
+        if elsewhere:
+            self._leave(manifest, elsewhere)
+        else:
+            clear_gaps(self._claim.mapping, manifest.schema, self._layout)
+            write_header(self._claim.mapping, manifest, self._layout)
+            signature = self.signature or self._publisher._sign(self.part, manifest, self._claim.mapping)
+        digest, nbytes, shares = manifest.digest, manifest.nbytes, tuple(sorted(elsewhere or ()))
+        return PartRecord(self.part, self.version, slot, digest, nbytes, manifest.fingerprint, signature, shares)
+
+    def _leave(self, manifest: Manifest, elsewhere: Mapping[str, int]) -> None:
+        """Leave all other chunks to the peer of this host."""
+        head = Head.parse(manifest.to_json(), manifest.digest, self._layout.total_nbytes)
+        if head.shape is None:
+            raise PublishError("the metadata leaves no room for the digests of chunks: use less of it")
+        if self.part != BASE or self.signature or self._publisher._signer is not None:
+            raise PublishError("only a base model that is not signed here can have shares on other hosts")
+        lacks = functools.reduce(operator.or_, elsewhere.values())
+        done = Bitmap(head.shape.chunks, Bitmap.full(head.shape.chunks).bits & ~lacks)
+        with memoryview(self._claim.mapping) as slot:
+            self._journal = leave(self._claim.lock, slot, head, self._publisher.model, self.part, done)
 
     def _complete(self, others: list[Mapping[str, Any]]) -> Manifest:
         mine = self._writer.part()
@@ -173,6 +223,8 @@ class Draft:
         try:
             self._publisher._forget(self._claim.record.version, self._claim.revision)
         finally:
+            if self._journal is not None:
+                self._journal.remove()
             self._close()
 
     def _close(self) -> None:
@@ -451,6 +503,14 @@ class Publisher:
     def copies(self) -> dict[str, CopyRecord]:
         """What this host has copies of, by manifest digest; none on the one host."""
         return self._store.run(own_copies(self._store.store, self._keys, self.host))
+
+    def share_hosts(self) -> dict[str, str]:
+        """The hosts whose ranks may write a base model into a slot of theirs (`weightsync.publish.spread`), and the
+        directory of each one's slots. None where one slot must have the whole version: with a key that signs it, or
+        while not every peer, this host's among them, knows of such slots."""
+        if self._signer is not None or not self.host:
+            return {}
+        return self._store.run(share_hosts(self._store.store, self._keys, self.host))
 
     def close(self) -> None:
         """End the lease, and with it any open draft; safe to call twice."""

@@ -263,10 +263,11 @@ class SlotWriter:
 
     def __init__(self, lock: SlotLock, mapping: mmap.mmap, schema: Schema, layout: Layout, rank: int) -> None:
         self.schema, self.layout, self.rank = schema, layout, rank
-        self._lock = lock
+        self.lock = lock
         self._view = memoryview(mapping)
         self._sums: dict[str, Sums] = {}
         self._slices: dict[str, list[tuple[int, int, int]]] = {}
+        self._strips: dict[str, list[tuple[int, int, int, int]]] = {}
         self._sealed = False
 
     def write(self, name: str, tensor: Any) -> str:
@@ -290,6 +291,9 @@ class SlotWriter:
         stride = TensorSpec(spec.dtype, spec.shape[dim + 1 :]).nbytes
         first = self.layout.offsets[name] + start * stride
         self._slices.setdefault(name, []).append((self.rank, first, part.nbytes))
+        run = part.shape[dim] * stride
+        strip = (first, run, spec.shape[dim] * stride, part.nbytes // run if run else 0)
+        self._strips.setdefault(name, []).append(strip)
 
     def seal(self) -> SealedPart:
         """Finish this rank's share: a small JSON-able dict that goes to `Draft.commit`. Lets go of the slot."""
@@ -298,13 +302,18 @@ class SlotWriter:
         return part
 
     def part(self) -> SealedPart:
-        """What this rank wrote so far: the sums of whole tensors, and where its slices lie."""
-        return {"rank": self.rank, "sums": {name: [*sums] for name, sums in self._sums.items()}, "slices": self._slices}
+        """What this rank wrote so far: the sums of whole tensors, and where its slices lie.
+
+        `slices` has (rank, first byte, bytes) as manifests do; `strips` says where the bytes of each are: the first
+        one, how many lie in a row, from one row to the next, and how many rows.
+        """
+        sums = {name: [*sums] for name, sums in self._sums.items()}
+        return {"rank": self.rank, "sums": sums, "slices": self._slices, "strips": self._strips}
 
     def release(self) -> None:
         self._sealed = True
         self._view.release()
-        self._lock.release()
+        self.lock.release()
 
     def _unsealed(self) -> Schema:
         if self._sealed:
@@ -334,32 +343,57 @@ def join(ticket: Ticket, rank: int) -> SlotWriter:
         raise
 
 
-def assemble(manifest: Manifest, layout: Layout, parts: Iterable[Mapping[str, Any]], slot: memoryview) -> Manifest:
-    """The manifest of a version from what the ranks sealed; tensors written in slices are digested here.
+def blank(schema: Schema, layout: Layout, version: int, model: str, **about: Any) -> Manifest:
+    """The manifest of a version of which nothing is written yet; `about`: base, step and metadata."""
+    tensors = {
+        name: TensorEntry(spec.dtype, spec.shape, layout.offsets[name], spec.nbytes, "")
+        for name, spec in schema.tensors.items()
+    }
+    return Manifest(version, model, tensors, **about)
 
-    Raises MissingTensor for one that nobody wrote, or not wholly; PublishError when two ranks wrote different bytes.
+
+Slices = dict[str, list[tuple[int, int, int]]]
+
+
+def digested(
+    schema: Schema, layout: Layout, parts: Iterable[Mapping[str, Any]], slot: memoryview
+) -> tuple[dict[str, Sums], Slices]:
+    """The sums of every tensor of which the ranks that sealed `parts` wrote all, and the slices that they wrote.
+
+    What they wrote in slices is summed here. Raises PublishError when two ranks wrote different bytes.
     """
     known: dict[str, Sums] = {}
-    slices: dict[str, list[tuple[int, int, int]]] = {}
+    slices: Slices = {}
     for part in parts:
         for name, (digest, checksum, pieces) in part["sums"].items():
             if known.setdefault(name, Sums(digest, checksum, tuple(pieces))).digest != digest:
                 raise PublishError(f"two ranks wrote different bytes of tensor {name!r}: let one rank write it")
         for name, found in part["slices"].items():
             slices.setdefault(name, []).extend(tuple(piece) for piece in found)
+    for name, written in slices.items():
+        spec, offset = schema.tensors[name], layout.offsets[name]
+        written.sort(key=lambda piece: piece[1])
+        if name not in known and _cover([piece for piece in written if piece[2]], spec, offset):
+            ends = cut_ends(offset, spec.nbytes, layout.chunk_nbytes)
+            known[name] = sums_of(slot[offset : offset + spec.nbytes], spec, ends)
+    return known, slices
+
+
+def assemble(manifest: Manifest, layout: Layout, parts: Iterable[Mapping[str, Any]], slot: memoryview) -> Manifest:
+    """The manifest of a version from what the ranks sealed; tensors written in slices are digested here.
+
+    Raises MissingTensor for one that nobody wrote, or not wholly; PublishError when two ranks wrote different bytes.
+    """
+    known, slices = digested(manifest.schema, layout, parts, slot)
     digests: list[str] = []
     entries = {}
     for name, spec in manifest.schema.tensors.items():
-        offset, written = layout.offsets[name], slices.get(name)
-        pieces = sorted((piece for piece in written or () if piece[2]), key=lambda piece: piece[1])
-        sums = known.get(name)
-        if sums is None:
-            if written is None or not _cover(pieces, spec, offset):
-                raise MissingTensor(name, spec)
-            ends = cut_ends(offset, spec.nbytes, layout.chunk_nbytes)
-            sums = sums_of(slot[offset : offset + spec.nbytes], spec, ends)
+        if (sums := known.get(name)) is None:
+            raise MissingTensor(name, spec)
+        pieces = tuple(piece for piece in slices.get(name, ()) if piece[2])
+        offset = layout.offsets[name]
         entries[name] = TensorEntry(
-            spec.dtype, spec.shape, offset, spec.nbytes, sums.digest, sums.checksum, tuple(pieces)
+            spec.dtype, spec.shape, offset, spec.nbytes, sums.digest, sums.checksum, pieces
         )
         digests += sums.parts
     cuts = Cuts(layout.chunk_nbytes, tuple(digests)).to_text()
