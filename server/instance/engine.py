@@ -122,9 +122,10 @@ class Engine:
     ) -> dict[str, Any]:
         """Stage base and parts on every worker while decoding goes on; the slowest worker's report.
 
-        `places`: where `version` is on each host; `unread`: the tensors that no rank reads. "fingerprint" in the report is that of what all workers built ("" if
-        they cannot say). Cancelled, it ends when every worker has stopped, and none offers `version` as staged. Raises
-        StagingFailed with the tensor to blame when a worker refuses the version, RankFailed, EngineDied.
+        `places`: where `version` is on each host; `unread`: the tensors that no rank reads. "fingerprint" in the report
+        is that of what all workers built ("" if they cannot say). Cancelled, it ends when every worker has stopped, and
+        none offers `version` as staged. Raises StagingFailed with the tensor to blame when a worker refuses the
+        version, RankFailed, EngineDied.
         """
         order = {
             "version": version.version,

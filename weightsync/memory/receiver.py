@@ -61,7 +61,8 @@ class SlotReader:
         """Lock and map the slot at `path`; `populate` faults its pages in, if this process has not done so before.
 
         With `part` also a file that has slices of a slot (`is_part`), for who checks all it reads by the digests of the
-        parts (`manifest.parts_of`). Raises ManifestError when it is not a slot or holds another version, SlotBusy when it is being reused.
+        parts (`manifest.parts_of`). Raises ManifestError when it is not a slot or holds another version, SlotBusy when
+        it is being reused.
         """
         path = Path(path)
         fd = _open_shared(path)

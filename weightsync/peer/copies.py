@@ -153,8 +153,8 @@ async def wait_for_slots(
     """`version` with the path of each slot's copy on `host` instead of its name, once all are there.
 
     With `slices`, the digest of what the instance has said it needs there, a copy that has those will do, which only
-    `SlotReader.open(part=True)` opens. On the one host ("") that is `version` itself, at once. Raises CopyUnavailable: the peer cannot fetch it, it is not
-    here after `timeout_s`, or nobody wants it any more; StoreUnavailable.
+    `SlotReader.open(part=True)` opens. On the one host ("") that is `version` itself, at once. Raises CopyUnavailable:
+    the peer cannot fetch it, it is not here after `timeout_s`, or nobody wants it any more; StoreUnavailable.
     """
     if not host:
         return _on_the_one_host(version)

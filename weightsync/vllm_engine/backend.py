@@ -1,9 +1,9 @@
 """The `hotswap` weight-transfer backend: what vLLM creates in each worker, and the worker methods the instance calls.
 
 It speaks vLLM's four-phase protocol (`start_weight_update`, `update_weights`, `finish_weight_update`), and, for the
-swap transaction, `hotswap_attach` and `hotswap_reads` (once), `hotswap_stage`, `hotswap_report`, `hotswap_commit` and `hotswap_drop` as
-worker RPCs. Staging returns at once; a commit only changes references (and copies adapters), so it fits between two
-batches.
+swap transaction, `hotswap_attach` and `hotswap_reads` (once), `hotswap_stage`, `hotswap_report`, `hotswap_commit` and
+`hotswap_drop` as worker RPCs. Staging returns at once; a commit only changes references (and copies adapters), so it
+fits between two batches.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from weightsync.vllm_engine.seeds import rewind_by_state
 from weightsync.vllm_engine.stager import Garbage, Stager, staging_device
 from weightsync.vllm_engine.tether import Tether, hold
 
-
 log = logging.getLogger("hotswap.instance")
 
 
@@ -59,7 +58,8 @@ class UpdateInfo(WeightTransferUpdateInfo):
     """One published version: the slot file of its base model and the digest of its manifest; the same of its parts.
 
     `base_version` published the base (0: `version` did). `places`: {host: path of the base's slot there}, empty on one
-    host. `unread`: the tensors of the base that no worker reads, as `hotswap_reads` has it. `parts`: {"name", "version", "slot", "manifest_digest", "lora_id", "places"} each.
+    host. `unread`: the tensors of the base that no worker reads. `parts`: {"name", "version", "slot",
+    "manifest_digest", "lora_id", "places"} each.
     """
 
     version: int = 0
@@ -73,9 +73,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     def orders(self) -> list[PartOrder]:
         """The base first."""
         version = self.base_version or self.version
-        base = PartOrder(
-            BASE, version, self.slot, self.manifest_digest, places=self.places, unread=tuple(self.unread)
-        )
+        base = PartOrder(BASE, version, self.slot, self.manifest_digest, places=self.places, unread=tuple(self.unread))
         return [base, *(PartOrder(**part) for part in self.parts)]
 
 

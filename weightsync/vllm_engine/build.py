@@ -232,13 +232,12 @@ class Builder:
         self._own |= {pair.name: pair for pair in made}
         self._shapes |= {pair.name: pair.parameter.shape for pair in made}
 
-    def build(
-        self, reader: SlotReader, data: torch.Tensor | None, pace: Pace, also: Collection[str] = ()
-    ) -> Built:
+    def build(self, reader: SlotReader, data: torch.Tensor | None, pace: Pace, also: Collection[str] = ()) -> Built:
         """Fill `data`, the layout slot's bytes (None: they are there already), and make the private kernels.
 
-        Tensors that nothing here is filled from are summed, too. Of a part of a slot those are `also` alone. Raises DigestMismatch when published bytes changed, NotFinite when they have a NaN or an infinity, or overflow
-        in the type they are served in, ChecksumMismatch when what was built is not what was published, MissingTensor,
+        Tensors that nothing here is filled from are summed, too; of a part of a slot only those in `also`. Raises
+        DigestMismatch when published bytes changed, NotFinite when they have a NaN or an infinity, or overflow in the
+        type they are served in, ChecksumMismatch when what was built is not what was published, MissingTensor,
         UnsupportedModelError.
         """
         self.prepare(reader, pace)
@@ -556,9 +555,7 @@ class Builder:
                 total = self._sum(crop(unpacked(entry, data), rect.target), rect, entry.source, published)
             built.parts.append((rect.name, published.part(rect, 0), total))
 
-    def _sum_unused(
-        self, placement: Placement, published: Published, built: Built, also: Collection[str]
-    ) -> None:
+    def _sum_unused(self, placement: Placement, published: Published, built: Built, also: Collection[str]) -> None:
         here = {name for names in placement.opaque.values() for name in names} | set(also)
         for name in placement.unused:
             if published.is_part and name not in here:

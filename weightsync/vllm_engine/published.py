@@ -26,8 +26,8 @@ class Published:
     """`pace` is called with the bytes about to be read. What is read before `finish` is trusted only after it.
 
     Bytes that are NaN or infinite raise NotFinite as they are read, unless `allow_non_finite`. `share`: (index, of how
-    many): workers on one host look at every so many-th tensor each, as an instance stages a version only if all do. Of a
-    part of a slot each worker looks at all that it reads itself, and nobody at the rest.
+    many): workers on one host look at every so many-th tensor each, as an instance stages a version only if all do.
+    Of a part of a slot each worker looks at all that it reads itself, and nobody at the rest.
     """
 
     def __init__(
@@ -96,8 +96,8 @@ class Published:
         return Tile(*grid(entry.dtype, entry.shape), box.row, box.row + box.rows, first, end, total)
 
     def read(self, name: str, box: Box) -> None:
-        """Digest the tensor up to the end of `box`, which is about to be used, unless that was done; of a part of a slot
-        the chunks of it that have the rows of `box`.
+        """Digest the tensor up to the end of `box`, which is about to be used, unless that was done. Of a part of a
+        slot only the chunks that have the rows of `box` are.
 
         Raises NotFinite, DigestMismatch.
         """

@@ -157,7 +157,7 @@ class Stager:
         self._thread.start()
 
     def reads(self, schema: Schema) -> Reads:
-        """What this worker reads of versions with this schema. Call while no staging runs. Raises as `Builder.reads`."""
+        """What this worker reads of versions with this schema, while no staging runs. Raises as `Builder.reads`."""
         return self._builder.reads(schema)
 
     def wait(self) -> None:
@@ -245,9 +245,7 @@ class Stager:
         finally:
             reader.close()
 
-    def _complete(
-        self, reader: SlotReader, slot: Memory, pace: Pace, also: Collection[str]
-    ) -> tuple[Built, Notes]:
+    def _complete(self, reader: SlotReader, slot: Memory, pace: Pace, also: Collection[str]) -> tuple[Built, Notes]:
         """Build what is not there yet; what another instance built is taken with the sums and scalars it noted."""
         found = slot.notes if slot.built else Notes()
         if slot.built and not found.sums:
