@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -75,10 +75,11 @@ class Bring:
     async def slot(self, key: Key, part: PartRecord, begun: Callable[[], None]) -> str:
         """Returns how it came, "full" or "delta"; `begun` is called when there is a slot for it.
 
-        Raises ArenaError, DigestMismatch, ManifestError, NoHolder, PeerRefused, PeerUnreachable, OSError.
+        Raises ArenaError, DigestMismatch, ManifestError, NoHolder, ShareLost, PeerRefused, PeerUnreachable, OSError.
         """
         ways = await self._ways(part)
-        sources = self._sources(key, ways, patient=True)
+        writers = (host_of(part.slot), *part.shares) if part.shares else ()
+        sources = self._sources(key, ways, patient=True, writers=writers)
         try:
             with self._waits_for(sources):
                 first = await first_answer(sources)
@@ -121,14 +122,17 @@ class Bring:
             hosts = await self._hosts(part)
         except StoreError:
             return ()
-        me = self._settings.host
-        return feeders([*hosts, (self._settings.rack, me)], host_of(part.slot) or "", me)
+        me, source = self._settings.host, host_of(part.slot) or ""
+        if me in part.shares:
+            return ()  # it has what others lack: it feeds those at the top, beside the source
+        below = [(rack, host) for rack, host in hosts if host not in part.shares]
+        return feeders([*below, (self._settings.rack, me)], source, me)
 
-    def _sources(self, key: Key, ways: Ways, *, patient: bool) -> Sources:
+    def _sources(self, key: Key, ways: Ways, *, patient: bool, writers: Sequence[str] = ()) -> Sources:
         left_out = self._left_out.setdefault(key, LeftOut())
         return Sources(
             self._client, self._transport, key, lambda: self._board.offered(key), left_out, self._background,
-            seed=self._settings.host, rack=self._settings.rack, ways=ways, patient=patient,
+            seed=self._settings.host, rack=self._settings.rack, ways=ways, writers=writers, patient=patient,
         )  # fmt: skip
 
     def _leave(self, key: Key, host: str, seconds: float) -> None:
@@ -313,15 +317,15 @@ class Fetch:
     def _begin(self, done: Bitmap) -> None:
         """Begin the reads that the planner chooses."""
         taken, flying, fed = done.bits, [read for read, _ in self._reads.values()], self._sources.fed()
-        late = self._sources.is_late()
-        begun = self._planner.next(self._sources.holders(), done, flying, fed, late=late)
+        late, lacks = self._sources.is_late(), self._sources.lacks(fed)
+        begun = self._planner.next(self._sources.holders(), done, flying, fed, late=late, lacks=lacks)
         for read in begun:
             source = self._sources.open[read.host]
             source.reads += 1
             self._reads[asyncio.create_task(self._read(read.chunk, source))] = read, source
         for read in flying + begun:
             taken |= 1 << read.chunk
-        self._sources.taken, self._sources.loose = taken, self._planner.loose(done, fed, late=late)
+        self._sources.taken, self._sources.loose = taken, self._planner.loose(done, fed, late=late, lacks=lacks)
         self._sources.await_news(fed)
 
     async def _ended(self) -> set[asyncio.Task[None]]:

@@ -38,6 +38,7 @@ DISTANCES_S = (0.003, 0.015, 0.06)  # round trips: one rack, one site, one regio
 BUSY_S, LOST_S, STALLED_S, WRONG_S = 2.0, 2.0, 30.0, 60.0  # how long a holder is left out
 FIRST_TRY_S = 1.0  # after a stall, when nobody else has what is missing; then twice as long each time
 MOST_DOUBLINGS = 16  # beyond STALLED_S by far; a fetch may go on for days
+SHARE_S = 8.0  # how long nothing may come while a host is away that has chunks nobody else is known to have
 LOOKS, MOST_LOOKS = 5, 20  # times in a row that a holder has nothing before it is left
 
 
@@ -55,12 +56,25 @@ class NoHolder(PeerError):
         super().__init__(f"no host that has {digest} can be read from; {reason}")
 
 
+class ShareLost(PeerError):
+    """A host that wrote chunks of a version offers them no more, and nobody else has them."""
+
+    code = "share_lost"
+
+    def __init__(self, digest: str, host: str) -> None:
+        self.host = host
+        super().__init__(
+            f"host {host} wrote chunks of {digest} that nobody else has, and is gone: start its peer again, or publish "
+            "another version"
+        )
+
+
 class Sources:
     """The holders of one key, for the host `seed`. `offered` returns the records of now.
 
     The caller keeps `left_out` and `background` from fetch to fetch. `ways` lead up the trees (`plan.feeders`): hosts
-    on them are opened first, and others while chunks are `loose`. If `patient`, a fetch waits for as long as the store
-    knows of a holder.
+    on them are opened first, and others while chunks are `loose`: before all, the `writers`, several hosts that wrote
+    the slot together and have some chunks each. If `patient`, a fetch waits for as long as the store knows of a holder.
     """
 
     def __init__(
@@ -75,8 +89,10 @@ class Sources:
         seed: str,
         rack: str = "",
         ways: Ways = (),
+        writers: Sequence[str] = (),
         patient: bool = True,
     ) -> None:
+        self._writers = [host for host in writers if host != seed]
         self._client, self._opener = client, Opener(client, transport, key, background)
         self.key, self._offered = key, offered
         self._seed, self._rack, self._left_out, self._patient = seed, rack, left_out, patient
@@ -114,6 +130,8 @@ class Sources:
                 self.leave(source, LOST_S)
         needed, busy = self._needs_another(), self.open.keys() | self._asking.keys()
         feeders = self._feeders.wanted(self._may_feed)
+        if self.loose:
+            feeders += tuple(filter(self._may_feed, self._writers))
         for host in {host for host in feeders if host in offered and host not in busy}:
             self._begin_to_open(offered[host])
         if not self.loose:
@@ -129,7 +147,16 @@ class Sources:
 
     def is_late(self) -> bool:
         """Whether another host has all of it that read it as this one does."""
-        return any(record.state == "ready" and record.host != self._feeders.source for record in self._offered())
+        first = {self._feeders.source, *self._writers}
+        return any(record.state == "ready" and record.host not in first for record in self._offered())
+
+    def lacks(self, fed: Sequence[str]) -> int:
+        """Bits of the chunks to read from anybody because the host at the top, which feeds here, lacks them."""
+        top = self.open.get(self._feeders.source)
+        if top is None or top.have is None:
+            return 0
+        both = zip(halves(top.shape.chunks), fed, strict=True)
+        return sum(half & ~top.have.bits for half, feeder in both if feeder == top.host)
 
     def await_news(self, fed: Sequence[str]) -> None:
         """Ask each feeder that has nothing left for more, and have it wait with its answer until it has."""
@@ -178,14 +205,23 @@ class Sources:
         """Raises NoHolder when the store has known of no holder for a while.
 
         Unless `patient`, also when nothing has been read for a while; and, patient or not, when holders disagree on the
-        digests of the chunks: another fetch may begin with one of the others.
+        digests of the chunks: another fetch may begin with one of the others. Raises ShareLost when nothing has come
+        for a while, and one of the `writers` is gone.
         """
         if any(True for _ in self._offered()):
             self._seen_at = time.monotonic()
+        if time.monotonic() - self._moved_at > SHARE_S and (lost := self._lost_writer()) is not None:
+            raise ShareLost(self.key.digest, lost)
         gone = time.monotonic() - max(self._seen_at, self._moved_at) > SILENT_S
         problem = self.held_up()
         if gone or (problem is not None and (self._disagreed or not self._patient)):
             raise problem or NoHolder(self.key.digest, self.problem)
+
+    def _lost_writer(self) -> str | None:
+        """One of the writers that is gone, if nobody who is open has anything that is missing."""
+        there = {record.host for record in self._offered()}
+        gone = next((host for host in self._writers if host not in there), None)
+        return gone if gone is not None and self._needs_another() else None
 
     def leave(self, source: Source, seconds: float) -> None:
         """Do not read from it for `seconds`; reads in flight fail."""

@@ -84,14 +84,16 @@ class Planner:
         self._halves = halves(chunks)
         self._margin = max(LEAST_MARGIN, chunks // MARGIN)
 
-    def loose(self, done: Bitmap, fed: Sequence[str], *, late: bool) -> int:
-        """The chunks to read from anybody: those of a tree in which nobody feeds, or that is behind the other. Or all,
-        if others are done (`late`), but for the last few."""
+    def loose(self, done: Bitmap, fed: Sequence[str], *, late: bool, lacks: int = 0) -> int:
+        """The chunks to read from anybody: those of a tree in which nobody feeds, or that is behind the other, and
+        those that the source of both trees `lacks` where it feeds. Or all, if others are done (`late`), but for the
+        last few."""
         missing = [(half & ~done.bits).bit_count() for half in self._halves]
         if late and sum(missing) > LEAST_MARGIN:
             return self._all
         behind = [missing[n] > missing[1 - n] + self._margin // (1 if missing[1 - n] else 4) for n in (0, 1)]
-        return sum(half for half, feeder, slow in zip(self._halves, fed, behind, strict=True) if slow or not feeder)
+        free = sum(half for half, feeder, slow in zip(self._halves, fed, behind, strict=True) if slow or not feeder)
+        return free | lacks
 
     def next(
         self,
@@ -101,20 +103,21 @@ class Planner:
         fed: Sequence[str] = NOBODY,
         *,
         late: bool = False,
+        lacks: int = 0,
     ) -> list[Assignment]:
         """What to begin now, besides what is `in_flight`: from each feeder the first chunk of its tree, and the `loose`
         chunks from anybody. Of those the rarest goes first, from the nearest, least busy host; of equally rare ones
         those that a near host has.
 
         `holders` are those that can be read from, each once; `done` is what is here, or is not wanted here; `fed` says
-        who feeds it even chunks and odd ones ("": nobody), `late` that others have all. A read that failed is simply in
-        flight no more. Empty means: wait for a read to end, or for a holder to have more.
+        who feeds it even chunks and odd ones ("": nobody), `late` that others have all, `lacks` as in `loose`. A read
+        that failed is simply in flight no more. Empty means: wait for a read to end, or for a holder to have more.
         """
         capacity = _Capacity(holders, in_flight, self.per_holder)
         wanted = self._all & ~done.bits
         for read in in_flight:
             wanted &= ~(1 << read.chunk)
-        loose = self.loose(done, fed, late=late)
+        loose = self.loose(done, fed, late=late, lacks=lacks)
         begun = self._fed(capacity, fed, wanted & ~loose, self.total - len(in_flight))
         wanted &= loose
         rarity = _Rarity(holders)

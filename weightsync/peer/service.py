@@ -43,6 +43,7 @@ from weightsync.peer.copies import (
 )
 from weightsync.peer.deltas import Speeds
 from weightsync.peer.fetch import Bring
+from weightsync.peer.holders import ShareLost
 from weightsync.peer.messages import Key
 from weightsync.peer.metrics import PeerMetrics
 from weightsync.peer.serve import Offers, Tickets
@@ -306,6 +307,8 @@ class Supply:
         except ArenaFull as error:
             if not self._make_room(key):
                 self._failed(key, error)
+        except ShareLost as error:
+            self._failed(key, error)
         except (PeerError, PeerUnreachable) as error:
             self.turns.ended(key, error, failed=False)
         except (DigestMismatch, ManifestError) as error:  # of the hosts it came from, which are left out now

@@ -350,7 +350,15 @@ class Journal:
 
     @classmethod
     def begin(
-        cls, slot: Path, model: str, part: str, key: Key, shape: Shape, done: Bitmap | None = None, *, share: bool = False
+        cls,
+        slot: Path,
+        model: str,
+        part: str,
+        key: Key,
+        shape: Shape,
+        done: Bitmap | None = None,
+        *,
+        share: bool = False,
     ) -> Journal:
         """A new one for `slot` with the chunks `done`, in place of any that was there. Raises OSError."""
         journal = cls(_beside(slot), model, part, key, shape, done or Bitmap(shape.chunks), share=share)

@@ -5,14 +5,14 @@ slots. Chunks whose tensors were all written on one host stay there, and that ho
 tensors that are cut across hosts and at the borders between the hosts' tensors, go to the publisher's slot, which
 lacks those that stay elsewhere. All of this happens before anybody is told of the version:
 
-    hosts = publisher.share_hosts()                         the publisher's host, who has a draft
-    share = HostShare(hosts[host], MODEL, draft.version, draft.schema)          one rank of each of those hosts
-    writer = weightsync.join(share.ticket, rank)            every rank of such a host; seal() as ever
-    part, offer = share.settle(parts, transport)            the one rank, from what its host's ranks have sealed
-    Gatherer(transport).gather(offer, draft)                beside the draft
-    raw = draft.spread(parts, {host: part})                 the manifest, to be brought to each host
-    share.accept(raw)                                       there: its peer will find it
-    draft.commit()                                          when all have
+    hosts = publisher.share_hosts()                                     the publisher's host, who has a draft
+    share = HostShare(hosts[host], MODEL, draft.version, draft.schema)  one rank of each of those hosts
+    writer = weightsync.join(share.ticket, rank)                        every rank of such a host; seal() as ever
+    part, offer = share.settle(parts, regions, transport.endpoint)      that rank, from what its host's ranks sealed
+    Gatherer(transport, regions).gather(offer, draft)                   beside the draft
+    raw = draft.spread(parts, {host: part})                             the manifest, to be brought to each host
+    share.accept(raw)                                                   there: its peer will find it
+    draft.commit()                                                      when all have
 """
 
 from __future__ import annotations
@@ -111,7 +111,9 @@ class HostShare:
             self._lock.release()
             raise
 
-    def settle(self, parts: Sequence[SealedPart], regions: Regions, endpoint: bytes) -> tuple[SealedPart, dict[str, Any]]:
+    def settle(
+        self, parts: Sequence[SealedPart], regions: Regions, endpoint: bytes
+    ) -> tuple[SealedPart, dict[str, Any]]:
         """From what all ranks of this host have sealed: what goes to `Draft.spread`, and to `Gatherer.gather`.
 
         Raises PublishError, TransportUnavailable.

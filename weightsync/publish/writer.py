@@ -392,9 +392,7 @@ def assemble(manifest: Manifest, layout: Layout, parts: Iterable[Mapping[str, An
             raise MissingTensor(name, spec)
         pieces = tuple(piece for piece in slices.get(name, ()) if piece[2])
         offset = layout.offsets[name]
-        entries[name] = TensorEntry(
-            spec.dtype, spec.shape, offset, spec.nbytes, sums.digest, sums.checksum, pieces
-        )
+        entries[name] = TensorEntry(spec.dtype, spec.shape, offset, spec.nbytes, sums.digest, sums.checksum, pieces)
         digests += sums.parts
     cuts = Cuts(layout.chunk_nbytes, tuple(digests)).to_text()
     return replace(manifest, tensors=entries, metadata={**manifest.metadata, CUTS: cuts})

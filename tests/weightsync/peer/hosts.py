@@ -82,7 +82,7 @@ class Hosts:
         except AssertionError:
             pytest.fail(f"{host} has {self.copies(digest).get(host)}; its log ends\n{self.log(host)[-3000:]}")
 
-    def metric(self, host: str, name: str, **labels: str) -> float:
+    def metric(self, host: str, name: str, /, **labels: str) -> float:
         """The sum over all labels that are not given."""
         address = next(c.address for c in parsed(KEYS, self.store.list(KEYS.copies)[0]) if c.host == host)
         text = httpx.get(f"http://{address}/metrics", timeout=30).raise_for_status().text

@@ -1,0 +1,280 @@
+"""A version that stays on the hosts that wrote it: which chunks, which bytes move, and the manifest of one host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import weightsync
+from tests.waiting import wait_until
+from tests.weightsync.peer.hosts import CHUNK, MODEL, Hosts, bytes_of, newest
+from weightsync import Publisher, SlotReader
+from weightsync.errors import ManifestError, PublishError
+from weightsync.format.manifest import Layout, Schema
+from weightsync.peer.chunks import Bitmap
+from weightsync.peer.shelf import Journal, Regions
+from weightsync.publish.publisher import Draft, as_schema
+from weightsync.publish.spread import Gatherer, HostShare, chunks_of, staying
+from weightsync.transport import Transport, open_transport
+
+ROWS = 96 << 10 >> 8  # of a tensor of one and a half chunks, each of 256 bytes
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightsync.format.manifest.CHUNK", CHUNK)
+
+
+@pytest.fixture
+def transport() -> Iterator[Transport]:
+    with open_transport("tcp", listen="127.0.0.1", tls=None) as opened:
+        yield opened
+
+
+def model(layers: int = 12, seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {f"layer.{n:02d}": rng.standard_normal((ROWS, 64), np.float32) for n in range(layers)}
+
+
+def schema_of(tensors: Mapping[str, np.ndarray]) -> Schema:
+    return as_schema([(name, str(tensor.dtype), tensor.shape) for name, tensor in tensors.items()])
+
+
+class Ranks:
+    """The ranks of one host and their slot there."""
+
+    def __init__(self, directory: Path | str, draft: Draft, ranks: list[int]) -> None:
+        self.share = HostShare(directory, MODEL, draft.version, draft.schema)
+        self.writers = [weightsync.join(self.share.ticket, rank) for rank in ranks]
+
+    def settle(self, transport: Transport, regions: Regions) -> tuple[Any, Any]:
+        return self.share.settle([writer.seal() for writer in self.writers], regions, transport.endpoint)
+
+
+def write(writer: Any, tensors: Mapping[str, np.ndarray], names: list[str]) -> None:
+    for name in names:
+        writer.write(name, tensors[name])
+
+
+def spread(
+    publisher: Publisher, transport: Transport, directory: Path | str, tensors: Mapping[str, np.ndarray], host: str = "b"
+) -> tuple[int, int, HostShare]:
+    """Publish the second half of `tensors` on `host`: the version, the bytes that were gathered, and the share."""
+    names, regions = sorted(tensors), Regions(transport)
+    draft = publisher.begin(schema_of(tensors))
+    ranks = Ranks(directory, draft, [1])
+    write(draft, tensors, names[: len(names) // 2])
+    write(ranks.writers[0], tensors, names[len(names) // 2 :])
+    part, offer = ranks.settle(transport, regions)
+    gathered = Gatherer(transport, regions).gather(offer, draft)
+    ranks.share.accept(draft.spread([], {host: part}))
+    return draft.commit(), gathered, ranks.share
+
+
+def test_chunks_stay_whose_tensors_are_all_there() -> None:
+    """The tensors of two hosts meet within a chunk, which stays on neither."""
+    schema = schema_of(model(4))
+    layout = Layout.of(schema)
+    names = list(schema.tensors)
+    here, there = staying(schema, layout, names[:2]), staying(schema, layout, names[2:])
+    border = chunks_of(schema, layout, names[1:2]) & chunks_of(schema, layout, names[2:3])
+    assert border.bit_count() == 1
+    assert here & there == 0
+    assert here | there | border == chunks_of(schema, layout, names)
+    assert staying(schema, layout, []) == 0
+    assert staying(schema, layout, names) == chunks_of(schema, layout, names)
+
+
+def test_every_layout_gives_the_same_manifest_and_bytes(
+    hosts: Hosts, transport: Transport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks write layers of their own, share two tensors across their hosts, and two more ranks share one within."""
+    publisher = hosts.publisher("a")
+    tensors = model(8)
+
+    def rank(writer: Any, number: int) -> None:
+        if number == 0:
+            write(writer, tensors, ["layer.00", "layer.01"])
+            writer.write_slice("layer.02", tensors["layer.02"][: ROWS // 2], 0)
+            writer.write_slice("layer.03", tensors["layer.03"][:, :32], 0, dim=1)
+        elif number == 1:
+            writer.write_slice("layer.02", tensors["layer.02"][ROWS // 2 :], ROWS // 2)
+            writer.write_slice("layer.03", tensors["layer.03"][:, 32:], 32, dim=1)
+            write(writer, tensors, ["layer.04", "layer.05", "layer.06"])
+            writer.write_slice("layer.07", tensors["layer.07"][:, :16], 0, dim=1)
+        else:
+            writer.write_slice("layer.07", tensors["layer.07"][:, 16:], 16, dim=1)
+
+    def number_again() -> None:  # the same version number, so that the manifests can be equal
+        publisher._store.delete(publisher._keys.counter)
+
+    with publisher.begin(schema_of(tensors)) as draft:
+        others = [weightsync.join(draft.ticket, number) for number in (1, 2)]
+        for number, writer in enumerate([draft, *others]):
+            rank(writer, number)
+        manifest, one_host = draft._complete([other.seal() for other in others]), bytes(draft._claim.mapping)
+    number_again()
+
+    regions = Regions(transport)
+    draft = publisher.begin(schema_of(tensors))
+    ranks = Ranks(hosts.arena("b"), draft, [1, 2])
+    for number, writer in enumerate([draft, *ranks.writers]):
+        rank(writer, number)
+    part, offer = ranks.settle(transport, regions)
+    gathered = Gatherer(transport, regions).gather(offer, draft)
+    raw = draft.spread([], {"b": part})
+    ranks.share.accept(raw)
+    assert raw == manifest.to_json()
+    stay = Bitmap(-(-draft.layout.total_nbytes // CHUNK), int(part["stay"], 16))
+    assert len(stay) >= 3
+    cut = 2 * tensors["layer.02"].nbytes // 2
+    assert cut <= gathered <= cut + 2 * CHUNK, "more than the cut tensors and the chunks at the border"
+    theirs = Path(ranks.share.ticket["slot"]).read_bytes()
+    mine = bytes(draft._claim.mapping)
+    start = draft.layout.header_nbytes
+    for chunk in range(stay.chunks):
+        at = slice(max(start, chunk * CHUNK), (chunk + 1) * CHUNK)
+        assert (theirs if chunk in stay else mine)[at] == one_host[at], chunk
+    version = draft.commit()
+    (record,) = [v for v in publisher.versions() if v.version == version]
+    assert record.shares == ("b",)
+    ranks.share.close()
+
+
+def test_a_slot_that_lacks_chunks_is_nobodys_whole_version(hosts: Hosts, transport: Transport) -> None:
+    publisher = hosts.publisher("a")
+    version, _, share = spread(publisher, transport, hosts.arena("b"), model())
+    record = newest(publisher)
+    assert record.version == version
+    for slot in (record.slot.removeprefix("//a"), share.ticket["slot"]):
+        with pytest.raises(ManifestError, match="only slices"):
+            SlotReader.open(slot, manifest_digest=record.manifest_digest)
+    share.close()
+
+
+def test_what_was_not_committed_is_found_by_nobody(hosts: Hosts, transport: Transport) -> None:
+    publisher, regions = hosts.publisher("a"), Regions(transport)
+    tensors = model()
+    draft = publisher.begin(schema_of(tensors))
+    ranks = Ranks(hosts.arena("b"), draft, [1])
+    write(draft, tensors, sorted(tensors)[:6])
+    write(ranks.writers[0], tensors, sorted(tensors)[6:])
+    part, offer = ranks.settle(transport, regions)
+    Gatherer(transport, regions).gather(offer, draft)
+    ranks.share.accept(draft.spread([], {"b": part}))
+    assert [len(list(Journal.all_in(hosts.arena(host), MODEL))) for host in "ab"] == [1, 1]
+    draft.abort()
+    ranks.share.abandon()
+    assert [list(Journal.all_in(hosts.arena(host), MODEL)) for host in "ab"] == [[], []]
+    with pytest.raises(ManifestError, match="not a slot"):
+        SlotReader.open(ranks.share.ticket["slot"])
+
+
+def test_what_came_is_compared_with_what_was_written(hosts: Hosts, transport: Transport) -> None:
+    publisher, regions = hosts.publisher("a"), Regions(transport)
+    tensors = model()
+    with publisher.begin(schema_of(tensors)) as draft:
+        ranks = Ranks(hosts.arena("b"), draft, [1])
+        write(ranks.writers[0], tensors, sorted(tensors)[6:])
+        part, offer = ranks.settle(transport, regions)
+        ranks.share._mapping[offer["strips"][0][0]] ^= 1
+        with pytest.raises(PublishError, match="not what was written"):
+            Gatherer(transport, regions).gather(offer, draft)
+        for strips in ([[0, 64, 0, 1, ""]], [[1 << 20, 0, 0, 1, ""]], [["x"]]):
+            with pytest.raises(PublishError):
+                Gatherer(transport, regions).gather(offer | {"strips": strips}, draft)
+        other = publisher.schema()
+        assert other is None
+        with pytest.raises(ManifestError):
+            ranks.share.accept(b"{}")
+        ranks.share.abandon()
+
+
+def test_a_signed_version_lies_in_one_slot(hosts: Hosts, tmp_path: Path) -> None:
+    hosts.start("a")
+    hosts.start("b")
+    publisher = hosts.publisher("a")
+    wait_until(lambda: set(publisher.share_hosts()) == {"b"})
+    publisher._signer = object()  # type: ignore[assignment]
+    assert publisher.share_hosts() == {}
+
+
+def test_hosts_without_a_peer_or_with_an_older_one_are_gathered_from(hosts: Hosts) -> None:
+    publisher = hosts.publisher("a")
+    assert publisher.share_hosts() == {}
+    hosts.start("b")
+    hosts.start("c")
+    store, prefix = publisher._store, f"copies/{MODEL}/takers/"
+    wait_until(lambda: len(store.list(prefix)[0]) == 2)
+    assert publisher.share_hosts() == {}, "no peer on the publisher's own host"
+    hosts.start("a")
+    wait_until(lambda: len(store.list(prefix)[0]) == 3)
+    assert publisher.share_hosts() == {host: str(hosts.arena(host)) for host in "bc"}
+    store.delete(f"{prefix}c")
+    assert publisher.share_hosts() == {}, "a peer of a release that knows nothing of it"
+
+
+def test_peers_fetch_each_chunk_from_who_wrote_it(hosts: Hosts, transport: Transport) -> None:
+    """Of a version of two hosts hardly anything is gathered; both serve it, and all three have all of it."""
+    for host in "abc":
+        hosts.start(host, "--limit-gbps", 0.08)
+    publisher = hosts.publisher("a")
+    for step in range(3):
+        tensors = model(40, seed=step)
+        version, gathered, share = spread(publisher, transport, hosts.arena("b"), tensors)
+        publisher.activate(version, wait=False)
+        record = newest(publisher)
+        images = [bytes_of(hosts.wait_copy(host, record.manifest_digest)) for host in "abc"]
+        share.close()
+        assert images[0] == images[1] == images[2]
+        assert gathered < 2 * CHUNK < record.nbytes / 20
+        with SlotReader.open(record.slot.removeprefix("//a"), manifest_digest=record.manifest_digest) as reader:
+            assert all(bytes(reader.buffer(name)) == tensor.tobytes() for name, tensor in tensors.items())
+    for host in "ab":  # about half of each version from either
+        came = hosts.metric("c", "hotswap_peer_received_bytes_total", host=host)
+        assert came > record.nbytes, (host, came)
+    slots = [path for path in hosts.arena("b").iterdir() if path.name.startswith("slot-")]
+    assert len(slots) <= 4
+
+
+def test_a_share_outlives_its_peer(hosts: Hosts, transport: Transport) -> None:
+    """The peer of the second host is killed and started again: the same chunks are there, and nobody else had them."""
+    hosts.start("a")
+    hosts.start("b")
+    publisher = hosts.publisher("a")
+    wait_until(lambda: "b" in publisher.share_hosts())
+    hosts.kill("a")
+    hosts.kill("b")
+    version, _, share = spread(publisher, transport, hosts.arena("b"), model())
+    share.close()
+    record = newest(publisher)
+    publisher.activate(version, wait=False)
+    hosts.start("b")
+    hosts.wait_copy("b", record.manifest_digest, "fetching")
+    hosts.start("a")
+    assert bytes_of(hosts.wait_copy("a", record.manifest_digest)) == bytes_of(
+        hosts.wait_copy("b", record.manifest_digest)
+    )
+
+
+def test_a_writer_that_is_gone_is_named(hosts: Hosts, transport: Transport) -> None:
+    for host in "abc":
+        hosts.start(host)
+    publisher = hosts.publisher("a")
+    wait_until(lambda: set(publisher.share_hosts()) == {"b", "c"})
+    hosts.kill("b")
+    version, _, share = spread(publisher, transport, hosts.arena("b"), model())
+    record = newest(publisher)
+    publisher.activate(version, wait=False)
+    for host in "ac":
+        copy = hosts.wait_copy(host, record.manifest_digest, "failed")
+        assert copy.error is not None
+        assert (copy.error.code, "host b wrote" in copy.error.message) == ("share_lost", True)
+    hosts.start("b")
+    for host in "abc":
+        bytes_of(hosts.wait_copy(host, record.manifest_digest))
+    share.close()
