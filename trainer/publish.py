@@ -5,9 +5,7 @@ slot: each pipeline stage its layers, each expert-parallel rank its experts, one
 come back to rank 0, which commits and activates. The old version goes on serving until the whole fleet has the new one,
 and stays if anything fails.
 
-Versions are written into memory of rank 0's host. A rank on another host holds its share in memory of its own
-(`weightsync.Share`); each rank beside the slot reads the shares of some of them into it, over the transport that peers
-use.
+Versions are written into memory of rank 0's host, and of the other hosts of its ranks (several_hosts.py).
 
 Quantised weights have scales that belong to rows, groups or blocks, which a cut may go through. So a matrix that is to
 be quantised comes together on one of the ranks that hold it, on each of them in turn, and is quantised there.
@@ -18,13 +16,10 @@ A run that trains an adapter publishes it alone, as a part of the version, which
 from __future__ import annotations
 
 import dataclasses
-import os
-import socket
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -36,12 +31,9 @@ from trainer.megatron.convert import Slice
 from trainer.megatron.engine import Engine
 from trainer.megatron.lora import adapter_config
 from trainer.megatron.parallel import broadcast_json, gather_json, on_rank_zero
-from weightsync.control.hosts import this_host
 from weightsync.errors import QuantizationError, StalePublisher, WeightSyncError
 from weightsync.format.manifest import Schema
 from weightsync.memory.parts import BASE, Adapter
-from weightsync.tls import ClusterTls
-from weightsync.transport import Transport, open_transport
 
 ADDRESS_ENV = "HOTSWAP_ADDRESS"
 NAMELESS = "'s host has no name", "Set HOTSWAP_HOST there, or leave it out where one host has all ranks"
@@ -89,10 +81,21 @@ class WeightPublisher:
         """Publish the current weights and wait until they serve. Raises PublishError on every rank."""
         began = time.perf_counter()
         about = {"step": step, "part": self._part, "metadata": self._metadata}
-        draft: Any = on_rank_zero(lambda: typed(self._publisher.begin, self._schema, **about))
-        outcomes = gather_json(self._write(draft))
-        published: dict[str, Any] | None = on_rank_zero(lambda: self._commit(draft, outcomes, began))
-        return Published(**broadcast_json(published))
+        begun: Any = on_rank_zero(lambda: self._begin(about))
+        draft, places = begun or (None, None)
+        try:
+            outcomes = gather_json(self._write(draft, places))
+            manifest = on_rank_zero(lambda: self._complete(draft, outcomes))
+            problem = self._hosts.accept(manifest)
+            version: Any = on_rank_zero(lambda: self._commit(draft, outcomes, problem))
+        except BaseException:
+            self._hosts.abandon()
+            raise
+        committed = time.perf_counter()
+        on_rank_zero(lambda: typed(self._publisher.wait_active, version, self._config.timeout_s))
+        swapped = time.perf_counter()
+        took = [round((committed - began) * 1e3, 3), round((swapped - committed) * 1e3, 3)]
+        return Published(*broadcast_json([version, *took]))
 
     def close(self) -> None:
         """Let another trainer have the lineage."""
@@ -111,13 +114,23 @@ class WeightPublisher:
         c = self._config
         return typed(weightsync.Publisher, c.store_url, model=c.model, lineage=c.lineage)
 
-    def _write(self, draft: Any) -> dict[str, Any]:
+    def _begin(self, about: dict[str, Any]) -> tuple[Any, dict[str, str]]:
+        """A draft, and the hosts that keep what is written there."""
+        draft = typed(self._publisher.begin, self._schema, **about)
+        try:
+            spread = self._part == BASE and not self._hosts.one
+            return draft, typed(self._publisher.share_hosts) if spread else {}
+        except BaseException:
+            draft.abort()
+            raise
+
+    def _write(self, draft: Any, places: dict[str, str] | None) -> dict[str, Any]:
         """This rank's share into the slot: what `seal` says of it, or what went wrong."""
         alone, writer, problem = dist.get_world_size() == 1, draft, ""
-        ticket: dict[str, Any] = {} if alone else broadcast_json(draft.ticket if draft is not None else None)
+        begun: Any = None if alone else broadcast_json([draft.ticket, places] if draft is not None else None)
         slices = self._slices()
         try:
-            writer = draft or self._writer(ticket)
+            writer = draft if alone else self._hosts.writer(*begun) or draft
             for name, tensor, dim, start in slices:
                 if tensor.shape == self._schema.tensors[name].shape:
                     writer.write(name, tensor)
@@ -139,33 +152,31 @@ class WeightPublisher:
                 made = self._quantizer.tensors([(piece.name, piece.tensor)])
                 yield from (Slice(name, tensor, 0, 0) for name, tensor in made)
 
-    def _writer(self, ticket: dict[str, Any]) -> Any:
-        if self._hosts.share is not None:
-            return self._hosts.share
-        return weightsync.join(ticket | {"slot": Path(ticket["slot"])}, dist.get_rank())
-
     def _sealed(self, writer: Any, problem: str) -> Any:
         """What a rank beside the slot wrote there, and lets go of; rank 0's draft stays open."""
-        if not isinstance(writer, weightsync.SlotWriter):
+        if not isinstance(writer, weightsync.SlotWriter) or not self._hosts.beside:
             return None
         return writer.release() if problem else writer.seal()
 
-    def _commit(self, draft: Any, outcomes: list[dict[str, Any]], began: float) -> dict[str, Any]:
+    def _complete(self, draft: Any, outcomes: list[dict[str, Any]]) -> str | None:
+        """The manifest, if hosts are to keep shares."""
         for rank, outcome in enumerate(outcomes):
             if outcome["problem"]:
                 draft.abort()
                 raise PublishError(f"rank {rank} could not write its share: {outcome['problem']}")
-        parts = [outcome["part"] for outcome in outcomes if outcome["part"] is not None]
-        timeout_s = self._config.timeout_s
-        version = typed(draft.commit, parts, activate=True, timeout_s=timeout_s)
-        committed = time.perf_counter()
-        typed(self._publisher.wait_active, version, timeout_s)
-        swapped = time.perf_counter()
-        return {
-            "version": version,
-            "write_ms": round((committed - began) * 1e3, 3),
-            "swap_ms": round((swapped - committed) * 1e3, 3),
-        }
+        shares = self._hosts.shares
+        return typed(draft.spread, _parts(outcomes), shares).decode() if shares else None
+
+    def _commit(self, draft: Any, outcomes: list[dict[str, Any]], problem: str) -> int:
+        if problem:
+            draft.abort()
+            raise PublishError(problem)
+        version: int = typed(draft.commit, _parts(outcomes), activate=True, timeout_s=self._config.timeout_s)
+        return version
+
+
+def _parts(outcomes: list[dict[str, Any]]) -> list[Any]:
+    return [outcome["part"] for outcome in outcomes if outcome["part"] is not None]
 
 
 def typed(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -219,107 +230,3 @@ def _checked(
         advice = "Set it to served, or serve a checkpoint that is quantised so"
         raise ConfigError("publish.quantize.scheme", f"{problem}: {mismatches[0]}", advice)
     return quantizer
-
-
-class SeveralHosts:
-    """`one` when all ranks share a host: then nothing is opened, and nothing of this is needed.
-
-    A host is a start of a kernel and a HOTSWAP_HOST. All methods but `close` are collective.
-    """
-
-    def __init__(self, config: PublishConfig) -> None:
-        """Raises ConfigError when a rank's host has no proper name, or it cannot open its transport."""
-        found = gather_json(_host())
-        on_rank_zero(lambda: check([host["problem"] for host in found], NAMELESS))
-        hosts = [host["name"] for host in found]
-        self._rank = int(dist.get_rank())
-        self._beside = [rank for rank, host in enumerate(hosts) if host == hosts[0]]
-        self.one, self.beside = len(self._beside) == len(hosts), self._rank in self._beside
-        self._transport: Transport | None = None
-        self.share: weightsync.Share | None = None
-        self._collector: weightsync.Collector | None = None
-        if not self.one:
-            problems = gather_json(self._open(config))
-            on_rank_zero(lambda: check(problems, SILENT))
-
-    def carry(self, schema: Schema) -> None:
-        """What versions are made of: called once, before anything is written."""
-        if self._transport is not None and self.beside:
-            self._collector = weightsync.Collector(self._transport)
-        elif self._transport is not None:
-            self.share = weightsync.Share(self._transport, schema)
-
-    def bring(self, writer: Any, problem: str) -> str:
-        """Copy the shares of ranks elsewhere into the slot, unless a rank has a problem; returns this rank's problem.
-
-        They must stay as they are until all ranks have been here: let nobody write again before another collective.
-        """
-        problem, offer = self._offer(problem)
-        told = gather_json({"problem": problem, "offer": offer})
-        if any(rank["problem"] for rank in told) or self._collector is None:
-            return problem
-        elsewhere = [rank["offer"] for rank in told if rank["offer"] is not None]
-        try:
-            for offer in elsewhere[self._beside.index(self._rank) :: len(self._beside)]:
-                self._collector.collect(offer, writer)
-        except WeightSyncError as error:
-            return str(error)
-        return ""
-
-    def _offer(self, problem: str) -> tuple[str, dict[str, Any] | None]:
-        """This rank's problem, and what others may read of it."""
-        if self.share is None:
-            return problem, None
-        if problem:
-            self.share.discard()
-            return problem, None
-        try:
-            return "", self.share.seal()
-        except WeightSyncError as error:
-            return str(error), None
-
-    def close(self) -> None:
-        for opened in (self._collector, self.share, self._transport):
-            if opened is not None:
-                opened.close()
-
-    def _open(self, config: PublishConfig) -> str:
-        try:
-            self._transport = open_transport(config.transport, listen=address(), tls=ClusterTls.of_environment())
-        except (WeightSyncError, ValueError, OSError) as error:  # the last one: there is no way to the first host
-            return str(error)
-        return ""
-
-
-def address() -> str:
-    """HOTSWAP_ADDRESS, or the address of this host from which it reaches the one where ranks meet."""
-    if told := os.environ.get(ADDRESS_ENV):
-        return told
-    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    family, _, _, _, where = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:  # nothing is sent
-        probe.connect(where)
-        return str(probe.getsockname()[0])
-
-
-def check(problems: Sequence[str], why: tuple[str, str]) -> None:
-    """Raises ConfigError for the first rank that has a problem. `why` is what the message says about it, and the
-    advice."""
-    what, advice = why
-    for rank, problem in enumerate(problems):
-        if problem:
-            raise ConfigError("publish", f"rank {rank}{what} ({problem})", advice)
-
-
-def _host() -> dict[str, Any]:
-    try:
-        return {"name": [_boot(), this_host()], "problem": ""}
-    except WeightSyncError as error:
-        return {"name": [], "problem": str(error)}
-
-
-def _boot() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
-import trainer.publish
+import trainer.several_hosts
 from tests.trainer.batches import random_batch
 from trainer.errors import TrainerError
 from weightsync import Share
@@ -41,7 +41,7 @@ def publish_from_hosts(hosts: list[str], steps: int, **arguments: Any) -> dict[s
 
 
 def _blocks(publisher: Any) -> list[Any]:
-    share = publisher._hosts.share
+    share = publisher._hosts._share
     return share._blocks if share is not None else []
 
 
@@ -119,4 +119,4 @@ def address_towards(master: str, told: str) -> str:
     os.environ["MASTER_ADDR"] = master
     if told:
         os.environ["HOTSWAP_ADDRESS"] = told
-    return trainer.publish.address()
+    return trainer.several_hosts.address()

@@ -61,7 +61,11 @@ def write(writer: Any, tensors: Mapping[str, np.ndarray], names: list[str]) -> N
 
 
 def spread(
-    publisher: Publisher, transport: Transport, directory: Path | str, tensors: Mapping[str, np.ndarray], host: str = "b"
+    publisher: Publisher,
+    transport: Transport,
+    directory: Path | str,
+    tensors: Mapping[str, np.ndarray],
+    host: str = "b",
 ) -> tuple[int, int, HostShare]:
     """Publish the second half of `tensors` on `host`: the version, the bytes that were gathered, and the share."""
     names, regions = sorted(tensors), Regions(transport)
@@ -235,7 +239,7 @@ def test_peers_fetch_each_chunk_from_who_wrote_it(hosts: Hosts, transport: Trans
         with SlotReader.open(record.slot.removeprefix("//a"), manifest_digest=record.manifest_digest) as reader:
             assert all(bytes(reader.buffer(name)) == tensor.tobytes() for name, tensor in tensors.items())
     for host in "ab":  # about half of each version from either
-        came = hosts.metric("c", "hotswap_peer_received_bytes_total", host=host)
+        came = hosts.metric("c", "hotswap_peer_received_bytes_total", holder=host)
         assert came > record.nbytes, (host, came)
     slots = [path for path in hosts.arena("b").iterdir() if path.name.startswith("slot-")]
     assert len(slots) <= 4

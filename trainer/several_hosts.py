@@ -1,0 +1,232 @@
+"""Ranks on several hosts publish one version: where each writes, and what moves to the host of rank 0.
+
+On a host whose peer takes up what is written there (`Publisher.share_hosts`), ranks write into a slot of their own
+host, and most of it stays there (`weightsync.publish.spread`). On any other host a rank holds its share in memory of
+its own (`weightsync.Share`), and ranks beside the slot of rank 0 read all of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import weightsync
+from trainer.config import PublishConfig
+from trainer.errors import ConfigError
+from trainer.megatron.parallel import broadcast_json, gather_json, on_rank_zero
+from weightsync.control.hosts import this_host
+from weightsync.errors import ArenaError, WeightSyncError
+from weightsync.format.manifest import Schema
+from weightsync.peer.shelf import Regions
+from weightsync.publish.spread import Gatherer, HostShare
+from weightsync.tls import ClusterTls
+from weightsync.transport import Transport, open_transport
+
+log = logging.getLogger("hotswap.trainer")
+
+ADDRESS_ENV = "HOTSWAP_ADDRESS"
+NAMELESS = "'s host has no name", "Set HOTSWAP_HOST there, or leave it out where one host has all ranks"
+SILENT = (
+    ", one of several hosts', cannot pass on its share of a version",
+    "Set HOTSWAP_CLUSTER_TLS and, if need be, HOTSWAP_ADDRESS on every host, or leave publish out",
+)
+
+
+class SeveralHosts:
+    """`one` when all ranks share a host: then nothing is opened, and nothing of this is needed.
+
+    A host is a start of a kernel and a HOTSWAP_HOST. All methods but `close` are collective.
+    """
+
+    def __init__(self, config: PublishConfig) -> None:
+        """Raises ConfigError when a rank's host has no proper name, or it cannot open its transport."""
+        found = gather_json(_host())
+        on_rank_zero(lambda: check([host["problem"] for host in found], NAMELESS))
+        self._names = [tuple(host["name"]) for host in found]
+        self._rank, self._model = int(dist.get_rank()), config.model
+        self._beside = [rank for rank, name in enumerate(self._names) if name == self._names[0]]
+        self.one, self.beside = len(self._beside) == len(found), self._rank in self._beside
+        self._transport: Transport | None = None
+        self._share: weightsync.Share | None = None
+        self._collector: weightsync.Collector | None = None
+        self._slot: HostShare | None = None  # of this rank's host, on the first rank there
+        self._is_placed: list[bool] = []  # by rank: whether it writes into a slot of its own host
+        self.shares: dict[str, dict[str, Any]] = {}  # what stays on other hosts, for `Draft.spread`
+        if not self.one:
+            problems = gather_json(self._open(config))
+            on_rank_zero(lambda: check(problems, SILENT))
+
+    def carry(self, schema: Schema) -> None:
+        """What versions are made of: called once, before anything is written."""
+        self._schema = schema
+        if self._transport is None:
+            return
+        self._regions = Regions(self._transport)
+        if self.beside:
+            self._collector = weightsync.Collector(self._transport)
+            self._gatherer = Gatherer(self._transport, self._regions)
+        else:
+            self._share = weightsync.Share(self._transport, schema)
+
+    def writer(self, ticket: Mapping[str, Any], places: Mapping[str, str]) -> Any:
+        """What this rank writes into, if it is not rank 0. `places` are the directories of slots on hosts that keep
+        what is written there. Raises WeightSyncError, after all ranks have been here."""
+        self.shares, told = {}, {}
+        if not self.one:
+            told = {name: mine for name, mine in gather_json(self._claim(ticket, places)) if mine is not None}
+        self._is_placed = [name[1] in told for name in self._names]
+        if self._is_placed[self._rank]:
+            ticket = told[self._name]
+        elif not self.beside:
+            return self._share
+        return weightsync.join({**ticket, "slot": Path(ticket["slot"])}, self._rank) if self._rank else None
+
+    @property
+    def _name(self) -> str:
+        return str(self._names[self._rank][1])
+
+    def _claim(self, ticket: Mapping[str, Any], places: Mapping[str, str]) -> tuple[str, dict[str, Any] | None]:
+        """The ticket to a slot on this host, on its first rank. Without room for one, ranks hold their share as ever."""
+        self.close_slot()
+        mine = self._names[self._rank]
+        is_one = len({name for name in self._names if name[1] == mine[1]}) == 1  # not two machines of one name
+        if self.beside or not is_one or self._names.index(mine) != self._rank or self._name not in places:
+            return self._name, None
+        try:
+            self._slot = HostShare(places[self._name], self._model, ticket["version"], self._schema)
+        except (ArenaError, OSError) as error:
+            log.warning("host %s sends all of its share to the first host: %s", self._name, error)
+            return self._name, None
+        return self._name, self._slot.ticket
+
+    def bring(self, writer: Any, problem: str) -> str:
+        """Copy to rank 0's slot what does not stay on other hosts, unless a rank has a problem; returns this rank's.
+
+        Shares must stay as they are until all ranks have been here: let nobody write again before another collective.
+        """
+        problem, offer, part = self._sealed(writer, problem)
+        told = gather_json({"problem": problem, "offer": offer, "part": part})
+        if any(rank["problem"] for rank in told):
+            return problem
+        rests: list[Any] = []
+        if any(self._is_placed):
+            problem, settled = self._settled([rank["part"] for rank in told])
+            found = gather_json({"problem": problem, "name": self._name, "settled": settled})
+            if any(rank["problem"] for rank in found):
+                return problem
+            here = [(rank["name"], *rank["settled"]) for rank in found if rank["settled"] is not None]
+            self.shares, rests = {name: part for name, part, _ in here}, [rest for _, _, rest in here]
+        if self._collector is None:
+            return ""
+        offers = [(self._collector.collect, rank["offer"]) for rank in told if rank["offer"] is not None]
+        offers += [(self._gatherer.gather, rest) for rest in rests]
+        try:
+            for read, offer in offers[self._beside.index(self._rank) :: len(self._beside)]:
+                read(offer, writer)
+        except WeightSyncError as error:
+            return str(error)
+        return ""
+
+    def _sealed(self, writer: Any, problem: str) -> tuple[str, dict[str, Any] | None, dict[str, Any] | None]:
+        """This rank's problem, what others may read of it, and what it wrote into a slot of its own host."""
+        if self._is_placed[self._rank]:
+            if problem and isinstance(writer, weightsync.SlotWriter):
+                writer.release()
+            return problem, None, None if problem else writer.seal()
+        if self._share is None:
+            return problem, None, None
+        if problem:
+            self._share.discard()
+            return problem, None, None
+        try:
+            return "", self._share.seal(), None
+        except WeightSyncError as error:
+            return str(error), None, None
+
+    def _settled(self, parts: list[dict[str, Any] | None]) -> tuple[str, Any]:
+        """On the first rank of a host with a slot: what stays there, and what is to be read."""
+        if self._slot is None or self._transport is None:
+            return "", None
+        mine = [part for part, name in zip(parts, self._names, strict=True) if name == self._names[self._rank] and part]
+        try:
+            return "", self._slot.settle(mine, self._regions, self._transport.endpoint)
+        except WeightSyncError as error:
+            return str(error), None
+
+    def accept(self, manifest: str | None) -> str:
+        """Have the hosts with shares leave them to their peers; what kept one of them from it, on rank 0. `manifest` is
+        what `Draft.spread` gave there, None without shares."""
+        manifest, problem = broadcast_json(manifest), ""
+        if manifest is None:
+            return ""
+        try:
+            if self._slot is not None:
+                self._slot.accept(manifest.encode())
+        except (WeightSyncError, OSError) as error:
+            problem = f"host {self._name} could not keep its share: {error}"
+        return next(filter(None, gather_json(problem)), "")
+
+    def abandon(self) -> None:
+        """The version is not to be: give back what was written of it. Not collective."""
+        if self._slot is not None:
+            self._slot.abandon()
+            self._slot = None
+
+    def close_slot(self) -> None:
+        """The peer has the last version's slot, or nobody wants it. Not collective."""
+        if self._slot is not None:
+            self._slot.close()
+            self._slot = None
+
+    def close(self) -> None:
+        self.close_slot()
+        for opened in (self._collector, self._share, self._transport):
+            if opened is not None:
+                opened.close()
+
+    def _open(self, config: PublishConfig) -> str:
+        try:
+            self._transport = open_transport(config.transport, listen=address(), tls=ClusterTls.of_environment())
+        except (WeightSyncError, ValueError, OSError) as error:  # the last one: there is no way to the first host
+            return str(error)
+        return ""
+
+
+def address() -> str:
+    """HOTSWAP_ADDRESS, or the address of this host from which it reaches the one where ranks meet."""
+    if told := os.environ.get(ADDRESS_ENV):
+        return told
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    family, _, _, _, where = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:  # nothing is sent
+        probe.connect(where)
+        return str(probe.getsockname()[0])
+
+
+def check(problems: Sequence[str], why: tuple[str, str]) -> None:
+    """Raises ConfigError for the first rank that has a problem. `why` is what the message says about it, and the
+    advice."""
+    what, advice = why
+    for rank, problem in enumerate(problems):
+        if problem:
+            raise ConfigError("publish", f"rank {rank}{what} ({problem})", advice)
+
+
+def _host() -> dict[str, Any]:
+    try:
+        return {"name": [_boot(), this_host()], "problem": ""}
+    except WeightSyncError as error:
+        return {"name": [], "problem": str(error)}
+
+
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
