@@ -31,16 +31,10 @@ from trainer.megatron.convert import Slice
 from trainer.megatron.engine import Engine
 from trainer.megatron.lora import adapter_config
 from trainer.megatron.parallel import broadcast_json, gather_json, on_rank_zero
+from trainer.several_hosts import SeveralHosts
 from weightsync.errors import QuantizationError, StalePublisher, WeightSyncError
 from weightsync.format.manifest import Schema
 from weightsync.memory.parts import BASE, Adapter
-
-ADDRESS_ENV = "HOTSWAP_ADDRESS"
-NAMELESS = "'s host has no name", "Set HOTSWAP_HOST there, or leave it out where one host has all ranks"
-SILENT = (
-    ", one of several hosts', cannot pass on its share of a version",
-    "Set HOTSWAP_CLUSTER_TLS and, if need be, HOTSWAP_ADDRESS on every host, or leave publish out",
-)
 
 
 @dataclass(frozen=True)

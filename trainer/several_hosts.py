@@ -21,7 +21,7 @@ from trainer.config import PublishConfig
 from trainer.errors import ConfigError
 from trainer.megatron.parallel import broadcast_json, gather_json, on_rank_zero
 from weightsync.control.hosts import this_host
-from weightsync.errors import ArenaError, WeightSyncError
+from weightsync.errors import WeightSyncError
 from weightsync.format.manifest import Schema
 from weightsync.peer.shelf import Regions
 from weightsync.publish.spread import Gatherer, HostShare
@@ -92,7 +92,7 @@ class SeveralHosts:
         return str(self._names[self._rank][1])
 
     def _claim(self, ticket: Mapping[str, Any], places: Mapping[str, str]) -> tuple[str, dict[str, Any] | None]:
-        """The ticket to a slot on this host, on its first rank. Without room for one, ranks hold their share as ever."""
+        """The ticket to a slot on this host, on its first rank. Without room, ranks hold their shares as ever."""
         self.close_slot()
         mine = self._names[self._rank]
         is_one = len({name for name in self._names if name[1] == mine[1]}) == 1  # not two machines of one name
@@ -100,7 +100,7 @@ class SeveralHosts:
             return self._name, None
         try:
             self._slot = HostShare(places[self._name], self._model, ticket["version"], self._schema)
-        except (ArenaError, OSError) as error:
+        except (WeightSyncError, OSError) as error:
             log.warning("host %s sends all of its share to the first host: %s", self._name, error)
             return self._name, None
         return self._name, self._slot.ticket
@@ -124,7 +124,9 @@ class SeveralHosts:
             self.shares, rests = {name: part for name, part, _ in here}, [rest for _, _, rest in here]
         if self._collector is None:
             return ""
-        offers = [(self._collector.collect, rank["offer"]) for rank in told if rank["offer"] is not None]
+        offers: list[tuple[Any, Any]] = [
+            (self._collector.collect, rank["offer"]) for rank in told if rank["offer"] is not None
+        ]
         offers += [(self._gatherer.gather, rest) for rest in rests]
         try:
             for read, offer in offers[self._beside.index(self._rank) :: len(self._beside)]:

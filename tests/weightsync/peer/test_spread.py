@@ -61,13 +61,9 @@ def write(writer: Any, tensors: Mapping[str, np.ndarray], names: list[str]) -> N
 
 
 def spread(
-    publisher: Publisher,
-    transport: Transport,
-    directory: Path | str,
-    tensors: Mapping[str, np.ndarray],
-    host: str = "b",
+    publisher: Publisher, transport: Transport, directory: Path, tensors: Mapping[str, np.ndarray]
 ) -> tuple[int, int, HostShare]:
-    """Publish the second half of `tensors` on `host`: the version, the bytes that were gathered, and the share."""
+    """Publish the second half of `tensors` on host b: the version, the bytes that were gathered, and the share."""
     names, regions = sorted(tensors), Regions(transport)
     draft = publisher.begin(schema_of(tensors))
     ranks = Ranks(directory, draft, [1])
@@ -75,7 +71,7 @@ def spread(
     write(ranks.writers[0], tensors, names[len(names) // 2 :])
     part, offer = ranks.settle(transport, regions)
     gathered = Gatherer(transport, regions).gather(offer, draft)
-    ranks.share.accept(draft.spread([], {host: part}))
+    ranks.share.accept(draft.spread([], {"b": part}))
     return draft.commit(), gathered, ranks.share
 
 
@@ -96,7 +92,7 @@ def test_chunks_stay_whose_tensors_are_all_there() -> None:
 def test_every_layout_gives_the_same_manifest_and_bytes(
     hosts: Hosts, transport: Transport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two ranks write layers of their own, share two tensors across their hosts, and two more ranks share one within."""
+    """Two ranks write layers of their own, and share two tensors across their hosts; two ranks share one within."""
     publisher = hosts.publisher("a")
     tensors = model(8)
 
@@ -184,15 +180,13 @@ def test_what_came_is_compared_with_what_was_written(hosts: Hosts, transport: Tr
     with publisher.begin(schema_of(tensors)) as draft:
         ranks = Ranks(hosts.arena("b"), draft, [1])
         write(ranks.writers[0], tensors, sorted(tensors)[6:])
-        part, offer = ranks.settle(transport, regions)
+        _, offer = ranks.settle(transport, regions)
         ranks.share._mapping[offer["strips"][0][0]] ^= 1
         with pytest.raises(PublishError, match="not what was written"):
             Gatherer(transport, regions).gather(offer, draft)
         for strips in ([[0, 64, 0, 1, ""]], [[1 << 20, 0, 0, 1, ""]], [["x"]]):
             with pytest.raises(PublishError):
                 Gatherer(transport, regions).gather(offer | {"strips": strips}, draft)
-        other = publisher.schema()
-        assert other is None
         with pytest.raises(ManifestError):
             ranks.share.accept(b"{}")
         ranks.share.abandon()
