@@ -124,10 +124,8 @@ class SeveralHosts:
             self.shares, rests = {name: part for name, part, _ in here}, [rest for _, _, rest in here]
         if self._collector is None:
             return ""
-        offers: list[tuple[Any, Any]] = [
-            (self._collector.collect, rank["offer"]) for rank in told if rank["offer"] is not None
-        ]
-        offers += [(self._gatherer.gather, rest) for rest in rests]
+        offers: list[tuple[Any, Any]] = [(self._gatherer.gather, rest) for rest in rests]
+        offers += [(self._collector.collect, rank["offer"]) for rank in told if rank["offer"] is not None]
         try:
             for read, offer in offers[self._beside.index(self._rank) :: len(self._beside)]:
                 read(offer, writer)

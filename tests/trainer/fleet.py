@@ -21,14 +21,18 @@ from weightsync.errors import ManifestError
 from weightsync.memory.ledger import ensure_arena
 from weightsync.memory.parts import base_of
 from weightsync.memory.receiver import SlotReader
+from weightsync.peer.copies import wait_for_slots
 from weightsync.store import Store, SyncStore, open_store
+
+SLOTS_S = 60.0  # how long a host may take to have a version
 
 
 class Fleet:
-    """One instance and its coordinator. `refuse` makes the instance refuse to stage; `versions` is what it ran."""
+    """One instance and its coordinator, on `host`. `refuse` makes the instance refuse to stage; `versions` is what it
+    ran."""
 
-    def __init__(self, server: GenerateServer, store_url: str, arena: Path, model: str) -> None:
-        self.server, self.store_url, self.model = server, store_url, model
+    def __init__(self, server: GenerateServer, store_url: str, arena: Path, model: str, host: str = "") -> None:
+        self.server, self.store_url, self.model, self._host = server, store_url, model, host
         self.refuse = False
         self.versions: list[int] = []
         self._arena = arena
@@ -38,7 +42,8 @@ class Fleet:
 
     async def run(self) -> None:
         store: Store = open_store(self.store_url)
-        await ensure_arena(store, self._arena)
+        await ensure_arena(store, self._arena, host=self._host)
+        self._store = store
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
         record = InstanceRecord(id="test", address=self.server.url, state="STARTING")
         participant = Participant(store, self.model, record, self._stage, self._commit)
@@ -55,6 +60,7 @@ class Fleet:
     async def _stage(self, version: VersionRecord) -> StageResult:
         if self.refuse:
             raise ManifestError("made to refuse")
+        version = await wait_for_slots(self._store, Keys(self.model), version, self._host, SLOTS_S)
         base = base_of(version)  # parts beside it are nothing that a transformers model runs
         assert base is not None
         with SlotReader.open(base.slot, manifest_digest=base.manifest_digest, version=base.version) as reader:
@@ -97,11 +103,15 @@ def _tensor(reader: SlotReader, name: str) -> torch.Tensor:
 
 @contextlib.contextmanager
 def fleet(
-    model_directory: str, root: Path, model: str = "tiny", kind: type[GenerateServer] = GenerateServer
+    model_directory: str,
+    root: Path,
+    model: str = "tiny",
+    kind: type[GenerateServer] = GenerateServer,
+    host: str = "",
 ) -> Iterator[Fleet]:
-    """Serve `model_directory`; the store and the slots lie below `root`."""
+    """Serve `model_directory` on `host`; the store and the slots lie below `root`."""
     with serve(kind(model_directory)) as server:
-        running = Fleet(server, f"sqlite:///{root}/store.db", root / "slots", model)
+        running = Fleet(server, f"sqlite:///{root}/store.db", root / "slots", model, host)
         thread = threading.Thread(target=lambda: asyncio.run(running.run()), daemon=True)
         thread.start()
         assert running._ready.wait(20), "the fleet did not start"

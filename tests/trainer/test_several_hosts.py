@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ import yaml
 
 from tests.trainer.fleet import fleet
 from tests.trainer.ranks import Ranks
+from tests.waiting import wait_until
+from tests.weightsync.peer.hosts import Hosts
 from trainer.config import ParallelConfig
 from trainer.tiny_model import tiny_run
 
@@ -79,6 +83,82 @@ def test_a_share_that_does_not_come_costs_one_version(
         assert running.versions == [int(lead[2])]
     assert (lead[0], other[0]) == ("PublishError", "RankFailed")
     assert re.search(said, lead[1])
+
+
+@contextlib.contextmanager
+def peers(store_url: str, directory: Path, monkeypatch: pytest.MonkeyPatch, names: str) -> Iterator[Hosts]:
+    """A peer on each host, when all of them have said what they can do."""
+    hosts = Hosts(store_url, directory, monkeypatch, "tiny")
+    try:
+        for name in names:
+            hosts.start(name)
+        wait_until(lambda: len(hosts.store.list("copies/tiny/takers/")[0]) == len(names))
+        yield hosts
+    finally:
+        hosts.close()
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("parallel", "names", "cut"),
+    [
+        ({"pipeline": 2}, "ab", False),
+        ({"tensor": 2, "pipeline": 2}, "aabb", False),  # tensors are cut within a host
+        ({"tensor": 2}, "ab", True),
+        ({"tensor": 2, "pipeline": 2}, "abab", True),
+    ],
+)
+def test_what_ranks_write_stays_on_their_hosts(
+    one_rank: Ranks,
+    small_models: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    parallel: dict[str, Any],
+    names: str,
+    cut: bool,
+) -> None:
+    """The host of rank 0 reads hardly anything unless tensors are cut across hosts, and a third host, which reads from
+    both, serves what one host would have published."""
+    path, received = small_models["qwen2"], list[dict[str, torch.Tensor]]()
+    ranks = one_rank.sharing(ParallelConfig(**parallel).world_size)
+    for at, hosts in (("several", list(names)), ("one", [""] * len(names))):
+        root = tmp_path / at
+        root.mkdir()
+        host = "c" if at == "several" else ""
+        with contextlib.ExitStack() as stack:
+            running = stack.enter_context(fleet(path, root, host=host))
+            running.server.load = lambda tensors, version: received.append(tensors)  # type: ignore[method-assign]
+            there = stack.enter_context(peers(running.store_url, root, monkeypatch, "abc" if host else ""))
+            arguments = {"path": path, "store": running.store_url, "steps": 2, "parallel": parallel}
+            answers = ranks.call("publish_shares", hosts=hosts, **arguments)
+            if not host:
+                assert not any(answer["gathered"] for answer in answers)
+                continue
+            nbytes = sum(tensor.nbytes for tensor in received[-1].values())
+            came = [there.metric("c", "hotswap_peer_received_bytes_total", holder=holder) for holder in "ab"]
+            gathered = sum(sum(answer["gathered"]) for answer in answers) / 3
+        assert not any(answer["held"] for answer in answers), "memory besides the slots"
+        assert sum(came) >= 3 * nbytes
+        assert min(came) > nbytes / 10, "one host sent nearly all of it"
+        if not cut:
+            assert gathered < nbytes / 4, (gathered, nbytes)
+    assert len(received) == 6
+    for apart, together in zip(received[:3], received[3:], strict=True):
+        assert apart.keys() == together.keys()
+        assert all(torch.equal(apart[name], together[name]) for name in apart)
+
+
+@pytest.mark.sample(1)
+def test_a_host_that_does_not_keep_its_share_costs_one_version(
+    two_ranks: Ranks, small_models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = small_models["qwen2"]
+    with fleet(path, tmp_path, host="c") as running, peers(running.store_url, tmp_path, monkeypatch, "abc"):
+        arguments = {"path": path, "store": running.store_url, "parallel": {"pipeline": 2}}
+        lead, other = two_ranks.call("publish_refused_share", hosts=["a", "b"], **arguments)
+        assert running.versions == [int(lead[2])]
+    assert (lead[0], other[0]) == ("PublishError", "RankFailed")
+    assert "host b could not keep its share: made to refuse" in lead[1]
 
 
 @pytest.mark.broad

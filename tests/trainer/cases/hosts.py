@@ -16,6 +16,7 @@ from trainer.errors import TrainerError
 from weightsync import Share
 from weightsync.errors import PublishError, TransportUnavailable
 from weightsync.publish.shares import Offer
+from weightsync.publish.spread import Gatherer, HostShare
 from weightsync.transport import open_transport
 
 
@@ -43,6 +44,54 @@ def publish_from_hosts(hosts: list[str], steps: int, **arguments: Any) -> dict[s
 def _blocks(publisher: Any) -> list[Any]:
     share = publisher._hosts._share
     return share._blocks if share is not None else []
+
+
+CHUNK = 4 << 10  # of models of 100 KB
+
+
+def publish_shares(hosts: list[str], steps: int, **arguments: Any) -> dict[str, Any]:
+    """As `publish_from_hosts`, in small chunks. How many bytes this rank read from others for each version."""
+    import weightsync.format.manifest
+
+    gathered, read, whole = [], Gatherer.gather, weightsync.format.manifest.CHUNK
+
+    def counted(*given: Any) -> int:
+        gathered.append(read(*given))
+        return gathered[-1]
+
+    weightsync.format.manifest.CHUNK, Gatherer.gather = CHUNK, counted  # type: ignore[method-assign]
+    try:
+        with on_hosts(hosts, **arguments) as (built, publisher):
+            versions = [publisher.publish(0).version]
+            for step in range(steps):
+                built.step(random_batch(built.shape.vocab, seed=step))
+                versions.append(publisher.publish(step + 1).version)
+            return {"versions": versions, "gathered": gathered, "held": bool(_blocks(publisher))}
+    finally:
+        weightsync.format.manifest.CHUNK, Gatherer.gather = whole, read  # type: ignore[method-assign]
+
+
+def publish_refused_share(hosts: list[str], **arguments: Any) -> list[str]:
+    """The error of a version whose other host does not keep its share, and then that the next one is published."""
+    import weightsync.format.manifest
+
+    def broken(_share: HostShare, _raw: bytes) -> None:
+        raise PublishError("made to refuse")
+
+    whole, accept = weightsync.format.manifest.CHUNK, HostShare.accept
+    weightsync.format.manifest.CHUNK = CHUNK
+    try:
+        with on_hosts(hosts, **arguments) as (_, publisher):
+            HostShare.accept = broken  # type: ignore[method-assign]
+            said = []
+            try:
+                publisher.publish(0)
+            except TrainerError as error:
+                said = [type(error).__name__, str(error)]
+            HostShare.accept = accept  # type: ignore[method-assign]
+            return [*said, str(publisher.publish(1).version)]
+    finally:
+        weightsync.format.manifest.CHUNK, HostShare.accept = whole, accept  # type: ignore[method-assign]
 
 
 def no_room(_share: Share, *_: Any) -> Any:

@@ -31,7 +31,8 @@ T = TypeVar("T")
 class Hosts:
     """`start` a peer on a host, `publisher` one on it, and look at what becomes of versions."""
 
-    def __init__(self, store_url: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, store_url: str, directory: Path, monkeypatch: pytest.MonkeyPatch, model: str = MODEL) -> None:
+        self.model, self._keys = model, Keys(model)
         self.store_url, self._logs, self._monkeypatch = store_url, directory, monkeypatch
         self.peers: dict[str, subprocess.Popen[bytes]] = {}
         self.arenas: dict[str, Path] = {}
@@ -47,7 +48,17 @@ class Hosts:
         return {"HOTSWAP_HOST": host, "HOTSWAP_ARENA": str(self.arena(host)), "HOTSWAP_STORE": self.store_url}
 
     def start(self, host: str, *options: object) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "weightsync.peer", "--model", MODEL, "--transport", "tcp", "--lease-ttl", "2"]
+        command = [
+            sys.executable,
+            "-m",
+            "weightsync.peer",
+            "--model",
+            self.model,
+            "--transport",
+            "tcp",
+            "--lease-ttl",
+            "2",
+        ]
         command += ["--chunk", str(CHUNK), "--read-timeout", "5", *map(str, options)]
         environment = {**os.environ, **self.environment(host), "OMP_NUM_THREADS": "1"}
         with (self._logs / f"{host}.log").open("ab") as log:
@@ -65,12 +76,12 @@ class Hosts:
         for name, value in self.environment(host).items():
             self._monkeypatch.setenv(name, value)
         self._monkeypatch.setattr("weightsync.format.manifest.CHUNK", CHUNK)
-        publisher = Publisher(self.store_url, model=MODEL, lineage=lineage, keep=keep)
+        publisher = Publisher(self.store_url, model=self.model, lineage=lineage, keep=keep)
         self._publishers.append(publisher)
         return publisher
 
     def copies(self, digest: str) -> dict[str, CopyRecord]:
-        return {c.host: c for c in parsed(KEYS, self.store.list(KEYS.copies)[0]) if c.digest == digest}
+        return {c.host: c for c in parsed(self._keys, self.store.list(self._keys.copies)[0]) if c.digest == digest}
 
     def wait_copy(self, host: str, digest: str, state: str = "ready", timeout_s: float = 60.0) -> CopyRecord:
         def found() -> CopyRecord | None:
@@ -84,7 +95,7 @@ class Hosts:
 
     def metric(self, host: str, name: str, /, **labels: str) -> float:
         """The sum over all labels that are not given."""
-        address = next(c.address for c in parsed(KEYS, self.store.list(KEYS.copies)[0]) if c.host == host)
+        address = next(c.address for c in parsed(self._keys, self.store.list(self._keys.copies)[0]) if c.host == host)
         text = httpx.get(f"http://{address}/metrics", timeout=30).raise_for_status().text
         samples = [s for family in text_string_to_metric_families(text) for s in family.samples if s.name == name]
         return sum(s.value for s in samples if labels.items() <= s.labels.items())
