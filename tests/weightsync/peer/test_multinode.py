@@ -21,7 +21,7 @@ from tests.weightsync.fleet import running_fleet
 from tests.weightsync.peer.hosts import KEYS, MODEL, Hosts, newest, serving
 from weightsync import Coordinator, Store
 from weightsync.control.records import VersionRecord
-from weightsync.peer.slices import part_copy_key
+from weightsync.peer.slices import part_copy_key, slices_prefix
 
 pytestmark = [pytest.mark.engine, pytest.mark.broad, pytest.mark.timeout(900)]
 WAIT_S = 400.0  # a guard: five processes import vLLM, three of them one after the other
@@ -86,6 +86,8 @@ async def test_ranks_on_two_hosts_swap_roll_back_and_end_together(
     with instance(hosts, checkpoints["a"]) as processes:
         async with running_fleet(hosts.store_url) as fleet:
             fleet.coordinator()
+            said = slices_prefix(KEYS)
+            await asyncio.to_thread(wait_until, lambda: len(hosts.store.list(said)[0]) == len(HOSTS), WAIT_S)
             first = await publish(hosts, "a", checkpoints["a"])
             assert await answer(store, first.version) == expected(checkpoints["a"])
             second = await publish(hosts, "b", checkpoints["b"])
