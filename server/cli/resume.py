@@ -32,6 +32,7 @@ from weightsync.control.records import (
     DiskRecord,
     InstanceRecord,
     Keys,
+    PartRecord,
     Record,
     VersionRecord,
 )
@@ -41,7 +42,7 @@ from weightsync.memory.ledger import ensure_arena
 from weightsync.memory.parts import DRAFT, LORA
 from weightsync.peer.copies import all_parts, local_slot, own_copies
 from weightsync.persist import Restored, restore
-from weightsync.persist.disk import Disk, slot_is_whole
+from weightsync.persist.disk import Disk, slot_is_left, slot_is_whole
 from weightsync.publish.checkpoint import Checkpoint
 from weightsync.store import MISSING, Store
 from weightsync.store.sqlite import SqliteStore
@@ -354,8 +355,8 @@ class _Beginning:
         own = await own_copies(self.store, self.keys, host)
         for kv in (await self.store.list(self.keys.versions))[0]:
             record = VersionRecord.from_json(kv.value)
-            places = [(local_slot(part, host, own), part.manifest_digest) for part in all_parts(record)]
-            if record.state != "ready" or all(path is None or slot_is_whole(path, digest) for path, digest in places):
+            places = [(local_slot(part, host, own), part) for part in all_parts(record)]
+            if record.state != "ready" or all(path is None or _is_left(path, part) for path, part in places):
                 continue  # another host's is that host's to judge
             with contextlib.suppress(Conflict):
                 await self.store.compare_and_swap(kv.key, kv.mod_revision, replace(record, state="retired").to_json())
@@ -401,3 +402,8 @@ def _remove_unused(directory: Path, but: str | None = None) -> None:
         elif (lock := SlotLock.try_exclusive(path)) is not None:
             path.unlink(missing_ok=True)
             lock.release()
+
+
+def _is_left(path: Path, part: PartRecord) -> bool:
+    """Of a slot that was published with chunks elsewhere, whether those that were here are."""
+    return (slot_is_left if part.shares else slot_is_whole)(path, part.manifest_digest)

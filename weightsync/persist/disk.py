@@ -34,6 +34,7 @@ from weightsync.format.dtypes import ITEMSIZE, TO_SAFETENSORS
 from weightsync.format.manifest import PREAMBLE, Manifest, TensorEntry, digest_of, header_nbytes, read_header
 from weightsync.memory.arena import SlotLock
 from weightsync.memory.parts import ADAPTER_CONFIG, LORA
+from weightsync.memory.receiver import SlotReader
 from weightsync.peer.copies import all_parts
 from weightsync.publish.checkpoint import INDEX, Checkpoint
 from weightsync.publish.writer import FileTensor
@@ -112,6 +113,15 @@ def slot_is_whole(path: Path, digest: str) -> bool:
     except (ManifestError, SlotBusy, DigestMismatch, CheckpointError, OSError):
         return False
     return True
+
+
+def slot_is_left(path: Path, digest: str) -> bool:
+    """Whether the slot is there, wholly or but for chunks that other hosts have (`weightsync.publish.spread`)."""
+    try:
+        with SlotReader.open(path, manifest_digest=digest, populate=False, part=True) as reader:
+            return reader.is_part or slot_is_whole(path, digest)
+    except (ManifestError, SlotBusy):
+        return False
 
 
 @contextlib.contextmanager

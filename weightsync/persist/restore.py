@@ -180,7 +180,7 @@ class _Attempt:
         if digest not in self.whole:
             path = local_slot(piece, self.host, self.own)
             whole = path is not None and await asyncio.to_thread(slot_is_whole, path, digest)
-            self.whole[digest] = whole or (path is None and digest in self.copied)
+            self.whole[digest] = whole or ((path is None or bool(piece.shares)) and digest in self.copied)
         return self.whole[digest]
 
     def _fill(self, piece: PartRecord) -> SlotLock:
@@ -318,6 +318,8 @@ class _Attempt:
         digest, path = piece.manifest_digest, local_slot(piece, self.host, self.own)
         if digest in self.filled or path is None:  # another host's is that host's to judge
             return True
+        if piece.shares and digest in self.copied:
+            return True  # this host's slot lacks what another has
         return self.whole[digest] if digest in self.whole else _digest_at(path) == digest
 
     def _renamed(self, record: VersionRecord) -> VersionRecord:
