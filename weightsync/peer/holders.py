@@ -57,16 +57,15 @@ class NoHolder(PeerError):
 
 
 class ShareLost(PeerError):
-    """A host that wrote chunks of a version offers them no more, and nobody else has them."""
+    """Chunks that hosts wrote of a version are offered by nobody any more."""
 
     code = "share_lost"
 
-    def __init__(self, digest: str, host: str) -> None:
-        self.host = host
-        super().__init__(
-            f"host {host} wrote chunks of {digest} that nobody else has, and is gone: start its peer again, or publish "
-            "another version"
-        )
+    def __init__(self, digest: str, gone: str, writers: Sequence[str]) -> None:
+        self.host = gone
+        some = ", ".join(writers)
+        who = f"host {gone}, which wrote some, is gone" if gone else f"{some} wrote them, and lost some"
+        super().__init__(f"nobody has all chunks of {digest}: {who}. Start its peer again, or publish another version")
 
 
 class Sources:
@@ -92,7 +91,7 @@ class Sources:
         writers: Sequence[str] = (),
         patient: bool = True,
     ) -> None:
-        self._writers = [host for host in writers if host != seed]
+        self._writers = list(writers)
         self._client, self._opener = client, Opener(client, transport, key, background)
         self.key, self._offered = key, offered
         self._seed, self._rack, self._left_out, self._patient = seed, rack, left_out, patient
@@ -131,7 +130,7 @@ class Sources:
         needed, busy = self._needs_another(), self.open.keys() | self._asking.keys()
         feeders = self._feeders.wanted(self._may_feed)
         if self.loose:
-            feeders += tuple(filter(self._may_feed, self._writers))
+            feeders += tuple(host for host in self._writers if host != self._seed and self._may_feed(host))
         for host in {host for host in feeders if host in offered and host not in busy}:
             self._begin_to_open(offered[host])
         if not self.loose:
@@ -210,18 +209,20 @@ class Sources:
         """
         if any(True for _ in self._offered()):
             self._seen_at = time.monotonic()
-        if time.monotonic() - self._moved_at > SHARE_S and (lost := self._lost_writer()) is not None:
-            raise ShareLost(self.key.digest, lost)
+        if self._writers and time.monotonic() - self._moved_at > SHARE_S:
+            self._check_writers()
         gone = time.monotonic() - max(self._seen_at, self._moved_at) > SILENT_S
         problem = self.held_up()
         if gone or (problem is not None and (self._disagreed or not self._patient)):
             raise problem or NoHolder(self.key.digest, self.problem)
 
-    def _lost_writer(self) -> str | None:
-        """One of the writers that is gone, if nobody who is open has anything that is missing."""
-        there = {record.host for record in self._offered()}
-        gone = next((host for host in self._writers if host not in there), None)
-        return gone if gone is not None and self._needs_another() else None
+    def _check_writers(self) -> None:
+        """Raises ShareLost when one is gone, or all are open, and what is missing is nowhere."""
+        found = {record.host: record.state for record in self._offered()}
+        others = [host for host in self._writers if host != self._seed]
+        gone = next((host for host in others if host not in found), "")
+        if (gone or self.open.keys() >= set(others)) and "ready" not in found.values() and self._needs_another():
+            raise ShareLost(self.key.digest, gone, self._writers)
 
     def leave(self, source: Source, seconds: float) -> None:
         """Do not read from it for `seconds`; reads in flight fail."""

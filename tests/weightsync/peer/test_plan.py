@@ -302,3 +302,15 @@ def test_who_is_left_out_is_passed_over_on_the_way_up_and_who_has_nothing_is_not
     gone |= {"b", "source"}
     assert now(1.5 * PATIENCE_S) == ("", "c")
     assert Feeders().now(lambda host: True, 0.0) == ("", "")
+
+
+@given(st.integers(1, 40), st.data())
+def test_what_the_source_lacks_is_read_from_who_has_it_and_nothing_else_is(chunks: int, data: st.DataObject) -> None:
+    """A receiver that the source feeds in both trees waits for nobody: the rest of both trees stays the source's."""
+    lacks = data.draw(st.integers(0, (1 << chunks) - 1))
+    have = (1 << chunks) - 1 & ~lacks
+    holders = [Holder("source", have=Bitmap(chunks, have)), Holder("writer", have=Bitmap(chunks, lacks))]
+    planner = Planner(chunks, "me", chunks, chunks)
+    begun = planner.next(holders, Bitmap(chunks), [], ("source", "source"), lacks=lacks)
+    read = {host: sum(1 << read.chunk for read in begun if read.host == host) for host in ("source", "writer")}
+    assert read == {"source": have, "writer": lacks}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,15 @@ import pytest
 
 import weightsync
 from tests.waiting import wait_until
-from tests.weightsync.peer.hosts import CHUNK, MODEL, Hosts, bytes_of, newest
-from weightsync import Publisher, SlotReader
-from weightsync.errors import ManifestError, PublishError
+from tests.weightsync.peer.hosts import CHUNK, KEYS, MODEL, Hosts, bytes_of, newest
+from weightsync import Publisher, SlotReader, open_store
+from weightsync.control.agent import CommitResult, Participant, StageResult
+from weightsync.control.coordinator import Coordinator
+from weightsync.control.records import ActiveRecord, InstanceRecord, VersionRecord
+from weightsync.errors import ManifestError, PublishError, SwapAborted
 from weightsync.format.manifest import Layout, Schema
 from weightsync.peer.chunks import Bitmap
+from weightsync.peer.copies import wait_for_slots
 from weightsync.peer.shelf import Journal, Regions
 from weightsync.publish.publisher import Draft, as_schema
 from weightsync.publish.spread import Gatherer, HostShare, chunks_of, staying
@@ -259,20 +265,66 @@ def test_a_share_outlives_its_peer(hosts: Hosts, transport: Transport) -> None:
     )
 
 
-def test_a_writer_that_is_gone_is_named(hosts: Hosts, transport: Transport) -> None:
+class Instance:
+    """An instance on host c that stages whatever its peer brings, and the coordinator of its swaps."""
+
+    def __init__(self, store_url: str) -> None:
+        self._store = open_store(store_url, create=False)
+        record = InstanceRecord(id="test", address="http://127.0.0.1:1", state="STARTING")
+        self._participant = Participant(self._store, MODEL, record, self._stage, self._commit)
+        self._coordinator = Coordinator(self._store, MODEL)
+        self.versions: list[int] = []
+
+    async def _stage(self, version: VersionRecord) -> StageResult:
+        local = await wait_for_slots(self._store, KEYS, version, "c", 60)
+        with SlotReader.open(local.slot, manifest_digest=local.manifest_digest) as reader:
+            reader.verify_all()
+        return StageResult()
+
+    async def _commit(self, _active: ActiveRecord, version: VersionRecord) -> CommitResult:
+        self.versions.append(version.version)
+        return CommitResult()
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        self._participant.start()
+        self._coordinator.start()
+        try:
+            await self._participant.serving()
+            yield
+        finally:
+            await self._participant.stop()
+            await self._coordinator.stop()
+            await self._store.close()
+
+
+async def test_a_writer_that_is_gone_costs_one_version(hosts: Hosts, transport: Transport) -> None:
+    """Its peer is killed before anybody has read its chunks: the swap is given up and says why, and the version before
+    serves on. When the peer is back, so is the version."""
     for host in "abc":
         hosts.start(host)
-    publisher = hosts.publisher("a")
-    wait_until(lambda: set(publisher.share_hosts()) == {"b", "c"})
-    hosts.kill("b")
-    version, _, share = spread(publisher, transport, hosts.arena("b"), model())
-    record = newest(publisher)
-    publisher.activate(version, wait=False)
-    for host in "ac":
-        copy = hosts.wait_copy(host, record.manifest_digest, "failed")
+    publisher, instance = hosts.publisher("a"), Instance(hosts.store_url)
+    await asyncio.to_thread(wait_until, lambda: set(publisher.share_hosts()) == {"b", "c"})
+    async with instance.running():
+
+        def swap(seed: int, *, killed: str = "") -> int:
+            if killed:
+                hosts.kill(killed)
+            version, _, share = spread(publisher, transport, hosts.arena("b"), model(seed=seed))
+            try:
+                publisher.activate(version, timeout_s=90)
+            finally:
+                share.close()
+            return version
+
+        first = await asyncio.to_thread(swap, 0)
+        with pytest.raises(SwapAborted, match="host b, which wrote some, is gone"):
+            await asyncio.to_thread(swap, 1, killed="b")
+        assert instance.versions == [first]
+        record = newest(publisher)
+        copy = hosts.copies(record.manifest_digest)["c"]
         assert copy.error is not None
-        assert (copy.error.code, "host b wrote" in copy.error.message) == ("share_lost", True)
-    hosts.start("b")
-    for host in "abc":
-        bytes_of(hosts.wait_copy(host, record.manifest_digest))
-    share.close()
+        assert copy.error.code == "share_lost"
+        hosts.start("b")
+        await asyncio.to_thread(publisher.activate, record.version, timeout_s=90)
+        assert instance.versions == [first, record.version]
