@@ -91,7 +91,7 @@ def peers(store_url: str, directory: Path, monkeypatch: pytest.MonkeyPatch, name
     hosts = Hosts(store_url, directory, monkeypatch, "tiny")
     try:
         for name in names:
-            hosts.start(name)
+            hosts.start(name, "--deltas", "never")
         wait_until(lambda: len(hosts.store.list("copies/tiny/takers/")[0]) == len(names))
         yield hosts
     finally:
@@ -139,8 +139,8 @@ def test_what_ranks_write_stays_on_their_hosts(
             gathered = sum(sum(answer["gathered"]) for answer in answers) / 3
         assert not any(answer["held"] for answer in answers), "memory besides the slots"
         assert sum(came) >= 3 * nbytes
-        assert min(came) > nbytes / 10, "one host sent nearly all of it"
         if not cut:
+            assert min(came) > nbytes / 10, "one host sent nearly all of it"
             assert gathered < nbytes / 4, (gathered, nbytes)
     assert len(received) == 6
     for apart, together in zip(received[:3], received[3:], strict=True):
