@@ -48,6 +48,7 @@ class WellEngine:
 
     max_num_seqs = 1
     dead = False
+    hosts = ("",)
 
     async def prepare(self, *_: object, **__: object) -> None: ...
 
