@@ -16,7 +16,7 @@ from pathlib import Path
 import orjson
 from prometheus_client import Counter, Gauge
 
-from server.instance.hosts import located
+from server.instance.hosts import RankFailed, located
 from server.instance.middleware import Admission
 from server.sleeping import SleepOrder, ordered, stay_asleep
 from weightsync.control.agent import CommitResult, Participant, StageResult
@@ -68,7 +68,7 @@ class Sidecar:
         self._trust = Trust(config.trust)
         self._keys, self._host = Keys(config.model), this_host()
         self._participant: Participant | None = None
-        self._saying = Saying(self._keys, config.instance_id, config.store)
+        self._saying = Saying(self._keys, config.instance_id)
         self._asks = False  # whether it is to say what it needs when it has seen a version
         self._suspect: int | None = None  # the version built last, or one that was not as published
         self.starts_over = False  # whether the process is to begin anew: to sleep, or with an engine of another form
@@ -204,7 +204,12 @@ class Sidecar:
         """Have the peers fetch what is read on their hosts, if ranks are on several; signatures are of all bytes."""
         spans = len(set(self._engine.hosts)) > 1
         self._asks = spans and not schema  # until a version has shown the tensors
-        reads = await self._engine.reads(schema) if spans and schema else None
+        reads = None
+        if spans and schema:
+            try:
+                reads = await self._engine.reads(schema)
+            except RankFailed as error:
+                log.warning("this instance needs whole versions: %s", error)
         self._saying.say((self._host, *self._engine.hosts), reads, self._host if self._config.trust else None)
 
     async def _stage(self, store: Store, version: VersionRecord) -> StageResult:

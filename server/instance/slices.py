@@ -16,7 +16,7 @@ from typing import Any
 
 from weightsync.control.lease import LeaseKeeper
 from weightsync.control.records import Keys
-from weightsync.errors import StoreError, StoreUnavailable
+from weightsync.errors import StoreUnavailable, WeightSyncError
 from weightsync.format.manifest import schema_of
 from weightsync.format.slices import Slices
 from weightsync.peer.slices import SlicesRecord, slices_prefix
@@ -24,7 +24,7 @@ from weightsync.store import Store
 
 log = logging.getLogger("hotswap.instance")
 
-LEASE_TTL_S = 5.0
+LEASE_TTL_S = 30.0  # a record that outlives its instance for a while does no harm; one that goes while it is busy does
 RETRY_S = 1.0
 
 
@@ -57,8 +57,8 @@ def joined_reads(
 class Saying:
     """The records of one instance, under a lease of their own: they are there before it takes part in swaps."""
 
-    def __init__(self, keys: Keys, instance: str, guard_url: str) -> None:
-        self._keys, self._instance, self._guard_url = keys, instance, guard_url
+    def __init__(self, keys: Keys, instance: str) -> None:
+        self._keys, self._instance = keys, instance
         self._hosts: tuple[str, ...] = ()
         self._reads: Reads | None = None
         self._changed = asyncio.Event()
@@ -84,15 +84,17 @@ class Saying:
 
     async def run(self, store: Store) -> None:
         """Keep the records in the store, for ever. Cancelled, it takes them away."""
+        told = ""
         while True:
             try:
                 await self._session(store)
-            except StoreError as error:
-                log.warning("peers are not told what this instance needs, and fetch everything: %s", error)
+            except WeightSyncError as error:  # also where the role in etcd is of a release that has no such records
+                if told != (told := str(error)):
+                    log.warning("peers are not told what this instance needs, and fetch everything: %s", error)
             await asyncio.sleep(RETRY_S)
 
     async def _session(self, store: Store) -> None:
-        lease = await LeaseKeeper.grant(store, LEASE_TTL_S, self._guard_url)
+        lease = await LeaseKeeper.grant(store, LEASE_TTL_S)
         try:
             while not lease.lost.is_set():
                 self._changed.clear()

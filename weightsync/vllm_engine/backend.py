@@ -21,7 +21,6 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from weightsync.control.hosts import this_host
-from weightsync.errors import WeightSyncError
 from weightsync.format.manifest import schema_of
 from weightsync.vllm_engine import core, routing
 from weightsync.vllm_engine.build import Reads
@@ -247,8 +246,8 @@ class WorkerMethods:
         filled from, a bit for each name in order, in hex). None: it cannot be said."""
         try:
             reads = self.weight_transfer_engine.reads(schema)
-        except (UnsupportedModelError, WeightSyncError) as error:
-            log.warning("what this worker reads of a version cannot be said: %s", error)
+        except Exception:  # of a loader: what is wrong with the model, if anything is, a staging says
+            log.warning("this worker cannot say what it reads of versions: its peer fetches all", exc_info=True)
             return None
         unread = set(reads.unread)
         names = sorted(name for name, _, _ in schema)

@@ -27,6 +27,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.broad, pytest.mark.timeout(900)]
 WAIT_S = 400.0  # a guard: five processes import vLLM, three of them one after the other
 PROMPT, TOKENS = [3, 4, 5, 6, 7], 12
 HOSTS = ("a", "b")
+SMALL = 8 << 10  # chunks of which some have nothing for one of the ranks
 
 
 @contextlib.contextmanager
@@ -62,7 +63,7 @@ def expected(checkpoint: Path) -> list[int]:
 
 async def publish(hosts: Hosts, host: str, checkpoint: Path) -> VersionRecord:
     """From a trainer on `host`; returns when it is active."""
-    publisher = hosts.publisher(host)
+    publisher = hosts.publisher(host, chunk=SMALL)
     await asyncio.to_thread(publisher.publish, load_file(checkpoint / "model.safetensors"))
     return newest(publisher)
 
