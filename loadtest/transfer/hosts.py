@@ -29,10 +29,14 @@ from weightsync.control.records import CopyRecord, Keys
 from weightsync.format import manifest
 from weightsync.format.slices import Slices
 from weightsync.peer.copies import parsed
+from weightsync.peer.shelf import Regions
 from weightsync.peer.slices import SlicesRecord, part_copy_key, slices_prefix
 from weightsync.publish.publisher import Publisher
+from weightsync.publish.spread import Gatherer, HostShare
+from weightsync.publish.writer import join
 from weightsync.store import SyncStore
 from weightsync.tls import ClusterTls
+from weightsync.transport import open_transport
 
 MODEL = "transfer"
 SOURCE = "source"
@@ -48,10 +52,19 @@ class Fleet:
     """A source and receivers, all ready. Use as a context; only one at a time."""
 
     def __init__(
-        self, receivers: int, *, gbit: float | None = None, chunk: int = CHUNK, places: int = 1, nbytes: int = 0
+        self,
+        receivers: int,
+        *,
+        gbit: float | None = None,
+        chunk: int = CHUNK,
+        places: int = 1,
+        writers: int = 1,
+        nbytes: int = 0,
     ) -> None:
         """`gbit` is what the link of each host carries; None: they are all on loopback. With several `places`, each
-        host needs one of as many equal slices of a version of `nbytes`, as where instances span so many hosts."""
+        host needs one of as many equal slices of a version of `nbytes`, as where instances span so many hosts. With
+        several `writers` the source and so many receivers but one write equal shares of a version."""
+        self._writers = [f"receiver-{number}" for number in range(writers - 1)]
         self._receivers, self._gbit, self._chunk, self._stack = receivers, gbit, chunk, contextlib.ExitStack()
         self._slices = _slices(places, nbytes) if places > 1 else ()
         self._tls: ClusterTls | None = None
@@ -96,8 +109,39 @@ class Fleet:
 
     def distribute(self, nbytes: int, seed: int) -> float:
         """Publish new weights of as many bytes; seconds from the commit until the last host has announced its copy."""
-        weights = np.random.default_rng(seed).standard_normal(nbytes // 4, np.float32)
-        version = self._publisher.publish(_tensors(weights), wait=False)
+        tensors = _tensors(np.random.default_rng(seed).standard_normal(nbytes // 4, np.float32))
+        with contextlib.ExitStack() as shares:
+            return self._distributed(self._publish(tensors, shares))
+
+    def _publish(self, tensors: dict[str, np.ndarray[Any, Any]], shares: contextlib.ExitStack) -> int:
+        """Returns the version. The tensors lie one after the other on the writers, as stages of a pipeline do."""
+        if not self._writers:
+            return self._publisher.publish(tensors, wait=False)
+        while not set(self._writers) <= (directories := self._publisher.share_hosts()).keys():
+            time.sleep(0.005)
+        transport = shares.enter_context(open_transport("tcp", listen="127.0.0.1", tls=None))
+        regions = Regions(transport)
+        schema = manifest.schema_of((name, "float32", array.shape) for name, array in tensors.items())
+        draft = shares.enter_context(self._publisher.begin(schema))
+        mine, *others = np.array_split(np.array(sorted(tensors)), 1 + len(self._writers))
+        for name in mine:
+            draft.write(str(name), tensors[str(name)])
+        parts, written = {}, []
+        for rank, (host, names) in enumerate(zip(self._writers, others, strict=True), 1):
+            share = HostShare(directories[host], MODEL, draft.version, schema)
+            shares.callback(share.close)
+            writer = join(share.ticket, rank)
+            for name in names:
+                writer.write(str(name), tensors[str(name)])
+            parts[host], offer = share.settle([writer.seal()], regions, transport.endpoint)
+            Gatherer(transport, regions).gather(offer, draft)
+            written.append(share)
+        raw = draft.spread([], parts)
+        for share in written:
+            share.accept(raw)
+        return draft.commit(activate=True)
+
+    def _distributed(self, version: int) -> float:
         started = time.monotonic()
         digest = next(v.manifest_digest for v in self._publisher.versions() if v.version == version)
         while len(self._ready(digest)) <= self._receivers:
@@ -126,7 +170,8 @@ class Fleet:
         return [c.host for c in self._copies() if c.digest == digest and c.state == "ready"] + [h for *_, h in parts]
 
     def _addresses(self) -> dict[str, CopyRecord]:
-        return {copy.host: copy for copy in self._copies()}
+        """Of the receivers."""
+        return {copy.host: copy for copy in self._copies() if copy.host != SOURCE}
 
     def _copies(self) -> list[CopyRecord]:
         return parsed(KEYS, self._store.list(KEYS.copies)[0])
@@ -209,19 +254,23 @@ def by_hosts(nbytes: int, rounds: int, counts: tuple[int, ...]) -> dict[str, dic
     return figures
 
 
-def by_links(nbytes: int, rounds: int, counts: tuple[tuple[int, int], ...], gbit: float, chunk: int) -> dict[str, Any]:
+def by_links(
+    nbytes: int, rounds: int, counts: tuple[tuple[int, int, int], ...], gbit: float, chunk: int
+) -> dict[str, Any]:
     """Each host behind a link of `gbit`. `of_a_link`: the seconds by those that all bytes take over one link.
 
-    `counts`: (hosts, places). With several places each host needs its place's slice alone: "8 of 2 places".
+    `counts`: (hosts, places, writers). With several places each host needs its place's slice alone: "8 of 2 places".
+    With several writers some of the hosts have written a share of it: "8 from 2 writers".
     """
     link_s = nbytes * 8 / gbit / 1e9
     figures: dict[str, Any] = {"nbytes": nbytes, "chunk_nbytes": chunk, "link_gbit": gbit, "link_s": round(link_s, 3)}
-    for count, places in counts:
-        with Fleet(count, gbit=gbit, chunk=chunk, places=places, nbytes=nbytes) as fleet:
+    for count, places, writers in counts:
+        with Fleet(count, gbit=gbit, chunk=chunk, places=places, writers=writers, nbytes=nbytes) as fleet:
             fleet.distribute(nbytes, 0)
             before, received = _cpu_s(), fleet.received()
             taken = [fleet.distribute(nbytes, seed) for seed in range(1, rounds + 1)]
-            figures[str(count) if places == 1 else f"{count} of {places} places"] = {
+            of, by = f" of {places} places" if places > 1 else "", f" from {writers} writers" if writers > 1 else ""
+            figures[f"{count}{of}{by}"] = {
                 "seconds": [round(seconds, 2) for seconds in taken],
                 "of_a_link": round(statistics.median(taken) / link_s, 3),
                 "read_by_each": round((fleet.received() - received) / count / rounds / nbytes, 3),
