@@ -12,7 +12,7 @@ import pytest
 from tests.waiting import wait_until
 from tests.weightsync.peer.hosts import CHUNK, KEYS, MODEL, Hosts, bytes_of, newest, path_of, random_model
 from weightsync import SlotReader, Store
-from weightsync.control.records import CopyHostRecord, CopyRecord, InstanceRecord, Keys, VersionRecord
+from weightsync.control.records import CopyHostRecord, CopyRecord, ErrorInfo, InstanceRecord, Keys, VersionRecord
 from weightsync.errors import CopyUnavailable, DigestMismatch, ManifestError
 from weightsync.format.manifest import CUTS, Cuts, Layout, Manifest, Schema, TensorEntry, TensorSpec, cut_ends, parts_of
 from weightsync.format.slices import MOST_BLOCKS, Slices
@@ -302,6 +302,20 @@ async def test_an_instance_waits_until_its_peer_has_what_it_needs(hosts: Hosts, 
     waiting = asyncio.create_task(wait_for_slots(store, KEYS, record, "b", 60.0, more.digest))
     await asyncio.to_thread(say, hosts, "b", more)
     assert (await waiting).slot == found.slot
+
+
+async def test_what_the_peer_cannot_fetch_for_another_instance_holds_nobody_up(store: Store) -> None:
+    half = some_of(random_model(1), FIRST)
+    record = VersionRecord(1, "ready", "//a/dev/shm/x/slot-1", 1, "d" * 32, None, None, "p", 1, 0.0, "", 1)
+    copy = CopyRecord("b", "//b/x/slot-9", "d" * 32, 1, "failed", "b:1", 1.0, ErrorInfo("arena_full", "no room"))
+    await store.put(KEYS.copy("d" * 32, "b"), copy.to_json())
+    with pytest.raises(CopyUnavailable, match="no room"):
+        await wait_for_slots(store, KEYS, record, "b", 10.0, half.digest)
+    part = PartCopyRecord("b", "//b/x/slot-9", "d" * 32, (half.digest,))
+    await store.put(part_copy_key(KEYS, "d" * 32, "b"), part.to_json())
+    assert (await wait_for_slots(store, KEYS, record, "b", 10.0, half.digest)).slot == "/x/slot-9"
+    with pytest.raises(CopyUnavailable, match="no room"):
+        await wait_for_slots(store, KEYS, record, "b", 10.0, "another")
 
 
 def test_who_looks_for_versions_on_a_host_does_not_take_a_part(hosts: Hosts) -> None:
