@@ -1,31 +1,27 @@
 """An index of which instance has the beginning of a prompt in its prefix cache, by the bytes of the request.
 
-vLLM's cache finds blocks of 16 tokens by a chain of hashes. Here the same is done with bytes, and without reading the
-JSON: from the field that holds the prompt on, the body is cut at SIZES, and the hash of each piece begins from that of
-the piece before it, so that one number stands for a whole prefix. Each instance has a table of the prefixes it was
-sent. The pieces grow: a prompt of any length costs at most len(SIZES) hashes, and of a shared prefix at least two
-thirds are recognized.
+Each instance has a table of prefixes (server/prefixes.py): those that it was sent from here count at once, and those
+that it reports to hold count until it reports that it has dropped them. What another gateway has sent there, and what
+was evicted, becomes known with the reports, which come with each scrape.
 
-It is a guess, and only ever costs time when it is wrong: the instance may have evicted the blocks, a tokenizer may join
-what was cut apart, and another gateway's requests are unknown here.
+It is a guess, and only ever costs time when it is wrong: blocks may be evicted by the time a request comes, and a
+tokenizer may join what was cut apart.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
 from xxhash import xxh3_64_intdigest
 
-from server import api
+from server.prefixes import SIZES, chain, seed, start
 
 V = TypeVar("V")
 
-SIZES: Final = tuple(n for exponent in range(8, 16) for n in (2**exponent, 3 * 2 ** (exponent - 1)))  # 256 B to 48 KiB
-LOOK: Final = 4096  # where the prompt's field is looked for; if it is further on, the body counts from its start
-# What comes first in the prompt that a route makes of its body. Inside a JSON string such a name cannot occur: its
-# quotes would be escaped.
-PROMPT_FIELDS: Final = {route.path: route.prompt for route in api.ROUTES if route.prompt}
+SENT_S: Final = 15.0  # what an instance that reports has not confirmed by then counts no more, or after as long again
+MOST_HELD: Final = 2**17  # prefixes that an instance may report; one engine reports 8192 at most
 
 
 @dataclass
@@ -57,26 +53,12 @@ def no_hint() -> Hint:
 
 def hint(route: str, body: bytes, scope: bytes, session: bytes | None) -> Hint:
     """The hint for a request. `scope`: whose cache blocks it may hit; requests of two scopes share none."""
-    fields = PROMPT_FIELDS.get(route)
-    if fields is None:
+    begin = start(route, body)
+    if begin < 0:
         return NO_HINT
-    seed = xxh3_64_intdigest(scope)
-    own = xxh3_64_intdigest(session, seed) if session else 0
-    start = min((at for field in fields if (at := body.find(field, 0, LOOK)) >= 0), default=0)
-    return Hint(_chain(body, start, seed), min(len(body) - start, SIZES[-1]), own)
-
-
-def _chain(body: bytes, start: int, link: int) -> list[int]:
-    found: list[int] = []
-    view, at = memoryview(body), start
-    for size in SIZES:
-        end = start + size
-        if end > len(body):
-            break
-        link = xxh3_64_intdigest(view[at:end], link)
-        found.append(link)
-        at = end
-    return found
+    link = seed(scope)
+    own = xxh3_64_intdigest(session, link) if session else 0
+    return Hint(chain(body, begin, link), min(len(body) - begin, SIZES[-1]), own)
 
 
 def tie_break(key: int, instance_seed: int) -> int:
@@ -109,29 +91,65 @@ class Recent(Generic[V]):
         """Remembers `value`, or that it is still of use."""
         self._young[key] = value
         if len(self._young) >= self._limit:
-            self._old, self._young = self._young, {}
+            self.age()
+
+    def age(self) -> None:
+        """Forgets what has not been put since the last time."""
+        self._old, self._young = self._young, {}
+
+    def drop(self, key: int) -> None:
+        """Forgets this one."""
+        self._young.pop(key, None)
+        self._old.pop(key, None)
 
 
 class PrefixTable:
-    """The prefixes one instance was sent under one weight version: blocks of another are never hit."""
+    """The prefixes one instance likely holds under one weight version: blocks of another are never hit."""
 
-    __slots__ = ("_seen",)
+    __slots__ = ("_aged_at", "_held", "_sent")
 
     def __init__(self, limit: int) -> None:
-        self._seen: Recent[bool] = Recent(limit)
+        self._sent: Recent[bool] = Recent(limit)
+        self._held: set[int] = set()  # as it reports
+        self._aged_at = 0.0  # monotonic
 
     def __len__(self) -> int:
-        return len(self._seen)
+        return len(self._sent)
+
+    @property
+    def held(self) -> int:
+        """How many it has reported."""
+        return len(self._held)
 
     def share(self, hint: Hint) -> float:
-        """How much of the prompt it has been sent before, 0 to 1."""
-        seen = self._seen
-        for k in range(len(hint.prefixes) - 1, -1, -1):
-            if seen.get(hint.prefixes[k]):
+        """How much of the prompt it likely has, 0 to 1."""
+        held, sent, prefixes = self._held, self._sent, hint.prefixes
+        for k in range(len(prefixes) - 1, -1, -1):
+            if prefixes[k] in held or sent.get(prefixes[k]):
                 return SIZES[k] / hint.size
         return 0.0
 
     def add(self, hint: Hint) -> None:
         """It is sent this prompt."""
         for prefix in hint.prefixes:
-            self._seen.put(prefix, True)
+            self._sent.put(prefix, True)
+
+    def reported(self, held: Iterable[int], dropped: Iterable[int], now: float, *, whole: bool) -> int:
+        """It says what it has come to hold and what it has dropped; `whole`: it holds nothing else. How many of those
+        known here it has dropped."""
+        before = self._held
+        if whole:
+            self._held = set(held)
+            gone = before - self._held
+        else:
+            before.update(held)
+            gone = before.intersection(dropped)
+            before -= gone
+        if len(self._held) > MOST_HELD:
+            self._held = set()
+        for prefix in gone if whole else dropped:
+            self._sent.drop(prefix)
+        if now - self._aged_at >= SENT_S:
+            self._sent.age()
+            self._aged_at = now
+        return len(gone)
