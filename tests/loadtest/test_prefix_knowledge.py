@@ -14,7 +14,7 @@ def test_more_knowledge_hits_more(tmp_path: Path) -> None:
     assert rows == orjson.loads((tmp_path / "figures.json").read_bytes())
     assert [(row["gateways"], row["stays"]) for row in rows] == list(GATEWAYS)
     for row in rows:
-        assert row["load"]["hits"] < row["own"]["hits"] < row["events"]["hits"] < 1
+        assert row["load"]["hits"] < row["own"]["hits"] < row["reports"]["hits"] < row["events"]["hits"] < 1
     assert rows[0]["own"] == rows[0]["all"]  # one gateway has sent all there is
 
 
