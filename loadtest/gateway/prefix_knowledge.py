@@ -5,10 +5,10 @@
 A simulation with the code of the gateway (server/gateway/fleet: policy and tables), of the instance (the ledger of what
 it reports) and of the engine (weightsync: which prefixes it holds). Conversations without a session id run on
 Zipf-distributed system prompts, on instances whose caches drop blocks of 16 tokens in LRU order. A conversation stays
-at one gateway, or each of its requests comes to any. `load` looks at no prefix. `own` is the table of what a gateway has
-sent, `all` one of what all gateways have sent. `reports` is what a gateway has sent and what instances report, which it
-asks for every SCRAPE_S. `events` is what vLLM's KV events would tell, without delay and without loss: which blocks each
-instance holds.
+at one gateway, or each of its requests comes to any. `load` looks at no prefix. `own` is the table of what a gateway
+has sent, `all` one of what all gateways have sent. `reports` is what a gateway has sent and what instances report,
+which it asks for every SCRAPE_S. `events` is what vLLM's KV events would tell, without delay and without loss: which
+blocks each instance holds.
 """
 
 from __future__ import annotations

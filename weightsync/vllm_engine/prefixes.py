@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
 from weightsync.vllm_engine.requests import replay_of, version_of, wish_of
@@ -34,18 +34,19 @@ class Holdings:
 
     def __init__(self, most: int = MOST) -> None:
         self._most = most
-        self._blocks: OrderedDict[Key, bytes] = OrderedDict()  # the last that was asked for at the end
-        self._keys: dict[bytes, dict[Key, None]] = {}  # by block
+        self._blocks: OrderedDict[Key, Hashable] = OrderedDict()  # the last that was asked for at the end
+        self._keys: dict[Hashable, dict[Key, None]] = {}  # by block
         self._held: set[Key] = set()
         self._changed: dict[Key, None] = {}  # since `take`
 
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def __contains__(self, block: bytes) -> bool:
+    def __contains__(self, block: Hashable) -> bool:
+        """Whether a prefix ends with it."""
         return block in self._keys
 
-    def watch(self, version: str, prefix: int, block: bytes, *, held: bool) -> None:
+    def watch(self, version: str, prefix: int, block: Hashable, *, held: bool) -> None:
         """A request asks for this prefix, which ends with `block`; `held`: that is in the cache already."""
         key = (version, prefix)
         known = self._blocks.get(key)
@@ -61,12 +62,12 @@ class Holdings:
         while len(self._blocks) > self._most:
             self._forget(next(iter(self._blocks)))
 
-    def stored(self, block: bytes) -> None:
+    def stored(self, block: Hashable) -> None:
         """The block is in the cache now."""
         for key in self._keys.get(block, ()):
             self._hold(key)
 
-    def removed(self, block: bytes) -> None:
+    def removed(self, block: Hashable) -> None:
         """It is not any more. Its prefixes are watched again when a request asks for them."""
         for key in list(self._keys.get(block, ())):
             self._forget(key)
@@ -116,11 +117,13 @@ class Following:
 
     def __init__(self, scheduler: Any) -> None:
         self.holdings = Holdings()
+        self._hashes: dict[Any, Any] = {}  # by the number that events have in their place, of blocks that are watched
         self._publisher = scheduler.kv_event_publisher
         self._manager = scheduler.kv_cache_manager
         self._pool = scheduler.kv_cache_manager.block_pool
         self._hash_block_size = scheduler.hash_block_size
-        self._group, self._block_size = _deciding_group(scheduler.kv_cache_config)
+        self._group = _deciding_group(scheduler.kv_cache_config)
+        self._block_size = self._manager.coordinator.single_type_managers[self._group].block_size
 
     def watch(self, request: Any) -> None:
         """A request has come, or has got other block hashes: its prefixes are watched, under its version."""
@@ -134,8 +137,11 @@ class Following:
         tokens = request.num_prompt_tokens - len(replay_of(request).get("tokens", ()))
         for prefix, last in last_blocks(wish, tokens, self._block_size):
             if last < len(hashes):
-                held = self._holds(hashes[last])
-                self.holdings.watch(version, prefix, maybe_convert_block_hash(hashes[last]), held=held)
+                block = maybe_convert_block_hash(hashes[last])
+                self._hashes[block] = hashes[last]
+                self.holdings.watch(version, prefix, block, held=self._holds(block))
+        if len(self._hashes) > 2 * MOST:
+            self._hashes = {block: whole for block, whole in self._hashes.items() if block in self.holdings}
 
     def publish(self, events: Any) -> None:
         """vLLM's: the events of a step."""
@@ -151,7 +157,7 @@ class Following:
                     self.holdings.stored(block)
             elif isinstance(event, BlockRemoved):
                 for block in event.block_hashes:
-                    if block in self.holdings and not self._has_another(block):
+                    if block in self.holdings and not self._holds(block):  # of two equal ones the other may be left
                         self.holdings.removed(block)
         self._publisher.publish(events)
 
@@ -171,22 +177,16 @@ class Following:
         """vLLM's: where others may listen."""
         return self._publisher.get_publisher_config()
 
-    def _has_another(self, block: Any) -> bool:
-        """Whether it is there twice: of requests that come at a time, each computes it. An event may say a number
-        instead of the hash (VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES), by which the pool finds nothing."""
-        return isinstance(block, bytes) and self._holds(block)
-
-    def _holds(self, block_hash: Any) -> bool:
-        return self._pool.get_cached_block(block_hash, [self._group]) is not None
+    def _holds(self, block: Any) -> bool:
+        return self._pool.get_cached_block(self._hashes[block], [self._group]) is not None
 
 
-def _deciding_group(config: Any) -> tuple[int, int]:
-    """The group of layers whose blocks decide what is hit, and its block size: full attention, if any has it."""
+def _deciding_group(config: Any) -> int:
+    """The group of layers whose blocks decide what is hit: of full attention, if there is one."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     specs = [group.kv_cache_spec for group in config.kv_cache_groups]
-    group = next((n for n, spec in enumerate(specs) if isinstance(spec, FullAttentionSpec)), 0)
-    return group, specs[group].block_size
+    return next((n for n, spec in enumerate(specs) if isinstance(spec, FullAttentionSpec)), 0)
 
 
 def following(scheduler: Any) -> Following | None:
