@@ -18,11 +18,16 @@ pytestmark = pytest.mark.engine
 ROUTE = "/v1/completions"
 
 
-def body(first: int, model: str) -> bytes:
-    """700 tokens, of which no other `first` has a block."""
-    return orjson.dumps(
-        {"model": model, "prompt": [(first * 31 + 7 * n) % 400 + 5 for n in range(700)], "max_tokens": 1}
-    )
+TOKENS = 1000
+
+
+def prompt(number: int) -> list[int]:
+    """No two have a block in common."""
+    return [number % 400 + 5, number // 400 + 5, *((7 * n) % 400 + 5 for n in range(TOKENS - 2))]
+
+
+def body(number: int, model: str) -> bytes:
+    return orjson.dumps({"model": model, "prompt": prompt(number), "max_tokens": 1})
 
 
 class Watcher:
@@ -70,37 +75,37 @@ def watcher(live: LiveServer) -> Iterator[Watcher]:
 
 def test_what_was_computed_is_reported_until_it_is_evicted(watcher: Watcher, live: LiveServer) -> None:
     version = live.active()
-    prefixes = watcher.complete(body(1, live.name))
+    prefixes = watcher.complete(body(100_001, live.name))
     assert len(prefixes) >= 5
     wait_until(lambda: watcher.holds(version, prefixes), 60, what="a prompt that was computed is reported")
-    more = iter(range(2, 10_000))
-    wait_until(
-        lambda: (
-            [watcher.complete(body(next(more), live.name)) for _ in range(8)]
-            and watcher.holds(version, prefixes, most=0)
-        ),
-        200,
-        what="others have taken its blocks",
-    )
+    more = iter(range(10_000))
+
+    def evicted() -> bool:
+        others = [prompt(next(more)) for _ in range(24)]
+        answer = live.client.post(ROUTE, json={"model": live.name, "prompt": others, "max_tokens": 1})
+        assert answer.status_code == 200, answer.text
+        return watcher.holds(version, prefixes, most=0)
+
+    wait_until(evicted, 250, what="others have taken its blocks")
 
 
 def test_a_swap_keeps_what_each_version_has_computed_apart(
     watcher: Watcher, live: LiveServer, checkpoints: dict[str, Path]
 ) -> None:
     one = live.push(checkpoints["a"])
-    prefixes = watcher.complete(body(-1, live.name))
+    prefixes = watcher.complete(body(100_002, live.name))
     wait_until(lambda: watcher.holds(one, prefixes), 60)
     two = live.push(checkpoints["b"])
     assert watcher.holds(two, prefixes, most=0)
     assert watcher.holds(one, prefixes), "it is found again if that version returns"
-    watcher.complete(body(-1, live.name))
+    watcher.complete(body(100_002, live.name))
     wait_until(lambda: watcher.holds(two, prefixes), 60)
     assert watcher.holds(one, prefixes)
 
 
 def test_the_gateway_knows_what_it_has_not_sent(watcher: Watcher, live: LiveServer) -> None:
     """A prompt that came to the instance by another way."""
-    raw = body(-2, live.name)
+    raw = body(100_003, live.name)
     before = watcher.live.client.get("/metrics").text
     answer = watcher.http.post(ROUTE, content=raw, headers={"content-type": "application/json"})
     assert answer.status_code == 200, answer.text
