@@ -91,65 +91,80 @@ class Recent(Generic[V]):
         """Remembers `value`, or that it is still of use."""
         self._young[key] = value
         if len(self._young) >= self._limit:
-            self.age()
+            self._old, self._young = self._young, {}
 
-    def age(self) -> None:
-        """Forgets what has not been put since the last time."""
-        self._old, self._young = self._young, {}
 
-    def drop(self, key: int) -> None:
-        """Forgets this one."""
-        self._young.pop(key, None)
-        self._old.pop(key, None)
+_HELD: Final = 0  # in place of a generation
 
 
 class PrefixTable:
-    """The prefixes one instance likely holds under one weight version: blocks of another are never hit."""
+    """The prefixes one instance likely holds under one weight version: blocks of another are never hit.
 
-    __slots__ = ("_aged_at", "_held", "_sent")
+    Those that it was sent are remembered as in `Recent`, at most 2 * `limit`, at least the last `limit`: each has the
+    number of the generation in which it was sent last, and there are two. One dictionary has them and those that the
+    instance reports: a choice looks up every prefix of a prompt in the table of every instance.
+    """
+
+    __slots__ = ("_aged_at", "_generation", "_known", "_limit", "_young", "held")
 
     def __init__(self, limit: int) -> None:
-        self._sent: Recent[bool] = Recent(limit)
-        self._held: set[int] = set()  # as it reports
+        self._limit = limit
+        self._known: dict[int, int] = {}
+        self._generation = 1
+        self._young = 0  # that have its number
         self._aged_at = 0.0  # monotonic
+        self.held = 0  # how many it has reported
 
     def __len__(self) -> int:
-        return len(self._sent)
-
-    @property
-    def held(self) -> int:
-        """How many it has reported."""
-        return len(self._held)
+        return len(self._known)
 
     def share(self, hint: Hint) -> float:
         """How much of the prompt it likely has, 0 to 1."""
-        held, sent, prefixes = self._held, self._sent, hint.prefixes
+        known, prefixes = self._known, hint.prefixes
         for k in range(len(prefixes) - 1, -1, -1):
-            if prefixes[k] in held or sent.get(prefixes[k]):
+            if prefixes[k] in known:
                 return SIZES[k] / hint.size
         return 0.0
 
     def add(self, hint: Hint) -> None:
         """It is sent this prompt."""
+        known, generation = self._known, self._generation
         for prefix in hint.prefixes:
-            self._sent.put(prefix, True)
+            before = known.get(prefix, -1)
+            if before != _HELD and before != generation:
+                known[prefix] = generation
+                self._young += 1
+        if self._young >= self._limit:
+            self._age()
 
     def reported(self, held: Iterable[int], dropped: Iterable[int], now: float, *, whole: bool) -> int:
         """It says what it has come to hold and what it has dropped; `whole`: it holds nothing else. How many of those
         known here it has dropped."""
-        before = self._held
         if whole:
-            self._held = set(held)
-            gone = before - self._held
-        else:
-            before.update(held)
-            gone = before.intersection(dropped)
-            before -= gone
-        if len(self._held) > MOST_HELD:
-            self._held = set()
-        for prefix in gone if whole else dropped:
-            self._sent.drop(prefix)
+            kept = set(held)
+            dropped = [prefix for prefix, since in self._known.items() if since == _HELD and prefix not in kept]
+        gone = sum([self._forget(prefix) == _HELD for prefix in dropped])
+        for prefix in held:
+            self._forget(prefix)
+            self._known[prefix] = _HELD
+            self.held += 1
+        if self.held > MOST_HELD:
+            self._known, self.held, self._young = {}, 0, 0
         if now - self._aged_at >= SENT_S:
-            self._sent.age()
             self._aged_at = now
-        return len(gone)
+            self._age()
+        return gone
+
+    def _forget(self, prefix: int) -> int:
+        """Since when it was known, -1 if it was not."""
+        since = self._known.pop(prefix, -1)
+        self.held -= since == _HELD
+        self._young -= since == self._generation
+        return since
+
+    def _age(self) -> None:
+        """Forgets what was sent in the last generation, and begins another."""
+        keep = (_HELD, self._generation)
+        self._known = {prefix: since for prefix, since in self._known.items() if since in keep}
+        self._generation += 1
+        self._young = 0
