@@ -68,14 +68,14 @@ class Holdings:
             self._hold(key)
 
     def removed(self, block: Hashable) -> None:
-        """It is not any more. Its prefixes are watched again when a request asks for them."""
-        for key in list(self._keys.get(block, ())):
-            self._forget(key)
+        """It is not any more. It may come back: its prefixes are watched on."""
+        for key in self._keys.get(block, ()):
+            self._drop(key)
 
     def cleared(self) -> None:
         """The cache is empty."""
         for key in list(self._held):
-            self._forget(key)
+            self._drop(key)
 
     def take(self) -> Changes:
         """What has changed since the last time, or from nothing, by version."""
@@ -91,6 +91,11 @@ class Holdings:
             self._held.add(key)
             self._changed[key] = None
 
+    def _drop(self, key: Key) -> None:
+        if key in self._held:
+            self._held.remove(key)
+            self._changed[key] = None
+
     def _forget(self, key: Key) -> None:
         block = self._blocks.pop(key, None)
         if block is None:
@@ -99,9 +104,7 @@ class Holdings:
         del keys[key]
         if not keys:
             del self._keys[block]
-        if key in self._held:
-            self._held.remove(key)
-            self._changed[key] = None
+        self._drop(key)
 
 
 def last_blocks(wish: Iterable[Any], tokens: int, block_size: int) -> Iterator[tuple[int, int]]:
