@@ -207,6 +207,7 @@ def test_what_is_confirmed_counts_until_it_is_dropped() -> None:
     assert table.share(one) > 0.6
     assert table.reported((), one.prefixes[1:], 0.0, whole=False) == len(one.prefixes) - 1
     assert 0 < table.share(one) < 0.3
+    assert table.reported(one.prefixes[:1], (), 0.0, whole=True) == 0
     assert table.reported((), (), 0.0, whole=True) == 1
     assert table.share(one) == 0.0
 
