@@ -223,9 +223,10 @@ class _Wait:
         if path is not None and await asyncio.to_thread(_is_there, path, part.manifest_digest):
             return path
         digest = part.manifest_digest
-        ways = [self._put(self._keys.copy(digest, self._host), self._whole)]
-        if self._slices:
-            ways.append(self._put(part_copy_key(self._keys, digest, self._host), self._part))
+        whole, part_key = self._keys.copy(digest, self._host), part_copy_key(self._keys, digest, self._host)
+        if self._slices and (path := await self._there(part_key, self._part)) is not None:
+            return path  # also if the peer could not fetch what somebody else needs
+        ways = [self._put(whole, self._whole), *([self._put(part_key, self._part)] if self._slices else [])]
         tasks = [asyncio.create_task(way) for way in ways]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -234,6 +235,11 @@ class _Wait:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _there(self, key: str, path_in: Callable[[bytes], Path | None]) -> Path | None:
+        """What `path_in` finds in the record at `key` now."""
+        found = await self._store.get(key)
+        return path_in(found.value) if found is not None else None
 
     async def _put(self, key: str, path_in: Callable[[bytes], Path | None]) -> Path:
         """What `path_in` finds in the record at `key`, once it finds something."""

@@ -12,14 +12,18 @@ import pytest
 from tests.waiting import wait_until
 from tests.weightsync.peer.hosts import CHUNK, KEYS, MODEL, Hosts, bytes_of, newest, path_of, random_model
 from weightsync import SlotReader, Store
-from weightsync.control.records import CopyHostRecord, CopyRecord, InstanceRecord, Keys, VersionRecord
+from weightsync.control.records import CopyHostRecord, CopyRecord, ErrorInfo, InstanceRecord, Keys, VersionRecord
 from weightsync.errors import CopyUnavailable, DigestMismatch, ManifestError
-from weightsync.format.manifest import Layout, Schema, TensorSpec, parts_of
+from weightsync.format.manifest import CUTS, Cuts, Layout, Manifest, Schema, TensorEntry, TensorSpec, cut_ends, parts_of
 from weightsync.format.slices import MOST_BLOCKS, Slices
 from weightsync.format.versions import Records, opened
-from weightsync.peer.chunks import Head, manifest_of
+from weightsync.memory.arena import Arena
+from weightsync.peer.chunks import Bitmap, Head, Shape, manifest_of
 from weightsync.peer.copies import wait_for_slots
+from weightsync.peer.messages import Key
+from weightsync.peer.shelf import Regions, Shelf
 from weightsync.peer.slices import Needs, PartCopyRecord, SlicesRecord, part_copy_key, slices_prefix
+from weightsync.transport import Transport
 
 SLOW = ("--limit-gbps", 0.008)  # 1 MB/s: time to do something while it fetches
 RECEIVED = "hotswap_peer_received_bytes_total"
@@ -300,6 +304,20 @@ async def test_an_instance_waits_until_its_peer_has_what_it_needs(hosts: Hosts, 
     assert (await waiting).slot == found.slot
 
 
+async def test_what_the_peer_cannot_fetch_for_another_instance_holds_nobody_up(store: Store) -> None:
+    half = some_of(random_model(1), FIRST)
+    record = VersionRecord(1, "ready", "//a/dev/shm/x/slot-1", 1, "d" * 32, None, None, "p", 1, 0.0, "", 1)
+    copy = CopyRecord("b", "//b/x/slot-9", "d" * 32, 1, "failed", "b:1", 1.0, ErrorInfo("arena_full", "no room"))
+    await store.put(KEYS.copy("d" * 32, "b"), copy.to_json())
+    with pytest.raises(CopyUnavailable, match="no room"):
+        await wait_for_slots(store, KEYS, record, "b", 10.0, half.digest)
+    part = PartCopyRecord("b", "//b/x/slot-9", "d" * 32, (half.digest,))
+    await store.put(part_copy_key(KEYS, "d" * 32, "b"), part.to_json())
+    assert (await wait_for_slots(store, KEYS, record, "b", 10.0, half.digest)).slot == "/x/slot-9"
+    with pytest.raises(CopyUnavailable, match="no room"):
+        await wait_for_slots(store, KEYS, record, "b", 10.0, "another")
+
+
 def test_who_looks_for_versions_on_a_host_does_not_take_a_part(hosts: Hosts) -> None:
     model = random_model(1)
     half = some_of(model, FIRST)
@@ -324,3 +342,36 @@ def test_who_looks_for_versions_on_a_host_does_not_take_a_part(hosts: Hosts) -> 
         hosts._monkeypatch.setenv(name, value)
     with pytest.raises(ManifestError, match="on host a"), opened(Records.read(hosts.store_url, MODEL).ready(None)):
         pass
+
+
+def cuts_of(schema: Schema) -> Cuts:
+    """Digests of no bytes at all, of the right number."""
+    layout = Layout.of(schema)
+    parts = [cut_ends(layout.offsets[name], spec.nbytes, 1 << 16) for name, spec in schema.tensors.items()]
+    return Cuts(1 << 16, ("0" * 32,) * sum(map(len, parts)))
+
+
+def test_without_digests_of_chunks_everything_is_fetched(tmp_path: Path, transport: Transport) -> None:
+    """As of a release that did not take them: what has arrived can then be trusted only as a whole."""
+    model = random_model(1, 256 << 10)
+    half, schema = some_of(model, FIRST), schema_of(model)
+    layout = Layout.of(schema)
+    entries = {
+        name: TensorEntry(spec.dtype, spec.shape, layout.offsets[name], spec.nbytes, "0" * 32)
+        for name, spec in schema.tensors.items()
+    }
+    for metadata in ({}, {CUTS: cuts_of(schema).to_text()}):
+        manifest = Manifest(1, MODEL, entries, metadata=metadata)
+        head = Head.parse(manifest.to_json(), manifest.digest)
+        shelf = Shelf(Arena(tmp_path / str(len(metadata))), MODEL, Regions(transport))
+        shelf.needs = lambda found: half if found == schema.digest else None
+        shape = head.shape or Shape(layout.total_nbytes, 1 << 16, ("0" * 32,) * -(-layout.total_nbytes // (1 << 16)))
+        copy, _ = shelf.claim(Key(manifest.digest), "", shape, head)
+        needed = half.chunks(shape.nbytes, shape.chunk_nbytes) if metadata else Bitmap.full(shape.chunks).bits
+        assert shelf.settled(copy).bits == Bitmap.full(shape.chunks).bits & ~needed
+        copy.is_open = True
+        assert not shelf.has(copy.key)
+        for chunk in Bitmap(shape.chunks, needed):
+            copy.came(chunk)
+        assert shelf.has(copy.key) == (not copy.journal.done.complete)  # with all of it, it is to become a slot
+        shelf.close()
