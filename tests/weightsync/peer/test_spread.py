@@ -14,11 +14,11 @@ import pytest
 import weightsync
 from tests.waiting import wait_until
 from tests.weightsync.peer.hosts import CHUNK, KEYS, MODEL, Hosts, bytes_of, newest
-from weightsync import Publisher, SlotReader, open_store
+from weightsync import Adapter, Publisher, SlotReader, open_store
 from weightsync.control.agent import CommitResult, Participant, StageResult
 from weightsync.control.coordinator import Coordinator
 from weightsync.control.records import ActiveRecord, InstanceRecord, VersionRecord
-from weightsync.errors import ManifestError, PublishError, SwapAborted
+from weightsync.errors import BadPart, ManifestError, PublishError, SwapAborted
 from weightsync.format.manifest import Layout, Schema
 from weightsync.peer.chunks import Bitmap
 from weightsync.peer.copies import wait_for_slots
@@ -326,3 +326,25 @@ async def test_a_writer_that_is_gone_costs_one_version(hosts: Hosts, transport: 
         await asyncio.to_thread(hosts.wait_copy, "b", record.manifest_digest, "fetching")
         await asyncio.to_thread(publisher.activate, record.version, timeout_s=90)
         assert instance.versions == [first, record.version]
+
+
+def test_an_adapter_goes_onto_a_version_that_is_whole_nowhere(hosts: Hosts, transport: Transport) -> None:
+    """Nobody has asked for the version, so nobody fetches it; as long as both shares are offered it can be built on."""
+    for host in "ab":
+        hosts.start(host)
+    publisher = hosts.publisher("a")
+    wait_until(lambda: "b" in publisher.share_hosts())
+    version, _, share = spread(publisher, transport, hosts.arena("b"), model())
+    record = newest(publisher)
+    for host in "ab":
+        hosts.wait_copy(host, record.manifest_digest, "fetching")
+    adapter = Adapter({"x.lora_A.weight": np.zeros((1, 64), np.float32)}, {"r": 1})
+    onto: dict[str, Any] = {"part": "lora/x", "onto": version, "activate": False}
+    publisher.publish(adapter, **onto)
+    carried = newest(publisher)
+    assert (carried.base_version, carried.slot, carried.shares) == (version, record.slot, ("b",))
+    hosts.kill("b")
+    wait_until(lambda: "b" not in hosts.copies(record.manifest_digest))
+    with pytest.raises(BadPart):
+        publisher.publish(adapter, **onto)
+    share.close()

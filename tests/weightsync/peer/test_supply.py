@@ -15,7 +15,7 @@ from tests.weightsync.peer.test_shelf import CHUNK, CONTENT, KEY, SHAPE
 from weightsync import Store
 from weightsync.control.hosts import slot_name
 from weightsync.control.records import CopyRecord, PartRecord, VersionRecord
-from weightsync.errors import DigestMismatch, PeerRefused
+from weightsync.errors import ArenaFull, DigestMismatch, PeerRefused
 from weightsync.memory.arena import Arena
 from weightsync.peer.control import PeerClient
 from weightsync.peer.messages import Key, Open
@@ -147,6 +147,28 @@ async def test_a_fault_of_the_peers_own_is_said_and_not_tried_again_at_once(peer
         await supply.steer([PART])
         await asyncio.sleep(0)
     assert broken.asked == 1
+    await supply.end()
+
+
+class Full(Breaking):
+    """In place of Bring: there is no room for another slot."""
+
+    async def slot(self, key: Key, part: PartRecord, begun: Callable[[], None]) -> str:
+        self.asked += 1
+        raise ArenaFull("/arena", 1, 0)
+
+
+async def test_a_share_of_this_host_does_not_make_room(peer: Peer) -> None:
+    """Other copies do; nobody else may have what ranks of this host wrote, until all of it is here."""
+    peer._shelf.claim(Key("f" * 32), "", SHAPE, None)
+    share, _ = peer._shelf.claim(Key("s" * 32), "", SHAPE, None)
+    share.journal.share = True
+    supply = Supply(peer._shelf, Full(), PeerMetrics(), lambda: None)  # type: ignore[arg-type]
+    await eventually(lambda: failed(supply), GUARD_S)
+    assert list(peer._shelf.copies) == [share.key]
+    share.whole = True
+    assert supply._make_room(Key(PART.manifest_digest))
+    assert peer._shelf.copies == {}
     await supply.end()
 
 
