@@ -115,6 +115,8 @@ class SqliteStore:
 
     async def _wait(self, changed: asyncio.Event, seen: int) -> None:
         """Until `changed` is set; `seen` is the newest revision that this watcher knows."""
+        if changed.is_set():
+            return
         if self._looking is None:
             self._looking = asyncio.get_running_loop().create_task(self._look(seen))
         self._watching += 1
@@ -126,16 +128,16 @@ class SqliteStore:
     async def _look(self, seen: int) -> None:
         """Wakes all watchers when there is a revision after `seen`; and when the store fails, which they then find."""
         try:
-            with contextlib.suppress(StoreError):
-                while self._watching and not self._closed:
-                    await asyncio.sleep(self._signal.fallback_s)
-                    revision = await self._call(self._db.revision)
-                    if revision != seen:
-                        seen = revision
-                        self._signal.wake()
+            while self._watching and not self._closed:
+                await asyncio.sleep(self._signal.fallback_s)
+                revision = await self._call(self._db.revision)
+                if revision != seen:
+                    seen = revision
+                    self._signal.wake()
+        except StoreError:
+            self._signal.wake()
         finally:
             self._looking = None
-            self._signal.wake()
 
     async def close(self) -> None:
         if self._closed:
