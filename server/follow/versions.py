@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from server.cli.errors import RequestFailed
+from server.errors import RequestFailed
 from server.follow.sources import (
     Admin,
     BadCheckpoint,
