@@ -194,6 +194,26 @@ MUTATIONS: list[Mutation] = [
         ("return SIZES[k] / hint.size", "return 1.0"),
         ("if len(self._young) >= self._limit:", "if len(self._young) > self._limit:"),
     ]),
+    *of(FLEET + "affinity.py", GW + "fleet/test_prefixes.py", changes=[
+        ("if now - self._aged_at >= SENT_S:", "if now - self._aged_at > SENT_S:"),
+        ("if since == _HELD and prefix not in kept]", "if since == _HELD]"),
+        ("        self.held -= since == _HELD\n", ""),
+        ("if self.held > MOST_HELD:", "if False:"),
+        ("keep = (_HELD, self._generation)", "keep = (self._generation,)"),
+    ]),
+    *of("server/instance/prefixes.py", "tests/server/instance/test_prefixes.py", changes=[
+        ("whole = not self._count - len(self._changes) <= told <= self._count", "whole = not told <= self._count"),
+        ("self._ranks.get((version, prefix), 0) & ~(1 << rank)", "0"),
+        ("if name == self._name and", "if"),
+        ("if time.monotonic() >= self._fresh_until:", "if True:"),
+    ]),
+    *of("weightsync/vllm_engine/prefixes.py", WS + "vllm_engine/test_prefixes.py", changes=[
+        ("if known is not None and (key in self._held or known == block):", "if known is not None and known == block:"),
+        ("            self._blocks.move_to_end(key)\n", ""),
+        ("if block in self.holdings and not self._holds(block):", "if block in self.holdings:"),
+        ("if events := self._manager.take_events():", "if events := ():"),
+        (" - len(replay_of(request).get(\"tokens\", ()))", ""),
+    ]),
     *of(FLEET + "instance.py", GW + "fleet/test_health.py", changes=[
         ("if self.closed or now < self.until:", "if self.closed:"),
         ("asked >= s.min_requests and self._failures", "self._failures"),
