@@ -24,9 +24,9 @@ class Worker:
     vllm_config: Any
     stager: Stager
 
-    def stage(self, record: Any) -> Any:
+    def stage(self, record: Any, unread: tuple[str, ...] = ()) -> Any:
         """The generation built from a published version. Raises AssertionError with the stager's error."""
-        order = StageOrder(record.version, record.slot, record.manifest_digest)
+        order = StageOrder(record.version, record.slot, record.manifest_digest, unread=unread)
         self.stager.start(order, Garbage([], []), threading.Event())
         self.stager.wait()
         assert self.stager.report.error is None, self.stager.report.error
@@ -40,12 +40,13 @@ def worker(
     dtype: str = "bfloat16",
     rank: int = 0,
     world: int = 1,
+    stage: int = 0,
+    stages: int = 1,
     allow_non_finite: bool = False,
     **options: Any,
 ) -> Iterator[Worker]:
-    """A model with dummy weights and its stager. With `world` > 1 the ranks only believe that the others exist.
-
-    `options` are vLLM's.
+    """A model with dummy weights and its stager. `rank` of `world` tensor-parallel ranks, in `stage` of `stages` of a
+    pipeline, only believes that the others exist. `options` are vLLM's.
     """
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
@@ -62,13 +63,15 @@ def worker(
     group = SimpleNamespace(world_size=world, rank_in_group=rank, rank=rank, is_first_rank=True, is_last_rank=True)
     saved = (parallel_state._TP, parallel_state._PP)
     if world > 1:
-        alone = SimpleNamespace(world_size=1, rank_in_group=0, rank=0, is_first_rank=True, is_last_rank=True)
-        parallel_state._TP, parallel_state._PP = group, alone
+        parallel_state._TP = group
+    if world > 1 or stages > 1:
+        ends = {"is_first_rank": stage == 0, "is_last_rank": stage == stages - 1}
+        parallel_state._PP = SimpleNamespace(world_size=stages, rank_in_group=stage, rank=stage, **ends)
     cpu = torch.device("cpu")
     try:
         with set_current_vllm_config(config):
-            config.parallel_config.rank = rank
-            config.parallel_config.world_size = world
+            config.parallel_config.rank = stage * world + rank
+            config.parallel_config.world_size = world * stages
             with set_default_torch_dtype(config.model_config.dtype):
                 model = initialize_model(vllm_config=config, model_config=config.model_config)
                 get_model_loader(config.load_config).load_weights(model, config.model_config)

@@ -133,7 +133,9 @@ def reads(*, small: bool) -> dict[str, Any]:
 
 def links(*, small: bool) -> dict[str, Any]:
     """Needs root. Raises LinkUnavailable, RuntimeError: no namespaces, or no limits, can be had here."""
-    nbytes, rounds, counts = (4 << 20, 1, (1, 2)) if small else (256 << 20, 3, (1, 8))
+    nbytes, rounds, counts = (
+        (4 << 20, 1, ((1, 1), (2, 1), (2, 2))) if small else (256 << 20, 3, ((1, 1), (8, 1), (8, 2)))
+    )
     return by_links(nbytes, rounds, counts, LINK_GBIT, chunk=1 << 20)
 
 
@@ -173,13 +175,15 @@ def show_reads(report: dict[str, Any]) -> None:
 
 def show_links(found: dict[str, Any]) -> None:
     title = f"{found['nbytes'] >> 20} MiB, links of {found['link_gbit']:g} Gbit/s: {found['link_s']:.2f} s for one"
-    table = Table("hosts", "seconds", "of one link's", "copies that the source sent", "cores busy", title=title)
-    for count in (key for key in found if key.isdigit()):
+    columns = ("seconds", "of one link's", "each read", "copies that the source sent", "cores busy")
+    table = Table("hosts", *columns, title=title)
+    for count in (key for key in found if key[0].isdigit()):
         row = found[count]
         seconds = ", ".join(f"{s:.2f}" for s in row["seconds"])
         table.add_row(
-            count, seconds, f"{row['of_a_link']:.2f}", f"{row['copies_from_source']:.2f}", f"{row['cores']:.1f}"
-        )
+            count, seconds, f"{row['of_a_link']:.2f}", f"{row['read_by_each']:.2f}", f"{row['copies_from_source']:.2f}",
+            f"{row['cores']:.1f}",
+        )  # fmt: skip
     Console().print(table)
 
 

@@ -27,7 +27,9 @@ from loadtest.hosts.certificates import self_signed
 from loadtest.hosts.namespaces import Hosts
 from weightsync.control.records import CopyRecord, Keys
 from weightsync.format import manifest
+from weightsync.format.slices import Slices
 from weightsync.peer.copies import parsed
+from weightsync.peer.slices import SlicesRecord, part_copy_key, slices_prefix
 from weightsync.publish.publisher import Publisher
 from weightsync.store import SyncStore
 from weightsync.tls import ClusterTls
@@ -38,15 +40,20 @@ CHUNK = 4 << 20  # smaller than in service, as the versions are: a receiver that
 KEYS = Keys(MODEL)
 PATIENCE_S = 120.0
 RACK = 4
+TENSORS = 32  # of a version
 Begin = Callable[[list[str], dict[str, str], Any], "subprocess.Popen[bytes]"]
 
 
 class Fleet:
     """A source and receivers, all ready. Use as a context; only one at a time."""
 
-    def __init__(self, receivers: int, *, gbit: float | None = None, chunk: int = CHUNK) -> None:
-        """`gbit` is what the link of each host carries; None: they are all on loopback."""
+    def __init__(
+        self, receivers: int, *, gbit: float | None = None, chunk: int = CHUNK, places: int = 1, nbytes: int = 0
+    ) -> None:
+        """`gbit` is what the link of each host carries; None: they are all on loopback. With several `places`, each
+        host needs one of as many equal slices of a version of `nbytes`, as where instances span so many hosts."""
         self._receivers, self._gbit, self._chunk, self._stack = receivers, gbit, chunk, contextlib.ExitStack()
+        self._slices = _slices(places, nbytes) if places > 1 else ()
         self._tls: ClusterTls | None = None
 
     def __enter__(self) -> Fleet:
@@ -57,6 +64,8 @@ class Fleet:
             begins: list[Begin] = [_on_loopback] * (self._receivers + 1)
             if self._gbit is not None:
                 begins = self._on_links(stack, directory)
+            for number in range(self._receivers if self._slices else 0):
+                self._say(f"receiver-{number}", self._slices[number % len(self._slices)])
             for number in range(self._receivers):
                 stack.enter_context(_peer(f"receiver-{number}", url, directory, self._chunk, begins[number + 1]))
             environment = stack.enter_context(_peer(SOURCE, url, directory, self._chunk, begins[0]))
@@ -88,7 +97,7 @@ class Fleet:
     def distribute(self, nbytes: int, seed: int) -> float:
         """Publish new weights of as many bytes; seconds from the commit until the last host has announced its copy."""
         weights = np.random.default_rng(seed).standard_normal(nbytes // 4, np.float32)
-        version = self._publisher.publish({"weights": weights}, wait=False)
+        version = self._publisher.publish(_tensors(weights), wait=False)
         started = time.monotonic()
         digest = next(v.manifest_digest for v in self._publisher.versions() if v.version == version)
         while len(self._ready(digest)) <= self._receivers:
@@ -102,8 +111,19 @@ class Fleet:
         read = [_received(copy.address, self._tls) for copy in self._addresses().values()]
         return sum(found.get(SOURCE, 0.0) for found in read) / sum(sum(found.values()) for found in read)
 
-    def _ready(self, digest: str) -> list[CopyRecord]:
-        return [c for c in self._copies() if c.digest == digest and c.state == "ready"]
+    def received(self) -> float:
+        """The bytes that all receivers have read so far."""
+        return sum(sum(_received(copy.address, self._tls).values()) for copy in self._addresses().values())
+
+    def _say(self, host: str, slices: Slices) -> None:
+        """As an instance on that host does."""
+        record = SlicesRecord(host, "bench", slices.to_text())
+        self._store.put(slices_prefix(KEYS, host) + "bench", record.to_json())
+
+    def _ready(self, digest: str) -> list[str]:
+        """The hosts that have all of it, or all that they need."""
+        parts = (kv.key.rpartition("/") for kv in self._store.list(part_copy_key(KEYS, digest, ""))[0])
+        return [c.host for c in self._copies() if c.digest == digest and c.state == "ready"] + [h for *_, h in parts]
 
     def _addresses(self) -> dict[str, CopyRecord]:
         return {copy.host: copy for copy in self._copies()}
@@ -161,6 +181,19 @@ def _received(address: str, tls: ClusterTls | None) -> dict[str, float]:
     return {holder: float(value) for holder, value in found}
 
 
+def _tensors(weights: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
+    """The weights as tensors that can be needed one by one."""
+    return {f"weights.{number:02d}": part for number, part in enumerate(np.array_split(weights, TENSORS))}
+
+
+def _slices(places: int, nbytes: int) -> tuple[Slices, ...]:
+    """What the hosts of each place need: tensors one after the other, as a stage of a pipeline does."""
+    tensors = _tensors(np.empty(nbytes // 4, np.float32))
+    schema = manifest.schema_of((name, "float32", array.shape) for name, array in tensors.items())
+    parts = np.array_split(np.array(sorted(tensors)), places)
+    return tuple(Slices.of(schema, [(str(n), 0, tensors[str(n)].nbytes) for n in names]) for names in parts)
+
+
 def by_hosts(nbytes: int, rounds: int, counts: tuple[int, ...]) -> dict[str, dict[str, Any]]:
     """By the number of receiving hosts. The first two versions allocate the slots and are not counted."""
     figures = {}
@@ -176,19 +209,23 @@ def by_hosts(nbytes: int, rounds: int, counts: tuple[int, ...]) -> dict[str, dic
     return figures
 
 
-def by_links(nbytes: int, rounds: int, counts: tuple[int, ...], gbit: float, chunk: int) -> dict[str, Any]:
-    """Each host behind a link of `gbit`. `of_a_link`: the seconds by those that all bytes take over one link."""
+def by_links(nbytes: int, rounds: int, counts: tuple[tuple[int, int], ...], gbit: float, chunk: int) -> dict[str, Any]:
+    """Each host behind a link of `gbit`. `of_a_link`: the seconds by those that all bytes take over one link.
+
+    `counts`: (hosts, places). With several places each host needs its place's slice alone: "8 of 2 places".
+    """
     link_s = nbytes * 8 / gbit / 1e9
     figures: dict[str, Any] = {"nbytes": nbytes, "chunk_nbytes": chunk, "link_gbit": gbit, "link_s": round(link_s, 3)}
-    for count in counts:
-        with Fleet(count, gbit=gbit, chunk=chunk) as fleet:
+    for count, places in counts:
+        with Fleet(count, gbit=gbit, chunk=chunk, places=places, nbytes=nbytes) as fleet:
             fleet.distribute(nbytes, 0)
-            before = _cpu_s()
+            before, received = _cpu_s(), fleet.received()
             taken = [fleet.distribute(nbytes, seed) for seed in range(1, rounds + 1)]
-            figures[str(count)] = {
+            figures[str(count) if places == 1 else f"{count} of {places} places"] = {
                 "seconds": [round(seconds, 2) for seconds in taken],
                 "of_a_link": round(statistics.median(taken) / link_s, 3),
-                "copies_from_source": round(fleet.from_source() * count, 2),
+                "read_by_each": round((fleet.received() - received) / count / rounds / nbytes, 3),
+                "copies_from_source": round(fleet.from_source() * count / places, 2),
                 "cores": round((_cpu_s() - before) / sum(taken), 2),
             }
     return figures

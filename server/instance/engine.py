@@ -7,7 +7,7 @@ import contextlib
 import importlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Mapping, MutableMapping, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -31,6 +31,7 @@ from server.instance.middleware import answer_faults
 from server.instance.provenance import pooled, traced
 from server.instance.requests import bound_renderer, bound_scoring, known_ids
 from server.instance.routed_experts import Recording
+from server.instance.slices import Reads, joined_reads
 from weightsync.control.records import VersionRecord
 from weightsync.errors import WeightSyncError
 from weightsync.memory.parts import LORA, LORA_URL, combined
@@ -111,12 +112,21 @@ class Engine:
         self.hosts = tuple(itertools.chain.from_iterable(hosts))
         check_hosts(self.hosts, int(config.parallel_config.nnodes))
 
-    async def stage(self, version: VersionRecord, timeout_s: float, places: Places | None = None) -> dict[str, Any]:
+    async def reads(self, schema: list[list[Any]]) -> Reads | None:
+        """What the ranks on each host read of versions with this schema; None: not all can say. Raises RankFailed,
+        EngineDied."""
+        (answers,) = await self._answer(self._ranks.workers("hotswap_reads", schema))
+        return joined_reads(schema, self.hosts, answers)
+
+    async def stage(
+        self, version: VersionRecord, timeout_s: float, places: Places | None = None, unread: Sequence[str] = ()
+    ) -> dict[str, Any]:
         """Stage base and parts on every worker while decoding goes on; the slowest worker's report.
 
-        `places`: where `version` is on each host. "fingerprint" in the report is that of what all workers built ("" if
-        they cannot say). Cancelled, it ends when every worker has stopped, and none offers `version` as staged. Raises
-        StagingFailed with the tensor to blame when a worker refuses the version, RankFailed, EngineDied.
+        `places`: where `version` is on each host; `unread`: the tensors that no rank reads. "fingerprint" in the report
+        is that of what all workers built ("" if they cannot say). Cancelled, it ends when every worker has stopped, and
+        none offers `version` as staged. Raises StagingFailed with the tensor to blame when a worker refuses the
+        version, RankFailed, EngineDied.
         """
         order = {
             "version": version.version,
@@ -126,7 +136,7 @@ class Engine:
             "parts": self.adapters.orders(version),
         }
         if places is not None and len(places) > 1:
-            order = placed(order, places)
+            order = placed(order, places, unread)
         try:
             async with asyncio.timeout(timeout_s):
                 reports = await self._until_staged(self._ranks.workers("hotswap_stage", order))

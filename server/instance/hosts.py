@@ -77,12 +77,24 @@ def check_hosts(hosts: Sequence[str], nodes: int) -> None:
         )
 
 
-async def located(store: Store, keys: Keys, version: VersionRecord, hosts: Iterable[str], timeout_s: float) -> Places:
+async def located(
+    store: Store,
+    keys: Keys,
+    version: VersionRecord,
+    hosts: Iterable[str],
+    timeout_s: float,
+    slices: Mapping[str, str] | None = None,
+) -> Places:
     """`version` as each of `hosts` has it, once all do: their peers fetch it as for an instance of their own.
 
-    Raises CopyUnavailable, which names the host, when the first of them cannot have it; StoreUnavailable.
+    `slices`: the digests of what this instance needs on hosts where that is not everything. Raises CopyUnavailable,
+    which names the host, when the first of them cannot have it; StoreUnavailable.
     """
-    tasks = {h: asyncio.create_task(wait_for_slots(store, keys, version, h, timeout_s)) for h in sorted(set(hosts))}
+    needs = slices or {}
+    tasks = {
+        host: asyncio.create_task(wait_for_slots(store, keys, version, host, timeout_s, needs.get(host, "")))
+        for host in sorted(set(hosts))
+    }
     try:
         found = await asyncio.gather(*tasks.values())
     finally:
@@ -92,12 +104,13 @@ async def located(store: Store, keys: Keys, version: VersionRecord, hosts: Itera
     return dict(zip(tasks, found, strict=True))
 
 
-def placed(order: dict[str, Any], places: Places) -> dict[str, Any]:
+def placed(order: dict[str, Any], places: Places, unread: Sequence[str] = ()) -> dict[str, Any]:
     """`order` (backend.UpdateInfo) with the paths on all hosts, for workers that look for their own."""
     parts = {host: {part.name: part.slot for part in record.parts} for host, record in places.items()}
     return {
         **order,
         "places": {host: record.slot for host, record in places.items()},
+        "unread": list(unread),
         "parts": [
             {**part, "places": {host: slots[part["name"]] for host, slots in parts.items()}} for part in order["parts"]
         ],

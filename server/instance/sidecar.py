@@ -16,21 +16,23 @@ from pathlib import Path
 import orjson
 from prometheus_client import Counter, Gauge
 
-from server.instance.hosts import located
+from server.instance.hosts import RankFailed, located
 from server.instance.middleware import Admission
 from server.sleeping import SleepOrder, ordered, stay_asleep
 from weightsync.control.agent import CommitResult, Participant, StageResult
 from weightsync.control.agent_state import same
 from weightsync.control.hosts import this_host
 from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, VersionRecord
-from weightsync.errors import CheckpointError, StoreError, StoreUnavailable
+from weightsync.errors import CheckpointError, StoreError, StoreUnavailable, WeightSyncError
 from weightsync.format.signing import Trust
+from weightsync.memory.receiver import SlotReader
 from weightsync.publish.checkpoint import Checkpoint
 from weightsync.store import Store, open_store
 
 from .config import InstanceConfig
 from .engine import Engine
 from .rest import sleeper
+from .slices import Saying
 
 log = logging.getLogger("hotswap.instance")
 
@@ -39,6 +41,7 @@ SWAPS = Counter("hotswap_instance_swaps", "Commits this instance flipped to")
 STAGE_SECONDS = Gauge("hotswap_instance_stage_seconds", "Duration of the last staging")
 COMMIT_SECONDS = Gauge("hotswap_instance_commit_seconds", "Duration of the last flip, between two batches")
 LONG_FLIP_MS = 50.0  # about a step: what is longer is said before the commit
+NOT_AS_PUBLISHED = {"digest_mismatch", "checksum_mismatch", "parts_mismatch"}
 POLL_S = 0.05
 TELL_S = 2.0  # to write to the store that it drains
 TORN_LINGER_S = 1.0
@@ -65,6 +68,8 @@ class Sidecar:
         self._trust = Trust(config.trust)
         self._keys, self._host = Keys(config.model), this_host()
         self._participant: Participant | None = None
+        self._saying = Saying(self._keys, config.instance_id)
+        self._asks = False  # whether it is to say what it needs when it has seen a version
         self._suspect: int | None = None  # the version built last, or one that was not as published
         self.starts_over = False  # whether the process is to begin anew: to sleep, or with an engine of another form
         self.end: Callable[[], None] = lambda: None  # ends the server
@@ -85,6 +90,7 @@ class Sidecar:
         tensors = self._config.form.tensors
         schema = orjson.loads(tensors) if tensors else reference_schema(self._config.model_dir)
         await self._engine.prepare(schema, self._tether, allow_non_finite=self._config.allow_non_finite)
+        await self._say_needs(schema)
         store = open_store(self._config.store)
         self._participant = self._new_participant(store, replace(self._record, max_num_seqs=self._engine.max_num_seqs))
         self._admission.admits = lambda: self._participant is not None and self._participant.admits
@@ -92,6 +98,8 @@ class Sidecar:
         if self._warm_up is not None:
             self._warm = asyncio.create_task(self._vital(self._warm_up))
         tasks = [asyncio.create_task(self._vital(work)) for work in vital]
+        if self._host:
+            tasks.append(asyncio.create_task(self._vital(partial(self._saying.run, store))))
         try:
             yield
         finally:
@@ -192,11 +200,32 @@ class Sidecar:
         log.error("the engine has ended; this instance ends too")
         os.kill(os.getpid(), signal.SIGTERM)
 
+    async def _say_needs(self, schema: list[list[object]]) -> None:
+        """Have the peers fetch what is read on their hosts, if ranks are on several; signatures are of all bytes."""
+        spans = len(set(self._engine.hosts)) > 1
+        self._asks = spans and not schema  # until a version has shown the tensors
+        reads = None
+        if spans and schema:
+            try:
+                reads = await self._engine.reads(schema)
+            except RankFailed as error:
+                log.warning("this instance needs whole versions: %s", error)
+        self._saying.say((self._host, *self._engine.hosts), reads, self._host if self._config.trust else None)
+
     async def _stage(self, store: Store, version: VersionRecord) -> StageResult:
         timeout_s = self._config.stage_timeout_s
-        places = await located(store, self._keys, version, {self._host, *self._engine.hosts}, timeout_s)
+        hosts, slices = {self._host, *self._engine.hosts}, self._saying.digests
+        places = await located(store, self._keys, version, hosts, timeout_s, slices)
         await asyncio.to_thread(self._trust.check, self._config.model, places[self._host])
-        report = await self._engine.stage(places[self._host], timeout_s, places)
+        try:
+            report = await self._engine.stage(places[self._host], timeout_s, places, self._saying.unread)
+        except WeightSyncError as error:
+            if slices and error.code in NOT_AS_PUBLISHED:  # the next attempt has all bytes, whatever was wrong
+                log.warning("this instance needs whole versions from now on: %s", error)
+                self._saying.say(tuple(hosts), None)
+            raise
+        if self._asks:
+            await self._say_needs(await asyncio.to_thread(_schema_in, places[self._host].slot))
         STAGE_SECONDS.set(report["stage_ms"] / 1e3)
         fingerprint = report.get("fingerprint") or None
         if report["path"] != "retained" or not same(fingerprint, version.fingerprint):
@@ -235,6 +264,12 @@ async def _has_active(store: Store, model: str) -> bool:
         return await store.get(Keys(model).active) is not None
     except StoreError:
         return False
+
+
+def _schema_in(slot: str) -> list[list[object]]:
+    """As `reference_schema`, of a published slot."""
+    with SlotReader.open(slot, populate=False, part=True) as reader:
+        return [[name, spec.dtype, list(spec.shape)] for name, spec in reader.manifest.schema.tensors.items()]
 
 
 def reference_schema(model_dir: Path) -> list[list[object]]:

@@ -415,10 +415,11 @@ class CopyRecord(Record):
 
 @dataclass(frozen=True)
 class CopyHostRecord(Record):
-    """A host whose peer fetches this model's slots; `rack` is where it is ("": it was not told)."""
+    """A host whose peer fetches slots; its `rack` ("": not told), and the digest of the `slices` it needs ("": all)."""
 
     host: str
     rack: str = ""
+    slices: str = ""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,10 @@ A slot file carries a manifest and its tensors:
 64  manifest, canonical JSON      as long as the header says
 .   tensors                       from the first page after the room for the manifest, 64-byte aligned
 
+A file that has only some chunks of a version, for the ranks of its host, is no slot. It begins with another magic and
+no digest at 16, so that nobody takes it for one; the digest is at 48 (16 bytes). Who opens it all the same, with
+`part`, must check what it reads by the digests of the parts.
+
 All else is zeros, so every byte of a slot follows from its manifest and tensors: copies on all hosts are the same.
 
 Hosts send a slot to each other in chunks of one size, and the manifest alone tells whether a chunk is right: a tensor
@@ -24,6 +28,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import itertools
 import math
 import mmap
 import struct
@@ -280,6 +285,23 @@ def _entry(
     return TensorEntry(dtype, tuple(shape), offset, nbytes, digest, checksum, parts)
 
 
+def parts_of(manifest: Manifest) -> dict[str, list[tuple[int, int, str]]]:
+    """By tensor: first byte, byte after the last, counted from its own start, and digest of each part of it that lies
+    in a chunk of its own; all of it where one chunk has it. Raises ManifestError: nobody has digested the parts."""
+    cuts = manifest.cuts
+    if cuts is None:
+        raise ManifestError("it has no digests of parts of tensors: publish it again")
+    ends = {name: cut_ends(e.offset, e.nbytes, cuts.chunk_nbytes) for name, e in manifest.tensors.items()}
+    if len(cuts.digests) != (wanted := sum(map(len, ends.values()))):
+        raise ManifestError(f"it has {len(cuts.digests)} digests of {wanted} parts of tensors: publish it again")
+    digests = iter(cuts.digests)
+    found = {}
+    for name, entry in manifest.tensors.items():
+        own = list(itertools.islice(digests, len(ends[name]))) or [entry.digest]
+        found[name] = list(zip((0, *ends[name]), ends[name] or (entry.nbytes,), own, strict=False))
+    return found
+
+
 def diff_schema(expected: Schema, got: Schema) -> list[TensorMismatch]:
     """Every difference, as errors to raise or report: missing and unexpected tensors first, then shapes and dtypes."""
     want, have = expected.tensors, got.tensors
@@ -330,6 +352,7 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 MAGIC = b"HOTSWAP\0"
+PART_MAGIC = b"HOTPART\0"
 SLOT_FORMAT = 1
 MAX_MANIFEST = 1 << 30
 _PREAMBLE = struct.Struct("<8sII32s")
@@ -353,6 +376,16 @@ def preamble_of(raw: bytes, digest: str) -> bytes:
     return _PREAMBLE.pack(MAGIC, SLOT_FORMAT, len(raw), digest.encode())
 
 
+def part_preamble_of(raw: bytes, digest: str) -> bytes:
+    """What a file that has a part of that slot begins with, PREAMBLE bytes."""
+    return _PREAMBLE.pack(PART_MAGIC, SLOT_FORMAT, len(raw), b"") + bytes.fromhex(digest)
+
+
+def is_part(source: memoryview) -> bool:
+    """Whether the file begins as one that has a part of a slot."""
+    return bytes(source[: len(PART_MAGIC)]) == PART_MAGIC
+
+
 def clear_gaps(target: mmap.mmap | memoryview, schema: Schema, layout: Layout) -> None:
     """Zeros between the tensors and after the last: a version of another shape may have been here before."""
     end = layout.header_nbytes
@@ -369,12 +402,19 @@ def header_nbytes(preamble: memoryview) -> int:
     return PREAMBLE + min(int(_PREAMBLE.unpack(preamble[: _PREAMBLE.size])[2]), MAX_MANIFEST)
 
 
-def read_header(source: memoryview, where: str) -> tuple[Manifest, str]:
-    """The manifest and its digest, verified against each other. Raises ManifestError."""
+def read_header(source: memoryview, where: str, *, part: bool = False) -> tuple[Manifest, str]:
+    """The manifest and its digest, verified against each other; with `part` also of a file that has a part of a slot.
+
+    Raises ManifestError.
+    """
     if len(source) < PREAMBLE:
         raise ManifestError(f"{where} is too short to be a slot: publish the version again")
     magic, version, length, digest = _PREAMBLE.unpack(source[: _PREAMBLE.size])
-    if magic != MAGIC:
+    if magic == PART_MAGIC:
+        if not part:
+            raise ManifestError(f"{where} has only slices of a version: read it on a host that has all of it")
+        digest = bytes(source[_PREAMBLE.size : PREAMBLE]).hex().encode()
+    elif magic != MAGIC:
         raise ManifestError(f"{where} is not a slot (wrong magic): publish the version again")
     if version != SLOT_FORMAT:
         raise ManifestError(

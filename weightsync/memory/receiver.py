@@ -25,6 +25,7 @@ from weightsync.format.manifest import (
     TensorEntry,
     content_sha256,
     digest_of,
+    is_part,
     read_header,
     require_same_schema,
 )
@@ -45,14 +46,23 @@ class SlotReader:
         weakref.finalize(window, _unlock, fd, os.getpid()).atexit = False
         self._view: memoryview | None = memoryview(window).cast("B").toreadonly()
         self.manifest_digest = ""
+        self.is_part = False
 
     @classmethod
     def open(
-        cls, path: str | Path, *, manifest_digest: str | None = None, version: int | None = None, populate: bool = True
+        cls,
+        path: str | Path,
+        *,
+        manifest_digest: str | None = None,
+        version: int | None = None,
+        populate: bool = True,
+        part: bool = False,
     ) -> SlotReader:
         """Lock and map the slot at `path`; `populate` faults its pages in, if this process has not done so before.
 
-        Raises ManifestError when it is not a slot or holds another version, SlotBusy when it is being reused.
+        With `part` also a file that has slices of a slot (`is_part`), for who checks all it reads by the digests of the
+        parts (`manifest.parts_of`). Raises ManifestError when it is not a slot or holds another version, SlotBusy when
+        it is being reused.
         """
         path = Path(path)
         fd = _open_shared(path)
@@ -64,7 +74,8 @@ class SlotReader:
         reader = cls(path, fd, mapping)
         try:
             assert reader._view is not None
-            reader.manifest, reader.manifest_digest = read_header(reader._view, str(path))
+            reader.is_part = part and is_part(reader._view)
+            reader.manifest, reader.manifest_digest = read_header(reader._view, str(path), part=reader.is_part)
             _check_identity(path, reader.manifest, reader.manifest_digest, manifest_digest, version)
             reader._check_bounds()
             if populate:

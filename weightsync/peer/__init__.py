@@ -2,6 +2,7 @@
 
 service.py     the peer: follows the records, offers, fetches the most urgent slot, and announces accordingly
 copies.py      the records: who has which slot, which slots a host wants, where they are here; writes this host's
+slices.py      what the instances of a host need of a version, if that is not everything
 shelf.py       what this host has: published slots, fetched copies, their journals
 fetch.py       fetches one slot: from holders, chunk by chunk, resumed, checked
 holders.py     the hosts that a fetch reads from, and when to open or leave one

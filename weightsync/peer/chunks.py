@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import itertools
 import struct
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
@@ -26,9 +25,12 @@ from weightsync.format.manifest import (
     Layout,
     Manifest,
     clear_gaps,
-    cut_ends,
     digest_of,
+    is_part,
+    part_preamble_of,
+    parts_of,
     preamble_of,
+    read_header,
 )
 
 Parts = list[list[tuple[int, int, str]]]
@@ -131,13 +133,25 @@ class Head:
         """The first bytes of the slot, PREAMBLE of them."""
         return preamble_of(self.raw, self.digest).ljust(PREAMBLE, b"\0")
 
-    def write(self, view: memoryview) -> None:
-        """Make the file in `view`, which has the tensors, the slot; the first bytes last."""
+    def write(self, view: memoryview, *, part: bool = False) -> None:
+        """Make the file in `view`, which has the tensors, the slot; the first bytes last. `part`: it has some chunks of
+        them, and is no slot, but can be opened as a part of one."""
         clear_gaps(view, self.manifest.schema, self.layout)
         end = PREAMBLE + len(self.raw)
         view[PREAMBLE:end] = self.raw
         view[end : self.layout.header_nbytes] = bytes(self.layout.header_nbytes - end)
-        view[:PREAMBLE] = self.preamble
+        view[:PREAMBLE] = part_preamble_of(self.raw, self.digest) if part else self.preamble
+
+    @classmethod
+    def of_part(cls, view: memoryview, digest: str) -> Head | None:
+        """Of the file in `view`, if it has a part of the slot `digest`."""
+        try:
+            if not is_part(view) or read_header(view, "", part=True)[1] != digest:
+                return None
+            length = struct.unpack_from("<8sII", view)[2]
+            return cls.parse(bytes(view[PREAMBLE : PREAMBLE + length]), digest, len(view))
+        except ManifestError:
+            return None
 
     def wrong_tensors(self, view: memoryview, pool: Executor) -> Sequence[str]:
         """Names of the tensors in the slot `view` whose bytes are not those that were published."""
@@ -152,18 +166,12 @@ class Head:
 
 def _parts(manifest: Manifest, shape: Shape) -> Parts:
     """Raises ManifestError."""
-    cuts, size = manifest.cuts, shape.chunk_nbytes
-    assert cuts is not None
-    ends = {name: cut_ends(e.offset, e.nbytes, size) for name, e in manifest.tensors.items()}
-    if len(cuts.digests) != (wanted := sum(map(len, ends.values()))):
-        raise ManifestError(f"it has {len(cuts.digests)} digests of {wanted} parts of tensors: publish it again")
     found: Parts = [[] for _ in range(shape.chunks)]
-    digests = iter(cuts.digests)
-    for name, entry in manifest.tensors.items():
-        own = list(itertools.islice(digests, len(ends[name]))) or [entry.digest]
-        for start, end, digest in zip((0, *ends[name]), ends[name] or (entry.nbytes,), own, strict=False):
-            first = entry.offset + start
-            found[min(first // size, shape.chunks - 1)].append((first, entry.offset + end, digest))
+    for name, parts in parts_of(manifest).items():
+        offset = manifest.tensors[name].offset
+        for start, end, digest in parts:
+            chunk = min((offset + start) // shape.chunk_nbytes, shape.chunks - 1)
+            found[chunk].append((offset + start, offset + end, digest))
     return found
 
 

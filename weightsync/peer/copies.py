@@ -23,6 +23,7 @@ from weightsync.errors import CopyUnavailable, ManifestError, RecordError, SlotB
 from weightsync.memory.parts import BASE, base_of, slots_of
 from weightsync.memory.receiver import SlotReader
 from weightsync.peer.messages import Key
+from weightsync.peer.slices import PartCopyRecord, part_copy_key
 from weightsync.store.protocol import KeyValue, Store
 
 log = logging.getLogger("hotswap.peer")
@@ -112,16 +113,17 @@ def wanted_versions(board: Board) -> list[int]:
 
 
 async def wait_for_slots(
-    store: Store, keys: Keys, version: VersionRecord, host: str, timeout_s: float
+    store: Store, keys: Keys, version: VersionRecord, host: str, timeout_s: float, slices: str = ""
 ) -> VersionRecord:
     """`version` with the path of each slot's copy on `host` instead of its name, once all are there.
 
-    On the one host ("") that is `version` itself, at once. Raises CopyUnavailable: the peer cannot fetch it, it is not
-    here after `timeout_s`, or nobody wants it any more; StoreUnavailable.
+    With `slices`, the digest of what the instance has said it needs there, a copy that has those will do, which only
+    `SlotReader.open(part=True)` opens. On the one host ("") that is `version` itself, at once. Raises CopyUnavailable:
+    the peer cannot fetch it, it is not here after `timeout_s`, or nobody wants it any more; StoreUnavailable.
     """
     if not host:
         return _on_the_one_host(version)
-    wait = _Wait(store, keys, version, host)
+    wait = _Wait(store, keys, version, host, slices)
     found = asyncio.create_task(wait.paths())
     dropped = asyncio.create_task(wait.until_unwanted())
     try:
@@ -154,8 +156,8 @@ def _on_the_one_host(version: VersionRecord) -> VersionRecord:
 class _Wait:
     """A wait for the slots of one version. `_last` is the latest record of the host's peer on what is missing."""
 
-    def __init__(self, store: Store, keys: Keys, version: VersionRecord, host: str) -> None:
-        self._store, self._keys, self._version, self._host = store, keys, version, host
+    def __init__(self, store: Store, keys: Keys, version: VersionRecord, host: str, slices: str) -> None:
+        self._store, self._keys, self._version, self._host, self._slices = store, keys, version, host, slices
         self._last: CopyRecord | None = None
 
     async def paths(self) -> dict[str, Path]:
@@ -185,18 +187,42 @@ class _Wait:
         path = local_path(part.slot, self._host)
         if path is not None and await asyncio.to_thread(_is_there, path, part.manifest_digest):
             return path
-        key = self._keys.copy(part.manifest_digest, self._host)
+        digest = part.manifest_digest
+        whole, part_key = self._keys.copy(digest, self._host), part_copy_key(self._keys, digest, self._host)
+        if self._slices and (path := await self._there(part_key, self._part)) is not None:
+            return path  # also if the peer could not fetch what somebody else needs
+        ways = [self._put(whole, self._whole), *([self._put(part_key, self._part)] if self._slices else [])]
+        tasks = [asyncio.create_task(way) for way in ways]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _there(self, key: str, path_in: Callable[[bytes], Path | None]) -> Path | None:
+        """What `path_in` finds in the record at `key` now."""
+        found = await self._store.get(key)
+        return path_in(found.value) if found is not None else None
+
+    async def _put(self, key: str, path_in: Callable[[bytes], Path | None]) -> Path:
+        """What `path_in` finds in the record at `key`, once it finds something."""
         found, revision = await self._store.list(key)
         for kv in found:
-            if kv.key == key and (path := self._look(kv.value)) is not None:
+            if kv.key == key and (path := path_in(kv.value)) is not None:
                 return path
         async with contextlib.aclosing(self._store.watch(key, revision + 1)) as events:
             async for event in events:
-                if event.kv.key == key and event.kind == "put" and (path := self._look(event.kv.value)) is not None:
+                if event.kv.key == key and event.kind == "put" and (path := path_in(event.kv.value)) is not None:
                     return path
         raise AssertionError("unreachable: a watch does not end")
 
-    def _look(self, raw: bytes) -> Path | None:
+    def _part(self, raw: bytes) -> Path | None:
+        copy = PartCopyRecord.from_json(raw)
+        return local_path(copy.slot, self._host) if self._slices in copy.slices else None
+
+    def _whole(self, raw: bytes) -> Path | None:
         """Raises CopyUnavailable when the peer has failed to fetch it."""
         self._last = copy = CopyRecord.from_json(raw)
         if copy.state == "failed":
@@ -220,7 +246,7 @@ class Announcer:
 
     def __init__(self, store: Store, keys: Keys, host: str, lease_ttl_s: float, rack: str = "") -> None:
         self._store, self._keys, self._host, self._lease_ttl_s = store, keys, host, lease_ttl_s
-        self._here = {f"{keys.copy_hosts}{host}": CopyHostRecord(host, rack).to_json()}
+        self._rack = rack
         self._said: dict[str, bytes] = {}
         self._is_first = True
         self.lease: LeaseKeeper | None = None
@@ -233,15 +259,26 @@ class Announcer:
             await former.stop()
         return self.lease
 
-    async def say(self, records: Iterable[CopyRecord], alive: Iterable[str]) -> None:
-        """Make `records`, and the one of the host itself, the only records of this host in the store.
+    async def say(
+        self,
+        records: Iterable[CopyRecord],
+        alive: Iterable[str],
+        parts: Iterable[PartCopyRecord] = (),
+        slices: str = "",
+    ) -> None:
+        """Make `records`, `parts`, and the one of the host itself, which needs `slices`, the only records of this host
+        in the store.
 
         The first call after `begin` also deletes what an earlier process of this host wrote for the digests `alive`.
         """
         assert self.lease is not None, "begin first"
-        wanted = self._here | {self._keys.copy(record.digest, self._host): record.to_json() for record in records}
+        keys, host = self._keys, self._host
+        wanted = {f"{keys.copy_hosts}{host}": CopyHostRecord(host, self._rack, slices).to_json()}
+        wanted |= {keys.copy(record.digest, host): record.to_json() for record in records}
+        wanted |= {part_copy_key(keys, record.digest, host): record.to_json() for record in parts}
         if self._is_first:
-            self._said |= {self._keys.copy(digest, self._host): b"" for digest in alive}
+            for digest in alive:
+                self._said |= {keys.copy(digest, host): b"", part_copy_key(keys, digest, host): b""}
             self._is_first = False
         for key, value in wanted.items():
             if self._said.get(key) != value:
@@ -318,8 +355,9 @@ async def copies_elsewhere(store: Store, keys: Keys, digests: Iterable[str], hos
     return [record for kv in found if (record := other_copy(keys, kv, host)) is not None and record.slot]
 
 
-async def hosts_with_peers(store: Store, keys: Keys) -> list[tuple[str, str]]:
-    """(rack, host) of each host that has a peer now. Raises StoreUnavailable."""
+async def hosts_with_peers(store: Store, keys: Keys, slices: str | None = None) -> list[tuple[str, str]]:
+    """(rack, host) of each host that has a peer now, and needs just these `slices`, by their digest (None: whatever it
+    needs). Raises StoreUnavailable."""
     found = [(kv.key.removeprefix(keys.copy_hosts), kv) for kv in (await store.list(keys.copy_hosts))[0]]
     hosts = []
     for host, kv in found:
@@ -328,7 +366,7 @@ async def hosts_with_peers(store: Store, keys: Keys) -> list[tuple[str, str]]:
         except RecordError as error:
             log.warning("%s is passed over: %s", kv.key, error)
             continue
-        if record.host == host:
+        if record.host == host and slices in (None, record.slices):
             hosts.append((record.rack, host))
     return hosts
 

@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -59,11 +60,11 @@ class Bring:
         client: PeerClient,
         transport: Transport,
         board: CopyBoard,
-        hosts: Callable[[], Awaitable[list[tuple[str, str]]]],
+        hosts: Callable[[PartRecord], Awaitable[list[tuple[str, str]]]],
         metrics: PeerMetrics,
         speeds: Speeds,
     ) -> None:
-        """`hosts`: (rack, host) of all that have a peer. It raises StoreUnavailable."""
+        """`hosts`: (rack, host) of those that need the same of a slot as this one. It raises StoreUnavailable."""
         self._settings, self._shelf, self._client, self._transport = settings, shelf, client, transport
         self._board, self._hosts, self._metrics, self._speeds = board, hosts, metrics, speeds
         self._pool = ThreadPoolExecutor(settings.pace.total, thread_name_prefix="peer-read")
@@ -115,12 +116,13 @@ class Bring:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def _ways(self, part: PartRecord) -> Ways:
-        """Up the trees over all hosts, as of now; none while the store is away."""
+        """Up the trees over all hosts that need the same, as of now; none while the store is away."""
         try:
-            hosts = await self._hosts()
+            hosts = await self._hosts(part)
         except StoreError:
             return ()
-        return feeders(hosts, host_of(part.slot) or "", self._settings.host)
+        me = self._settings.host
+        return feeders([*hosts, (self._settings.rack, me)], host_of(part.slot) or "", me)
 
     def _sources(self, key: Key, ways: Ways, *, patient: bool) -> Sources:
         left_out = self._left_out.setdefault(key, LeftOut())
@@ -156,7 +158,8 @@ class Bring:
             raise
 
     async def _read(self, copy: Copy, sources: Sources) -> Fetch:
-        fetch = Fetch(copy, sources, self._metrics, self._pool, self._settings.pace, self._settings.host)
+        settled = partial(self._shelf.settled, copy)
+        fetch = Fetch(copy, settled, sources, self._metrics, self._pool, self._settings.pace, self._settings.host)
         with self._waits_for(sources):
             await fetch.run()
         self._speeds.fetched(fetch.read_from, fetch.nbytes, fetch.seconds)
@@ -174,7 +177,8 @@ class Bring:
             with self._waits_for(sources):
                 first = await first_answer(sources)
             offering = [record.host for record in self._board.offered(wish)]
-            if not first.shape.digests or not self._speeds.is_worth_reading(first.shape.nbytes, slot.nbytes, offering):
+            lacks = slot.nbytes - len(self._shelf.settled(slot)) * slot.shape.chunk_nbytes
+            if not first.shape.digests or not self._speeds.is_worth_reading(first.shape.nbytes, lacks, offering):
                 return False
             await full.close()  # its tickets are for others meanwhile
             delta = await self._claim(wish, part, first.shape, None)
@@ -206,9 +210,13 @@ class Bring:
 
 
 def _finish(copy: Copy, head: Head, pool: ThreadPoolExecutor) -> None:
-    """Write what makes it a slot. Raises DigestMismatch: if only holders said what the chunks should be, the tensors
-    are first compared with the manifest."""
+    """Write what makes it a slot, or a part of one if chunks lack. Raises DigestMismatch: if only holders said what the
+    chunks should be, the tensors are first compared with the manifest."""
     view = copy.mapped.view
+    if not copy.journal.done.complete:
+        head.write(view, part=True)
+        copy.is_open = True
+        return
     if copy.shape.digests and (wrong := head.wrong_tensors(view, pool)):
         raise DigestMismatch(wrong[0], head.manifest.tensors[wrong[0]].digest, "another one")
     head.write(view)
@@ -255,9 +263,18 @@ class Fetch:
     """Reads one copy. `run` may be cancelled: after it has ended, nothing is written into the slot."""
 
     def __init__(
-        self, copy: Copy, sources: Sources, metrics: PeerMetrics, pool: ThreadPoolExecutor, pace: Pace, seed: str
+        self,
+        copy: Copy,
+        settled: Callable[[], Bitmap],
+        sources: Sources,
+        metrics: PeerMetrics,
+        pool: ThreadPoolExecutor,
+        pace: Pace,
+        seed: str,
     ) -> None:
-        self._copy, self._sources, self._metrics, self._pool, self._pace = copy, sources, metrics, pool, pace
+        """`settled`: the chunks of the copy that are here, or not needed here; which those are may change."""
+        self._copy, self._settled = copy, settled
+        self._sources, self._metrics, self._pool, self._pace = sources, metrics, pool, pace
         self._planner = Planner(copy.shape.chunks, seed, pace.per_holder, pace.total)
         self._throttle = Throttle(pace.limit_bytes_per_s)
         self._begins = _begins(copy)
@@ -268,12 +285,11 @@ class Fetch:
         self.nbytes, self.seconds = 0, 0.0  # that were read, from the first read's beginning to the last one's end
 
     async def run(self) -> None:
-        """Return when every chunk is here. Raises as `Sources.check`."""
-        done = self._copy.journal.done
+        """Return when every chunk is settled. Raises as `Sources.check`."""
         self._sources.begin()
         keeping = asyncio.create_task(self._sources.keep_fresh())
         try:
-            while not done.complete:
+            while not (done := self._settled()).complete:
                 self._begin(done)
                 for task in await self._ended():
                     self._take(task)

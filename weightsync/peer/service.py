@@ -15,7 +15,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 
 from weightsync.control.board import Board
 from weightsync.control.hosts import slot_name
@@ -31,6 +30,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.memory.arena import Arena
+from weightsync.memory.parts import BASE
 from weightsync.peer.control import Control, PeerClient, serving
 from weightsync.peer.copies import (
     Announcer,
@@ -48,6 +48,7 @@ from weightsync.peer.metrics import PeerMetrics
 from weightsync.peer.serve import Offers, Tickets
 from weightsync.peer.settings import PeerSettings
 from weightsync.peer.shelf import Copy, Published, Regions, Shelf
+from weightsync.peer.slices import Needs, PartCopyRecord
 from weightsync.store.protocol import Store
 from weightsync.tls import ClusterTls
 from weightsync.transport import Transport
@@ -88,8 +89,11 @@ class Peer:
         self._copies = CopyBoard(self._keys, settings.host)
         self._announcer = Announcer(store, self._keys, settings.host, settings.lease_ttl_s, settings.rack)
         self._since = Since()
-        hosts = partial(hosts_with_peers, store, self._keys)
-        bring = Bring(settings, self._shelf, client, transport, self._copies, hosts, self.metrics, self._speeds)
+        self._needs = Needs(self._keys, settings.host, self._copies.changed.set)
+        self._shelf.needs = self._needs.of
+        bring = Bring(
+            settings, self._shelf, client, transport, self._copies, self._like_this, self.metrics, self._speeds
+        )
         self._supply = Supply(self._shelf, bring, self.metrics, self._copies.changed.set)
         self._settings = settings
         self._offers = Offers(
@@ -125,8 +129,10 @@ class Peer:
     async def _session(self) -> None:
         """Announce under a fresh lease and follow the records until the store or the lease is lost."""
         lease = await self._announcer.begin()
+        revision = await self._needs.read(self._store)
         async with asyncio.TaskGroup() as tasks, Board.follow(self._store, self._keys, *self._keys.concerns) as board:
             tasks.create_task(self._copies.follow(self._store))
+            tasks.create_task(self._needs.follow(self._store, revision))
             lost = tasks.create_task(_raise_when_lost(lease.lost, lease.id))
             while True:
                 self._copies.changed.clear()
@@ -137,6 +143,7 @@ class Peer:
 
     async def _reconcile(self, board: Board) -> None:
         """Offer, drop, fetch and announce as the records have it now."""
+        await self._needs.look(self._store, board.swap.id if board.swap is not None else "")
         versions = ready_versions(board)
         alive = {Key(part.manifest_digest) for version in versions for part in all_parts(version)}
         await self._supply.keep_to(alive)
@@ -149,9 +156,15 @@ class Peer:
         await self._supply.steer(wanted)
         records = list(self._records())
         self._since.keep({Key(record.digest): record for record in records})
-        await self._announcer.say(records, [key.digest for key in alive])
+        parts = list(self._parts())
+        await self._announcer.say(records, [key.digest for key in alive], parts, self._needs.group)
         for state in STATES:
             self.metrics.copies.labels(state).set(sum(record.state == state for record in records))
+        self.metrics.copies.labels("slices").set(len(parts))
+
+    async def _like_this(self, part: PartRecord) -> list[tuple[str, str]]:
+        """(rack, host) of the hosts that need the same of a slot. Slices are of the base model alone."""
+        return await hosts_with_peers(self._store, self._keys, self._needs.group if part.name == BASE else None)
 
     def _drop_all_but(self, alive: set[Key]) -> None:
         for key in [key for key in list(self._shelf.copies) if Key(key.digest) not in alive]:
@@ -171,6 +184,13 @@ class Peer:
         for key in self._supply.turns.problems.keys() - self._shelf.copies.keys():
             found.setdefault(key.digest, self._record(key, None))
         return list(found.values())
+
+    def _parts(self) -> Iterator[PartCopyRecord]:
+        """The copies that lack chunks, but none that are needed here."""
+        for key, copy in list(self._shelf.copies.items()):
+            if not copy.whole and copy.head is not None and self._shelf.is_met(copy):
+                met = self._needs.met(copy.head.manifest.schema.digest)
+                yield PartCopyRecord(self._host, slot_name(copy.path, self._host), key.digest, met)
 
     def _record(self, key: Key, here: Copy | Published | None) -> CopyRecord:
         problem = self._supply.turns.problems.get(key)

@@ -5,7 +5,8 @@ it, so a publisher finds its slots as free as if there were no peer.
 
 A journal beside each copy says what the fetch has done so far, so that the next process need not fetch it again. Its
 first line says what is fetched; each further line is the number, in ASCII, of a chunk that has arrived. A last line
-that was cut short counts for nothing. Nothing in a journal is trusted: chunks are digested again before they are used.
+that was cut short counts for nothing. A journal alone is not trusted: chunks of a file without a header are digested
+again before they are used.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 import msgspec
 
 from weightsync.errors import ManifestError, SlotBusy
+from weightsync.format.slices import Slices
 from weightsync.memory.arena import MAPPINGS, READ_MAPPINGS, Arena, SlotLock
 from weightsync.peer.chunks import MAX_CHUNKS, Bitmap, Head, Shape, manifest_of, shape_of
 from weightsync.peer.messages import Key
@@ -41,6 +43,7 @@ class Shelf:
         self.copies: dict[Key, Copy] = {}
         self.published: dict[Key, Published] = {}
         self.dropping: Callable[[Key], None] = lambda key: None  # called before a copy's slot is given back
+        self.needs: Callable[[str], Slices | None] = lambda schema: None  # of a slot with that schema; None: everything
         self._left: dict[Key, Journal] = {}  # what an earlier process began
         self._claiming = threading.Lock()
 
@@ -54,17 +57,33 @@ class Shelf:
         return next((found.delta_of for found in whole if found.digest == key.digest), None)
 
     def has(self, key: Key) -> bool:
-        """Whether all of it is here."""
+        """Whether all of it is here, or all that is needed here and can be opened."""
         found = self.find(key)
-        return found is not None and found.have is None
+        return found is not None and (found.have is None or (isinstance(found, Copy) and self.is_met(found)))
+
+    def is_met(self, copy: Copy) -> bool:
+        """Whether it can be opened for what is needed here. With all chunks it is to become a slot."""
+        return copy.is_open and not copy.journal.done.complete and self.settled(copy).complete
+
+    def settled(self, copy: Copy) -> Bitmap:
+        """The chunks that are here, or that nobody on this host needs."""
+        head, done = copy.head, copy.journal.done
+        needs = self.needs(head.manifest.schema.digest) if head is not None and head.shape is not None else None
+        if needs is None:
+            return done
+        if copy.cut is None or copy.cut[0] is not needs:
+            needed = needs.chunks(copy.shape.nbytes, copy.shape.chunk_nbytes)
+            copy.cut = needs, Bitmap.full(copy.shape.chunks).bits & ~needed
+        return Bitmap(copy.shape.chunks, done.bits | copy.cut[1])
 
     def adopt(self) -> None:
-        """Take over what an earlier peer of this host left: whole copies as they are, the others to be resumed."""
+        """Take over what an earlier peer of this host left: whole copies, and those open for what was needed, as they
+        are, the others to be resumed."""
         for journal in Journal.all_in(self.arena.directory, self.model):
-            if not self._adopt_whole(journal) and not self._adopt_part(journal):
+            if not self._adopt_open(journal) and not self._adopt_part(journal):
                 journal.remove()  # reused or gone
 
-    def _adopt_whole(self, journal: Journal) -> bool:
+    def _adopt_open(self, journal: Journal) -> bool:
         """Instances of this host may have it mapped, and locked, since the peer before."""
         try:
             lock = SlotLock.shared(journal.slot)
@@ -72,10 +91,13 @@ class Shelf:
             return False
         if lock.nbytes >= journal.shape.nbytes:
             mapped = self.regions.of(lock.path, lock.fd, writable=True)
-            if _is_whole(mapped.view, journal):
+            whole = _is_whole(mapped.view, journal)
+            head = None if whole else Head.of_part(mapped.view, journal.key.digest)
+            if whole or (head is not None and head.shape == journal.shape):
                 self.copies[journal.key] = Copy(
-                    journal.key, journal.part, lock.path, lock, mapped, journal.shape, journal, whole=True
-                )
+                    journal.key, journal.part, lock.path, lock, mapped, journal.shape, journal, head, whole,
+                    is_open=not whole,
+                )  # fmt: skip
                 return True
         lock.release()
         return False
@@ -237,7 +259,8 @@ class Copy:
     """A slot or delta that was, or is being, fetched; `whole` once all of it is there and was verified. `grew` is set
     when a chunk arrives, and another event takes its place.
 
-    `head` is known of a slot that this process fetched: its manifest is not in the slot before it is whole.
+    `head` is known of a slot that this process fetched: its manifest is not in the slot before it is whole, or
+    `is_open`: it lacks chunks, and has a header by which the instances here read the others.
     """
 
     key: Key
@@ -249,6 +272,8 @@ class Copy:
     journal: Journal
     head: Head | None = None
     whole: bool = False
+    is_open: bool = False
+    cut: tuple[Slices, int] | None = None  # the needs that were looked at last, and the chunks that are not among them
     grew: asyncio.Event = field(default_factory=asyncio.Event)
 
     def came(self, chunk: int) -> None:

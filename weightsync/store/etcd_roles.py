@@ -19,6 +19,7 @@ from weightsync.control.records import ARENA_KEY, Keys
 
 NAMES = ("gateway", "instance", "trainer", "peer")
 ARENAS = "arenas/"
+SLICES = "slices/"  # weightsync/peer/slices.py
 LEDGER = "ledger/"  # weightsync/control/chain.py
 GATEWAYS = "gateway/"  # API keys, their use, and the secret of cache scopes (server/gateway/access)
 
@@ -42,9 +43,9 @@ def roles(models: Iterable[str]) -> tuple[Role, ...]:
         leading = {keys.active, keys.swap, keys.leader, keys.history, keys.pauses}
         ordering = {f"{keys.root}drains/", f"{keys.root}sleeps/", keys.training, keys.disks, GATEWAYS}
         writes["gateway"] |= publishing | leading | ordering
-        writes["instance"] |= {keys.instances, keys.starts, f"{keys.root}sleepers/"}
+        writes["instance"] |= {keys.instances, keys.starts, f"{keys.root}sleepers/", f"{SLICES}{keys.model}/"}
         writes["trainer"] |= publishing
         writes["peer"] |= {keys.copies, ARENA_KEY, ARENAS}
         for read in reads.values():
-            read |= {keys.root, keys.copies}
+            read |= {keys.root, keys.copies, f"{SLICES}{keys.model}/"}
     return tuple(Role(name, frozenset(reads[name] - writes[name]), frozenset(writes[name])) for name in NAMES)

@@ -1,13 +1,14 @@
 """The `hotswap` weight-transfer backend: what vLLM creates in each worker, and the worker methods the instance calls.
 
 It speaks vLLM's four-phase protocol (`start_weight_update`, `update_weights`, `finish_weight_update`), and, for the
-swap transaction, `hotswap_attach` (once), `hotswap_stage`, `hotswap_report`, `hotswap_commit` and `hotswap_drop` as
-worker RPCs. Staging returns at once; a commit only changes references (and copies adapters), so it fits between two
-batches.
+swap transaction, `hotswap_attach` and `hotswap_reads` (once), `hotswap_stage`, `hotswap_report`, `hotswap_commit` and
+`hotswap_drop` as worker RPCs. Staging returns at once; a commit only changes references (and copies adapters), so it
+fits between two batches.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from vllm.distributed.weight_transfer.base import (
 from weightsync.control.hosts import this_host
 from weightsync.format.manifest import schema_of
 from weightsync.vllm_engine import core, routing
+from weightsync.vllm_engine.build import Reads
 from weightsync.vllm_engine.bundle import BASE, Bundle, HeldBundles, PartOrder
 from weightsync.vllm_engine.bundle_stager import BundleReport, BundleStager, prediction_head
 from weightsync.vllm_engine.lora import mend_kernels
@@ -31,6 +33,8 @@ from weightsync.vllm_engine.remap import Remap
 from weightsync.vllm_engine.seeds import rewind_by_state
 from weightsync.vllm_engine.stager import Garbage, Stager, staging_device
 from weightsync.vllm_engine.tether import Tether, hold
+
+log = logging.getLogger("hotswap.instance")
 
 
 class NotStagedError(RuntimeError):
@@ -53,7 +57,8 @@ class UpdateInfo(WeightTransferUpdateInfo):
     """One published version: the slot file of its base model and the digest of its manifest; the same of its parts.
 
     `base_version` published the base (0: `version` did). `places`: {host: path of the base's slot there}, empty on one
-    host. `parts`: {"name", "version", "slot", "manifest_digest", "lora_id", "places"} each.
+    host. `unread`: the tensors of the base that no worker reads. `parts`: {"name", "version", "slot",
+    "manifest_digest", "lora_id", "places"} each.
     """
 
     version: int = 0
@@ -61,12 +66,13 @@ class UpdateInfo(WeightTransferUpdateInfo):
     manifest_digest: str = ""
     base_version: int = 0
     places: dict[str, str] = field(default_factory=dict)
+    unread: list[str] = field(default_factory=list)
     parts: list[dict[str, Any]] = field(default_factory=list)
 
     def orders(self) -> list[PartOrder]:
         """The base first."""
         version = self.base_version or self.version
-        base = PartOrder(BASE, version, self.slot, self.manifest_digest, places=self.places)
+        base = PartOrder(BASE, version, self.slot, self.manifest_digest, places=self.places, unread=tuple(self.unread))
         return [base, *(PartOrder(**part) for part in self.parts)]
 
 
@@ -112,6 +118,11 @@ class HotswapWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             model = self.model, self.vllm_config, self.model_config, self._place
             self._base = Stager(*model, head=head, allow_non_finite=allow)
         self._stager = BundleStager(self._base, runner, self.device, allow_non_finite=allow)
+
+    def reads(self, schema: list[list[Any]]) -> Reads:
+        """What this worker reads of versions with this schema. Raises MissingTensor, UnsupportedModelError."""
+        self._stager.wait()
+        return self._base.reads(schema_of((n, d, s) for n, d, s in schema))
 
     # vLLM's four-phase protocol -------------------------------------------------------------------------------
 
@@ -229,6 +240,18 @@ class WorkerMethods:
         if tether and host != tether["host"]:
             hold(Tether(**tether), self.rank, host)
         return host
+
+    def hotswap_reads(self, schema: list[list[Any]]) -> tuple[str, str] | None:
+        """What this worker reads of versions of the base with this schema: (slices as text; the tensors that nothing is
+        filled from, a bit for each name in order, in hex). None: it cannot be said."""
+        try:
+            reads = self.weight_transfer_engine.reads(schema)
+        except Exception:  # of a loader: what is wrong with the model, if anything is, a staging says
+            log.warning("this worker cannot say what it reads of versions: its peer fetches all", exc_info=True)
+            return None
+        unread = set(reads.unread)
+        names = sorted(name for name, _, _ in schema)
+        return reads.slices.to_text(), f"{sum(1 << n for n, name in enumerate(names) if name in unread):x}"
 
     def hotswap_stage(self, info: dict[str, Any]) -> dict[str, Any]:
         engine = self.weight_transfer_engine

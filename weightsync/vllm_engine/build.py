@@ -10,7 +10,10 @@ the matrix oneDNN is given.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+import math
+import mmap
+import warnings
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +28,9 @@ from weightsync.format.fingerprint import (
     pack_rectangle,
     packed_rectangle,
 )
+from weightsync.format.manifest import Layout as SlotLayout
+from weightsync.format.manifest import Schema
+from weightsync.format.slices import Slices
 from weightsync.memory.receiver import SlotReader
 from weightsync.vllm_engine.generation import Pace, StagingDevice, running
 from weightsync.vllm_engine.layout import Entry, Layout, View, place_views, plan_layout, words_of
@@ -40,6 +46,7 @@ from weightsync.vllm_engine.placement import (
     layer_of,
     learn,
     load_group,
+    matrix,
     pair_made,
 )
 from weightsync.vllm_engine.processing import Change, NotInPlace, Processing, in_place, same
@@ -90,6 +97,31 @@ class Built:
         return sums
 
 
+@dataclass(frozen=True)
+class Reads:
+    """What a worker reads of each version, and the tensors that nothing of it is filled from."""
+
+    slices: Slices
+    unread: tuple[str, ...]
+
+
+def blank_tensors(schema: Schema) -> dict[str, torch.Tensor]:
+    """Tensors of this schema, as they would lie in a slot, in memory that takes no room; they cannot be written to."""
+    layout = SlotLayout.of(schema)
+    memory = mmap.mmap(-1, layout.total_nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
+    found = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that the mapping is read-only
+        for name, spec in schema.tensors.items():
+            dtype, count = getattr(torch, spec.dtype), math.prod(spec.shape)
+            found[name] = (
+                torch.frombuffer(memory, dtype=dtype, count=count, offset=layout.offsets[name]).view(spec.shape)
+                if count
+                else torch.empty(spec.shape, dtype=dtype)
+            )
+    return found
+
+
 class Builder:
     """Replays the placement of one model. The twin's own memory is touched for opaque and processed parameters only.
 
@@ -135,7 +167,7 @@ class Builder:
         published = self._published(reader, pace)
         digest = published.schema.digest
         if self._learnt is None or self._learnt[0] != digest:
-            placement = self._learn(published)
+            placement = self._learn(published.schema, published.tensors())
             filled = {n for n, found in [*placement.rects.items(), *placement.constants.items()] if found}
             filled |= placement.opaque.keys()
             self.plan = self._rehearse(placement, published)
@@ -154,7 +186,24 @@ class Builder:
     def _published(self, reader: SlotReader, pace: Pace) -> Published:
         return Published(reader, pace, allow_non_finite=self._allow_non_finite, share=self._share)
 
-    def _learn(self, published: Published) -> Placement:
+    def reads(self, schema: Schema) -> Reads:
+        """What this worker reads of versions with this schema, learnt as for a staging, over memory that nobody fills.
+
+        Raises MissingTensor, UnsupportedModelError.
+        """
+        placement = self._learn(schema, blank_tensors(schema))
+        rows = {name: max(1, spec.nbytes // max(1, matrix(spec.shape)[0])) for name, spec in schema.tensors.items()}
+        ranges = {
+            (rect.name, rect.source.row * rows[rect.name], (rect.source.row + rect.source.rows) * rows[rect.name])
+            for rects in placement.rects.values()
+            for rect in rects
+        }
+        whole = {name for names in placement.opaque.values() for name in names}
+        ranges |= {(name, 0, schema.tensors[name].nbytes) for name in whole}
+        unread = sorted(set(placement.unused) - whole)
+        return Reads(Slices.of(schema, ranges), tuple(unread))
+
+    def _learn(self, schema: Schema, tensors: dict[str, torch.Tensor]) -> Placement:
         for name, pair in self._own.items():
             if pair.parameter.shape != self._shapes[name]:
                 pair.parameter.data = pair.parameter.data.new_empty(self._shapes[name])
@@ -162,11 +211,11 @@ class Builder:
         if self._processing is not None:
             self._processing.begin(layers, self._place.twin)
         try:
-            groups = group_by_layer(published.schema.tensors)
-            placement = learn(self._twin, self._pairs, published.tensors(), groups)
+            groups = group_by_layer(schema.tensors)
+            placement = learn(self._twin, self._pairs, tensors, groups)
             if made := pair_made(self._pairs):
                 self._adopt(made)
-                placement = learn(self._twin, self._pairs, published.tensors(), groups)
+                placement = learn(self._twin, self._pairs, tensors, groups)
         finally:
             if self._processing is not None:
                 self._processing.drop(layers)
@@ -183,11 +232,12 @@ class Builder:
         self._own |= {pair.name: pair for pair in made}
         self._shapes |= {pair.name: pair.parameter.shape for pair in made}
 
-    def build(self, reader: SlotReader, data: torch.Tensor | None, pace: Pace) -> Built:
+    def build(self, reader: SlotReader, data: torch.Tensor | None, pace: Pace, also: Collection[str] = ()) -> Built:
         """Fill `data`, the layout slot's bytes (None: they are there already), and make the private kernels.
 
-        Raises DigestMismatch when published bytes changed, NotFinite when they have a NaN or an infinity, or overflow
-        in the type they are served in, ChecksumMismatch when what was built is not what was published, MissingTensor,
+        Tensors that nothing here is filled from are summed, too; of a part of a slot only those in `also`. Raises
+        DigestMismatch when published bytes changed, NotFinite when they have a NaN or an infinity, or overflow in the
+        type they are served in, ChecksumMismatch when what was built is not what was published, MissingTensor,
         UnsupportedModelError.
         """
         self.prepare(reader, pace)
@@ -205,12 +255,12 @@ class Builder:
         for layer in self._layers if data is not None else self._private_layers():
             if layer not in self.plan.moved:
                 self._process(layer, placement, published, data, built)
-        self._sum_unused(placement, published, built)
+        self._sum_unused(placement, published, built, also)
         published.finish()
         compare(built.sums(), reader.manifest.tensors)
         return built
 
-    def check(self, reader: SlotReader, data: torch.Tensor) -> TileSums:
+    def check(self, reader: SlotReader, data: torch.Tensor, also: Collection[str] = ()) -> TileSums:
         """Read `data` again: the sums of what lies there now, as `build` reported them if nothing changed since."""
         self.prepare(reader, lambda _: None)
         published, built = Published(reader, lambda _: None, allow_non_finite=True), Built()
@@ -222,7 +272,7 @@ class Builder:
                 self._sum_plain(entry.view(data), entry.source, placement, published, built)
         for rect in (rect for name in self._unmoved for rect in placement.rects.get(name, ())):
             built.parts.append((rect.name, published.part(rect, 0), published.sum(rect)))
-        self._sum_unused(placement, published, built)
+        self._sum_unused(placement, published, built, also)
         return built.sums()
 
     def digest(self, data: torch.Tensor, built: Built) -> str:
@@ -505,8 +555,11 @@ class Builder:
                 total = self._sum(crop(unpacked(entry, data), rect.target), rect, entry.source, published)
             built.parts.append((rect.name, published.part(rect, 0), total))
 
-    def _sum_unused(self, placement: Placement, published: Published, built: Built) -> None:
+    def _sum_unused(self, placement: Placement, published: Published, built: Built, also: Collection[str]) -> None:
+        here = {name for names in placement.opaque.values() for name in names} | set(also)
         for name in placement.unused:
+            if published.is_part and name not in here:
+                continue
             rect = Rect(published.whole(name), published.whole(name), name)
             published.read(name, rect.source)
             built.parts.append((name, published.part(rect, 0), published.sum(rect)))

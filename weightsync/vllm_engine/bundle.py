@@ -43,7 +43,8 @@ class Flippable(Protocol):
 class PartOrder:
     """One part to stage: BASE, "draft" or "lora/NAME"; `version` published it. `lora_id` is vLLM's for an adapter.
 
-    `places`: the path of the slot on each host, if the instance has workers on several; `slot` is then the leader's.
+    `places`: the path of the slot on each host, if the instance has workers on several; `slot` is then the leader's,
+    and `unread` the tensors that none of them reads.
     """
 
     name: str
@@ -52,6 +53,7 @@ class PartOrder:
     manifest_digest: str
     lora_id: int = 0
     places: Mapping[str, str] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,7 @@ def _found(place: Path, order: PartOrder, host: str) -> Path:
 
 def _holds(path: Path, digest: str) -> bool:
     try:
-        SlotReader.open(path, manifest_digest=digest, populate=False).close()
+        SlotReader.open(path, manifest_digest=digest, populate=False, part=True).close()
     except (ManifestError, SlotBusy, OSError):
         return False
     return True

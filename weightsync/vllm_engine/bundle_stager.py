@@ -206,7 +206,8 @@ class BundleStager:
         if kind == LORA:
             return self._build_adapter(order)
         stager = self._stagers[order.name]
-        stager.start(StageOrder(order.version, order.slot, order.manifest_digest, schema), Garbage([], []), self._stop)
+        wanted = StageOrder(order.version, order.slot, order.manifest_digest, schema, order.unread)
+        stager.start(wanted, Garbage([], []), self._stop)
         stager.wait()
         if stager.report.error is not None:
             raise _PartFailed(order.name, stager.report.error)

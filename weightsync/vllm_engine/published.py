@@ -1,7 +1,8 @@
 """A published slot as the builder reads it: views and words of rectangles, each byte digested once.
 
 Bytes are digested, and looked through for values that are not finite, just before they are used, while they are in the
-cache. What is used before `finish` is trusted only after it.
+cache. What is used before `finish` is trusted only after it. Of a slot of which this host has a part, what is read is
+digested chunk by chunk and compared at once: bytes that are not here cannot be taken for the version's.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import xxhash
 
 from weightsync.errors import DigestMismatch, NotFinite
 from weightsync.format.fingerprint import Tile, Words, grid, is_finite, rectangle, word_type
-from weightsync.format.manifest import Schema
+from weightsync.format.manifest import Schema, digest_of, parts_of
 from weightsync.memory.receiver import SlotReader
 from weightsync.vllm_engine.generation import Pace
 from weightsync.vllm_engine.placement import Box, Rect, matrix
@@ -26,6 +27,7 @@ class Published:
 
     Bytes that are NaN or infinite raise NotFinite as they are read, unless `allow_non_finite`. `share`: (index, of how
     many): workers on one host look at every so many-th tensor each, as an instance stages a version only if all do.
+    Of a part of a slot each worker looks at all that it reads itself, and nobody at the rest.
     """
 
     def __init__(
@@ -35,7 +37,10 @@ class Published:
         self.allow_non_finite = allow_non_finite
         self._entries = reader.manifest.tensors
         index, shares = share
-        self._hashers = {n: xxhash.xxh3_128() for i, n in enumerate(self._entries) if i % shares == index}
+        self.is_part = reader.is_part
+        self._parts = parts_of(reader.manifest) if self.is_part else {}
+        mine = () if self.is_part else (n for i, n in enumerate(self._entries) if i % shares == index)
+        self._hashers = {name: xxhash.xxh3_128() for name in mine}
         self._digested = dict.fromkeys(self._entries, 0)
         self._words: dict[str, Words] = {}
 
@@ -91,9 +96,10 @@ class Published:
         return Tile(*grid(entry.dtype, entry.shape), box.row, box.row + box.rows, first, end, total)
 
     def read(self, name: str, box: Box) -> None:
-        """Digest the tensor up to the end of `box`, which is about to be used, unless that was done.
+        """Digest the tensor up to the end of `box`, which is about to be used, unless that was done. Of a part of a
+        slot only the chunks that have the rows of `box` are.
 
-        Raises NotFinite.
+        Raises NotFinite, DigestMismatch.
         """
         entry = self._entries[name]
         end = (
@@ -101,6 +107,8 @@ class Published:
             if box.row + box.rows == matrix(entry.shape)[0]
             else (box.row + box.rows) * self.row_nbytes(name)
         )
+        if self.is_part:
+            return self._read_parts(name, box.row * self.row_nbytes(name), end)
         begin = self._digested[name]
         self._pace(max(end - begin, 0))
         if end > begin and name in self._hashers:
@@ -109,6 +117,22 @@ class Published:
                 if not (self.allow_non_finite or is_finite(piece, entry.dtype)):
                     raise NotFinite(name, entry.dtype)
         self._digested[name] = max(begin, end)
+        return None
+
+    def _read_parts(self, name: str, begin: int, end: int) -> None:
+        """Digest the chunks that have the bytes [begin, end) of a tensor, and forget that they were to be."""
+        entry, left = self._entries[name], []
+        for start, stop, digest in self._parts[name]:
+            if stop <= begin or start >= end:
+                left.append((start, stop, digest))
+                continue
+            self._pace(stop - start)
+            with self._reader.buffer(name) as view, view[start:stop] as piece:
+                if (found := digest_of(piece)) != digest:
+                    raise DigestMismatch(name, digest, found)
+                if not (self.allow_non_finite or is_finite(piece, entry.dtype)):
+                    raise NotFinite(name, entry.dtype)
+        self._parts[name] = left
 
     def cast(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A part of the tensor in the type that it is served in. Raises NotFinite where it overflows there."""

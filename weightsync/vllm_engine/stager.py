@@ -23,7 +23,7 @@ from weightsync.format import fingerprint
 from weightsync.format.fingerprint import TileSums
 from weightsync.format.manifest import Schema, require_same_schema
 from weightsync.memory.receiver import SlotReader
-from weightsync.vllm_engine.build import Builder, Built
+from weightsync.vllm_engine.build import Builder, Built, Reads
 from weightsync.vllm_engine.cpu import Cpu
 from weightsync.vllm_engine.cuda import Cuda
 from weightsync.vllm_engine.generation import Generation, Memory, Pace, StagingDevice, build_flips
@@ -47,12 +47,14 @@ LOOK_S = 0.01  # for whether to go on, while there is nothing to do but wait
 
 @dataclass(frozen=True)
 class StageOrder:
-    """A version to stage: a published slot, its manifest digest, and where layout slots live."""
+    """A version to stage: a published slot, its manifest digest, and where layout slots live. `unread`: the tensors
+    that no worker of the instance reads."""
 
     version: int
     slot: str
     manifest_digest: str
     schema: Schema | None = None
+    unread: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,7 @@ class Stager:
         processing = Processing(model, twin, model_config.dtype, place.device, elsewhere)
         self._pairs = pair_parameters(model, twin, processing)
         parallel = vllm_config.parallel_config
+        self._rank = parallel.rank
         self._builder = Builder(
             twin,
             self._pairs,
@@ -152,6 +155,10 @@ class Stager:
             target=self._run, args=(order, garbage, stop), name="hotswap-stager", daemon=True
         )
         self._thread.start()
+
+    def reads(self, schema: Schema) -> Reads:
+        """What this worker reads of versions with this schema, while no staging runs. Raises as `Builder.reads`."""
+        return self._builder.reads(schema)
 
     def wait(self) -> None:
         """Block until no staging runs."""
@@ -206,7 +213,7 @@ class Stager:
 
     def _build(self, order: StageOrder, stop: threading.Event) -> tuple[Generation, int]:
         reader = SlotReader.open(
-            Path(order.slot), manifest_digest=order.manifest_digest, version=order.version, populate=False
+            Path(order.slot), manifest_digest=order.manifest_digest, version=order.version, populate=False, part=True
         )
         try:
             if order.schema is not None:
@@ -220,7 +227,8 @@ class Stager:
             layout = self._builder.prepare(reader, pace)
             slot = self.place.acquire(Path(order.slot).parent, layout, key)
             try:
-                built, notes = self._complete(reader, slot, pace)
+                also = order.unread if self._rank == 0 else ()  # somebody must sum them
+                built, notes = self._complete(reader, slot, pace, also)
                 if not slot.built:
                     slot.seal(key, notes)
                 flips = build_flips(self._pairs, layout, slot.data, built.private)
@@ -237,15 +245,15 @@ class Stager:
         finally:
             reader.close()
 
-    def _complete(self, reader: SlotReader, slot: Memory, pace: Pace) -> tuple[Built, Notes]:
+    def _complete(self, reader: SlotReader, slot: Memory, pace: Pace, also: Collection[str]) -> tuple[Built, Notes]:
         """Build what is not there yet; what another instance built is taken with the sums and scalars it noted."""
         found = slot.notes if slot.built else Notes()
         if slot.built and not found.sums:
-            found.sums = self._builder.check(reader, slot.data)
+            found.sums = self._builder.check(reader, slot.data, also)
         if slot.built and not self._builder.has_private:
             return Built(), found
         reader.populate()
-        built = self._builder.build(reader, None if slot.built else slot.data, pace)
+        built = self._builder.build(reader, None if slot.built else slot.data, pace, also)
         digest = found.built if slot.built else self._builder.digest(slot.data, built)
         return built, Notes(joined(found.sums, built.sums()), found.scalars | built.scalars, digest)
 

@@ -48,6 +48,7 @@ class WellEngine:
 
     max_num_seqs = 1
     dead = False
+    hosts = ("",)
 
     async def prepare(self, *_: object, **__: object) -> None: ...
 
@@ -96,7 +97,7 @@ class StagingEngine:
         self.path, self.fingerprint = "pointer", "f2"
         self.dropped: list[tuple[int, bool]] = []
 
-    async def stage(self, version: VersionRecord, timeout_s: float, places: Places) -> dict[str, Any]:
+    async def stage(self, version: VersionRecord, timeout_s: float, places: Places, _: object) -> dict[str, Any]:
         return {"stage_ms": 1.0, "staging_gbps": 1.0, "path": self.path, "fingerprint": self.fingerprint}
 
     async def drop(self, version: int, *, previous: bool) -> None:

@@ -164,7 +164,7 @@ class SleepyEngine:
     async def died(self) -> None:
         await asyncio.Event().wait()
 
-    async def stage(self, version: VersionRecord, timeout_s: float, places: object) -> dict[str, Any]:
+    async def stage(self, version: VersionRecord, timeout_s: float, places: object, unread: object) -> dict[str, Any]:
         self.log.append(f"stage {version.version}")
         return {"stage_ms": 1.0, "staging_gbps": 1.0, "path": "pointer", "fingerprint": version.fingerprint}
 

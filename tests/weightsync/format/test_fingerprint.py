@@ -240,6 +240,19 @@ def test_copies_of_a_slice_must_be_the_same(shape: tuple[int, int]) -> None:
             combine([{"k": [row]} for row in rows] + [{"k": [bad]}])
 
 
+def test_a_rank_that_has_no_use_for_a_tensor_may_sum_all_of_it() -> None:
+    """As ranks of another pipeline stage do, while those of its own have a slice each."""
+    w = words(8, 6)
+    halves = [rows_of(w[4 * i : 4 * i + 4], row=4 * i, of=(8, 6)) for i in range(2)]
+    whole = rows_of(w, of=(8, 6))
+    reports = [{"w": [halves[0]]}, {"w": [halves[1]]}, {"w": [whole]}, {"w": [whole]}]
+    assert combine(reports) == combine(reversed(reports)) == fingerprint_of({"w": rectangle(w)})
+    with pytest.raises(ChecksumMismatch, match="'w'"):
+        combine([*reports[:2], {"w": [[*whole[:-1], whole[-1] ^ 1]]}])
+    with pytest.raises(PartsMismatch, match="'w'"):
+        combine([reports[0], reports[2]])
+
+
 def test_parts_that_leave_a_gap_or_overlap() -> None:
     def part(row: int, end: int) -> Tile:
         return Tile(8, 2, row, end, 0, 2, 1)

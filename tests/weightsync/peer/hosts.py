@@ -61,10 +61,10 @@ class Hosts:
     def log(self, host: str) -> str:
         return (self._logs / f"{host}.log").read_text()
 
-    def publisher(self, host: str, lineage: str = "trainer", keep: int = 2) -> Publisher:
+    def publisher(self, host: str, lineage: str = "trainer", keep: int = 2, chunk: int = CHUNK) -> Publisher:
         for name, value in self.environment(host).items():
             self._monkeypatch.setenv(name, value)
-        self._monkeypatch.setattr("weightsync.format.manifest.CHUNK", CHUNK)
+        self._monkeypatch.setattr("weightsync.format.manifest.CHUNK", chunk)
         publisher = Publisher(self.store_url, model=MODEL, lineage=lineage, keep=keep)
         self._publishers.append(publisher)
         return publisher

@@ -78,7 +78,7 @@ class Reader:
         return self.shelf.claim(self.served.key, "", head.shape or first.shape, head)[0]
 
     def fetch(self, copy: Copy) -> Fetch:
-        return Fetch(copy, self.sources, PeerMetrics(), self._pool, Pace(), "b")
+        return Fetch(copy, lambda: copy.journal.done, self.sources, PeerMetrics(), self._pool, Pace(), "b")
 
 
 async def nobody_reads(served: Served) -> None:

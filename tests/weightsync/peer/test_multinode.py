@@ -21,11 +21,13 @@ from tests.weightsync.fleet import running_fleet
 from tests.weightsync.peer.hosts import KEYS, MODEL, Hosts, newest, serving
 from weightsync import Coordinator, Store
 from weightsync.control.records import VersionRecord
+from weightsync.peer.slices import part_copy_key, slices_prefix
 
 pytestmark = [pytest.mark.engine, pytest.mark.broad, pytest.mark.timeout(900)]
 WAIT_S = 400.0  # a guard: five processes import vLLM, three of them one after the other
 PROMPT, TOKENS = [3, 4, 5, 6, 7], 12
 HOSTS = ("a", "b")
+SMALL = 8 << 10  # chunks of which some have nothing for one of the ranks
 
 
 @contextlib.contextmanager
@@ -61,7 +63,7 @@ def expected(checkpoint: Path) -> list[int]:
 
 async def publish(hosts: Hosts, host: str, checkpoint: Path) -> VersionRecord:
     """From a trainer on `host`; returns when it is active."""
-    publisher = hosts.publisher(host)
+    publisher = hosts.publisher(host, chunk=SMALL)
     await asyncio.to_thread(publisher.publish, load_file(checkpoint / "model.safetensors"))
     return newest(publisher)
 
@@ -85,10 +87,15 @@ async def test_ranks_on_two_hosts_swap_roll_back_and_end_together(
     with instance(hosts, checkpoints["a"]) as processes:
         async with running_fleet(hosts.store_url) as fleet:
             fleet.coordinator()
+            said = slices_prefix(KEYS)
+            await asyncio.to_thread(wait_until, lambda: len(hosts.store.list(said)[0]) == len(HOSTS), WAIT_S)
             first = await publish(hosts, "a", checkpoints["a"])
             assert await answer(store, first.version) == expected(checkpoints["a"])
             second = await publish(hosts, "b", checkpoints["b"])
             assert await answer(store, second.version) == expected(checkpoints["b"])
+            for host, version in (("b", first), ("a", second)):  # of what the other one published
+                fetched = await asyncio.to_thread(part_of_a_version, hosts, host, version)
+                assert 0.3 < fetched < 0.95, f"{host} has {fetched:.0%} of version {version.version}"
             assert (await serving(store, second.version, "i", WAIT_S)).fingerprint == second.fingerprint
             report = await Coordinator(fleet.store(), MODEL).activate(first.version, deadline_s=WAIT_S)
             assert report.ok, report.reason
@@ -99,6 +106,14 @@ async def test_ranks_on_two_hosts_swap_roll_back_and_end_together(
             await asyncio.to_thread(wait_until, lambda: hosts.store.get(KEYS.instance("i")) is None, WAIT_S)
             statuses = [await asyncio.to_thread(process.wait, WAIT_S) for process in processes.values()]
             assert all(status != 0 for status in statuses)
+
+
+def part_of_a_version(hosts: Hosts, host: str, version: VersionRecord) -> float:
+    """Which part of its bytes the host has fetched; it has fetched nothing else."""
+    records = hosts.store.list(part_copy_key(KEYS, version.manifest_digest, host))[0]
+    assert records, f"{host} has {hosts.copies(version.manifest_digest).get(host)}"
+    nbytes = hosts.copies(version.manifest_digest)[host].nbytes
+    return hosts.metric(host, "hotswap_peer_received_bytes_total") / nbytes
 
 
 def kill_worker(follower: subprocess.Popen[bytes]) -> None:

@@ -24,6 +24,7 @@ from weightsync import Coordinator, Participant, Publisher, Store, open_store
 from weightsync.control.activation import previous_version
 from weightsync.control.records import InstanceRecord, Keys
 from weightsync.errors import StoreRefused
+from weightsync.peer.slices import slices_prefix
 from weightsync.store.etcd_roles import NAMES, roles
 from weightsync.store.etcd_users import Administrator
 
@@ -92,7 +93,7 @@ OF_GATEWAYS = (
     orders(KEYS) + "i0",
     KEYS.pause("p"),
 )
-OF_INSTANCES = (KEYS.instance("i1"), sleepers(KEYS) + "i1")
+OF_INSTANCES = (KEYS.instance("i1"), sleepers(KEYS) + "i1", slices_prefix(KEYS, "h") + "i1")
 OF_PEERS = (f"{KEYS.copies}d/h",)
 ARENA = ("arena", "arenas/h")
 PAST = (KEYS.past_swap(1), KEYS.training_point(1))

@@ -1,0 +1,377 @@
+"""Hosts that need a part of a version: what their peers fetch, announce and keep over a restart."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.waiting import wait_until
+from tests.weightsync.peer.hosts import CHUNK, KEYS, MODEL, Hosts, bytes_of, newest, path_of, random_model
+from weightsync import SlotReader, Store
+from weightsync.control.records import CopyHostRecord, CopyRecord, ErrorInfo, InstanceRecord, Keys, VersionRecord
+from weightsync.errors import CopyUnavailable, DigestMismatch, ManifestError
+from weightsync.format.manifest import CUTS, Cuts, Layout, Manifest, Schema, TensorEntry, TensorSpec, cut_ends, parts_of
+from weightsync.format.slices import MOST_BLOCKS, Slices
+from weightsync.format.versions import Records, opened
+from weightsync.memory.arena import Arena
+from weightsync.peer.chunks import Bitmap, Head, Shape, manifest_of
+from weightsync.peer.copies import wait_for_slots
+from weightsync.peer.messages import Key
+from weightsync.peer.shelf import Regions, Shelf
+from weightsync.peer.slices import Needs, PartCopyRecord, SlicesRecord, part_copy_key, slices_prefix
+from weightsync.transport import Transport
+
+SLOW = ("--limit-gbps", 0.008)  # 1 MB/s: time to do something while it fetches
+RECEIVED = "hotswap_peer_received_bytes_total"
+
+
+def schema_of(model: dict[str, np.ndarray]) -> Schema:
+    return Schema({name: TensorSpec(str(array.dtype), array.shape) for name, array in model.items()})
+
+
+def some_of(model: dict[str, np.ndarray], names: Iterable[str]) -> Slices:
+    return Slices.of(schema_of(model), [(name, 0, model[name].nbytes) for name in names])
+
+
+FIRST, SECOND = ("layer.0", "layer.1"), ("layer.2", "layer.3")
+
+
+def say(hosts: Hosts, host: str, slices: Slices | None, instance: str = "i") -> None:
+    """As an instance on that host does."""
+    record = SlicesRecord(host, instance, slices.to_text() if slices is not None else "")
+    hosts.store.put(slices_prefix(KEYS, host) + instance, record.to_json())
+
+
+def part_of(hosts: Hosts, host: str, digest: str, slices: Slices) -> PartCopyRecord:
+    """The record of a copy that has these slices, once it is there."""
+
+    def found() -> PartCopyRecord | None:
+        records, _ = hosts.store.list(part_copy_key(KEYS, digest, host))
+        record = PartCopyRecord.from_json(records[0].value) if records else None
+        return record if record is not None and slices.digest in record.slices else None
+
+    try:
+        return wait_until(found, 60.0)
+    except AssertionError:
+        pytest.fail(f"{host} has {hosts.copies(digest).get(host)}; its log ends\n{hosts.log(host)[-3000:]}")
+
+
+def chunk_bytes(record: VersionRecord, slices: Slices) -> int:
+    """What the chunks that have something of these slices have, in all."""
+    chunks = slices.chunks(record_nbytes(record), CHUNK)
+    last = record_nbytes(record) // CHUNK
+    return sum(min(CHUNK, record_nbytes(record) - n * CHUNK) for n in range(last + 1) if chunks >> n & 1)
+
+
+def record_nbytes(record: VersionRecord) -> int:
+    return Path(record.slot.removeprefix("//a")).stat().st_size
+
+
+def check(part: PartCopyRecord, model: dict[str, np.ndarray], names: Iterable[str]) -> None:
+    """These tensors are there, as they were published; and nobody takes the file for a slot."""
+    path = Path(part.slot.removeprefix(f"//{part.host}"))
+    with pytest.raises(ManifestError, match="only slices"):
+        SlotReader.open(path, manifest_digest=part.digest)
+    with pytest.raises(ManifestError):
+        manifest_of(memoryview(path.read_bytes()), part.digest)
+    with SlotReader.open(path, manifest_digest=part.digest, part=True) as reader:
+        assert reader.is_part
+        for name in names:
+            reader.verify(name)
+            assert bytes(reader.buffer(name)) == model[name].tobytes()
+
+
+# which bytes, and which chunks ----------------------------------------------------------------------------------------
+
+
+def test_slices_are_the_chunks_that_have_some_of_them() -> None:
+    model = random_model(1)
+    head = schema_of(model)
+    layout = Layout.of(head)
+    row = 4096 * 5
+    slices = Slices.of(head, [("layer.2", row, row + 10), ("layer.0", 0, 0)])
+    at = layout.offsets["layer.2"] + row
+    for size in (4096, 3 * 4096, CHUNK, 1 << 20):
+        chunks = slices.chunks(layout.total_nbytes, size)
+        wanted = 1 << at // size | 1 << (at + 9) // size
+        assert chunks & wanted == wanted
+        assert chunks.bit_count() <= 2 + 4096 // size  # a block of 4 KiB may lie in two
+    everything = some_of(model, model).chunks(layout.total_nbytes, CHUNK)
+    header = (1 << layout.header_nbytes // CHUNK) - 1
+    assert everything | header == (1 << -(-layout.total_nbytes // CHUNK)) - 1
+
+
+def test_slices_are_joined_told_apart_and_written() -> None:
+    model = random_model(1)
+    first, second = some_of(model, FIRST), some_of(model, SECOND)
+    both = first.joined(second)
+    assert both.blocks == first.blocks | second.blocks
+    assert len({first.digest, second.digest, both.digest}) == 3
+    assert Slices.from_text(both.to_text()) == both
+    assert some_of(model, (*FIRST, *SECOND)).digest == both.digest
+    for text in ("", "x", f"{first.schema} 4096 ?", f"{first.schema} 1 AA==", first.to_text() + "A" * MOST_BLOCKS):
+        with pytest.raises(ManifestError):
+            Slices.from_text(text)
+
+
+def test_a_version_of_any_size_has_few_blocks() -> None:
+    huge = Schema({f"layer.{n:03d}": TensorSpec("bfloat16", (1 << 20, 1 << 12)) for n in range(256)})
+    slices = Slices.of(huge, [(name, 0, 1 << 33) for name in huge.tensors])
+    assert slices.blocks.bit_length() <= MOST_BLOCKS
+    assert len(slices.to_text()) < 12_000
+
+
+# what is needed on a host ---------------------------------------------------------------------------------------------
+
+
+async def needs_of(store: Store, keys: Keys = KEYS, host: str = "b") -> Needs:
+    needs = Needs(keys, host, lambda: None)
+    await needs.read(store)
+    await needs.look(store, "swap")
+    return needs
+
+
+async def tell(store: Store, slices: str, instance: str, host: str = "b") -> None:
+    await store.put(slices_prefix(KEYS, host) + instance, SlicesRecord(host, instance, slices).to_json())
+
+
+async def test_all_instances_of_a_host_count(store: Store) -> None:
+    model = random_model(1)
+    schema = schema_of(model).digest
+    assert (await needs_of(store)).of(schema) is None  # nobody has said anything
+    first, second = some_of(model, FIRST), some_of(model, ("layer.2",))
+    await tell(store, first.to_text(), "i0")
+    needs = await needs_of(store)
+    assert (needs.of(schema), needs.group, needs.met(schema)) == (first, first.digest, (first.digest,))
+    assert (needs.of("another"), needs.met("another")) == (None, ())  # another layout: everything
+    await tell(store, second.to_text(), "i1")
+    both = first.joined(second)
+    needs = await needs_of(store)
+    assert needs.of(schema) == both
+    assert set(needs.met(schema)) == {first.digest, second.digest, both.digest}
+    assert needs.of(schema) is needs.of(schema)  # it is asked for every chunk
+    for text in ("", "not ours"):
+        await tell(store, text, "i2")
+        needs = await needs_of(store)
+        assert (needs.of(schema), needs.group) == (None, "")
+
+
+async def test_an_instance_that_says_nothing_anywhere_needs_everything(store: Store) -> None:
+    model = random_model(1)
+    slices = some_of(model, FIRST)
+    await tell(store, slices.to_text(), "i0")
+    await store.put(KEYS.instance("i0"), InstanceRecord("i0", "http://x:1").to_json())
+    assert (await needs_of(store)).of(slices.schema) == slices
+    await store.put(KEYS.instance("old"), InstanceRecord("old", "http://x:2").to_json())
+    assert (await needs_of(store)).of(slices.schema) is None
+    await tell(store, "", "old", host="c")  # on another host
+    assert (await needs_of(store)).of(slices.schema) == slices
+
+
+async def test_a_host_whose_instances_have_gone_keeps_to_what_they_needed(store: Store) -> None:
+    slices = some_of(random_model(1), FIRST)
+    await tell(store, slices.to_text(), "i0")
+    needs = Needs(KEYS, "b", asyncio.Event().set)
+    following = asyncio.create_task(needs.follow(store, await needs.read(store)))
+    try:
+        await needs.look(store, "")
+        await store.delete(slices_prefix(KEYS, "b") + "i0")
+        await tell(store, "", "other", host="b")
+        while needs.of(slices.schema) is not None:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await store.delete(slices_prefix(KEYS, "b") + "other")
+        await tell(store, slices.to_text(), "i1")
+        while needs.of(slices.schema) != slices:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await store.delete(slices_prefix(KEYS, "b") + "i1")
+        assert (await needs.read(store), needs.of(slices.schema))[1] == slices
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+
+def test_records_of_the_release_before_are_read() -> None:
+    assert CopyHostRecord.from_json(b'{"host":"b","rack":"r"}') == CopyHostRecord("b", "r")
+    assert CopyHostRecord("b", "r").to_json() == b'{"host":"b","rack":"r"}'
+
+
+# by real peers --------------------------------------------------------------------------------------------------------
+
+
+def test_a_host_fetches_what_is_needed_there_and_the_rest_when_that_grows(hosts: Hosts) -> None:
+    model = random_model(1)
+    half = some_of(model, FIRST)
+    say(hosts, "b", half)
+    for host in "abc":
+        hosts.start(host)
+    wait_until(lambda: len(hosts.store.list(KEYS.copy_hosts)[0]) == 3)
+    publisher = hosts.publisher("a")
+    publisher.publish(model, wait=False)
+    record = newest(publisher)
+    part = part_of(hosts, "b", record.manifest_digest, half)
+    check(part, model, FIRST)
+    received = hosts.metric("b", RECEIVED)
+    assert received == chunk_bytes(record, half)
+    assert 0.4 < received / record_nbytes(record) < 0.6
+    assert hosts.copies(record.manifest_digest)["b"].state == "fetching"  # a holder of some chunks, for all others
+    whole = hosts.wait_copy("c", record.manifest_digest)
+    assert hosts.metric("c", RECEIVED) == whole.nbytes
+    say(hosts, "b", some_of(model, ("layer.3",)), "another")
+    both = some_of(model, (*FIRST, "layer.3"))
+    check(part_of(hosts, "b", record.manifest_digest, both), model, (*FIRST, "layer.3"))
+    assert hosts.metric("b", RECEIVED) == chunk_bytes(record, both)
+    say(hosts, "b", None, "another")
+    copy = hosts.wait_copy("b", record.manifest_digest)
+    assert path_of(copy) == Path(part.slot.removeprefix("//b"))  # the same file, now a slot
+    assert bytes_of(copy) == bytes_of(whole)
+    wait_until(lambda: not hosts.store.list(part_copy_key(KEYS, record.manifest_digest, "b"))[0])
+
+
+def test_a_peer_that_is_killed_goes_on_with_a_part(hosts: Hosts) -> None:
+    """In the middle of the fetch, and after it while an instance reads what is there."""
+    model = random_model(1)
+    half = some_of(model, FIRST)
+    say(hosts, "b", half)
+    hosts.start("a")
+    hosts.start("b", *SLOW)
+    publisher = hosts.publisher("a")
+    publisher.publish(model, wait=False)
+    record = newest(publisher)
+    digest = record.manifest_digest
+    hosts.wait_copy("b", digest, "fetching")
+    wait_until(lambda: hosts.metric("b", RECEIVED) >= 4 * CHUNK)
+    hosts.kill("b")
+    hosts.start("b")
+    part = part_of(hosts, "b", digest, half)
+    resumed = hosts.metric("b", "hotswap_peer_chunks_resumed_total")
+    assert resumed >= 4
+    assert hosts.metric("b", RECEIVED) <= chunk_bytes(record, half) - (resumed - 1) * CHUNK
+    check(part, model, FIRST)
+    path = Path(part.slot.removeprefix("//b"))
+    with SlotReader.open(path, manifest_digest=digest, part=True) as held:
+        hosts.kill("b")
+        wait_until(lambda: "b" not in hosts.copies(digest))
+        hosts.start("b")
+        assert part_of(hosts, "b", digest, half).slot == part.slot
+        assert hosts.metric("b", RECEIVED) == 0
+        say(hosts, "b", None)
+        copy = hosts.wait_copy("b", digest)
+        assert path_of(copy) == path
+        assert bytes_of(copy) == bytes_of(hosts.copies(digest)["a"])
+        assert bytes(held.buffer("layer.0")) == model["layer.0"].tobytes()
+
+
+def test_hosts_that_need_the_same_feed_each_other(hosts: Hosts) -> None:
+    """Two halves on two hosts each: the source sends each byte about once, and nobody reads what it does not need."""
+    model = random_model(1)
+    halves = {"b": FIRST, "c": FIRST, "d": SECOND, "e": SECOND}
+    for host, names in halves.items():
+        say(hosts, host, some_of(model, names))
+    for host in "abcde":
+        hosts.start(host)
+    wait_until(
+        lambda: len({CopyHostRecord.from_json(kv.value).slices for kv in hosts.store.list(KEYS.copy_hosts)[0]}) == 3
+    )
+    publisher = hosts.publisher("a")
+    publisher.publish(model, wait=False)
+    record = newest(publisher)
+    for host, names in halves.items():
+        check(part_of(hosts, host, record.manifest_digest, some_of(model, names)), model, names)
+    for host, names in halves.items():
+        assert hosts.metric(host, RECEIVED) == chunk_bytes(record, some_of(model, names))
+
+
+async def test_an_instance_waits_until_its_peer_has_what_it_needs(hosts: Hosts, store: Store) -> None:
+    model = random_model(1)
+    half, more = some_of(model, FIRST), some_of(model, (*FIRST, "layer.2"))
+    say(hosts, "b", half)
+    hosts.start("a")
+    hosts.start("b")
+    publisher = hosts.publisher("a")
+    await asyncio.to_thread(publisher.publish, model, wait=False)
+    record = newest(publisher)
+    found = await wait_for_slots(store, KEYS, record, "b", 60.0, half.digest)
+    assert found.slot == (await asyncio.to_thread(part_of, hosts, "b", record.manifest_digest, half)).slot[3:]
+    for wanted in ("", more.digest):
+        with pytest.raises(CopyUnavailable):
+            await wait_for_slots(store, KEYS, record, "b", 0.5, wanted)
+    waiting = asyncio.create_task(wait_for_slots(store, KEYS, record, "b", 60.0, more.digest))
+    await asyncio.to_thread(say, hosts, "b", more)
+    assert (await waiting).slot == found.slot
+
+
+async def test_what_the_peer_cannot_fetch_for_another_instance_holds_nobody_up(store: Store) -> None:
+    half = some_of(random_model(1), FIRST)
+    record = VersionRecord(1, "ready", "//a/dev/shm/x/slot-1", 1, "d" * 32, None, None, "p", 1, 0.0, "", 1)
+    copy = CopyRecord("b", "//b/x/slot-9", "d" * 32, 1, "failed", "b:1", 1.0, ErrorInfo("arena_full", "no room"))
+    await store.put(KEYS.copy("d" * 32, "b"), copy.to_json())
+    with pytest.raises(CopyUnavailable, match="no room"):
+        await wait_for_slots(store, KEYS, record, "b", 10.0, half.digest)
+    part = PartCopyRecord("b", "//b/x/slot-9", "d" * 32, (half.digest,))
+    await store.put(part_copy_key(KEYS, "d" * 32, "b"), part.to_json())
+    assert (await wait_for_slots(store, KEYS, record, "b", 10.0, half.digest)).slot == "/x/slot-9"
+    with pytest.raises(CopyUnavailable, match="no room"):
+        await wait_for_slots(store, KEYS, record, "b", 10.0, "another")
+
+
+def test_who_looks_for_versions_on_a_host_does_not_take_a_part(hosts: Hosts) -> None:
+    model = random_model(1)
+    half = some_of(model, FIRST)
+    say(hosts, "b", half)
+    hosts.start("a")
+    hosts.start("b")
+    publisher = hosts.publisher("a")
+    publisher.publish(model, wait=False)
+    record = newest(publisher)
+    part = part_of(hosts, "b", record.manifest_digest, half)
+    path = Path(part.slot.removeprefix("//b"))
+    with SlotReader.open(path, part=True) as reader, pytest.raises(DigestMismatch):
+        reader.verify_all()  # the rest is not here, and says so
+    head = Head.of_part(memoryview(path.read_bytes()), record.manifest_digest)
+    assert head is not None
+    assert parts_of(head.manifest).keys() == model.keys()
+    assert Head.of_part(memoryview(path.read_bytes()), "0" * 32) is None
+    found = {copy.host: copy for copy in hosts.copies(record.manifest_digest).values()}
+    assert {host: copy.state for host, copy in found.items()} == {"a": "ready", "b": "fetching"}
+    assert isinstance(found["b"], CopyRecord)
+    for name, value in hosts.environment("b").items():
+        hosts._monkeypatch.setenv(name, value)
+    with pytest.raises(ManifestError, match="on host a"), opened(Records.read(hosts.store_url, MODEL).ready(None)):
+        pass
+
+
+def cuts_of(schema: Schema) -> Cuts:
+    """Digests of no bytes at all, of the right number."""
+    layout = Layout.of(schema)
+    parts = [cut_ends(layout.offsets[name], spec.nbytes, 1 << 16) for name, spec in schema.tensors.items()]
+    return Cuts(1 << 16, ("0" * 32,) * sum(map(len, parts)))
+
+
+def test_without_digests_of_chunks_everything_is_fetched(tmp_path: Path, transport: Transport) -> None:
+    """As of a release that did not take them: what has arrived can then be trusted only as a whole."""
+    model = random_model(1, 256 << 10)
+    half, schema = some_of(model, FIRST), schema_of(model)
+    layout = Layout.of(schema)
+    entries = {
+        name: TensorEntry(spec.dtype, spec.shape, layout.offsets[name], spec.nbytes, "0" * 32)
+        for name, spec in schema.tensors.items()
+    }
+    for metadata in ({}, {CUTS: cuts_of(schema).to_text()}):
+        manifest = Manifest(1, MODEL, entries, metadata=metadata)
+        head = Head.parse(manifest.to_json(), manifest.digest)
+        shelf = Shelf(Arena(tmp_path / str(len(metadata))), MODEL, Regions(transport))
+        shelf.needs = lambda found: half if found == schema.digest else None
+        shape = head.shape or Shape(layout.total_nbytes, 1 << 16, ("0" * 32,) * -(-layout.total_nbytes // (1 << 16)))
+        copy, _ = shelf.claim(Key(manifest.digest), "", shape, head)
+        needed = half.chunks(shape.nbytes, shape.chunk_nbytes) if metadata else Bitmap.full(shape.chunks).bits
+        assert shelf.settled(copy).bits == Bitmap.full(shape.chunks).bits & ~needed
+        copy.is_open = True
+        assert not shelf.has(copy.key)
+        for chunk in Bitmap(shape.chunks, needed):
+            copy.came(chunk)
+        assert shelf.has(copy.key) == (not copy.journal.done.complete)  # with all of it, it is to become a slot
+        shelf.close()
