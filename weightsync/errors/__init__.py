@@ -54,6 +54,7 @@ WeightSyncError               base: `code` for machines, a message that says wha
 │   ├── BucketUnavailable     it does not answer, or refuses
 │   ├── BucketTaken           another publisher has published there
 │   ├── BucketDamaged         what lies there is not what was published
+│   ├── VersionNeeded         a version is not removed, as others need it
 │   └── VersionGone           a version was removed meanwhile
 ├── PublishError
 │   ├── StalePublisher        a newer publisher of the lineage has taken over
@@ -107,6 +108,7 @@ from weightsync.errors.memory import (
     SlotBusy,
     VersionGone,
     VersionLost,
+    VersionNeeded,
 )
 from weightsync.errors.publishing import (
     BadPart,
@@ -223,6 +225,7 @@ __all__ = [
     "UnsupportedVllm",
     "VersionGone",
     "VersionLost",
+    "VersionNeeded",
     "VersionRefused",
     "WatchCompacted",
     "WeightSyncError",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from weightsync.errors.base import WeightSyncError
 
 
@@ -100,6 +102,21 @@ class BucketDamaged(BucketError):
     def __init__(self, path: str, problem: str) -> None:
         self.path = path
         super().__init__(f"{path} is damaged: {problem}; publish a later version, in full")
+
+
+class VersionNeeded(BucketError):
+    """A version of a bucket cannot be removed: `users` are the versions that need it, none if it is the newest."""
+
+    code = "version_needed"
+
+    def __init__(self, bucket: str, version: int, users: Sequence[int]) -> None:
+        self.bucket, self.version, self.users = bucket, version, tuple(users)
+        needed = (
+            f"versions {', '.join(map(str, users))} need it: remove those first"
+            if users
+            else ("it is the newest, which followers take: publish another one first")
+        )
+        super().__init__(f"version {version} stays in {bucket}; {needed}")
 
 
 class VersionGone(BucketError):

@@ -35,6 +35,7 @@ from weightsync.errors import RemoteError, VersionRefused
 from weightsync.format.delta import DeltaWriter
 from weightsync.format.signing import Trust
 from weightsync.publish.remote import RemotePublisher
+from weightsync.publish.succession import Succession
 
 SETTINGS = UpstreamSettings(scrape_interval_s=3600.0)
 Tensors = dict[str, np.ndarray[Any, Any]]
@@ -171,7 +172,7 @@ def test_a_base_lost_under_way_is_answered_by_the_full_version(
     first = weights()
     remote.publish(first, activate=False)
     (record,) = versions(gateway)
-    monkeypatch.setattr(remote, "_useful_base", lambda _: remote._base)  # it looked before the server retired it
+    monkeypatch.setattr(remote, "_useful_base", lambda versions, _: versions.base)  # from before it was retired
     gateway.store.put(Keys(MODEL).version(1), orjson.dumps({**orjson.loads(record.to_json()), "state": "retired"}))
     second = nudged(first)
     assert remote.publish(second, activate=False) == 2
@@ -180,10 +181,8 @@ def test_a_base_lost_under_way_is_answered_by_the_full_version(
 
 
 def raw_upload(gateway: RunningGateway, remote: RemotePublisher, tensors: Tensors) -> bytes:
-    remote._next.take(tensors.items())
-    from weightsync.format.delta import DeltaHeader
-
-    return b"".join(DeltaWriter(DeltaHeader(MODEL, remote._next.rows), remote._next.buffer))
+    versions = Succession(MODEL)
+    return b"".join(versions.writer(versions.take(tensors), compress=True, threads=None))
 
 
 def send(gateway: RunningGateway, body: bytes, **query: Any) -> httpx.Response:
@@ -490,14 +489,16 @@ class Slowly:
 
 
 @pytest.mark.broad
-def test_a_gateway_killed_half_way_leaves_nothing_and_the_next_one_takes_it(tmp_path: Path, arena: Path) -> None:
+def test_a_gateway_killed_half_way_leaves_nothing_and_the_next_one_takes_it(
+    tmp_path: Path, arena: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ports = free_port(), free_port()
     url = f"http://127.0.0.1:{ports[1]}"
     running = [gateway_process(tmp_path, ports)]
     try:
         until_up(url)
         remote = RemotePublisher(url, ADMIN_KEY, MODEL, timeout_s=20.0)
-        make = remote._writer
+        make = Succession.writer
         killed = []
 
         def kill() -> None:
@@ -510,7 +511,7 @@ def test_a_gateway_killed_half_way_leaves_nothing_and_the_next_one_takes_it(tmp_
                 running.append(gateway_process(tmp_path, ports))
                 until_up(url)
 
-        remote._writer = lambda header, base: Slowly(make(header, base), kill)  # type: ignore[method-assign, assignment, return-value]
+        monkeypatch.setattr(Succession, "writer", lambda *what, **how: Slowly(make(*what, **how), kill))
         tensors = weights(rows=7000)
         assert remote.publish(tensors, activate=False) == 1
         assert killed
