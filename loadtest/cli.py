@@ -16,7 +16,7 @@ Small = Annotated[bool, typer.Option(help="a tiny model: checks the benchmark, s
 @app.callback()
 def interruptible() -> None:
     """A benchmark that is told to stop (SIGTERM too) takes the processes it started with it."""
-    from server.cli import interrupts
+    from server.up import interrupts
 
     interrupts.install()
 

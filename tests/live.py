@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import psutil
 
-from server.cli.config import UpConfig
-from server.cli.up import Server
 from server.ports import free_port
+from server.up.config import UpConfig
+from server.up.server import Server
 from weightsync.control.records import InstanceRecord, Keys
 from weightsync.store import SyncStore
 

@@ -20,7 +20,7 @@ BESIDE = 4  # other files for each one with engines
 # anything else that fails once has failed.
 WITH_PROCESSES = {
     "tests/chaos", "tests/clients", "tests/hosts", "tests/k8s", "tests/loadtest", "tests/vllm_suite",
-    "server/cli", "server/console", "server/doctor", "server/follow", "server/gateway", "gateway/admin",
+    "server/cli", "server/up", "server/console", "server/doctor", "server/follow", "server/gateway", "gateway/admin",
     "gateway/observe", "gateway/release", "trainer/api", "api/finetuning", "trainer/data", "trainer/faults",
     "trainer/memory", "trainer/rewards", "trainer/rollouts", "weightsync/bucket", "weightsync/control",
     "weightsync/peer", "weightsync/persist", "weightsync/store", "weightsync/transport",

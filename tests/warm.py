@@ -2,7 +2,7 @@
 
 There are two such warm processes, which all workers share: ENGINES has vLLM, TRAINERS has Megatron-Core. (BARE has
 neither: test_warm.py starts one to see what becomes of orders.) `install()` has every `hotswap instance` that this
-process starts (server/cli/processes.py) forked from the first. A forked process is a process of its own as it is
+process starts (server/up/processes.py) forked from the first. A forked process is a process of its own as it is
 otherwise: a group, a log, an environment and descriptors of its own, killed with this process. Two things are not as
 they are otherwise: the libraries that an instance begins with are not loaded (server/instance/fork_server.py), and
 OMP_NUM_THREADS is that of this process.
@@ -34,7 +34,7 @@ from typing import Any, NoReturn
 
 import setproctitle
 
-from server.cli import processes
+from server.up import processes
 
 ENGINES, TRAINERS, BARE = "engines", "trainers", "bare"
 MODULES = {

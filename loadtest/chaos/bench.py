@@ -28,8 +28,8 @@ from loadtest.hosts import etcd
 from loadtest.hosts.namespaces import CannotShape, Hosts, obstacle, until
 from loadtest.measure.machine import machine
 from loadtest.models.checkpoints import TINY_SHAPE
-from server.cli import interrupts
-from server.cli.processes import die_with_parent
+from server.up import interrupts
+from server.up.processes import die_with_parent
 
 STOP_S = 120.0
 LOAD_S = 5.0

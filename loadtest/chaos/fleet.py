@@ -25,8 +25,8 @@ from loadtest.hosts.certificates import self_signed
 from loadtest.hosts.etcd import Members
 from loadtest.hosts.namespaces import Hosts
 from loadtest.models.checkpoints import make_constant_checkpoint
-from server.cli import interrupts
-from server.cli.processes import die_with_parent, share_of_cores
+from server.up import interrupts
+from server.up.processes import die_with_parent, share_of_cores
 from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, PastSwapRecord, SwapRecord
 from weightsync.control.state import confirm_within_s, in_flight
 from weightsync.errors import RecordError, StoreError

@@ -19,7 +19,7 @@ from loadtest.demo.real import RealRecipe
 from loadtest.demo.recipe import Course, Recipe, prepare_environment
 from loadtest.demo.scene import Scene
 from loadtest.demo.stage import Demo, DemoFailed
-from server.cli import interrupts
+from server.up import interrupts
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -22,7 +22,7 @@ from loadtest.demo.client import SILENT
 from loadtest.demo.recipe import Recipe, prepare_environment
 from loadtest.demo.scene import Scene
 from loadtest.demo.stage import Demo, DemoFailed
-from server.cli import interrupts
+from server.up import interrupts
 
 QUESTION = "2+3+4="
 TOKENS = 230  # of the 256 that the demo's model takes

@@ -32,13 +32,13 @@ from rich.table import Table
 from loadtest.demo.recipe import LARGEST_DIGIT, prepare_environment
 from loadtest.demo.stage import DemoFailed
 from loadtest.measure.machine import machine
-from server.cli import interrupts
 from server.cli.admin import AdminClient
-from server.cli.config import UpConfig
-from server.cli.errors import CliError
-from server.cli.processes import Child
-from server.cli.up import Server
+from server.errors import CliError
 from server.ports import free_port
+from server.up import interrupts
+from server.up.config import UpConfig
+from server.up.processes import Child
+from server.up.server import Server
 from trainer.tiny_model import tiny_run
 
 MODEL = "demo-learn"

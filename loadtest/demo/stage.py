@@ -20,11 +20,11 @@ import yaml
 from loadtest.demo.client import Clients
 from loadtest.demo.recipe import Course
 from loadtest.demo.scene import Scene, Swap, SwapStats
-from server.cli.config import UpConfig
-from server.cli.errors import CliError
-from server.cli.interrupts import held
-from server.cli.processes import Child
-from server.cli.up import Server
+from server.errors import CliError
+from server.up.config import UpConfig
+from server.up.interrupts import held
+from server.up.processes import Child
+from server.up.server import Server
 from trainer.errors import Preempted
 from trainer.tiny_model import tiny_run
 from weightsync import open_store

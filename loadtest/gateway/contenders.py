@@ -20,7 +20,7 @@ from pathlib import Path
 
 import orjson
 
-from server.cli.errors import CliError
+from server.errors import CliError
 from server.gateway.access.records import INFER, KEYS_PREFIX, KeyRecord, digest_of
 from server.key_limits import KeyLimits
 from server.ports import free_port

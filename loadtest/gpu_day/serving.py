@@ -242,9 +242,9 @@ def _under_streams(
 ) -> None:
     """Gaps between tokens while versions are staged and flipped to; then faults, a rollback, and sleep."""
     from loadtest.swaps import stall as swap_stall
-    from server.cli import interrupts
-    from server.cli.config import UpConfig
-    from server.cli.up import Server
+    from server.up import interrupts
+    from server.up.config import UpConfig
+    from server.up.server import Server
 
     interrupts.install()  # at the limit of time the server is stopped with all of its processes
     arguments = _arguments(device)

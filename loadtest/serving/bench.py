@@ -34,10 +34,10 @@ from loadtest.measure.machine import machine
 from loadtest.models.checkpoints import TINY_SHAPE, make_checkpoint
 from loadtest.serving.arrivals import Plan, Seen, Stream
 from loadtest.serving.goodput import Target, figures, jain, quantile
-from server.cli.config import UpConfig
-from server.cli.processes import Child
-from server.cli.up import Server
 from server.ports import free_port
+from server.up.config import UpConfig
+from server.up.processes import Child
+from server.up.server import Server
 
 MODEL = "serve"
 SHAPE = {

@@ -27,12 +27,12 @@ from loadtest.measure.gaps import Gaps, Swaps, Window, summary
 from loadtest.measure.machine import machine, memcpy_gbps
 from loadtest.models.checkpoints import TINY_SHAPE, make_checkpoint
 from loadtest.workload.children import last_line, publishing, streaming
-from server.cli import interrupts
 from server.cli.admin import AdminClient
-from server.cli.config import UpConfig
-from server.cli.errors import RequestFailed
-from server.cli.processes import BIND_ENV
-from server.cli.up import Server
+from server.errors import RequestFailed
+from server.up import interrupts
+from server.up.config import UpConfig
+from server.up.processes import BIND_ENV
+from server.up.server import Server
 
 FLEET_SHAPE: dict[str, Any] = {
     "hidden_size": 512,

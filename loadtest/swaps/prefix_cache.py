@@ -24,8 +24,8 @@ from rich.table import Table
 from loadtest.measure.machine import machine
 from loadtest.models.checkpoints import make_checkpoint
 from server.cli.admin import AdminClient
-from server.cli.config import UpConfig
-from server.cli.up import Server
+from server.up.config import UpConfig
+from server.up.server import Server
 
 MODEL = "cache"
 SYSTEM_TOKENS, OWN_TOKENS, SESSIONS = 256, 288, 16  # blocks have 128 tokens on CPU

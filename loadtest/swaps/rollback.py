@@ -23,15 +23,15 @@ from rich.table import Table
 
 from loadtest.measure.machine import machine
 from loadtest.models.checkpoints import make_constant_checkpoint
-from server.cli import interrupts
 from server.cli.admin import AdminClient
-from server.cli.config import UpConfig
-from server.cli.processes import Child
-from server.cli.up import Server
 from server.gateway.release.judge import Evidence, examine
 from server.gateway.release.policy import parse
 from server.gateway.release.statistics import NOTHING, Tally
 from server.ports import free_port
+from server.up import interrupts
+from server.up.config import UpConfig
+from server.up.processes import Child
+from server.up.server import Server
 
 MODEL = "rollback"
 CLIENTS = 4

@@ -22,10 +22,10 @@ from rich.console import Console
 
 from loadtest.measure.machine import machine
 from loadtest.models.checkpoints import make_constant_checkpoint
-from server.cli import interrupts
 from server.cli.admin import AdminClient
-from server.cli.config import UpConfig
-from server.cli.up import Server
+from server.up import interrupts
+from server.up.config import UpConfig
+from server.up.server import Server
 from weightsync import Publisher
 
 MODEL, CHECKPOINTS = "soak", 4

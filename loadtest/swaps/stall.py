@@ -26,10 +26,10 @@ from loadtest.measure.machine import machine, memcpy_gbps
 from loadtest.models.kinds import BENCHED, bench_checkpoints
 from loadtest.workload.children import publishing, streaming
 from loadtest.workload.stock_vllm import StockVllm
-from server.cli import interrupts
 from server.cli.admin import AdminClient
-from server.cli.config import UpConfig
-from server.cli.up import Server
+from server.up import interrupts
+from server.up.config import UpConfig
+from server.up.server import Server
 
 MODEL = "bench"
 SETTLE_S = 1.0

@@ -22,10 +22,10 @@ from rich.table import Table
 from loadtest.measure.machine import machine
 from loadtest.models.kinds import bench_checkpoints
 from loadtest.workload.children import publishing
-from server.cli import interrupts
 from server.cli.admin import AdminClient
-from server.cli.config import UpConfig
-from server.cli.up import Server
+from server.up import interrupts
+from server.up.config import UpConfig
+from server.up.server import Server
 
 MODEL, ADAPTER = "bench", "bench-adapter"
 RANK = 16

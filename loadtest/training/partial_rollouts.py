@@ -34,9 +34,9 @@ from rich.table import Table
 from loadtest.measure.machine import machine
 from loadtest.training.learning.recipes import TASKS, base, prepare_environment
 from loadtest.training.rl_step.ours import Step, read_steps
-from server.cli import interrupts
-from server.cli.config import UpConfig
-from server.cli.up import Server
+from server.up import interrupts
+from server.up.config import UpConfig
+from server.up.server import Server
 from trainer.tiny_model import tiny_run
 
 MODEL = "partial"

@@ -31,9 +31,9 @@ from rich.console import Console
 from rich.table import Table
 
 from loadtest.measure.machine import machine
-from server.cli.config import UpConfig
-from server.cli.errors import RequestFailed
-from server.cli.up import Server
+from server.errors import RequestFailed
+from server.up.config import UpConfig
+from server.up.server import Server
 from trainer.memory.ledger import GIB
 from trainer.tiny_model import tiny_run
 

@@ -25,8 +25,8 @@ import numpy as np
 import yaml
 
 from loadtest.demo.recipe import Recipe, prepare_environment
-from server.cli.config import UpConfig
-from server.cli.up import Server
+from server.up.config import UpConfig
+from server.up.server import Server
 from trainer.tiny_model import tiny_run
 from weightsync import SlotReader
 from weightsync.control.records import Keys, VersionRecord

@@ -26,10 +26,10 @@ from loadtest.measure.gaps import Gaps, Window, summary
 from loadtest.measure.machine import machine
 from loadtest.models.checkpoints import make_constant_checkpoint
 from loadtest.upgrade.clients import MODEL
-from server.cli import interrupts
-from server.cli.errors import CliError, ProcessFailed
-from server.cli.processes import Child, share_of_cores
+from server.errors import CliError, ProcessFailed
 from server.ports import free_port
+from server.up import interrupts
+from server.up.processes import Child, share_of_cores
 from weightsync import Publisher, ensure_arena, open_store
 from weightsync.control.records import SwapMode
 from weightsync.errors import WeightSyncError

@@ -44,9 +44,9 @@ from loadtest.upgrade.bench import (
     instance_ready,
 )
 from loadtest.upgrade.clients import MODEL
-from server.cli.errors import CliError
-from server.cli.processes import Child, share_of_cores
+from server.errors import CliError
 from server.ports import free_port
+from server.up.processes import Child, share_of_cores
 from weightsync.control.records import CounterRecord, InstanceRecord, Keys, PastSwapRecord
 from weightsync.errors import StoreError
 from weightsync.store import SyncStore

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from server.cli.errors import CliError
+from server.errors import CliError
 
 
 @contextlib.contextmanager

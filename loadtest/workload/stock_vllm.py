@@ -8,8 +8,8 @@ from pathlib import Path
 
 import httpx
 
-from server.cli.processes import Child
 from server.ports import free_port
+from server.up.processes import Child
 
 
 class StockVllm:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from server.cli import missing
-from server.cli.errors import CliError
+from server import missing
+from server.errors import CliError
 
 
 def main() -> None:

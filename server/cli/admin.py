@@ -18,8 +18,8 @@ import typer
 from rich import box
 from rich.table import Table
 
-from server.cli.errors import RequestFailed
-from server.cli.paths import ServerInfo, default_state_dir
+from server.errors import RequestFailed
+from server.up.paths import ServerInfo, default_state_dir
 from weightsync.errors import TlsUnavailable
 from weightsync.tls import ClusterTls
 

@@ -15,11 +15,10 @@ from rich.console import Console
 from server.answers import log, reading
 from server.answers.reading import Wanted
 from server.cli.admin import AsJson, StateDir, table
-from server.cli.errors import CliError
 from server.cli.keys import seconds_of
-from server.cli.paths import ServerInfo, default_state_dir
-from server.errors import ConfigError
+from server.errors import CliError, ConfigError
 from server.gateway.config import GatewayConfig
+from server.up.paths import ServerInfo, default_state_dir
 
 app = typer.Typer(no_args_is_help=True)
 

@@ -87,6 +87,6 @@ def status(
 ) -> None:
     """Show the instances and the active version of a running server."""
     from server.cli.instances import show_instances
-    from server.cli.paths import default_state_dir
+    from server.up.paths import default_state_dir
 
     show_instances(state_dir or default_state_dir(name))

@@ -10,9 +10,9 @@ import typer
 from rich.console import Console
 
 from server.cli.admin import AdminClient, AsJson, KeyFile, Reason, StateDir, Url, for_model, table
-from server.cli.errors import CliError
 from server.cli.keys import seconds_of
 from server.cli.weights import show_swap
+from server.errors import CliError
 from server.gateway.access.approvals import GUARDED
 
 app = typer.Typer(no_args_is_help=True)

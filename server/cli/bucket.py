@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from server.cli.admin import table
-from server.cli.errors import CliError, as_cli_error
+from server.errors import CliError, as_cli_error
 from weightsync.errors import BucketDamaged, VersionGone, WeightSyncError
 
 BucketUrl = Annotated[

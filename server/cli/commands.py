@@ -17,15 +17,14 @@ import typer
 from rich.console import Console
 
 from server import options
-from server.cli.config import UpConfig
-from server.cli.errors import as_cli_error
-from server.cli.paths import resolve_model
 from server.doctor.world import World
-from server.errors import ConfigError
+from server.errors import ConfigError, as_cli_error
 from server.follow.config import FollowConfig
 from server.gateway.config import OPTIONS, GatewayConfig
 from server.instance.config import InstanceConfig
 from server.options import Option, Setting
+from server.up.config import UpConfig
+from server.up.paths import resolve_model
 from weightsync.errors import TlsUnavailable
 
 app = typer.Typer()
@@ -110,7 +109,7 @@ def up(context: typer.Context, given: dict[str, Any]) -> None:
 
     Further options go to vLLM as they are.
     """
-    from server.cli.up import run_up
+    from server.up.server import run_up
 
     gateway_args = tuple(options.flags(PASSED_ON, given))
     run_up(options.build(UpConfig, given, gateway_args=gateway_args, vllm_args=tuple(context.args)))

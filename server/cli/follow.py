@@ -8,15 +8,14 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from server.cli import interrupts
 from server.cli.admin import AdminClient
-from server.cli.errors import RequestFailed
-from server.cli.paths import state_root
-from server.errors import ConfigError
+from server.errors import ConfigError, RequestFailed
 from server.follow.config import FollowConfig
 from server.follow.loop import Follower, Plan
 from server.follow.opening import open_source
 from server.follow.state import StateFile
+from server.up import interrupts
+from server.up.paths import state_root
 from weightsync.bucket.metrics import serve
 
 log = logging.getLogger("hotswap.follow")

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from server.cli.admin import AdminClient, KeyFile, StateDir, Url, for_model, percentages, table
-from server.cli.errors import RequestFailed
+from server.errors import RequestFailed
 
 app = typer.Typer(no_args_is_help=True)
 LONG_FLIP_MS = 50.0  # about a step

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from server.cli.admin import AdminClient, AsJson, KeyFile, Reason, StateDir, Url, table
-from server.cli.errors import CliError
+from server.errors import CliError
 from server.key_limits import LIMITS, KeyLimits, Limit
 
 app = typer.Typer(no_args_is_help=True)

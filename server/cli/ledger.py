@@ -14,8 +14,8 @@ import typer
 from rich.console import Console
 
 from server.cli.admin import AdminClient, AsJson, KeyFile, StateDir, Url, table
-from server.cli.errors import CliError, as_cli_error
-from server.cli.paths import ServerInfo, default_state_dir
+from server.errors import CliError, as_cli_error
+from server.up.paths import ServerInfo, default_state_dir
 from weightsync.errors import WeightSyncError
 
 T = TypeVar("T")

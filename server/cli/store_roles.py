@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from server.cli.errors import CliError, as_cli_error
+from server.errors import CliError, as_cli_error
 from weightsync.errors import WeightSyncError
 from weightsync.store.etcd_roles import Role
 from weightsync.store.etcd_roles import roles as roles_of

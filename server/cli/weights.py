@@ -16,8 +16,8 @@ from rich.table import Table
 
 from server.cli.admin import AdminClient, AsJson, KeyFile, Reason, StateDir, Url, for_model, percentages, table
 from server.cli.bucket import BucketUrl, remove_version, show_versions, verify_stored
-from server.cli.errors import CliError, as_cli_error
-from server.cli.paths import ServerInfo, default_state_dir
+from server.errors import CliError, as_cli_error
+from server.up.paths import ServerInfo, default_state_dir
 from weightsync.errors import WeightSyncError
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from server.cli.errors import CliError, RequestFailed
+from server.errors import CliError, RequestFailed
 from server.follow.metrics import FollowMetrics
 from server.follow.sources import Admin, BadCheckpoint, Candidate, FollowError, Source, Wish, natural
 from server.follow.state import Current, FollowState, Outcome, StateFile

@@ -25,8 +25,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from server.cli.errors import RequestFailed
-from server.errors import ServerError
+from server.errors import RequestFailed, ServerError
 from server.follow.config import NewestBy
 from weightsync.bucket.objects import redacted
 from weightsync.errors import CheckpointError

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from server.cli.errors import CliError, StateTaken
+from server.errors import CliError, StateTaken
 from server.files import write_file
 from weightsync.control.records import Record
 from weightsync.errors import RecordError

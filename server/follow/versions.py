@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from server.cli.errors import RequestFailed
+from server.errors import RequestFailed
 from server.follow.sources import (
     Admin,
     BadCheckpoint,

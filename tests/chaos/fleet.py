@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import psutil
 
-from server.cli.processes import Child
 from server.ports import free_port
+from server.up.processes import Child
 from tests.chaos.clients import Seen
 from tests.etcd import Etcd
 from tests.live import LiveServer

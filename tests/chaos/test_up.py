@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from server.cli.admin import AdminClient
-from server.cli.paths import ServerInfo
-from server.cli.up import arena_name
+from server.up.paths import ServerInfo
+from server.up.server import arena_name
 from tests.live import VLLM_ARGS
 from tests.waiting import wait_until
 from weightsync.memory.arena import DEFAULT_ROOT

@@ -19,7 +19,7 @@ from loadtest.demo.figures import draw, figures
 from loadtest.demo.recipe import Question
 from loadtest.demo.scene import Answer, Swap
 from loadtest.demo.stage import MetricsTail
-from server.cli import interrupts
+from server.up import interrupts
 from trainer.config import TrainerConfig, strict
 
 

@@ -18,7 +18,7 @@ from loadtest.measure.cpu import pin
 from loadtest.transfer import bench as transfer
 from loadtest.transfer.feeding.bench import GENERATED, LOADED, PARTS, figures_of, forget, split, with_instances
 from loadtest.transfer.feeding.reader import Reader
-from server.cli.errors import CliError
+from server.errors import CliError
 from tests.waiting import eventually
 from weightsync.control.records import CopyRecord
 from weightsync.peer.messages import Key, Opened

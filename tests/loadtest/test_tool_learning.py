@@ -15,7 +15,7 @@ from rich.console import Console
 from loadtest.training.learning import tools as learning_tools
 from loadtest.training.learning.bench import Bench, _server
 from loadtest.training.learning.recipes import ENVIRONMENT, MODEL, TASKS, WAYS, recipe
-from server.cli.up import Server
+from server.up.server import Server
 from trainer.config import TrainerConfig, strict
 from trainer.data import build_dataset
 from trainer.data.tokenizer import Tokenizer

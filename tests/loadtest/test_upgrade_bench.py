@@ -19,7 +19,7 @@ import yaml
 from loadtest.upgrade import bench, clients, releases
 from loadtest.upgrade.bench import Step, Swap, Upgrade, failures, summed_up
 from loadtest.upgrade.clients import KINDS, Answer, Client, Endpoint, Failed, Seen, Service
-from server.cli.errors import CliError
+from server.errors import CliError
 from tests.server.gateway.upstream import Link, Received, upstream
 from tests.waiting import eventually
 

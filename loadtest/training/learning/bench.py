@@ -39,9 +39,9 @@ from loadtest.training.learning.recipes import (
     prepare_environment,
     recipe,
 )
-from server.cli import interrupts
-from server.cli.config import UpConfig
-from server.cli.up import Server
+from server.up import interrupts
+from server.up.config import UpConfig
+from server.up.server import Server
 from trainer.report import RunEvents, read_events
 from trainer.tiny_model import tiny_run, write_tiny_model
 

@@ -27,8 +27,8 @@ from loadtest.training.rl_step import ours
 from loadtest.training.rl_step.memory import PeakMemory
 from loadtest.training.rl_step.ours import Step
 from loadtest.training.rl_step.task import RANK, REWARDS, SMALL, Task
-from server.cli import interrupts
-from server.cli.up import Server
+from server.up import interrupts
+from server.up.server import Server
 
 Figures = dict[str, Any]
 

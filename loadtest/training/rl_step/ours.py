@@ -11,8 +11,8 @@ import orjson
 import yaml
 
 from loadtest.training.rl_step.task import DATA, Task
-from server.cli.config import UpConfig
-from server.cli.up import Server
+from server.up.config import UpConfig
+from server.up.server import Server
 from trainer.tiny_model import tiny_run
 
 MODEL, ADAPTER = "rl-step", "rl-step-adapter"

@@ -35,7 +35,7 @@ from loadtest.transfer.feeding.site import (
 )
 from loadtest.workload.children import streaming
 from loadtest.workload.stock_vllm import StockVllm
-from server.cli.errors import CliError
+from server.errors import CliError
 from server.ports import free_port
 from weightsync.vllm_engine.linear import onednn_takes
 

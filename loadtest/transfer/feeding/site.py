@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from server.cli.errors import ProcessFailed
-from server.cli.processes import BIND_ENV, THREADS_ENV, Child
+from server.errors import ProcessFailed
 from server.ports import free_port
+from server.up.processes import BIND_ENV, THREADS_ENV, Child
 from weightsync.control.records import ActiveRecord, CopyRecord, InstanceRecord, Keys
 from weightsync.peer.copies import parsed
 from weightsync.store import SyncStore

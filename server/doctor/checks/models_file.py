@@ -8,12 +8,11 @@ from pathlib import Path
 
 import httpx
 
-from server.cli.errors import ModelNotFound
-from server.cli.paths import resolve_model
 from server.doctor.registry import Finding, check, fail, ok, skip, warn
 from server.doctor.world import World
-from server.errors import ConfigError
+from server.errors import ConfigError, ModelNotFound
 from server.gateway.models.file import External, ModelEntry, ModelsFile, read
+from server.up.paths import resolve_model
 from weightsync import open_store
 from weightsync.control.records import Keys
 from weightsync.errors import StoreError

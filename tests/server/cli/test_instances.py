@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from server.cli import instances
 from server.cli.app import app
-from server.cli.errors import CliError
+from server.errors import CliError
 from server.gateway import UpstreamSettings
 from tests.server.gateway.harness import ADMIN_KEY, KEYS, RunningGateway, post, running_gateway
 from tests.server.gateway.upstream import Link, Received, upstream

@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 from scripts import options as documentation
 from server import options
 from server.cli import commands
-from server.cli.errors import CliError
-from server.errors import ConfigError
+from server.errors import CliError, ConfigError
 from server.options import Option
 
 

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from server.cli.admin import AdminClient
 from server.cli.app import app
-from server.cli.errors import CliError, RequestFailed
-from server.cli.paths import ServerInfo
+from server.errors import CliError, RequestFailed
+from server.up.paths import ServerInfo
 from weightsync import Publisher, SlotReader, SyncStore
 
 

@@ -11,10 +11,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from server.cli.app import app
-from server.cli.errors import CliError
 from server.doctor import report
 from server.doctor.registry import Check, Finding, all_checks, fail, ok, skip, warn
 from server.doctor.world import World
+from server.errors import CliError
 from tests.server.doctor.worlds import host
 
 DOCS = Path(__file__).parents[3] / "docs" / "doctor.md"

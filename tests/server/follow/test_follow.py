@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from server.cli.errors import RequestFailed
 from server.cli.follow import Gateway
+from server.errors import RequestFailed
 from server.follow import loop
 from server.follow.config import FollowConfig
 from server.follow.loop import Follower, Plan

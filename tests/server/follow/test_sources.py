@@ -11,9 +11,8 @@ from typing import Any
 import fsspec
 import pytest
 
-from server.cli.errors import CliError, StateTaken
 from server.cli.follow import Gateway
-from server.errors import ConfigError
+from server.errors import CliError, ConfigError, StateTaken
 from server.follow import sources
 from server.follow.config import FollowConfig
 from server.follow.opening import open_source

@@ -16,8 +16,7 @@ import httpx
 import pytest
 
 from server.cli.admin import AdminClient
-from server.cli.errors import RequestFailed
-from server.errors import ConfigError
+from server.errors import ConfigError, RequestFailed
 from server.gateway import GatewayConfig, HealthSettings, UpstreamSettings
 from server.gateway.admin.probes import ProbePrompt, ProbeSettings, build_probe
 from server.gateway.main import bind, run

@@ -11,10 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from server.cli.app import app
-from server.cli.config import UpConfig
-from server.cli.errors import CliError
-from server.errors import ConfigError
+from server.errors import CliError, ConfigError
 from server.instance.config import InstanceConfig
+from server.up.config import UpConfig
 
 TLS = Path("/etc/hotswap/tls")
 

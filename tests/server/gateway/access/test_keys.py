@@ -18,13 +18,12 @@ import pytest
 from typer.testing import CliRunner
 
 from server.cli.app import app
-from server.cli.errors import CliError
-from server.cli.paths import ServerInfo
-from server.errors import Forbidden, Unauthorized, Unavailable
+from server.errors import CliError, Forbidden, Unauthorized, Unavailable
 from server.gateway import UpstreamSettings
 from server.gateway.access.keys import KeyRing, Principal
 from server.gateway.access.records import ADMIN, DOOR, INFER, KEYS_PREFIX, DoorRecord, KeyRecord, digest_of
 from server.key_limits import KeyLimits
+from server.up.paths import ServerInfo
 from tests.server.gateway.harness import ADMIN_KEY, RunningGateway, admin, get, new_key, post, running_gateway
 from tests.server.gateway.upstream import Answer, upstream
 from tests.waiting import eventually, wait_until

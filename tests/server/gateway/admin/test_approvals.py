@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from server.cli.app import app
-from server.cli.errors import CliError
+from server.errors import CliError
 from server.gateway.access.approvals import PENDING, POLICY, Approvals, PendingRecord, PolicyRecord
 from server.gateway.access.records import By
 from tests.server.gateway.harness import ADMIN_KEY, KEYS, MODEL, RunningGateway, new_key, running_gateway

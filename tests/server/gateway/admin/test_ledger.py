@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from server.cli.app import app
-from server.cli.errors import CliError
+from server.errors import CliError
 from server.gateway import GatewayConfig
 from server.gateway.observe.tracing import _event
 from tests.server.gateway.harness import ADMIN_KEY, KEYS, RunningGateway, admin, get, new_key, post, running_gateway

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from server.cli.app import app
-from server.cli.errors import CliError
+from server.errors import CliError
 from tests.server.gateway.admin.test_approvals import ask
 from tests.server.gateway.harness import ADMIN_KEY, KEYS, RunningGateway, new_key, running_gateway
 from tests.waiting import wait_until

@@ -16,8 +16,8 @@ import pytest
 from server.answers.log import Folder
 from server.answers.parse import Answer
 from server.answers.reading import Wanted, joined
-from server.cli.processes import Child
 from server.ports import free_port
+from server.up.processes import Child
 from tests.live import LiveServer
 from tests.waiting import wait_until
 

@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
-from server.cli.processes import Child
 from server.gateway.access.scope import STORE_KEY
 from server.ports import free_port
+from server.up.processes import Child
 from tests.live import LiveServer
 from tests.waiting import wait_until
 from weightsync.store import open_store

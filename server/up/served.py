@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from server.cli.config import UpConfig
-from server.cli.errors import CliError, as_cli_error
-from server.cli.paths import resolve_model
-from server.errors import ConfigError
+from server.errors import CliError, ConfigError, as_cli_error
 from server.gateway.models.file import ModelEntry, read
 from server.instance.config import check_vllm_args
+from server.up.config import UpConfig
+from server.up.paths import resolve_model
 
 OWN_DRAFTS = ("draft_model", "eagle", "eagle3")  # ways to speculate whose weights are a checkpoint of their own
 

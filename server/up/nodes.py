@@ -12,10 +12,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from server.cli.config import UpConfig
-from server.cli.errors import CliError
-from server.cli.processes import BIND_ENV, tensor_parallel
-from server.cli.served import Served
+from server.errors import CliError
+from server.up.config import UpConfig
+from server.up.processes import BIND_ENV, tensor_parallel
+from server.up.served import Served
 from weightsync import ray_cluster
 from weightsync.control.hosts import HOST_ENV
 from weightsync.ray_cluster import ADDRESS, Group, Node, NodeProcess

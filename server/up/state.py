@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from server.cli.errors import CliError, StateLost, StateTaken
+from server.errors import CliError, StateLost, StateTaken
 from server.files import write_file
 from weightsync.persist.disk import remove_copies
 

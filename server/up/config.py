@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from server.cli.errors import CliError, as_cli_error
-from server.errors import ConfigError
+from server.errors import CliError, ConfigError, as_cli_error
 from server.instance.config import ACROSS_HOSTS, check_vllm_args
 from server.options import Option
 from weightsync.ray_cluster import parse_bundle

@@ -25,17 +25,18 @@ from pathlib import Path
 import httpx
 from rich.console import Console
 
-from server.cli import interrupts, missing, resume
-from server.cli.config import UpConfig
-from server.cli.errors import CliError, PortTaken, ProcessFailed
-from server.cli.nodes import NodeChild, Nodes
-from server.cli.paths import ServerInfo, default_state_dir
-from server.cli.processes import Child, share_of_cores
-from server.cli.served import Served, served
-from server.cli.state import StateDir, require_own
+from server import missing
+from server.errors import CliError, PortTaken, ProcessFailed
 from server.files import write_new_file
 from server.gateway.observe.tracing import traces_url
 from server.ports import free_port, is_free
+from server.up import interrupts, resume
+from server.up.config import UpConfig
+from server.up.nodes import NodeChild, Nodes
+from server.up.paths import ServerInfo, default_state_dir
+from server.up.processes import Child, share_of_cores
+from server.up.served import Served, served
+from server.up.state import StateDir, require_own
 from weightsync.control.hosts import this_host
 from weightsync.errors import ArenaError, PersistError, RayUnavailable, StoreError
 from weightsync.memory.arena import DEFAULT_ROOT

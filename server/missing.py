@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from server.cli.errors import CliError
+from server.errors import CliError
 
 INSTALL = 'pip install ".[cpu]" (.[cuda] for GPUs) in a checkout of Hotswap; docs/install.md has the one trap of each'
 OURS = frozenset({"server", "weightsync", "trainer", "loadtest"})

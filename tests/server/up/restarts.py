@@ -16,12 +16,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from server.cli.config import UpConfig
-from server.cli.up import Server
 from server.gateway.access.key_sources import KeyStore, NewKey
 from server.gateway.access.keys import KeyRing
 from server.gateway.access.records import INFER, By
 from server.key_limits import KeyLimits
+from server.up.config import UpConfig
+from server.up.server import Server
 from tests.weightsync.fleet import Engine
 from tests.weightsync.tensors import model, read_back, save_safetensors
 from weightsync import Coordinator, Participant, Publisher, SyncStore, open_store
@@ -33,7 +33,14 @@ from weightsync.persist.disk import Disk
 from weightsync.push import push
 
 MODEL = "toy"
-STARTING = ("cli/up.py", "cli/state.py", "cli/resume.py", "server/files.py", "persist/restore.py", "persist/disk.py")
+STARTING = (
+    "server/up/server.py",
+    "server/up/state.py",
+    "server/up/resume.py",
+    "server/files.py",
+    "persist/restore.py",
+    "persist/disk.py",
+)
 PERSISTING = ("weightsync/persist/",)
 SWAPPING = (
     *(
@@ -42,7 +49,7 @@ SWAPPING = (
     ),
     "store/sqlite_db.py",
 )
-STOPPING = ("cli/up.py", "cli/state.py", "weightsync/persist/", "cli/resume.py")
+STOPPING = ("server/up/server.py", "server/up/state.py", "weightsync/persist/", "server/up/resume.py")
 KEYS = Keys(MODEL)
 
 

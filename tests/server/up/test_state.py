@@ -12,13 +12,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from server.cli import up
-from server.cli.config import UpConfig
-from server.cli.errors import CliError, OtherCheckpoint, PortTaken, StateTaken
-from server.cli.paths import ServerInfo
-from server.cli.processes import Child as RealChild
-from server.cli.state import StateDir
-from tests.server.cli.restarts import MODEL, Up, frozen, save_checkpoint
+from server.errors import CliError, OtherCheckpoint, PortTaken, StateTaken
+from server.up import server as up
+from server.up.config import UpConfig
+from server.up.paths import ServerInfo
+from server.up.processes import Child as RealChild
+from server.up.state import StateDir
+from tests.server.up.restarts import MODEL, Up, frozen, save_checkpoint
 from tests.waiting import wait_until
 
 
@@ -132,7 +132,7 @@ def test_a_discard_that_was_begun_comes_to_its_end(server: Up, monkeypatch: pyte
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("server.cli.state.remove_copies", killed)
+        patch.setattr("server.up.state.remove_copies", killed)
         with pytest.raises(KeyboardInterrupt):
             server.start(fresh=True)
     server.kill()
@@ -272,8 +272,8 @@ def test_processes_that_a_killed_up_left_are_waited_for_and_ended(tmp_path: Path
     state = StateDir(tmp_path)
     state.claim()
     log = tmp_path / "log"
-    ends = RealChild("ends", ["tests.server.cli.stubborn", "gentle"], log, {}, [state.inherited])
-    stays = RealChild("stays", ["tests.server.cli.stubborn"], log, {}, [state.inherited])
+    ends = RealChild("ends", ["tests.server.up.stubborn", "gentle"], log, {}, [state.inherited])
+    stays = RealChild("stays", ["tests.server.up.stubborn"], log, {}, [state.inherited])
     wait_until(lambda: log.read_text().count("runs") == 2, 60)
     ends.process.terminate()
     state.release()

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from server.cli.admin import AdminClient
-from server.cli.config import UpConfig
-from server.cli.errors import CliError
-from server.cli.paths import ServerInfo
+from server.errors import CliError
 from server.ports import free_port
+from server.up.config import UpConfig
+from server.up.paths import ServerInfo
 from tests.etcd import Etcd
 from tests.live import VLLM_ARGS
 from tests.open_answers import Asked

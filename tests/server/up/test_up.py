@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from server.cli import up
-from server.cli.config import UpConfig
-from server.cli.errors import CliError
-from server.cli.paths import ServerInfo
-from server.cli.processes import share_of_cores
-from server.cli.served import draft_dir, served
-from server.cli.up import Server
+from server.errors import CliError
 from server.ports import free_port
+from server.up import server as up
+from server.up.config import UpConfig
+from server.up.paths import ServerInfo
+from server.up.processes import share_of_cores
+from server.up.served import draft_dir, served
+from server.up.server import Server
 from tests.weightsync.tensors import model as model_of
 from trainer.config import FaultsConfig
 from weightsync import Publisher, SyncStore, ensure_arena, open_store

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from server.errors import Unauthorized
-from tests.server.cli.restarts import (
+from tests.server.up.restarts import (
     PERSISTING,
     STARTING,
     STOPPING,

@@ -7,7 +7,7 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from server.cli.errors import CliError, ModelNotFound
+from server.errors import CliError, ModelNotFound
 from server.files import write_file
 
 STATE_ENV = "HOTSWAP_STATE_DIR"

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from server.cli.errors import CliError, StateLost
-from server.errors import Unauthorized
-from tests.server.cli.restarts import KEYS, MODEL, Child, Up, committed, flip, frozen, run, save_checkpoint, swap_until
+from server.errors import CliError, StateLost, Unauthorized
+from tests.server.up.restarts import KEYS, MODEL, Child, Up, committed, flip, frozen, run, save_checkpoint, swap_until
 from tests.weightsync.tensors import model
 from weightsync import Publisher, SyncStore
 from weightsync.control.records import CounterRecord, InstanceRecord

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from server.cli import up
-from tests.server.cli.restarts import Child, Up, save_checkpoint
+from server.up import server as up
+from tests.server.up.restarts import Child, Up, save_checkpoint
 
 
 @pytest.fixture

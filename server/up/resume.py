@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from server.cli.errors import CliError, OtherCheckpoint, StateLost
-from server.cli.state import own, owner, require_own
+from server.errors import CliError, OtherCheckpoint, StateLost
 from server.gateway.access.records import DOOR, KEYS_PREFIX, DoorRecord
+from server.up.state import own, owner, require_own
 from weightsync import open_store
 from weightsync.control.hosts import arena_key, this_host
 from weightsync.control.records import (

@@ -1,0 +1,1 @@
+"""`hotswap up`: the server of one host, from its state directory to its processes."""
