@@ -89,4 +89,11 @@ MUTATIONS: list[Mutation] = [
         ("if found.source != source:", "if False:"),
         ("fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass"),
     ]),
+    *of("server/follow/versions.py", FOLLOW + "test_versions.py", changes=[
+        ('{"onto": str(before)} if before > active else {}', "{}"),
+    ]),
+    *of("server/follow/metrics.py", FOLLOW + "test_metrics.py", changes=[
+        ("if seen > since}", "if seen >= since}"),
+        ("self._clock() - min(self._behind.values())", "self._clock() - max(self._behind.values())"),
+    ]),
 ]  # fmt: skip
