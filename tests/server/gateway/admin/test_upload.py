@@ -29,7 +29,7 @@ from server.ports import free_port
 from tests.server.gateway.harness import ADMIN_KEY, MODEL, RunningGateway, running_gateway
 from tests.waiting import wait_until
 from tests.weightsync.format.test_signing import pair
-from weightsync import SlotReader, SyncStore, ensure_arena
+from weightsync import Adapter, SlotReader, SyncStore, ensure_arena
 from weightsync.control.records import ActiveRecord, FormRecord, Keys, TargetRecord, VersionRecord
 from weightsync.errors import RemoteError, VersionRefused
 from weightsync.format.delta import DeltaWriter
@@ -178,6 +178,26 @@ def test_a_base_lost_under_way_is_answered_by_the_full_version(
     assert remote.publish(second, activate=False) == 2
     assert (remote.last["full"], remote.last["attempts"]) == (True, 2)
     assert_holds(gateway, 2, second)
+
+
+def test_an_adapter_goes_alone_and_later_as_a_difference(gateway: RunningGateway, remote: RemotePublisher) -> None:
+    tensors = weights()
+    remote.publish(tensors, activate=False)
+    gateway.store.put(Keys(MODEL).active, ActiveRecord(1, 1, None, "first", 0.0).to_json())
+    lora = {"base.lora_A.weight": np.random.default_rng(3).standard_normal((8, 4096)).astype(np.float16)}
+    assert remote.publish(Adapter(lora, {"r": 8}), part="lora/math", activate=False) == 2
+    lora["base.lora_A.weight"][0, :7] = 1.0
+    assert remote.publish(Adapter(lora, {"r": 8}), part="lora/math", activate=False) == 3
+    assert remote.last["full"] is False
+    assert_holds(gateway, 3, tensors)
+    (part,) = versions(gateway)[2].parts
+    assert (part.name, part.version, versions(gateway)[2].base_version) == ("lora/math", 3, 1)
+    with SlotReader.open(part.slot, manifest_digest=part.manifest_digest) as slot:
+        assert bytes(slot.buffer("base.lora_A.weight")) == lora["base.lora_A.weight"].tobytes()
+    gateway.store.put(Keys(MODEL).active, ActiveRecord(3, 2, 1, "second", 0.0).to_json())
+    assert remote.publish(nudged(tensors), activate=False) == 4
+    assert remote.last["full"] is False
+    assert versions(gateway)[3].parts == (part,)
 
 
 def raw_upload(gateway: RunningGateway, remote: RemotePublisher, tensors: Tensors) -> bytes:
