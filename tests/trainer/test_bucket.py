@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 import yaml
 from safetensors.numpy import load_file
 
+from loadtest.training.learning.recipes import ENVIRONMENT
 from server.follow.config import FollowConfig
 from server.follow.opening import open_source
 from server.ports import free_port
+from tests import stock
+from tests.live import LiveServer
 from tests.server.follow.conftest import gateway  # noqa: F401 - a fixture
 from tests.server.follow.following import AT_ONCE, Follow
 from tests.server.follow.test_versions import assert_holds, part_bytes, s3  # noqa: F401 - a fixture
@@ -21,8 +27,10 @@ from tests.server.gateway.admin.test_releases import Instances
 from tests.server.gateway.harness import KEYS, RunningGateway
 from tests.trainer.fleet import fleet
 from tests.trainer.ranks import Ranks
+from tests.trainer.test_mixture import ENGINE, PROMPTS
 from tests.trainer.zygote import Zygote
-from trainer.tiny_model import tiny_run
+from tests.waiting import wait_until
+from trainer.tiny_model import tiny_run, write_tiny_model
 from weightsync.bucket.objects import Bucket
 from weightsync.memory.parts import ADAPTER_CONFIG
 
@@ -203,3 +211,44 @@ def test_prometheus_finds_what_was_carried(one_rank: Ranks, small_models: dict[s
     assert 'hotswap_bucket_versions_total{kind="full"} 1.0' in page
     assert "hotswap_bucket_newest_version 1.0" in page
     assert "hotswap_bucket_lag_seconds 0.0" in page
+
+
+@pytest.mark.broad
+@pytest.mark.engine
+@pytest.mark.timeout(900)
+def test_vllm_answers_with_what_was_trained_elsewhere(
+    zygote: Zygote,
+    tmp_path: Path,
+    s3: str,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`hotswap up`, `hotswap follow` and a training run that share nothing but a bucket."""
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    model, saved, port = tmp_path / "random", tmp_path / "saved", free_port()
+    write_tiny_model(model, max_position_embeddings=1024)  # as the stock engine expects
+    live = LiveServer(model, tmp_path / "state", ENGINE, name=KEYS.model)
+    with live.running():
+        key = tmp_path / "admin.key"
+        key.write_text(live.processes.admin_key)
+        command = [sys.executable, "-m", "server.cli", "follow", f"versions+{s3}", "--activate", "--settle", "0"]
+        command += ["--interval", "0.1", "--url", live.processes.admin_url, "--admin-key-file", str(key)]
+        command += ["--cache-dir", str(tmp_path / "cache"), "--metrics", f"127.0.0.1:{port}"]
+        with (tmp_path / "follow.log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as follower:
+            try:
+                arguments = configured(tmp_path, str(model), s3, save_to=str(saved), steps=4, optimizer={"lr": 1e-2})
+                status, said, errors = zygote.run(arguments, tmp_path)
+                assert (status, errors) == (0, "")
+                newest = f'"version {max(outcome["number"] for outcome in told(said, "carried"))}"'
+                state = tmp_path / "cache" / "state.json"
+                released = f'"name":{newest}'
+                wait_until(lambda: state.exists() and released in state.read_text(), 120.0, process=follower)
+                wait_until(lambda: '"current":' not in state.read_text(), 120.0, process=follower)
+                answers = [live.generate(prompt, 4)["choices"][0]["token_ids"] for prompt in PROMPTS]
+                page = urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30).read().decode()
+            finally:
+                follower.kill()
+        active = live.active()
+    assert f"hotswap_follow_released_version {active}.0" in page
+    assert answers == stock.answers(saved, PROMPTS, 4, dtype="float32")
+    assert answers != stock.answers(model, PROMPTS, 4, dtype="float32")

@@ -31,6 +31,7 @@ from typing import Any, BinaryIO
 import orjson
 
 from weightsync.bucket.metrics import serve
+from weightsync.bucket.objects import redacted
 from weightsync.bucket.publisher import BucketPublisher
 from weightsync.errors import BucketError, BucketUnavailable, WeightSyncError
 from weightsync.memory.parts import BASE
@@ -199,7 +200,8 @@ class Desk:
         except WeightSyncError as error:
             return Outcome(error=str(error), code=error.code)
         except Exception as error:
-            return Outcome(error=f"the version could not be carried to the bucket ({error!r})", code=BucketError.code)
+            told = f"the version could not be carried to the bucket ({redacted(repr(error))})"
+            return Outcome(error=told, code=BucketError.code)
         last = self._publisher.last
         return Outcome(last["number"], last["sent"], last["full"], last["seconds"])
 
