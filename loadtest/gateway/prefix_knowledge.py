@@ -2,11 +2,13 @@
 
     python -m loadtest.gateway.prefix_knowledge [--json FILE] [--small]
 
-A simulation with the gateway's own policy and tables (server/gateway/fleet): conversations without a session id, on
-Zipf-distributed system prompts; instances whose caches drop blocks of 16 tokens in LRU order. A conversation stays at
-one gateway, or each of its requests comes to any. `own` is the table of what a gateway has sent, `all` one of what all
-gateways have sent. `events` is what vLLM's KV events would tell, without delay and without loss: which blocks each
-instance holds. `load` looks at no prefix.
+A simulation with the code of the gateway (server/gateway/fleet: policy and tables), of the instance (the ledger of what
+it reports) and of the engine (weightsync: which prefixes it holds). Conversations without a session id run on
+Zipf-distributed system prompts, on instances whose caches drop blocks of 16 tokens in LRU order. A conversation stays
+at one gateway, or each of its requests comes to any. `load` looks at no prefix. `own` is the table of what a gateway
+has sent, `all` one of what all gateways have sent. `reports` is what a gateway has sent and what instances report,
+which it asks for every SCRAPE_S. `events` is what vLLM's KV events would tell, without delay and without loss: which
+blocks each instance holds.
 """
 
 from __future__ import annotations
@@ -27,35 +29,51 @@ from xxhash import xxh3_64_intdigest
 from server.gateway.fleet.affinity import Hint, PrefixTable, hint, tie_break
 from server.gateway.fleet.instance import PREFIXES
 from server.gateway.fleet.routing import affinity
+from server.instance.prefixes import Ledger, with_shares
+from server.prefixes import decode, scope_line
+from weightsync.vllm_engine.prefixes import Holdings, last_blocks
 
-ROUTE, BLOCK = "/v1/completions", 64  # bytes: 16 tokens
+ROUTE, BLOCK, TOKENS = "/v1/completions", 64, 16  # bytes and tokens of a block
+VERSION = "1"
 INSTANCES, SYSTEMS, SYSTEM_NBYTES = 8, 64, 4096
 GATEWAYS = ((1, True), (4, True), (4, False))  # how many, and whether a conversation stays at one
 TURNS, THINK_S, TOKEN_S, PREFILL = 6.0, 8.0, 0.02, 8000.0  # on average; tokens/s
 SCRAPE_S = 2.0
-WAYS = ("load", "own", "all", "events")
+WAYS = ("load", "own", "all", "reports", "events")
 
 
 @dataclass
 class Engine:
-    """Its cache, and the requests that each gateway has there."""
+    """Its cache, what it says of that, and the requests that each gateway has there."""
 
     number: int
     capacity: int
     running: list[int]
     blocks: OrderedDict[int, None] = field(default_factory=OrderedDict)
-    scraped: int = 0
+    holdings: Holdings = field(default_factory=Holdings)
+    ledger: Ledger = field(default_factory=Ledger)
 
     def held(self, chain: list[int]) -> int:
         """How many blocks of a prompt it has, from the first on."""
         return next((k for k, block in enumerate(chain) if block not in self.blocks), len(chain))
 
+    def watch(self, body: bytes, chain: list[int]) -> None:
+        """A request comes: its prefixes are those to tell of."""
+        for prefix, last in last_blocks(with_shares(ROUTE, body, ""), len(chain) * TOKENS, TOKENS):
+            self.holdings.watch(VERSION, prefix, _named(chain[last]), held=chain[last] in self.blocks)
+
     def use(self, chain: list[int]) -> None:
         for block in reversed(chain):  # the end of a prompt is dropped before its beginning
+            if block not in self.blocks:
+                self.holdings.stored(_named(block))
             self.blocks[block] = None
             self.blocks.move_to_end(block)
         while len(self.blocks) > self.capacity:
-            self.blocks.popitem(last=False)
+            self.holdings.removed(_named(self.blocks.popitem(last=False)[0]))
+
+
+def _named(block: int) -> bytes:
+    return block.to_bytes(8, "little")
 
 
 @dataclass
@@ -66,6 +84,7 @@ class Seen:
     gateway: int
     way: str
     table: PrefixTable = field(default_factory=lambda: PrefixTable(PREFIXES))
+    cursor: str = ""
     others: int = 0
     chain: list[int] = field(default_factory=list)
     failed_at: float = 0.0
@@ -81,12 +100,22 @@ class Seen:
         return self.engine.running[self.gateway] + self.others
 
     def cached(self, of: Hint) -> float:
-        if self.way in ("own", "all"):
+        if self.way in ("own", "all", "reports"):
             return self.table.share(of)
         return self.engine.held(self.chain) / len(self.chain) if self.way == "events" else 0.0
 
     def tie_break(self, of: Hint) -> int:
         return tie_break(of.key, self.engine.number)
+
+    def scrape(self, now: float) -> None:
+        """What the gateway asks for every SCRAPE_S: the load there, and the report."""
+        self.others = sum(self.engine.running) - self.engine.running[self.gateway]
+        if self.way == "reports":
+            self.engine.ledger.take_in([self.engine.holdings.take()])
+            report = decode(self.engine.ledger.after(self.cursor).encode())
+            held, dropped = (side.get(int(VERSION), ()) for side in (report.held, report.dropped))
+            self.table.reported(held, dropped, now, whole=report.whole)
+            self.cursor = report.cursor
 
 
 def chain(body: bytes) -> list[int]:
@@ -133,13 +162,13 @@ def simulate(way: str, gateways: int, stays: bool, share: float, requests: int) 
         now, _, what, about = heapq.heappop(events)
         if what == "scrape":
             for view in (v for views_of in views for v in views_of):
-                view.others = sum(view.engine.running) - view.engine.running[view.gateway]
+                view.scrape(now)
             later(SCRAPE_S, "scrape", None)
         elif what == "ask":
             said, gateway = about
             body = said + rng.randbytes(rng.randint(100, 400)).hex().encode()
             gateway, links = gateway if stays else rng.randrange(gateways), chain(body)
-            of = hint(ROUTE, body, b"", None)
+            of = hint(ROUTE, body, scope_line(b""), None)
             for view in views[gateway]:
                 view.chain = links
             chosen = affinity(views[gateway], now, of)
@@ -148,6 +177,7 @@ def simulate(way: str, gateways: int, stays: bool, share: float, requests: int) 
             chosen.engine.running[gateway] += 1
             answer = rng.randbytes(rng.randint(200, 800)).hex().encode()
             seconds = (len(links) - found) * 16 / PREFILL + len(answer) / 4 * TOKEN_S
+            chosen.engine.watch(body, links)
             chosen.engine.use(links)
             later(seconds, "end", (chosen, body + answer))
             done += 1

@@ -23,7 +23,7 @@ from pathlib import Path
 log = logging.getLogger("hotswap.gateway")
 
 MODULES = (
-    "admission", "exchange", "routes",
+    "admission", "connection", "exchange", "routes",
     "access.keys", "access.limits",
     "fleet.affinity", "fleet.instance", "fleet.retries", "fleet.routing", "fleet.view",
     "models.served",
@@ -31,6 +31,7 @@ MODULES = (
     "queue.gate",
     "wire.capture", "wire.head", "wire.journal", "wire.pool", "wire.relay",
 )  # fmt: skip
+SHARED = ("prefixes",)  # of `server` itself; instances run the sources
 GROUP = "hotswap_gateway"
 _HERE = Path(__file__).parent
 _BUILT = _HERE / "_compiled"
@@ -39,12 +40,13 @@ _DIGEST = _BUILT / "DIGEST"
 
 def sources() -> list[Path]:
     """What is compiled."""
-    return [_HERE / f"{name.replace('.', '/')}.py" for name in MODULES]
+    own = [_HERE / f"{name.replace('.', '/')}.py" for name in MODULES]
+    return [*own, *(_HERE.parent / f"{name}.py" for name in SHARED)]
 
 
 def digest() -> str:
     """Of the sources and of this Python: what a build is good for."""
-    found = hashlib.sha256(f"{sys.implementation.cache_tag} {MODULES}".encode())
+    found = hashlib.sha256(f"{sys.implementation.cache_tag} {MODULES} {SHARED}".encode())
     for source in sources():
         found.update(source.read_bytes())
     return found.hexdigest()
@@ -82,8 +84,12 @@ def _install(lib: Path, fresh: str) -> None:
     """Replaces the last build: the digest goes first and comes last, so half a build is never used."""
     shutil.rmtree(_BUILT, ignore_errors=True)
     shutil.copytree(lib / "server" / "gateway", _BUILT)
-    for shared in lib.glob("*.so"):
-        shutil.copy2(shared, _BUILT)
+    for library in lib.glob("*.so"):
+        shutil.copy2(library, _BUILT)
+    for name in SHARED:
+        for module in (lib / "server").glob(f"{name}.*"):
+            (_BUILT / "shared").mkdir(exist_ok=True)
+            shutil.copy2(module, _BUILT / "shared")
     _DIGEST.write_text(fresh)
 
 
@@ -101,6 +107,7 @@ in_use = __name__ != "__main__" and _fits()
 if in_use:
     sys.path.append(str(_BUILT))  # the group's own library
     sys.modules["server.gateway"].__path__.insert(0, str(_BUILT))  # for the modules that are in no package below it
+    sys.modules["server"].__path__.insert(0, str(_BUILT / "shared"))
 
 
 if __name__ == "__main__":

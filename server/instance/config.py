@@ -113,6 +113,8 @@ class InstanceConfig:
         argv += ["--worker-extension-cls", "weightsync.vllm_engine.backend.WorkerMethods"]
         argv += ["--disable-uvicorn-access-log", "--scheduling-policy", "priority"]
         argv += ["--enable-scale-out"]  # routes that the gateway forwards from its admin port
+        if not any(argument.startswith("--kv-events-config") for argument in self.vllm_args):
+            argv += ["--kv-events-config", '{"enable_kv_cache_events": true, "publisher": "null"}']  # prefixes.py
         argv += ["--headless"] if self.headless else []
         argv += ["--hf-config-path", str(self.form.config_dir)] if self.form.config_dir is not None else []
         if cpu:

@@ -34,6 +34,7 @@ from server.instance.routed_experts import Recording
 from weightsync.control.records import VersionRecord
 from weightsync.errors import WeightSyncError
 from weightsync.memory.parts import LORA, LORA_URL, combined
+from weightsync.vllm_engine.prefixes import Changes
 
 T = TypeVar("T")
 WATCH_S = 0.1
@@ -178,6 +179,18 @@ class Engine:
         `previous`: even if it is what a rollback flips to.
         """
         await self._answer(self._ranks.workers("hotswap_drop", version, previous))
+
+    @property
+    def follows_prefixes(self) -> bool:
+        """Whether vLLM caches prefixes, and was told to record what its cache holds."""
+        config = self.client.vllm_config
+        events = config.kv_events_config is not None and config.kv_events_config.enable_kv_cache_events
+        return bool(events and config.cache_config.enable_prefix_caching)
+
+    async def prefixes(self) -> list[Changes]:
+        """What the cache of each data-parallel rank has come to hold, or holds no more, since the last call. Raises
+        RankFailed, EngineDied."""
+        return [changes or [] for changes in await self._answer(self._ranks.call("hotswap_prefixes"))]
 
     async def pause(self) -> None:
         """Generate nothing until `resume`; requests stay where they are, and so do their KV blocks."""

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from server.prefixes import SCOPE
 from weightsync.control.state import CONFIRM_S
 
 FINISH_S = 30.0
@@ -65,7 +66,7 @@ class Wish:
         given = {k: v.decode("latin-1") for k, v in headers if k.startswith(b"x-hotswap-")}
         exact, least = given.get(b"x-hotswap-version"), given.get(b"x-hotswap-min-version")
         return cls(
-            given.get(b"x-hotswap-cache-scope", PUBLIC),
+            given.get(SCOPE, PUBLIC),
             given.get(b"x-hotswap-policy", "keep"),
             min(float(given.get(b"x-hotswap-finish-s", FINISH_S)), LONGEST_FINISH_S),
             int(exact) if exact is not None else None,

@@ -114,6 +114,8 @@ async def build_app(engine: Any, args: Any, config: InstanceConfig) -> Any:
     from .generate import router
     from .middleware import ProvenanceMiddleware
     from .openapi import router as openapi_router
+    from .prefixes import Holdings
+    from .prefixes import router as prefixes_router
     from .replay import ROUTES
 
     app = await build_vllm_app(engine, args)
@@ -121,6 +123,9 @@ async def build_app(engine: Any, args: Any, config: InstanceConfig) -> Any:
     app.state.hotswap_adapters = engine.adapters
     app.include_router(router)
     app.include_router(openapi_router)
+    if engine.follows_prefixes:
+        app.state.hotswap_prefixes = Holdings(engine.prefixes)
+        app.include_router(prefixes_router)
     # A parser of reasoning or tool calls has a state that depends on how its text was cut into deltas.
     chat = getattr(app.state, "openai_serving_chat", None)  # a model that only pools has none
     parsed = getattr(chat, "parser_cls", None) is not None

@@ -37,8 +37,10 @@ from starlette.exceptions import HTTPException as AnyHTTPException
 from server import api
 from server.instance import replay
 from server.instance.inflight import Problem, VersionMismatch, Wish
+from server.instance.prefixes import with_shares
 from server.instance.provenance import Trace, annotate, annotate_chunk, cannot_take, current_trace, problem_body
 from server.instance.routed_experts import FIELD as ROUTING
+from server.prefixes import PROMPT_FIELDS
 
 GENERATING = frozenset(route.path for route in api.ROUTES if route.works)
 OPEN = frozenset({"/health", "/metrics"})
@@ -220,8 +222,8 @@ class ProvenanceMiddleware:
             return
         trace = Trace(Wish.of(scope.get("headers", ())), replaying)
         current_trace.set(trace)
-        if scope["path"] in TRACED:
-            receive = _read_along(receive, trace, spans=scope["path"] in VLLM_SPANS)
+        if scope["path"] in TRACED or scope["path"] in PROMPT_FIELDS:
+            receive = _read_along(receive, trace, scope["path"])
         answer = _Answer(trace, send, self._active, self._dead, annotated=scope["path"] in TRACED)
         try:
             await self._app(scope, receive, answer.send)
@@ -240,9 +242,9 @@ class NotBoolean(Problem):
         self.param = param
 
 
-def _read_along(receive: Any, trace: Trace, *, spans: bool) -> Any:
-    """`receive`, which tells `trace` what more the body wants: its routing, and `spans` in vLLM's form. Raises
-    NotBoolean."""
+def _read_along(receive: Any, trace: Trace, route: str) -> Any:
+    """`receive`, which tells `trace` of the body: the prefixes of its prompt, and what more it wants, which is its
+    routing, and spans in vLLM's form. Raises NotBoolean."""
     parts: list[bytes] = []
 
     async def read_along() -> Any:
@@ -252,8 +254,11 @@ def _read_along(receive: Any, trace: Trace, *, spans: bool) -> Any:
             if not message.get("more_body", False):
                 body = b"".join(parts)
                 parts.clear()
+                trace.prefixes = with_shares(route, body, trace.wish.scope)
+                if route not in TRACED:
+                    return message
                 try:
-                    trace.as_vllm = spans and wants(body, WANTED)
+                    trace.as_vllm = route in VLLM_SPANS and wants(body, WANTED)
                     trace.wants_routing = wants(body, ROUTING)
                 except NotBoolean as problem:
                     trace.problem = problem

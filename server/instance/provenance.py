@@ -33,6 +33,7 @@ from typing import Any
 import orjson
 
 from server.instance.requests import check_count
+from weightsync.vllm_engine.prefixes import FIELD
 
 from . import replay, routed_experts
 from .inflight import Inflight, Problem, VersionMismatch, WeightsChanged, Wish
@@ -54,6 +55,7 @@ class Trace:
         self.replaying = replaying or Replaying()
         self.problem: Problem | None = None
         self.as_vllm = False  # the client wants spans in vLLM's form
+        self.prefixes: list[tuple[int, float]] = []  # of the body, and the share of the prompt that each is
         self.wants_routing: bool | None = None  # None: the route tells it as vLLM does
         self._routing: dict[int, Any] = {}  # of answers that are complete, by choice
         self.begun = False  # the engine has answered
@@ -83,6 +85,8 @@ class Trace:
         self.replaying.begins(self._calls, prompt, params)
         # Always written: what a client puts there itself (vllm_xargs) must not reach the engine.
         asked = self.wish.for_engine() | self.replaying.for_engine()
+        if self.prefixes and self._calls == 1:  # later ones are of other prompts in the body
+            asked[FIELD] = self.prefixes
         params.extra_args = {**(params.extra_args or {}), "hotswap": asked}
         return base
 

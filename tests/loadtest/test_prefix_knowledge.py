@@ -14,7 +14,9 @@ def test_more_knowledge_hits_more(tmp_path: Path) -> None:
     assert rows == orjson.loads((tmp_path / "figures.json").read_bytes())
     assert [(row["gateways"], row["stays"]) for row in rows] == list(GATEWAYS)
     for row in rows:
-        assert row["load"]["hits"] < row["own"]["hits"] < row["events"]["hits"] < 1
+        for way in ("own", "reports"):
+            assert row["load"]["hits"] < row[way]["hits"] < row["events"]["hits"] < 1
+    assert rows[-1]["own"]["hits"] < rows[-1]["reports"]["hits"], "who sent what is of no account"
     assert rows[0]["own"] == rows[0]["all"]  # one gateway has sent all there is
 
 

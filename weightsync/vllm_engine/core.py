@@ -15,6 +15,7 @@
 * Version spans are attached to every partial output, not to the last one only; those over a prompt that a commit fell
   into travel with the label of the first output.
 * A request may go on with an answer that another engine began (requests.py).
+* `EngineCore.hotswap_prefixes`: which prefixes of prompts the cache holds, by vLLM's KV events (prefixes.py).
 
 Why blocks are zeroed: a block is given to the next request as the last one left it. Attention masks what lies behind
 the end of a sequence by a weight of zero, and zero times NaN is NaN: one block that a version with overflowing
@@ -36,7 +37,7 @@ from typing import Any
 
 import orjson
 
-from weightsync.vllm_engine import requests, routing
+from weightsync.vllm_engine import prefixes, requests, routing
 from weightsync.vllm_engine.requests import enter, go_private, namespace, version_of
 
 _MARK = "_hotswap_installed"
@@ -51,9 +52,11 @@ def install() -> None:
     if getattr(EngineCore, _MARK, False):
         return
     EngineCore.hotswap_commit = commit
+    EngineCore.hotswap_prefixes = prefixes.changes
     EngineCore._attach_weight_version = attach_weight_version
     EngineCore.preprocess_add_request = _salted(requests.extended(EngineCore.preprocess_add_request))
     EngineCore.add_request = _resalted(EngineCore.add_request)
+    Scheduler.add_request = _watched(Scheduler.add_request)
     Scheduler._preempt_request = _started_over(Scheduler._preempt_request)
     _install_zeroing()
     routing.install()
@@ -122,6 +125,7 @@ def _move_requests(scheduler: Any, version: str, *, anew: bool) -> dict[str, int
     for request in _waiting(scheduler):
         if request.num_computed_tokens == 0:
             enter(request, version)
+            prefixes.watch(scheduler, request)
         else:  # its blocks are on their way from elsewhere
             go_private(request, scheduler.hash_block_size)
     return crossed
@@ -184,8 +188,18 @@ def _started_over(original: Callable[..., Any]) -> Callable[..., Any]:
         version = getattr(self, "_hotswap_version", None)
         if version is not None and version_of(request) != version:
             enter(request, version)
+            prefixes.watch(self, request)
 
     return preempt_request
+
+
+def _watched(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def add_request(self: Any, request: Any) -> None:
+        original(self, request)
+        prefixes.watch(self, request)
+
+    return add_request
 
 
 def _unpacked(original: Callable[..., Any]) -> Callable[..., Any]:

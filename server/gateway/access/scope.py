@@ -14,6 +14,7 @@ import logging
 import secrets
 
 from server.gateway.access.keys import Principal
+from server.prefixes import scope_line
 from weightsync.errors import Conflict, StoreError
 from weightsync.store import MISSING, Store
 
@@ -36,7 +37,7 @@ class CacheScopes:
         """`x-hotswap-cache-scope` for requests of `principal`; "public" where no key was asked for."""
         line = self._lines.get(principal.digest)
         if line is None:
-            line = self._lines[principal.digest] = b"x-hotswap-cache-scope: %b\r\n" % self._name(principal.digest)
+            line = self._lines[principal.digest] = scope_line(self._name(principal.digest))
         return line
 
     async def adopt(self, store: Store) -> None:

@@ -1,31 +1,27 @@
 """An index of which instance has the beginning of a prompt in its prefix cache, by the bytes of the request.
 
-vLLM's cache finds blocks of 16 tokens by a chain of hashes. Here the same is done with bytes, and without reading the
-JSON: from the field that holds the prompt on, the body is cut at SIZES, and the hash of each piece begins from that of
-the piece before it, so that one number stands for a whole prefix. Each instance has a table of the prefixes it was
-sent. The pieces grow: a prompt of any length costs at most len(SIZES) hashes, and of a shared prefix at least two
-thirds are recognized.
+Each instance has a table of prefixes (server/prefixes.py): those that it was sent from here count at once, and those
+that it reports to hold count until it reports that it has dropped them. What another gateway has sent there, and what
+was evicted, becomes known with the reports, which come with each scrape.
 
-It is a guess, and only ever costs time when it is wrong: the instance may have evicted the blocks, a tokenizer may join
-what was cut apart, and another gateway's requests are unknown here.
+It is a guess, and only ever costs time when it is wrong: blocks may be evicted by the time a request comes, and a
+tokenizer may join what was cut apart.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
 from xxhash import xxh3_64_intdigest
 
-from server import api
+from server.prefixes import SIZES, chain, seed, start
 
 V = TypeVar("V")
 
-SIZES: Final = tuple(n for exponent in range(8, 16) for n in (2**exponent, 3 * 2 ** (exponent - 1)))  # 256 B to 48 KiB
-LOOK: Final = 4096  # where the prompt's field is looked for; if it is further on, the body counts from its start
-# What comes first in the prompt that a route makes of its body. Inside a JSON string such a name cannot occur: its
-# quotes would be escaped.
-PROMPT_FIELDS: Final = {route.path: route.prompt for route in api.ROUTES if route.prompt}
+SENT_S: Final = 15.0  # what an instance that reports has not confirmed by then counts no more, or after as long again
+MOST_HELD: Final = 2**17  # prefixes that an instance may report; one engine reports 8192 at most
 
 
 @dataclass
@@ -57,26 +53,12 @@ def no_hint() -> Hint:
 
 def hint(route: str, body: bytes, scope: bytes, session: bytes | None) -> Hint:
     """The hint for a request. `scope`: whose cache blocks it may hit; requests of two scopes share none."""
-    fields = PROMPT_FIELDS.get(route)
-    if fields is None:
+    begin = start(route, body)
+    if begin < 0:
         return NO_HINT
-    seed = xxh3_64_intdigest(scope)
-    own = xxh3_64_intdigest(session, seed) if session else 0
-    start = min((at for field in fields if (at := body.find(field, 0, LOOK)) >= 0), default=0)
-    return Hint(_chain(body, start, seed), min(len(body) - start, SIZES[-1]), own)
-
-
-def _chain(body: bytes, start: int, link: int) -> list[int]:
-    found: list[int] = []
-    view, at = memoryview(body), start
-    for size in SIZES:
-        end = start + size
-        if end > len(body):
-            break
-        link = xxh3_64_intdigest(view[at:end], link)
-        found.append(link)
-        at = end
-    return found
+    link = seed(scope)
+    own = xxh3_64_intdigest(session, link) if session else 0
+    return Hint(chain(body, begin, link), min(len(body) - begin, SIZES[-1]), own)
 
 
 def tie_break(key: int, instance_seed: int) -> int:
@@ -112,26 +94,77 @@ class Recent(Generic[V]):
             self._old, self._young = self._young, {}
 
 
-class PrefixTable:
-    """The prefixes one instance was sent under one weight version: blocks of another are never hit."""
+_HELD: Final = 0  # in place of a generation
 
-    __slots__ = ("_seen",)
+
+class PrefixTable:
+    """The prefixes one instance likely holds under one weight version: blocks of another are never hit.
+
+    Those that it was sent are remembered as in `Recent`, at most 2 * `limit`, at least the last `limit`: each has the
+    number of the generation in which it was sent last, and there are two. One dictionary has them and those that the
+    instance reports: a choice looks up every prefix of a prompt in the table of every instance.
+    """
+
+    __slots__ = ("_aged_at", "_generation", "_known", "_limit", "_young", "held")
 
     def __init__(self, limit: int) -> None:
-        self._seen: Recent[bool] = Recent(limit)
+        self._limit = limit
+        self._known: dict[int, int] = {}
+        self._generation = 1
+        self._young = 0  # that have its number
+        self._aged_at = 0.0  # monotonic
+        self.held = 0  # how many it has reported
 
     def __len__(self) -> int:
-        return len(self._seen)
+        return len(self._known)
 
     def share(self, hint: Hint) -> float:
-        """How much of the prompt it has been sent before, 0 to 1."""
-        seen = self._seen
-        for k in range(len(hint.prefixes) - 1, -1, -1):
-            if seen.get(hint.prefixes[k]):
+        """How much of the prompt it likely has, 0 to 1."""
+        known, prefixes = self._known, hint.prefixes
+        for k in range(len(prefixes) - 1, -1, -1):
+            if prefixes[k] in known:
                 return SIZES[k] / hint.size
         return 0.0
 
     def add(self, hint: Hint) -> None:
         """It is sent this prompt."""
+        known, generation = self._known, self._generation
         for prefix in hint.prefixes:
-            self._seen.put(prefix, True)
+            before = known.get(prefix, -1)
+            if before != _HELD and before != generation:
+                known[prefix] = generation
+                self._young += 1
+        if self._young >= self._limit:
+            self._age()
+
+    def reported(self, held: Iterable[int], dropped: Iterable[int], now: float, *, whole: bool) -> int:
+        """It says what it has come to hold and what it has dropped; `whole`: it holds nothing else. How many of those
+        known here it has dropped."""
+        if whole:
+            kept = set(held)
+            dropped = [prefix for prefix, since in self._known.items() if since == _HELD and prefix not in kept]
+        gone = sum([self._forget(prefix) == _HELD for prefix in dropped])
+        for prefix in held:
+            self._forget(prefix)
+            self._known[prefix] = _HELD
+            self.held += 1
+        if self.held > MOST_HELD:
+            self._known, self.held, self._young = {}, 0, 0
+        if now - self._aged_at >= SENT_S:
+            self._aged_at = now
+            self._age()
+        return gone
+
+    def _forget(self, prefix: int) -> int:
+        """Since when it was known, -1 if it was not."""
+        since = self._known.pop(prefix, -1)
+        self.held -= since == _HELD
+        self._young -= since == self._generation
+        return since
+
+    def _age(self) -> None:
+        """Forgets what was sent in the last generation, and begins another."""
+        keep = (_HELD, self._generation)
+        self._known = {prefix: since for prefix, since in self._known.items() if since in keep}
+        self._generation += 1
+        self._young = 0

@@ -15,6 +15,7 @@ from server.gateway.config import HealthSettings, UpstreamSettings
 from server.gateway.fleet import affinity
 from server.gateway.fleet.affinity import Hint, PrefixTable
 from server.gateway.wire.pool import Pool
+from server.prefixes import Report
 from weightsync.control.records import InstanceRecord
 from weightsync.errors import RecordError, TlsUnavailable
 from weightsync.tls import ClusterTls, is_loopback
@@ -66,8 +67,11 @@ class Instance:
         self.left_at = 0.0  # when its record went from the store (monotonic), 0.0 while it is there
         self._elsewhere = 0.0  # other gateways' requests there, and its pressure, as of the last scrape
         self._seed = xxh3_64_intdigest(record.id.encode())
-        self._tables: dict[int | None, PrefixTable] = {}
-        self.prefixes = self._table(record.active_version)
+        self._tables: dict[int, PrefixTable] = {}
+        self.reports = True  # whether it may say what its prefix cache holds; older releases do not
+        self.cursor = ""  # of its last report; empty: the next one is to tell all
+        self.dropped = 0  # prefixes that it has told of, and no longer holds
+        self.prefixes = self._table(record.active_version or 0)
 
     @property
     def state(self) -> str:
@@ -88,8 +92,12 @@ class Instance:
 
     def renewed(self, record: InstanceRecord) -> None:
         """Its record has changed."""
-        if record.active_version != self.record.active_version:
-            self.prefixes = self._table(record.active_version)
+        if record.key != self.record.key:  # of each process its own, and so is what is cached
+            self._tables.clear()
+            self.reports, self.cursor = True, ""
+            self.prefixes = self._table(record.active_version or 0)
+        elif record.active_version != self.record.active_version:
+            self.prefixes = self._table(record.active_version or 0)
         if record.max_num_seqs != self.record.max_num_seqs:
             self.window = Window(record.max_num_seqs, self._settings.max_in_flight)
         self.pool.introduce(record.key)
@@ -113,8 +121,20 @@ class Instance:
         others = max(0.0, signals.load - inflight_then) if signals is not None else 0.0
         self._elsewhere = others + pressure(signals)
 
-    def _table(self, version: int | None) -> PrefixTable:
-        table = self._tables.pop(version, None) or PrefixTable(PREFIXES)
+    def reported(self, report: Report | None, now: float) -> None:
+        """What it says its prefix cache holds. None: it has no such report, and what it was sent has to do."""
+        if report is None:
+            self.reports = False
+            return
+        self.cursor = report.cursor
+        for version, table in self._tables.items():
+            held, dropped = report.held.get(version, ()), report.dropped.get(version, ())
+            self.dropped += table.reported(held, dropped, now, whole=report.whole)
+
+    def _table(self, version: int) -> PrefixTable:
+        table = self._tables.pop(version, None)
+        if table is None:
+            table, self.cursor = PrefixTable(PREFIXES), ""
         self._tables[version] = table  # the newest last
         while len(self._tables) > VERSIONS:
             del self._tables[next(iter(self._tables))]

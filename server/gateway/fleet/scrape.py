@@ -1,4 +1,4 @@
-"""Short questions of the gateway's own to an instance: is it answering, and how loaded is it."""
+"""Short questions of the gateway's own to an instance: is it answering, how loaded is it, and what has it cached."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from server.gateway.config import UpstreamSettings
 from server.gateway.fleet.instance import Instance, parse
 from server.gateway.fleet.view import Fleet
 from server.gateway.wire.relay import ResponseRelay
+from server.prefixes import PATH, decode
 
 log = logging.getLogger("hotswap.gateway")
 
@@ -123,11 +124,31 @@ async def scrape(instance: Instance, timeout_s: float) -> None:
     instance.scraped(parse(page) if status == 200 else None, inflight)
 
 
+async def learn(instance: Instance, timeout_s: float) -> None:
+    """Asks what its prefix cache has come to hold, and what it has dropped, since it was last asked."""
+    if not instance.reports:
+        return
+    key, asked = instance.record.key, instance.cursor
+    try:
+        status, body = await fetch(instance, f"{PATH}?after={asked}".encode(), timeout_s)
+        report = decode(body) if status == 200 else None
+    except (HttpError, TimeoutError):
+        return
+    except ValueError as error:
+        log.warning("instance %s does not say what its prefix cache holds: %s", instance.id, error)
+        report, status = None, 404
+    if (key, asked) != (instance.record.key, instance.cursor):
+        return  # it has another version or is another process by now, and is asked for all
+    if report is not None or status == 404:
+        instance.reported(report, time.monotonic())
+
+
 async def look_after(fleet: Fleet, instance: Instance, settings: UpstreamSettings) -> None:
-    """One round: is it well, and how loaded is it."""
+    """One round: is it well, how loaded is it, and what has it cached."""
     fleet.probed(instance, well=await answering(instance, settings.health.probe_timeout_s))
     if instance.health.answering:
         await scrape(instance, settings.scrape_timeout_s)
+        await learn(instance, settings.scrape_timeout_s)
 
 
 async def scrape_forever(fleet: Fleet, settings: UpstreamSettings) -> None:

@@ -62,6 +62,7 @@ class Fleet:
         self.replay = ReplayMemory(settings.failover.max_bytes, settings.failover.max_stream_bytes)
         self.retries = Counter(dict.fromkeys(("not_sent", "lost"), 0))  # requests sent on to another instance, by why
         self.picks = Counter(dict.fromkeys(("only", "load", "prefix", "session"), 0))  # what decided
+        self.prompt_bytes = self.cached_bytes = 0  # of prompts that had a choice; and of these, likely cached there
         self.splits = Splits()
         self.shadows = Shadows(self)
         self.room = WaitingRoom(settings.max_held)
@@ -111,7 +112,10 @@ class Fleet:
             hint.home = self._sessions.get(hint.session) or ""
         instance = routing.pick(candidates, now, hint, self._policy)
         assert instance is not None
-        why = "session" if instance.id == hint.home else "prefix" if instance.cached(hint) else "load"
+        cached = instance.prefixes.share(hint)
+        why = "session" if instance.id == hint.home else "prefix" if cached else "load"
+        self.prompt_bytes += hint.size
+        self.cached_bytes += int(cached * hint.size)
         if hint.session:
             self._sessions.put(hint.session, instance.id)
         instance.prefixes.add(hint)

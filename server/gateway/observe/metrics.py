@@ -261,6 +261,12 @@ METRICS: tuple[Declared, ...] = (
         lambda g: g.fleet.picks, {"by": "only: there was one candidate, load, prefix, session"},
     ),
     Declared(
+        "counter", "hotswap_gateway_routed_prompt_bytes", "Bytes of prompts that had a choice of instances",
+        lambda g: {"likely": g.fleet.cached_bytes, "no": g.fleet.prompt_bytes - g.fleet.cached_bytes},
+        {"cached": "likely: by what is known of the prefix cache of the one that was chosen, no"},
+        ", of each the first 48 KiB",
+    ),
+    Declared(
         "counter", "hotswap_gateway_retries", "Requests sent on to another instance",
         lambda g: g.fleet.retries, {"reason": "not_sent, lost"}, " before the first byte",
     ),
@@ -476,6 +482,14 @@ METRICS: tuple[Declared, ...] = (
     ),
     Declared(
         "gauge", "hotswap_instance_load", "Load as the routing policy counts it", _each(lambda i: i.load), _INSTANCE
+    ),
+    Declared(
+        "gauge", "hotswap_instance_prefixes", "Prefixes of prompts that its cache holds, as it reports",
+        _each(lambda i: i.prefixes.held), _INSTANCE, " ([affinity](gateway.md#routing))",
+    ),
+    Declared(
+        "counter", "hotswap_instance_prefixes_dropped", "Prefixes that it has reported, and no longer holds",
+        _each(lambda i: i.dropped), _INSTANCE,
     ),
     *(
         Declared(kind, f"hotswap_instance_{name}", text, _signal(name), _INSTANCE)

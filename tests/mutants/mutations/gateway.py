@@ -126,6 +126,13 @@ MUTATIONS: list[Mutation] = [
         ("return SIZES[k] / hint.size", "return 1.0"),
         ("if len(self._young) >= self._limit:", "if len(self._young) > self._limit:"),
     ]),
+    *of(FLEET + "affinity.py", GW + "fleet/test_prefixes.py", changes=[
+        ("if now - self._aged_at >= SENT_S:", "if now - self._aged_at > SENT_S:"),
+        ("if since == _HELD and prefix not in kept]", "if since == _HELD]"),
+        ("        self.held -= since == _HELD\n", ""),
+        ("if self.held > MOST_HELD:", "if False:"),
+        ("keep = (_HELD, self._generation)", "keep = (self._generation,)"),
+    ]),
     *of(FLEET + "instance.py", GW + "fleet/test_health.py", changes=[
         ("if self.closed or now < self.until:", "if self.closed:"),
         ("asked >= s.min_requests and self._failures", "self._failures"),

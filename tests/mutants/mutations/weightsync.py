@@ -6,6 +6,13 @@ from __future__ import annotations
 from .base import GW, WS, Mutation, of
 
 MUTATIONS: list[Mutation] = [
+    *of("weightsync/vllm_engine/prefixes.py", WS + "vllm_engine/test_prefixes.py", changes=[
+        ("if known is not None and (key in self._held or known == block):", "if known is not None and known == block:"),
+        ("            self._blocks.move_to_end(key)\n", ""),
+        ("if block in self.holdings and not self._holds(block):", "if block in self.holdings:"),
+        ("if events := self._manager.take_events():", "if events := ():"),
+        (" - len(replay_of(request).get(\"tokens\", ()))", ""),
+    ]),
     *of("weightsync/control/state.py", WS + "control/test_state.py", changes=[
         ("if waiting and view.now >= swap.deadline:", "if waiting and view.now > swap.deadline:"),
         ("(instance.active_version, instance.active_epoch) == (asked.version, asked.epoch)", "instance.active_version == asked.version"),

@@ -193,6 +193,40 @@ def test_engine_core(vllm: Release) -> None:
     has(vllm, f"{scheduler}.reset_prefix_cache", *steps)  # core.py does with one request what this does with all
 
 
+def test_kv_events(vllm: Release) -> None:
+    scheduler, events = "vllm.v1.core.sched.scheduler:Scheduler", "vllm.distributed.kv_events"
+    assert vllm.parameters(f"{scheduler}.add_request") == ["self", "request"]
+    has(
+        vllm,
+        f"{scheduler}.__init__",
+        "self.enable_kv_cache_events = ",
+        "self.kv_event_publisher = ",
+        "self.kv_cache_manager = ",
+        "self.kv_cache_config = ",
+    )
+    has(vllm, scheduler, "self.kv_event_publisher.publish(", "self.kv_event_publisher.shutdown()")
+    for method in ("publish", "shutdown"):
+        assert vllm.has(f"{events}:EventPublisher.{method}")
+    asked_of_a_publisher = {name for name in vllm.attributes(f"{events}:EventPublisher") if not name.startswith("_")}
+    assert asked_of_a_publisher <= {"publish", "shutdown", "get_publisher_config"}
+    has(vllm, f"{events}:BlockStored", "block_hashes:", "medium:", "group_idx:")
+    has(vllm, f"{events}:BlockRemoved", "block_hashes:", "medium:", "group_idx:")
+    has(vllm, f"{events}:EventBatch", "ts: float", "events: list[Any]")
+    manager, pool = "vllm.v1.core.kv_cache_manager:KVCacheManager", "vllm.v1.core.block_pool:BlockPool"
+    assert vllm.parameters(f"{manager}.take_events") == ["self"]
+    has(vllm, f"{manager}.__init__", "self.enable_caching = ", "self.coordinator = ", "self.block_pool = ")
+    has(vllm, "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator", "self.single_type_managers = ")
+    has(vllm, "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.__init__", "self.block_size = ")
+    assert vllm.parameters(f"{pool}.get_cached_block") == ["self", "block_hash", "kv_cache_group_ids"]
+    has(vllm, f"{pool}.__init__", "self.medium = ")
+    assert vllm.parameters("vllm.v1.core.kv_cache_utils:maybe_convert_block_hash") == ["hash_bytes"]
+    resolve = vllm.parameters("vllm.v1.core.kv_cache_utils:resolve_block_hashes")
+    assert resolve[:3] == ["block_hashes", "hash_block_size", "block_size"]
+    config = "vllm.config.kv_events:KVEventsConfig"
+    assert {"enable_kv_cache_events", "publisher"} <= vllm.attributes(config)
+    has(vllm, "vllm.engine.arg_utils", '"--kv-events-config"')
+
+
 def test_encoded_images(vllm: Release) -> None:
     scheduler, managers = "vllm.v1.core.sched.scheduler:Scheduler", "vllm.v1.core.encoder_cache_manager"
     has(vllm, f"{scheduler}.__init__", "self.encoder_cache_manager = ")

@@ -10,7 +10,8 @@ import orjson
 import pytest
 
 from server.gateway.fleet import affinity
-from server.gateway.fleet.affinity import LOOK, NO_HINT, SIZES, Hint, PrefixTable, Recent
+from server.gateway.fleet.affinity import NO_HINT, Hint, PrefixTable, Recent
+from server.prefixes import LOOK, SIZES
 
 CHAT = "/v1/chat/completions"
 
