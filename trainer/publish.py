@@ -11,15 +11,22 @@ Quantised weights have scales that belong to rows, groups or blocks, which a cut
 be quantised comes together on one of the ranks that hold it, on each of them in turn, and is quantised there.
 
 A run that trains an adapter publishes it alone, as a part of the version, which keeps the base model and other parts.
+
+A bucket gets each version out of its slot, by a process beside rank 0 (weightsync/bucket/carrier.py): training goes on
+meanwhile. Without a server's store, the slots are those of a store that lasts as long as the run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import shutil
+import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -32,18 +39,26 @@ from trainer.megatron.engine import Engine
 from trainer.megatron.lora import adapter_config
 from trainer.megatron.parallel import broadcast_json, gather_json, on_rank_zero
 from trainer.several_hosts import SeveralHosts
-from weightsync.errors import QuantizationError, StalePublisher, WeightSyncError
+from weightsync.bucket.carrier import Carrier, Outcome
+from weightsync.control.hosts import local_path
+from weightsync.errors import ArenaUnavailable, BucketError, QuantizationError, StalePublisher, WeightSyncError
 from weightsync.format.manifest import Schema
-from weightsync.memory.parts import BASE, Adapter
+from weightsync.memory.arena import DEFAULT_ROOT
+from weightsync.memory.ledger import ensure_arena
+from weightsync.memory.parts import BASE, Adapter, part_of
+from weightsync.store import SyncStore
 
 
 @dataclass(frozen=True)
 class Published:
-    """`write_ms` from the start of the draft to the committed record, `swap_ms` until the fleet serves it."""
+    """`version` is that of the server, None without one; `write_ms` from the start of the draft to the committed
+    record, `swap_ms` until the fleet serves it. `carried` says what became of earlier versions on their way to the
+    bucket, in the fields of `Outcome`."""
 
-    version: int
+    version: int | None
     write_ms: float
     swap_ms: float
+    carried: tuple[dict[str, Any], ...] = ()
 
 
 class WeightPublisher:
@@ -59,8 +74,12 @@ class WeightPublisher:
             described = adapter_config(engine.shape, lora, engine.config.model.path)
             self._part, self._metadata = lora.part, Adapter((), described).metadata
         self._hosts = SeveralHosts(config)
-        self._publisher: Any = on_rank_zero(self._open)
+        self._scratch: Scratch | None = None
+        self._carrier: Carrier | None = None
+        self._publisher: Any = None
         try:
+            self._publisher = on_rank_zero(self._open)
+            self._carrier = on_rank_zero(self._open_carrier)
             said = broadcast_json(on_rank_zero(lambda: self._chosen(exported)))
         except BaseException:
             self.close()
@@ -74,7 +93,7 @@ class WeightPublisher:
     def publish(self, step: int) -> Published:
         """Publish the current weights and wait until they serve. Raises PublishError on every rank."""
         began = time.perf_counter()
-        about = {"step": step, "part": self._part, "metadata": self._metadata}
+        about = {"step": step, "part": self._slot_part, "metadata": self._metadata}
         begun: Any = on_rank_zero(lambda: self._begin(about))
         draft, places = begun or (None, None)
         try:
@@ -86,16 +105,23 @@ class WeightPublisher:
             self._hosts.abandon()
             raise
         committed = time.perf_counter()
-        on_rank_zero(lambda: typed(self._publisher.wait_active, version, self._config.timeout_s))
-        swapped = time.perf_counter()
-        took = [round((committed - began) * 1e3, 3), round((swapped - committed) * 1e3, 3)]
-        return Published(*broadcast_json([version, *took]))
+        published: dict[str, Any] | None = on_rank_zero(lambda: self._swapped(version, committed - began))
+        return Published(**broadcast_json(published))
+
+    def finish(self) -> list[dict[str, Any]]:
+        """Wait until the bucket has the last version; what became of those on their way, as in `Published`."""
+        if self._config.bucket is None:
+            return []
+        outcomes = on_rank_zero(lambda: self._carrier.finish(self._config.timeout_s) if self._carrier else [])
+        found: list[dict[str, Any]] = broadcast_json(list(map(dataclasses.asdict, outcomes or [])))
+        return found
 
     def close(self) -> None:
-        """Let another trainer have the lineage."""
-        self._hosts.close()
-        if self._publisher is not None:
-            self._publisher.close()
+        """Let another trainer have the lineage. What is on its way to the bucket does not get there."""
+        with contextlib.ExitStack() as last_first:
+            for opened in (self._scratch, self._publisher, self._carrier, self._hosts):
+                if opened is not None:
+                    last_first.callback(opened.close)
 
     def _chosen(self, exported: Schema) -> dict[str, Any] | None:
         """The fields of the quantizer, if there is to be one."""
@@ -106,13 +132,27 @@ class WeightPublisher:
 
     def _open(self) -> Any:
         c = self._config
-        return typed(weightsync.Publisher, c.store_url, model=c.model, lineage=c.lineage)
+        if not c.store_url:
+            self._scratch = typed(Scratch)
+        store = self._scratch.url if self._scratch is not None else c.store_url
+        return typed(weightsync.Publisher, store, model=c.model, lineage=c.lineage)
+
+    def _open_carrier(self) -> Carrier | None:
+        """Raises ConfigError for a bucket that cannot be written."""
+        if (bucket := self._config.bucket) is None:
+            return None
+        how: dict[str, Any] = {"keep": bucket.keep, "full_every": bucket.full_every, "metrics": bucket.metrics or ""}
+        try:
+            return Carrier(bucket.url, model=self._config.model, **how)
+        except BucketError as error:
+            advice = "hotswap doctor --bucket URL says what is wrong"
+            raise ConfigError("publish.bucket", str(error).rstrip(".?"), advice) from error
 
     def _begin(self, about: dict[str, Any]) -> tuple[Any, dict[str, str]]:
         """A draft, and the hosts that keep what is written there."""
         draft = typed(self._publisher.begin, self._schema, **about)
         try:
-            spread = self._part == BASE and not self._hosts.one
+            spread = self._part == BASE and not self._hosts.one and self._carrier is None  # it carries whole slots
             return draft, typed(self._publisher.share_hosts) if spread else {}
         except BaseException:
             draft.abort()
@@ -165,12 +205,69 @@ class WeightPublisher:
         if problem:
             draft.abort()
             raise PublishError(problem)
-        version: int = typed(draft.commit, _parts(outcomes), activate=True, timeout_s=self._config.timeout_s)
+        how = {"activate": self._scratch is None, "timeout_s": self._config.timeout_s}
+        version: int = typed(draft.commit, _parts(outcomes), **how)
         return version
+
+    def _swapped(self, version: int, write_s: float) -> dict[str, Any]:
+        """Once it is active, if there is a server; the fields of `Published`."""
+        began, served = time.perf_counter(), self._scratch is None
+        if served:
+            typed(self._publisher.wait_active, version, self._config.timeout_s)
+        swap_s = time.perf_counter() - began
+        return {
+            "version": version if served else None,
+            "write_ms": round(write_s * 1e3, 3),
+            "swap_ms": round(swap_s * 1e3, 3),
+            "carried": [dataclasses.asdict(outcome) for outcome in self._hand_over(version)],
+        }
+
+    @property
+    def _slot_part(self) -> str:
+        """As what it is in the store: one that lasts as long as the run holds nothing but what is trained."""
+        return self._part if self._config.store_url else BASE
+
+    def _hand_over(self, version: int) -> list[Outcome]:
+        """The version is on its way to the bucket; what became of those before it."""
+        if self._carrier is None:
+            return []
+        found = self._carrier.outcomes()
+        record = next(v for v in typed(self._publisher.versions) if v.version == version)
+        part = part_of(record, self._slot_part)
+        assert part is not None
+        path = local_path(part.slot, self._publisher.host)
+        assert path is not None, "a version lies in slots of the host that wrote it"
+        try:
+            self._carrier.hand(path, part.manifest_digest, part=self._part, source=self._config.lineage)
+        except WeightSyncError as error:
+            found.append(Outcome(error=str(error), code=error.code))
+        return found
 
 
 def _parts(outcomes: list[dict[str, Any]]) -> list[Any]:
     return [outcome["part"] for outcome in outcomes if outcome["part"] is not None]
+
+
+class Scratch:
+    """A store and slots that nobody else uses, in memory, until `close`."""
+
+    def __init__(self) -> None:
+        """Raises ArenaUnavailable, StoreUnavailable."""
+        root = DEFAULT_ROOT
+        try:
+            self._directory = Path(tempfile.mkdtemp(prefix="hotswap-bucket-", dir=root))
+        except OSError as error:
+            raise ArenaUnavailable(f"{root} cannot be written ({error.strerror}): mount a tmpfs there") from error
+        self.url = f"sqlite://{self._directory}/store.db"
+        try:
+            with contextlib.closing(SyncStore(self.url)) as store:
+                store.run(ensure_arena(store.store, self._directory / "slots"))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        shutil.rmtree(self._directory, ignore_errors=True)
 
 
 def typed(function: Any, *args: Any, **kwargs: Any) -> Any:

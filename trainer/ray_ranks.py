@@ -37,7 +37,7 @@ KEPT_HERE = ("HOTSWAP_HOST", "HOTSWAP_ARENA", RUN_DIR_ENV)
 def launch(arguments: Sequence[str], config: TrainerConfig, address: str, bundle: str | None, strategy: str) -> int:
     """Run `trainer.main ARGUMENTS` on every rank. Returns the run's exit status. Raises ConfigError."""
     publish = config.publish
-    if publish is not None and publish.store_url is not None and not publish.store_url.startswith("etcd://"):
+    if publish is not None and publish.store_url and not publish.store_url.startswith("etcd://"):
         raise ConfigError("publish.store", "is a file of one host, and ranks are on several", "Name an etcd")
     try:
         node = ray_cluster.connect(address)

@@ -39,6 +39,7 @@ from trainer.publish import WeightPublisher
 from trainer.rewards import Scorer, build_scorer
 from trainer.rollouts.experience import Experience, ExperienceMaker, StepBatch, TrainState
 from trainer.rollouts.sampling import RolloutSampler
+from weightsync.bucket.carrier import Outcome
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class Run:
         self._metrics = metrics
         self.checkpoints = open_checkpoints(config, shape, self.engine)
         self._publisher: WeightPublisher | None = None
-        self._failed_publishes = 0
+        self._failed_publishes = self._failed_carries = 0
         self._evaluated: tuple[int, float | None] = (-1, None)  # step, and how good it was
         self._published_step = -1
         self._exports = Exports(config, shape, self.engine) if config.save_to is not None else None
@@ -138,12 +139,33 @@ class Run:
             if is_rank_zero():
                 self._metrics.write("publish_failed", {"step": state.step, "message": str(error)})
             return state, {}
-        self._failed_publishes, self._published_step = 0, state.step
+        self._failed_publishes = 0
+        self._carried(published.carried, state.step)
+        took = {"swap_ms": published.swap_ms, "write_ms": published.write_ms}
+        if published.version is None:
+            return state, took
+        self._published_step = state.step
         self.experience.published(published.version, state.step)
-        return dataclasses.replace(state, version=published.version), {
-            "swap_ms": published.swap_ms,
-            "write_ms": published.write_ms,
-        }
+        return dataclasses.replace(state, version=published.version), took
+
+    def _carried(self, outcomes: Sequence[dict[str, Any]], step: int) -> None:
+        """Report what became of versions on their way to the bucket; `publish.max_failures` holds for them, too."""
+        assert self.config.publish is not None
+        for outcome in (Outcome(**outcome) for outcome in outcomes):
+            if not outcome.error:
+                self._failed_carries = 0
+                if is_rank_zero():
+                    told = dataclasses.asdict(outcome)
+                    values = {name: told[name] for name in ("number", "sent", "full", "seconds", "skipped")}
+                    self._metrics.write("carried", {"step": step, **values})
+                continue
+            self._failed_carries += 1
+            if outcome.final or self._failed_carries > self.config.publish.max_failures:
+                if not is_rank_zero():
+                    raise RankFailed("rank 0 failed; its message says why")
+                raise PublishError(outcome.error, final=outcome.final)
+            if is_rank_zero():
+                self._metrics.write("publish_failed", {"step": step, "message": outcome.error})
 
     def publish_again(self, state: TrainState) -> TrainState:
         """Publish the weights of `state` again; they get a new number: at the start, or after going back."""
@@ -195,6 +217,8 @@ class Run:
         self._phases.enter("train")
         if self._exports is not None:
             self._exports.finish()
+        if self._publisher is not None:
+            self._carried(self._publisher.finish(), state.step)
         if is_rank_zero():
             seconds = round(time.monotonic() - self._began, 3)
             self._metrics.write("done", {"step": state.step, "version": state.version, "seconds": seconds})
@@ -348,7 +372,10 @@ class Rollback:
     def _serve(self, good: TrainState, bad: TrainState) -> TrainState:
         """The version of the checkpoint serves again; if it cannot, its weights are published as a new one."""
         run = self._run
-        if run.config.publish is None or bad.version == good.version or not self._config.rollback_serving:
+        publish = run.config.publish
+        if publish is None or not self._config.rollback_serving:
+            return good
+        if bad.version == good.version and publish.store_url:  # without a store all versions are 0
             return good
         if broadcast_json(on_rank_zero(lambda: self._gateway_went_back(good.version))):
             return good
@@ -356,8 +383,8 @@ class Rollback:
 
     def _gateway_went_back(self, version: int) -> bool:
         telemetry, publish = self._run.config.telemetry, self._run.config.publish
-        if telemetry is None or publish is None or version == 0:
-            return False
+        if telemetry is None or publish is None or publish.bucket is not None or version == 0:
+            return False  # a bucket has no way back: followers take the newest version
         try:
             roll_back_serving(telemetry, version, publish.timeout_s)
         except PublishError as error:

@@ -10,15 +10,17 @@ With `--wait` alone: one that has imported what it needs, reads the other option
 strings, one line) and goes on as if it had been started with them; at the end of the input it ends.
 
 Exit status 0 when the version is ready (and, unless told otherwise, active), 1 when not. With --json one JSON object
-goes to standard output: {"version", "manifest_digest", "active", "tensors", "nbytes", "seconds", "gbps"}, with an
-upload id also "duplicate", of a delta "received" (its bytes); or {"error": {"code", "message", "tensor", and what is
-known of DETAILS}, "version"} where `version` says which one is ready all the same, if one is.
+goes to standard output: {"version", "manifest_digest", "base_version", "parts" (as the record has them), "active",
+"tensors", "nbytes", "seconds", "gbps"}, with an upload id also "duplicate", of a delta "received" (its bytes); or
+{"error": {"code", "message", "tensor", and what is known of DETAILS}, "version"} where `version` says which one is
+ready all the same, if one is.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import sys
 import time
@@ -34,7 +36,7 @@ from weightsync.control.records import VersionRecord
 from weightsync.errors import CheckpointError, DeltaBaseMismatch, DeltaError, ManifestError, SlotBusy, WeightSyncError
 from weightsync.format import fingerprint
 from weightsync.format.delta import DeltaHeader, DeltaReader, apply_delta
-from weightsync.memory.parts import BASE, LORA, Adapter, base_of, check_name
+from weightsync.memory.parts import BASE, LORA, Adapter, check_name, part_of
 from weightsync.memory.receiver import SlotReader
 from weightsync.peer.copies import local_slot
 from weightsync.publish.checkpoint import Checkpoint, read_config, read_inside
@@ -50,8 +52,9 @@ class Applied:
     duplicate: bool = False
 
 
-def publish_delta(stream: BinaryIO, publisher: Publisher, *, upload_id: str) -> Applied:
+def publish_delta(stream: BinaryIO, publisher: Publisher, *, upload_id: str, onto: int | None = None) -> Applied:
     """Make the version that `stream` holds ready, under the next number; the same `upload_id` again gives the same one.
+    What it does not bring it takes from version `onto`, as in `Publisher.publish`.
 
     The publisher holds its lineage, so of two processes that were given one upload only the later can commit, and it
     looks here first. Raises DeltaError, DeltaBaseMismatch, DigestMismatch, and what `Publisher.begin_all` raises.
@@ -65,7 +68,8 @@ def publish_delta(stream: BinaryIO, publisher: Publisher, *, upload_id: str) -> 
     base = header.base.version if header.base is not None else None
     source = f"{_mark(upload_id)}{header.source}"
     about: dict[str, Any] = {"step": header.step, "base": base, "source": source, "config": header.config or None}
-    pieces = {BASE: (header.schema, header.metadata)}
+    about["onto"] = onto
+    pieces = {header.part: (header.schema, header.metadata)}
     with _base_slot(publisher, header) as slot, publisher.begin_all(pieces, **about)[0] as draft:
         apply_delta(reader, slot, draft)
         draft.signature = header.signature
@@ -83,7 +87,7 @@ def _base_slot(publisher: Publisher, header: DeltaHeader) -> Iterator[SlotReader
         return
     ready = [v for v in publisher.versions() if v.state == "ready"]
     same = [
-        b for v in ready if (b := base_of(v)) and b.manifest_digest == wanted.manifest_digest
+        p for v in ready if (p := part_of(v, header.part)) and p.manifest_digest == wanted.manifest_digest
     ]  # whichever version carries it on
     if not same:
         found = next((v.manifest_digest for v in ready if v.version == wanted.version), None)
@@ -129,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if options.when_told and not _told_to_go():
                 return 1
             with _opened(options.delta) as stream:
-                push_delta(stream, upload_id=options.upload_id or uuid.uuid4().hex, **common)
+                push_delta(stream, upload_id=options.upload_id or uuid.uuid4().hex, onto=options.onto, **common)
         else:
             what = {"part": options.part, "parts": dict(options.more), "step": options.step}
             push(options.directory, upload_id=options.upload_id or "", **what, **common)
@@ -164,7 +168,7 @@ def push(
     claimed, and whatever `Publisher.publish` raises.
     """
     done = {} if done is None else done
-    contents = {check_name(name): _opened_checkpoint(name, d) for name, d in {part: directory, **(parts or {})}.items()}
+    contents = {check_name(name): opened_checkpoint(name, d) for name, d in {part: directory, **(parts or {})}.items()}
     how: dict[str, Any] = {"lineage": lineage, "requested_by": requested_by, "reason": reason, "sign": sign}
     with Publisher(store, model=model, **how) as publisher:
         started = time.perf_counter()
@@ -195,7 +199,7 @@ def push(
     return version
 
 
-def _opened_checkpoint(part: str, directory: Path) -> tuple[Checkpoint, dict[str, str]]:
+def opened_checkpoint(part: str, directory: Path) -> tuple[Checkpoint, dict[str, str]]:
     """A directory and what goes into its manifest. Raises CheckpointError."""
     checkpoint = Checkpoint(directory)
     if not part.startswith(LORA):
@@ -213,6 +217,7 @@ def push_delta(
     stream: BinaryIO,
     *,
     upload_id: str,
+    onto: int | None = None,
     store: str | None,
     model: str,
     lineage: str = "push",
@@ -223,7 +228,8 @@ def push_delta(
     sign: Path | None = None,
     done: dict[str, Any] | None = None,
 ) -> int:
-    """Publish the version that `stream` holds (format/delta.py); returns its number. `done` as in `push`.
+    """Publish the version that `stream` holds (format/delta.py); returns its number. `done` as in `push`, `onto` as in
+    `publish_delta`.
 
     Raises DeltaError, DeltaBaseMismatch, DigestMismatch, and whatever `Publisher.begin` raises.
     """
@@ -231,7 +237,7 @@ def push_delta(
     how: dict[str, Any] = {"lineage": lineage, "requested_by": requested_by, "reason": reason, "sign": sign}
     with Publisher(store, model=model, **how) as publisher:
         started = time.perf_counter()
-        applied = publish_delta(stream, publisher, upload_id=upload_id)
+        applied = publish_delta(stream, publisher, upload_id=upload_id, onto=onto)
         version = applied.record.version
         done |= _told(applied.record, time.perf_counter() - started)
         done |= {"received": applied.received, "duplicate": applied.duplicate}
@@ -251,6 +257,8 @@ def _told(record: VersionRecord, seconds: float) -> dict[str, Any]:
     return {
         "version": record.version,
         "manifest_digest": record.manifest_digest,
+        "base_version": record.base_version,
+        "parts": [dataclasses.asdict(part) for part in record.parts],
         "active": False,
         "tensors": record.tensors,
         "nbytes": record.nbytes,
@@ -287,6 +295,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--when-told", action="store_true", help="read the delta after the line `go` on standard input")
     parser.add_argument("--upload-id", help="the same id again gives the same version")
+    parser.add_argument(
+        "--onto", type=int, help="with --delta: the version that it carries on (default: the active one)"
+    )
     parser.add_argument("--store", default=os.environ.get(STORE_ENV), help=f"store URL (default: {STORE_ENV})")
     parser.add_argument("--model", required=True, help="served model name")
     parser.add_argument("--lineage", default="push", help="who publishes; one at a time per name (default: push)")

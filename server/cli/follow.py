@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from server.cli.admin import AdminClient
-from server.errors import RequestFailed
+from server.errors import ConfigError, RequestFailed
 from server.follow.config import FollowConfig
 from server.follow.loop import Follower, Plan
 from server.follow.opening import open_source
 from server.follow.state import StateFile
 from server.up import interrupts
 from server.up.paths import state_root
+from weightsync.bucket.metrics import serve
 
 log = logging.getLogger("hotswap.follow")
 
@@ -67,5 +68,12 @@ def run_follow(config: FollowConfig) -> None:
         settle_s=config.settle_s,
     )
     gateway = Gateway(config.state_dir, config.url, config.admin_key_file)
+    follower = Follower(source, gateway, file, cache, plan)
+    if config.metrics:
+        try:
+            serve(follower.metrics.registry, config.metrics)
+        except (OSError, ValueError) as error:
+            problem = f"--metrics {config.metrics}: {error}; name a free ADDRESS:PORT of this host."
+            raise ConfigError(problem) from error
     log.info("follows %s; what it knows is in %s", told, cache)
-    Follower(source, gateway, file, cache, plan).run()
+    follower.run()

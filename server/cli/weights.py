@@ -1,4 +1,5 @@
-"""`hotswap weights`: the admin API of a running gateway, from the shell; `verify` and `diff` read this host's slots."""
+"""`hotswap weights`: the admin API of a running gateway, from the shell; `verify` and `diff` read this host's slots,
+`--bucket` a bucket."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from server.cli.admin import AdminClient, AsJson, KeyFile, Reason, StateDir, Url, for_model, percentages, table
+from server.cli.bucket import BucketUrl, remove_version, show_versions, verify_stored
 from server.errors import CliError, as_cli_error
 from server.up.paths import ServerInfo, default_state_dir
 from weightsync.errors import WeightSyncError
@@ -83,9 +85,21 @@ def _part(argument: str) -> tuple[str, str]:
 
 @app.command("list")
 @for_model
-def list_versions(state_dir: StateDir = None, url: Url = None, admin_key_file: KeyFile = None) -> None:
+def list_versions(
+    bucket: BucketUrl = None,
+    as_json: AsJson = False,
+    state_dir: StateDir = None,
+    url: Url = None,
+    admin_key_file: KeyFile = None,
+) -> None:
     """List the versions held."""
+    if bucket is not None:
+        show_versions(bucket, as_json=as_json)
+        return
     answer = AdminClient(state_dir, url, admin_key_file).call("GET", "/admin/weights")
+    if as_json:
+        print(orjson.dumps(answer).decode())
+        return
     shown = table("version", "state", "active", "step", "GB", "published", "source")
     active = answer.get("active") or {}
     percents = percentages(active)
@@ -191,12 +205,21 @@ def verify(
     trust: Annotated[
         list[Path] | None, typer.Option("--trust", help="key or certificate that must have signed it; repeatable")
     ] = None,
+    bucket: BucketUrl = None,
     as_json: AsJson = False,
     state_dir: StateDir = None,
     store: StoreUrl = None,
     name: Name = None,
 ) -> None:
-    """Read every byte of a version on this host again, and compare what each instance runs. Status 1 on a mismatch."""
+    """Read every byte of a version on this host again, and compare what each instance runs. Status 1 on a mismatch.
+
+    With --bucket: every byte of it in the bucket (default: the newest), of what it builds on and of its other parts.
+    """
+    if bucket is not None:
+        if trust:
+            raise CliError("--trust: the fleet that takes a version from a bucket checks its signature")
+        verify_stored(bucket, version, as_json=as_json)
+        return
     from weightsync.format.versions import verify as verify_version
 
     where = _records(state_dir, store, name)
@@ -205,6 +228,15 @@ def verify(
     show_report(report, as_json=as_json)
     if not report.ok:
         raise typer.Exit(1)
+
+
+@app.command()
+def remove(
+    version: Annotated[int, typer.Argument(help="a version from `hotswap weights list --bucket URL`")],
+    bucket: Annotated[str, typer.Option("--bucket", help="such as s3://BUCKET/RUN; any URL of fsspec's")],
+) -> None:
+    """Remove a version from a bucket, unless another one needs it or it is the newest."""
+    remove_version(bucket, version)
 
 
 @app.command()

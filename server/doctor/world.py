@@ -90,6 +90,9 @@ class World:
     models: Annotated[Path | None, Option("file of several models to check")] = None
     arena: Annotated[Path | None, Option("directory of the slots; default: as the processes choose")] = None
     cluster_tls: ClusterTlsDirectory = None
+    bucket: Annotated[str | None, Option("bucket of versions to check: a URL of fsspec's, such as s3://BUCKET/RUN")] = (
+        None
+    )
     host: Annotated[str, Option("address the gateway is to listen on")] = "127.0.0.1"
     port: Annotated[int, Option("port the gateway is to listen on")] = 8000
     admin_port: Annotated[int | None, Option("its admin port, if it must be that one")] = None

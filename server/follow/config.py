@@ -37,6 +37,7 @@ class FollowConfig:
     cache_dir: Annotated[
         Path | None, Option("what was fetched and what was tried; the gateway reads it too; default: beside the state")
     ] = None
+    metrics: Annotated[str, Option("ADDRESS:PORT that answers /metrics for Prometheus; default: none")] = ""
     state_dir: Annotated[Path | None, Option("state directory of `up`; default: the latest server started here")] = None
     url: Annotated[str | None, Option("admin port; default: from the state directory", env="HOTSWAP_ADMIN_URL")] = None
     admin_key_file: Annotated[Path | None, Option("file with the admin key", env="HOTSWAP_ADMIN_KEY_FILE")] = None

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from server.errors import CliError, RequestFailed
+from server.follow.metrics import FollowMetrics
 from server.follow.sources import Admin, BadCheckpoint, Candidate, FollowError, Source, Wish, natural
 from server.follow.state import Current, FollowState, Outcome, StateFile
 
@@ -57,6 +58,7 @@ class Follower:
         plan: Plan,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.metrics = FollowMetrics(clock)
         self._source, self._admin, self._file, self._cache, self._plan = source, admin, file, cache, plan
         self._clock = clock
         self._seen: tuple[str, float] = "", 0.0  # the newest candidate that is not taken yet, and since when it is so
@@ -72,6 +74,7 @@ class Follower:
                 wait_s, failures = self.step(), 0
                 self._said.pop("fault", None)
             except (FollowError, CliError) as error:
+                self.metrics.failures.labels(getattr(error, "code", "") or type(error).__name__).inc()
                 wait_s = min(2.0**failures, MAX_RETRY_S)
                 failures = min(failures + 1, 10)
                 self._say("fault", f"{error}", logging.WARNING)
@@ -107,8 +110,10 @@ class Follower:
                 continue
             if now is not None and candidate.identity == now.identity:
                 return candidate
-            if not self._over(candidate, state) and self._settled(candidate):
-                return candidate
+            if not self._over(candidate, state):
+                self.metrics.seen(candidate.identity)
+                if self._settled(candidate):
+                    return candidate
             if now is None:
                 return None
         return None
@@ -162,7 +167,9 @@ class Follower:
 
     def _fetched(self, candidate: Candidate) -> Path:
         if self._verified is None or self._verified[0] != candidate.identity:
-            directory = self._source.fetch(candidate, self._cache, self._admin)
+            with self.metrics.seconds.labels("fetch").time():
+                directory = self._source.fetch(candidate, self._cache, self._admin)
+            self.metrics.fetched.inc(_nbytes(directory) if self._cache in directory.parents else candidate.nbytes)
             self._verified = candidate.identity, directory
         return self._verified[1]
 
@@ -174,7 +181,8 @@ class Follower:
         """The version. Raises BadCheckpoint for what the gateway can make none of."""
         wish = Wish(now.upload_id, now.attempt, self._why(now), self._plan.part, self._plan.sign_key)
         try:
-            return self._source.publish(candidate, directory, self._admin, wish)
+            with self.metrics.seconds.labels("publish").time():
+                return self._source.publish(candidate, directory, self._admin, wish)
         except RequestFailed as error:
             if error.status in REFUSED:
                 raise BadCheckpoint(str(error)) from error
@@ -303,6 +311,7 @@ class Follower:
         self._file.write(state)
         self._missed = False
         one = state.tried[-1]
+        self.metrics.over(one.identity, one.outcome, one.version)
         what = f"version {one.version} ({one.name})" if one.version is not None else one.name
         self._said.clear()
         self._say("candidate", f"{what} is {outcome}" + (f": {reason}" if reason else ""))
@@ -328,3 +337,8 @@ class Follower:
         if self._said.get(about) != text:
             log.log(level, "%s", text)
         self._said[about] = text
+
+
+def _nbytes(directory: Path) -> int:
+    """Of all files below it."""
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())

@@ -34,7 +34,7 @@ def open_source(config: FollowConfig) -> Source:
 
 def _versions(config: FollowConfig) -> Source:
     if config.part:
-        raise ConfigError(f"--part {config.part}: a bucket has versions of the base model alone.")
+        raise ConfigError(f"--part {config.part}: the versions in a bucket say themselves what they are.")
     if config.sign_key is not None:
         raise ConfigError("--sign-key: versions in a bucket are signed by who publishes them there.")
     try:

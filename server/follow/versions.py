@@ -1,13 +1,15 @@
 """Versions that a `BucketPublisher` has put into an object store (weightsync/bucket): versions+s3://BUCKET/RUN.
 
 The gateway gets each as the delta or the full version that it is, by the route of a `RemotePublisher`, and publishes it
-under a number of its fleet's. A fleet that has not got the version that a delta builds on gets that one first, from the
-last full one on. Which version of the fleet is which of the bucket its records say: the name of the upload.
+under a number of its fleet's. A fleet that has not got the version that a delta builds on, or those that have the other
+parts (adapters, the draft model), gets these first. Which version of the fleet is which of the bucket its records say:
+the name of the upload.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from weightsync.bucket import reader
 from weightsync.bucket.objects import Bucket, StoredVersion
 from weightsync.errors import BucketDamaged, BucketError
 from weightsync.format.delta import Base
+from weightsync.memory.parts import own_digest
 
 SCHEME = "versions+"
 
@@ -72,6 +75,7 @@ class Versions:
     def publish(self, candidate: Candidate, home: Path, admin: Admin, wish: Wish) -> int:
         """Each version that is not there yet, in order; the number of the last one in this fleet."""
         held, number = _held(admin), 0
+        active = admin.call("GET", "/admin/weights/active")["version"] or 0
         try:
             wanted = self._needed(candidate, held)
         except BucketError as error:
@@ -80,9 +84,13 @@ class Versions:
             files = [home / version.upload / part.path.rpartition("/")[2] for part in version.parts]
             if not all(file.exists() for file in files):
                 raise SourceUnavailable(f"{candidate.name} builds on a version that this fleet has retired meanwhile")
-            base = None if version.base is None else held[self._bucket.read(version.base).upload]
+            base = None if version.base is None else held[self._bucket.read(version.base).upload].base
             query = {"upload_id": f"{_mark(version)}{wish.attempt}"}
             query |= {"with_config": "true"} if version.header.config else {}
+            query |= {"part": version.part} if version.part else {}
+            # What has not become active yet carries the parts that came before; else the active version does.
+            before = max((found.version for found in held.values()), default=0)
+            query |= {"onto": str(before)} if before > active else {}
             blocks = reader.stream(version, files, base)
             try:
                 made = admin.upload("/admin/weights/upload", query, blocks, wish.reason)
@@ -91,25 +99,39 @@ class Versions:
                     raise SourceUnavailable(f"{candidate.name}: {error}") from error
                 raise
             number = int(made["version"])
-            held[version.upload] = Base(number, str(made["manifest_digest"]))
+            held[version.upload] = Held(number, Base(number, own_digest(made)))
         return number
 
-    def _needed(self, candidate: Candidate, held: dict[str, Base]) -> list[StoredVersion]:
+    def _needed(self, candidate: Candidate, held: dict[str, Held]) -> list[StoredVersion]:
         """Raises BucketError."""
         newest = self._bucket.read(int(candidate.name.removeprefix("version ")))
-        return reader.chain(self._bucket, newest, lambda version: version.upload in held)
+        return reader.needed(self._bucket, newest, lambda version: version.upload in held)
 
 
 def _mark(version: StoredVersion) -> str:
     return f"bucket-{version.upload}-"
 
 
-def _held(admin: Admin) -> dict[str, Base]:
-    """The versions of this fleet that came from a bucket and are ready, by their uploads."""
-    found: dict[str, Base] = {}
+@dataclass(frozen=True)
+class Held:
+    """What a fleet has of a bucket's version: the newest ready `version` that carries it, and it as a delta's base."""
+
+    version: int
+    base: Base
+
+
+def _held(admin: Admin) -> dict[str, Held]:
+    """What came from a bucket and is in a version that is ready, by the upload."""
     listed: list[dict[str, Any]] = admin.call("GET", "/admin/weights")["versions"]
+    ready = {
+        digest: int(version["version"])
+        for version in listed
+        if version["state"] == "ready"
+        for digest in (version["manifest_digest"], *(part["manifest_digest"] for part in version["parts"]))
+    }
+    found: dict[str, Held] = {}
     for version in listed:
         head, _, rest = str(version["source"]).partition(" bucket-")
-        if head == "upload" and version["state"] == "ready":
-            found[rest[:32]] = Base(int(version["version"]), str(version["manifest_digest"]))
+        if head == "upload" and (digest := own_digest(version)) in ready:
+            found[rest[:32]] = Held(ready[digest], Base(int(version["version"]), digest))
     return found

@@ -9,7 +9,8 @@
     observe/  plain counts, and the same for Prometheus
 
     connection.py is what one client connection does, exchange.py one forwarded request, admission.py what is between
-    them; routes.py lists the routes that are forwarded, terms.py what a request may ask for.
+    them, app_side.py what uvicorn does of a connection; routes.py lists the routes that are forwarded, terms.py what a
+    request may ask for.
     main.py starts the process; gateway.py is what it holds, with its background tasks; app.py is the FastAPI side;
     middleware.py says what each port shows; config.py has every setting.
 

@@ -51,6 +51,9 @@ class Client(Protocol):
     def answered(self, *, keep_alive: bool) -> None:
         """The answer is complete."""
 
+    def afterwards(self, work: Callable[[], None]) -> None:
+        """Does `work` when the end of the answer has been written, before the loop waits again."""
+
     def refuse(self, error: HttpError) -> None:
         """Nothing was written: `error` is the answer."""
 

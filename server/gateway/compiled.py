@@ -23,7 +23,7 @@ from pathlib import Path
 log = logging.getLogger("hotswap.gateway")
 
 MODULES = (
-    "admission", "exchange", "routes",
+    "admission", "connection", "exchange", "routes",
     "access.keys", "access.limits",
     "fleet.affinity", "fleet.instance", "fleet.retries", "fleet.routing", "fleet.view",
     "models.served",

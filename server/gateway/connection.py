@@ -1,8 +1,9 @@
-"""One client connection: uvicorn's HTTP/1.1 protocol, with the public routes taken out before ASGI.
+"""One client connection: reads HTTP/1.1 requests, and forwards those for the public routes without ASGI.
 
 A request for a forwarded route never becomes an ASGI task: its head is checked, its body collected, it is admitted
 (admission.py), and an `Exchange` (exchange.py) passes the instance's answer back. Everything else goes to the FastAPI
-app as uvicorn does it. Both are held to the same framing, sizes and times, and to one request at a time: a client that
+app, by uvicorn's own protocol (app_side.py), which a connection gets with its first such request. Both are held to the
+same framing, sizes and times, and to one request at a time: a client that
 sends the next request before it has its answer (pipelining) gets this answer and then a closed connection, which HTTP
 lets it retry on; nothing of the later request is acted upon.
 
@@ -16,53 +17,66 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import uvicorn
+from uvicorn.protocols.utils import get_local_addr
+from uvicorn.server import ServerState
 
 from server.errors import BadRequest, HttpError, NotFound, RequestTimeout, Unavailable
 from server.gateway.access.keys import ANONYMOUS
 from server.gateway.admission import streamed
+from server.gateway.app_side import AppSide
 from server.gateway.exchange import Exchange
 from server.gateway.gateway import Gateway
 from server.gateway.observe.stats import of_refusal
 from server.gateway.routes import Target, find
-from server.gateway.wire.head import (
-    HeadCollector,
-    RequestHead,
-    error_answer,
-    head_too_large,
-    new_request_id,
-    too_large,
-)
+from server.gateway.wire.head import RequestHead, error_answer, head_too_large, new_request_id, too_large
 from server.gateway.wire.pool import MANY
 
-log = logging.getLogger("hotswap.gateway")
+log: Final = logging.getLogger("hotswap.gateway")
 
-LINGER_S = 2.0
-FAREWELL_S = 1.0  # for a request that was sent before its client could know that the gateway stops
+LINGER_S: Final = 2.0
+FAREWELL_S: Final = 1.0  # for a request that was sent before its client could know that the gateway stops
 
 
-class GatewayProtocol(HttpToolsProtocol):
-    """One client connection, and the side that asked for its exchange (admission.Client)."""
+class GatewayProtocol:
+    """One client connection, and the side that asked for its exchange (admission.Client).
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._lines = HeadCollector(self)
-        self.parser = httptools.HttpRequestParser(self._lines)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn: pipelining is answered here
-        self.gateway: Gateway = self.app_state["gateway"]
-        self.limits = self.gateway.config.limits
+    It is an asyncio.Protocol, and what httptools and uvicorn's server call, by its methods alone.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        """As uvicorn makes it."""
+        self._uvicorn = config, server_state, app_state
+        self._server_state = server_state
+        gateway: Gateway = app_state["gateway"]
+        self.gateway = gateway
+        self._admission, self._outbox = gateway.admission, gateway.outbox
+        self.limits = gateway.config.limits
+        self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
+        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)  # pipelining is answered here
         self.deadline: float | None = None  # monotonic; None while an answer is being made
         # the connection
+        self.server: tuple[str, int | None] | None = None  # the address that the client has connected to
         self._on_admin_port = False
+        self._app: AppSide | None = None  # from the first request that the app answers
+        self._write_paused = False
         self._deaf = False  # whatever still arrives is thrown away
         self._close_after = False
         self._stopping = False  # told to shut down while a client had reason to think that the connection stays
         # the request
         self.head: RequestHead | None = None
         self.method = b""
+        self.url = b""
+        self.headers: list[tuple[bytes, bytes]] = []
         self.http10 = False
         self._target: Target | None = None  # None: the request is the app's
         self._principal = ANONYMOUS
@@ -81,13 +95,15 @@ class GatewayProtocol(HttpToolsProtocol):
     @property
     def busy(self) -> bool:
         """An answer is being made."""
-        return self.exchange is not None or (self.cycle is not None and not self.cycle.response_complete)
+        return self.exchange is not None or (self._app is not None and self._app.busy)
 
     # what the transport says
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        self._server_state.connections.add(self)  # type: ignore[arg-type]
+        self.transport = transport
         self.send: Callable[[bytes], None] = transport.write  # no call of ours between a chunk and its socket
+        self.server = get_local_addr(transport)
         self._on_admin_port = self.server is not None and self.server[1] == self.gateway.config.admin_port
         clients = self.gateway.clients
         clients.add(self)
@@ -102,22 +118,26 @@ class GatewayProtocol(HttpToolsProtocol):
         if exchange is not None:
             exchange.cancel()
         self.gateway.clients.discard(self)
+        self._server_state.connections.discard(self)  # type: ignore[arg-type]
         self._deaf = True
-        del self._lines  # it holds on to this
         self.body_done()
-        super().connection_lost(exc)
+        self._parser = None  # it holds on to this
+        app, self._app = self._app, None
+        if app is not None:
+            app.connection_lost(exc)
+
+    def eof_received(self) -> None:
+        """The client says no more: the connection closes."""
 
     def data_received(self, data: bytes) -> None:
         if self.exchange is not None:
             if data.strip(b"\r\n"):
                 self.stop_listening()
             return
-        if self._deaf:
+        if self._deaf or self._parser is None:
             return
-        if self.timeout_keep_alive_task is not None:
-            self._unset_keepalive_if_required()
         try:
-            self.parser.feed_data(data)
+            self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
             self.reject(BadRequest("Protocol upgrades are not served here.", code="upgrade_refused"))
         except httptools.HttpParserCallbackError:
@@ -131,12 +151,16 @@ class GatewayProtocol(HttpToolsProtocol):
                 self.reject(head_too_large(self.limits))
 
     def pause_writing(self) -> None:
-        super().pause_writing()
+        self._write_paused = True
+        if self._app is not None:
+            self._app.pause_writing()
         if self.exchange is not None:
             self.exchange.pause()
 
     def resume_writing(self) -> None:
-        super().resume_writing()
+        self._write_paused = False
+        if self._app is not None:
+            self._app.resume_writing()
         if self.exchange is not None:
             self.exchange.resume()
 
@@ -160,9 +184,11 @@ class GatewayProtocol(HttpToolsProtocol):
         """What is in hand is answered, and what the client sends at once because that answer did not say `close`."""
         if self.exchange is not None or self._reading:
             self._stopping = True
+        elif self._app is not None and self._app.busy:
+            self._app.say_close()
         else:
-            self.gateway.outbox.flush()
-            super().shutdown()
+            self._outbox.flush()
+            self.transport.close()
 
     @property
     def _leaves(self) -> bool:
@@ -178,22 +204,25 @@ class GatewayProtocol(HttpToolsProtocol):
             return
         self.head = None
         self.extra_head = b""
-        self.method = b""
+        self.method = self.url = b""
+        self.headers = []
         self._reading = self._reading_head = True
         self._answered_early = False
         self._head_size = 0
         self.deadline = time.monotonic() + self.limits.request_timeout_s
-        # As uvicorn begins a request, without its ASGI scope: see `_begin_scope`. This, and no call of uvicorn for each
-        # header, took 2 us from a request.
-        self._lines.begin()
+
+    def on_url(self, url: bytes) -> None:
+        if self._reading_head:
+            self.url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._reading_head:  # later ones are trailers, which are dropped
+            self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        lines = self._lines
-        lines.end()  # what comes later are trailers, which are dropped
+        self._reading_head = False
         if self._deaf:
             return
-        self._reading_head = False
-        self.url, self.headers = lines.url, lines.headers
         try:
             self.head = self._checked_head()
             self.extra_head = self.head.cors
@@ -202,19 +231,21 @@ class GatewayProtocol(HttpToolsProtocol):
             self.reject(error)
 
     def _checked_head(self) -> RequestHead:
-        self.method = self.parser.get_method()
-        version = self.parser.get_http_version()
+        parser = self._parser
+        assert parser is not None
+        self.method = parser.get_method()
+        version = parser.get_http_version()
         self.http10 = version == "1.0"
         if version != "1.1" and not self.http10:
             raise BadRequest("HTTP/1.1 is spoken here.", code="http_version")
-        if self.parser.should_upgrade():
+        if parser.should_upgrade():
             raise BadRequest("Protocol upgrades are not served here.", code="upgrade_refused")
         self._streamed = streamed(self.url, self.method)
-        return self.gateway.admission.read_head(self.headers, version, self.url, streamed=self._streamed)
+        return self._admission.read_head(self.headers, version, self.url, streamed=self._streamed)
 
     def _head_read(self, head: RequestHead) -> None:
         """The head is in order: whose request is it, and may it come in."""
-        admission = self.gateway.admission
+        admission = self._admission
         self._target = None
         targets = admission.targets(self.url, head, admin_port=self._on_admin_port)
         if not targets:
@@ -225,15 +256,17 @@ class GatewayProtocol(HttpToolsProtocol):
         admission.check_head(head, self.headers, self._principal, self.server[0] if self.server is not None else "")
         self._target = admission.of_method(targets, self.method)
         if head.expect_continue and (head.chunked or head.content_length):
-            self.gateway.outbox.flush()  # the end of the answer before this one may still be there
+            self._outbox.flush()  # the end of the answer before this one may still be there
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, body: bytes) -> None:
         if self._deaf or self._answered_early:
             return
-        if self._streamed and self.busy:  # held back by flow control, not by a size; it must not stand still, though
+        app = self._app
+        if app is not None and app.busy and self._streamed:
+            # Held back by flow control, not by a size; it must not stand still, though.
             self.deadline = time.monotonic() + self.limits.request_timeout_s
-            super().on_body(body)
+            app.on_body(body)
             return
         self._body_size += len(body)
         self.gateway.buffered += len(body)
@@ -242,7 +275,8 @@ class GatewayProtocol(HttpToolsProtocol):
         elif self.gateway.buffered > self.limits.max_buffered:
             self.reject(Unavailable("Too many large requests at once; try again.", code="overloaded"))
         elif self._target is None:
-            super().on_body(body)
+            assert app is not None
+            app.on_body(body)
         elif not self._body:
             self._body = body
         else:
@@ -254,15 +288,17 @@ class GatewayProtocol(HttpToolsProtocol):
         if self._deaf:
             self._say_close()
             return
+        assert self._parser is not None
         self._reading = False
-        self._keep_alive = self.parser.should_keep_alive()
+        self._keep_alive = self._parser.should_keep_alive()
         if self._target is None:
+            assert self._app is not None
             self._say_close()
             if self.busy:
                 self.deadline = None
             else:
                 self.rest()  # answered without its body
-            super().on_message_complete()
+            self._app.on_message_complete()
             return
         self._keep_alive = self._keep_alive and not self._leaves
         self.deadline = None
@@ -274,17 +310,17 @@ class GatewayProtocol(HttpToolsProtocol):
     def _forward(self, target: Target) -> None:
         """The request is complete: an exchange of its own answers it."""
         assert self.head is not None
-        gateway, body = self.gateway, bytes(self._body)
+        body = bytes(self._body)
         self._body = b""
-        request = gateway.admission.request(
+        request = self._admission.request(
             target, self.head, self._principal, body, http10=self.http10, keep_alive=self._keep_alive
         )
         try:
-            gateway.admission.admit(request)
+            self._admission.admit(request)
         finally:
             self.extra_head = request.extra_head
         self.exchange = Exchange(self, request)
-        if self.flow.write_paused:  # the client has not taken the previous answer yet
+        if self._write_paused:  # the client has not taken the previous answer yet
             self.exchange.pause()
         self.exchange.start()
 
@@ -293,7 +329,7 @@ class GatewayProtocol(HttpToolsProtocol):
     def write(self, data: bytes, *, last: bool = False) -> None:
         """Bytes of the answer. The `last` wait for the end of the loop's turn; others (`send`) seldom have company."""
         if last and len(data) < MANY:
-            self.gateway.outbox.put(self.transport, (data,))
+            self._outbox.put(self.transport, (data,))
         else:
             self.transport.write(data)
 
@@ -307,11 +343,15 @@ class GatewayProtocol(HttpToolsProtocol):
         """The answer is complete."""
         self.exchange = None
         self.body_done()
-        self.server_state.total_requests += 1
+        self._server_state.total_requests += 1
         if not keep_alive or self._close_after:
             self.close()
         else:
             self.rest()
+
+    def afterwards(self, work: Callable[[], None]) -> None:
+        """Does `work` when the end of the answer is on its way."""
+        self._outbox.afterwards(work)
 
     def refuse(self, error: HttpError) -> None:
         """The gateway's own answer to a request that was read whole."""
@@ -330,48 +370,34 @@ class GatewayProtocol(HttpToolsProtocol):
     def _hand_to_app(self, head: RequestHead) -> None:
         if not self.url.startswith(b"/"):
             raise NotFound("Only paths are served, not absolute URLs.")
-        self._begin_scope(head)
-        self.scope["state"] |= {
+        if self._app is None:
+            config, server_state, app_state = self._uvicorn
+            self._app = AppSide(config, server_state, app_state, self.transport, self.app_answered)
+            if self._write_paused:
+                self._app.pause_writing()
+        state = {
             "request_id": head.request_id, "key": head.key, "origin": head.origin, "preflight": head.preflight,
             "admin_port": self._on_admin_port,
         }  # fmt: skip
         try:
-            super().on_headers_complete()
+            self._app.begin(self._parser, self.url, self.headers, state, expect_continue=head.expect_continue)
         except (httptools.HttpParserInvalidURLError, UnicodeDecodeError) as exc:
             raise BadRequest("The request target is not a valid path.", code="malformed_request") from exc
         self._say_close()
 
-    def _begin_scope(self, head: RequestHead) -> None:
-        """Makes the ASGI scope of the request that is being read; those that are forwarded do without."""
-        url, headers = self.url, self.headers
-        super().on_message_begin()
-        self.url, self.headers = url, headers
-        self.scope["headers"] = headers
-        self.expect_100_continue = head.expect_continue
-
     def _say_close(self) -> None:
         """In an answer of the app, unless that has begun."""
-        if self._leaves and self.cycle is not None:
-            self.cycle.keep_alive = False
+        if self._leaves and self._app is not None:
+            self._app.say_close()
 
-    def on_response_complete(self) -> None:
-        """An answer of the app is complete (uvicorn's hook)."""
-        super().on_response_complete()
+    def app_answered(self) -> None:
+        """An answer of the app is complete."""
         self._answered_early = self._reading
         self.body_done()
         if self._reading and self._streamed:
             self._linger()  # the rest may be gigabytes
         else:
             self.rest()
-
-    def _take_back(self) -> bool:
-        """Tells an app that is reading this request that it is over; False if an answer has already begun."""
-        cycle = self.cycle
-        if cycle is None or cycle.response_complete:
-            return True
-        cycle.disconnected = True
-        cycle.message_event.set()
-        return self._reading and not cycle.response_started
 
     # the end of an answer, or of the connection
 
@@ -383,20 +409,21 @@ class GatewayProtocol(HttpToolsProtocol):
         """Closes once what is written has gone out, or when the client takes too long to take it."""
         self._deaf = True
         self.deadline = time.monotonic() + self.limits.stalled_client_s
-        self.gateway.outbox.flush()
+        self._outbox.flush()
         self.transport.close()
 
     def stop_listening(self) -> None:
         """Another request came before this one was answered: answer this one, then close."""
         self._deaf = self._close_after = True
-        if self.cycle is not None:
-            self.cycle.keep_alive = False
+        if self._app is not None:
+            self._app.say_close()
 
     def reject(self, error: HttpError) -> None:
         """The gateway's own answer to a request it does not read to its end; the connection is then closed."""
         if self._deaf or self.transport.is_closing():
             return
-        if self._answered_early or not self._take_back():
+        begun = self._app is not None and self._app.busy and not (self._app.take_back() and self._reading)
+        if self._answered_early or begun:
             self.close()
             return
         self._deaf = True
@@ -426,7 +453,7 @@ class GatewayProtocol(HttpToolsProtocol):
             told_id = request_id if self.head is not None else b"-"
             stats.tell(of_refusal(told_id, self.method, route, self._principal.name, error))
         stats.refused[error.code] += 1
-        self.gateway.outbox.flush()  # the end of the answer before this one may still be there
+        self._outbox.flush()  # the end of the answer before this one may still be there
         head_only, extra = self.method == b"HEAD", self.extra_head
         self.transport.write(
             error_answer(error, request_id, keep_alive=keep_alive, head_only=head_only, extra_head=extra)

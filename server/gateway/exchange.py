@@ -429,8 +429,11 @@ class Exchange:
     def _complete(self) -> None:
         relay = self._relay
         self._give_back(reusable=relay.reusable)
-        self._end(status=relay.status)
         self._client.answered(keep_alive=relay.keep_alive)
+        self._client.afterwards(self._settle)  # the client need not wait for what is counted
+
+    def _settle(self) -> None:
+        self._end(status=self._relay.status)
 
     # what becomes of a failure
 

@@ -50,7 +50,7 @@ def uvicorn_config(config: GatewayConfig) -> uvicorn.Config:
         PlainApp(build_app(config)) if plain else build_app(config),
         host=config.host,
         port=config.port,
-        http="httptools" if plain else GatewayProtocol,
+        http="httptools" if plain else cast(type[asyncio.Protocol], GatewayProtocol),  # by its methods
         limit_concurrency=config.limits.max_connections if plain else None,
         ws="none",
         loop="uvloop",

@@ -1,5 +1,5 @@
 """`python -m tests.mutants [WORD ...]`: applies each mutation (of files whose path has a WORD) to a copy of the tree,
-and runs the tests that must notice it. Fails when one survives that mutations.py does not explain, or when what it
+and runs the tests that must notice it. Fails when one survives that the list does not explain, or when what it
 changes is not in the code any more.
 
 Each run is a fork of this process, which has imported what is slow to import and nothing of the project.

@@ -30,6 +30,11 @@ GRPO: dict[str, Any] = {"algorithm": {"name": "grpo"}, "gateway": {"url": "http:
 BEST: dict[str, Any] = GRPO | {"eval": [{}], "save_to": "s", "save_best": True}
 
 
+def bucket(url: str, **more: Any) -> dict[str, Any]:
+    """A bucket and no store."""
+    return {"publish": {"model": "m", "bucket": {"url": url, **more}}}
+
+
 def parse(tmp_path: Path, changes: dict[str, Any], *overrides: str) -> trainer.TrainerConfig:
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(MINIMAL | changes))
@@ -155,6 +160,12 @@ def test_overrides_reach_into_sections_that_are_not_there(tmp_path: Path) -> Non
         ({"data": {"kind": "arithmetic", "noise": 2}}, "data.noise", "range"),
         ({"parallel": {"tensor": 0}}, "parallel.tensor", "positive"),
         ({"publish": {"model": "m"}}, "publish.store", "HOTSWAP_STORE"),
+        (bucket("models/run"), "publish.bucket.url", "Write one of fsspec's"),
+        (bucket("s3://key:secret@models/run"), "publish.bucket.url", "AWS_ACCESS_KEY_ID"),
+        (bucket("s3://models/run?token=secret"), "publish.bucket.url", "AWS_ACCESS_KEY_ID"),
+        (bucket("s3://models/run", keep=0), "publish.bucket.keep", "range"),
+        (GRPO | bucket("s3://models/run"), "publish.store", "samples from each version"),
+        (GRPO | BEST | bucket("s3://models/run"), "save_best", "store: URL"),
         ({"save_to": "m/../m"}, "save_to", "Name another directory"),
         ({"checkpoint": {"path": "c", "resume": "maybe"}}, "checkpoint.resume", "one of auto, must, never"),
         ({"checkpoint": {"path": "c", "resume": "never"}, "faults": {"max_restarts": 1}}, "checkpoint.resume", "auto"),
@@ -276,3 +287,16 @@ def test_everything_public_is_exported() -> None:
     assert all(hasattr(trainer, name) for name in trainer.__all__)
     errors = {name for name, value in vars(trainer.errors).items() if isinstance(value, type)}
     assert errors <= set(trainer.__all__)
+
+
+def test_a_bucket_takes_the_place_of_a_store_or_comes_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HOTSWAP_STORE", raising=False)
+    alone = parse(tmp_path, bucket("s3://models/run", keep=5)).publish
+    assert alone is not None
+    assert alone.bucket is not None
+    assert (alone.store_url, alone.bucket.keep, alone.bucket.full_every) == ("", 5, 10)
+    both = parse(tmp_path, GRPO | {"publish": PUBLISH["publish"] | bucket("s3://models/run")["publish"]}).publish
+    assert both is not None
+    assert both.store_url == "sqlite:///store.db"

@@ -74,6 +74,7 @@ from trainer.config.sections import (
     LINEAR_LAYERS,
     LORA_LR,
     AsyncSchedule,
+    BucketConfig,
     ColocatedSchedule,
     CurriculumConfig,
     Dtype,
@@ -99,6 +100,7 @@ __all__ = [
     "AnswersData",
     "ArithmeticData",
     "AsyncSchedule",
+    "BucketConfig",
     "CallableEnvironment",
     "CallableReward",
     "CheckpointConfig",
@@ -283,8 +285,11 @@ class TrainerConfig:
         if self.lora is not None and self.publish is not None and self.publish.quantize is not None:
             problem = "an adapter is published as it is, whatever the weights are that it is served over"
             raise ConfigError("publish.quantize", problem, "Leave it out")
-        if self.publish is not None and not self.publish.store_url:
-            raise ConfigError("publish.store", "missing, and HOTSWAP_STORE is not set", "Set it to the store's URL")
+        if self.publish is not None and not self.publish.store_url and self.publish.bucket is None:
+            problem = "missing, and HOTSWAP_STORE is not set"
+            raise ConfigError(
+                "publish.store", problem, "Set it to the store's URL, or publish.bucket.url to a bucket's"
+            )
 
     @property
     def best_by(self) -> tuple[str, str]:
@@ -311,9 +316,9 @@ class TrainerConfig:
         if metric not in sets[name].metrics and not metric.startswith("reward/"):
             choices = ", ".join(f"{name}/{each}" for each in (*sets[name].metrics, "reward/NAME"))
             raise ConfigError("best", f"set {name} has no number {metric!r}", f"Use one of {choices}")
-        if self.publish is None:
-            problem = "the answers would be those of the weights that the server began with"
-            raise ConfigError(wanted, problem, "Add publish: {model: NAME}")
+        if self.publish is None or not self.publish.store_url:
+            problem = "the answers would not be those of the weights that are trained"
+            raise ConfigError(wanted, problem, "Add publish: {model: NAME, store: URL}")
         if sets[name].every % self.publish.every:
             problem = f"{sets[name].every} of {name} is no multiple of publish.every, so it would judge older weights"
             raise ConfigError("eval.every", problem, f"Set it to a multiple of {self.publish.every}")
@@ -328,6 +333,11 @@ class TrainerConfig:
             raise ConfigError("publish", problem, advice)
         if self.publish is None:
             return
+        if not self.publish.store_url:
+            problem = f"missing, but {self.algorithm.name} samples from each version that it publishes"
+            raise ConfigError(
+                "publish.store", problem, "Set it to the store's URL; versions can go to publish.bucket too"
+            )
         if self.rollout.fixed_sampler:
             raise ConfigError("rollout.fixed_sampler", "set, but publish changes the server's weights", "Leave one out")
         if isinstance(self.schedule, AsyncSchedule) and self.schedule.max_lag < self.publish.every:

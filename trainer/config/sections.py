@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
@@ -263,8 +264,31 @@ class QuantizeConfig:
 
 
 @dataclass(frozen=True)
+class BucketConfig:
+    """A bucket that versions go to, any URL of fsspec's; its credentials come from the environment, as fsspec takes
+    them. The newest `keep` versions stay there, and each `full_every`th is in full. `metrics` is the ADDRESS:PORT at
+    which Prometheus finds what was carried there."""
+
+    url: str
+    keep: int = 3
+    full_every: int = 10
+    metrics: str | None = None
+
+    def __post_init__(self) -> None:
+        in_range(self, "keep", 1, 10**6)
+        in_range(self, "full_every", 1, 10**6)
+        if "://" not in self.url:
+            raise ConfigError("url", "is no URL", "Write one of fsspec's, such as s3://BUCKET/RUN")
+        if re.search(r"://[^/]*@|\?", self.url):
+            problem = "has credentials in it, which configurations are not to have"
+            raise ConfigError("url", problem, "Put them into the environment, for S3 AWS_ACCESS_KEY_ID and the like")
+
+
+@dataclass(frozen=True)
 class PublishConfig:
-    """The store of versions, and how often to publish. `store` defaults to the environment variable HOTSWAP_STORE.
+    """Where versions go, and how often. `store` is that of a server's versions, by default what the variable
+    HOTSWAP_STORE of the environment names; `bucket` is for fleets that share no network with the trainer. One of both
+    is needed.
 
     `dtype` is the published one: it must be what the serving engine was started with. `quantize` is for a server of
     quantised weights; one that quantises what it is given takes `dtype`. `max_failures` is how many publishes in a row
@@ -281,6 +305,7 @@ class PublishConfig:
     timeout_s: float = 300.0
     max_failures: int = 0
     transport: Literal["auto", "tcp", "nixl"] = "auto"
+    bucket: BucketConfig | None = None
 
     def __post_init__(self) -> None:
         positive(self, "every", "timeout_s")

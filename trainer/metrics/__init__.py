@@ -20,6 +20,8 @@ Only throughput.py imports torch. Every event has `event` and `time` (Unix secon
     eval     step, version, set (its name), served_versions, prompts, accuracy, reward_mean, reward/<name>, truncated,
              answer_tokens_mean, answer_tokens_max; pass_at_<k> for each k of the set's pass_at
     publish_failed  step, message
+    carried         step (at which it was told), number (in the bucket), sent (bytes), full, seconds; or skipped, as a
+                    newer version took its place
     checkpoint      step, path, ms (for which training stood still), write_ms (until it was whole on the disk)
     checkpoint_failed  step, message
     rollback        step (that went wrong), to_step, version, reason, skipped_to (records left out up to there, or null)

@@ -3,11 +3,14 @@
 PREFIX/versions/000000000012.json      the record of version 12, written last, with its own digest in the first line
 PREFIX/data/000000000012-UPLOAD/00000  the blocks of its delta or of all of it (format/delta.py), in objects of some MiB
 
-objects.py    the bucket, its records, what is kept    publisher.py  the trainer's side    reader.py  the fleet's side
+objects.py    the bucket, its records, what is kept    publisher.py  the trainer's side    reader.py   the fleet's side
+carrier.py    out of slots, in a process of its own    metrics.py    of publishers         __main__.py a checkpoint
 
 A number is claimed by creating its record where there is none yet: a conditional put in S3 (`If-None-Match`), exclusive
 creation elsewhere. So of two publishers that believe to come next one has the number, and the other learns of it. What
 a publisher that was killed has left behind no record names, so nobody reads it, and the next one removes it.
 
-Versions are deltas of the one before, and each so many come in full: nobody has to begin at the first one.
+A version is one part of the model, the base model or another (memory/parts.py); its record says which versions have the
+others. Versions are deltas of the one before of their part, and each so many come in full: nobody has to begin at the
+first one.
 """

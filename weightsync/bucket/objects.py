@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import uuid
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from weightsync.errors import BucketDamaged, BucketError, BucketUnavailable, DeltaError, VersionGone
+from weightsync.errors import BucketDamaged, BucketError, BucketUnavailable, DeltaError, VersionGone, VersionNeeded
 from weightsync.format.delta import DeltaHeader
 from weightsync.format.manifest import digest_of
 
@@ -37,13 +38,26 @@ class StoredPart:
 
 @dataclass(frozen=True)
 class StoredVersion:
-    """A version as its record has it. `upload` is unique for each; `header` names the version before it as its base,
-    by number and contents (`DeltaHeader.target_digest`), or none if it is in full."""
+    """A version as its record has it: one part of a model, and which versions have the `others`, by part.
+
+    `upload` is unique for each; `header` names the version of the part before it as its base, by number and contents
+    (`DeltaHeader.target_digest`), or none if it is in full."""
 
     number: int
     upload: str
     header: DeltaHeader
     parts: tuple[StoredPart, ...]
+    others: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def part(self) -> str:
+        """ "" for the base model, "draft" or "lora/NAME"."""
+        return self.header.part
+
+    @property
+    def newest(self) -> dict[str, int]:
+        """The versions that have each part, as of this one."""
+        return {**self.others, self.part: self.number}
 
     @property
     def base(self) -> int | None:
@@ -56,7 +70,8 @@ class StoredVersion:
 
     def to_bytes(self) -> bytes:
         parts = [[part.path, part.nbytes, part.digest] for part in self.parts]
-        document = {"format": FORMAT, "number": self.number, "upload": self.upload, "parts": parts}
+        document: dict[str, Any] = {"format": FORMAT, "number": self.number, "upload": self.upload, "parts": parts}
+        document |= {"others": dict(self.others)} if self.others else {}
         raw = orjson.dumps({**document, "header": self.header.to_json().decode()}, option=orjson.OPT_SORT_KEYS)
         return digest_of(raw).encode() + b"\n" + raw
 
@@ -72,7 +87,10 @@ class StoredVersion:
                 raise ValueError(f"format {found['format']}, this release reads {FORMAT}: update the older side")
             parts = tuple(_part(*row) for row in found["parts"])
             header = DeltaHeader.from_json(found["header"].encode())
-            return cls(int(found["number"]), str(found["upload"]), header, parts)
+            number, others = int(found["number"]), {str(k): int(v) for k, v in found.get("others", {}).items()}
+            if header.part in others or any(not 0 < other < number for other in others.values()):
+                raise ValueError(f"versions {others} cannot have its other parts")
+            return cls(number, str(found["upload"]), header, parts, others)
         except (ValueError, TypeError, KeyError, AttributeError, DeltaError) as error:
             raise BucketDamaged(where, f"it cannot be read ({error})") from error
 
@@ -106,13 +124,20 @@ class Bucket:
 
     def read(self, number: int) -> StoredVersion:
         """Raises VersionGone, BucketDamaged."""
-        where = f"versions/{number:012}.json"
+        where = _record(number)
         with self._told(number):
             data = self._files.cat_file(self._at(where))
         found = StoredVersion.from_bytes(data, f"{self.told}/{where}")
         if found.number != number:
             raise BucketDamaged(f"{self.told}/{where}", f"it is that of version {found.number}")
         return found
+
+    def newest_parts(self) -> dict[str, int]:
+        """Which versions have each part of the model, as the newest one says whose record can be read."""
+        for number in reversed(self.numbers()):
+            with contextlib.suppress(VersionGone, BucketDamaged):
+                return self.read(number).newest
+        return {}
 
     def begin(self, version: StoredVersion) -> None:
         """Makes its directories, where there are such."""
@@ -127,24 +152,28 @@ class Bucket:
             self._files.pipe_file(self._at(part.path), data)
         return part
 
-    def read_part(self, version: StoredVersion, part: StoredPart, target: Path) -> None:
-        """Fetches it, unless it is there. Raises VersionGone, BucketDamaged, and OSError where `target` cannot be
+    def read_part(self, version: StoredVersion, part: StoredPart) -> bytes:
+        """Verified. Raises VersionGone, BucketDamaged."""
+        for _ in range(2):  # what came damaged over the network may be good where it lies
+            with self._told(version.number):
+                data: bytes = self._files.cat_file(self._at(part.path))
+            if len(data) == part.nbytes and digest_of(data) == part.digest:
+                return data
+        raise BucketDamaged(f"{self.told}/{part.path}", f"it is not what version {version.number} has there")
+
+    def fetch_part(self, version: StoredVersion, part: StoredPart, target: Path) -> None:
+        """Brings it, unless it is there. Raises VersionGone, BucketDamaged, and OSError where `target` cannot be
         written."""
         if _holds(target, part):
             return
-        for _ in range(2):  # what came damaged over the network may be good where it lies
-            with self._told(version.number):
-                data = self._files.cat_file(self._at(part.path))
-            if len(data) == part.nbytes and digest_of(data) == part.digest:
-                half = target.with_name(f".{target.name}.part")
-                half.write_bytes(data)
-                half.rename(target)
-                return
-        raise BucketDamaged(f"{self.told}/{part.path}", f"it is not what version {version.number} has there")
+        data = self.read_part(version, part)
+        half = target.with_name(f".{target.name}.part")
+        half.write_bytes(data)
+        half.rename(target)
 
     def claim(self, version: StoredVersion) -> bool:
         """Writes the record, unless that number is taken; whether it is this version's now."""
-        path = self._at(f"versions/{version.number:012}.json")
+        path = self._at(_record(version.number))
         try:
             with self._told():
                 self._files.pipe_file(path, version.to_bytes(), mode="create")
@@ -155,31 +184,77 @@ class Bucket:
         return True
 
     def prune(self, keep: int) -> list[int]:
-        """Removes all but the newest `keep` versions and those that they build on, then what no version names up to
-        the newest number; returns the numbers that went."""
+        """Removes all but the newest `keep` versions, those that have their other parts and those that they build on,
+        then what no version names up to the newest number; returns the numbers that went."""
         numbers = self.numbers()
         if not numbers:
             return []
-        needed: set[int] = set()
-        uploads: set[str] = set()
+        needed, uploads = set[int](), set[str]()
         for number in numbers[-keep:]:
-            at: int | None = number
-            while at is not None and at not in needed:
+            for at, found in self._under(number, needed):
                 needed.add(at)
-                try:
-                    found = self.read(at)
-                except (VersionGone, BucketDamaged):
-                    break
-                uploads.add(directory_of(found).rpartition("/")[2])
-                at = found.base
+                uploads |= {directory_of(found).rpartition("/")[2]} if found is not None else set()
         gone = [number for number in numbers if number not in needed]
         for number in gone:  # the record first: what has one is whole
-            self._remove(f"versions/{number:012}.json")
+            self._remove(_record(number))
         for name in self._names("data"):
             match = _NUMBER.fullmatch(name)
             if match is not None and int(match[1]) <= numbers[-1] and name not in uploads:
                 self._remove(f"data/{name}", recursive=True)
         return gone
+
+    def remove(self, number: int) -> None:
+        """Removes one version. Raises VersionGone, BucketDamaged, and VersionNeeded for one that another builds on, for
+        the newest, which followers take, and for those that have its other parts."""
+        numbers = self.numbers()
+        found, users = self.read(number), list[int]()
+        for user in numbers:
+            with contextlib.suppress(VersionGone, BucketDamaged):
+                version = self.read(user)
+                if version.base == number or (user == numbers[-1] and number in version.others.values()):
+                    users.append(user)
+        if users or number == numbers[-1]:
+            raise VersionNeeded(self.told, number, users)
+        self._remove(_record(number))
+        self._remove(directory_of(found), recursive=True)
+
+    def try_out(self) -> None:
+        """Writes an object, claims it a second time, reads and removes it. Raises BucketUnavailable, and BucketError
+        where a claim would not keep two publishers apart."""
+        path, text = f"trials/{uuid.uuid4().hex}", b"a trial of hotswap"
+        with self._told():
+            self._files.makedirs(self._at("trials"), exist_ok=True)
+            self._files.pipe_file(self._at(path), text, mode="create")
+        try:
+            with self._told():
+                self._files.pipe_file(self._at(path), b"another", mode="create")
+            problem = "it lets two publishers create one object, so that one would overwrite the other's versions"
+        except BucketTakenAlready:
+            with self._told():
+                problem = (
+                    "" if self._files.cat_file(self._at(path)) == text else "it gives other bytes than it was given"
+                )
+        finally:
+            self._remove(path)
+        if problem:
+            raise BucketError(f"{self.told} cannot be published to ({problem}): use a store with conditional writes")
+
+    def _under(self, number: int, known: Collection[int]) -> Iterator[tuple[int, StoredVersion | None]]:
+        """The version, those that it builds on and those that have its other parts, with what each of those builds on,
+        each once and none that is `known`; None for a record that cannot be read."""
+        waiting, seen = [number], set(known)
+        while waiting:
+            if (at := waiting.pop()) in seen:
+                continue
+            seen.add(at)
+            try:
+                found = self.read(at)
+            except (VersionGone, BucketDamaged):
+                yield at, None
+                continue
+            waiting += [found.base] if found.base is not None else []
+            waiting += found.others.values() if at == number else ()
+            yield at, found
 
     def _names(self, directory: str) -> list[str]:
         self._files.invalidate_cache()
@@ -214,6 +289,10 @@ class Bucket:
 
 class BucketTakenAlready(Exception):
     """What was to be created is there."""
+
+
+def _record(number: int) -> str:
+    return f"versions/{number:012}.json"
 
 
 def directory_of(version: StoredVersion) -> str:

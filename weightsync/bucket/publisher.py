@@ -2,13 +2,15 @@
 
     pub = weightsync.BucketPublisher("s3://models/run", model="demo")
     number = pub.publish(model.named_parameters(), step=10)
+    number = pub.publish(Adapter(lora_tensors, adapter_config), part="lora/math")  # the base stays as it is
 
-It keeps the tensors of its last version, and room for the next, in host memory: twice the model.
+It keeps the tensors of its last version, and room for the next, in host memory: twice the model, and twice each other
+part that it publishes. A version in a slot is read where it is instead (`publish_slot`).
 """
 
 from __future__ import annotations
 
-import json
+import time
 import uuid
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,25 +19,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from weightsync.bucket.metrics import PublisherMetrics
 from weightsync.bucket.objects import Bucket, StoredPart, StoredVersion, directory_of
-from weightsync.errors import BucketTaken
-from weightsync.format.delta import Base, DeltaHeader, DeltaWriter, is_worthwhile
-from weightsync.format.manifest import content_sha256
-from weightsync.memory.parts import BASE
+from weightsync.errors import BucketTaken, WeightSyncError
+from weightsync.format.delta import Base, DeltaHeader
+from weightsync.memory.parts import BASE, Adapter
+from weightsync.memory.receiver import SlotReader
 from weightsync.publish.publisher import NamedTensors, signer_of
-from weightsync.publish.remote import HostModel
+from weightsync.publish.succession import Succession
 
 PART_NBYTES = 64 << 20
 AT_ONCE = 4  # parts on their way
 
 
 class BucketPublisher:
-    """The one publisher of `model` at `url`. Each `full_every`th version comes in full, and so does one that has other
-    tensors than the one before, or of which a difference would not be smaller. The newest `keep` versions stay, with
-    those that they build on.
+    """The one publisher of `model` at `url`. Each `full_every`th version of a part comes in full, and so does one that
+    has other tensors than the one before, or of which a difference would not be smaller. The newest `keep` versions
+    stay, with those that they build on and the newest of each part.
 
     Versions are signed with the private key in the PEM file `sign` (default: HOTSWAP_SIGN_KEY; none: not signed).
-    `last` says how the last version went: {"number", "sent" (bytes), "full", "nbytes", "removed" (numbers)}.
+    `last` says how the last version went: {"number", "sent" (bytes), "full", "nbytes", "removed" (numbers), "seconds"}.
+    `metrics` count all of them.
     """
 
     def __init__(
@@ -57,56 +61,75 @@ class BucketPublisher:
         self._keep, self._full_every, self._part_nbytes = keep, full_every, part_nbytes
         self._compress, self._threads, self._signer = compress, threads, signer_of(sign)
         self.bucket = Bucket(url)
+        self.metrics = PublisherMetrics()
         self._number = max(self.bucket.numbers(), default=0)
-        self._deltas = 0  # since the last version in full
-        self._base: Base | None = None
-        self._held, self._next = HostModel(), HostModel()
+        self._newest = self.bucket.newest_parts()
+        self._successions: dict[str, Succession] = {}
 
     def publish(
         self,
-        named_tensors: NamedTensors,
+        named_tensors: NamedTensors | Adapter,
         *,
+        part: str = BASE,
         step: int | None = None,
         metadata: Mapping[str, str] | None = None,
         source: str = "",
         config: Mapping[str, Any] | None = None,
     ) -> int:
         """Put all tensors there as the next version; returns its number in the bucket. Each fleet gives it one of its
-        own. With `config`, the config.json of such a checkpoint, they may be other tensors than before.
+        own. With `part` they are the draft model's ("draft") or an `Adapter` ("lora/NAME"), and the rest stays as it
+        is. With `config`, the config.json of such a checkpoint, they may be other tensors than before.
 
-        Nobody sees a version before it is whole. Raises UnsupportedDtype (nothing was sent), BucketTaken, for good,
-        and BucketUnavailable, after which it can be called again.
+        Nobody sees a version before it is whole. Raises UnsupportedDtype and BadPart (nothing was sent), BucketTaken,
+        for good, and BucketUnavailable, after which it can be called again.
         """
-        self._next.take(named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors)
-        text = json.dumps(dict(config), sort_keys=True) if config is not None else ""
-        header = DeltaHeader(self.model, self._next.rows, None, step, dict(metadata or {}), source, text)
-        if self._signer is not None:
-            digest = content_sha256(header.schema, header.metadata, self._next.buffer)
-            header = replace(header, signature=self._signer.sign(self.model, BASE, digest))
-        base = self._useful_base(header)
+        versions = self._of(part)
+        about: dict[str, Any] = {"step": step, "metadata": metadata, "source": source, "config": config}
+        return self._put(versions, versions.take(named_tensors, **about))
+
+    def publish_slot(self, slot: SlotReader, *, part: str = BASE, source: str = "") -> int:
+        """The same for a version in a slot, which stays open, and locked, until the next version of the part is there.
+        Raises as `publish`, and DigestMismatch for a slot that is not what its manifest says."""
+        slot.verify_all()
+        versions = self._of(part)
+        return self._put(versions, versions.take_slot(slot, source=source))
+
+    def close(self) -> None:
+        """Lets go of slots."""
+        for versions in self._successions.values():
+            versions.close()
+
+    def _of(self, part: str) -> Succession:
+        if (found := self._successions.get(part)) is None:
+            found = self._successions[part] = Succession(self.model, part, self._signer)
+        return found
+
+    def _put(self, versions: Succession, header: DeltaHeader) -> int:
+        """The next version is in the bucket; its number."""
+        began = time.perf_counter()
+        self.metrics.began(time.monotonic())
+        base = versions.base if versions.deltas + 1 < self._full_every and versions.pays(header) else None
         header = replace(header, base=base)
-        version = self._sent(StoredVersion(self._number + 1, uuid.uuid4().hex, header, ()))
-        if not self.bucket.claim(version):
-            raise BucketTaken(self.bucket.told, version.number)
-        self._number = version.number
-        self._base = Base(version.number, header.target_digest)
-        self._held, self._next = self._next, self._held
-        self._deltas = self._deltas + 1 if base is not None else 0
+        others = {part: number for part, number in self._newest.items() if part != versions.part}
+        try:
+            version = self._sent(versions, StoredVersion(self._number + 1, uuid.uuid4().hex, header, (), others))
+            if not self.bucket.claim(version):
+                raise BucketTaken(self.bucket.told, version.number)
+        except WeightSyncError as error:
+            self.metrics.failed(error.code)
+            raise
+        self._number, self._newest = version.number, version.newest
+        versions.advance(Base(version.number, header.target_digest), full=base is None)
+        seconds = time.perf_counter() - began
+        self.metrics.published(version.number, version.nbytes, seconds, full=base is None)
         removed = self.bucket.prune(self._keep)
-        sent = {"number": version.number, "sent": version.nbytes, "full": base is None}
+        sent = {"number": version.number, "sent": version.nbytes, "full": base is None, "seconds": round(seconds, 3)}
         self.last = {**sent, "nbytes": header.nbytes, "removed": removed}
         return version.number
 
-    def _useful_base(self, header: DeltaHeader) -> Base | None:
-        if self._base is None or self._deltas + 1 >= self._full_every or not self._next.same_schema(self._held):
-            return None
-        return self._base if is_worthwhile(header, self._next.buffer, self._held.buffer) else None
-
-    def _sent(self, version: StoredVersion) -> StoredVersion:
+    def _sent(self, versions: Succession, version: StoredVersion) -> StoredVersion:
         """With its parts, which are in the bucket."""
-        old = self._held.buffer if version.header.base is not None else None
-        how: dict[str, Any] = {"compress": self._compress, "threads": self._threads}
-        writer = DeltaWriter(version.header, self._next.buffer, old, **how)
+        writer = versions.writer(version.header, compress=self._compress, threads=self._threads)
         self.bucket.begin(version)
         parts: list[StoredPart] = []
         with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="bucket") as pool:

@@ -129,6 +129,7 @@ ROLLING_DRAIN_S = 30.0
 RESTART_S = 600.0  # for an instance to start anew and to load a version; one that fails says so sooner
 REPLACE_S = 30.0
 TOO_OLD = "one of an older release never does: swap with mode together until all instances are upgraded"
+CANNOT_READ = "one of an older release never is, as it cannot read of its trial: upgrade all instances first"
 PARTICIPATING = frozenset({"SERVING", "STAGING", "STAGED", "COMMITTING"})
 
 
@@ -373,7 +374,8 @@ def _canary(view: View, swap: SwapRecord) -> Step | Ask | Wait:
     canary = view.instances.get(swap.canary or "")
     if canary is None:  # it restarts
         late = view.now >= swap.deadline
-        return abort(view, swap, f"canary {swap.canary} is not back in time") if late else Wait(swap.deadline)
+        problem = f"canary {swap.canary} is not back in time; {CANNOT_READ}"
+        return abort(view, swap, problem) if late else Wait(swap.deadline)
     for name in () if swap.changes else swap.participants:
         if name != canary.id and not _ready(view, view.instances[name], swap):
             what = f"is {view.instances[name].state} and has not staged it any more"

@@ -4,8 +4,8 @@
 8   format                        u32, little-endian
 12  length of the header          u32
 16  digest of the header          32 hex characters (xxh3_128)
-48  header, canonical JSON        base, target's tensors with their digests, step, metadata, source, and perhaps config
-                                  and signature
+48  header, canonical JSON        base, target's tensors with their digests, step, metadata, source, and perhaps config,
+                                  part and signature
 .   blocks                        of every tensor in name order, BLOCK bytes of tensor each (delta_codec.py)
 .   end    b"HSDELEND"            8 bytes, then the digest of everything before it (32 hex characters)
 
@@ -38,7 +38,7 @@ import numpy as np
 import orjson
 import xxhash
 
-from weightsync.errors import DeltaBaseMismatch, DeltaError, DigestMismatch, UnsupportedDtype
+from weightsync.errors import BadPart, DeltaBaseMismatch, DeltaError, DigestMismatch, UnsupportedDtype
 from weightsync.format.delta_codec import (
     BLOCK,
     HEAD,
@@ -52,6 +52,7 @@ from weightsync.format.delta_codec import (
 )
 from weightsync.format.dtypes import ITEMSIZE
 from weightsync.format.manifest import Schema, TensorSpec, digest_of
+from weightsync.memory.parts import BASE, check_name
 from weightsync.memory.receiver import SlotReader
 from weightsync.publish.writer import FilledTensor
 
@@ -63,7 +64,7 @@ MAX_NBYTES: Final = 1 << 50
 MAX_SIGNATURE: Final = 16 << 10
 _PREAMBLE = struct.Struct("<8sII32s")
 _TRAILER_NBYTES = len(END) + 32
-_OPTIONAL = {"config", "signature"}
+_OPTIONAL = {"config", "part", "signature"}
 _FIELDS = {"format", "model", "base", "step", "metadata", "source", "tensors"}
 
 
@@ -79,7 +80,7 @@ class Base:
 class DeltaHeader:
     """The header of a delta, before its blocks: the target's tensors (name: spec, digest), and the base, if it has
     one. `config` is the text of the config.json that an engine needs for these tensors, or nothing. `signature` is that
-    of who made them (format/signing.py), or nothing."""
+    of who made them (format/signing.py), or nothing. `part` is "" for the base model, "draft" or "lora/NAME"."""
 
     model: str
     tensors: Mapping[str, tuple[TensorSpec, str]]
@@ -89,6 +90,7 @@ class DeltaHeader:
     source: str = ""
     config: str = ""
     signature: str = ""
+    part: str = BASE
 
     @cached_property
     def schema(self) -> Schema:
@@ -130,7 +132,7 @@ class DeltaHeader:
             if not isinstance(document, dict) or document.keys() - _OPTIONAL != _FIELDS:
                 raise DeltaError("its header has other fields than this release writes: run the same on both sides")
             header = _header(document)
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, UnsupportedDtype) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, UnsupportedDtype, BadPart) as error:
             raise DeltaError(f"its header cannot be read ({error})") from error
         if header.to_json() != raw:
             raise DeltaError("its header is not canonical")
@@ -159,7 +161,8 @@ def _header(document: dict[str, Any]) -> DeltaHeader:
     step, config = step if step is None else _natural(step), _text(document.get("config", ""))
     if len(signature := _text(document.get("signature", ""))) > MAX_SIGNATURE:
         raise DeltaError(f"its signature takes {len(signature):,} characters, {MAX_SIGNATURE:,} are allowed")
-    header = DeltaHeader(model, tensors, base, step, metadata, source, config, signature)
+    part = check_name(_text(document.get("part", BASE)))
+    header = DeltaHeader(model, tensors, base, step, metadata, source, config, signature, part)
     if header.nbytes > MAX_NBYTES:
         raise DeltaError(f"its tensors take {header.nbytes:,} bytes")
     return header

@@ -144,6 +144,19 @@ def base_of(record: VersionRecord | None) -> PartRecord | None:
     )
 
 
+def part_of(record: VersionRecord, name: str) -> PartRecord | None:
+    """The part of that name, BASE among them; None if the version has none."""
+    return base_of(record) if name == BASE else next((part for part in record.parts if part.name == name), None)
+
+
+def own_digest(version: Mapping[str, Any]) -> str:
+    """The manifest digest of the part that a version itself has published, the base model's if that is among them.
+    `version` is a record as the admin port gives it."""
+    own = [part for part in version["parts"] if part["version"] == version["version"]]
+    of_base = version["base_version"] is None or not own
+    return str(version["manifest_digest"] if of_base else own[0]["manifest_digest"])
+
+
 def has_schema(part: str) -> bool:
     """Whether every version of the part has the same tensors; an adapter may change its rank and its layers."""
     return not part.startswith(LORA)

@@ -3,7 +3,8 @@
     pub = weightsync.RemotePublisher("http://gateway:8001", admin_key, model="demo")
     version = pub.publish(model.named_parameters(), step=10)
 
-It keeps the tensors of its last version, and room for the next, in host memory: twice the model. The first version goes
+It keeps the tensors of its last version, and room for the next, in host memory: twice the model, and twice each other
+part that it publishes. The first version goes
 in full; so does one whose base the server has retired meanwhile, and one where a difference would not be smaller.
 
 `AdminApi` is the gateway's admin API over http.client, so that a trainer needs nothing installed.
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import json
 import select
 import ssl
 import time
@@ -24,17 +24,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
-import numpy as np
 import orjson
 
 from weightsync.control.records import OnLost, SwapMode
 from weightsync.errors import RemoteError, SwapAborted, SwapTimeout
-from weightsync.format.delta import Base, DeltaHeader, DeltaWriter, is_worthwhile
-from weightsync.format.delta_codec import Bytes
-from weightsync.format.manifest import TensorSpec, content_sha256
-from weightsync.memory.parts import BASE
+from weightsync.format.delta import Base, DeltaHeader, DeltaWriter
+from weightsync.memory.parts import BASE, Adapter, own_digest
 from weightsync.publish.publisher import NamedTensors, signer_of
-from weightsync.publish.writer import copy_sums, spec_of
+from weightsync.publish.succession import Succession
 
 CONNECT_TIMEOUT_S = 10.0
 LARGE = 64 << 10  # pieces from here on are sent as they are, not copied into a frame first
@@ -156,32 +153,6 @@ PASSING = frozenset(
 )
 
 
-class HostModel:
-    """The tensors of one version in host memory, by name: spec, digest, bytes. Its pages are used again and again."""
-
-    def __init__(self) -> None:
-        self.rows: dict[str, tuple[TensorSpec, str]] = {}
-        self._buffers: dict[str, Bytes] = {}
-
-    def take(self, named_tensors: Iterable[tuple[str, Any]]) -> None:
-        """Copy every tensor here. Raises UnsupportedDtype, and RemoteError for a name that comes twice."""
-        self.rows = {}
-        for name, tensor in named_tensors:
-            if name in self.rows:
-                raise RemoteError(f"tensor {name!r} comes twice: publish each once")
-            spec = spec_of(name, tensor)
-            buffer = self._buffers.get(name)
-            if buffer is None or len(buffer) != spec.nbytes:
-                buffer = self._buffers[name] = np.empty(spec.nbytes, np.uint8)
-            self.rows[name] = (spec, copy_sums(buffer.data, tensor, spec).digest)
-
-    def same_schema(self, other: HostModel) -> bool:
-        return {name: spec for name, (spec, _) in self.rows.items()} == {n: s for n, (s, _) in other.rows.items()}
-
-    def buffer(self, name: str) -> Bytes:
-        return self._buffers[name]
-
-
 class RemotePublisher:
     """Publishes to the server whose admin port is at `url`. One at a time per model, as with any publisher.
 
@@ -210,13 +181,13 @@ class RemotePublisher:
         self.last: dict[str, Any] = {}
         self._api = AdminApi(url, admin_key, timeout_s=timeout_s, tls=tls)
         self._threads, self._deltas, self._compress = threads, deltas, compress
-        self._base: Base | None = None
-        self._held, self._next = HostModel(), HostModel()
+        self._successions: dict[str, Succession] = {}
 
     def publish(
         self,
-        named_tensors: NamedTensors,
+        named_tensors: NamedTensors | Adapter,
         *,
+        part: str = BASE,
         step: int | None = None,
         activate: bool = True,
         wait: bool = True,
@@ -230,41 +201,41 @@ class RemotePublisher:
     ) -> int:
         """Send all tensors as a new version, have it swapped in with `activate`, and return its number.
 
+        With `part` they are the draft model's ("draft") or an `Adapter` ("lora/NAME"), and the rest stays as it is.
         With `config`, the config.json of such a checkpoint, they may be other tensors than before: see
         `Publisher.publish`.
 
         A lost connection or a server that restarts is tried again; what was sent twice becomes one version. Returns,
-        with `wait`, when the version is active. Raises UnsupportedDtype (nothing was sent), RemoteError (refused, or
-        out of reach for too long), and once the version is ready SwapAborted or SwapTimeout.
+        with `wait`, when the version is active. Raises UnsupportedDtype and BadPart (nothing was sent), RemoteError
+        (refused, or out of reach for too long), and once the version is ready SwapAborted or SwapTimeout.
         """
-        self._next.take(named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors)
-        text = json.dumps(dict(config), sort_keys=True) if config is not None else ""
-        header = DeltaHeader(self.model, self._next.rows, None, step, dict(metadata or {}), source, text)
-        if self._signer is not None:
-            digest = content_sha256(header.schema, header.metadata, self._next.buffer)
-            header = replace(header, signature=self._signer.sign(self.model, BASE, digest))
-        query: dict[str, Any] = {"upload_id": uuid.uuid4().hex, "with_config": bool(text) or None}
+        if (versions := self._successions.get(part)) is None:
+            versions = self._successions[part] = Succession(self.model, part, self._signer)
+        about: dict[str, Any] = {"step": step, "metadata": metadata, "source": source, "config": config}
+        header = versions.take(named_tensors, **about)
+        query: dict[str, Any] = {"upload_id": uuid.uuid4().hex, "with_config": bool(header.config) or None}
+        query |= {"part": part} if part else {}
         wish = {"deadline_s": timeout_s, "mode": mode, "on_lost": on_lost}
         wish |= {"drain_s": drain_s} if drain_s is not None else {}
         if activate and not wait:
             query |= {"activate": True, **wish}
-        answer = self._deliver(header, query)
+        answer = self._deliver(versions, header, query)
         version = int(answer["version"])
-        self._base = Base(version, str(answer["manifest_digest"]))
-        self._held, self._next = self._next, self._held
+        versions.advance(Base(version, own_digest(answer)), full=bool(self.last["full"]))
         if activate and wait:
             self._activate(version, wish)
         return version
 
-    def _deliver(self, header: DeltaHeader, query: dict[str, Any]) -> dict[str, Any]:
+    def _deliver(self, versions: Succession, header: DeltaHeader, query: dict[str, Any]) -> dict[str, Any]:
         """Send until it has arrived. Raises RemoteError."""
-        base = self._useful_base(header)
+        base = self._useful_base(versions, header)
         pause_s = FIRST_PAUSE_S
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 if attempt > 1 and (known := self._find(query["upload_id"])) is not None:
                     return self._note(known, None, attempt)
-                writer = self._writer(header, base)
+                named = replace(header, base=base)
+                writer = versions.writer(named, compress=self._compress, threads=self._threads)
                 return self._note(self._api.upload("/admin/weights/upload", query, writer), writer, attempt)
             except Refused as refusal:
                 if refusal.code == "unknown_base" and base is not None:
@@ -280,23 +251,16 @@ class RemotePublisher:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    def _writer(self, header: DeltaHeader, base: Base | None) -> DeltaWriter:
-        named = replace(header, base=base)
-        old = self._held.buffer if base else None
-        return DeltaWriter(named, self._next.buffer, old, compress=self._compress, threads=self._threads)
-
-    def _useful_base(self, header: DeltaHeader) -> Base | None:
+    def _useful_base(self, versions: Succession, header: DeltaHeader) -> Base | None:
         """The last version, if the server still has it and a difference from it is smaller than the whole."""
-        base = self._base
-        if base is None or not self._deltas or not self._next.same_schema(self._held):
+        if (base := versions.base) is None or not self._deltas or not versions.pays(header):
             return None
         try:
-            held = {v["manifest_digest"] for v in self._versions() if v["state"] == "ready"}
+            ready = [v for v in self._versions() if v["state"] == "ready"]
         except (Refused, Unreachable):
             return base  # the upload will find out
-        if base.manifest_digest not in held:
-            return None
-        return base if is_worthwhile(header, self._next.buffer, self._held.buffer) else None
+        held = {digest for v in ready for digest in (v["manifest_digest"], *(p["manifest_digest"] for p in v["parts"]))}
+        return base if base.manifest_digest in held else None
 
     def _find(self, upload_id: str) -> dict[str, Any] | None:
         """The version an upload became whose answer was lost."""

@@ -28,8 +28,7 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Literal, Self
+from typing import Final, Literal
 
 import msgspec
 
@@ -48,7 +47,7 @@ from weightsync.transport.nixl_process import (
     Settings,
     encode,
 )
-from weightsync.transport.protocol import Buffer, Closed, Piece, Region, Uses, bytes_of, check_pieces
+from weightsync.transport.protocol import Buffer, Closed, Piece, Region, Transport, Uses, bytes_of, check_pieces
 
 log = logging.getLogger("hotswap.transport")
 
@@ -148,7 +147,7 @@ class NixlLink:
             raise TransferTimedOut(peer, timeout_s)
 
 
-class NixlTransport:
+class NixlTransport(Transport):
     """As Transport. Raises TransportUnavailable when the library is not there or does not start."""
 
     name = NAME
@@ -195,14 +194,6 @@ class NixlTransport:
             link.close()
         for region in list(self._regions):
             region.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _batches(pieces: Sequence[Piece]) -> list[list[tuple[int, int, int]]]:

@@ -62,7 +62,8 @@ class Link(Protocol):
 
 
 class Transport(Protocol):
-    """One per process and kind: it serves the regions registered with it, and reads those of others."""
+    """One per process and kind: it serves the regions registered with it, and reads those of others. As a context
+    manager it closes itself."""
 
     @property
     def name(self) -> str:
@@ -81,11 +82,13 @@ class Transport(Protocol):
     def close(self) -> None:
         """Ends all links and regions. Twice is fine."""
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    ) -> None:
+        self.close()
 
 
 def bytes_of(buffer: Buffer, *, writable: bool) -> memoryview:

@@ -20,15 +20,13 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Self
 
 import msgspec
 
 from weightsync.errors import PeerUnreachable, TransferError, TransferFailed, TransferTimedOut, TransportUnavailable
 from weightsync.tls import ClusterTls
 from weightsync.transport.addresses import Address
-from weightsync.transport.protocol import Buffer, Closed, Piece, Region, Uses, bytes_of, check_pieces
+from weightsync.transport.protocol import Buffer, Closed, Piece, Region, Transport, Uses, bytes_of, check_pieces
 from weightsync.transport.tcp_server import ServedRegion, Server
 from weightsync.transport.tcp_wire import (
     DESCRIPTOR,
@@ -72,7 +70,7 @@ class TcpRegion:
         self.view.release()
 
 
-class TcpTransport:
+class TcpTransport(Transport):
     """As Transport. `streams`: connections that one read is spread over. Raises TransportUnavailable."""
 
     name = "tcp"
@@ -129,14 +127,6 @@ class TcpTransport:
         for region in list(self._regions):
             region.close()
         self._server.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _is_address(host: str) -> bool:

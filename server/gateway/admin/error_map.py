@@ -81,6 +81,7 @@ STATUS: dict[str, type[HttpError]] = {
     "bucket_error": BadRequest,
     "bucket_unavailable": Unavailable,
     "bucket_taken": Conflict,
+    "version_needed": Conflict,
     "bucket_damaged": Unprocessable,
     "version_gone": NotFound,
     "persist_error": Unavailable,

@@ -91,9 +91,10 @@ class Pusher:
         noted += [f"--with={name}={where}" for name, where in (parts or {}).items()]
         return await self.keep(self._push((*noted, str(path)), version_only))
 
-    async def prepare(self, file: BinaryIO, upload_id: str, by: By | None = None) -> Prepared:
+    async def prepare(self, file: BinaryIO, upload_id: str, by: By | None = None, onto: int | None = None) -> Prepared:
         """Starts the process that will publish what `file` is going to hold: it imports while the bytes arrive."""
         what = (f"--delta=/proc/self/fd/{file.fileno()}", f"--upload-id={upload_id}", "--when-told", *_named(by))
+        what += () if onto is None else (f"--onto={onto}",)
         options = self._options(what)
         process = await self._start(options, stdin=asyncio.subprocess.PIPE, pass_fds=(file.fileno(),))
         return Prepared(process, file)

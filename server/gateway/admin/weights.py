@@ -55,6 +55,8 @@ UploadId = Annotated[str, Query(pattern="^[A-Za-z0-9_-]{8,64}$", description="th
 Deadline = Annotated[float | None, Query(gt=0, le=3600, description="seconds to stage everywhere")]
 Drain = Annotated[float | None, Query(ge=0, le=3600, description="for streams to end; rolling 30, else 0")]
 WithConfig = Annotated[bool, Query(description="it brings a config.json: it may have other tensors, and more of them")]
+Part = Annotated[str, Query(max_length=200, description='"draft" or "lora/NAME", if it brings no base model')]
+Onto = Annotated[int | None, Query(ge=1, lt=2**63, description="the version it carries on; default: the active one")]
 Lost = Annotated[OnLost, Query(description="when an instance dies before the commit")]
 Version = Annotated[int, Field(ge=1, lt=2**63)]
 WAITS: dict[int | str, dict[str, Any]] = {202: {"description": "It waits for the approval of a second identity."}}
@@ -230,6 +232,8 @@ async def upload(
     deadline_s: Deadline = None,
     on_lost: Lost = "abort",
     with_config: WithConfig = False,
+    part: Part = "",
+    onto: Onto = None,
 ) -> dict[str, Any]:
     """Publishes what the body holds; with `activate`, asks for its swap and does not wait for it."""
     if request.headers.get("content-type") != "application/octet-stream":
@@ -244,17 +248,19 @@ async def upload(
             return {**answer, **await _ask_for(model, wish, by)}
         return answer
 
-    return await model.pusher.push_delta(await _received(model, request, upload_id, with_config, by), then)
+    others = with_config or bool(part)
+    return await model.pusher.push_delta(await _received(model, request, upload_id, others, onto, by), then)
 
 
-async def _received(model: Model, request: Request, upload_id: str, with_config: bool, by: By) -> Prepared:
-    """The whole body, in an unnamed file, and the process that is to publish it. Raises HttpError."""
+async def _received(model: Model, request: Request, upload_id: str, others: bool, onto: int | None, by: By) -> Prepared:
+    """The whole body, in an unnamed file, and the process that is to publish it. `others`: it has other tensors than
+    the base model that is served. Raises HttpError."""
     arena = await ensure_arena(model.store)
-    most = await _most(model, arena.free_nbytes(), with_config)
+    most = await _most(model, arena.free_nbytes(), others)
     if int(request.headers.get("content-length", 0)) > most:
         raise _too_large(most)
     file = tempfile.TemporaryFile(dir=arena.directory, buffering=0)  # noqa: SIM115 - `Prepared` closes it
-    prepared = await model.pusher.prepare(file, upload_id, by)
+    prepared = await model.pusher.prepare(file, upload_id, by, onto)
     try:
         await _copy(request, file, most)
     except BaseException as error:
@@ -293,10 +299,10 @@ def _write_all(fd: int, data: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
-async def _most(model: Model, free: int, with_config: bool) -> int:
+async def _most(model: Model, free: int, others: bool) -> int:
     """Bytes an upload may have: what a version of the model takes in full; what there is room for before the first one
     and for one with other tensors."""
-    schema = None if with_config else await model_schema(model)
+    schema = None if others else await model_schema(model)
     if schema is None:
         return free
     return sum(spec.nbytes for spec in schema.tensors.values()) * 17 // 16 + SLACK

@@ -131,6 +131,7 @@ def fields(finished: Finished) -> dict[str, Any]:
         "status": finished.status,
         "code": finished.code,
         "key": finished.key,
+        "model": finished.model or None,
         "instance": finished.instance,
         "weight_version_first": finished.first_version,
         "weight_version_last": finished.last_version,

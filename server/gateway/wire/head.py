@@ -1,6 +1,6 @@
 """Heads of requests, and the gateway's own answers; no sockets.
 
-A request's head is collected line by line, checked, and written anew for the instance. What is forwarded is an
+A request's head is checked, and written anew for the instance. What is forwarded is an
 allow-list: hop-by-hop headers, credentials, cookies and whatever could steer the instance's own middleware never leave
 the gateway. llhttp (httptools) has already refused duplicate or malformed Content-Length, Content-Length beside
 Transfer-Encoding, bare line feeds, folded headers and control characters.
@@ -15,8 +15,8 @@ import http
 import itertools
 import re
 import secrets
-from collections.abc import Callable, Collection
-from typing import Final, Protocol
+from collections.abc import Collection
+from typing import Final
 from urllib.parse import urlsplit
 
 from server.errors import BadRequest, Forbidden, HeadersTooLarge, HttpError, PayloadTooLarge
@@ -204,49 +204,6 @@ _READERS: Final = {
     b"x-request-id": _request_id,
     SESSION: _session,
 }
-
-
-class Reader(Protocol):
-    """The connection that a head is read for. Its methods are httptools' callbacks."""
-
-    def on_message_begin(self) -> None: ...
-
-    def on_headers_complete(self) -> None: ...
-
-    def on_body(self, body: bytes) -> None: ...
-
-    def on_message_complete(self) -> None: ...
-
-
-class HeadCollector:
-    """httptools' callbacks: those of a head's lines here, all others the reader's own. Called once for each header."""
-
-    def __init__(self, reader: Reader) -> None:
-        self.on_message_begin: Callable[[], None] = reader.on_message_begin
-        self.on_headers_complete: Callable[[], None] = reader.on_headers_complete
-        self.on_body: Callable[[bytes], None] = reader.on_body
-        self.on_message_complete: Callable[[], None] = reader.on_message_complete
-        self.reading = False
-        self.url = b""
-        self.headers: list[tuple[bytes, bytes]] = []
-
-    def begin(self) -> None:
-        """A head begins. Until then, and after `end`, lines are dropped: they are trailers, or nobody listens."""
-        self.reading = True
-        self.url = b""
-        self.headers = []
-
-    def end(self) -> None:
-        """It is complete."""
-        self.reading = False
-
-    def on_url(self, url: bytes) -> None:
-        if self.reading:
-            self.url += url
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self.reading:
-            self.headers.append((name.lower(), value))
 
 
 def check_origin(origin: bytes, host: bytes, listening_on: str, allowed: Collection[str]) -> None:

@@ -23,9 +23,10 @@ from tests.server.gateway.harness import KEYS
 from tests.servers import s3_server, s3_variables
 from tests.waiting import wait_until
 from tests.weightsync.tensors import model
-from weightsync import BucketPublisher, SlotReader
+from weightsync import Adapter, BucketPublisher, SlotReader
 from weightsync.bucket.objects import Bucket
 from weightsync.control.records import VersionRecord
+from weightsync.memory.parts import ADAPTER_CONFIG, part_of
 
 Tensors = dict[str, np.ndarray[Any, Any]]
 
@@ -143,6 +144,66 @@ def test_a_follower_killed_after_an_upload_sends_nothing_twice(follow: Follow, u
     follow.until_tried("version 2", "released")
     assert_holds(follow, 3, step(2.0))
     assert len(follow.deeds("publish")) == 3  # with the one of the fixture
+
+
+def adapter(value: float) -> Adapter:
+    tensors = {f"base.layers.0.mlp.lora_{side}.weight": np.full((4, 8), value, np.float32) for side in "AB"}
+    return Adapter(tensors, {"r": 4, "peft_type": "LORA"})
+
+
+def part_bytes(follow: Follow, version: int, name: str) -> dict[str, bytes]:
+    part = part_of(record(follow, version), name)
+    assert part is not None, record(follow, version)
+    with SlotReader.open(part.slot, manifest_digest=part.manifest_digest) as slot:
+        slot.verify_all()
+        assert (ADAPTER_CONFIG in slot.manifest.metadata) is name.startswith("lora/")
+        return {name: bytes(slot.buffer(name)) for name in slot.manifest.tensors}
+
+
+def as_bytes(tensors: Any) -> dict[str, bytes]:
+    return {name: tensor.tobytes() for name, tensor in tensors.items()}
+
+
+def test_adapters_and_a_draft_model_go_with_the_base_and_on_their_own(follow: Follow, url: str) -> None:
+    pub = publisher(url, keep=1)
+    pub.publish(step(1.0))
+    pub.publish(adapter(1.0), part="lora/math")
+    draft = {"model.norm.weight": np.full(700, 0.5, np.float16)}
+    pub.publish(draft, part="draft")
+    pub.publish(step(2.0))
+    follow.store_policy(AT_ONCE)
+    follow.again(source(url))
+    follow.until_tried("version 4", "released")  # one that comes late gets the newest of each part
+    last = follow.active
+    assert last is not None
+    assert_holds(follow, last, step(2.0))
+    assert part_bytes(follow, last, "lora/math") == as_bytes(adapter(1.0).tensors)
+    assert part_bytes(follow, last, "draft") == as_bytes(draft)
+    pub.publish(adapter(2.0), part="lora/math")
+    follow.until_tried("version 5", "released")
+    assert follow.active == last + 1
+    assert_holds(follow, last + 1, step(2.0))
+    assert part_bytes(follow, last + 1, "lora/math") == as_bytes(adapter(2.0).tensors)
+    assert part_bytes(follow, last + 1, "draft") == as_bytes(draft)
+    fresh = publisher(url)  # a trainer that has begun anew knows what the bucket has
+    fresh.publish(step(3.0))
+    follow.until_tried("version 6", "released")
+    assert part_bytes(follow, last + 2, "lora/math") == as_bytes(adapter(2.0).tensors)
+
+
+def test_a_follower_killed_between_parts_ends_with_all_of_them(follow: Follow, url: str) -> None:
+    pub = publisher(url)
+    pub.publish(step(1.0))
+    pub.publish(adapter(1.0), part="lora/math")
+    follow.store_policy(AT_ONCE)
+    follow.again(source(url))
+    follow.dies_after = "/admin/weights/upload"
+    with pytest.raises(Killed):
+        follow.until(lambda _: False)
+    follow.again(source(url))
+    follow.until_tried("version 2", "released")
+    assert_holds(follow, 3, step(1.0))
+    assert part_bytes(follow, 3, "lora/math") == as_bytes(adapter(1.0).tensors)
 
 
 def test_options_that_mean_nothing_for_versions() -> None:

@@ -162,7 +162,7 @@ def publishing(
             publisher.close()
 
 
-def publish(path: str, parallel: dict[str, int], store: str, dtype: str, steps: int) -> list[int]:
+def publish(path: str, parallel: dict[str, int], store: str, dtype: str, steps: int) -> list[int | None]:
     """The initial weights as one version, then one after each of `steps` training steps; the versions."""
     with publishing(path, parallel, store, dtype) as (built, publisher):
         versions = [publisher.publish(0).version]
@@ -207,6 +207,7 @@ def publish_taken_over(path: str, parallel: dict[str, int], store: str) -> list[
 
 from tests.trainer.cases.algorithms import *  # noqa: E402, F403
 from tests.trainer.cases.api import *  # noqa: E402, F403
+from tests.trainer.cases.bucket import *  # noqa: E402, F403
 from tests.trainer.cases.control import *  # noqa: E402, F403
 from tests.trainer.cases.faults import *  # noqa: E402, F403
 from tests.trainer.cases.hostile import *  # noqa: E402, F403

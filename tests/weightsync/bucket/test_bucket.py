@@ -13,11 +13,20 @@ import numpy as np
 import pytest
 
 from tests.weightsync.format.test_signing import pair
-from weightsync import BucketPublisher
+from weightsync import Adapter, BucketPublisher
 from weightsync.bucket import reader
 from weightsync.bucket.__main__ import main
 from weightsync.bucket.objects import Bucket, StoredVersion, directory_of, redacted
-from weightsync.errors import BucketDamaged, BucketError, BucketTaken, BucketUnavailable, UnsupportedDtype, VersionGone
+from weightsync.errors import (
+    BadPart,
+    BucketDamaged,
+    BucketError,
+    BucketTaken,
+    BucketUnavailable,
+    UnsupportedDtype,
+    VersionGone,
+    VersionNeeded,
+)
 
 Tensors = dict[str, np.ndarray[Any, Any]]
 
@@ -210,14 +219,104 @@ def test_a_version_is_signed_where_there_is_a_key(url: str, tmp_path: Path) -> N
     assert "payloadType" in newest(pub.bucket).header.signature
 
 
-def test_the_command_lists_and_publishes(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_publishes_a_checkpoint_and_an_adapter(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from tests.server.follow.checkpoints import write
 
     assert main([url, str(write(tmp_path / "checkpoint")), "--model", "demo", "--step", "7"]) == 0
-    assert main([url]) == 0
-    assert '"number":1,"base":null,"step":7' in capsys.readouterr().out
-    assert main(["nothing://x"]) == 1
+    adapted = write(tmp_path / "adapter")
+    (adapted / "config.json").rename(adapted / "adapter_config.json")
+    assert main([url, str(adapted), "--model", "demo", "--part", "lora/x"]) == 0
+    assert '"number":2' in capsys.readouterr().out
+    one, two = (Bucket(url).read(number) for number in (1, 2))
+    assert (one.part, one.header.step, one.header.config) == ("", 7, "{}")
+    assert (two.part, two.others, two.header.metadata) == ("lora/x", {"": 1}, {"adapter_config": "{}"})
+    assert main(["nothing://x", str(adapted), "--model", "demo"]) == 1
     assert "cannot be opened" in capsys.readouterr().err
+
+
+def adapter(value: float) -> Adapter:
+    return Adapter({"layers.0.lora_A.weight": np.full((8, 256), value, np.float16)}, {"r": 8})
+
+
+def test_each_part_has_a_succession_of_its_own_and_records_say_where_the_others_are(url: str) -> None:
+    pub, tensors = publisher(url, keep=9), weights()
+    assert pub.publish(tensors) == 1
+    assert pub.publish(adapter(1.0), part="lora/a") == 2
+    assert pub.publish(nudged(tensors)) == 3
+    changed = adapter(1.0)
+    dict(changed.tensors)["layers.0.lora_A.weight"][0, 0] = 2.0
+    assert pub.publish(changed, part="lora/a") == 4
+    versions = [pub.bucket.read(number) for number in pub.bucket.numbers()]
+    assert [(version.part, version.base) for version in versions] == [
+        ("", None),
+        ("lora/a", None),
+        ("", 1),
+        ("lora/a", 2),
+    ]
+    assert [version.others for version in versions] == [{}, {"": 1}, {"lora/a": 2}, {"": 3}]
+    assert [v.number for v in reader.needed(pub.bucket, versions[3], lambda _: False)] == [1, 2, 3, 4]
+    assert [v.number for v in reader.needed(pub.bucket, versions[3], lambda v: v.number in (2, 3))] == [4]
+    assert reader.verify(pub.bucket, versions[3])[1] == sum(version.nbytes for version in versions)
+    another = publisher(url, keep=1)
+    assert another.publish(adapter(3.0), part="lora/b") == 5
+    assert newest(another.bucket).others == {"": 3, "lora/a": 4}
+    assert another.bucket.numbers() == [1, 2, 3, 4, 5]  # what the newest is made of
+    for name, what in {"lora/a": {"x": np.zeros(2, np.float32)}, "lora/?": weights(), "other": weights()}.items():
+        with pytest.raises(BadPart):
+            pub.publish(what, part=name)
+
+
+def test_a_version_is_removed_unless_another_needs_it(url: str) -> None:
+    pub, tensors = publisher(url, keep=9, full_every=2), weights()
+    for number in range(1, 5):
+        pub.publish(tensors)
+        tensors = nudged(tensors, number)
+    assert [pub.bucket.read(number).base for number in pub.bucket.numbers()] == [None, 1, None, 3]
+    for number, problem in {1: r"versions 2 need it", 3: r"versions 4 need it", 4: "it is the newest"}.items():
+        with pytest.raises(VersionNeeded, match=problem):
+            pub.bucket.remove(number)
+    pub.bucket.remove(2)
+    pub.bucket.remove(1)
+    assert pub.bucket.numbers() == [3, 4]
+    assert {name.split("/")[1][:12] for name in files(url) if name.startswith("data")} == {f"{3:012}", f"{4:012}"}
+    with pytest.raises(VersionGone):
+        pub.bucket.remove(1)
+
+
+def test_a_trial_leaves_nothing_and_finds_what_keeps_no_two_publishers_apart(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = Bucket(url)
+    bucket.try_out()
+    assert files(url) == []
+    pipe = bucket._files.pipe_file
+    monkeypatch.setattr(bucket._files, "pipe_file", lambda path, data, mode: pipe(path, data))
+    with pytest.raises(BucketError, match="lets two publishers create one object"):
+        bucket.try_out()
+    assert files(url) == []
+
+
+def test_metrics_count_versions_bytes_and_failures(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pub, tensors = publisher(url), weights()
+    pub.publish(tensors)
+    pub.publish(nudged(tensors))
+    with monkeypatch.context() as patch:
+        patch.setattr(pub.bucket, "claim", lambda _: False)
+        with pytest.raises(BucketTaken):
+            pub.publish(tensors)
+    page = pub.metrics.generate().decode()
+    for kind, number in (("full", 1), ("delta", 2)):
+        assert f'hotswap_bucket_versions_total{{kind="{kind}"}} 1.0' in page
+        sent = next(
+            line for line in page.splitlines() if line.startswith(f'hotswap_bucket_sent_bytes_total{{kind="{kind}"')
+        )
+        assert float(sent.split()[-1]) == pub.bucket.read(number).nbytes
+        assert f'hotswap_bucket_publish_seconds_count{{kind="{kind}"}} 1.0' in page
+    assert 'hotswap_bucket_publish_failures_total{code="bucket_taken"} 1.0' in page
+    assert "hotswap_bucket_newest_version 2.0" in page
+    assert "\nhotswap_bucket_lag_seconds 0.0\n" not in page  # one is ready and not there
 
 
 def test_what_names_no_bucket_and_what_is_secret() -> None:

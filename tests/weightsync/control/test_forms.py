@@ -24,7 +24,7 @@ from weightsync.control.records import (
     SwapRecord,
     VersionRecord,
 )
-from weightsync.control.state import RESTART_S, ROLLING_DRAIN_S, Ask, ProbeResult, Step, View, Wait
+from weightsync.control.state import CANNOT_READ, RESTART_S, ROLLING_DRAIN_S, Ask, ProbeResult, Step, View, Wait
 from weightsync.control.state import decide as coordinate
 from weightsync.errors import ConfigMismatch
 from weightsync.store.protocol import KeyValue
@@ -54,6 +54,13 @@ def step(seen: View) -> Step:
 
 
 # the coordinator
+
+
+def test_a_canary_that_stays_away_for_too_long_may_be_one_that_cannot_read_of_its_trial() -> None:
+    seen = view(swap=CANARY, active=TRYING, instances=fleet(a=None))
+    assert coordinate(seen) == Wait(800.0)
+    late = step(replace(seen, now=800.0))
+    assert (late.swap.reason, late.active) == (f"canary a is not back in time; {CANNOT_READ}", ACTIVE)
 
 
 def test_other_tensors_open_a_rolling_swap_that_nobody_stages() -> None:

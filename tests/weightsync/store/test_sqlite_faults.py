@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import shutil
 import sqlite3
 import stat
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.waiting import eventually, stays
 from weightsync import Publisher, SyncStore
 from weightsync.errors import StoreLost, StoreUnavailable
 from weightsync.store import open_store
@@ -250,3 +254,48 @@ def test_leases_of_a_former_boot_have_ended(tmp_path: Path) -> None:
     database = Database(path, create=True)
     assert database.get("a") is None
     database.close()
+
+
+async def test_a_change_that_nobody_told_of_is_found_by_one_look_for_all_watchers(tmp_path: Path) -> None:
+    """A writer that is killed after its commit tells nobody; and watchers to whom nothing happens cost one look."""
+    path = str(tmp_path / "store.db")
+    store = SqliteStore(path)
+    reads: Counter[str] = Counter()
+    for name in ("events", "revision"):
+        _count(store._db, name, reads)
+    async with contextlib.AsyncExitStack() as stack:
+        watches = [await stack.enter_async_context(contextlib.aclosing(store.watch(f"{n}/", 1))) for n in range(8)]
+        found = [asyncio.ensure_future(anext(watch)) for watch in watches]
+        await asyncio.sleep(0)
+        store._signal.wake()  # they are told while they read, so each of them reads once more
+        await eventually(lambda: reads["events"] >= 16 and reads["revision"] >= 5)
+        assert reads["events"] == 16
+        killed = Database(path, create=False)
+        killed.txn({}, {f"{n}/a": b"1" for n in range(8)})
+        killed.close()
+        events = await asyncio.wait_for(asyncio.gather(*found), 10)
+        assert [event.kv.key for event in events] == [f"{n}/a" for n in range(8)]
+    await store.close()
+
+
+def _count(database: Database, name: str, reads: Counter[str]) -> None:
+    read = getattr(database, name)
+
+    def counted(*arguments: Any) -> Any:
+        reads[name] += 1
+        return read(*arguments)
+
+    setattr(database, name, counted)
+
+
+async def test_a_watch_is_told_when_its_store_has_gone(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "store.db"
+    store = open_store(f"sqlite://{path}")
+    async with contextlib.aclosing(store.watch("a/", 1)) as watch:
+        waiting = asyncio.ensure_future(anext(watch))
+        await stays(lambda: not waiting.done(), 0.05)
+        path.parent.rename(tmp_path / "away")
+        with pytest.raises(StoreUnavailable, match="not there any more"):
+            await asyncio.wait_for(waiting, 10)
+    (tmp_path / "away").rename(path.parent)
+    await store.close()

@@ -29,12 +29,13 @@ from server.ports import free_port
 from tests.server.gateway.harness import ADMIN_KEY, MODEL, RunningGateway, running_gateway
 from tests.waiting import wait_until
 from tests.weightsync.format.test_signing import pair
-from weightsync import SlotReader, SyncStore, ensure_arena
+from weightsync import Adapter, SlotReader, SyncStore, ensure_arena
 from weightsync.control.records import ActiveRecord, FormRecord, Keys, TargetRecord, VersionRecord
 from weightsync.errors import RemoteError, VersionRefused
 from weightsync.format.delta import DeltaWriter
 from weightsync.format.signing import Trust
 from weightsync.publish.remote import RemotePublisher
+from weightsync.publish.succession import Succession
 
 SETTINGS = UpstreamSettings(scrape_interval_s=3600.0)
 Tensors = dict[str, np.ndarray[Any, Any]]
@@ -171,7 +172,7 @@ def test_a_base_lost_under_way_is_answered_by_the_full_version(
     first = weights()
     remote.publish(first, activate=False)
     (record,) = versions(gateway)
-    monkeypatch.setattr(remote, "_useful_base", lambda _: remote._base)  # it looked before the server retired it
+    monkeypatch.setattr(remote, "_useful_base", lambda versions, _: versions.base)  # from before it was retired
     gateway.store.put(Keys(MODEL).version(1), orjson.dumps({**orjson.loads(record.to_json()), "state": "retired"}))
     second = nudged(first)
     assert remote.publish(second, activate=False) == 2
@@ -179,11 +180,29 @@ def test_a_base_lost_under_way_is_answered_by_the_full_version(
     assert_holds(gateway, 2, second)
 
 
-def raw_upload(gateway: RunningGateway, remote: RemotePublisher, tensors: Tensors) -> bytes:
-    remote._next.take(tensors.items())
-    from weightsync.format.delta import DeltaHeader
+def test_an_adapter_goes_alone_and_later_as_a_difference(gateway: RunningGateway, remote: RemotePublisher) -> None:
+    tensors = weights()
+    remote.publish(tensors, activate=False)
+    gateway.store.put(Keys(MODEL).active, ActiveRecord(1, 1, None, "first", 0.0).to_json())
+    lora = {"base.lora_A.weight": np.random.default_rng(3).standard_normal((8, 4096)).astype(np.float16)}
+    assert remote.publish(Adapter(lora, {"r": 8}), part="lora/math", activate=False) == 2
+    lora["base.lora_A.weight"][0, :7] = 1.0
+    assert remote.publish(Adapter(lora, {"r": 8}), part="lora/math", activate=False) == 3
+    assert remote.last["full"] is False
+    assert_holds(gateway, 3, tensors)
+    (part,) = versions(gateway)[2].parts
+    assert (part.name, part.version, versions(gateway)[2].base_version) == ("lora/math", 3, 1)
+    with SlotReader.open(part.slot, manifest_digest=part.manifest_digest) as slot:
+        assert bytes(slot.buffer("base.lora_A.weight")) == lora["base.lora_A.weight"].tobytes()
+    gateway.store.put(Keys(MODEL).active, ActiveRecord(3, 2, 1, "second", 0.0).to_json())
+    assert remote.publish(nudged(tensors), activate=False) == 4
+    assert remote.last["full"] is False
+    assert versions(gateway)[3].parts == (part,)
 
-    return b"".join(DeltaWriter(DeltaHeader(MODEL, remote._next.rows), remote._next.buffer))
+
+def raw_upload(gateway: RunningGateway, remote: RemotePublisher, tensors: Tensors) -> bytes:
+    versions = Succession(MODEL)
+    return b"".join(versions.writer(versions.take(tensors), compress=True, threads=None))
 
 
 def send(gateway: RunningGateway, body: bytes, **query: Any) -> httpx.Response:
@@ -490,14 +509,16 @@ class Slowly:
 
 
 @pytest.mark.broad
-def test_a_gateway_killed_half_way_leaves_nothing_and_the_next_one_takes_it(tmp_path: Path, arena: Path) -> None:
+def test_a_gateway_killed_half_way_leaves_nothing_and_the_next_one_takes_it(
+    tmp_path: Path, arena: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ports = free_port(), free_port()
     url = f"http://127.0.0.1:{ports[1]}"
     running = [gateway_process(tmp_path, ports)]
     try:
         until_up(url)
         remote = RemotePublisher(url, ADMIN_KEY, MODEL, timeout_s=20.0)
-        make = remote._writer
+        make = Succession.writer
         killed = []
 
         def kill() -> None:
@@ -510,7 +531,7 @@ def test_a_gateway_killed_half_way_leaves_nothing_and_the_next_one_takes_it(tmp_
                 running.append(gateway_process(tmp_path, ports))
                 until_up(url)
 
-        remote._writer = lambda header, base: Slowly(make(header, base), kill)  # type: ignore[method-assign, assignment, return-value]
+        monkeypatch.setattr(Succession, "writer", lambda *what, **how: Slowly(make(*what, **how), kill))
         tensors = weights(rows=7000)
         assert remote.publish(tensors, activate=False) == 1
         assert killed

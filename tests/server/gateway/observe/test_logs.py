@@ -19,8 +19,9 @@ from typing import Any
 import orjson
 import pytest
 
+from server.errors import BadRequest
 from server.gateway.observe.logs import AccessLog, JsonFormatter, LineWriter, json_line, text_line
-from server.gateway.observe.stats import Finished
+from server.gateway.observe.stats import Finished, of_refusal
 from server.gateway.wire.bodies import Usage
 from tests.server.gateway.harness import KEYS, get, post
 from tests.server.gateway.observe.otlp_collector import Collector, collecting
@@ -237,8 +238,9 @@ def assert_clean(*pages: str) -> None:
 
 
 FINISHED = Finished(
-    "r1", "POST", "/v1/completions", 200, None, 'team "a"', 1.5, 0.25, ttft_s=0.1, usage=Usage(0, 7, exact=False)
-)
+    "r1", "POST", "/v1/completions", 200, None, 'team "a"', 1.5, 0.25, ttft_s=0.1, usage=Usage(0, 7, exact=False),
+    model="org/small",
+)  # fmt: skip
 
 
 def test_both_kinds_of_line_say_the_same() -> None:
@@ -248,6 +250,9 @@ def test_both_kinds_of_line_say_the_same() -> None:
     words = text_line(FINISHED).decode()
     assert words.startswith("1970-01-01T00:00:01.500Z INFO hotswap.access: request_id=r1 method=POST")
     assert r'key="team \"a\""' in words
+    assert (line["model"], " model=org/small " in words) == ("org/small", True)
+    refused = orjson.loads(json_line(of_refusal(b"r2", b"GET", "-", "-", BadRequest("No.", code="bad_head"))))
+    assert "model" not in refused
 
 
 def test_a_record_as_json() -> None:

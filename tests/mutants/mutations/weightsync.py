@@ -1,0 +1,211 @@
+# ruff: noqa: E501 - lines of other files, as they are
+"""Mutations of weightsync."""
+
+from __future__ import annotations
+
+from .base import GW, WS, Mutation, of
+
+MUTATIONS: list[Mutation] = [
+    *of("weightsync/vllm_engine/prefixes.py", WS + "vllm_engine/test_prefixes.py", changes=[
+        ("if known is not None and (key in self._held or known == block):", "if known is not None and known == block:"),
+        ("            self._blocks.move_to_end(key)\n", ""),
+        ("if block in self.holdings and not self._holds(block):", "if block in self.holdings:"),
+        ("if events := self._manager.take_events():", "if events := ():"),
+        (" - len(replay_of(request).get(\"tokens\", ()))", ""),
+    ]),
+    *of("weightsync/control/state.py", WS + "control/test_state.py", changes=[
+        ("if waiting and view.now >= swap.deadline:", "if waiting and view.now > swap.deadline:"),
+        ("(instance.active_version, instance.active_epoch) == (asked.version, asked.epoch)", "instance.active_version == asked.version"),
+        ("return runs and instance.state == \"COMMITTING\"", "return runs"),
+        ("instance.active_epoch >= active.epoch and instance.state != \"COMMITTING\"", "instance.active_epoch >= active.epoch"),
+        ("ends = replace(active, trial=None) if", "ends = active if"),
+        ("    if view.active is None or view.active.trial is None:\n", "    if view.active is None:\n"),
+        ("    if view.target_state != \"ready\":\n        return abort(", "    if view.target_state is None:\n        return abort("),
+        ("previous = before.previous  # committing", "previous = before.version  # committing"),
+        ("if view.now >= overdue:", "if view.now > overdue:"),
+        ("if swap.on_lost == \"continue\" and left and whole and swap.canary not in lost:", "if swap.on_lost == \"continue\" and left and whole:"),
+        ("not confirmed(i, active) and i.state in PARTICIPATING]", "not confirmed(i, active)]"),
+        ("        found.append(keys.target)\n", "        pass\n"),
+        ("instance.state == \"STAGED\" and instance.staged_version == target", "instance.state == \"STAGED\""),
+    ]),
+    *of("weightsync/control/agent_state.py", WS + "control/test_agent_state.py", changes=[
+        ("    if record.state in OUT_FOR_GOOD:\n        return Rest()\n", ""),
+        ("return not isinstance(action, Rest) and", "return"),
+        ("        if view.drained != mine.id:\n            return Drain(mine)\n", ""),
+        ("    if active.trial is not None and mine is None:\n", "    if False:\n"),
+        ("return active.trial is not None or _nearest(", "return _nearest("),
+        (" or not runs(record, active)):", "):"),
+        ("return \"COMMITTING\" if active is not None and active.trial is not None else \"SERVING\"", "return \"SERVING\""),
+        ("return not fingerprint or not expected or", "return not fingerprint or"),
+        ("if isinstance(action, Flip) and record.staged_version != action.active.version:", "if isinstance(action, Flip):"),
+    ]),
+    *of("weightsync/control/agent.py", WS + "control/test_agent.py", changes=[
+        ("            staging.task.cancel()\n        if staging.unwanted", "        if staging.unwanted"),
+        ("return self._staging.task.done() and not self._staging.unwanted", "return self._staging.task.done()"),
+        ("if retry_s is None and (self._record != record or any(task.done() for task in under_way)):", "if False:"),
+    ]),
+    *of("weightsync/control/state.py", WS + "control/test_coordinator.py", changes=[
+        ("        found.append(keys.instances)\n", "        pass\n"),
+    ]),
+    *of("weightsync/format/signing.py", WS + "format/test_signing.py", changes=[
+        ("if not part.signature:", "if False:"),
+        ("if signed.get(\"name\") != _name(model, part.name):", "if not signed.get(\"name\"):"),
+        ("if found != signed.get(\"sha256\"):", "if not found:"),
+        ("until <= datetime.datetime.now(datetime.UTC)", "until is None"),
+        ("        except InvalidSignature:\n            return False", "        except InvalidSignature:\n            return True"),
+        ("for part in (base, *record.parts):", "for part in (base,):"),
+    ]),
+    *of("weightsync/memory/parts.py", WS + "format/test_signing.py", changes=[
+        ("        signature=base.signature,\n", ""),
+    ]),
+    *of("weightsync/control/chain.py", WS + "control/test_chain.py", changes=[
+        ("if conflict.key != HEAD:", "if conflict.key == HEAD:"),
+        ("linked = entry.after(head)", "linked = entry.after(HeadRecord(head.number))"),
+        ("if entry.digest != entry.expected:", "if not entry.digest:"),
+        ("if entry.previous != last.digest:", "if not entry.previous and number > 1:"),
+        ("if number > held.head.number:", "if number < 0:"),
+        ("if last != held.head:", "if last.number != held.head.number:"),
+        ("if noted is not None and noted.number > last.number:", "if noted is None:"),
+        ("if any(line != lines[0] for line in lines):", "if not all(lines):"),
+        ("is not None and there != data:", "is not None and not there:"),
+    ]),
+    *of("weightsync/control/coordinator.py", WS + "control/test_chain.py", changes=[
+        ("puts, *history.ledger_entries(board, step))", "puts)"),
+    ]),
+    *of("weightsync/control/activation.py", WS + "control/test_activation.py", changes=[
+        ("{**fence, **ready}", "{**ready}"),
+        ("{**fence, **ready}", "{**fence}"),
+    ]),
+    *of("weightsync/control/state.py", WS + "control/test_splits.py", changes=[
+        ("and left and whole and swap.canary", "and left and swap.canary"),
+        ("if view.active is None or instance.active_epoch != view.active.epoch:", "if view.active is None:"),
+        ("and same and instance.active_version == active.version == target", "and instance.active_version == active.version == target"),
+        ("and same and instance.active_version == active.version == target", "and same and instance.active_version == active.version"),
+        ("view.now < last.opened_at + REPLACE_S:", "view.now < last.opened_at:"),
+        ("if any(i.active_epoch != active.epoch for i in present.values()) or not", "if not"),
+        ("published = shares.get(version, view.target_fingerprint)", "published = view.target_fingerprint"),
+        ("    return Step(\"open\", swap if moving else replace(swap, mode=\"together\"))", "    return Step(\"open\", swap)"),
+        ("_try(view, swap, min(moving),", "_try(view, swap, min(swap.participants),"),
+    ]),
+    *of("weightsync/control/agent_state.py", WS + "control/test_splits.py", changes=[
+        ("return record.id in swap.participants and not stays and", "return record.id in swap.participants and"),
+        ("    view = view.of(record.id)\n    active, swap", "    active, swap"),
+    ]),
+    *of("weightsync/control/placement.py", WS + "control/test_splits.py", changes=[
+        ("if instances < needed(split):", "if instances <= needed(split):"),
+        ("if version in placed and len(placed[version]) < wanted[version]:", "if False:"),
+        ("percents[v] * instances / 100.0 - found[v])", "percents[v])"),
+        ("return all(found[version] >= split.minimum", "return any(found[version] >= split.minimum"),
+        ("first = active if active in percents else max(", "first = max("),
+    ]),
+    *of("weightsync/store/sqlite_db.py", WS + "store/test_store.py", changes=[
+        ("if found > expected or (found != expected", "if (found > expected"),
+        ("if found > expected or (found != expected", "if (found != expected"),
+        ("if found > expected or (found != expected and not key.endswith(\"/\")):", "if found != expected:"),
+        ("            for lease in set(leases.values()):\n                self._require_lease(lease)\n", ""),
+        ("SET expires = ttl + ? WHERE id = ?", "SET expires = expires + 0 * ? WHERE id = ?"),
+        ("revision = self._revision() + 1\n", "revision = self._revision() + 2\n"),
+        ("        if row is None:\n            return False\n        self._record(\"delete\"", "        self._record(\"delete\""),
+        ("(start < oldest and oldest > 1)", "(start <= oldest and oldest > 1)"),
+    ]),
+    *of("weightsync/control/activation.py", WS + "control/test_coordinator.py", WS + "memory/test_parts.py", changes=[
+        ("needed |= {active.version, active.previous}", "needed |= {active.version}"),
+        ("return [v for v in candidates[spare:]", "return [v for v in candidates[spare + 1:]"),
+    ]),
+    *of("weightsync/format/fingerprint.py", WS + "format/test_fingerprint.py", changes=[
+        ("if (other := boxes.setdefault(part.box, part)).sum != part.sum:", "if False and (other := boxes.setdefault(part.box, part)):"),
+        ("or _overlap(unique)", ""),
+        ("row, col = divmod(self._at, self._cols)", "row, col = 0, self._at % self._cols"),
+        ("for name in sorted(checksums))", "for name in checksums)"),
+    ]),
+    *of("weightsync/format/fingerprint.py", WS + "format/test_finite.py", changes=[
+        ("words.max() < limit | sign", "words.max() <= limit | sign"),
+        ("words.view(signed).max() < limit)", "words.view(signed).max() <= limit)"),
+        ("(np.uint8, 0x7F, np.int8)", "(np.uint8, 0x7E, np.int8)"),
+        ("(np.uint64, 0x7FF0 << 48, np.int64)", "(np.uint64, 0x7FF8 << 48, np.int64)"),
+    ]),
+    *of("weightsync/format/versions.py", WS + "format/test_verify.py", changes=[
+        ("if checksum != entry.checksum:", "if False:"),
+        ("        slot.verify(name)\n", ""),
+    ]),
+    *of("weightsync/format/versions.py", WS + "format/test_diff.py", changes=[
+        ("use = sound & (before != 0)", "use = before != 0", "what is not finite gives a ratio that is not finite, which is left out further down"),
+        ("finite += int(np.count_nonzero(sound))", "finite += len(x)"),
+    ]),
+    *of("weightsync/format/delta_codec.py", WS + "format/test_delta.py", changes=[
+        ("if places[-1] >= elements:", "if places[-1] > elements:"),
+        ("if (size := zstandard.frame_content_size(data)) != nbytes:", "if (size := zstandard.frame_content_size(data)) > nbytes:"),
+        ("if start != len(body):", "if start > len(body):"),
+        ("if end > len(body):", "if end > len(body) + 1:"),
+        ("or ends[-1] != len(numbers) - 1:", ":"),
+        ("np.diff(places, prepend=-1) - 1", "np.diff(places, prepend=0)"),
+    ]),
+    *of("weightsync/format/delta.py", WS + "format/test_delta.py", changes=[
+        ("return delta < PAYS_BELOW * full", "return delta <= full"),
+        ("if base is None or base.manifest_digest != wanted.manifest_digest:", "if base is None:"),
+        ("        if found != digest:\n", "        if False:\n"),
+    ]),
+    *of("weightsync/persist/disk.py", WS + "persist/test_persist.py", changes=[
+        ("self.record.version == record.version and _digests(self.record) == _digests(record)", "self.record.version == record.version"),
+        ("(path for path in self._all() if path not in stay)", "iter(self._all())"),
+        ("self.nbytes + nbytes > self.max_bytes:", "self.nbytes + nbytes >= self.max_bytes:"),
+        ("return path.name.isdecimal() and (path", "return (path"),
+        ("{(stat.st_dev, stat.st_ino): stat.st_size for stat in found}.values()", "[stat.st_size for stat in found]"),
+    ]),
+    *of("weightsync/persist/disk.py", WS + "persist/test_persist.py", changes=[
+        ("if (found := hasher.hexdigest()) != entry.digest:", "if not (found := hasher.hexdigest()):"),
+    ]),
+    *of("weightsync/persist/restore.py", WS + "persist/test_persist.py", changes=[
+        ("            if piece.manifest_digest not in damaged\n", ""),
+        ("ActiveRecord(record.version, lost.epoch + 1, None", "ActiveRecord(record.version, lost.epoch, None"),
+        ("whole or ((path is None or bool(piece.shares)) and digest in self.copied)", "whole or digest in self.copied"),
+    ]),
+    *of("weightsync/publish/spread.py", WS + "peer/test_spread.py::test_chunks_stay_whose_tensors_are_all_there", changes=[
+        ("chunks_of(schema, layout, here) & ~chunks_of(schema, layout, schema.tensors.keys() - here)", "chunks_of(schema, layout, here)"),
+        ("found |= (1 << last + 1) - (1 << first)", "found |= 1 << first"),
+    ]),
+    *of("weightsync/publish/spread.py", WS + "peer/test_spread.py::test_every_layout_gives_the_same_manifest_and_bytes", changes=[
+        ("[*self._borders(known, stay), *_cut(parts, known)]", "[*_cut(parts, known)]"),
+        ("start = self.first + row * self.step", "start = self.first"),
+    ]),
+    *of("weightsync/publish/spread.py", WS + "peer/test_spread.py::test_what_came_is_compared_with_what_was_written", changes=[
+        ("if strip.sum(into.view) != strip.digest:", "if not strip.sum(into.view):"),
+    ]),
+    *of("weightsync/peer/plan.py", WS + "peer/test_plan.py", changes=[
+        ("return free | lacks", "return free"),
+    ]),
+    *of("weightsync/peer/service.py", WS + "peer/test_supply.py", changes=[
+        ("if not copy.is_source]", "]"),
+    ]),
+    *of("weightsync/persist/__main__.py", WS + "persist/test_persist.py", changes=[
+        ("[active.version, active.previous, *shared_versions(active.split)]", "[active.version, *shared_versions(active.split)]"),
+        ("[active.version, active.previous, *shared_versions(active.split)]", "[active.version, active.previous]"),
+        ("protected = [r for r in needed if r.version != record.version]", "protected: list[VersionRecord] = []"),
+    ]),
+    *of("weightsync/vllm_engine/routing.py", WS + "vllm_engine/test_routing.py", changes=[
+        ("            return recorded.rows[:0]\n", "            return recorded.rows\n"),
+        ("keys[: len(keys) - store.num_slots]", "keys[: len(keys) - store.num_slots - 1]"),
+        ("                store._free_slots.append(slot)\n", "                pass\n"),
+    ]),
+    *of("weightsync/push.py", f"{GW}admin/test_push_process.py", changes=[
+        ("made = _made_before(publisher, upload_id) if upload_id else None", "made = None"),
+    ]),
+    *of("weightsync/bucket/objects.py", WS + "bucket/test_bucket.py", changes=[
+        ("if users or number == numbers[-1]:", "if users:"),
+        ("if version.base == number or (", "if ("),
+        ("waiting += found.others.values() if at == number else ()", "waiting += ()"),
+        ("if len(data) == part.nbytes and digest_of(data) == part.digest:", "if len(data) == part.nbytes:"),
+    ]),
+    *of("weightsync/bucket/publisher.py", WS + "bucket/test_bucket.py", changes=[
+        ("versions.deltas + 1 < self._full_every", "versions.deltas < self._full_every"),
+        ("if part != versions.part}", "if part}"),
+        ("self._newest = self.bucket.newest_parts()", "self._newest = {}"),
+    ]),
+    *of("weightsync/bucket/reader.py", WS + "bucket/test_bucket.py", changes=[
+        ("if not held(other):", "if False:"),
+    ]),
+    *of("weightsync/bucket/carrier.py", WS + "bucket/test_carrier.py", changes=[
+        ("before = self._waiting.pop(order.part, None)", "before = None"),
+        ("if self._process.poll() is not None:", "if False:"),
+    ]),
+]  # fmt: skip

@@ -1,0 +1,129 @@
+"""Errors of where versions lie: slots in shared memory, copies on disk, buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weightsync.errors.base import WeightSyncError
+
+
+class ArenaError(WeightSyncError):
+    """Shared-memory slots cannot be had."""
+
+    code = "arena_error"
+
+
+class ArenaUnavailable(ArenaError):
+    """The arena directory is absent, unwritable or not private."""
+
+    code = "arena_unavailable"
+
+
+class ArenaFull(ArenaError):
+    """No room for one more slot. `needed` and `free` are bytes."""
+
+    code = "arena_full"
+
+    def __init__(self, directory: str, needed: int, free: int) -> None:
+        self.directory, self.needed, self.free = directory, needed, free
+        super().__init__(
+            f"a slot needs {needed:,} bytes, {directory} has {free:,} free: retire versions nobody needs, or enlarge "
+            "the file system (mount -o remount,size=...; in a container --shm-size, or a larger emptyDir)"
+        )
+
+
+class SlotBusy(ArenaError):
+    """The slot is held by somebody else."""
+
+    code = "slot_busy"
+
+
+class ManifestError(WeightSyncError):
+    """The file is not a slot, or holds another version than the one asked for."""
+
+    code = "manifest_error"
+
+
+class PersistError(WeightSyncError):
+    """The directory with the copies of versions cannot be used."""
+
+    code = "persist_error"
+
+
+class PersistFull(PersistError):
+    """A version was not written to disk, for want of room; what is there stays."""
+
+    code = "persist_full"
+
+    def __init__(self, version: int, problem: str) -> None:
+        self.version, self.problem = version, problem
+        super().__init__(f"version {version} is not on disk: {problem}")
+
+
+class VersionLost(PersistError):
+    """The version committed last cannot be served again. `offer`: the newest one that can, None if there is none."""
+
+    code = "version_lost"
+
+    def __init__(self, version: int, reason: str, offer: int | None) -> None:
+        self.version, self.reason, self.offer = version, reason, offer
+        advice = "publish it again" if offer is None else f"version {offer} is whole and could be served instead"
+        super().__init__(f"version {version} is active and lost: {reason}; {advice}")
+
+
+class BucketError(WeightSyncError):
+    """A bucket of versions cannot be used as it was named."""
+
+    code = "bucket_error"
+
+
+class BucketUnavailable(BucketError):
+    """It cannot be reached, read or written now; doing the same again later may work."""
+
+    code = "bucket_unavailable"
+
+
+class BucketTaken(BucketError):
+    """The number that this publisher would have used next is another's."""
+
+    code = "bucket_taken"
+
+    def __init__(self, url: str, number: int) -> None:
+        self.number = number
+        advice = "stop one of the two, or give this one a prefix of its own; a new publisher goes on from there"
+        super().__init__(f"another publisher has published version {number} in {url}: {advice}")
+
+
+class BucketDamaged(BucketError):
+    """An object is not what the record of its version, or its own digest, says."""
+
+    code = "bucket_damaged"
+
+    def __init__(self, path: str, problem: str) -> None:
+        self.path = path
+        super().__init__(f"{path} is damaged: {problem}; publish a later version, in full")
+
+
+class VersionNeeded(BucketError):
+    """A version of a bucket cannot be removed: `users` are the versions that need it, none if it is the newest."""
+
+    code = "version_needed"
+
+    def __init__(self, bucket: str, version: int, users: Sequence[int]) -> None:
+        self.bucket, self.version, self.users = bucket, version, tuple(users)
+        needed = (
+            f"versions {', '.join(map(str, users))} need it: remove those first"
+            if users
+            else ("it is the newest, which followers take: publish another one first")
+        )
+        super().__init__(f"version {version} stays in {bucket}; {needed}")
+
+
+class VersionGone(BucketError):
+    """A version that was there a moment ago was removed, as newer ones came."""
+
+    code = "version_gone"
+
+    def __init__(self, url: str, number: int) -> None:
+        self.number = number
+        super().__init__(f"version {number} is no longer in {url}: take the newest one, or keep more (`keep`)")
