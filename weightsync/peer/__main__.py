@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import fcntl
-import hashlib
 import logging
 import os
 import signal
@@ -24,6 +23,7 @@ from weightsync.memory.ledger import ensure_arena
 from weightsync.peer.control import PeerClient, listen
 from weightsync.peer.service import Peer, running
 from weightsync.peer.settings import Deltas, Pace, PeerSettings
+from weightsync.peer.shelf import lock_of
 from weightsync.publish.publisher import STORE_ENV
 from weightsync.store import open_store
 from weightsync.tls import ENVIRONMENT as TLS_ENV
@@ -91,8 +91,7 @@ def advertised(wish: str | None, own: Address) -> str:
 
 async def _only_one(arena: Arena, model: str, stopped: asyncio.Event) -> int | None:
     """The lock of the arena's one peer, once it can be had; None if the process is to stop before."""
-    tag = hashlib.blake2b(model.encode(), digest_size=4).hexdigest()
-    fd = os.open(arena.directory / f"peer-{tag}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = os.open(lock_of(arena.directory, model), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     told = False
     while not stopped.is_set():
         try:

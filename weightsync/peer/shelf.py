@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import os
 import threading
@@ -242,6 +243,11 @@ class Shelf:
 def copies_pool(model: str, part: str) -> str:
     """What the arena calls the slots that hold copies and shares of versions."""
     return f"copies/{model}/{part}"
+
+
+def lock_of(directory: Path, model: str) -> Path:
+    """The file that the one peer of an arena and a model locks, and leaves there."""
+    return directory / f"peer-{hashlib.blake2b(model.encode(), digest_size=4).hexdigest()}.lock"
 
 
 def leave(slot: SlotLock, view: memoryview, head: Head, model: str, part: str, done: Bitmap) -> Journal:

@@ -25,12 +25,12 @@ from typing import Any, Protocol
 import msgspec
 import xxhash
 
-from weightsync.errors import PublishError
+from weightsync.errors import ArenaUnavailable, PublishError
 from weightsync.format.manifest import Layout, Schema, digest_of, write_header
 from weightsync.memory.arena import MAPPINGS, Arena, SlotLock
 from weightsync.memory.parts import BASE
 from weightsync.peer.chunks import Bitmap, Head
-from weightsync.peer.shelf import Journal, Regions, copies_pool, leave
+from weightsync.peer.shelf import Journal, Regions, copies_pool, leave, lock_of
 from weightsync.publish.writer import SealedPart, Sums, Ticket, blank, digested
 from weightsync.transport import Piece, Transport
 
@@ -93,7 +93,9 @@ class HostShare:
     """
 
     def __init__(self, directory: Path | str, model: str, version: int, schema: Schema) -> None:
-        """`directory` is the host's arena. Raises ArenaError, OSError."""
+        """`directory` is the host's arena, as its peer sees it. Raises ArenaError, OSError."""
+        if not lock_of(Path(directory), model).exists():
+            raise ArenaUnavailable(f"no peer of {model} has been in {directory}: share it with the trainer's ranks")
         self._model, self._schema, self._layout = model, schema, Layout.of(schema)
         self._settled: tuple[dict[str, Sums], Bitmap] | None = None
         self._journal: Journal | None = None

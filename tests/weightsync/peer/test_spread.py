@@ -18,11 +18,11 @@ from weightsync import Adapter, Publisher, SlotReader, open_store
 from weightsync.control.agent import CommitResult, Participant, StageResult
 from weightsync.control.coordinator import Coordinator
 from weightsync.control.records import ActiveRecord, InstanceRecord, VersionRecord
-from weightsync.errors import BadPart, ManifestError, PublishError, SwapAborted
+from weightsync.errors import ArenaUnavailable, BadPart, ManifestError, PublishError, SwapAborted
 from weightsync.format.manifest import Layout, Schema
 from weightsync.peer.chunks import Bitmap
 from weightsync.peer.copies import wait_for_slots
-from weightsync.peer.shelf import Journal, Regions
+from weightsync.peer.shelf import Journal, Regions, lock_of
 from weightsync.publish.publisher import Draft, as_schema
 from weightsync.publish.spread import Gatherer, HostShare, chunks_of, staying
 from weightsync.transport import Transport, open_transport
@@ -53,7 +53,8 @@ def schema_of(tensors: Mapping[str, np.ndarray]) -> Schema:
 class Ranks:
     """The ranks of one host and their slot there."""
 
-    def __init__(self, directory: Path | str, draft: Draft, ranks: list[int]) -> None:
+    def __init__(self, directory: Path, draft: Draft, ranks: list[int]) -> None:
+        lock_of(directory, MODEL).touch()  # a peer of this host has been there, or will be
         self.share = HostShare(directory, MODEL, draft.version, draft.schema)
         self.writers = [weightsync.join(self.share.ticket, rank) for rank in ranks]
 
@@ -197,6 +198,14 @@ def test_what_came_is_compared_with_what_was_written(hosts: Hosts, transport: Tr
         with pytest.raises(ManifestError):
             ranks.share.accept(b"{}")
         ranks.share.abandon()
+
+
+def test_a_directory_that_no_peer_sees_gets_no_share(hosts: Hosts, tmp_path: Path) -> None:
+    """Where ranks do not share the arena with their host's peer, the same path is another directory, or none."""
+    publisher = hosts.publisher("a")
+    with publisher.begin(schema_of(model())) as draft, pytest.raises(ArenaUnavailable, match="share it"):
+        HostShare(tmp_path / "absent", MODEL, draft.version, draft.schema)
+    assert not (tmp_path / "absent").exists()
 
 
 def test_a_signed_version_lies_in_one_slot(hosts: Hosts, tmp_path: Path) -> None:
