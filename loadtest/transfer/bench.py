@@ -136,7 +136,7 @@ def links(*, small: bool) -> dict[str, Any]:
     nbytes, rounds, counts = (
         (4 << 20, 1, ((1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 2)))
         if small
-        else (256 << 20, 3, ((1, 1, 1), (8, 1, 1), (8, 2, 1), (8, 1, 2), (8, 1, 4)))
+        else (256 << 20, 3, ((1, 1, 1), (8, 1, 1), (8, 2, 1), (8, 4, 1), (8, 4, 4)))
     )
     return by_links(nbytes, rounds, counts, LINK_GBIT, chunk=1 << 20)
 

@@ -79,6 +79,8 @@ class Fleet:
                 begins = self._on_links(stack, directory)
             for number in range(self._receivers if self._slices else 0):
                 self._say(f"receiver-{number}", self._slices[number % len(self._slices)])
+            if self._slices and self._writers:
+                self._say(SOURCE, self._slices[0])  # it need not have what others wrote
             for number in range(self._receivers):
                 stack.enter_context(_peer(f"receiver-{number}", url, directory, self._chunk, begins[number + 1]))
             environment = stack.enter_context(_peer(SOURCE, url, directory, self._chunk, begins[0]))
