@@ -126,8 +126,9 @@ async def behind(gateway: Process) -> AsyncIterator[Upstream]:
 
 
 def reached(up: Upstream) -> list[Received]:
-    """What came from clients: a gateway's own questions are GETs of two paths."""
-    return [r for r in up.requests if r.target not in ("/health", "/metrics")]
+    """What came from clients: a gateway's own questions are GETs of three paths."""
+    own = ("/health", "/metrics", "/hotswap/prefixes")
+    return [r for r in up.requests if r.target.partition("?")[0] not in own]
 
 
 # control routes
