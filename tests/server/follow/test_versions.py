@@ -131,16 +131,21 @@ def test_a_version_that_goes_while_it_is_fetched_makes_way_for_the_next(follow: 
     assert Bucket(url).numbers() == [2]
 
 
-def test_a_follower_killed_after_an_upload_sends_nothing_twice(follow: Follow, url: str) -> None:
-    pub = publisher(url)
-    for number in (1, 2):
-        pub.publish(step(float(number)))
+def is_killed_after_an_upload(follow: Follow, url: str) -> None:
+    """And started again."""
     follow.store_policy(AT_ONCE)
     follow.again(source(url))
     follow.dies_after = "/admin/weights/upload"
     with pytest.raises(Killed):
         follow.until(lambda _: False)
     follow.again(source(url))
+
+
+def test_a_follower_killed_after_an_upload_sends_nothing_twice(follow: Follow, url: str) -> None:
+    pub = publisher(url)
+    for number in (1, 2):
+        pub.publish(step(float(number)))
+    is_killed_after_an_upload(follow, url)
     follow.until_tried("version 2", "released")
     assert_holds(follow, 3, step(2.0))
     assert len(follow.deeds("publish")) == 3  # with the one of the fixture
@@ -195,12 +200,7 @@ def test_a_follower_killed_between_parts_ends_with_all_of_them(follow: Follow, u
     pub = publisher(url)
     pub.publish(step(1.0))
     pub.publish(adapter(1.0), part="lora/math")
-    follow.store_policy(AT_ONCE)
-    follow.again(source(url))
-    follow.dies_after = "/admin/weights/upload"
-    with pytest.raises(Killed):
-        follow.until(lambda _: False)
-    follow.again(source(url))
+    is_killed_after_an_upload(follow, url)
     follow.until_tried("version 2", "released")
     assert_holds(follow, 3, step(1.0))
     assert part_bytes(follow, 3, "lora/math") == as_bytes(adapter(1.0).tensors)
