@@ -11,7 +11,11 @@ import pytest
 
 from loadtest.models.checkpoints import make_checkpoint
 
+# vLLM 0.32 does not ask Linux for the tile registers of AMX itself, and dies where nothing else has (the plug-in does).
+STOCK = "import torch; torch.cpu._init_amx()"
+# It ends without Python's own end: a thread of vLLM's client may hold a tensor then, and PyTorch aborts the process.
 PROGRAM = """
+import os
 import sys
 from vllm import LLM, SamplingParams
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -28,17 +32,21 @@ if __name__ == "__main__":
     del model
     model = LLM(sys.argv[1], runner="pooling", convert="embed", **small)
     (answer,) = model.embed([{"prompt_token_ids": [5, 6, 7]}])
-    print("embedding:", [round(value, 3) for value in answer.outputs.embedding])
+    print("embedding:", [round(value, 3) for value in answer.outputs.embedding], flush=True)
+    del model
+    os._exit(0)
 """
 
 
 def answers(checkpoint: Path, plugins: str | None) -> list[str]:
     """What the program prints; `plugins`: those that vLLM loads, None for all."""
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_PLUGINS"}
+    program = PROGRAM
     if plugins is not None:  # in one process, which starts sooner
         environment |= {"VLLM_PLUGINS": plugins, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        program = STOCK + PROGRAM
     made = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(checkpoint)], env=environment, capture_output=True, text=True
+        [sys.executable, "-c", program, str(checkpoint)], env=environment, capture_output=True, text=True
     )
     assert made.returncode == 0, made.stderr[-2000:]
     return [
