@@ -45,8 +45,8 @@ MODULES = {
         "vllm.entrypoints.openai.api_server", "vllm.model_executor.models.llama", "vllm.model_executor.models.qwen2",
         "vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor",
         "vllm.v1.executor.uniproc_executor", "vllm.v1.spec_decode.draft_model", "vllm.v1.worker.cpu_model_runner",
-        "vllm.v1.worker.cpu_worker", "weightsync.vllm_engine.backend", "weightsync.vllm_engine.core",
-        "weightsync.vllm_engine.stager",
+        "vllm.v1.worker.cpu_worker", "weightsync.vllm_engine.backend", "weightsync.vllm_engine.engine_core.core",
+        "weightsync.vllm_engine.staging.stager",
     ),
     TRAINERS: (
         "trainer.faults.supervision", "trainer.loop", "trainer.main", "trainer.api.finetuning.routes",

@@ -25,7 +25,7 @@ def register() -> None:
         return
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from weightsync.vllm_engine.core import install
+    from weightsync.vllm_engine.engine_core.core import install
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(

@@ -31,7 +31,7 @@ from server.gateway.fleet.instance import PREFIXES
 from server.gateway.fleet.routing import affinity
 from server.instance.prefixes import Ledger, with_shares
 from server.prefixes import decode, scope_line
-from weightsync.vllm_engine.prefixes import Holdings, last_blocks
+from weightsync.vllm_engine.engine_core.prefixes import Holdings, last_blocks
 
 ROUTE, BLOCK, TOKENS = "/v1/completions", 64, 16  # bytes and tokens of a block
 VERSION = "1"

@@ -1,8 +1,8 @@
 """All that the phases without vLLM use of weightsync.vllm_engine: stagers, builders, generations, buffers.
 
-They drive the code that an instance on an accelerator runs (`cuda.py`), on a CPU, too. vLLM itself is not there, even
-where it is installed: the stager's few questions to it are answered here, so that a machine without it and a machine
-with it run the same.
+They drive the code that an instance on an accelerator runs (`device/cuda.py`), on a CPU, too. vLLM itself is not there,
+even where it is installed: the stager's few questions to it are answered here, so that a machine without it and a
+machine with it run the same.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from weightsync import Publisher
 from weightsync.control.records import VersionRecord
 from weightsync.format.fingerprint import combine
 from weightsync.store import SyncStore
-from weightsync.vllm_engine import stager as stagers
-from weightsync.vllm_engine.bundle import BASE, Bundle, HeldBundles, Piece
-from weightsync.vllm_engine.cuda import MOST_COPIES, CopyGeneration, Cuda
-from weightsync.vllm_engine.generation import Generation, build_flips, running
-from weightsync.vllm_engine.layout import plan_layout
-from weightsync.vllm_engine.mapping import RemapUnavailable
-from weightsync.vllm_engine.placement import pair_parameters
-from weightsync.vllm_engine.pool import Notes
-from weightsync.vllm_engine.processing import Change
-from weightsync.vllm_engine.remap import Remap
-from weightsync.vllm_engine.stager import Garbage, StageOrder, Stager
+from weightsync.vllm_engine.device.cuda import MOST_COPIES, CopyGeneration, Cuda
+from weightsync.vllm_engine.device.generation import Generation, build_flips, running
+from weightsync.vllm_engine.device.mapping import RemapUnavailable
+from weightsync.vllm_engine.device.pool import Notes
+from weightsync.vllm_engine.device.remap import Remap
+from weightsync.vllm_engine.model.layout import plan_layout
+from weightsync.vllm_engine.model.placement import pair_parameters
+from weightsync.vllm_engine.model.processing import Change
+from weightsync.vllm_engine.staging import stager as stagers
+from weightsync.vllm_engine.staging.bundle import BASE, Bundle, HeldBundles, Piece
+from weightsync.vllm_engine.staging.stager import Garbage, StageOrder, Stager
 
 __all__ = ["BASE", "Bundle", "HeldBundles"]
 MODEL = "gpu-day"

@@ -12,7 +12,7 @@ from loadtest.gpu_day import engine
 from loadtest.gpu_day.device import Device, Replayed
 from loadtest.gpu_day.report import Report, Skipped
 from loadtest.gpu_day.stack import LLAMA_8B, SMALL, Shape, Stack
-from weightsync.vllm_engine.stager import Garbage
+from weightsync.vllm_engine.staging.stager import Garbage
 
 STEP_TOKENS = 16
 FLIP_COPIES = 4.2  # the weights, two versions, and room for whoever else needs some

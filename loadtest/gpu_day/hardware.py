@@ -26,7 +26,7 @@ from loadtest.gpu_day.device import Device
 from loadtest.gpu_day.report import Report, Skipped
 from loadtest.gpu_day.stack import LLAMA_8B, SMALL, Stack
 from loadtest.measure.machine import machine, memcpy_gbps
-from weightsync.vllm_engine.mapping import CudaDriver, Memory, Range, RemapUnavailable
+from weightsync.vllm_engine.device.mapping import CudaDriver, Memory, Range, RemapUnavailable
 
 NEEDED = ("numpy", "torch", "xxhash", "orjson")  # by the phases without vLLM
 WANTED = (
@@ -41,7 +41,12 @@ WANTED = (
     "openai",
     "vllm",
 )
-OURS = ("weightsync", "weightsync.vllm_engine.stager", "weightsync.vllm_engine.bundle", "loadtest.gpu_day.engine")
+OURS = (
+    "weightsync",
+    "weightsync.vllm_engine.staging.stager",
+    "weightsync.vllm_engine.staging.bundle",
+    "loadtest.gpu_day.engine",
+)
 ASKED = "driver_version,name,memory.total,pcie.link.gen.current,pcie.link.width.current,compute_cap"
 READ_ONLY, HOST_TO_DEVICE = 0x08, 1  # cudaHostRegisterReadOnly, cudaMemcpyHostToDevice
 PIECES_MIB = (16, 32, 64)

@@ -21,7 +21,7 @@ from loadtest.gpu_day.report import Report, Skipped
 from loadtest.gpu_day.stack import LLAMA_8B, SMALL, Shape, Stack
 from weightsync.format import fingerprint
 from weightsync.format.fingerprint import MASK, torch_rectangle
-from weightsync.vllm_engine.stager import Garbage
+from weightsync.vllm_engine.staging.stager import Garbage
 
 SWAPS = 5
 LAYERS = 8  # of the shape of 8 B, in what is published: the rest would show the same

@@ -19,8 +19,8 @@ from loadtest.models.vllm_worker import Worker
 from weightsync import Publisher
 from weightsync.control.records import VersionRecord
 from weightsync.format.fingerprint import combine
-from weightsync.vllm_engine.cuda import Cuda
-from weightsync.vllm_engine.remap import Remap
+from weightsync.vllm_engine.device.cuda import Cuda
+from weightsync.vllm_engine.device.remap import Remap
 
 Tensors = Mapping[str, torch.Tensor]
 HANDLE_NBYTES = 64 << 10  # small ones, so that a tiny model lies in several
@@ -129,7 +129,7 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 def differences(live: nn.Module, reference: nn.Module, dtype: torch.dtype) -> list[str]:
     """What a model that was swapped has otherwise than one that was loaded, and which of its layers compute otherwise.
 
-    A layer of which `layout.py` chooses the kernel keeps its weights elsewhere: there the outputs count.
+    A layer of which `model/layout.py` chooses the kernel keeps its weights elsewhere: there the outputs count.
     """
     found = []
     modules = dict(live.named_modules(remove_duplicate=False))

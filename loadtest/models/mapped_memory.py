@@ -1,4 +1,4 @@
-"""Linux's virtual memory as CUDA's driver manages it, so that `weightsync/vllm_engine/mapping.py` does without it.
+"""Linux's virtual memory, managed as by CUDA's driver, for `weightsync/vllm_engine/device/mapping.py`.
 
 Reserved addresses are a mapping that nobody may touch, a handle is a memfd, and mapping it is mmap with MAP_FIXED: what
 reads an address that is unmapped dies by a signal. What CUDA refuses is refused here.
@@ -12,7 +12,7 @@ import os
 
 import torch
 
-from weightsync.vllm_engine.mapping import DriverError
+from weightsync.vllm_engine.device.mapping import DriverError
 
 NONE, FIXED, NORESERVE = 0, 0x10, 0x4000
 FAILED = ctypes.c_void_p(-1).value

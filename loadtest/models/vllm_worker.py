@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from weightsync.vllm_engine.stager import Garbage, StageOrder, Stager, staging_device
+from weightsync.vllm_engine.staging.stager import Garbage, StageOrder, Stager, staging_device
 
 
 @dataclass

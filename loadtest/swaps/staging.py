@@ -74,7 +74,7 @@ def run(json: Path | None = None, *, rounds: int = 5, small: bool = False, kind:
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
     """No digest is taken of what is read and no sum of what is built; bytes still go where they belong."""
-    from weightsync.vllm_engine import build, published, sums
+    from weightsync.vllm_engine.staging import build, published, sums
 
     def pack(words: Any, target: Any, row: int = 0, col: int = 0) -> int:
         return _pack_only(words, target)

@@ -64,7 +64,7 @@ def find_accelerator() -> Accelerator | None:
         return None
     import torch
 
-    from weightsync.vllm_engine import cuda
+    from weightsync.vllm_engine.device import cuda
 
     if not torch.cuda.is_available():
         return None

@@ -35,7 +35,7 @@ from server.instance.slices import Reads, joined_reads
 from weightsync.control.records import VersionRecord
 from weightsync.errors import WeightSyncError
 from weightsync.memory.parts import LORA, LORA_URL, combined
-from weightsync.vllm_engine.prefixes import Changes
+from weightsync.vllm_engine.engine_core.prefixes import Changes
 
 T = TypeVar("T")
 WATCH_S = 0.1

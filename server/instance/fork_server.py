@@ -30,7 +30,7 @@ log = logging.getLogger("hotswap.instance")
 ENGINE = (
     "vllm.entrypoints.launchers.api_server.entry", "vllm.v1.engine.async_llm", "vllm.v1.engine.core",
     "vllm.v1.executor.multiproc_executor", "vllm.v1.executor.uniproc_executor", "vllm.v1.worker.cpu_worker",
-    "weightsync.vllm_engine.backend", "weightsync.vllm_engine.core", "weightsync.vllm_engine.loader",
+    "weightsync.vllm_engine.backend", "weightsync.vllm_engine.engine_core.core", "weightsync.vllm_engine.loader",
 )  # fmt: skip
 OPENMP = ("libgomp", "libiomp", "libomp")
 AS_IMPORTED = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CPP_DYNAMIC_THREADS": "1"}

@@ -75,7 +75,7 @@ class Wish:
         )
 
     def for_engine(self) -> dict[str, Any]:
-        """As weightsync/vllm_engine/requests.py reads it."""
+        """As weightsync/vllm_engine/engine_core/requests.py reads it."""
         fields = {"version": self.version, "min_version": self.min_version}
         return {"scope": self.scope, "policy": self.policy, **{k: v for k, v in fields.items() if v is not None}}
 

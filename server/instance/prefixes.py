@@ -1,9 +1,9 @@
 """`GET /hotswap/prefixes`: which prefixes of prompts the engine's cache holds (server/prefixes.py).
 
 The prefixes of a request go to the engine with it, and the engine says which of them it has come to hold, and which it
-has dropped (weightsync/vllm_engine/prefixes.py). It is asked for that when somebody asks here, at most once in
-REFRESH_S for all who ask. `Ledger` is what was said so far, with a number for each change, so that every gateway hears
-of what is new to it.
+has dropped (weightsync/vllm_engine/engine_core/prefixes.py). It is asked for that when somebody asks here, at most
+once in REFRESH_S for all who ask. `Ledger` is what was said so far, with a number for each change, so that every
+gateway hears of what is new to it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from starlette.responses import Response
 
 from server.prefixes import PATH, SIZES, Report, chain, scope_line, seed, start
 from weightsync.errors import WeightSyncError
-from weightsync.vllm_engine.prefixes import Changes
+from weightsync.vllm_engine.engine_core.prefixes import Changes
 
 REFRESH_S = 0.5
 CHANGES = 32_768  # that are remembered for those who ask for what has changed

@@ -33,7 +33,7 @@ from typing import Any
 import orjson
 
 from server.instance.requests import check_count
-from weightsync.vllm_engine.prefixes import FIELD
+from weightsync.vllm_engine.engine_core.prefixes import FIELD
 
 from . import replay, routed_experts
 from .inflight import Inflight, Problem, VersionMismatch, WeightsChanged, Wish

@@ -73,7 +73,7 @@ class Replaying:
             payload |= {k: v for k, v in names.items() if v is not None and k in payload}
 
     def for_engine(self) -> dict[str, Any]:
-        """As weightsync/vllm_engine/requests.py reads it."""
+        """As weightsync/vllm_engine/engine_core/requests.py reads it."""
         resume = self.resume
         if resume is None or not resume.tokens:
             return {}

@@ -4,8 +4,9 @@
                                        in NumPy's .npy format, uint8 or uint16 [tokens, layers, experts per token]
 
 The rows are those of the prompt, from token `routed_experts_prompt_start` on (0), and of the answer but its last token,
-which no pass has read. vLLM records (weightsync/vllm_engine/routing.py) and encodes so itself in whole answers; it asks
-for nothing in the request, so here an answer is rid of what nobody asked for, and of the work for its prompt.
+which no pass has read. vLLM records (weightsync/vllm_engine/engine_core/routing.py) and encodes so itself in whole
+answers; it asks for nothing in the request, so here an answer is rid of what nobody asked for, and of the work for its
+prompt.
 
 The engine's store of what was recorded is bounded, and may lack blocks of a prompt that is in the prefix cache. Such an
 answer ends with the error `routing_lost`. The prompt is computed anew when it is asked again, and recorded with that.

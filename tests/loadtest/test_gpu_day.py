@@ -21,8 +21,8 @@ from loadtest.gpu_day import flips, hardware, pack, stagings, unpack
 from loadtest.gpu_day.device import Device, Replayed
 from loadtest.gpu_day.report import FAILED, PASSED, SKIPPED, Report, Skipped, status_of
 from tests.waiting import wait_until
-from weightsync.vllm_engine.bundle import Bundle, HeldBundles
-from weightsync.vllm_engine.cuda import CopyGeneration, Cuda
+from weightsync.vllm_engine.device.cuda import CopyGeneration, Cuda
+from weightsync.vllm_engine.staging.bundle import Bundle, HeldBundles
 
 ROOT = Path(__file__).parents[2]
 WITHOUT_VLLM = [phase for phase in gpu_day.PHASES if phase not in gpu_day.WITH_VLLM]

@@ -22,16 +22,16 @@ from vllm.distributed.weight_transfer.base import (
 
 from weightsync.control.hosts import this_host
 from weightsync.format.manifest import schema_of
-from weightsync.vllm_engine import core, routing
-from weightsync.vllm_engine.build import Reads
-from weightsync.vllm_engine.bundle import BASE, Bundle, HeldBundles, PartOrder
-from weightsync.vllm_engine.bundle_stager import BundleReport, BundleStager, prediction_head
-from weightsync.vllm_engine.lora import mend_kernels
-from weightsync.vllm_engine.mapping import RemapUnavailable
-from weightsync.vllm_engine.placement import UnsupportedModelError
-from weightsync.vllm_engine.remap import Remap
-from weightsync.vllm_engine.seeds import rewind_by_state
-from weightsync.vllm_engine.stager import Garbage, Stager, staging_device
+from weightsync.vllm_engine.device.mapping import RemapUnavailable
+from weightsync.vllm_engine.device.remap import Remap
+from weightsync.vllm_engine.engine_core import core, routing
+from weightsync.vllm_engine.engine_core.seeds import rewind_by_state
+from weightsync.vllm_engine.model.placement import UnsupportedModelError
+from weightsync.vllm_engine.staging.build import Reads
+from weightsync.vllm_engine.staging.bundle import BASE, Bundle, HeldBundles, PartOrder
+from weightsync.vllm_engine.staging.bundle_stager import BundleReport, BundleStager, prediction_head
+from weightsync.vllm_engine.staging.lora import mend_kernels
+from weightsync.vllm_engine.staging.stager import Garbage, Stager, staging_device
 from weightsync.vllm_engine.tether import Tether, hold
 
 log = logging.getLogger("hotswap.instance")

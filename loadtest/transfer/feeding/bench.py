@@ -37,7 +37,7 @@ from loadtest.workload.children import streaming
 from loadtest.workload.stock_vllm import StockVllm
 from server.errors import CliError
 from server.ports import free_port
-from weightsync.vllm_engine.linear import onednn_takes
+from weightsync.vllm_engine.model.linear import onednn_takes
 
 FETCHED = re.compile(r"is here after ([\d.]+) s")
 LOADED = re.compile(r"Loading weights took ([\d.]+) seconds")

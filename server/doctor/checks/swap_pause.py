@@ -41,7 +41,7 @@ def swap_pause(world: World) -> Iterator[Finding]:
 
 def judge_pause(gpu: Accelerator, nbytes: int, world: World) -> Finding:
     """`nbytes`: of the weights on each rank."""
-    from weightsync.vllm_engine import cuda, mapping, remap
+    from weightsync.vllm_engine.device import cuda, mapping, remap
 
     text = f"{gpu.name}, {size(gpu.nbytes)}; weights of {size(nbytes)} on each of {world.tensor_parallel_size} rank(s)"
     if nbytes >= gpu.nbytes:

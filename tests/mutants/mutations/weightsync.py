@@ -6,7 +6,7 @@ from __future__ import annotations
 from .base import GW, WS, Mutation, of
 
 MUTATIONS: list[Mutation] = [
-    *of("weightsync/vllm_engine/prefixes.py", WS + "vllm_engine/test_prefixes.py", changes=[
+    *of("weightsync/vllm_engine/engine_core/prefixes.py", WS + "vllm_engine/engine_core/test_prefixes.py", changes=[
         ("if known is not None and (key in self._held or known == block):", "if known is not None and known == block:"),
         ("            self._blocks.move_to_end(key)\n", ""),
         ("if block in self.holdings and not self._holds(block):", "if block in self.holdings:"),
@@ -182,7 +182,7 @@ MUTATIONS: list[Mutation] = [
         ("[active.version, active.previous, *shared_versions(active.split)]", "[active.version, active.previous]"),
         ("protected = [r for r in needed if r.version != record.version]", "protected: list[VersionRecord] = []"),
     ]),
-    *of("weightsync/vllm_engine/routing.py", WS + "vllm_engine/test_routing.py", changes=[
+    *of("weightsync/vllm_engine/engine_core/routing.py", WS + "vllm_engine/engine_core/test_routing.py", changes=[
         ("            return recorded.rows[:0]\n", "            return recorded.rows\n"),
         ("keys[: len(keys) - store.num_slots]", "keys[: len(keys) - store.num_slots - 1]"),
         ("                store._free_slots.append(slot)\n", "                pass\n"),

@@ -13,8 +13,8 @@ from server.doctor.checks.swap_pause import judge_pause
 from server.doctor.registry import Status
 from server.doctor.world import Accelerator, World, find_accelerator
 from tests.server.doctor.worlds import checkpoint, findings, host, only
-from weightsync.vllm_engine.cuda import COPIES_ENV, copies_that_fit
-from weightsync.vllm_engine.mapping import FLIP_ENV
+from weightsync.vllm_engine.device.cuda import COPIES_ENV, copies_that_fit
+from weightsync.vllm_engine.device.mapping import FLIP_ENV
 
 GPU = Accelerator("GPU", 80_000, 1.0, 20.0)  # bytes, and ms for each
 

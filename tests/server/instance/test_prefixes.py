@@ -10,7 +10,7 @@ from server.instance import prefixes
 from server.instance.prefixes import Holdings, Ledger, router
 from server.prefixes import PATH, Report, decode
 from weightsync.errors import WeightSyncError
-from weightsync.vllm_engine.prefixes import Changes
+from weightsync.vllm_engine.engine_core.prefixes import Changes
 
 
 class Gateway:

@@ -16,7 +16,7 @@ from server.instance.middleware import ProvenanceMiddleware
 from server.instance.provenance import traced
 from server.instance.replay import Replaying, extensible, reproducible
 from server.resume import RESUMABLE, RESUME, RESUMED, Resume, Span
-from weightsync.vllm_engine import requests as engine_replay
+from weightsync.vllm_engine.engine_core import requests as engine_replay
 
 CHAT = "/v1/chat/completions"
 DONE = b"data: [DONE]\n\n"

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from loadtest.models.mapped_memory import HostDriver
-from weightsync.vllm_engine.bundle import Bundle, HeldBundles, PartOrder, Piece
-from weightsync.vllm_engine.mapping import RemapUnavailable
-from weightsync.vllm_engine.remap import Remap
+from weightsync.vllm_engine.device.mapping import RemapUnavailable
+from weightsync.vllm_engine.device.remap import Remap
+from weightsync.vllm_engine.staging.bundle import Bundle, HeldBundles, PartOrder, Piece
 
 pytestmark = pytest.mark.engine
 
@@ -119,7 +119,7 @@ def test_only_a_staging_of_the_dropped_version_is_stopped(worker: Any) -> None:
 
 def test_experts_that_move_are_refused_by_name() -> None:
     from weightsync.vllm_engine.backend import HotswapWeightTransferEngine
-    from weightsync.vllm_engine.placement import UnsupportedModelError
+    from weightsync.vllm_engine.model.placement import UnsupportedModelError
 
     config = SimpleNamespace(parallel_config=SimpleNamespace(enable_eplb=True), model_config=None)
     with pytest.raises(UnsupportedModelError, match="without --enable-eplb"):

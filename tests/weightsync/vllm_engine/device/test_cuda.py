@@ -1,0 +1,256 @@
+"""Staging as on an accelerator, driven on a CPU: buffers, the ring, and versions that move between device and host.
+
+Those marked `gpu` need one: streams, graphs, and memory that the device reads.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from weightsync.vllm_engine.device import cuda
+from weightsync.vllm_engine.device.cuda import (
+    COPIES_ENV,
+    CopyGeneration,
+    Cuda,
+    DeviceBuffer,
+    DevicePool,
+    Ring,
+    copies_that_fit,
+    storage_nbytes,
+    wanted_copies,
+)
+from weightsync.vllm_engine.device.generation import Flips
+from weightsync.vllm_engine.model.layout import words_of
+
+CPU = torch.device("cpu")
+DEVICES = [CPU, pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)]
+NBYTES = 24
+
+
+@pytest.fixture(params=DEVICES, ids=str)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    found: torch.device = request.param
+    return found
+
+
+def linear(device: torch.device) -> nn.Linear:
+    return nn.Linear(3, 2, bias=False, device=device).requires_grad_(False)
+
+
+def staged(pool: DevicePool, module: nn.Linear, version: int) -> CopyGeneration:
+    """A version whose every weight is its number."""
+    buffer = pool.acquire(NBYTES)
+    weight = buffer.data[:NBYTES].view(torch.float32).view(2, 3)
+    weight.fill_(version)
+    buffer.seal("key", buffer.notes)
+    return CopyGeneration(version, f"d{version}", Flips([(module.weight, weight)]), buffer)
+
+
+def value(module: nn.Linear) -> float:
+    assert len(set(module.weight.flatten().tolist())) == 1
+    return float(module.weight[0, 0])
+
+
+def buffer(generation: CopyGeneration) -> DeviceBuffer:
+    assert isinstance(generation.slot, DeviceBuffer)
+    return generation.slot
+
+
+@pytest.mark.parametrize("copies", [0, 1, 2, 3])
+def test_versions_wait_where_there_is_room(device: torch.device, copies: int) -> None:
+    """Live, previous and staged: the one that was committed longest ago makes room for what is staged."""
+    pool, module = DevicePool(device, copies), linear(device)
+    address = module.weight.data_ptr()
+    held: list[CopyGeneration] = []
+    for version in range(1, 7):
+        new = staged(pool, module, version)
+        assert buffer(new).on_device == (copies > 0)
+        new.commit()
+        assert value(module) == version
+        held = [*held, new]
+        if len(held) > 1:
+            held[-2].commit()
+            assert value(module) == version - 1, "a rollback"
+            new.commit()
+            assert value(module) == version
+        if len(held) == 3:
+            held.pop(0).release()
+        assert sum(buffer(g).on_device for g in held) == min(copies, len(held))
+        assert module.weight.data_ptr() == address
+
+
+def test_the_stall_of_a_commit_is_known_before_it(device: torch.device) -> None:
+    """By what the last copies took: from the host and on the device."""
+    place, module = Cuda(device, copies=1), linear(device)
+    place.reserve(module)
+    pool = place._pool
+    assert pool is not None
+    one, two = staged(pool, module, 1), staged(pool, module, 2)
+    assert (buffer(one).on_device, buffer(two).on_device) == (True, False)
+    if device.type == "cuda":
+        assert pool.ms_per_byte[True] > 0, "measured when the memory was taken"
+    else:
+        assert place.expected_flip_ms(buffer(one)) is None
+    one.commit()
+    pool.ms_per_byte = {True: 0.5, False: 3.0}
+    assert place.expected_flip_ms(buffer(one)) == 0.5 * buffer(one).data.numel()
+    assert place.expected_flip_ms(buffer(two)) == 3.0 * NBYTES
+    two.commit()
+    assert pool.ms_per_byte[False] != 3.0
+
+
+def test_a_buffer_that_was_given_back_is_used_again(device: torch.device) -> None:
+    pool, module = DevicePool(device, 1), linear(device)
+    first = staged(pool, module, 1)
+    address = buffer(first).data.data_ptr()
+    first.release()
+    first.release()
+    second = staged(pool, module, 2)
+    assert buffer(second).data.data_ptr() == address
+    third = staged(pool, module, 3)
+    assert not buffer(third).on_device, "the second one was never committed: it is what a commit waits for"
+    for generation in (second, third, second):
+        generation.commit()
+        assert value(module) == generation.version
+
+
+def test_a_layout_that_grew_gets_a_larger_buffer(device: torch.device) -> None:
+    pool = DevicePool(device, 1)
+    pool.reserve(8)
+    small = pool.acquire(8)
+    small.release()
+    large = pool.acquire(1000)
+    assert large.on_device
+    assert large.data.numel() >= 1000
+
+
+def test_what_the_device_cannot_hold_is_left_to_the_host(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Memory that somebody else took meanwhile costs speed, and no swap."""
+    empty = torch.empty
+
+    def out_of_memory(*args: object, **kwargs: object) -> torch.Tensor:
+        if "device" in kwargs:
+            raise torch.OutOfMemoryError
+        return empty(*args, **kwargs)  # type: ignore[call-overload, no-any-return]
+
+    pool, module = DevicePool(CPU, 2), linear(CPU)
+    monkeypatch.setattr(cuda.torch, "empty", out_of_memory)
+    generation = staged(pool, module, 1)
+    assert COPIES_ENV in caplog.text
+    assert not buffer(generation).on_device
+    generation.commit()
+    assert value(module) == 1
+
+
+def test_a_sleeping_worker_gives_the_memory_back_and_keeps_its_versions(device: torch.device) -> None:
+    pool, module = DevicePool(device, 3), linear(device)
+    one, two = staged(pool, module, 1), staged(pool, module, 2)
+    one.commit()
+    two.commit()
+    pool.vacate()
+    assert not buffer(one).on_device
+    assert not buffer(two).on_device
+    one.commit()
+    assert value(module) == 1
+    two.commit()
+    assert value(module) == 2
+    assert buffer(staged(pool, module, 3)).on_device, "awake, it takes the memory again"
+
+
+def test_a_version_is_not_moved_while_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rollback to the version that makes room for the next one: the buffer is not written to before it is through."""
+    pool, module = DevicePool(CPU, 1), linear(CPU)
+    one = staged(pool, module, 1)
+    copying, go_on = threading.Event(), threading.Event()
+    copy = CopyGeneration._copy
+
+    def slow(self: CopyGeneration) -> float:
+        copying.set()
+        assert go_on.wait(30)
+        return copy(self)
+
+    monkeypatch.setattr(CopyGeneration, "_copy", slow)
+    committing = threading.Thread(target=one.commit)
+    buffer(one).committed = 1
+    committing.start()
+    assert copying.wait(30)
+    staging = threading.Thread(target=staged, args=(pool, module, 2))
+    staging.start()
+    staging.join(0.2)
+    assert staging.is_alive(), "it waits for the commit"
+    go_on.set()
+    committing.join(30)
+    staging.join(30)
+    assert value(module) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8])
+@pytest.mark.parametrize("shape", [(7, 33), (1, 5000), (300, 2), (0, 4)])
+def test_the_ring_copies_any_matrix(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    """Pieces that are smaller than it, and larger; parts of rows that lie apart."""
+    ring = Ring(device, nbytes=512)
+    for seed in range(3):
+        words = torch.randint(0, 100, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        wide = torch.zeros(shape[0], shape[1] + 6, dtype=dtype, device=device)
+        source = words_of(words).numpy().copy()
+        ring.copy(wide[:, 3 : 3 + shape[1]], source)
+        source[:] = 0  # the ring has taken what it needs
+        assert torch.equal(wide[:, 3 : 3 + shape[1]].cpu(), words)
+        assert not wide[:, :3].any()
+        assert not wide[:, 3 + shape[1] :].any()
+
+
+def test_how_many_copies_fit() -> None:
+    total = 80
+    assert [copies_that_fit(nbytes, total) for nbytes in (10, 11, 16, 17, 30, 31)] == [3, 2, 2, 1, 1, 0]
+
+
+def test_the_number_of_copies_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(COPIES_ENV, raising=False)
+    assert wanted_copies() is None
+    monkeypatch.setenv(COPIES_ENV, "2")
+    assert wanted_copies() == 2
+    monkeypatch.setenv(COPIES_ENV, "4")
+    with pytest.raises(ValueError, match="say auto, or how many"):
+        Cuda(CPU)
+
+
+def test_tied_weights_count_once() -> None:
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    both = storage_nbytes(model)
+    model[1].weight = model[0].weight
+    assert (both, storage_nbytes(model)) == (2 * 64 * 64 * 4, 64 * 64 * 4)
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_computes_with_the_weights_of_each_commit() -> None:
+    where = torch.device("cuda")
+    pool, module = DevicePool(where, 2), linear(where)
+    x = torch.ones(1, 3, device=where)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        module(x)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        y = module(x)
+    versions = [staged(pool, module, version) for version in (1, 2)]
+    for generation in (*versions, versions[0]):
+        generation.commit()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert y.tolist() == [[3.0 * generation.version] * 2]
+
+
+@pytest.mark.gpu
+def test_pinned_memory_is_what_the_device_reads() -> None:
+    data = cuda.pinned(1 << 20, torch.device("cuda"))
+    assert data.is_pinned()
+    data.copy_(torch.from_numpy(np.arange(1 << 20, dtype=np.uint8)))
+    assert torch.equal(data.to("cuda", non_blocking=True).cpu(), data)

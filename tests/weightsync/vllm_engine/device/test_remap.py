@@ -1,0 +1,471 @@
+"""Flips by remapping, driven on a CPU: memory that is really mapped and unmapped at the addresses of the weights.
+
+`HostDriver` refuses what CUDA's driver refuses, and who reads an address that was taken away dies.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from loadtest.models.mapped_memory import HostDriver
+from tests.weightsync.vllm_engine.staging.test_build import WithBuffers
+from weightsync import Publisher
+from weightsync.format.fingerprint import combine
+from weightsync.memory.receiver import SlotReader
+from weightsync.vllm_engine.device.cuda import COPIES_ENV, DevicePool
+from weightsync.vllm_engine.device.generation import Flips, build_flips
+from weightsync.vllm_engine.device.mapping import (
+    FLIP_ENV,
+    CudaDriver,
+    DriverError,
+    Memory,
+    Range,
+    RemapUnavailable,
+    handle_sizes,
+)
+from weightsync.vllm_engine.device.remap import (
+    Remap,
+    RemapBuffer,
+    RemapGeneration,
+    RemapPool,
+    flips_by_remapping,
+    without,
+)
+from weightsync.vllm_engine.model.layout import Entry, Layout
+from weightsync.vllm_engine.model.placement import pair_parameters
+from weightsync.vllm_engine.model.processing import Change
+from weightsync.vllm_engine.staging.build import Builder
+from weightsync.vllm_engine.staging.bundle import BASE, Bundle, HeldBundles, Piece
+from weightsync.vllm_engine.staging.stager import staging_device
+
+CPU = torch.device("cpu")
+PAGE = HostDriver.granularity
+ROWS, COLS = 3, 2 * PAGE // 4  # a weight that takes several handles, and does not fill the last one
+
+
+class Model(nn.Module):
+    """`counter` is what the model counts itself: no version has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(COLS, ROWS, bias=False).requires_grad_(False)
+        self.register_buffer("counter", torch.zeros(5))
+
+
+class Staging:
+    """Versions of a `Model`, every weight of which is the version's number."""
+
+    def __init__(self, sets: int = 3, model: nn.Module | None = None) -> None:
+        self.driver = HostDriver()
+        self.place = Remap(CPU, copies=sets, driver=self.driver, largest_handle=2 * PAGE)
+        self.model: Any = model if model is not None else Model()
+        self.place.reserve(self.model)
+        assert self.place._mapped is not None
+        self.pool: RemapPool = self.place._mapped
+        self.address = self.model.linear.weight.data_ptr()
+
+    def layout(self) -> Layout:
+        weight = self.model.linear.weight
+        plain = Layout((Entry("w", 0, "float32", tuple(weight.shape), 0, weight.nbytes),), {}, {}, weight.nbytes, "f")
+        return self.place.arranged(plain, {"w": [weight]})
+
+    def stage(self, version: int, changes: list[Change] | None = None) -> RemapGeneration:
+        layout, weight = self.layout(), self.model.linear.weight
+        slot = self.place.acquire(Path(), layout, "")
+        staged = layout.plain["w"].view(slot.data)
+        staged.fill_(version)
+        slot.seal("key", slot.notes)
+        return RemapGeneration(version, f"d{version}", Flips([(weight, staged)], changes or []), slot)
+
+    def value(self) -> float:
+        assert self.model.linear.weight.data_ptr() == self.address
+        assert len(set(self.model.linear.weight.flatten().tolist())) == 1
+        return float(self.model.linear.weight[0, 0])
+
+
+def buffer(generation: RemapGeneration) -> RemapBuffer:
+    assert isinstance(generation.slot, RemapBuffer)
+    return generation.slot
+
+
+@pytest.mark.parametrize("sets", [2, 3])
+def test_versions_are_mapped_and_wait_where_there_is_room(sets: int) -> None:
+    staging = Staging(sets)
+    held: list[RemapGeneration] = []
+    for version in range(1, 7):
+        new = staging.stage(version)
+        assert buffer(new).on_device
+        new.commit()
+        assert staging.value() == version
+        held = [*held, new]
+        if len(held) > 1:
+            held[-2].commit()
+            assert staging.value() == version - 1, "a rollback"
+            new.commit()
+            assert staging.value() == version
+        if len(held) == 3:
+            held.pop(0).release()
+        assert sum(buffer(g).on_device for g in held) == min(sets, len(held))
+    assert len(staging.driver.handles) == sets * len(staging.pool._sizes), "the live version is one of them"
+
+
+def test_a_commit_copies_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory is what runs: a byte that is written there afterwards is seen at the address of the weights."""
+    staging = Staging()
+    one = staging.stage(1)
+    monkeypatch.setattr(RemapPool, "_exchange", None)
+    one.commit()
+    buffer(one).data[:4].view(torch.float32)[0] = 9
+    assert staging.model.linear.weight[0, 0] == 9
+
+
+def test_the_device_is_idle_when_addresses_are_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    staging = Staging()
+    one, order = staging.stage(1), []
+    for name in ("wait", "unmap", "map"):
+        call = getattr(staging.driver, name)
+        monkeypatch.setattr(
+            staging.driver, name, lambda *args, call=call, name=name: (order.append(name), call(*args))[1]
+        )
+    one.commit()
+    assert order.index("wait") < order.index("unmap") < order.index("map")
+
+
+@pytest.mark.parametrize("call", ["map", "allow", "unmap"])
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_mapping_that_fails_halfway_leaves_the_old_version(
+    monkeypatch: pytest.MonkeyPatch, call: str, after: int
+) -> None:
+    staging, held = Staging(), HeldBundles()
+    one, two = staging.stage(1), staging.stage(2)
+    bundle = Bundle(1, {BASE: Piece(one, {})})
+    held.commit(bundle, None)
+    whole, calls = getattr(staging.driver, call), iter(range(100))
+
+    def broken(*arguments: Any) -> None:
+        if next(calls) == (after if call != "allow" else 0):
+            raise DriverError("out of order")
+        whole(*arguments)
+
+    monkeypatch.setattr(staging.driver, call, broken)
+    with pytest.raises(DriverError):
+        held.commit(Bundle(2, {BASE: Piece(two, {})}), None)
+    assert staging.value() == 1
+    assert held.live is bundle
+    two.commit()
+    assert staging.value() == 2
+
+
+def test_a_flip_that_fails_behind_the_mapping_is_undone() -> None:
+    class Refuses(dict[str, Any]):
+        def __setitem__(self, key: str, value: Any) -> None:
+            raise LookupError
+
+    staging, held = Staging(), HeldBundles()
+    held.commit(Bundle(1, {BASE: Piece(staging.stage(1), {})}), None)
+    broken = staging.stage(2, [Change("x", Refuses(), "x", 1)])
+    with pytest.raises(LookupError):
+        held.commit(Bundle(2, {BASE: Piece(broken, {})}), None)
+    assert staging.value() == 1
+
+
+def test_a_version_on_the_host_changes_places_with_the_live_one() -> None:
+    """A rollback while another version is staged in the only other set."""
+    staging = Staging(sets=2)
+    one, two = staging.stage(1), staging.stage(2)
+    assert (buffer(one).on_device, buffer(two).on_device) == (True, False)
+    one.commit()
+    two.commit()
+    assert staging.value() == 2
+    assert (buffer(one).on_device, buffer(two).on_device) == (False, True)
+    three = staging.stage(3)
+    assert buffer(three).on_device, "the set of the weights that were loaded is nobody's"
+    for generation in (one, three, two, one):
+        generation.commit()
+        assert staging.value() == generation.version
+
+
+def test_what_no_version_fills_goes_on_through_flips() -> None:
+    """On sets, and with a version on the host."""
+    staging = Staging(sets=2)
+    versions = [staging.stage(version) for version in (1, 2)]
+    for count, generation in enumerate([*versions, versions[0], versions[1]]):
+        staging.model.counter += 1
+        generation.commit()
+        assert staging.model.counter.tolist() == [count + 1.0] * 5
+
+
+def test_a_version_that_a_rollback_takes_meanwhile_does_not_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was chosen to make room, and its bytes are on their way to the host, when it becomes the live one again."""
+    staging = Staging(sets=2)
+    one = staging.stage(1)
+    one.commit()
+    two = staging.stage(2)
+    two.commit()
+    on_host = DevicePool._on_host
+
+    def rolled_back(self: DevicePool, nbytes: int) -> torch.Tensor:
+        if not buffer(one).pool._runs(buffer(one).data):
+            one.commit()
+        return on_host(self, nbytes)
+
+    monkeypatch.setattr(DevicePool, "_on_host", rolled_back)
+    three = staging.stage(3)
+    assert buffer(one).on_device
+    assert not buffer(three).on_device
+    assert staging.value() == 1
+    for generation in (two, three):
+        generation.commit()
+        assert staging.value() == generation.version
+
+
+def test_a_worker_that_gives_memory_back_keeps_what_runs_and_its_versions() -> None:
+    staging = Staging()
+    one, two = staging.stage(1), staging.stage(2)
+    one.commit()
+    two.commit()
+    staging.place.vacate()
+    gc.collect()
+    assert len(staging.driver.handles) == len(staging.pool._sizes), "that of the live version"
+    assert staging.value() == 2
+    assert not buffer(one).on_device
+    one.commit()
+    assert staging.value() == 1
+    assert buffer(staging.stage(3)).on_device, "awake, it takes the memory again"
+    two.commit()
+    assert staging.value() == 2
+
+
+def test_memory_and_addresses_go_with_the_last_tensor() -> None:
+    staging = Staging()
+    driver, one = staging.driver, staging.stage(1)
+    one.commit()
+    weight = staging.model.linear.weight.data
+    del staging, one
+    gc.collect()
+    assert weight[0, 0] == 1, "what is mapped stays as long as a tensor lies there"
+    del weight
+    gc.collect()
+    assert (driver.handles, driver.mapped, driver.reserved) == ({}, {}, {})
+
+
+def test_the_stall_of_a_commit_is_known_before_the_first_one() -> None:
+    staging = Staging(sets=2)
+    one, two = staging.stage(1), staging.stage(2)
+    staging.pool.ms_per_byte[False] = 3.0
+    expected = staging.place.expected_flip_ms(buffer(one))
+    assert expected is not None
+    assert expected > 0
+    assert staging.place.expected_flip_ms(buffer(two)) == 3.0 * staging.pool.live.nbytes
+    one.commit()
+    one.commit()
+    assert staging.pool.ms_per_byte[True] > 0, "a commit of what runs tells nothing"
+
+
+# moving in ------------------------------------------------------------------------------------------------------------
+
+
+class Holders(Model):
+    """One weight that many hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = self.linear.weight
+        self.tied = nn.Linear(COLS, ROWS, bias=False)
+        self.tied.weight = weight
+        self.view = weight.data[1:]
+        self.lists = [{"transposed": weight.data.t()}]
+        self.closure = lambda: weight.data.sum()
+        self.apart = [torch.ones(4)]  # which is no parameter, and is found
+
+
+def test_everybody_who_holds_a_tensor_follows() -> None:
+    model = Holders()
+    outside = model.linear.weight.data[:, 0]
+    before = model.linear.weight.clone()
+    staging = Staging(model=model)
+    assert torch.equal(model.linear.weight, before)
+    assert torch.equal(outside, before[:, 0])
+    staging.stage(4).commit()
+    assert model.tied.weight is model.linear.weight
+    for tensor in (model.view, model.lists[0]["transposed"], outside):
+        assert bool((tensor == 4).all())
+    assert float(model.closure()) == 4 * ROWS * COLS
+    assert model.apart[0].tolist() == [1.0] * 4
+    begin, end = staging.pool.live.address, staging.pool.live.address + staging.pool.live.nbytes
+    assert begin <= model.apart[0].data_ptr() < end
+
+
+def test_what_something_outside_of_python_holds_stays_and_is_copied() -> None:
+    model, x = Model(), torch.zeros(ROWS, COLS, requires_grad=True)
+    y = x.exp()
+    model.linear.weight = nn.Parameter(y.detach(), requires_grad=False)
+    graph = y.sum()  # which keeps y in C++, for its gradient
+    del y
+    address = model.linear.weight.data_ptr()
+    staging = Staging(model=model)
+    assert staging.address == address
+    begin, end = staging.pool.live.address, staging.pool.live.address + staging.pool.live.nbytes
+    assert begin <= model.counter.data_ptr() < end
+    assert not begin <= address < end
+    one, two = staging.stage(1), staging.stage(2)
+    for generation in (one, two, one):
+        generation.commit()
+        assert staging.value() == generation.version
+    (gradient,) = torch.autograd.grad(graph, x)
+    assert bool((gradient == 1).all())
+
+
+def test_a_tensor_that_nobody_held_is_refused_by_name() -> None:
+    staging = Staging()
+    layout = staging.layout()
+    with pytest.raises(RemapUnavailable, match=rf"no layer held 'w'.*{FLIP_ENV}=copy"):
+        staging.place.arranged(layout, {"w": [torch.zeros(ROWS, COLS)]})
+
+
+def test_a_tensor_of_another_form_is_refused_by_name() -> None:
+    staging = Staging()
+    layout, weight = staging.layout(), staging.model.linear.weight
+    for live in (weight.data.t(), weight.data.view(torch.int32)):
+        with pytest.raises(RemapUnavailable, match="'w' is not served as it is published"):
+            staging.place.arranged(layout, {"w": [live]})
+
+
+def test_two_published_tensors_for_one_are_refused_by_name() -> None:
+    staging = Staging()
+    layout, weight = staging.layout(), staging.model.linear.weight
+    both = Layout((*layout.entries, Entry("head", 0, "float32", (ROWS, COLS), 0, weight.nbytes)), {}, {}, 0, "f")
+    with pytest.raises(RemapUnavailable, match="'w' and 'head' are one tensor"):
+        staging.place.arranged(both, {"w": [weight], "head": [weight]})
+
+
+def test_a_second_running_tensor_of_one_source_gets_the_same() -> None:
+    class Twice(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = nn.Linear(COLS, ROWS, bias=False).requires_grad_(False)
+
+    staging = Staging(model=Twice())
+    weight, other = staging.model.linear.weight, staging.model.other.weight
+    layout = staging.place.arranged(staging.layout(), {"w": [weight, other]})
+    slot = staging.place.acquire(Path(), layout, "")
+    staged = layout.plain["w"].view(slot.data)
+    staged.fill_(6)
+    slot.seal("key", slot.notes)
+    RemapGeneration(1, "d", Flips([(weight, staged), (other, staged)]), slot).commit()
+    assert bool((weight == 6).all())
+    assert bool((other == 6).all())
+
+
+def test_a_built_version_lies_as_the_live_range(publisher: Publisher) -> None:
+    """Filled by the builder, with a buffer that versions have and one that none has."""
+    tensors = {"layers.0.scalar": torch.tensor([1.0, 2.0, 3.0]), "layers.0.norm": torch.randn(8)}
+    rest = {"layers.0.q": torch.randn(5, 8), "layers.0.k": torch.randn(3, 8)}
+    rest |= {"layers.1.scaled": torch.randn(4, 4), "layers.1.plain": torch.randn(4, 4).half()}
+    publisher.publish({**tensors, **rest}, activate=False)
+    record = publisher.versions()[-1]
+    live, twin = WithBuffers(), WithBuffers()
+    live.layers[0].table.fill_(7)
+    place = Remap(CPU, copies=2, driver=HostDriver(), largest_handle=PAGE)
+    place.reserve(live)
+    pairs = pair_parameters(live, twin)
+    builder = Builder(twin, pairs, place)
+    with SlotReader.open(record.slot) as reader:
+        layout = builder.prepare(reader, lambda _: None)
+        slot = place.acquire(Path(), layout, "")
+        built = builder.build(reader, slot.data, lambda _: None)
+        assert combine([built.sums()]) == record.fingerprint
+        slot.seal("key", slot.notes)
+        flips = build_flips(pairs, layout, slot.data, {})
+        RemapGeneration(1, "d", flips, slot).commit()
+        assert combine([builder.check(reader, slot.data)]) == record.fingerprint
+    assert live.layers[0].scalar.tolist() == [1.0, 2.0, 3.0]
+    assert live.layers[0].table.tolist() == [7.0] * 3
+    assert torch.equal(live.layers[0].norm, tensors["layers.0.norm"])
+    assert torch.equal(live.layers[0].qk[:8], torch.cat([rest["layers.0.q"], rest["layers.0.k"]]))
+    assert torch.equal(live.layers[1].scaled, rest["layers.1.scaled"] * 2)
+
+
+# settings, sizes, the driver ------------------------------------------------------------------------------------------
+
+
+def test_the_way_of_flips_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(FLIP_ENV, raising=False)
+    assert not flips_by_remapping()
+    monkeypatch.setenv(FLIP_ENV, "remap")
+    assert flips_by_remapping()
+    assert not isinstance(staging_device(CPU), Remap), "a CPU points references"
+    monkeypatch.setenv(FLIP_ENV, "swap")
+    with pytest.raises(ValueError, match="say copy or remap"):
+        flips_by_remapping()
+
+
+def test_one_version_alone_cannot_be_flipped_to() -> None:
+    with pytest.raises(RemapUnavailable, match=f"{COPIES_ENV}=1"):
+        Remap(CPU, copies=1, driver=HostDriver()).reserve(Model())
+    with pytest.raises(RemapUnavailable, match="use more ranks"):  # this device has no memory at all
+        Remap(CPU, driver=HostDriver()).reserve(Model())
+
+
+def test_memory_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def room_for(sets: int) -> HostDriver:
+        driver = HostDriver()
+        create, left = driver.create, iter(range(sets))
+
+        def limited(nbytes: int) -> int:
+            if next(left, None) is None:
+                raise torch.OutOfMemoryError
+            return create(nbytes)
+
+        monkeypatch.setattr(driver, "create", limited)
+        return driver
+
+    for sets, why in ((0, "missing to move"), (1, "no memory for a second")):
+        driver = room_for(sets)
+        with pytest.raises(RemapUnavailable, match=why):
+            Remap(CPU, copies=3, driver=driver).reserve(Model())
+    place = Remap(CPU, copies=3, driver=room_for(2))
+    place.reserve(Model())
+    assert COPIES_ENV in caplog.text
+
+
+def test_a_machine_without_bindings_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
+    with pytest.raises(RemapUnavailable, match="install cuda-bindings"):
+        CudaDriver(torch.device("cuda"))
+
+
+def test_handles_are_large_and_hold_all_of_it() -> None:
+    assert handle_sizes(1, 4) == [4]
+    assert handle_sizes(21, 4, 8) == [8, 8, 8]
+    assert handle_sizes(17, 4, 8) == [8, 8, 4]
+    assert handle_sizes(16, 4, 8) == [8, 8]
+    assert handle_sizes(9, 4, 2) == [4, 4, 4], "the granularity counts"
+
+
+def test_what_is_left_of_spans() -> None:
+    assert list(without([(0, 10)], [])) == [(0, 10)]
+    assert list(without([(0, 4096)], [(0, 1024), (2048, 4096)])) == [(1024, 2048)]
+    assert list(without([(0, 100), (256, 300)], [])) == [(0, 300)], "padding between them is nobody's"
+    assert list(without([(0, 100)], [(0, 100)])) == []
+
+
+def test_a_range_is_mapped_as_a_whole() -> None:
+    driver = HostDriver()
+    one, two = (Memory(driver, [PAGE, 2 * PAGE]) for _ in range(2))
+    one.data.fill_(1)
+    two.data.fill_(2)
+    place = Range(driver, one)
+    assert bool((place.data == 1).all())
+    place.show(two, one)
+    assert bool((place.data == 2).all())
+    place.data.fill_(3)
+    assert bool((two.data == 3).all())
+    assert bool((one.data == 1).all())

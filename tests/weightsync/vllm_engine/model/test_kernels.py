@@ -1,0 +1,112 @@
+"""Which kernel multiplies by a matrix, and what it computes; and which tensors are built together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.lacking import bf16_only
+from weightsync.vllm_engine.model.placement import group_by_layer, layer_of
+
+KINDS = [torch.bfloat16, torch.float32]
+SHAPES = [(512, 2048), (1024, 1024), (2112, 896), (48, 64), (8, 128), (60, 100), (6400, 640)]
+
+
+def stock_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+    """The layer that vLLM runs: its function of x."""
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
+    layer.bias = None if bias is None else torch.nn.Parameter(bias.clone(), requires_grad=False)
+    dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+    return lambda x: layer.cpu_linear(x, layer.weight, layer.bias)  # type: ignore[operator]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_kernels_compute_what_stock_vllm_computes(dtype: torch.dtype, bias: bool) -> None:
+    """To the bit, however many rows there are."""
+    from weightsync.vllm_engine.model import linear
+
+    found = set()
+    for out, inner in SHAPES:
+        weight = torch.randn(out, inner).to(dtype)
+        b = torch.randn(out).to(dtype) if bias else None
+        kernel = linear.choose_kernel((out, inner), dtype, torch.device("cpu"))
+        found.add(kernel)
+        ours = linear.plain_linear
+        if kernel == "packed":
+            packed = torch.empty_like(weight)
+            linear.pack_into(packed, weight, linear.lanes(out, inner, dtype))
+            ours = linear.packed_linear(packed)
+        elif kernel == "private":
+            ours = linear.private_linear(weight)
+        theirs = stock_linear(weight, b)
+        if b is not None and linear.is_small(out, inner, dtype):
+            b = b.float()
+        for rows in (1, 3, 16, 70):
+            x = torch.randn(rows, 2 * inner).to(dtype)[:, :inner]
+            x = x.contiguous() if linear.is_small(out, inner, dtype) else x  # that kernel reads no strided one
+            assert torch.equal(ours(x, weight, b), theirs(x)), (out, inner, rows, kernel)
+    assert dtype is torch.bfloat16 or found == {"packed", "private"}
+
+
+@bf16_only
+@pytest.mark.engine
+def test_bf16_weights_are_shared_on_this_cpu() -> None:
+    from weightsync.vllm_engine.model.linear import choose_kernel
+
+    kernels = [choose_kernel(shape, torch.bfloat16, torch.device("cpu")) for shape in SHAPES]
+    assert kernels.count("packed") >= 4
+
+
+def test_choice_of_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    from weightsync.vllm_engine.model.linear import choose_kernel, onednn_takes
+
+    cpu, bf16 = torch.device("cpu"), torch.bfloat16
+    general = "private" if onednn_takes(bf16) else "plain"  # on a CPU without AVX-512
+    assert choose_kernel((64, 63), bf16, cpu) == general
+    assert choose_kernel((1024, 1024), torch.float32, cpu) == "packed"
+    assert choose_kernel((64, 64), bf16, torch.device("cuda")) == "plain"
+    monkeypatch.setenv("HOTSWAP_LINEAR_KERNEL", "private")
+    assert choose_kernel((1024, 1024), torch.float32, cpu) == "private"
+    monkeypatch.setenv("HOTSWAP_LINEAR_KERNEL", "plain")
+    assert choose_kernel((64, 64), bf16, cpu) == "plain"
+
+
+def test_a_cpu_for_which_onednn_has_no_kernel_multiplies_as_vllm_then_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import _custom_ops as ops
+
+    from weightsync.vllm_engine.model import linear
+
+    def refuses(*_: object) -> None:
+        raise RuntimeError("could not create a primitive descriptor for the matmul primitive")
+
+    monkeypatch.setattr(linear, "_packed_by_onednn", refuses)
+    monkeypatch.setattr(linear, "is_small", lambda *_: False)
+    monkeypatch.setattr(ops, "create_onednn_mm", refuses)
+    linear.onednn_takes.cache_clear()
+    linear.onednn_order.cache_clear()
+    try:
+        assert linear.choose_kernel((64, 64), torch.bfloat16, torch.device("cpu")) == "plain"
+    finally:
+        linear.onednn_takes.cache_clear()
+        linear.onednn_order.cache_clear()
+
+
+def test_groups_follow_decoder_layers() -> None:
+    names = [
+        "lm_head.weight",
+        "model.embed_tokens.weight",
+        "model.layers.0.mlp.x",
+        "model.layers.1.y",
+        "model.layers.0.z",
+    ]
+    groups = group_by_layer(names)
+    assert groups[0] == ["model.layers.0.mlp.x", "model.layers.0.z"]
+    assert groups[-1] == ["lm_head.weight", "model.embed_tokens.weight"]
+    assert layer_of("language_model.model.layers.12.mlp.experts.3.w1") == "language_model.model.layers.12"

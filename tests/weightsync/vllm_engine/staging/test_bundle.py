@@ -1,0 +1,164 @@
+"""Base, draft model and adapters as one: random swaps of random parts, with flips by reference and by copy."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from weightsync.vllm_engine.staging.bundle import Bundle, Flippable, HeldBundles, PartOrder, Piece
+
+PARTS = ("", "draft", "lora/x")
+
+
+@dataclass
+class Pointed:
+    """As on CPU: the live module points at memory of its own."""
+
+    digest: str
+    model: dict[str, str]
+    part: str
+    data: list[str] = field(default_factory=list)
+
+    def commit(self) -> list[Any]:
+        assert self.data, "released memory was flipped to"
+        before = self.model[self.part]
+        self.model[self.part] = self.data[0]
+        return [before]
+
+    def displaced(self, live: Pointed | None) -> Pointed | None:
+        return live
+
+    def release(self) -> None:
+        assert not self.data or self.model[self.part] != self.data[0], "the weights that run were freed"
+        self.data.clear()
+
+
+@dataclass
+class Copied(Pointed):
+    """As on accelerators: a commit copies contents, so memory may go while its copy runs."""
+
+    def release(self) -> None:
+        self.data.clear()
+
+
+Kind = type[Pointed] | type[Copied]
+
+
+class Worker:
+    """The backend's bookkeeping over a model of strings; what a part holds is its digest."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind, self.held = kind, HeldBundles()
+        self.model = dict.fromkeys(PARTS, "dummy")
+        self.staged: Bundle | None = None
+        self.built = 0
+
+    def stage(self, version: int, wanted: dict[str, str]) -> None:
+        orders = [PartOrder(name, version, "", digest) for name, digest in wanted.items()]
+        held = self.held.held(self.staged)
+        self.held.give_up(self.staged, orders)
+        for generation in self.held.sweep()[0]:
+            generation.release()
+        bundle = Bundle(version)
+        for order in orders:
+            piece = next((p for b in held if (p := b.find(order)) is not None), None)
+            bundle.pieces[order.name] = piece or self.build(order)
+        self.staged = bundle
+
+    def build(self, order: PartOrder) -> Piece:
+        self.built += 1
+        generation: Flippable = self.kind(order.manifest_digest, self.model, order.name, [order.manifest_digest])
+        return Piece(generation, {})
+
+    def commit(self, target: Bundle) -> None:
+        staged, self.staged = self.staged, None
+        self.held.commit(target, staged)
+
+
+@pytest.mark.parametrize("kind", [Pointed, Copied])
+@pytest.mark.parametrize("seed", range(20))
+def test_any_order_of_swaps_and_rollbacks_runs_what_was_committed(kind: Kind, seed: int) -> None:
+    choose = random.Random(seed)
+    worker = Worker(kind)
+    contents: dict[int, dict[str, str]] = {}
+    now = dict.fromkeys(PARTS, "0")
+    for version in range(1, 60):
+        now = {**now, **{p: f"{version}" for p in PARTS if choose.random() < 0.4}}
+        contents[version] = now
+        worker.stage(version, now)
+        if choose.random() < 0.2:
+            continue  # aborted: something else is staged next
+        if worker.held.previous is not None and choose.random() < 0.2:
+            worker.commit(worker.held.previous)  # a rollback comes first, and what was staged is given up
+        elif worker.staged is not None:
+            worker.commit(worker.staged)
+        while worker.held.previous is not None and choose.random() < 0.3:
+            back = worker.held.previous.version
+            worker.commit(worker.held.previous)
+            assert worker.held.live is not None
+            assert worker.held.live.version == back
+        if worker.held.live is not None:
+            assert worker.model == contents[worker.held.live.version]
+
+
+@pytest.mark.parametrize("kind", [Pointed, Copied])
+def test_only_what_changed_is_built_and_flipped(kind: Kind) -> None:
+    worker = Worker(kind)
+    worker.stage(1, {"": "a", "draft": "d"})
+    assert worker.staged is not None
+    worker.commit(worker.staged)
+    worker.stage(2, {"": "a", "draft": "e"})
+    assert worker.built == 3
+    target = worker.staged
+    worker.commit(target)
+    assert worker.held.previous is not None
+    assert worker.held.previous.pieces[""] is target.pieces[""]
+    assert worker.model == {"": "a", "draft": "e", "lora/x": "dummy"}
+
+
+def test_a_part_that_a_version_does_not_name_stays() -> None:
+    worker = Worker(Pointed)
+    for version, wanted in enumerate(({"": "a", "lora/x": "l"}, {"": "b"}, {"": "c"}), 1):
+        worker.stage(version, wanted)
+        assert worker.staged is not None
+        worker.commit(worker.staged)
+    assert worker.model == {"": "c", "draft": "dummy", "lora/x": "l"}
+
+
+def test_a_flip_that_fails_is_undone() -> None:
+    worker = Worker(Pointed)
+    worker.stage(1, {"": "a", "draft": "d", "lora/x": "l"})
+    assert worker.staged is not None
+    worker.commit(worker.staged)
+    worker.stage(2, {"": "b", "draft": "e", "lora/x": "m"})
+    target = worker.staged
+    assert target is not None
+    last: Any = target.pieces["lora/x"].generation
+    last.data.clear()
+    with pytest.raises(AssertionError, match="released memory"):
+        target.commit(worker.held.live)
+    assert worker.model == {"": "a", "draft": "d", "lora/x": "l"}
+
+
+@pytest.mark.parametrize("kind", [Pointed, Copied])
+def test_a_version_that_is_forgotten_is_built_anew_and_nothing_that_runs_is_freed(kind: Kind) -> None:
+    """As after a canary's trial that failed: it flipped, went back, and must not go there again without building."""
+    worker = Worker(kind)
+    for version, wanted in enumerate(({"": "a", "draft": "d"}, {"": "b", "draft": "d"}), 1):
+        worker.stage(version, wanted)
+        assert worker.staged is not None
+        worker.commit(worker.staged)
+    assert worker.held.previous is not None
+    worker.commit(worker.held.previous)
+    worker.held.forget(1, worker.staged)
+    assert worker.held.previous is not None, "version 1 runs"
+    worker.held.forget(2, worker.staged)
+    assert worker.held.previous is None
+    built = worker.built
+    worker.stage(2, {"": "b", "draft": "d"})
+    assert worker.built == built + 1, "the draft model is that of the version which runs"
+    worker.commit(worker.staged)
+    assert worker.model == {"": "b", "draft": "d", "lora/x": "dummy"}

@@ -1,0 +1,135 @@
+"""What ranks read of a version, by vLLM's own loaders: with those bytes alone they build all that they run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from loadtest.models.kinds import make_kind
+from loadtest.models.vllm_worker import Worker, worker
+from server.instance.slices import joined_reads
+from tests.weightsync.vllm_engine.model.test_placement import assert_built, checkpoint_of, loaded, publish, tensors_of
+from weightsync import Publisher
+from weightsync.control.records import VersionRecord
+from weightsync.format.fingerprint import combine
+from weightsync.format.manifest import Schema, TensorSpec
+from weightsync.format.slices import Slices
+from weightsync.peer.chunks import Head, manifest_of
+
+pytestmark = pytest.mark.engine
+CHUNK = 8 << 10
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightsync.format.manifest.CHUNK", CHUNK)
+
+
+def schema_of(tensors: dict[str, torch.Tensor]) -> Schema:
+    return Schema({n: TensorSpec(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()})
+
+
+def part_of(record: VersionRecord, slices: Slices, name: str, *, without: int = 0) -> tuple[VersionRecord, float]:
+    """The version with a file that has just the chunks of `slices`, but for those in `without` (bits), and which part
+    of the slot those are."""
+    slot = Path(record.slot)
+    raw = slot.read_bytes()
+    head = Head.parse(manifest_of(memoryview(raw), record.manifest_digest), record.manifest_digest)
+    assert head.shape is not None
+    chunks, data = slices.chunks(len(raw), CHUNK) & ~without, bytearray(b"\xaa" * len(raw))
+    for chunk in range(head.shape.chunks):
+        if chunks >> chunk & 1:
+            start, end = head.shape.bounds(chunk)
+            data[start:end] = raw[start:end]
+    head.write(memoryview(data), part=True)
+    path = slot.with_name(f"slot-{name}")
+    path.write_bytes(data)
+    return replace(record, slot=str(path)), chunks.bit_count() / head.shape.chunks
+
+
+def ranks(checkpoint: Path, world: int, stages: int, **options: Any) -> Iterator[Worker]:
+    for stage in range(stages):
+        for rank in range(world):
+            with worker(checkpoint, rank=rank, world=world, stage=stage, stages=stages, **options) as w:
+                yield w
+
+
+def answer(w: Worker, schema: Schema) -> tuple[str, str]:
+    """As `hotswap_reads` has it."""
+    reads = w.stager.reads(schema)
+    unread = sum(1 << n for n, name in enumerate(schema.tensors) if name in reads.unread)
+    return reads.slices.to_text(), f"{unread:x}"
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "stages", "most"),
+    [
+        ("qwen2", 2, 1, 0.9),
+        ("llama padded", 4, 1, 0.8),
+        ("qwen2 tied", 2, 1, 0.9),
+        ("llama", 1, 3, 0.7),
+        ("qwen3 tied", 1, 2, 0.9),
+        ("llama", 2, 3, 0.6),
+    ],
+)
+def test_ranks_build_from_what_they_say_that_they_read(
+    name: str, world: int, stages: int, most: float, tmp_path: Path, publisher: Publisher
+) -> None:
+    """Each on a host of its own; together they vouch for all bytes that were published, those that nobody reads too."""
+    checkpoint = checkpoint_of(tmp_path, name, "bfloat16")
+    tensors = tensors_of(checkpoint)
+    if "tied" in name:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1  # which nothing reads
+    record, schema = publish(publisher, tensors), schema_of(tensors)
+    hosts = [f"h{n}" for n in range(world * stages)]
+    rows = [[n, spec.dtype, list(spec.shape)] for n, spec in schema.tensors.items()]
+    reads = joined_reads(rows, hosts, [answer(w, schema) for w in ranks(checkpoint, world, stages)])
+    assert reads is not None
+    assert reads.unread == (("lm_head.weight",) if "tied" in name else ())
+    sums, parts = [], []
+    for host, w in zip(hosts, ranks(checkpoint, world, stages), strict=True):
+        part, share = part_of(record, reads.slices[host], host)
+        generation = w.stage(part, reads.unread)
+        if stages == 1:
+            assert_built(w, generation.slot.data, loaded(w, tensors))
+        sums.append(w.stager.report.sums)
+        parts.append(share)
+        generation.release()
+    assert combine(sums) == record.fingerprint
+    assert max(parts[1:]) < most, parts
+    assert sum(parts) > 0.8  # all but the header
+
+
+def test_what_is_not_here_is_not_taken(tmp_path: Path, publisher: Publisher) -> None:
+    """One chunk lacks: the staging is refused, whichever it is."""
+    checkpoint = checkpoint_of(tmp_path, "qwen2", "bfloat16")
+    tensors = tensors_of(checkpoint)
+    record, schema = publish(publisher, tensors), schema_of(tensors)
+    with ExitStack() as stack:
+        w = stack.enter_context(worker(checkpoint, rank=1, world=2))
+        slices = w.stager.reads(schema).slices
+        chunks = slices.chunks(Path(record.slot).stat().st_size, CHUNK)
+        for chunk in (n for n in range(chunks.bit_length()) if chunks >> n & 1):
+            part, _ = part_of(record, slices, "lacks", without=1 << chunk)
+            with pytest.raises(AssertionError, match="digest_mismatch"):
+                w.stage(part)
+        w.stage(part_of(record, slices, "has")[0]).release()
+
+
+@pytest.mark.parametrize("kind", ["moe"])
+def test_experts_of_a_rank(kind: str, tmp_path: Path, publisher: Publisher) -> None:
+    checkpoint = make_kind(tmp_path / kind, kind)
+    tensors = tensors_of(checkpoint)
+    record, schema = publish(publisher, tensors), schema_of(tensors)
+    with worker(checkpoint) as w:
+        reads = w.stager.reads(schema)
+        part, share = part_of(record, reads.slices, "all")
+        w.stage(part, reads.unread).release()
+        assert combine([w.stager.report.sums]) == record.fingerprint
+    assert share > 0.9

@@ -1,0 +1,421 @@
+"""Staging on an accelerator: a version waits in a buffer on the device, and a commit copies it into the live weights.
+
+Captured graphs hold the addresses of the live weights, so their contents change and nothing is replaced. A commit is
+one way: buffers of staged versions never change, so a rollback copies the buffer of the version before, and a flip that
+failed halfway is undone by copying the old one again.
+
+Device memory. The buffers are taken when the worker has loaded its model, before vLLM gives the rest to the KV cache.
+HOTSWAP_DEVICE_COPIES says how many versions they hold, from 0 to 3 (live, previous, staged); left out, as many as leave
+the KV cache its room (`copies_that_fit`). A version without a buffer there waits in pinned host memory. When one is
+staged and no buffer is free, the version that was committed longest ago moves to the host. So with one buffer every
+commit is a copy on the device, and a rollback one from the host; with none both come from the host.
+
+The way there. Published bytes go through a ring of pinned memory, in pieces of 32 MiB and on a stream of their own, so
+that steps and copies do not wait for each other. The model's twin has no memory on the device: it is made on the host,
+where memory that is never touched is not taken.
+
+All of this runs on a CPU, too, but for streams, events and pinning: the tests drive it there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from weightsync.format.fingerprint import Words
+from weightsync.vllm_engine.device.generation import Flips, Generation, Memory, Pace
+from weightsync.vllm_engine.device.pool import Notes
+from weightsync.vllm_engine.model.layout import Layout, words_of
+
+log = logging.getLogger(__name__)
+
+COPIES_ENV = "HOTSWAP_DEVICE_COPIES"
+MOST_COPIES = 3  # live, previous, staged
+# For each number of copies: the largest share of the device's memory that the weights and these copies may take.
+SHARES = {3: 0.5, 2: 0.6, 1: 0.75}
+PIECE_NBYTES = 32 << 20
+PIECES = 4  # of the ring: one is filled while others are under way
+ALIGN = 256
+
+
+@dataclass
+class DeviceBuffer:
+    """Stands in for a layout slot: uint8 [nbytes] on the device, or on the host, owned by one worker."""
+
+    data: torch.Tensor
+    pool: DevicePool
+    built: bool = False
+    notes: Notes = field(default_factory=Notes)
+    committed: int = 0  # when, in the pool's count; 0: never
+    generation: weakref.ref[CopyGeneration] | None = None
+
+    @property
+    def on_device(self) -> bool:
+        return self.pool.is_slab(self.data)
+
+    def move(self, data: torch.Tensor) -> None:
+        """Have the version lie in `data`, which holds the same bytes."""
+        generation = self.generation() if self.generation is not None else None
+        if generation is not None:
+            generation.move(data)
+        self.data = data
+
+    def seal(self, _key: str, _notes: Notes) -> None:
+        """The staging thread queued the copies on its stream; the commit, on another one, must find them done."""
+        if self.data.is_cuda:
+            torch.cuda.current_stream(self.data.device).synchronize()
+        self.built = True
+
+    def release(self) -> None:
+        self.pool.give_back(self)
+
+
+class CopyGeneration(Generation):
+    """A generation whose commit copies its contents into the live tensors, whose addresses stay."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.slot, DeviceBuffer):
+            self.slot.generation = weakref.ref(self)
+
+    def commit(self) -> list[Any]:
+        """Returns when the device is through: only then is it known whether the copies went well.
+
+        Steps that were queued before run first, on the weights before, and steps queued from now on find the new ones.
+        """
+        buffer = self.slot if isinstance(self.slot, DeviceBuffer) else None
+        with buffer.pool.commits if buffer is not None else contextlib.nullcontext():
+            on_device = buffer is not None and buffer.on_device
+            took = self._copy()
+            replaced = self._change()
+        if buffer is not None:
+            buffer.committed = buffer.pool.count()
+            if took:
+                buffer.pool.ms_per_byte[on_device] = took / max(1, buffer.data.numel())
+        return replaced
+
+    def _copy(self) -> float:
+        """Returns how long the copies took, in ms."""
+        if not self.flips.tensors:
+            return 0.0
+        started = time.perf_counter()
+        lives, staged = zip(*self.flips.tensors, strict=True)
+        device = lives[0].device
+        begin = _mark(device) if device.type == "cuda" else None
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            torch._foreach_copy_([live.data for live in lives], list(staged), non_blocking=True)
+        if begin is None:
+            return (time.perf_counter() - started) * 1e3
+        end = _mark(device)
+        end.synchronize()
+        took = begin.elapsed_time(end)
+        self.waited_ms = max(0.0, (time.perf_counter() - started) * 1e3 - took)
+        return took
+
+    def move(self, data: torch.Tensor) -> None:
+        """Have the staged tensors lie in `data`, which holds the same bytes."""
+        tensors = [(live, _in(data, staged)) for live, staged in self.flips.tensors]
+        self.flips = Flips(tensors, self.flips.changes)
+
+
+def _mark(device: torch.device) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _in(data: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    """`view` of another memory, as a view of `data`."""
+    empty = torch.empty(0, dtype=view.dtype, device=data.device)
+    return empty.set_(data.untyped_storage(), view.storage_offset(), view.size(), view.stride())
+
+
+class DevicePool:
+    """Buffers for `copies` versions on the device, all of one size, and for others on the host.
+
+    One thread stages and gives buffers back, another one commits.
+    """
+
+    def __init__(self, device: torch.device, copies: int) -> None:
+        self._device, self._copies = device, copies
+        self._slabs: list[torch.Tensor] = []
+        self._spare: list[torch.Tensor] = []  # on the host
+        self._held: list[DeviceBuffer] = []
+        self._counter = itertools.count(1)
+        self.commits = threading.Lock()  # held by a commit, and while a version changes its memory
+        self.ms_per_byte: dict[bool, float] = {}  # of copies onto the live weights, from the device (True) or the host
+
+    def count(self) -> int:
+        return next(self._counter)
+
+    def is_slab(self, data: torch.Tensor) -> bool:
+        return any(data is slab for slab in self._slabs)
+
+    @property
+    def _free(self) -> list[torch.Tensor]:
+        """The slabs in which no version lies."""
+        taken = [buffer.data for buffer in self._held]
+        return [s for s in self._slabs if not (self._runs(s) or any(s is data for data in taken))]
+
+    def _runs(self, _slab: torch.Tensor) -> bool:
+        """Whether the live weights lie in it: never, they are copies of what does."""
+        return False
+
+    def _new_slab(self, nbytes: int) -> torch.Tensor:
+        """Raises torch.OutOfMemoryError."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def _new_buffer(self, data: torch.Tensor) -> DeviceBuffer:
+        return DeviceBuffer(data, self)
+
+    def reserve(self, nbytes: int) -> None:
+        """Take the memory for the copies, in buffers of at least `nbytes`; what cannot be had is left to the host."""
+        small = [slab for slab in self._free if slab.numel() < nbytes]
+        self._slabs = [slab for slab in self._slabs if not any(slab is s for s in small)]
+        del small
+        while len(self._slabs) < self._copies:
+            try:
+                slab = self._new_slab(nbytes)
+            except torch.OutOfMemoryError:
+                log.warning(
+                    "the device has no %d MB for another copy of the weights: versions wait in host memory, and "
+                    "commits take longer. Lower --gpu-memory-utilization, or set %s",
+                    nbytes >> 20,
+                    COPIES_ENV,
+                )
+                self._copies = len(self._slabs)
+                return
+            self._slabs.append(slab)
+
+    def measure(self) -> None:
+        """What copies take, before anybody runs on the device."""
+        self.ms_per_byte[False] = ms_per_byte_from_host(self._device)
+        if self._slabs:
+            self.ms_per_byte[True] = ms_per_byte_on_device(self._slabs[0])
+
+    def acquire(self, nbytes: int) -> DeviceBuffer:
+        """A buffer to stage in: on the device if one of `copies` can be had there."""
+        self.reserve(nbytes)
+        if not any(slab.numel() >= nbytes for slab in self._free):
+            self._move_one_to_host()
+        large = next((slab for slab in self._free if slab.numel() >= nbytes), None)
+        buffer = self._new_buffer(large if large is not None else self._on_host(nbytes))
+        self._held.append(buffer)
+        return buffer
+
+    def give_back(self, buffer: DeviceBuffer) -> None:
+        if not any(buffer is held for held in self._held):
+            return
+        self._held = [held for held in self._held if held is not buffer]
+        if not buffer.on_device:
+            self._spare.append(buffer.data)
+        buffer.data = buffer.data.new_empty(0)
+
+    def vacate(self) -> None:
+        """Give all device memory back; versions that are held move to the host. `reserve` takes it again."""
+        for buffer in self._held:
+            if buffer.on_device:
+                self._to_host(buffer)
+        self._slabs = [slab for slab in self._slabs if self._runs(slab)]
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _move_one_to_host(self) -> None:
+        committed = [b for b in self._held if b.on_device and b.committed and not self._runs(b.data)]
+        if committed:
+            self._to_host(min(committed, key=lambda buffer: buffer.committed))
+
+    def _to_host(self, buffer: DeviceBuffer) -> None:
+        slab = buffer.data
+        if self._runs(slab):
+            return
+        host = self._on_host(slab.numel())
+        host[: slab.numel()].copy_(slab)  # which waits for the device
+        with self.commits:
+            if self._runs(slab):  # a rollback committed it meanwhile
+                self._spare.append(host)
+            else:
+                buffer.move(host)
+
+    def _on_host(self, nbytes: int) -> torch.Tensor:
+        for index, spare in enumerate(self._spare):
+            if spare.numel() >= nbytes:
+                return self._spare.pop(index)
+        self._spare.clear()
+        return pinned(nbytes, self._device)
+
+
+def pinned(nbytes: int, device: torch.device) -> torch.Tensor:
+    """uint8 [nbytes] on the host, which the device reads without a copy on the way.
+
+    Registered by hand: torch's pinned allocator rounds up to powers of two, and keeps what is freed.
+    """
+    data = torch.empty(nbytes, dtype=torch.uint8)
+    if device.type == "cuda" and nbytes:
+        runtime: Any = torch.cuda.cudart()
+        if int(runtime.cudaHostRegister(data.data_ptr(), nbytes, 0)) == 0:
+            weakref.finalize(data.untyped_storage(), runtime.cudaHostUnregister, data.data_ptr())
+        else:
+            log.warning("%d MB of host memory cannot be pinned (see `ulimit -l`): copies are slower", nbytes >> 20)
+    return data
+
+
+class Ring:
+    """Pinned memory through which bytes go to the device, `PIECES` pieces under way at once."""
+
+    def __init__(self, device: torch.device, nbytes: int = PIECE_NBYTES) -> None:
+        self._device, self._nbytes = device, nbytes
+        self._pieces: list[torch.Tensor] = []
+        self._done: list[torch.cuda.Event | None] = [None] * PIECES
+        self._next = 0
+
+    def copy(self, target: torch.Tensor, source: Words) -> None:
+        """Queue a copy of words on the host, [rows, cols], onto a matrix of as many on the device.
+
+        `source` may change as soon as this returns.
+        """
+        words = words_of(target)
+        rows = max(1, self._nbytes // max(1, words.shape[1] * words.element_size()))
+        cols = max(1, self._nbytes // words.element_size())
+        for row in range(0, words.shape[0], rows):
+            for col in range(0, words.shape[1], cols):
+                self._copy(words[row : row + rows, col : col + cols], source[row : row + rows, col : col + cols])
+
+    def _copy(self, target: torch.Tensor, source: Words) -> None:
+        if not self._pieces:
+            whole = pinned(PIECES * self._nbytes, self._device)
+            self._pieces = [whole[i * self._nbytes : (i + 1) * self._nbytes] for i in range(PIECES)]
+        index, self._next = self._next, (self._next + 1) % PIECES
+        if (done := self._done[index]) is not None:
+            done.synchronize()
+        staged = self._pieces[index][: source.nbytes].view(target.dtype).view(target.shape)
+        np.copyto(staged.numpy(), source)
+        target.copy_(staged, non_blocking=True)
+        if self._device.type == "cuda":
+            done = self._done[index] or torch.cuda.Event()
+            done.record(torch.cuda.current_stream(self._device))
+            self._done[index] = done
+
+
+class Cuda:
+    """Buffers on the device, and commits that copy contents."""
+
+    twin = torch.device("cpu")
+    piece_nbytes = PIECE_NBYTES
+    generation: type[CopyGeneration] = CopyGeneration
+
+    def __init__(self, device: torch.device, copies: int | None = None) -> None:
+        """`copies`: versions that lie on the device. Raises ValueError."""
+        self.device = device
+        self.replaces = device.type == "cpu"  # captured graphs hold addresses and scalars; there are none on a CPU
+        self._wanted = copies if copies is not None else wanted_copies()
+        self._pool: DevicePool | None = None
+        self._ring = Ring(device)
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+
+    def pacer(self, _model: torch.nn.Module) -> Pace:
+        """No pauses: copies on a stream of their own leave the steps alone."""
+        return lambda _nbytes: None
+
+    def staging(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._stream)
+
+    def reserve(self, model: torch.nn.Module) -> None:
+        nbytes = storage_nbytes(model)
+        total = torch.cuda.get_device_properties(self.device).total_memory if self._stream is not None else 0
+        copies = copies_that_fit(nbytes, total) if self._wanted is None else self._wanted
+        log.info("%d MB of weights; %d copies of them on the device for swaps", nbytes >> 20, copies)
+        self._pool = DevicePool(self.device, copies)
+        self._pool.reserve(nbytes)
+        if self._stream is not None:
+            self._pool.measure()
+
+    def arranged(self, layout: Layout, _running: Mapping[str, Sequence[torch.Tensor]]) -> Layout:
+        """As it is: what is copied may lie anywhere."""
+        return layout
+
+    def acquire(self, _directory: Path, layout: Layout, _key: str) -> Memory:
+        if self._pool is None:
+            self._pool = DevicePool(self.device, self._wanted or 0)
+        return self._pool.acquire(layout.nbytes)
+
+    def prepare_swaps(self) -> None:
+        """Nothing: the buffers are there."""
+
+    def copy(self, target: torch.Tensor, source: Words) -> None:
+        if target.device == self.device:
+            self._ring.copy(target, source)
+        else:
+            np.copyto(words_of(target).numpy(), source)
+
+    def expected_flip_ms(self, memory: Memory) -> float | None:
+        assert isinstance(memory, DeviceBuffer)
+        rate = memory.pool.ms_per_byte.get(memory.on_device)
+        return rate * memory.data.numel() if rate is not None else None
+
+    def vacate(self) -> None:
+        """Give the device memory back, and the ring; the next staging takes them again."""
+        if self._pool is not None:
+            self._pool.vacate()
+        self._ring = Ring(self.device)
+
+
+def ms_per_byte_from_host(device: torch.device) -> float:
+    """Of a copy out of pinned memory, measured now."""
+    host = pinned(PIECES * PIECE_NBYTES, device)
+    return _ms_per_byte(host, torch.empty_like(host, device=device))
+
+
+def ms_per_byte_on_device(data: torch.Tensor) -> float:
+    """Of a copy from one half of `data`, on the device, to the other one, measured now."""
+    half = max(1, data.numel() // 2)
+    return _ms_per_byte(data[:half], data[-half:])
+
+
+def _ms_per_byte(source: torch.Tensor, target: torch.Tensor) -> float:
+    times = []
+    for _ in range(3):  # the first one is slower
+        begin = _mark(target.device)
+        target.copy_(source, non_blocking=True)
+        end = _mark(target.device)
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return min(times) / source.numel()
+
+
+def wanted_copies(environ: Mapping[str, str] = os.environ) -> int | None:
+    """What HOTSWAP_DEVICE_COPIES says; None: as many as fit. Raises ValueError."""
+    text = environ.get(COPIES_ENV, "auto")
+    if text == "auto":
+        return None
+    if text not in [str(n) for n in range(MOST_COPIES + 1)]:
+        raise ValueError(f"{COPIES_ENV}={text!r}: say auto, or how many versions lie on the device (0 to 3)")
+    return int(text)
+
+
+def copies_that_fit(nbytes: int, total: int) -> int:
+    """How many copies of weights of `nbytes` a device of `total` bytes holds beside them and its KV cache."""
+    return next((copies for copies, share in SHARES.items() if (1 + copies) * nbytes <= share * total), 0)
+
+
+def storage_nbytes(model: torch.nn.Module) -> int:
+    """What the parameters and buffers take, tied ones once."""
+    tensors = [*model.parameters(), *model.buffers()]
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if not t.is_meta}
+    return sum(-(-nbytes // ALIGN) * ALIGN for nbytes in storages.values())

@@ -1,0 +1,183 @@
+"""Requests in flight: what a commit does to them, which cached blocks they share, and how they go on elsewhere.
+
+Each asks in `sampling_params.extra_args["hotswap"]` what a commit does to it. Requests that pool (embeddings) ask in
+`pooling_params.extra_kwargs["hotswap"]`, and give no tokens that could be mixed.
+
+keep       goes on with the new weights and the KV it has
+recompute  is preempted inside the commit (core.py); its KV is rebuilt by the new weights
+finish     is waited for by the instance (server/instance/inflight.py); what is left at the flip is ended
+abort      is ended at the flip
+A request bound to versions (`version`, `min_version`) that the new one is not among is ended too, and is not let in.
+
+A request may share the prefix-cache blocks that one version of the weights has computed from end to end. The cache salt
+of a request is `version|scope|salt`: the weights it runs on, who may share with whom (the gateway says), and what the
+client asked for. vLLM mixes it into the hash of a request's first block, and every later hash builds on that, so blocks
+of one version are found again when that version returns, and by nobody else in between.
+
+A request that lives through a commit goes private: its full blocks stay what they are, and every later one gets a hash
+that nobody can compute. When it is preempted nothing of it is left; it then starts over in the version's own namespace.
+
+A request may go on with an answer that another engine began, `sampling_params.extra_args["hotswap"]["replay"]`:
+
+    tokens   the ids it has so far
+    spans    [version, first token] of each stretch of them
+    prompt   [end, version] over the prompt, as core.py tells it
+    ended    nothing follows: one token is generated for the sake of the form, and thrown away
+
+The request is checked and registered as it came. Then the engine core is given the prompt with the tokens behind it,
+and less to generate; the output processor's state is brought to where it was after these tokens, so that text withheld
+for a stop string or an unfinished character, positions and spans go on as if they had been generated here. Its first
+output carries what was replayed (`hotswap_replay`), for those that count or parse what an answer has said.
+"""
+
+from __future__ import annotations
+
+import functools
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from weightsync.vllm_engine.engine_core.routing import rekeyed
+
+KEY = "hotswap"
+PUBLIC = "public"
+
+
+def wish_of(request: Any) -> Mapping[str, Any]:
+    """What the request asked for; empty for one that came another way."""
+    if (sampling := request.sampling_params) is not None:
+        return (sampling.extra_args or {}).get(KEY, {})
+    pooling = request.pooling_params
+    return (pooling.extra_kwargs or {}).get(KEY, {}) if pooling is not None else {}
+
+
+def allows(wish: Mapping[str, Any], version: str) -> bool:
+    """Whether tokens of `version` may be in the answer. The weights before the first commit are no version."""
+    exact, least = wish.get("version"), wish.get("min_version")
+    if exact is None and least is None:
+        return True
+    number = int(version) if version.isdecimal() else 0
+    return (exact is None or number == exact) and (least is None or number >= least)
+
+
+def ends(request: Any, version: str) -> bool:
+    """Whether the commit of `version` ends this request."""
+    wish = wish_of(request)
+    begun = request.num_computed_tokens > 0 or request.num_output_tokens > 0
+    return not allows(wish, version) or (begun and wish.get("policy") in ("abort", "finish"))
+
+
+def end_barred(core: Any, version: str) -> None:
+    """End, in the engine and for their clients, the requests that must see no token of `version`."""
+    from vllm.v1.request import RequestStatus
+
+    doomed = [r.request_id for r in core.scheduler.requests.values() if not r.is_finished() and ends(r, version)]
+    if doomed:
+        ended = core.scheduler.finish_requests(doomed, RequestStatus.FINISHED_ABORTED)
+        core._send_abort_outputs(ended)
+
+
+HASH_BYTES = 32
+PRIVATE = ""  # in place of the version
+
+
+def namespace(version: str, salt: str | None) -> str:
+    """The cache salt under `version` of a request that came with `salt` ("scope|client's own")."""
+    return f"{version}|{salt or ''}"
+
+
+def version_of(request: Any) -> str:
+    """The version whose blocks the request shares; PRIVATE if it shares none."""
+    return str(request.cache_salt or "").split("|", 1)[0]
+
+
+def enter(request: Any, version: str) -> None:
+    """Hash all of the request's blocks under `version`; nothing of it may be computed yet, or any more."""
+    own = (request.cache_salt or "|").split("|", 1)[1]
+    request.cache_salt = namespace(version, own)
+    request._block_hasher = getattr(request, "_hotswap_hasher", request._block_hasher)
+    request.block_hashes.clear()
+    request.update_block_hashes()
+
+
+def go_private(request: Any, block_size: int) -> None:
+    """Keep the hashes of the blocks that are full; give all later ones hashes of their own. `block_size` in tokens."""
+    if version_of(request) == PRIVATE:
+        return
+    full = min(request.num_computed_tokens, request.num_tokens) // block_size
+    request.cache_salt = namespace(PRIVATE, request.cache_salt.split("|", 1)[1])
+    if request._block_hasher is None:  # prefix caching is off
+        return
+    request._hotswap_hasher = request._block_hasher
+    request._block_hasher = functools.partial(_unguessable, block_size)
+    del request.block_hashes[full:]
+    request.update_block_hashes()
+    rekeyed(request, full)
+
+
+def _unguessable(block_size: int, request: Any) -> list[bytes]:
+    """Hashes for the full blocks that have none yet."""
+    missing = request.num_tokens // block_size - len(request.block_hashes)
+    return [secrets.token_bytes(HASH_BYTES) for _ in range(missing)]
+
+
+def replay_of(request: Any) -> Mapping[str, Any]:
+    """The replay that goes with a request; empty for most."""
+    replay: Mapping[str, Any] = wish_of(request).get("replay") or {}
+    return replay
+
+
+def extended(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`EngineCore.preprocess_add_request`, with the tokens of a replay behind the prompt."""
+
+    @functools.wraps(original)
+    def preprocess_add_request(self: Any, request: Any) -> Any:
+        if replay := replay_of(request):
+            extend(request, replay)
+        return original(self, request)
+
+    return preprocess_add_request
+
+
+def extend(request: Any, replay: Mapping[str, Any]) -> None:
+    """The request that is left of it. Its last token is left out where nothing follows: the context may be full."""
+    written = replay["tokens"][:-1] if replay["ended"] else replay["tokens"]
+    params = request.sampling_params.clone()
+    params.max_tokens = 1 if replay["ended"] else max(1, params.max_tokens - len(written))
+    params.min_tokens = max(0, params.min_tokens - len(written))
+    request.sampling_params = params
+    request.prompt_token_ids = [*request.prompt_token_ids, *written]
+
+
+def registered(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`OutputProcessor.add_request`, with the state of a replay brought to its last token."""
+
+    @functools.wraps(original)
+    def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, request, *args, **kwargs)
+        if replay := replay_of(request):
+            advance(self.request_states[request.request_id], replay)
+
+    return add_request
+
+
+def advance(state: Any, replay: Mapping[str, Any]) -> None:
+    """Bring a `RequestState` to where it was when the tokens of `replay` had been generated and told."""
+    tokens = list(replay["tokens"])
+    state.weight_version_starts = [(str(version), start) for version, start in replay["spans"]]
+    state.hotswap_prompt = [(end, str(version)) for end, version in replay["prompt"]]
+    state.detokenizer.update(list(tokens), False)
+    _note_logprobs(state.logprobs_processor, tokens)
+    state.sent_tokens_offset = len(tokens)
+    state.hotswap_replay = state._new_completion_output(tokens, None, None)
+
+
+def _note_logprobs(processor: Any, tokens: list[int]) -> None:
+    """Positions without a value: later ones are decoded in their light, and nobody is told these again."""
+    if processor.logprobs is None:
+        return
+    import numpy as np
+    from vllm.v1.outputs import LogprobsLists
+
+    ids = np.array(tokens, dtype=np.int64).reshape(-1, 1)
+    processor._update_sample_logprobs(LogprobsLists(ids, np.zeros(ids.shape), np.ones(len(tokens), dtype=np.int64)))

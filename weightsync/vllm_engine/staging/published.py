@@ -1,0 +1,152 @@
+"""A published slot as the builder reads it: views and words of rectangles, each byte digested once.
+
+Bytes are digested, and looked through for values that are not finite, just before they are used, while they are in the
+cache. What is used before `finish` is trusted only after it. Of a slot of which this host has a part, what is read is
+digested chunk by chunk and compared at once: bytes that are not here cannot be taken for the version's.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import numpy as np
+import torch
+import xxhash
+
+from weightsync.errors import DigestMismatch, NotFinite
+from weightsync.format.fingerprint import Tile, Words, grid, is_finite, rectangle, word_type
+from weightsync.format.manifest import Schema, digest_of, parts_of
+from weightsync.memory.receiver import SlotReader
+from weightsync.vllm_engine.device.generation import Pace
+from weightsync.vllm_engine.model.placement import Box, Rect, matrix
+
+
+class Published:
+    """`pace` is called with the bytes about to be read. What is read before `finish` is trusted only after it.
+
+    Bytes that are NaN or infinite raise NotFinite as they are read, unless `allow_non_finite`. `share`: (index, of how
+    many): workers on one host look at every so many-th tensor each, as an instance stages a version only if all do.
+    Of a part of a slot each worker looks at all that it reads itself, and nobody at the rest.
+    """
+
+    def __init__(
+        self, reader: SlotReader, pace: Pace, *, allow_non_finite: bool = False, share: tuple[int, int] = (0, 1)
+    ) -> None:
+        self._reader, self._pace = reader, pace
+        self.allow_non_finite = allow_non_finite
+        self._entries = reader.manifest.tensors
+        index, shares = share
+        self.is_part = reader.is_part
+        self._parts = parts_of(reader.manifest) if self.is_part else {}
+        mine = () if self.is_part else (n for i, n in enumerate(self._entries) if i % shares == index)
+        self._hashers = {name: xxhash.xxh3_128() for name in mine}
+        self._digested = dict.fromkeys(self._entries, 0)
+        self._words: dict[str, Words] = {}
+
+    @property
+    def schema(self) -> Schema:
+        return self._reader.manifest.schema
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor in the published slot itself; not to be written to."""
+        entry = self._entries[name]
+        dtype = getattr(torch, entry.dtype)
+        if not entry.nbytes:
+            return torch.empty(entry.shape, dtype=dtype)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that the mapping is read-only
+            return torch.frombuffer(self._reader.buffer(name), dtype=dtype).view(entry.shape)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {name: self.tensor(name) for name in self._entries}
+
+    def dtype(self, name: str) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self._entries[name].dtype)
+        return dtype
+
+    def row_nbytes(self, name: str) -> int:
+        entry = self._entries[name]
+        return max(1, entry.nbytes // max(1, matrix(entry.shape)[0]))
+
+    def whole(self, name: str) -> Box:
+        return Box(0, 0, *matrix(self._entries[name].shape))
+
+    def words(self, name: str, box: Box) -> Words:
+        """The 16-bit words (uint8 for types of 1 byte) of a rectangle, in place."""
+        if name not in self._words:
+            entry = self._entries[name]
+            flat = np.frombuffer(self._reader.buffer(name), word_type(entry.dtype))
+            self._words[name] = flat.reshape(grid(entry.dtype, entry.shape))
+        first, wide = self.first_word(name, box), self._words_per_element(name)
+        return self._words[name][box.row : box.row + box.rows, first : first + box.cols * wide]
+
+    def first_word(self, name: str, box: Box) -> int:
+        return box.col * self._words_per_element(name)
+
+    def sum(self, rect: Rect) -> int:
+        """Of the published bytes themselves."""
+        return rectangle(self.words(rect.name, rect.source), rect.source.row, self.first_word(rect.name, rect.source))
+
+    def part(self, rect: Rect, total: int) -> Tile:
+        """`total` as the sum over the rectangle of the published tensor that `rect` takes."""
+        entry, box = self._entries[rect.name], rect.source
+        first = self.first_word(rect.name, box)
+        end = first + box.cols * self._words_per_element(rect.name)
+        return Tile(*grid(entry.dtype, entry.shape), box.row, box.row + box.rows, first, end, total)
+
+    def read(self, name: str, box: Box) -> None:
+        """Digest the tensor up to the end of `box`, which is about to be used, unless that was done. Of a part of a
+        slot only the chunks that have the rows of `box` are.
+
+        Raises NotFinite, DigestMismatch.
+        """
+        entry = self._entries[name]
+        end = (
+            entry.nbytes
+            if box.row + box.rows == matrix(entry.shape)[0]
+            else (box.row + box.rows) * self.row_nbytes(name)
+        )
+        if self.is_part:
+            return self._read_parts(name, box.row * self.row_nbytes(name), end)
+        begin = self._digested[name]
+        self._pace(max(end - begin, 0))
+        if end > begin and name in self._hashers:
+            with self._reader.buffer(name) as view, view[begin:end] as piece:
+                self._hashers[name].update(piece)
+                if not (self.allow_non_finite or is_finite(piece, entry.dtype)):
+                    raise NotFinite(name, entry.dtype)
+        self._digested[name] = max(begin, end)
+        return None
+
+    def _read_parts(self, name: str, begin: int, end: int) -> None:
+        """Digest the chunks that have the bytes [begin, end) of a tensor, and forget that they were to be."""
+        entry, left = self._entries[name], []
+        for start, stop, digest in self._parts[name]:
+            if stop <= begin or start >= end:
+                left.append((start, stop, digest))
+                continue
+            self._pace(stop - start)
+            with self._reader.buffer(name) as view, view[start:stop] as piece:
+                if (found := digest_of(piece)) != digest:
+                    raise DigestMismatch(name, digest, found)
+                if not (self.allow_non_finite or is_finite(piece, entry.dtype)):
+                    raise NotFinite(name, entry.dtype)
+        self._parts[name] = left
+
+    def cast(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A part of the tensor in the type that it is served in. Raises NotFinite where it overflows there."""
+        cast = tensor.to(dtype)
+        if cast is not tensor and not (self.allow_non_finite or bool(torch.isfinite(cast).all())):
+            raise NotFinite(name, str(dtype).removeprefix("torch."))
+        return cast
+
+    def finish(self) -> None:
+        """Digest what was not read, and compare. Raises DigestMismatch, NotFinite."""
+        for name, hasher in self._hashers.items():
+            self.read(name, self.whole(name))
+            if (found := hasher.hexdigest()) != (expected := self._entries[name].digest):
+                raise DigestMismatch(name, expected, found)
+
+    def _words_per_element(self, name: str) -> int:
+        return math.ceil(self.dtype(name).itemsize / 2)
