@@ -6,7 +6,7 @@ All of them compute the same two binary trees over the hosts (`feeders`). Even c
 the other; who has children in one is a leaf in the other, so each host sends no more than it receives (Sanders, Speck,
 Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009). Where a tree is broken or slow,
 the receiver takes the chunks of that half from anybody, what is rarest first, beginning at another chunk than others
-(Cohen, "Incentives Build Robustness in BitTorrent", 2003); from the source only if nobody else has any.
+(Cohen, "Incentives Build Robustness in BitTorrent", 2003), and opens the source for them only if nobody else has any.
 """
 
 from __future__ import annotations
