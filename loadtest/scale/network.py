@@ -325,7 +325,8 @@ class Links:
         nothing = Bitmap(self._scenario.chunks)
         known = {h.number: nothing if h.done_at is None else None for h in self._shards[host.shard]}
         known |= {n: have for n, have in self._sources[host.shard].items() if have is None or have.bits}
-        others = ((n, have) for n, have in known.items() if n not in apart)
+        spared = host.feeders.spared(now)
+        others = ((n, have) for n, have in known.items() if n not in apart and str(n) != spared)
         return [Holder(str(n), self._network.distance(n, host.number), have) for n, have in others]
 
     def _enter(self, host: Host, number: int) -> None:

@@ -87,7 +87,16 @@ def test_trees_are_faster_than_a_swarm_and_take_less_of_the_source() -> None:
     assert trees.crossed_nbytes < swarm.crossed_nbytes
 
 
-@pytest.mark.parametrize("fault", [{"dying": 2}, {"dying": 2, "notice_s": 0.5}, {"slow": 2}], ids=str)
+FAULTS: list[dict[str, Any]] = [{"dying": 2}, {"dying": 2, "notice_s": 0.5}, {"slow": 2}]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_the_source_of_trees_sends_little_more_when_hosts_fail(fault: dict[str, Any]) -> None:
+    scenario = replace(LONG, chunk_nbytes=256 * MIB, **fault)
+    assert distribute(scenario).source_nbytes < 1.3 * scenario.host_nbytes
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
 @pytest.mark.parametrize("way", ["trees", "swarm"])
 def test_all_others_have_everything_when_hosts_fail(fault: dict[str, Any], way: Way) -> None:
     scenario = replace(LONG, way=way, **fault)

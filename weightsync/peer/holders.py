@@ -136,7 +136,8 @@ class Sources:
         if not self.loose:
             return self._leave_idle(feeders)
         able = [r for h, r in offered.items() if h not in busy and self._left_out.is_able(h, needed=needed)]
-        if able := [record for record in able if record.host not in feeders]:
+        spared = self._feeders.spared(time.monotonic())
+        if able := [record for record in able if record.host not in (*feeders, spared)]:
             self._open_some(able)
         return None
 
@@ -515,11 +516,15 @@ class LeftOut:
 
 
 class Feeders:
-    """Who feeds a receiver now. `ways` are up the trees (`plan.feeders`): who is left out is passed over."""
+    """Who feeds a receiver now, and whether the source is spared where nobody does.
+
+    `ways` are up the trees (`plan.feeders`): who is left out is passed over.
+    """
 
     def __init__(self, ways: Ways = ()) -> None:
         self._ways = ways
         self._offered_at: dict[str, float] = {}
+        self._others_at = float("-inf")  # when another than the source last had something
 
     @property
     def source(self) -> str:
@@ -534,6 +539,12 @@ class Feeders:
         """An open holder answered: `offers`, it has something that is missing here."""
         if offers:
             self._offered_at[host] = now
+            self._others_at = self._others_at if host == self.source else now
+
+    def spared(self, now: float) -> str:
+        """The source, "" while nobody else has had anything for a while. What it sends to one that looks for chunks
+        of a slow tree costs the time of all hosts; the others give on what it has sent."""
+        return self.source if self._others_at >= now - PATIENCE_S else ""
 
     def now(self, is_able: Callable[[str], bool], now: float, slowest_s: float = 0.0) -> tuple[str, ...]:
         """As `wanted`, but "" for one that has had nothing for a while, or is not open by now. `slowest_s`: how long a

@@ -6,7 +6,7 @@ All of them compute the same two binary trees over the hosts (`feeders`). Even c
 the other; who has children in one is a leaf in the other, so each host sends no more than it receives (Sanders, Speck,
 Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009). Where a tree is broken or slow,
 the receiver takes the chunks of that half from anybody, what is rarest first, beginning at another chunk than others
-(Cohen, "Incentives Build Robustness in BitTorrent", 2003).
+(Cohen, "Incentives Build Robustness in BitTorrent", 2003), and opens the source for them only if nobody else has any.
 """
 
 from __future__ import annotations
@@ -44,9 +44,11 @@ MARGIN, LEAST_MARGIN = 16, 8  # a tree is behind by so many chunks: that part of
 def feeders(hosts: Iterable[tuple[str, str]], source: str, me: str) -> tuple[tuple[str, ...], ...]:
     """Whom the host `me` reads even chunks from, and odd ones, of a version from the host `source`.
 
-    Each is the way up a tree: the host above `me`, the one above that, and so on to `source`. `hosts` are all that
-    there are, as (rack, host): the hosts of a rack lie side by side in both trees, and each tree enters a rack once or
-    twice. Empty: `me` is not among them.
+    Each is the way up a tree: the host above `me`, the one above that, and so on to `source`. Where `me` is on the
+    second side of a host, the one that heads the first side comes next on the way: it is the heir, so that one of two
+    climbs where the host fails, and the source goes on sending each chunk once. `hosts` are all that there are, as
+    (rack, host): the hosts of a rack lie side by side in both trees, and each tree enters a rack once or twice. Empty:
+    `me` is not among them.
     """
     order = sorted({(rack, host) for rack, host in hosts if host != source})
     at = next((n for n, (_, host) in enumerate(order) if host == me), None)
@@ -56,9 +58,11 @@ def feeders(hosts: Iterable[tuple[str, str]], source: str, me: str) -> tuple[tup
 
 
 def _above(order: Sequence[tuple[str, str]], at: int, source: str) -> tuple[str, ...]:
-    """The hosts above `order[at]` in the tree in which only the hosts at odd places have others below them."""
+    """The way up from `order[at]` in the tree in which only the hosts at odd places have others below them."""
     first, end, above = 0, len(order), [source]  # `first` is even
     while (root := _root(order, first, end)) != at:
+        if at > root:
+            above.append(order[_root(order, first, root)][1])
         above.append(order[root][1])
         first, end = (first, root) if at < root else (root + 1, end)
     return tuple(reversed(above))

@@ -233,13 +233,33 @@ def test_both_trees_reach_every_host_and_nobody_sends_more_than_it_receives(host
         for way in both:
             assert way[-1] == "source"
             assert len({host, *way}) == len(way) + 1
-            assert len(way) <= 2 + 2 * len(hosts).bit_length()
-    for tree in (0, 1):  # all say the same of who is above whom
-        above = {host: both[tree][0] for host, both in ways.items()}
-        assert all(above[a] == b for both in ways.values() for a, b in zip(both[tree], both[tree][1:], strict=False))
+            assert len(way) <= 2 + 4 * len(hosts).bit_length()
     sent = Counter(both[tree][0] for both in ways.values() for tree in (0, 1))
     assert max(sent.values()) <= 2  # of halves
     assert sent["source"] == 2
+
+
+@given(racks_of_hosts(), st.data())
+def test_whoever_is_gone_all_others_are_fed_from_the_source(hosts: list[tuple[str, str]], data: st.DataObject) -> None:
+    names = [host for _, host in hosts]
+    gone = data.draw(st.sets(st.sampled_from(names)))
+    for tree in (0, 1):
+        ways = {host: feeders(hosts, "source", host)[tree] for host in names if host not in gone}
+        above = {host: next(h for h in way if h not in gone) for host, way in ways.items()}
+        for host in above:
+            passed = {host}
+            while (host := above.get(host, "")) not in ("", "source"):
+                assert host not in passed
+                passed.add(host)
+
+
+@given(racks_of_hosts(), st.data())
+def test_the_source_sends_no_more_where_one_host_is_gone(hosts: list[tuple[str, str]], data: st.DataObject) -> None:
+    gone = data.draw(st.sampled_from([host for _, host in hosts]))
+    ways = [feeders(hosts, "source", host) for _, host in hosts if host != gone]
+    sent = Counter(next(host for host in way if host != gone) for both in ways for way in both)
+    assert sent["source"] <= 2
+    assert max(sent.values(), default=0) <= 3
 
 
 @given(racks_of_hosts())
@@ -302,6 +322,21 @@ def test_who_is_left_out_is_passed_over_on_the_way_up_and_who_has_nothing_is_not
     gone |= {"b", "source"}
     assert now(1.5 * PATIENCE_S) == ("", "c")
     assert Feeders().now(lambda host: True, 0.0) == ("", "")
+
+
+def test_the_source_is_spared_while_others_have_something() -> None:
+    feeding = Feeders((("a", "source"), ("source",)))
+    assert feeding.spared(0.0) == ""
+    feeding.saw("source", 0.0, offers=True)
+    feeding.saw("a", 0.0, offers=False)
+    assert feeding.spared(0.0) == ""
+    feeding.saw("other", 1.0, offers=True)
+    feeding.saw("other", 1.0 + PATIENCE_S, offers=False)
+    assert feeding.spared(1.0 + PATIENCE_S) == "source"
+    assert feeding.spared(1.1 + PATIENCE_S) == ""
+    alone = Feeders()
+    alone.saw("other", 0.0, offers=True)
+    assert alone.spared(0.0) == ""
 
 
 @given(st.integers(1, 40), st.data())
