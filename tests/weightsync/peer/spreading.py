@@ -37,7 +37,8 @@ class Ranks:
 
     def __init__(self, directory: Path, draft: Draft, ranks: list[int]) -> None:
         lock_of(directory, MODEL).touch()  # a peer of this host has been there, or will be
-        self.share = HostShare(directory, MODEL, draft.version, draft.schema)
+        kept = draft._publisher.kept()
+        self.share = HostShare(directory, MODEL, draft.version, draft.schema, kept)
         self.writers = [weightsync.join(self.share.ticket, rank) for rank in ranks]
 
     def settle(self, transport: Transport, regions: Regions) -> tuple[Any, Any]:

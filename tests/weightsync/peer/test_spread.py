@@ -23,7 +23,7 @@ from weightsync.errors import ArenaUnavailable, BadPart, ManifestError, PublishE
 from weightsync.format.manifest import Layout
 from weightsync.peer.chunks import Bitmap
 from weightsync.peer.copies import wait_for_slots
-from weightsync.peer.shelf import Journal, Regions
+from weightsync.peer.shelf import Regions
 from weightsync.publish.spread import Gatherer, HostShare, chunks_of, staying
 from weightsync.transport import Transport
 
@@ -115,24 +115,6 @@ def test_a_slot_that_lacks_chunks_is_nobodys_whole_version(hosts: Hosts, transpo
     share.close()
 
 
-def test_what_was_not_committed_is_found_by_nobody(hosts: Hosts, transport: Transport) -> None:
-    publisher, regions = hosts.publisher("a"), Regions(transport)
-    tensors = model()
-    draft = publisher.begin(schema_of(tensors))
-    ranks = Ranks(hosts.arena("b"), draft, [1])
-    write(draft, tensors, sorted(tensors)[:6])
-    write(ranks.writers[0], tensors, sorted(tensors)[6:])
-    part, offer = ranks.settle(transport, regions)
-    Gatherer(transport, regions).gather(offer, draft)
-    ranks.share.accept(draft.spread([], {"b": part}))
-    assert [len(list(Journal.all_in(hosts.arena(host), MODEL))) for host in "ab"] == [1, 1]
-    draft.abort()
-    ranks.share.abandon()
-    assert [list(Journal.all_in(hosts.arena(host), MODEL)) for host in "ab"] == [[], []]
-    with pytest.raises(ManifestError, match="not a slot"):
-        SlotReader.open(ranks.share.ticket["slot"])
-
-
 def test_what_came_is_compared_with_what_was_written(hosts: Hosts, transport: Transport) -> None:
     publisher, regions = hosts.publisher("a"), Regions(transport)
     tensors = model()
@@ -148,14 +130,14 @@ def test_what_came_is_compared_with_what_was_written(hosts: Hosts, transport: Tr
                 Gatherer(transport, regions).gather(offer | {"strips": strips}, draft)
         with pytest.raises(ManifestError):
             ranks.share.accept(b"{}")
-        ranks.share.abandon()
+        ranks.share.close()
 
 
 def test_a_directory_that_no_peer_sees_gets_no_share(hosts: Hosts, tmp_path: Path) -> None:
     """Where ranks do not share the arena with their host's peer, the same path is another directory, or none."""
     publisher = hosts.publisher("a")
     with publisher.begin(schema_of(model())) as draft, pytest.raises(ArenaUnavailable, match="share it"):
-        HostShare(tmp_path / "absent", MODEL, draft.version, draft.schema)
+        HostShare(tmp_path / "absent", MODEL, draft.version, draft.schema, [])
     assert not (tmp_path / "absent").exists()
 
 
