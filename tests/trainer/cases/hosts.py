@@ -104,22 +104,23 @@ def publish_unanswered(hosts: list[str], **arguments: Any) -> list[str]:
         await make_ready(*given)
         raise StoreUnavailable("test", "made not to answer", "Wait")
 
-    whole, make_ready = weightsync.format.manifest.CHUNK, Ledger.make_ready
+    ledger: Any = Ledger
+    whole, make_ready = weightsync.format.manifest.CHUNK, ledger.make_ready
     weightsync.format.manifest.CHUNK = CHUNK
     try:
         with on_hosts(hosts, **arguments) as (_, publisher):
-            Ledger.make_ready = unanswered  # type: ignore[method-assign]
+            ledger.make_ready = unanswered
             said = []
             try:
                 publisher.publish(0)
             except TrainerError as error:
                 said = [type(error).__name__, str(error)]
-            Ledger.make_ready = make_ready  # type: ignore[method-assign]
+            ledger.make_ready = make_ready
             if publisher._publisher is not None:
                 publisher._publisher.wait_active(publisher._publisher.versions()[-1].version)
             return [*said, str(publisher.publish(1).version)]
     finally:
-        weightsync.format.manifest.CHUNK, Ledger.make_ready = whole, make_ready  # type: ignore[method-assign]
+        weightsync.format.manifest.CHUNK, ledger.make_ready = whole, make_ready
 
 
 def no_room(_share: Share, *_: Any) -> Any:
