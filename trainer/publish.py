@@ -95,14 +95,14 @@ class WeightPublisher:
         began = time.perf_counter()
         about = {"step": step, "part": self._slot_part, "metadata": self._metadata}
         begun: Any = on_rank_zero(lambda: self._begin(about))
-        draft, places = begun or (None, None)
+        draft, *places = begun or (None,)
         try:
             outcomes = gather_json(self._write(draft, places))
             manifest = on_rank_zero(lambda: self._complete(draft, outcomes))
             problem = self._hosts.accept(manifest)
             version: Any = on_rank_zero(lambda: self._commit(draft, outcomes, problem))
         except BaseException:
-            self._hosts.abandon()
+            self._hosts.close_slot()
             raise
         committed = time.perf_counter()
         published: dict[str, Any] | None = on_rank_zero(lambda: self._swapped(version, committed - began))
@@ -148,20 +148,22 @@ class WeightPublisher:
             advice = "hotswap doctor --bucket URL says what is wrong"
             raise ConfigError("publish.bucket", str(error).rstrip(".?"), advice) from error
 
-    def _begin(self, about: dict[str, Any]) -> tuple[Any, dict[str, str]]:
-        """A draft, and the hosts that keep what is written there."""
+    def _begin(self, about: dict[str, Any]) -> tuple[Any, dict[str, str], list[str]]:
+        """A draft, the hosts that keep what is written there, and which versions stay there."""
         draft = typed(self._publisher.begin, self._schema, **about)
         try:
             spread = self._part == BASE and not self._hosts.one and self._carrier is None  # it carries whole slots
-            return draft, typed(self._publisher.share_hosts) if spread else {}
+            if not spread:
+                return draft, {}, []
+            return draft, typed(self._publisher.share_hosts), typed(self._publisher.kept)
         except BaseException:
             draft.abort()
             raise
 
-    def _write(self, draft: Any, places: dict[str, str] | None) -> dict[str, Any]:
+    def _write(self, draft: Any, places: list[Any]) -> dict[str, Any]:
         """This rank's share into the slot: what `seal` says of it, or what went wrong."""
         alone, writer, problem = dist.get_world_size() == 1, draft, ""
-        begun: Any = None if alone else broadcast_json([draft.ticket, places] if draft is not None else None)
+        begun: Any = None if alone else broadcast_json([draft.ticket, *places] if draft is not None else None)
         slices = self._slices()
         try:
             writer = draft if alone else self._hosts.writer(*begun) or draft

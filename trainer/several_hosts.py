@@ -74,12 +74,13 @@ class SeveralHosts:
         else:
             self._share = weightsync.Share(self._transport, schema)
 
-    def writer(self, ticket: Mapping[str, Any], places: Mapping[str, str]) -> Any:
+    def writer(self, ticket: Mapping[str, Any], places: Mapping[str, str], kept: Sequence[str]) -> Any:
         """What this rank writes into, if it is not rank 0. `places` are the directories of slots on hosts that keep
-        what is written there. Raises WeightSyncError, after all ranks have been here."""
+        what is written there, `kept` versions that stay there. Raises WeightSyncError, after all ranks have been
+        here."""
         self.shares, told = {}, {}
         if not self.one:
-            told = {name: mine for name, mine in gather_json(self._claim(ticket, places)) if mine is not None}
+            told = {name: mine for name, mine in gather_json(self._claim(ticket, places, kept)) if mine is not None}
         self._is_placed = [name[1] in told for name in self._names]
         if self._is_placed[self._rank]:
             ticket = told[self._name]
@@ -91,7 +92,9 @@ class SeveralHosts:
     def _name(self) -> str:
         return str(self._names[self._rank][1])
 
-    def _claim(self, ticket: Mapping[str, Any], places: Mapping[str, str]) -> tuple[str, dict[str, Any] | None]:
+    def _claim(
+        self, ticket: Mapping[str, Any], places: Mapping[str, str], kept: Sequence[str]
+    ) -> tuple[str, dict[str, Any] | None]:
         """The ticket to a slot on this host, on its first rank. Without room, ranks hold their shares as ever."""
         self.close_slot()
         mine = self._names[self._rank]
@@ -99,7 +102,7 @@ class SeveralHosts:
         if self.beside or not is_one or self._names.index(mine) != self._rank or self._name not in places:
             return self._name, None
         try:
-            self._slot = HostShare(places[self._name], self._model, ticket["version"], self._schema)
+            self._slot = HostShare(places[self._name], self._model, ticket["version"], self._schema, kept)
         except (WeightSyncError, OSError) as error:
             log.warning("host %s sends all of its share to the first host: %s", self._name, error)
             return self._name, None
@@ -172,14 +175,8 @@ class SeveralHosts:
             problem = f"host {self._name} could not keep its share: {error}"
         return next(filter(None, gather_json(problem)), "")
 
-    def abandon(self) -> None:
-        """The version is not to be: give back what was written of it. Not collective."""
-        if self._slot is not None:
-            self._slot.abandon()
-            self._slot = None
-
     def close_slot(self) -> None:
-        """The peer has the last version's slot, or nobody wants it. Not collective."""
+        """Let go of the last version's slot, whatever has become of the version. Not collective."""
         if self._slot is not None:
             self._slot.close()
             self._slot = None

@@ -130,7 +130,7 @@ class Fleet:
             draft.write(str(name), tensors[str(name)])
         parts, written = {}, []
         for rank, (host, names) in enumerate(zip(self._writers, others, strict=True), 1):
-            share = HostShare(directories[host], MODEL, draft.version, schema)
+            share = HostShare(directories[host], MODEL, draft.version, schema, self._publisher.kept())
             shares.callback(share.close)
             writer = join(share.ticket, rank)
             for name in names:

@@ -161,6 +161,20 @@ def test_a_host_that_does_not_keep_its_share_costs_one_version(
     assert "host b could not keep its share: made to refuse" in lead[1]
 
 
+@pytest.mark.sample(1)
+def test_hosts_keep_the_shares_of_a_commit_that_was_not_answered(
+    two_ranks: Ranks, small_models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank knows that there is a version now; a third host gets all of it, and the next one."""
+    path = small_models["qwen2"]
+    with fleet(path, tmp_path, host="c") as running, peers(running.store_url, tmp_path, monkeypatch, "abc"):
+        arguments = {"path": path, "store": running.store_url, "parallel": {"pipeline": 2}}
+        lead, other = two_ranks.call("publish_unanswered", hosts=["a", "b"], **arguments)
+        assert running.versions == [int(lead[2]) - 1, int(lead[2])]
+    assert (lead[0], other[0]) == ("PublishError", "RankFailed")
+    assert "made not to answer" in lead[1]
+
+
 @pytest.mark.broad
 def test_a_run_that_another_launcher_starts_on_two_hosts(small_models: dict[str, str], tmp_path: Path) -> None:
     """Each rank is a process with a host's name of its own; each publishes after every step."""

@@ -35,7 +35,16 @@ from weightsync.control.records import (
     TargetRecord,
     VersionRecord,
 )
-from weightsync.errors import ArenaFull, Conflict, DraftLost, LeaseLost, PublishError, StalePublisher, StoreError
+from weightsync.errors import (
+    ArenaFull,
+    Conflict,
+    DraftLost,
+    LeaseLost,
+    PublishError,
+    StalePublisher,
+    StoreError,
+    StoreUnavailable,
+)
 from weightsync.format.manifest import Schema, require_same_schema
 from weightsync.memory.arena import Arena, SlotLock, default_directory
 from weightsync.memory.parts import BASE, compose, has_schema, slots_of, still_there
@@ -126,7 +135,7 @@ class Ledger:
         """Make a claimed version visible, in one step; returns its revision. `config` as in `check`.
 
         `record.base_version` is the version to carry on, if one was asked for. Raises DraftLost, StalePublisher,
-        PublishError.
+        PublishError; StoreUnavailable when it was not made ready, or when the store does not say whether it was.
         """
         key = self.keys.version(record.version)
         while True:
@@ -153,6 +162,12 @@ class Ledger:
             except Conflict as conflict:
                 await self._explain(conflict, record, schemas)
                 continue
+            except StoreUnavailable:
+                await self.forget(record.version, revision)  # a commit that is still on its way comes too late then
+                found = await self.store.get(key)
+                if found is None or found.value != puts[key]:
+                    raise
+                done = found.mod_revision
             self._schemas |= {p: schema for p, schema in schemas.items() if has_schema(p) and (p != BASE or not form)}
             return done
 
@@ -226,7 +241,7 @@ class Ledger:
 
     async def _still_there(self, basis: VersionRecord, schemas: Mapping[str, Schema]) -> VersionRecord | None:
         several = self.host or any(host_of(slot) for slot in slots_of(basis))
-        copied = await kept_digests(self.store, self.keys, basis) if several else set()
+        copied = await kept_digests(self.store, self.keys, [basis]) if several else set()
         return await asyncio.to_thread(still_there, basis, schemas.keys(), self.host, copied)
 
     async def forget(self, version: int, revision: int) -> None:

@@ -57,13 +57,17 @@ async def ready_digests(store: Store, keys: Keys) -> set[str]:
     return {copy.digest for copy in parsed(keys, (await store.list(keys.copies))[0]) if copy.state == "ready"}
 
 
-async def kept_digests(store: Store, keys: Keys, record: VersionRecord) -> set[str]:
-    """The slots of which hosts have a whole copy; that of the base model of `record` also if its shares are there."""
+async def kept_digests(store: Store, keys: Keys, records: Iterable[VersionRecord]) -> set[str]:
+    """The slots of which hosts have a whole copy; those of the base models of `records` also if their shares are
+    there."""
     copies = parsed(keys, (await store.list(keys.copies))[0])
-    digest, hosts = record.manifest_digest, {host_of(record.slot), *record.shares}
-    there = {copy.host for copy in copies if copy.digest == digest and copy.slot}
+    there = {(copy.digest, copy.host) for copy in copies if copy.slot}
     whole = {copy.digest for copy in copies if copy.state == "ready"}
-    return whole | {digest} if record.shares and hosts <= there else whole
+    for record in records:
+        hosts = {host_of(record.slot), *record.shares}
+        if record.shares and all((record.manifest_digest, host) in there for host in hosts):
+            whole.add(record.manifest_digest)
+    return whole
 
 
 async def share_hosts(store: Store, keys: Keys, host: str) -> dict[str, str]:

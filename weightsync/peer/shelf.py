@@ -82,8 +82,11 @@ class Shelf:
 
     def adopt(self) -> None:
         """Take over what an earlier peer of this host left: whole copies, and those open for what was needed, as they
-        are, the others to be resumed."""
+        are, the others to be resumed. Shares wait for the record that names them (`take_share`), which may be written
+        only now."""
         for journal in Journal.all_in(self.arena.directory, self.model):
+            if journal.share:
+                continue
             if not self._adopt_open(journal) and not self._adopt_part(journal):
                 journal.remove()  # reused or gone
 

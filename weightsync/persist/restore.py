@@ -44,8 +44,8 @@ from weightsync.errors import (
 from weightsync.format.manifest import PREAMBLE, Layout, clear_gaps, write_header
 from weightsync.memory.arena import Arena, SlotLock
 from weightsync.memory.parts import slots_of
-from weightsync.peer.copies import all_parts, local_slot, own_copies, ready_digests, with_local_slots
-from weightsync.persist.disk import Disk, Piece, disk_piece, slot_header, slot_is_whole
+from weightsync.peer.copies import all_parts, kept_digests, local_slot, own_copies, with_local_slots
+from weightsync.persist.disk import Disk, Piece, disk_piece, slot_header, slot_is_left, slot_is_whole
 from weightsync.publish.writer import copy_sums
 from weightsync.store.protocol import MISSING, KeyValue, Store
 
@@ -130,7 +130,7 @@ class _Attempt:
             found,
             {record.version: record for record in versions},
             dict(await own_copies(store, keys, host)),
-            await ready_digests(store, keys) if host else set(),
+            await kept_digests(store, keys, versions) if host else set(),
         )
 
     def close(self) -> None:
@@ -173,7 +173,7 @@ class _Attempt:
         return source
 
     async def _in_memory(self, piece: PartRecord) -> bool:
-        """Whether it is whole on this host, or on another one that lives."""
+        """Whether it is whole on this host, or on others that live."""
         digest = piece.manifest_digest
         if digest in self.filled:
             return True
@@ -318,8 +318,8 @@ class _Attempt:
         digest, path = piece.manifest_digest, local_slot(piece, self.host, self.own)
         if digest in self.filled or path is None:  # another host's is that host's to judge
             return True
-        if piece.shares and digest in self.copied:
-            return True  # this host's slot lacks what another has
+        if piece.shares and (digest in self.copied or slot_is_left(path, digest)):
+            return True  # this host's slot lacks what others have: that is theirs to judge
         return self.whole[digest] if digest in self.whole else _digest_at(path) == digest
 
     def _renamed(self, record: VersionRecord) -> VersionRecord:

@@ -59,7 +59,7 @@ from weightsync.memory.ledger import Ledger, ensure_arena
 from weightsync.memory.parts import ADAPTER_CONFIG, BASE, LORA, Adapter, check_name
 from weightsync.peer.chunks import Bitmap, Head
 from weightsync.peer.copies import own_copies, share_hosts
-from weightsync.peer.shelf import Journal, leave
+from weightsync.peer.shelf import leave
 from weightsync.publish.writer import SlotWriter, Ticket, assemble, blank, spec_of
 from weightsync.store import SyncStore
 
@@ -100,7 +100,6 @@ class Draft:
         self._writer = SlotWriter(claim.lock, claim.mapping, schema, layout, rank=0)
         self._open = True
         self._published: PartRecord | None = None  # what `spread` has made of it
-        self._journal: Journal | None = None  # of a slot that lacks chunks
         self.signature = ""  # of who made the tensors elsewhere; without one, the publisher's own key signs
 
     @property
@@ -204,7 +203,7 @@ class Draft:
         lacks = functools.reduce(operator.or_, elsewhere.values())
         done = Bitmap(head.shape.chunks, Bitmap.full(head.shape.chunks).bits & ~lacks)
         with memoryview(self._claim.mapping) as slot:
-            self._journal = leave(self._claim.lock, slot, head, self._publisher.model, self.part, done)
+            leave(self._claim.lock, slot, head, self._publisher.model, self.part, done)
 
     def _complete(self, others: list[Mapping[str, Any]]) -> Manifest:
         mine = self._writer.part()
@@ -223,8 +222,6 @@ class Draft:
         try:
             self._publisher._forget(self._claim.record.version, self._claim.revision)
         finally:
-            if self._journal is not None:
-                self._journal.remove()
             self._close()
 
     def _close(self) -> None:
@@ -511,6 +508,10 @@ class Publisher:
         if self._signer is not None or not self.host:
             return {}
         return self._store.run(share_hosts(self._store.store, self._keys, self.host))
+
+    def kept(self) -> list[str]:
+        """The manifest digests of versions in shares that the store has a record of, for `HostShare`."""
+        return [v.manifest_digest for v in self.versions() if v.state == "ready" and v.shares]
 
     def close(self) -> None:
         """End the lease, and with it any open draft; safe to call twice."""

@@ -5,20 +5,23 @@ slots. Chunks whose tensors were all written on one host stay there, and that ho
 tensors that are cut across hosts and at the borders between the hosts' tensors, go to the publisher's slot, which
 lacks those that stay elsewhere. All of this happens before anybody is told of the version:
 
-    hosts = publisher.share_hosts()                                     the publisher's host, who has a draft
-    share = HostShare(hosts[host], MODEL, draft.version, draft.schema)  one rank of each of those hosts
-    writer = weightsync.join(share.ticket, rank)                        every rank of such a host; seal() as ever
-    part, offer = share.settle(parts, regions, transport.endpoint)      that rank, from what its host's ranks sealed
-    Gatherer(transport, regions).gather(offer, draft)                   beside the draft
-    raw = draft.spread(parts, {host: part})                             the manifest, to be brought to each host
-    share.accept(raw)                                                   there: its peer will find it
-    draft.commit()                                                      when all have
+    hosts, kept = publisher.share_hosts(), publisher.kept()                   the publisher's host, who has a draft
+    share = HostShare(hosts[host], MODEL, draft.version, draft.schema, kept)  one rank of each of those hosts
+    writer = weightsync.join(share.ticket, rank)                              every rank of such a host; seal() as ever
+    part, offer = share.settle(parts, regions, transport.endpoint)            that rank, from what its host's sealed
+    Gatherer(transport, regions).gather(offer, draft)                         beside the draft
+    raw = draft.spread(parts, {host: part})                                   the manifest, to be brought to each host
+    share.accept(raw)                                                         there: its peer will find it
+    draft.commit()                                                            when all have
+
+From `accept` on the version's record alone decides: whoever fails then cannot know whether there is one. So nobody
+takes a share away. One that no record names is not looked for, and its slot is as good as any for what comes next.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -92,18 +95,19 @@ class HostShare:
     It is held until `close`: until then nobody reuses it, whether a peer has found it or not.
     """
 
-    def __init__(self, directory: Path | str, model: str, version: int, schema: Schema) -> None:
-        """`directory` is the host's arena, as its peer sees it. Raises ArenaError, OSError."""
+    def __init__(self, directory: Path | str, model: str, version: int, schema: Schema, kept: Collection[str]) -> None:
+        """`directory` is the host's arena, as its peer sees it, `kept` what `Publisher.kept` says of the versions whose
+        shares must stay: their peer may be away, and hold none. Raises ArenaError, OSError."""
         if not lock_of(Path(directory), model).exists():
             raise ArenaUnavailable(f"no peer of {model} has been in {directory}: share it with the trainer's ranks")
         self._model, self._schema, self._layout = model, schema, Layout.of(schema)
         self._settled: tuple[dict[str, Sums], Bitmap] | None = None
-        self._journal: Journal | None = None
         arena, pool = Arena(directory), copies_pool(model, BASE)
-        fetching = {str(journal.slot) for journal in Journal.all_in(arena.directory, model) if not journal.share}
-        self._lock = arena.claim(pool, self._layout.total_nbytes, fetching)
+        left = Journal.all_in(arena.directory, model)
+        in_use = {str(journal.slot) for journal in left if not journal.share or journal.key.digest in kept}
+        self._lock = arena.claim(pool, self._layout.total_nbytes, in_use)
         try:
-            Journal.drop(self._lock.path)  # of a share that nobody has found, and nobody holds
+            Journal.drop(self._lock.path)  # of a share that no record names
             self._lock.admit_writers()
             self._mapping = MAPPINGS.get(self._lock.path, self._lock.fd)
             draft = blank(schema, self._layout, version, model)
@@ -155,15 +159,7 @@ class HostShare:
             raise PublishError("the manifest is not of what was written on this host: publish the version again")
         if stay.bits:
             with memoryview(self._mapping) as slot:
-                self._journal = leave(self._lock, slot, head, self._model, BASE, stay)
-
-    def abandon(self) -> None:
-        """The version was not committed: nobody is to find this. Then as `close`."""
-        if self._lock.fd >= 0:
-            if self._journal is not None:
-                self._journal.remove()
-            self._lock.admit_writers()  # its header goes
-        self.close()
+                leave(self._lock, slot, head, self._model, BASE, stay)
 
     def close(self) -> None:
         """Let go of the slot; what the peer has found, it holds itself. Twice is fine."""

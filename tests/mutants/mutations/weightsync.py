@@ -171,6 +171,18 @@ MUTATIONS: list[Mutation] = [
     *of("weightsync/publish/spread.py", WS + "peer/test_spread.py::test_what_came_is_compared_with_what_was_written", changes=[
         ("if strip.sum(into.view) != strip.digest:", "if not strip.sum(into.view):"),
     ]),
+    *of("weightsync/publish/spread.py", WS + "peer/test_spread_faults.py::test_the_next_version_leaves_a_share_that_a_record_names", changes=[
+        ("if not journal.share or journal.key.digest in kept", "if not journal.share"),
+    ]),
+    *of("weightsync/peer/shelf.py", WS + "peer/test_spread_faults.py::test_a_peer_that_starts_before_the_commit_keeps_the_share", changes=[
+        ("            if journal.share:\n                continue\n", ""),
+    ]),
+    *of("weightsync/persist/restore.py", WS + "peer/test_spread_faults.py::test_a_server_that_starts_keeps_versions_that_are_whole_nowhere", changes=[
+        ("(digest in self.copied or slot_is_left(path, digest))", "digest in self.copied"),
+    ]),
+    *of("weightsync/memory/ledger.py", WS + "peer/test_spread_faults.py::test_a_commit_whose_answer_is_lost_is_one", changes=[
+        ("if found is None or found.value != puts[key]:", "if found is not None:"),
+    ]),
     *of("weightsync/peer/plan.py", WS + "peer/test_plan.py", changes=[
         ("return free | lacks", "return free"),
     ]),

@@ -14,7 +14,8 @@ import trainer.several_hosts
 from tests.trainer.batches import random_batch
 from trainer.errors import TrainerError
 from weightsync import Share
-from weightsync.errors import PublishError, TransportUnavailable
+from weightsync.errors import PublishError, StoreUnavailable, TransportUnavailable
+from weightsync.memory.ledger import Ledger
 from weightsync.publish.shares import Offer
 from weightsync.publish.spread import Gatherer, HostShare
 from weightsync.transport import open_transport
@@ -92,6 +93,34 @@ def publish_refused_share(hosts: list[str], **arguments: Any) -> list[str]:
             return [*said, str(publisher.publish(1).version)]
     finally:
         weightsync.format.manifest.CHUNK, HostShare.accept = whole, accept  # type: ignore[method-assign]
+
+
+def publish_unanswered(hosts: list[str], **arguments: Any) -> list[str]:
+    """The error of a version whose commit the store applies without saying so, and then, when that is active, that the
+    next one is published."""
+    import weightsync.format.manifest
+
+    async def unanswered(*given: Any) -> int:
+        await make_ready(*given)
+        raise StoreUnavailable("test", "made not to answer", "Wait")
+
+    ledger: Any = Ledger
+    whole, make_ready = weightsync.format.manifest.CHUNK, ledger.make_ready
+    weightsync.format.manifest.CHUNK = CHUNK
+    try:
+        with on_hosts(hosts, **arguments) as (_, publisher):
+            ledger.make_ready = unanswered
+            said = []
+            try:
+                publisher.publish(0)
+            except TrainerError as error:
+                said = [type(error).__name__, str(error)]
+            ledger.make_ready = make_ready
+            if publisher._publisher is not None:
+                publisher._publisher.wait_active(publisher._publisher.versions()[-1].version)
+            return [*said, str(publisher.publish(1).version)]
+    finally:
+        weightsync.format.manifest.CHUNK, ledger.make_ready = whole, make_ready
 
 
 def no_room(_share: Share, *_: Any) -> Any:

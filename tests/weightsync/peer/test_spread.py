@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,72 +14,23 @@ import pytest
 import weightsync
 from tests.waiting import wait_until
 from tests.weightsync.peer.hosts import CHUNK, KEYS, MODEL, Hosts, bytes_of, newest
-from weightsync import Adapter, Publisher, SlotReader, open_store
+from tests.weightsync.peer.spreading import ROWS, Ranks, model, schema_of, spread, write
+from weightsync import Adapter, SlotReader, open_store
 from weightsync.control.agent import CommitResult, Participant, StageResult
 from weightsync.control.coordinator import Coordinator
 from weightsync.control.records import ActiveRecord, InstanceRecord, VersionRecord
 from weightsync.errors import ArenaUnavailable, BadPart, ManifestError, PublishError, SwapAborted
-from weightsync.format.manifest import Layout, Schema
+from weightsync.format.manifest import Layout
 from weightsync.peer.chunks import Bitmap
 from weightsync.peer.copies import wait_for_slots
-from weightsync.peer.shelf import Journal, Regions, lock_of
-from weightsync.publish.publisher import Draft, as_schema
+from weightsync.peer.shelf import Regions
 from weightsync.publish.spread import Gatherer, HostShare, chunks_of, staying
-from weightsync.transport import Transport, open_transport
-
-ROWS = 96 << 10 >> 8  # of a tensor of one and a half chunks, each of 256 bytes
+from weightsync.transport import Transport
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weightsync.format.manifest.CHUNK", CHUNK)
-
-
-@pytest.fixture
-def transport() -> Iterator[Transport]:
-    with open_transport("tcp", listen="127.0.0.1", tls=None) as opened:
-        yield opened
-
-
-def model(layers: int = 12, seed: int = 0) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(seed)
-    return {f"layer.{n:02d}": rng.standard_normal((ROWS, 64), np.float32) for n in range(layers)}
-
-
-def schema_of(tensors: Mapping[str, np.ndarray]) -> Schema:
-    return as_schema([(name, str(tensor.dtype), tensor.shape) for name, tensor in tensors.items()])
-
-
-class Ranks:
-    """The ranks of one host and their slot there."""
-
-    def __init__(self, directory: Path, draft: Draft, ranks: list[int]) -> None:
-        lock_of(directory, MODEL).touch()  # a peer of this host has been there, or will be
-        self.share = HostShare(directory, MODEL, draft.version, draft.schema)
-        self.writers = [weightsync.join(self.share.ticket, rank) for rank in ranks]
-
-    def settle(self, transport: Transport, regions: Regions) -> tuple[Any, Any]:
-        return self.share.settle([writer.seal() for writer in self.writers], regions, transport.endpoint)
-
-
-def write(writer: Any, tensors: Mapping[str, np.ndarray], names: list[str]) -> None:
-    for name in names:
-        writer.write(name, tensors[name])
-
-
-def spread(
-    publisher: Publisher, transport: Transport, directory: Path, tensors: Mapping[str, np.ndarray]
-) -> tuple[int, int, HostShare]:
-    """Publish the second half of `tensors` on host b: the version, the bytes that were gathered, and the share."""
-    names, regions = sorted(tensors), Regions(transport)
-    draft = publisher.begin(schema_of(tensors))
-    ranks = Ranks(directory, draft, [1])
-    write(draft, tensors, names[: len(names) // 2])
-    write(ranks.writers[0], tensors, names[len(names) // 2 :])
-    part, offer = ranks.settle(transport, regions)
-    gathered = Gatherer(transport, regions).gather(offer, draft)
-    ranks.share.accept(draft.spread([], {"b": part}))
-    return draft.commit(), gathered, ranks.share
 
 
 def test_chunks_stay_whose_tensors_are_all_there() -> None:
@@ -164,24 +115,6 @@ def test_a_slot_that_lacks_chunks_is_nobodys_whole_version(hosts: Hosts, transpo
     share.close()
 
 
-def test_what_was_not_committed_is_found_by_nobody(hosts: Hosts, transport: Transport) -> None:
-    publisher, regions = hosts.publisher("a"), Regions(transport)
-    tensors = model()
-    draft = publisher.begin(schema_of(tensors))
-    ranks = Ranks(hosts.arena("b"), draft, [1])
-    write(draft, tensors, sorted(tensors)[:6])
-    write(ranks.writers[0], tensors, sorted(tensors)[6:])
-    part, offer = ranks.settle(transport, regions)
-    Gatherer(transport, regions).gather(offer, draft)
-    ranks.share.accept(draft.spread([], {"b": part}))
-    assert [len(list(Journal.all_in(hosts.arena(host), MODEL))) for host in "ab"] == [1, 1]
-    draft.abort()
-    ranks.share.abandon()
-    assert [list(Journal.all_in(hosts.arena(host), MODEL)) for host in "ab"] == [[], []]
-    with pytest.raises(ManifestError, match="not a slot"):
-        SlotReader.open(ranks.share.ticket["slot"])
-
-
 def test_what_came_is_compared_with_what_was_written(hosts: Hosts, transport: Transport) -> None:
     publisher, regions = hosts.publisher("a"), Regions(transport)
     tensors = model()
@@ -197,14 +130,14 @@ def test_what_came_is_compared_with_what_was_written(hosts: Hosts, transport: Tr
                 Gatherer(transport, regions).gather(offer | {"strips": strips}, draft)
         with pytest.raises(ManifestError):
             ranks.share.accept(b"{}")
-        ranks.share.abandon()
+        ranks.share.close()
 
 
 def test_a_directory_that_no_peer_sees_gets_no_share(hosts: Hosts, tmp_path: Path) -> None:
     """Where ranks do not share the arena with their host's peer, the same path is another directory, or none."""
     publisher = hosts.publisher("a")
     with publisher.begin(schema_of(model())) as draft, pytest.raises(ArenaUnavailable, match="share it"):
-        HostShare(tmp_path / "absent", MODEL, draft.version, draft.schema)
+        HostShare(tmp_path / "absent", MODEL, draft.version, draft.schema, [])
     assert not (tmp_path / "absent").exists()
 
 
