@@ -307,6 +307,7 @@ def _splice(place: Place) -> list[str]:
 _OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR", "DISABLE_ADMIN_UI": "True"}
 FULL = "hotswap, everything on"
 ROUTER = "vllm-router, round robin"
+COPYING = "bytes copied on uvloop, no HTTP"
 CONTENDERS = (
     Contender("hotswap, open", hotswap),
     Contender(FULL, hotswap_full),
@@ -314,7 +315,7 @@ CONTENDERS = (
     Contender("vllm-router, default policy", _vllm_router(""), "vllm-router==0.1.17"),
     Contender("smg, round robin", _smg, "smg==1.13.0"),
     Contender("LiteLLM", _litellm, "litellm[proxy]==1.100.5", _OFFLINE),
-    Contender("bytes copied on uvloop, no HTTP", _splice),
+    Contender(COPYING, _splice),
 )
 
 

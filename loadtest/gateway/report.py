@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from loadtest.gateway.cancel import GIVE_UP_S, STATES
-from loadtest.gateway.contenders import FULL, ROUTER
+from loadtest.gateway.contenders import COPYING, FULL, ROUTER
 from loadtest.gateway.measure import Figures
 
 COLUMNS = {
@@ -28,6 +28,13 @@ COLUMNS = {
     "large_requests_per_s": "220 KB prompts/s",
     "rss_mb": "RSS MiB",
 }
+
+AGAINST = (  # what is measured, against whom, by which figure, and how many times theirs it must be
+    ("requests per second of core, over vllm-router's", ROUTER, "requests_per_core_s", 1.6, False),
+    ("CPU of a paced chunk, over vllm-router's", ROUTER, "cpu_us_per_chunk", 1.0, True),
+    ("220 KB prompts a second, over vllm-router's", ROUTER, "large_requests_per_s", 2.0, False),
+    ("latency added at one client, p50, over copying bytes", COPYING, "added_latency_us_p50", 1.2, True),
+)
 
 
 @dataclass
@@ -67,18 +74,14 @@ class Target:
 
 
 def targets(results: Mapping[str, Result]) -> list[Target]:
-    """Each target and what was measured; those against vllm-router only where it ran."""
-    mine, router = results[FULL], results.get(ROUTER)
-    found = []
-    if router is not None and router.rounds:
-        ratio = _ratio(mine.median("requests_per_core_s"), router.median("requests_per_core_s"))
-        found.append(Target("requests per second of core, over vllm-router's", 1.5, ratio, at_most=False))
-        per_chunk = router.median("cpu_us_per_chunk") or 0.0
-        found.append(Target("CPU us per paced chunk (vllm-router's)", per_chunk, mine.median("cpu_us_per_chunk")))
+    """Each target and what was measured; those against another contender only where it ran."""
+    mine, found = results[FULL], []
+    for name, other, figure, times, at_most in AGAINST:
+        if other in results and results[other].rounds:
+            ratio = _ratio(mine.median(figure), results[other].median(figure))
+            found.append(Target(name, times, ratio, at_most=at_most))
     found += [
-        Target("added us at one client, p50", 100, mine.median("added_latency_us_p50")),
         Target("added us at one client, p99", 300, mine.median("added_latency_us_p99")),
-        Target("220 KB prompts, requests/s", 3000, mine.median("large_requests_per_s"), at_most=False),
         Target("RSS, MiB", 80, mine.median("rss_mb")),
     ]
     found += [Target(f"upstream closed, client left {state}, ms", 10, mine.slowest_cancel(state)) for state in STATES]
