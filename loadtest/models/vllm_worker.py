@@ -61,9 +61,10 @@ def worker(
     with set_current_vllm_config(config):
         _be_alone()
     group = SimpleNamespace(world_size=world, rank_in_group=rank, rank=rank, is_first_rank=True, is_last_rank=True)
-    saved = (parallel_state._TP, parallel_state._PP)
+    group.device_group = SimpleNamespace(rank=lambda: rank, size=lambda: world)
+    saved = (parallel_state._TP, parallel_state._PP, parallel_state._EP)
     if world > 1:
-        parallel_state._TP = group
+        parallel_state._TP = parallel_state._EP = group
     if world > 1 or stages > 1:
         ends = {"is_first_rank": stage == 0, "is_last_rank": stage == stages - 1}
         parallel_state._PP = SimpleNamespace(world_size=stages, rank_in_group=stage, rank=stage, **ends)
@@ -82,7 +83,7 @@ def worker(
             stager = Stager(model, config, config.model_config, place, allow_non_finite=allow_non_finite)
             yield Worker(model, config, stager)
     finally:
-        parallel_state._TP, parallel_state._PP = saved
+        parallel_state._TP, parallel_state._PP, parallel_state._EP = saved
 
 
 def _be_alone() -> None:

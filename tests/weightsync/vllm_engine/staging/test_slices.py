@@ -18,9 +18,10 @@ from tests.weightsync.vllm_engine.model.test_placement import assert_built, chec
 from weightsync import Publisher
 from weightsync.control.records import VersionRecord
 from weightsync.format.fingerprint import combine
-from weightsync.format.manifest import Schema, TensorSpec
+from weightsync.format.manifest import Layout, Schema, TensorSpec
 from weightsync.format.slices import Slices
 from weightsync.peer.chunks import Head, manifest_of
+from weightsync.publish.spread import chunks_of
 
 pytestmark = pytest.mark.engine
 CHUNK = 8 << 10
@@ -122,14 +123,25 @@ def test_what_is_not_here_is_not_taken(tmp_path: Path, publisher: Publisher) -> 
         w.stage(part_of(record, slices, "has")[0]).release()
 
 
-@pytest.mark.parametrize("kind", ["moe"])
-def test_experts_of_a_rank(kind: str, tmp_path: Path, publisher: Publisher) -> None:
-    checkpoint = make_kind(tmp_path / kind, kind)
+@pytest.mark.parametrize("world", [1, 2])
+def test_ranks_that_share_the_experts(world: int, tmp_path: Path, publisher: Publisher) -> None:
+    """Expert parallel: a rank reads its own experts whole, and none of the others."""
+    checkpoint = make_kind(tmp_path / "moe", "moe")
     tensors = tensors_of(checkpoint)
     record, schema = publish(publisher, tensors), schema_of(tensors)
-    with worker(checkpoint) as w:
-        reads = w.stager.reads(schema)
-        part, share = part_of(record, reads.slices, "all")
+    layout, hosts = Layout.of(schema), [f"h{n}" for n in range(world)]
+    rows = [[n, spec.dtype, list(spec.shape)] for n, spec in schema.tensors.items()]
+    workers = ranks(checkpoint, world, 1, enable_expert_parallel=True)
+    reads = joined_reads(rows, hosts, [answer(w, schema) for w in workers])
+    assert reads is not None
+    sums, seen = [], []
+    experts = {name for name in tensors if ".experts." in name}
+    for host, w in zip(hosts, ranks(checkpoint, world, 1, enable_expert_parallel=True), strict=True):
+        part, _ = part_of(record, reads.slices[host], host)
         w.stage(part, reads.unread).release()
-        assert combine([w.stager.report.sums]) == record.fingerprint
-    assert share > 0.9
+        sums.append(w.stager.report.sums)
+        chunks = reads.slices[host].chunks(layout.total_nbytes, CHUNK)
+        seen.append({name for name in experts if not chunks_of(schema, layout, [name]) & ~chunks})
+    assert combine(sums) == record.fingerprint
+    assert set.union(*seen) == experts
+    assert all(len(names) < 0.8 * len(experts) for names in seen) == (world == 2)
