@@ -24,6 +24,7 @@ from server.errors import CliError, OtherCheckpoint, StateLost
 from server.gateway.access.records import DOOR, KEYS_PREFIX, DoorRecord
 from server.up.state import own, owner, require_own
 from weightsync import open_store
+from weightsync.control.board import readable_versions
 from weightsync.control.hosts import arena_key, this_host
 from weightsync.control.records import (
     ActiveRecord,
@@ -353,13 +354,14 @@ class _Beginning:
         """No version is to be asked for whose bytes are nowhere."""
         host = this_host()
         own = await own_copies(self.store, self.keys, host)
-        for kv in (await self.store.list(self.keys.versions))[0]:
-            record = VersionRecord.from_json(kv.value)
-            places = [(local_slot(part, host, own), part) for part in all_parts(record)]
+        listed = (await self.store.list(self.keys.versions))[0]
+        revisions = {kv.key: kv.mod_revision for kv in listed}
+        for record in readable_versions(listed):
+            key, places = self.keys.version(record.version), [(local_slot(p, host, own), p) for p in all_parts(record)]
             if record.state != "ready" or all(path is None or _is_left(path, part) for path, part in places):
                 continue  # another host's is that host's to judge
             with contextlib.suppress(Conflict):
-                await self.store.compare_and_swap(kv.key, kv.mod_revision, replace(record, state="retired").to_json())
+                await self.store.compare_and_swap(key, revisions[key], replace(record, state="retired").to_json())
 
     async def _require_parts(self, version: int) -> None:
         """Raises CliError when the instances would not run something that the version has."""

@@ -138,7 +138,8 @@ async def ready_revisions(store: Store, keys: Keys, target: TargetRecord) -> dic
     ready = {}
     for version in (target.version, *shared_versions(target.split)):
         found = await store.get(keys.version(version))
-        state = VersionRecord.from_json(found.value).state if found else None
+        record = VersionRecord.readable(found.key, found.value) if found else None
+        state = record.state if record is not None else None
         if found is None or state != "ready":
             raise UnknownVersion(version, state)
         ready[keys.version(version)] = found.mod_revision

@@ -125,17 +125,17 @@ class Board:
 
     @property
     def target(self) -> TargetRecord | None:
-        return self._record(TargetRecord, self.keys.target)
+        found = self._found.get(self.keys.target)
+        return TargetRecord.readable(found.key, found.value) if found is not None else None
 
     @property
     def versions(self) -> list[VersionRecord]:
-        """Oldest first."""
-        prefix = self.keys.versions
-        found = [_parsed(VersionRecord, kv.value) for k, kv in self._found.items() if k.startswith(prefix)]
-        return sorted(found, key=lambda record: record.version)
+        """Those that can be read, oldest first."""
+        return readable_versions(kv for key, kv in self._found.items() if key.startswith(self.keys.versions))
 
     def version(self, version: int) -> VersionRecord | None:
-        return self._record(VersionRecord, self.keys.version(version))
+        found = self._found.get(self.keys.version(version))
+        return VersionRecord.readable(found.key, found.value) if found is not None else None
 
     @property
     def instances(self) -> Mapping[str, InstanceRecord]:
@@ -166,6 +166,12 @@ class Board:
     def _record(self, kind: type[R], key: str) -> R | None:
         found = self._found.get(key)
         return _parsed(kind, found.value) if found is not None else None
+
+
+def readable_versions(found: Iterable[KeyValue]) -> list[VersionRecord]:
+    """The records of versions among `found` that can be read, oldest first."""
+    records = (VersionRecord.readable(kv.key, kv.value) for kv in found)
+    return sorted((record for record in records if record is not None), key=lambda record: record.version)
 
 
 class _Watch:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import types
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 import orjson
 import xxhash
 
 from weightsync.errors import RecordError
+
+log = logging.getLogger("weightsync.records")
 
 VersionState = Literal["publishing", "ready", "retired"]
 SwapMode = Literal["together", "rolling"]
@@ -21,6 +24,7 @@ CopyState = Literal["fetching", "ready", "failed"]
 InstanceState = Literal["STOPPED", "STARTING", "SERVING", "STAGING", "STAGED", "COMMITTING", "TORN", "DRAINING"]
 
 ARENA_KEY = "arena"
+NOT_WRITTEN = "Nothing was written: pass a value of the field's own type"
 MODELS_PREFIX = "models/"
 
 
@@ -167,7 +171,15 @@ class Record:
     """
 
     def to_json(self) -> bytes:
-        return orjson.dumps(_written(self))
+        """Raises RecordError for what `from_json` would refuse: in the store, it would stop every reader."""
+        try:
+            raw = orjson.dumps(_written(self))
+            self.from_json(raw)
+        except TypeError as error:
+            raise RecordError(type(self).__name__, str(error), NOT_WRITTEN) from error
+        except RecordError as error:
+            raise RecordError(error.record, error.problem, NOT_WRITTEN) from None
+        return raw
 
     @classmethod
     def from_json(cls, raw: bytes) -> Self:
@@ -177,6 +189,12 @@ class Record:
         except orjson.JSONDecodeError as error:
             raise RecordError(cls.__name__, f"not JSON ({error})") from error
         record: Self = _build(cls, data)
+        return record
+
+    @classmethod
+    def readable(cls, key: str, raw: bytes) -> Self | None:
+        """None for what `from_json` refuses. The log says so once: one bad record must not stop all others."""
+        record: Self | None = _readable(cls, key, raw)
         return record
 
 
@@ -565,6 +583,15 @@ def _written(value: Any) -> Any:
         given = ((f, getattr(value, f.name)) for f in dataclasses.fields(value))
         return {f.name: _written(found) for f, found in given if f.default is dataclasses.MISSING or found != f.default}
     return [_written(item) for item in value] if isinstance(value, tuple) else value
+
+
+@lru_cache(maxsize=1024)
+def _readable(cls: Any, key: str, raw: bytes) -> Any:
+    try:
+        return cls.from_json(raw)
+    except RecordError as error:
+        log.warning("ignoring %s: %s", key, error)
+        return None
 
 
 @cache

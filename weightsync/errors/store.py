@@ -70,13 +70,15 @@ class WatchCompacted(StoreError):
 
 
 class RecordError(StoreError):
-    """A stored record cannot be read as what its key says it is."""
+    """A record is not what its key says it is: a stored one, or one that was to be stored."""
 
     code = "record_error"
 
-    def __init__(self, record: str, problem: str) -> None:
+    def __init__(
+        self, record: str, problem: str, advice: str = "Was it written by another release? Run the same one everywhere"
+    ) -> None:
         self.record, self.problem = record, problem
-        super().__init__(f"{record}: {problem}. Was it written by another release? Run the same one everywhere")
+        super().__init__(f"{record}: {problem}. {advice}")
 
 
 class LedgerUnavailable(WeightSyncError):

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from weightsync.control.board import readable_versions
 from weightsync.control.hosts import host_of, local_path, this_host
 from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, VersionRecord
 from weightsync.errors import (
@@ -59,7 +60,7 @@ class Records:
             items, _ = store.list(keys.root)
             copies = store.run(own_copies(store.store, keys, host))
         active = next((ActiveRecord.from_json(kv.value) for kv in items if kv.key == keys.active), None)
-        versions = [VersionRecord.from_json(kv.value) for kv in items if kv.key.startswith(keys.versions)]
+        versions = readable_versions(kv for kv in items if kv.key.startswith(keys.versions))
         instances = [InstanceRecord.from_json(kv.value) for kv in items if kv.key.startswith(keys.instances)]
         return cls(active, {v.version: v for v in versions}, {i.id: i for i in instances}, host, copies)
 

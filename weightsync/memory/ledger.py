@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from weightsync.control import activation
+from weightsync.control.board import readable_versions
 from weightsync.control.chain import LedgerEntry, append
 from weightsync.control.forms import check_config
 from weightsync.control.hosts import arena_key, host_of, local_path, slot_name, this_host
@@ -52,6 +54,7 @@ from weightsync.peer.copies import kept_digests
 from weightsync.store.protocol import MISSING, KeyValue, Store
 
 CLAIM_ATTEMPTS = 100
+_SLOT = re.compile(rb'"slot":"([^"\\]+)"')
 
 
 class Ledger:
@@ -63,6 +66,7 @@ class Ledger:
         self._lease: LeaseKeeper | None = None
         self._schemas: dict[str, Schema] = {}
         self._form: tuple[str, FormRecord, Schema] | None = None  # the last one asked for, by its digest
+        self._unread_slots: set[str] = set()
         self._token = self._fence = 0
         self.who = self.reason = ""  # for the ledger
 
@@ -198,7 +202,7 @@ class Ledger:
         for version in [asked] if asked is not None else wanted(*found.values()):
             key = self.keys.version(version)
             kv = await self.store.get(key)
-            record = VersionRecord.from_json(kv.value) if kv else None
+            record = VersionRecord.readable(kv.key, kv.value) if kv else None
             if record is not None and record.state == "ready":
                 return record, {**(compares if asked is None else {}), key: _revision(kv)}
         if asked is not None:
@@ -255,7 +259,11 @@ class Ledger:
                 await self._lease.stop()
 
     async def versions(self) -> list[VersionRecord]:
-        return [VersionRecord.from_json(kv.value) for kv in (await self.store.list(self.keys.versions))[0]]
+        """Those that can be read. The slots that other records name stay in use."""
+        found = (await self.store.list(self.keys.versions))[0]
+        unread = (kv.value for kv in found if VersionRecord.readable(kv.key, kv.value) is None)
+        self._unread_slots = {slot.decode() for raw in unread for slot in _SLOT.findall(raw)}
+        return readable_versions(found)
 
     async def close(self) -> None:
         if self._lease is not None:
@@ -287,7 +295,7 @@ class Ledger:
 
     def _slots_in_use(self, versions: list[VersionRecord]) -> set[str]:
         """Paths on this host."""
-        named = {slot for v in versions if v.state != "retired" for slot in slots_of(v)}
+        named = {slot for v in versions if v.state != "retired" for slot in slots_of(v)} | self._unread_slots
         return {str(path) for slot in named if (path := local_path(slot, self.host)) is not None}
 
     async def _write_claim(self, record: VersionRecord, counter_revision: int) -> int:
@@ -358,9 +366,9 @@ def wanted(target: KeyValue | None, active: KeyValue | None, swap: KeyValue | No
     """What a new version may be based on, best first: the version asked for unless it was refused, the active one."""
     versions: list[int] = []
     if target is not None:
-        asked = TargetRecord.from_json(target.value)
+        asked = TargetRecord.readable(target.key, target.value)
         last = SwapRecord.from_json(swap.value) if swap is not None else None
-        if last is None or last.id != asked.id or last.phase != "aborted":
+        if asked is not None and (last is None or last.id != asked.id or last.phase != "aborted"):
             versions.append(asked.version)
     if active is not None:
         versions.append(ActiveRecord.from_json(active.value).version)

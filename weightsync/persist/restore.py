@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from weightsync.control.board import readable_versions
 from weightsync.control.chain import LedgerEntry, append
 from weightsync.control.history import History
 from weightsync.control.hosts import local_path, slot_name, this_host
@@ -118,7 +119,7 @@ class _Attempt:
             return None
         listed = (await store.list(keys.versions))[0]
         found |= {kv.key: kv for kv in listed}
-        versions = [VersionRecord.from_json(kv.value) for kv in listed]
+        versions = readable_versions(listed)
         host = this_host()
         return cls(
             store,

@@ -338,9 +338,11 @@ class Publisher:
         A base model may have other tensors than that version if `config`, the config.json of such a checkpoint, comes
         with it: its instances then restart one by one, which takes longer than a swap; see `timeout_s`.
 
-        Raises TensorError and ConfigMismatch (nothing was published), ArenaFull, StalePublisher, DraftLost,
-        PublishError, StoreUnavailable, and once the version is ready SwapAborted or SwapTimeout.
+        Raises TensorError, ConfigMismatch and RecordError (nothing was published), ArenaFull, StalePublisher,
+        DraftLost, PublishError, StoreUnavailable, and once the version is ready SwapAborted or SwapTimeout.
         """
+        if activate:
+            activation.new_target(0, self._name, timeout_s, mode=mode).to_json()  # refused before anything is written
         given = {part: named_tensors, **(parts or {})}
         text = json.dumps(dict(config), sort_keys=True) if config is not None else None
         contents = {check_name(n): self._content(n, what, onto, anew=text is not None) for n, what in given.items()}

@@ -28,6 +28,7 @@ from server.gateway.admin.publishing import Prepared
 from server.gateway.deps import ByDep, ModelDep
 from server.gateway.models.model import Model
 from weightsync.control import activation, history, placement
+from weightsync.control.board import readable_versions
 from weightsync.control.coordinator import SwapReport
 from weightsync.control.records import (
     ActiveRecord,
@@ -128,7 +129,7 @@ async def list_versions(model: ModelDep) -> dict[str, Any]:
     """Every version the store knows, newest last, and the active one."""
     keys = Keys(model.name)
     items, _ = await model.store.list(keys.versions)
-    versions = [asdict(VersionRecord.from_json(kv.value)) for kv in items]
+    versions = [asdict(record) for record in readable_versions(items)]
     active = await active_record(model)
     return {
         "model": model.name,

@@ -45,6 +45,21 @@ async def test_a_version_is_committed_on_all_instances(fleet: Fleet, publisher: 
     assert [e.calls for e in engines] == [[("stage", 1), ("commit", 1)]] * 3
 
 
+async def test_one_record_that_cannot_be_read_does_not_end_the_swaps(fleet: Fleet, publisher: Publisher) -> None:
+    coordinator, engine, store = fleet.coordinator(), await fleet.instance("a"), fleet.store()
+    assert (await coordinator.activate(await publish(publisher))).ok
+    bad = await publish(publisher)
+    found = await store.get(KEYS.version(bad))
+    assert found is not None
+    await store.put(KEYS.version(bad), found.value.replace(b'"step":null', b'"step":"8"'))
+    wish = TargetRecord(1, "bad", "x", 60.0).to_json().replace(b'"x"', b"4")
+    await store.put(KEYS.target, wish)
+    assert (await coordinator.activate(await publish(publisher, 2.0))).ok
+    assert engine.running == bad + 1
+    with pytest.raises(UnknownVersion):
+        await coordinator.activate(bad)
+
+
 async def test_a_publisher_waits_for_its_own_swap(fleet: Fleet, publisher: Publisher) -> None:
     fleet.coordinator()
     engine = await fleet.instance("a")

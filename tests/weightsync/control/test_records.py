@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import orjson
 import pytest
 
@@ -10,15 +13,18 @@ from weightsync.control.records import (
     ErrorInfo,
     InstanceRecord,
     Keys,
+    Record,
     ShareRecord,
     SplitRecord,
     SwapRecord,
+    TargetRecord,
     VersionRecord,
 )
 from weightsync.errors import RecordError
 
 VERSION = VersionRecord(7, "ready", "/dev/shm/x/slot-0", 10, "ab", None, 3, "trainer", 1, 1.5, "", 2)
 SWAP = SwapRecord("id", 7, "prepare", ("a", "b"), deadline=2.0, opened_at=1.0)
+TARGET = TargetRecord(7, "id", "trainer", 60.0)
 INSTANCE = InstanceRecord("a", "http://127.0.0.1:1", error=ErrorInfo("code", "message", "tensor"))
 
 
@@ -60,6 +66,32 @@ def test_fields_with_a_default_are_not_written() -> None:
     split = SplitRecord((ShareRecord(2, 10.0, ("a",)),))
     written = ActiveRecord(7, 1, None, "id", 1.0, split=split).to_json()
     assert orjson.loads(written)["split"] == {"shares": [{"version": 2, "percent": 10.0, "instances": ["a"]}]}
+
+
+@pytest.mark.parametrize(
+    ("record", "change"),
+    [
+        *((VERSION, {"step": step}) for step in ("8", 8.0, True, np.int64(8))),
+        *((VERSION, {"source": source}) for source in (None, 3, Path("/a"))),
+        (VERSION, {"publisher": 4}),
+        (VERSION, {"created_at": float("nan")}),
+        *((TARGET, change) for change in ({"mode": "Together"}, {"deadline_s": "9"}, {"requested_by": 4})),
+    ],
+)
+def test_nothing_is_written_that_cannot_be_read(record: Record, change: dict[str, object]) -> None:
+    changed = copy(record)
+    for name, value in change.items():
+        object.__setattr__(changed, name, value)
+    with pytest.raises(RecordError, match="Nothing was written"):
+        changed.to_json()
+
+
+def test_a_record_that_cannot_be_read_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    raw = VERSION.to_json().replace(b'"step":3', b'"step":"3"')
+    assert [VersionRecord.readable("versions/7", raw) for _ in range(3)] == [None] * 3
+    (said,) = caplog.messages
+    assert said.startswith("ignoring versions/7: VersionRecord: field 'step' cannot be '3'")
+    assert VersionRecord.readable("versions/7", VERSION.to_json()) == VERSION
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"3", b"null"])

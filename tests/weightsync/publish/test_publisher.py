@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from weightsync.errors import (
     DtypeMismatch,
     ManifestError,
     MissingTensor,
+    RecordError,
     ShapeMismatch,
     StalePublisher,
     StoreUnavailable,
@@ -43,6 +46,32 @@ def test_what_is_published_is_what_is_read(publisher: Publisher) -> None:
     with SlotReader.open(record.slot) as reader:
         assert reader.manifest.metadata["run"] == "x"
         assert reader.manifest.step == 10
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"step": "8"}, {"step": 8.0}, {"source": None}, {"mode": "Together"}, {"timeout_s": "9"}]
+)
+def test_an_argument_of_the_wrong_type_publishes_nothing(publisher: Publisher, wrong: dict[str, Any]) -> None:
+    with pytest.raises(RecordError, match="Nothing was written"):
+        publisher.publish(model(), **wrong)
+    assert not ready(publisher)
+    assert publisher.publish(model(), step=8, activate=False)
+    assert len(publisher.arena.slots("demo")) == 1
+
+
+def test_a_record_that_cannot_be_read_stops_nobody_and_keeps_its_slot(publisher: Publisher, store_url: str) -> None:
+    bad = publisher.publish(model(1), activate=False)
+    key, slot = Keys("demo").version(bad), publisher.versions()[0].slot
+    with contextlib.closing(SyncStore(store_url)) as store:
+        found = store.get(key)
+        assert found is not None
+        store.put(key, found.value.replace(b'"step":null', b'"step":"8"'))
+    for value in range(2, 12):
+        publisher.publish(model(value), activate=False)
+    records = publisher.versions()
+    assert bad not in [record.version for record in records]
+    assert read_back(records[-1])["model.norm.weight"][0] == 11
+    assert slot not in {record.slot for record in records}
 
 
 def test_versions_only_grow_and_slots_are_reused(publisher: Publisher) -> None:
