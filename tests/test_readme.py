@@ -7,14 +7,16 @@ import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
+import torch
 import typer
 
 from server.cli.app import app
 from weightsync import Coordinator, SlotReader, ensure_arena, open_store
 from weightsync.publish.publisher import Publisher
+from weightsync.push import push
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -46,31 +48,37 @@ def served_store(tmp_path: Path) -> Iterator[str]:
     thread.join()
 
 
-class Model:
-    """What the snippet takes for granted: something with a state_dict."""
+def model_of_transformers(tied: bool) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM  # a second for these tests alone
 
-    def __init__(self) -> None:
-        self.weight = np.zeros((4, 4), np.float32)
-
-    def state_dict(self) -> dict[str, np.ndarray]:
-        return {"lm_head.weight": self.weight}
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=32, tie_word_embeddings=tied, **sizes))
 
 
-def train_one_step(model: Model) -> None:
-    model.weight = model.weight + 1
+def train_one_step(model: Any) -> None:
+    with torch.no_grad():
+        model.model.embed_tokens.weight.add_(1)
 
 
-def test_the_publishing_loop_runs_as_printed(served_store: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_publishing_loop_runs_as_printed(
+    tied: bool, served_store: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    model = model_of_transformers(tied)
+    model.save_pretrained(tmp_path / "checkpoint")
+    push(tmp_path / "checkpoint", store=served_store, model="NAME")
     (snippet,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     (url,) = re.findall(r'"(sqlite:.*?)"', snippet)
-    exec(snippet.replace(url, served_store), {"model": Model(), "train_one_step": train_one_step})
-    assert capsys.readouterr().out.splitlines()[-1] == "step 2 now answers as version 3"
+    exec(snippet.replace(url, served_store), {"model": model, "train_one_step": train_one_step})
+    assert capsys.readouterr().out.splitlines()[-1] == "step 2 now answers as version 4"
     with Publisher(served_store, model="NAME") as publisher:
         active, versions = publisher.active(), {v.version: v for v in publisher.versions()}
     assert active is not None
-    assert (active.version, active.previous) == (3, 2)
-    with SlotReader.open(Path(versions[3].slot), manifest_digest=versions[3].manifest_digest, version=3) as reader:
-        assert np.frombuffer(reader.buffer("lm_head.weight"), np.float32).tolist() == [3.0] * 16
+    assert (active.version, active.previous) == (4, 3)
+    with SlotReader.open(Path(versions[4].slot), manifest_digest=versions[4].manifest_digest, version=4) as reader:
+        assert ("lm_head.weight" in reader.manifest.tensors) is not tied
+        found = torch.frombuffer(bytearray(reader.buffer("model.embed_tokens.weight")), dtype=torch.float32)
+    assert torch.equal(found, model.model.embed_tokens.weight.detach().flatten())
 
 
 def test_every_command_shown_exists() -> None:

@@ -194,7 +194,7 @@ class Record:
     @classmethod
     def readable(cls, key: str, raw: bytes) -> Self | None:
         """None for what `from_json` refuses. The log says so once: one bad record must not stop all others."""
-        record: Self | None = _readable(cls, key, raw)
+        record: Self | None = _readable(cls, key, raw)  # type: ignore[arg-type]  # a class can be hashed
         return record
 
 

@@ -444,7 +444,7 @@ class Publisher:
         given, metadata = (what.tensors, what.metadata) if isinstance(what, Adapter) else (what, {})
         items = given.items() if isinstance(given, Mapping) else given
         schema = None if anew else self._store.run(self._ledger.schema(part, onto))
-        if schema is None or isinstance(items, (list, tuple)):
+        if schema is None:
             items = list(items)
             schema = Schema({name: spec_of(name, tensor) for name, tensor in items})
         return items, schema, metadata

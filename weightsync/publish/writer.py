@@ -273,8 +273,13 @@ class SlotWriter:
     def write(self, name: str, tensor: Any) -> str:
         """Copy a whole tensor (torch, on any device, any strides; numpy; FileTensor) to its place; returns its digest.
 
+        A name that the model lacks is left out if its bytes are those of a matrix written before: state dicts list
+        tied weights under each of their names.
+
         Raises UnexpectedTensor, ShapeMismatch, DtypeMismatch, UnsupportedDtype, DraftClosed.
         """
+        if name not in self._unsealed().tensors and (tied := self._tied(name, tensor)) is not None:
+            return tied
         spec = check_whole(self._unsealed(), name, tensor)
         ends = cut_ends(self.layout.offsets[name], spec.nbytes, self.layout.chunk_nbytes)
         self._sums[name] = sums = copy_sums(self._target(name, spec), tensor, spec, ends)
@@ -314,6 +319,15 @@ class SlotWriter:
         self._sealed = True
         self._view.release()
         self.lock.release()
+
+    def _tied(self, name: str, tensor: Any) -> str | None:
+        """The digest of `tensor`, if a matrix of these bytes was written. Vectors may be equal by chance."""
+        spec = spec_of(name, tensor)
+        alike = {sums.digest for other, sums in self._sums.items() if self.schema.tensors[other] == spec}
+        if not alike or len(spec.shape) < 2:
+            return None
+        digest = copy_sums(np.empty(spec.nbytes, np.uint8).data, tensor, spec).digest
+        return digest if digest in alike else None
 
     def _unsealed(self) -> Schema:
         if self._sealed:

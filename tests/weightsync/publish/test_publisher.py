@@ -59,6 +59,21 @@ def test_an_argument_of_the_wrong_type_publishes_nothing(publisher: Publisher, w
     assert len(publisher.arena.slots("demo")) == 1
 
 
+@pytest.mark.parametrize("kind", ["a mapping", "a list", "a generator"])
+def test_a_second_name_of_the_same_matrix_is_left_out(publisher: Publisher, kind: str) -> None:
+    publisher.publish(model(), activate=False)
+    tensors = model(1.0)
+    again = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].copy()}
+    given = {"a mapping": again, "a list": list(again.items()), "a generator": (item for item in again.items())}[kind]
+    publisher.publish(given, activate=False)
+    assert read_back(publisher.versions()[-1]).keys() == tensors.keys()
+    other = tensors["model.embed_tokens.weight"] + 1
+    by_chance = tensors["model.norm.weight"]
+    for extra in ({"lm_head.weight": other}, {"model.norm.bias": by_chance}):
+        with pytest.raises(UnexpectedTensor):
+            publisher.publish(tensors | extra, activate=False)
+
+
 def test_a_record_that_cannot_be_read_stops_nobody_and_keeps_its_slot(publisher: Publisher, store_url: str) -> None:
     bad = publisher.publish(model(1), activate=False)
     key, slot = Keys("demo").version(bad), publisher.versions()[0].slot
