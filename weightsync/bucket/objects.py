@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import re
 import uuid
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
@@ -16,6 +16,7 @@ from weightsync.errors import BucketDamaged, BucketError, BucketUnavailable, Del
 from weightsync.format.delta import DeltaHeader
 from weightsync.format.manifest import digest_of
 
+T = TypeVar("T")
 FORMAT = 1
 _NUMBER = re.compile(r"(\d{12})(?:\.json|-[0-9a-f]{32})")
 _USER = re.compile(r"(://)[^/?#@\s]*@")
@@ -124,13 +125,15 @@ class Bucket:
 
     def read(self, number: int) -> StoredVersion:
         """Raises VersionGone, BucketDamaged."""
-        where = _record(number)
-        with self._told(number):
-            data = self._files.cat_file(self._at(where))
-        found = StoredVersion.from_bytes(data, f"{self.told}/{where}")
-        if found.number != number:
-            raise BucketDamaged(f"{self.told}/{where}", f"it is that of version {found.number}")
-        return found
+        where = f"{self.told}/{_record(number)}"
+
+        def parsed(data: bytes) -> StoredVersion:
+            found = StoredVersion.from_bytes(data, where)
+            if found.number != number:
+                raise BucketDamaged(where, f"it is that of version {found.number}")
+            return found
+
+        return self._good(_record(number), number, parsed)
 
     def newest_parts(self) -> dict[str, int]:
         """Which versions have each part of the model, as the newest one says whose record can be read."""
@@ -154,12 +157,13 @@ class Bucket:
 
     def read_part(self, version: StoredVersion, part: StoredPart) -> bytes:
         """Verified. Raises VersionGone, BucketDamaged."""
-        for _ in range(2):  # what came damaged over the network may be good where it lies
-            with self._told(version.number):
-                data: bytes = self._files.cat_file(self._at(part.path))
-            if len(data) == part.nbytes and digest_of(data) == part.digest:
-                return data
-        raise BucketDamaged(f"{self.told}/{part.path}", f"it is not what version {version.number} has there")
+
+        def verified(data: bytes) -> bytes:
+            if len(data) != part.nbytes or digest_of(data) != part.digest:
+                raise BucketDamaged(f"{self.told}/{part.path}", f"it is not what version {version.number} has there")
+            return data
+
+        return self._good(part.path, version.number, verified)
 
     def fetch_part(self, version: StoredVersion, part: StoredPart, target: Path) -> None:
         """Brings it, unless it is there. Raises VersionGone, BucketDamaged, and OSError where `target` cannot be
@@ -171,21 +175,23 @@ class Bucket:
         half.write_bytes(data)
         half.rename(target)
 
-    def claim(self, version: StoredVersion) -> bool:
-        """Writes the record, unless that number is taken; whether it is this version's now."""
+    def claim(self, version: StoredVersion) -> str:
+        """Writes the record, unless that number is taken; the upload whose number it is now, "" if that cannot be
+        read."""
         path = self._at(_record(version.number))
         try:
             with self._told():
                 self._files.pipe_file(path, version.to_bytes(), mode="create")
         except BucketTakenAlready:
             with contextlib.suppress(VersionGone, BucketDamaged):
-                return self.read(version.number).upload == version.upload  # the answer to the first attempt was lost
-            return False
-        return True
+                return self.read(version.number).upload
+            return ""
+        return version.upload
 
     def prune(self, keep: int) -> list[int]:
         """Removes all but the newest `keep` versions, those that have their other parts and those that they build on,
-        then what no version names up to the newest number; returns the numbers that went."""
+        then what no version names up to the newest number; returns the numbers that went. Raises BucketDamaged, and
+        removes nothing, if a record of those that stay cannot be read: it may name what would go."""
         numbers = self.numbers()
         if not numbers:
             return []
@@ -193,7 +199,7 @@ class Bucket:
         for number in numbers[-keep:]:
             for at, found in self._under(number, needed):
                 needed.add(at)
-                uploads |= {directory_of(found).rpartition("/")[2]} if found is not None else set()
+                uploads.add(directory_of(found).rpartition("/")[2])
         gone = [number for number in numbers if number not in needed]
         for number in gone:  # the record first: what has one is whole
             self._remove(_record(number))
@@ -239,9 +245,21 @@ class Bucket:
         if problem:
             raise BucketError(f"{self.told} cannot be published to ({problem}): use a store with conditional writes")
 
-    def _under(self, number: int, known: Collection[int]) -> Iterator[tuple[int, StoredVersion | None]]:
+    def _good(self, path: str, number: int, checked: Callable[[bytes], T]) -> T:
+        """`checked` of an object. If it raises BucketDamaged, the object is read once more: what came damaged over the
+        network may be good where it lies."""
+        with contextlib.suppress(BucketDamaged):
+            return checked(self._read(path, number))
+        return checked(self._read(path, number))
+
+    def _read(self, path: str, number: int) -> bytes:
+        with self._told(number):
+            data: bytes = self._files.cat_file(self._at(path))
+        return data
+
+    def _under(self, number: int, known: Collection[int]) -> Iterator[tuple[int, StoredVersion]]:
         """The version, those that it builds on and those that have its other parts, with what each of those builds on,
-        each once and none that is `known`; None for a record that cannot be read."""
+        each once, none that is `known` and none that has gone. Raises BucketDamaged."""
         waiting, seen = [number], set(known)
         while waiting:
             if (at := waiting.pop()) in seen:
@@ -249,8 +267,7 @@ class Bucket:
             seen.add(at)
             try:
                 found = self.read(at)
-            except (VersionGone, BucketDamaged):
-                yield at, None
+            except VersionGone:
                 continue
             waiting += [found.base] if found.base is not None else []
             waiting += found.others.values() if at == number else ()

@@ -10,6 +10,7 @@ part that it publishes. A version in a slot is read where it is instead (`publis
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections import deque
@@ -27,6 +28,8 @@ from weightsync.memory.parts import BASE, Adapter
 from weightsync.memory.receiver import SlotReader
 from weightsync.publish.publisher import NamedTensors, signer_of
 from weightsync.publish.succession import Succession
+
+log = logging.getLogger("weightsync.bucket")
 
 PART_NBYTES = 64 << 20
 AT_ONCE = 4  # parts on their way
@@ -64,6 +67,7 @@ class BucketPublisher:
         self.metrics = PublisherMetrics()
         self._number = max(self.bucket.numbers(), default=0)
         self._newest = self.bucket.newest_parts()
+        self._tried: dict[str, StoredVersion] = {}  # by upload: claims whose answer may have been lost
         self._successions: dict[str, Succession] = {}
 
     def publish(
@@ -110,11 +114,8 @@ class BucketPublisher:
         self.metrics.began(time.monotonic())
         base = versions.base if versions.deltas + 1 < self._full_every and versions.pays(header) else None
         header = replace(header, base=base)
-        others = {part: number for part, number in self._newest.items() if part != versions.part}
         try:
-            version = self._sent(versions, StoredVersion(self._number + 1, uuid.uuid4().hex, header, (), others))
-            if not self.bucket.claim(version):
-                raise BucketTaken(self.bucket.told, version.number)
+            version = self._claimed(versions, header)
         except WeightSyncError as error:
             self.metrics.failed(error.code)
             raise
@@ -122,10 +123,32 @@ class BucketPublisher:
         versions.advance(Base(version.number, header.target_digest), full=base is None)
         seconds = time.perf_counter() - began
         self.metrics.published(version.number, version.nbytes, seconds, full=base is None)
-        removed = self.bucket.prune(self._keep)
+        removed = self._pruned()
         sent = {"number": version.number, "sent": version.nbytes, "full": base is None, "seconds": round(seconds, 3)}
         self.last = {**sent, "nbytes": header.nbytes, "removed": removed}
         return version.number
+
+    def _claimed(self, versions: Succession, header: DeltaHeader) -> StoredVersion:
+        """The next version, in the bucket. Raises BucketTaken, BucketUnavailable."""
+        others = {part: number for part, number in self._newest.items() if part != versions.part}
+        version = self._sent(versions, StoredVersion(self._number + 1, uuid.uuid4().hex, header, (), others))
+        self._tried[version.upload] = version
+        own = self._tried.get(self.bucket.claim(version))
+        if own is None:
+            raise BucketTaken(self.bucket.told, version.number)
+        self._tried.clear()
+        if (own.header, own.others) == (header, others):
+            return own  # this upload, or an earlier one of the same whose answer was lost
+        self._number, self._newest = own.number, own.newest
+        return self._claimed(versions, header)
+
+    def _pruned(self) -> list[int]:
+        """The numbers that went. The version is published: what cannot be removed now waits for the next one."""
+        try:
+            return self.bucket.prune(self._keep)
+        except WeightSyncError as error:
+            log.warning("nothing is removed from %s: %s", self.bucket.told, error)
+            return []
 
     def _sent(self, versions: Succession, version: StoredVersion) -> StoredVersion:
         """With its parts, which are in the bucket."""

@@ -115,6 +115,70 @@ def test_an_answer_that_was_lost_is_no_other_publisher(url: str, monkeypatch: py
     assert pub.publish(weights()) == 1
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_a_claim_whose_answer_was_lost_is_taken_up(url: str, monkeypatch: pytest.MonkeyPatch, same: bool) -> None:
+    pub, tensors = publisher(url), weights()
+    pub.publish(tensors)
+    put = pub.bucket._files.pipe_file
+
+    def lost(path: str, value: bytes, mode: str = "overwrite") -> None:
+        put(path, value, mode=mode)
+        if mode == "create":
+            raise TimeoutError("no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pub.bucket._files, "pipe_file", lost)
+        with pytest.raises(BucketUnavailable):
+            pub.publish(nudged(tensors))
+    assert pub.bucket.numbers() == [1, 2]
+    again = nudged(tensors, 1 if same else 2)
+    number = pub.publish(again)
+    assert number == (2 if same else 3)
+    assert pub.publish(nudged(again)) == number + 1
+    assert pub.bucket.numbers() == list(range(1, number + 2))
+    assert reader.verify(pub.bucket, newest(pub.bucket))
+
+
+@pytest.mark.parametrize("reads", [1, 2])
+def test_a_record_that_is_read_wrong_costs_no_version_its_data(
+    url: str, monkeypatch: pytest.MonkeyPatch, reads: int
+) -> None:
+    """One wrong read is the network's, and is repeated. A record that stays wrong may be a newer release's."""
+    pub, tensors = publisher(url, keep=2), weights()
+    for number in range(1, 5):
+        pub.publish(tensors := nudged(tensors, number))
+    read, wrong, before = pub.bucket._files.cat_file, [], files(url)
+
+    def flipped(path: str) -> bytes:
+        data: bytes = read(path)
+        if path.endswith(f"versions/{3:012}.json") and len(wrong) < reads:
+            wrong.append(path)
+            return data[:-1] + bytes([data[-1] ^ 1])
+        return data
+
+    monkeypatch.setattr(pub.bucket._files, "cat_file", flipped)
+    assert pub.publish(nudged(tensors, 5)) == 5
+    assert len(wrong) == reads
+    assert set(before) < set(files(url))
+    assert reader.verify(pub.bucket, newest(pub.bucket))
+    assert pub.last["removed"] == []
+
+
+def test_a_version_is_published_though_nothing_can_be_removed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pub, tensors = publisher(url, keep=1, full_every=1), weights()
+    pub.publish(tensors)
+    with monkeypatch.context() as patch:
+        patch.setattr(pub.bucket._files, "rm", refuse)
+        assert pub.publish(tensors) == 2
+    assert pub.bucket.numbers() == [1, 2]
+    assert pub.publish(tensors) == 3
+    assert pub.bucket.numbers() == [3]
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise PermissionError("not these credentials")
+
+
 def test_a_store_that_fails_half_way_is_tried_again(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pub, tensors = publisher(url), weights()
     pub.publish(tensors)
@@ -303,7 +367,7 @@ def test_metrics_count_versions_bytes_and_failures(url: str, monkeypatch: pytest
     pub.publish(tensors)
     pub.publish(nudged(tensors))
     with monkeypatch.context() as patch:
-        patch.setattr(pub.bucket, "claim", lambda _: False)
+        patch.setattr(pub.bucket, "claim", lambda _: "")
         with pytest.raises(BucketTaken):
             pub.publish(tensors)
     page = pub.metrics.generate().decode()
