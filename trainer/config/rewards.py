@@ -96,7 +96,8 @@ class GroupReward(RewardOptions):
 class MathReward(RewardOptions):
     """1 when the answer means the same as the target (math-verify: LaTeX, fractions, sets, intervals, units aside).
 
-    `boxed_only` reads nothing but the last `\\boxed{...}` of the answer. `precision` is the number of decimals that
+    `boxed_only` reads nothing but the last `\\boxed{...}` of the answer; targets are read alike with it and without.
+    `precision` is the number of decimals that
     floating-point values must share."""
 
     kind: Literal["math"] = "math"

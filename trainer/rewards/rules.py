@@ -57,27 +57,61 @@ class Regex:
         return float("answer" not in match.groupdict() or (match["answer"] or "").strip() == expected.strip())
 
 
+# The text says itself which part of it is mathematics. "$18 and $20" does not.
+_MARKED = re.compile(r"\\boxed|\\\(|\\\[|(?<!\\)\$[^$]+\$(?!\d)|\$\$")
+# A gold in words ("18 dollars"). The name of a function is no word.
+_WORD = re.compile(r"(?<![A-Za-z\d])(?!(?:arc)?(?:sin|cos|tan|log|exp|sqrt)(?![A-Za-z]))[A-Za-z]{3,}")
+_MIXED = re.compile(r"(?<![\d.,/])(\d{1,9}) +([1-9]\d{0,8})/([1-9]\d{0,8})(?![\d/])")
+
+
 class MathAnswer:
-    """1 when the answer's last result means the same as the expected one. The expected text may be plain (`1/2`) or
-    LaTeX (`$\\frac{1}{2}$`, `\\boxed{...}`). math-verify (https://github.com/huggingface/Math-Verify) compares them by
-    meaning, in a worker: an expression can be too much for any solver."""
+    """1 when the answer's last result means the same as the expected one. math-verify
+    (https://github.com/huggingface/Math-Verify) compares them by meaning, in a worker: an expression can be too much
+    for any solver. `boxed_only` concerns answers alone.
+
+    Of an expected text with `####`, only the part behind it counts. One with `$...$`, `\\(`, `\\[` or `\\boxed` is read
+    as an answer is. Any other is one expression, as if it were in a box. If it has words ("18 dollars"), or no meaning
+    as LaTeX, its number counts too, but only a sole number: one of several is not the expected answer."""
 
     def __init__(self, *, boxed_only: bool, precision: int) -> None:
         import math_verify
 
         self._math, self._boxed_only, self._precision = math_verify, boxed_only, precision
+        self._latex = [math_verify.LatexExtractionConfig(boxed_match_priority=0)]
+        self._any = [*self._latex, math_verify.ExprExtractionConfig()]
 
     def __call__(self, _prompt: str, answer: str, expected: str, _extra: dict[str, Any]) -> float:
         if self._boxed_only and "\\boxed" not in answer:
             return 0.0
-        gold = self._parse(expected) or self._parse(f"${expected}$")
+        gold = self._gold(_plain(expected.rpartition("####")[2].strip()))
         if not gold:
-            raise ValueError(f"the expected answer {expected!r} is no mathematical expression")
-        return float(self._math.verify(gold, self._parse(answer), float_rounding=self._precision, timeout_seconds=None))
+            raise ValueError(f"the expected answer {expected!r} is not one expression. Write one number, or LaTeX")
+        found = self._parse(_plain(answer), self._latex if self._boxed_only else self._any)
+        return float(self._math.verify(gold, found, float_rounding=self._precision, timeout_seconds=None))
 
-    def _parse(self, text: str) -> Any:
-        configs = [self._math.LatexExtractionConfig(boxed_match_priority=0)]
-        if not self._boxed_only:
-            configs.append(self._math.ExprExtractionConfig())
+    def _gold(self, text: str) -> list[Any]:
+        """The expected result, in each of its readings."""
+        if _MARKED.search(text):
+            return self._parse(text, self._any)
+        boxed = self._parse(f"\\boxed{{{text}}}", self._latex)
+        whole = len(boxed) > 1 and _digits(boxed[-1]) == _digits(text)
+        found = boxed if whole else []
+        if not whole or ("\\" not in text and _WORD.search(text)):
+            number = self._parse(text, self._any)
+            found += number if number and _digits(number[-1]) == _digits(text) else []
+        return found or (boxed if len(boxed) == 1 else [])
+
+    def _parse(self, text: str, configs: list[Any]) -> list[Any]:
+        """The last result in `text`, as an expression and as text; as text alone if it has no meaning; or nothing."""
         # The worker has a deadline of its own; math-verify's would need signals.
-        return self._math.parse(text, configs, parsing_timeout=None)
+        return list(self._math.parse(text, configs, parsing_timeout=None))
+
+
+def _plain(text: str) -> str:
+    """Mixed numbers as fractions, 1 1/2 as 3/2: math-verify adds the first two numbers."""
+    return _MIXED.sub(lambda m: f"{int(m[1]) * int(m[3]) + int(m[2])}/{m[3]}" if int(m[2]) < int(m[3]) else m[0], text)
+
+
+def _digits(text: str) -> str:
+    """All digits of a result, and signs that math-verify cannot read; no leading zeros, nor the exponent of a unit."""
+    return re.sub(r"(?<=\})\^\{?\d\}?$|[^0-9√∞]", "", text).lstrip("0")

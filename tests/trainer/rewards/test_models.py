@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -52,9 +53,98 @@ def test_math_compares_meanings() -> None:
     assert [s.total for s in found] == [value for _, _, value in MATH]
 
 
+# How data sets write golds, each with an answer that means the same. A number out of one of these is another answer.
+SEVERAL = [
+    ("(1, 2)", "(1,2)"),
+    ("(15,-29)", "\\left(15, -29\\right)"),
+    ("\\left( \\frac{3}{2}, -13 \\right)", "(1.5, -13)"),
+    ("\\left( 3, \\frac{\\pi}{2} \\right)", "(3, \\pi/2)"),
+    ("[1, 2)", "[1,2)"),
+    ("(-\\infty, 2) \\cup (3, \\infty)", "(-\\infty,2)\\cup(3,\\infty)"),
+    ("x \\in [-2,7]", "[-2,7]"),
+    ("1,-2", "x=-2 \\text{ or } x=1"),
+    ("3, 5, 7", "\\{7, 5, 3\\}"),
+    ("\\{1\\pm\\sqrt{5},-2\\}", "\\{-2, 1+\\sqrt{5}, 1-\\sqrt{5}\\}"),
+    ("x = 1 or x = 2", "2, 1"),
+    ("x > 3 and x < 5", "x>3, x<5"),
+    ("x > 3", "3 < x"),
+    ("5x - 7y + 11z + 4 = 0", "-5x+7y-11z-4=0"),
+    ("y = 2x + 3", "3 + 2x"),
+    ("7:30", "7:30"),
+    ("2\\frac12", "5/2"),
+    ("137 \\frac{1}{2}", "137.5"),
+    ("1 1/2", "1\\frac{1}{2}"),
+    ("1.23 \\times 10^{5}", "123000"),
+    ("e^{16} - 1", "-1 + e^{16}"),
+    ("6 - 5i", "-5i+6"),
+    ("2*sqrt(3)", "\\sqrt{12}"),
+    ("\\frac{20000}{\\pi}", "20000/\\pi"),
+    ("8n^2 + 4n + 1", "4n(2n+1)+1"),
+    ("\\begin{pmatrix} -1/3 \\\\ 2/3 \\end{pmatrix}", "\\begin{pmatrix} -\\frac13 \\\\ \\frac23 \\end{pmatrix}"),
+    ("3 apples and 4 pears", "3 apples and 4 pears"),
+    ("$18 and $20", "20, 18"),
+    ("2√3", "2√3"),
+    ("(-∞, 3]", "(-∞, 3]"),
+    ("7\\pi", "7\\pi"),
+    ("3R^2", "3 R^2"),
+]
+SINGLE = [
+    ("x=5", "5"),
+    ("-3", "-3.0"),
+    ("0.5", "\\frac12"),
+    ("58,500", "58500"),
+    ("10,\\!080", "10{,}080"),
+    ("\\$18.90", "18.90"),
+    ("$1,234.50", "1234.5"),
+    ("50\\%", "50%"),
+    ("90^\\circ", "90"),
+    ("100°", "100"),
+    ("5 €", "5"),
+    ("5.4 \\text{ cents}", "5.4"),
+    ("15\\mbox{ cm}^2", "15 \\text{ cm}^2"),
+    ("18 dollars", "18"),
+    ("18 dollars", "18 dollars"),
+    ("about 18", "\\$18"),
+    ("#### 72", "72"),
+    ("Half of 48 is <<48/2=24>>24.\n48+24 = $72.\n#### 72", "72"),
+    ("#### 2,125", "2125"),
+    ("Hence $x=3$, and the sum is \\boxed{\\frac{7}{2}}.", "3.5"),
+    ("\\(\\frac{1}{2}\\)", "0.5"),
+    ("\\text{Evelyn}", "Evelyn"),
+    ("Evelyn", "\\text{Evelyn}"),
+    ("\\text{(B)}", "B"),
+    ("yes", "\\text{Yes}"),
+]
+
+
+def test_math_reads_a_gold_whole() -> None:
+    """A right answer is worth 1; a number out of a gold of several is worth 0, in a box and in a sentence."""
+    right = [(f"So it is \\boxed{{{answer}}}.", gold) for gold, answer in SEVERAL + SINGLE]
+    wrong = [
+        (said.format(number), gold)
+        for gold, _ in SEVERAL
+        for number in re.findall(r"-?\d+(?:\.\d+)?", gold)
+        for said in ("So it is \\boxed{{{}}}.", "The answer is {}.")
+    ]
+    assert len(wrong) > 100
+    found = scores(MathReward(workers=1, timeout_s=60.0, deadline_s=300.0), *right, *wrong)
+    assert [s.failures for s in found if s.failures] == []
+    values = dict(zip([*right, *wrong], (s.total for s in found), strict=True))
+    assert [pair for pair in right if values[pair] != 1.0] == []
+    assert [pair for pair in wrong if values[pair] != 0.0] == []
+    boxed = scores(MathReward(boxed_only=True, workers=1, timeout_s=60.0, deadline_s=300.0), *right)
+    assert [s.total for s in boxed] == [1.0] * len(right)
+
+
+def test_a_math_gold_that_cannot_be_read_whole_is_a_failure() -> None:
+    hours = "2 \\text{ hours } 30 \\text{ minutes}"
+    for score in scores(MathReward(workers=1), *((f"\\boxed{{{said}}}", hours) for said in ("2", "30", hours))):
+        assert "is not one expression" in score.failures["math"]
+
+
 def test_math_reads_only_the_box_where_it_is_told_to() -> None:
-    found = scores(MathReward(boxed_only=True, workers=1), ("it is 42", "42"), ("\\boxed{42}", "42"))
-    assert [s.total for s in found] == [0.0, 1.0]
+    pairs = ("it is 42", "42"), ("\\boxed{42}", "42"), ("it is 42", "#### 42"), ("\\boxed{42}", "#### 42")
+    assert [s.total for s in scores(MathReward(boxed_only=True, workers=1), *pairs)] == [0.0, 1.0, 0.0, 1.0]
 
 
 @pytest.mark.broad
