@@ -17,13 +17,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from markdown_it import MarkdownIt
+
 from trainer.config import CodeReward
 from trainer.errors import RewardError, RewardTimeout
 from trainer.rewards.sandbox import Limits, Sandbox
 from trainer.rewards.sandboxed import canonical
 from trainer.rewards.scorer import Reward, RewardRequest
 
-_FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+# Blocks alone, and of those no HTML: Markdown takes a fence right below a line `<answer>` for a part of that.
+_MARKDOWN = MarkdownIt("zero").enable(["fence", "code", "list", "blockquote"])
+_MARKDOWN.core.ruler.enableOnly(["normalize", "block"])
+_BESIDE_A_TAG = re.compile(r"(?<=\w>)[ \t]*(?=```)|(?<=```)[ \t]*(?=</\w)")
+_PYTHON = re.compile(r"\W*(?:python|py)[\d.]*\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -50,9 +56,22 @@ class Case:
 
 
 def program_in(answer: str) -> str:
-    """The last fenced block of an answer, else all of it."""
-    blocks = _FENCED.findall(answer)
-    return str(blocks[-1]) if blocks else answer
+    """The last fenced block whose tag is Python's. Without one, the last that is Python, of those without a tag first;
+    then what stands before the first fence (a prompt may have opened the block). Else all of the answer."""
+    text = _BESIDE_A_TAG.sub("\n", answer.replace("\r\n", "\n"))
+    fences = [token for token in reversed(_MARKDOWN.parse(text)) if token.type == "fence"]
+    tagged = (fence.content for fence in fences if _PYTHON.match(fence.info) and fence.content.strip())
+    others = [fence.content for fence in sorted(fences, key=lambda fence: bool(fence.info.strip()))]
+    before = "\n".join(text.split("\n")[: (fences[-1].map or [0])[0]] if fences else "")
+    return next(tagged, None) or next(filter(_is_python, [*others, before]), answer)
+
+
+def _is_python(text: str) -> bool:
+    """Whether there are statements in it. A long text is not tried: at worst, the time grows with its square."""
+    try:
+        return len(text) <= 65536 and bool(ast.parse(text).body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two: it is nested too deep
+        return False
 
 
 def read_case(test: Any) -> Case:

@@ -135,10 +135,61 @@ asyncio.run(Sandbox(limits).run("", [{"setup": "import time; time.sleep(600)", "
     wait_until(lambda: all(map(is_gone, started)))
 
 
+F = "def f(x):\n    return 2 * x"
+FENCED = {
+    "no tag": f"Here:\n```\n{F}\n```",
+    "python": f"```python\n{F}\n```\nDone.",
+    "python3": f"```python3\n{F}\n```",
+    "py3": f"```py3\n{F}\n```",
+    "capitals": f"```Python\n{F}\n```",
+    "words behind the tag": f'```python title="f.py" linenums\n{F}\n```',
+    "attributes": f"```{{.python .numberLines}}\n{F}\n```",
+    "space before the tag": f"``` python\n{F}\n```",
+    "CRLF": f"Here:\n```python\n{F}\n```\n".replace("\n", "\r\n"),
+    "tildes": f"~~~python\n{F}\n~~~",
+    "three spaces": "   ```python\n   def f(x):\n       return 2 * x\n   ```",
+    "in a list": "1. Double it:\n\n    ```python\n    def f(x):\n        return 2 * x\n    ```\n2. Done.",
+    "in a quotation": "> ```python\n> def f(x):\n>     return 2 * x\n> ```",
+    "in tags": f"<think>Twice.</think><answer>```python\n{F}\n```</answer>",
+    "below a tag": f"<answer>\n```python\n{F}\n```\n</answer>",
+    "a wrong one before": f"Wrong:\n```python\nf = 1\n```\nRight:\n```python\n{F}\n```",
+    "its output": f"```python\n{F}\nprint(f(2))\n```\nOutput:\n```\n4\n```",
+    "its output, with a tag": f"```\n{F}\n```\nOutput:\n```text\n4\n```",
+    "a shell block before": f"```bash\npip install numpy\n```\n```python\n{F}\n```",
+    "a shell block behind": f"```python\n{F}\n```\nRun it:\n```sh\nls\n```",
+    "usage without a tag": f"```py\n{F}\n```\nUsage:\n```\nf(2)\n```",
+    "C++ and an unnamed one": f"```cpp\nint f(int x);\n```\n```\n{F}\n```",
+    "another tag": f"```solution\n{F}\n```",
+    "stray closing fence": f"```python\n{F}\n```\n```\n",
+    "opened by the prompt": f"{F}\n```\nThis doubles x.",
+    "closing fence alone": f"{F}\n```",
+    "cut": f"Here:\n```python\n{F}",
+    "cut behind it": f"```python\n{F}\n```\nThen\n```bash\npython f",
+    "longer closing fence": f"```python\n{F}\n`````\nDone.",
+    "no fence": F,
+}
+
+
+@pytest.mark.parametrize("way", FENCED)
+def test_a_program_is_found_however_it_is_fenced(way: str) -> None:
+    assert program_in(FENCED[way]).strip().removesuffix("\nprint(f(2))") == F
+
+
+def test_shorter_and_other_fences_do_not_end_a_block() -> None:
+    inner = 'DOC = """\n```python\nf(2)\n```\n"""'
+    for fence in ("````", "~~~"):
+        assert program_in(f"{fence}python\n{inner}\n{fence}\nDone.").strip() == inner
+    assert program_in('```python\ndef f():\n    """\n    ```\n    f()\n    ```\n    """\n```').count("```") == 2
+
+
+@pytest.mark.parametrize("deep", ["a+" * 60_000 + "a", "-" * 60_000 + "1", "(" * 60_000, "not " * 16_000 + "1"])
+def test_a_block_nested_too_deep_is_no_program(deep: str) -> None:
+    assert program_in(f"```\n{F}\n```\n```\n{deep}\n```").strip() == F
+
+
 def test_the_last_fenced_block_is_the_program(scorer: Scorer) -> None:
-    answer = "Wrong:\n```python\nf = 1\n```\nRight:\n```python\nf = lambda x: 2 * x\n```\nDone."
+    answer = "Wrong:\n```python\nf = 1\n```\nRight:\n```python3\nf = lambda x: 2 * x\n```\nRun:\n```sh\nls\n```\nDone."
     assert judge(scorer, answer).total == 1.0
-    assert program_in("```\nx = 1") == "x = 1"
 
 
 @pytest.mark.parametrize("test", [1, {}, "f(2)", "assert", "x ==", {"call": "f"}])
