@@ -61,14 +61,14 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([binary(), *arguments], capture_output=True, text=True, check=False, timeout=120, env=nowhere)
 
 
-def template(*options: str, name: str = "hotswap") -> subprocess.CompletedProcess[str]:
+def template(*options: str, name: str = "hotswap", chart: Path = CHART) -> subprocess.CompletedProcess[str]:
     """What installing the chart would send."""
-    return run("template", name, str(CHART), "--namespace", NAMESPACE, *options)
+    return run("template", name, str(chart), "--namespace", NAMESPACE, *options)
 
 
-def rendered(*options: str, name: str = "hotswap") -> Release:
+def rendered(*options: str, name: str = "hotswap", chart: Path = CHART) -> Release:
     """The objects of a release. Raises AssertionError with Helm's own message."""
-    done = template(*options, name=name)
+    done = template(*options, name=name, chart=chart)
     assert done.returncode == 0, done.stderr
     return Release([found for found in yaml.safe_load_all(done.stdout) if found])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.k8s.helm import SETS, Object, Pod, matches, release
+from tests.k8s.helm import SETS, Object, Pod, matches, release, rendered
 
 NAMES = ["defaults", *SETS]
 PORTS = (8000, 8001, 8002, 8003, 8004, 2379, 2380)
@@ -55,6 +55,15 @@ def passes(objects: list[Object], source: Pod, target: Pod, port: int) -> bool:
 def is_meant(peer: Object, pod: Pod) -> bool:
     """Whether a NetworkPolicy's peer is `pod`, which is in the release's own namespace."""
     return "podSelector" in peer and "namespaceSelector" not in peer and matches(peer["podSelector"], pod.labels)
+
+
+@pytest.mark.parametrize("callers", ["[]", '[{"podSelector": {"matchLabels": {"app": "web"}}}]'], ids=["all", "some"])
+def test_monitoring_from_nowhere_opens_no_port(callers: str) -> None:
+    """An empty list of sources lets all of them in, so there must be no rule. The gateway alone may be open."""
+    lists = ("--set-json", f"networkPolicy.monitoringFrom=[],networkPolicy.gatewayFrom={callers}")
+    rules = [rule for o in rendered(*lists).of("NetworkPolicy") for rule in o["spec"].get("ingress", [])]
+    assert len(rules) == 5
+    assert [r["ports"] for r in rules if not r.get("from")] == ([[{"port": "http"}]] if callers == "[]" else [])
 
 
 @pytest.mark.parametrize("name", NAMES)

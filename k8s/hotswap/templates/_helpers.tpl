@@ -5,7 +5,8 @@
 {{- default $name .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
 {{- end }}
 
-{{/* (dict "root" $ "component" NAME) */}}
+{{/* The labels of pods, (dict "root" $ "component" NAME). Versions are left to "hotswap.labels": pods whose labels change
+start anew, and a Job cannot change its own. */}}
 {{- define "hotswap.selector" -}}
 app.kubernetes.io/name: {{ .root.Chart.Name }}
 app.kubernetes.io/instance: {{ .root.Release.Name }}
@@ -23,6 +24,18 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 name: {{ include "hotswap.fullname" .root }}-{{ .name | default .component }}
 namespace: {{ .root.Release.Namespace }}
 labels: {{- include "hotswap.labels" . | nindent 2 }}
+{{- end }}
+
+{{/* The number of pods; (dict "root" $ "values" of it "api" VERSION "kind" KIND "name" NAME). With an autoscaler it is the
+present one: if an upgrade leaves the number out, the API makes it 1. A first install leaves it to the autoscaler. */}}
+{{- define "hotswap.replicas" -}}
+{{- if not .values.autoscaling.enabled -}}
+replicas: {{ .values.replicas }}
+{{- else -}}
+{{- with lookup .api .kind .root.Release.Namespace .name -}}
+replicas: {{ dig "spec" "replicas" 1 . }}
+{{- end -}}
+{{- end -}}
 {{- end }}
 
 {{- define "hotswap.image" -}}

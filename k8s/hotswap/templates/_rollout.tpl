@@ -226,7 +226,7 @@ timeoutSeconds: 10
 {{- $colocated := eq .root.Values.trainer.mode "colocated" -}}
 metadata:
   labels:
-    {{- include "hotswap.labels" $c | nindent 4 }}
+    {{- include "hotswap.selector" $c | nindent 4 }}
     hotswap-peer: "true"
   {{- with $r.podAnnotations }}
   annotations: {{- toYaml . | nindent 4 }}
