@@ -81,6 +81,7 @@ class WeightPublisher:
             self._publisher = on_rank_zero(self._open)
             self._carrier = on_rank_zero(self._open_carrier)
             said = broadcast_json(on_rank_zero(lambda: self._chosen(exported)))
+            on_rank_zero(lambda: typed(self._publisher.hold))  # a run that this one replaces publishes no more
         except BaseException:
             self.close()
             raise

@@ -104,6 +104,7 @@ def _base_slot(publisher: Publisher, header: DeltaHeader) -> Iterator[SlotReader
 
 
 def _made_before(publisher: Publisher, upload_id: str) -> VersionRecord | None:
+    publisher.hold()  # before the look: a process that looked earlier with this upload cannot commit it any more
     made = [v for v in publisher.versions() if v.state != "publishing" and v.source.startswith(_mark(upload_id))]
     return made[0] if made else None
 

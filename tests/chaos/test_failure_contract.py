@@ -218,6 +218,7 @@ from weightsync import Publisher
 from weightsync.errors import StalePublisher
 tensors = load_file(sys.argv[3])
 publisher = Publisher(sys.argv[1], model=sys.argv[2])
+publisher.hold()
 print("holding", flush=True)
 sys.stdin.readline()
 try:

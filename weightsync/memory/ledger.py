@@ -1,6 +1,6 @@
 """A publisher's side of the store: the lineage it holds, the slots it claims, the versions it makes ready.
 
-take        models/{m}/publishers/{lineage}: token + 1; every later write compares that record's revision
+hold        models/{m}/publishers/{lineage}: token + 1, before the first write; writes compare that record's revision
 claim       counter + 1 and the `publishing` record, under the lease, in one transaction
 make_ready  the record loses its lease and becomes `ready`, with what it does not publish itself carried on from the
             version it is based on; with it the schemas, if they are the first, its form, if it is a new one, and the
@@ -68,18 +68,19 @@ class Ledger:
         self._form: tuple[str, FormRecord, Schema] | None = None  # the last one asked for, by its digest
         self._unread_slots: set[str] = set()
         self._token = self._fence = 0
+        self._holding = asyncio.Lock()
         self.who = self.reason = ""  # for the ledger
 
-    async def take(self) -> None:
-        """Become the holder of the lineage; whoever held it before is stale from now on."""
+    async def hold(self) -> None:
+        """Become the holder of the lineage, once; a publisher that held it before is stale from now on."""
         key = self.keys.publisher(self.lineage)
-        while True:
-            found = await self.store.get(key)
-            self._token = PublisherRecord.from_json(found.value).token + 1 if found else 1
-            mine = PublisherRecord(self._token, os.getpid(), socket.gethostname()).to_json()
-            with contextlib.suppress(Conflict):
-                self._fence = await self.store.compare_and_swap(key, _revision(found), mine)
-                return
+        async with self._holding:
+            while not self._fence:
+                found = await self.store.get(key)
+                self._token = PublisherRecord.from_json(found.value).token + 1 if found else 1
+                mine = PublisherRecord(self._token, os.getpid(), socket.gethostname()).to_json()
+                with contextlib.suppress(Conflict):
+                    self._fence = await self.store.compare_and_swap(key, _revision(found), mine)
 
     async def schema(self, part: str = BASE, onto: int | None = None) -> Schema | None:
         """The tensors of the version that a new one carries on (`onto`, if one is asked for), or of a part of it;
@@ -111,6 +112,7 @@ class Ledger:
                 await activation.retire(self.store, self.keys, spare=self._keep)
             locks = await self._claim_slots(arena, known, sizes)
             try:
+                await self.hold()
                 version = CounterRecord.from_json(counter.value).version + 1 if counter else 1
                 named = replace(naming(record, version, locks, sizes, self.host), token=self._token)
                 revision = await self._write_claim(named, _revision(counter))
@@ -177,6 +179,8 @@ class Ledger:
 
     async def ask_for(self, target: TargetRecord) -> int:
         """Write the target; returns its revision. Raises UnknownVersion, StalePublisher."""
+        await activation.ready_revisions(self.store, self.keys, target)  # before another publisher loses the lineage
+        await self.hold()
         fence = {self.keys.publisher(self.lineage): self._fence}
         try:
             return await activation.request(self.store, self.keys, target, fence)

@@ -4,8 +4,9 @@
     version = pub.publish(model.named_parameters(), step=10)
     version = pub.publish(Adapter(lora_tensors, adapter_config), part="lora/math")  # the base stays as it is
 
-One publisher holds a lineage at a time: opening a second one fences the first off (StalePublisher). Everything a
-publisher has in the store before a commit hangs on its lease, so a killed trainer leaves nothing behind.
+One publisher holds a lineage at a time, from its first version, activation or rollback on. When a second one takes it,
+the first may write no more (StalePublisher). Reading takes nothing. Everything a publisher has in the store before a
+commit hangs on its lease, so a killed trainer leaves nothing behind.
 
 A `Draft` is a version while it is written: nobody sees it until its commit, and it is gone if its publisher dies
 before.
@@ -306,10 +307,13 @@ class Publisher:
         self._ledger.who, self._ledger.reason = self._name, reason
         try:
             self.arena = self._store.run(ensure_arena(self._store.store, host=self.host))
-            self._store.run(self._ledger.take())
         except BaseException:
             self._store.close()
             raise
+
+    def hold(self) -> None:
+        """Take the lineage now; else the first version, activation or rollback does. Raises StoreUnavailable."""
+        self._store.run(self._ledger.hold())
 
     def publish(
         self,

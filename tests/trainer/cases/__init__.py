@@ -198,7 +198,11 @@ def publish_refused(path: str, parallel: dict[str, int], store: str, dtype: str 
 def publish_taken_over(path: str, parallel: dict[str, int], store: str) -> list[Any]:
     """The error of a publisher whose lineage another one has taken."""
     try:
-        with publishing(path, parallel, store, "float32") as (_, ours), weightsync.Publisher(store, model="tiny"):
+        with (
+            publishing(path, parallel, store, "float32") as (_, ours),
+            weightsync.Publisher(store, model="tiny") as theirs,
+        ):
+            theirs.hold()
             ours.publish(0)
     except TrainerError as error:
         return [type(error).__name__, str(error), getattr(error, "final", None)]

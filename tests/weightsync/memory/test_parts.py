@@ -184,6 +184,7 @@ def test_another_trainer_of_the_lineage_fences_the_parts_too(publisher: Publishe
         other.publish(adapter(1), part="lora/x", onto=1, activate=False)  # a lineage of its own: nobody is fenced
     publisher.publish(model(2), activate=False)
     with Publisher(store_url, model="demo") as newer:
+        newer.hold()
         with pytest.raises(StalePublisher):
             publisher.publish(adapter(2), part="lora/x", onto=1, activate=False)
         newer.publish(adapter(2), part="lora/x", onto=1, activate=False)

@@ -22,6 +22,7 @@ from weightsync.errors import (
     ShapeMismatch,
     StalePublisher,
     StoreUnavailable,
+    SwapAborted,
     SwapTimeout,
     UnexpectedTensor,
     UnknownVersion,
@@ -161,6 +162,7 @@ def test_a_newer_publisher_fences_off_the_older(store_url: str) -> None:
     old.publish(model(), activate=False)
     draft = old.begin(_schema(model()))
     new = Publisher(store_url, model="demo")
+    new.hold()
     for name, tensor in model(1.0).items():
         draft.write(name, tensor)
     with pytest.raises(StalePublisher, match="lineage 'trainer' was taken over"):
@@ -173,6 +175,23 @@ def test_a_newer_publisher_fences_off_the_older(store_url: str) -> None:
     assert {v.state for v in new.versions()} == {"ready"}
     old.close()
     new.close()
+
+
+def test_a_publisher_that_only_looks_fences_nobody_off(store_url: str) -> None:
+    with Publisher(store_url, model="demo") as trainer, Publisher(store_url, model="demo") as notebook:
+        draft = trainer.begin(_schema(model()))
+        for name, tensor in model().items():
+            draft.write(name, tensor)
+        assert [v.state for v in notebook.versions()] == ["publishing"]
+        assert (notebook.active(), notebook.schema(), notebook.copies()) == (None, None, {})
+        with pytest.raises(UnknownVersion):
+            notebook.activate(99)
+        with pytest.raises(SwapAborted, match="no previous version"):
+            notebook.rollback()
+        assert draft.commit() == 1
+        notebook.publish(model(1.0), activate=False)
+        with pytest.raises(StalePublisher):
+            trainer.publish(model(2.0), activate=False)
 
 
 def test_lineages_publish_side_by_side(store_url: str) -> None:

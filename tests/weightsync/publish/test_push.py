@@ -12,7 +12,10 @@ import pytest
 
 from tests.weightsync.tensors import model, read_back, save_safetensors
 from weightsync import Publisher
+from weightsync.control.records import VersionRecord
+from weightsync.errors import StalePublisher
 from weightsync.push import main
+from weightsync.push import push as pushed
 
 
 @pytest.fixture
@@ -77,6 +80,27 @@ def test_a_checkpoint_that_does_not_fit_names_the_tensor(
     error = json.loads(capsys.readouterr().out)["error"]
     assert (error["code"], error["tensor"]) == ("shape_mismatch", "model.embed_tokens.weight")
     assert [v.version for v in publisher.versions()] == [1]
+
+
+def test_an_upload_given_to_two_processes_at_once_becomes_one_version(
+    checkpoint: Path, store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both look for a version of the upload before either has claimed one."""
+    once: dict[str, Any] = {"upload_id": "one", "store": store_url, "model": "demo", "activate": False}
+
+    class Overtaken(Publisher):
+        def versions(self) -> list[VersionRecord]:
+            found = super().versions()
+            if not found:
+                monkeypatch.setattr("weightsync.push.Publisher", Publisher)
+                assert pushed(checkpoint, **once) == 1
+            return found
+
+    monkeypatch.setattr("weightsync.push.Publisher", Overtaken)
+    with pytest.raises(StalePublisher):
+        pushed(checkpoint, **once)
+    with Publisher(store_url, model="demo") as reader:
+        assert [v.version for v in reader.versions()] == [1]
 
 
 def test_people_get_sentences(checkpoint: Path, store_url: str, capsys: pytest.CaptureFixture[str]) -> None:
