@@ -299,13 +299,20 @@ class Participant:
 
     async def _session(self) -> None:
         """Register under a fresh lease and follow the records until the store or the lease is lost."""
-        former, self._lease = self._lease, await LeaseKeeper.grant(self._store, self._lease_ttl_s, self._guard_url)
-        await self._publish()
+        lease = await LeaseKeeper.grant(self._store, self._lease_ttl_s, self._guard_url)
+        former, self._lease = self._lease, lease
+        try:
+            await self._publish()
+        except BaseException as error:
+            self._lease = former
+            # If only the answer was lost, the record stays for the lease's time to live: the next session is sooner.
+            await (lease.stop() if isinstance(error, StoreError) else lease.end())
+            raise
         if former is not None:
             await former.end()  # only now, or the record would be gone for a moment
         self._before = None
         async with Board.follow(self._store, self._keys, *self._keys.concerns) as board:
-            lost = asyncio.create_task(self._lease.lost.wait())
+            lost = asyncio.create_task(lease.lost.wait())
             try:
                 while not lost.done():
                     record, under_way = self._record, self._under_way()
@@ -316,7 +323,7 @@ class Participant:
             finally:
                 lost.cancel()
                 self._stop_draining()
-        raise LeaseLost(self._lease.id)
+        raise LeaseLost(lease.id)
 
     def _under_way(self) -> list[asyncio.Task[Any]]:
         """What runs beside the watch; when it has ended there is something to do."""

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import eventually, stays
-from tests.weightsync.fleet import KEYS, Engine, Fleet
+from tests.weightsync.fleet import KEYS, MODEL, Engine, Fleet
 from tests.weightsync.tensors import model
-from weightsync import Publisher, StageResult
+from weightsync import Participant, Publisher, StageResult
 from weightsync.control.records import ActiveRecord, InstanceRecord, SwapRecord, VersionRecord
-from weightsync.errors import DigestMismatch
+from weightsync.errors import DigestMismatch, StoreRefused
 
 
 async def publish(publisher: Publisher) -> int:
@@ -94,6 +94,28 @@ async def test_it_registers_again_when_its_lease_is_lost(fleet: Fleet, publisher
     found = await registered(fleet, "a")
     assert (found.state, found.active_version) == ("SERVING", 1)
     assert (await coordinator.activate(await publish(publisher))).instances["a"].active_version == 2
+
+
+async def test_a_store_that_refuses_its_record_gets_one_lease_at_a_time(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightsync.control.agent.LAST_RETRY_S", 0.02)
+    store, kept = fleet.store(), list[int]()
+
+    def keepers() -> int:
+        return sum(task.get_name().startswith("lease ") for task in asyncio.all_tasks())
+
+    async def put(key: str, value: bytes, lease: int | None = None) -> int:
+        kept.append(keepers())
+        raise StoreRefused(store.url, "etcdserver: permission denied", "Grant the role")
+
+    monkeypatch.setattr(store, "put", put)
+    engine = Engine()
+    participant = Participant(store, MODEL, InstanceRecord("a", "http://a"), engine.stage, engine.commit)
+    participant.start()
+    await eventually(lambda: len(kept) >= 4)
+    await participant.stop()
+    assert (set(kept), keepers()) == ({1}, 0)
 
 
 async def test_it_serves_on_without_the_store_and_takes_part_when_it_is_back(
