@@ -124,6 +124,7 @@ class Ledger:
                 await self._require_lineage()
             except BaseException:
                 _release(locks)
+                await self.close()  # the record may be there all the same: it goes with its lease
                 raise
         raise PublishError(
             f"{CLAIM_ATTEMPTS} other claims came first: are hundreds of publishers at work on one model?"
@@ -270,6 +271,7 @@ class Ledger:
         return readable_versions(found)
 
     async def close(self) -> None:
+        """End the lease, and with it open drafts; the next claim takes a new one."""
         if self._lease is not None:
             lease, self._lease = self._lease, None
             with contextlib.suppress(StoreError):

@@ -353,6 +353,25 @@ def test_a_failed_publish_can_be_repeated_when_the_store_is_back(store_url: str,
         assert [read_back(v)["model.norm.weight"][0] for v in ready(publisher)] == [1.0, 3.0]
 
 
+def test_a_claim_whose_answer_was_lost_keeps_no_slot(publisher: Publisher, monkeypatch: pytest.MonkeyPatch) -> None:
+    publisher.hold()
+    store = publisher._store.store
+    txn = store.txn
+
+    async def lost(*what: Any) -> int:
+        await txn(*what)
+        raise StoreUnavailable(store.url, "no answer in time", "")
+
+    for _ in range(3):
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "txn", lost)
+            with pytest.raises(StoreUnavailable):
+                publisher.begin(_schema(model()))
+    assert publisher.versions() == []
+    publisher.publish(model(), activate=False)
+    assert len(publisher.arena.slots("demo")) == 1
+
+
 def test_a_slot_of_a_commit_that_failed_is_free_again(store_url: str, tmp_path: Path) -> None:
     with Publisher(store_url, model="demo", lease_ttl_s=1.0) as publisher:
         draft = publisher.begin(_schema(model()))
