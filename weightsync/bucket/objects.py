@@ -91,6 +91,8 @@ class StoredVersion:
             number, others = int(found["number"]), {str(k): int(v) for k, v in found.get("others", {}).items()}
             if header.part in others or any(not 0 < other < number for other in others.values()):
                 raise ValueError(f"versions {others} cannot have its other parts")
+            if header.base is not None and header.base.version >= number:
+                raise ValueError(f"version {number} cannot build on version {header.base.version}")
             return cls(number, str(found["upload"]), header, parts, others)
         except (ValueError, TypeError, KeyError, AttributeError, DeltaError) as error:
             raise BucketDamaged(where, f"it cannot be read ({error})") from error

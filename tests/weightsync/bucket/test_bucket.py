@@ -244,6 +244,16 @@ def test_a_record_that_is_another_is_refused(url: str) -> None:
         StoredVersion.from_bytes(outside.to_bytes(), "here")
 
 
+def test_a_version_builds_on_an_earlier_one(url: str) -> None:
+    pub = publisher(url)
+    for _ in range(2):
+        pub.publish(weights())
+    based = pub.bucket.read(2)
+    assert based.base == 1
+    with pytest.raises(BucketDamaged, match="version 1 cannot build on version 1"):
+        StoredVersion.from_bytes(replace(based, number=1).to_bytes(), "here")
+
+
 KILLED = """
 import os, signal, sys
 from weightsync.bucket.objects import Bucket
