@@ -94,9 +94,10 @@ class Etcd:
         self.kill()
         self.start()
 
-    def lose_data(self) -> None:
-        """Kill, and start with nothing."""
+    def lose_data(self, *flags: str) -> None:
+        """Kill, and start with nothing, and with these flags besides."""
         self.kill()
+        self._flags += flags
         for data in self.directory.glob("m*"):
             shutil.rmtree(data)
         self.start()

@@ -53,7 +53,7 @@ CHANNEL_OPTIONS = [
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.use_local_subchannel_pool", 1),
 ]
-# Of these answers the revision is the newest that the cluster has agreed on; a lease's may come from a member behind.
+# Of these answers, term and revision are the newest that the cluster has agreed on; others may be of a member behind.
 AGREED = frozenset({"Range", "Txn", "DeleteRange"})
 CONNECTING = (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING)
 Metadata = tuple[tuple[str, str], ...]
@@ -102,7 +102,8 @@ class Members:
         self._channels: list[Channel] = []
         self._current = 0
         self._token: str | None = None
-        self._seen = 0  # the newest revision
+        self._cluster = 0  # its id
+        self._seen = 0, 0  # the newest term and revision
         self._lost: StoreLost | None = None
         self._authenticating = asyncio.Lock()
         self._pid = os.getpid()
@@ -111,19 +112,27 @@ class Members:
     async def call(self, name: str, request: Any, *, repeat: bool = True) -> Any:
         """The answer to one request. Raises StoreUnavailable, and gRPC's NOT_FOUND and OUT_OF_RANGE as they are.
 
-        StoreLost, for good, once the cluster has lost what it had: it counts revisions anew.
+        StoreLost, for good, once another cluster answers, or this one has lost what it had: it counts anew.
         """
         seen = self._seen
         if self._lost is not None:
             raise self._lost
         answer = await self._answer(name, request, repeat)
-        if name in AGREED:
-            if answer.header.revision < seen:
-                problem = f"etcd has lost what it had (revision {answer.header.revision}, it was {seen})"
-                self._lost = StoreLost(self.url, problem, "Start everything that uses this store again")
-                raise self._lost
-            self._seen = max(self._seen, answer.header.revision)
+        self._take_in(answer.header, seen if name in AGREED else (0, 0))
         return answer
+
+    def _take_in(self, header: Any, seen: tuple[int, int] = (0, 0)) -> None:
+        """Raises StoreLost for a header that cannot come from a cluster where `seen` was the newest."""
+        self._cluster, problem = self._cluster or header.cluster_id, ""
+        if header.cluster_id not in (0, self._cluster):
+            problem = f"another etcd is in its place (cluster {header.cluster_id:x}, it was {self._cluster:x})"
+        elif (header.raft_term, header.revision) != (max(header.raft_term, seen[0]), max(header.revision, seen[1])):
+            now = f"term {header.raft_term}, revision {header.revision}"
+            problem = f"etcd has lost what it had ({now}; it was at term {seen[0]}, revision {seen[1]})"
+        if problem:
+            self._lost = StoreLost(self.url, problem, "Start everything that uses this store again")
+            raise self._lost
+        self._seen = max(self._seen[0], header.raft_term), max(self._seen[1], header.revision)
 
     async def _answer(self, name: str, request: Any, repeat: bool) -> Any:
         left = attempts = len(self._opened())
@@ -151,6 +160,7 @@ class Members:
                     await call.write(rpc.WatchRequest(create_request=create))
                     response = await call.read()
             while response is not grpc.aio.EOF:
+                self._take_in(response.header)
                 yield response
                 with self._mapped():
                     response = await call.read()
