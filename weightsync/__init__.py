@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from weightsync.memory.ledger import ensure_arena
     from weightsync.memory.parts import Adapter
     from weightsync.memory.receiver import SlotReader
-    from weightsync.publish.publisher import Draft, Publisher, as_schema
+    from weightsync.publish.publisher import Draft, Publisher, Version, as_schema
     from weightsync.publish.quantize import Quantizer
     from weightsync.publish.remote import RemotePublisher
     from weightsync.publish.shares import Collector, Share
@@ -60,6 +60,7 @@ _HOME = {
     "TensorEntry": "format.manifest",
     "TensorSpec": "format.manifest",
     "Trust": "format.signing",
+    "Version": "publish.publisher",
     "WeightSyncError": "errors",
     "as_schema": "publish.publisher",
     "diff_schema": "format.manifest",
@@ -95,6 +96,7 @@ __all__ = [
     "TensorEntry",
     "TensorSpec",
     "Trust",
+    "Version",
     "WeightSyncError",
     "as_schema",
     "diff_schema",

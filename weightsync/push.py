@@ -179,7 +179,7 @@ def push(
         if made is not None:
             version = made.version
             if activate:
-                publisher.activate(version, timeout_s=timeout_s)
+                publisher.activate(version, wait=False, timeout_s=timeout_s)
         else:
             with contextlib.ExitStack() as stack:
                 config = read_config(directory) if part == BASE else None
@@ -195,8 +195,7 @@ def push(
         done |= {"nbytes": nbytes, "tensors": sum(len(schema.tensors) for schema, _ in pieces.values())}
         done |= {"gbps": round(nbytes / done["seconds"] / 1e9, 3) if done["seconds"] else 0.0}
         if activate:
-            publisher.wait_active(version, timeout_s)
-            done["active"] = True
+            done |= {"active": True, "not_flipped": publisher.wait_active(version, timeout_s).not_flipped}
     return version
 
 
@@ -243,8 +242,7 @@ def push_delta(
         done |= _told(applied.record, time.perf_counter() - started)
         done |= {"received": applied.received, "duplicate": applied.duplicate}
         if activate:
-            publisher.activate(version, timeout_s=timeout_s)
-            done["active"] = True
+            done |= {"active": True, "not_flipped": publisher.activate(version, timeout_s=timeout_s).not_flipped}
     return version
 
 

@@ -314,6 +314,8 @@ def show_swap(answer: dict[str, Any]) -> None:
         f"version {swap['version']} is active (before: {swap.get('previous')}); "
         f"staged in {swap['prepare_ms']:.0f} ms, committed in {swap['commit_ms']:.1f} ms"
     )
+    if swap.get("not_flipped"):
+        Console().print(f"could not flip, and start anew with it: {', '.join(swap['not_flipped'])}")
     if swap.get("changes"):
         Console().print(f"the instances restarted one by one, as its tensors differ: {swap['changes']}")
 

@@ -30,7 +30,7 @@ from weightsync.control.records import (
     VersionRecord,
     shared_versions,
 )
-from weightsync.control.state import ROLLING_DRAIN_S, in_flight
+from weightsync.control.state import ROLLING_DRAIN_S, in_flight, not_flipped
 from weightsync.errors import Conflict, StoreUnavailable, SwapAborted, SwapTimeout, UnknownVersion, WatchCompacted
 from weightsync.store.protocol import Event, Store
 
@@ -52,8 +52,10 @@ def needed_versions(
         splits.append(active.split)
     if swap is not None and in_flight(swap):
         needed.add(swap.target)
-        needed |= {swap.former.version, swap.former.previous} if swap.former is not None else set()
         splits.append(swap.split)
+        if swap.former is not None:
+            needed |= {swap.former.version, swap.former.previous}
+            splits.append(swap.former.split)
     if target is not None and (swap is None or not swap.answers(target)):
         needed.add(target.version)
         splits.append(target.split)
@@ -194,18 +196,22 @@ def in_words(split: SplitRecord, active: int) -> str:
     return ", ".join(f"version {version}: {percent:g} %" for version, percent in split.percents(active).items())
 
 
-async def outcome(store: Store, keys: Keys, target: TargetRecord, revision: int, timeout_s: float) -> None:
-    """Return when the request of `revision` serves: committed, and every participant has flipped or been given up.
+async def outcome(store: Store, keys: Keys, target: TargetRecord, revision: int, timeout_s: float) -> tuple[str, ...]:
+    """Return when the request of `revision` serves: committed, and every participant has flipped or been given up;
+    which were.
 
     So a rollout that starts afterwards comes from the new weights. Raises SwapAborted or SwapTimeout.
     """
-    judge = Judge(keys, target)
+    judge, board = Judge(keys, target), Board(keys)
     with _timeout_as(target.version, timeout_s):
         async with asyncio.timeout(timeout_s):
             async with contextlib.aclosing(_follow(store, keys.root, revision + 1)) as events:
                 async for event in events:
+                    board.apply(event)
                     if judge.is_done(event):
-                        return
+                        assert board.swap is not None
+                        return not_flipped(board.swap, board.active, board.instances)
+    raise AssertionError("unreachable: the watch has no end")
 
 
 async def become_active(store: Store, keys: Keys, version: int, timeout_s: float) -> None:

@@ -46,6 +46,7 @@ from weightsync.control.state import (
     decide,
     depends_on,
     in_flight,
+    not_flipped,
 )
 from weightsync.errors import Conflict, StoreError, StoreRefused, SwapAborted, SwapTimeout
 from weightsync.store.protocol import Store
@@ -56,7 +57,8 @@ REPORT_GRACE_S = 10.0  # over what the phases of a swap may take: a new leader m
 @dataclass(frozen=True)
 class SwapReport:
     """The outcome of a swap. `prepare_ms` is from open to commit, `commit_ms` from commit until every instance
-    confirmed. `changes`: which tensors differ, if the instances were restarted for it one by one."""
+    confirmed. `changes`: which tensors differ, if the instances were restarted for it one by one. `not_flipped`: the
+    instances that could not follow the commit, and start anew with it."""
 
     id: str
     version: int
@@ -71,6 +73,7 @@ class SwapReport:
     mode: SwapMode = "together"
     changes: str = ""
     split: SplitRecord | None = None
+    not_flipped: tuple[str, ...] = ()
 
 
 async def follow(board: Board, target: TargetRecord, revision: int) -> SwapReport:
@@ -103,7 +106,7 @@ def _patience_s(target: TargetRecord, swap: SwapRecord | None) -> float:
         return limit + RESTART_S + swap.drain_s + 2 * confirm_within_s(swap)
     before = swap.deadline - swap.opened_at if swap.id != target.id else 0.0
     canary = 0.0 if swap.mode == "together" else swap.deadline - swap.opened_at + swap.drain_s
-    return limit + before + canary + confirm_within_s(swap)
+    return limit + before + canary + confirm_within_s(swap) * (2 if swap.phase == "revert" else 1)
 
 
 def _never_opened(target: TargetRecord) -> SwapRecord:
@@ -130,6 +133,7 @@ def _of(board: Board, swap: SwapRecord) -> SwapReport:
         mode=swap.mode,
         changes=swap.changes,
         split=swap.split,
+        not_flipped=not_flipped(swap, active, board.instances) if ok else (),
     )
 
 

@@ -14,6 +14,8 @@
     prepare, canary --error, fingerprint that differs, probe failed, deadline--> aborted
     prepare, canary --participant gone, torn or draining--> aborted, or the same without it (`on_lost`), if any is left
     commit  --every participant confirmed, gone or TORN, or confirmation overdue--> done
+            `--likewise, but none confirmed, and one is TORN--> revert, with the `active` record before
+    revert  --every participant that is left confirmed, or overdue--> aborted
 
 A trial is a share of the commit record that gets no requests: the version that stands stays active, and the canary runs
 another. Like every instance it runs what the commit record says of it; while that is a trial it is COMMITTING, which
@@ -208,7 +210,7 @@ def depends_on(step: Step, keys: Keys) -> list[str]:
         found.append(keys.target)
     if step.kind in ("open", "try", "commit"):
         found += [keys.version(version) for version in (step.swap.target, *shared_versions(step.swap.split))]
-    if step.kind in ("try", "commit"):
+    if step.kind in ("try", "commit", "revert"):
         found.append(keys.instances)
     return found
 
@@ -250,6 +252,7 @@ def _open(view: View, target: TargetRecord) -> Step:
         drain_s=target.drain_s,
         on_lost=target.on_lost,
         split=target.split,
+        former=view.active,
     )
     if (reason := _not_ready(view, target)) is not None:
         return Step("refuse", replace(swap, phase="aborted", reason=reason))
@@ -313,7 +316,7 @@ def _moving(view: View, swap: SwapRecord) -> list[str]:
 def _open_restarts(view: View, swap: SwapRecord) -> Step:
     """A swap that starts the engines anew, if somebody serves meanwhile."""
     drain_s = swap.drain_s if swap.mode == "rolling" else swap.drain_s or ROLLING_DRAIN_S
-    swap = replace(swap, mode="rolling", drain_s=drain_s, changes=view.changes, former=view.active)
+    swap = replace(swap, mode="rolling", drain_s=drain_s, changes=view.changes)
     fixed = [name for name in swap.participants if not view.instances[name].restarts]
     served = f"version {view.active.version}" if view.active is not None else "none"
     why = f"its tensors are not those of {served}, which is active ({view.changes}), so each instance must restart: "
@@ -517,12 +520,17 @@ def _confirm(view: View, swap: SwapRecord) -> Step | Wait:
         return Step("finish", replace(swap, phase="done", reason="overtaken by a later commit"))
     alive = [view.instances[name] for name in swap.participants if name in view.instances]
     late = [i.id for i in alive if not confirmed(i, active) and i.state in PARTICIPATING]
-    if not late:
-        return Step("finish", replace(swap, phase="done", reason=_torn(swap, view)))
     overdue = active.committed_at + confirm_within_s(swap)
-    if view.now >= overdue:
-        return Step("finish", replace(swap, phase="done", reason=f"no confirmation from {', '.join(late)}"))
-    return Wait(overdue)
+    if late and view.now < overdue:
+        return Wait(overdue)
+    if swap.phase == "revert":
+        return Step("abort", replace(swap, phase="aborted"))
+    torn = next((i for i in alive if i.state == "TORN"), None)
+    if torn and swap.former is not None and not any(confirmed(i, active) for i in view.instances.values()):
+        why = torn.error.message if torn.error is not None else "TORN"
+        return _revert(view, swap, f"no instance could flip ({torn.id}: {why})")
+    reason = f"no confirmation from {', '.join(late)}" if late else _torn(swap, view)
+    return Step("finish", replace(swap, phase="done", reason=reason))
 
 
 def _failed_start(view: View, swap: SwapRecord) -> str | None:
@@ -562,12 +570,11 @@ def _take_turns(view: View, swap: SwapRecord) -> Step | Wait:
 
 
 def _revert(view: View, swap: SwapRecord, problem: str) -> Step:
-    """Commit the version before again; who has restarted returns to it, the one that failed first."""
+    """Commit the version before again; who has restarted returns to it, the one whose turn it is first."""
     assert swap.former is not None
     assert view.active is not None
     active = replace(swap.former, epoch=view.active.epoch + 1, swap_id=swap.id, committed_at=view.now)
-    first = swap.turn or ""
-    order = (first, *(name for name in swap.participants if name != first))
+    order = tuple(sorted(swap.participants, key=lambda name: name != swap.turn))
     deadline = view.now + swap.drain_s + RESTART_S
     back = replace(swap, phase="revert", participants=order, reason=problem, deadline=deadline)
     return Step("revert", back, active)
@@ -575,9 +582,17 @@ def _revert(view: View, swap: SwapRecord, problem: str) -> Step:
 
 def _torn(swap: SwapRecord, view: View) -> str | None:
     """The commit stands; who could not follow it is out of routing and named here."""
-    epoch = view.active.epoch if view.active is not None else 0
-    missing = [n for n in swap.participants if n not in view.instances or view.instances[n].active_epoch < epoch]
+    missing = not_flipped(swap, view.active, view.instances)
     return f"not flipped: {', '.join(missing)}" if missing else None
+
+
+def not_flipped(
+    swap: SwapRecord, active: ActiveRecord | None, instances: Mapping[str, InstanceRecord]
+) -> tuple[str, ...]:
+    """The participants that are gone or do not run what the swap has committed; none once another commit came."""
+    if active is None or active.swap_id != swap.id:
+        return ()
+    return tuple(n for n in swap.participants if n not in instances or instances[n].active_epoch < active.epoch)
 
 
 def abort(view: View, swap: SwapRecord, reason: str, tensor: str | None = None) -> Step:

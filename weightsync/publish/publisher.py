@@ -26,7 +26,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from weightsync.control import activation
 from weightsync.control.hosts import slot_name, this_host
@@ -269,6 +269,18 @@ NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
 SchemaLike = Schema | Iterable[tuple[str, Any, Iterable[int]]]
 
 
+class Version(int):
+    """The number of a version. `not_flipped` names the instances that could not follow its swap: they are out of
+    routing, and start anew with it. If none can follow, SwapAborted is raised and the version before is back."""
+
+    not_flipped: tuple[str, ...]
+
+    def __new__(cls, number: int, not_flipped: Iterable[str] = ()) -> Self:
+        made = super().__new__(cls, number)
+        made.not_flipped = tuple(not_flipped)
+        return made
+
+
 class Publisher:
     """The one publisher of `lineage` for `model`. Ready versions that nobody has asked for are retired but for `keep`.
 
@@ -330,7 +342,7 @@ class Publisher:
         metadata: Mapping[str, str] | None = None,
         source: str = "",
         config: Mapping[str, Any] | None = None,
-    ) -> int:
+    ) -> Version:
         """Write all tensors as a new version, make it ready, with `activate` have it swapped in; returns its number.
 
         `named_tensors` are (Hugging Face name, torch.Tensor | numpy array). A generator is consumed one tensor at a
@@ -358,12 +370,10 @@ class Publisher:
                 for name, tensor in contents[draft.part][0]:
                     draft.write(name, tensor)
             at_once = activate and mode == "together"
-            version = commit_all(drafts, [], within_s=timeout_s if at_once else None)
+            version = Version(commit_all(drafts, [], within_s=timeout_s if at_once else None))
         if activate and not at_once:
-            self.activate(version, wait=wait, timeout_s=timeout_s, mode=mode)
-        elif activate and wait:
-            self.wait_active(version, timeout_s)
-        return version
+            return self.activate(version, wait=wait, timeout_s=timeout_s, mode=mode)
+        return self.wait_active(version, timeout_s) if activate and wait else version
 
     def begin(
         self,
@@ -462,7 +472,7 @@ class Publisher:
         mode: SwapMode = "together",
         drain_s: float | None = None,
         on_lost: OnLost = "abort",
-    ) -> None:
+    ) -> Version:
         """Have a ready version swapped in; "rolling": one instance first, probed, then one by one, each drained.
 
         `on_lost`: an instance that dies before the commit aborts the swap, or the others "continue" without it.
@@ -472,23 +482,23 @@ class Publisher:
         target = activation.new_target(version, self._name, timeout_s, mode=mode, drain_s=drain_s, on_lost=on_lost)
         revision = self._store.run(self._ledger.ask_for(target))
         self._asked = {version: (target, revision)}
-        if wait:
-            self.wait_active(version, timeout_s)
+        return self.wait_active(version, timeout_s) if wait else Version(version)
 
     def rollback(
         self, *, wait: bool = True, timeout_s: float = 60.0, mode: SwapMode = "together", drain_s: float | None = None
-    ) -> int:
+    ) -> Version:
         """Swap the previous version in again; returns it. Raises as `activate`; SwapAborted when there is none."""
         version = self._store.run(activation.previous_version(self._store.store, self._keys))
-        self.activate(version, wait=wait, timeout_s=timeout_s, mode=mode, drain_s=drain_s)
-        return version
+        return self.activate(version, wait=wait, timeout_s=timeout_s, mode=mode, drain_s=drain_s)
 
-    def wait_active(self, version: int, timeout_s: float = 60.0) -> None:
-        """Return when `version` is the active one. Raises SwapAborted (refused, superseded) or SwapTimeout."""
+    def wait_active(self, version: int, timeout_s: float = 60.0) -> Version:
+        """Return when `version` is the active one; `not_flipped` is of a swap that this publisher asked for. Raises
+        SwapAborted (refused, superseded, no instance could flip) or SwapTimeout."""
         store, asked = self._store.store, self._asked.get(version)
         if asked is not None:
-            return self._store.run(activation.outcome(store, self._keys, *asked, timeout_s))
-        return self._store.run(activation.become_active(store, self._keys, version, timeout_s))
+            return Version(version, self._store.run(activation.outcome(store, self._keys, *asked, timeout_s)))
+        self._store.run(activation.become_active(store, self._keys, version, timeout_s))
+        return Version(version)
 
     def active(self) -> ActiveRecord | None:
         """The commit record as it stands."""

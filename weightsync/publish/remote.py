@@ -30,7 +30,7 @@ from weightsync.control.records import OnLost, SwapMode
 from weightsync.errors import RemoteError, SwapAborted, SwapTimeout
 from weightsync.format.delta import Base, DeltaHeader, DeltaWriter
 from weightsync.memory.parts import BASE, Adapter, own_digest
-from weightsync.publish.publisher import NamedTensors, signer_of
+from weightsync.publish.publisher import NamedTensors, Version, signer_of
 from weightsync.publish.succession import Succession
 
 CONNECT_TIMEOUT_S = 10.0
@@ -198,7 +198,7 @@ class RemotePublisher:
         metadata: Mapping[str, str] | None = None,
         source: str = "",
         config: Mapping[str, Any] | None = None,
-    ) -> int:
+    ) -> Version:
         """Send all tensors as a new version, have it swapped in with `activate`, and return its number.
 
         With `part` they are the draft model's ("draft") or an `Adapter` ("lora/NAME"), and the rest stays as it is.
@@ -222,9 +222,7 @@ class RemotePublisher:
         answer = self._deliver(versions, header, query)
         version = int(answer["version"])
         versions.advance(Base(version, own_digest(answer)), full=bool(self.last["full"]))
-        if activate and wait:
-            self._activate(version, wish)
-        return version
+        return self._activate(version, wish) if activate and wait else Version(version)
 
     def _deliver(self, versions: Succession, header: DeltaHeader, query: dict[str, Any]) -> dict[str, Any]:
         """Send until it has arrived. Raises RemoteError."""
@@ -278,10 +276,11 @@ class RemotePublisher:
         self.last = {**answer, "sent": sent, "full": full, "attempts": attempts}
         return answer
 
-    def _activate(self, version: int, wish: dict[str, Any]) -> None:
+    def _activate(self, version: int, wish: dict[str, Any]) -> Version:
         """Raises SwapAborted, SwapTimeout, RemoteError."""
         try:
-            self._api.call("POST", "/admin/weights/activate", {"version": version, **wish})
+            report = self._api.call("POST", "/admin/weights/activate", {"version": version, **wish})
+            return Version(version, report.get("not_flipped", ()))
         except Refused as refusal:
             if refusal.code == "swap_aborted":
                 raise SwapAborted(
@@ -292,6 +291,7 @@ class RemotePublisher:
             raise _error(refusal) from refusal
         except Unreachable:  # the wish may have arrived: look what becomes of it
             self._watch(version, wish["deadline_s"])
+            return Version(version)
 
     def _watch(self, version: int, timeout_s: float) -> None:
         for _ in _ticks(timeout_s):

@@ -22,7 +22,7 @@ MUTATIONS: list[Mutation] = [
         ("    if view.active is None or view.active.trial is None:\n", "    if view.active is None:\n"),
         ("    if view.target_state != \"ready\":\n        return abort(", "    if view.target_state is None:\n        return abort("),
         ("previous = before.previous  # committing", "previous = before.version  # committing"),
-        ("if view.now >= overdue:", "if view.now > overdue:"),
+        ("if late and view.now < overdue:", "if late and view.now <= overdue:"),
         ("if swap.on_lost == \"continue\" and left and whole and swap.canary not in lost:", "if swap.on_lost == \"continue\" and left and whole:"),
         ("not confirmed(i, active) and i.state in PARTICIPATING]", "not confirmed(i, active)]"),
         ("        found.append(keys.target)\n", "        pass\n"),
@@ -206,7 +206,7 @@ MUTATIONS: list[Mutation] = [
         ("if users or number == numbers[-1]:", "if users:"),
         ("if version.base == number or (", "if ("),
         ("waiting += found.others.values() if at == number else ()", "waiting += ()"),
-        ("if len(data) == part.nbytes and digest_of(data) == part.digest:", "if len(data) == part.nbytes:"),
+        ("if len(data) != part.nbytes or digest_of(data) != part.digest:", "if len(data) != part.nbytes:"),
     ]),
     *of("weightsync/bucket/publisher.py", WS + "bucket/test_bucket.py", changes=[
         ("versions.deltas + 1 < self._full_every", "versions.deltas < self._full_every"),

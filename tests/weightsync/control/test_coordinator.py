@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import json
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from pathlib import Path
@@ -14,7 +16,8 @@ from tests.weightsync.fleet import KEYS, Engine, Fleet
 from tests.weightsync.tensors import model
 from weightsync import CommitResult, Publisher, SwapReport
 from weightsync.control import activation, chain
-from weightsync.control.records import ActiveRecord, SwapRecord, TargetRecord, VersionRecord
+from weightsync.control.history import past_swaps
+from weightsync.control.records import ActiveRecord, SwapMode, SwapRecord, TargetRecord, VersionRecord
 from weightsync.errors import DigestMismatch, SwapAborted, SwapTimeout, UnknownVersion, WatchCompacted
 from weightsync.store.protocol import Event, Store
 
@@ -171,13 +174,50 @@ async def test_one_that_cannot_flip_is_torn_and_the_commit_stands(fleet: Fleet, 
 
     bad.on_commit = fail
     report = await coordinator.activate(await publish(publisher))
-    assert (report.ok, report.reason) == (True, "not flipped: b")
+    assert (report.ok, report.reason, report.not_flipped) == (True, "not flipped: b", ("b",))
     torn = report.instances["b"]
     assert (torn.state, torn.active_epoch) == ("TORN", 0)
     assert torn.error is not None
     assert torn.error.message == "RuntimeError: out of memory"
     assert good.running == 1
     assert (await coordinator.activate(await publish(publisher))).instances.keys() == {"a"}
+
+
+@pytest.mark.parametrize("mode", ["together", "rolling"])
+async def test_a_publisher_hears_which_instances_could_not_flip(
+    fleet: Fleet, publisher: Publisher, mode: SwapMode
+) -> None:
+    fleet.coordinator()
+    good, bad = await fleet.instance("a"), await fleet.instance("b")
+    first = await asyncio.to_thread(publisher.publish, model(), timeout_s=10)
+    assert (first, first.not_flipped) == (1, ())
+    bad.on_commit = out_of_memory
+    second = await asyncio.to_thread(publisher.publish, model(1.0), mode=mode, timeout_s=10)
+    assert (second, second.not_flipped, good.running) == (2, ("b",), 2)
+    assert json.loads(json.dumps({"version": copy.copy(second)})) == {"version": first + 1}
+    assert copy.copy(second).not_flipped == ("b",)
+
+
+async def test_if_no_instance_can_flip_the_version_before_is_committed_again(
+    fleet: Fleet, publisher: Publisher
+) -> None:
+    coordinator = fleet.coordinator()
+    engines = [await fleet.instance(name) for name in "ab"]
+    await asyncio.to_thread(publisher.publish, model(), timeout_s=10)
+    for engine in engines:
+        engine.on_commit = out_of_memory
+    with pytest.raises(SwapAborted, match=r"no instance could flip \([ab]: RuntimeError: out of memory"):
+        await asyncio.to_thread(publisher.publish, model(1.0), timeout_s=10)
+    found = await active(fleet)
+    assert found is not None
+    assert (found.version, found.epoch, found.previous) == (1, 3, None)
+    assert (await fleet.instance("c")).running == 1
+    assert [entry.outcome for entry in await past_swaps(fleet.store(), KEYS)] == ["aborted", "done"]
+    assert (await coordinator.activate(2)).ok, "the version itself is still there"
+
+
+def out_of_memory() -> None:
+    raise RuntimeError("out of memory")
 
 
 async def test_a_new_coordinator_finishes_what_it_finds_prepared(fleet: Fleet, publisher: Publisher) -> None:

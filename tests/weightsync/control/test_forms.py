@@ -20,6 +20,7 @@ from weightsync.control.records import (
     InstanceRecord,
     Keys,
     ShareRecord,
+    SplitRecord,
     StartRecord,
     SwapRecord,
     VersionRecord,
@@ -150,6 +151,8 @@ def test_a_reverted_swap_ends_aborted_when_all_are_back() -> None:
 def test_the_way_back_is_kept_and_who_waits_for_its_turn_serves() -> None:
     former = replace(COMMIT, former=replace(ACTIVE, version=1, previous=7))
     assert activation.needed_versions(COMMITTED, former, TARGET, ()) == {1, 2, 7}
+    divided = replace(former, former=replace(ACTIVE, version=1, previous=7, split=SplitRecord((ShareRecord(5, 9.0),))))
+    assert activation.needed_versions(COMMITTED, divided, TARGET, ()) == {1, 2, 5, 7}
     for swap, active in ((COMMIT, COMMITTED), (REVERT, RETURNED)):
         assert routing.eligible(SERVING["b"], active, swap)
         assert routing.eligible(BACK, active, swap) == (active.epoch in (6, 7))

@@ -152,7 +152,7 @@ def step(**changes: object) -> Step:
 
 def test_a_split_opens_with_the_version_of_each_participant() -> None:
     opened = step(swap=None, instances=FLEET)
-    assert (opened.kind, opened.swap) == ("open", SWAP)
+    assert (opened.kind, opened.swap) == ("open", replace(SWAP, former=ACTIVE))
     assert (opened.swap.of("a").target, opened.swap.of("b").target) == (2, 1)
     found = depends_on(opened, Keys("m"))
     assert {Keys("m").version(1), Keys("m").version(2)} <= set(found)

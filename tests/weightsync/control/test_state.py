@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -26,6 +27,7 @@ from weightsync.control.state import (
     Wait,
     decide,
     depends_on,
+    not_flipped,
     on_trial,
 )
 
@@ -59,7 +61,7 @@ def test_a_target_opens_a_swap_with_those_that_serve() -> None:
     fleet = {name: InstanceRecord(name, "x", state) for name, state in states.items()}  # type: ignore[arg-type]
     opened = step(swap=None, instances=fleet)
     assert opened.kind == "open"
-    assert opened.swap == replace(SWAP, participants=("a", "c", "e"))
+    assert opened.swap == replace(SWAP, participants=("a", "c", "e"), former=ACTIVE)
 
 
 @pytest.mark.parametrize(
@@ -155,6 +157,50 @@ def test_a_commit_is_done_when_all_have_flipped() -> None:
 def test_a_commit_stands_though_one_could_not_follow(fleet: dict[str, InstanceRecord]) -> None:
     done = step(swap=replace(SWAP, phase="commit"), active=COMMITTED, instances=fleet)
     assert (done.swap.phase, done.swap.reason) == ("done", "not flipped: b")
+
+
+BROKEN = {name: replace(i, state="TORN", error=ErrorInfo("c", "no memory")) for name, i in STAGED.items()}
+COMMIT = replace(SWAP, phase="commit", former=replace(ACTIVE, previous=7))
+
+
+@pytest.mark.parametrize(
+    ("fleet", "now"),
+    [
+        (BROKEN, 105.0),
+        ({"b": BROKEN["b"]}, 105.0),
+        ({**BROKEN, "a": STAGED["a"]}, 105.0 + CONFIRM_S),
+        ({**BROKEN, "joined": replace(STAGED["a"], id="joined", state="STARTING")}, 105.0),
+    ],
+)
+def test_a_commit_that_no_instance_could_follow_is_reverted(fleet: dict[str, InstanceRecord], now: float) -> None:
+    back = step(swap=COMMIT, active=COMMITTED, instances=fleet, now=now)
+    assert (back.kind, back.swap.phase) == ("revert", "revert")
+    assert re.fullmatch(r"no instance could flip \([ab]: no memory\)", back.swap.reason or "")
+    assert back.active == ActiveRecord(1, 7, 7, "swap-2", now)
+    assert Keys("m").instances in depends_on(back, Keys("m"))
+    ended = step(swap=back.swap, active=back.active, instances=BROKEN)
+    assert (ended.kind, ended.active, ended.swap) == ("abort", None, replace(back.swap, phase="aborted"))
+    assert decide(view(swap=back.swap, active=back.active)) == Wait(now + CONFIRM_S)  # these have it to return to
+
+
+@pytest.mark.parametrize(
+    ("fleet", "former"),
+    [
+        ({**confirmed(), "b": BROKEN["b"]}, ACTIVE),
+        ({**BROKEN, "joined": replace(confirmed()["a"], id="joined")}, ACTIVE),
+        ({}, ACTIVE),
+        (BROKEN, None),
+    ],
+)
+def test_a_commit_stands_where_one_serves_it_or_nothing_was_torn(
+    fleet: dict[str, InstanceRecord], former: ActiveRecord | None
+) -> None:
+    done = step(swap=replace(COMMIT, former=former), active=COMMITTED, instances=fleet)
+    assert (done.kind, done.swap.phase) == ("finish", "done")
+    missing = [name for name in ("a", "b") if name not in fleet or fleet[name].active_epoch < 6]
+    assert done.swap.reason == f"not flipped: {', '.join(missing)}"
+    assert not_flipped(done.swap, COMMITTED, fleet) == tuple(missing)
+    assert not_flipped(done.swap, replace(COMMITTED, swap_id="later"), fleet) == ()
 
 
 def test_a_commit_does_not_wait_for_ever() -> None:

@@ -37,16 +37,18 @@ FORMS = tuple(FormRecord(f'[["{name}","float32",[1]]]', "{}") for name in ("a", 
 
 @dataclass
 class Faults:
-    """What goes wrong next; each is used up by the first it happens to."""
+    """What goes wrong next; each is used up by the first it happens to, but for `flips`: while it holds, all fail."""
 
     stage: bool = False
     build: bool = False
     flip: bool = False
+    flips: bool = False
     seen: Counter[str] = field(default_factory=Counter)
 
     def take(self, name: str) -> bool:
         found = bool(getattr(self, name))
         setattr(self, name, False)
+        found |= self.flips and name == "flip"
         self.seen[f"{name} failed"] += found
         return found
 

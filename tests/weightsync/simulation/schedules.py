@@ -24,7 +24,7 @@ from weightsync.control.records import (
     VersionRecord,
     shared_versions,
 )
-from weightsync.control.state import PARTICIPATING
+from weightsync.control.state import PARTICIPATING, confirmed
 from weightsync.errors import NotEnoughInstances, StoreError
 
 from .model_actors import FORMS, KEYS, Candidate, Faults, Gateway, Instance, Request
@@ -38,6 +38,7 @@ NEXT = {
 }
 OTHER_FORM = 0.3  # of the versions
 SPLITS = 0.25  # of the wishes
+TEAR_ALL = 0.3  # of the schedules
 
 
 class Violation(AssertionError):
@@ -90,12 +91,14 @@ class World:
     def ask(self) -> None:
         if self.rng.random() < 0.5:
             self.publish()
-        self.asked += 1
         version = self.published if self.rng.random() < 0.6 else self.rng.randint(1, self.published)
+        self.wish(version, self.split(version) if self.rng.random() < SPLITS else None)
+
+    def wish(self, version: int, split: SplitRecord | None) -> None:
+        self.asked += 1
         mode = self.rng.choice(("together", "rolling"))
         drain_s = self.rng.choice((0.0, 4.0))
         on_lost = self.rng.choice(("abort", "continue"))
-        split = self.split(version) if self.rng.random() < SPLITS else None
         target = TargetRecord(version, f"t{self.asked}", "test", 20.0, mode, drain_s, on_lost, split)  # type: ignore[arg-type]
         self.store.put(KEYS.target, target.to_json())
 
@@ -145,7 +148,7 @@ class World:
     # what goes wrong
 
     def fail(self) -> None:
-        rng, kind = self.rng, self.rng.randrange(13)
+        rng, kind = self.rng, self.rng.randrange(14)
         if kind < 3:
             rng.choice(self.candidates).crash()
         elif kind == 3:
@@ -166,6 +169,8 @@ class World:
             self.revoke(rng.choice(staging or self.actors).lease)
         elif kind == 9 and self.pausers:
             self.pausers.pop()
+        elif kind == 10:
+            self.faults.flips = not self.faults.flips
         else:
             setattr(self.faults, rng.choice(("stage", "build", "flip")), True)
 
@@ -233,24 +238,49 @@ class World:
         """From here on nothing fails: whatever the state, the last wish gets its answer, and everybody serves."""
         store = self.store
         store.up, store.lose_answer, self.pausers = True, False, []
-        self.faults.stage = self.faults.build = self.faults.flip = False
+        self.faults.stage = self.faults.build = self.faults.flip = self.faults.flips = False
         for actor in self.actors:
             actor.frozen = False
             if not actor.alive:
                 actor.restart()
         self.lose_one()
+        self.come_to_rest()
+        if self.rng.random() < TEAR_ALL:
+            self.tear_all()
+            self.come_to_rest()
+
+    def come_to_rest(self) -> None:
         quiet = 0
         for _ in range(400):
-            before = store.revision
+            before = self.store.revision
             for instance in self.instances:
                 if instance.record.state == "TORN":
                     instance.restart()  # its process ends, and is started anew
             self.calm(1)
-            quiet = quiet + 1 if store.revision == before else 0
+            quiet = quiet + 1 if self.store.revision == before else 0
             if quiet >= 3 and self.dead_end() is None:
                 return
             self.tick(1.0 if quiet < 5 else 10.0)
         require(False, self.dead_end() or "it never comes to rest")
+
+    def tear_all(self) -> None:
+        """All flips of one more swap fail: what was committed before it is committed again, or still."""
+        if (before := self._active()) is None or before.split is not None:  # that is placed anew as instances go
+            return
+        self.faults.flips = True
+        self.publish()
+        self.wish(self.published, None)
+        for _ in range(20):
+            self.calm(2)
+            self.tick(2.0)
+        swap, active = self._swap(), self._active()
+        require(swap and swap.phase == "aborted", "no instance could flip, and the swap is not aborted")
+        require(
+            active and (active.version, active.previous) == (before.version, before.previous),
+            "no instance could flip, and another commit stands",
+        )
+        self.seen["all torn"] += sum(i.record.state == "TORN" for i in self.instances) == len(self.instances)
+        self.faults.flips = False
 
     def lose_one(self) -> None:
         """An instance is away for so long that the others divide the versions among them."""
@@ -358,6 +388,9 @@ class World:
         require(active.trial is None, "a commit with a trial")
         if swap is not None and swap.phase == "commit":  # it is reverted
             former = swap.former
+            there = [InstanceRecord.from_json(kv.value) for kv in self.store.list(KEYS.instances)[0]]
+            served = before and not swap.changes and any(confirmed(i, before) for i in there)
+            require(not served, "reverted, and an instance serves it")
             require(
                 former and (former.version, former.previous) == (active.version, active.previous), "reverted wrongly"
             )

@@ -34,6 +34,8 @@ HAPPENED = {
     "stage failed": 100,
     "build failed": 100,
     "flip failed": 100,
+    "together revert": 300,
+    "all torn": 300,
     "probe failed": 50,
     "cut": 30,
     "admitted": 10_000,
@@ -167,6 +169,26 @@ def a_revert_that_forgets_the_version_before(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(swap_state, "_revert", revert)
 
 
+def a_commit_that_stands_though_all_are_torn(patch: pytest.MonkeyPatch) -> None:
+    real = swap_state._confirm
+
+    def confirm(view: swap_state.View, swap: SwapRecord) -> Step | Wait:
+        return real(view, replace(swap, former=None))
+
+    patch.setattr(swap_state, "_confirm", confirm)
+
+
+def a_revert_though_one_serves(patch: pytest.MonkeyPatch) -> None:
+    real = swap_state._confirm
+
+    def confirm(view: swap_state.View, swap: SwapRecord) -> Step | Wait:
+        step = real(view, swap)
+        missed = isinstance(step, Step) and "not flipped" in (step.swap.reason or "") and swap.former is not None
+        return swap_state._revert(view, swap, "one could not flip") if missed else step
+
+    patch.setattr(swap_state, "_confirm", confirm)
+
+
 def turns_without_an_end(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(swap_state, "_failed_start", lambda view, swap: None)
     patch.setattr(swap_state, "RESTART_S", 1e9)
@@ -231,12 +253,14 @@ def a_probe_that_is_never_run_again(patch: pytest.MonkeyPatch) -> None:
         (requests_on_trial, "serves an uncommitted version"),
         (no_way_back_for_a_canary, "stays COMMITTING"),
         (a_trial_that_is_committed_at_once, "serves an uncommitted version"),
-        (a_trial_without_an_end, "stays COMMITTING|the way back|a trial in place of another|runs version"),
+        (a_trial_without_an_end, "stays (COMMITT|START)ING|the way back|a trial in place of another|runs version"),
         (staged_for_ever, "stays STAG"),
         (a_staging_that_goes_on_for_another_swap, "has not staged it|built other weights|for nobody"),
         (pauses_without_end, "a pause outlived its owner"),
         (no_way_back_for_who_restarted, "of another form"),
         (a_revert_that_forgets_the_version_before, "reverted wrongly"),
+        (a_commit_that_stands_though_all_are_torn, "no instance could flip, and"),
+        (a_revert_though_one_serves, "reverted, and an instance serves it"),
         (turns_without_an_end, "the swap stays in phase (canary|commit)"),
         (a_split_that_stays_as_it_was_placed, "instances run the versions, not"),
         (shares_retired, "retired that is needed"),

@@ -28,9 +28,10 @@ from server.gateway import UpstreamSettings
 from server.ports import free_port
 from tests.server.gateway.harness import ADMIN_KEY, MODEL, RunningGateway, running_gateway
 from tests.waiting import wait_until
+from tests.weightsync.fleet import Engine
 from tests.weightsync.format.test_signing import pair
-from weightsync import Adapter, SlotReader, SyncStore, ensure_arena
-from weightsync.control.records import ActiveRecord, FormRecord, Keys, TargetRecord, VersionRecord
+from weightsync import Adapter, Participant, SlotReader, SyncStore, ensure_arena
+from weightsync.control.records import ActiveRecord, FormRecord, InstanceRecord, Keys, TargetRecord, VersionRecord
 from weightsync.errors import RemoteError, VersionRefused
 from weightsync.format.delta import DeltaWriter
 from weightsync.format.signing import Trust
@@ -128,6 +129,26 @@ def test_a_version_that_was_sent_is_signed_by_who_made_it(gateway: RunningGatewa
     RemotePublisher(admin_url(gateway), ADMIN_KEY, MODEL).publish(weights(3), activate=False)
     with pytest.raises(VersionRefused, match="is not signed"):
         trust.check(MODEL, versions(gateway)[-1])
+
+
+def test_it_hears_which_instances_could_not_flip(gateway: RunningGateway, remote: RemotePublisher) -> None:
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    async def joined(name: str, engine: Engine) -> Participant:
+        record = InstanceRecord(name, "http://127.0.0.1:1")
+        found = Participant(gateway.store.store, MODEL, record, engine.stage, engine.commit)
+        found.start()
+        await found.serving()
+        return found
+
+    participants = [gateway.store.run(joined(*each)) for each in (("a", Engine()), ("b", Engine(on_commit=fail)))]
+    try:
+        version = remote.publish(weights())
+        assert (version, version.not_flipped) == (1, ("b",))
+    finally:
+        for participant in participants:
+            gateway.store.run(participant.stop())
 
 
 def test_a_trainers_bf16_parameters_are_sent_as_they_are(gateway: RunningGateway, remote: RemotePublisher) -> None:
