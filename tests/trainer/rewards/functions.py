@@ -35,7 +35,9 @@ def misbehaves(prompt: str, answer: str, expected: str) -> float:
     """Does what the answer says."""
     if answer == "raise":
         raise KeyError("missing")
-    if answer == "hang":
+    if answer.startswith("hang"):  # "hang FILE": once the file is there
+        if file := answer.removeprefix("hang").lstrip():
+            Path(file).touch()
         time.sleep(600)
     if answer == "loop":
         while True:

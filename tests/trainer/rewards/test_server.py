@@ -110,12 +110,16 @@ def test_it_asks_for_its_key_and_takes_no_more_than_it_can(tmp_path: Path) -> No
         client.headers["authorization"] = "Bearer a-secret"
         assert asked(client, "bad").json()["scores"] == {"bad": 1}
 
+        under_way = tmp_path / "under way"
+
         def hang() -> None:
             with contextlib.suppress(httpx.TransportError):  # it ends with the server
-                asked(client, "bad", answer="hang")
+                asked(client, "bad", answer=f"hang {under_way}")
 
         threading.Thread(target=hang, daemon=True).start()
-        wait_until(lambda: asked(client, "bad").status_code == 429, 20)
+        wait_until(under_way.exists)  # any other question until then could take the only place
+        full = asked(client, "bad")
+        assert (full.status_code, full.json()["error"]["code"]) == (429, "overloaded")
 
 
 @pytest.mark.parametrize(
