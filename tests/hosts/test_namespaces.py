@@ -60,11 +60,11 @@ def send(address: str, nbytes: int, datagrams: int = 0) -> tuple[int, int, float
 
 
 def test_a_host_that_is_cut_off_is_not_reached_until_it_is_healed(hosts: Hosts, server: str) -> None:
-    assert reaches(server, PORT)
+    until(lambda: reaches(server, PORT))  # on a busy machine a frame may take its time
     hosts.cut(1)
     assert not reaches(server, PORT)
     hosts.heal(1)
-    assert reaches(server, PORT)
+    until(lambda: reaches(server, PORT))
 
 
 def test_hosts_reach_each_other(hosts: Hosts, server: str) -> None:
@@ -91,26 +91,26 @@ def test_a_bad_link_loses_datagrams_and_no_byte_of_a_stream(hosts: Hosts, server
 
 
 CRASHES = """
-import os, sys
-from loadtest.hosts.namespaces import Hosts
+import os
+from loadtest.hosts.namespaces import NAMED, Hosts
 hosts = Hosts(2)
-hosts.run(0, ["sleep", "600"], stdout=-3, stderr=-3)
-print(hosts._prefix, flush=True)
+process = hosts.run(0, ["sh", "-c", "echo; exec sleep 600"], stdout=-1, stderr=-3)
+process.stdout.readline()  # it is on the host now
+print(hosts._prefix, process.pid, *sorted(path.name for path in NAMED.glob(f"{hosts._prefix}*")), flush=True)
 os._exit(1)
 """
 
 
 @pytest.mark.usefixtures("hosts")
 def test_what_a_killed_process_left_is_removed_and_what_lives_stays() -> None:
+    """Any process that makes hosts removes such leftovers: another one may do so at any moment of this test."""
     with Hosts(1) as living:
         done = subprocess.run([sys.executable, "-c", CRASHES], capture_output=True, text=True, cwd=ROOT, check=False)
-        prefix = done.stdout.strip()
-        assert prefix
-        assert {path.name for path in NAMED.glob(f"{prefix}*")} == {f"{prefix}{end}" for end in "01s"}
-        (pid,) = ip("netns", "pids", f"{prefix}0").split()
+        prefix, pid, *names = done.stdout.split()
+        assert names == [f"{prefix}{end}" for end in "01s"]
         remove_leftovers()
         assert not list(NAMED.glob(f"{prefix}*"))
-        assert prefix not in ip("link")
+        until(lambda: prefix not in ip("link"))
         until(lambda: not _runs(int(pid)))
         assert living.run(0, ["true"]).wait() == 0
 
