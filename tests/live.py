@@ -98,12 +98,28 @@ class LiveServer:
         assert answer.status_code == 200, answer.text
         return dict(answer.json())
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """No engine generates meanwhile. What is asked then is all there when they go on."""
+        pause = self.admin.post("/admin/pause", json={"ttl_s": 300, "requested_by": "test"}).json()["id"]
+        try:
+            yield
+        finally:
+            assert self.admin.delete(f"/admin/pause/{pause}").status_code == 200
+
+    def gateway_metric(self, name: str) -> float:
+        """The sum of one of the gateway's metrics."""
+        return _sum(self.client.get("/metrics").text, name)
+
     def engine_metric(self, name: str) -> float:
         """The sum of one of vLLM's own metrics, asked of the instance directly."""
-        text = httpx.get(self.instance()["address"] + "/metrics").text
-        return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name + "{"))
+        return _sum(httpx.get(self.instance()["address"] + "/metrics", timeout=60).text, name)
 
     def tree(self, index: int = 0) -> list[psutil.Process]:
         """An instance's processes: API server and engine core."""
         parent = psutil.Process(self.processes.children[f"instance-{index}"].process.pid)
         return [parent, *parent.children(recursive=True)]
+
+
+def _sum(text: str, name: str) -> float:
+    return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name + "{"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from collections import Counter
 from collections.abc import Iterator
@@ -60,8 +59,7 @@ def bearer(key: str, **headers: object) -> dict[str, str]:
 
 
 def waiting(live: LiveServer) -> float:
-    page = live.client.get("/metrics").text.splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in page if line.startswith("hotswap_gateway_queue_depth{"))
+    return live.gateway_metric("hotswap_gateway_queue_depth")
 
 
 def test_the_instance_says_what_it_runs_and_the_gateway_keeps_to_it(server: LiveServer) -> None:
@@ -70,20 +68,10 @@ def test_the_instance_says_what_it_runs_and_the_gateway_keeps_to_it(server: Live
     assert [float(x.rsplit(" ", 1)[1]) for x in limits] == [3.0]
 
 
-@contextlib.contextmanager
-def paused(live: LiveServer) -> Iterator[None]:
-    """The engine generates nothing meanwhile: what is asked now is all there when it goes on."""
-    pause = live.admin.post("/admin/pause", json={"ttl_s": 300, "requested_by": "test"}).json()["id"]
-    try:
-        yield
-    finally:
-        assert live.admin.delete(f"/admin/pause/{pause}").status_code == 200
-
-
 def test_a_burst_of_one_key_starves_neither_another_key_nor_an_urgent_request(server: LiveServer) -> None:
     with ThreadPoolExecutor(32) as pool:
         clients = Clients({"base_url": server.url}, pool)
-        with paused(server):
+        with server.paused():
             for _ in range(QUEUED - 3):
                 clients.ask("burst", bearer(BURST, priority=5))
             wait_until(lambda: waiting(server) == QUEUED - 6, 60)
@@ -101,7 +89,7 @@ def test_a_burst_of_one_key_starves_neither_another_key_nor_an_urgent_request(se
 def test_overload_is_refused_and_what_was_admitted_succeeds(server: LiveServer) -> None:
     with ThreadPoolExecutor(64) as pool:
         clients = Clients({"base_url": server.url}, pool)
-        with paused(server):
+        with server.paused():
             for _ in range(60):
                 clients.ask("x", bearer(BURST), tokens=200)
             wait_until(lambda: len(clients.order) == 60 - QUEUED - 3, 60)
@@ -117,7 +105,7 @@ def test_overload_is_refused_and_what_was_admitted_succeeds(server: LiveServer) 
 def test_a_deadline_that_the_line_cannot_meet(server: LiveServer) -> None:
     with ThreadPoolExecutor(32) as pool:
         clients = Clients({"base_url": server.url}, pool)
-        with paused(server):
+        with server.paused():
             for _ in range(QUEUED):
                 clients.ask("x", bearer(BURST))
             wait_until(lambda: waiting(server) == QUEUED - 3, 60)
