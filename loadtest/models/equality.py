@@ -59,9 +59,9 @@ def fresh(w: Worker, tensors: Tensors) -> nn.Module:
 
 
 @contextlib.contextmanager
-def flipping(how: str) -> Iterator[None]:
+def flipping(how: str, *, captured: bool = False) -> Iterator[None]:
     """Stage and flip as on a CPU ("pointed"), or as on a GPU ("copied", "remapped"): what is not replaced keeps its
-    address.
+    address. `captured`: nothing may be replaced, as under captured graphs.
 
     There is room for one version on the "device" beside the live one: others wait on the host.
     """
@@ -71,9 +71,13 @@ def flipping(how: str) -> Iterator[None]:
     from vllm.model_executor.layers import utils
 
     def place(device: torch.device) -> Cuda:
-        if how == "copied":
-            return Cuda(device, copies=1)
-        return Remap(device, copies=2, driver=HostDriver(), largest_handle=HANDLE_NBYTES)
+        found = (
+            Cuda(device, copies=1)
+            if how == "copied"
+            else Remap(device, copies=2, driver=HostDriver(), largest_handle=HANDLE_NBYTES)
+        )
+        found.replaces = not captured
+        return found
 
     with (
         patch.object(vllm_worker, "staging_device", place),

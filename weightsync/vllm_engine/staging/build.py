@@ -204,9 +204,6 @@ class Builder:
         return Reads(Slices.of(schema, ranges), tuple(unread))
 
     def _learn(self, schema: Schema, tensors: dict[str, torch.Tensor]) -> Placement:
-        for name, pair in self._own.items():
-            if pair.parameter.shape != self._shapes[name]:
-                pair.parameter.data = pair.parameter.data.new_empty(self._shapes[name])
         layers = self._processing.layers if self._processing is not None else ()
         if self._processing is not None:
             self._processing.begin(layers, self._place.twin)
@@ -219,9 +216,6 @@ class Builder:
         finally:
             if self._processing is not None:
                 self._processing.drop(layers)
-        if not self._place.replaces:  # then no layer is built from a whole parameter of the twin
-            for name in self._own.keys() - placement.opaque.keys() - self._processed:
-                self._own[name].parameter.data = self._own[name].parameter.data.new_empty(0)
         return placement
 
     def _adopt(self, made: list[Pair]) -> None:

@@ -364,7 +364,8 @@ def test_a_second_running_tensor_of_one_source_gets_the_same() -> None:
     assert bool((other == 6).all())
 
 
-def test_a_built_version_lies_as_the_live_range(publisher: Publisher) -> None:
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_built_version_lies_as_the_live_range(publisher: Publisher, captured: bool) -> None:
     """Filled by the builder, with a buffer that versions have and one that none has."""
     tensors = {"layers.0.scalar": torch.tensor([1.0, 2.0, 3.0]), "layers.0.norm": torch.randn(8)}
     rest = {"layers.0.q": torch.randn(5, 8), "layers.0.k": torch.randn(3, 8)}
@@ -374,6 +375,7 @@ def test_a_built_version_lies_as_the_live_range(publisher: Publisher) -> None:
     live, twin = WithBuffers(), WithBuffers()
     live.layers[0].table.fill_(7)
     place = Remap(CPU, copies=2, driver=HostDriver(), largest_handle=PAGE)
+    place.replaces = not captured
     place.reserve(live)
     pairs = pair_parameters(live, twin)
     builder = Builder(twin, pairs, place)

@@ -18,6 +18,7 @@ from weightsync.format.fingerprint import combine
 from weightsync.vllm_engine.model.processing import Change, NotInPlace, Processing, in_place
 
 WAYS = ("pointed", "copied", "remapped")
+REPLACED = {"w4a16", "w8a8", "w8a8-bias", "w8a8-kv"}  # of these a commit on a CPU replaces kernels, or numbers
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +50,28 @@ def test_a_swapped_model_equals_a_loaded_one(how: str, kind: str, checkpoints: A
     versions = [tensors_of(path) for path in checkpoints(kind)]
     with flipping(how), worker_of(kind, checkpoints(kind)[0]) as w:
         assert not [(step, wrong) for step, wrong in swap(w, publisher, versions, how) if wrong]
+
+
+@pytest.mark.engine
+@pytest.mark.sample(4)
+@pytest.mark.parametrize(("how", "kind"), [(how, kind) for how in WAYS[1:] for kind in sorted(KINDS.keys() - REPLACED)])
+def test_a_model_under_captured_graphs_equals_a_loaded_one(
+    how: str, kind: str, checkpoints: Any, publisher: Publisher
+) -> None:
+    """As on a GPU: no attribute is replaced, and all that changes is copied or mapped to where it was."""
+    versions = [tensors_of(path) for path in checkpoints(kind)]
+    with flipping(how, captured=True), worker_of(kind, checkpoints(kind)[0]) as w:
+        assert not [(step, wrong) for step, wrong in swap(w, publisher, versions, how) if wrong]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("kind", "why"), [("w8a8", "dnnl_handler is a"), ("w4a16", "_scale_float changes")])
+def test_what_captured_graphs_hold_is_not_replaced(kind: str, why: str, checkpoints: Any, publisher: Publisher) -> None:
+    """A kernel that keeps its weights to itself, and a number that a graph took in."""
+    record = publish(publisher, tensors_of(checkpoints(kind)[1]))
+    refused = pytest.raises(AssertionError, match=f"(?=.*captured graphs)(?=.*{why})")
+    with flipping("copied", captured=True), worker_of(kind, checkpoints(kind)[0]) as w, refused:
+        w.stage(record)
 
 
 @pytest.mark.engine

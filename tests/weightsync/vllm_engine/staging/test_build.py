@@ -71,11 +71,18 @@ def record(publisher: Publisher) -> VersionRecord:
 
 
 @pytest.mark.parametrize(
-    ("kind", "device"), [("shared", "cpu"), ("device", "cpu"), pytest.param("device", "cuda", marks=pytest.mark.gpu)]
+    ("kind", "device"),
+    [
+        ("shared", "cpu"),
+        ("device", "cpu"),
+        ("captured", "cpu"),
+        pytest.param("captured", "cuda", marks=pytest.mark.gpu),
+    ],
 )
 def test_every_kind_of_parameter(record: VersionRecord, tmp_path: Path, kind: str, device: str) -> None:
     where = torch.device(device)
-    place = Cpu() if kind == "shared" else Cuda(where, copies=1)
+    place: Cpu | Cuda = Cpu() if kind == "shared" else Cuda(where, copies=1)
+    place.replaces = kind != "captured"  # as under captured graphs, whatever the device
     live, twin = Model().to(where), Model()
     builder = Builder(twin, pair_parameters(live, twin), place)
     with SlotReader.open(record.slot) as reader:
