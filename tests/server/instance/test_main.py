@@ -1,0 +1,130 @@
+"""What is set before vLLM is imported, and what an instance asks its engine before it serves."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.instance import main
+from server.instance.main import SAMPLER_ENV, flashinfer_samples, prepare_environment, warm_up
+from server.instance.middleware import Admission
+from tests.lacking import program
+
+
+@pytest.fixture
+def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A build for CUDA with FlashInfer, whose programs and packages are those in this directory alone."""
+    for name in ("CUDA_PATH", "FLASHINFER_NVCC", SAMPLER_ENV):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(main, "for_cpus", lambda: False)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "flashinfer").mkdir()
+    executable(tmp_path / "ninja")
+    compiler = program("gcc")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{Path(compiler).parent}")
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    return tmp_path
+
+
+def executable(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o755)
+
+
+def toolkit(home: Path, libraries: str = "lib64") -> None:
+    """With a compiler for CUDA that does nothing, and real libraries that are empty."""
+    executable(home / "bin" / "nvcc")
+    (home / "include").mkdir()
+    (home / "include" / "curand.h").touch()
+    (home / libraries).mkdir(parents=True)
+    for name in ("cudart", "cuda"):
+        empty = ["-shared", "-x", "c", os.devnull, "-o", str(home / libraries / f"lib{name}.so")]
+        subprocess.run([program("gcc"), *empty], check=True)
+
+
+def test_a_toolkit_that_compiles_and_links_is_enough(gpus: Path, caplog: pytest.LogCaptureFixture) -> None:
+    toolkit(gpus / "cuda")
+    prepare_environment()
+    assert SAMPLER_ENV not in os.environ
+    assert not caplog.text
+
+
+def test_the_toolkit_of_the_nvcc_on_the_path(gpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_HOME")
+    toolkit(gpus / "other")
+    monkeypatch.setenv("PATH", f"{gpus / 'other' / 'bin'}:{os.environ['PATH']}")
+    assert flashinfer_samples()
+
+
+@pytest.mark.parametrize(
+    "lacks", ["all of it", "headers", "the libraries where they are looked for", "the compiler", "ninja"]
+)
+def test_without_a_toolkit_that_works_vllm_samples(
+    gpus: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lacks: str
+) -> None:
+    """A request with top_p would end the engine: FlashInfer compiles its kernel for it, or fails to."""
+    if lacks != "all of it":  # the wheels of CUDA have lib/libcudart.so.13, and no lib64
+        toolkit(gpus / "cuda", "lib" if "libraries" in lacks else "lib64")
+    if lacks == "headers":  # a toolkit that has been installed in part, as some packages do
+        (gpus / "cuda" / "include" / "curand.h").unlink()
+    if lacks == "the compiler":
+        monkeypatch.setenv("CXX", str(gpus / "c++"))
+    if lacks == "ninja":
+        monkeypatch.setenv("PATH", str(gpus / "cuda"))
+    prepare_environment()
+    assert os.environ[SAMPLER_ENV] == "0"
+    assert "flashinfer-jit-cache" in caplog.text
+
+
+@pytest.mark.parametrize(("package", "samples"), [("flashinfer_jit_cache", True), ("flashinfer_cubin", False)])
+def test_what_is_compiled_ahead_needs_no_toolkit(gpus: Path, package: str, samples: bool) -> None:
+    """The other package has kernels of attention and of products, and not this one."""
+    (gpus / package).mkdir()
+    prepare_environment()
+    assert (SAMPLER_ENV not in os.environ) == samples
+
+
+def test_without_flashinfer_vllm_samples(gpus: Path) -> None:
+    toolkit(gpus / "cuda")
+    (gpus / "flashinfer").rmdir()
+    assert not flashinfer_samples()
+
+
+@pytest.mark.parametrize("said", ["0", "1"])
+def test_what_the_user_says_of_the_sampler_counts(
+    gpus: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, said: str
+) -> None:
+    monkeypatch.setenv(SAMPLER_ENV, said)
+    prepare_environment()
+    assert os.environ[SAMPLER_ENV] == said
+    assert not caplog.text
+
+
+def test_a_build_for_cpus_is_left_alone(gpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main, "for_cpus", lambda: True)
+    prepare_environment()
+    assert SAMPLER_ENV not in os.environ
+
+
+@pytest.mark.usefixtures("gpus")
+async def test_the_warm_up_samples_as_clients_do() -> None:
+    """Kernels for temperature, top_p and top_k are compiled, or fail, before the instance serves."""
+    asked: list[tuple[str, dict[str, Any]]] = []
+
+    async def engine(scope: Any, receive: Any, send: Any) -> None:
+        asked.append((scope["path"], json.loads((await receive())["body"])))
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    await warm_up(Admission(engine), "toy")
+    assert {path for path, _ in asked} == {"/v1/completions", "/v1/chat/completions"}
+    assert any({"temperature", "top_p", "top_k"} <= body.keys() for _, body in asked)
+    assert all(body["model"] == "toy" for _, body in asked)
