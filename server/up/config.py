@@ -40,7 +40,7 @@ class UpConfig:
     api_key_file: Annotated[Path | None, Option("file with API keys, one a line; default: none asked")] = None
     train: Annotated[Path | None, Option("also run this trainer configuration")] = None
     kv_cache_gib: Annotated[float, Option("KV cache on CPU, GiB, of each instance")] = 1.0
-    instances: Annotated[int, Option("vLLM instances; they share the weights' memory")] = 1
+    instances: Annotated[int, Option("vLLM instances, each with GPUs of its own; on a CPU they share the weights")] = 1
     store: Annotated[str | None, Option("etcd://HOST:PORT/...; default: a SQLite file")] = None
     ray: Annotated[str | None, Option("address of a Ray cluster, or auto: instances run on its nodes")] = None
     ray_bundle: Annotated[

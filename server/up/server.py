@@ -34,12 +34,13 @@ from server.up import interrupts, resume
 from server.up.config import UpConfig
 from server.up.nodes import NodeChild, Nodes
 from server.up.paths import ServerInfo, default_state_dir
-from server.up.processes import Child, share_of_cores
+from server.up.processes import Child, devices_asked, share_of_cores, shares_of_devices, visible_devices
 from server.up.served import Served, served
 from server.up.state import StateDir, require_own
 from weightsync.control.hosts import this_host
 from weightsync.errors import ArenaError, PersistError, RayUnavailable, StoreError
 from weightsync.memory.arena import DEFAULT_ROOT
+from weightsync.vllm_engine.releases import for_cpus
 
 READY_TIMEOUT_S = 600.0
 RESTART_PAUSE_S = 2.0
@@ -58,6 +59,10 @@ class Server:
 
     def __init__(self, config: UpConfig) -> None:
         self.models = served(config)
+        self._devices: list[dict[str, str]] = []  # of each instance; Ray gives them theirs
+        if config.ray is None and not for_cpus() and (devices := visible_devices(os.environ)) is not None:
+            asked = [devices_asked(model.vllm_args) for model in self.models for _ in range(model.instances)]
+            self._devices = shares_of_devices(asked, devices)
         self.name = name = self.models[0].name
         self.state_dir = (config.state_dir or default_state_dir(name)).resolve()
         self.config = replace(config, port=config.port or free_port(config.host))
@@ -173,7 +178,8 @@ class Server:
                 with interrupts.held():
                     self.placed |= self._nodes.start(place, self.store, model, index, args)
                 continue
-            env = share_of_cores(place, len(every), model.vllm_args, os.environ)
+            cores = share_of_cores(place, len(every), model.vllm_args, os.environ)
+            env = self._devices[place] if self._devices else cores
             self._spawn(f"{model.named('instance')}-{index}", args, {**env, **self._instance_tracing()})
 
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
