@@ -57,7 +57,8 @@ class StorageComponent(Base):
         self._kept = [storage for storage in everything if storage._cdata not in scratch]
         self._zeroed = [storage for storage in everything if storage._cdata in scratch]
         self._sizes = {storage._cdata: storage.nbytes() for storage in everything}
-        if any(storage.is_shared() for storage in everything):
+        # Of memory on a GPU torch says that it is shared, always.
+        if any(storage.device.type == "cpu" and storage.is_shared() for storage in everything):
             raise OffloadError(f"{self.name} lies in shared memory, which others may use. Leave it where it is.")
         self._vault.save(self._kept)
         for storage in everything:

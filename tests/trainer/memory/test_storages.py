@@ -114,15 +114,29 @@ def test_a_full_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 class OnDevice:
-    """As much of a storage on a GPU as a vault sees when it saves one: the bytes come in a copy of their own."""
+    """As much of a storage on a GPU as is seen when it is offloaded: the bytes come in a copy of their own, and torch
+    says of all memory on a GPU that it is shared."""
 
     device = torch.device("cuda")
 
     def __init__(self, value: int, nbytes: int) -> None:
         self._value, self._nbytes = value, nbytes
+        self._cdata = id(self)
 
     def nbytes(self) -> int:
         return self._nbytes
+
+    def is_shared(self) -> bool:
+        return True
+
+    def resizable(self) -> bool:
+        return True
+
+    def resize_(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+
+    def untyped_storage(self) -> OnDevice:
+        return self
 
     def cpu(self) -> torch.UntypedStorage:
         return torch.full((self._nbytes,), self._value, dtype=torch.uint8).untyped_storage()
@@ -158,6 +172,29 @@ def test_shared_memory_is_left_alone(tmp_path: Path) -> None:
     held = component(tmp_path, [torch.zeros(100).share_memory_()])
     with pytest.raises(OffloadError, match="shared memory"):
         held.offload()
+
+
+def test_memory_on_a_gpu_is_offloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    storage = OnDevice(7, 1000)
+    held = component(tmp_path, [storage])  # type: ignore[list-item]
+    held.offload()
+    assert (held.state, held.bytes, storage.nbytes()) == ("offloaded", 1000, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("vault", ["disk", "host"])
+def test_a_gpu_s_memory_is_free_while_it_is_offloaded(tmp_path: Path, vault: str) -> None:
+    tensors = [torch.randn(1 << 20, device="cuda"), torch.ones(3, 5, dtype=torch.bfloat16, device="cuda")]
+    expected, before = [t.cpu() for t in tensors], torch.cuda.memory_allocated()
+    held = StorageComponent("model", lambda: tensors, DiskVault(str(tmp_path)) if vault == "disk" else HostVault())
+    for _ in range(2):
+        held.offload()
+        assert before - torch.cuda.memory_allocated() >= held.bytes
+        held.reload()
+        assert all(torch.equal(a, b.cpu()) for a, b in zip(expected, tensors, strict=True))
 
 
 def test_destroying_gives_everything_back(tmp_path: Path) -> None:
