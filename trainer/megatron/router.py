@@ -37,6 +37,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from trainer.megatron.parallel import device
+
 NAMES = {"load_balancing_loss": "router_balance_loss", "z_loss": "router_z_loss"}  # Megatron's, and the metrics'
 
 _pass: ContextVar[tuple[Tensor | None, bool]] = ContextVar("routing_pass", default=(None, False))
@@ -125,7 +127,7 @@ def reported(layers: int, micro_batches: int) -> dict[str, float]:
     tracker, result = get_moe_layer_wise_logging_tracker(), {}
     ranks = ps.get_data_parallel_world_size()
     for name, ours in NAMES.items():
-        values = tracker[name]["values"].sum() if name in tracker else torch.zeros(())
+        values = tracker[name]["values"].sum() if name in tracker else torch.zeros((), device=device())
         total = torch.as_tensor(values).double()
         for group in (ps.get_pipeline_model_parallel_group(), ps.get_tensor_and_context_parallel_group()):
             dist.all_reduce(total, group=group)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 
 from tests.trainer.ranks import Ranks
 from trainer.config import ParallelConfig
+from trainer.megatron import router
 
 LOSSES = {"router_balance_loss": 0.3, "router_z_loss": 0.1}
 SEQUENCE = {"tensor": 2, "sequence": True}
@@ -55,6 +58,19 @@ def test_they_are_the_same_in_every_layout(
     found = ranks.call("balanced", path=models[model], parallel=parallel, **LOSSES, **how)
     assert all(rank == found[0] for rank in found)
     assert found[0] == [pytest.approx(step, rel=3e-4) for step in serial[model]]
+
+
+def test_a_loss_that_was_not_asked_for_is_summed_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL takes the device's tensors alone. `meta` stands for the device here, and its numbers are none."""
+    monkeypatch.setattr(router, "device", lambda: torch.device("meta"))
+    monkeypatch.setattr(router, "ps", MagicMock(get_data_parallel_world_size=lambda: 1))
+    monkeypatch.setattr(torch.Tensor, "item", lambda total: 0.0)
+    summed = []
+    monkeypatch.setattr(router.dist, "all_reduce", lambda total, group: summed.append(total.device.type))
+    tracker = {"load_balancing_loss": {"values": torch.ones(2, device="meta")}}
+    monkeypatch.setattr(router, "get_moe_layer_wise_logging_tracker", lambda: tracker)
+    router.reported(layers=2, micro_batches=1)
+    assert summed == ["meta"] * 6
 
 
 def test_a_dense_model_has_no_routers(one_rank: Ranks, models: dict[str, str]) -> None:
