@@ -44,7 +44,7 @@ from trainer.megatron.roles import Role
 
 _SHARDING = {
     "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "distrib_optim_fully_reshardable_mem_efficient": True,
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
 }

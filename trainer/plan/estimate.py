@@ -72,6 +72,23 @@ def estimate(shape: ModelShape, parallel: ParallelConfig, workload: Workload) ->
     return max(stages, key=lambda e: e.total)
 
 
+def bytes_to_save(shape: ModelShape, parallel: ParallelConfig, work: Workload, *, copied: bool) -> int:
+    """Bytes of host memory that saving takes of a rank at most: one of the first data-parallel replica, which gathers
+    the optimizer states of all; under `shard: full` each rank has its own. `copied`: the background writes copies,
+    which are kept from one checkpoint to the next. A GPU holds descriptions of the shards alone meanwhile."""
+    stages = (rank_weights(shape, parallel, stage) for stage in range(parallel.pipeline))
+    moved = max(stages, key=lambda w: w.total) if work.lora is None else adapter_weights(shape, parallel, work.lora)
+    own = _optimizer_bytes(moved, parallel, Workload(work.length))  # in fp32: main weights and both moments
+    trained, states, weights = 1 + work.critics, 3 * FP32 * moved.total, BYTES[work.dtype] * moved.total
+    if parallel.shard == "full":
+        weights = 0 if work.dtype == "float32" else weights // (parallel.data * parallel.context)
+        return copied * trained * (own + weights)
+    # While a role's states are gathered: a rank's own in one piece, of one kind those of all ranks, in pieces and
+    # joined, and the pieces of the next.
+    gathering = own + 3 * FP32 * moved.total
+    return gathering + (states + trained * (states + weights) if copied else trained * states)
+
+
 def _stage(shape: ModelShape, parallel: ParallelConfig, work: Workload, stage: int) -> Estimate:
     weights = rank_weights(shape, parallel, stage)
     adapters = Weights(0, 0, 0) if work.lora is None else adapter_weights(shape, parallel, work.lora)

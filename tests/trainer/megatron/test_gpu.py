@@ -1,4 +1,5 @@
-"""What only a GPU can show: 8-bit layers, an optimizer that leaves the device, variable-length flash attention."""
+"""What only a GPU can show: 8-bit layers, an optimizer that leaves the device, variable-length flash attention, and
+what a checkpoint takes of the device."""
 
 from __future__ import annotations
 
@@ -46,3 +47,8 @@ def test_packed_rows_train_alike_by_variable_length_attention(one_rank: Ranks, m
     how: dict[str, Any] = {"path": path, "parallel": {}, "model": {"path": path, "dtype": "bfloat16"}}
     alone, packed = (one_rank.call("packed", **how, rows=rows)[0] for rows in (True, False))
     assert packed == [pytest.approx(step, rel=0.02) for step in alone]
+
+
+def test_a_checkpoint_takes_no_tensor_of_the_device(one_rank: Ranks, models: dict[str, str]) -> None:
+    taken, parameters = one_rank.call("saving_on_gpu", path=models["qwen2"], dtype="bfloat16")[0]
+    assert taken < parameters

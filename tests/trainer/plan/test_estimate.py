@@ -10,7 +10,7 @@ import pytest
 from tests.trainer.ranks import Ranks
 from trainer.config import LoraConfig, ParallelConfig
 from trainer.megatron.hf_config import load_shape
-from trainer.plan.estimate import Workload, adapter_weights, estimate, rank_weights
+from trainer.plan.estimate import Workload, adapter_weights, bytes_to_save, estimate, rank_weights
 from trainer.tiny_model import write_tiny_model
 
 SIZES = {
@@ -130,3 +130,27 @@ def test_adapters_hold_what_was_estimated(
     assert told.optimizer == pytest.approx(found["optimizer"], rel=0.05)
     full = estimate(shape, layout, Workload(LENGTH, ROWS, sequences=ROWS * layout.data, dtype="float32"))
     assert told.total < full.total
+
+
+SAVED: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"data": 2}),
+    ("qwen3_moe", {}),
+    ("qwen3_moe", {"data": 2, "expert": 2}),
+    ("llama", {"data": 2, "shard": "full"}),
+]
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("family", "parallel"), SAVED, ids=str)
+@pytest.mark.parametrize("copied", [True, False], ids=["copied", "at-once"])
+def test_a_checkpoint_takes_no_more_than_was_estimated(
+    one_rank: Ranks, models: dict[str, str], family: str, parallel: dict[str, Any], copied: bool
+) -> None:
+    """Of replicas the first gathers the optimizer states, and the others gather nothing."""
+    shape, layout = load_shape(models[family]), ParallelConfig(**parallel)
+    arguments: dict[str, Any] = {"parallel": parallel, "copied": copied, "dtype": "bfloat16"}
+    first, *others = one_rank.sharing(layout.world_size).call("saving", path=models[family], **arguments)
+    told = bytes_to_save(shape, layout, Workload(LENGTH), copied=copied)
+    assert 0.85 * told <= first < 1.02 * told + 1e5
+    if parallel == {"data": 2}:
+        assert others[0] < first / 2

@@ -221,6 +221,23 @@ def test_the_classifiers_of_rewards_and_of_evaluations_are_told(
     assert "classifiers of eval far: an unknown part" in out
 
 
+@pytest.mark.parametrize(("asynchronous", "told"), [(True, "65.37 GiB"), (False, "42.20 GiB")])
+def test_what_a_checkpoint_takes_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], asynchronous: bool, told: str
+) -> None:
+    """Of host memory, and of the ranks that gather the states of others."""
+    (tmp_path / "model").mkdir()
+    written = settings(write_config(tmp_path / "model", "1.5B"))
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(written))
+    assert main(["--config", str(file), "--plan", "--gpus", "8"]) == 0
+    assert "a checkpoint" not in capsys.readouterr().out
+    file.write_text(yaml.safe_dump(written | {"checkpoint": {"path": "runs/x", "asynchronous": asynchronous}}))
+    assert main(["--config", str(file), "--plan", "--gpus", "8"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"a checkpoint: up to {told} of host memory for each rank of the first data-parallel replica" in out
+
+
 def test_the_command_prints_a_plan_and_its_yaml_can_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "model").mkdir()
     path = write_config(tmp_path / "model", "8B")
