@@ -12,8 +12,9 @@ less entropy_coef * H, with the exact entropy of the policy at that token, over 
 
     H = -sum over v in V of p(v) log p(v)
 
-w is the importance correction's weight (correction.py). With a correction, and always in RLOO, the proximal policy is
-the trainer's at the start of the step; else it is the engine's, whose log-probs came with the samples. A step's loss is
+w is the importance correction's weight (correction.py). With a correction, with a ratio of answers, and always in RLOO,
+the proximal policy is the trainer's at the start of the step; else it is the engine's, whose log-probs came with the
+samples. Over an answer the difference between the two is as large as GSPO's clip range. A step's loss is
 
     token      the mean over all kept tokens (DAPO)
     sequence   the mean over answers of the mean over their tokens (GRPO)
@@ -158,7 +159,8 @@ class PolicyGradient(AlgorithmBase, ABC, Generic[ConfigT]):
     @property
     def _proximal_is_own(self) -> bool:
         """Whether the ratio is against the trainer's policy at the start of the step, not the engine's."""
-        return self.own_proximal or self.config.correction.kind != "none"
+        c = self.config
+        return self.own_proximal or c.ratio != "token" or c.correction.kind != "none"
 
     def _rewards(self, group: TrajectoryGroup, step: int) -> list[float]:
         """With DAPO's soft punishment of answers that come near the limit (section 3.4), and Kimi's length reward."""

@@ -73,10 +73,10 @@ GRPO = {
     "dr_grpo": GrpoConfig(scale_rewards=False, normalize="length"),
     "dapo": GrpoConfig(clip_high=0.28),
     "dual_clip": GrpoConfig(dual_clip=1.5),
-    "gspo": GrpoConfig(ratio="sequence", normalize="sequence", clip_low=0.2, clip_high=0.3),
+    "gspo": GrpoConfig(ratio="sequence", normalize="sequence", clip_low=0.2, clip_high=0.3, minibatches=2),
     "entropy": GrpoConfig(entropy_coef=0.3),
     "entropy_of_answers": GrpoConfig(entropy_coef=0.3, kl_coef=0.2, normalize="sequence"),
-    "trajectory": GrpoConfig(ratio="trajectory", normalize="sequence"),
+    "trajectory": GrpoConfig(ratio="trajectory", normalize="sequence", minibatches=2),
     "cispo": GrpoConfig(objective="cispo", clip_high=0.5),
 }
 
@@ -88,7 +88,7 @@ def test_grpo_and_its_descendants(config: GrpoConfig, packed: bool) -> None:
     expected = plain.policy_loss(
         dataclasses.asdict(config),
         t.logprobs,
-        BEHAVIOUR,
+        BEHAVIOUR if config.ratio == "token" else t.given[OLD_LOGPROBS],
         constant(plain.grpo_advantages(BATCH, scale=config.scale_rewards)),
         reference=t.given[REFERENCE_LOGPROBS] if config.kl_coef else None,
         behaviour=BEHAVIOUR if config.kl_unbiased else None,
@@ -101,6 +101,19 @@ def test_grpo_and_its_descendants(config: GrpoConfig, packed: bool) -> None:
     assert output.sums["clip_ratio"] == output.sums["clip_ratio_low"] + output.sums["clip_ratio_high"]
     assert (output.sums["clip_ratio_low"] == 0) == (config.objective == "cispo")
     assert output.tokens == sum(len(b) for b in BEHAVIOUR)
+
+
+def test_kernels_that_differ_stop_no_answer_of_gspo() -> None:
+    """Its clip range is narrower than what the engine's log-probs of an answer are off the trainer's."""
+    config = GrpoConfig(ratio="sequence", normalize="sequence", clip_low=3e-4, clip_high=4e-4)
+    t = trial(config)
+    output = t.loss()
+    assert output.sums["clip_ratio"] == 0
+    advantages = plain.grpo_advantages(BATCH, scale=True)
+    gradients = torch.autograd.grad(output.total, t.logits)
+    assert [g.any().item() for g in gradients] == [a != 0 for a in advantages]
+    further = build_algorithm(dataclasses.replace(config, minibatches=4), LONGEST)
+    assert OLD_LOGPROBS in further.needs
 
 
 def test_the_unbiased_estimate_is_kl_whoever_sampled() -> None:

@@ -130,7 +130,7 @@ def grpo_inputs(t: Trial, config: GrpoConfig) -> dict[str, torch.Tensor]:
     inputs = completions(t)
     return inputs | {
         "advantages": torch.tensor(advantages, dtype=torch.float32).double(),
-        "old_per_token_logps": padded(behaviour(t)),
+        "old_per_token_logps": padded(t.given[OLD_LOGPROBS] if OLD_LOGPROBS in t.algorithm.needs else behaviour(t)),
         "ref_per_token_logps": padded(t.given[REFERENCE_LOGPROBS]),
         "num_items_in_batch": inputs["completion_mask"].sum(),
     }
@@ -143,7 +143,7 @@ GRPO: dict[str, tuple[GrpoConfig, str, str]] = {
     "dapo": (GrpoConfig(clip_high=0.28, kl_coef=0.1), "dapo", "token"),
     "entropy": (GrpoConfig(entropy_coef=0.3), "dapo", "token"),
     "dual_clip": (GrpoConfig(dual_clip=1.5), "dapo", "token"),
-    "gspo": (GrpoConfig(ratio="sequence", normalize="sequence"), "grpo", "sequence"),
+    "gspo": (GrpoConfig(ratio="sequence", normalize="sequence", minibatches=2), "grpo", "sequence"),
     "cispo": (GrpoConfig(objective="cispo", clip_high=0.5), "cispo", "token"),
 }
 
