@@ -208,9 +208,12 @@ class KimiConfig(PolicyConfig):
     `tau` weighs the squared change of a trajectory's log-probability since the start of the step, which takes the place
     of clipping: the options that clip, and `ratio`, `objective` and `normalize`, have no meaning here.
     `reset_optimizer` has each step begin with an optimizer that has seen no gradient, since its problem is a new one.
+    Both count from a step's second update on: a lone one knows no change, and Adam's first is the learning rate times
+    the gradient's sign.
     """
 
     name: Literal["kimi"] = "kimi"
+    minibatches: int = 4
     tau: float = 0.1
     reset_optimizer: bool = True
 
@@ -218,6 +221,9 @@ class KimiConfig(PolicyConfig):
         super().__post_init__()
         self._needs_group()
         in_range(self, "tau", 0.0, 1e6)
+        if self.reset_optimizer and self.updates == 1:
+            problem = "set, but a step has one update, which is then the learning rate times the gradient's sign"
+            raise ConfigError("reset_optimizer", problem, "Raise minibatches or epochs, or set it to false")
         self._no_meaning("which does not clip", *_CLIPPING, "normalize")
 
 

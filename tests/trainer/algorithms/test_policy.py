@@ -450,7 +450,7 @@ def test_a_token_as_old_as_the_bound_is_kept() -> None:
 @pytest.mark.parametrize("minibatches", [1, 2])
 def test_kimi_k15(packed: bool, minibatches: int) -> None:
     """By trajectory: -A log pi(y) + tau / 2 (log pi(y) - log pi_i(y))^2, A = r - mean r of the group."""
-    t = trial(KimiConfig(tau=0.3, minibatches=minibatches), packed=packed)
+    t = trial(KimiConfig(tau=0.3, minibatches=minibatches, reset_optimizer=minibatches > 1), packed=packed)
     assert (OLD_LOGPROBS in t.algorithm.needs) == (minibatches > 1)
     old = t.given[OLD_LOGPROBS] if minibatches > 1 else [p.detach() for p in t.logprobs]
     advantages = torch.tensor([r - plain.mean(g.rewards) for g in BATCH for r in g.rewards]).double()  # as in a batch
@@ -459,6 +459,14 @@ def test_kimi_k15(packed: bool, minibatches: int) -> None:
         change = logprobs.sum() - before.sum()
         terms.append(-advantage * change + 0.15 * change**2)
     t.check(sum(terms) / len(terms))
+
+
+def test_a_new_optimizer_has_more_than_one_update_of_kimi() -> None:
+    assert KimiConfig().updates > 1
+    assert OLD_LOGPROBS in trial(KimiConfig()).algorithm.needs, "tau has something to hold to"
+    with pytest.raises(ConfigError, match=r"reset_optimizer.*one update.*Raise minibatches or epochs"):
+        KimiConfig(minibatches=1)
+    assert KimiConfig(minibatches=1, epochs=2).updates == 2
 
 
 def test_kimi_takes_no_options_that_clip() -> None:
