@@ -21,6 +21,7 @@ from trainer.errors import DataError
 
 PROBES, PROBE_TOKENS = 8, 128  # texts to compare tokenizers by, and about how many tokens they are made of
 TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+_ANSWER = "an answer"  # behind which a template is asked what it writes
 
 
 class Tokenizer:
@@ -33,8 +34,8 @@ class Tokenizer:
             self._tokenizer = RustTokenizer.from_file(str(path))
         except Exception as error:  # the Rust side raises plain Exception for every cause
             raise DataError(f"cannot read {path} ({error}). Put the model's tokenizer.json there.") from None
-        self.eos_id = _eos_id(self.directory)
         self._chat = load_chat_template(self.directory)
+        self.eos_id = self._end_of_answers()
 
     @property
     def size(self) -> int:
@@ -116,19 +117,36 @@ class Tokenizer:
             text = text if after and after[-1] == self.eos_id else end + text
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
+    def _end_of_answers(self) -> int:
+        """Of the tokens at which engines stop the one that the chat template writes behind an answer; where it writes
+        none of them, the tokenizer's own, then the model's first. Raises DataError if there is none."""
+        named = _token(_tokenizer_config(self.directory).get("eos_token"))
+        own = None if named is None else self._tokenizer.token_to_id(named)
+        stops = [*([] if own is None else [own]), *_model_eos(self.directory)]
+        if not stops:
+            raise DataError(f"{self.directory} names no eos_token_id. Add it to config.json.")
+        if self._chat is None:
+            return stops[0]
+        said = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _ANSWER}]
+        try:
+            behind = self.plain(self._chat(said, go_on=False).rpartition(_ANSWER)[2])
+        except ValueError:  # the template refuses it
+            behind = ()
+        return next((token for token in behind if token in stops), stops[0])
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text without special tokens."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
 
-def _eos_id(directory: Path) -> int:
+def _model_eos(directory: Path) -> list[int]:
     for name in ("generation_config.json", "config.json"):
         if (directory / name).exists():
             value = json.loads((directory / name).read_text()).get("eos_token_id")
             if value is not None:
-                return int(value[0] if isinstance(value, list) else value)
-    raise DataError(f"{directory} names no eos_token_id. Add it to config.json.")
+                return value if isinstance(value, list) else [value]
+    return []
 
 
 class ChatTemplate:
@@ -157,9 +175,7 @@ class ChatTemplate:
 
 def load_chat_template(directory: Path) -> ChatTemplate | None:
     """The template in `chat_template.jinja` or `tokenizer_config.json`; None if the model has none."""
-    config: dict[str, Any] = {}
-    if (directory / "tokenizer_config.json").exists():
-        config = json.loads((directory / "tokenizer_config.json").read_text())
+    config = _tokenizer_config(directory)
     source = config.get("chat_template")
     if isinstance(source, list):  # several, by name
         source = {entry["name"]: entry["template"] for entry in source}.get("default")
@@ -167,6 +183,11 @@ def load_chat_template(directory: Path) -> ChatTemplate | None:
         source = (directory / "chat_template.jinja").read_text()
     tokens = {key: _token(value) for key, value in config.items() if key in TOKENS}
     return ChatTemplate(source, tokens) if isinstance(source, str) else None
+
+
+def _tokenizer_config(directory: Path) -> dict[str, Any]:
+    file = directory / "tokenizer_config.json"
+    return dict(json.loads(file.read_text())) if file.exists() else {}
 
 
 def _token(value: Any) -> Any:

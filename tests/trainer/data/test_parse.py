@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.trainer.data.conftest import Open
-from tests.trainer.data.writing import jsonl, problems
+from tests.trainer.data.writing import LLAMA, byte_tokenizer, jsonl, problems, published
 from trainer.config import JsonlData
 from trainer.data.parse import BadRecord, Parser
 from trainer.data.records import Record
@@ -45,6 +45,47 @@ def test_a_template_is_another_one_when_what_it_names_is(tmp_path: Path) -> None
         found.append((tokenizer.chat([USER])[1], tokenizer.digest))
     assert found[0][0] != found[1][0]
     assert found[0][1] != found[1][1]
+
+
+CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+PHI = ("<|endoftext|>", "<|assistant|>", "<|user|>", "<|end|>")
+ENDS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str | None, str | None, str]] = {
+    "llama3": (LLAMA, (LLAMA[1], LLAMA[5]), LLAMA[5], "llama3", "<|eot_id|>"),
+    "llama3, its first tokenizer": (LLAMA, (LLAMA[1], LLAMA[5]), LLAMA[1], "llama3", "<|eot_id|>"),
+    "llama3.2": (LLAMA, (LLAMA[1], LLAMA[4], LLAMA[5]), LLAMA[5], "llama3_2", "<|eot_id|>"),
+    "llama3, the tokenizer's alone": (LLAMA, (LLAMA[1],), LLAMA[5], "llama3", "<|eot_id|>"),
+    "llama3, the base model": (LLAMA, (LLAMA[1],), LLAMA[1], None, "<|end_of_text|>"),
+    "qwen2.5": (CHATML, (CHATML[2], CHATML[0]), CHATML[2], "qwen2_5", "<|im_end|>"),
+    "qwen3": (CHATML, (CHATML[2], CHATML[0]), CHATML[2], "qwen3", "<|im_end|>"),
+    "qwen2.5, the base model": (CHATML, (CHATML[0],), CHATML[0], "qwen2_5", "<|endoftext|>"),
+    "phi3": (PHI, (PHI[0], PHI[1], PHI[3]), PHI[0], "phi3", "<|end|>"),
+    "without a tokenizer's own": ((*CHATML, "None"), (CHATML[2], CHATML[0]), None, None, "<|im_end|>"),
+}
+
+
+@pytest.mark.parametrize("model", ENDS)
+def test_an_answer_ends_as_the_template_ends_it_where_an_engine_stops(tmp_path: Path, model: str) -> None:
+    """At base models engines do not stop where their templates end a turn: these would never end an answer."""
+    special, stops, eos, template, expected = ENDS[model]
+    byte_tokenizer(tmp_path, special, stops, eos, template and published(template))
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.eos_id == tokenizer.vocabulary[expected]
+
+
+def test_llama_learns_what_its_template_writes(tmp_path: Path) -> None:
+    stops = (LLAMA[1], LLAMA[5])
+    tokenizer = Tokenizer(byte_tokenizer(tmp_path, LLAMA, stops, LLAMA[5], published("llama3")))
+    answers = [{"role": "assistant", "content": text} for text in ("3", "12")]
+    _, before = tokenizer.chat([USER])
+    for given, name in (
+        ({"prompt": [USER, answers[0]]}, "target_ids"),
+        ({"prompt": [USER], "target": "3"}, "target_ids"),
+        ({"chosen": [USER, answers[0]], "rejected": [USER, answers[1]]}, "chosen_ids"),
+        ({"chosen": [USER, answers[1]], "rejected": [USER, answers[0]]}, "rejected_ids"),
+    ):
+        _, history = tokenizer.chat([USER, answers[0], USER])
+        learned = before + getattr(parse(given, tokenizer), name)
+        assert history[: len(learned)] == learned, "the next turn goes on from it"
 
 
 def parse(value: dict[str, Any], tokenizer: Tokenizer, **options: Any) -> Record:

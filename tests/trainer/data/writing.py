@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import tarfile
@@ -11,6 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 
 def problems(count: int, first: int = 0) -> list[dict[str, Any]]:
@@ -43,3 +45,32 @@ def shard(path: Path, samples: Mapping[str, Mapping[str, bytes]]) -> Path:
 def as_samples(records: Iterable[object], prefix: str = "s") -> dict[str, dict[str, bytes]]:
     """Each record as one `.json`."""
     return {f"{prefix}{i:06d}": {"json": json.dumps(record).encode()} for i, record in enumerate(records)}
+
+
+LLAMA = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>")
+
+
+def published(name: str) -> str:
+    """A chat template as its authors published it, out of TRL's collection."""
+    found = importlib.util.find_spec("trl")
+    assert found is not None
+    assert found.origin is not None
+    return (Path(found.origin).parent / "chat_templates" / f"{name}.jinja").read_text()
+
+
+def byte_tokenizer(
+    directory: Path, special: Sequence[str], stops: Sequence[str], eos: str | None, template: str | None
+) -> Path:
+    """A model's directory, without weights, whose tokens are bytes and `special`. `stops` is the list in
+    generation_config.json, `eos` is in tokenizer_config.json."""
+    vocabulary = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    ids = [tokenizer.token_to_id(token) for token in stops]
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    config = {"bos_token": special[0], "eos_token": eos, "chat_template": template}
+    (directory / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    return directory

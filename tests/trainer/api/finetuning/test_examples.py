@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.trainer.api.finetuning.client import preferences, sums
+from tests.trainer.data.writing import LLAMA, byte_tokenizer, published
 from trainer.api.errors import BadRequest
 from trainer.api.finetuning.examples import BadLine, Lines, Reader, check_file, method_of
 from trainer.data.tokenizer import Tokenizer
@@ -76,6 +77,14 @@ def test_a_conversation_is_one_sequence_where_the_prompts_continue_each_other(tu
     value = chat(says("user", "1"), says("assistant", "2"), says("user", "3"), says("assistant", "4"))
     assert learned(turns, value) == [((4, 5, EOS, 6, 7, EOS), [5, EOS, 7, EOS])]
     assert learned(reader, value) == [((4, 5, EOS), [5, EOS]), ((4, 5, 6, 7, EOS), [7, EOS])]
+
+
+def test_a_conversation_of_llama_is_one_sequence(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(byte_tokenizer(tmp_path, LLAMA, (LLAMA[1], LLAMA[5]), LLAMA[5], published("llama3")))
+    value = chat(says("user", "1"), says("assistant", "2"), says("user", "3"), says("assistant", "4"))
+    ((_, found),) = learned(Reader(tokenizer, 1000), value)
+    assert found == [*tokenizer.continuation("2"), *tokenizer.continuation("4")]
+    assert found.count(tokenizer.vocabulary["<|eot_id|>"]) == 2
 
 
 def test_messages_of_weight_0_are_read_and_not_learned(turns: Reader) -> None:
