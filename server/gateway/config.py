@@ -20,7 +20,7 @@ class Limits:
     """The bounds on the cost of clients, one and all together. Sizes in bytes, times in seconds."""
 
     max_body: Annotated[int, Option("largest request body, bytes")] = 16 * 2**20
-    max_head: Annotated[int, Option("largest request line with headers, bytes")] = 32 * 2**10
+    max_head: Annotated[int, Option("largest request line with headers, and largest trailers, bytes")] = 32 * 2**10
     max_headers: Annotated[int, Option("most headers of a request")] = 100
     request_timeout_s: Annotated[float, Option("seconds from the first byte of a request to its last")] = 60.0
     keep_alive_s: Annotated[float, Option("seconds after which an idle connection is closed")] = 75.0

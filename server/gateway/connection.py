@@ -82,7 +82,7 @@ class GatewayProtocol:
         self._principal = ANONYMOUS
         self._body: bytes | bytearray = b""  # the first piece as it came, as most bodies have only one
         self._body_size = 0
-        self._head_size = 0
+        self._framing = 0  # bytes of all but bodies since the last head, piece of a body, or request
         self._reading_head = False
         self._reading = False
         self._streamed = False
@@ -136,6 +136,7 @@ class GatewayProtocol:
             return
         if self._deaf or self._parser is None:
             return
+        self._framing += len(data)  # before httptools puts them together, at a cost that grows with their square
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -145,10 +146,8 @@ class GatewayProtocol:
             self.reject(HttpError("The gateway failed to read this request; the fault is in its log."))
         except httptools.HttpParserError as exc:
             self.reject(BadRequest(f"Not a well-formed HTTP request: {exc}.", code="malformed_request"))
-        if self._reading_head:
-            self._head_size += len(data)
-            if self._head_size > self.limits.max_head:
-                self.reject(head_too_large(self.limits))
+        if self._framing > self.limits.max_head:
+            self.reject(head_too_large(self.limits))
 
     def pause_writing(self) -> None:
         self._write_paused = True
@@ -208,7 +207,6 @@ class GatewayProtocol:
         self.headers = []
         self._reading = self._reading_head = True
         self._answered_early = False
-        self._head_size = 0
         self.deadline = time.monotonic() + self.limits.request_timeout_s
 
     def on_url(self, url: bytes) -> None:
@@ -221,6 +219,7 @@ class GatewayProtocol:
 
     def on_headers_complete(self) -> None:
         self._reading_head = False
+        self._framing = 0
         if self._deaf:
             return
         try:
@@ -260,6 +259,7 @@ class GatewayProtocol:
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, body: bytes) -> None:
+        self._framing = 0
         if self._deaf or self._answered_early:
             return
         app = self._app
@@ -285,6 +285,7 @@ class GatewayProtocol:
             self._body += body
 
     def on_message_complete(self) -> None:
+        self._framing = 0
         if self._deaf:
             self._say_close()
             return
@@ -402,8 +403,9 @@ class GatewayProtocol:
     # the end of an answer, or of the connection
 
     def rest(self) -> None:
-        """Waits for the next request."""
-        self.deadline = time.monotonic() + (FAREWELL_S if self._stopping else self.limits.keep_alive_s)
+        """Waits for the next request, or for the body of one that was answered without it."""
+        patience = LINGER_S if self._answered_early and self._reading else self.limits.keep_alive_s
+        self.deadline = time.monotonic() + (FAREWELL_S if self._stopping else patience)
 
     def close(self) -> None:
         """Closes once what is written has gone out, or when the client takes too long to take it."""
@@ -423,12 +425,13 @@ class GatewayProtocol:
         if self._deaf or self.transport.is_closing():
             return
         begun = self._app is not None and self._app.busy and not (self._app.take_back() and self._reading)
-        if self._answered_early or begun:
+        if begun:
             self.close()
             return
         self._deaf = True
         self.body_done()
-        self.write_error(error, keep_alive=False)
+        if not self._answered_early:
+            self.write_error(error, keep_alive=False)
         self._linger()
 
     def _linger(self) -> None:

@@ -257,4 +257,5 @@ def too_large(limits: Limits) -> PayloadTooLarge:
 
 def head_too_large(limits: Limits) -> HeadersTooLarge:
     """The answer to a head over the limit."""
-    return HeadersTooLarge(f"More than {limits.max_head} bytes of request line and headers; send less.")
+    what = "request line and headers, or of trailers and framing of chunks"
+    return HeadersTooLarge(f"More than {limits.max_head} bytes of {what}; send less.")

@@ -41,9 +41,9 @@ class ResponseRelay:
         "_chunked",
         "_close_delimited",
         "_fault",
+        "_framing",
         "_going_on",
         "_head",
-        "_head_size",
         "_headers",
         "_http10",
         "_in_head",
@@ -74,7 +74,7 @@ class ResponseRelay:
         self._http10 = http10
         self._headers: list[tuple[bytes, bytes]] = []
         self._head = b""
-        self._head_size = 0
+        self._framing = 0  # bytes of all but the body since the head of the answer or the last piece of its body
         self._body: list[bytes] = []
         self._chunked = self._close_delimited = False
         self._between_chunks = False  # the parser has seen the end of a chunk and nothing after it
@@ -106,6 +106,7 @@ class ResponseRelay:
             start = whole_chunk(data)
             if start:
                 return self._pass(data, data[start:-2])
+        self._framing += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
@@ -114,10 +115,8 @@ class ResponseRelay:
                 raise BadUpstream(f"The instance sent a malformed response ({self._fault or exc}).") from exc
             self.reusable = False
         self._between_chunks = self._between_chunks and data.endswith(b"\r\n")  # else the next one has begun
-        if not self.status:
-            self._head_size += len(data)
-            if self._head_size > MAX_HEAD:
-                raise BadUpstream(f"The instance sent more than {MAX_HEAD} bytes of response headers.")
+        if self._framing > MAX_HEAD and not self.complete:
+            raise BadUpstream(f"The instance sent more than {MAX_HEAD} bytes of headers, trailers or chunk framing.")
         return self._drain()
 
     def eof(self) -> bytes:
@@ -131,7 +130,7 @@ class ResponseRelay:
     def go_on(self) -> None:
         """The instance has died; the next one's answer is what comes after the events that went out."""
         self._parser = httptools.HttpResponseParser(self)
-        self._going_on, self.status, self._head_size = True, 0, 0
+        self._going_on, self.status, self._framing = True, 0, 0
         self.seen = self.complete = self.reusable = self._close_delimited = False
         self.refused, self._fault = b"", None
         self._between_chunks = False
@@ -259,7 +258,7 @@ class ResponseRelay:
             self._open_journal(status)
         elif not self.refused:
             self._check_going_on(status)
-        self.status = status
+        self.status, self._framing = status, 0
 
     def on_chunk_header(self) -> None:
         self._between_chunks = False
@@ -268,6 +267,7 @@ class ResponseRelay:
         self._between_chunks = True
 
     def on_body(self, body: bytes) -> None:
+        self._framing = 0
         if not (self.complete or (self.refused and self._going_on)):
             self._body.append(body)
 

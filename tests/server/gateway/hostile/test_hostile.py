@@ -13,10 +13,11 @@ import orjson
 import psutil
 import pytest
 
-from server.errors import BadRequest
+from server.errors import BadRequest, BadUpstream
 from server.gateway import Limits, UpstreamSettings
 from server.gateway.routes import find, public_names
 from server.gateway.wire.bodies import check_object
+from server.gateway.wire.relay import MAX_HEAD, ResponseRelay
 from tests.server.gateway.harness import ADMIN_KEY, OWN, SERVERS, RunningGateway, get, post, running_gateway
 from tests.server.gateway.upstream import Upstream, read_answer, upstream
 from tests.waiting import eventually, stays
@@ -328,6 +329,56 @@ async def test_an_announced_long_body_is_refused_before_it_is_sent(gateway: Runn
 async def test_long_heads_are_431(gateway: RunningGateway, headers: str) -> None:
     answer = await gateway.ask(post(headers=headers))
     assert (answer.status, code(answer.body)) == (431, "headers_too_large")
+
+
+NO_END = {
+    "one trailer": (b"2\r\n{}\r\n0\r\nx: ", b"a" * 64),
+    "many trailers": (b"2\r\n{}\r\n0\r\n", b"x: " + b"a" * 59 + b"\r\n"),
+    "a chunk extension": (b"2;", b"x" * 64),
+    "zeros of a chunk size": (b"", b"0" * 64),
+}
+A_READ = 256 * 2**10  # the most that the gateway's loop reads at a time
+
+
+@OWN
+@pytest.mark.parametrize("path", ["/v1/completions", "/admin/weights", "/no/such/route"])
+@pytest.mark.parametrize("name", NO_END)
+async def test_framing_without_an_end_is_431(gateway: RunningGateway, path: str, name: str) -> None:
+    """Before the gateway forwards the request, while the app waits for the body, and after the app has answered."""
+    begin, more = NO_END[name]
+    reader, writer = await gateway.connect(admin="/admin" in path)
+    writer.write(f"POST {path} HTTP/1.1\r\nHost: t\r\n{ADMIN}Transfer-Encoding: chunked\r\n\r\n".encode())
+    answered = path == "/no/such/route"
+    if answered:
+        assert (await asyncio.wait_for(read_answer(reader), 10)).status == 404
+    writer.write(begin + more * (4 * A_READ // len(more)))
+    if not answered:
+        answer = await asyncio.wait_for(read_answer(reader), 10)
+        assert (answer.status, code(answer.body)) == (431, "headers_too_large")
+    assert await asyncio.wait_for(reader.read(), 10) == b""
+    writer.close()
+
+
+@pytest.mark.parametrize("name", NO_END)
+def test_framing_without_an_end_is_no_answer_of_an_instance(name: str) -> None:
+    begin, more = NO_END[name]
+    relay = ResponseRelay(b"id", http10=False, keep_alive=True)
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+    assert relay.feed(head + begin)
+    for _ in range(MAX_HEAD // len(more)):
+        relay.feed(more)
+    with pytest.raises(BadUpstream, match=f"more than {MAX_HEAD} bytes"):
+        relay.feed(more)
+
+
+def test_answers_have_any_number_of_small_chunks() -> None:
+    relay = ResponseRelay(b"id", http10=False, keep_alive=True)
+    relay.feed(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+    for _ in range(MAX_HEAD // 8):
+        for piece in (b"1;x=y\r\n", b"a", b"\r\n1\r\na\r\n", b"2\r\nab\r\n"):
+            relay.feed(piece)
+    relay.feed(b"0\r\n\r\n")
+    assert relay.complete
 
 
 @OWN
