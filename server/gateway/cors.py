@@ -24,10 +24,10 @@ EXPOSED: Final = (
 
 
 class Origins:
-    """The origins that an operator allows, "*" among them for any."""
+    """The origins that an operator allows, "*" among them for any. `host`: where the gateway was told to listen."""
 
-    def __init__(self, keys: KeyRing) -> None:
-        self._keys = keys
+    def __init__(self, keys: KeyRing, host: str) -> None:
+        self._keys, self._own_name = keys, host.lower()
         self._allowed: frozenset[str] = frozenset()
 
     def use(self, allowed: Iterable[str]) -> None:
@@ -37,7 +37,7 @@ class Origins:
     def check(self, origin: bytes, host: bytes, listening_on: str) -> None:
         """While no key is needed. Raises Forbidden for a page that may not ask."""
         if "*" not in self._allowed:
-            check_origin(origin, host, listening_on, self._allowed)
+            check_origin(origin, host, listening_on, self._allowed, self._own_name)
 
     def lines(self, origin: bytes) -> bytes:
         """Header lines for an answer to this page; none if it may not read it."""

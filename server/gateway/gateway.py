@@ -81,7 +81,7 @@ class Gateway:
         self.models = {name: self._model(name, found) for name in found.own}
         self.upstreams = {name: self._upstream(at) for name, at in found.external.items()}
         self.directory = Directory()
-        self.origins = Origins(keys)
+        self.origins = Origins(keys, config.host)
         self._use(found)
         self._changing = asyncio.Lock()
         self._retiring: set[asyncio.Task[None]] = set()

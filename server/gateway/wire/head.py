@@ -12,6 +12,7 @@ import base64
 import binascii
 import contextlib
 import http
+import ipaddress
 import itertools
 import re
 import secrets
@@ -206,15 +207,15 @@ _READERS: Final = {
 }
 
 
-def check_origin(origin: bytes, host: bytes, listening_on: str, allowed: Collection[str]) -> None:
+def check_origin(origin: bytes, host: bytes, listening_on: str, allowed: Collection[str], own_name: str) -> None:
     """Which pages may ask while no key is needed. Raises Forbidden.
 
     A browser sends what any page has it send, also to this machine's ports. Programs send no Origin; browsers send one
     with every POST of a page, which the page cannot change. Keys are protection enough where they are needed, since no
     foreign page knows one. Pages of this machine pass, those `allowed`, and beyond loopback those of the very `host`
-    that is asked.
+    that is asked, if it is an address or the gateway's `own_name`.
 
-    Behind loopback the Host header proves nothing: whoever owns a name can let it lead to 127.0.0.1 (DNS rebinding).
+    No other name in the Host header proves anything: its owner can let it lead to any address (DNS rebinding).
     """
     text = origin.decode("latin-1")
     try:
@@ -222,10 +223,18 @@ def check_origin(origin: bytes, host: bytes, listening_on: str, allowed: Collect
         name, netloc = url.hostname or "", url.netloc
     except ValueError:
         name = netloc = ""
-    own = not is_loopback(listening_on) and netloc == host.decode("latin-1")
+    own = not is_loopback(listening_on) and netloc == host.decode("latin-1") and (name == own_name or _is_address(name))
     if not (name and (is_loopback(name) or own or text in allowed)):
         message = "Pages of this origin may not ask while no key is needed: make a key, or start with --allow-origin."
         raise Forbidden(message, code="origin_not_allowed")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 # the gateway's own answers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import random
 import tracemalloc
@@ -13,8 +14,10 @@ import orjson
 import psutil
 import pytest
 
-from server.errors import BadRequest, BadUpstream
+from server.errors import BadRequest, BadUpstream, Forbidden
 from server.gateway import Limits, UpstreamSettings
+from server.gateway.access.keys import KeyRing
+from server.gateway.cors import Origins
 from server.gateway.routes import find, public_names
 from server.gateway.wire.bodies import check_object
 from server.gateway.wire.relay import MAX_HEAD, ResponseRelay
@@ -545,3 +548,28 @@ async def test_foreign_pages_may_not_ask_while_no_key_is_needed(tmp_path: Path) 
                 assert got.status == status, origin
                 if status == 403:
                     assert orjson.loads(got.body)["error"]["code"] == "origin_not_allowed"
+
+
+LAN = "192.168.1.20"
+
+
+@pytest.mark.parametrize(
+    ("origin", "host", "passes"),
+    [
+        ("http://192.168.1.20:8000", "192.168.1.20:8000", True),
+        ("http://[fd00::2]:8000", "[fd00::2]:8000", True),
+        ("http://Chat.example:8000", "Chat.example:8000", True),  # what it was told to listen on
+        ("https://console.example", "192.168.1.20:8000", True),  # allowed
+        ("http://evil.example:8000", "evil.example:8000", False),  # a name that was made to lead here
+        ("http://192.168.1.20.evil.example:8000", "192.168.1.20.evil.example:8000", False),
+        ("http://chat.example.evil.example", "chat.example.evil.example", False),
+        ("http://evil.example", "192.168.1.20", False),
+        ("http://192.168.1.21", "192.168.1.20", False),
+    ],
+)
+def test_a_name_that_leads_here_is_not_ours(origin: str, host: str, passes: bool) -> None:
+    """Beyond loopback, where a page of the gateway's own address may ask without a key."""
+    origins = Origins(KeyRing({}, required=False), "chat.Example")
+    origins.use(["https://console.example"])
+    with contextlib.nullcontext() if passes else pytest.raises(Forbidden, match="--allow-origin"):
+        origins.check(origin.encode(), host.encode(), LAN)
