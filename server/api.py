@@ -21,7 +21,8 @@ class Forwarded:
 
     `bounds` are the fields that bound an answer, the one that counts first, and `unbounded` is the most tokens of an
     answer where none is sent (None: the context's end). `prompt` are the fields that a prompt is made of, as they begin
-    in the body. `operation` is OpenTelemetry's `gen_ai.operation.name`.
+    in the body. `prompts` is the field that may hold several prompts, each answered by itself, or token ids: one of
+    `Fields` (gateway/wire/bodies.py). `operation` is OpenTelemetry's `gen_ai.operation.name`.
 
     For the documents: `what` in a few words, `tag`, the type of vLLM's whole answer (below vllm.entrypoints), and
     whether it may be a `stream`. `annotated`: vLLM's answer is rewritten to carry the versions of the weights.
@@ -39,6 +40,7 @@ class Forwarded:
     bounds: tuple[str, ...] = ()
     unbounded: int | None = None
     prompt: tuple[bytes, ...] = ()
+    prompts: Literal["", "prompt", "prompt_token_ids", "messages", "input"] = ""
     operation: Literal["", "chat", "text_completion", "embeddings"] = ""
     tag: Literal["openai", "anthropic", "tokens", "health"] = "openai"
     answer: str | None = None
@@ -60,14 +62,14 @@ ROUTES: Final[tuple[Forwarded, ...]] = (
     ),
     Forwarded(
         "POST", "/v1/chat/completions/batch", "vLLM's batch of conversations, one answer to each",
-        works="generate", bounds=("max_completion_tokens", "max_tokens"), operation="chat",
+        works="generate", bounds=("max_completion_tokens", "max_tokens"), prompts="messages", operation="chat",
         answer="openai.chat_completion.protocol:ChatCompletionResponse", annotated=True,
     ),
     Forwarded(
         "POST", "/v1/completions", "vLLM's completions",
         works="generate", continued=True, bounds=("max_tokens",), unbounded=16, prompt=(b'"prompt"',),
-        operation="text_completion", answer="openai.completion.protocol:CompletionResponse", stream=True,
-        annotated=True,
+        prompts="prompt", operation="text_completion", answer="openai.completion.protocol:CompletionResponse",
+        stream=True, annotated=True,
     ),
     Forwarded(
         "POST", "/v1/responses", "vLLM's responses",
@@ -85,7 +87,7 @@ ROUTES: Final[tuple[Forwarded, ...]] = (
     ),
     Forwarded(
         "POST", "/v1/embeddings", "where the model allows",
-        works="prefill", operation="embeddings", answer="pooling.embed.protocol:EmbeddingResponse",
+        works="prefill", prompts="input", operation="embeddings", answer="pooling.embed.protocol:EmbeddingResponse",
     ),
     Forwarded(
         "POST", "/v1/messages", "the Anthropic messages shape, as vLLM offers it",
@@ -118,7 +120,7 @@ ROUTES: Final[tuple[Forwarded, ...]] = (
         "POST", "/generate", "tokens in, tokens out, with the weight version of each (below)",
         works="generate", continued=True, bounds=("max_tokens",), unbounded=16,
         prompt=(b'"prompt',),  # prompt, prompt_token_ids
-        operation="text_completion", tag="tokens", stream=True,
+        prompts="prompt_token_ids", operation="text_completion", tag="tokens", stream=True,
     ),
     # vLLM's routes between machines, which trainers use beside the admin routes.
     Forwarded(

@@ -151,7 +151,9 @@ class Exchange:
         """Ends an exchange that no side moves any more; called about once a second."""
         grant = self.request.grant
         if grant is not None and grant.unbounded and self._relay.sse:
-            grant.grown(self._relay.events())
+            so_far = self._relay.usage()
+            if so_far is not None:
+                grant.grown(so_far.completion_tokens)
         idle = now - self.last_progress
         read_idle_timeout_s = self._fleet.settings.read_idle_timeout_s
         if self._paused and idle > stalled_client_s:

@@ -51,7 +51,7 @@ class GenerateRequest(BaseModel):
     routed_experts: bool = False
     routed_experts_prompt_start: int = Field(default=0, ge=0)
     stream: bool = True
-    stream_interval: int = Field(default=1, ge=1)
+    stream_interval: int = Field(default=1, ge=1, le=1024)
     priority: int = 0
 
 
@@ -238,7 +238,7 @@ class Run:
         try:
             async for choice in self._tokens():
                 if choice.untold() >= self._request.stream_interval or choice.finish_reason is not None:
-                    yield self._event("token", choice.event(logprobs=self._request.logprobs))
+                    yield self._told(choice)
             yield self._event("done", self._answer([c.summary() | self._seams() for c in self._choices]))
             return
         except Problem as ended:
@@ -248,8 +248,14 @@ class Run:
             problem = RequestProblem(message, status=500, code="engine_error").body
         for choice in self._choices:
             if choice.untold():
-                yield self._event("token", choice.event(logprobs=self._request.logprobs))
+                yield self._told(choice)
         yield self._event("error", problem)
+
+    def _told(self, choice: Choice) -> ServerSentEvent:
+        event, trace = choice.event(logprobs=self._request.logprobs), current_trace.get()
+        if trace is not None and trace.must_count():
+            event["hotswap_usage"] = trace.usage()  # last, where the gateway looks for it
+        return self._event("token", event)
 
     @staticmethod
     def _event(name: str, data: dict[str, Any]) -> ServerSentEvent:

@@ -14,9 +14,11 @@ extras:
                                                     "hotswap_weight_versions"
     "prompt_weight_versions": [{"version", "start", "end"}]   beside it on whole bodies and last chunks: the versions
                                                     that computed the prompt's keys and values for the first token
-    "hotswap_usage": {"prompt_tokens", "completion_tokens"}   in a chunk that ends a choice, where it has no `usage`: of
-                                                    all choices so far. Either stands near the end of what it counts,
-                                                    where the gateway reads it (server/gateway/wire/bodies.py)
+    "hotswap_usage": {"prompt_tokens", "completion_tokens"}   in a chunk that ends a choice, and in one before which a
+                                                    stream had more tokens than chunks, where it has no `usage`: of all
+                                                    choices so far. Either stands near the end of what it counts, where
+                                                    the gateway reads it (server/gateway/wire/bodies.py). A stream that
+                                                    is cut without either is charged a token a chunk
     "token_ids": [17]                               per choice, in streams that another instance can go on with
     "resumed_at": [12]                              per choice, on the last chunk of a stream that others went on with:
                                                     how many tokens it had each time
@@ -63,6 +65,7 @@ class Trace:
         self._spans: dict[int, list[Span]] = {}
         self._sent: dict[int, int] = {}
         self._prompt_tokens: dict[int, int] = {}  # by first choice
+        self._tokens = self._events = 0  # of all choices
         self._calls = 0
         self.running = 0  # choices of calls that have not ended
         self._scores = 0  # log-probabilities of prompt tokens that were asked for
@@ -112,7 +115,8 @@ class Trace:
         for output in outputs:
             choice = base + output.index
             if output.weight_versions:
-                self._spans[choice] = to_spans(output.weight_versions)
+                before, self._spans[choice] = self.spans(choice), to_spans(output.weight_versions)
+                self._tokens += _end(self._spans[choice]) - _end(before)
             if self._spans.get(choice) and choice not in self._prompts:
                 self._prompts[choice] = prompt_spans(output, self._spans[choice][0]["version"], prompt_tokens)
             if getattr(output, "routed_experts", None) is not None:
@@ -149,8 +153,12 @@ class Trace:
 
     def usage(self) -> dict[str, int]:
         """Tokens so far, over all prompts and choices."""
-        completion = sum(spans[-1]["end"] for spans in self._spans.values() if spans)
-        return {"prompt_tokens": sum(self._prompt_tokens.values()), "completion_tokens": completion}
+        return {"prompt_tokens": sum(self._prompt_tokens.values()), "completion_tokens": self._tokens}
+
+    def must_count(self) -> bool:
+        """Called for each event of a stream: whether it has to carry `usage`, having had more tokens than events."""
+        self._events += 1
+        return self._tokens > self._events
 
     def take_new(self, choice: int) -> list[Span]:
         """Spans of the tokens that came since the last call, clipped to them."""
@@ -164,6 +172,10 @@ class Trace:
 def to_spans(spans: Iterable[Any]) -> list[Span]:
     """vLLM's `WeightVersionSpan`s as JSON-ready dicts with integer versions."""
     return [{"version": int(s.version), "start": s.start, "end": s.end} for s in spans if s.end > s.start]
+
+
+def _end(spans: list[Span]) -> int:
+    return spans[-1]["end"] if spans else 0
 
 
 def prompt_spans(output: Any, version: int, prompt_tokens: int) -> list[Span]:
@@ -371,9 +383,10 @@ def annotate(payload: dict[str, Any], trace: Trace, *, last: bool) -> None:
     version = trace.version(choices[-1].get("index", 0) if choices else 0)
     if version is not None:
         payload["weight_version"] = version
-    if last and payload.get("usage"):
+    must_count = trace.must_count() or last
+    if payload.get("usage"):
         payload["usage"] = payload.pop("usage")
-    elif last:
+    elif must_count:
         payload["hotswap_usage"] = trace.usage()
 
 

@@ -212,17 +212,19 @@ MOST: Final = 1 << 40  # tokens; nobody means more
 _MOST_TEXT: Final = 32  # characters of a number
 # What bounds an answer on each route that generates, the one that counts first; and the bound where none is sent.
 _FIELDS: Final = {route.path: (route.bounds, route.unbounded) for route in api.ROUTES if route.bounds}
+_PROMPTS: Final = {route.path: route.prompts for route in api.ROUTES if route.prompts}
+_MOST_COMMAS: Final = 1 << 18  # in an array that is decoded to count its elements: some milliseconds
+_decode_array: Final = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
 class Asked(Protocol):
-    """A body's fields, as they were sent."""
+    """A body's fields, as they were sent: these, and those that `prompts` of a route names."""
 
     max_tokens: Field
     max_completion_tokens: Field
     max_output_tokens: Field
     n: Field
     best_of: Field
-    prompt: Field
 
 
 class Cost:
@@ -258,7 +260,12 @@ class Cost:
 
 def reckon(asked: Asked, route: str, size: int, bound: int | None = None) -> Cost:
     """The most a request may cost whose body has `size` bytes. `bound`: of its key, on each answer."""
-    prompts, ids = (1, 0) if asked.prompt is _UNSET else _prompts(bytes(asked.prompt))  # type: ignore[arg-type]
+    field = _PROMPTS.get(route)
+    sent: Field = _UNSET if field is None else getattr(asked, field)
+    prompts, ids = 1, 0
+    if sent is not _UNSET:
+        raw = bytes(sent)  # type: ignore[arg-type]
+        prompts, ids = (_conversations(raw), 0) if field == "messages" else _prompts(raw)
     prompt = max(size // BYTES_PER_TOKEN + 1, ids)
     found = _FIELDS.get(route)
     if found is None:
@@ -281,6 +288,14 @@ def _prompts(raw: bytes) -> tuple[int, int]:
     texts = quotes.count(b'"') // 2
     ids = 0 if texts else raw.count(b",") + 1
     return max(1, texts + raw.count(b"[") - 1), ids
+
+
+def _conversations(raw: bytes) -> int:
+    """How many the field has. Of so many that decoding would stop the loop, all arrays in it are counted."""
+    try:
+        return max(1, len(_decode_array(raw))) if raw.count(b",") < _MOST_COMMAS else raw.count(b"[")
+    except msgspec.ValidationError:
+        return 1
 
 
 def _number(value: Field) -> int:

@@ -7,9 +7,10 @@ their ends are looked for, which takes an eighth of the time. Bodies that the ga
 
 The tokens of an answer are read once, from its last kilobytes; nothing is parsed while an answer passes. An instance
 writes the counts where its answers end: `usage` in whole answers and in the last event of those streams that were asked
-for it, `hotswap_usage` in the last chunk of all others (see server/instance/provenance.py). In JSON a key can only
-stand outside of strings, for inside of one its quotes are escaped; that it is a key of the outermost object, and not of
-a tool schema a client sent, is seen from the brackets that close after it.
+for it, `hotswap_usage` in the last chunk of all others, and in each event of a stream that has had more tokens than
+events (see server/instance/provenance.py): one that is cut without either has cost a token an event. In JSON a key can
+only stand outside of strings, for inside of one its quotes are escaped; that it is a key of the outermost object, and
+not of a tool schema a client sent, is seen from the brackets that close after it.
 
 mypyc compiles neither msgspec structures nor slices whose bounds may cross, so this module stays Python.
 """
@@ -61,6 +62,9 @@ class Fields(msgspec.Struct):
     n: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     best_of: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    input: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def has_wish(self) -> bool:
@@ -204,7 +208,8 @@ decode_event = msgspec.json.Decoder(Event).decode
 
 
 class Usage(NamedTuple):
-    """Tokens of one answer. If not `exact`, a stream was cut: completion tokens are estimated, prompt ones 0."""
+    """Tokens of one answer. If not `exact`, a stream was cut that told none: completion tokens are estimated, prompt
+    ones 0."""
 
     prompt_tokens: int
     completion_tokens: int

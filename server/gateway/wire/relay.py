@@ -175,17 +175,13 @@ class ResponseRelay:
         return b"".join((self._older, *self._recent))
 
     def usage(self) -> Usage | None:
-        """The tokens of the answer; None for errors and what counts no tokens. Of a cut stream it is an estimate."""
+        """The tokens of the answer so far; None for errors and what counts no tokens. While a stream tells none, its
+        events are taken for them."""
         if not (200 <= self.status < 300 or self._going_on) or not self.body_bytes:
             return None
         tail = self.foreign.tokens if self.foreign is not None and self.foreign.tokens else self.tail()
         found = read_usage(tail)
         return found or (estimate_usage(tail, self.body_bytes) if self.sse else None)
-
-    def events(self) -> int:
-        """About how many events of a stream have passed so far."""
-        so_far = estimate_usage(self.tail(), self.body_bytes)
-        return so_far.completion_tokens if so_far is not None else 0
 
     def _drain(self) -> bytes:
         out, self._head = self._head, b""

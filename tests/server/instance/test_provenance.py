@@ -98,6 +98,15 @@ def test_last_chunk_has_all_spans_and_done_is_left_alone() -> None:
     assert rest == b""
 
 
+def test_a_chunk_counts_the_tokens_once_there_were_more_of_them_than_chunks() -> None:
+    trace, counts = Trace(), []
+    for end in (1, 2, 5, 5, 5, 6, 9):
+        trace.record(0, [Output(0, [Span("7", 0, end)])], 4)
+        counts.append(payload(annotate_chunk(chunk(), trace)).get("hotswap_usage"))
+    assert [count and count["completion_tokens"] for count in counts] == [None, None, 5, 5, None, None, 9]
+    assert counts[-1] == {"prompt_tokens": 4, "completion_tokens": 9}
+
+
 def test_error_events_are_left_alone() -> None:
     event = b'data: {"error": {"message": "no"}}\n\n'
     assert annotate_chunk(event, trace_of(Span("7", 0, 3))) == event

@@ -6,13 +6,19 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import orjson
 import pytest
+from fastapi import FastAPI
 
 from server.gateway import UpstreamSettings
+from server.instance import generate
+from server.instance.inflight import Inflight
+from server.instance.middleware import ProvenanceMiddleware
+from server.instance.provenance import traced
 from tests.server.gateway.harness import RunningGateway, admin, get, new_key, post, running_gateway
 from tests.server.gateway.upstream import Answer, Link, Received, Upstream, read_answer, upstream
 from tests.waiting import eventually, wait_until
@@ -193,6 +199,81 @@ async def test_a_streams_usage_is_settled(gateway: RunningGateway, answering: Up
     assert (await gateway.ask(post(CHAT, body, key))).complete
     answer = await gateway.ask(get("/v1/models", key))  # costs nothing, and says where the key stands
     assert remaining(answer, "tokens") == 9_900
+
+
+def generating(tokens: int) -> Any:
+    """An instance whose engine gives so many tokens one by one, and then nothing, nor an end."""
+
+    async def outputs(*_: Any, **__: Any) -> AsyncIterator[Any]:
+        for end in range(1, tokens + 1):
+            one = {"index": 0, "text": "a", "token_ids": [end], "logprobs": None, "finish_reason": None}
+            spans = [SimpleNamespace(version="1", start=0, end=end)]
+            yield SimpleNamespace(outputs=[SimpleNamespace(**one, weight_versions=spans)], prompt_token_ids=[5, 6, 7])
+        await asyncio.Event().wait()
+
+    async def rendered(asked: list[Any]) -> list[Any]:
+        return asked
+
+    app = FastAPI()
+    app.include_router(generate.router)
+    app.state.hotswap_models, app.state.hotswap_adapters = ["m"], SimpleNamespace(find=lambda _: None)
+    app.state.engine_client = SimpleNamespace(
+        generate=traced(outputs, Inflight()),
+        renderer=SimpleNamespace(render_cmpl_async=rendered),
+        model_config=SimpleNamespace(max_model_len=100_000),
+    )
+    return ProvenanceMiddleware(app, lambda: 1)
+
+
+@pytest.mark.parametrize("interval", [1, 3, 100, 1000])
+async def test_a_stream_that_is_hung_up_costs_what_was_sent(
+    gateway: RunningGateway, answering: Upstream, interval: int
+) -> None:
+    app, sent = generating(4000), 4000 // interval * interval
+
+    async def handler(link: Link, received: Received) -> None:
+        messages = [{"type": "http.request", "body": received.body}]
+
+        async def receive() -> dict[str, Any]:
+            return messages.pop() if messages else await asyncio.Future()
+
+        async def send(message: dict[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                await link.sse_head()
+            elif message["body"]:
+                await link.chunk(message["body"])
+
+        headers = [(name.encode(), value.encode()) for name, value in received.headers.items()]
+        scope = {"type": "http", "method": "POST", "path": received.target, "headers": headers, "query_string": b""}
+        asked = asyncio.create_task(app(scope, receive, send))
+        await link.gone()
+        asked.cancel()
+
+    key = await key_with(gateway, tokens_per_min=50_000)
+    answering.handler = handler
+    reader, writer = await gateway.connect()
+    body = {"prompt_token_ids": [5, 6, 7], "max_tokens": 4500, "stream_interval": interval}
+    writer.write(post("/generate", body, key))
+    last = b',%d],"logprobs"' if interval > 1 else b'[%d],"logprobs"'
+    async for line in reader:
+        if last % sent in line:
+            break
+    writer.close()
+    await eventually(lambda: not gateway.gateway.default.stats.inflight)
+    answering.handler = answer_used
+    cost = 50_000 - remaining(await gateway.ask(get("/v1/models", key)), "tokens")
+    prompt = 3 if interval > 1 else len(orjson.dumps(body)) // 4 + 1  # a token an event: an estimate
+    assert cost == pytest.approx(prompt + sent, abs=0 if interval > 1 else 0.01 * sent)
+
+
+async def test_a_batch_costs_an_answer_to_each_conversation(gateway: RunningGateway, answering: Upstream) -> None:
+    key = await key_with(gateway, tokens_per_min=1000)
+    body = {"messages": [[{"role": "user", "content": "hi"}]] * 60, "max_tokens": 200}
+    assert code(await gateway.ask(post(f"{CHAT}/batch", body, key))) == (400, "request_over_limit")
+    few = body | {"messages": body["messages"][:2]}
+    assert remaining(await gateway.ask(post(f"{CHAT}/batch", few, key)), "tokens") == 1000 - (
+        len(orjson.dumps(few)) // 4 + 1 + 2 * 200
+    )
 
 
 @pytest.mark.parametrize(

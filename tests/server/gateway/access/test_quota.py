@@ -16,6 +16,8 @@ from server.key_limits import KeyLimits
 
 STEPS = st.lists(st.tuples(st.integers(0, 90), st.integers(0, 9), st.booleans()), max_size=60)
 CHAT = "/v1/chat/completions"
+BATCH = f"{CHAT}/batch"
+EMBEDDINGS = "/v1/embeddings"
 
 
 @given(STEPS)
@@ -88,7 +90,13 @@ def test_no_minute_holds_more_than_the_limit(limit: int, waits: list[int]) -> No
         ("/v1/completions", b'{"prompt":[[1,2],[3],[4,5]],"max_tokens":5}', 15),
         ("/v1/completions", rb'{"prompt":["\\","a\"","[\\\"b"],"max_tokens":5}', 20),
         ("/v1/completions", b'{"prompt":"a, [\\"b\\"]","max_tokens":5}', 5),
-        ("/generate", b'{"prompt":["a","b"]}', 32),
+        ("/generate", b'{"prompt_token_ids":[1,2]}', 16),
+        (BATCH, b'{"messages":[[{"content":[{"text":"a"}]},{}],[{}],[]],"max_tokens":5,"n":2}', 30),
+        (BATCH, rb'{"messages":[[{"content":"[\"[],[]"}]],"max_tokens":5}', 5),
+        (BATCH, b'{"messages":[],"max_tokens":5}', 5),
+        (BATCH, b'{"messages":"x","max_tokens":5}', 5),
+        (BATCH, b'{"messages":[' + b"[]," * 2**18 + b'[]],"max_tokens":1}', 2**18 + 2),
+        (CHAT, b'{"messages":[{},{}],"prompt":["a","b"],"max_tokens":5}', 5),
         ("/v1/completions", b"{}", 16),
         ("/v1/completions", b'{"max_output_tokens":5}', 16),
         ("/v1/responses", b'{"max_output_tokens":5}', 5),
@@ -103,13 +111,16 @@ def test_what_an_answer_is_expected_to_take(route: str, body: bytes, tokens: int
 
 
 def test_what_a_prompt_is_taken_for() -> None:
-    def prompt(body: bytes) -> int:
-        return reckon(check_object(body), "/v1/completions", len(body)).prompt
+    def prompt(field: bytes, value: bytes, route: str) -> int:
+        body = b'{"%b":%b}' % (field, value)
+        return reckon(check_object(body), route, len(body)).prompt
 
-    text = b'{"prompt":"' + b"x" * 400 + b'"}'
-    assert prompt(text) == len(text) // BYTES_PER_TOKEN + 1
-    ids = b'{"prompt":[' + b",".join([b"7"] * 300) + b"]}"
-    assert prompt(ids) == 300
+    text = b'"' + b"x" * 400 + b'"'
+    ids = b"[" + b",".join([b"7"] * 300) + b"]"
+    for field, route in ((b"prompt", "/v1/completions"), (b"prompt_token_ids", "/generate"), (b"input", EMBEDDINGS)):
+        assert prompt(field, text, route) == (len(text) + len(field) + 5) // BYTES_PER_TOKEN + 1
+        assert prompt(field, ids, route) == 300
+    assert prompt(b"input", b"[%b,%b]" % (ids, ids), EMBEDDINGS) == 600
 
 
 def test_a_keys_own_bound_is_what_an_answer_may_take() -> None:
