@@ -78,9 +78,9 @@ class Gateway:
         self.desk = Desk(self.stats, Recent(config.answers.feedback_s))
         self.desk.add(Log(config.answers_url, config.answers, self.stats))
         self.file = found
+        self.directory = Directory()
         self.models = {name: self._model(name, found) for name in found.own}
         self.upstreams = {name: self._upstream(at) for name, at in found.external.items()}
-        self.directory = Directory()
         self.origins = Origins(keys, config.host)
         self._use(found)
         self._changing = asyncio.Lock()
@@ -102,7 +102,8 @@ class Gateway:
         return self.models[self.config.model]
 
     def _model(self, name: str, found: ModelsFile) -> Model:
-        return Model(name, found.settings_of(name, self.config), self.store, self.stats, self.desk, self.tls)
+        settings, refuses = found.settings_of(name, self.config), self.directory.refuses
+        return Model(name, settings, self.store, self.stats, self.desk, self.tls, refuses)
 
     def _upstream(self, at: External) -> Served:
         return external.serve(at, self.config, self.store, self.stats)

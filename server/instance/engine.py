@@ -7,7 +7,7 @@ import contextlib
 import importlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable, Mapping, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, MutableMapping, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -294,7 +294,7 @@ async def build_vllm_app(engine: Engine, args: Any) -> Any:
         bound_scoring(scoring, model_len)
     # vLLM's handler of engine errors ends its own server here; the sidecar ends an instance whose engine has died.
     app.state.server = SimpleNamespace(should_exit=False)
-    engine.adapters.bind(app.state.openai_serving_models.lora_requests)
+    engine.adapters.bind(app.state.openai_serving_models.lora_requests, args.served_model_name)
     app.state.online_renderer.parser = bounded_parser(app.state.online_renderer.parser)
     return app
 
@@ -309,9 +309,12 @@ class Adapters:
         self._table: MutableMapping[str, Any] = {}
         self._ids: dict[str, int] = {}
         self._names: dict[int, set[str]] = {}
+        self._served: Collection[str] = ()
 
-    def bind(self, table: MutableMapping[str, Any]) -> None:
-        """`table`: vLLM's, of LoRA requests by name; its routes look adapters up there."""
+    def bind(self, table: MutableMapping[str, Any], served: Collection[str] = ()) -> None:
+        """`table`: vLLM's, of LoRA requests by name; its routes look adapters up there, and only then the model, which
+        they know as `served`: no adapter is offered by such a name."""
+        self._served = served
         table.update(self._table)
         self._table = table
 
@@ -345,7 +348,7 @@ class Adapters:
 
         for part in self._names.get(version, set()):
             name = part.removeprefix(LORA)
-            if name not in self._table:
+            if name not in self._table and name not in self._served:
                 self._table[name] = LoRARequest(name, self._id(part), f"{LORA_URL}{part}")
         self._names = {v: names for v, names in self._names.items() if v >= version - 64}
 

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from weightsync.control.records import (
     SwapMode,
     SwapRecord,
     TargetRecord,
+    VersionRecord,
     shared_versions,
 )
 from weightsync.control.state import (
@@ -145,6 +146,7 @@ class Coordinator:
     """The swaps of `model`. `keep` counts retained versions: the active one, the previous one, and older ones.
 
     `probe` is asked about the canary of a rolling swap; without one, a canary that has flipped is good enough.
+    `refuses` says why a version may not be swapped in, "" if it may.
     """
 
     def __init__(
@@ -155,7 +157,9 @@ class Coordinator:
         keep: int = 2,
         probe: Probe | None = None,
         leader_ttl_s: float = LEADER_TTL_S,
+        refuses: Callable[[VersionRecord], str] = lambda _: "",
     ) -> None:
+        self._refuses = refuses
         self._store, self._keys, self._keep = store, Keys(model), keep
         self._probe, self._leader_ttl_s, self.name = probe, leader_ttl_s, new_name()
         self._term: Term | None = None
@@ -262,7 +266,7 @@ class Coordinator:
 
     async def _advance(self, board: Board, term: Term, trial: Trial, past: History) -> None:
         """One decision, and its step or its wait."""
-        decision = decide(view_of(board, time.time(), trial.result(board.swap)))
+        decision = decide(view_of(board, time.time(), trial.result(board.swap), self._refuses))
         if isinstance(decision, Step):
             await self._take(board, term, decision, past)
             await board.changed(None, term.lost)  # our own write, or what made it fail
@@ -318,7 +322,12 @@ def _superseded_by(board: Board, step: Step, spare: int) -> dict[str, bytes | No
     return activation.retirement(board.keys, board.versions, needed, spare=spare, below=active.version)
 
 
-def view_of(board: Board, now: float, probe: ProbeResult | None = None) -> View:
+def view_of(
+    board: Board,
+    now: float,
+    probe: ProbeResult | None = None,
+    refuses: Callable[[VersionRecord], str] = lambda _: "",
+) -> View:
     """What `decide` looks at."""
     swap, target = board.swap, board.target
     version = swap.target if swap is not None and in_flight(swap) else target.version if target is not None else None
@@ -329,6 +338,7 @@ def view_of(board: Board, now: float, probe: ProbeResult | None = None) -> View:
     if any(splits) and board.active is not None and (now_active := board.version(board.active.version)) is not None:
         shared[now_active.version] = now_active
     asked = [version, *shared_versions(target.split)] if opening and target is not None else []
+    records = [known for v in asked if v is not None and (known := board.version(v)) is not None]
     return View(
         now=now,
         target=target,
@@ -341,4 +351,5 @@ def view_of(board: Board, now: float, probe: ProbeResult | None = None) -> View:
         changes=next((found for v in asked if v is not None and (found := changes_to(board, v))), ""),
         starts=board.starts,
         shared=shared,
+        refused=next((found for one in records if (found := refuses(one))), ""),
     )

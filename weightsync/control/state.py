@@ -142,7 +142,8 @@ class View:
     `target_state` and `target_fingerprint` are of the version in question: the swap's while one is in flight, else the
     target's; None and "" if there is no such version. `probe` is what the probe of this swap's canary came to.
     `changes` says why the running engines cannot take the target, "" if they can; `starts` what became of restarts.
-    `shared` has the versions that splits name, and that of the commit record, as far as they exist.
+    `refused` says why a version that the target asks for may not be swapped in, "" if it may. `shared` has the versions
+    that splits name, and that of the commit record, as far as they exist.
     """
 
     now: float
@@ -154,6 +155,7 @@ class View:
     target_fingerprint: str = ""
     probe: ProbeResult | None = None
     changes: str = ""
+    refused: str = ""
     starts: Mapping[str, StartRecord] = field(default_factory=dict)
     shared: Mapping[int, VersionRecord] = field(default_factory=dict)
 
@@ -271,7 +273,7 @@ def _not_ready(view: View, target: TargetRecord) -> str | None:
         if state != "ready":
             what = "does not exist" if state is None else f"is {state}"
             return f"version {version} {what}: choose one that is ready"
-    return None
+    return view.refused or None
 
 
 def _open_split(view: View, swap: SwapRecord, split: SplitRecord) -> Step:

@@ -35,8 +35,11 @@ class Adapter:
         return {ADAPTER_CONFIG: orjson.dumps(dict(self.config)).decode()}
 
 
-def check_name(part: str) -> str:
-    """`part` itself. Raises BadPart unless it is "" (the base), "draft" or "lora/NAME"."""
+def check_name(part: str, model: str = "") -> str:
+    """`part` itself. Raises BadPart unless it is "" (the base), "draft" or "lora/NAME", with another NAME than `model`:
+    clients ask for either by name, and instances look for adapters first."""
+    if part == LORA + model:
+        raise BadPart(f"{part!r} would take the requests for the model {model!r} itself: give the adapter another name")
     if part in (BASE, DRAFT) or _LORA_NAME.fullmatch(part):
         return part
     raise BadPart(f'no part can be called {part!r}: use "draft" or "lora/NAME" (letters, digits, . _ : -)')

@@ -391,7 +391,7 @@ class Publisher:
         Raises TensorMismatch against the model's reference schema, ArenaFull, StalePublisher, PublishError,
         StoreUnavailable.
         """
-        pieces = {check_name(part): (as_schema(schema), metadata or {})}
+        pieces = {part: (as_schema(schema), metadata or {})}
         return self.begin_all(pieces, onto=onto, step=step, base=base, source=source)[0]
 
     def begin_all(
@@ -412,6 +412,7 @@ class Publisher:
         """
         fingerprint.warm(sum(schema.nbytes for schema, _ in pieces.values()))
         for part, (schema, metadata) in pieces.items():
+            check_name(part, self.model)
             if part == BASE:
                 self._store.run(self._ledger.check(schema, config, onto))
             elif (reference := self.schema(part)) is not None:

@@ -81,7 +81,7 @@ class Succession:
 
     def __init__(self, model: str, part: str = BASE, signer: Signer | None = None) -> None:
         """`signer` signs each version. Raises BadPart."""
-        self.model, self.part, self._signer = model, check_name(part), signer
+        self.model, self.part, self._signer = model, check_name(part, model), signer
         self.base: Base | None = None  # the last version, as the other side knows it
         self.deltas = 0  # versions in a row that were differences
         self._held: Contents = HostModel()

@@ -11,6 +11,8 @@ from typing import Final
 
 from server.errors import NotFound
 from server.gateway.models.served import Served
+from weightsync.control.records import VersionRecord
+from weightsync.memory.parts import LORA
 
 MOST_SHOWN: Final = 200  # characters of a name that is repeated in an error
 
@@ -54,6 +56,15 @@ class Directory:
             if name in served.fleet.adapters:
                 return (served,)
         raise unknown(name)
+
+    def refuses(self, version: VersionRecord) -> str:
+        """Why the version may not be swapped in: an adapter that it brings is called as a model or an alias is. "" if
+        none is. Adapters that it takes over from others are served already."""
+        own = {part.name for part in version.parts if part.version == version.version}
+        for what, names in (("a model", self.models), ("an alias", self.aliases)):
+            if taken := [name for name in names if LORA + name in own]:
+                return f"there is {what} {taken[0]!r} already: publish the adapter {LORA + taken[0]} under another name"
+        return ""
 
 
 def unknown(name: str) -> NotFound:

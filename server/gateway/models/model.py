@@ -27,7 +27,7 @@ from server.gateway.release.control import FleetControl
 from server.gateway.release.evidence import Observer
 from server.gateway.release.runner import Releases
 from weightsync.control.coordinator import Coordinator
-from weightsync.control.records import InstanceRecord
+from weightsync.control.records import InstanceRecord, VersionRecord
 from weightsync.store import Store
 from weightsync.tls import ClusterTls
 
@@ -47,6 +47,7 @@ class Model:
         process: ProcessStats,
         desk: Desk,
         tls: ClusterTls | None,
+        refuses: Callable[[VersionRecord], str],
     ) -> None:
         self.name = name
         self.config = config  # as it holds for this model
@@ -59,7 +60,7 @@ class Model:
         self.approvals = Approvals(store, name)
         self.passing = Passing(store, name, desk.recent, desk.rate)
         probe = build_probe(ProbeSettings.of(config), self._records, tls)
-        self.coordinator = Coordinator(store, name, keep=config.keep_versions, probe=probe)
+        self.coordinator = Coordinator(store, name, keep=config.keep_versions, probe=probe, refuses=refuses)
         observer = Observer(self.stats.watchers)
         self.releases = Releases(
             store,

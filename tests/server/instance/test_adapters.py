@@ -62,3 +62,15 @@ def test_a_table_that_is_bound_late_has_what_was_offered() -> None:
     table: dict[str, Any] = {}
     adapters.bind(table)
     assert set(table) == {"x"}
+
+
+def test_no_adapter_takes_the_name_of_the_model() -> None:
+    table: dict[str, Any] = {}
+    adapters = Adapters()
+    adapters.bind(table, ["tiny"])
+    adapters.orders(version(1, "lora/tiny", "lora/x"))
+    commit(adapters, 1)
+    assert set(table) == {"x"}
+    assert adapters.find("tiny") is None
+    commit(adapters, 2)
+    assert not table

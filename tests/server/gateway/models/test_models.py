@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 import pytest
 from typer.testing import CliRunner
@@ -25,7 +26,9 @@ from tests.server.gateway.harness import (
 )
 from tests.server.gateway.upstream import Answer, Link, Received, upstream
 from tests.waiting import eventually
+from weightsync import Adapter, Publisher
 from weightsync.control.records import Keys, PartRecord, VersionRecord
+from weightsync.errors import BadPart, SwapAborted
 
 ADMIN = f"Authorization: Bearer {ADMIN_KEY}\r\n"
 TWO = """\
@@ -113,6 +116,27 @@ async def test_an_adapter_is_asked_of_its_model(gateway: RunningGateway) -> None
         _, body = await ask(gateway, model="tuned")
         assert (body["by"], body["model"]) == ("big", "tuned")
         assert len(big.requests) == 1
+
+
+def test_an_adapter_is_not_called_as_a_model_or_an_alias_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOTSWAP_ARENA", str(tmp_path / "arena"))
+    (tmp_path / "models.yaml").write_text(TWO)
+    adapter = Adapter({"x.lora_A.weight": np.ones((2, 8), np.float32)}, {"r": 2})
+    with (
+        running_gateway(tmp_path, model="", models=tmp_path / "models.yaml"),
+        Publisher(f"sqlite://{tmp_path / 'store.db'}", model="small") as publisher,
+    ):
+        publisher.publish({"x.weight": np.ones((8, 8), np.float32)}.items())
+        with pytest.raises(BadPart, match="'lora/small' would take the requests for the model 'small'"):
+            publisher.publish(adapter, part="lora/small")
+        assert [version.version for version in publisher.versions()] == [1], "it was published"
+        for name, there in (("big", "a model 'big'"), ("fast", "an alias 'fast'")):
+            with pytest.raises(SwapAborted, match=f"there is {there} already"):
+                publisher.publish(adapter, part=f"lora/{name}")
+        version = publisher.publish(adapter, part="lora/tuned")
+        assert (active := publisher.active()) is not None
+        assert active.version == version
+        assert [part.name for part in publisher.versions()[-1].parts] == ["lora/tuned"]
 
 
 async def test_an_alias_is_answered_by_its_first_model_and_else_by_the_next(gateway: RunningGateway) -> None:
