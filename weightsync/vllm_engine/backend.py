@@ -203,15 +203,17 @@ class HotswapWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._held.live is not None and self._held.live.version == version:
             return 0.0, False
         target = self._find(version)
-        before = self._kv_scales()
+        before, ran = self._kv_scales(), self._held.running
         staged, self._stager.bundle = self._stager.bundle, None
         self._held.commit(target, staged)
-        waited = sum(getattr(piece.generation, "waited_ms", 0.0) for piece in target.pieces.values())
+        flipped = [piece.generation for name, piece in target.pieces.items() if ran.get(name) is not piece]
+        waited = sum(getattr(generation, "waited_ms", 0.0) for generation in flipped)
         return (time.perf_counter() - started) * 1e3 - waited, before != self._kv_scales()
 
-    def _kv_scales(self) -> dict[str, Any]:
-        pieces = self._held.live.pieces.values() if self._held.live is not None else ()
-        return {k: v for piece in pieces for k, v in getattr(piece.generation, "kv_scales", {}).items()}
+    def _kv_scales(self) -> dict[tuple[str, str], Any]:
+        """By part and path: the layers of a draft model may be called as those of the base."""
+        scales = {name: getattr(piece.generation, "kv_scales", {}) for name, piece in self._held.running.items()}
+        return {(name, path): value for name, of_part in scales.items() for path, value in of_part.items()}
 
     def _find(self, version: int) -> Bundle:
         for bundle in (self._held.previous, self._stager.bundle):

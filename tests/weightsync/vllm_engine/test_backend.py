@@ -40,12 +40,13 @@ class SlowStager:
             self.report.running = False
 
     def retain(self, bundle: Bundle) -> None:
-        self.report = SimpleNamespace(version=bundle.version, running=False, error=None)
+        self.report = SimpleNamespace(version=bundle.version, running=False, error=None, parts=set(bundle.pieces))
 
 
 def piece(digest: str) -> Piece:
+    scales = {"layers.0.attn._k_scale_float": digest}
     generation: Any = SimpleNamespace(
-        digest=digest, commit=list, displaced=lambda live: live, release=lambda: pytest.fail("this is done elsewhere")
+        digest=digest, commit=list, kv_scales=scales, release=lambda: pytest.fail("this is done elsewhere")
     )
     return Piece(generation, {})
 
@@ -65,10 +66,12 @@ def worker() -> Any:
     return engine
 
 
-def stage(engine: Any, version: int) -> None:
+def stage(engine: Any, version: int, base: str = "", **parts: str) -> None:
+    """`base` and `parts`: what it has, by digest; a base of its own unless one is named."""
     from weightsync.vllm_engine.backend import UpdateInfo
 
-    engine.stage(UpdateInfo(version, "slot", f"digest {version}"))
+    orders = [{"name": p, "version": version, "slot": "", "manifest_digest": d} for p, d in parts.items()]
+    engine.stage(UpdateInfo(version, "slot", base or f"digest {version}", parts=orders))
 
 
 def test_what_is_staged_is_retained_unless_it_was_dropped(worker: Any) -> None:
@@ -99,6 +102,27 @@ def test_the_version_that_runs_is_never_dropped(worker: Any) -> None:
     assert worker.commit(1) == (0.0, False)
     stage(worker, 1)
     assert worker._stager.built == [1, 2]
+
+
+def test_a_version_has_the_parts_that_it_names_however_often_a_rollback_goes_there(worker: Any) -> None:
+    """An adapter comes and is rolled back: the version before is asked for without it, and is what was published."""
+    for version in (3, 4, 5):
+        stage(worker, version, "digest 1", **{"lora/x": f"adapter {version}"})
+        worker._stager.wait()
+        worker.commit(version)
+        stage(worker, 1)
+        assert worker._stager.report.parts == {""}
+        worker.commit(1)
+    assert worker._stager.built == [1, 2, 3, 4, 5]
+
+
+def test_what_is_cached_can_be_read_until_the_scales_of_a_part_change(worker: Any) -> None:
+    """A draft model runs on beside a version without one, and its layers may be called as those of the base."""
+    cases = [("a", {"draft": "d"}, True), ("a", {}, False), ("a", {"draft": "e"}, True), ("b", {"draft": "e"}, True)]
+    for version, (base, parts, changes) in enumerate(cases, 3):
+        stage(worker, version, base, **parts)
+        worker._stager.wait()
+        assert worker.commit(version)[1] == changes, (base, parts)
 
 
 def test_a_staging_under_way_is_given_up_before_the_next_one(worker: Any) -> None:

@@ -151,10 +151,6 @@ class Generation:
                 change.holder[change.key] = change.value
         return replaced
 
-    def displaced(self, live: Generation | None) -> Generation | None:
-        """What a rollback of this generation's commit flips to, given what was live before it."""
-        return live
-
     def release(self) -> None:
         """Drop the memory; call it on a thread that decodes nothing, unmapping takes tens of milliseconds."""
         self.flips = Flips()

@@ -1,7 +1,7 @@
 """One version in a worker: the base model and its parts (draft model, LoRA adapters), flipped all or none.
 
 A part whose published bytes a version shares with one that is still held is the same piece: it is neither staged nor
-flipped again. A part that a version does not name stays as it is.
+flipped again. A part that a version does not name is no piece of it: what ran as that part runs on beside the version.
 
 The workers of an instance may be on several hosts. The leader has waited until every host has a copy
 (`server/instance/hosts.py`) and says where each was. What counts is the digest of the manifest: a copy that has moved
@@ -31,9 +31,6 @@ class Flippable(Protocol):
 
     def commit(self) -> list[Any]:
         """Make it what runs; returns what was replaced."""
-
-    def displaced(self, live: Any) -> Any:
-        """What goes back to `live`, which ran before this commit; None where nothing did."""
 
     def release(self) -> None:
         """Nobody will run it any more."""
@@ -66,22 +63,27 @@ class Piece:
 
 @dataclass
 class Bundle:
-    """The pieces of one version by part name."""
+    """The pieces of one version by part name. `kept`, while it is live: what runs on of parts that it does not name."""
 
     version: int
     pieces: dict[str, Piece] = field(default_factory=dict)
+    kept: dict[str, Piece] = field(default_factory=dict)
+
+    @property
+    def running(self) -> dict[str, Piece]:
+        """All that runs while this is live."""
+        return {**self.kept, **self.pieces}
 
     def find(self, order: PartOrder) -> Piece | None:
         """The piece that was built from the very bytes `order` names."""
-        piece = self.pieces.get(order.name)
+        piece = self.running.get(order.name)
         return piece if piece is not None and piece.generation.digest == order.manifest_digest else None
 
-    def commit(self, live: Bundle | None) -> tuple[Bundle | None, list[Any]]:
-        """Flip what differs from `live`. Returns (what a rollback flips to, what was replaced).
+    def commit(self, before: Mapping[str, Piece]) -> list[Any]:
+        """Flip what differs from `before`, which runs. Returns what was replaced.
 
         If a flip raises, those before it are undone where something ran before, and the error goes on.
         """
-        before: Mapping[str, Piece] = live.pieces if live is not None else {}
         changed = [name for name, piece in self.pieces.items() if before.get(name) is not piece]
         replaced: list[Any] = []
         for count, name in enumerate(changed, 1):
@@ -90,23 +92,14 @@ class Bundle:
             except BaseException:
                 self._undo(changed[:count], before)
                 raise
-        back = self._displaced(changed, before)
-        self.pieces = {**before, **self.pieces}
-        return (Bundle(live.version, back) if live is not None else None), replaced
+        self.kept = {name: piece for name, piece in before.items() if name not in self.pieces}
+        return replaced
 
-    def _displaced(self, changed: list[str], before: Mapping[str, Piece]) -> dict[str, Piece]:
-        back = dict(before)
-        for name in changed:
-            former = before.get(name)
-            displaced = self.pieces[name].generation.displaced(former.generation if former else None)
-            if former is not None:
-                back[name] = Piece(displaced, former.report)
-        return back
-
-    def _undo(self, names: list[str], before: Mapping[str, Piece]) -> None:
+    @staticmethod
+    def _undo(names: list[str], before: Mapping[str, Piece]) -> None:
         for name in reversed(names):
             if (former := before.get(name)) is not None:
-                self.pieces[name].generation.displaced(former.generation).commit()
+                former.generation.commit()
 
 
 class HeldBundles:
@@ -118,19 +111,27 @@ class HeldBundles:
         self.garbage: list[Flippable] = []
         self.replaced: list[Any] = []
 
+    @property
+    def running(self) -> dict[str, Piece]:
+        """All that runs, by part name."""
+        return self.live.running if self.live is not None else {}
+
     def held(self, staged: Bundle | None) -> list[Bundle]:
         return [b for b in (self.live, self.previous, staged) if b is not None]
 
     def commit(self, target: Bundle, staged: Bundle | None) -> None:
         """Flip to `target`, which is `previous` or `staged`; what was staged besides is given up.
 
-        What ran before is never garbage: `back` holds it, or took over its memory.
+        What ran before is what a rollback flips to. What ran beside it is not: garbage, unless it still runs.
         """
-        back, replaced = target.commit(self.live)
-        self.replaced += replaced
-        for dropped in (self.previous, staged):
-            self.garbage += only_in(dropped, (target, back, self.live))
-        self.live, self.previous = target, back
+        self.replaced += target.commit(self.running)
+        dropped, former = [self.previous, staged], self.live
+        if former is not None:
+            dropped.append(Bundle(former.version, former.kept))
+            former.kept = {}
+        for bundle in dropped:
+            self.garbage += only_in(bundle, (target, former))
+        self.live, self.previous = target, former
 
     def give_up(self, staged: Bundle | None, orders: Iterable[PartOrder]) -> None:
         """`staged` was never committed; pieces of it that `orders` want again stay."""
@@ -153,7 +154,7 @@ class HeldBundles:
 
 def only_in(dropped: Bundle | None, kept: Iterable[Bundle | None]) -> list[Flippable]:
     """Generations of `dropped` that none of `kept` runs or goes back to."""
-    held = {id(p.generation) for b in kept if b is not None for p in b.pieces.values()}
+    held = {id(p.generation) for b in kept if b is not None for p in b.running.values()}
     pieces = dropped.pieces.values() if dropped is not None else ()
     return [p.generation for p in pieces if id(p.generation) not in held]
 

@@ -41,9 +41,6 @@ class LoraGeneration:
     def commit(self) -> list[Any]:
         return self.host.place(self.name, self.model)
 
-    def displaced(self, live: LoraGeneration | None) -> LoraGeneration | None:
-        return live
-
     def release(self) -> None:
         self.model = None
 

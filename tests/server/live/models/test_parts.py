@@ -188,6 +188,18 @@ def test_an_adapter_is_served_from_its_commit_on(lora: LiveServer, adapters: dic
     assert record(lora, second)["base_version"] == 1
 
 
+def test_adapters_come_and_are_rolled_back_again_and_again(lora: LiveServer, adapters: dict[str, Path]) -> None:
+    """The version before has no such adapter, each time as the first time."""
+    before = lora.active(), answers(lora)
+    for name in ("one", "two", "one"):
+        pushed(lora, adapters[name], "lora/guest")
+        assert answers(lora, "guest") != before[1]
+        back = lora.admin.post("/admin/weights/rollback")
+        assert back.status_code == 200, back.text
+        assert (lora.active(), answers(lora)) == before
+        assert lora.client.post("/generate", json={"model": "guest", "prompt": "a"}).status_code == 404
+
+
 async def test_streams_through_an_adapter_go_on_with_its_new_weights(
     lora: LiveServer, adapters: dict[str, Path]
 ) -> None:

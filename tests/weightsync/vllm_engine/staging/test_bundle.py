@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from weightsync.vllm_engine.staging.bundle import Bundle, Flippable, HeldBundles, PartOrder, Piece
+from weightsync.vllm_engine.staging.bundle import Bundle, HeldBundles, PartOrder, Piece
 
 PARTS = ("", "draft", "lora/x")
 
@@ -27,9 +27,6 @@ class Pointed:
         before = self.model[self.part]
         self.model[self.part] = self.data[0]
         return [before]
-
-    def displaced(self, live: Pointed | None) -> Pointed | None:
-        return live
 
     def release(self) -> None:
         assert not self.data or self.model[self.part] != self.data[0], "the weights that run were freed"
@@ -55,6 +52,7 @@ class Worker:
         self.model = dict.fromkeys(PARTS, "dummy")
         self.staged: Bundle | None = None
         self.built = 0
+        self.unreleased: list[Pointed] = []
 
     def stage(self, version: int, wanted: dict[str, str]) -> None:
         orders = [PartOrder(name, version, "", digest) for name, digest in wanted.items()]
@@ -70,38 +68,51 @@ class Worker:
 
     def build(self, order: PartOrder) -> Piece:
         self.built += 1
-        generation: Flippable = self.kind(order.manifest_digest, self.model, order.name, [order.manifest_digest])
+        generation = self.kind(order.manifest_digest, self.model, order.name, [order.manifest_digest])
+        self.unreleased.append(generation)
         return Piece(generation, {})
 
     def commit(self, target: Bundle) -> None:
         staged, self.staged = self.staged, None
         self.held.commit(target, staged)
 
+    def check_memory(self) -> None:
+        """All memory that was not given back is that of a version to run or to go back to, or runs beside one."""
+        bundles = self.held.held(self.staged)
+        held = [id(p.generation) for b in bundles for p in b.running.values()] + [id(g) for g in self.held.garbage]
+        self.unreleased = [g for g in self.unreleased if g.data]
+        assert {id(g) for g in self.unreleased} <= set(held)
+
 
 @pytest.mark.parametrize("kind", [Pointed, Copied])
 @pytest.mark.parametrize("seed", range(20))
 def test_any_order_of_swaps_and_rollbacks_runs_what_was_committed(kind: Kind, seed: int) -> None:
+    """A version has the base, and the other parts or not; what it does not have runs on as it was."""
     choose = random.Random(seed)
     worker = Worker(kind)
     contents: dict[int, dict[str, str]] = {}
-    now = dict.fromkeys(PARTS, "0")
+    now, runs = dict.fromkeys(PARTS, "0"), dict.fromkeys(PARTS, "dummy")
+
+    def commit(target: Bundle) -> None:
+        worker.commit(target)
+        assert worker.held.live is target
+        assert {name: piece.generation.digest for name, piece in target.pieces.items()} == contents[target.version]
+        runs.update(contents[target.version])
+        assert worker.model == runs
+        worker.check_memory()
+
     for version in range(1, 60):
         now = {**now, **{p: f"{version}" for p in PARTS if choose.random() < 0.4}}
-        contents[version] = now
-        worker.stage(version, now)
+        contents[version] = {p: digest for p, digest in now.items() if not p or choose.random() < 0.7}
+        worker.stage(version, contents[version])
         if choose.random() < 0.2:
             continue  # aborted: something else is staged next
         if worker.held.previous is not None and choose.random() < 0.2:
-            worker.commit(worker.held.previous)  # a rollback comes first, and what was staged is given up
+            commit(worker.held.previous)  # a rollback comes first, and what was staged is given up
         elif worker.staged is not None:
-            worker.commit(worker.staged)
+            commit(worker.staged)
         while worker.held.previous is not None and choose.random() < 0.3:
-            back = worker.held.previous.version
-            worker.commit(worker.held.previous)
-            assert worker.held.live is not None
-            assert worker.held.live.version == back
-        if worker.held.live is not None:
-            assert worker.model == contents[worker.held.live.version]
+            commit(worker.held.previous)
 
 
 @pytest.mark.parametrize("kind", [Pointed, Copied])
@@ -139,7 +150,7 @@ def test_a_flip_that_fails_is_undone() -> None:
     last: Any = target.pieces["lora/x"].generation
     last.data.clear()
     with pytest.raises(AssertionError, match="released memory"):
-        target.commit(worker.held.live)
+        target.commit(worker.held.running)
     assert worker.model == {"": "a", "draft": "d", "lora/x": "l"}
 
 
