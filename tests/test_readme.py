@@ -81,6 +81,12 @@ def test_the_publishing_loop_runs_as_printed(
     assert torch.equal(found, model.model.embed_tokens.weight.detach().flatten())
 
 
+def test_the_environment_of_hotswap_is_entered_before_it_is_asked_for() -> None:
+    first = README.index("\nhotswap ")
+    assert "\n. .venv/bin/activate" in README[:first]
+    assert "\nVENV ?= .venv\n" in (ROOT / "Makefile").read_text()
+
+
 def test_every_command_shown_exists() -> None:
     shown = {tuple(found.split()) for found in re.findall(r"`?hotswap ((?:weights )?[a-z]+)", README)}
     root = typer.main.get_command(app)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -79,16 +80,17 @@ def _show(demo: Demo, console: Console) -> None:
 def _go_on(demo: Demo, console: Console, *, keep: bool) -> None:
     """Say how to go on; with `keep`, serve until interrupted."""
     assert demo.server is not None
+    hotswap = os.path.relpath(Path(sys.executable).with_name("hotswap"))  # which may not be on the PATH
     console.print("To serve what was trained again:", highlight=False)
     for command in demo.recipe.serve_again(demo.run_dir):
-        console.print(f"  {command}", highlight=False, soft_wrap=True)
+        console.print(f"  {command.replace('hotswap', hotswap, 1)}", highlight=False, soft_wrap=True)
     if not keep:
         return
     asked = {"model": demo.recipe.asked(demo.scene), "prompt": demo.recipe.questions(demo.run_dir, 1)[0].prompt}
     body = json.dumps(asked | {"temperature": 0, "max_tokens": demo.recipe.short_tokens})
     console.print("It still answers, until Ctrl-C:", highlight=False)
     console.print(f"  curl -N {demo.server.url}/generate -d '{body}'", highlight=False, soft_wrap=True)
-    console.print(f"  hotswap weights list --state-dir {demo.server.state_dir}", highlight=False, soft_wrap=True)
+    console.print(f"  {hotswap} weights list --state-dir {demo.server.state_dir}", highlight=False, soft_wrap=True)
     console.print("The console, with the curves and swaps of this run, asks for the key in that file:", highlight=False)
     console.print(f"  {demo.server.admin_url}/console   {demo.server.admin_key_file}", highlight=False, soft_wrap=True)
     demo.server.watch()

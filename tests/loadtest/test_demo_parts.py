@@ -6,13 +6,15 @@ import json
 import math
 import re
 import signal
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from loadtest.demo import Demo, DemoFailed, RealRecipe, Recipe, Scene
-from loadtest.demo.__main__ import shortcomings
+from loadtest.demo.__main__ import _go_on, shortcomings
 from loadtest.demo.client import Misattributed, check_spans
 from loadtest.demo.display import Recorder, colour, picture, summary
 from loadtest.demo.figures import draw, figures
@@ -238,3 +240,20 @@ def test_the_figures_of_a_run_can_be_drawn_from_their_file(tmp_path: Path) -> No
     one, two = ((tmp_path / name).read_text() for name in ("one.svg", "two.svg"))
     assert one == two  # equal figures, equal files
     assert "<!-- held_out, pass@4 -->" in one
+
+
+def test_the_commands_it_ends_with_work_from_where_it_was_started(tmp_path: Path) -> None:
+    server = SimpleNamespace(url="http://a", admin_url="http://b", state_dir=tmp_path, admin_key_file=tmp_path / "key")
+    server.watch = lambda: None
+    recipe = RealRecipe(seed=1)
+    known = {name: getattr(recipe, name) for name in ("asked", "serve_again", "short_tokens")}
+    course = SimpleNamespace(**known, questions=lambda *_: [SimpleNamespace(prompt="1 + 1 =")])
+    demo = SimpleNamespace(server=server, recipe=course, run_dir=tmp_path, scene=Scene(recipe.phases))
+    console = Console(record=True, width=400)
+    _go_on(demo, console, keep=True)  # type: ignore[arg-type]
+    said = console.export_text()
+    commands = re.findall(r"^  (\S*hotswap) (?:up|weights push|weights list) ", said, re.MULTILINE)
+    assert len(commands) == 3, said
+    assert {Path(command).absolute().parent.resolve() for command in commands} == {
+        Path(sys.executable).parent.resolve()
+    }
