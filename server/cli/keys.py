@@ -6,6 +6,7 @@ import functools
 import inspect
 import json
 import re
+import sys
 import time
 from collections.abc import Callable
 from enum import StrEnum
@@ -22,6 +23,7 @@ app = typer.Typer(no_args_is_help=True)
 
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 NO_LIMIT = "none"
+CLOSES = "This is the first key: from now on every client needs one, and those without get 401 (docs/security.md)."
 
 
 class Scope(StrEnum):
@@ -81,18 +83,24 @@ def create(
     collect: Annotated[bool, typer.Option("--collect", help="keep the answers it gets, for training")] = False,
     model: Models = None,
     limits: Limited = None,
+    yes: Annotated[bool, typer.Option("--yes", help="do not ask before the first key closes inference")] = False,
     as_json: AsJson = False,
     reason: Reason = None,
     state_dir: StateDir = None,
     url: Url = None,
     admin_key_file: KeyFile = None,
 ) -> None:
-    """Make a key. It is shown this once: only its digest is kept."""
+    """Make a key. It is shown this once: only its digest is kept. After the first, inference asks for one."""
     body = {"name": name, **_scopes(scope), **_expiry(expires), **(limits or {})} | (
         {"collect": True} if collect else {}
     )
     body |= {"models": model} if model else {}
-    _show_key(AdminClient(state_dir, url, admin_key_file).call("POST", "/admin/keys", body, reason), as_json)
+    client = AdminClient(state_dir, url, admin_key_file)
+    if Scope.infer in (scope or [Scope.infer]) and client.call("GET", "/admin/keys")["inference"] == "open":
+        typer.echo(CLOSES, err=True)
+        if sys.stdin.isatty() and sys.stdout.isatty() and not yes:
+            typer.confirm("Make it?", abort=True)
+    _show_key(client.call("POST", "/admin/keys", body, reason), as_json)
 
 
 @app.command("list")

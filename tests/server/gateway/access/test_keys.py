@@ -6,7 +6,11 @@ import asyncio
 import hashlib
 import json
 import logging
+import os
+import pty
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -547,3 +551,29 @@ async def test_the_command(gateway: RunningGateway, state_dir: Path) -> None:
 def test_the_command_says_what_is_wrong(state_dir: Path, arguments: tuple[str, ...], says: str) -> None:
     with pytest.raises(CliError, match=re.escape(says)):
         run(state_dir, *arguments)
+
+
+async def test_the_command_says_that_the_first_key_closes_inference_and_asks(state_dir: Path) -> None:
+    create = ["keys", "create", "x", "--state-dir", str(state_dir)]
+    runner = CliRunner()
+    role = await asyncio.to_thread(runner.invoke, app, [*create, "--scope", "viewer"])
+    assert "first key" not in role.stderr
+    ours, theirs = pty.openpty()
+    os.write(ours, b"n\n")
+    command = [sys.executable, "-m", "server.cli", *create]
+    about: dict[str, Any] = {"stdin": theirs, "stdout": theirs, "stderr": subprocess.PIPE, "text": True, "timeout": 120}
+    asked = await asyncio.to_thread(subprocess.run, command, **about, check=False)
+    assert asked.returncode == 1
+    assert "those without get 401" in asked.stderr
+    assert len(json.loads(run(state_dir, "list", "--json"))["keys"]) == 1, "one was made all the same"
+    made = await asyncio.to_thread(subprocess.run, [*command, "--yes"], **about, check=False)
+    assert made.returncode == 0
+    assert "those without get 401" in made.stderr
+    again = await asyncio.to_thread(subprocess.run, command, **about, check=False)
+    assert again.returncode == 0
+    assert "401" not in again.stderr
+    shown = os.read(ours, 65536).decode()
+    assert shown.count("Make it? [y/N]") == 1
+    assert len(re.findall(r"hs-\S+", shown)) == 2
+    for fd in (ours, theirs):
+        os.close(fd)
