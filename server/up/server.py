@@ -381,7 +381,7 @@ def run_up(config: UpConfig) -> None:
     interrupts.install()
 
     def say(line: str) -> None:
-        console.print(line, markup=False)
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     try:
         with console.status(f"starting {names}: gateway, {instances} x vLLM, first version"):
@@ -392,9 +392,14 @@ def run_up(config: UpConfig) -> None:
         console.print(f"[bold]{names}[/] answers on {server.url}  (OpenAI: {server.url}/v1)")
         console.print(f"console: {server.admin_url}/console")
         console.print(f"admin: {server.admin_url}, key in {server.admin_key_file}   logs: {server.state_dir / 'logs'}")
+        store = server.store.partition("?id=")[0]  # which a fresh start changes
+        say(f"trainers: weightsync.Publisher({store!r}, model={server.models[0].name!r})")
         if config.train is not None:
             server.train(config.train)
         server.watch()
+    except ProcessFailed as failed:
+        mend = f"\n{missing.NO_VISION}" if "torchvision" in str(failed) else ""
+        raise ProcessFailed(f"{failed}{mend}") from None
     except interrupts.Interrupted:
         console.print("stopping")
     finally:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from server.doctor.registry import Finding, check, fail, ok, skip, warn
 from server.doctor.world import World, torch_cuda, version_of
+from server.missing import NO_VISION
 from weightsync.vllm_engine import VLLM_VERSIONS
 from weightsync.vllm_engine.releases import PACKAGES
 
@@ -26,11 +27,20 @@ def versions(world: World) -> Iterator[Finding]:
     engine = next((name for name in PACKAGES if version_of(name)), None)
     if engine is None:
         yield fail("no vLLM is installed", "`make setup`, or scripts/install.sh VENV requirements/{cpu,cuda}.txt")
+    yield from judge_vision(world)
     pinned = LISTS / ("cuda.txt" if engine == "vllm" else "cpu.txt")
     if pinned.exists():
         yield from judge_versions(pinned.name, pins(pinned.read_text()))
     else:
         yield skip(f"no {pinned}: not run from a checkout, so there is no list to compare with")
+
+
+def judge_vision(world: World) -> Iterator[Finding]:
+    """Packages that transformers imports where they are installed, and with it vLLM."""
+    for package in ("torchvision", "torchaudio"):
+        if version_of(package) and (ran := world.run([sys.executable, "-c", f"import {package}"])).status:
+            last = ran.said.splitlines()[-1:] or ["it says nothing"]
+            yield fail(f"{package} {version_of(package)} cannot be imported, nor can vLLM: {last[0]}", NO_VISION)
 
 
 def judge_python(found: tuple[int, ...]) -> Finding:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from server.doctor.checks import software
-from server.doctor.checks.software import judge_python, judge_versions, pins
+from server.doctor.checks.software import judge_python, judge_versions, judge_vision, pins
 from server.doctor.world import World
 from tests.server.doctor.worlds import findings, only, statuses
 from weightsync.vllm_engine import VLLM_VERSIONS
@@ -37,3 +39,19 @@ def test_pythons_release() -> None:
     assert judge_python((3, 12)).status == "ok"
     assert only([judge_python((3, 13))], "fail").found == "Python 3.13"
     assert judge_python((3, 9)).status == "fail"
+
+
+def test_a_torchvision_of_another_torch_breaks_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert not list(judge_vision(World()))
+    broken = "raise RuntimeError('operator torchvision::nms does not exist')"
+    for package, content in (("torchvision", broken), ("torchaudio", "")):
+        (tmp_path / f"{package}.py").write_text(content)
+        (tmp_path / f"{package}-1.2.dist-info").mkdir()
+        (tmp_path / f"{package}-1.2.dist-info" / "METADATA").write_text(f"Name: {package}\nVersion: 1.2\n")
+    found = next(each for each in findings("versions", World()) if each.status == "fail")
+    assert found == only(judge_vision(World()), "fail")
+    assert found.found.endswith("RuntimeError: operator torchvision::nms does not exist")
+    assert found.mend.startswith("pip uninstall -y torchvision torchaudio")
+    assert found.mend.partition(":")[0] in (Path(__file__).parents[3] / "docs" / "install.md").read_text()

@@ -17,8 +17,10 @@ from typing import Any
 
 import pytest
 
-from server.errors import CliError
+import weightsync
+from server.errors import CliError, ProcessFailed
 from server.ports import free_port
+from server.up import interrupts
 from server.up import server as up
 from server.up.config import UpConfig
 from server.up.paths import ServerInfo
@@ -413,3 +415,40 @@ def test_a_draft_model_with_weights_of_its_own_is_published(tmp_path: Path, join
     assert draft_dir(["--max-model-len", "64"]) is None
     with pytest.raises(CliError, match="not JSON"):
         draft_dir(["--speculative-config", "{"])
+
+
+def test_it_prints_what_a_publisher_takes(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened: list[str] = []
+
+    def watch(_: Server) -> None:
+        (call,) = re.findall("^trainers: (.*)$", capsys.readouterr().out, re.MULTILINE)
+        with eval(call, {"weightsync": weightsync}) as publisher:
+            opened.append(publisher.model)
+        raise interrupts.Interrupted
+
+    run = run_with(monkeypatch, wait_ready=lambda _, **__: None, watch=watch)
+    run(UpConfig(model=str(model), name="toy", state_dir=tmp_path / ("state" * 20), throwaway=True))
+    assert opened == ["toy"]
+
+
+def test_a_torchvision_of_another_torch_is_told_with_its_remedy(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failed(_: Server, **__: Any) -> None:
+        raise ProcessFailed("instance-0 ended early\nRuntimeError: operator torchvision::nms does not exist")
+
+    run = run_with(monkeypatch, wait_ready=failed)
+    with pytest.raises(ProcessFailed, match=r"instance-0 ended early(.|\n)*pip uninstall -y torchvision torchaudio"):
+        run(UpConfig(model=str(model), name="toy", state_dir=tmp_path / "state", throwaway=True))
+
+
+def run_with(monkeypatch: pytest.MonkeyPatch, **parts: Any) -> Any:
+    """`run_up`, which starts no process and leaves the signals of this one alone."""
+    monkeypatch.setattr(up, "Child", Process)
+    for name in ("install", "ignore"):
+        monkeypatch.setattr(interrupts, name, lambda: None)
+    for name, part in parts.items():
+        monkeypatch.setattr(Server, name, part)
+    return up.run_up
