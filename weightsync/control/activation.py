@@ -12,13 +12,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from weightsync.control.board import Board
 from weightsync.control.chain import Action, LedgerEntry, append
 from weightsync.control.records import (
+    MODELS_PREFIX,
     ActiveRecord,
     InstanceRecord,
     Keys,
@@ -203,7 +204,7 @@ async def outcome(store: Store, keys: Keys, target: TargetRecord, revision: int,
     So a rollout that starts afterwards comes from the new weights. Raises SwapAborted or SwapTimeout.
     """
     judge, board = Judge(keys, target), Board(keys)
-    with _timeout_as(target.version, timeout_s):
+    async with _timeout_as(store, keys, target.version, timeout_s):
         async with asyncio.timeout(timeout_s):
             async with contextlib.aclosing(_follow(store, keys.root, revision + 1)) as events:
                 async for event in events:
@@ -216,7 +217,7 @@ async def outcome(store: Store, keys: Keys, target: TargetRecord, revision: int,
 
 async def become_active(store: Store, keys: Keys, version: int, timeout_s: float) -> None:
     """Return when `version` serves, whoever asked for it: committed, and its swap done. Raises as `outcome` does."""
-    with _timeout_as(version, timeout_s):
+    async with _timeout_as(store, keys, version, timeout_s):
         async with asyncio.timeout(timeout_s):
             found, revision = await store.list(keys.root)
             board = Board(keys, found, revision)
@@ -291,9 +292,15 @@ def _raise_if_aborted(swap: SwapRecord, version: int) -> None:
         raise SwapAborted(version, swap.reason or "no reason given", swap.tensor)
 
 
-@contextlib.contextmanager
-def _timeout_as(version: int, timeout_s: float) -> Iterator[None]:
+@contextlib.asynccontextmanager
+async def _timeout_as(store: Store, keys: Keys, version: int, timeout_s: float) -> AsyncIterator[None]:
     try:
         yield
     except TimeoutError:
-        raise SwapTimeout(version, timeout_s) from None
+        served, hint = set[str](), ""
+        with contextlib.suppress(StoreUnavailable):  # it may be away, or this user may see one model alone
+            records, _ = await store.list(MODELS_PREFIX)
+            served = {kv.key[len(MODELS_PREFIX) :].rpartition("/instances/")[0] for kv in records} - {""}
+        if served and keys.model not in served:
+            hint = f"no instance serves {keys.model!r}; name a model that is served: {', '.join(sorted(served))}"
+        raise SwapTimeout(version, timeout_s, hint) from None

@@ -26,12 +26,10 @@ class SwapTimeout(SwapError):
 
     code = "swap_timeout"
 
-    def __init__(self, version: int, seconds: float) -> None:
+    def __init__(self, version: int, seconds: float, hint: str = "") -> None:
         self.version, self.seconds = version, seconds
-        super().__init__(
-            f"version {version} was neither made active nor refused within {seconds:g} s: is a gateway running on this "
-            "store, and are its instances healthy?"
-        )
+        hint = hint or "is a gateway running on this store, and are its instances healthy?"
+        super().__init__(f"version {version} was neither made active nor refused within {seconds:g} s: {hint}")
 
 
 class StagingCancelled(SwapError):

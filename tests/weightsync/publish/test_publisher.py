@@ -307,6 +307,18 @@ def test_without_a_coordinator_waiting_ends_with_advice(publisher: Publisher) ->
         publisher.wait_active(1, timeout_s=0.1)
 
 
+def test_a_name_that_no_instance_serves_ends_with_those_that_some_do(publisher: Publisher, store_url: str) -> None:
+    with contextlib.closing(SyncStore(store_url)) as store:
+        for name in ("org/other", "third"):
+            store.put(Keys(name).instance("a"), b"{}")
+        for wait in (lambda: publisher.publish(model(), timeout_s=0.2), lambda: publisher.wait_active(1, 0.1)):
+            with pytest.raises(SwapTimeout, match=r"no instance serves 'demo'.*: org/other, third$"):
+                wait()
+        store.put(Keys("demo").instance("a"), b"{}")
+        with pytest.raises(SwapTimeout, match="is a gateway"):
+            publisher.activate(1, timeout_s=0.1)
+
+
 def test_the_wish_to_activate_is_written_with_the_version(publisher: Publisher, store_url: str) -> None:
     version = publisher.publish(model(), wait=False, timeout_s=12.0)
     store = SyncStore(store_url)
