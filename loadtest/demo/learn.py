@@ -49,23 +49,18 @@ CORRECTIONS = 400  # that users have made before anything is trained
 LEAST_GAIN = 20.0  # points of right answers that users see, by the version that was trained on them
 WAIT_S = 240.0
 REWARD = "correct"
-
-
-def policy(url: str) -> str:
-    """First nobody sees its answers, then some do, then half."""
-    told = "{metric: feedback, max_decrease: 0.15}"
-    right = f"{{metric: reward/{REWARD}, max_decrease: 0.1, prove: true, least: 40}}"
-    return f"""
+# First nobody sees its answers, then some do, then half.
+POLICY = f"""
 sticky: none
 conditions:
   - {{metric: errors, max_increase: 0.05}}
-  - {right}
+  - {{metric: reward/{REWARD}, max_decrease: 0.1, prove: true, least: 40}}
 rewards:
-  {REWARD}: {{url: "{url}", expected: answer}}
+  {REWARD}: {{expected: answer}}
 steps:
   - {{traffic: 0, shadow: 100, for: 2s}}
   - {{traffic: 20, for: 2s}}
-  - {{traffic: 50, for: 2s, conditions: [{told}]}}
+  - {{traffic: 50, for: 2s, conditions: [{{metric: feedback, max_decrease: 0.15}}]}}
 """
 
 
@@ -229,11 +224,12 @@ class LearnDemo:
         self._rewards = Child(
             "rewards", ["trainer.rewards.server", "--config", str(rewards)], self.run_dir / "rewards.log"
         )
-        self._policy = policy(f"http://127.0.0.1:{port}")
         config = UpConfig(
             model=str(self.run_dir / "taught-wrong"), name=MODEL, port=0, instances=2, throwaway=True,
             state_dir=self.run_dir / "state", kv_cache_gib=0.1, vllm_args=ENGINE,
-            gateway_args=("--collect-anonymous", "--answers-segment", "2"),
+            gateway_args=(
+                "--collect-anonymous", "--answers-segment", "2", "--reward", f"{REWARD}=http://127.0.0.1:{port}",
+            ),
         )  # fmt: skip
         try:
             with interrupts.held():
@@ -263,7 +259,7 @@ class LearnDemo:
     def _release(self, checkpoint: Path) -> None:
         client = AdminClient(self._server.state_dir)
         version = client.call("POST", "/admin/weights", {"path": str(checkpoint), "activate": False})["version"]
-        release = client.call("POST", "/admin/releases", {"version": version, "text": self._policy})
+        release = client.call("POST", "/admin/releases", {"version": version, "text": POLICY})
         place = ""
 
         def ended() -> bool:

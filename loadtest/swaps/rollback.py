@@ -39,11 +39,11 @@ VLLM_ARGS = ("--max-model-len", "64", "--dtype", "float32")
 PHASES = ("commit_s", "last_answer_s")
 
 
-def policy(url: str) -> str:
+def policy() -> str:
     """Half of the requests, until the reward shows harm."""
     condition = "{metric: reward/good, max_decrease: 0.05, least: 20}"
     steps = f"steps: [{{traffic: 50, for: 1h, conditions: [{condition}]}}]"
-    return f'sticky: none\nrewards: {{good: {{url: "{url}"}}}}\n{steps}\n'
+    return f"sticky: none\nrewards: {{good: {{}}}}\n{steps}\n"
 
 
 class Clients:
@@ -87,12 +87,11 @@ def run(json: Path | None, *, releases: int = 8) -> dict[str, Any]:
     scoring = Child("rewards", ["trainer.rewards.server", "--config", str(rewards)], work / "rewards.log")
     config = UpConfig(
         model=str(good), name=MODEL, port=0, instances=2, throwaway=True, state_dir=work / "state", kv_cache_gib=0.1,
-        vllm_args=VLLM_ARGS,
+        vllm_args=VLLM_ARGS, gateway_args=("--reward", f"good=http://127.0.0.1:{port}"),
     )  # fmt: skip
     try:
         with Server(config) as server:
-            text = policy(f"http://127.0.0.1:{port}")
-            rows = [one(server, bad, text) for _ in range(releases)]
+            rows = [one(server, bad, policy()) for _ in range(releases)]
     finally:
         scoring.stop()
     figures: dict[str, Any] = {

@@ -62,7 +62,7 @@ def run_follow(config: FollowConfig) -> None:
         part=config.part,
         policy=config.policy,
         activate=config.activate,
-        sign_key=str(config.sign_key.expanduser().absolute()) if config.sign_key is not None else "",
+        sign_key=config.sign_key,
         newest_by=config.newest_by,
         interval_s=config.interval_s,
         settle_s=config.settle_s,

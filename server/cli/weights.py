@@ -58,7 +58,7 @@ def push(
     part: Annotated[str, typer.Option(help='what it is: "draft" or "lora/NAME" (default: the base model)')] = "",
     more: Annotated[list[str], typer.Option("--with", help="PART=DIR: one more part of the same version")] = [],  # noqa: B006
     activate: Annotated[bool, typer.Option(help="also swap it in")] = True,
-    sign_key: Annotated[Path | None, typer.Option(help="private key in PEM that signs it")] = None,
+    sign_key: Annotated[str, typer.Option(help="name of the gateway's --sign-key that signs it")] = "",
     mode: Mode = SwapMode.together,
     drain: Drain = None,
     on_lost: Lost = OnLost.abort,
@@ -71,7 +71,7 @@ def push(
     """Publish a checkpoint as a new version and, unless --no-activate, swap it in."""
     body: dict[str, Any] = {"path": str(directory.expanduser().resolve()), "activate": activate}
     body |= ({"part": part} if part else {}) | ({"parts": dict(map(_part, more))} if more else {})
-    body |= {"sign_key": str(sign_key.expanduser().resolve())} if sign_key is not None else {}
+    body |= {"sign_key": sign_key} if sign_key else {}
     body |= _swap_options(mode, drain, deadline, on_lost)
     show_swap(AdminClient(state_dir, url, admin_key_file).call("POST", "/admin/weights", body, reason))
 

@@ -33,7 +33,7 @@ class FollowConfig:
         NewestBy, Option("which checkpoint is the newest: the last by name (step-9 before step-10), or by time")
     ] = "name"
     part: Annotated[str, Option('what the checkpoints are: "draft" or "lora/NAME"; default: the base model')] = ""
-    sign_key: Annotated[Path | None, Option("private key in PEM, on the gateway's host, that signs versions")] = None
+    sign_key: Annotated[str, Option("name of the gateway's --sign-key that signs versions")] = ""
     cache_dir: Annotated[
         Path | None, Option("what was fetched and what was tried; the gateway reads it too; default: beside the state")
     ] = None

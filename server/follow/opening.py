@@ -35,7 +35,7 @@ def open_source(config: FollowConfig) -> Source:
 def _versions(config: FollowConfig) -> Source:
     if config.part:
         raise ConfigError(f"--part {config.part}: the versions in a bucket say themselves what they are.")
-    if config.sign_key is not None:
+    if config.sign_key:
         raise ConfigError("--sign-key: versions in a bucket are signed by who publishes them there.")
     try:
         return versions.Versions(config.source)

@@ -271,6 +271,50 @@ class WebhookSettings:
             raise ConfigError("--webhook: name the secret that signs its messages, too, with --webhook-key-file.")
 
 
+@dataclass(frozen=True)
+class NamedSettings:
+    """What release policies and publications name. Each of these is opened with the gateway's rights, so requests and
+    records have the name alone: no key, and no writer of the store, chooses a file or a URL."""
+
+    reward: Annotated[
+        tuple[str, ...],
+        Option("NAME=URL: the server of the reward NAME; may be given again", metavar="NAME=URL", up=True),
+    ] = ()
+    reward_key: Annotated[
+        tuple[str, ...],
+        Option("NAME=FILE: its key, in a private file; may be given again", metavar="NAME=FILE", up=True),
+    ] = ()
+    evaluation: Annotated[
+        tuple[str, ...], Option("NAME=FILE: the evaluation set NAME; may be given again", metavar="NAME=FILE", up=True)
+    ] = ()
+    sign_key: Annotated[
+        tuple[str, ...],
+        Option("NAME=FILE: a private key in PEM for versions; may be given again", metavar="NAME=FILE", up=True),
+    ] = ()
+
+    def of(self, flag: str) -> dict[str, str]:
+        """Name -> what `flag` says of it."""
+        texts: tuple[str, ...] = getattr(self, flag.removeprefix("--").replace("-", "_"))
+        return {name: value for name, _, value in (text.partition("=") for text in texts)}
+
+    def find(self, flag: str, name: str) -> str:
+        """What `flag` says of `name`. Raises ConfigError."""
+        known = self.of(flag)
+        if name not in known:
+            names = ", ".join(known) or "none"
+            raise ConfigError(f"This gateway has no {flag} {name}=...; start it with one, or name another ({names}).")
+        return known[name]
+
+    def __post_init__(self) -> None:
+        for setting in settings("gateway", NamedSettings):
+            texts, named = getattr(self, setting.path[-1]), self.of(setting.flag)
+            if not all(named) or not all(named.values()) or len(named) < len(texts):
+                raise ConfigError(f"{setting.flag} {' '.join(texts)}: write {setting.option.metavar}, each name once.")
+        for name, url in self.of("--reward").items():
+            if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+                raise ConfigError(f"--reward {name}={url}: give a URL with http:// or https://.")
+
+
 def _workers(text: str) -> int:
     if text == "auto":
         return len(os.sched_getaffinity(0))
@@ -323,6 +367,7 @@ class GatewayConfig:
         Option("directory or fsspec URL for older entries of the ledger; default: `ledger` beside a SQLite store"),
     ] = None
     webhooks: WebhookSettings = WebhookSettings()
+    named: NamedSettings = NamedSettings()
     swap_deadline_s: Annotated[float, Option("seconds for all instances to stage a version")] = 120.0
     push_timeout_s: float = 3600.0
     run_coordinator: Annotated[bool, Option("leave swaps to another gateway of this model", "--no-coordinator")] = True

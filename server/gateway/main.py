@@ -13,11 +13,12 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from server.errors import ConfigError
 from server.gateway import memory
-from server.gateway.access.key_sources import load_keys
+from server.gateway.access.key_sources import load_keys, read_private
 from server.gateway.config import GatewayConfig
 from server.gateway.fleet import routing
 from server.gateway.models.file import ModelsFile
@@ -122,6 +123,9 @@ def run(config: GatewayConfig, argv: Sequence[str] = ()) -> None:
         from server.gateway.observe.webhooks import read_secrets
 
         read_secrets(config.webhooks.key_file)
+    for flag in ("--reward-key", "--sign-key"):
+        for file in config.named.of(flag).values():
+            read_private(Path(file))
     load_keys(config)  # what cannot work is said here, in one line, rather than by a server that fails to start
     if config.check:
         print(f"The settings can be used; models: {', '.join(found.names)}.")

@@ -80,15 +80,17 @@ class Fleet:
 
 
 @contextlib.contextmanager
-def running(checkpoints: dict[str, Path], root: Path, instances: int = 2) -> Iterator[Fleet]:
+def running(
+    checkpoints: dict[str, Path], root: Path, instances: int = 2, gateway_args: tuple[str, ...] = ()
+) -> Iterator[Fleet]:
     """A fleet that serves version 1."""
     etcd = Etcd()
     store = etcd.url("contract")
-    live = LiveServer(checkpoints["say-0"], root, instances=instances, store=store)
+    live = LiveServer(checkpoints["say-0"], root, instances=instances, store=store, gateway_args=gateway_args)
     with live.running():
         port = free_port()
         args = ["server.gateway", "--store", store, "--model", live.name, "--port", str(port), "--admin-port", "0"]
-        args += ["--admin-key-file", str(live.processes.admin_key_file)]
+        args += ["--admin-key-file", str(live.processes.admin_key_file), *gateway_args]
         second = Child("gateway-2", args, live.processes.state_dir / "logs" / "gateway-2.log", {})
         url = f"http://127.0.0.1:{port}"
         try:

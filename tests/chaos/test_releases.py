@@ -27,15 +27,22 @@ REWARDS.append({"kind": "regex", "name": "any", "pattern": "w10"})
 
 
 @pytest.fixture(scope="module")
-def fleet(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with running(checkpoints, tmp_path_factory.mktemp("releases"), instances=3) as found:
+def fleet(
+    checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, rewards: httpx.Client
+) -> Iterator[Fleet]:
+    root = tmp_path_factory.mktemp("releases")
+    (root / "set.jsonl").write_text('{"prompt": "w3 w4"}\n' * 4)
+    named = [("reward", f"{reward['name']}={rewards.base_url}") for reward in REWARDS]
+    named.append(("evaluation", f"words={root}/set.jsonl"))
+    args = tuple(word for option, value in named for word in (f"--{option}", value))
+    with running(checkpoints, root, instances=3, gateway_args=args) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def rewards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def rewards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     with serving(tmp_path_factory.mktemp("rewards"), rewards=REWARDS) as client:
-        yield str(client.base_url)
+        yield client
 
 
 @pytest.fixture
@@ -48,12 +55,12 @@ def store(fleet: Fleet) -> Iterator[SyncStore]:
 class Release:
     """A release of a new version, which is harmful by the reward `old` of what it takes over from."""
 
-    def __init__(self, fleet: Fleet, store: SyncStore, rewards: str, steps: str, more: str = "") -> None:
+    def __init__(self, fleet: Fleet, store: SyncStore, steps: str, more: str = "") -> None:
         self.stable = fleet.publish()
         old = f"says-{fleet.version_of[self.stable]}"
         self.version = fleet.publish(activate=False)
         self._fleet, self._store = fleet, store
-        named = ", ".join(f'{name}: {{url: "{rewards}", timeout_s: 2}}' for name in (old, "any"))
+        named = ", ".join(f"{name}: {{timeout_s: 2}}" for name in (old, "any"))
         text = f"sticky: none\nrewards: {{{named}}}\n{more}steps: [{steps.replace('OLD', old)}]\n"
         wait_until(lambda: fleet.all_serve(self.stable), 60)
         answer = fleet.live.admin.post("/admin/releases", json={"version": self.version, "text": text})
@@ -81,11 +88,9 @@ HARMFUL = "{traffic: 50, for: 1h, conditions: [{metric: reward/OLD, min: 0.5, le
 GOOD = "[{metric: reward/any, min: 0.5, least: 10, prove: true}]"
 
 
-def test_the_gateway_that_leads_dies_between_the_evidence_and_the_rollback(
-    fleet: Fleet, store: SyncStore, rewards: str
-) -> None:
+def test_the_gateway_that_leads_dies_between_the_evidence_and_the_rollback(fleet: Fleet, store: SyncStore) -> None:
     """It is frozen before there is evidence, and killed when there is; the other one takes the version back."""
-    release = Release(fleet, store, rewards, HARMFUL)
+    release = Release(fleet, store, HARMFUL)
     release.until("judging")
     gateway = fleet.live.processes.children["gateway"].process
     led = _leader(fleet, store)
@@ -101,9 +106,9 @@ def test_the_gateway_that_leads_dies_between_the_evidence_and_the_rollback(
     assert_clean(seen, fleet)
 
 
-def test_the_store_is_killed_in_the_middle_of_a_step(fleet: Fleet, store: SyncStore, rewards: str) -> None:
+def test_the_store_is_killed_in_the_middle_of_a_step(fleet: Fleet, store: SyncStore) -> None:
     """What gateways count meanwhile is evidence when it is back."""
-    release = Release(fleet, store, rewards, HARMFUL)
+    release = Release(fleet, store, HARMFUL)
     release.until("judging")
     fleet.etcd.kill()
     try:
@@ -118,11 +123,11 @@ def test_the_store_is_killed_in_the_middle_of_a_step(fleet: Fleet, store: SyncSt
     assert_clean(seen, fleet)
 
 
-def test_something_dies_at_each_step(fleet: Fleet, store: SyncStore, rewards: str) -> None:
+def test_something_dies_at_each_step(fleet: Fleet, store: SyncStore) -> None:
     """The candidate's only instance, one of the stable version's, the leading gateway, and etcd: a good version takes
     over all the same, step by step."""
     steps = ", ".join(f"{{traffic: {percent}, for: 0s, conditions: {GOOD}}}" for percent in (10, 20, 50, 100))
-    release = Release(fleet, store, rewards, steps)
+    release = Release(fleet, store, steps)
 
     def of_version(version: int) -> int:
         records = fleet.live.instances()
@@ -153,15 +158,16 @@ def test_something_dies_at_each_step(fleet: Fleet, store: SyncStore, rewards: st
     assert_clean(seen, fleet, faults=CUT)
 
 
-def test_an_evaluation_whose_judge_hangs_holds_the_release(fleet: Fleet, store: SyncStore, tmp_path: Path) -> None:
+def test_an_evaluation_whose_judge_hangs_holds_the_release(
+    fleet: Fleet, store: SyncStore, rewards: httpx.Client
+) -> None:
     """No client gets an answer by the version until the judge goes on."""
-    (tmp_path / "set.jsonl").write_text('{"prompt": "w3 w4"}\n' * 4)
-    sets = f"evaluation: [{{file: {tmp_path}/set.jsonl, by: any, min: 0.5, max_tokens: 4}}]\n"
-    with serving(tmp_path, rewards=REWARDS) as client, Clients([fleet.live.url, fleet.second_url]).streaming() as seen:
-        judge = _listens(client.base_url.port)
+    sets = "evaluation: [{name: words, by: any, min: 0.5, max_tokens: 4}]\n"
+    with Clients([fleet.live.url, fleet.second_url]).streaming() as seen:
+        judge = _listens(rewards.base_url.port)
         judge.suspend()
         try:
-            release = Release(fleet, store, str(client.base_url), "{traffic: 50, for: 1h}", sets)
+            release = Release(fleet, store, "{traffic: 50, for: 1h}", sets)
             wait_until(lambda: release.record.reason, 120, what=lambda: str(release.record))
             assert release.record.state == "evaluating"
             assert 'hotswap_release_state{model="toy",state="held"} 1.0' in httpx.get(f"{fleet.live.url}/metrics").text

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.demo.learn import SUMS, Seen, main, policy
+from loadtest.demo.learn import POLICY, SUMS, Seen, main
 from server.gateway.release.policy import parse
 
 
 def test_its_policy_is_one() -> None:
-    text = policy("http://127.0.0.1:8500")
-    assert [step.traffic for step in parse(text).steps] == [0, 20, 50]
-    assert len(parse(text).of_step(2)) == 3
+    assert [step.traffic for step in parse(POLICY).steps] == [0, 20, 50]
+    assert len(parse(POLICY).of_step(2)) == 3
 
 
 def test_accuracy_is_of_the_answers_that_users_got() -> None:

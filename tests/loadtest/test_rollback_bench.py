@@ -6,7 +6,7 @@ import pytest
 
 from loadtest.swaps.rollback import evidence_at, policy
 
-TEXT = policy("http://127.0.0.1:8500")
+TEXT = policy()
 
 
 def test_the_evidence_is_there_with_the_answer_that_makes_it_enough() -> None:

@@ -34,7 +34,7 @@ from typing import Any, BinaryIO, TypeVar
 
 import orjson
 
-from server.errors import BadRequest, Conflict, HttpError, PayloadTooLarge, Unprocessable, UpstreamTimeout
+from server.errors import BadRequest, ConfigError, Conflict, HttpError, PayloadTooLarge, Unprocessable, UpstreamTimeout
 from server.gateway.access.records import By
 from server.gateway.admin.error_map import from_fields
 from server.gateway.config import GatewayConfig
@@ -74,19 +74,22 @@ class Pusher:
         """Publishes the checkpoint in `path` and hands its version to `then`, whether or not the caller waits.
 
         `step` is the training step to note down; `part` what is in `path` if not the base model, `parts` {part: path}
-        what else goes into the version. The same `upload_id` again gives the same version. Raises HttpError, BadPart.
+        what else goes into the version; `sign_key` the name of one of the gateway's. The same `upload_id` again gives
+        the same version. Raises HttpError, BadPart.
         """
         for name, where in {part: str(path), **(parts or {})}.items():
             check_name(name)
             _check_path(where)
-        if sign_key:
-            _check_path(sign_key)
+        try:
+            key_file = self._config.named.find("--sign-key", sign_key) if sign_key else ""
+        except ConfigError as error:
+            raise BadRequest(str(error), code="unknown_sign_key", param="sign_key") from error
 
         async def version_only(answer: dict[str, Any]) -> T:
             return await then(int(answer["version"]))
 
         noted = [*_named(by), f"--part={part}", *([] if step is None else [f"--step={step}"])]
-        noted += [f"--sign-key={sign_key}"] if sign_key else []
+        noted += [f"--sign-key={key_file}"] if key_file else []
         noted += [f"--upload-id={upload_id}"] if upload_id else []
         noted += [f"--with={name}={where}" for name, where in (parts or {}).items()]
         return await self.keep(self._push((*noted, str(path)), version_only))

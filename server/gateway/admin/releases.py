@@ -19,6 +19,7 @@ from server.gateway.models.model import Model
 from server.gateway.release.judge import Finding
 from server.gateway.release.policy import Policy, parse
 from server.gateway.release.records import ReleaseKeys, ReleaseRecord
+from server.gateway.release.scoring import check_names
 
 router = APIRouter(prefix="/admin", tags=["admin"])
 
@@ -58,7 +59,7 @@ async def show(model: ModelDep) -> dict[str, Any]:
 async def start(model: ModelDep, by: ByDep, body: Start, response: Response) -> dict[str, Any]:
     """Begins a release, which goes on by itself on whichever gateway leads; or has it wait for approval."""
     text = body.text or await _stored(model, body.policy)
-    checked(text)
+    checked(text, model)
     await model.releases.check(body.version)
     if (pending := await model.approvals.hold("release", by, release=ReleaseWish(body.version, text))) is not None:
         return waits(pending, response)
@@ -82,7 +83,7 @@ async def policies(model: ModelDep) -> dict[str, Any]:
 @router.put("/releases/policies/{name}")
 async def put_policy(model: ModelDep, by: ByDep, name: PolicyName, body: PolicyText) -> dict[str, Any]:
     """Stores a policy. A release under way goes on by the text it began with."""
-    policy = checked(body.text)
+    policy = checked(body.text, model)
     await model.releases.put_policy(name, body.text, by)
     return {"name": name, "steps": len(policy.steps)}
 
@@ -103,10 +104,12 @@ def described(record: ReleaseRecord) -> dict[str, Any]:
     return asdict(record) | about
 
 
-def checked(text: str) -> Policy:
+def checked(text: str, model: Model) -> Policy:
     """Raises BadRequest."""
     try:
-        return parse(text)
+        policy = parse(text)
+        check_names(policy, model.config.named)
+        return policy
     except ConfigError as error:
         raise BadRequest(str(error), code="bad_policy") from error
 

@@ -84,7 +84,7 @@ class Push(SwapOptions):
     part: str = Field(default="", max_length=200)
     parts: dict[str, str] = Field(default={}, max_length=256)
     activate: bool = True
-    sign_key: Annotated[str, Field(max_length=4096, description="private key on the gateway's host that signs it")] = ""
+    sign_key: Annotated[str, Field(max_length=4096, description="name of a `--sign-key` of the gateway")] = ""
     upload_id: Annotated[
         str, Field(pattern="^([A-Za-z0-9_-]{8,64})?$", description="the same id again, the same version")
     ] = ""

@@ -65,10 +65,10 @@ class Model:
         self.releases = Releases(
             store,
             name,
-            FleetControl(store, name, self.coordinator, self._records, config.swap_deadline_s, tls),
+            FleetControl(store, name, self.coordinator, self._records, config.swap_deadline_s, config.named, tls),
             observer,
             lambda: self.coordinator.leads,
-            AnswerReader(name, desk, self.fleet.shadows, observer),
+            AnswerReader(name, desk, self.fleet.shadows, observer, config.named),
             lambda state: setattr(self.stats, "release", state),
         )
         self.pusher = Pusher(config)

@@ -19,6 +19,7 @@ from server.answers.feedback import Feedback
 from server.answers.measures import measure
 from server.answers.parse import Answer, Unreadable, parse
 from server.gateway.access.keys import Principal
+from server.gateway.config import NamedSettings
 from server.gateway.fleet.shadow import Repeated, Shadows
 from server.gateway.release.evidence import Observer, needs_text
 from server.gateway.release.policy import SCORED, Policy
@@ -43,8 +44,8 @@ class AnswerReader:
     most = 512
     all_keys = True
 
-    def __init__(self, model: str, desk: Desk, shadows: Shadows, observer: Observer) -> None:
-        self._model = model
+    def __init__(self, model: str, desk: Desk, shadows: Shadows, observer: Observer, named: NamedSettings) -> None:
+        self._model, self._named = model, named
         self._desk, self._shadows, self._observer = desk, shadows, observer
         self._policy: Policy | None = None
         self._refusals: tuple[re.Pattern[str], ...] = ()
@@ -140,7 +141,7 @@ class AnswerReader:
         import httpx
 
         async with httpx.AsyncClient(trust_env=False) as client, asyncio.TaskGroup() as tasks:
-            rewards = RewardClient(client)
+            rewards = RewardClient(client, self._named)
             for _ in range(SCORERS):
                 tasks.create_task(self._score(policy, rewards))
 

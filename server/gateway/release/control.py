@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
+from server.gateway.config import NamedSettings
 from server.gateway.release.policy import Policy
 from server.gateway.release.progress import Share
 from server.gateway.release.records import ReleaseRecord
@@ -27,10 +28,12 @@ class FleetControl:
         coordinator: Coordinator,
         instances: Callable[[], Iterable[InstanceRecord]],
         deadline_s: float,
+        named: NamedSettings,
         tls: ClusterTls | None = None,
     ) -> None:
         self._store, self._model, self._keys = store, model, Keys(model)
         self._coordinator, self._instances, self._deadline_s, self._tls = coordinator, instances, deadline_s, tls
+        self._named = named
 
     async def serving(self) -> tuple[int | None, Mapping[int, Share] | None]:
         found = await self._store.get(self._keys.swap)
@@ -85,7 +88,7 @@ class FleetControl:
             raise ScoringFailed(f"no instance runs version {record.version}")
         verify = self._tls.client_context() if self._tls is not None else True
         async with httpx.AsyncClient(verify=verify, trust_env=False) as client:
-            evaluator = Evaluator(client, RewardClient(client), self._model, policy)
+            evaluator = Evaluator(client, RewardClient(client, self._named), self._model, policy)
             return await evaluator.verdict(candidate, self._instance_of(record.stable))
 
     def _instance_of(self, version: int) -> InstanceRecord | None:

@@ -99,27 +99,25 @@ _BOUNDS: Final = ("max", "min", "max_increase", "max_decrease", "max_change")
 
 
 class Reward(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """Who scores answers for the metric reward/NAME: the reward of that name of `hotswap reward-server` at `url`, or of
-    another server that answers as it does (docs/trainer/rewards.md). A chat model that judges answers is one of its
-    rewards.
+    """Who scores answers for the metric reward/NAME: the reward of that name of `hotswap reward-server`, or of another
+    server that answers as it does (docs/trainer/rewards.md), where the gateway's `--reward NAME=URL` says. A chat model
+    that judges answers is one of its rewards.
 
     `expected` and `extra` are fields of the request's `metadata`: the right answer, and what else the reward needs. An
     answer whose request lacks one of them is not scored.
     """
 
-    url: str
-    key_file: str | None = None
     expected: str | None = None
     extra: tuple[str, ...] = ()
     timeout_s: Annotated[float, Meta(gt=0)] = 60.0
 
 
 class Evaluation(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """A set of questions that the candidate answers before it gets any traffic: JSON lines with `prompt` or `messages`,
-    and the fields that the reward named `by` needs. The mean of its rewards must reach `min`; `max_decrease` compares
-    with what the stable version gets for the same set."""
+    """A set of questions that the candidate answers before it gets any traffic, of the gateway's `--evaluation
+    NAME=FILE`: JSON lines with `prompt` or `messages`, and the fields that the reward named `by` needs. The mean of its
+    rewards must reach `min`; `max_decrease` compares with what the stable version gets for the same set."""
 
-    file: str
+    name: str
     by: str
     min: float | None = None
     max_decrease: float | None = None
@@ -180,7 +178,8 @@ def parse(raw: bytes | str, *, where: str = "the policy") -> Policy:
     try:
         policy = msgspec.yaml.decode(raw, type=Policy)
     except msgspec.DecodeError as error:  # ValidationError is one
-        raise ConfigError(f"{where}: {error}; docs/releases.md lists the fields.") from error
+        places = "URLs and files are settings of the gateway (--reward, --reward-key, --evaluation)"
+        raise ConfigError(f"{where}: {error}; docs/releases.md lists the fields. {places}.") from error
     for problem in _problems(policy):
         raise ConfigError(f"{where}: {problem}")
     return policy
@@ -226,7 +225,7 @@ def _problems(policy: Policy) -> Iterator[str]:
         if each.by not in policy.rewards:
             yield f"evaluation: there is no reward named {each.by!r} under `rewards`."
         if each.min is None and each.max_decrease is None:
-            yield f"evaluation of {each.file}: give `min`, `max_decrease` or both."
+            yield f"evaluation {each.name}: give `min`, `max_decrease` or both."
 
 
 def _of_condition(condition: Condition, policy: Policy) -> Iterator[str]:

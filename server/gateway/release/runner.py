@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final, Protocol
 
-from server.errors import Conflict, HttpError, NotFound, ServerError
+from server.errors import ConfigError, Conflict, HttpError, NotFound, ServerError
 from server.gateway.access.records import By
 from server.gateway.release.evidence import FLUSH_S, Observer, Watched, summed
 from server.gateway.release.judge import Evidence, Finding, examine, key_of
@@ -193,7 +193,9 @@ class Releases:
             return  # what this gateway wrote since
         try:
             self.current = ReleaseRecord.from_json(found.value) if found is not None else None
-        except RecordError as error:
+            if self.current is not None:
+                parse(self.current.policy)
+        except (RecordError, ConfigError) as error:
             log.error("ignoring %s: %s", self._keys.current, error)
             self.current = None
         self._revision = found.mod_revision if found is not None else MISSING

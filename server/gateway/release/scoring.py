@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from server.errors import ConfigError, ServerError
+from server.gateway.access.key_sources import read_private
+from server.gateway.config import NamedSettings
 from server.gateway.release.policy import Evaluation, Policy, Reward
 from weightsync.control.records import InstanceRecord
 
@@ -52,11 +54,11 @@ class Question(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class RewardClient:
-    """Asks reward servers for the rewards of one policy."""
+    """Asks the reward servers of the gateway's settings."""
 
-    def __init__(self, client: httpx.AsyncClient) -> None:
-        self._client = client
-        self._keys: dict[str, str] = {}
+    def __init__(self, client: httpx.AsyncClient, named: NamedSettings) -> None:
+        self._client, self.named = client, named
+        self._servers: dict[str, tuple[str, dict[str, str]]] = {}  # of a reward: where, and the headers with its key
 
     async def score(
         self, name: str, reward: Reward, prompt: str, answer: str, expected: str, extra: Mapping[str, Any]
@@ -65,10 +67,9 @@ class RewardClient:
         import httpx
 
         body = {"prompt": prompt, "answer": answer, "expected": expected, "extra": dict(extra), "rewards": [name]}
+        url, headers = self._server(name)
         try:
-            said = await self._client.post(
-                f"{reward.url.rstrip('/')}/score", json=body, headers=self._headers(reward), timeout=reward.timeout_s
-            )
+            said = await self._client.post(url, json=body, headers=headers, timeout=reward.timeout_s)
             found = said.json()
             if said.status_code != 200:
                 raise ScoringFailed(f"reward {name}: {found['error']['message']}")
@@ -77,19 +78,27 @@ class RewardClient:
             raise ScoringFailed(f"reward {name} failed: {found['failures'][name]}")
         except httpx.HTTPError as error:
             why = str(error) or type(error).__name__
-            raise ScoringFailed(f"reward {name}: {reward.url} does not answer ({why})") from error
+            raise ScoringFailed(f"reward {name}: its server does not answer ({why})") from error
         except (KeyError, TypeError, ValueError) as error:
-            raise ScoringFailed(f"reward {name}: {reward.url} does not answer as a reward server does") from error
+            raise ScoringFailed(f"reward {name}: its server does not answer as a reward server does") from error
 
-    def _headers(self, reward: Reward) -> dict[str, str]:
-        if reward.key_file is None:
-            return {}
-        if reward.key_file not in self._keys:
+    def _server(self, name: str) -> tuple[str, dict[str, str]]:
+        if name not in self._servers:
             try:
-                self._keys[reward.key_file] = Path(reward.key_file).read_text().strip()
-            except OSError as error:
-                raise ScoringFailed(f"cannot read {reward.key_file}: {error.strerror}") from error
-        return {"authorization": f"Bearer {self._keys[reward.key_file]}"}
+                url, file = self.named.find("--reward", name), self.named.of("--reward-key").get(name)
+                headers = {"authorization": f"Bearer {read_private(Path(file)).strip()}"} if file is not None else {}
+            except ConfigError as error:
+                raise ScoringFailed(f"reward {name}: {error}") from error
+            self._servers[name] = f"{url.rstrip('/')}/score", headers
+        return self._servers[name]
+
+
+def check_names(policy: Policy, named: NamedSettings) -> None:
+    """Raises ConfigError for a policy that names what the gateway's settings do not have."""
+    for reward in policy.rewards:
+        named.find("--reward", reward)
+    for evaluation in policy.evaluation:
+        named.find("--evaluation", evaluation.name)
 
 
 def needed(reward: Reward, metadata: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -102,11 +111,11 @@ def needed(reward: Reward, metadata: Mapping[str, Any]) -> tuple[str, dict[str, 
     return expected, {name: metadata[name] for name in reward.extra}
 
 
-def read_set(evaluation: Evaluation) -> list[Question]:
+def read_set(name: str, named: NamedSettings) -> list[Question]:
     """Raises ConfigError, which names the line."""
-    where = f"evaluation {evaluation.file}"
+    where, file = f"evaluation {name}", named.find("--evaluation", name)
     try:
-        lines = [line for line in Path(evaluation.file).read_bytes().splitlines() if line.strip()]
+        lines = [line for line in Path(file).read_bytes().splitlines() if line.strip()]
     except OSError as error:
         raise ConfigError(f"{where}: cannot be read ({error.strerror}).") from error
     if not 0 < len(lines) <= MOST:
@@ -139,8 +148,8 @@ class Evaluator:
         return "; ".join(problem for problem in problems if problem)
 
     async def _of(self, evaluation: Evaluation, candidate: InstanceRecord, stable: InstanceRecord | None) -> str:
-        questions = read_set(evaluation)
-        what = f"{Path(evaluation.file).name}: {evaluation.by}"
+        questions = read_set(evaluation.name, self.rewards.named)
+        what = f"{evaluation.name}: {evaluation.by}"
         mean = await self._mean(evaluation, questions, candidate)
         if evaluation.min is not None and mean < evaluation.min:
             return f"{what} {mean:.4g}, which is below {evaluation.min:g}"

@@ -7,6 +7,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from server.gateway.access.records import By
 from server.gateway.admin import publishing
 from server.gateway.admin.error_map import to_http
 from server.gateway.admin.publishing import Pusher
-from server.gateway.config import GatewayConfig
+from server.gateway.config import GatewayConfig, NamedSettings
 from tests.waiting import eventually
 from tests.weightsync.tensors import model, save_safetensors
 from weightsync import SyncStore
@@ -82,7 +83,9 @@ async def test_a_publication_is_signed_with_the_key_that_is_named(
     pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
     private.write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain))
     public.write_bytes(key.public_key().public_bytes(pem, serialization.PublicFormat.SubjectPublicKeyInfo))
-    await pusher.push(checkpoint, version, sign_key=str(private), by=By("key ops (1)", "a good one"))
+    private.chmod(0o600)
+    pusher._config = replace(pusher._config, named=NamedSettings(sign_key=(f"ops={private}",)))
+    await pusher.push(checkpoint, version, sign_key="ops", by=By("key ops (1)", "a good one"))
     store = open_store(pusher._config.store)
     found = await store.get(Keys("demo").version(1))
     assert found is not None
@@ -90,8 +93,8 @@ async def test_a_publication_is_signed_with_the_key_that_is_named(
     (entry,) = await recent(store, 10)
     assert (entry.action, entry.who, entry.reason) == ("publish", "key ops (1)", "a good one")
     await store.close()
-    with pytest.raises(BadRequest, match=r"none\.key"):
-        await pusher.push(checkpoint, version, sign_key=str(tmp_path / "none.key"))
+    with pytest.raises(BadRequest, match=r"no --sign-key .*another \(ops\)"):
+        await pusher.push(checkpoint, version, sign_key=str(private))
 
 
 async def test_from_the_second_publication_on_a_process_waits_for_it(pusher: Pusher, checkpoint: Path) -> None:

@@ -14,8 +14,10 @@ from typer.testing import CliRunner
 
 from server.cli.app import app
 from server.errors import CliError
+from server.gateway.release.records import ReleaseKeys, ReleaseRecord
 from tests.server.gateway.admin.test_approvals import ask
-from tests.server.gateway.harness import ADMIN_KEY, KEYS, RunningGateway, new_key, running_gateway
+from tests.server.gateway.harness import ADMIN_KEY, KEYS, RunningGateway, new_key, post, running_gateway
+from tests.server.gateway.upstream import upstream
 from tests.waiting import wait_until
 from weightsync.control import chain
 from weightsync.control.records import ActiveRecord, InstanceRecord, SwapRecord, VersionRecord
@@ -148,6 +150,45 @@ async def test_a_release_waits_for_one_approval_where_it_would_do_what_needs_it(
     assert (f"key two ({two_id})", "seen") in [(e.who, e.reason) for e in told if e.action == "approve"]
     assert (await ask(gateway, "POST", "/releases/cancel"))[0] == 200
     until(gateway, "rolled_back")  # nor has its end
+
+
+@pytest.mark.parametrize("role", ["viewer", "operator", "publisher", "admin"])
+async def test_no_role_chooses_what_the_gateway_opens(gateway: RunningGateway, tmp_path: Path, role: str) -> None:
+    """Neither a file with the gateway's rights nor an address, in a policy of its own or in a stored one."""
+    (secret := tmp_path / "secret").write_text("the key of the admin")
+    _, key = await new_key(gateway, scopes=[role])
+    judged = "steps: [{traffic: 50, for: 0s, conditions: [{metric: reward/x, min: 0.5}]}]\n"
+    async with upstream() as trap:
+        for text in (
+            f"rewards: {{x: {{url: '{trap.address}', key_file: {secret}}}}}\n" + judged,
+            f"rewards: {{x: {{url: '{trap.address}'}}}}\n" + judged,
+            "rewards: {x: {}}\n" + judged,
+            f"rewards: {{{trap.address}: {{}}}}\n" + judged.replace("/x", f"/{trap.address}"),
+            f"rewards: {{x: {{}}}}\nevaluation: [{{file: {secret}, by: x, min: 0.1}}]\n" + judged,
+        ):
+            gateway.store.put(ReleaseKeys("toy").policy("old"), text.encode())
+            for body in ({"text": text}, {"policy": "old"}):
+                status, said = await ask(gateway, "POST", "/releases", key, version=2, **body)
+                refused = (403, "insufficient_scope") if role == "viewer" else (400, "bad_policy")
+                assert (status, said["code"]) == refused
+                assert role == "viewer" or "--reward" in said["message"]
+        body = {"path": str(tmp_path), "sign_key": str(secret)}
+        answer = await gateway.ask(post("/admin/weights", body, key), admin=True)
+        code = "insufficient_scope" if role in ("viewer", "operator") else "unknown_sign_key"
+        assert json.loads(answer.body)["error"]["code"] == code
+        assert (await state(gateway))["release"] is None
+        assert trap.connections == 0
+
+
+async def test_a_release_in_the_store_with_a_url_is_ignored(
+    gateway: RunningGateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = "rewards: {x: {url: 'http://127.0.0.1:1'}}\n" + POLICY
+    record = ReleaseRecord("r", 2, 1, old, "evaluating", 0, since=1.0, started_at=1.0)
+    gateway.store.put(ReleaseKeys("toy").current, record.to_json())
+    wait_until(lambda: "settings of the gateway (--reward" in caplog.text)
+    assert (await state(gateway))["release"] is None
+    assert (await ask(gateway, "POST", "/releases", version=2, text=POLICY))[0] == 200
 
 
 async def test_policies_are_stored_by_name(gateway: RunningGateway) -> None:

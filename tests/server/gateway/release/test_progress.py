@@ -19,8 +19,8 @@ conditions: [{metric: errors, max: 0.1}]
 steps: [{traffic: 0, shadow: 20, for: 10s}, {traffic: 50, for: 10s}]
 """)
 EVALUATED = parse(b"""
-rewards: {math: {url: "http://127.0.0.1:8500"}}
-evaluation: [{file: set.jsonl, by: math, min: 0.8}]
+rewards: {math: {}}
+evaluation: [{name: sums, by: math, min: 0.8}]
 steps: [{traffic: 50, for: 10s}]
 """)
 GOOD = {"errors": Evidence(Tally(500, 2, 2))}
@@ -130,5 +130,5 @@ def test_the_evaluation_comes_before_any_traffic() -> None:
     here = {13: Share(0.0)}
     assert advance(START, EVALUATED, world(101, here)) == Evaluate()
     assert after(START, world(102, here, evaluated=""), EVALUATED).state == "applying"
-    failed = after(START, world(102, here, evaluated="set.jsonl: math 0.5, which is below 0.8"), EVALUATED)
-    assert (failed.state, failed.reason) == ("rolling_back", "set.jsonl: math 0.5, which is below 0.8")
+    failed = after(START, world(102, here, evaluated="sums: math 0.5, which is below 0.8"), EVALUATED)
+    assert (failed.state, failed.reason) == ("rolling_back", "sums: math 0.5, which is below 0.8")

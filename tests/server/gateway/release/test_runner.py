@@ -206,10 +206,10 @@ async def test_an_operator_may_cancel_it(two: Two) -> None:
     assert record.reason == "cancelled by me: it is Friday"
 
 
-@pytest.mark.parametrize("verdict", ["", "set.jsonl: math 0.2, which is below 0.8"])
+@pytest.mark.parametrize("verdict", ["", "sums: math 0.2, which is below 0.8"])
 async def test_the_evaluation_decides_before_any_traffic(two: Two, verdict: str) -> None:
     two.fleet.verdict = verdict
-    evaluated = 'rewards: {math: {url: "http://127.0.0.1:1"}}\nevaluation: [{file: set.jsonl, by: math, min: 0.8}]\n'
+    evaluated = "rewards: {math: {}}\nevaluation: [{name: sums, by: math, min: 0.8}]\n"
     await two.releases[0].start(13, evaluated + "steps: [{traffic: 10, for: 0s}]", By("somebody"))
     record = await two.until("done", "rolled_back")
     assert two.fleet.done[:2] == ["split 0", "evaluate"]
@@ -223,7 +223,7 @@ async def test_an_evaluation_that_nobody_can_make_holds_it(
 ) -> None:
     monkeypatch.setattr("server.gateway.release.runner.AGAIN_S", 0.01)
     two.fleet.refuses = {"evaluate"}
-    evaluated = 'rewards: {math: {url: "http://127.0.0.1:1"}}\nevaluation: [{file: set.jsonl, by: math, min: 0.8}]\n'
+    evaluated = "rewards: {math: {}}\nevaluation: [{name: sums, by: math, min: 0.8}]\n"
     evaluated += "on_hold: rollback\nhold: 0s\n" if impatient else ""
     await two.releases[0].start(13, evaluated + "steps: [{traffic: 10, for: 0s}]", By("somebody"))
     if impatient:
@@ -284,7 +284,7 @@ def test_only_answers_of_one_of_the_two_versions_count() -> None:
     _, record = observer.taken() or (None, None)
     assert record is not None
     policy = parse("""
-rewards: {math: {url: "http://127.0.0.1:1"}}
+rewards: {math: {}}
 steps:
   - traffic: 10
     shadow: 10

@@ -11,7 +11,8 @@ import httpx
 import pytest
 
 from server.errors import ConfigError
-from server.gateway.release.policy import Evaluation, Reward, parse
+from server.gateway.config import NamedSettings
+from server.gateway.release.policy import Reward, parse
 from server.gateway.release.scoring import (
     Evaluator,
     RewardClient,
@@ -67,11 +68,12 @@ def evaluator(client: httpx.AsyncClient, url: str, root: Path, lines: list[Any],
     file = root / "set.jsonl"
     file.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
     text = {
-        "rewards": {"math": {"url": url}},
-        "evaluation": [{"file": str(file), "by": "math", **bounds}],
+        "rewards": {"math": {}},
+        "evaluation": [{"name": "sums", "by": "math", **bounds}],
         "steps": [{"traffic": 10, "for": 1}],
     }
-    return Evaluator(client, RewardClient(client), "m", parse(json.dumps(text)))
+    named = NamedSettings(reward=(f"math={url}",), evaluation=(f"sums={file}",))
+    return Evaluator(client, RewardClient(client, named), "m", parse(json.dumps(text)))
 
 
 SUMS = [{"prompt": "1+2=", "expected": "3"}, {"messages": [{"role": "user", "content": "2+2="}], "expected": "4"}]
@@ -83,7 +85,7 @@ async def test_the_mean_of_the_rewards_must_reach_the_bound(
 ) -> None:
     asked, client = instances
     failing = await evaluator(client, reward_server, tmp_path, SUMS, min=0.5, samples=2).verdict(CANDIDATE, None)
-    assert failing == "set.jsonl: math 0, which is below 0.5"
+    assert failing == "sums: math 0, which is below 0.5"
     (first, body), _ = asked.asked
     assert (body["n"], body["temperature"], body["max_tokens"], body["model"]) == (2, 0.0, 256, "m")
     assert first.headers["authorization"] == "Bearer secret"
@@ -96,7 +98,7 @@ async def test_it_is_compared_with_the_stable_version(
 ) -> None:
     _, client = instances
     worse = evaluator(client, reward_server, tmp_path, SUMS, max_decrease=0.5)
-    assert await worse.verdict(CANDIDATE, STABLE) == "set.jsonl: math 0, and 1 of the stable version: over 0.5 less"
+    assert await worse.verdict(CANDIDATE, STABLE) == "sums: math 0, and 1 of the stable version: over 0.5 less"
     same = evaluator(client, reward_server, tmp_path, OFF_BY_ONE, max_decrease=0.0)
     assert await same.verdict(CANDIDATE, STABLE) == ""
     with pytest.raises(ScoringFailed, match="nothing to compare"):
@@ -120,26 +122,45 @@ async def test_a_candidate_that_does_not_answer_has_no_verdict(
         await evaluator(client, "http://127.0.0.1:1", tmp_path, SUMS, min=0.5).verdict(CANDIDATE, None)
 
 
-async def test_an_answer_without_a_score_says_why(reward_server: str, tmp_path: Path) -> None:
+async def test_an_answer_without_a_score_says_why(reward_server: str) -> None:
     async with httpx.AsyncClient() as client:
-        rewards = RewardClient(client)
-        assert await rewards.score("math", Reward(reward_server), "1+1=", "2", "2", {}) == 1.0
-        for name, reward, said in (
-            ("luck", Reward(reward_server), "no reward 'luck'"),
-            ("math", Reward("http://127.0.0.1:1"), "does not answer"),
-            ("math", Reward(f"{reward_server}/nowhere"), "not answer as a reward server does"),
-            ("math", Reward(reward_server, key_file=str(tmp_path / "none")), "cannot read"),
+        for name, url, said in (
+            ("luck", reward_server, "no reward 'luck'"),
+            ("math", "http://127.0.0.1:1", "does not answer"),
+            ("math", f"{reward_server}/nowhere", "not answer as a reward server does"),
+            ("other", reward_server, "no --reward other=.*another \\(math, luck\\)"),
         ):
+            rewards = RewardClient(client, NamedSettings(reward=(f"math={url}", f"luck={url}")))
             with pytest.raises(ScoringFailed, match=said):
-                await rewards.score(name, reward, "1+1=", "2", "2", {})
+                await rewards.score(name, Reward(), "1+1=", "2", "2", {})
+
+
+async def test_the_key_of_a_reward_is_read_from_a_private_file(tmp_path: Path) -> None:
+    (file := tmp_path / "key").write_text("secret\n")
+    told: list[str | None] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        told.append(request.headers.get("authorization"))
+        return httpx.Response(200, json={"scores": {"math": 1.0, "open": 1.0}})
+
+    named = NamedSettings(reward=("math=http://r", "open=http://r/"), reward_key=(f"math={file}",))
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+        file.chmod(0o644)
+        with pytest.raises(ScoringFailed, match="chmod 600"):
+            await RewardClient(client, named).score("math", Reward(), "1+1=", "2", "2", {})
+        file.chmod(0o600)
+        rewards = RewardClient(client, named)
+        for name in ("math", "open"):
+            assert await rewards.score(name, Reward(), "1+1=", "2", "2", {}) == 1.0
+    assert told == ["Bearer secret", None]
 
 
 def test_what_a_reward_needs_of_a_request() -> None:
-    reward = Reward("http://127.0.0.1:1", expected="answer", extra=("unit",))
+    reward = Reward(expected="answer", extra=("unit",))
     assert needed(reward, {"answer": 4, "unit": "m", "more": 1}) == ("4", {"unit": "m"})
     with pytest.raises(Unscored, match="unit"):
         needed(reward, {"answer": 4})
-    assert needed(Reward("http://127.0.0.1:1"), {}) == ("", {})
+    assert needed(Reward(), {}) == ("", {})
 
 
 @pytest.mark.parametrize(
@@ -156,6 +177,23 @@ def test_a_set_that_cannot_be_meant(text: str, said: str, tmp_path: Path) -> Non
     file = tmp_path / "set.jsonl"
     file.write_text(text)
     with pytest.raises(ConfigError, match=said):
-        read_set(Evaluation(str(file), "math", min=1.0))
+        read_set("sums", NamedSettings(evaluation=(f"sums={file}",)))
     with pytest.raises(ConfigError, match="cannot be read"):
-        read_set(Evaluation(str(tmp_path / "none"), "math", min=1.0))
+        read_set("sums", NamedSettings(evaluation=(f"sums={tmp_path}/none",)))
+    with pytest.raises(ConfigError, match="no --evaluation"):
+        read_set(str(file), NamedSettings())
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"reward": ("math",)}, "--reward math: write NAME=URL"),
+        ({"reward": ("math=file:///etc/passwd",)}, "give a URL with http"),
+        ({"reward_key": ("=/key",)}, "--reward-key =/key: write NAME=FILE"),
+        ({"evaluation": ("sums=",)}, "--evaluation sums=: write NAME=FILE"),
+        ({"sign_key": ("ops=/a", "ops=/b")}, "each name once"),
+    ],
+)
+def test_settings_that_name_nothing(given: dict[str, tuple[str, ...]], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        NamedSettings(**given)

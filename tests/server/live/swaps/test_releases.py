@@ -23,9 +23,16 @@ REWARDS = [
 
 
 @pytest.fixture(scope="module")
-def server(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+def server(
+    checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, rewards: str
+) -> Iterator[LiveServer]:
     """Version 1, which says w100 alone, serves; version 2, which says w101, is there."""
-    live = LiveServer(checkpoints["say-0"], tmp_path_factory.mktemp("releases"), name="releases", instances=2)
+    root = tmp_path_factory.mktemp("releases")
+    (root / "set.jsonl").write_text('{"prompt": "w3 w4"}\n' * 4)
+    named = [("reward", f"{reward['name']}={rewards}") for reward in REWARDS]
+    named += [("reward", "away=http://127.0.0.1:1"), ("evaluation", f"words={root}/set.jsonl")]
+    args = tuple(word for option, value in named for word in (f"--{option}", value))
+    live = LiveServer(checkpoints["say-0"], root, name="releases", instances=2, gateway_args=args)
     with live.running():
         wait_until(lambda: everybody_serves(live), 300)
         answer = live.admin.post("/admin/weights", json={"path": str(checkpoints["say-1"]), "activate": False})
@@ -39,9 +46,8 @@ def rewards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield str(client.base_url)
 
 
-def policy(url: str, steps: str, more: str = "") -> str:
-    named = ", ".join(f'{reward["name"]}: {{url: "{url}"}}' for reward in REWARDS)
-    return f"sticky: none\nrewards: {{{named}}}\n{more}steps: [{steps}]\n"
+def policy(steps: str, more: str = "") -> str:
+    return f"sticky: none\nrewards: {{old: {{}}, any: {{}}, away: {{}}}}\n{more}steps: [{steps}]\n"
 
 
 def release(server: LiveServer, text: str) -> dict[str, Any]:
@@ -62,10 +68,10 @@ def runs(server: LiveServer) -> list[int]:
     return [record["active_version"] for record in server.instances()]
 
 
-def test_shadow_answers_take_a_version_back_that_no_client_has_met(server: LiveServer, rewards: str) -> None:
+def test_shadow_answers_take_a_version_back_that_no_client_has_met(server: LiveServer) -> None:
     harmful = "{metric: reward/old, min: 0.5, answers: shadow, least: 20}"
     with Clients(server.url) as clients:
-        found = release(server, policy(rewards, f"{{traffic: 0, shadow: 100, for: 10m, conditions: [{harmful}]}}"))
+        found = release(server, policy(f"{{traffic: 0, shadow: 100, for: 10m, conditions: [{harmful}]}}"))
     assert (found["state"], found["stable"], found["step"]) == ("rolled_back", 1, 0)
     assert "reward/old min 0.5: the candidate 0 of" in found["reason"]
     assert not clients.failures
@@ -73,10 +79,10 @@ def test_shadow_answers_take_a_version_back_that_no_client_has_met(server: LiveS
     assert runs(server) == [1, 1]
 
 
-def test_harm_to_live_answers_takes_it_back_and_the_ledger_says_why(server: LiveServer, rewards: str) -> None:
+def test_harm_to_live_answers_takes_it_back_and_the_ledger_says_why(server: LiveServer) -> None:
     harmful = "{metric: reward/old, max_decrease: 0.1, least: 20}"
     with Clients(server.url) as clients:
-        found = release(server, policy(rewards, f"{{traffic: 50, for: 10m, conditions: [{harmful}]}}"))
+        found = release(server, policy(f"{{traffic: 50, for: 10m, conditions: [{harmful}]}}"))
         seen = clients.answers.total()
         wait_until(lambda: clients.answers.total() > seen + 10)
     assert found["state"] == "rolled_back"
@@ -95,18 +101,17 @@ def test_harm_to_live_answers_takes_it_back_and_the_ledger_says_why(server: Live
     assert 'hotswap_release_state{model="releases",state="rolled_back"} 1.0' in httpx.get(f"{server.url}/metrics").text
 
 
-def test_an_evaluation_set_keeps_it_from_any_traffic(server: LiveServer, rewards: str, tmp_path: Path) -> None:
-    (tmp_path / "set.jsonl").write_text('{"prompt": "w3 w4"}\n' * 4)
-    sets = f"evaluation: [{{file: {tmp_path}/set.jsonl, by: old, min: 0.5, max_tokens: 4}}]\n"
+def test_an_evaluation_set_keeps_it_from_any_traffic(server: LiveServer) -> None:
+    sets = "evaluation: [{name: words, by: old, min: 0.5, max_tokens: 4}]\n"
     with Clients(server.url) as clients:
-        found = release(server, policy(rewards, "{traffic: 50, for: 10m}", sets))
-    assert (found["state"], found["reason"]) == ("rolled_back", "set.jsonl: old 0, which is below 0.5")
+        found = release(server, policy("{traffic: 50, for: 10m}", sets))
+    assert (found["state"], found["reason"]) == ("rolled_back", "words: old 0, which is below 0.5")
     assert not clients.failures
     assert {version for version, _ in clients.labelled} == {1}
 
 
 def test_a_reward_server_that_is_away_holds_the_release(server: LiveServer) -> None:
-    text = policy("http://127.0.0.1:1", "{traffic: 50, for: 0s, conditions: [{metric: reward/old, min: 0.5}]}")
+    text = policy("{traffic: 50, for: 0s, conditions: [{metric: reward/away, min: 0.5}]}")
     assert server.admin.post("/admin/releases", json={"version": 2, "text": text}).status_code == 200
     with Clients(server.url) as clients:
 
@@ -124,11 +129,11 @@ def test_a_reward_server_that_is_away_holds_the_release(server: LiveServer) -> N
     assert runs(server) == [1, 1]
 
 
-def test_a_good_version_takes_over_step_by_step(server: LiveServer, rewards: str) -> None:
+def test_a_good_version_takes_over_step_by_step(server: LiveServer) -> None:
     good = "[{metric: reward/any, min: 0.5, least: 20, prove: true}, {metric: errors, max_increase: 0.2, least: 20}]"
     steps = ", ".join(f"{{traffic: {percent}, for: 1s, conditions: {good}}}" for percent in (20, 50))
     with Clients(server.url) as clients:
-        found = release(server, policy(rewards, steps))
+        found = release(server, policy(steps))
         seen = clients.answers[2]
         wait_until(lambda: clients.answers[2] > seen + 10)
     assert (found["state"], found["reason"], found["step"]) == ("done", "", 1)
