@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 from server.answers.parse import CUT, Answer
 
@@ -12,7 +11,13 @@ WORDS: Final = 4
 OPENING: Final = 200  # characters in which an answer that declines does so
 
 
-def measure(answer: Answer, refusals: Sequence[re.Pattern[str]] = ()) -> dict[str, float]:
+class Pattern(Protocol):
+    """A compiled regular expression, of RE2 where it is of a policy."""
+
+    def search(self, text: str, /) -> object | None: ...
+
+
+def measure(answer: Answer, refusals: Sequence[Pattern] = ()) -> dict[str, float]:
     """Each metric that can be told of this answer, by its name; of several choices the mean.
 
     An answer that the client left, or that it got for a request of its own that cannot be served (400 to 499), says

@@ -10,19 +10,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
 from collections.abc import Sequence
 from typing import Final
 
 from server.answers.desk import Desk, about_of
 from server.answers.feedback import Feedback
-from server.answers.measures import measure
+from server.answers.measures import Pattern, measure
 from server.answers.parse import Answer, Unreadable, parse
 from server.gateway.access.keys import Principal
 from server.gateway.config import NamedSettings
 from server.gateway.fleet.shadow import Repeated, Shadows
 from server.gateway.release.evidence import Observer, needs_text
-from server.gateway.release.policy import SCORED, Policy
+from server.gateway.release.policy import SCORED, Policy, searched
 from server.gateway.release.records import Kind
 from server.gateway.release.scoring import RewardClient, ScoringFailed, Unscored, needed
 
@@ -48,7 +47,7 @@ class AnswerReader:
         self._model, self._named = model, named
         self._desk, self._shadows, self._observer = desk, shadows, observer
         self._policy: Policy | None = None
-        self._refusals: tuple[re.Pattern[str], ...] = ()
+        self._refusals: tuple[Pattern, ...] = ()
         self._metrics: frozenset[str] = frozenset()
         self._scoring: asyncio.Queue[tuple[Answer, Kind]] = asyncio.Queue(WAITING)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -60,7 +59,7 @@ class AnswerReader:
         conditions = policy.of_step(step)
         metrics = frozenset(c.metric for c in conditions if needs_text(c.metric) or c.metric == "feedback")
         self._policy, self._metrics = policy, metrics
-        self._refusals = tuple(re.compile(pattern, re.IGNORECASE) for pattern in policy.refusal_patterns)
+        self._refusals = searched(policy.refusal_patterns)
         self._loop = asyncio.get_running_loop()
         if metrics:
             self._desk.add(self)

@@ -18,12 +18,14 @@ After the last step the version has all of the traffic.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Final, Literal
 
 import msgspec
+import re2
 from msgspec import Meta
 
+from server.answers.measures import Pattern
 from server.errors import ConfigError
 from server.gateway.release.statistics import LEAST
 
@@ -43,6 +45,7 @@ METRICS: Final[dict[str, tuple[bool, str]]] = {
 TIMES: Final = ("first_token_s", "duration_s", "token_s")
 SCORED: Final = "reward/"  # begins the metrics that the policy names itself
 MAX_STEPS: Final = 32
+PATTERN_BYTES: Final = 2**20  # of memory that RE2 may use for the patterns of a policy: milliseconds for each answer
 REFUSALS: Final = (
     r"\bI(?:'m| am) (?:sorry|unable)\b", r"\bI (?:cannot|can't|won't|will not)\b", r"\bas an AI\b",
 )  # fmt: skip
@@ -195,6 +198,20 @@ def seconds_of(duration: float | str) -> float:
     return float(found[1]) * _SECONDS[found[2]]
 
 
+def searched(patterns: Sequence[str]) -> tuple[Pattern, ...]:
+    """All `patterns` as one, without case. RE2 searches in a time that grows with the text and with what the patterns
+    take, which has a bound; Python's `re` takes exponential time for some. Raises ConfigError."""
+    options = re2.Options()
+    options.case_sensitive, options.log_errors, options.max_mem = False, False, PATTERN_BYTES
+    try:
+        for pattern in patterns:
+            re2.compile(pattern, options)
+        return (re2.compile("|".join(f"(?:{pattern})" for pattern in patterns), options),) if patterns else ()
+    except (re2.error, UnicodeEncodeError) as error:
+        why = error.args[0].decode() if isinstance(error, re2.error) else str(error)
+        raise ConfigError(f"{pattern!r}: {why}; write the syntax of RE2, and less if it is too large.") from error
+
+
 def _problems(policy: Policy) -> Iterator[str]:
     """What the types do not say."""
     if not 0 < len(policy.steps) <= MAX_STEPS:
@@ -216,11 +233,10 @@ def _problems(policy: Policy) -> Iterator[str]:
         yield from (f"step {number + 1}: {unseen}" for c in step.conditions if (unseen := _unseen(c, step)))
     if policy.sticky not in ("none", "key", "session") and not policy.sticky.startswith("header:"):
         yield f"sticky: {policy.sticky!r} is none of key, session, header:NAME and none."
-    for pattern in policy.refusal_patterns:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            yield f"refusal_patterns: {pattern!r} is no regular expression ({error})."
+    try:
+        searched(policy.refusal_patterns)
+    except ConfigError as error:
+        yield f"refusal_patterns: {error}"
     for each in policy.evaluation:
         if each.by not in policy.rewards:
             yield f"evaluation: there is no reward named {each.by!r} under `rewards`."

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
 
-from server.answers.measures import measure, repetition
+from server.answers.measures import OPENING, measure, repetition
 from server.answers.parse import FORMAT, Answer, Choice
-from server.gateway.release.policy import METRICS, REFUSALS
+from server.gateway.release.policy import METRICS, REFUSALS, searched
 from tests.server.answers.test_parse import about
 
-REFUSES = [re.compile(pattern) for pattern in REFUSALS]
+REFUSES = searched(REFUSALS)
 
 
 def answer(*choices: Choice, tokens: int | None = 5, error: dict[str, Any] | None = None, **more: Any) -> Answer:
@@ -71,3 +70,17 @@ def test_only_the_opening_declines() -> None:
 )
 def test_repetition(text: str, share: float) -> None:
     assert repetition(text) == pytest.approx(share)
+
+
+def test_no_pattern_takes_long() -> None:
+    """`re` would try each of the 2 ** 199 ways to divide the text between the two repetitions."""
+    patterns = searched((r"(\w+)+!", "I CANNOT", r"\bnie\b"))
+    for text, declines in (
+        ("a" * OPENING, 0.0),
+        ("a" * 100 + "!", 1.0),
+        ("I cannot", 1.0),
+        ("Nie.", 1.0),
+        ("I can", 0.0),
+    ):
+        assert measure(answer(said(text)), patterns)["refusals"] == declines
+    assert searched(()) == ()

@@ -120,6 +120,9 @@ def test_live_and_shadow_answers_are_kept_apart() -> None:
     assert key_of(Condition("errors", max=0.1, answers="shadow")) == "errors@shadow"
 
 
+MANY = "(?:.?.?.?.?.?.?.?.?)"  # what RE2 takes 500 times, and no more often
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -141,7 +144,11 @@ def test_live_and_shadow_answers_are_kept_apart() -> None:
         ("steps: [{traffic: 0, shadow: 9, for: 1m, conditions: [{metric: token_s, max: 1}]}]", "no `traffic`"),
         ("conditions: [{metric: token_s, max: 1, answers: shadow}]\nsteps: [{traffic: 5, for: 1m}]", "show nothing"),
         ("conditions: [{metric: feedback, max: 1, answers: shadow}]\nsteps: [{traffic: 5, for: 1m}]", "nobody sees"),
-        ("steps: [{traffic: 5, for: 1m}]\nrefusal_patterns: ['(']", "no regular expression"),
+        ("steps: [{traffic: 5, for: 1m}]\nrefusal_patterns: ['(']", "'(': missing ): ("),
+        ("steps: [{traffic: 5, for: 1m}]\nrefusal_patterns: [I am, '(a)\\1']", "syntax of RE2"),
+        ("steps: [{traffic: 5, for: 1m}]\nrefusal_patterns: ['(?=a)']", "syntax of RE2"),
+        ("steps: [{traffic: 5, for: 1m}]\nrefusal_patterns: ['" + MANY + "{1000}']", "too large"),
+        (f"steps: [{{traffic: 5, for: 1m}}]\nrefusal_patterns: ['{MANY}{{500}}', '{MANY}{{501}}']", "too large"),
         ("steps: [{traffic: 5, for: 1m}]\nsticky: cookie", "none of key, session"),
         ("steps: [{traffic: 5, for: 1m}]\nevaluation: [{name: x, by: y, min: 1}]", "no reward named 'y'"),
         ("rewards: {x: {url: 'http://x'}}\nsteps: [{traffic: 5, for: 1m}]", "`url` - at `$.rewards"),
