@@ -48,8 +48,8 @@ COLUMNS: Final = ("step", "train_loss", "train_accuracy", "valid_loss", "valid_m
 _SUFFIX: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
-def _auto(value: Any) -> Any:
-    return None if value == "auto" else value
+_AUTO: Final = BeforeValidator(lambda value: None if value == "auto" else value)
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class _Strict(Body):
@@ -59,13 +59,13 @@ class _Strict(Body):
 class Hyperparameters(_Strict):
     """None: chosen by the number of examples."""
 
-    n_epochs: Annotated[int | None, BeforeValidator(_auto), Field(ge=1, le=50)] = None
-    batch_size: Annotated[int | None, BeforeValidator(_auto), Field(ge=1, le=256)] = None
-    learning_rate_multiplier: Annotated[float | None, BeforeValidator(_auto), Field(gt=0, allow_inf_nan=False)] = None
+    n_epochs: Annotated[Annotated[int, Field(ge=1, le=50)] | None, _AUTO] = None
+    batch_size: Annotated[Annotated[int, Field(ge=1, le=256)] | None, _AUTO] = None
+    learning_rate_multiplier: Annotated[_Positive | None, _AUTO] = None
 
 
 class DpoHyperparameters(Hyperparameters):
-    beta: Annotated[float | None, BeforeValidator(_auto), Field(gt=0, allow_inf_nan=False)] = None
+    beta: Annotated[_Positive | None, _AUTO] = None
 
 
 class Supervised(_Strict):

@@ -280,6 +280,27 @@ def test_a_bad_example_fails_the_job_by_its_line(client: openai.OpenAI, examples
         assert client.fine_tuning.jobs.list_events(failed.id).data[0].level == "error"
 
 
+AUTO: Any = {"n_epochs": "auto", "batch_size": "auto", "learning_rate_multiplier": "auto"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "chosen"),
+    [
+        ({"hyperparameters": AUTO}, "supervised", AUTO),
+        ({"hyperparameters": AUTO | {"n_epochs": 2}}, "supervised", AUTO | {"n_epochs": 2}),
+        ({"method": {"type": "supervised", "supervised": {"hyperparameters": AUTO}}}, "supervised", AUTO),
+        ({"method": {"type": "dpo", "dpo": {"hyperparameters": AUTO | {"beta": "auto"}}}}, "dpo", {"beta": "auto"}),
+    ],
+    ids=["beside", "in-part", "supervised", "dpo"],
+)
+def test_the_server_chooses_what_is_auto(client: openai.OpenAI, asked: Any, kind: str, chosen: Any) -> None:
+    file = upload(client, sums(1) if kind == "supervised" else preferences()[:1])
+    made = client.with_options(max_retries=0).fine_tuning.jobs.create(model="tiny", training_file=file, **asked)
+    told = getattr(made.method, kind).hyperparameters
+    assert chosen.items() <= told.model_dump().items()
+    assert ended(client, made.id).status == "succeeded"
+
+
 @pytest.mark.parametrize(
     ("asked", "param", "says"),
     [
@@ -291,6 +312,8 @@ def test_a_bad_example_fails_the_job_by_its_line(client: openai.OpenAI, examples
         ({"method": {"type": "supervised", "dpo": {}}}, "method.dpo", "leave it out"),
         ({"method": {"type": "supervised"}, "hyperparameters": {}}, "hyperparameters", "not both"),
         ({"hyperparameters": {"n_epochs": 0}}, "hyperparameters.n_epochs", "greater than or equal to 1"),
+        ({"hyperparameters": AUTO | {"batch_size": "some"}}, "hyperparameters.batch_size", "valid integer"),
+        ({"hyperparameters": {"learning_rate_multiplier": 0}}, "hyperparameters.learning_rate_multiplier", "than 0"),
         ({"hyperparameters": {"beta": 1}}, "hyperparameters.beta", "not permitted"),
         ({"suffix": "a/b"}, "suffix", "up to 64 letters"),
         ({"integrations": [{"type": "wandb", "wandb": {"project": "p"}}]}, "integrations", "leave it out"),
