@@ -97,6 +97,23 @@ def test_user_errors_are_one_line_and_status_2(
         assert len(said.strip().splitlines()) == 1, said
 
 
+def test_a_row_without_an_answer_ends_no_run_at_its_step(
+    zygote: Zygote, config: dict[str, Any], tmp_path: Path
+) -> None:
+    """Under the limit it is left out; else the run ends before its first step, and names the line."""
+    rows = [{"prompt": f"{n}+1=", "target": "" if n == 4 else str(n + 1)} for n in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config["data"] = {"kind": "jsonl", "path": str(tmp_path / "rows.jsonl"), "cache_dir": str(tmp_path)}
+    config |= {"steps": 3, "batch": 4, "checkpoint": None}
+    status, _, errors = zygote.run(command(config, tmp_path)[3:], tmp_path)
+    assert status == 2
+    assert "rows.jsonl, line 5: it has no target to learn. Correct the record, or set data.max_bad" in errors
+    assert curve(config["metrics"]) == {}
+    config["data"]["max_bad"] = 1
+    assert zygote.run(command(config, tmp_path)[3:], tmp_path)[0] == 0
+    assert sorted(curve(config["metrics"])) == [1, 2, 3], "more than an epoch of the other seven"
+
+
 @pytest.mark.broad
 def test_run_time_faults_are_one_line_too(zygote: Zygote, config: dict[str, Any], tmp_path: Path) -> None:
     """In ranks under torchrun: the cause is printed once, by the rank that knows it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
@@ -59,6 +59,7 @@ class Algorithm(Protocol):
     log-probs are (the last pipeline stage of its data-parallel rank). One that needs VALUES is an `ActorCritic`.
     """
 
+    learns: Literal["target", "preference", "samples"]  # what each record must have; a prompt is enough for samples
     samples_per_prompt: int  # rollouts wanted for each record; 0: none, records carry their targets
     minibatches: int  # optimizer steps each batch is split into
     epochs: int  # passes over each batch
@@ -97,6 +98,7 @@ class ActorCritic(Algorithm, Protocol):
 class AlgorithmBase:
     """The plain answers: one pass, nothing computed beforehand, every group kept, no critic."""
 
+    learns: Literal["target", "preference", "samples"] = "samples"
     samples_per_prompt: int = 0
     minibatches: int = 1
     epochs: int = 1

@@ -19,6 +19,8 @@ from trainer.trajectory import TrajectoryGroup
 class Sft(AlgorithmBase):
     """Supervised fine-tuning: cross-entropy on the records' targets, averaged over tokens."""
 
+    learns = "target"
+
     def __init__(self, config: SftConfig) -> None:
         self.config = config
 
@@ -48,6 +50,7 @@ class Dpo(AlgorithmBase):
     and a step's the mean over pairs.
     """
 
+    learns = "preference"
     needs = frozenset({REFERENCE_LOGPROBS})
     rows_together = 2
 

@@ -10,17 +10,19 @@ gym.py        problems of reasoning-gym                          answers.py    t
 from trainer.config import ArithmeticData, CodeTasksData, DataConfig, ReasoningGymData
 from trainer.data.cache import FileDataset
 from trainer.data.gym import ReasoningGym
+from trainer.data.parse import ANY, Needs
 from trainer.data.problems import Arithmetic, CodeTasks
 from trainer.data.records import Dataset
 from trainer.data.tokenizer import Tokenizer
 
 
-def build_dataset(config: DataConfig, tokenizer: Tokenizer, seed: int) -> Dataset:
-    """The data set a config entry names. Raises DataError for one that cannot be used."""
+def build_dataset(config: DataConfig, tokenizer: Tokenizer, seed: int, needs: Needs = ANY) -> Dataset:
+    """The data set a config entry names; of files the records that meet the `needs`, and the others are bad. Raises
+    DataError for one that cannot be used."""
     if isinstance(config, ArithmeticData):
         return Arithmetic(config, tokenizer, seed)
     if isinstance(config, CodeTasksData):
         return CodeTasks(config, tokenizer, seed)
     if isinstance(config, ReasoningGymData):
         return ReasoningGym(config, tokenizer, seed)
-    return FileDataset(config, tokenizer)
+    return FileDataset(config, tokenizer, needs)

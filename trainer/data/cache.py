@@ -6,8 +6,8 @@
     CACHE/.making-DIGEST      being made; left behind by a killed run, removed by the next that makes it
 
 The name digests everything that the records depend on: the format, the files with their sizes and time stamps, the
-keys, and the tokenizer. An entry whose files are not as the manifest says is made anew. Entries may be deleted at any
-time; a run that has one open keeps it.
+keys, the tokenizer, and what the run needs of a record. An entry whose files are not as the manifest says is made anew.
+Entries may be deleted at any time; a run that has one open keeps it.
 
 Processes of their own tokenise, each fed one unit at a time (trainer/data/tokenise.py).
 """
@@ -38,6 +38,7 @@ import xxhash
 
 from trainer.config import FileData
 from trainer.data.formats import Bad, Unit
+from trainer.data.parse import ANY, Needs
 from trainer.data.records import Record
 from trainer.data.storage import File, explained, find_files
 from trainer.data.tokenise import NAMED, Done, Failed, Segment, Setup, Task, Worker, digests, format_of, writing
@@ -55,9 +56,9 @@ SMALL_BYTES = 1 << 22  # not worth the start of a process
 class CachedRecords(Sequence[Record]):
     """The usable records of some files, in order. Holds open files, no records."""
 
-    def __init__(self, path: str, config: FileData, tokenizer: Tokenizer) -> None:
+    def __init__(self, path: str, config: FileData, tokenizer: Tokenizer, needs: Needs) -> None:
         began = time.monotonic()
-        directory, self.manifest = prepare(find_files(config.pattern(path)), config, tokenizer)
+        directory, self.manifest = prepare(find_files(config.pattern(path)), config, tokenizer, needs)
         self.seconds = time.monotonic() - began
         counts = [count for count, _ in self.manifest.segments]
         self._segments = [Segment(directory, segment_name(i), count) for i, count in enumerate(counts)]
@@ -85,12 +86,12 @@ class CachedRecords(Sequence[Record]):
 
 
 class FileDataset:
-    """The records of `config.path`, and those of `config.eval_path` held out. Raises DataError for files that cannot
-    be read, for too many bad records, and when there are none."""
+    """The records of `config.path`, which meet the `needs`, and those of `config.eval_path` held out. Raises DataError
+    for files that cannot be read, for too many bad records, and when there are none."""
 
-    def __init__(self, config: FileData, tokenizer: Tokenizer) -> None:
-        self._records = CachedRecords(config.path, config, tokenizer)
-        held_out = CachedRecords(config.eval_path, config, tokenizer) if config.eval_path else None
+    def __init__(self, config: FileData, tokenizer: Tokenizer, needs: Needs = ANY) -> None:
+        self._records = CachedRecords(config.path, config, tokenizer, needs)
+        held_out = CachedRecords(config.eval_path, config, tokenizer, ANY) if config.eval_path else None
         self.held_out: Sequence[Record] = [] if held_out is None else held_out
         self._evaluated = held_out
         if not self._records:
@@ -131,30 +132,30 @@ class Manifest(msgspec.Struct, frozen=True):
     bad: list[str]
 
 
-def prepare(files: list[File], config: FileData, tokenizer: Tokenizer) -> tuple[Path, Manifest]:
+def prepare(files: list[File], config: FileData, tokenizer: Tokenizer, needs: Needs) -> tuple[Path, Manifest]:
     """The entry of these files, made now if there is none. Raises DataError when more than `max_bad` records cannot be
     used, naming the first."""
     root = _root(config)
-    entry = root / _key(files, config, tokenizer)
+    entry = root / _key(files, config, tokenizer, needs)
     manifest = _whole(entry)
     if manifest is None:
         with _alone(root / f"{entry.name}.lock"):
             manifest = _whole(entry)  # another run may have made it meanwhile
             if manifest is None:
-                manifest = _make(entry, files, config, tokenizer)
+                manifest = _make(entry, files, config, tokenizer, needs)
     if manifest.bad_records > config.max_bad:
         _refuse(manifest.bad, config.max_bad)
     return entry, manifest
 
 
-def _make(entry: Path, files: list[File], config: FileData, tokenizer: Tokenizer) -> Manifest:
+def _make(entry: Path, files: list[File], config: FileData, tokenizer: Tokenizer, needs: Needs) -> Manifest:
     staged = entry.parent / f".making-{entry.name}"
     for leftover in (staged, entry):
         shutil.rmtree(leftover, ignore_errors=True)
     with writing(staged):
         staged.mkdir()
         try:
-            manifest = _fill(staged, files, config, tokenizer)
+            manifest = _fill(staged, files, config, tokenizer, needs)
             (staged / MANIFEST).write_bytes(msgspec.json.encode(manifest))
             staged.rename(entry)
         finally:
@@ -162,7 +163,7 @@ def _make(entry: Path, files: list[File], config: FileData, tokenizer: Tokenizer
     return manifest
 
 
-def _fill(directory: Path, files: list[File], config: FileData, tokenizer: Tokenizer) -> Manifest:
+def _fill(directory: Path, files: list[File], config: FileData, tokenizer: Tokenizer, needs: Needs) -> Manifest:
     units, reader = [], format_of(config.kind)
     for file in files:
         with explained(file.url):
@@ -170,7 +171,7 @@ def _fill(directory: Path, files: list[File], config: FileData, tokenizer: Token
     size = sum(max(file.size, 0) for file in files)
     digest, segments, bad = xxhash.xxh3_128(), [], list[str]()
     tokens = bad_records = too_long = lines = 0
-    results = tokenise(units, size, config, tokenizer, directory)
+    results = tokenise(units, size, config, tokenizer, needs, directory)
     with contextlib.closing(results):  # type: ignore[type-var]
         for number, (unit, done) in enumerate(zip(units, results, strict=True)):
             lines = lines if number and units[number - 1].url == unit.url else 0
@@ -199,10 +200,10 @@ def _refuse(bad: list[str], allowed: int) -> None:
     raise DataError(f"{shown}. Correct the record, or set data.max_bad to leave such out.")
 
 
-def _key(files: list[File], config: FileData, tokenizer: Tokenizer) -> str:
+def _key(files: list[File], config: FileData, tokenizer: Tokenizer, needs: Needs) -> str:
     values = {k: v for k, v in dataclasses.asdict(config).items() if k not in _INDIFFERENT}
     sources = [(file.url, file.size, file.stamp) for file in files]
-    return xxhash.xxh3_128_hexdigest(msgspec.json.encode([FORMAT, values, tokenizer.digest, sources]))
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode([FORMAT, values, tokenizer.digest, needs, sources]))
 
 
 def _whole(entry: Path) -> Manifest | None:
@@ -261,7 +262,7 @@ def _alone(lock: Path) -> Iterator[None]:
 
 
 def tokenise(
-    units: Sequence[Unit], size: int, config: FileData, tokenizer: Tokenizer, directory: Path
+    units: Sequence[Unit], size: int, config: FileData, tokenizer: Tokenizer, needs: Needs, directory: Path
 ) -> Iterator[Done]:
     """Write segment i from unit i, for all units, on as many processes as the configuration and the work ask for; what
     each gave, in the units' order. Raises DataError for the first unit that cannot be read; closing the iterator ends
@@ -269,11 +270,11 @@ def tokenise(
     tasks = [Task(segment_name(i), unit) for i, unit in enumerate(units)]
     count = min(config.workers or len(os.sched_getaffinity(0)), len(tasks))
     if count <= 1 or (size < SMALL_BYTES and config.workers == 0):
-        worker = Worker(config, tokenizer, directory)
+        worker = Worker(config, tokenizer, needs, directory)
         for task in tasks:
             yield worker(task)
         return
-    workers = [_Process(config, tokenizer, directory) for _ in range(count)]
+    workers = [_Process(config, tokenizer, needs, directory) for _ in range(count)]
     idle: queue.SimpleQueue[_Process] = queue.SimpleQueue()
     for process in workers:
         idle.put(process)
@@ -302,14 +303,15 @@ def segment_name(number: int) -> str:
 
 
 class _Process:
-    def __init__(self, config: FileData, tokenizer: Tokenizer, directory: Path) -> None:
+    def __init__(self, config: FileData, tokenizer: Tokenizer, needs: Needs, directory: Path) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "trainer.data.tokenise"],
             env=os.environ | {"TOKENIZERS_PARALLELISM": "false"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-        self._setup = Setup(str(tokenizer.directory), str(directory), config.kind, dataclasses.asdict(config))  # type: ignore[arg-type]
+        values = dataclasses.asdict(config)
+        self._setup = Setup(str(tokenizer.directory), str(directory), config.kind, values, needs)  # type: ignore[arg-type]
         self._told = False
 
     def __call__(self, task: Task) -> Done:

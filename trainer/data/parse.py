@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -19,6 +19,30 @@ class BadRecord(ValueError):
 
 class TooLong(BadRecord):
     """A record of more tokens than `max_length`: left out on request, so no fault of the data."""
+
+
+class Needs(msgspec.Struct, frozen=True):
+    """What a run must find in each record that it trains on: what it `learns`, in sequences of at most `longest`
+    tokens, which together fill at most a `row`."""
+
+    learns: Literal["target", "preference", "samples"] = "samples"
+    longest: int | None = None
+    row: int | None = None
+
+    def check(self, record: Tokenised) -> None:
+        """Raises BadRecord."""
+        wanted = {"target": [record.target_ids], "preference": [record.chosen_ids, record.rejected_ids]}
+        answers = wanted.get(self.learns)
+        if answers is not None and not all(answers):
+            raise BadRecord(f"it has no {self.learns} to learn")
+        lengths = [len(record.prompt_ids) + len(ids) for ids in answers or [(0,)]]  # a sample has a token at least
+        if self.longest is not None and max(lengths) > self.longest:
+            raise BadRecord(f"it has {max(lengths)} tokens, and the model takes {self.longest}")
+        if self.row is not None and sum(lengths) > self.row:
+            raise BadRecord(f"it has {sum(lengths)} tokens, and a row takes {self.row} (packing.max_tokens)")
+
+
+ANY = Needs()
 
 
 class Tokenised(msgspec.Struct, array_like=True):
@@ -55,8 +79,8 @@ class Tokenised(msgspec.Struct, array_like=True):
 class Parser:
     """Reads records by the configuration's keys. Raises BadRecord for one that cannot be used."""
 
-    def __init__(self, config: FileData, tokenizer: Tokenizer) -> None:
-        self._config, self._tokenizer = config, tokenizer
+    def __init__(self, config: FileData, tokenizer: Tokenizer, needs: Needs) -> None:
+        self._config, self._tokenizer, self._needs = config, tokenizer, needs
 
     def __call__(self, value: Any) -> Tokenised:
         c = self._config
@@ -80,6 +104,7 @@ class Parser:
         )
         if c.max_length is not None and result.tokens > c.max_length:
             raise TooLong(f"it has {result.tokens} tokens, more than max_length")
+        self._needs.check(result)
         return result
 
     def _prompt_and_target(self, value: dict[str, Any]) -> tuple[str | list[dict[str, Any]], str]:

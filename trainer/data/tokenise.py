@@ -30,7 +30,7 @@ import xxhash
 from trainer.config import AnswersData, FileData, JsonlData, ParquetData, WebDatasetData, strict
 from trainer.data.answers import AnswerLog
 from trainer.data.formats import Bad, Format, Jsonl, Parquet, Unit, WebDataset
-from trainer.data.parse import BadRecord, Parser, Tokenised, TooLong
+from trainer.data.parse import BadRecord, Needs, Parser, Tokenised, TooLong
 from trainer.data.storage import explained, is_remote
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import DataError
@@ -55,6 +55,7 @@ class Setup(msgspec.Struct, frozen=True):
     directory: str
     kind: Literal["jsonl", "parquet", "webdataset", "answers"]
     config: dict[str, Any]
+    needs: Needs
 
 
 class Task(msgspec.Struct, frozen=True, tag=True):
@@ -90,9 +91,9 @@ def format_of(kind: str) -> Format:
 class Worker:
     """Tokenises units in this process."""
 
-    def __init__(self, config: FileData, tokenizer: Tokenizer, directory: Path) -> None:
+    def __init__(self, config: FileData, tokenizer: Tokenizer, needs: Needs, directory: Path) -> None:
         self._config, self._directory = config, directory
-        self._parse, self._format = Parser(config, tokenizer), format_of(config.kind)
+        self._parse, self._format = Parser(config, tokenizer, needs), format_of(config.kind)
 
     def __call__(self, task: Task) -> Done:
         """Tries again after what may pass. Raises DataError when the unit cannot be read."""
@@ -142,7 +143,7 @@ def main() -> None:
     os.dup2(2, 1)  # what libraries print must not come between the answers
     setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=Setup)
     config: FileData = strict.build(_KINDS[setup.kind][0], setup.config)
-    worker = Worker(config, Tokenizer(setup.model), Path(setup.directory))
+    worker = Worker(config, Tokenizer(setup.model), setup.needs, Path(setup.directory))
     for line in sys.stdin.buffer:
         answer: Done | Failed
         try:

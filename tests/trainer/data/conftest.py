@@ -10,6 +10,7 @@ import pytest
 
 from trainer.config import AnswersData, FileData, JsonlData, ParquetData, WebDatasetData
 from trainer.data.cache import FileDataset
+from trainer.data.parse import ANY, Needs
 from trainer.data.tokenizer import Tokenizer
 
 KINDS: dict[str, type[FileData]] = {
@@ -34,7 +35,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def open_data(tokenizer: Tokenizer) -> Open:
-    def opener(path: object, kind: str = "jsonl", **options: Any) -> FileDataset:
-        return FileDataset(KINDS[kind](path=str(path), **options), tokenizer)
+    def opener(path: object, kind: str = "jsonl", needs: Needs = ANY, **options: Any) -> FileDataset:
+        return FileDataset(KINDS[kind](path=str(path), **options), tokenizer, needs)
 
     return opener

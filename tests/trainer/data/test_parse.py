@@ -11,7 +11,7 @@ import pytest
 from tests.trainer.data.conftest import Open
 from tests.trainer.data.writing import LLAMA, byte_tokenizer, jsonl, problems, published
 from trainer.config import JsonlData
-from trainer.data.parse import BadRecord, Parser
+from trainer.data.parse import ANY, BadRecord, Needs, Parser
 from trainer.data.records import Record
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import DataError
@@ -89,7 +89,7 @@ def test_llama_learns_what_its_template_writes(tmp_path: Path) -> None:
 
 
 def parse(value: dict[str, Any], tokenizer: Tokenizer, **options: Any) -> Record:
-    return Parser(JsonlData(path="unused", **options), tokenizer)(value).record(0)
+    return Parser(JsonlData(path="unused", **options), tokenizer, ANY)(value).record(0)
 
 
 def test_keys_are_the_configurations(tokenizer: Tokenizer) -> None:
@@ -210,6 +210,43 @@ def test_bad_records_are_left_out_within_a_limit_and_named(open_data: Open, tmp_
     assert [name.split(":")[0].split(", ")[1] for name in said["bad"]] == ["line 5", "line 6", "line 10", "line 12"]
     with pytest.raises(DataError, match="max_bad = 2"):  # though they are in the cache now
         open_data(path, max_bad=2)
+
+
+ANSWERED = {"prompt": "1+2=", "target": "3", "chosen": "3", "rejected": "12"}  # 4 tokens, then 2 and 3
+UNUSABLE: dict[str, tuple[Needs, dict[str, Any], str]] = {
+    "empty target": (Needs("target"), {"prompt": "1", "target": ""}, "it has no target to learn"),
+    "no answer": (Needs("target"), {"prompt": [USER]}, "it has no target to learn"),
+    "no preference": (Needs("preference"), {"prompt": "1", "target": "1"}, "it has no preference to learn"),
+    "long target": (Needs("target", longest=6), ANSWERED | {"target": "13"}, "7 tokens, and the model takes 6"),
+    "long rejected": (Needs("preference", longest=7), ANSWERED | {"rejected": "123"}, "8 tokens, and the model takes"),
+    "long pair": (Needs("preference", 7, 13), ANSWERED | {"chosen": "13"}, "14 tokens, and a row takes 13"),
+    "long prompt": (Needs(longest=5), {"prompt": "11+2="}, "6 tokens, and the model takes 5"),
+}
+
+
+@pytest.mark.parametrize("case", UNUSABLE)
+def test_a_record_that_a_run_cannot_learn_is_a_bad_one(open_data: Open, tmp_path: Path, case: str) -> None:
+    """Named by its line, and within the limit left out; another run may have use for it."""
+    needs, record, complaint = UNUSABLE[case]
+    path = jsonl(tmp_path / "a.jsonl", [ANSWERED, record, ANSWERED])
+    with pytest.raises(DataError, match=rf"a\.jsonl, line 2: .*{complaint}.*data\.max_bad"):
+        open_data(path, needs=needs)
+    data = open_data(path, needs=needs, max_bad=1)
+    assert (len(data), data.summary()["bad_records"]) == (2, 1)
+    assert len(open_data(path, eval_path=str(path)).held_out) == 3
+
+
+def test_processes_that_tokenise_know_what_a_run_needs(open_data: Open, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        jsonl(tmp_path / f"{name}.jsonl", [ANSWERED, {"prompt": "1"}])
+    data = open_data(tmp_path / "*.jsonl", needs=Needs("target", 6, 6), max_bad=2, workers=2)
+    assert (len(data), data.summary()["bad_records"]) == (2, 2)
+
+
+def test_a_record_that_is_too_long_by_the_configuration_is_no_bad_one(open_data: Open, tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", [ANSWERED, ANSWERED | {"target": "1234567"}])
+    data = open_data(path, needs=Needs("target", longest=8), max_length=8)
+    assert (len(data), data.summary()["bad_records"], data.summary()["too_long"]) == (1, 0, 1)
 
 
 def test_lines_are_numbered_through_all_parts_of_a_file(
