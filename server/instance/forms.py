@@ -7,6 +7,7 @@ else lies in the model directory but its weights. A swap that has this instance 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -17,8 +18,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from weightsync.control.board import Board
-from weightsync.control.forms import MOST_STARTS, check_config, start_of
-from weightsync.control.records import ErrorInfo, FormRecord, Keys, StartRecord
+from weightsync.control.forms import MOST_STARTS, check_config, differing, start_of
+from weightsync.control.records import ErrorInfo, FormRecord, Keys, StartRecord, VersionRecord
 from weightsync.errors import ConfigMismatch, RecordError, StoreError, WeightSyncError
 from weightsync.memory.ledger import ensure_arena
 from weightsync.publish.checkpoint import read_config
@@ -40,6 +41,20 @@ async def form_to_start_with(config: InstanceConfig) -> Form:
     except (StoreError, RecordError) as error:
         log.warning("starting with the configuration of %s: %s", config.model_dir, error)
         return UNKNOWN
+
+
+async def check_own(config: InstanceConfig, store: Store, version: VersionRecord) -> None:
+    """Whether `version` is one for the engine's configuration, which may have been started before there was any.
+
+    Raises ConfigMismatch, StoreError.
+    """
+    own = read_config(config.model_dir)
+    if config.form.digest is not None or not version.form or own is None:
+        return
+    found = await store.get(Keys(config.model).form(version.form))
+    wanted = FormRecord.from_json(found.value).config if found is not None else ""
+    if wanted and (names := await asyncio.to_thread(differing, own, wanted)):
+        raise ConfigMismatch(names[0], f"than {config.model_dir}, with which the instance was started")
 
 
 async def tell_failure(config: InstanceConfig, swap_id: str, error: Exception) -> None:

@@ -31,6 +31,7 @@ from weightsync.store import Store, open_store
 
 from .config import InstanceConfig
 from .engine import Engine
+from .forms import check_own
 from .rest import sleeper
 from .slices import Saying
 
@@ -213,6 +214,7 @@ class Sidecar:
         self._saying.say((self._host, *self._engine.hosts), reads, self._host if self._config.trust else None)
 
     async def _stage(self, store: Store, version: VersionRecord) -> StageResult:
+        await check_own(self._config, store, version)
         timeout_s = self._config.stage_timeout_s
         hosts, slices = {self._host, *self._engine.hosts}, self._saying.digests
         places = await located(store, self._keys, version, hosts, timeout_s, slices)

@@ -82,7 +82,8 @@ class BucketPublisher:
     ) -> int:
         """Put all tensors there as the next version; returns its number in the bucket. Each fleet gives it one of its
         own. With `part` they are the draft model's ("draft") or an `Adapter` ("lora/NAME"), and the rest stays as it
-        is. With `config`, the config.json of such a checkpoint, they may be other tensors than before.
+        is. With `config`, the config.json of such a checkpoint, tensors and configuration may be others
+        than before.
 
         Nobody sees a version before it is whole. Raises UnsupportedDtype and BadPart (nothing was sent), BucketTaken,
         for good, and BucketUnavailable, after which it can be called again.

@@ -2,19 +2,23 @@
 
 Versions of one form are swapped into a running engine. A version of another form takes a new engine: its instances
 restart one by one (`state`), and each learns here what to start with. A form is published with the first version that
-has it, and its configuration comes with that version's checkpoint. Everything else, the tokenizer above all, stays that
-of the instances' model directory, so a configuration that does not fit to it is refused.
+has it, and its configuration comes with that version's checkpoint. Equal tensors are computed with otherwise, or end
+elsewhere, under another configuration (rope_theta, eos_token_id), so each key counts but for BOOKKEEPING. Everything
+else, the tokenizer above all, stays that of the instances' model directory, so a configuration that does not fit to it
+is refused.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from weightsync.control.board import Board
-from weightsync.control.records import SwapRecord
+from weightsync.control.records import FormRecord, SwapRecord
 from weightsync.errors import (
     ConfigMismatch,
     DtypeMismatch,
@@ -36,6 +40,14 @@ KEPT = (
     "pad_token_id",
 )
 """What must stay: tokenizer, code and limits come from the model directory, or were told to clients."""
+BOOKKEEPING = frozenset({
+    "_name_or_path", "_commit_hash", "transformers_version", "unsloth_version", "unsloth_fixed", "dtype", "torch_dtype",
+    "_attn_implementation", "_attn_implementation_autoset", "attn_implementation", "use_cache", "return_dict",
+    "output_attentions", "output_hidden_states", "output_router_logits", "gradient_checkpointing", "initializer_range",
+    "attention_dropout", "hidden_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "router_aux_loss_coef",
+    "router_jitter_noise",
+})  # fmt: skip
+"""Where a checkpoint comes from, what training alone reads, and what its tensors, or an engine's options, say."""
 MOST_STARTS = 2  # of one instance for one swap: a process that was killed gets a second try
 
 
@@ -44,15 +56,47 @@ def check_config(served: str, wanted: str) -> None:
 
     Raises ConfigMismatch.
     """
-    try:
-        before, after = json.loads(served), json.loads(wanted)
-    except ValueError as error:
-        raise ConfigMismatch("config.json", f"not JSON ({error})") from None
-    if not isinstance(before, dict) or not isinstance(after, dict):
-        raise ConfigMismatch("config.json", "not a JSON object")
+    before, after = _fields(served), _fields(wanted)
     for name in KEPT:
         if before.get(name) != after.get(name):
             raise ConfigMismatch(name, f"{after.get(name)!r}, served is {before.get(name)!r}")
+
+
+@lru_cache(maxsize=16)
+def differing(served: str, wanted: str) -> tuple[str, ...]:
+    """The keys in which an engine would read something else from the config.json `wanted`. Raises ConfigMismatch.
+
+    Releases of transformers give keys other names, and write defaults or leave them out. Where transformers is
+    installed, what its class for the model makes of both counts, and the keys are those of the class.
+    """
+    before, after = _meant(_fields(served)), _meant(_fields(wanted))
+    if before != after:
+        with contextlib.suppress(Exception):  # not installed, a model that it does not know, values that it refuses
+            from transformers import AutoConfig
+
+            before, after = (_meant(AutoConfig.for_model(**fields).to_dict()) for fields in (before, after))
+    return _unlike(before, after)
+
+
+def _fields(text: str) -> dict[str, Any]:
+    """Raises ConfigMismatch."""
+    try:
+        fields = json.loads(text)
+    except ValueError as error:
+        raise ConfigMismatch("config.json", f"not JSON ({error})") from None
+    if not isinstance(fields, dict):
+        raise ConfigMismatch("config.json", "not a JSON object")
+    return fields
+
+
+def _meant(fields: dict[str, Any]) -> dict[str, Any]:
+    """What counts of it; null is no value."""
+    counts = {name: value for name, value in fields.items() if name not in BOOKKEEPING and value is not None}
+    return {name: _meant(value) if isinstance(value, dict) else value for name, value in counts.items()}
+
+
+def _unlike(before: dict[str, Any], after: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name)))
 
 
 WORDS: Mapping[type[TensorMismatch], str] = {
@@ -64,15 +108,20 @@ WORDS: Mapping[type[TensorMismatch], str] = {
 
 
 @lru_cache(maxsize=16)
-def changes(before: str, after: str) -> str:
-    """What differs between the tensors of two forms (the JSON of their schemas), in words; "" if nothing does."""
+def changes(before: FormRecord, after: FormRecord) -> str:
+    """What differs between two forms, in words."""
     found: dict[str, list[str]] = {}
-    for mismatch in diff_schema(Schema.from_json(before.encode()), Schema.from_json(after.encode())):
+    for mismatch in diff_schema(Schema.from_json(before.tensors.encode()), Schema.from_json(after.tensors.encode())):
         found.setdefault(WORDS[type(mismatch)], []).append(mismatch.tensor)
-    return ", ".join(
-        f"{names[0]} is {what}" if len(names) == 1 else f"{len(names)} tensors are {what} ({names[0]}, ...)"
-        for what, names in found.items()
-    )
+    if found:
+        return ", ".join(
+            f"{names[0]} is {what}" if len(names) == 1 else f"{len(names)} tensors are {what} ({names[0]}, ...)"
+            for what, names in found.items()
+        )
+    keys: tuple[str, ...] = ()
+    with contextlib.suppress(ConfigMismatch):  # no configuration is known of one of them
+        keys = _unlike(_meant(_fields(before.config)), _meant(_fields(after.config)))
+    return f"config.json has another {', '.join(keys) or 'text'}"
 
 
 def changes_to(board: Board, version: int) -> str:
@@ -84,7 +133,7 @@ def changes_to(board: Board, version: int) -> str:
     before, after = board.form(serving.form), board.form(wanted.form)
     if before is None or after is None:
         return "its form is not known"
-    return changes(before.tensors, after.tensors)
+    return changes(before, after)
 
 
 @dataclass(frozen=True)

@@ -278,7 +278,7 @@ def _not_ready(view: View, target: TargetRecord) -> str | None:
 
 def _open_split(view: View, swap: SwapRecord, split: SplitRecord) -> Step:
     """A swap that gives each participant its version."""
-    reason = f"a split divides requests between versions of the same tensors ({view.changes})" if view.changes else ""
+    reason = f"a split is of versions that one engine can run ({view.changes})" if view.changes else ""
     try:
         found = placement.place(swap.target, split, {name: view.instances[name] for name in swap.participants})
     except NotEnoughInstances as error:
@@ -321,7 +321,7 @@ def _open_restarts(view: View, swap: SwapRecord) -> Step:
     swap = replace(swap, mode="rolling", drain_s=drain_s, changes=view.changes)
     fixed = [name for name in swap.participants if not view.instances[name].restarts]
     served = f"version {view.active.version}" if view.active is not None else "none"
-    why = f"its tensors are not those of {served}, which is active ({view.changes}), so each instance must restart: "
+    why = f"no engine of {served}, which is active, can run it ({view.changes}), so each instance must restart: "
     if fixed:
         why += f"{fixed[0]} runs on several hosts and cannot; start a fleet of its own with that checkpoint"
     elif len(swap.participants) < 2:

@@ -23,7 +23,7 @@ class UnsupportedVllm(WeightSyncError):
 
 
 class ConfigMismatch(WeightSyncError):
-    """A version has other tensors, and its config.json does not fit to the tokenizer and the code that instances have.
+    """The config.json of a version does not fit to the tokenizer and the code that instances have.
 
     `field` of config.json is to blame.
     """

@@ -22,7 +22,7 @@ from typing import Any
 from weightsync.control import activation
 from weightsync.control.board import readable_versions
 from weightsync.control.chain import LedgerEntry, append
-from weightsync.control.forms import check_config
+from weightsync.control.forms import check_config, differing
 from weightsync.control.hosts import arena_key, host_of, local_path, slot_name, this_host
 from weightsync.control.lease import LeaseKeeper
 from weightsync.control.records import (
@@ -94,8 +94,9 @@ class Ledger:
         return self._schemas.get(part)
 
     async def check(self, schema: Schema, config: str | None, onto: int | None) -> None:
-        """Whether a base model of these tensors may be published: those of the version before it, or others whose
-        configuration, the text of config.json, fits. Raises TensorMismatch, ConfigMismatch, PublishError."""
+        """Whether a base model of these tensors may be published: those of the version before it, or others with a
+        configuration. `config`, the text of config.json, must fit. Raises TensorMismatch, ConfigMismatch, PublishError.
+        """
         await self._form_for((await self._basis(onto))[0], schema, config)
 
     async def claim(
@@ -227,14 +228,14 @@ class Ledger:
         else:
             found = await self.store.get(self.keys.schema)
             served = Schema.from_json(found.value) if found is not None else None
-        if served is not None and served.tensors == schema.tensors:
+        alike = served is not None and served.tensors == schema.tensors
+        if alike and not (form.config and config and await asyncio.to_thread(differing, form.config, config)):
             return (basis.form if basis is not None else ""), None
         if config is None and served is not None:
             require_same_schema(served, schema)
         if config is None:
             return "", None
-        if form.config:
-            check_config(form.config, config)
+        check_config(form.config or config, config)
         new = FormRecord(schema.to_json().decode(), config)
         return new.digest, new
 

@@ -351,8 +351,9 @@ class Publisher:
         ones to the same version. What a version does not bring it takes from version `onto` (default: the one that is
         active or about to be). `mode` as in `activate`.
 
-        A base model may have other tensors than that version if `config`, the config.json of such a checkpoint, comes
-        with it: its instances then restart one by one, which takes longer than a swap; see `timeout_s`.
+        `config`: the config.json of the base model's checkpoint. With it, a version may have other tensors than that
+        version. If they differ in tensors or configuration, instances restart one by one, which takes longer than a
+        swap; see `timeout_s`. Without it the configuration is that version's.
 
         Raises TensorError, ConfigMismatch and RecordError (nothing was published), ArenaFull, StalePublisher,
         DraftLost, PublishError, StoreUnavailable, and once the version is ready SwapAborted or SwapTimeout.

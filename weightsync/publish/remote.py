@@ -202,7 +202,7 @@ class RemotePublisher:
         """Send all tensors as a new version, have it swapped in with `activate`, and return its number.
 
         With `part` they are the draft model's ("draft") or an `Adapter` ("lora/NAME"), and the rest stays as it is.
-        With `config`, the config.json of such a checkpoint, they may be other tensors than before: see
+        With `config`, the config.json of such a checkpoint, tensors and configuration may be others than before: see
         `Publisher.publish`.
 
         A lost connection or a server that restarts is tried again; what was sent twice becomes one version. Returns,

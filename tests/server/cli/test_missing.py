@@ -78,6 +78,8 @@ OPTIONAL = {
     "opentelemetry",
     "ray",
     "numba",
+    "pynvml",
+    "transformers",
     "mypyc",
     "setuptools",
     "mypy",

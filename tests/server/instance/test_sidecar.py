@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,9 @@ from server.instance.hosts import Places
 from server.instance.middleware import Admission
 from server.instance.sidecar import Sidecar, reference_schema
 from tests.waiting import eventually
-from weightsync.control.records import ActiveRecord, VersionRecord
-from weightsync.errors import VersionRefused
+from weightsync.control.records import ActiveRecord, FormRecord, Keys, VersionRecord
+from weightsync.errors import ConfigMismatch, VersionRefused
+from weightsync.store import open_store
 
 
 class BrokenEngine:
@@ -120,6 +123,24 @@ async def test_an_aborted_swap_leaves_only_what_was_held_before_it_and_is_as_pub
     await staging._stage(store, version)
     await staging._drop(version)
     assert engine.dropped == [(2, previous)]
+
+
+async def test_the_first_version_must_be_one_for_the_configuration_that_the_engine_has(tmp_path: Path) -> None:
+    """An engine that waits for a first version was started with its directory's."""
+    (tmp_path / "config.json").write_text('{"model_type": "m", "rope_theta": 1e4}')
+    url = f"sqlite://{tmp_path / 'store.db'}"
+    config = InstanceConfig(model_dir=tmp_path, model="m", store=url, instance_id="i")
+    engine: Any = StagingEngine()
+    staging = Sidecar(config, engine, Admission(None), address="http://127.0.0.1:1")
+    store = open_store(url)
+    for form, theta in (("same", 1e4), ("other", 1e6)):
+        wanted = json.dumps({"model_type": "m", "rope_theta": theta, "use_cache": True})
+        await store.put(Keys("m").form(form), FormRecord("[]", wanted).to_json())
+    version = VersionRecord(1, "ready", "slot", 1, "d", None, None, "p", 1, 0.0, "", 1, fingerprint="f2", form="same")
+    await staging._stage(store, version)
+    with pytest.raises(ConfigMismatch, match="another rope_theta"):
+        await staging._stage(store, replace(version, form="other"))
+    await store.close()
 
 
 async def test_a_version_is_staged_beside_the_warm_up_and_not_before_that_has_ended(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,7 +14,7 @@ from tests.weightsync.control.test_state import ACTIVE, SWAP, TARGET, view
 from weightsync.control import activation, agent_state
 from weightsync.control.agent_state import Drain, Flip, Rest, Restart, Serve, decide
 from weightsync.control.board import Board
-from weightsync.control.forms import KEPT, Start, changes, check_config, start_of
+from weightsync.control.forms import BOOKKEEPING, KEPT, Start, changes, changes_to, check_config, differing, start_of
 from weightsync.control.records import (
     ActiveRecord,
     ErrorInfo,
@@ -231,15 +233,88 @@ def test_a_process_starts_with_the_form_of_what_it_is_to_run() -> None:
 
 
 def test_changes_are_told_in_words() -> None:
-    def form(**tensors: tuple[str, list[int]]) -> str:
-        return json.dumps([[name, dtype, shape] for name, (dtype, shape) in sorted(tensors.items())])
+    def form(config: str = "", **tensors: tuple[str, list[int]]) -> FormRecord:
+        return FormRecord(json.dumps([[name, *spec] for name, spec in sorted(tensors.items())]), config)
 
     one = form(x=("float32", [1]), y=("float32", [1]), z=("float32", [1]))
-    assert changes(one, one) == ""
     assert changes(one, form(x=("float32", [2]), y=("int8", [1]))) == (
         "z is gone, x is of another shape, y is of another dtype"
     )
     assert changes(form(), one) == "3 tensors are new (x, ...)"
+    assert changes(form(), form('{"rope_theta": 1}')) == "config.json has another text", (
+        "that of the first is not known"
+    )
+    configs = [
+        form(json.dumps(LLAMA_4 | more)) for more in ({}, {"rope_theta": 5e6, "rms_norm_eps": 1}, {"use_cache": 0})
+    ]
+    assert changes(configs[0], configs[1]) == "config.json has another rms_norm_eps, rope_theta"
+    assert changes(configs[0], configs[2]) == "config.json has another text"
+
+
+def test_a_version_of_another_form_never_takes_running_engines() -> None:
+    """Engines leave for it one by one, whatever the forms differ in: without words for it all would leave at once."""
+    forms = {name: FormRecord("[]", json.dumps({"use_cache": name == "one"})) for name in ("one", "two")}
+    found = [KeyValue(Keys("m").form(name), form.to_json(), 1, 1) for name, form in forms.items()]
+    versions = [
+        KeyValue(Keys("m").version(n), version(n, name).to_json(), 1, 1) for n, name in ((1, "one"), (2, "two"))
+    ]
+    records = [*found, *versions, KeyValue(Keys("m").active, ACTIVE.to_json(), 1, 1)]
+    assert changes_to(Board(Keys("m"), records, 1), 2)
+    assert not changes_to(Board(Keys("m"), records, 1), 1)
+
+
+# As releases 4.51 and 5.19 of transformers write the configuration of one checkpoint.
+LLAMA_4 = {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1,
+    "eos_token_id": 2, "head_dim": 16, "hidden_act": "silu", "hidden_size": 64, "initializer_range": 0.02,
+    "intermediate_size": 128, "max_position_embeddings": 2048, "mlp_bias": False, "model_type": "llama",
+    "num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 2, "pretraining_tp": 1,
+    "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 10000.0, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "transformers_version": "4.51.3", "use_cache": True, "vocab_size": 512,
+}  # fmt: skip
+LLAMA_5 = {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1,
+    "dtype": "bfloat16", "eos_token_id": 2, "head_dim": 16, "hidden_act": "silu", "hidden_size": 64,
+    "initializer_range": 0.02, "intermediate_size": 128, "max_position_embeddings": 2048, "mlp_bias": False,
+    "model_type": "llama", "num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 2,
+    "pad_token_id": None, "pretraining_tp": 1, "rms_norm_eps": 1e-06,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}, "tie_word_embeddings": False,
+    "transformers_version": "5.19.0", "use_cache": False, "vocab_size": 512,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+OF_META = {k: LLAMA_4[k] for k in LLAMA_4 if k not in ("head_dim", "attention_bias", "mlp_bias", "pretraining_tp")}
+
+
+@pytest.mark.parametrize(
+    ("served", "wanted", "keys"),
+    [
+        (LLAMA_4, LLAMA_5, ()),
+        (OF_META, LLAMA_5, ()),  # of a release that did not write some defaults
+        (LLAMA_4 | {"rope_theta": 5e5}, LLAMA_5, ("rope_parameters",)),
+        (LLAMA_4 | {"rope_scaling": YARN}, LLAMA_5, ("rope_parameters",)),
+        (LLAMA_4 | {"rope_scaling": YARN}, LLAMA_5 | {"rope_parameters": YARN | {"rope_theta": 10000.0}}, ()),
+        (LLAMA_4, LLAMA_4 | {"hidden_act": "gelu", "rms_norm_eps": 1e-5}, ("hidden_act", "rms_norm_eps")),
+        (LLAMA_5, LLAMA_5 | {"eos_token_id": [2, 3]}, ("eos_token_id",)),
+        (LLAMA_5, LLAMA_5 | {"architectures": ["MistralForCausalLM"]}, ("architectures",)),
+        (LLAMA_5, LLAMA_5 | {"a_key_of_nobody": 1}, ("a_key_of_nobody",)),
+        ({"model_type": "of-nobody", "x": {"y": 1}}, {"model_type": "of-nobody", "x": {"y": 2}}, ("x",)),
+        ({"model_type": "of-nobody", "x": {"y": 1}}, {"model_type": "of-nobody", "x": {"y": 1, "z": None}}, ()),
+    ],
+)
+def test_configurations_differ_in_what_an_engine_reads(
+    served: dict[str, Any], wanted: dict[str, Any], keys: tuple[str, ...]
+) -> None:
+    """Whatever release of transformers has written them."""
+    assert differing(json.dumps(served), json.dumps(wanted)) == keys
+
+
+def test_without_transformers_names_and_defaults_of_its_releases_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    differing.cache_clear()
+    kept = dict.fromkeys(BOOKKEEPING, 1)
+    assert differing(json.dumps(LLAMA_4), json.dumps(LLAMA_4 | kept | {"pad_token_id": None})) == ()
+    assert differing(json.dumps(LLAMA_4), json.dumps(LLAMA_5)) == ("rope_parameters", "rope_theta")
+    differing.cache_clear()
 
 
 def test_a_configuration_must_fit_to_the_model_directory() -> None:

@@ -166,7 +166,7 @@ def test_a_split_opens_with_the_version_of_each_participant() -> None:
         ({"shared": {}}, "version 2 does not exist"),
         ({"shared": {**VERSIONS, 2: replace(VERSIONS[2], state="retired")}}, "version 2 is retired"),
         ({"target_state": "publishing"}, "version 1 is publishing"),
-        ({"changes": "w is new"}, "versions of the same tensors .w is new"),
+        ({"changes": "w is new"}, "versions that one engine can run .w is new"),
     ],
 )
 def test_a_split_that_cannot_be_is_refused(changes: dict[str, object], reason: str) -> None:

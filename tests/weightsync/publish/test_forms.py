@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from tests.weightsync.tensors import model
 from weightsync import Publisher
 from weightsync.control.records import FormRecord, Keys
 from weightsync.errors import ConfigMismatch, UnexpectedTensor
-from weightsync.format.manifest import Schema
+from weightsync.format.manifest import Schema, schema_of
 
 CONFIG = {"model_type": "llama", "vocab_size": 16, "tie_word_embeddings": True}
 UNTIED = CONFIG | {"tie_word_embeddings": False}
@@ -42,10 +43,10 @@ def test_other_tensors_take_a_configuration(publisher: Publisher) -> None:
 
 
 def test_what_follows_has_the_form_of_what_it_follows(publisher: Publisher) -> None:
-    """A trainer sends no configuration; nor does the same checkpoint with another one make another form."""
+    """A trainer sends no configuration; nor does that of a checkpoint which was saved elsewhere make another form."""
     publisher.publish(model(), config=CONFIG, wait=False)
     publisher.publish(model(1), activate=False)
-    publisher.publish(model(2), config=CONFIG | {"note": "x"}, activate=False)
+    publisher.publish(model(2), config=CONFIG | {"_name_or_path": "x", "torch_dtype": "float32"}, activate=False)
     assert len(set(forms(publisher))) == 1
     publisher.publish(model() | HEAD, config=UNTIED, wait=False)
     assert publisher.schema().tensors.keys() == (model() | HEAD).keys()  # type: ignore[union-attr]
@@ -55,6 +56,25 @@ def test_what_follows_has_the_form_of_what_it_follows(publisher: Publisher) -> N
     publisher.publish(model(4), config=CONFIG, activate=False)
     first, *_, other, following, back = forms(publisher)
     assert (other == following, first == back, first == other) == (True, True, False)
+
+
+def test_another_configuration_of_the_same_tensors_is_another_form(publisher: Publisher) -> None:
+    """Computed with another rope_theta they would be another model under a fingerprint that is right."""
+    publisher.publish(model(), config=CONFIG | {"rope_theta": 1e4}, wait=False)
+    publisher.publish(model(1), config=CONFIG | {"rope_theta": 1e6}, wait=False)
+    publisher.publish(model(2), activate=False)
+    first, other, following = forms(publisher)
+    assert (other == following, first == other) == (True, False)
+    assert json.loads(form_of(publisher, other).config)["rope_theta"] == 1e6
+    with pytest.raises(ConfigMismatch, match="eos_token_id"):
+        publisher.publish(model(3), config=CONFIG | {"rope_theta": 1e6, "eos_token_id": 7}, activate=False)
+    assert len(publisher.versions()) == 3
+
+
+def test_a_configuration_that_cannot_be_compared_is_never_the_first(publisher: Publisher) -> None:
+    with pytest.raises(ConfigMismatch, match="not a JSON object"):
+        publisher.begin_all({"": (schema_of([("x", "float32", [1])]), {})}, config="[]")
+    assert not publisher.versions()
 
 
 def test_a_version_built_onto_an_older_one_has_its_form(publisher: Publisher) -> None:

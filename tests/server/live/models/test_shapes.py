@@ -238,15 +238,40 @@ def test_one_that_does_not_start_after_the_commit_takes_all_back(fleet: Fleet, t
     assert pid_of(live, 0) == first, "its supervisor sees no process end"
 
 
+def test_the_same_tensors_under_another_configuration(fleet: Fleet, tmp_path: Path) -> None:
+    live, before = fleet.live, fleet.back_at_the_base()
+    other = with_another_rope(fleet.base, tmp_path / "other")
+    expected = stock.answers(other, PROMPTS, TOKENS)
+    assert expected != fleet.answers
+    answer = ask(live, "", path=str(other), drain_s=5)
+    assert answer.status_code == 200, answer.text
+    assert swap_of(live)["changes"] == "config.json has another rope_parameters"
+    assert everywhere(live, int(answer.json()["version"]))
+    assert said(live) == expected
+    assert ask(live, "/rollback", drain_s=5).status_code == 200
+    assert everywhere(live, before)
+    assert said(live) == fleet.answers
+
+
+def with_another_rope(checkpoint: Path, path: Path) -> Path:
+    shutil.copytree(checkpoint, path)
+    config = json.loads((path / "config.json").read_text())
+    config["rope_parameters"] |= {"rope_theta": 100.0}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
 def test_a_single_instance_refuses_and_serves_on(tmp_path: Path) -> None:
     base = make_kind(tmp_path / "base", "llama", **TIED)
     other = make_kind(tmp_path / "other", "llama", tie_word_embeddings=False)
+    rope = with_another_rope(base, tmp_path / "rope")
     live = LiveServer(base, tmp_path / "state", ("--max-model-len", "512"), name="single")
     with live.running():
         before, tokens = live.active(), said(live)
-        answer = ask(live, "", path=str(other))
-        problem = answer.json()["error"]
-        assert (answer.status_code, problem["code"]) == (409, "swap_aborted")
-        assert "lm_head.weight is new" in problem["message"]
-        assert "--instances 2" in problem["message"]
-        assert (live.active(), said(live)) == (before, tokens)
+        for path, change in ((other, "lm_head.weight is new"), (rope, "another rope_parameters")):
+            answer = ask(live, "", path=str(path))
+            problem = answer.json()["error"]
+            assert (answer.status_code, problem["code"]) == (409, "swap_aborted")
+            assert change in problem["message"]
+            assert "--instances 2" in problem["message"]
+            assert (live.active(), said(live)) == (before, tokens)
