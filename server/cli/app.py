@@ -87,6 +87,9 @@ def status(
 ) -> None:
     """Show the instances and the active version of a running server."""
     from server.cli.instances import show_instances
-    from server.up.paths import default_state_dir
+    from server.up.paths import ServerInfo, default_state_dir
 
-    show_instances(state_dir or default_state_dir(name))
+    directory = state_dir or default_state_dir(name)
+    if (info := ServerInfo.read(directory)).state != "ready":
+        print(f"{info.model} is {info.state}: not every instance serves")
+    show_instances(directory)

@@ -78,6 +78,8 @@ def prepare_environment() -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_MEDIA_CONNECTOR", "hotswap")  # media.py
+    # The level that vLLM's server gives the root logger as it is made. ERROR by default, which drops our warnings.
+    os.environ.setdefault("SAGEMAKER_CONTAINER_LOG_LEVEL", "WARNING")
     # glibc gives threads heaps of their own, where what one freed is of no use to another. Each stager would build the
     # layers that a kernel keeps for itself in other heaps, until the process held several times its versions.
     os.environ.setdefault("MALLOC_ARENA_MAX", "1")

@@ -16,7 +16,7 @@ STATE_ENV = "HOTSWAP_STATE_DIR"
 @dataclass(frozen=True)
 class ServerInfo:
     """The content of server.json, which `up` writes: where the gateway listens, its store, and which file holds the
-    admin key."""
+    admin key. `state`: "starting" until every instance serves, then "ready"."""
 
     url: str
     admin_url: str
@@ -24,6 +24,7 @@ class ServerInfo:
     store: str
     admin_key_file: str
     pid: int
+    state: str = "ready"
 
     def write(self, state_dir: Path) -> None:
         write_file(state_dir / "server.json", json.dumps(asdict(self), indent=1))

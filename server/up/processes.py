@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -77,6 +78,19 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+
+
+# As Python or a log prints an error; in lines of vLLM behind its process: "(EngineCore pid=7) ERROR ... [core.py:9] ".
+_ERROR = re.compile(r"(?:\((\w+) pid=\d+\) )?(?:[A-Z]+ [\d: -]+\[\S+\] )?([\w.]*(?:Error|Exception): .+)")
+
+
+def cause_in(log: Path) -> str:
+    """The last error in a log; "" if there is none. One of vLLM's workers, or else of its engine, comes before that of
+    the process which tells that they have ended."""
+    text = log.read_text(errors="replace") if log.exists() else ""
+    found = [match for line in text.splitlines() if (match := _ERROR.match(line)) and "root cause" not in match[2]]
+    sources = ("Worker", "EngineCore", "")
+    return next((m[2] for source in sources for m in reversed(found) if (m[1] or "").startswith(source)), "")
 
 
 BIND_ENV = "VLLM_CPU_OMP_THREADS_BIND"

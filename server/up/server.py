@@ -34,7 +34,7 @@ from server.up import interrupts, resume
 from server.up.config import UpConfig
 from server.up.nodes import NodeChild, Nodes
 from server.up.paths import ServerInfo, default_state_dir
-from server.up.processes import Child, devices_asked, share_of_cores, shares_of_devices, visible_devices
+from server.up.processes import Child, cause_in, devices_asked, share_of_cores, shares_of_devices, visible_devices
 from server.up.served import Served, served
 from server.up.state import StateDir, require_own
 from weightsync.control.hosts import this_host
@@ -78,6 +78,7 @@ class Server:
         self._nodes: Nodes | None = None  # of a Ray cluster
         self.said: tuple[str, ...] = ()  # what the operator should know of what it goes on with
         self._restart_at: dict[str, float] = {}
+        self._errors: dict[str, str] = {}  # of instances that do not serve yet, by id
         self._store_seen: tuple[int, int] | None = None
         self._arena_lock: int | None = None  # shared with other servers in the same arena, if the store is
         self._look_at = 0.0
@@ -182,18 +183,27 @@ class Server:
             env = self._devices[place] if self._devices else cores
             self._spawn(f"{model.named('instance')}-{index}", args, {**env, **self._instance_tracing()})
 
-    def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Block until every instance serves. ProcessFailed shows the log of what ended early."""
-        deadline = time.monotonic() + timeout_s
+    def wait_ready(self, timeout_s: float = READY_TIMEOUT_S, say: Callable[[str], None] = lambda _: None) -> None:
+        """Block until every instance serves; `say` gets each new error of one. Raises ProcessFailed, with reasons."""
+        deadline, told = time.monotonic() + timeout_s, dict[str, str]()
+        key_file = str(self.admin_key_file)
+        info = ServerInfo(self.url, self.admin_url, self.name, self.store, key_file, os.getpid(), "starting")
+        info.write(self.state_dir)
         while not self._ready():
+            for name, error in self._errors.items() - told.items():
+                say(f"{name}: {error}")
+            told |= self._errors
             for child in self._everything().values():
                 if not child.alive and not (_kind(child.name) == "publish" and child.returncode == 0):
-                    raise ProcessFailed(f"{child.name} ended early; the end of {child.log}:\n{child.tail()}")
+                    cause = f"{found}\n" if (found := cause_in(child.log)) else ""
+                    raise ProcessFailed(f"{child.name} ended early: {cause}the end of {child.log}:\n{child.tail()}")
             if time.monotonic() > deadline:
-                raise ProcessFailed(f"not ready after {timeout_s:.0f} s; see the logs in {self.state_dir / 'logs'}")
+                why = "".join(f"{name}: {error}\n" for name, error in self._errors.items())
+                raise ProcessFailed(
+                    f"not ready after {timeout_s:.0f} s. {why}The logs are in {self.state_dir / 'logs'}"
+                )
             time.sleep(0.1)
-        info = ServerInfo(self.url, self.admin_url, self.name, self.store, str(self.admin_key_file), os.getpid())
-        info.write(self.state_dir)
+        replace(info, state="ready").write(self.state_dir)
 
     def watch(self) -> None:
         """Restart what dies, until interrupted; a trainer that ends by itself is left ended."""
@@ -281,8 +291,10 @@ class Server:
 
     def _ready(self) -> bool:
         """Whether each instance serves, or sleeps as it was ordered to before."""
+        self._errors = {}
         try:
-            return all(self._serves(model) for model in self.models)
+            serving = [self._serves(model) for model in self.models]  # each, for the errors of its instances
+            return all(serving)
         except httpx.HTTPError:
             return False
 
@@ -294,7 +306,9 @@ class Server:
             answer = httpx.get(f"{self.admin_url}/admin/{what}", params={"model": model.name}, headers=key, timeout=2.0)
             asked[what] = answer.raise_for_status().json()
         asleep = {row["id"] for row in asked["sleep"]["asleep"]}
-        eligible = {row["id"] for row in asked["instances"]["instances"] if row["eligible"]}
+        rows = [row for row in asked["instances"]["instances"] if row["id"] in ours]
+        self._errors |= {row["id"]: row["error"]["message"] for row in rows if row["error"]}
+        eligible = {row["id"] for row in rows if row["eligible"]}
         if not ours <= eligible | asleep:
             return False
         return ours <= asleep or httpx.get(f"{self.url}/readyz", timeout=2.0).status_code == 200
@@ -388,7 +402,7 @@ def run_up(config: UpConfig) -> None:
             server.start(say)
             for line in server.said:
                 say(line)
-            server.wait_ready()
+            server.wait_ready(say=say)
         console.print(f"[bold]{names}[/] answers on {server.url}  (OpenAI: {server.url}/v1)")
         console.print(f"console: {server.admin_url}/console")
         console.print(f"admin: {server.admin_url}, key in {server.admin_key_file}   logs: {server.state_dir / 'logs'}")

@@ -56,7 +56,7 @@ class Up:
     def info_of(self, pid: int) -> ServerInfo | None:
         path = self.state_dir / "server.json"
         info = ServerInfo.read(self.state_dir) if path.exists() else None
-        return info if info is not None and info.pid == pid else None
+        return info if info is not None and (info.pid, info.state) == (pid, "ready") else None
 
     @property
     def info(self) -> ServerInfo:

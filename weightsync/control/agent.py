@@ -349,7 +349,7 @@ class Participant:
         elif isinstance(action, Flip):
             return await self._flip(board, action)
         elif isinstance(action, Restart) and self._restart is not None:
-            log.info("instance %s starts anew: its engine cannot run the tensors of the version", self._record.id)
+            log.info("instance %s starts anew: its engine cannot run the version", self._record.id)
             restart, self._restart = self._restart, None
             restart()
         return None
@@ -408,8 +408,10 @@ class Participant:
                 raise FingerprintMismatch(active.version, active.fingerprint, fingerprint or "")
             version = _ready(board, active.version)
         except Exception as error:
-            log.warning("instance %s cannot follow to version %d: %s", record.id, active.version, error)
-            await self._say(agent_state.behind(self._record, _error_info(error)))
+            behind = agent_state.behind(self._record, _error_info(error))
+            if behind.error != record.error:  # else each attempt would say it
+                log.warning("instance %s cannot follow to version %d: %s", record.id, active.version, error)
+            await self._say(behind)
             return CATCH_UP_RETRY_S
         started = time.perf_counter()
         try:

@@ -58,8 +58,8 @@ REPORT_GRACE_S = 10.0  # over what the phases of a swap may take: a new leader m
 @dataclass(frozen=True)
 class SwapReport:
     """The outcome of a swap. `prepare_ms` is from open to commit, `commit_ms` from commit until every instance
-    confirmed. `changes`: what their forms differ in, if the instances were restarted for it one by one. `not_flipped`: the
-    instances that could not follow the commit, and start anew with it."""
+    confirmed. `changes`: what their forms differ in, if the instances were restarted for it one by one.
+    `not_flipped`: the instances that could not follow the commit, and start anew with it."""
 
     id: str
     version: int

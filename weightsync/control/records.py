@@ -348,9 +348,9 @@ class SwapRecord(Record):
     names the participant that tries the version before a rolling commit, `drain_s` how long each may wait for its
     streams to end before its flip, `on_lost` what becomes of the swap when a participant dies before the commit.
 
-    `former` is the commit record before it, to which a failed commit returns. `changes` says what their forms differ in, if
-    the engines must be started anew for it: then `turn` names the participant that may restart now, and the deadline is
-    that of its turn.
+    `former` is the commit record before it, to which a failed commit returns. `changes` says what their forms differ
+    in, if the engines must be started anew for it: then `turn` names the participant that may restart now, and the
+    deadline is that of its turn.
     """
 
     id: str

@@ -13,10 +13,11 @@ from server.cli import instances
 from server.cli.app import app
 from server.errors import CliError
 from server.gateway import UpstreamSettings
+from server.up.paths import ServerInfo
 from tests.server.gateway.harness import ADMIN_KEY, KEYS, RunningGateway, post, running_gateway
 from tests.server.gateway.upstream import Link, Received, upstream
 from tests.waiting import eventually, wait_until
-from weightsync.control.records import ActiveRecord, ShareRecord, SplitRecord
+from weightsync.control.records import ActiveRecord, ErrorInfo, ShareRecord, SplitRecord
 
 
 @pytest.fixture
@@ -83,6 +84,21 @@ async def test_status_shows_shares_and_who_answers_for_whom(gateway: RunningGate
         gateway.register(up, "right", active_version=2)
         wait_until(lambda: len(gateway.gateway.default.fleet.serving) == 2)
         assert "version 2 has 10 % of the requests\n" in await run(gateway, "list")
+
+
+async def test_status_says_what_keeps_a_server_that_starts_from_serving(
+    gateway: RunningGateway, tmp_path: Path
+) -> None:
+    async with upstream() as up:
+        error = ErrorInfo("checksum_mismatch", "tensor 'x' has checksum 1 as built")
+        gateway.register(up, "instance-0", state="STARTING", error=error)
+        url = f"http://127.0.0.1:{gateway.admin_port}"
+        for state, said in (("starting", True), ("ready", False)):
+            ServerInfo(url, url, "toy", "", "/dev/null", 1, state).write(tmp_path)
+            done = await asyncio.to_thread(CliRunner().invoke, app, ["status", "--state-dir", str(tmp_path)])
+            assert done.exception is None
+            assert ("toy is starting" in done.output) is said
+            assert "instance-0: tensor 'x' has checksum 1 as built" in done.output
 
 
 async def test_drain_waits_for_what_is_there(gateway: RunningGateway) -> None:

@@ -73,7 +73,8 @@ class Up:
         return re.findall(rf"{name} runs on (\S+)", self.said())[-1]
 
     def ready(self) -> ServerInfo:
-        wait_until((self.state / "server.json").exists, 400, self.said, self.process)
+        file = self.state / "server.json"
+        wait_until(lambda: file.exists() and ServerInfo.read(self.state).state == "ready", 400, self.said, self.process)
         return ServerInfo.read(self.state)
 
     def end(self) -> int:

@@ -258,7 +258,7 @@ def test_it_is_ready_when_each_instance_serves_or_sleeps_as_it_was_ordered_to(
 
     def answer(url: str, **_: object) -> httpx.Response:
         body = {
-            "instances": [{"id": f"instance-{i}", "eligible": i in eligible} for i in range(2)],
+            "instances": [{"id": f"instance-{i}", "error": None, "eligible": i in eligible} for i in range(2)],
             "asleep": [{"id": f"instance-{i}"} for i in asleep],
         }
         status = readyz if url.endswith("/readyz") else 200

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
 import weightsync
@@ -24,7 +25,7 @@ from server.up import interrupts
 from server.up import server as up
 from server.up.config import UpConfig
 from server.up.paths import ServerInfo
-from server.up.processes import DEVICES_ENV, devices_asked, share_of_cores, shares_of_devices, visible_devices
+from server.up.processes import DEVICES_ENV, cause_in, devices_asked, share_of_cores, shares_of_devices, visible_devices
 from server.up.served import draft_dir, served
 from server.up.server import Server
 from tests.weightsync.tensors import model as model_of
@@ -245,6 +246,100 @@ def test_what_ends_is_started_again_after_a_pause_of_its_own(
     server.restart_ended()
     assert calls["gateway"] == ["stop", "start"]
     assert capsys.readouterr().err.count("restarting") == 2
+
+
+ENGINE_DIED = """\
+INFO: all is well
+(EngineCore pid=7) ERROR 11-27 06:52:18 [core.py:946] EngineCore failed to start.
+(EngineCore pid=7) ERROR 11-27 06:52:18 [core.py:946] Traceback (most recent call last):
+(EngineCore pid=7) ERROR 11-27 06:52:18 [core.py:946]     raise ValueError(
+(EngineCore pid=7) ERROR 11-27 06:52:18 [core.py:946] ValueError: Free memory on device cuda:0 (0.06/1.0 GiB) is less
+(EngineCore pid=7) Process EngineCore:
+(EngineCore pid=7) ValueError: Free memory on device cuda:0 (0.06/1.0 GiB) is less
+Traceback (most recent call last):
+RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
+OSError: the socket is gone
+"""
+WORKER_DIED = """\
+(Worker_TP1 pid=9) ERROR 11-27 06:52:18 [executor.py:8] torch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB
+(EngineCore_DP0 pid=7) ERROR 11-27 06:52:18 [core.py:9] Exception: WorkerProc initialization failed due to an \
+exception in a background process. See stack trace for root cause.
+(EngineCore_DP0 pid=7) RuntimeError: cancelled
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "cause"),
+    [
+        (ENGINE_DIED, "ValueError: Free memory on device cuda:0 (0.06/1.0 GiB) is less"),
+        (WORKER_DIED, "torch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB"),
+        (
+            "KeyError: 'a'\nTraceback:\nModuleNotFoundError: No module named 'x'\nbye",
+            "ModuleNotFoundError: No module named 'x'",
+        ),
+        ("an Error: of nothing\n", ""),
+        (None, ""),
+    ],
+)
+def test_what_a_process_died_of_is_found_in_its_log(tmp_path: Path, log: str | None, cause: str) -> None:
+    """vLLM's engine and its workers are processes of their own: some hundred lines of others follow their error."""
+    if log is not None:
+        (tmp_path / "log").write_text(log)
+    assert cause_in(tmp_path / "log") == cause
+
+
+def test_what_ended_early_is_told_with_its_cause_first(server: Server, tmp_path: Path) -> None:
+    server.start()
+    (log := tmp_path / "instance-1.log").write_text(ENGINE_DIED)
+    instance: Any = server.children["instance-1"]
+    instance.alive, instance.log, instance.tail = False, log, lambda: "its end"
+    with pytest.raises(ProcessFailed) as failed:
+        server.wait_ready()
+    first, *rest = str(failed.value).splitlines()
+    assert first == "instance-1 ended early: ValueError: Free memory on device cuda:0 (0.06/1.0 GiB) is less"
+    assert rest == [f"the end of {log}:", "its end"]
+
+
+class Answers:
+    """What the gateway says of instances, one look after the other; the last one again and again."""
+
+    def __init__(self, *looks: list[tuple[str, str | None, bool]]) -> None:
+        self.looks = list(looks)
+
+    def get(self, url: str, **_: Any) -> httpx.Response:
+        body: dict[str, Any] = {"asleep": []}
+        if url.endswith("/admin/instances"):
+            look = self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
+            errors = {name: {"code": "c", "message": error} if error is not None else None for name, error, _ in look}
+            body = {"instances": [{"id": name, "error": errors[name], "eligible": ok} for name, _, ok in look]}
+        return httpx.Response(200, json=body, request=httpx.Request("GET", url))
+
+
+def test_what_keeps_an_instance_from_serving_is_said_once_and_at_the_end(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.start()
+    server.admin_key_file.write_text("key")
+    monkeypatch.setattr(up.time, "sleep", lambda _: None)
+    starting, failed, again = (
+        [("instance-0", error, False), ("instance-1", None, True), ("of-another", "its own", False)]
+        for error in (None, "no room", "no memory")
+    )
+    said: list[str] = []
+    monkeypatch.setattr(up.httpx, "get", Answers(starting, failed, failed, again).get)
+
+    def say(line: str) -> None:
+        said.append(line)
+        assert ServerInfo.read(server.state_dir).state == "starting", "so that `hotswap status` can say it too"
+        if line == "instance-0: no memory":
+            monkeypatch.setattr(up.time, "monotonic", lambda: float("inf"))
+
+    with pytest.raises(ProcessFailed, match=r"not ready .*\. instance-0: no memory\nThe logs are in .*logs"):
+        server.wait_ready(say=say)
+    assert said == ["instance-0: no room", "instance-0: no memory"]
+    monkeypatch.setattr(up.httpx, "get", Answers([("instance-0", None, True), ("instance-1", None, True)]).get)
+    server.wait_ready()
+    assert ServerInfo.read(server.state_dir).state == "ready"
 
 
 def models_file(directory: Path, *models: str) -> Path:

@@ -61,16 +61,20 @@ async def test_what_it_loaded_at_start_is_not_loaded_again(fleet: Fleet, publish
 
 
 async def test_one_that_cannot_catch_up_stays_out_and_tries_again(
-    fleet: Fleet, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet, publisher: Publisher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Its record and its log say why: the log once for each new error."""
     monkeypatch.setattr("weightsync.control.agent.CATCH_UP_RETRY_S", 0.02)
     await fleet.coordinator().activate(await publish(publisher))
 
     def refuse(version: object) -> None:
-        raise DigestMismatch("w", "aa", "bb")
+        raise DigestMismatch("w", "aa", "bb" if len(engine.calls) <= 3 else "cc")
 
-    engine = await fleet.instance("a", Engine(on_stage=refuse), wait=False)
-    await eventually(lambda: len(engine.calls) >= 3)
+    engine = Engine(on_stage=refuse)
+    await fleet.instance("a", engine, wait=False)
+    await eventually(lambda: len(engine.calls) >= 6)
+    said = [line for line in caplog.messages if "cannot follow" in line]
+    assert [got for line in said for got in ("digest bb", "digest cc") if got in line] == ["digest bb", "digest cc"]
     found = await record(fleet, "a")
     assert found is not None
     assert (found.state, found.error.code if found.error else None) == ("STARTING", "digest_mismatch")

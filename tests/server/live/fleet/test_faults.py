@@ -199,6 +199,7 @@ def test_weights_that_are_not_finite_are_refused_while_staging(
     assert answer.status_code in (409, 422)
     assert name in error["message"]
     assert "NaN or infinite" in error["message"]
+    assert f"tensor {name!r} has NaN" in live.processes.children["instance-0"].log.read_text(), "of its instance"
     assert live.active() == serving[0]
     assert live.generate(PROMPT, 12)["choices"][0]["token_ids"] == serving[1]
 
