@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from trainer.batch import Fields, Sequence
-from trainer.data.records import Record
+from trainer.data.records import Learns, Record
 from trainer.trajectory import TrajectoryGroup
 
 # Fields of a batch, all float32 [B, T] and about the token at t + 1, beside batch.MASK:
@@ -59,7 +59,7 @@ class Algorithm(Protocol):
     log-probs are (the last pipeline stage of its data-parallel rank). One that needs VALUES is an `ActorCritic`.
     """
 
-    learns: Literal["target", "preference", "samples"]  # what each record must have; a prompt is enough for samples
+    learns: Learns  # what each record must have
     samples_per_prompt: int  # rollouts wanted for each record; 0: none, records carry their targets
     minibatches: int  # optimizer steps each batch is split into
     epochs: int  # passes over each batch
@@ -98,7 +98,7 @@ class ActorCritic(Algorithm, Protocol):
 class AlgorithmBase:
     """The plain answers: one pass, nothing computed beforehand, every group kept, no critic."""
 
-    learns: Literal["target", "preference", "samples"] = "samples"
+    learns: Learns = "samples"
     samples_per_prompt: int = 0
     minibatches: int = 1
     epochs: int = 1

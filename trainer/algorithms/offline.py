@@ -11,7 +11,7 @@ from torch.nn.functional import logsigmoid, pad
 from trainer.algorithms.base import REFERENCE_LOGPROBS, AlgorithmBase, LossOutput
 from trainer.batch import MASK, SEGMENTS, Fields, Sequence, sequence_sum
 from trainer.config import DpoConfig, SftConfig
-from trainer.data.records import Record
+from trainer.data.records import Learns, Record
 from trainer.errors import DataError
 from trainer.trajectory import TrajectoryGroup
 
@@ -19,7 +19,7 @@ from trainer.trajectory import TrajectoryGroup
 class Sft(AlgorithmBase):
     """Supervised fine-tuning: cross-entropy on the records' targets, averaged over tokens."""
 
-    learns = "target"
+    learns: Learns = "target"
 
     def __init__(self, config: SftConfig) -> None:
         self.config = config
@@ -50,7 +50,7 @@ class Dpo(AlgorithmBase):
     and a step's the mean over pairs.
     """
 
-    learns = "preference"
+    learns: Learns = "preference"
     needs = frozenset({REFERENCE_LOGPROBS})
     rows_together = 2
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from trainer.config import FileData
-from trainer.data.records import Record
+from trainer.data.records import Learns, Record
 from trainer.data.tokenizer import Tokenizer
 
 _MISSING = object()
@@ -25,7 +25,7 @@ class Needs(msgspec.Struct, frozen=True):
     """What a run must find in each record that it trains on: what it `learns`, in sequences of at most `longest`
     tokens, which together fill at most a `row`."""
 
-    learns: Literal["target", "preference", "samples"] = "samples"
+    learns: Learns = "samples"
     longest: int | None = None
     row: int | None = None
 

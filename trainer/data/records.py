@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from trainer.errors import ResumeError
 
 LARGEST_TABLE = 1 << 20
 ROUNDS = 6
+Learns = Literal["target", "preference", "samples"]  # what a run needs of a record; a prompt is enough for samples
 
 
 @dataclass(frozen=True)

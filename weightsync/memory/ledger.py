@@ -228,8 +228,10 @@ class Ledger:
         else:
             found = await self.store.get(self.keys.schema)
             served = Schema.from_json(found.value) if found is not None else None
-        alike = served is not None and served.tensors == schema.tensors
-        if alike and not (form.config and config and await asyncio.to_thread(differing, form.config, config)):
+        alike, keys = served is not None and served.tensors == schema.tensors, tuple[str, ...]()
+        if alike and form.config and config:
+            keys = await asyncio.to_thread(differing, form.config, config)
+        if alike and not keys:
             return (basis.form if basis is not None else ""), None
         if config is None and served is not None:
             require_same_schema(served, schema)
