@@ -86,7 +86,10 @@ def print_plan(config: TrainerConfig, options: PlanOptions, console: Console | N
     _say_configured(console, config, shape, work, hardware)
     choice = recommend(shape, hardware, work)
     _say_recommended(console, choice, hardware)
-    _say_checkpoints(console, config, shape, choice, work)
+    if config.checkpoint is not None:
+        taken = bytes_to_save(shape, choice.parallel, work, copied=config.checkpoint.asynchronous)
+        ranks = "every rank" if choice.parallel.shard == "full" else "each rank of the first data-parallel replica"
+        console.print(f"a checkpoint: up to {gib(taken)} of host memory for {ranks}, beside the GPUs'")
 
 
 def as_yaml(choice: Choice) -> str:
@@ -138,15 +141,6 @@ def _say_recommended(console: Console, choice: Choice, hardware: Hardware) -> No
     console.print(_table(title, choice.estimate))
     console.print(f"{choice.why}; {gib(choice.room - choice.estimate.total)} to spare a GPU")
     console.print(as_yaml(choice), highlight=False)
-
-
-def _say_checkpoints(
-    console: Console, config: TrainerConfig, shape: ModelShape, choice: Choice, work: Workload
-) -> None:
-    if config.checkpoint is not None:
-        taken = bytes_to_save(shape, choice.parallel, work, copied=config.checkpoint.asynchronous)
-        ranks = "every rank" if choice.parallel.shard == "full" else "each rank of the first data-parallel replica"
-        console.print(f"a checkpoint: up to {gib(taken)} of host memory for {ranks}, beside the GPUs'")
 
 
 def _layout(p: Any) -> str:
