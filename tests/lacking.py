@@ -9,11 +9,6 @@ from typing import NoReturn
 
 import pytest
 
-# Evaluated among the names of the test's module, which has imported torch.
-bf16_only = pytest.mark.skipif(
-    "not torch.cpu._is_avx512_bf16_supported()", reason="packed kernels need a CPU with AVX512-BF16"
-)
-
 
 def lacking(reason: str) -> NoReturn:
     """On a developer's machine the test is skipped; where CI is set it fails."""

@@ -7,11 +7,13 @@ failure here after an upgrade names what moved; code asks `weightsync/vllm_engin
 from __future__ import annotations
 
 import ast
+import builtins
 import importlib.util
 import inspect
 from collections.abc import Iterator
 from importlib.metadata import distributions, entry_points
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +22,7 @@ from server.instance import openapi
 from server.instance.config import _INSTEAD
 from tests import vllm_source
 from tests.contract import Installed, Release, Sources
+from tests.cpu import FLAGS, CpuKind, cpu_kind
 from tests.lacking import lacking
 from weightsync import vllm_plugin
 from weightsync.errors import UnsupportedVllm
@@ -555,9 +558,43 @@ def test_kernels_of_this_build() -> None:
     assert model_loader._LOAD_FORMAT_TO_MODEL_LOADER["dummy"].__name__ in ("DummyModelLoader", "PlaceholderLoader")
     for name in ("_reorder_linear_weight", "_linear_pointwise", "_get_mkldnn_serialized_md", "_nbytes", "data_ptr"):
         assert hasattr(torch.ops.mkldnn, name)
-    if not torch.cpu._is_avx512_supported():  # its kernels for other CPUs pack no weights
+    if cpu_kind() < CpuKind.AVX512_BF16:  # its library for such a CPU packs no weights, as the next test says
         return
     weight = torch.arange(64 * 32).view(64, 32).bfloat16()
     packed = torch.ops._C.convert_weight_packed(weight)
     pairs = weight.view(torch.int32).view(2, 32, 16).transpose(1, 2).contiguous()
     assert torch.equal(packed.view(torch.int32).flatten(), pairs.flatten())
+
+
+@pytest.mark.parametrize(
+    ("kind", "library"),
+    [
+        (CpuKind.AVX2, "_C_AVX2"),
+        (CpuKind.AVX512, "_C_AVX512"),
+        (CpuKind.AVX512_BF16, "_C"),
+        (CpuKind.AMX, "_C"),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_the_library_of_kernels_for_each_kind_of_cpu(
+    kind: CpuKind, library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    import vllm
+    from vllm.platforms.cpu import CpuPlatform
+
+    imported, real = [], builtins.__import__
+
+    def note(name: str, *more: Any, **named: Any) -> Any:
+        if not name.startswith("vllm._C"):
+            return real(name, *more, **named)
+        imported.append(name)
+        return None
+
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {f: n < kind for n, f in enumerate(FLAGS)})
+    with monkeypatch.context() as patch:
+        patch.setattr(builtins, "__import__", note)
+        CpuPlatform.import_kernels()
+    assert imported == [f"vllm.{library}"]
+    kernels = Path(vllm.__file__).with_name(f"{library}.abi3.so").read_bytes()
+    assert (b"convert_weight_packed(" in kernels) is (kind >= CpuKind.AVX512_BF16)

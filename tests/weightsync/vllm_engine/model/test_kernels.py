@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.lacking import bf16_only
+from tests.cpu import FLAGS, CpuKind, bf16_only, cpu_kind
 from weightsync.vllm_engine.model.placement import group_by_layer, layer_of
 
 KINDS = [torch.bfloat16, torch.float32]
@@ -23,6 +23,27 @@ def stock_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
     layer.bias = None if bias is None else torch.nn.Parameter(bias.clone(), requires_grad=False)
     dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
     return lambda x: layer.cpu_linear(x, layer.weight, layer.bias)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("kind", CpuKind)
+def test_the_kind_of_a_cpu(kind: CpuKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    capabilities = {"avx2": True} | {flag: number < kind for number, flag in enumerate(FLAGS)}
+    assert cpu_kind(capabilities) is kind
+    assert cpu_kind({name: value for name, value in capabilities.items() if value}) is kind
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    assert cpu_kind() is kind
+    asked = [
+        torch.cpu._is_avx512_supported(),
+        torch.cpu._is_avx512_bf16_supported(),
+        torch.cpu._is_amx_tile_supported(),
+    ]
+    assert sum(asked) == kind, "vLLM asks torch for the same flags"
+
+
+def test_a_kind_has_what_those_before_it_have() -> None:
+    """A virtual machine may hide instructions: with AMX and without BF16, vLLM loads the kernels for AVX-512 alone."""
+    assert cpu_kind({"avx512_f": True, "amx_tile": True}) is CpuKind.AVX512
+    assert cpu_kind({}) is CpuKind.AVX2
 
 
 @pytest.mark.engine
@@ -68,7 +89,8 @@ def test_choice_of_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     from weightsync.vllm_engine.model.linear import choose_kernel, onednn_takes
 
     cpu, bf16 = torch.device("cpu"), torch.bfloat16
-    general = "private" if onednn_takes(bf16) else "plain"  # on a CPU without AVX-512
+    assert onednn_takes(bf16) or cpu_kind() < CpuKind.AVX512
+    general = "private" if onednn_takes(bf16) else "plain"
     assert choose_kernel((64, 63), bf16, cpu) == general
     assert choose_kernel((1024, 1024), torch.float32, cpu) == "packed"
     assert choose_kernel((64, 64), bf16, torch.device("cuda")) == "plain"

@@ -14,7 +14,7 @@ from torch import nn
 from loadtest.models.checkpoints import make_checkpoint
 from loadtest.models.kinds import make_kind
 from loadtest.models.vllm_worker import Worker, worker
-from tests.lacking import bf16_only, unable
+from tests.cpu import CpuKind, bf16_only, needs
 from weightsync import Publisher, SlotReader
 from weightsync.control.records import VersionRecord
 from weightsync.errors import ChecksumMismatch, DigestMismatch, MissingTensor
@@ -92,15 +92,15 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().flatten().view(torch.uint8)
 
 
-@pytest.mark.parametrize("kernel", [pytest.param("packed", marks=bf16_only), "private", "plain"])
+# oneDNN multiplies bf16 with AVX-512.
+KERNELS = [pytest.param("packed", marks=bf16_only), pytest.param("private", marks=needs(CpuKind.AVX512)), "plain"]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_replay_builds_what_the_loader_builds(
     name: str, kernel: str, tmp_path: Path, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from weightsync.vllm_engine.model.linear import onednn_takes
-
-    if kernel == "private" and not onednn_takes(torch.bfloat16):
-        unable("oneDNN has no bf16 kernel for this CPU")
     monkeypatch.setenv("HOTSWAP_LINEAR_KERNEL", kernel)
     checkpoint = checkpoint_of(tmp_path, name, "bfloat16")
     with worker(checkpoint) as w:
