@@ -32,8 +32,8 @@ class Seen:
 class Clients:
     """Threads that ask the public port until told to stop. Retryable faults are noted and the question asked again."""
 
-    def __init__(self, urls: list[str], count: int = 4) -> None:
-        self.seen = Seen()
+    def __init__(self, urls: list[str], count: int = 4, tokens: int = TOKENS) -> None:
+        self.seen, self._tokens = Seen(), tokens
         self._stop = threading.Event()
         self._threads = [
             threading.Thread(target=self._run, args=(urls[i % len(urls)],), daemon=True) for i in range(count)
@@ -65,7 +65,7 @@ class Clients:
                     self._stop.wait(0.1)
 
     def _ask(self, http: httpx.Client) -> None:
-        body = {"prompt_token_ids": [5, 6, 7], "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+        body = {"prompt_token_ids": [5, 6, 7], "max_tokens": self._tokens, "temperature": 0, "ignore_eos": True}
         got = 0
         with http.stream("POST", "/generate", json=body) as answer:
             if answer.status_code != 200:
@@ -78,7 +78,7 @@ class Clients:
                     event = line.removeprefix("event: ")
                 elif line.startswith("data: "):
                     got += self._take(event, orjson.loads(line.removeprefix("data: ")))
-        self.seen.answers += got == TOKENS
+        self.seen.answers += got == self._tokens
 
     def _take(self, event: str, data: dict[str, Any]) -> int:
         if event == "error":

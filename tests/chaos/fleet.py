@@ -62,6 +62,16 @@ class Fleet:
         """What `hotswap up` does all the time: start again what has ended."""
         self.live.processes.restart_ended()
 
+    def mended(self) -> bool:
+        """Whether every instance lives and serves, those that were killed included."""
+        self.revive()
+        children = [child for name, child in self.live.processes.children.items() if name.startswith("instance-")]
+        try:
+            served = {record["pid"] for record in self.live.instances() if record["eligible"]}
+        except (httpx.TransportError, KeyError):  # the gateway is being started again, or waits for the store
+            return False
+        return all(child.alive for child in children) and served == {child.process.pid for child in children}
+
     def whole_again(self, version: int) -> bool:
         def look() -> bool:
             self.revive()

@@ -21,7 +21,8 @@ from tests.chaos.clients import Clients
 from tests.chaos.fleet import CUT, Fleet, assert_clean, running
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+# The start of the engines has a limit of its own.
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300, func_only=True)]
 
 
 @pytest.fixture(scope="module")
