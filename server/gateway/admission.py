@@ -1,7 +1,6 @@
 """From a head and a body to a `Request`: which route it is for, whose it is, what it asks for, what its key allows.
 
-Whoever reads requests from clients calls this, in the order of the methods: a connection (connection.py), or the ASGI
-app (asgi.py).
+A connection (connection.py) calls the methods in their order, for each request that it reads.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ MODELS: Final = b"/v1/models"
 
 
 class Client(Protocol):
-    """The side that asked: a connection (connection.py) or an ASGI task (asgi.py).
+    """The side that asked (connection.py).
 
     All calls are made from the event loop and return at once. The answer is HTTP/1.1 as bytes, its head first.
     """

@@ -383,7 +383,6 @@ class GatewayConfig:
         Literal["key", "shared"], Option("who shares prefix cache blocks: the requests of a key, or all", up=True)
     ] = "key"
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Option("least level of the log lines")] = "info"
-    plain_asgi: Annotated[bool, Option("forward from an ASGI app, over uvicorn's own HTTP protocol")] = False
     workers: Annotated[
         int, Option("processes on the port, or `auto`: one for each core", metavar="N", read=_workers)
     ] = 1

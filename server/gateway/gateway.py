@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from server.answers.desk import Desk
 from server.answers.feedback import Recent
@@ -44,18 +44,14 @@ from weightsync.errors import RecordError, StoreError
 from weightsync.store import Store, open_store
 from weightsync.tls import ClusterTls
 
+if TYPE_CHECKING:
+    from server.gateway.connection import GatewayProtocol
+
 log = logging.getLogger("hotswap.gateway")
 
 SWEEP_INTERVAL_S = 0.25
 RELOAD_INTERVAL_S = 1.0
 FIRST_VIEW_TIMEOUT_S = 2.0
-
-
-class Client(Protocol):
-    """A client that is served now: a connection (connection.py), or a request of the ASGI app (asgi.py)."""
-
-    def sweep(self, now: float) -> None:
-        """Ends what is over its time. Monotonic seconds."""
 
 
 class Gateway:
@@ -94,7 +90,7 @@ class Gateway:
         self.leaving = False  # it was told to stop: load balancers are to send nothing more
         self.outbox = Outbox()
         self.buffered = 0  # bytes of request bodies held now
-        self.clients: set[Client] = set()
+        self.clients: set[GatewayProtocol] = set()  # their connections
 
     @property
     def default(self) -> Model:

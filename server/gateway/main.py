@@ -39,20 +39,17 @@ BACKLOG = 2048
 
 
 def uvicorn_config(config: GatewayConfig) -> uvicorn.Config:
-    """How uvicorn runs the gateway: our protocol for the forwarded routes, our app for the rest; or our app for all."""
+    """How uvicorn runs the gateway: our protocol for the forwarded routes, our app for the rest."""
     import uvicorn
 
     from server.gateway.app import build_app
-    from server.gateway.asgi import PlainApp
     from server.gateway.connection import GatewayProtocol
 
-    plain = config.plain_asgi
     return uvicorn.Config(
-        PlainApp(build_app(config)) if plain else build_app(config),
+        build_app(config),
         host=config.host,
         port=config.port,
-        http="httptools" if plain else cast(type[asyncio.Protocol], GatewayProtocol),  # by its methods
-        limit_concurrency=config.limits.max_connections if plain else None,
+        http=cast(type[asyncio.Protocol], GatewayProtocol),  # by its methods
         ws="none",
         loop="uvloop",
         lifespan="on",
@@ -61,7 +58,6 @@ def uvicorn_config(config: GatewayConfig) -> uvicorn.Config:
         log_level=config.log_level,
         server_header=False,
         date_header=False,
-        timeout_keep_alive=max(1, int(config.limits.keep_alive_s)),
         timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
         ssl_certfile=cast(str | None, config.ssl_certfile and str(config.ssl_certfile)),
         ssl_keyfile=config.ssl_keyfile and str(config.ssl_keyfile),

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-import pytest
 import uvicorn
 
 from server.gateway import GatewayConfig
@@ -23,10 +22,6 @@ from tests.waiting import eventually, wait_until
 from weightsync.control.records import InstanceRecord, Keys
 from weightsync.store import SyncStore
 
-# A module's fixture `gateway` with these parameters runs over connection.py, and over uvicorn's protocol and asgi.py.
-SERVERS: dict[str, Any] = {"params": [False, True], "ids": ["own", "asgi"]}
-# The mark of a test of such a module that holds over connection.py alone: docs/gateway.md says what asgi.py leaves out.
-OWN = pytest.mark.parametrize("gateway", [False], ids=["own"], indirect=True)
 MODEL = "toy"
 ADMIN_KEY = "admin-key-for-the-tests"
 KEYS = Keys(MODEL)

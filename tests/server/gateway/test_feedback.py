@@ -12,7 +12,7 @@ import pytest
 
 from server.gateway.config import AnswerSettings
 from tests.server import continued
-from tests.server.gateway.harness import ADMIN_KEY, SERVERS, RunningGateway, admin, new_key, post, running_gateway
+from tests.server.gateway.harness import ADMIN_KEY, RunningGateway, admin, new_key, post, running_gateway
 from tests.server.gateway.upstream import Answer, Link, Received, Upstream, upstream
 from tests.waiting import eventually
 
@@ -20,11 +20,9 @@ ADMIN = f"Authorization: Bearer {ADMIN_KEY}\r\n"
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "Hello"}], "stream": True, "temperature": 0.5}
 
 
-@pytest.fixture(scope="module", **SERVERS)
-def gateway(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
-    directory = tmp_path_factory.mktemp("gateway")
-    settings = AnswerSettings(segment_s=0.01)
-    with running_gateway(directory, plain_asgi=request.param, answers=settings) as running:
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
+    with running_gateway(tmp_path_factory.mktemp("gateway"), answers=AnswerSettings(segment_s=0.01)) as running:
         yield running
 
 

@@ -21,7 +21,7 @@ from server.gateway.fleet.routing import Need
 from server.gateway.wire.journal import ReplayMemory
 from server.resume import RESUMABLE, RESUME
 from tests.server.continued import END, HEAD, STAMPED, Fleet, chat, event, framed
-from tests.server.gateway.harness import SERVERS, RunningGateway, post, running_gateway
+from tests.server.gateway.harness import RunningGateway, post, running_gateway
 from tests.server.gateway.upstream import Answer, Link, Received, Upstream, read_answer, upstream
 from tests.waiting import eventually
 from weightsync.control.agent import LAST_RETRY_S
@@ -38,9 +38,9 @@ def settings(**failover: Any) -> UpstreamSettings:
     return UpstreamSettings(scrape_interval_s=3600.0, hold_s=0.0, health=HARDY, failover=more)
 
 
-@pytest.fixture(scope="module", **SERVERS)
-def gateway(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[RunningGateway]:
-    with running_gateway(tmp_path_factory.mktemp("gateway"), upstream=settings(), plain_asgi=request.param) as g:
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
+    with running_gateway(tmp_path_factory.mktemp("gateway"), upstream=settings()) as g:
         yield g
 
 

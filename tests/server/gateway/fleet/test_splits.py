@@ -17,7 +17,7 @@ from server.gateway.fleet.instance import Instance
 from server.gateway.fleet.routing import Need, fresh
 from server.gateway.fleet.splits import Splits
 from server.gateway.wire.head import RequestHead
-from tests.server.gateway.harness import KEYS, SERVERS, RunningGateway, get, post, running_gateway
+from tests.server.gateway.harness import KEYS, RunningGateway, get, post, running_gateway
 from tests.server.gateway.upstream import Link, Received, Upstream, read_answer, upstream
 from tests.waiting import eventually
 from weightsync.control.records import ActiveRecord, InstanceRecord, ShareRecord, SplitRecord, SwapRecord
@@ -221,9 +221,9 @@ class Instances:
         return found
 
 
-@pytest.fixture(**SERVERS)
-def gateway(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RunningGateway]:
-    with running_gateway(tmp_path, run_coordinator=False, plain_asgi=request.param) as running:
+@pytest.fixture
+def gateway(tmp_path: Path) -> Iterator[RunningGateway]:
+    with running_gateway(tmp_path, run_coordinator=False) as running:
         yield running
 
 

@@ -21,7 +21,7 @@ from server.gateway.cors import Origins
 from server.gateway.routes import find, public_names
 from server.gateway.wire.bodies import check_object
 from server.gateway.wire.relay import MAX_HEAD, ResponseRelay
-from tests.server.gateway.harness import ADMIN_KEY, OWN, SERVERS, RunningGateway, get, post, running_gateway
+from tests.server.gateway.harness import ADMIN_KEY, RunningGateway, get, post, running_gateway
 from tests.server.gateway.upstream import Upstream, read_answer, upstream
 from tests.waiting import eventually, stays
 
@@ -35,19 +35,18 @@ LIMITS = Limits(
 )
 
 
-@pytest.fixture(scope="module", **SERVERS)
-def gateway(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[RunningGateway]:
-    settings = {"upstream": UpstreamSettings(scrape_interval_s=3600.0), "limits": LIMITS, "plain_asgi": request.param}
-    with running_gateway(tmp_path_factory.mktemp("gateway"), **settings) as g:
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
+    settings = UpstreamSettings(scrape_interval_s=3600.0)
+    with running_gateway(tmp_path_factory.mktemp("gateway"), upstream=settings, limits=LIMITS) as g:
         yield g
 
 
 @pytest.fixture(scope="module")
-def hasty(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[RunningGateway]:
+def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
     """A gateway without patience, for what it ends by itself."""
     settings, limits = UpstreamSettings(scrape_interval_s=3600.0), Limits(request_timeout_s=0.5, keep_alive_s=0.4)
-    plain = getattr(request, "param", False)
-    with running_gateway(tmp_path_factory.mktemp("hasty"), upstream=settings, limits=limits, plain_asgi=plain) as g:
+    with running_gateway(tmp_path_factory.mktemp("hasty"), upstream=settings, limits=limits) as g:
         yield g
 
 
@@ -126,17 +125,11 @@ TRICKS = [
 ]
 
 
-HARMLESS = {"/generate#/pause", "http://t/v1/completions", "https://t/v1/completions"}  # uvicorn makes paths of them
-
-
 @pytest.mark.parametrize("target", TRICKS)
 async def test_path_tricks_reach_nobody(gateway: RunningGateway, target: str) -> None:
     async with upstream() as up:
         gateway.register(up)
         answer = await gateway.ask(post(target))
-        if gateway.gateway.config.plain_asgi and target in HARMLESS:
-            assert answer.status == 200
-            return
         assert answer.status in (400, 404)
         code(answer.body)
         assert up.requests == []
@@ -191,21 +184,6 @@ SMUGGLING = {
 }
 
 
-@pytest.mark.parametrize("gateway", [True], ids=["asgi"], indirect=True)
-@pytest.mark.parametrize("name", SMUGGLING)
-async def test_what_uvicorn_lets_through_reaches_an_instance_as_one_plain_request(
-    gateway: RunningGateway, name: str
-) -> None:
-    async with upstream() as up:
-        gateway.register(up)
-        reader, writer = await gateway.connect()
-        writer.write(f"POST /v1/completions HTTP/1.1\r\nHost: t\r\n{SMUGGLING[name]}".encode())
-        await asyncio.wait_for(read_answer(reader), 10)
-        writer.close()
-        assert [request.body for request in up.requests] in ([], [b"{}"])
-
-
-@OWN
 @pytest.mark.parametrize("name", SMUGGLING)
 async def test_smuggling_is_refused(gateway: RunningGateway, name: str) -> None:
     async with upstream() as up:
@@ -221,7 +199,6 @@ async def test_smuggling_is_refused(gateway: RunningGateway, name: str) -> None:
         assert up.requests == []
 
 
-@OWN
 @pytest.mark.parametrize(
     "raw",
     [
@@ -308,7 +285,6 @@ async def test_nothing_follows_an_answer_that_did_not_wait(hasty: RunningGateway
     writer.close()
 
 
-@OWN
 async def test_connections_are_bounded(gateway: RunningGateway) -> None:
     await eventually(lambda: not gateway.gateway.clients)
     links = [await gateway.connect() for _ in range(LIMITS.max_connections + 1)]
@@ -343,7 +319,6 @@ NO_END = {
 A_READ = 256 * 2**10  # the most that the gateway's loop reads at a time
 
 
-@OWN
 @pytest.mark.parametrize("path", ["/v1/completions", "/admin/weights", "/no/such/route"])
 @pytest.mark.parametrize("name", NO_END)
 async def test_framing_without_an_end_is_431(gateway: RunningGateway, path: str, name: str) -> None:
@@ -384,7 +359,6 @@ def test_answers_have_any_number_of_small_chunks() -> None:
     assert relay.complete
 
 
-@OWN
 async def test_a_head_without_an_end_is_431(gateway: RunningGateway) -> None:
     reader, writer = await gateway.connect()
     writer.write(b"GET /healthz HTTP/1.1\r\n")
@@ -399,19 +373,10 @@ async def test_a_long_path_is_431(gateway: RunningGateway) -> None:
     assert (await gateway.ask(get("/" + "a" * 5000))).status == 431
 
 
-HALF = post(body=b"{}")[:-1]
-
-
 @pytest.mark.parametrize(
-    ("hasty", "part"),
-    [
-        (False, b"POST /v1/comp"),
-        (False, HALF),
-        (False, post("/admin/weights", b"{}", ADMIN)[:-1]),
-        (True, HALF),
-    ],
-    indirect=["hasty"],
-    ids=["head", "body", "admin", "asgi-body"],
+    "part",
+    [b"POST /v1/comp", post(body=b"{}")[:-1], post("/admin/weights", b"{}", ADMIN)[:-1]],
+    ids=["head", "body", "admin"],
 )
 async def test_a_request_that_never_ends_is_408(hasty: RunningGateway, part: bytes) -> None:
     answer = await hasty.ask(part, admin=b"/admin" in part)

@@ -17,7 +17,6 @@ from server.cli.app import app
 from server.gateway.config import QueueSettings, UpstreamSettings
 from tests.server.gateway.harness import (
     ADMIN_KEY,
-    SERVERS,
     RunningGateway,
     get,
     new_key,
@@ -56,12 +55,11 @@ def answers(name: str, *, models: tuple[str, ...] = ()) -> Any:
     return handle
 
 
-@pytest.fixture(**SERVERS)
-def gateway(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[RunningGateway]:
+@pytest.fixture
+def gateway(tmp_path: Path) -> Iterator[RunningGateway]:
     file = tmp_path / "models.yaml"
     file.write_text(TWO)
-    settings = {"model": "", "models": file, "run_coordinator": False, "plain_asgi": request.param}
-    with running_gateway(tmp_path, **settings) as g:
+    with running_gateway(tmp_path, model="", models=file, run_coordinator=False) as g:
         yield g
 
 

@@ -8,14 +8,14 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from server.errors import HttpError
-from server.gateway import Limits, UpstreamSettings, asgi
+from server.gateway import Limits, UpstreamSettings
 from server.gateway.admission import Request
 from server.gateway.config import QueueSettings
+from server.gateway.connection import GatewayProtocol
 from server.gateway.exchange import STALE_S, Exchange, State
 from server.gateway.fleet.view import Fleet
 from server.gateway.models.served import Served
@@ -23,7 +23,7 @@ from server.gateway.observe.stats import Stats
 from server.gateway.queue.gate import Gate
 from server.gateway.routes import find
 from server.gateway.wire.head import RequestHead
-from tests.server.gateway.harness import OWN, SERVERS, RunningGateway, get, post, running_gateway
+from tests.server.gateway.harness import RunningGateway, get, post, running_gateway
 from tests.server.gateway.upstream import Link, Received, Upstream, read_answer, upstream
 from tests.waiting import eventually, stands_still
 from weightsync.control.records import InstanceRecord, Keys
@@ -33,17 +33,17 @@ from weightsync.store import open_store
 PATIENT = UpstreamSettings(connect_timeout_s=60.0, read_idle_timeout_s=10.0, scrape_interval_s=3600.0, hold_s=0.0)
 
 
-@pytest.fixture(scope="module", **SERVERS)
-def gateway(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[RunningGateway]:
-    with running_gateway(tmp_path_factory.mktemp("gateway"), upstream=PATIENT, plain_asgi=request.param) as g:
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
+    with running_gateway(tmp_path_factory.mktemp("gateway"), upstream=PATIENT) as g:
         yield g
 
 
-@pytest.fixture(**SERVERS)
-def hasty(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[RunningGateway]:
+@pytest.fixture
+def hasty(tmp_path: Path) -> Iterator[RunningGateway]:
     """A gateway without patience for its clients."""
     limits = Limits(stalled_client_s=0.5)
-    with running_gateway(tmp_path, upstream=PATIENT, limits=limits, plain_asgi=request.param) as g:
+    with running_gateway(tmp_path, upstream=PATIENT, limits=limits) as g:
         yield g
 
 
@@ -117,9 +117,9 @@ async def test_a_kept_alive_connection_is_not_a_disconnect(gateway: RunningGatew
     assert sum(gateway.gateway.default.stats.disconnects.values()) == before
 
 
-def waiting(client: Any) -> int:
+def waiting(client: GatewayProtocol) -> int:
     """Bytes of an answer that the gateway has for a client, and the client does not take."""
-    return client._pending if isinstance(client, asgi._Client) else client.transport.get_write_buffer_size()
+    return client.transport.get_write_buffer_size()
 
 
 async def test_a_slow_reader_holds_the_instance_back(gateway: RunningGateway) -> None:
@@ -140,7 +140,7 @@ async def test_a_slow_reader_holds_the_instance_back(gateway: RunningGateway) ->
         writer.write(post())
         await reader.readuntil(b"\r\n\r\n")
         await stands_still(lambda: sent, 0.2)
-        (client,) = [c for c in gateway.gateway.clients if getattr(c, "exchange", None) is not None]
+        (client,) = [c for c in gateway.gateway.clients if c.exchange is not None]
         assert waiting(client) < 2 * 2**20
         assert sent < 64 * 2**20
         received = 0
@@ -275,7 +275,6 @@ async def test_a_kept_connection_that_ends_late_was_not_closed_already(
         assert [error.status for error in client.refusals] == ([] if again else [502])
 
 
-@OWN
 async def test_pipelined_requests_get_one_answer_and_a_close(gateway: RunningGateway) -> None:
     go = asyncio.Event()
 
@@ -296,7 +295,6 @@ async def test_pipelined_requests_get_one_answer_and_a_close(gateway: RunningGat
     assert len(up.requests) == 1
 
 
-@OWN
 async def test_a_forwarded_request_behind_one_for_the_app_is_not_acted_on(gateway: RunningGateway) -> None:
     async with upstream() as up:
         gateway.register(up)

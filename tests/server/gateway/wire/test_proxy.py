@@ -13,7 +13,7 @@ import pytest
 
 from server.gateway import Limits, UpstreamSettings
 from server.gateway.connection import GatewayProtocol
-from tests.server.gateway.harness import ADMIN_KEY, OWN, SERVERS, RunningGateway, get, post, running_gateway
+from tests.server.gateway.harness import ADMIN_KEY, RunningGateway, get, post, running_gateway
 from tests.server.gateway.upstream import Link, Received, Upstream, read_answer, upstream
 from tests.waiting import eventually
 
@@ -21,10 +21,9 @@ PATIENT = UpstreamSettings(connect_timeout_s=60.0, read_idle_timeout_s=60.0, scr
 HASTY = UpstreamSettings(connect_timeout_s=0.2, read_idle_timeout_s=0.2, scrape_interval_s=3600.0, hold_s=0.0)
 
 
-@pytest.fixture(scope="module", **SERVERS)
-def gateway(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[RunningGateway]:
-    settings = {"upstream": PATIENT, "limits": Limits(max_body=100_000), "plain_asgi": request.param}
-    with running_gateway(tmp_path_factory.mktemp("gateway"), **settings) as g:
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
+    with running_gateway(tmp_path_factory.mktemp("gateway"), upstream=PATIENT, limits=Limits(max_body=100_000)) as g:
         yield g
 
 
@@ -163,7 +162,6 @@ async def test_hop_by_hop_response_headers_stay_behind(gateway: RunningGateway) 
     assert not {"x-private", "keep-alive", "connection"} & answer.headers.keys()
 
 
-@OWN
 async def test_http10_client_gets_a_body_it_can_read(gateway: RunningGateway) -> None:
     async def stream(link: Link, _: Received) -> None:
         await link.sse_head()
@@ -277,7 +275,6 @@ async def test_stale_pooled_connection_is_retried_once(gateway: RunningGateway) 
     assert gateway.gateway.default.stats.stale_retries == before + 1
 
 
-@OWN
 @pytest.mark.parametrize(
     ("early", "said"),
     [
