@@ -146,4 +146,5 @@ class Inflight:
             if not left or version == self.active:
                 return
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), max(left))
+                async with asyncio.timeout(max(left)):
+                    await self._changed.wait()

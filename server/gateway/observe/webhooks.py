@@ -187,7 +187,8 @@ class _Hook:
         self.counts.behind = max(0, last - self.number)
         if self.number >= last:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.news.wait(), LOOK_S)
+                async with asyncio.timeout(LOOK_S):
+                    await self.news.wait()
         elif (found := await self._store.get(chain.entry_key(self.number + 1))) is not None:
             await self._pass_on(client, self.number + 1, found.value)
         else:

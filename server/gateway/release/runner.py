@@ -252,7 +252,8 @@ class Releases:
     async def _until_changed(self, seconds: float) -> None:
         self._changed.clear()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), seconds)
+            async with asyncio.timeout(seconds):  # wait_for of Python 3.11 takes a cancellation that comes with news
+                await self._changed.wait()
 
     async def _advance(self, record: ReleaseRecord) -> None:
         policy = parse(record.policy)

@@ -146,6 +146,16 @@ async def test_harm_is_seen_in_the_sums_of_both_gateways(two: Two) -> None:
     assert "0.2667 of 150" in record.reason
 
 
+async def test_a_gateway_stops_though_there_is_news(two: Two) -> None:
+    """A change and the end in one turn of the loop: the release must not wait for the next change."""
+    waiting = asyncio.create_task(two.releases[0]._until_changed(60))
+    await asyncio.sleep(0)
+    two.releases[0]._changed.set()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
 async def test_a_leader_that_dies_leaves_all_that_the_next_one_needs(two: Two) -> None:
     await two.releases[0].start(13, POLICY, By("somebody"))
     await two.until("held", step=0)
