@@ -1,4 +1,4 @@
-"""What kind of processor this is, and tests of what only some kinds execute."""
+"""The kind of this processor, and tests of what only some kinds execute."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class LiveServer:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """No engine generates meanwhile. What is asked then is all there when they go on."""
+        """No engine generates meanwhile. Requests that come then are all there when the engines go on."""
         pause = self.admin.post("/admin/pause", json={"ttl_s": 300, "requested_by": "test"}).json()["id"]
         try:
             yield

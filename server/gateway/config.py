@@ -273,7 +273,7 @@ class WebhookSettings:
 
 @dataclass(frozen=True)
 class NamedSettings:
-    """What release policies and publications name. Each of these is opened with the gateway's rights, so requests and
+    """Places that policies and publications name. Each is opened with the gateway's rights, so requests and
     records have the name alone: no key, and no writer of the store, chooses a file or a URL."""
 
     reward: Annotated[

@@ -1,4 +1,4 @@
-"""What an upgrade changes of what runs, and what it leaves alone."""
+"""Upgrades of the chart: which pods they change, and which they leave alone."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ _BOUNDS: Final = ("max", "min", "max_increase", "max_decrease", "max_change")
 
 
 class Reward(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """Who scores answers for the metric reward/NAME: the reward of that name of `hotswap reward-server`, or of another
+    """The scorer of the metric reward/NAME: the reward of that name of `hotswap reward-server`, or of another
     server that answers as it does (docs/trainer/rewards.md), where the gateway's `--reward NAME=URL` says. A chat model
     that judges answers is one of its rewards.
 

@@ -1,4 +1,4 @@
-"""What is set before vLLM is imported, and what an instance asks its engine before it serves."""
+"""The environment of vLLM, and the warm-up of an instance before it serves."""
 
 from __future__ import annotations
 
