@@ -115,6 +115,7 @@ class Division:
         self._active = False
         self._allows_for = frozenset({me})
         self._held: dict[str, int] = {}
+        self._changed: dict[str, int] = {}  # equal parts of limits that have changed since the last plan
 
     @property
     def alone(self) -> bool:
@@ -169,6 +170,7 @@ class Division:
 
     def plan(self, uses: Mapping[str, Use]) -> Plan:
         """Gives up what others need more (at once), and says what to hold from now on."""
+        self._changed.clear()
         if not self._active:
             return self._entrance(uses)
         kept = self._allows_for & {self.me, *(n for n, o in self.others.items() if o.state != "left")}
@@ -183,15 +185,17 @@ class Division:
         return Plan("active", kept, wanted, grows)
 
     def limit_changed(self, resource: str, limit: int) -> None:
-        """To be told by all before anybody uses more: each falls back to an equal part at most."""
+        """To be told by all before anybody uses more: each falls back to an equal part at most, also of a plan that is
+        being written."""
+        self._changed[resource] = equal = limit // len(self._allows_for)
         if resource in self._held:
-            self._held[resource] = min(self._held[resource], limit // len(self._allows_for))
+            self._held[resource] = min(self._held[resource], equal)
 
     def adopt(self, plan: Plan) -> None:
         """`plan` was written: it holds."""
         self._active = plan.state == "active"
         self._allows_for = plan.allows_for
-        self._held = dict(plan.held)
+        self._held = {resource: min(units, self._changed.get(resource, units)) for resource, units in plan.held.items()}
 
     def record(self, plan: Plan | None, uses: Mapping[str, Use]) -> UsageRecord:
         """What to write: `plan`, or, without one, what holds already."""

@@ -81,7 +81,7 @@ MUTATIONS: list[Mutation] = [
         ("self._held |= {r: min(units, before[r]) for r, units in wanted.items()}", "self._held |= wanted"),
         (" and _lasts(r))", ")"),
         ("if self.state == \"active\" else 0", "if self.state != \"left\" else 0"),
-        ("min(self._held[resource], limit // len(self._allows_for))", "min(self._held[resource], limit)"),
+        ("min(self._held[resource], equal)", "min(self._held[resource], limit)"),
         ("welcome = all(", "welcome = any("),
     ]),
     *of(ACCESS + "sharing.py", GW + "access/test_shares.py", changes=[

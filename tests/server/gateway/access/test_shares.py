@@ -364,6 +364,18 @@ def test_what_was_used_before_another_came_is_not_given_to_it() -> None:
     assert (one.held("much", 60), one.held("little", 60)) == (50, 30)
 
 
+def test_a_limit_that_changes_while_a_plan_is_written_bounds_the_plan() -> None:
+    """More than an equal part waits until the other gateway, too, has told what it holds of the new limit."""
+    one = Division("one")
+    one.adopt(Plan("active", frozenset({"one", "two"}), {"k/requests": 50}, grows=False))
+    one.seen(UsageRecord("two", "active", ("one", "two"), (Share("k/requests", 2, 0, 0),)), {})
+    plan = one.plan({"k/requests": Use(100, 10, 10)})
+    assert plan.held["k/requests"] > 20
+    one.limit_changed("k/requests", 20)
+    one.adopt(plan)
+    assert one.held("k/requests", 20) == 10
+
+
 @pytest.mark.parametrize(("state", "held"), [("entering", 0), ("active", 30), ("left", 0)])
 def test_only_who_is_active_holds_a_part_of_what_it_does_not_name(state: State, held: int) -> None:
     other = Other(UsageRecord("two", state, ("one", "two"), (Share("named", 7, 5, 0),)))
