@@ -91,8 +91,7 @@ class LeaseKeeper:
         self.lost.set()
         if self._task is not None:
             self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await asyncio.wait({self._task})  # to await the task itself would hide a cancellation of the caller
 
     async def end(self) -> None:
         """Stop renewing and revoke, so that what hangs on the lease goes now."""

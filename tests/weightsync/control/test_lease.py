@@ -100,3 +100,12 @@ async def test_a_guard_ends_with_what_it_watches(tmp_path: Path) -> None:
 
     await eventually(has_ended)
     assert not ran.stderr
+
+
+async def test_a_caller_that_is_cancelled_while_it_stops_ends(store: Store) -> None:
+    keeper = await LeaseKeeper.grant(store, 5.0)
+    stopping = asyncio.create_task(keeper.stop())
+    await asyncio.sleep(0)
+    stopping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await stopping
