@@ -22,7 +22,7 @@ class TooLong(BadRecord):
 
 
 class Needs(msgspec.Struct, frozen=True):
-    """What a run must find in each record that it trains on: what it `learns`, in sequences of at most `longest`
+    """The needs of a run in each record that it trains on: what it `learns`, in sequences of at most `longest`
     tokens, which together fill at most a `row`."""
 
     learns: Learns = "samples"

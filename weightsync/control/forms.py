@@ -90,7 +90,7 @@ def _fields(text: str) -> dict[str, Any]:
 
 
 def _meant(fields: dict[str, Any]) -> dict[str, Any]:
-    """What counts of it; null is no value."""
+    """The fields that count; null is no value."""
     counts = {name: value for name, value in fields.items() if name not in BOOKKEEPING and value is not None}
     return {name: _meant(value) if isinstance(value, dict) else value for name, value in counts.items()}
 
@@ -109,7 +109,7 @@ WORDS: Mapping[type[TensorMismatch], str] = {
 
 @lru_cache(maxsize=16)
 def changes(before: FormRecord, after: FormRecord) -> str:
-    """What differs between two forms, in words."""
+    """The differences between two forms, in words."""
     found: dict[str, list[str]] = {}
     for mismatch in diff_schema(Schema.from_json(before.tensors.encode()), Schema.from_json(after.tensors.encode())):
         found.setdefault(WORDS[type(mismatch)], []).append(mismatch.tensor)

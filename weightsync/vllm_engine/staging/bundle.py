@@ -122,7 +122,7 @@ class HeldBundles:
     def commit(self, target: Bundle, staged: Bundle | None) -> None:
         """Flip to `target`, which is `previous` or `staged`; what was staged besides is given up.
 
-        What ran before is what a rollback flips to. What ran beside it is not: garbage, unless it still runs.
+        A rollback flips to the version that ran before. Parts that ran beside it are garbage, unless they still run.
         """
         self.replaced += target.commit(self.running)
         dropped, former = [self.previous, staged], self.live
