@@ -10,6 +10,10 @@ import typer
 app = typer.Typer(no_args_is_help=True, help="Benchmarks; each prints a table and writes JSON.")
 Json = Annotated[Path | None, typer.Option("--json", help="write the figures here as JSON")]
 ModelKind = Annotated[Literal["dense", "moe", "w8a8", "awq", "mla"], typer.Option(help="what is swapped")]
+Against = Annotated[
+    Path | None, typer.Option(help="only this checkout and another one, in pairs; the other's root directory")
+]
+Pairs = Annotated[int, typer.Option(min=2, help="with --against: visits to each of the two")]
 Small = Annotated[bool, typer.Option(help="a tiny model: checks the benchmark, says nothing of speed")]
 
 
@@ -27,12 +31,18 @@ def swap(
     streams: Annotated[int, typer.Option(help="concurrent streams")] = 16,
     swaps: Annotated[int, typer.Option(help="swaps measured per way")] = 6,
     model_kind: ModelKind = "dense",
+    against: Against = None,
+    pairs: Pairs = 4,
     small: Small = False,
 ) -> None:
     """Client-visible token gaps with no swap, with hotswap, and with vLLM's own pause, update and resume."""
+    from loadtest.swaps import against as paired
     from loadtest.swaps.stall import run
 
-    run(json, streams=streams, swaps=swaps, small=small, kind=model_kind)
+    if against is not None:
+        paired.run(against, json, pairs=pairs, streams=streams, small=small, kind=model_kind)
+    else:
+        run(json, streams=streams, swaps=swaps, small=small, kind=model_kind)
 
 
 @app.command()
@@ -235,12 +245,19 @@ def rl_step(
     json: Json = None,
     lora: Annotated[bool, typer.Option(help="train and publish an adapter; TRL with PEFT")] = False,
     steps: Annotated[int, typer.Option(min=1, help="that are measured of each")] = 10,
+    against: Against = None,
+    pairs: Pairs = 4,
     small: Small = False,
 ) -> None:
     """One GRPO step under each schedule and by TRL: seconds by phase, tokens/s, memory, what a slow reward costs."""
+    from loadtest.training.rl_step import against as paired
     from loadtest.training.rl_step.bench import run
 
-    run(json, small=small, lora=lora, steps=3 if small else steps)
+    steps = 3 if small else steps
+    if against is not None:
+        paired.run(against, json, pairs=pairs, small=small, lora=lora, steps=steps)
+    else:
+        run(json, small=small, lora=lora, steps=steps)
 
 
 @app.command(name="partial-rollouts")

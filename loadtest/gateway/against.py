@@ -1,22 +1,17 @@
 """Two gateways in pairs: what a change, or versions that share the traffic, cost, on a machine that others use, too.
 
 Both run at the same time on one core, in front of one upstream, with everything on. Loads of a second alternate between
-them, and which of the two comes first alternates, too: what disturbs one disturbs the other. A figure is the median
-of the ratios of neighbours.
+them (`loadtest/measure/pairs.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-
-import orjson
-from rich.console import Console
-from rich.table import Table
 
 from loadtest.gateway.contenders import (
     FULL,
@@ -38,7 +33,8 @@ from loadtest.gateway.contenders import (
     started,
 )
 from loadtest.gateway.measure import figures, run_load
-from loadtest.measure.machine import machine
+from loadtest.measure import pairs as paired
+from loadtest.measure.pairs import HERE, Checkout, Ratio
 from server.ports import free_port
 
 LOADS = (
@@ -48,78 +44,52 @@ FIGURES = {
     "many": "cpu_us_per_request", "one": "latency_us_p50", "paced": "cpu_us_per_chunk", "large": "large_cpu_us",
 }  # fmt: skip
 PAIRS = 25
-HERE = Path(__file__).resolve().parents[2]
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """A figure of both, medians over all pairs in us, and `this` by `other` in neighbouring loads."""
-
-    this: float
-    other: float
-    median: float
-    low: float  # quartiles
-    high: float
-    pairs: int
-
-    @classmethod
-    def of(cls, found: Sequence[tuple[float, float]]) -> Ratio:
-        """`found`: (this, other) of each pair."""
-        low, median, high = statistics.quantiles([this / other for this, other in found], n=4, method="inclusive")
-        this, other = (statistics.median(values) for values in zip(*found, strict=True))
-        return cls(this, other, median, low, high, len(found))
 
 
 def run(
     sides: Sequence[Contender], json: Path | None = None, *, pairs: int = PAIRS, loads: Sequence[Load] = LOADS
 ) -> dict[str, Ratio]:
-    """Measures the two `sides`, prints a table, writes `json` if given; by the name of the figure.
+    """Measures the two `sides`, prints a table, writes `json` if given; by the name of the figure, in us.
 
     Raises CannotStart, CannotBuild.
     """
     compiled("client")
     cores = Cores.available()
-    found: dict[str, list[tuple[float, float]]] = {FIGURES[load.name]: [] for load in loads}
-    first, second = (side.name for side in sides)
-    with _both(sides, cores) as both:
-        for number in range(pairs + 1):  # the first warms both up
-            for load in loads:
-                cost = {}
-                for side in both if number % 2 else reversed(both):
-                    seen = run_load(load, side, cores)
-                    cost[side.name] = figures(load.name, seen, seen)[FIGURES[load.name]]
-                if number:
-                    found[FIGURES[load.name]].append((cost[first], cost[second]))
-    ratios = {name: Ratio.of(pairs) for name, pairs in found.items()}
-    _show(first, second, ratios)
-    if json is not None:
-        said = {"machine": machine(), "other": second, "figures": {n: asdict(r) for n, r in ratios.items()}}
-        json.write_bytes(orjson.dumps(said, option=orjson.OPT_INDENT_2))
+    visits: list[Callable[[Running], Mapping[str, float]]] = [partial(_visit, load, cores) for load in loads]
+    first, second = sides
+    with _both(sides, cores) as (this, other):
+        ratios = paired.by_turns((this, other), visits, pairs)
+    paired.report(FULL, (first.name, second.name), ratios, json)
     return ratios
+
+
+def _visit(load: Load, cores: Cores, side: Running) -> dict[str, float]:
+    seen = run_load(load, side, cores)
+    name = FIGURES[load.name]
+    return {name: figures(load.name, seen, seen)[name]}
 
 
 def checkouts(other: Path) -> list[Contender]:
     """The gateway of this checkout and of `other`, the root of a checkout with its dependencies in this environment. If
-    it is this one, the other gateway runs the sources instead of what is compiled of them. Raises CannotStart."""
+    it is this one, the other gateway runs the sources instead of what is compiled of them. Raises CannotStart,
+    CliError."""
     if len({(tree / "server/gateway/_compiled").exists() for tree in (HERE, other)}) > 1:
         raise CannotStart("one of the two gateways is compiled: run `python -m server.gateway.compiled` in the other")
     pure = {"HOTSWAP_PURE": "1"} if other.resolve() == HERE else {}
+    this, that = paired.checkouts(other)
     return [
-        Contender("this checkout", hotswap_full, None, _packages(HERE)),
-        Contender(str(other), hotswap_full, None, _packages(other) | pure),
+        Contender(this.name, hotswap_full, None, this.environment),
+        Contender(that.name, hotswap_full, None, that.environment | pure),
     ]
 
 
 def splits() -> list[Contender]:
     """Two instances whose versions share the traffic, and two instances of one version."""
+    here = Checkout("this checkout", HERE).environment
     return [
-        Contender("two versions", hotswap_split, None, _packages(HERE)),
-        Contender("one version", hotswap_whole, None, _packages(HERE)),
+        Contender("two versions", hotswap_split, None, here),
+        Contender("one version", hotswap_whole, None, here),
     ]
-
-
-def _packages(tree: Path) -> dict[str, str]:
-    return {"PYTHONPATH": str(tree.resolve()), "PYTHONSAFEPATH": "1"}  # not those of the working directory
 
 
 @contextlib.contextmanager
@@ -129,11 +99,3 @@ def _both(sides: Sequence[Contender], cores: Cores) -> Iterator[list[Running]]:
         command = pinned(cores.upstream, [str(compiled("upstream")), str(upstream)])
         stack.enter_context(running(command, Path(directory) / "upstream.log"))
         yield [stack.enter_context(started(side, upstream, cores)) for side in sides]
-
-
-def _show(first: str, second: str, ratios: dict[str, Ratio]) -> None:
-    table = Table("", first, second, "ratio", "quartiles", title=f"{FULL}, in pairs")
-    for name, ratio in ratios.items():
-        quartiles = f"{ratio.low:.3f} - {ratio.high:.3f}"
-        table.add_row(name, f"{ratio.this:.1f}", f"{ratio.other:.1f}", f"{ratio.median:.3f}", quartiles)
-    Console(width=120).print(table)

@@ -82,26 +82,29 @@ def on_hotswap(
     windows = Windows()
     admin = AdminClient(server.state_dir)
     with publishing(server.store, MODEL, models) as publish:
-
-        def swap(number: int) -> None:
-            published = publish(number % len(models))
-            admin.call("POST", "/admin/weights/activate", {"version": published["version"]})
-            (record,) = admin.call("GET", "/admin/instances")["instances"]
-            windows.publish_ms.append(published["publish_ms"])
-            windows.commit_ms.append(record["commit_ms"])
-            windows.staging_gbps.append(record["staging_gbps"])
-            windows.stage_ms.append(record["stage_ms"])
-            windows.kernels = record["path"]
-
         for number in range(warm_up):  # every slot is faulted in once; a trainer's first versions do that
-            swap(number)
-        for figures in (windows.publish_ms, windows.commit_ms, windows.staging_gbps, windows.stage_ms):
-            figures.clear()
+            swap_once(admin, publish, number % len(models), Windows())
         instance = server.children["instance-0"].process.pid
         windows.private_mb.append(private_mb(instance))
-        gaps, lost = _drive(server.url, instance, streams, swaps, swap, windows, each_s)
+
+        def swap(number: int) -> None:
+            swap_once(admin, publish, number % len(models), windows)
+
+        gaps, lost = drive(server.url, instance, streams, swaps, swap, windows, each_s)
         windows.private_mb.append(private_mb(instance))
     return gaps, windows, lost
+
+
+def swap_once(admin: AdminClient, publish: Callable[[int], dict[str, Any]], number: int, windows: Windows) -> None:
+    """Publishes checkpoint `number`, swaps it in, and notes what both took."""
+    published = publish(number)
+    admin.call("POST", "/admin/weights/activate", {"version": published["version"]})
+    (record,) = admin.call("GET", "/admin/instances")["instances"]
+    windows.publish_ms.append(published["publish_ms"])
+    windows.commit_ms.append(record["commit_ms"])
+    windows.staging_gbps.append(record["staging_gbps"])
+    windows.stage_ms.append(record["stage_ms"])
+    windows.kernels = record["path"]
 
 
 def private_mb(pid: int) -> float:
@@ -135,12 +138,12 @@ def on_stock(
         def swap(number: int) -> None:
             server.swap(models[number % 2].resolve())
 
-        gaps, lost = _drive(server.url, server.pid, streams, swaps, swap, windows, each_s)
+        gaps, lost = drive(server.url, server.pid, streams, swaps, swap, windows, each_s)
         windows.private_mb.append(private_mb(server.pid))
     return gaps, windows, lost
 
 
-def _drive(
+def drive(
     url: str, pid: int, streams: int, swaps: int, swap: Callable[[int], None], windows: Windows, each_s: float
 ) -> tuple[Gaps, dict[str, int]]:
     """Run the streams; alternate quiet and swap windows of about the same length. `pid` started the engine."""
@@ -166,8 +169,8 @@ def _drive(
 def figures_of(ours: Measured, stock: Measured) -> dict[str, Any]:
     """What the streams saw of both."""
     (gaps, windows, lost), (stock_gaps, stock_windows, stock_lost) = ours, stock
-    stall = _stall_ms(gaps, windows)
-    stock_stall = _stall_ms(stock_gaps, stock_windows)
+    stall = stall_ms(gaps, windows)
+    stock_stall = stall_ms(stock_gaps, stock_windows)
     return {
         "gap_ms": {
             "none": summary(gaps.within(windows.quiet)),
@@ -195,8 +198,8 @@ def figures_of(ours: Measured, stock: Measured) -> dict[str, Any]:
             "none_stock": stock_gaps.tokens_per_s(stock_windows.quiet),
         },
         "engine_cpu_ms_per_token": {
-            "hotswap": _cpu_ms_per_token(gaps, windows),
-            "vllm": _cpu_ms_per_token(stock_gaps, stock_windows),
+            "hotswap": cpu_ms_per_token(gaps, windows),
+            "vllm": cpu_ms_per_token(stock_gaps, stock_windows),
         },
         "private_mb": {"hotswap": windows.private_mb, "vllm": stock_windows.private_mb},
         "kernels": windows.kernels,
@@ -204,12 +207,12 @@ def figures_of(ours: Measured, stock: Measured) -> dict[str, Any]:
     }
 
 
-def _stall_ms(gaps: Gaps, windows: Windows) -> float:
+def stall_ms(gaps: Gaps, windows: Windows) -> float:
     """What a swap adds: the median over swaps of the longest gap, less the median longest gap of quiet windows."""
     return (statistics.median(gaps.longest(windows.swapping)) - statistics.median(gaps.longest(windows.quiet))) * 1e3
 
 
-def _cpu_ms_per_token(gaps: Gaps, windows: Windows) -> float:
+def cpu_ms_per_token(gaps: Gaps, windows: Windows) -> float:
     """Without a swap. Other work on the machine hardly changes it, while it changes the tokens per second."""
     seconds = sum(end - start for start, end in windows.quiet)
     return windows.engine_cpu_s * 1e3 / (gaps.tokens_per_s(windows.quiet) * seconds)

@@ -30,6 +30,8 @@ from rich.table import Table
 from loadtest.hosts.etcd import MISSING, binary
 from loadtest.measure.gaps import Window
 from loadtest.measure.machine import machine
+from loadtest.measure.pairs import HERE as ROOT
+from loadtest.measure.pairs import Checkout
 from loadtest.models.checkpoints import make_constant_checkpoint
 from loadtest.upgrade.bench import (
     CHECKPOINTS,
@@ -51,7 +53,6 @@ from weightsync.control.records import CounterRecord, InstanceRecord, Keys, Past
 from weightsync.errors import StoreError
 from weightsync.store import SyncStore
 
-ROOT = Path(__file__).parents[2]
 HOSTS = 2
 SECOND, ALIAS = "second", "either"
 TIMEOUT_S, TOO_SOON_S = 60.0, 15.0  # for swaps; for one that the other release may never carry out
@@ -63,20 +64,7 @@ ORDERS: Mapping[Order, tuple[str, ...]] = {
 }
 
 
-@dataclass(frozen=True)
-class Release:
-    """A checkout: `root` is what its processes import."""
-
-    name: str
-    root: Path
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """Without PYTHONSAFEPATH, `-m` would import what is in the working directory."""
-        return {"PYTHONPATH": str(self.root), "PYTHONSAFEPATH": "1"}
-
-
-def checked_out(revision: str, directory: Path) -> Release:
+def checked_out(revision: str, directory: Path) -> Checkout:
     """The tree of `revision`, unpacked. Raises CliError."""
     found = subprocess.run(
         ["git", "-C", str(ROOT), "rev-parse", "--short", f"{revision}^{{commit}}"],
@@ -93,7 +81,7 @@ def checked_out(revision: str, directory: Path) -> Release:
         unpacked = Path(tempfile.mkdtemp(dir=directory))
         subprocess.run(["tar", "-x", "-C", str(unpacked)], input=archive, check=True)
         unpacked.rename(root)
-    return Release(name, root)
+    return Checkout(name, root)
 
 
 @dataclass(frozen=True)
@@ -110,7 +98,7 @@ class Done:
 class Publishing:
     """The process of the publisher."""
 
-    def __init__(self, release: Release, arguments: Sequence[str], env: Mapping[str, str], log: Path) -> None:
+    def __init__(self, release: Checkout, arguments: Sequence[str], env: Mapping[str, str], log: Path) -> None:
         command = [sys.executable, str(ROOT / "loadtest/upgrade/publishing.py"), *arguments]
         with log.open("ab") as errors:
             self._process = subprocess.Popen(
@@ -183,19 +171,19 @@ class Site:
             process.wait()
             shutil.rmtree(self._memory, ignore_errors=True)
 
-    def peer(self, release: Release, host: int, name: str) -> Pod:
+    def peer(self, release: Checkout, host: int, name: str) -> Pod:
         port = free_port("127.0.0.1")
         args = ["server.cli", "peer", "--model", MODEL, "--listen", f"127.0.0.1:{port}", "--transport", "tcp"]
         return self._pod(release, name, "peer", host, port, args, lambda port: _answers(port, "/metrics"))
 
-    def gateway(self, release: Release, host: int, name: str, *, models: Path | None = None) -> Pod:
+    def gateway(self, release: Checkout, host: int, name: str, *, models: Path | None = None) -> Pod:
         port, admin = free_port("127.0.0.1"), free_port("127.0.0.1")
         args = ["server.gateway", "--port", str(port), "--admin-port", str(admin), "--leave", str(LEAVE_S)]
         args += ["--admin-key-file", str(self.state / "admin.key")]
         args += ["--models", str(models)] if models is not None else ["--model", MODEL]
         return self._pod(release, name, "gateway", host, port, args, gateway_ready)
 
-    def instance(self, release: Release, host: int, name: str, *, model: str = MODEL) -> Pod:
+    def instance(self, release: Checkout, host: int, name: str, *, model: str = MODEL) -> Pod:
         port = free_port("127.0.0.1")
         args = ["server.cli", "instance", "--model", str(self.checkpoints[model][0]), "--name", model]
         args += [
@@ -209,11 +197,11 @@ class Site:
         ]
         return self._pod(release, name, "instance", host, port, args, instance_ready)
 
-    def publisher(self, release: Release, name: str, model: str = MODEL) -> Publishing:
+    def publisher(self, release: Checkout, name: str, model: str = MODEL) -> Publishing:
         arguments = [self.store, model, *map(str, self.checkpoints[model])]
         return Publishing(release, arguments, self._environment(release, 0), self.state / f"{name}.log")
 
-    def push(self, release: Release, version: int) -> str:
+    def push(self, release: Checkout, version: int) -> str:
         """The tool of an operator, on the second host; what it complained of, if it did."""
         directory = self.checkpoints[MODEL][version % CHECKPOINTS]
         command = [sys.executable, "-m", "weightsync.push", "--store", self.store, "--model", MODEL, str(directory)]
@@ -228,7 +216,7 @@ class Site:
 
     def _pod(
         self,
-        release: Release,
+        release: Checkout,
         name: str,
         kind: str,
         host: int,
@@ -241,7 +229,7 @@ class Site:
         self._started.append(pod)
         return pod
 
-    def _environment(self, release: Release, host: int) -> dict[str, str]:
+    def _environment(self, release: Checkout, host: int) -> dict[str, str]:
         return {
             "HOTSWAP_HOST": f"h{host}",
             "HOTSWAP_STORE": self.store,
@@ -276,8 +264,8 @@ class Crossing:
 
     site: Site
     load: Load
-    old: Release
-    new: Release
+    old: Checkout
+    new: Checkout
     say: Callable[[str], None]
     publishing: Publishing
     pods: dict[tuple[str, int], Pod] = field(default_factory=dict)
@@ -432,7 +420,7 @@ def run(
     """From that revision to this checkout, under load. Prints the outcome, writes it to `json`; returns it."""
     work, clients, console = Path("runs/upgrade").resolve(), clients or CLIENTS, Console()
     work.mkdir(parents=True, exist_ok=True)
-    old, new = checked_out(since, work), Release("new", ROOT)
+    old, new = checked_out(since, work), Checkout("new", ROOT)
     say = [work / f"say-{number}" for number in range(2 * CHECKPOINTS)]
     made = [
         p if (p / "config.json").exists() else make_constant_checkpoint(p, token=FIRST + n) for n, p in enumerate(say)

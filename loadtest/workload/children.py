@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json as jsonlib
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,14 @@ from server.errors import CliError
 
 
 @contextlib.contextmanager
-def publishing(store: str, model: str, checkpoints: list[Path]) -> Iterator[Callable[..., dict[str, Any]]]:
+def publishing(
+    store: str, model: str, checkpoints: list[Path], environment: Mapping[str, str] | None = None
+) -> Iterator[Callable[..., dict[str, Any]]]:
     """A process that holds the weights, as a trainer does; call it with the number of those to publish. With `now` they
-    are swapped in, which nobody waits for."""
+    are swapped in, which nobody waits for. `environment` is set beside that of this process."""
     command = [sys.executable, "-m", "loadtest.workload.publisher", store, model, *map(str, checkpoints)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    env = {**os.environ, **(environment or {})}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         requests, answers = process.stdin, process.stdout

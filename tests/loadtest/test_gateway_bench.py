@@ -215,11 +215,6 @@ def test_two_versions_share_the_requests_of_one_of_the_two(upstream: int) -> Non
         assert {version: int(count) for version, count in found} == answered
 
 
-def test_a_ratio_is_of_neighbours() -> None:
-    found = against.Ratio.of([(1.0, 2.0), (10.0, 20.0), (4.0, 4.0)])
-    assert (found.median, found.this, found.other) == (0.5, 4.0, 4.0)
-
-
 def test_compiled_and_not_are_not_compared(tmp_path: Path) -> None:
     made = tmp_path / "server/gateway/_compiled"
     if not (against.HERE / "server/gateway/_compiled").exists():

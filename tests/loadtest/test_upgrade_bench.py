@@ -16,6 +16,7 @@ import orjson
 import pytest
 import yaml
 
+from loadtest.measure.pairs import Checkout
 from loadtest.upgrade import bench, clients, releases
 from loadtest.upgrade.bench import Step, Swap, Upgrade, failures, summed_up
 from loadtest.upgrade.clients import KINDS, Answer, Client, Endpoint, Failed, Seen, Service
@@ -157,8 +158,8 @@ def crossing(*answers: dict[str, Any]) -> tuple[releases.Crossing, list[str]]:
         return said.pop(0)
 
     site = SimpleNamespace(push=lambda release, version: "", store="")
-    publishing = SimpleNamespace(ask=ask, release=releases.Release("old", Path()))
-    old, new = releases.Release("old", Path()), releases.Release("new", Path())
+    publishing = SimpleNamespace(ask=ask, release=Checkout("old", Path()))
+    old, new = Checkout("old", Path()), Checkout("new", Path())
     return releases.Crossing(site, None, old, new, lambda _: None, publishing), told  # type: ignore[arg-type]
 
 

@@ -36,7 +36,6 @@ class Step:
 
 def server(task: Task, model: Path, state: Path) -> Server:
     """A gateway and an engine that serve the model in the trainer's precision."""
-    adapters = ("--enable-lora", "--max-lora-rank", str(task.rank)) if task.rank else ()
     return Server(
         UpConfig(
             model=str(model),
@@ -45,9 +44,15 @@ def server(task: Task, model: Path, state: Path) -> Server:
             throwaway=True,
             state_dir=state,
             kv_cache_gib=0.5,
-            vllm_args=(*ENGINE_ARGS, *adapters),
+            vllm_args=engine_args(task),
         )
     )
+
+
+def engine_args(task: Task) -> tuple[str, ...]:
+    """vLLM's options."""
+    adapters = ("--enable-lora", "--max-lora-rank", str(task.rank)) if task.rank else ()
+    return (*ENGINE_ARGS, *adapters)
 
 
 def config(task: Task, model: Path, url: str, schedule: str, reward: str, metrics: Path) -> dict[str, Any]:
