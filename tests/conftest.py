@@ -27,10 +27,11 @@ importlib.import_module("server.gateway.compiled")
 os.environ.pop("HOTSWAP_PURE")
 
 from loadtest.models.checkpoints import make_checkpoint, make_constant_checkpoint  # noqa: E402 - see above
-from tests import warm  # noqa: E402
+from tests import starts, warm  # noqa: E402
 from tests.live import LiveServer  # noqa: E402
 from tests.tiers import pytest_collection_modifyitems, pytest_sessionfinish, pytest_terminal_summary  # noqa: E402
 
+starts.install()
 warm.install()
 
 
@@ -53,6 +54,7 @@ settings.load_profile("shared machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(starts)
     if config.getoption("numprocesses", None):
         for kind in (warm.ENGINES, warm.TRAINERS):
             warm.shared(kind)  # by all workers

@@ -35,6 +35,7 @@ from typing import Any, NoReturn
 import setproctitle
 
 from server.up import processes
+from tests.starts.sitecustomize import TEST
 
 ENGINES, TRAINERS, BARE = "engines", "trainers", "bare"
 MODULES = {
@@ -161,7 +162,8 @@ def install() -> None:
 
     def start(self: Any) -> None:
         if self._args[:2] == ["server.cli", "instance"] and "--headless" not in self._args:
-            self.process = warm(ENGINES).start(self._args, self._env, self.log, self._inherited)
+            env = self._env | {TEST: os.environ.get(TEST, "")}  # of the test that has it started again
+            self.process = warm(ENGINES).start(self._args, env, self.log, self._inherited)
         else:
             cold(self)
 
