@@ -1,8 +1,15 @@
-"""What a fresh, stock vLLM engine says: the reference that swapped and rolled back weights are held against."""
+"""What a fresh, stock vLLM engine says: the reference that swapped and rolled back weights are held against.
+
+One process of a run has them all, one after the other: each is made for a question, and gone when it is answered.
+"""
 
 from __future__ import annotations
 
+import functools
+import gc
+import io
 import os
+import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -43,29 +50,60 @@ def behind(model: Path, asked: list[tuple[Ids, Ids]], **options: Any) -> list[fl
 
 
 def _asked(model: Path, what: dict[str, Any], options: dict[str, Any]) -> Any:
-    with tempfile.TemporaryDirectory() as directory:
-        question, answer, log = (Path(directory) / name for name in ("question", "answer", "log"))
-        question.write_bytes(orjson.dumps({**what, "model": str(model), "options": options}))
-        environment = {**os.environ, **SWITCHES}
-        process = warm(ENGINES).start(["tests.stock", str(question), str(answer)], environment, log)
-        assert process.wait(240) == 0, log.read_text()
-        return orjson.loads(answer.read_bytes())
+    pipe, directory = _process()
+    here = {**os.environ, **SWITCHES}
+    try:
+        pipe.write(orjson.dumps({**what, "model": str(model), "options": options, "environment": here}) + b"\n")
+        pipe.flush()
+        line = pipe.readline()
+        assert line, (Path(directory.name) / "log").read_text()
+    except BaseException:  # an answer that is not read would be the next question's
+        _process.cache_clear()
+        raise
+    return orjson.loads(line)
 
 
-def main(question: Path, answer: Path) -> None:
+@functools.cache
+def _process() -> tuple[io.BufferedRWPair[Any, Any], tempfile.TemporaryDirectory[str]]:
+    """Questions and answers of the process, and the folder with its log."""
+    directory = tempfile.TemporaryDirectory(prefix="hotswap-stock-")
+    ours, its = socket.socketpair()
+    ours.settimeout(240)
+    with its:
+        log, pipe = Path(directory.name) / "log", its.fileno()
+        warm(ENGINES).start(["tests.stock", str(pipe)], {**os.environ, **SWITCHES}, log, (pipe,))
+    return ours.makefile("rwb"), directory
+
+
+def main(pipe: io.BufferedRWPair[Any, Any]) -> None:
     from server.instance.fork_server import fork_from_here
 
     fork_from_here()
-    from vllm import LLM, SamplingParams
-    from vllm.lora.request import LoRARequest
+    from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
     from vllm.v1.engine.core import EngineCore
 
-    what = orjson.loads(question.read_bytes())
+    assert not hasattr(EngineCore, "hotswap_commit"), "this engine is not a stock one"
+    for line in pipe:
+        what = orjson.loads(line)
+        os.environ.clear()
+        os.environ.update(what["environment"])
+        found = _answered(what)
+        destroy_model_parallel()
+        destroy_distributed_environment()
+        gc.collect()
+        pipe.write(orjson.dumps(found) + b"\n")
+        pipe.flush()
+
+
+def _answered(what: dict[str, Any]) -> list[Any]:
+    """By an engine of its own."""
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
     common = {"enforce_eager": True, "max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20}
     adapter = what.get("adapter")
     llm = LLM(what["model"], enable_lora=adapter is not None, **common, **what["options"])
     lora = LoRARequest("adapter", 1, adapter) if adapter is not None else None
-    assert not hasattr(EngineCore, "hotswap_commit"), "this engine is not a stock one"
 
     def generated(prompts: list[Ids], **more: Any) -> Any:
         params = SamplingParams(temperature=0, **more)
@@ -78,22 +116,19 @@ def main(question: Path, answer: Path) -> None:
             max(max(seen.logprob for seen in place.values()) - place[token].logprob for place, token in places)
         )
 
-    found: list[Any]
     if "inputs" in what:
         outputs = llm.embed([{"prompt_token_ids": ids} for ids in what["inputs"]], use_tqdm=False)
-        found = [list(output.outputs.embedding) for output in outputs]
-    elif "chats" in what:
+        return [list(output.outputs.embedding) for output in outputs]
+    if "chats" in what:
         greedy = SamplingParams(temperature=0, max_tokens=what["tokens"], ignore_eos=True)
         outputs = [o for messages in what["chats"] for o in llm.chat(messages, greedy, use_tqdm=False)]
-        found = [list(output.outputs[0].token_ids) for output in outputs]
-    elif "prompts" in what:
+        return [list(output.outputs[0].token_ids) for output in outputs]
+    if "prompts" in what:
         outputs = [o for p in what["prompts"] for o in generated([p], max_tokens=what["tokens"], ignore_eos=True)]
-        found = [list(output.outputs[0].token_ids) for output in outputs]
-    else:
-        outputs = generated([p + said for p, said in what["asked"]], max_tokens=1, prompt_logprobs=1)
-        found = [worst(output, *asked) for output, asked in zip(outputs, what["asked"], strict=True)]
-    answer.write_bytes(orjson.dumps(found))
+        return [list(output.outputs[0].token_ids) for output in outputs]
+    outputs = generated([p + said for p, said in what["asked"]], max_tokens=1, prompt_logprobs=1)
+    return [worst(output, *asked) for output, asked in zip(outputs, what["asked"], strict=True)]
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(socket.socket(fileno=int(sys.argv[1])).makefile("rwb"))
