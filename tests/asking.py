@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections import Counter
 from typing import Any, Self
 
 import httpx
@@ -53,3 +54,21 @@ class Asking(ABC):
                     continue
                 (choice,) = answer.json()["choices"]
                 self.take(client, choice)
+
+
+class Labelled(Asking):
+    """Three clients; what came back, `labelled` as (version, token), and how many answers each version began."""
+
+    def __init__(self, url: str, count: int = 3) -> None:
+        super().__init__(url, count)
+        self.labelled: set[tuple[int, int]] = set()
+        self.answers: Counter[int] = Counter()
+
+    def question(self, client: int) -> dict[str, Any]:
+        return {"prompt_token_ids": [client + 3, 7, 9], "max_tokens": 12}
+
+    def take(self, client: int, choice: dict[str, Any]) -> None:
+        spans = choice["weight_versions"]
+        for span in spans:
+            self.labelled |= {(span["version"], t) for t in choice["token_ids"][span["start"] : span["end"]]}
+        self.answers[spans[0]["version"]] += 1

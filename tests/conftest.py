@@ -1,4 +1,4 @@
-"""Shared fixtures: one live server for the whole session."""
+"""Shared fixtures: servers for the whole session, one alone and a fleet."""
 
 from __future__ import annotations
 
@@ -27,9 +27,11 @@ importlib.import_module("server.gateway.compiled")
 os.environ.pop("HOTSWAP_PURE")
 
 from loadtest.models.checkpoints import make_checkpoint, make_constant_checkpoint  # noqa: E402 - see above
+from tests import fleet as fleets  # noqa: E402
 from tests import starts, warm  # noqa: E402
-from tests.live import LiveServer  # noqa: E402
+from tests.live import VLLM_ARGS, LiveServer  # noqa: E402
 from tests.tiers import pytest_collection_modifyitems, pytest_sessionfinish, pytest_terminal_summary  # noqa: E402
+from tests.waiting import wait_until  # noqa: E402
 
 starts.install()
 warm.install()
@@ -74,3 +76,30 @@ def live(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
     server = LiveServer(checkpoints["a"], tmp_path_factory.mktemp("state"))
     with server.running():
         yield server
+
+
+# What a canary is asked. say-0, say-1 and say-3 answer these words: the tokenizer is loadtest/models/checkpoints.py's.
+PROBES = """
+- {name: words, prompt: [3, 4, 5], max_tokens: 4, expect: {regex: "^(w100|w101|w103)+$"}, min_mean_logprob: -5}
+- {name: text, prompt: "abc", max_tokens: 2}
+"""
+
+
+@pytest.fixture(scope="session")
+def pair(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[fleets.Fleet]:
+    """Two instances, two gateways and an etcd. Tests publish what they ask for, and may have killed any of it."""
+    root = tmp_path_factory.mktemp("pair")
+    (root / "probes.yaml").write_text(PROBES)
+    # In bf16 the kernels of some processors (AMX) round a position that is decoded and one of a prompt differently, and
+    # weights that are not finite show what they leave in the KV cache.
+    engine = (*VLLM_ARGS, "--dtype", "float32", "--allow-non-finite")
+    gateway = ("--probes", str(root / "probes.yaml"))
+    with fleets.running(checkpoints, root, vllm_args=engine, gateway_args=gateway) as found:
+        yield found
+
+
+@pytest.fixture
+def fleet(pair: fleets.Fleet) -> fleets.Fleet:
+    """`pair`, whole again."""
+    wait_until(pair.mended, 200)
+    return pair

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import orjson
 import psutil
 
 from server.ports import free_port
@@ -16,7 +17,7 @@ from server.up.server import Server
 from weightsync.control.records import InstanceRecord, Keys
 from weightsync.store import SyncStore
 
-VLLM_ARGS = ("--max-model-len", "1024", "--max-num-seqs", "32", "--grammar-seconds", "3")
+VLLM_ARGS = ("--max-model-len", "1024", "--max-num-seqs", "32", "--grammar-seconds", "1")
 
 
 def flags(options: dict[str, Any]) -> tuple[str, ...]:
@@ -26,6 +27,20 @@ def flags(options: dict[str, Any]) -> tuple[str, ...]:
         for name, value in options.items()
         for part in (f"--{name.replace('_', '-')}", *([] if value is True else [str(value)]))
     )
+
+
+async def events(
+    server: dict[str, Any], body: dict[str, Any], route: str = "/generate", headers: dict[str, str] | None = None
+) -> AsyncIterator[dict[str, Any]]:
+    """The payloads of a streamed answer, as they come. `server`: options of an httpx client."""
+    async with (
+        httpx.AsyncClient(**server, timeout=60) as client,
+        client.stream("POST", route, json=body, headers=headers) as answer,
+    ):
+        assert answer.status_code == 200, await answer.aread()
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                yield orjson.loads(line.removeprefix("data: "))
 
 
 class LiveServer:
@@ -62,14 +77,14 @@ class LiveServer:
         key = {"authorization": f"Bearer {self.processes.admin_key}"}
         return httpx.Client(base_url=self.processes.admin_url, headers=key, timeout=120)
 
-    def push(self, directory: Path) -> int:
-        """Publish and activate a checkpoint through the admin API; its version."""
-        answer = self.admin.post("/admin/weights", json={"path": str(directory), "activate": True})
+    def push(self, directory: Path, *, activate: bool = True) -> int:
+        """Publish a checkpoint through the admin API, and activate it; its version."""
+        answer = self.admin.post("/admin/weights", json={"path": str(directory), "activate": activate})
         assert answer.status_code == 200, answer.text
         return int(answer.json()["version"])
 
-    def activate(self, version: int) -> httpx.Response:
-        return self.admin.post("/admin/weights/activate", json={"version": version})
+    def activate(self, version: int, **how: Any) -> httpx.Response:
+        return self.admin.post("/admin/weights/activate", json={"version": version, **how})
 
     def active(self) -> int:
         return int(self.admin.get("/admin/weights/active").json()["version"])

@@ -13,8 +13,7 @@ import psutil
 import pytest
 
 from server.gateway.release.records import ReleaseKeys, ReleaseRecord
-from tests.chaos.clients import Clients
-from tests.chaos.fleet import CUT, Fleet, assert_clean, running
+from tests.fleet import CUT, Clients, Fleet, running
 from tests.trainer.rewards.test_server import serving
 from tests.waiting import wait_until
 from weightsync import SyncStore
@@ -108,7 +107,7 @@ def test_the_gateway_that_leads_dies_between_the_evidence_and_the_rollback(fleet
         assert fleet.whole_again(release.stable)
     assert "reward/says" in record.reason
     assert _leader(fleet, store) != led, "it did lead"
-    assert_clean(seen, fleet)
+    fleet.assert_clean(seen)
 
 
 def test_the_store_is_killed_in_the_middle_of_a_step(fleet: Fleet, store: SyncStore) -> None:
@@ -125,7 +124,7 @@ def test_the_store_is_killed_in_the_middle_of_a_step(fleet: Fleet, store: SyncSt
     finally:
         fleet.etcd.restart()
     assert "reward/says" in record.reason
-    assert_clean(seen, fleet)
+    fleet.assert_clean(seen)
 
 
 def test_something_dies_at_each_step(fleet: Fleet, store: SyncStore, rewards: httpx.Client) -> None:
@@ -167,7 +166,7 @@ def test_something_dies_at_each_step(fleet: Fleet, store: SyncStore, rewards: ht
         record = release.until("done", "rolled_back", "cancelled")
         assert record.state == "done", record.reason
         assert fleet.whole_again(release.version)
-    assert_clean(seen, fleet, faults=CUT)
+    fleet.assert_clean(seen, faults=CUT)
 
 
 def test_an_evaluation_whose_judge_hangs_holds_the_release(
@@ -191,7 +190,7 @@ def test_an_evaluation_whose_judge_hangs_holds_the_release(
         assert fleet.live.admin.post("/admin/releases/cancel", json={}).status_code == 200
         release.until("rolled_back")
         assert fleet.whole_again(release.stable)
-    assert_clean(seen, fleet)
+    fleet.assert_clean(seen)
 
 
 def _leader(fleet: Fleet, store: SyncStore) -> str:

@@ -1,6 +1,8 @@
 """Engine starts: how many processes load a model while the tests run, forked or not, and in which files.
 
-Engines are what the tests wait for, so the first tier may start MOST of them, over all workers of a run.
+Engines are what the tests wait for, so the first tier may start MOST of them, over all workers of a run. Tests that
+need an engine use those that are there: `live` and `pair` (tests/conftest.py). One worker runs all files that use the
+same, so that each is started once.
 """
 
 from __future__ import annotations
@@ -13,12 +15,56 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 from tests.starts import sitecustomize
 
 MOST = 25
 UNKNOWN = "of no test"
 _ROOT = Path(__file__).parents[1]
+_LIVE = """
+server/console/test_live server/live/clients/test_clients server/live/clients/test_fields_fuzz
+server/live/clients/test_openapi server/live/clients/test_routes server/live/clients/test_sdk_js
+server/live/clients/test_sdk_python server/live/clients/test_trainers server/live/clients/test_trl
+server/live/fleet/test_faults
+server/live/fleet/test_monitoring server/live/fleet/test_sleep server/live/swaps/test_answers
+server/live/swaps/test_cache server/live/swaps/test_crossings server/live/swaps/test_policies
+server/live/swaps/test_prefixes server/live/swaps/test_swaps server/live/swaps/test_terms
+vllm_suite/test_vllm_suite_live
+"""
+_PAIR = """
+chaos/test_failure_contract server/live/fleet/test_failover server/live/fleet/test_fleet server/live/fleet/test_routing
+server/live/swaps/test_rolling
+"""
+_SERVER_OF = {f"tests/{file}.py": name for name, files in (("live", _LIVE), ("pair", _PAIR)) for file in files.split()}
+
+
+def scope(nodeid: str) -> str:
+    """What one worker runs as a whole: the files that share a server, or a file."""
+    path = nodeid.partition("::")[0]
+    return _SERVER_OF.get(path, path)
+
+
+class Shared(LoadFileScheduling):
+    """Gives each worker a scope at a time."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return scope(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)  # without xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Shared | None:
+    return Shared(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Raises UsageError for a file that uses a shared server and is not in its list."""
+    for item in items:
+        made = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009 - of functions, which all items are
+        used = {name for name in _SERVER_OF.values() if name in made and made[name][-1].baseid == "tests"}
+        if used - {scope(item.nodeid)}:
+            raise pytest.UsageError(f"{item.nodeid} uses {used}: add its file to the list in tests/starts")
 
 
 def install() -> None:

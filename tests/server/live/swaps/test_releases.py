@@ -9,8 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.asking import Labelled
 from tests.live import LiveServer
-from tests.server.live.swaps.test_splits import Clients, everybody_serves
+from tests.server.live.swaps.test_splits import everybody_serves
 from tests.trainer.rewards.test_server import serving
 from tests.waiting import wait_until
 
@@ -70,7 +71,7 @@ def runs(server: LiveServer) -> list[int]:
 
 def test_shadow_answers_take_a_version_back_that_no_client_has_met(server: LiveServer) -> None:
     harmful = "{metric: reward/old, min: 0.5, answers: shadow, least: 20}"
-    with Clients(server.url) as clients:
+    with Labelled(server.url) as clients:
         found = release(server, policy(f"{{traffic: 0, shadow: 100, for: 10m, conditions: [{harmful}]}}"))
     assert (found["state"], found["stable"], found["step"]) == ("rolled_back", 1, 0)
     assert "reward/old min 0.5: the candidate 0 of" in found["reason"]
@@ -81,7 +82,7 @@ def test_shadow_answers_take_a_version_back_that_no_client_has_met(server: LiveS
 
 def test_harm_to_live_answers_takes_it_back_and_the_ledger_says_why(server: LiveServer) -> None:
     harmful = "{metric: reward/old, max_decrease: 0.1, least: 20}"
-    with Clients(server.url) as clients:
+    with Labelled(server.url) as clients:
         found = release(server, policy(f"{{traffic: 50, for: 10m, conditions: [{harmful}]}}"))
         seen = clients.answers.total()
         wait_until(lambda: clients.answers.total() > seen + 10)
@@ -103,7 +104,7 @@ def test_harm_to_live_answers_takes_it_back_and_the_ledger_says_why(server: Live
 
 def test_an_evaluation_set_keeps_it_from_any_traffic(server: LiveServer) -> None:
     sets = "evaluation: [{name: words, by: old, min: 0.5, max_tokens: 4}]\n"
-    with Clients(server.url) as clients:
+    with Labelled(server.url) as clients:
         found = release(server, policy("{traffic: 50, for: 10m}", sets))
     assert (found["state"], found["reason"]) == ("rolled_back", "words: old 0, which is below 0.5")
     assert not clients.failures
@@ -113,7 +114,7 @@ def test_an_evaluation_set_keeps_it_from_any_traffic(server: LiveServer) -> None
 def test_a_reward_server_that_is_away_holds_the_release(server: LiveServer) -> None:
     text = policy("{traffic: 50, for: 0s, conditions: [{metric: reward/away, min: 0.5}]}")
     assert server.admin.post("/admin/releases", json={"version": 2, "text": text}).status_code == 200
-    with Clients(server.url) as clients:
+    with Labelled(server.url) as clients:
 
         def lost() -> bool:
             findings = server.admin.get("/admin/releases").json()["findings"]
@@ -132,7 +133,7 @@ def test_a_reward_server_that_is_away_holds_the_release(server: LiveServer) -> N
 def test_a_good_version_takes_over_step_by_step(server: LiveServer) -> None:
     good = "[{metric: reward/any, min: 0.5, least: 20, prove: true}, {metric: errors, max_increase: 0.2, least: 20}]"
     steps = ", ".join(f"{{traffic: {percent}, for: 1s, conditions: {good}}}" for percent in (20, 50))
-    with Clients(server.url) as clients:
+    with Labelled(server.url) as clients:
         found = release(server, policy(steps))
         seen = clients.answers[2]
         wait_until(lambda: clients.answers[2] > seen + 10)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.asking import Asking
+from tests.asking import Labelled
 from tests.live import LiveServer
 from tests.waiting import comes_true, wait_until
 
@@ -28,24 +28,6 @@ def server(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
         answer = live.admin.post("/admin/weights", json={"path": str(checkpoints["say-1"]), "activate": False})
         assert (answer.status_code, answer.json()["version"]) == (200, 2), answer.text
         yield live
-
-
-class Clients(Asking):
-    """What came back, as (version, token), and how many answers each version gave. `sticky`: each has a session."""
-
-    def __init__(self, url: str, count: int = 3) -> None:
-        super().__init__(url, count)
-        self.labelled: set[tuple[int, int]] = set()
-        self.answers: Counter[int] = Counter()
-
-    def question(self, client: int) -> dict[str, Any]:
-        return {"prompt_token_ids": [client + 3, 7, 9], "max_tokens": 12}
-
-    def take(self, client: int, choice: dict[str, Any]) -> None:
-        spans = choice["weight_versions"]
-        for span in spans:
-            self.labelled |= {(span["version"], t) for t in choice["token_ids"][span["start"] : span["end"]]}
-        self.answers[spans[0]["version"]] += 1
 
 
 def everybody_serves(server: LiveServer) -> bool:
@@ -76,7 +58,7 @@ def answers(server: LiveServer, count: int) -> Counter[int]:
 
 
 def test_versions_share_real_engines_under_load(server: LiveServer) -> None:
-    with Clients(server.url) as clients:
+    with Labelled(server.url) as clients:
         divide(server, v1=50, v2=50)
         assert {record["active_version"] for record in server.instances()} == {1, 2}
         before = clients.answers.copy()
@@ -100,7 +82,7 @@ def test_versions_share_real_engines_under_load(server: LiveServer) -> None:
 
 def test_a_rolling_split_is_probed_and_then_grows(server: LiveServer) -> None:
     """A canary: one instance, probed before it has traffic, one percent, and half of it without another flip."""
-    with Clients(server.url) as clients:
+    with Labelled(server.url) as clients:
         made = divide(server, mode="rolling", drain_s=2, v1=99, v2=1)
         assert (made["mode"], made["probe"]) == ("rolling", "passed")
         (share,) = made["split"]["shares"]
@@ -116,7 +98,7 @@ def test_a_rolling_split_is_probed_and_then_grows(server: LiveServer) -> None:
 def test_shadow_traffic_is_unseen_by_clients_of_real_engines(server: LiveServer) -> None:
     split = {"shares": [{"version": 1, "percent": 100}, {"version": 2, "percent": 0, "shadow": 100}]}
     assert server.admin.post("/admin/weights/split", json=split).status_code == 200
-    with Clients(server.url, 8) as clients:
+    with Labelled(server.url, 8) as clients:
         wait_until(lambda: shadows(server, "answered") >= 20)
         asked = clients.answers.total()
         wait_until(lambda: clients.answers.total() > asked + 40)
@@ -142,7 +124,7 @@ def test_the_death_of_the_only_instance_of_a_version_fails_nobody(server: LiveSe
     assert comes_true(lambda: whole_again(server), 200)
     divide(server, v1=50, v2=50)
     holder = next(at for at, record in enumerate(server.instances()) if record["active_version"] == 2)
-    with Clients(server.url) as clients:
+    with Labelled(server.url) as clients:
         wait_until(lambda: clients.answers[1] > 5 and clients.answers[2] > 5)
         for process in server.tree(holder):
             os.kill(process.pid, signal.SIGKILL)
