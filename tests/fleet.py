@@ -13,11 +13,9 @@ import httpx
 import orjson
 import psutil
 
-from server.ports import free_port
-from server.up.processes import Child
 from tests.etcd import Etcd
 from tests.live import VLLM_ARGS, LiveServer
-from tests.waiting import comes_true, wait_until
+from tests.waiting import comes_true
 from weightsync import SyncStore
 from weightsync.control.records import Keys, SwapRecord
 
@@ -102,9 +100,8 @@ class Clients:
 class Fleet:
     """The server under test, a second gateway, and which checkpoint each version is."""
 
-    def __init__(self, live: LiveServer, checkpoints: dict[str, Path], etcd: Etcd, second: Child, url: str) -> None:
-        self.live, self.checkpoints, self.etcd = live, checkpoints, etcd
-        self.second, self.second_url = second, url
+    def __init__(self, live: LiveServer, checkpoints: dict[str, Path], etcd: Etcd, second_url: str) -> None:
+        self.live, self.checkpoints, self.etcd, self.second_url = live, checkpoints, etcd, second_url
         self.version_of: dict[int, int] = {}
         self._turn = 0
 
@@ -121,12 +118,9 @@ class Fleet:
         }
 
     def all_serve(self, version: int) -> bool:
-        try:
-            records = self.live.instances()
-        except httpx.TransportError:  # the gateway is being started again
-            return False
-        served = [(r["eligible"], r["state"], r["active_version"]) for r in records]
-        return served == [(True, "SERVING", version)] * self.live.processes.config.instances
+        with contextlib.suppress(httpx.TransportError):  # the gateway is being started again
+            return self.live.all_serve(version)
+        return False
 
     def engine_core(self, index: int) -> psutil.Process:
         (core,) = [p for p in self.live.tree(index)[1:] if "EngineCore" in p.name() or "EngineCore" in str(p.cmdline())]
@@ -179,24 +173,8 @@ def running(
     store = etcd.url("contract")
     options: dict[str, Any] = {"instances": instances, "store": store, "gateway_args": gateway_args}
     live = LiveServer(checkpoints["say-0"], root, vllm_args, **options)
-    with live.running():
-        port = free_port()
-        args = ["server.gateway", "--store", store, "--model", live.name, "--port", str(port), "--admin-port", "0"]
-        args += ["--admin-key-file", str(live.processes.admin_key_file), *gateway_args]
-        second = Child("gateway-2", args, live.processes.state_dir / "logs" / "gateway-2.log", {})
-        url = f"http://127.0.0.1:{port}"
-        try:
-            wait_until(lambda: ready(url), 30, what=lambda: second.tail())
-            found = Fleet(live, checkpoints, etcd, second, url)
-            found.version_of[live.active()] = 0
-            yield found
-        finally:
-            second.stop()
+    with live.running(), live.another_gateway(*gateway_args) as url:
+        found = Fleet(live, checkpoints, etcd, url)
+        found.version_of[live.active()] = 0
+        yield found
     etcd.close()
-
-
-def ready(url: str) -> bool:
-    try:
-        return httpx.get(url + "/readyz", timeout=2).status_code == 200
-    except httpx.TransportError:
-        return False

@@ -13,7 +13,9 @@ import psutil
 
 from server.ports import free_port
 from server.up.config import UpConfig
+from server.up.processes import Child
 from server.up.server import Server
+from tests.waiting import wait_until
 from weightsync.control.records import InstanceRecord, Keys
 from weightsync.store import SyncStore
 
@@ -99,6 +101,29 @@ class LiveServer:
         found = self.admin.get("/admin/instances").json()["instances"]
         return sorted(found, key=lambda record: str(record["id"]))
 
+    def whole(self) -> bool:
+        """Whether every instance serves; what has ended is started again, as by `hotswap up`."""
+        self.processes.restart_ended()
+        return [record["eligible"] for record in self.instances()] == [True] * self.processes.config.instances
+
+    def all_serve(self, version: int) -> bool:
+        served = [(r["eligible"], r["state"], r["active_version"]) for r in self.instances()]
+        return served == [(True, "SERVING", version)] * self.processes.config.instances
+
+    @contextlib.contextmanager
+    def another_gateway(self, *args: str) -> Iterator[str]:
+        """Its URL."""
+        url = f"http://127.0.0.1:{(port := free_port())}"
+        common = ["--store", self.processes.store, "--model", self.name, "--port", str(port), "--admin-port", "0"]
+        common += ["--admin-key-file", str(self.processes.admin_key_file)]
+        log = self.processes.state_dir / "logs" / f"gateway-{port}.log"
+        gateway = Child("another", ["server.gateway", *common, *args], log)
+        try:
+            wait_until(lambda: _ready(url), 30, what=lambda: gateway.tail())
+            yield url
+        finally:
+            gateway.stop()
+
     def direct(self) -> list[dict[str, Any]]:
         """Options of an httpx client for each instance, by id: its address, and what it asks of those who ask it."""
         with contextlib.closing(SyncStore(self.processes.store)) as store:
@@ -134,6 +159,13 @@ class LiveServer:
         """An instance's processes: API server and engine core."""
         parent = psutil.Process(self.processes.children[f"instance-{index}"].process.pid)
         return [parent, *parent.children(recursive=True)]
+
+
+def _ready(url: str) -> bool:
+    try:
+        return httpx.get(url + "/readyz", timeout=2).status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 def _sum(text: str, name: str) -> float:

@@ -119,11 +119,3 @@ def test_what_is_strange_is_no_fault_of_the_server(live: LiveServer, path: str, 
         assert error["type"]
     again = live.client.post("/v1/completions", json={"model": live.name, **COMPLETION})
     assert again.status_code == 200
-
-
-def test_a_grammar_that_does_not_compile_hurts_nobody_else(live: LiveServer) -> None:
-    body = CHAT | {"model": live.name, "structured_outputs": {"grammar": "root ::= root"}}
-    answer = live.client.post("/v1/chat/completions", json=body)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["message"]
-    assert live.client.post("/v1/completions", json={"model": live.name, **COMPLETION}).status_code == 200

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,7 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.live import LiveServer
-from tests.waiting import wait_until
 
 pytestmark = pytest.mark.engine
 PROMPT = [9, 8, 7, 6]
@@ -85,24 +79,6 @@ def test_bad_checkpoint(
     answer = live.admin.post("/admin/weights", json={"path": str(path), "activate": True})
     assert 400 <= answer.status_code < 500
     assert names in answer.json()["error"]["message"]
-    assert_untouched(live, serving)
-
-
-def test_flipped_byte_in_a_slot_aborts_the_swap(
-    live: LiveServer, checkpoints: dict[str, Path], serving: tuple[int, list[int]]
-) -> None:
-    answer = live.admin.post("/admin/weights", json={"path": str(checkpoints["b"]), "activate": False})
-    version = answer.json()["version"]
-    records = {v["version"]: v for v in live.admin.get("/admin/weights").json()["versions"]}
-    slot = Path(records[version]["slot"])
-    with slot.open("r+b") as file:
-        file.seek(slot.stat().st_size - 8192)
-        byte = file.read(1)
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte[0] ^ 1]))
-    refused = live.activate(version)
-    assert refused.status_code == 409
-    assert "digest" in refused.json()["error"]["message"] or "bytes" in refused.json()["error"]["message"]
     assert_untouched(live, serving)
 
 
@@ -295,7 +271,7 @@ def test_a_grammar_within_the_bounds_that_takes_too_long_is_refused_while_others
             answered += 1
     error = refused.result().json()["error"]
     assert (refused.result().status_code, error["code"]) == (400, "grammar_too_costly"), error
-    assert "more than 3 s to compile; simplify" in error["message"]
+    assert "more than 1 s to compile; simplify" in error["message"]
     assert answered > 1
     again = live.client.post(route, json=body | slow)
     assert (again.status_code, again.json()["error"]["code"]) == (400, "grammar_too_costly")
@@ -366,40 +342,3 @@ def test_what_vllm_fails_over_is_told_as_the_client_s(live: LiveServer, path: st
     assert "has no attribute 'server'" not in answer.text
     assert stream or (answer.status_code, answer.json()["error"]["type"]) == (400, "BadRequestError")
     assert live.client.post(path, json=body).status_code == 200
-
-
-PUBLISHER = """
-import sys, torch
-from safetensors.torch import load_file
-from weightsync import Publisher
-tensors = load_file(sys.argv[3])
-publisher = Publisher(sys.argv[1], model=sys.argv[2])
-print("publishing", flush=True)
-while True:
-    publisher.publish(tensors.items(), activate=False)
-"""
-
-
-def test_trainer_killed_while_publishing(
-    live: LiveServer, checkpoints: dict[str, Path], serving: tuple[int, list[int]]
-) -> None:
-    """Killed at arbitrary moments: no half-written version appears, and its slots are used again."""
-    command = [sys.executable, "-c", PUBLISHER, live.processes.store, live.name]
-    for delay in (0.0, 0.013, 0.031, 0.052):
-        with subprocess.Popen(
-            [*command, str(checkpoints["b"] / "model.safetensors")], stdout=subprocess.PIPE, text=True
-        ) as trainer:
-            assert trainer.stdout is not None
-            assert trainer.stdout.readline() == "publishing\n"
-            time.sleep(delay)
-            os.kill(trainer.pid, signal.SIGKILL)
-        assert_untouched(live, serving)
-
-    def none_publishing() -> bool:
-        versions = live.admin.get("/admin/weights").json()["versions"]
-        return all(v["state"] != "publishing" for v in versions)
-
-    wait_until(none_publishing, 20)
-    version = live.push(checkpoints["b"])
-    assert live.generate(PROMPT, 4)["choices"][0]["weight_versions"][0]["version"] == version
-    assert len(list(live.processes.arena.glob("slot-*"))) <= 8

@@ -31,13 +31,8 @@ def fleet(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
         yield server
 
 
-def whole(fleet: LiveServer) -> bool:
-    fleet.processes.restart_ended()
-    return [row["eligible"] for row in fleet.instances()] == [True, True]
-
-
 def test_answers_that_outlast_the_notice_end_elsewhere(fleet: LiveServer) -> None:
-    wait_until(lambda: whole(fleet), 300)
+    wait_until(fleet.whole, 300)
     announced: list[InstanceRecord] = []
     store, ended = SyncStore(fleet.processes.store), threading.Event()
     first = fleet.processes.instance_id(0)
@@ -77,5 +72,5 @@ def test_answers_that_outlast_the_notice_end_elsewhere(fleet: LiveServer) -> Non
 
 
 def test_an_instance_that_comes_back_is_asked_again(fleet: LiveServer) -> None:
-    wait_until(lambda: whole(fleet), 300)
+    wait_until(fleet.whole, 300)
     assert [row["leaves_at"] for row in fleet.instances()] == [None, None]

@@ -5,20 +5,20 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
-import orjson
 import pytest
 
 from tests.fleet import Fleet
 from tests.live import LiveServer
+from tests.open_answers import Asked
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.broad]
 
 APPLICATIONS, ROUNDS = 7, 4  # an odd number, so that taking turns brings each prompt to both instances
+TOKENS = 600
 PREFIX = 512  # tokens, whole blocks of vLLM's prefix cache (16 on a GPU, 128 on a CPU)
 
 
@@ -65,20 +65,6 @@ def test_a_shared_beginning_is_computed_once_and_not_once_per_instance(fleet: Fl
     assert float(picks["prefix"]) >= APPLICATIONS * (ROUNDS - 1)
 
 
-def stream(url: str) -> tuple[int, str]:
-    """Tokens of one streamed answer, and how it ended: "done", or an error's code."""
-    body = {"prompt_token_ids": [3, 4, 5], "max_tokens": 600, "temperature": 0, "ignore_eos": True}
-    tokens, end = 0, "cut"
-    with httpx.stream("POST", url + "/generate", json=body, timeout=120) as answer:
-        if answer.status_code != 200:
-            return 0, str(orjson.loads(answer.read())["error"]["code"])
-        for line in answer.iter_lines():
-            event = orjson.loads(line[6:]) if line.startswith("data: ") else {}
-            tokens += len(event.get("token_ids", ()))
-            end = "done" if "usage" in event else event["error"]["code"] if "error" in event else end
-    return tokens, end
-
-
 def counters(live: LiveServer, *names: str) -> list[str]:
     """Lines of the gateway's metrics of these names that are not zero."""
     lines = live.client.get("/metrics").text.splitlines()
@@ -94,16 +80,15 @@ def test_an_instance_that_is_told_to_stop_ends_its_streams_first(fleet: Fleet) -
     def record() -> dict[str, Any]:
         return next((i for i in pair.instances() if i["id"] == pair.processes.instance_id(0)), {})
 
-    with ThreadPoolExecutor(16) as pool:
-        before = [pool.submit(stream, pair.url) for _ in range(8)]
-        wait_until(lambda: record()["in_flight"] >= 2, 60)
-        leaving.send_signal(signal.SIGTERM)
-        wait_until(lambda: record().get("state", "DRAINING") == "DRAINING")
-        assert leaving.poll() is None, "it has streams to end"
-        after = [pool.submit(stream, pair.url) for _ in range(4)]
-        wait_until(lambda: not record(), 60, what="and then it leaves at once")
-        assert [future.result(120) for future in before + after] == [(600, "done")] * 12
+    before = [Asked(pair.url, TOKENS) for _ in range(8)]
+    wait_until(lambda: record()["in_flight"] >= 2, 60)
+    leaving.send_signal(signal.SIGTERM)
+    wait_until(lambda: record().get("state", "DRAINING") == "DRAINING")
+    assert leaving.poll() is None, "it has streams to end"
+    after = [Asked(pair.url, TOKENS) for _ in range(4)]
+    wait_until(lambda: not record(), 60, what="and then it leaves at once")
+    assert [len(answer.finish()) for answer in before + after] == [TOKENS] * 12
     assert leaving.wait(60) == 0
     assert counters(pair, "hotswap_gateway_failovers_total") == gone_on
     assert [i["id"] for i in pair.instances()] == [pair.processes.instance_id(1)]
-    assert stream(pair.url) == (600, "done")
+    assert len(Asked(pair.url, TOKENS).finish()) == TOKENS

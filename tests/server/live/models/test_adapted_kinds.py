@@ -14,8 +14,8 @@ from loadtest.models.checkpoints import make_adapter
 from loadtest.models.kinds import make_kind
 from tests import stock
 from tests.live import VLLM_ARGS, LiveServer
-from tests.server.live.models.test_heads import pushed
 from tests.server.live.models.test_kinds import LONG, PROMPTS, TOKENS, first_span
+from tests.server.live.models.test_parts import pushed
 
 pytestmark = [pytest.mark.engine, pytest.mark.broad]
 

@@ -17,7 +17,7 @@ import torch
 from loadtest.models.kinds import make_kind
 from tests import stock
 from tests.live import VLLM_ARGS, LiveServer
-from tests.server.live.models.test_parts import PROMPTS, acceptance
+from tests.server.live.models.test_parts import PROMPTS, acceptance, pushed
 
 pytestmark = [pytest.mark.engine, pytest.mark.broad]
 Tensors = dict[str, torch.Tensor]
@@ -70,12 +70,6 @@ def eagle(path: Path, *, knows: bool, **more: torch.Tensor) -> Path:
     return edited(make_kind(path, "llama", num_hidden_layers=1), edit)
 
 
-def pushed(live: LiveServer, path: Path, part: str = "", **parts: str) -> int:
-    answer = live.admin.post("/admin/weights", json={"path": str(path), "part": part, "parts": parts, "activate": True})
-    assert answer.status_code == 200, answer.text
-    return int(answer.json()["version"])
-
-
 def test_an_eagle_head_swaps_beside_its_target(tmp_path: Path) -> None:
     """It runs the target's embedding and head, which stay the target's: a new target's head is the draft's at once."""
     targets = [llama(tmp_path / f"target-{seed}", seed) for seed in (0, 1)]
@@ -96,7 +90,7 @@ def test_an_eagle_head_swaps_beside_its_target(tmp_path: Path) -> None:
         taken, said = acceptance(live)
         assert said == expected[1]
         assert taken > KNOWS_ALL
-        pushed(live, targets[0], draft=str(poor))
+        pushed(live, targets[0], draft=poor)
         taken, said = acceptance(live)
         assert said == expected[0]
         assert taken < KNOWS_NONE

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import orjson
 import pytest
 
 from loadtest.models.checkpoints import make_adapter, make_checkpoint
-from tests.live import VLLM_ARGS, LiveServer
+from tests.live import VLLM_ARGS, LiveServer, events
 from tests.server.live.swaps.test_crossings import samples_keep_their_terms
 from tests.waiting import wait_until
 
@@ -51,12 +50,9 @@ async def stream(live: LiveServer, tokens: int, model: str | None = None) -> lis
     body |= {"model": model} if model else {}
     seen: list[int] = []
     done: dict[str, Any] = {}
-    async with httpx.AsyncClient(timeout=60) as client, client.stream("POST", live.url + "/generate", json=body) as got:
-        assert got.status_code == 200
-        async for line in got.aiter_lines():
-            if line.startswith("data: "):
-                done = orjson.loads(line.removeprefix("data: "))
-                seen += done.get("token_ids", [])
+    async for event in events({"base_url": live.url}, body):
+        done = event
+        seen += done.get("token_ids", [])
     spans = done["choices"][0]["weight_versions"]
     versions = [span["version"] for span in spans for _ in range(span["start"], span["end"])]
     return list(zip(seen, versions, strict=True))

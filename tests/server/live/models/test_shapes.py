@@ -65,11 +65,6 @@ def ask(live: LiveServer, route: str, **body: Any) -> httpx.Response:
     return live.admin.post(f"/admin/weights{route}", json=body, timeout=PATIENCE_S)
 
 
-def everywhere(live: LiveServer, version: int) -> bool:
-    found = [(i["state"], i["active_version"], i["eligible"]) for i in live.instances()]
-    return found == [("SERVING", version, True)] * 2
-
-
 def following(live: LiveServer) -> int:
     """The number of the next version."""
     return 1 + max(int(v["version"]) for v in live.admin.get("/admin/weights").json()["versions"])
@@ -106,7 +101,7 @@ class Fleet:
             answer = ask(self.live, "", path=str(self.base))
             assert answer.status_code == 200, answer.text
             active = answer.json()["version"]
-        wait_until(lambda: everywhere(self.live, active), PATIENCE_S)
+        wait_until(lambda: self.live.all_serve(active), PATIENCE_S)
         return active
 
 
@@ -159,7 +154,7 @@ def test_what_no_restart_can_take_is_refused(fleet: Fleet, tmp_path: Path) -> No
     problem = answer.json()["error"]
     assert (answer.status_code, problem["code"]) == (422, "config_mismatch")
     assert "vocab_size" in problem["message"]
-    assert everywhere(live, before)
+    assert live.all_serve(before)
 
 
 def test_other_tensors_come_by_restarts_and_go_by_them(fleet: Fleet, tmp_path: Path) -> None:
@@ -182,7 +177,7 @@ def test_other_tensors_come_by_restarts_and_go_by_them(fleet: Fleet, tmp_path: P
         swap = swap_of(live)
         assert (swap["phase"], swap["mode"]) == ("done", "rolling")
         assert "weight_packed" in swap["changes"]
-        assert everywhere(live, after)
+        assert live.all_serve(after)
         wait_until(lambda: clients.answered[after] > len(PROMPTS))
         assert said(live) == answers
 
@@ -194,13 +189,13 @@ def test_other_tensors_come_by_restarts_and_go_by_them(fleet: Fleet, tmp_path: P
         problem = answer.json()["error"]
         assert (answer.status_code, problem["code"]) == (409, "swap_aborted")
         assert "layers.2" in problem["message"]
-        wait_until(lambda: everywhere(live, after), PATIENCE_S)
+        wait_until(lambda: live.all_serve(after), PATIENCE_S)
         assert swap_of(live)["phase"] == "aborted"
         assert said(live) == answers
 
         back = ask(live, "/rollback", drain_s=5)
         assert back.status_code == 200, back.text
-        assert everywhere(live, before)
+        assert live.all_serve(before)
         assert said(live) == fleet.answers
     assert not clients.failures
     assert pid_of(live, 1) == second, "its supervisor sees no process end"
@@ -225,7 +220,7 @@ def test_one_that_does_not_start_after_the_commit_takes_all_back(fleet: Fleet, t
             problem = answer.json()["error"]
             assert (answer.status_code, problem["code"]) == (409, "swap_aborted")
             assert "instance-1 did not start with it" in problem["message"]
-            wait_until(lambda: everywhere(live, before), PATIENCE_S)
+            wait_until(lambda: live.all_serve(before), PATIENCE_S)
             assert clients.answered[after] > 0, "it was committed, and served by the first instance"
         finally:
             blocked.unlink()
@@ -246,10 +241,10 @@ def test_the_same_tensors_under_another_configuration(fleet: Fleet, tmp_path: Pa
     answer = ask(live, "", path=str(other), drain_s=5)
     assert answer.status_code == 200, answer.text
     assert swap_of(live)["changes"] == "config.json has another rope_parameters"
-    assert everywhere(live, int(answer.json()["version"]))
+    assert live.all_serve(int(answer.json()["version"]))
     assert said(live) == expected
     assert ask(live, "/rollback", drain_s=5).status_code == 200
-    assert everywhere(live, before)
+    assert live.all_serve(before)
     assert said(live) == fleet.answers
 
 

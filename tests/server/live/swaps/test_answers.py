@@ -16,8 +16,6 @@ import pytest
 from server.answers.log import Folder
 from server.answers.parse import Answer
 from server.answers.reading import Wanted, joined
-from server.ports import free_port
-from server.up.processes import Child
 from tests.live import LiveServer
 from tests.waiting import wait_until
 
@@ -44,24 +42,10 @@ class Collecting:
 
 @pytest.fixture
 def collecting(live: LiveServer, tmp_path: Path) -> Iterator[Collecting]:
-    port = free_port()
-    args = ["server.gateway", "--store", live.processes.store, "--model", live.name, "--port", str(port)]
-    args += ["--admin-port", str(free_port()), "--admin-key-file", str(live.processes.admin_key_file)]
-    args += ["--no-coordinator", "--collect-anonymous", "--answers", str(tmp_path / "log"), "--answers-segment", "0.1"]
-    gateway = Child("collecting", args, tmp_path / "gateway.log")
-    url = f"http://127.0.0.1:{port}"
-    try:
-        wait_until(lambda: _ready(url), 30, what=lambda: gateway.tail())
-        yield Collecting(url, tmp_path / "log")
-    finally:
-        gateway.stop()
-
-
-def _ready(url: str) -> bool:
-    try:
-        return httpx.get(url + "/readyz").status_code == 200
-    except httpx.TransportError:
-        return False
+    log = tmp_path / "log"
+    collect = ("--collect-anonymous", "--answers", str(log), "--answers-segment", "0.1")
+    with live.another_gateway("--no-coordinator", *collect) as url:
+        yield Collecting(url, log)
 
 
 MESSAGES = [{"role": "user", "content": "3+4="}]

@@ -15,10 +15,7 @@ import httpx
 import pytest
 
 from server.gateway.access.scope import STORE_KEY
-from server.ports import free_port
-from server.up.processes import Child
 from tests.live import LiveServer
-from tests.waiting import wait_until
 from weightsync.store import open_store
 
 pytestmark = pytest.mark.engine
@@ -34,22 +31,8 @@ def keyed(live: LiveServer, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     file = directory / "api.keys"
     file.touch(0o600)
     file.write_text("\n".join(KEYS))
-    port = free_port()
-    args = ["server.gateway", "--store", live.processes.store, "--model", live.name, "--port", str(port)]
-    args += ["--admin-port", str(free_port()), "--admin-key-file", str(live.processes.admin_key_file)]
-    gateway = Child("keyed", [*args, "--api-key-file", str(file), "--no-coordinator"], directory / "gateway.log")
-    try:
-        wait_until(lambda: _ready(f"http://127.0.0.1:{port}"), 30, what=lambda: gateway.tail())
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        gateway.stop()
-
-
-def _ready(url: str) -> bool:
-    try:
-        return httpx.get(url + "/readyz").status_code == 200
-    except httpx.TransportError:
-        return False
+    with live.another_gateway("--api-key-file", str(file), "--no-coordinator") as url:
+        yield url
 
 
 class Asker:
@@ -100,20 +83,6 @@ async def test_keys_share_no_blocks_whatever_salt_they_send(
     header = second.http.post("/generate", json={}, headers={"x-hotswap-cache-scope": scope})
     assert header.status_code == 400
     assert first.hits(PROMPT) == found
-
-
-def test_blocks_are_hit_again_when_their_version_returns(
-    live: LiveServer, checkpoints: dict[str, Path], askers: tuple[Asker, Asker]
-) -> None:
-    first, _ = askers
-    live.push(checkpoints["a"])
-    first.hits(PROMPT)
-    found = first.hits(PROMPT)
-    live.push(checkpoints["b"])
-    assert first.hits(PROMPT) == 0
-    for _ in range(3):
-        assert live.admin.post("/admin/weights/rollback").status_code == 200
-        assert first.hits(PROMPT) == found > 500
 
 
 async def test_answers_from_the_cache_are_right_after_streams_crossed_many_swaps(

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import orjson
 import pytest
 
 from tests import stock
-from tests.live import LiveServer
+from tests.live import LiveServer, events
 
 pytestmark = pytest.mark.engine
 Streamed = tuple[list[int], dict[str, Any]]
@@ -51,19 +50,15 @@ def by_token(spans: list[dict[str, int]]) -> list[int]:
 # recompute, and what an engine says that has never seen the old weights -------------------------------------------
 
 
-async def streamed(
-    client: httpx.AsyncClient, prompt: list[int], tokens: int, policy: str, begun: asyncio.Event
-) -> Streamed:
+async def streamed(live: LiveServer, prompt: list[int], tokens: int, policy: str, begun: asyncio.Event) -> Streamed:
     seen: list[int] = []
     last: dict[str, Any] = {}
     body = {"prompt_token_ids": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    async with client.stream("POST", "/generate", json=body, headers={"x-hotswap-policy": policy}) as answer:
-        async for line in answer.aiter_lines():
-            if line.startswith("data: "):
-                last = orjson.loads(line.removeprefix("data: "))
-                seen += last.get("token_ids", [])
-                if len(seen) >= 30:
-                    begun.set()
+    async for event in events({"base_url": live.url}, body, headers={"x-hotswap-policy": policy}):
+        last = event
+        seen += last.get("token_ids", [])
+        if len(seen) >= 30:
+            begun.set()
     return seen, last["choices"][0]
 
 
@@ -75,11 +70,10 @@ async def test_recompute_equals_a_fresh_stock_engine_of_the_new_weights(
         await asyncio.to_thread(live.push, checkpoints[name])
     prompts = [[(13 * i + 5 * j) % 480 + 9 for j in range(15 + 40 * i)] for i in range(5)]
     begun = asyncio.Event()
-    async with httpx.AsyncClient(base_url=live.url, timeout=60) as client:
-        streams = [asyncio.create_task(streamed(client, p, 600, "recompute", begun)) for p in prompts]
-        await begun.wait()
-        assert (await asyncio.to_thread(live.admin.post, "/admin/weights/rollback")).status_code == 200
-        answers = await asyncio.gather(*streams)
+    streams = [asyncio.create_task(streamed(live, p, 600, "recompute", begun)) for p in prompts]
+    await begun.wait()
+    assert (await asyncio.to_thread(live.admin.post, "/admin/weights/rollback")).status_code == 200
+    answers = await asyncio.gather(*streams)
     crossed = []
     for prompt, (seen, choice) in zip(prompts, answers, strict=True):
         old, new = choice["weight_versions"]

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import orjson
 import pytest
 
-from tests.live import LiveServer
-from tests.server.live.swaps.test_swaps import swap_around
+from tests.live import LiveServer, events
 
 pytestmark = pytest.mark.engine
 PROMPT = [(11 * j) % 400 + 5 for j in range(200)]
@@ -54,10 +52,8 @@ async def test_an_event_has_as_many_tokens_as_were_asked_for(live: LiveServer, i
     """The last one may have fewer; together they are the whole answer."""
     async with instance(live) as client:
         whole = (await client.post("/generate", json=ask(20, logprobs=True))).json()["choices"][0]
-        body = ask(20, logprobs=True, stream_interval=interval) | {"stream": True}
-        lines = (await client.post("/generate", json=body)).text.splitlines()
-    events = [orjson.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
-    *told, done = events
+    body = ask(20, logprobs=True, stream_interval=interval) | {"stream": True}
+    *told, done = [event async for event in events(live.direct()[0], body)]
     assert all(len(event["token_ids"]) >= interval for event in told[:-1])
     assert len(told) <= -(-20 // interval)
     assert [token for event in told for token in event["token_ids"]] == whole["token_ids"]
@@ -90,17 +86,11 @@ async def crossing(
     seen: list[int] = []
     last: dict[str, Any] = {}
     swap: asyncio.Task[int] | None = None
-    async with (
-        instance(live) as client,
-        client.stream(
-            "POST", "/generate", json=ask(tokens, PROMPT, stream=True), headers={"x-hotswap-policy": policy}
-        ) as answer,
-    ):
-        async for line in answer.aiter_lines():
-            if line.startswith("data: "):
-                last = orjson.loads(line.removeprefix("data: "))
-                seen += last.get("token_ids", [])
-                swap = swap or asyncio.create_task(go(live))
+    body = ask(tokens, PROMPT, stream=True)
+    async for event in events(live.direct()[0], body, headers={"x-hotswap-policy": policy}):
+        last = event
+        seen += last.get("token_ids", [])
+        swap = swap or asyncio.create_task(go(live))
     assert swap is not None
     return seen, last, await swap
 
@@ -139,43 +129,6 @@ async def test_no_later_request_hits_blocks_of_one_that_kept_its_old_keys_and_va
     assert 0 < hits(live, PROMPT + seen) <= len(PROMPT) + old["end"]
 
 
-async def test_abort_ends_with_a_typed_error(live: LiveServer, checkpoints: dict[str, Path]) -> None:
-    push_both(live, checkpoints)
-    seen, last, _ = await crossing(live, "abort", 700)
-    assert last["error"]["code"] == "weights_changed"
-    assert 0 < len(seen) < 700
-
-
-async def test_requests_that_finish_or_are_bound_are_never_mixed(
-    live: LiveServer, checkpoints: dict[str, Path]
-) -> None:
-    """Constant-answer weights: each token says which version wrote it."""
-    live.push(checkpoints["say-0"])
-    swapping = asyncio.create_task(swap_around(live, checkpoints, 5))
-    counted = {"finish": 0, "bound": 0}
-
-    async def load(client: httpx.AsyncClient, kind: str) -> None:
-        while not swapping.done():
-            active = (await asyncio.to_thread(live.active)) if kind == "bound" else 0
-            headers = {"x-hotswap-policy": "finish"} if kind == "finish" else {"x-hotswap-version": str(active)}
-            answer = await client.post("/generate", json=ask(60), headers=headers)
-            if answer.status_code == 409:
-                assert kind == "bound"
-                assert answer.json()["error"]["code"] == "version_mismatch"
-                assert answer.headers["x-hotswap-refused"] == "version"
-                continue
-            (choice,) = answer.json()["choices"]
-            (span,) = choice["weight_versions"]
-            assert len(set(choice["token_ids"])) == 1
-            assert kind == "finish" or span["version"] == active
-            assert choice["prompt_weight_versions"] == [{"version": span["version"], "start": 0, "end": 3}]
-            counted[kind] += 1
-
-    async with instance(live) as client:
-        await asyncio.gather(*(load(client, kind) for kind in ("finish", "finish", "bound", "bound")))
-    assert min(counted.values()) > 0
-
-
 async def test_openai_routes_say_who_computed_the_prompt(live: LiveServer, checkpoints: dict[str, Path]) -> None:
     version = live.push(checkpoints["a"])
     async with instance(live) as client:
@@ -185,21 +138,4 @@ async def test_openai_routes_say_who_computed_the_prompt(live: LiveServer, check
         refused = await client.post("/v1/completions", json=body, headers={"x-hotswap-version": str(version + 1)})
         assert refused.status_code == 409
         assert refused.json()["error"]["code"] == "version_mismatch"
-
-
-async def test_abort_of_an_openai_stream_is_a_typed_event(live: LiveServer, checkpoints: dict[str, Path]) -> None:
-    push_both(live, checkpoints)
-    body = {"model": live.name, "prompt": [5, 6, 7], "max_tokens": 900, "ignore_eos": True, "stream": True}
-    events: list[dict[str, Any]] = []
-    swap: asyncio.Task[int] | None = None
-    async with (
-        instance(live) as client,
-        client.stream("POST", "/v1/completions", json=body, headers={"x-hotswap-policy": "abort"}) as answer,
-    ):
-        async for line in answer.aiter_lines():
-            if line.startswith("data: {"):
-                events.append(orjson.loads(line.removeprefix("data: ")))
-                swap = swap or asyncio.create_task(back(live))
-    assert swap is not None
-    await swap
-    assert [e["error"]["code"] for e in events if e.get("error")] == ["weights_changed"]
+        assert refused.headers["x-hotswap-refused"] == "version"

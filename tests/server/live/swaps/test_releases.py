@@ -11,7 +11,6 @@ import pytest
 
 from tests.asking import Labelled
 from tests.live import LiveServer
-from tests.server.live.swaps.test_splits import everybody_serves
 from tests.trainer.rewards.test_server import serving
 from tests.waiting import wait_until
 
@@ -35,7 +34,7 @@ def server(
     args = tuple(word for option, value in named for word in (f"--{option}", value))
     live = LiveServer(checkpoints["say-0"], root, name="releases", instances=2, gateway_args=args)
     with live.running():
-        wait_until(lambda: everybody_serves(live), 300)
+        wait_until(lambda: live.whole(), 300)
         answer = live.admin.post("/admin/weights", json={"path": str(checkpoints["say-1"]), "activate": False})
         assert (answer.status_code, answer.json()["version"]) == (200, 2), answer.text
         yield live

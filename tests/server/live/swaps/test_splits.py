@@ -24,19 +24,10 @@ def server(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
     """Version 1, which says w100 alone, serves; version 2, which says w101, is there."""
     live = LiveServer(checkpoints["say-0"], tmp_path_factory.mktemp("splits"), name="splits", instances=2)
     with live.running():
-        wait_until(lambda: everybody_serves(live), 300)
+        wait_until(lambda: live.whole(), 300)
         answer = live.admin.post("/admin/weights", json={"path": str(checkpoints["say-1"]), "activate": False})
         assert (answer.status_code, answer.json()["version"]) == (200, 2), answer.text
         yield live
-
-
-def everybody_serves(server: LiveServer) -> bool:
-    return [record["eligible"] for record in server.instances()] == [True, True]
-
-
-def whole_again(server: LiveServer) -> bool:
-    server.processes.restart_ended()
-    return everybody_serves(server)
 
 
 def divide(server: LiveServer, mode: str = "together", drain_s: float = 0, **percents: float) -> dict[str, Any]:
@@ -121,17 +112,17 @@ def test_shares_are_exact_on_real_engines(server: LiveServer) -> None:
 
 
 def test_the_death_of_the_only_instance_of_a_version_fails_nobody(server: LiveServer) -> None:
-    assert comes_true(lambda: whole_again(server), 200)
+    assert comes_true(lambda: server.whole(), 200)
     divide(server, v1=50, v2=50)
     holder = next(at for at, record in enumerate(server.instances()) if record["active_version"] == 2)
     with Labelled(server.url) as clients:
         wait_until(lambda: clients.answers[1] > 5 and clients.answers[2] > 5)
         for process in server.tree(holder):
             os.kill(process.pid, signal.SIGKILL)
-        wait_until(lambda: not everybody_serves(server))
+        wait_until(lambda: [r["eligible"] for r in server.instances()] != [True, True])
         before = clients.answers[1]
         wait_until(lambda: clients.answers[1] > before + 40)
-        assert comes_true(lambda: whole_again(server), 200)
+        assert comes_true(lambda: server.whole(), 200)
         back = clients.answers[2]
         wait_until(lambda: clients.answers[2] > back + 5, 60)
     retryable = [failure for failure in clients.failures if "upstream_died" in failure]
