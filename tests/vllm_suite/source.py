@@ -6,7 +6,7 @@ import re
 import shutil
 from pathlib import Path
 
-from tests import vllm_source
+from tests.packages import unpacked
 from weightsync.vllm_engine.releases import release
 
 # What they ask for, as far as a tiny model of random weights and one server can answer it.
@@ -37,7 +37,7 @@ _DOWNLOAD = re.compile(r"hf_api\(\)\.snapshot_download\(.*?\)", re.DOTALL)
 
 def tests(directory: Path, model: str) -> Path:
     """A copy in `directory` that asks for `model`; the folder with vLLM's package `tests`."""
-    root, source = directory / "vllm", vllm_source.folder(release(), "tests")
+    root, source = directory / "vllm", unpacked("vllm", release()) / "tests"
     shutil.copytree(source, root / "tests", ignore=shutil.ignore_patterns("conftest.py"))
     for name in ("entrypoints/conftest.py", "entrypoints/openai/responses/conftest.py"):
         shutil.copy(source / name, root / "tests" / name)

@@ -1,7 +1,7 @@
 """The releases of Megatron-Core that this is written against (`MEGATRON_VERSIONS`), and every place where they differ.
 
 0.16.1 is the newest for Python 3.11; 0.19 wants 3.12. Code asks here for what another release has elsewhere or in
-another shape, and no other module looks at the version. `tests/trainer/megatron/test_contract.py` compares every name
+another shape, and no other module looks at the version. `tests/contract/test_megatron.py` compares every name
 that is used with the sources of both releases, installed or not.
 """
 

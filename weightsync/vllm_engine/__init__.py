@@ -10,7 +10,7 @@
     releases.py   the releases of vLLM that all this is written against, and where they differ
 
 Of the folders, staging/ imports device/ and model/, and device/ imports model/; engine_core/ knows none of them.
-`tests/weightsync/vllm_engine/test_contract.py` names every private name of vLLM that is used here.
+`tests/contract/test_vllm.py` names every private name of vLLM that is used here.
 """
 
 VLLM_VERSIONS = ("0.32.0", "0.33.0")  # oldest first

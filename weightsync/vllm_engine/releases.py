@@ -1,7 +1,7 @@
 """The releases of vLLM that this is written against (`VLLM_VERSIONS`), and every place where they differ.
 
 PyPI has 0.33 for CUDA alone; 0.32 is the newest one for CPUs. Code asks here for what another release has elsewhere,
-and no other module looks at the version. `tests/weightsync/vllm_engine/test_contract.py` compares every name that is
+and no other module looks at the version. `tests/contract/test_vllm.py` compares every name that is
 used with the sources of each release, installed or not.
 """
 

@@ -6,53 +6,27 @@ names what moved; code asks `trainer/megatron/releases.py` for what is elsewhere
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator
 from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
 
-from tests import megatron_source
-from tests.contract import Sources
-from tests.lacking import lacking
+from tests.contract.release import Sources, has, imported
+from tests.packages import unpacked
 from trainer.errors import UnsupportedMegatron
 from trainer.megatron import releases
 
-ROOT = Path(__file__).parents[3]
 OPTIMIZER, CHECKPOINTS = "megatron.core.optimizer", "megatron.core.dist_checkpointing"
 MOE = "megatron.core.transformer.moe"
-
 
 OTHERS = [version for version in releases.MEGATRON_VERSIONS if version != releases.installed()]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[releases.installed(), *(pytest.param(version, marks=pytest.mark.broad) for version in OTHERS)],
-)
+@pytest.fixture(scope="module", params=[releases.installed(), *OTHERS])
 def megatron(request: pytest.FixtureRequest) -> Sources:
     if request.param == releases.release():
         return Sources(request.param, Path(str(distribution("megatron-core").locate_file(""))))
-    try:
-        return Sources(request.param, megatron_source.folder(request.param))
-    except megatron_source.NoWheel as error:
-        lacking(str(error))
-
-
-def has(megatron: Sources, name: str, *texts: str) -> None:
-    """Each of `texts` stands in the source of `name`."""
-    source = megatron.source(name)
-    assert not [text for text in texts if text not in source], name
-
-
-def imported() -> Iterator[str]:
-    """Every name that a program of ours imports from Megatron-Core."""
-    for folder in ("trainer", "loadtest", "tests"):
-        for path in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron."):
-                    yield from (f"{node.module}:{alias.name}" for alias in node.names)
+    return Sources(request.param, unpacked("megatron-core", request.param))
 
 
 def test_an_unknown_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +38,7 @@ def test_an_unknown_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_imported_name(megatron: Sources) -> None:
-    names = sorted(set(imported()))
+    names = sorted(imported("megatron"))
     assert len(names) > 30
     assert not [name for name in names if not megatron.has(name)]
 

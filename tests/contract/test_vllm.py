@@ -6,11 +6,9 @@ failure here after an upgrade names what moved; code asks `weightsync/vllm_engin
 
 from __future__ import annotations
 
-import ast
 import builtins
 import importlib.util
 import inspect
-from collections.abc import Iterator
 from importlib.metadata import distributions, entry_points
 from pathlib import Path
 from typing import Any
@@ -20,16 +18,14 @@ import pytest
 from server import api
 from server.instance import openapi
 from server.instance.config import _INSTEAD
-from tests import vllm_source
-from tests.contract import Installed, Release, Sources
+from tests.contract.release import Installed, Release, Sources, has, imported
 from tests.cpu import FLAGS, CpuKind, cpu_kind
-from tests.lacking import lacking
+from tests.packages import unpacked
 from weightsync import vllm_plugin
 from weightsync.errors import UnsupportedVllm
 from weightsync.vllm_engine import VLLM_VERSIONS, releases
 
 pytestmark = pytest.mark.engine
-ROOT = Path(__file__).parents[3]
 OTHERS = [version for version in VLLM_VERSIONS if version != releases.release()]
 
 
@@ -40,25 +36,13 @@ def installed_sources() -> Sources:
     return Sources(releases.release(), Path(spec.submodule_search_locations[0]).parent)
 
 
-@pytest.fixture(
-    scope="module",
-    params=["objects", "sources", *(pytest.param(version, marks=pytest.mark.broad) for version in OTHERS)],
-)
+@pytest.fixture(scope="module", params=["objects", "sources", *OTHERS])
 def vllm(request: pytest.FixtureRequest) -> Release:
     if request.param == "objects":
         return Installed(releases.release())
     if request.param == "sources":
         return installed_sources()
-    try:
-        return Sources(request.param, vllm_source.folder(request.param, "vllm").parent)
-    except vllm_source.NoSource as error:
-        lacking(str(error))
-
-
-def has(vllm: Release, name: str, *texts: str) -> None:
-    """Each of `texts` stands in the source of `name`."""
-    source = vllm.source(name)
-    assert not [text for text in texts if text not in source], name
+    return Sources(request.param, unpacked("vllm", request.param))
 
 
 def test_release() -> None:
@@ -98,19 +82,10 @@ def test_plugin_is_found_by_vllm() -> None:
     assert "hotswap" in WeightTransferEngineFactory._registry
 
 
-def imported() -> Iterator[str]:
-    """Every name that a program of ours imports from vLLM, and those that stand in tables."""
-    for folder in ("weightsync", "server", "loadtest", "scripts", "tests"):
-        for path in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "vllm":
-                    yield from (f"{node.module}:{alias.name}" for alias in node.names)
-    yield from (openapi.PROTOCOL + route.answer for route in api.ROUTES if route.answer)
-
-
 def test_every_imported_name(vllm: Release) -> None:
     moved = {f"{module}:{name}" for name, module in releases.MODULES[vllm.version].items()}
-    names = moved | set(imported())
+    in_tables = {openapi.PROTOCOL + route.answer for route in api.ROUTES if route.answer}
+    names = moved | imported("vllm") | in_tables
     assert len(names) > 100
     assert not [name for name in sorted(names) if not vllm.has(name)]
 

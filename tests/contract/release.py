@@ -11,8 +11,12 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import itertools
 from pathlib import Path
 from typing import Any, Protocol
+
+ROOT = Path(__file__).parents[2]
+OURS = ("weightsync", "server", "trainer", "loadtest", "scripts", "tests")
 
 
 class Release(Protocol):
@@ -34,6 +38,24 @@ class Release(Protocol):
 
     def attributes(self, name: str) -> set[str]:
         """What a class or a module defines or imports itself."""
+
+
+def has(release: Release, name: str, *texts: str) -> None:
+    """Each of `texts` stands in the source of `name`."""
+    source = release.source(name)
+    assert not [text for text in texts if text not in source], name
+
+
+@functools.cache
+def imported(package: str) -> frozenset[str]:
+    """Every name that a program of ours imports from this package of another project."""
+    return frozenset(
+        f"{node.module}:{alias.name}"
+        for path in itertools.chain.from_iterable((ROOT / folder).rglob("*.py") for folder in OURS)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == package
+        for alias in node.names
+    )
 
 
 class Installed:
