@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
@@ -97,6 +97,7 @@ class FromTensor(Update):
 
     serialized_named_tensors: list[str]
     disable_draft_model: bool | None = None
+    selector: Literal["target", "draft", "all"] = "all"
 
 
 class Pause(TrainerRequest):
@@ -126,6 +127,8 @@ async def update_from_tensor(model: ModelDep, by: ByDep, body: FromTensor) -> di
     _check(body)
     if body.load_format != "safetensors":
         raise refused_pickle()
+    if body.selector == "draft":
+        raise Unsupported("A draft model is a part of a version: publish with Publisher.", code="draft_unsupported")
     schema = await model_schema(model)
     if schema is None:
         raise Conflict("There is no version yet to compare with; publish the first from a checkpoint.", code="no_model")

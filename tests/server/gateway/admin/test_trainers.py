@@ -316,6 +316,7 @@ async def test_continuing_with_half_an_update_is_an_error_and_continues(
             "pickle_refused",
         ),
         ("/update_weights_from_tensor", {**bucket(a=1.0), "abort_all_requests": True}, 400, "abort_unsupported"),
+        ("/update_weights_from_tensor", {**bucket(), "selector": "draft"}, 501, "draft_unsupported"),
         ("/update_weights_from_disk", {"model_path": "/x", "load_format": "pt"}, 501, "bad_load_format"),
         ("/update_weights_from_disk", {"model_path": "/x", "keep_pause": True}, 501, "unsupported"),
         ("/update_weights_from_disk", {"model_path": "relative"}, 400, "bad_path"),
