@@ -1,0 +1,91 @@
+"""Every test here is of the contract tier. `served` is a real gateway whose instance has no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import httpx
+import orjson
+import pytest
+import requests
+from anyio.from_thread import start_blocking_portal
+
+from server.instance.generate import RequestProblem, parse
+from tests.server.gateway.admin.test_admin import SETTINGS, Toy, arena, checkpoint, participating
+from tests.server.gateway.harness import ADMIN_KEY, MODEL, RunningGateway, running_gateway
+from tests.server.gateway.upstream import Link, Received, upstream
+from weightsync import ensure_arena
+
+__all__ = ["arena"]  # the fixture is used by name
+HERE = Path(__file__).parent
+
+
+FORM = "POST /generate has a form of its own here, not SGLang's `text` and `sampling_params`"
+
+
+def gap(*values: Any, reason: str) -> Any:
+    """A call that the other project's server answers and this one refuses."""
+    refusals = (RuntimeError, requests.HTTPError, aiohttp.ClientResponseError)
+    return pytest.param(*values, marks=pytest.mark.xfail(strict=True, raises=refusals, reason=reason))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.contract)
+
+
+@dataclass
+class Served:
+    """`toy` notes what is swapped in; `asked` is what reached the instance."""
+
+    gateway: RunningGateway
+    toy: Toy
+    asked: list[Received]
+
+    host = f":{ADMIN_KEY}@127.0.0.1"  # the key of clients that have no setting for it
+
+    @property
+    def port(self) -> int:
+        return self.gateway.admin_port
+
+    @property
+    def admin(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+
+async def answer(link: Link, received: Received) -> None:
+    """As an instance does, in one word. `/generate` takes what an instance takes."""
+    try:
+        if received.target == "/generate":
+            parse(received.body)
+    except RequestProblem as problem:
+        await link.json(orjson.dumps(problem.body), b"%d Refused" % problem.status)
+        return
+    choice = {"index": 0, "text": "4", "message": {"role": "assistant", "content": "4"}, "finish_reason": "stop"}
+    usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+    whole = {"id": "1", "object": "", "created": 1, "model": MODEL, "choices": [choice], "usage": usage}
+    await link.json(orjson.dumps(whole | {"data": [{"id": MODEL, "object": "model"}]}))
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, arena: Path) -> Iterator[Served]:
+    """It serves a first version; clients of other projects block while they wait, so it runs on other threads."""
+    directory, toy = tmp_path_factory.mktemp("served"), Toy()
+    with (
+        running_gateway(directory, upstream=SETTINGS, swap_deadline_s=20.0) as gateway,
+        start_blocking_portal() as loop,
+    ):
+        gateway.store.run(ensure_arena(gateway.store.store, arena))
+        with (
+            loop.wrap_async_context_manager(upstream(answer)) as up,
+            loop.wrap_async_context_manager(participating(gateway, toy, address=up.address)),
+        ):
+            found = Served(gateway, toy, up.requests)
+            first = {"path": checkpoint(directory / "first"), "activate": True}
+            assert httpx.post(f"{found.admin}/admin/weights", json=first, timeout=60).status_code == 200
+            yield found

@@ -1,0 +1,172 @@
+"""SGLang's clients, out of its wheel: its frontend's endpoint, its engine adapter and its router.
+
+They ask the admin port, since the routes of weights are there; the router asks the public one. `stubs.py` has what of
+the package is not imported. slime and OpenRLHF have no wheels: tests/server/gateway/admin/test_trainers.py has what
+slime sends.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import requests
+from safetensors.numpy import save
+
+from server.gateway.admin import adapters_sglang
+from server.ports import free_port
+from tests.contract import stubs
+from tests.contract.conftest import FORM, Served, gap
+from tests.contract.release import Sources
+from tests.packages import unpacked
+from tests.server.gateway.harness import ADMIN_KEY, MODEL
+from tests.waiting import wait_until
+
+RELEASE, ROUTER = ("sglang", "0.5.23"), ("sglang-router", "0.3.2")
+CLIENTS = ("sglang.lang.backend.runtime_endpoint", "sglang.srt.entrypoints.http_server_engine")
+TEXT = SimpleNamespace(text_="3+4=", images_=[])
+PARAMS = SimpleNamespace(dtype=None, stop=(), regex=None, to_srt_kwargs=lambda: {"max_new_tokens": 1})
+INFO = "GET /server_info is refused here"
+
+
+@pytest.fixture(scope="module")
+def clients() -> list[Any]:
+    return stubs.load(unpacked(*RELEASE), CLIENTS, stubs.SGLANG)
+
+
+@pytest.fixture(scope="module")
+def endpoint(clients: list[Any], served: Served) -> Any:
+    return clients[0].RuntimeEndpoint(f"http://127.0.0.1:{served.port}", api_key=ADMIN_KEY)
+
+
+ENDPOINT = {
+    "get_model_name": (), "get_chat_template": (), "flush_cache": (),
+    "get_server_info": (), "start_profile": (), "stop_profile": (), "concatenate_and_append": ([], ""),
+    "cache_prefix": ("3+4=",), "commit_lazy_operations": (TEXT,), "fill_image": (TEXT,), "generate": (TEXT, PARAMS),
+    "generate_stream": (TEXT, PARAMS), "select": (TEXT, ["7"], 0.0, None),
+}  # fmt: skip
+NOT_ANSWERED = {
+    "get_server_info": INFO,
+    "start_profile": "engines are not profiled from outside",
+    "stop_profile": "engines are not profiled from outside",
+    "concatenate_and_append": "SGLang's own server has no such route any more",
+    **dict.fromkeys(("cache_prefix", "commit_lazy_operations", "fill_image", "generate", "select"), FORM),
+    "generate_stream": FORM,
+}
+
+
+@pytest.mark.parametrize("name", [gap(n, reason=NOT_ANSWERED[n]) if n in NOT_ANSWERED else n for n in ENDPOINT])
+def test_the_endpoint_of_the_frontend(endpoint: Any, name: str) -> None:
+    """RuntimeEndpoint, which reads /get_model_info when it is made."""
+    told = getattr(endpoint, name)(*ENDPOINT[name])
+    if name == "generate_stream":
+        list(told)
+
+
+def test_every_call_of_the_clients_is_here(clients: list[Any]) -> None:
+    endpoint, adapter = clients[0].RuntimeEndpoint, clients[1].HttpServerEngineAdapter
+    own = {name for name, found in vars(endpoint).items() if inspect.isfunction(found) and not name.startswith("_")}
+    assert own == ENDPOINT.keys()
+    own = {name for name, found in vars(adapter).items() if inspect.isfunction(found) and not name.startswith("_")}
+    assert own == {*ADAPTER, "shutdown"}
+
+
+@pytest.fixture(scope="module")
+def adapter(clients: list[Any], served: Served) -> Any:
+    """It waits for /health_generate. It sends its key nowhere else, so the host has it too."""
+    return clients[1].HttpServerEngineAdapter(host=served.host, port=served.port, api_key=ADMIN_KEY)
+
+
+ADAPTER = {
+    "generate": ("3+4=", {"max_new_tokens": 1}), "update_weights_from_tensor": ([("a", [0.0])],), "flush_cache": (),
+    "begin_weight_update": (), "end_weight_update": (),
+    "release_memory_occupation": (), "resume_memory_occupation": (),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("update_weights_from_tensor", "pickle_refused"),
+        ("release_memory_occupation", "memory_unsupported"),
+        ("resume_memory_occupation", "memory_unsupported"),
+        gap("generate", "", reason=FORM),
+        gap("begin_weight_update", "", reason="a round of buckets begins with its first, and has no verb"),
+        gap("end_weight_update", "", reason="a round of buckets ends with its last, and has no verb"),
+    ],
+)
+def test_the_adapter_of_the_engine(adapter: Any, name: str, code: str) -> None:
+    with pytest.raises(requests.HTTPError) if code else contextlib.nullcontext() as refused:
+        getattr(adapter, name)(*ADAPTER[name])
+    if refused is not None:
+        assert refused.value.response.json()["error"]["code"] == code
+
+
+def test_the_adapter_reads_no_answer_of_a_flush(adapter: Any) -> None:
+    """SGLang's own server answers in plain text too."""
+    with pytest.raises(requests.JSONDecodeError):
+        adapter.flush_cache()
+
+
+def test_weights_of_a_trainer_that_sends_safetensors(adapter: Any, served: Served) -> None:
+    """By the adapter's own way to send, as slime's subclass does."""
+    buckets = [save({"a": np.ones((4, 4), np.float32)}), save({"b": np.ones(8, np.float32)})]
+    body = {"load_format": "safetensors", "flush_cache": False, "weight_version": "2"}
+    for bucket in buckets:
+        told = adapter._make_request(
+            "update_weights_from_tensor", body | {"serialized_named_tensors": [base64.b64encode(bucket).decode()]}
+        )
+    assert told["success"] is True
+    assert served.toy.committed[-1] == int(told["weight_version"])
+
+
+def test_fields_of_its_requests() -> None:
+    """What SGLang's requests may carry is known here, or refused by name."""
+    struct = Sources(RELEASE[1], unpacked(*RELEASE))
+    for theirs, ours in {
+        "UpdateWeightFromDiskReqInput": adapters_sglang.FromDisk,
+        "UpdateWeightsFromTensorReqInput": adapters_sglang.FromTensor,
+        "PauseGenerationReqInput": adapters_sglang.Pause,
+    }.items():
+        fields = struct.attributes(f"sglang.srt.managers.io_struct:{theirs}") | {"rid", "http_worker_ipc"}
+        assert fields - ours.model_fields.keys() == set(), theirs
+
+
+@pytest.fixture(scope="module")
+def router(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """SGLang's router, with the gateway as its only worker."""
+    url, log = f"http://127.0.0.1:{free_port()}", tmp_path_factory.mktemp("router") / "log"
+    command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", url.split(":")[2]]
+    command += ["--prometheus-port", str(free_port()), "--worker-urls", served.gateway.url]
+    environment = os.environ | {"PYTHONPATH": str(unpacked(*ROUTER))}
+    with log.open("w") as out, subprocess.Popen(command, env=environment, stdout=out, stderr=out) as process:
+        try:
+            wait_until(lambda: healthy(url), 60, lambda: log.read_text()[-2000:], process)
+            yield url
+        finally:
+            process.kill()
+
+
+def healthy(url: str) -> bool:
+    with contextlib.suppress(httpx.HTTPError):
+        return httpx.get(f"{url}/health_generate").status_code == 200
+    return False
+
+
+def test_the_router_takes_the_gateway_for_a_worker(router: str, served: Served) -> None:
+    client = openai.OpenAI(base_url=f"{router}/v1", api_key="unused", max_retries=0)
+    told = client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "3+4="}])
+    assert told.choices[0].message.content == "4"
+    assert client.completions.create(model=MODEL, prompt="3+4=").choices[0].text == "4"
+    assert [received.target for received in served.asked[-2:]] == ["/v1/chat/completions", "/v1/completions"]
