@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tests.lacking import lacking
 
+JS = Path(__file__).parent / "js"
 MIN_NODE = 22  # what the pinned SDK asks for
 
 

@@ -9,11 +9,10 @@ import orjson
 import pytest
 from playwright.async_api import Browser
 
-from tests.node import installed
+from tests.node import JS, installed
 from tests.server.console.browser import Watched, watched
 from tests.server.console.play import MARKUP, Script, admin_page, answered, ask, put_versions, serve_version, sign_in
 from tests.server.gateway.harness import ADMIN_KEY, KEYS, RunningGateway
-from tests.server.live.clients.test_sdk_js import JS
 from weightsync.control.records import FlipRecord, PastSwapRecord
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.broad]

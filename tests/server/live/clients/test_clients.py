@@ -1,5 +1,5 @@
 """Clients people use, unmodified, against the gateway and a real engine: curl, LangChain, Anthropic's SDK, vLLM's
-benchmark. OpenAI's SDKs have test_sdk_python.py and test_sdk_js.py."""
+benchmark. OpenAI's SDKs have tests/contract/test_openai.py."""
 
 from __future__ import annotations
 
