@@ -23,6 +23,7 @@ from weightsync.memory.parts import ADAPTER_CONFIG
 from weightsync.memory.receiver import SlotReader
 from weightsync.publish.publisher import Publisher
 
+pytestmark = pytest.mark.contract
 SERVING = {"limits": {"rank": 16, "models": 60, "resident": 2, "served": 2}}
 
 
