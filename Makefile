@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # in this process.
 PYTEST = $(PY) -m pytest tests$(if $(ROOM),/$(ROOM)) -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo demo-real demo-learn test test-all broad mutants soak gpu-day check lint types docs tables setup lock clean
+.PHONY: help demo demo-real demo-learn test contract test-all broad mutants soak gpu-day check lint types docs tables setup lock clean
 help: ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
@@ -32,6 +32,10 @@ test: setup ## The tests that a change waits for (ROOM=server/console: those of 
 
 broad: setup $(VENV)/.real ## The second tier: many layouts, fuzzing, restarts, other projects' clients and test suites
 	$(PYTEST) -m "broad and not gpu and not soak"
+
+# Its tests are of the first tier too.
+contract: setup ## What other projects rely on: their client classes out of their packages, their routes and names
+	$(PY) -m pytest tests/contract tests/trainer/api -n $(JOBS) --dist loadfile --no-loadscope-reorder -m contract
 
 test-all: test broad ## Both tiers
 
