@@ -19,11 +19,12 @@ from server import api
 from server.instance import openapi
 from server.instance.config import _INSTEAD
 from tests.contract.release import Installed, Release, Sources, has, imported
-from tests.cpu import FLAGS, CpuKind, cpu_kind
+from tests.cpu import LIBRARIES, bf16_only
 from tests.packages import unpacked
 from weightsync import vllm_plugin
 from weightsync.errors import UnsupportedVllm
 from weightsync.vllm_engine import VLLM_VERSIONS, releases
+from weightsync.vllm_engine.kernels import FLAGS, CpuKind, cpu_kind, loaded_library
 
 pytestmark = pytest.mark.engine
 OTHERS = [version for version in VLLM_VERSIONS if version != releases.release()]
@@ -524,40 +525,35 @@ def test_objects_and_sources_agree() -> None:
                 release.source(name)
 
 
-def test_kernels_of_this_build() -> None:
-    """What no source says: the blocks of a packed weight are 32 rows of pairs of columns."""
+def test_names_of_this_build() -> None:
     import torch
-    import vllm._custom_ops  # noqa: F401 - loads the kernels
     from vllm.model_executor import model_loader
 
     assert model_loader._LOAD_FORMAT_TO_MODEL_LOADER["dummy"].__name__ in ("DummyModelLoader", "PlaceholderLoader")
     for name in ("_reorder_linear_weight", "_linear_pointwise", "_get_mkldnn_serialized_md", "_nbytes", "data_ptr"):
         assert hasattr(torch.ops.mkldnn, name)
-    if cpu_kind() < CpuKind.AVX512_BF16:  # its library for such a CPU packs no weights, as the next test says
-        return
+
+
+@bf16_only
+def test_a_packed_weight_of_this_build() -> None:
+    """What no source says: its blocks are 32 rows of pairs of columns."""
+    import torch
+    import vllm._custom_ops  # noqa: F401 - loads the kernels
+
     weight = torch.arange(64 * 32).view(64, 32).bfloat16()
     packed = torch.ops._C.convert_weight_packed(weight)
     pairs = weight.view(torch.int32).view(2, 32, 16).transpose(1, 2).contiguous()
     assert torch.equal(packed.view(torch.int32).flatten(), pairs.flatten())
 
 
-@pytest.mark.parametrize(
-    ("kind", "library"),
-    [
-        (CpuKind.AVX2, "_C_AVX2"),
-        (CpuKind.AVX512, "_C_AVX512"),
-        (CpuKind.AVX512_BF16, "_C"),
-        (CpuKind.AMX, "_C"),
-    ],
-    ids=lambda value: getattr(value, "name", ""),
-)
-def test_the_library_of_kernels_for_each_kind_of_cpu(
-    kind: CpuKind, library: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("kind", CpuKind)
+def test_the_library_of_kernels_for_each_kind_of_cpu(kind: CpuKind, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
-    import vllm
+    import vllm._custom_ops  # loads the kernels for this CPU
     from vllm.platforms.cpu import CpuPlatform
 
+    assert loaded_library() == LIBRARIES[cpu_kind()]
+    library, folder = LIBRARIES[kind], Path(vllm.__file__).parent
     imported, real = [], builtins.__import__
 
     def note(name: str, *more: Any, **named: Any) -> Any:
@@ -571,5 +567,5 @@ def test_the_library_of_kernels_for_each_kind_of_cpu(
         patch.setattr(builtins, "__import__", note)
         CpuPlatform.import_kernels()
     assert imported == [f"vllm.{library}"]
-    kernels = Path(vllm.__file__).with_name(f"{library}.abi3.so").read_bytes()
+    kernels = (folder / f"{library}.abi3.so").read_bytes()
     assert (b"convert_weight_packed(" in kernels) is (kind >= CpuKind.AVX512_BF16)

@@ -7,6 +7,7 @@
     engine_core/  additions to vLLM's engine core: the commit between two batches, and what it does to requests
     loader.py     what an instance runs until it has its first version
     tether.py     the connection by which a worker on another host and its leader notice each other's end
+    kernels.py    the kind of this CPU, and the library of kernels that vLLM has loaded for it
     releases.py   the releases of vLLM that all this is written against, and where they differ
 
 Of the folders, staging/ imports device/ and model/, and device/ imports model/; engine_core/ knows none of them.

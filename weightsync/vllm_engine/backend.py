@@ -22,6 +22,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from weightsync.control.hosts import this_host
 from weightsync.format.manifest import schema_of
+from weightsync.vllm_engine import kernels
 from weightsync.vllm_engine.device.mapping import RemapUnavailable
 from weightsync.vllm_engine.device.remap import Remap
 from weightsync.vllm_engine.engine_core import core, routing
@@ -102,6 +103,8 @@ class HotswapWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 "--enable-sleep-mode and --enable-cumem-allocator"
             )
         self._place.reserve(model)
+        if device.type == "cpu":
+            kernels.report()
         routing.expect(vllm_config, device)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:

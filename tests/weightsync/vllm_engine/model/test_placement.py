@@ -14,12 +14,13 @@ from torch import nn
 from loadtest.models.checkpoints import make_checkpoint
 from loadtest.models.kinds import make_kind
 from loadtest.models.vllm_worker import Worker, worker
-from tests.cpu import CpuKind, bf16_only, needs
+from tests.cpu import bf16_only, needs
 from weightsync import Publisher, SlotReader
 from weightsync.control.records import VersionRecord
 from weightsync.errors import ChecksumMismatch, DigestMismatch, MissingTensor
 from weightsync.format.fingerprint import combine
 from weightsync.vllm_engine.device import cpu
+from weightsync.vllm_engine.kernels import CpuKind
 from weightsync.vllm_engine.model import placement
 from weightsync.vllm_engine.model.placement import (
     Box,
