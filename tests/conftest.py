@@ -25,10 +25,11 @@ os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
 os.environ.setdefault("HOTSWAP_PURE", "1")
 importlib.import_module("server.gateway.compiled")
 os.environ.pop("HOTSWAP_PURE")
+importlib.import_module("tests.started.sitecustomize")  # before torch
 
 from loadtest.models.checkpoints import make_checkpoint, make_constant_checkpoint  # noqa: E402 - see above
+from tests import cpu, starts, warm  # noqa: E402
 from tests import fleet as fleets  # noqa: E402
-from tests import starts, warm  # noqa: E402
 from tests.live import VLLM_ARGS, LiveServer  # noqa: E402
 from tests.tiers import pytest_collection_modifyitems, pytest_sessionfinish, pytest_terminal_summary  # noqa: E402
 from tests.waiting import wait_until  # noqa: E402
@@ -56,6 +57,7 @@ settings.load_profile("shared machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(cpu)
     config.pluginmanager.register(starts)
     if config.getoption("numprocesses", None):
         for kind in (warm.ENGINES, warm.TRAINERS):

@@ -15,6 +15,7 @@ from server.ports import free_port
 from server.up.config import UpConfig
 from server.up.processes import Child
 from server.up.server import Server
+from tests.cpu import check_engine
 from tests.waiting import wait_until
 from weightsync.control.records import InstanceRecord, Keys
 from weightsync.store import SyncStore
@@ -70,6 +71,9 @@ class LiveServer:
         try:
             self.processes.start()
             self.processes.wait_ready(300)  # a machine that others use too
+            for name, child in self.processes.children.items():
+                if name.startswith("instance-"):
+                    check_engine(child.log)
             with httpx.Client(base_url=self.url, timeout=60) as self.client, self._admin() as self.admin:
                 yield self
         finally:
