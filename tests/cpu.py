@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,12 @@ def needs(kind: CpuKind) -> pytest.MarkDecorator:
 
 
 bf16_only = needs(CpuKind.AVX512_BF16)  # packed kernels of bf16
+four_bits = needs(CpuKind.AVX512)  # vLLM's library for AVX2 lacks `cpu_gemm_wna16`
+
+
+def of_kinds(names: Iterable[str]) -> list[Any]:
+    """Cases of a test by kind of model (loadtest/models/kinds.py)."""
+    return [pytest.param(name, marks=[four_bits] * (name in ("awq", "gptq", "w4a16"))) for name in names]
 
 
 def pytest_configure() -> None:

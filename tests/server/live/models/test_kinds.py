@@ -10,6 +10,7 @@ import pytest
 
 from loadtest.models.kinds import KINDS, make_kind
 from tests import stock
+from tests.cpu import of_kinds
 from tests.live import VLLM_ARGS, LiveServer, flags
 from tests.waiting import wait_until
 
@@ -75,7 +76,7 @@ def test_a_swap_of_two_instances(tmp_path: Path) -> None:
 
 @pytest.mark.broad
 @pytest.mark.parametrize(
-    "kind", ["mla-v3", "gpt-oss", "w8a8-kv", "awq", "gptq", "w4a16", "mixtral", "mla", "fp8-online"]
+    "kind", of_kinds(["mla-v3", "gpt-oss", "w8a8-kv", "awq", "gptq", "w4a16", "mixtral", "mla", "fp8-online"])
 )
 def test_a_swap_of_every_kind_of_model(kind: str, tmp_path: Path) -> None:
     swapped(kind, tmp_path, KINDS[kind].vllm, instances=1)

@@ -13,6 +13,7 @@ from loadtest.architectures.tiny import make_versions
 from loadtest.models.equality import differences, flipping, fresh, publish, swap, tensors_of
 from loadtest.models.kinds import KINDS, make_kind
 from loadtest.models.vllm_worker import worker
+from tests.cpu import of_kinds
 from weightsync import Publisher
 from weightsync.format.fingerprint import combine
 from weightsync.vllm_engine.model.processing import Change, NotInPlace, Processing, in_place
@@ -41,7 +42,8 @@ def worker_of(kind: str, checkpoint: Path) -> Any:
 
 @pytest.mark.engine
 @pytest.mark.sample(10)
-@pytest.mark.parametrize(("how", "kind"), [(how, kind) for how in WAYS for kind in sorted(KINDS)])
+@pytest.mark.parametrize("kind", of_kinds(sorted(KINDS)))
+@pytest.mark.parametrize("how", WAYS)
 def test_a_swapped_model_equals_a_loaded_one(how: str, kind: str, checkpoints: Any, publisher: Publisher) -> None:
     """After each flip, a rollback, and a third version; and what every worker reports is what was published.
 
@@ -54,7 +56,8 @@ def test_a_swapped_model_equals_a_loaded_one(how: str, kind: str, checkpoints: A
 
 @pytest.mark.engine
 @pytest.mark.sample(4)
-@pytest.mark.parametrize(("how", "kind"), [(how, kind) for how in WAYS[1:] for kind in sorted(KINDS.keys() - REPLACED)])
+@pytest.mark.parametrize("kind", of_kinds(sorted(KINDS.keys() - REPLACED)))
+@pytest.mark.parametrize("how", WAYS[1:])
 def test_a_model_under_captured_graphs_equals_a_loaded_one(
     how: str, kind: str, checkpoints: Any, publisher: Publisher
 ) -> None:
@@ -106,7 +109,7 @@ def test_a_model_that_pools_needs_no_head(publisher: Publisher, tmp_path: Path) 
 
 @pytest.mark.engine
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("kind", ["moe", "w8a8-kv", *sorted(KINDS.keys() - {"moe", "w8a8-kv"})])
+@pytest.mark.parametrize("kind", of_kinds(["moe", "w8a8-kv", *sorted(KINDS.keys() - {"moe", "w8a8-kv"})]))
 def test_a_second_instance_maps_what_the_first_one_built(
     kind: str, checkpoints: Any, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,7 +237,7 @@ def test_a_method_of_another_package_that_quantizes_what_it_is_given(checkpoints
     """bf16 is published and int8 served, by kernels that keep raw pointers: they are replaced as a whole."""
     versions = [tensors_of(path) for path in checkpoints("llama")]
     with worker(checkpoints("llama")[0], quantization=online_int8()) as w:
-        x = torch.randn(5, 128).bfloat16()
+        x = torch.randn(5, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
 
         def outputs() -> list[torch.Tensor]:
             layers = [m for m in w.model.modules() if getattr(m, "input_size_per_partition", 0) == 128]
@@ -252,7 +255,8 @@ def test_a_method_of_another_package_that_quantizes_what_it_is_given(checkpoints
         for index in (0, 1, 0, 1):
             generations[index].commit()
             seen.append(outputs())
-            torch.testing.assert_close(seen[-1][1].float(), expected(versions[index]), rtol=0.1, atol=0.5)
+            exact = expected(versions[index])  # 1% away; 7% where oneDNN has no VNNI; the other version's: 130%
+            assert (seen[-1][1].float() - exact).norm() < 0.1 * exact.norm()
         for first, again in ((0, 2), (1, 3)):
             assert all(torch.equal(a, b) for a, b in zip(seen[first], seen[again], strict=True))
         assert not any(torch.equal(a, b) for a, b in zip(seen[0], seen[1], strict=True))
