@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import orjson
 import uvicorn
+import uvicorn.server
 
 from server.gateway import GatewayConfig
 from server.gateway.gateway import Gateway
@@ -27,6 +29,9 @@ ADMIN_KEY = "admin-key-for-the-tests"
 KEYS = Keys(MODEL)
 
 pages.MOST_KEPT_S = 0.0  # a test that asks for metrics wants what has just happened
+# uvicorn looks ten times a second whether it is to end, and whether its connections have.
+_HURRIED = {"sleep": lambda for_s: asyncio.sleep(for_s / 20)}
+uvicorn.server.asyncio = types.SimpleNamespace(**(vars(asyncio) | _HURRIED))  # type: ignore[assignment]
 
 
 @dataclass
