@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import shutil
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # oneDNN keeps 0.6 MB for each batch size that it has met: with room for 1,024, an engine seems to leak for an hour.
 os.environ.setdefault("LRU_CACHE_CAPACITY", "32")
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
+# SQLite waits for the disk with each commit. All directories of a run have some 1.5 GB.
+if shutil.disk_usage("/dev/shm").free > 4 << 30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
 # In this process the gateway runs from its sources, which tests may patch; the gateways that they start are compiled,
 # where that was built, and server/gateway/test_compiled.py asks for it in a process like this one.
 os.environ.setdefault("HOTSWAP_PURE", "1")
