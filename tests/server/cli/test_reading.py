@@ -72,7 +72,7 @@ class Admin(http.server.BaseHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def admin_url() -> Iterator[str]:
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Admin)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     yield f"http://127.0.0.1:{server.server_address[1]}"
     server.shutdown()

@@ -80,7 +80,7 @@ class Hosted(BaseHTTPRequestHandler):
 @pytest.fixture
 def hosted() -> Iterator[str]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Hosted) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
 

@@ -82,7 +82,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def receiver() -> Iterator[Receiver]:
     with Receiver() as made:
-        threading.Thread(target=made.serve_forever, daemon=True).start()
+        threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True).start()
         yield made
         made.shutdown()
 
@@ -154,7 +154,7 @@ async def test_who_leads_next_goes_on_and_a_new_url_begins_with_what_comes(tmp_p
         await eventually(lambda: receiver.refused)
     receiver.refuses = 0
     with Receiver() as late:
-        threading.Thread(target=late.serve_forever, daemon=True).start()
+        threading.Thread(target=late.serve_forever, args=(0.01,), daemon=True).start()
         with gateway_of(tmp_path, receiver.url, late.url) as gateway:
             await eventually(lambda: receiver.numbers == [1, 2, 3])
             await new_keys(gateway, "four")
