@@ -80,7 +80,8 @@ class RunningGateway:
             writer.write(raw)
             return await asyncio.wait_for(read_answer(reader), 10)
         finally:
-            writer.close()
+            writer.close()  # done by the loop, which a test may hold up next: it waits for the gateway, and that for this
+            await asyncio.sleep(0)
 
 
 def post(path: str = "/v1/completions", body: bytes | dict[str, Any] = b"{}", headers: str = "") -> bytes:
