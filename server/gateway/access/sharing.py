@@ -376,19 +376,21 @@ class Sharing:
     async def _follow(self) -> None:
         """Until the lease is lost. Raises StoreError."""
         revision = await self._read_all()
-        watching = asyncio.create_task(self._watch(revision + 1))
+        self._news = asyncio.Queue()
+        watching = asyncio.create_task(self._watch(revision + 1, self._news))
         try:
             assert self._keeper is not None
+            new = not self._division.active  # the answers to `enter` may be among what was read
             while not self._keeper.lost.is_set():
-                if await self._something_new():
+                if new:
                     await self._step()
+                new = await self._something_new()
         finally:
             watching.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watching
 
-    async def _watch(self, revision: int) -> None:
-        self._news = news = asyncio.Queue[Event | StoreError | None]()
+    async def _watch(self, revision: int, news: asyncio.Queue[Event | StoreError | None]) -> None:
         try:
             async for event in self._store.watch(USAGE_PREFIX, revision):
                 news.put_nowait(event)

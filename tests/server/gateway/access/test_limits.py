@@ -409,3 +409,9 @@ async def until_refused(gateway: RunningGateway, key: str, wanted: int) -> list[
 
     await eventually(enough)
     return passed
+
+
+def test_a_second_gateway_takes_part_when_it_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.gateway.access.sharing.INTERVAL_S", 3600.0)  # nothing comes with the next second
+    with running_gateway(tmp_path, upstream=SETTINGS), running_gateway(tmp_path, upstream=SETTINGS) as second:
+        assert second.gateway.sharing.entered.is_set()
