@@ -18,6 +18,7 @@ from server.answers.parse import Answer, Span
 from server.gateway.access.keys import Principal
 from server.gateway.config import AnswerSettings, UpstreamSettings
 from tests.server import continued
+from tests.server.gateway.fleet.test_failover import HARDY
 from tests.server.gateway.harness import RunningGateway, new_key, post, running_gateway
 from tests.server.gateway.upstream import Link, Received, Upstream, upstream
 from tests.waiting import eventually
@@ -58,8 +59,9 @@ class Reader:
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
-    settings = {"upstream": UpstreamSettings(scrape_interval_s=3600.0), "answers": AnswerSettings(segment_s=0.01)}
-    with running_gateway(tmp_path_factory.mktemp("gateway"), **settings) as running:
+    hardy = UpstreamSettings(scrape_interval_s=3600.0, health=HARDY)
+    answers = AnswerSettings(segment_s=0.01)
+    with running_gateway(tmp_path_factory.mktemp("gateway"), upstream=hardy, answers=answers) as running:
         yield running
 
 

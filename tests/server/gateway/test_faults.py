@@ -40,6 +40,7 @@ async def answer(link: Link, _: Received) -> None:
 async def test_a_task_that_fails_begins_again(gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fleet's watcher and the sweeper, for all tasks."""
     failed: list[str] = []
+    ahead_s = 0.0
     changed, sweep = Fleet._changed, Pool.sweep
 
     def fail_once(fleet: Fleet) -> None:
@@ -52,7 +53,7 @@ async def test_a_task_that_fails_begins_again(gateway: RunningGateway, monkeypat
         if "sweeper" not in failed:
             failed.append("sweeper")
             raise Fault
-        sweep(pool, now)
+        sweep(pool, now + ahead_s)
 
     monkeypatch.setattr(Fleet, "_changed", fail_once)
     monkeypatch.setattr(Pool, "sweep", fail_to_sweep_once)
@@ -64,6 +65,7 @@ async def test_a_task_that_fails_begins_again(gateway: RunningGateway, monkeypat
         assert (await gateway.ask(post())).status == 200
         pools = [i.pool for i in gateway.gateway.default.fleet.instances.values()]
         assert sum(pool.idle for pool in pools) == 1
+        ahead_s = 60.0
         await eventually(lambda: not sum(pool.idle for pool in pools))  # swept after its idle time
 
 

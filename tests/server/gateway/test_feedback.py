@@ -209,7 +209,7 @@ async def test_requests_without_a_key_are_kept_where_the_gateway_is_told_so(tmp_
             assert {record.get("by") for record in found} == {None, "key", "admin"}
 
 
-async def test_feedback_finds_the_gateway_that_answered(tmp_path: Path) -> None:
+async def test_feedback_finds_the_gateway_that_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = AnswerSettings(segment_s=0.01)
     with running_gateway(tmp_path, answers=settings) as one, running_gateway(tmp_path, answers=settings) as other:
         async with upstream(answer_chat) as instance:
@@ -219,6 +219,7 @@ async def test_feedback_finds_the_gateway_that_answered(tmp_path: Path) -> None:
             answer_id = await asked(one, key)
             taken = await rate(other, key, {"id": answer_id, "rating": "up"})
             assert (taken.status, orjson.loads(taken.body)["gateway"]) == (200, "another")
+            monkeypatch.setattr("server.answers.feedback.PASS_ON_S", 0.2)
             assert code(await rate(other, key, {"id": "nobody's", "rating": "up"})) == (404, "unknown_answer")
             stranger = await collecting(other)
             assert code(await rate(other, stranger, {"id": answer_id, "rating": "up"})) == (404, "unknown_answer")

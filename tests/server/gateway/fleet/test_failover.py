@@ -298,8 +298,11 @@ async def test_a_client_that_leaves_meanwhile_leaves_nothing(tmp_path: Path) -> 
             assert len(g.gateway.default.fleet.room) == 0
 
 
-async def test_a_stream_whose_instance_has_left_the_store_and_is_silent(gateway: RunningGateway) -> None:
+async def test_a_stream_whose_instance_has_left_the_store_and_is_silent(
+    gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As when its host is gone: no packet ever says so."""
+    monkeypatch.setattr("server.gateway.fleet.retries.GONE_S", 0.05)
     fleet = Fleet(chat(TOKENS))
     cut_off = asyncio.Event()
 

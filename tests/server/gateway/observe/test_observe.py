@@ -11,7 +11,7 @@ import orjson
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from server.gateway import UpstreamSettings
+from server.gateway import HealthSettings, UpstreamSettings
 from server.gateway.fleet.instance import Signals, parse
 from server.gateway.fleet.view import Fleet
 from server.gateway.observe.stats import Histogram, Stats
@@ -172,7 +172,8 @@ async def test_metrics_count_what_happens(gateway: RunningGateway) -> None:
 
 async def test_a_silent_instance_loses_its_signals(tmp_path: Path) -> None:
     vllm = Vllm()
-    settings = UpstreamSettings(scrape_interval_s=0.05, scrape_timeout_s=0.3)
+    health = HealthSettings(probe_timeout_s=0.3)
+    settings = UpstreamSettings(scrape_interval_s=0.05, scrape_timeout_s=0.3, health=health)
     with running_gateway(tmp_path, upstream=settings) as gateway:
         async with upstream(vllm) as up:
             gateway.register(up)
