@@ -16,9 +16,13 @@ import uvicorn
 import uvicorn.server
 
 from server.gateway import GatewayConfig
+from server.gateway import gateway as gateways
+from server.gateway.access import budgets
 from server.gateway.gateway import Gateway
 from server.gateway.main import bind, uvicorn_config
 from server.gateway.observe import metrics as pages
+from server.gateway.observe import webhooks
+from server.gateway.release import progress, runner
 from tests.server.gateway.upstream import Answer, Upstream, read_answer
 from tests.waiting import eventually, wait_until
 from weightsync.control.records import InstanceRecord, Keys
@@ -29,6 +33,9 @@ ADMIN_KEY = "admin-key-for-the-tests"
 KEYS = Keys(MODEL)
 
 pages.MOST_KEPT_S = 0.0  # a test that asks for metrics wants what has just happened
+# A gateway looks at files, deadlines, budgets and releases a few times a second; a test waits for each look.
+gateways.RELOAD_INTERVAL_S = gateways.SWEEP_INTERVAL_S = budgets.INTERVAL_S = 0.05
+webhooks.LOOK_S = progress.LOOK_S = runner.FLUSH_S = 0.05  # type: ignore[misc]
 # uvicorn looks ten times a second whether it is to end, and whether its connections have.
 _HURRIED = {"sleep": lambda for_s: asyncio.sleep(for_s / 20)}
 uvicorn.server.asyncio = types.SimpleNamespace(**(vars(asyncio) | _HURRIED))  # type: ignore[assignment]

@@ -38,7 +38,6 @@ SECRET, OTHER = ("whsec_" + base64.b64encode(letter * 32).decode() for letter in
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(webhooks, "RETRY_S", 0.01)
-    monkeypatch.setattr(webhooks, "LOOK_S", 0.05)
 
 
 class Receiver(ThreadingHTTPServer):
