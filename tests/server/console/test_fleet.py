@@ -139,12 +139,12 @@ async def test_a_swap_under_way_shows_its_progress(console: Watched, gateway: Ru
     """Nobody stages here: the swap stands in its first phase until it is given up."""
     await asyncio.to_thread(put_versions, gateway, 1, None)
     await console.page.get_by_role("button", name="Activate v2").click()
-    await console.page.get_by_label("Time to stage").fill("4")
+    await console.page.get_by_label("Time to stage").fill("2")
     await console.page.locator("#swap-go").click()
     await console.wait_text("#swap-progress", "v2, staging: 0 of 1 staged")
     await console.wait_text("#swap-result", "[409 swap_aborted]")
     await console.wait_text("#swaps", "aborted")
-    assert "not staged within 4 s by i0" in await console.text("#swaps")
+    assert "not staged within 2 s by i0" in await console.text("#swaps")
 
 
 @pytest.mark.broad
