@@ -7,7 +7,7 @@ import contextlib
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator
 from pathlib import Path
 
 import pytest
@@ -137,21 +137,24 @@ async def test_a_frozen_etcd_is_an_error_and_not_a_hang(
     monkeypatch.setattr("weightsync.store.etcd_members.CALL_TIMEOUT_S", 0.3)
     server.freeze()
     late = open_store(server.url("n"))  # the kernel accepts the connection, etcd never speaks
-    for call in (
-        lambda: store.get("a"),
-        lambda: store.list(""),
-        lambda: store.compare_and_swap("b", MISSING, b"1"),
-        lambda: store.delete("c"),
-        lambda: store.grant_lease(5),
-        lambda: store.keep_alive(lease),
-        lambda: store.revoke(12345),
-        lambda: anext(store.watch("a")),
-        lambda: late.get("a"),
-        lambda: late.put("a", b"2"),
-        lambda: anext(late.watch("a")),
-    ):
+    calls: list[Awaitable[object]] = [
+        store.get("a"),
+        store.list(""),
+        store.compare_and_swap("b", MISSING, b"1"),
+        store.delete("c"),
+        store.grant_lease(5),
+        store.keep_alive(lease),
+        store.revoke(12345),
+        anext(store.watch("a")),
+        late.get("a"),
+        late.put("a", b"2"),
+        anext(late.watch("a")),
+    ]
+    async with asyncio.timeout(LONG_S):
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+    for answer in answers:
         with pytest.raises(StoreUnavailable, match=r"no answer in time.*Look whether etcd hangs"):
-            await asyncio.wait_for(call(), LONG_S)
+            raise answer if isinstance(answer, BaseException) else AssertionError(answer)
     server.thaw()
     assert (await persistently(lambda: store.get("a"))).value == b"1"
     assert (await persistently(lambda: late.get("a"))).value == b"1"
@@ -163,7 +166,7 @@ async def test_a_watch_on_a_frozen_etcd_goes_on_when_it_thaws(server: Etcd, stor
     assert (await anext(events)).kv.value == b"0"
     pending = asyncio.ensure_future(anext(events))
     server.freeze()
-    await stays(lambda: not pending.done(), 0.5)
+    await stays(lambda: not pending.done(), 0.1)
     server.thaw()
     revision = await persistently(lambda: store.put("a", b"1"))
     assert (await asyncio.wait_for(pending, LONG_S)).kv.mod_revision == revision
@@ -288,6 +291,7 @@ async def test_a_cluster_goes_on_without_any_one_of_its_members(cluster: Etcd, m
 
 
 async def test_a_frozen_member_is_left_for_another(cluster: Etcd, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightsync.store.etcd_members.CALL_TIMEOUT_S", 1.5)
     store = open_store(cluster.url("n"))
     await persistently(lambda: store.put("a", b"1"))
     current = store._members._current  # type: ignore[attr-defined]
@@ -299,6 +303,7 @@ async def test_a_frozen_member_is_left_for_another(cluster: Etcd, monkeypatch: p
 
 
 async def test_a_cluster_without_a_majority_is_unavailable(cluster: Etcd, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightsync.store.etcd_members.CALL_TIMEOUT_S", 1.5)
     store = open_store(cluster.url("n"))
     await persistently(lambda: store.put("a", b"1"))
     cluster.kill(0, 1)
