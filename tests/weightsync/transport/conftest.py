@@ -1,4 +1,4 @@
-"""A transport of every kind, and a healthy peer for each, once per module."""
+"""A transport of every kind and two peers for each, once per module: `healthy`, and one that tests may freeze."""
 
 from __future__ import annotations
 
@@ -27,3 +27,15 @@ def transport(name: str) -> Iterator[Transport]:
 def healthy(name: str) -> Iterator[Peer]:
     with Peer(name, seed=7) as peer:
         yield peer
+
+
+@pytest.fixture(scope="module")
+def second(name: str) -> Iterator[Peer]:
+    with Peer(name, seed=8) as peer:
+        yield peer
+
+
+@pytest.fixture
+def other(second: Peer) -> Iterator[Peer]:
+    yield second
+    second.thaw()

@@ -41,9 +41,9 @@ def test_a_thousand_small_pieces(transport: Transport, healthy: Peer) -> None:
 
 
 @pytest.mark.sample(2)
-def test_several_links_read_at_once(name: str, transport: Transport, healthy: Peer) -> None:
+def test_several_links_read_at_once(transport: Transport, healthy: Peer, other: Peer) -> None:
     target = buffer()
-    with Peer(name, seed=8) as other, ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(4) as pool:
         into = transport.register(target, writable=True)
         links = [transport.connect(peer.endpoint) for peer in (healthy, other)]
         quarter = NBYTES // 4
@@ -121,49 +121,48 @@ def read_again(transport: Transport, peer: Peer) -> bytes:
 
 @pytest.mark.sample(2)
 def test_a_peer_frozen_in_the_middle_of_a_read_writes_nothing_when_it_wakes(
-    name: str, transport: Transport, healthy: Peer
+    transport: Transport, healthy: Peer, other: Peer
 ) -> None:
     target = buffer()
-    with Peer(name) as peer:
-        into = transport.register(target, writable=True)
-        reads = Reads(transport, peer, into, timeout_s=1.5)
-        reads.under_way()
-        peer.freeze()
-        assert isinstance(reads.error(), TransferTimedOut)
-        target[:] = b"\xaa" * NBYTES
-        assert read_all(transport, healthy) == healthy.content  # while it is frozen
-        peer.thaw()
-        # What it had still to send went out before this, which it sends when it is awake.
-        assert read_again(transport, peer) == peer.content
-        assert target[:] == b"\xaa" * NBYTES
-        transport.connect(peer.endpoint).read(into, peer.region, [whole(peer)], READ_TIMEOUT_S)
-        assert target[:] == peer.content
-        into.close()
+    into = transport.register(target, writable=True)
+    reads = Reads(transport, other, into, timeout_s=1.0)
+    reads.under_way()
+    other.freeze()
+    assert isinstance(reads.error(), TransferTimedOut)
+    target[:] = b"\xaa" * NBYTES
+    assert read_all(transport, healthy) == healthy.content  # while it is frozen
+    other.thaw()
+    # What it had still to send went out before this, which it sends when it is awake.
+    assert read_again(transport, other) == other.content
+    assert target[:] == b"\xaa" * NBYTES
+    transport.connect(other.endpoint).read(into, other.region, [whole(other)], READ_TIMEOUT_S)
+    assert target[:] == other.content
+    into.close()
 
 
-def test_closing_ends_a_read_from_a_frozen_peer(name: str, transport: Transport) -> None:
-    with Peer(name, nbytes=4 * MIB) as peer, ThreadPoolExecutor(1) as pool:
-        target = buffer(4 * MIB)
-        into, remote = transport.register(target, writable=True), peer.region
-        links = [transport.connect(peer.endpoint) for _ in range(2)]
-        links[0].read(into, remote, [whole(peer)], READ_TIMEOUT_S)
-        peer.freeze()
+def test_closing_ends_a_read_from_a_frozen_peer(transport: Transport, other: Peer) -> None:
+    target = buffer()
+    into, remote = transport.register(target, writable=True), other.region
+    links = [transport.connect(other.endpoint) for _ in range(2)]
+    links[0].read(into, remote, [whole(other)], READ_TIMEOUT_S)
+    other.freeze()
+    with ThreadPoolExecutor(1) as pool:
         for link, closing in ((links[0], links[0]), (links[1], into)):
             began = threading.Event()
 
             def read(link: Link = link, began: threading.Event = began) -> None:
                 began.set()
-                link.read(into, remote, [whole(peer)], READ_TIMEOUT_S)
+                link.read(into, remote, [whole(other)], READ_TIMEOUT_S)
 
             reading = pool.submit(read)
             began.wait()
             closing.close()
             with pytest.raises(TransferFailed):
                 reading.result()
-        target[:] = b"\xaa" * len(target)
-        peer.thaw()
-        assert read_again(transport, peer) == peer.content
-        assert target[:] == b"\xaa" * len(target)
+    target[:] = b"\xaa" * NBYTES
+    other.thaw()
+    assert read_again(transport, other) == other.content
+    assert target[:] == b"\xaa" * NBYTES
 
 
 def test_nothing_listens_beyond_loopback(transport: Transport, healthy: Peer) -> None:

@@ -33,6 +33,13 @@ def transport() -> Iterator[NixlTransport]:
         yield opened
 
 
+@pytest.fixture(scope="module")
+def peer() -> Iterator[Peer]:
+    require(NAME)
+    with Peer(NAME, nbytes=MIB) as serving:
+        yield serving
+
+
 def mappings(pid: int, inode: int) -> set[str]:
     """With which rights a process maps a file."""
     lines = (line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
@@ -59,37 +66,33 @@ def test_the_process_that_serves_cannot_write_into_a_slot(transport: NixlTranspo
     assert not mappings(transport.reading.worker().pid, inode)
 
 
-def test_a_buffer_is_registered_once(transport: NixlTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_buffer_is_registered_once(transport: NixlTransport, peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[Request] = []
     submit = Worker.submit
     monkeypatch.setattr(
         Worker, "submit", lambda self, request, fds=(): sent.append(request) or submit(self, request, fds)
     )
-    with Peer(NAME, nbytes=MIB) as peer:
-        into = transport.register(buffer(MIB), writable=True)
-        for _ in range(3):
-            link = transport.connect(peer.endpoint)
-            link.read(into, peer.region, [whole(peer)], READ_TIMEOUT_S)
+    into = transport.register(buffer(MIB), writable=True)
+    for _ in range(3):
+        link = transport.connect(peer.endpoint)
+        link.read(into, peer.region, [whole(peer)], READ_TIMEOUT_S)
     assert sum(isinstance(request, Register) for request in sent) == 2  # with each process
 
 
 def test_a_crash_of_either_process_is_mended(transport: NixlTransport) -> None:
     """As by a fault in the library: the one that reads, the one that serves, and again."""
-    data = buffer(MIB)
+    data, target = buffer(MIB), buffer(MIB)
     data[:] = content(5, MIB)
-    served = transport.register(data, writable=False)
-    with NixlTransport(Address(LISTEN)) as reader:
-        target = buffer(MIB)
-        into = reader.register(target, writable=True)
-        for crashed in (reader.reading, transport.serving, reader.reading):
-            psutil.Process(crashed.worker().pid).kill()
-            before = crashed._worker
-            assert before is not None
-            before.kill()  # returns when it has been noticed
-            target[:] = bytes(MIB)
-            link = reader.connect(transport.endpoint)
-            link.read(into, served.descriptor, [Piece(0, 0, MIB)], READ_TIMEOUT_S)
-            assert target[:] == data[:]
+    served, into = transport.register(data, writable=False), transport.register(target, writable=True)
+    for crashed in (transport.reading, transport.serving, transport.reading):
+        psutil.Process(crashed.worker().pid).kill()
+        before = crashed._worker
+        assert before is not None
+        before.kill()  # returns when it has been noticed
+        target[:] = bytes(MIB)
+        link = transport.connect(transport.endpoint)
+        link.read(into, served.descriptor, [Piece(0, 0, MIB)], READ_TIMEOUT_S)
+        assert target[:] == data[:]
 
 
 def test_what_is_no_shared_file_is_refused(transport: NixlTransport) -> None:
@@ -97,13 +100,12 @@ def test_what_is_no_shared_file_is_refused(transport: NixlTransport) -> None:
         transport.register(memoryview(bytearray(MIB)), writable=True)
 
 
-def test_a_part_of_a_mapping_can_be_registered(transport: NixlTransport) -> None:
-    with Peer(NAME, nbytes=MIB) as peer:
-        target = buffer(2 * MIB)
-        into = transport.register(memoryview(target)[4099 : 4099 + MIB], writable=True)
-        transport.connect(peer.endpoint).read(into, peer.region, [whole(peer)], READ_TIMEOUT_S)
-        assert target[:] == bytes(4099) + peer.content + bytes(MIB - 4099)
-        assert read_all(transport, peer) == peer.content
+def test_a_part_of_a_mapping_can_be_registered(transport: NixlTransport, peer: Peer) -> None:
+    target = buffer(2 * MIB)
+    into = transport.register(memoryview(target)[4099 : 4099 + MIB], writable=True)
+    transport.connect(peer.endpoint).read(into, peer.region, [whole(peer)], READ_TIMEOUT_S)
+    assert target[:] == bytes(4099) + peer.content + bytes(MIB - 4099)
+    assert read_all(transport, peer) == peer.content
 
 
 def test_a_transport_that_was_closed_says_so() -> None:
