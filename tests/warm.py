@@ -1,11 +1,11 @@
 """Processes forked from one that has imported their libraries once, which saves each its imports.
 
-There are two such warm processes, which all workers share: ENGINES has vLLM, TRAINERS has Megatron-Core. (BARE has
-neither: test_warm.py starts one to see what becomes of orders.) `install()` has every `hotswap instance` that this
-process starts (server/up/processes.py) forked from the first. A forked process is a process of its own as it is
-otherwise: a group, a log, an environment and descriptors of its own, killed with this process. Two things are not as
-they are otherwise: the libraries that an instance begins with are not loaded (server/instance/fork_server.py), and
-OMP_NUM_THREADS is that of this process.
+There are three such warm processes, which all workers share: ENGINES has vLLM, TRAINERS has Megatron-Core, PEERS has
+what `python -m weightsync.peer` imports. (BARE has nothing: test_warm.py starts one to see what becomes of orders.)
+`install()` has every `hotswap instance` that this process starts (server/up/processes.py) forked from the first. A
+forked process is a process of its own as it is otherwise: a group, a log, an environment and descriptors of its own,
+killed with this process. Two things are not as they are otherwise: the libraries that an instance begins with are not
+loaded (server/instance/fork_server.py), and OMP_NUM_THREADS is that of this process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import setproctitle
 from server.up import processes
 from tests.starts.sitecustomize import TEST
 
-ENGINES, TRAINERS, BARE = "engines", "trainers", "bare"
+ENGINES, TRAINERS, PEERS, BARE = "engines", "trainers", "peers", "bare"
 MODULES = {
     ENGINES: (
         "server.cli.app", "server.instance.engine", "server.instance.generate", "server.instance.grammars.guard",
@@ -53,6 +53,7 @@ MODULES = {
         "trainer.faults.supervision", "trainer.loop", "trainer.main", "trainer.api.finetuning.routes",
         "tests.trainer.cases",
     ),
+    PEERS: ("weightsync.peer.__main__", "weightsync.store.sqlite", "weightsync.transport.tcp"),
     BARE: (),
 }  # fmt: skip
 MOST = 1 << 20
@@ -173,7 +174,7 @@ def install() -> None:
 def _serve(kind: str, listener: socket.socket) -> None:
     """In a warm process: forks what is ordered until it is killed."""
     connection, _ = listener.accept()
-    {ENGINES: _prepare_engines, TRAINERS: _prepare_trainers, BARE: lambda: None}[kind]()
+    {ENGINES: _prepare_engines, TRAINERS: _prepare_trainers}.get(kind, lambda: None)()
     for name in MODULES[kind]:
         importlib.import_module(name)
     gc.freeze()

@@ -123,9 +123,10 @@ async def test_a_store_that_refuses_its_record_gets_one_lease_at_a_time(
 
 
 async def test_it_serves_on_without_the_store_and_takes_part_when_it_is_back(
-    fleet: Fleet, publisher: Publisher, tmp_path: Path
+    fleet: Fleet, publisher: Publisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    coordinator = fleet.coordinator()
+    monkeypatch.setattr("weightsync.control.agent.LAST_RETRY_S", 0.1)
+    coordinator = fleet.coordinator(leader_ttl_s=1.0)
     engine = await fleet.instance("a", ttl_s=0.3)
     await coordinator.activate(await publish(publisher))
     os.rename(tmp_path / "store.db", tmp_path / "away.db")

@@ -79,7 +79,7 @@ async def test_a_publisher_waits_for_its_own_swap(fleet: Fleet, publisher: Publi
 async def test_a_publisher_waits_through_an_outage_of_the_store(
     fleet: Fleet, publisher: Publisher, tmp_path: Path
 ) -> None:
-    fleet.coordinator()
+    fleet.coordinator(leader_ttl_s=1.0)
     engine = await fleet.instance("a", Engine(hang=asyncio.Event()))
     publishing = asyncio.create_task(asyncio.to_thread(publisher.publish, model(), timeout_s=20))
     await eventually(lambda: engine.calls)

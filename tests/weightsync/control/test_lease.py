@@ -59,8 +59,8 @@ async def test_who_is_busy_keeps_its_lease(store: Store) -> None:
 
 async def test_who_stands_still_loses_it(store: Store) -> None:
     """As when it is stopped, or waits for a lock for ever."""
-    keeper = await guarded(store, TTL_S / 2)
-    time.sleep(1.25 * TTL_S)  # noqa: ASYNC251
+    keeper = await guarded(store, 0.8)
+    time.sleep(1.6)  # noqa: ASYNC251
     assert await store.get("here") is None
     await asyncio.wait_for(keeper.lost.wait(), 10)
     await keeper.stop()
@@ -69,9 +69,9 @@ async def test_who_stands_still_loses_it(store: Store) -> None:
 
 async def test_without_a_guard_who_is_busy_loses_it(store: Store) -> None:
     """What the guard is for."""
-    keeper = await LeaseKeeper.grant(store, TTL_S / 2)
+    keeper = await LeaseKeeper.grant(store, 0.5)
     await store.put("here", b"", keeper.id)
-    time.sleep(1.25 * TTL_S)  # noqa: ASYNC251
+    time.sleep(1.0)  # noqa: ASYNC251
     assert await store.get("here") is None
     await keeper.stop()
 

@@ -69,7 +69,7 @@ async def test_one_that_joins_a_paused_fleet_pauses(fleet: Fleet) -> None:
 
 async def test_a_pause_ends_with_its_owner(fleet: Fleet, shortest_lease_s: float) -> None:
     engine = await fleet.instance("a")
-    await hold(fleet.store(), "p", max(1.0, shortest_lease_s))  # and nobody renews it
+    await hold(fleet.store(), "p", max(0.3, shortest_lease_s))  # and nobody renews it
     await eventually(lambda: engine.paused)
     await eventually(lambda: not engine.paused)
 
@@ -78,7 +78,7 @@ async def test_one_that_loses_the_store_resumes_when_the_time_of_the_pause_is_ov
     fleet: Fleet, tmp_path: Path
 ) -> None:
     engine = await fleet.instance("a")
-    await hold(fleet.store(), "p", 1.0)
+    await hold(fleet.store(), "p", 0.5)
     await eventually(lambda: engine.paused)
     os.rename(tmp_path / "store.db", tmp_path / "away.db")
     await eventually(lambda: not engine.paused)
@@ -91,7 +91,7 @@ async def test_one_whose_store_does_not_answer_resumes_too(arena_directory: Path
     try:
         async with running_fleet(server.url("fleet")) as fleet:
             engine = await fleet.instance("a")
-            await hold(fleet.store(), "p", 3.0)
+            await hold(fleet.store(), "p", 1.0)
             await eventually(lambda: engine.paused)
             server.freeze()
             await eventually(lambda: not engine.paused, 30)

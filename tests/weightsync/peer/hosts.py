@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import TypeVar
@@ -17,6 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.waiting import eventually, wait_until
+from tests.warm import PEERS, WarmProcess, warm
 from weightsync import Publisher, SlotReader, Store, SyncStore
 from weightsync.control.hosts import local_path
 from weightsync.control.records import CopyRecord, InstanceRecord, Keys, VersionRecord
@@ -34,7 +33,7 @@ class Hosts:
     def __init__(self, store_url: str, directory: Path, monkeypatch: pytest.MonkeyPatch, model: str = MODEL) -> None:
         self.model, self._keys = model, Keys(model)
         self.store_url, self._logs, self._monkeypatch = store_url, directory, monkeypatch
-        self.peers: dict[str, subprocess.Popen[bytes]] = {}
+        self.peers: dict[str, WarmProcess] = {}
         self.arenas: dict[str, Path] = {}
         self._publishers: list[Publisher] = []
         self.store = SyncStore(store_url)
@@ -47,22 +46,11 @@ class Hosts:
     def environment(self, host: str) -> dict[str, str]:
         return {"HOTSWAP_HOST": host, "HOTSWAP_ARENA": str(self.arena(host)), "HOTSWAP_STORE": self.store_url}
 
-    def start(self, host: str, *options: object) -> subprocess.Popen[bytes]:
-        command = [
-            sys.executable,
-            "-m",
-            "weightsync.peer",
-            "--model",
-            self.model,
-            "--transport",
-            "tcp",
-            "--lease-ttl",
-            "2",
-        ]
-        command += ["--chunk", str(CHUNK), "--read-timeout", "5", *map(str, options)]
+    def start(self, host: str, *options: object) -> WarmProcess:
+        arguments = ["tests.weightsync.peer.hurried", "--model", self.model, "--transport", "tcp", "--lease-ttl", "2"]
+        arguments += ["--chunk", str(CHUNK), "--read-timeout", "5", *map(str, options)]
         environment = {**os.environ, **self.environment(host), "OMP_NUM_THREADS": "1"}
-        with (self._logs / f"{host}.log").open("ab") as log:
-            self.peers[host] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        self.peers[host] = warm(PEERS).start(arguments, environment, self._logs / f"{host}.log")
         return self.peers[host]
 
     def kill(self, host: str) -> None:
@@ -72,11 +60,13 @@ class Hosts:
     def log(self, host: str) -> str:
         return (self._logs / f"{host}.log").read_text()
 
-    def publisher(self, host: str, lineage: str = "trainer", keep: int = 2, chunk: int = CHUNK) -> Publisher:
+    def publisher(
+        self, host: str, lineage: str = "trainer", keep: int = 2, chunk: int = CHUNK, **more: float
+    ) -> Publisher:
         for name, value in self.environment(host).items():
             self._monkeypatch.setenv(name, value)
         self._monkeypatch.setattr("weightsync.format.manifest.CHUNK", chunk)
-        publisher = Publisher(self.store_url, model=self.model, lineage=lineage, keep=keep)
+        publisher = Publisher(self.store_url, model=self.model, lineage=lineage, keep=keep, **more)
         self._publishers.append(publisher)
         return publisher
 

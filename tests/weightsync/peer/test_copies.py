@@ -97,7 +97,10 @@ async def test_without_a_peer_it_ends_in_time(store: Store, record: VersionRecor
     assert caught.value.cause == "no_holder"
 
 
-async def test_what_nobody_wants_any_more_is_not_waited_for(store: Store, record: VersionRecord) -> None:
+async def test_what_nobody_wants_any_more_is_not_waited_for(
+    store: Store, record: VersionRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightsync.peer.copies.STILL_WANTED_S", 0.1)
     await store.delete(KEYS.target)
     with pytest.raises(CopyUnavailable, match="nobody wants it any more"):
         await wait_for_slots(store, KEYS, record, "b", 60.0)
