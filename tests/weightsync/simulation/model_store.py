@@ -43,7 +43,6 @@ class ModelStore:
                 raise Conflict(key, expected, found)
         if lease is not None and lease not in self._leases:
             raise LeaseLost(lease)
-        self.on_write(puts)
         self._apply(puts, lease)
         if self.lose_answer:
             self.lose_answer = False
@@ -84,6 +83,7 @@ class ModelStore:
             raise _away()
 
     def _apply(self, puts: Puts, lease: int | None) -> None:
+        self.on_write(puts)
         self.revision += 1
         for key, value in puts.items():
             before = self._found.pop(key, None)

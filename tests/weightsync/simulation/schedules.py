@@ -9,45 +9,26 @@ from __future__ import annotations
 import contextlib
 import random
 from collections import Counter
-from dataclasses import replace
 
+from loadtest.histories.rules import Rules, Violation, require
 from tests.weightsync.simulation.model_store import ModelStore, Puts
-from weightsync.control import agent_state, placement
+from weightsync.control import agent_state
 from weightsync.control.records import (
     ActiveRecord,
-    InstanceRecord,
     PauseRecord,
     ShareRecord,
     SplitRecord,
-    SwapRecord,
     TargetRecord,
     VersionRecord,
-    shared_versions,
 )
-from weightsync.control.state import PARTICIPATING, confirmed
-from weightsync.errors import NotEnoughInstances, StoreError
+from weightsync.errors import StoreError
 
 from .model_actors import FORMS, KEYS, Candidate, Faults, Gateway, Instance, Request
 
 PAUSE_TTL_S = 8.0
-NEXT = {
-    "prepare": {"canary", "commit", "aborted"},
-    "canary": {"commit", "aborted"},
-    "commit": {"done", "revert"},
-    "revert": {"aborted", "done"},
-}
 OTHER_FORM = 0.3  # of the versions
 SPLITS = 0.25  # of the wishes
 TEAR_ALL = 0.3  # of the schedules
-
-
-class Violation(AssertionError):
-    """Something that must never be was seen."""
-
-
-def require(condition: object, what: str) -> None:
-    if not condition:
-        raise Violation(what)
 
 
 class World:
@@ -65,8 +46,8 @@ class World:
             Instance(n, self.store, self.rng, self.faults) for n in "abcd"[: self.rng.choice((1, 2, 2, 3, 4))]
         ]
         self.gateway = Gateway("g", self.store, self.rng)
-        self.commits: list[ActiveRecord] = []
-        self.seen = self.faults.seen
+        self.rules = Rules(KEYS)
+        self.seen = self.rules.seen = self.faults.seen
         self.asked = self.published = 0
         self.pausers: list[int] = []
         for _ in range(2):
@@ -265,7 +246,7 @@ class World:
 
     def tear_all(self) -> None:
         """All flips of one more swap fail: what was committed before it is committed again, or still."""
-        if (before := self._active()) is None or before.split is not None:  # that is placed anew as instances go
+        if (before := self.rules.active) is None or before.split is not None:  # that is placed anew as instances go
             return
         self.faults.flips = True
         self.publish()
@@ -273,7 +254,7 @@ class World:
         for _ in range(20):
             self.calm(2)
             self.tick(2.0)
-        swap, active = self._swap(), self._active()
+        swap, active = self.rules.swap, self.rules.active
         require(swap and swap.phase == "aborted", "no instance could flip, and the swap is not aborted")
         require(
             active and (active.version, active.previous) == (before.version, before.previous),
@@ -284,7 +265,7 @@ class World:
 
     def lose_one(self) -> None:
         """An instance is away for so long that the others divide the versions among them."""
-        active = self._active()
+        active = self.rules.active
         if active is None or active.split is None:
             return
         away = self.rng.choice(self.instances)
@@ -296,17 +277,14 @@ class World:
 
     def dead_end(self) -> str | None:
         """What is not as it must be at rest."""
-        swap, target, active = self._swap(), self.store.get(KEYS.target), self._active()
-        if swap is not None and swap.phase not in ("done", "aborted"):
-            return f"the swap stays in phase {swap.phase}"
-        if target is not None and (swap is None or not swap.answers(TargetRecord.from_json(target.value))):
-            return "the last wish got no answer"
-        committed = active
+        if (said := self.rules.unrest()) is not None:
+            return said
+        committed = self.rules.active
         for i in self.instances:
-            active = committed.of(i.name) if committed is not None else None
             if i.record.state != "SERVING":
                 return f"instance {i.name} stays {i.record.state}"
-            if active is not None and (i.record.active_epoch, i.engine.version) != (active.epoch, active.version):
+            active = committed.of(i.name) if committed is not None else None
+            if active is not None and i.engine.version != active.version:
                 return f"instance {i.name} runs version {i.engine.version}, committed is {active.version}"
             if active is not None and i.engine.form not in (None, self.form_of(active.version)):
                 return f"instance {i.name} has an engine of another form than version {active.version}"
@@ -314,119 +292,36 @@ class World:
                 return f"instance {i.name} stages version {i.staging.version} for nobody"
             if i.paused:
                 return f"instance {i.name} stays paused"
-        return self.misplaced(committed) if committed is not None and committed.split is not None else None
-
-    def misplaced(self, active: ActiveRecord) -> str | None:
-        """A version of the split that has not the instances it is to have, where there are enough."""
-        assert active.split is not None
-        with contextlib.suppress(NotEnoughInstances):
-            wanted = placement.counts(active.version, active.split, len(self.instances))
-            run = Counter(i.engine.version for i in self.instances)
-            return f"{dict(run)} instances run the versions, not {wanted}" if run != Counter(wanted) else None
         return None
 
     # what must hold
 
     def check_write(self, puts: Puts) -> None:
-        if (raw := puts.get(KEYS.swap)) is not None:
-            self._check_swap(SwapRecord.from_json(raw))
-        if (raw := puts.get(KEYS.active)) is not None:
-            self._check_commit(ActiveRecord.from_json(raw))
-        active = self._active()
-        for key, raw in puts.items():
-            if active is not None and raw is not None and key.startswith(KEYS.versions):
-                record = VersionRecord.from_json(raw)
-                kept = (active.version, active.previous, *shared_versions(active.split))
-                needed = record.version in kept and KEYS.active not in puts
-                require(record.state != "retired" or not needed, "a version was retired that is needed")
-        self._check_forms(puts)
+        if KEYS.swap in puts:
+            writers = [c for c in self.candidates if c.term is not None and c.runs]
+            held = self.store.get(KEYS.leader)
+            require(held and any(c.term == held.mod_revision for c in writers), "a step of one who does not lead")
+        before = self.rules.active
+        self.rules.write(puts)
+        if (active := self.rules.active) is not None and active != before:
+            self._check_built(active)
 
-    def _check_forms(self, puts: Puts) -> None:
-        """After every write each version has its form, and no form is there that no version has."""
-        written = {key: raw for key, raw in puts.items() if key.startswith((KEYS.versions, KEYS.forms))}
-        if not written:
+    def _check_built(self, active: ActiveRecord) -> None:
+        """All participants of a commit have made the weights that were published."""
+        swap = self.rules.swap
+        if swap is None or swap.phase != "commit":
             return
-        found = {kv.key: kv.value for kv in self.store.list(KEYS.root)[0]} | written
-        there = {key: raw for key, raw in found.items() if raw is not None}
-        named = {KEYS.form(VersionRecord.from_json(r).form) for k, r in there.items() if k.startswith(KEYS.versions)}
-        forms = {key for key in there if key.startswith(KEYS.forms)}
-        require(forms >= named, "a form was dropped that a version has")
-        require(forms <= named, "a form stays that no version has")
-        self.seen["forms dropped"] += sum(key.startswith(KEYS.forms) for key, raw in written.items() if raw is None)
-
-    def _check_swap(self, after: SwapRecord) -> None:
-        writers = [c for c in self.candidates if c.term is not None and c.runs]
-        held = self.store.get(KEYS.leader)
-        require(held and any(c.term == held.mod_revision for c in writers), "a step of one who does not lead")
-        before = self._swap()
-        if before is not None and before.id == after.id:
-            left = set(after.participants)
-            if after.phase == before.phase and left < set(before.participants):
-                require(after.on_lost == "continue" and left, "a participant was left out unasked")
-                require(after.canary in (None, *left), "the canary was left out of its own trial")
-                self.seen["left out"] += 1
-                return
-            if after.phase == before.phase and after.changes and after.turn != before.turn:
-                self.seen["turns"] += 1
-                return
-            require(after.phase in NEXT.get(before.phase, ()), f"from {before.phase} to {after.phase}")
-        else:
-            require(before is None or before.phase in ("done", "aborted"), "two swaps at once")
-            require(after.phase in ("prepare", "aborted"), f"opened in phase {after.phase}")
-        self.seen[f"{'restarting' if after.changes else after.mode} {after.phase}"] += 1
-        self.seen[f"split {after.phase}"] += after.split is not None
-        self.seen[f"placed anew {after.phase}"] += "+" in after.id
-        if after.phase == "aborted" and before is not None and before.phase == "canary":
-            self.seen["canary aborted"] += 1
-
-    def _check_commit(self, active: ActiveRecord) -> None:
-        before, swap = self._active(), self._swap()
-        if before is not None and before.epoch == active.epoch:
-            self._check_trial(before, active)
-            return
-        require(active.epoch == len(self.commits) + 1, "a commit was lost")
-        require(active.trial is None, "a commit with a trial")
-        if swap is not None and swap.phase == "commit":  # it is reverted
-            former = swap.former
-            there = [InstanceRecord.from_json(kv.value) for kv in self.store.list(KEYS.instances)[0]]
-            served = before and not swap.changes and any(confirmed(i, before) for i in there)
-            require(not served, "reverted, and an instance serves it")
-            require(
-                former and (former.version, former.previous) == (active.version, active.previous), "reverted wrongly"
-            )
-            self.commits.append(active)
-            return
-        if before is not None:
-            previous = before.previous if before.version == active.version else before.version
-            require(active.previous == previous, "the way back was lost")
-        require(swap and swap.id == active.swap_id, "a commit of no swap")
-        for name in swap.participants if swap and not swap.changes else ():
-            kv = self.store.get(
-                KEYS.instance(name)
-            )  # none: it has gone since the decision, as if right after the commit
-            state = InstanceRecord.from_json(kv.value).state if kv is not None else "SERVING"
-            require(state in PARTICIPATING, f"committed, but {name} is {state}")
-            self.seen["gone in the commit"] += kv is None
         for instance in self.instances:
             reported = instance.record.state != "STARTING"  # or the old process ended unnoticed
-            mine = swap and instance.name in swap.participants and instance.record.swap_id == swap.id
+            mine = instance.name in swap.participants and instance.record.swap_id == swap.id
             if instance.alive and reported and mine:
                 wanted = active.of(instance.name)
                 on_trial = instance.engine.version == wanted.version
                 built = instance.engine.fingerprint if on_trial else instance.engine.held.get(wanted.version)
                 require(built is not None, f"committed, but {instance.name} has not staged it")
                 require(built == wanted.fingerprint, f"committed, but {instance.name} built other weights")
-        self.commits.append(active)
-
-    def _check_trial(self, before: ActiveRecord, active: ActiveRecord) -> None:
-        """One begins or ends; what is committed stays."""
-        require(replace(before, trial=active.trial) == active, "a commit was changed")
-        require((before.trial is None) != (active.trial is None), "a trial in place of another")
-        self.seen["trials" if active.trial is not None else "trials ended"] += 1
-        self.commits[-1] = active
 
     def check_instances(self) -> None:
-        require(self._active() == (self.commits[-1] if self.commits else None), "a commit was undone")
         for instance in self.instances:
             if instance.alive and agent_state.admits(instance.record):
                 self.check_serving(instance)
@@ -440,8 +335,7 @@ class World:
             require(instance.record.active_epoch == 0, f"{instance.name} serves dummy weights after a commit")
             return
         require(engine.fingerprint == f"f{engine.version}", f"{instance.name} serves wrong weights")
-        committed = {v for c in self.commits for v in (c.version, *shared_versions(c.split))}
-        require(engine.version in committed, f"{instance.name} serves an uncommitted version")
+        require(engine.version in self.rules.committed, f"{instance.name} serves an uncommitted version")
         require(engine.version == instance.record.active_version, f"{instance.name} does not serve what it says")
 
     def versions(self) -> list[VersionRecord]:
@@ -450,14 +344,6 @@ class World:
     def form_of(self, version: int) -> str | None:
         found = self.store.get(KEYS.version(version))
         return VersionRecord.from_json(found.value).form if found is not None else None
-
-    def _swap(self) -> SwapRecord | None:
-        found = self.store.get(KEYS.swap)
-        return SwapRecord.from_json(found.value) if found is not None else None
-
-    def _active(self) -> ActiveRecord | None:
-        found = self.store.get(KEYS.active)
-        return ActiveRecord.from_json(found.value) if found is not None else None
 
 
 def explore(seeds: range, steps: int = 60) -> Counter[str]:
