@@ -160,8 +160,7 @@ class Rules:
         if after.phase == "aborted" and before is not None and before.phase == "canary":
             self.seen["canary aborted"] += 1
         if after.phase in ("commit", "revert"):
-            now = self.active
-            changed = now is not None and now.swap_id == after.id and now != self._active_before
+            changed = self.active != self._active_before
             require(changed, f"in phase {after.phase} without its commit record", "commit")
 
     @property

@@ -1,0 +1,257 @@
+"""What of a history contradicts the rules.
+
+Its writes go through `Rules`. Its requests are compared with what each instance ran when, by the instances' records:
+
+    served   each token is of a version that some instance ran while the request was under way
+    order    the versions of an answer follow each other as they did on one instance: it never goes back to a version
+             but by a commit, a revert or the end of a trial that is recorded. (Of a stream that other instances went on
+             with, each part does.)
+    bound    an answer with policy `finish` or `abort` or for one `version`, and its prompt, are of one version; none is
+             of one before its `min_version`
+    labels   the spans of a whole answer cover its tokens, one after the other
+    ended    a request is answered or fails with a typed error, unless its client leaves or the history has an excuse
+    whole    the history itself can be read, to its last line but one
+
+An instance runs a version from the commit that asks for it (for a trial: the opening of its swap) until a record says
+that it runs another one, so a request is never wronged by a record that came late. All times are of one clock: a
+history of several hosts is one of one machine's namespaces.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from loadtest.histories.rules import Rules, Violation
+from weightsync.control.records import InstanceRecord, Keys
+
+SHOWN = 300  # characters of a line
+
+
+@dataclass(frozen=True)
+class Line:
+    """One of a file."""
+
+    place: str
+    said: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return f"{self.place}: {orjson.dumps(self.said).decode()[:SHOWN]}"
+
+
+@dataclass(frozen=True)
+class Contradiction:
+    """The lines that cannot be true together by a rule."""
+
+    rule: str
+    what: str
+    lines: tuple[Line, ...]
+
+    def __str__(self) -> str:
+        return "\n  ".join([f"{self.rule}: {self.what}", *map(str, self.lines)])
+
+
+@dataclass
+class Tenure:
+    """An instance ran `version` at most from `since` until `until`."""
+
+    version: int | None
+    since: float
+    line: Line
+    until: float = math.inf
+
+
+class Model:
+    """What the writes of one model say."""
+
+    def __init__(self, name: str) -> None:
+        self.keys = Keys(name)
+        self.tenures: dict[str, list[Tenure]] = {}
+        self.wrong: list[Contradiction] = []
+        self.gaps: list[tuple[float, float]] = []  # in which nothing is known
+        self._rules: Rules | None = None
+        self._at = 0.0
+        self._committed: dict[int, float] = {}
+        self._epochs: dict[str, int] = {}
+        self._transaction: list[Line] = []
+
+    @property
+    def rules(self) -> Rules:
+        assert self._rules is not None, "a history begins with what was found"
+        return self._rules
+
+    def take(self, line: Line) -> None:
+        """A line about the store. The writes of one revision may have lines of clients between them."""
+        kind = line.said["kind"]
+        if self._rules is None and kind != "found":
+            return self.wrong.append(Contradiction("whole", "what was there before was not recorded", (line,)))
+        if self._transaction and (kind != "write" or line.said["revision"] != self._transaction[0].said["revision"]):
+            self.flush()
+        if kind == "write":
+            self._transaction.append(line)
+            self._at = line.said["at"]
+        elif kind == "rest":
+            if (said := self.rules.unrest()) is not None:
+                self.wrong.append(Contradiction("rest", said, (line,)))
+        else:  # the recorder looks, for the first time or after it has lost sight of the store
+            before = self._rules
+            self.gaps += [(self._at, line.said["at"])] if before is not None else []
+            self._rules = Rules(self.keys, {key: orjson.dumps(value) for key, value in line.said["records"].items()})
+            self._rules.committed |= before.committed if before is not None else set()
+            self._see(line, self._rules.found)
+        return None
+
+    def flush(self) -> None:
+        """The transaction is whole."""
+        if not self._transaction:
+            return
+        lines, self._transaction = self._transaction, []
+        values = {line.said["key"]: line.said["value"] for line in lines}
+        try:
+            self.rules.write({key: None if value is None else orjson.dumps(value) for key, value in values.items()})
+        except Violation as violation:
+            self.wrong.append(Contradiction(violation.rule, violation.what, tuple(lines)))
+        for line in lines:
+            self._see(line, [line.said["key"]])
+
+    def _see(self, line: Line, keys: Iterable[str]) -> None:
+        active = self.rules.active
+        if active is not None:
+            self._committed.setdefault(active.epoch, active.committed_at)
+        names = {key.removeprefix(self.keys.instances) for key in keys if key.startswith(self.keys.instances)}
+        for record in self.rules.instances.values():
+            if record.id in names:
+                self._follow(record, line)
+
+    def _follow(self, record: InstanceRecord, line: Line) -> None:
+        past = self.tenures.setdefault(record.id, [])
+        known = self._epochs.get(record.id)
+        if past and (past[-1].version, known) == (record.active_version, record.active_epoch):
+            return
+        swap = self.rules.swap
+        tried = swap.opened_at if swap is not None and swap.canary == record.id else 0.0
+        since = self._committed.get(record.active_epoch, tried)
+        if past:
+            past[-1].until, since = line.said["at"], max(since, past[-1].since)
+        past.append(Tenure(record.active_version, since, line))
+        self._epochs[record.id] = record.active_epoch
+
+    def explains(self, versions: Sequence[int], began: float, ended: float, *, resumed: bool) -> bool:
+        """Whether one instance (of a stream that was `resumed`: all, one after the other) ran these in this order."""
+        ways = [list(itertools.chain(*self.tenures.values()))] if resumed else list(self.tenures.values())
+        return any(_runs(way, versions, began, ended) for way in ways)
+
+    def ran(self, version: int, began: float, ended: float) -> bool:
+        return any(_runs(past, [version], began, ended) for past in self.tenures.values())
+
+
+def _runs(past: Iterable[Tenure], versions: Sequence[int], began: float, ended: float) -> bool:
+    there = iter(sorted((t for t in past if t.until >= began and t.since <= ended), key=lambda t: t.since))
+    return all(any(tenure.version == version for tenure in there) for version in versions)
+
+
+@dataclass
+class Checker:
+    """Takes lines, then says what is wrong."""
+
+    models: dict[str, Model] = field(default_factory=dict)
+    requests: list[Line] = field(default_factory=list)
+    excuses: list[Mapping[str, Any]] = field(default_factory=list)
+    wrong: list[Contradiction] = field(default_factory=list)
+
+    def read(self, path: Path) -> None:
+        for line in self._lines(path):
+            if line.said["kind"] == "request":
+                self.requests.append(line)
+            elif line.said["kind"] == "excuse":
+                self.excuses.append(line.said)
+            else:
+                name = line.said["model"]
+                self.models.setdefault(name, Model(name)).take(line)
+
+    def contradictions(self) -> list[Contradiction]:
+        for model in self.models.values():
+            model.flush()
+        found = self.wrong + [wrong for model in self.models.values() for wrong in model.wrong]
+        return found + [wrong for line in self.requests for wrong in self._judge(line)]
+
+    def _lines(self, path: Path) -> Iterator[Line]:
+        raw = path.read_bytes().split(b"\n")
+        for number, text in enumerate(raw, 1):
+            try:
+                yield Line(f"{path}:{number}", orjson.loads(text))
+            except orjson.JSONDecodeError:
+                if number < len(raw):  # the last one is empty, or its writer was killed as it wrote it
+                    line = Line(f"{path}:{number}", {"text": text.decode(errors="replace")})
+                    self.wrong.append(Contradiction("whole", "not a line of JSON", (line,)))
+
+    def _judge(self, line: Line) -> Iterator[Contradiction]:
+        said = line.said
+        outcome, code = said["outcome"], said["code"]
+        excused = any(e["server"] == said["server"] and _meet(said, e["began"], e["ended"]) for e in self.excuses)
+        if outcome == "untyped" or (outcome == "cut" and not excused):
+            yield Contradiction("ended", f"{outcome} {code}".strip(), (line,))
+        model = self.models.get(said["model"])
+        if model is None and len(self.models) == 1:  # an adapter's name, or an answer that broke off before it said it
+            (model,) = self.models.values()
+        for choice in said["choices"]:
+            if outcome == "answered":
+                yield from _labels(line, choice, said["length"])
+            yield from _bound(line, choice, said["asked"])
+            if model is not None and not any(_meet(said, *gap) for gap in model.gaps):
+                yield from _order(line, choice, model)
+
+
+def check(paths: Iterable[Path]) -> list[Contradiction]:
+    """Of the histories in these files, which are of one run."""
+    checker = Checker()
+    for path in paths:
+        checker.read(path)
+    return checker.contradictions()
+
+
+def _meet(said: Mapping[str, Any], began: float, ended: float) -> bool:
+    """Whether a request was under way in that time."""
+    return bool(began <= said["at"] and said["began"] <= ended)
+
+
+def _versions(spans: Iterable[Mapping[str, int]]) -> list[int]:
+    """In their order, each once for as long as it goes on."""
+    return [version for version, _ in itertools.groupby(span["version"] for span in spans)]
+
+
+def _order(line: Line, choice: Mapping[str, Any], model: Model) -> Iterator[Contradiction]:
+    versions, began, ended = _versions(choice["spans"]), line.said["began"], line.said["at"]
+    records = tuple(tenure.line for past in model.tenures.values() for tenure in past if tenure.version in versions)
+    for version in dict.fromkeys(versions):
+        if not model.ran(version, began, ended):
+            yield Contradiction("served", f"no instance ran version {version} then", (line, *records))
+            return
+    resumed = choice["resumed"] > 0 or line.said["outcome"] != "answered"  # only its end would say that it was
+    if not model.explains(versions, began, ended, resumed=resumed):
+        yield Contradiction("order", f"no instance ran versions {versions} in this order", (line, *records))
+
+
+def _labels(line: Line, choice: Mapping[str, Any], length: int | None) -> Iterator[Contradiction]:
+    spans, tokens = choice["spans"], choice["tokens"]
+    edges = [0, *(span["end"] for span in spans)]
+    contiguous = all(edge == span["start"] for edge, span in zip(edges, spans, strict=False))
+    covered = not tokens or edges[-1] == tokens
+    if not contiguous or not covered or (length is not None and spans and edges[-1] != length):
+        yield Contradiction("labels", f"{tokens} tokens, of {length or 'any number'}, with spans {spans}", (line,))
+
+
+def _bound(line: Line, choice: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator[Contradiction]:
+    found, wanted, least = set(_versions(choice["spans"])), asked.get("version"), asked.get("min_version")
+    if asked.get("policy") in ("finish", "abort") or wanted is not None:
+        found |= {*_versions(choice["prompt"]), *([wanted] if wanted is not None else [])}
+        if len(found) > 1:
+            yield Contradiction("bound", f"versions {sorted(found)} in an answer to {dict(asked)}", (line,))
+    elif least is not None and found and min(found) < least:
+        yield Contradiction("bound", f"version {min(found)} in an answer to {dict(asked)}", (line,))
