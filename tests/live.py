@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import httpx2  # the OpenAI SDK's
 import orjson
 import psutil
 
+from loadtest.histories.check import check
+from loadtest.histories.recorder import Log, Recorder
+from loadtest.histories.requests import tap
 from server.ports import free_port
 from server.up.config import UpConfig
 from server.up.processes import Child
@@ -20,6 +26,8 @@ from tests.waiting import wait_until
 from weightsync.control.records import InstanceRecord, Keys
 from weightsync.store import SyncStore
 
+LOGS: dict[int | None, Log] = {}  # by the port of a live server: what its clients in this process see
+tap(lambda url: LOGS.get(url.port), httpx2)
 VLLM_ARGS = ("--max-model-len", "1024", "--max-num-seqs", "32", "--grammar-seconds", "1")
 
 
@@ -70,14 +78,33 @@ class LiveServer:
     def running(self) -> Iterator[LiveServer]:
         try:
             self.processes.start()
-            self.processes.wait_ready(300)  # a machine that others use too
-            for name, child in self.processes.children.items():
-                if name.startswith("instance-"):
-                    check_engine(child.log)
-            with httpx.Client(base_url=self.url, timeout=60) as self.client, self._admin() as self.admin:
-                yield self
+            with self._recorded():
+                self.processes.wait_ready(300)  # a machine that others use too
+                for name, child in self.processes.children.items():
+                    if name.startswith("instance-"):
+                        check_engine(child.log)
+                with httpx.Client(base_url=self.url, timeout=60) as self.client, self._admin() as self.admin:
+                    yield self
         finally:
             self.processes.stop()
+
+    @contextlib.contextmanager
+    def _recorded(self) -> Iterator[None]:
+        """What the store and clients see meanwhile must not contradict the rules; $HOTSWAP_HISTORIES keeps the file."""
+        state, port, began = self.processes.state_dir, self.processes.config.port, time.time()
+        path = Path(os.environ.get("HOTSWAP_HISTORIES", state)) / f"{self.name}-{port}-{began:.0f}.jsonl"
+        gateway, log = self.processes.children["gateway"].process, Log(path)
+        self.recorder = Recorder(log, self.processes.store, [model.name for model in self.processes.models])
+        LOGS[port] = log
+        try:
+            yield
+        finally:
+            del LOGS[port]
+            self.recorder.close()
+            if gateway.poll() is not None:  # a test has ended it: what broke with it is no fault
+                log.write("excuse", began=began, ended=time.time(), server=self.url.removeprefix("http://"))
+            log.close()
+        assert not (wrong := check([path])), "\n".join(map(str, wrong))
 
     def _admin(self) -> httpx.Client:
         key = {"authorization": f"Bearer {self.processes.admin_key}"}
