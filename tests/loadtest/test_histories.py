@@ -1,0 +1,249 @@
+"""Recorded histories: a real one keeps the rules, and with one lie in it each rule says which lines contradict.
+
+history.jsonl is of two real instances of version 1: a rolling swap to version 2, one to 3 that the canary's probe
+fails, a rollback under two streams, a split; and rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+
+from loadtest.histories.check import check
+from loadtest.histories.recorder import Log, Recorder
+from loadtest.histories.requests import Answer
+from tests.live import LOGS
+from tests.waiting import wait_until
+from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, LeaderRecord, SwapRecord
+from weightsync.store import SyncStore
+
+REAL = Path(__file__).with_name("history.jsonl")
+Lines = list[dict[str, Any]]
+KEYS = Keys("m")
+
+
+@pytest.fixture
+def lines() -> Lines:
+    return [orjson.loads(line) for line in REAL.read_bytes().splitlines()]
+
+
+def checked(lines: Lines, directory: Path) -> list[str]:
+    """What contradicts the rules, each with the lines that do."""
+    path = directory / "history.jsonl"
+    path.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+    return [str(found) for found in check([path])]
+
+
+def test_a_real_history_keeps_the_rules(lines: Lines) -> None:
+    assert check([REAL]) == []
+    crossed = [line for line in lines if line["kind"] == "request" for c in line["choices"] if len(c["spans"]) > 1]
+    phases = {line["value"]["phase"] for line in lines if line.get("key") == KEYS.swap}
+    assert (len(crossed), phases) == (2, {"prepare", "canary", "commit", "done", "aborted"})
+
+
+def written(lines: Lines, key: str, **fields: Any) -> dict[str, Any]:
+    """The value of the first write of that key with these fields, to be changed."""
+    of = (line["value"] for line in lines if line.get("key") == key)
+    value: dict[str, Any] = next(value for value in of if fields.items() <= value.items())
+    return value
+
+
+def asked(lines: Lines, number: int) -> dict[str, Any]:
+    return [line for line in lines if line["kind"] == "request"][number]
+
+
+ROLLBACK = 3  # the request that went on from version 2 to 1
+
+
+def append(lines: Lines, key: str, value: Any) -> None:
+    lines.append({"kind": "write", "at": 200.0, "model": "m", "revision": 100, "key": key, "value": value})
+
+
+def without(lines: Lines, key: str, **fields: Any) -> None:
+    value = written(lines, key, **fields)
+    lines[:] = [line for line in lines if line.get("value") is not value]
+
+
+def spans(lines: Lines, number: int, *versions: int) -> None:
+    """Other versions for the tokens, in pieces of one; the first one's computed the prompt."""
+    (choice,) = asked(lines, number)["choices"]
+    choice["spans"] = [{"version": version, "start": i, "end": i + 1} for i, version in enumerate(versions)]
+    choice["prompt"] = [{"version": versions[0], "start": 0, "end": 3}]
+    choice["tokens"] = asked(lines, number)["length"] = len(versions)
+
+
+def cut(lines: Lines, outcome: str = "cut") -> None:
+    asked(lines, 0).update(outcome=outcome, code="ReadError")
+
+
+def append_wish(lines: Lines) -> None:
+    append(lines, KEYS.target, written(lines, KEYS.target, id="h7") | {"id": "other"})
+    lines.append(lines[-1] | {"kind": "rest"})
+
+
+A, B = KEYS.instance("a"), KEYS.instance("b")
+LIES: list[tuple[str, str, Callable[[Lines], object]]] = [
+    ("phases", "from prepare to done", lambda h: written(h, KEYS.swap, phase="canary").update(phase="done")),
+    ("phases", "two swaps at once", lambda h: written(h, KEYS.swap, phase="canary").update(id="other")),
+    ("phases", "opened in phase commit", lambda h: without(h, KEYS.swap, id="h6", phase="prepare")),
+    ("leader", "a step while no leader", lambda h: h[0]["records"].pop(KEYS.leader)),
+    ("leader", "the lead that another", lambda h: append(h, KEYS.leader, {"holder": "other", "since": 0.0})),
+    ("commit", "a commit was lost", lambda h: written(h, KEYS.active, epoch=3).update(epoch=4)),
+    ("commit", "the way back was lost", lambda h: written(h, KEYS.active, epoch=3).update(previous=None)),
+    ("commit", "another version was committed", lambda h: written(h, KEYS.active, epoch=3).update(version=2)),
+    ("commit", "a commit was changed", lambda h: written(h, KEYS.active, epoch=1).update(version=2)),
+    ("commit", "without its commit record", lambda h: without(h, KEYS.active, epoch=3)),
+    ("commit", "a commit of no swap", lambda h: written(h, KEYS.active, epoch=3).update(swap_id="other")),
+    ("commit", "a commit by a swap in phase canary", lambda h: without(h, KEYS.swap, id="h3", phase="commit")),
+    ("commit", "the commit record was deleted", lambda h: append(h, KEYS.active, None)),
+    ("participants", "b is TORN", lambda h: written(h, B, staged_version=1).update(state="TORN")),
+    ("versions", "retired that is needed", lambda h: append(h, KEYS.version(2), None)),
+    ("versions", "a form stays", lambda h: append(h, KEYS.form("f"), {})),
+    ("serving", "serves an uncommitted", lambda h: written(h, A, active_version=3).update(state="SERVING")),
+    ("serving", "serves wrong weights", lambda h: written(h, B, active_epoch=4).update(fingerprint="wrong")),
+    ("serving", "is ahead", lambda h: written(h, B, active_epoch=3).update(active_epoch=4)),
+    ("serving", "serves dummy weights", lambda h: written(h, B, active_epoch=3).update(active_version=None)),
+    ("served", "no instance ran version 3 then", lambda h: spans(h, 0, 3)),
+    ("served", "no instance ran version 2 then", lambda h: asked(h, 1).update(began=100.0, at=101.0)),
+    ("order", "versions [1, 2] in this order", lambda h: spans(h, ROLLBACK, 1, 2)),
+    ("order", "versions [2, 1, 2] in this order", lambda h: spans(h, ROLLBACK, 2, 1, 2)),
+    ("bound", "versions [1, 2]", lambda h: asked(h, ROLLBACK).update(asked={"policy": "finish"})),
+    ("bound", "versions [1, 2]", lambda h: asked(h, ROLLBACK).update(asked={"policy": "abort"}, outcome="refused")),
+    ("bound", "versions [1, 2]", lambda h: asked(h, 0).update(asked={"version": 2})),
+    ("bound", "versions [1, 2]", lambda h: asked(h, 1)["choices"][0]["prompt"][0].update(version=1)),
+    ("bound", "version 1 in", lambda h: asked(h, 0).update(asked={"min_version": 2})),
+    ("labels", "of 2, with spans", lambda h: asked(h, 0)["choices"][0]["spans"][0].update(start=1)),
+    ("labels", "1 tokens", lambda h: asked(h, 0)["choices"][0].update(tokens=1)),
+    ("labels", "of 9", lambda h: asked(h, 0).update(length=9)),
+    ("ended", "cut ReadError", cut),
+    ("ended", "untyped", lambda h: cut(h, "untyped")),
+    ("rest", "the last wish got no answer", append_wish),
+    ("rest", "instance b runs version 1", lambda h: without(h, B, active_epoch=4)),
+    ("rest", "the swap stays in phase commit", lambda h: without(h, KEYS.swap, id="h7", phase="done")),
+    ("whole", "was not recorded", lambda h: h.pop(0)),
+]
+
+
+@pytest.mark.parametrize(("rule", "said", "lie"), LIES, ids=[f"{rule}: {said}" for rule, said, _ in LIES])
+def test_a_lie_is_found_by_its_rule(
+    rule: str, said: str, lie: Callable[[Lines], object], lines: Lines, tmp_path: Path
+) -> None:
+    lie(lines)
+    first = checked(lines, tmp_path)[0]
+    assert first.startswith(f"{rule}: ")
+    assert said in first
+    assert f"{tmp_path}/history.jsonl:" in first, "it names the line"
+
+
+def test_what_is_allowed(lines: Lines, tmp_path: Path) -> None:
+    cut(lines)
+    began, server = asked(lines, 0)["began"], asked(lines, 0)["server"]
+    spans(lines, ROLLBACK, 2, 1)
+    asked(lines, ROLLBACK)["choices"][0]["resumed"] = 1
+    lines.append({"kind": "excuse", "at": 200.0, "began": began, "ended": began, "server": server})
+    assert checked(lines, tmp_path) == []
+    lines[-1]["server"] = "another"
+    assert [found.split(":")[0] for found in checked(lines, tmp_path)] == ["ended"]
+
+
+def test_a_gap_is_not_held_against_anybody(lines: Lines, tmp_path: Path) -> None:
+    """The store kept no changes: what instances ran meanwhile is not known."""
+    at = next(i for i, line in enumerate(lines) if line.get("revision") == 52)
+    found = dict(lines[0]["records"]) | {line["key"]: line["value"] for line in lines[1:] if line["kind"] == "write"}
+    spans(lines, ROLLBACK, 3, 2, 1)
+    gap = {"kind": "found", "at": 150.0, "model": "m", "revision": 99, "records": found}
+    rest = [line for line in lines if line["kind"] == "request"][ROLLBACK:]
+    assert checked([*lines[:at], gap, rest[0]], tmp_path) == []
+
+
+def test_the_recorder_writes_what_the_store_is_told(tmp_path: Path) -> None:
+    url = f"sqlite://{tmp_path}/store.db"
+    with contextlib.closing(SyncStore(url)) as store, contextlib.closing(Log(tmp_path / "log")) as log:
+        store.put(KEYS.leader, LeaderRecord("g", 0.0).to_json())
+        with contextlib.closing(Recorder(log, url, ["m"])) as recorder:
+            wait_until(lambda: log.path.stat().st_size > 0)
+            swap = SwapRecord("s", 1, "commit", (), 0.0, 0.0)
+            store.txn({}, {KEYS.swap: swap.to_json(), KEYS.active: ActiveRecord(1, 1, None, "s", 0.0).to_json()})
+            store.put(KEYS.instance("a"), InstanceRecord("a", "x", key="secret").to_json())
+            store.put(KEYS.form("f"), b"large")
+            store.delete(KEYS.leader)
+            store.put(Keys("m2").swap, swap.to_json())
+            recorder.rest(0.0)
+        text = log.path.read_bytes()
+    found, *writes, rest = [orjson.loads(line) for line in text.splitlines()]
+    assert [*found["records"]] == [KEYS.leader]
+    keys = [(line["revision"] - found["revision"], line["key"].removeprefix(KEYS.root)) for line in writes]
+    assert keys == [(1, "swap"), (1, "active"), (2, "instances/a"), (3, "forms/f"), (4, "leader")]
+    assert [writes[3]["value"], writes[4]["value"]] == [{}, None]
+    assert (rest["kind"], b"secret" in text) == ("rest", False)
+
+
+TOKEN = 'event: token\ndata: {{"index":{},"token_ids":[7],"weight_version":{}}}\n\n'
+END = '{{"index":{},"finish_reason":"stop","weight_versions":[{{"version":4,"start":0,"end":2}}]}}'
+DONE = f'event: done\ndata: {{"model":"m","choices":[{END.format(0)},{END.format(1)}]}}\n\n'.replace("{{", "{")
+CHAT = 'data: {{"model":"m","weight_version":{},"choices":[{{"index":0,"delta":{{"content":"a"}}}}]}}\n\n'
+ERROR = '{"error":{"message":"m","type":"server_error","code":"upstream_died"}}'
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "ended", "outcome", "versions"),
+    [
+        (200, TOKEN.format(0, 3) + TOKEN.format(1, 3) + TOKEN.format(0, 4) + DONE, True, "answered", [[4], [4]]),
+        (200, TOKEN.format(0, 3) + TOKEN.format(0, 4), True, "cut", [[3, 4]]),
+        (200, TOKEN.format(0, 3) + "event: token\nda", False, "left", [[3]]),
+        (200, TOKEN.format(0, 3) + f"event: error\ndata: {ERROR}\n\n", False, "refused", [[3]]),
+        (200, TOKEN.format(0, 3) + "event: token\ndata: 7\n\n", True, "untyped", [[3]]),
+        (200, CHAT.format(3) + CHAT.format(4) + "data: [DONE]\n\n", False, "answered", [[3, 4]]),
+        (502, ERROR, True, "refused", []),
+        (500, "Internal Server Error", True, "untyped", []),
+        (500, '{"error":{"message":"m","type":"t"}}', True, "untyped", []),
+    ],
+)
+def test_what_came_of_a_request(status: int, body: str, ended: bool, outcome: str, versions: list[list[int]]) -> None:
+    answer = Answer()
+    answer.read(status, status == 200, body.encode(), ended)
+    found = [[span["version"] for span in choice.spans] for choice in answer.choices.values()]
+    assert (answer.outcome, found) == (outcome, versions)
+
+
+class _Breaks(http.server.BaseHTTPRequestHandler):
+    """Breaks off in the middle of each answer."""
+
+    def do_POST(self) -> None:
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.send_header("content-length", "1000")
+        self.end_headers()
+        self.wfile.write(TOKEN.format(0, 3).encode())
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_requests_of_httpx_are_recorded(tmp_path: Path) -> None:
+    with (
+        http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Breaks) as server,
+        contextlib.closing(Log(tmp_path / "log")) as log,
+        httpx.Client(base_url=f"http://127.0.0.1:{server.server_port}") as client,
+    ):
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        LOGS[server.server_port] = log
+        body = {"max_tokens": 5, "ignore_eos": True, "hotswap": {"policy": "finish"}}
+        with pytest.raises(httpx.RemoteProtocolError):
+            client.post("/generate", json=body, headers={"x-hotswap-version": "3"})
+        with client.stream("POST", "/v1/completions", json=body | {"stop": "x"}) as answer:
+            next(answer.iter_bytes())
+        client.get("/generate")
+        del LOGS[server.server_port]
+        server.shutdown()
+    cut, left = [orjson.loads(line) for line in log.path.read_bytes().splitlines()]
+    assert (cut["outcome"], cut["asked"], cut["length"]) == ("cut", {"policy": "finish", "version": 3}, 5)
+    assert cut["choices"][0]["spans"] == [{"version": 3, "start": 0, "end": 1}]
+    assert (left["outcome"], left["asked"], left["length"]) == ("left", {"policy": "finish"}, None)
