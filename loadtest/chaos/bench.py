@@ -22,8 +22,10 @@ from loadtest.chaos import joiner, report
 from loadtest.chaos.fleet import COUNT, Layout, Watch
 from loadtest.chaos.hostile import complaints
 from loadtest.chaos.models import placed
-from loadtest.chaos.run import START_S, Run, excuses, windows
-from loadtest.chaos.verdict import PUBLISHER, process_name, schedule, verdict
+from loadtest.chaos.run import HEAL_S, START_S, Run, excuses, windows
+from loadtest.chaos.verdict import AFTER_S, PUBLISHER, process_name, schedule, verdict
+from loadtest.histories.check import check
+from loadtest.histories.recorder import Log, Recorder
 from loadtest.hosts import etcd
 from loadtest.hosts.namespaces import CannotShape, Hosts, obstacle, until
 from loadtest.measure.machine import machine
@@ -93,13 +95,15 @@ def _run(layout: Layout, work: Path, minutes: float, seed: int, clients: int, ho
     layout.start_rest()
     with contextlib.ExitStack() as stack:
         watches = {p.model: stack.enter_context(Watch(layout.store, p.model)) for p in layout.models}
+        log = stack.enter_context(contextlib.closing(Log(work / "history.jsonl")))
+        recorder = stack.enter_context(contextlib.closing(Recorder(log, layout.store, watches)))
         doing = Run(layout, watches, console.print)
         if not doing.until_whole(START_S):
             raise SystemExit(f"the fleet did not start: {doing.missing()}; see {work / 'logs'}")
         answers, attacks = work / "attempts.jsonl", work / "attacks.jsonl"
         vocabulary = str(TINY_SHAPE["vocab_size"])
         with (
-            _load("clients", [str(seed), str(clients), str(answers)], layout.gateways) as load,
+            _load("clients", [str(seed), str(clients), str(answers), str(log.path)], layout.gateways) as load,
             _load("hostile", [vocabulary, str(seed), str(hostile), str(attacks)], layout.gateways) as enemies,
         ):
             time.sleep(LOAD_S)
@@ -109,8 +113,15 @@ def _run(layout: Layout, work: Path, minutes: float, seed: int, clients: int, ho
             for process in (enemies, load):
                 process.communicate("stop\n", timeout=STOP_S)
         fetches = report.fetches(layout.peers, layout.tls)
+        for placed in layout.models:
+            layout.processes[process_name(PUBLISHER, placed.publisher, placed.model)].stop()
+        recorder.rest(HEAL_S)
+        broken, unix = windows(doing.done, ended), time.time() - time.monotonic()
+        for window in broken:
+            lasted = {"began": window.began + unix, "ended": window.ended + AFTER_S + unix}
+            log.write("excuse", **lasted, server=layout.gateways[window.host].removeprefix("http://"))
+    contradictions = check([log.path])
     attempts = [orjson.loads(line) for line in answers.read_bytes().splitlines()]
-    broken = windows(doing.done, ended)
     found = verdict(attempts, broken, began, ended)
     attacked = [orjson.loads(line) for line in attacks.read_bytes().splitlines()]
     logs = {p.model: layout.log(process_name(PUBLISHER, p.publisher, p.model)) for p in layout.models}
@@ -124,6 +135,7 @@ def _run(layout: Layout, work: Path, minutes: float, seed: int, clients: int, ho
         attacks=complaints(attacked, broken),
         joiners=joiner.complaints(doing.stays, asked, past, excuses(doing.done, ended)),
         let_in=sum(map(report.let_in, pushes.values())),
+        history=contradictions,
     )
     swaps = {model: report.swaps(watch.past, watch.late, since) for model, watch in watches.items()}
     return {
@@ -135,6 +147,7 @@ def _run(layout: Layout, work: Path, minutes: float, seed: int, clients: int, ho
         "swaps": swaps,
         "pushes": pushes,
         "fetches": fetches,
+        "history": report.history(contradictions, log.path),
         "ended by themselves": wrongs.ended,
         "violations": report.violations(found, swaps, doing.done, wrongs),
         "journal": report.journal(doing.done, began),

@@ -8,14 +8,17 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 import httpx
 import orjson
 
 from loadtest.chaos.models import ALIAS, FIRST, FIRST_TOKEN, SECOND, answerers, badness, token_of
+from loadtest.histories.recorder import Log
+from loadtest.histories.requests import tap
 
-Problem = Literal["wrong", "mixed", "mislabelled", "foreign"]
+Problem = Literal["wrong", "foreign"]
 
 
 @dataclass(frozen=True)
@@ -25,10 +28,6 @@ class Wish:
     policy: str = "keep"
     version: int | None = None
     min_version: int | None = None
-
-    @property
-    def of_one_version(self) -> bool:
-        return self.policy in ("finish", "abort") or self.version is not None
 
     def body(self, finish_s: float, wait_s: float) -> dict[str, Any]:
         """The field `hotswap` of a request."""
@@ -72,15 +71,16 @@ class Answer:
         return [v["version"] for v in self.spans] if self.spans is not None else [v for v, _ in self.pieces]
 
 
-def problems(answer: Answer, length: int, wish: Wish, asked: str) -> list[tuple[Problem, str]]:
-    """What is wrong with the whole of it if it is complete, or with the part that arrived; `asked`: model or alias."""
+def problems(answer: Answer, wish: Wish, asked: str) -> list[tuple[Problem, str]]:
+    """What is wrong with its tokens, as far as they arrived; `asked`: model or alias. What is wrong with its labels the
+    history shows (loadtest/histories)."""
     foreign: list[tuple[Problem, str]] = []
     if answer.model is not None and answer.model not in answerers(asked):
         foreign = [("foreign", f"an answer of {answer.model} to a request for {asked}")]
     # Until an answer of an alias says whose it is, its tokens must be of one of its models.
     by = (answer.model,) if answer.model is not None and answer.model in FIRST_TOKEN else answerers(asked)
     wrong = min(([*_wrong(answer, wish, model)] for model in by), key=len)
-    return [*foreign, *wrong, *_mixed(answer, wish), *_mislabelled(answer, length)]
+    return [*foreign, *wrong]
 
 
 def _wrong(answer: Answer, wish: Wish, model: str) -> Iterable[tuple[Problem, str]]:
@@ -112,27 +112,6 @@ def _labelled(answer: Answer) -> Iterable[tuple[int, int]]:
     for version, count in answer.pieces:
         at += count
         yield version, answer.tokens[at - 1]
-
-
-def _mixed(answer: Answer, wish: Wish) -> Iterable[tuple[Problem, str]]:
-    found = set(answer.versions)
-    if wish.of_one_version:
-        found |= {span["version"] for span in answer.prompt_spans or ()}
-        found |= {wish.version} if wish.version is not None else set()
-        if len(found) > 1:
-            yield "mixed", f"versions {sorted(found)} in an answer to a request with {wish}"
-    elif wish.min_version is not None and found and min(found) < wish.min_version:
-        yield "mixed", f"version {min(found)} in an answer to a request with {wish}"
-
-
-def _mislabelled(answer: Answer, length: int) -> Iterable[tuple[Problem, str]]:
-    """A complete answer is as long as it was asked to be, and its spans cover it."""
-    if answer.spans is None:
-        return
-    edges = [0, *(span["end"] for span in answer.spans)]
-    contiguous = all(edge == span["start"] for edge, span in zip(edges, answer.spans, strict=False))
-    if len(answer.tokens) != length or edges[-1] != length or not contiguous:
-        yield "mislabelled", f"{len(answer.tokens)} tokens of {length}, labelled {answer.spans}"
 
 
 FINISH_S, WAIT_S = 5.0, 5.0
@@ -223,7 +202,7 @@ async def attempt(http: httpx.AsyncClient, gateway: int, question: Question, ask
     made.tokens, made.resumed = len(answer.tokens), answer.resumed
     made.crossed = len(set(answer.versions)) > 1
     made.version, made.by = answer.versions[-1] if answer.versions else None, answer.model
-    made.problems = [(kind, said) for kind, said in problems(answer, question.length, wish, question.model)]
+    made.problems = [(kind, said) for kind, said in problems(answer, wish, question.model)]
     return made
 
 
@@ -348,8 +327,9 @@ class Client:
         return self.connections[self.at]
 
 
-async def main(seed: int, count: int, path: str, urls: list[str]) -> None:
-    stop = asyncio.Event()
+async def main(seed: int, count: int, path: str, history: str, urls: list[str]) -> None:
+    stop, log = asyncio.Event(), Log(Path(history))
+    tap(lambda _: log)
     with open(path, "wb", buffering=0) as file:  # noqa: ASYNC230 - a line at a time, into the page cache
         clients = [Client(urls, random.Random(f"{seed} {n}"), file, n % len(urls)) for n in range(count)]
         tasks = [asyncio.create_task(client.run(stop)) for client in clients]
@@ -359,4 +339,4 @@ async def main(seed: int, count: int, path: str, urls: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:]))
+    asyncio.run(main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], sys.argv[5:]))

@@ -20,6 +20,7 @@ from loadtest.chaos.joiner import Stay
 from loadtest.chaos.models import REFUSED
 from loadtest.chaos.run import Broken
 from loadtest.chaos.verdict import VIOLATIONS, Verdict
+from loadtest.histories.check import Contradiction
 from weightsync.control.records import PastSwapRecord
 from weightsync.tls import ClusterTls
 
@@ -86,8 +87,6 @@ def requests(found: Verdict) -> dict[str, Any]:
         "by model": {name: dict(counted) for name, counted in found.models.items()},
         "wrong tokens": found.problems["wrong"],
         "answers of another model": found.problems["foreign"],
-        "mixed answers": found.problems["mixed"],
-        "mislabelled answers": found.problems["mislabelled"],
         "longest time without an answer, s": round(found.silence_s, 1),
         "longest a question took, s": round(found.longest_s, 1),
         "examples": found.examples[:EXAMPLES],
@@ -129,17 +128,24 @@ def let_in(pushes: Mapping[str, int]) -> int:
     return sum(n for name, n in pushes.items() if name.startswith(REFUSED) and name.endswith(": done"))
 
 
+def history(found: Sequence[Contradiction], path: Path) -> dict[str, Any]:
+    """What of the recorded history contradicts the rules, by rule."""
+    counted = Counter(wrong.rule for wrong in found)
+    return {"file": str(path), "contradictions": dict(counted), "examples": [str(wrong) for wrong in found[:EXAMPLES]]}
+
+
 @dataclass(frozen=True)
 class Wrongs:
     """What goes wrong beside answers and swaps: processes that `ended` though nobody had broken them, by name; the
     exit status of the `load` (if it is not 0, nothing else is known); complaints about `attacks` and `joiners`; how
-    many versions were `let_in` that staging must refuse."""
+    many versions were `let_in` that staging must refuse; what in the `history` contradicts the rules."""
 
     ended: Mapping[str, int] = field(default_factory=dict)
     load: int | None = 0
     attacks: Sequence[str] = ()
     joiners: Sequence[str] = ()
     let_in: int = 0
+    history: Sequence[Contradiction] = ()
 
 
 def violations(
@@ -151,6 +157,7 @@ def violations(
     said += [f"{wrongs.let_in} versions that are not finite were swapped in"] if wrongs.let_in else []
     said += [f"{len(wrongs.attacks)} hostile requests were not refused as they must be"] if wrongs.attacks else []
     said += wrongs.joiners
+    said += [f"{n} x {rule} in the history" for rule, n in Counter(wrong.rule for wrong in wrongs.history).items()]
     said += [f"{count} x {kind}" for kind, count in found.problems.items() if count]
     said += [f"{found.judged[kind]} failed requests: {kind}" for kind in VIOLATIONS if found.judged[kind]]
     for model, figures in swap_figures.items():
@@ -169,6 +176,7 @@ def show(console: Console, report: Mapping[str, Any]) -> None:
         table.add_row(name, str(of["count"]), str(of.get("recovery_s", "")), str(of.get("longest_s", "")))
     console.print(table)
     titles = [("requests", report["requests"]), ("attacks", report["attacks"]), ("joiners", report["joiners"])]
+    titles += [("history", report["history"])]
     titles += [(f"{title} of {model}", of) for title in ("swaps", "pushes") for model, of in report[title].items()]
     for title, figures in titles:
         table = Table(title, "")
@@ -180,7 +188,7 @@ def show(console: Console, report: Mapping[str, Any]) -> None:
     console.print(f"versions fetched, since each peer's last start: {_text(report['fetches'])}")
     for said in report["violations"] or ["no violation"]:
         console.print(said, style="red" if report["violations"] else "green")
-    for example in (*report["requests"]["examples"], *report["attacks"]["examples"]):
+    for example in (example for of in ("requests", "attacks", "history") for example in report[of]["examples"]):
         console.print(example, highlight=False)
 
 
