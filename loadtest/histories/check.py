@@ -8,7 +8,7 @@ Its writes go through `Rules`. Its requests are compared with what each instance
              with, each part does.)
     bound    an answer with policy `finish` or `abort` or for one `version`, and its prompt, are of one version; none is
              of one before its `min_version`
-    labels   the spans of a whole answer cover its tokens, one after the other
+    labels   the spans of a whole answer, and of its prompt, begin at 0, follow one another, and cover all tokens
     ended    a request is answered or fails with a typed error, unless its client leaves or the history has an excuse
     whole    the history itself can be read, to its last line but one
 
@@ -240,11 +240,18 @@ def _order(line: Line, choice: Mapping[str, Any], model: Model) -> Iterator[Cont
 
 def _labels(line: Line, choice: Mapping[str, Any], length: int | None) -> Iterator[Contradiction]:
     spans, tokens = choice["spans"], choice["tokens"]
+    written = spans[-1]["end"] if spans else 0
+    whole = written == (tokens or written) and (length is None or not spans or written == length)
+    if not whole or not (_contiguous(spans) and _contiguous(choice["prompt"])):
+        said = f"{tokens} tokens, of {length or 'any number'}, with spans {spans} after {choice['prompt']}"
+        yield Contradiction("labels", said, (line,))
+
+
+def _contiguous(spans: Sequence[Mapping[str, int]]) -> bool:
+    """Whether they begin at 0, follow one another, and each is of another version than the one before."""
     edges = [0, *(span["end"] for span in spans)]
-    contiguous = all(edge == span["start"] for edge, span in zip(edges, spans, strict=False))
-    covered = not tokens or edges[-1] == tokens
-    if not contiguous or not covered or (length is not None and spans and edges[-1] != length):
-        yield Contradiction("labels", f"{tokens} tokens, of {length or 'any number'}, with spans {spans}", (line,))
+    follow = all(edge == span["start"] for edge, span in zip(edges, spans, strict=False))
+    return follow and all(one["version"] != other["version"] for one, other in itertools.pairwise(spans))
 
 
 def _bound(line: Line, choice: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator[Contradiction]:

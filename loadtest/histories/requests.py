@@ -27,8 +27,8 @@ from loadtest.histories.recorder import Log
 ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions")
 MOST = 8 << 20  # bytes of an answer; a larger one (it has logits, say) is not recorded
 PLAIN = {
-    "hotswap", "ignore_eos", "max_tokens", "model", "n", "prompt", "prompt_token_ids", "return_token_ids", "seed",
-    "stream", "temperature",
+    "hotswap", "ignore_eos", "logprobs", "max_tokens", "messages", "model", "n", "prompt", "prompt_logprobs",
+    "prompt_token_ids", "return_token_ids", "seed", "stream", "temperature",
 }  # fmt: skip
 Outcome = Literal["answered", "refused", "untyped", "cut", "left"]
 Span = Mapping[str, int]

@@ -73,7 +73,7 @@ def without(lines: Lines, key: str, **fields: Any) -> None:
 
 
 def spans(lines: Lines, number: int, *versions: int) -> None:
-    """Other versions for the tokens, in pieces of one; the first one's computed the prompt."""
+    """Other versions for the tokens, one each; the first computed the prompt."""
     (choice,) = asked(lines, number)["choices"]
     choice["spans"] = [{"version": version, "start": i, "end": i + 1} for i, version in enumerate(versions)]
     choice["prompt"] = [{"version": versions[0], "start": 0, "end": 3}]
@@ -121,6 +121,8 @@ LIES: list[tuple[str, str, Callable[[Lines], object]]] = [
     ("bound", "versions [1, 2]", lambda h: asked(h, 1)["choices"][0]["prompt"][0].update(version=1)),
     ("bound", "version 1 in", lambda h: asked(h, 0).update(asked={"min_version": 2})),
     ("labels", "of 2, with spans", lambda h: asked(h, 0)["choices"][0]["spans"][0].update(start=1)),
+    ("labels", "of 2, with spans", lambda h: asked(h, 0)["choices"][0]["prompt"][0].update(start=1)),
+    ("labels", "with spans", lambda h: spans(h, 0, 1, 1)),
     ("labels", "1 tokens", lambda h: asked(h, 0)["choices"][0].update(tokens=1)),
     ("labels", "of 9", lambda h: asked(h, 0).update(length=9)),
     ("ended", "cut ReadError", cut),
