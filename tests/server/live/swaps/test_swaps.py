@@ -53,7 +53,6 @@ async def test_openai_sdk_streams_chat_through_swaps(live: LiveServer, checkpoin
                     spans = (chunk.choices[0].model_extra or {}).get("weight_versions", [])
                     if len(spans) <= 1:
                         checked.append((content, (chunk.model_extra or {})["weight_version"]))
-            assert spans[-1]["end"] == 200
 
     await asyncio.gather(*(stream() for _ in range(4)))
     version_of = first | swapping.result()
