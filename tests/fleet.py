@@ -177,4 +177,5 @@ def running(
         found = Fleet(live, checkpoints, etcd, url)
         found.version_of[live.active()] = 0
         yield found
+        live.recorder.rest(60)
     etcd.close()
