@@ -83,7 +83,7 @@ async def ask(
 
 
 def check(tokens: list[int], choice: dict[str, Any], swaps: Swaps) -> int:
-    """Every label is true; how many versions wrote the answer. The server's history shows whether it keeps its terms."""
+    """Every label is true; how many versions wrote the answer. The history of the server shows that terms are kept."""
     spans = choice["weight_versions"]
     written = [swaps.says[span["version"]] for span in spans for _ in range(span["start"], span["end"])]
     assert tokens == written
