@@ -16,7 +16,7 @@ import orjson
 
 from loadtest.chaos.models import ALIAS, FIRST, FIRST_TOKEN, SECOND, answerers, badness, token_of
 from loadtest.histories.recorder import Log
-from loadtest.histories.requests import tap
+from loadtest.histories.requests import Answer, Choice, Outcome, tap
 
 Problem = Literal["wrong", "foreign"]
 
@@ -38,85 +38,41 @@ class Wish:
         return asked | ({"wait_s": wait_s} if self.version is not None or self.min_version is not None else {})
 
 
-@dataclass
-class Answer:
-    """As much of an answer as arrived. `pieces` are its events: the version of the last token, and the tokens.
-
-    `spans` and `prompt_spans` are those at its end; without them it is not complete. `model` is who it says wrote it.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    pieces: list[tuple[int, int]] = field(default_factory=list)
-    spans: list[dict[str, int]] | None = None
-    prompt_spans: list[dict[str, int]] | None = None
-    resumed: int = 0
-    model: str | None = None
-
-    def take(self, tokens: Iterable[int], version: int | None) -> None:
-        """An event of a stream."""
-        before = len(self.tokens)
-        self.tokens += tokens
-        if version is not None and len(self.tokens) > before:
-            self.pieces.append((version, len(self.tokens) - before))
-
-    def take_end(self, choice: Mapping[str, Any]) -> None:
-        """The choice that says which versions wrote it all."""
-        self.spans = choice["weight_versions"]
-        self.prompt_spans = choice.get("prompt_weight_versions", self.prompt_spans)
-        self.resumed = len(choice.get("resumed_at", ()))
-
-    @property
-    def versions(self) -> list[int]:
-        """In the order of their tokens."""
-        return [v["version"] for v in self.spans] if self.spans is not None else [v for v, _ in self.pieces]
-
-
-def problems(answer: Answer, wish: Wish, asked: str) -> list[tuple[Problem, str]]:
-    """What is wrong with its tokens, as far as they arrived; `asked`: model or alias. What is wrong with its labels the
-    history shows (loadtest/histories)."""
+def problems(choice: Choice, by: str, wish: Wish, asked: str) -> list[tuple[Problem, str]]:
+    """What is wrong with its tokens, as far as they arrived. `asked`: model or alias; `by`: the model that it
+    names, "" if it broke off before. What is wrong with its labels the history shows (loadtest/histories)."""
     foreign: list[tuple[Problem, str]] = []
-    if answer.model is not None and answer.model not in answerers(asked):
-        foreign = [("foreign", f"an answer of {answer.model} to a request for {asked}")]
+    if by and by not in answerers(asked):
+        foreign = [("foreign", f"an answer of {by} to a request for {asked}")]
     # Until an answer of an alias says whose it is, its tokens must be of one of its models.
-    by = (answer.model,) if answer.model is not None and answer.model in FIRST_TOKEN else answerers(asked)
-    wrong = min(([*_wrong(answer, wish, model)] for model in by), key=len)
-    return [*foreign, *wrong]
+    models = (by,) if by in FIRST_TOKEN else answerers(asked)
+    return [*foreign, *min(([*_wrong(choice, wish, model)] for model in models), key=len)]
 
 
-def _wrong(answer: Answer, wish: Wish, model: str) -> Iterable[tuple[Problem, str]]:
+def _wrong(choice: Choice, wish: Wish, model: str) -> Iterable[tuple[Problem, str]]:
     """Tokens that the weights they are labelled with do not answer.
 
     After a bad version's, those of a newer one are anybody's guess, too: the KV cache of the answer is the bad one's
     still. It is computed anew on the way back to an older version, and on any way with the policy `recompute`.
     """
-    prompt = (span["version"] for span in answer.prompt_spans or ())
+    prompt = (span["version"] for span in choice.prompt)
     spoilt = max((version for version in prompt if badness(version)), default=None)
-    for version, token in _labelled(answer):
+    for span in choice.spans:
+        version = span["version"]
         if badness(version):
             spoilt = version
             continue
         if spoilt is not None and (version < spoilt or wish.policy == "recompute"):
             spoilt = None
-        if spoilt is None and token != token_of(model, version):
-            yield "wrong", f"token {token} under {model}'s version {version}, which answers {token_of(model, version)}"
-
-
-def _labelled(answer: Answer) -> Iterable[tuple[int, int]]:
-    """(version, token), as far as it is known: of an event with several tokens it is the last one's version."""
-    if answer.spans is not None:
-        for span in answer.spans:
-            for token in answer.tokens[span["start"] : span["end"]]:
-                yield span["version"], token
-        return
-    at = 0
-    for version, count in answer.pieces:
-        at += count
-        yield version, answer.tokens[at - 1]
+        if spoilt is None:
+            says = token_of(model, version)
+            for token in choice.tokens[span["start"] : span["end"]]:
+                if token != says:
+                    yield "wrong", f"token {token} under {model}'s version {version}, which answers {says}"
 
 
 FINISH_S, WAIT_S = 5.0, 5.0
 LONGEST = 300  # tokens: some answers last over a swap
-Outcome = Literal["answered", "refused", "untyped", "cut"]
 
 
 @dataclass(frozen=True)
@@ -170,18 +126,6 @@ class Attempt:
         return orjson.dumps(asdict(self)) + b"\n"
 
 
-class Refused(Exception):
-    """The server's own word for why there is no answer, whole or from here on."""
-
-    def __init__(self, status: int, error: object, retry_after: float | None = None) -> None:
-        self.status, self.error, self.retry_after = status, error, retry_after
-        super().__init__(str(error)[:300])
-
-
-class Incomplete(Exception):
-    """A body ended in order, before the answer did."""
-
-
 async def attempt(http: httpx.AsyncClient, gateway: int, question: Question, asked: float) -> Attempt:
     """Asks once; `asked`: when this question was asked first."""
     wish = question.wish
@@ -189,75 +133,24 @@ async def attempt(http: httpx.AsyncClient, gateway: int, question: Question, ask
     made = Attempt(
         gateway, time.monotonic(), question.model, question.route, question.stream, wish.policy, bound, asked
     )
-    answer = Answer()
+    answer, body, broken = Answer(), bytearray(), None
     try:
-        await _ask(http, question, answer)
-    except Refused as refusal:
-        _note_refusal(made, refusal)
-    except (httpx.TransportError, Incomplete) as error:
-        made.outcome, made.code, made.message = "cut", type(error).__name__, str(error)
-    except (ValueError, TypeError, LookupError) as error:  # neither an answer nor an error of the API
-        made.outcome, made.code, made.message = "untyped", type(error).__name__, f"not an answer: {error}"
-    made.ended = time.monotonic()
-    made.tokens, made.resumed = len(answer.tokens), answer.resumed
-    made.crossed = len(set(answer.versions)) > 1
-    made.version, made.by = answer.versions[-1] if answer.versions else None, answer.model
-    made.problems = [(kind, said) for kind, said in problems(answer, wish, question.model)]
+        async with http.stream("POST", question.route, json=question.body()) as response:
+            made.status = response.status_code
+            made.retry_after = float(response.headers["retry-after"]) if "retry-after" in response.headers else None
+            async for piece in response.aiter_bytes():
+                body += piece
+    except httpx.TransportError as error:
+        broken = ("cut", type(error).__name__)
+    answer.read(made.status, question.stream and made.status == 200, bytes(body), broken)
+    choice = answer.choices.get(0, Choice())
+    made.ended, made.by = time.monotonic(), answer.model or None
+    made.outcome, made.code, made.message = answer.outcome, answer.code, answer.message
+    made.tokens, made.resumed = len(choice.tokens), choice.resumed
+    made.crossed = len({span["version"] for span in choice.spans}) > 1
+    made.version = choice.spans[-1]["version"] if choice.spans else None
+    made.problems = [(kind, said) for kind, said in problems(choice, answer.model, wish, question.model)]
     return made
-
-
-def _note_refusal(made: Attempt, refusal: Refused) -> None:
-    error = refusal.error
-    typed = isinstance(error, dict) and all(isinstance(error.get(k), str) for k in ("message", "type", "code"))
-    made.status, made.message = refusal.status, str(refusal)
-    made.outcome = "refused" if typed else "untyped"
-    made.code = error["code"] if typed and isinstance(error, dict) else ""
-    made.retry_after = refusal.retry_after
-
-
-async def _ask(http: httpx.AsyncClient, question: Question, answer: Answer) -> None:
-    async with http.stream("POST", question.route, json=question.body()) as response:
-        if response.status_code != 200:
-            body = _parsed(await response.aread())
-            error = body.get("error") if isinstance(body, dict) else body
-            after = response.headers.get("retry-after")
-            raise Refused(response.status_code, error, float(after) if after else None)
-        if not question.stream:
-            body = orjson.loads(await response.aread())
-            choice, answer.model = body["choices"][0], body["model"]
-            answer.take(choice["token_ids"], None)
-            answer.take_end(choice)
-            return
-        event = ""
-        async for line in response.aiter_lines():
-            if line.startswith("event: "):
-                event = line.removeprefix("event: ")
-            elif line.startswith("data: ") and line != "data: [DONE]":
-                _take(event, orjson.loads(line.removeprefix("data: ")), answer)
-                event = ""
-    if answer.spans is None:
-        raise Incomplete("the stream ended without its last event")
-
-
-def _take(event: str, data: Mapping[str, Any], answer: Answer) -> None:
-    """One event of a stream of either route."""
-    if event == "error" or "error" in data:
-        raise Refused(200, data.get("error"))
-    if event == "token":
-        answer.take(data["token_ids"], data["weight_version"])
-        return
-    answer.model = data["model"]
-    for choice in data["choices"]:
-        answer.take(choice.get("token_ids") or (), data.get("weight_version"))
-        if "weight_versions" in choice:
-            answer.take_end(choice)
-
-
-def _parsed(body: bytes) -> object:
-    try:
-        return orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return body.decode(errors="replace")
 
 
 def drawn(chance: random.Random, seen: Mapping[str, int]) -> Question:

@@ -9,6 +9,7 @@ Its writes go through `Rules`. Its requests are compared with what each instance
     bound    an answer with policy `finish` or `abort` or for one `version`, and its prompt, are of one version; none is
              of one before its `min_version`
     labels   the spans of a whole answer, and of its prompt, begin at 0, follow one another, and cover all tokens
+    tokens   a token is the one that its version always answers, where that is known of it
     ended    a request is answered or fails with a typed error, unless its client leaves or the history has an excuse
     whole    the history itself can be read, to its last line but one
 
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,9 @@ from typing import Any
 import orjson
 
 from loadtest.histories.rules import Rules, Violation
-from weightsync.control.records import InstanceRecord, Keys
+from weightsync.control.records import InstanceRecord, Keys, VersionRecord
 
+Says = Callable[[VersionRecord], int | None]
 SHOWN = 300  # characters of a line
 
 
@@ -70,8 +72,9 @@ class Tenure:
 class Model:
     """What the writes of one model say."""
 
-    def __init__(self, name: str) -> None:
-        self.keys = Keys(name)
+    def __init__(self, name: str, says: Says) -> None:
+        self.keys, self._says = Keys(name), says
+        self.answers: dict[int, int] = {}  # the token of a version that always answers the same
         self.tenures: dict[str, list[Tenure]] = {}
         self.wrong: list[Contradiction] = []
         self.gaps: list[tuple[float, float]] = []  # in which nothing is known
@@ -128,6 +131,11 @@ class Model:
         for record in self.rules.instances.values():
             if record.id in names:
                 self._follow(record, line)
+        for key in keys:
+            if key.startswith(self.keys.versions) and key in self.rules.found:
+                version = VersionRecord.from_json(self.rules.found[key])
+                if (token := self._says(version)) is not None:
+                    self.answers[version.version] = token
 
     def _follow(self, record: InstanceRecord, line: Line) -> None:
         past = self.tenures.setdefault(record.id, [])
@@ -160,6 +168,7 @@ def _runs(past: Iterable[Tenure], versions: Sequence[int], began: float, ended: 
 class Checker:
     """Takes lines, then says what is wrong."""
 
+    says: Says
     models: dict[str, Model] = field(default_factory=dict)
     requests: list[Line] = field(default_factory=list)
     excuses: list[Mapping[str, Any]] = field(default_factory=list)
@@ -173,7 +182,7 @@ class Checker:
                 self.excuses.append(line.said)
             else:
                 name = line.said["model"]
-                self.models.setdefault(name, Model(name)).take(line)
+                self.models.setdefault(name, Model(name, self.says)).take(line)
 
     def contradictions(self) -> list[Contradiction]:
         for model in self.models.values():
@@ -206,11 +215,14 @@ class Checker:
             yield from _bound(line, choice, said["asked"])
             if model is not None and not any(_meet(said, *gap) for gap in model.gaps):
                 yield from _order(line, choice, model)
+            if model is not None and said["length"] is not None:
+                yield from _tokens(line, choice, model.answers)
 
 
-def check(paths: Iterable[Path]) -> list[Contradiction]:
-    """Of the histories in these files, which are of one run."""
-    checker = Checker()
+def check(paths: Iterable[Path], says: Says = lambda _: None) -> list[Contradiction]:
+    """Of the histories in these files, which are of one run. `says`: the token that a version answers, whatever it is
+    asked; None for a version of which that is not known."""
+    checker = Checker(says)
     for path in paths:
         checker.read(path)
     return checker.contradictions()
@@ -239,12 +251,21 @@ def _order(line: Line, choice: Mapping[str, Any], model: Model) -> Iterator[Cont
 
 
 def _labels(line: Line, choice: Mapping[str, Any], length: int | None) -> Iterator[Contradiction]:
-    spans, tokens = choice["spans"], choice["tokens"]
+    spans, tokens = choice["spans"], sum(count for _, count in choice["tokens"])
     written = spans[-1]["end"] if spans else 0
     whole = written == (tokens or written) and (length is None or not spans or written == length)
     if not whole or not (_contiguous(spans) and _contiguous(choice["prompt"])):
         said = f"{tokens} tokens, of {length or 'any number'}, with spans {spans} after {choice['prompt']}"
         yield Contradiction("labels", said, (line,))
+
+
+def _tokens(line: Line, choice: Mapping[str, Any], answers: Mapping[int, int]) -> Iterator[Contradiction]:
+    tokens = [token for token, count in choice["tokens"] for _ in range(count)]
+    for span in choice["spans"]:
+        says = answers.get(span["version"])
+        wrong = set(tokens[span["start"] : span["end"]]) - {says}
+        if wrong and says is not None:
+            yield Contradiction("tokens", f"{wrong} of version {span['version']}, which answers {says}", (line,))
 
 
 def _contiguous(spans: Sequence[Mapping[str, int]]) -> bool:

@@ -8,15 +8,16 @@ A request is one line of a history: `asked` is what it asks of swaps (policy, ve
     cut         the connection broke, or the body ended before the answer did
     left        the client went away
 
-and each of `choices` has the spans of its tokens (those of a stream that broke: one for each event), of its prompt, the
-number of tokens, and how many other instances went on with it.
+and each of `choices` has the spans of its tokens and of its prompt, the ids of the tokens as far as the answer has them
+(each with how often it comes in a row), and how many other instances went on with it.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import httpx
@@ -40,24 +41,27 @@ class Choice:
 
     spans: list[Span] = field(default_factory=list)
     prompt: list[Span] = field(default_factory=list)
-    tokens: int = 0
+    tokens: list[int] = field(default_factory=list)
     resumed: int = 0
     whole: bool = False
 
     def take(self, choice: Mapping[str, Any], version: int | None) -> None:
-        new = len(choice.get("token_ids") or ())
+        start = len(self.tokens)
+        self.tokens += choice.get("token_ids") or ()
         spans = choice.get("hotswap_weight_versions", choice.get("weight_versions"))
-        if spans is not None and all(isinstance(span, dict) and type(span["version"]) is int for span in spans):
+        if spans is not None and all(type(span["version"]) is int for span in spans):  # else as vLLM has them, in text
             self.spans = spans
         elif version is not None and not self.whole:
             goes_on = bool(self.spans) and self.spans[-1]["version"] == version
-            start = self.spans[-1]["start"] if goes_on else self.tokens
-            last = {"version": version, "start": start, "end": self.tokens + new}
-            self.spans = [*(self.spans[:-1] if goes_on else self.spans), last]
-        self.tokens += new
+            start = self.spans.pop()["start"] if goes_on else start
+            self.spans.append({"version": version, "start": start, "end": len(self.tokens)})
         self.whole = self.whole or choice.get("finish_reason") is not None
         self.prompt = choice.get("prompt_weight_versions", self.prompt)
         self.resumed = len(choice.get("resumed_at") or ()) or self.resumed
+
+    def shown(self) -> dict[str, Any]:
+        tokens = [[token, sum(1 for _ in group)] for token, group in itertools.groupby(self.tokens)]
+        return {"spans": self.spans, "prompt": self.prompt, "tokens": tokens, "resumed": self.resumed}
 
 
 @dataclass
@@ -68,13 +72,14 @@ class Answer:
     model: str = ""
     outcome: Outcome = "left"
     code: str = ""
+    message: str = ""
 
     def take(self, event: str, data: Mapping[str, Any]) -> None:
         """An event of a stream, or a whole body (`event` is ""). Raises LookupError, TypeError for what is neither."""
         if event == "error" or data.get("error") is not None:
             return self.refuse(data.get("error"))
         self.model = data.get("model", self.model)
-        for choice in [data] if event == "token" else data["choices"]:
+        for choice in [data] if event == "token" and "token_ids" in data else data["choices"]:
             known = self.choices.setdefault(choice.get("index", 0), Choice())
             known.take(choice, choice.get("weight_version", data.get("weight_version")))
         if event == "done":
@@ -82,24 +87,25 @@ class Answer:
         return None
 
     def refuse(self, error: object) -> None:
-        typed = isinstance(error, dict) and all(isinstance(error.get(k), str) for k in ("message", "type"))
-        self.outcome = "refused" if typed and isinstance(error, dict) and error.get("code") else "untyped"
-        self.code = str(error.get("code", "")) if isinstance(error, dict) else ""
+        self.outcome, self.message = "untyped", str(error)[:300]
+        if isinstance(error, dict) and all(isinstance(error.get(key), str) for key in ("message", "type")):
+            code = error.get("code")
+            typed = isinstance(code, str) or (type(code) is int and code < 500)  # vLLM's own, of what is wrong with it
+            self.outcome, self.code = ("refused", str(code)) if typed else ("untyped", "")
 
-    def read(self, status: int, streamed: bool, body: bytes, ended: bool) -> None:
-        """All of it that arrived. `ended`: the body ended in order."""
+    def read(self, status: int, streamed: bool, body: bytes, broken: tuple[Outcome, str] | None = None) -> None:
+        """All of it that arrived. `broken`: why no more did, "cut" or "left" and a word; None if the body has ended."""
         try:
             if streamed:
                 self._lines(body.decode(errors="replace"))
-            elif ended:
-                self.take("", orjson.loads(body))
-                self.outcome = "answered" if self.outcome == "left" else self.outcome
-        except (ValueError, LookupError, TypeError, AttributeError):
-            self.outcome = "untyped"
-        if ended and self.outcome == "left":
-            self.outcome, self.code = "cut", "Incomplete"
-        if status >= 400 and self.outcome == "answered":
-            self.outcome = "untyped"
+            elif broken is None:
+                self.take("done", orjson.loads(body))
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            self.outcome, self.code, self.message = "untyped", type(error).__name__, f"not an answer: {error}"
+        if self.outcome == "left":
+            self.outcome, self.code = broken or ("cut", "Incomplete")
+        if broken is None and status != 200 and self.outcome != "refused":
+            self.outcome, self.code, self.message = "untyped", "", body.decode(errors="replace")[:300]
 
     def _lines(self, text: str) -> None:
         event = ""
@@ -125,27 +131,23 @@ class _Tap:
     streamed: bool = False
     body: bytearray = field(default_factory=bytearray)
 
-    def end(self, outcome: Literal["", "cut", "left"], code: str = "") -> None:
-        """`outcome`: "" if the body has ended in order."""
+    def end(self, broken: tuple[Outcome, str] | None = None) -> None:
         log, self.log = self.log, None  # type: ignore[assignment]  # once
         if log is None or len(self.body) > MOST:
             return
         answer = Answer()
-        answer.read(self.status, self.streamed, bytes(self.body), not outcome)
-        if outcome and answer.outcome == "left":
-            answer.outcome, answer.code = outcome, code
+        answer.read(self.status, self.streamed, bytes(self.body), broken)
         url, body = self.request.url, _body(self.request)
-        choices = [asdict(choice) for choice in answer.choices.values()]
         log.write(
             "request", began=self.began, server=url.netloc.decode(), route=url.path, status=self.status,
             model=answer.model, asked=_asked(self.request, body), length=_length(body), outcome=answer.outcome,
-            code=answer.code, choices=choices,
+            code=answer.code, choices=[choice.shown() for choice in answer.choices.values()],
         )  # fmt: skip
 
     def fail(self, error: BaseException) -> None:
         timed_out = isinstance(error, self.library.TimeoutException)  # it is the client that has had enough
         broke = isinstance(error, self.library.TransportError) and not timed_out
-        self.end("cut" if broke else "left", type(error).__name__)
+        self.end(("cut" if broke else "left", type(error).__name__))
 
 
 class _Stream:
@@ -160,7 +162,7 @@ class _Stream:
         except BaseException as error:
             self._tap.fail(error)
             raise
-        self._tap.end("")
+        self._tap.end()
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         try:
@@ -170,14 +172,14 @@ class _Stream:
         except BaseException as error:
             self._tap.fail(error)
             raise
-        self._tap.end("")
+        self._tap.end()
 
     def close(self) -> None:
-        self._tap.end("left")
+        self._tap.end(("left", "closed"))
         self._stream.close()
 
     async def aclose(self) -> None:
-        self._tap.end("left")
+        self._tap.end(("left", "closed"))
         await self._stream.aclose()
 
 

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from loadtest.chaos import joiner
-from loadtest.chaos.clients import Answer, Attempt, Question, Wish, attempt, problems
+from loadtest.chaos.clients import Attempt, Question, Wish, attempt, problems
 from loadtest.chaos.fleet import DRAIN_S, Snapshot, Supervised, Watch, must_end
 from loadtest.chaos.hostile import Attack, bodies, complaints, told
 from loadtest.chaos.joiner import Joiner, Served, Stay, Tenure, tenures
@@ -26,6 +26,7 @@ from loadtest.chaos.models import ALIAS, FIRST, SECOND, badness, placed
 from loadtest.chaos.models import token_of as token_of_model
 from loadtest.chaos.report import Wrongs, let_in, pushes, swaps, violations
 from loadtest.chaos.verdict import AFTER_S, Fault, Verdict, Window, judge, schedule, verdict
+from loadtest.histories.requests import Choice
 from loadtest.hosts.namespaces import until
 from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, PastSwapRecord, SwapRecord
 from weightsync.control.state import CONFIRM_S
@@ -35,16 +36,16 @@ SPANS = [{"version": 4, "start": 0, "end": 2}, {"version": 5, "start": 2, "end":
 KEEP = Wish()
 
 
-def answer(*tokens: int, spans: list[dict[str, int]] | None = None) -> Answer:
-    return Answer(list(tokens), [], spans)
+def answer(*tokens: int, spans: list[dict[str, int]]) -> Choice:
+    return Choice(list(spans), [], list(tokens))
 
 
 def token_of(version: int) -> int:
     return token_of_model(FIRST, version)
 
 
-def kinds(found: Answer, wish: Wish, asked: str = FIRST) -> list[str]:
-    return [kind for kind, _ in problems(found, wish, asked)]
+def kinds(found: Choice, wish: Wish, asked: str = FIRST, by: str = "") -> list[str]:
+    return [kind for kind, _ in problems(found, by, wish, asked)]
 
 
 def test_the_same_seed_breaks_the_same_things_and_everything_breaks_once_before_anything_twice() -> None:
@@ -74,11 +75,11 @@ def test_an_answer_that_crosses_a_swap_is_right_where_its_tokens_are() -> None:
 
 
 def test_what_arrived_of_a_broken_stream_is_judged_too() -> None:
-    part = Answer()
-    part.take([token_of(4)], 4)
-    part.take([token_of(4), token_of(5)], 5)
+    part = Choice()
+    part.take({"token_ids": [token_of(4)]}, 4)
+    part.take({"token_ids": [token_of(4), token_of(5)], "weight_versions": SPANS}, 5)
     assert kinds(part, KEEP) == []
-    part.take([token_of(5)], 6)
+    part.take({"token_ids": [token_of(5)]}, 6)
     assert kinds(part, KEEP) == ["wrong"]
 
 
@@ -131,7 +132,7 @@ DONE = f'event: done\ndata: {{"model": "alpha", "choices": [{{"weight_versions":
         (500, '{"error": {"message": "m", "type": "t", "code": 500}}', "untyped", ""),
         (200, TOKEN.format(token_of(4)) + "event: token\ndata: {\n\n", "untyped", "JSONDecodeError"),
         (200, 'event: token\ndata: {"weight_version": 4}\n\n', "untyped", "KeyError"),
-        (200, "event: token\ndata: 7\n\n", "untyped", "TypeError"),
+        (200, "event: token\ndata: 7\n\n", "untyped", "AttributeError"),
     ],
 )
 async def test_what_came_of_an_attempt(status: int, body: str, outcome: str, code: str) -> None:
@@ -262,10 +263,8 @@ def test_a_token_of_one_model_under_the_label_of_the_other_is_wrong() -> None:
     theirs = answer(token_of_model(SECOND, 5), spans=spans)
     assert kinds(theirs, KEEP, SECOND) == []
     assert kinds(theirs, KEEP, FIRST) == ["wrong"]
-    theirs.model = SECOND
-    assert kinds(theirs, KEEP, FIRST) == ["foreign"]
-    theirs.model = FIRST
-    assert kinds(theirs, KEEP, FIRST) == ["wrong"]
+    assert kinds(theirs, KEEP, FIRST, SECOND) == ["foreign"]
+    assert kinds(theirs, KEEP, FIRST, FIRST) == ["wrong"]
 
 
 def test_an_alias_is_answered_by_one_of_its_models() -> None:
@@ -273,10 +272,9 @@ def test_an_alias_is_answered_by_one_of_its_models() -> None:
     for model in (FIRST, SECOND):
         ours = answer(token_of_model(model, 5), token_of_model(model, 5), spans=spans)
         assert kinds(ours, KEEP, ALIAS) == []  # of a stream that broke, nobody has said whose it was
-        ours.model = model
-        assert kinds(ours, KEEP, ALIAS) == []
+        assert kinds(ours, KEEP, ALIAS, model) == []
     assert kinds(answer(token_of(5), token_of_model(SECOND, 5), spans=spans), KEEP, ALIAS) == ["wrong"]
-    assert kinds(Answer([], [], None, model="hosted"), KEEP, ALIAS) == ["foreign"]
+    assert kinds(Choice(), KEEP, ALIAS, "hosted") == ["foreign"]
 
 
 def test_answers_are_counted_by_the_model_that_wrote_them() -> None:

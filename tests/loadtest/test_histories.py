@@ -19,10 +19,10 @@ import pytest
 
 from loadtest.histories.check import check
 from loadtest.histories.recorder import Log, Recorder
-from loadtest.histories.requests import Answer
+from loadtest.histories.requests import Answer, Outcome
 from tests.live import LOGS
 from tests.waiting import wait_until
-from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, LeaderRecord, SwapRecord
+from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, LeaderRecord, SwapRecord, VersionRecord
 from weightsync.store import SyncStore
 
 REAL = Path(__file__).with_name("history.jsonl")
@@ -35,15 +35,19 @@ def lines() -> Lines:
     return [orjson.loads(line) for line in REAL.read_bytes().splitlines()]
 
 
+def says(version: VersionRecord) -> int:
+    return 99 + version.version
+
+
 def checked(lines: Lines, directory: Path) -> list[str]:
     """What contradicts the rules, each with the lines that do."""
     path = directory / "history.jsonl"
     path.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
-    return [str(found) for found in check([path])]
+    return [str(found) for found in check([path], says)]
 
 
 def test_a_real_history_keeps_the_rules(lines: Lines) -> None:
-    assert check([REAL]) == []
+    assert check([REAL], says) == []
     crossed = [line for line in lines if line["kind"] == "request" for c in line["choices"] if len(c["spans"]) > 1]
     phases = {line["value"]["phase"] for line in lines if line.get("key") == KEYS.swap}
     assert (len(crossed), phases) == (2, {"prepare", "canary", "commit", "done", "aborted"})
@@ -77,7 +81,8 @@ def spans(lines: Lines, number: int, *versions: int) -> None:
     (choice,) = asked(lines, number)["choices"]
     choice["spans"] = [{"version": version, "start": i, "end": i + 1} for i, version in enumerate(versions)]
     choice["prompt"] = [{"version": versions[0], "start": 0, "end": 3}]
-    choice["tokens"] = asked(lines, number)["length"] = len(versions)
+    choice["tokens"] = [[99 + version, 1] for version in versions]
+    asked(lines, number)["length"] = len(versions)
 
 
 def cut(lines: Lines, outcome: str = "cut") -> None:
@@ -123,7 +128,8 @@ LIES: list[tuple[str, str, Callable[[Lines], object]]] = [
     ("labels", "of 2, with spans", lambda h: asked(h, 0)["choices"][0]["spans"][0].update(start=1)),
     ("labels", "of 2, with spans", lambda h: asked(h, 0)["choices"][0]["prompt"][0].update(start=1)),
     ("labels", "with spans", lambda h: spans(h, 0, 1, 1)),
-    ("labels", "1 tokens", lambda h: asked(h, 0)["choices"][0].update(tokens=1)),
+    ("labels", "1 tokens", lambda h: asked(h, 0)["choices"][0].update(tokens=[[100, 1]])),
+    ("tokens", "{104} of version 2", lambda h: asked(h, 1)["choices"][0].update(tokens=[[104, 3]])),
     ("labels", "of 9", lambda h: asked(h, 0).update(length=9)),
     ("ended", "cut ReadError", cut),
     ("ended", "untyped", lambda h: cut(h, "untyped")),
@@ -192,26 +198,24 @@ TOKEN = 'event: token\ndata: {{"index":{},"token_ids":[7],"weight_version":{}}}\
 END = '{{"index":{},"finish_reason":"stop","weight_versions":[{{"version":4,"start":0,"end":2}}]}}'
 DONE = f'event: done\ndata: {{"model":"m","choices":[{END.format(0)},{END.format(1)}]}}\n\n'.replace("{{", "{")
 CHAT = 'data: {{"model":"m","weight_version":{},"choices":[{{"index":0,"delta":{{"content":"a"}}}}]}}\n\n'
-ERROR = '{"error":{"message":"m","type":"server_error","code":"upstream_died"}}'
 
 
 @pytest.mark.parametrize(
-    ("status", "body", "ended", "outcome", "versions"),
+    ("status", "body", "broken", "outcome", "versions"),
     [
-        (200, TOKEN.format(0, 3) + TOKEN.format(1, 3) + TOKEN.format(0, 4) + DONE, True, "answered", [[4], [4]]),
-        (200, TOKEN.format(0, 3) + TOKEN.format(0, 4), True, "cut", [[3, 4]]),
-        (200, TOKEN.format(0, 3) + "event: token\nda", False, "left", [[3]]),
-        (200, TOKEN.format(0, 3) + f"event: error\ndata: {ERROR}\n\n", False, "refused", [[3]]),
-        (200, TOKEN.format(0, 3) + "event: token\ndata: 7\n\n", True, "untyped", [[3]]),
-        (200, CHAT.format(3) + CHAT.format(4) + "data: [DONE]\n\n", False, "answered", [[3, 4]]),
-        (502, ERROR, True, "refused", []),
-        (500, "Internal Server Error", True, "untyped", []),
-        (500, '{"error":{"message":"m","type":"t"}}', True, "untyped", []),
+        (200, TOKEN.format(0, 3) + TOKEN.format(1, 3) + TOKEN.format(0, 4) + DONE, None, "answered", [[4], [4]]),
+        (200, TOKEN.format(0, 3) + TOKEN.format(0, 4), None, "cut", [[3, 4]]),
+        (200, TOKEN.format(0, 3) + "event: token\nda", ("left", "closed"), "left", [[3]]),
+        (200, CHAT.format(3) + CHAT.format(4) + "data: [DONE]\n\n", ("left", "closed"), "answered", [[3, 4]]),
+        (500, '{"error":{"message":"m","type":"t"}}', None, "untyped", []),
+        (400, '{"error":{"message":"m","type":"t","code":400}}', None, "refused", []),
     ],
 )
-def test_what_came_of_a_request(status: int, body: str, ended: bool, outcome: str, versions: list[list[int]]) -> None:
+def test_what_came_of_a_request(
+    status: int, body: str, broken: tuple[Outcome, str] | None, outcome: str, versions: list[list[int]]
+) -> None:
     answer = Answer()
-    answer.read(status, status == 200, body.encode(), ended)
+    answer.read(status, status == 200, body.encode(), broken)
     found = [[span["version"] for span in choice.spans] for choice in answer.choices.values()]
     assert (answer.outcome, found) == (outcome, versions)
 
