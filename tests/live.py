@@ -151,8 +151,10 @@ class LiveServer:
         gateway = Child("another", ["server.gateway", *common, *args], log)
         try:
             wait_until(lambda: _ready(url), 30, what=lambda: gateway.tail())
+            LOGS[port] = LOGS[self.processes.config.port]
             yield url
         finally:
+            LOGS.pop(port, None)
             gateway.stop()
 
     def direct(self) -> list[dict[str, Any]]:
