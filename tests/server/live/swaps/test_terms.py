@@ -1,6 +1,7 @@
 """Clients with different terms at once, through the gateway, while the weights change all the time.
 
-Constant-answer weights: every token says which checkpoint wrote it, so each label is checked against the token itself.
+Constant-answer weights: every token says which checkpoint wrote it. The server's history shows whether all labels are
+true, and all terms kept (tests/live.py).
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import orjson
 import pytest
 
 from tests.live import LiveServer
-from tests.waiting import eventually
 
 pytestmark = pytest.mark.engine
 PROMPT = [7, 8, 9]
@@ -24,17 +24,15 @@ TERMS = ("finish", "exact", "min", "abort", "recompute", "keep")
 
 
 class Swaps:
-    """The four checkpoints in turn, with rollbacks between: which of them every version is, and which is active."""
+    """The four checkpoints in turn, with rollbacks between, and which version is active."""
 
     def __init__(self, live: LiveServer, checkpoints: dict[str, Path]) -> None:
         self._live, self._checkpoints = live, checkpoints
-        self.says: dict[int, int] = {}
         self.active = 0
         self.over = False
 
     def push(self, i: int) -> None:
-        version = self._live.push(self._checkpoints[f"say-{i % 4}"])
-        self.says[version], self.active = 100 + i % 4, version
+        self.active = self._live.push(self._checkpoints[f"say-{i % 4}"])
 
     async def run(self, count: int) -> None:
         try:
@@ -82,16 +80,6 @@ async def ask(
     return seen, last, ""
 
 
-def check(tokens: list[int], choice: dict[str, Any], swaps: Swaps) -> int:
-    """Every label is true; how many versions wrote the answer. The history of the server shows that terms are kept."""
-    spans = choice["weight_versions"]
-    written = [swaps.says[span["version"]] for span in spans for _ in range(span["start"], span["end"])]
-    assert tokens == written
-    (prompt,) = choice["prompt_weight_versions"]
-    assert prompt == {"version": spans[0]["version"], "start": 0, "end": len(PROMPT)}
-    return len(spans)
-
-
 @pytest.mark.parametrize("count", [50, pytest.param(150, marks=pytest.mark.broad)])
 async def test_every_client_gets_its_terms_while_the_weights_change_all_the_time(
     live: LiveServer, checkpoints: dict[str, Path], count: int
@@ -113,9 +101,10 @@ async def test_every_client_gets_its_terms_while_the_weights_change_all_the_time
                 # All it saw before the end is of one version; nothing at all if it was not let in.
                 assert len(set(tokens)) <= 1 if code == "weights_changed" else not tokens
                 continue
-            last = choice["weight_versions"][-1]["version"]
-            await eventually(lambda last=last: last in swaps.says, 60)  # its push answers
-            mixed[terms] += check(tokens, choice, swaps) > 1
+            spans = choice["weight_versions"]
+            (prompt,) = choice["prompt_weight_versions"]
+            assert prompt == {"version": spans[0]["version"], "start": 0, "end": len(PROMPT)}
+            mixed[terms] += len(spans) > 1
             whole[terms] += 1
 
     async with httpx.AsyncClient(base_url=live.url, timeout=60) as client:
