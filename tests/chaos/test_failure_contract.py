@@ -35,7 +35,7 @@ import sys
 from safetensors.torch import load_file
 from weightsync import Publisher
 tensors = load_file(sys.argv[3])
-publisher = Publisher(sys.argv[1], model=sys.argv[2])
+publisher = Publisher(sys.argv[1], model=sys.argv[2], lease_ttl_s=2)
 print("publishing", flush=True)
 while True:
     publisher.publish(tensors.items(), activate=False)

@@ -111,7 +111,7 @@ async def test_a_prefill_that_a_swap_falls_into_says_which_weights_computed_whic
 
         for start in range(0, 600, 12):
             await asyncio.gather(*(ask(i) for i in range(start, start + 12)))
-            if split > 1:
+            if split:
                 break
     assert split > 0, "no swap fell into a prefill"
 
