@@ -26,7 +26,7 @@ class RayCluster:
         for kind in (warm.ENGINES, warm.TRAINERS):
             warm.shared(kind)
         self._path = os.environ.get("PYTHONPATH")
-        ours = [str(HERE / "started"), str(HERE.parent), *([self._path] if self._path else [])]
+        ours = [str(HERE.parent), *([self._path] if self._path else [])]
         os.environ["PYTHONPATH"] = os.pathsep.join(ours)
         self._cluster = Cluster()
         self._nodes: dict[str, Any] = {}

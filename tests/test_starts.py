@@ -10,20 +10,20 @@ from typing import Any
 import pytest
 
 from tests import starts
-from tests.starts import sitecustomize
+from tests.started.sitecustomize import STARTS, TEST, counted
 
 
 def config(*args: str, markexpr: str = "not broad", keyword: str = "") -> Any:
-    return SimpleNamespace(args=args, getoption={"markexpr": markexpr, "keyword": keyword}.__getitem__)
+    return SimpleNamespace(args=args, getoption={"markexpr": markexpr, "keyword": keyword}.get)
 
 
 def test_a_process_counts_once_and_its_forks_do_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "starts").touch()
-    monkeypatch.setenv(sitecustomize.FILE, str(tmp_path / "starts"))
-    monkeypatch.setenv(sitecustomize.TEST, "tests/test_a.py::test_b (setup)")
+    monkeypatch.setenv(STARTS, str(tmp_path / "starts"))
+    monkeypatch.setenv(TEST, "tests/test_a.py::test_b (setup)")
     tier = config(str(Path(__file__).parent))
     assert "no start was counted" in starts.fault(tier)
-    built = sitecustomize.counted(lambda: None)
+    built = counted(lambda: None)
     for _ in range(starts.MOST):
         if not (pid := os.fork()):
             for _ in range(2):

@@ -35,7 +35,7 @@ from typing import Any, NoReturn
 import setproctitle
 
 from server.up import processes
-from tests.starts.sitecustomize import TEST
+from tests.started.sitecustomize import TEST
 
 ENGINES, TRAINERS, PEERS, BARE = "engines", "trainers", "peers", "bare"
 MODULES = {

@@ -18,20 +18,18 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
-from tests.starts import sitecustomize
+from tests.started.sitecustomize import BUILDERS, STARTS
 
 MOST = 25
 UNKNOWN = "of no test"
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parent
 _LIVE = """
-server/console/test_live server/live/clients/test_clients server/live/clients/test_fields_fuzz
-server/live/clients/test_openapi server/live/clients/test_routes server/live/clients/test_sdk_js
-server/live/clients/test_sdk_python server/live/clients/test_trainers server/live/clients/test_trl
-server/live/fleet/test_faults
-server/live/fleet/test_monitoring server/live/fleet/test_sleep server/live/swaps/test_answers
-server/live/swaps/test_cache server/live/swaps/test_crossings server/live/swaps/test_policies
-server/live/swaps/test_prefixes server/live/swaps/test_swaps server/live/swaps/test_terms
-vllm_suite/test_vllm_suite_live
+contract/test_openai contract/test_trl server/console/test_live server/live/clients/test_clients
+server/live/clients/test_fields_fuzz server/live/clients/test_openapi server/live/clients/test_routes
+server/live/clients/test_trainers server/live/fleet/test_faults server/live/fleet/test_monitoring
+server/live/fleet/test_sleep server/live/swaps/test_answers server/live/swaps/test_cache
+server/live/swaps/test_crossings server/live/swaps/test_policies server/live/swaps/test_prefixes
+server/live/swaps/test_swaps server/live/swaps/test_terms vllm_suite/test_vllm_suite_live
 """
 _PAIR = """
 chaos/test_failure_contract server/live/fleet/test_failover server/live/fleet/test_fleet server/live/fleet/test_routing
@@ -68,29 +66,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def install() -> None:
-    """Have this process, and those that it starts from now on, counted."""
-    if sitecustomize.FILE not in os.environ:
+    """Have processes that this one starts from now on begin with tests/started/sitecustomize.py, and be counted."""
+    if STARTS not in os.environ:
         file = tempfile.NamedTemporaryFile(prefix="hotswap-starts-")  # noqa: SIM115 - it goes with this process
-        os.environ[sitecustomize.FILE] = file.name
+        os.environ[STARTS] = file.name
         atexit.register(file.close)
-        paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+        paths = [str(_ROOT / "started"), os.environ.get("PYTHONPATH", "")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    sitecustomize.install()
 
 
 def by_file() -> Counter[str]:
     """Starts so far, by the file of the test that asked for each."""
-    lines = Path(os.environ[sitecustomize.FILE]).read_text().splitlines()
+    lines = Path(os.environ[STARTS]).read_text().splitlines()
     return Counter(json.loads(line)["test"].partition("::")[0] or UNKNOWN for line in lines)
 
 
 def fault(config: pytest.Config) -> str:
     """What is wrong with the starts of this run, if it is one of the whole first tier."""
     whole = [Path(arg).resolve() for arg in config.args] == [_ROOT]
-    if not whole or "not broad" not in config.getoption("markexpr") or config.getoption("keyword"):
+    chosen = config.getoption("keyword") or config.getoption("collectonly")
+    if not whole or chosen or "not broad" not in config.getoption("markexpr"):
         return ""
     if not (count := by_file().total()):
-        return f"no start was counted: vLLM builds its models by another function ({sitecustomize.BUILDERS})"
+        return f"no start was counted: vLLM builds its models by another function ({BUILDERS})"
     return f"the first tier may start {MOST}: use the engines that are there (tests/starts)" if count > MOST else ""
 
 
