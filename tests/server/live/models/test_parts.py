@@ -44,8 +44,10 @@ def record(live: LiveServer, version: int) -> dict[str, Any]:
     return dict(found)
 
 
-async def stream(live: LiveServer, tokens: int, model: str | None = None) -> list[tuple[int, int]]:
-    """(token, version that wrote it) of one long answer."""
+async def stream(
+    live: LiveServer, tokens: int, model: str | None = None, begun: asyncio.Event | None = None
+) -> list[tuple[int, int]]:
+    """(token, version that wrote it) of one long answer. `begun`: set with its first token."""
     body = {"prompt_token_ids": PROMPTS[0], "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
     body |= {"model": model} if model else {}
     seen: list[int] = []
@@ -53,6 +55,8 @@ async def stream(live: LiveServer, tokens: int, model: str | None = None) -> lis
     async for event in events({"base_url": live.url}, body):
         done = event
         seen += done.get("token_ids", [])
+        if begun is not None:
+            begun.set()
     spans = done["choices"][0]["weight_versions"]
     versions = [span["version"] for span in spans for _ in range(span["start"], span["end"])]
     return list(zip(seen, versions, strict=True))
@@ -107,8 +111,9 @@ async def test_base_and_draft_in_one_version(drafting: LiveServer, checkpoints: 
     first = await asyncio.to_thread(pushed, drafting, checkpoints["say-0"], draft=checkpoints["say-0"])
     say_1 = checkpoints["say-1"]
     second = await asyncio.to_thread(pushed, drafting, say_1, draft=say_1, activate=False)
-    task = asyncio.create_task(stream(drafting, LONG))
-    await asyncio.sleep(0.1)
+    begun = asyncio.Event()
+    task = asyncio.create_task(stream(drafting, LONG, begun=begun))
+    await begun.wait()
     assert (await asyncio.to_thread(drafting.activate, second)).status_code == 200
     written = await task
     token = {first: 100, second: 101}
@@ -204,8 +209,9 @@ async def test_streams_through_an_adapter_go_on_with_its_new_weights(
     alone = [token for token, _ in await stream(lora, LONG, "x")]
     base = [token for token, _ in await stream(lora, LONG)]
     second = await asyncio.to_thread(pushed, lora, adapters["two"], "lora/x", activate=False)
-    tasks = [asyncio.create_task(stream(lora, LONG, model)) for model in ("x", None)]
-    await asyncio.sleep(0.1)
+    begun = {model: asyncio.Event() for model in ("x", None)}
+    tasks = [asyncio.create_task(stream(lora, LONG, model, event)) for model, event in begun.items()]
+    await asyncio.gather(*(event.wait() for event in begun.values()))
     assert (await asyncio.to_thread(lora.activate, second)).status_code == 200
     adapted, plain = await asyncio.gather(*tasks)
     assert {v for _, v in adapted} == {first, second}, "the stream did not cross the swap"
