@@ -150,7 +150,6 @@ def test_ranks_arrive_at_the_published_fingerprint(name: str, world: int, tmp_pa
             combine(reports[:-1])
 
 
-@bf16_only
 def test_not_a_number_keeps_its_bits(tmp_path: Path, publisher: Publisher) -> None:
     checkpoint = checkpoint_of(tmp_path, "qwen2", "bfloat16")
     tensors = tensors_of(checkpoint)
@@ -164,7 +163,13 @@ def test_not_a_number_keeps_its_bits(tmp_path: Path, publisher: Publisher) -> No
         assert combine([w.stager.report.sums]) == record.fingerprint
 
 
-@bf16_only
+def fingerprint(w: Worker, reader: SlotReader, data: torch.Tensor) -> str:
+    """Of what lies in a layout slot, and of the layers that a kernel keeps to itself."""
+    builder = w.stager._builder
+    private = builder.build(reader, None, lambda _: None).sums() if builder.has_private else {}
+    return combine([joined(builder.check(reader, data), private)])
+
+
 def test_a_byte_that_flips_in_the_layout_slot_is_found(tmp_path: Path, publisher: Publisher) -> None:
     checkpoint = checkpoint_of(tmp_path, "qwen2", "bfloat16")
     record = publish(publisher, tensors_of(checkpoint))
@@ -173,7 +178,7 @@ def test_a_byte_that_flips_in_the_layout_slot_is_found(tmp_path: Path, publisher
 
         def sound() -> bool:
             try:
-                return combine([w.stager._builder.check(reader, data)]) == record.fingerprint
+                return fingerprint(w, reader, data) == record.fingerprint
             except ChecksumMismatch:  # of a tensor that lies in two places, one differs
                 return False
 
@@ -187,28 +192,20 @@ def test_a_byte_that_flips_in_the_layout_slot_is_found(tmp_path: Path, publisher
         w.stager.take().release()
 
 
-@bf16_only
-@pytest.mark.engine
 def test_a_byte_that_flips_in_packed_experts_is_found(tmp_path: Path, publisher: Publisher) -> None:
     checkpoint = make_kind(tmp_path / "moe", "moe", num_experts=16)
     record = publish(publisher, tensors_of(checkpoint))
     with worker(checkpoint) as w, SlotReader.open(record.slot) as reader:
         data = w.stage(record).slot.data
-        builder = w.stager._builder
-
-        def found() -> str:
-            private = builder.build(reader, None, lambda _: None).sums() if builder.has_private else {}
-            return combine([joined(builder.check(reader, data), private)])
-
-        assert found() == record.fingerprint
-        views = {path: view for path, view in builder.layout.views.items() if "experts" in path}
+        assert fingerprint(w, reader, data) == record.fingerprint
+        views = {path: view for path, view in w.stager._builder.layout.views.items() if "experts" in path}
         assert len(views) == 2 * w.vllm_config.model_config.hf_config.num_hidden_layers
         for path, view in views.items():
             position = (view.offset + view.end) // 2
             data[position] ^= 4
-            assert found() != record.fingerprint, path
+            assert fingerprint(w, reader, data) != record.fingerprint, path
             data[position] ^= 4
-        assert found() == record.fingerprint
+        assert fingerprint(w, reader, data) == record.fingerprint
         w.stager.take().release()
 
 
@@ -393,7 +390,6 @@ def test_boxes() -> None:
     assert box_of(torch.zeros(8)[2:5], torch.zeros(8)) is None
 
 
-@bf16_only
 def test_a_staging_that_is_stopped_ends_with_the_next_piece_and_can_be_begun_again(
     tmp_path: Path, publisher: Publisher
 ) -> None:
