@@ -24,12 +24,12 @@ def needs(kind: CpuKind) -> pytest.MarkDecorator:
 
 
 bf16_only = needs(CpuKind.AVX512_BF16)  # packed kernels of bf16
-four_bits = needs(CpuKind.AVX512)  # vLLM's library for AVX2 lacks `cpu_gemm_wna16`
+avx512_only = needs(CpuKind.AVX512)  # 4-bit weights (vLLM's library for AVX2 lacks `cpu_gemm_wna16`); fp8 KV caches
 
 
 def of_kinds(names: Iterable[str]) -> list[Any]:
-    """Cases of a test by kind of model (loadtest/models/kinds.py)."""
-    return [pytest.param(name, marks=[four_bits] * (name in ("awq", "gptq", "w4a16"))) for name in names]
+    """Cases of a test by kind of model (loadtest/models/kinds.py), without a KV cache."""
+    return [pytest.param(name, marks=[avx512_only] * (name in ("awq", "gptq", "w4a16"))) for name in names]
 
 
 def pytest_configure() -> None:

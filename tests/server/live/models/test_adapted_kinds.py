@@ -13,12 +13,12 @@ import pytest
 from loadtest.models.checkpoints import make_adapter
 from loadtest.models.kinds import make_kind
 from tests import stock
-from tests.cpu import four_bits
+from tests.cpu import avx512_only
 from tests.live import VLLM_ARGS, LiveServer
 from tests.server.live.models.test_kinds import LONG, PROMPTS, TOKENS, first_span
 from tests.server.live.models.test_parts import pushed
 
-pytestmark = [pytest.mark.engine, pytest.mark.broad, four_bits]
+pytestmark = [pytest.mark.engine, pytest.mark.broad, avx512_only]
 
 
 def test_base_and_adapter_swap_alone_and_together(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from loadtest.models.kinds import KINDS, make_kind
 from tests import stock
-from tests.cpu import of_kinds
+from tests.cpu import avx512_only, of_kinds
 from tests.live import VLLM_ARGS, LiveServer, flags
 from tests.waiting import wait_until
 
@@ -76,7 +76,11 @@ def test_a_swap_of_two_instances(tmp_path: Path) -> None:
 
 @pytest.mark.broad
 @pytest.mark.parametrize(
-    "kind", of_kinds(["mla-v3", "gpt-oss", "w8a8-kv", "awq", "gptq", "w4a16", "mixtral", "mla", "fp8-online"])
+    "kind",
+    [
+        *of_kinds(["mla-v3", "gpt-oss", "awq", "gptq", "w4a16", "mixtral", "mla", "fp8-online"]),
+        pytest.param("w8a8-kv", marks=avx512_only),
+    ],
 )
 def test_a_swap_of_every_kind_of_model(kind: str, tmp_path: Path) -> None:
     swapped(kind, tmp_path, KINDS[kind].vllm, instances=1)
@@ -90,6 +94,7 @@ def test_a_swap_over_two_ranks(kind: str, tmp_path: Path, monkeypatch: pytest.Mo
     swapped(kind, tmp_path, {"tensor_parallel_size": 2}, instances=1)
 
 
+@avx512_only
 @pytest.mark.broad
 def test_what_lies_in_the_cache_is_computed_anew_when_its_scales_change(tmp_path: Path) -> None:
     """Streams cross the commit: they go on as a fresh engine goes on with the tokens so far."""

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from loadtest.models.kinds import make_kind
 from tests import stock
 from tests.asking import Asking
+from tests.cpu import avx512_only
 from tests.live import LiveServer
 from tests.waiting import wait_until
 from weightsync import RemotePublisher
@@ -157,6 +158,7 @@ def test_what_no_restart_can_take_is_refused(fleet: Fleet, tmp_path: Path) -> No
     assert live.all_serve(before)
 
 
+@avx512_only
 def test_other_tensors_come_by_restarts_and_go_by_them(fleet: Fleet, tmp_path: Path) -> None:
     """One restart is killed, and goes on; another version cannot be loaded, and is taken back."""
     live, before = fleet.live, fleet.back_at_the_base()
