@@ -69,7 +69,7 @@ async def answer(link: Link, received: Received) -> None:
     choice = {"index": 0, "text": "4", "message": {"role": "assistant", "content": "4"}, "finish_reason": "stop"}
     usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
     whole = {"id": "1", "object": "", "created": 1, "model": MODEL, "choices": [choice], "usage": usage}
-    await link.json(orjson.dumps(whole | {"data": [{"id": MODEL, "object": "model"}]}))
+    await link.json(orjson.dumps(whole | {"data": [{"id": MODEL, "max_model_len": 128}]}))
 
 
 @pytest.fixture(scope="module")

@@ -52,7 +52,8 @@ def imported(package: str) -> frozenset[str]:
     return frozenset(
         f"{node.module}:{alias.name}"
         for path in itertools.chain.from_iterable((ROOT / folder).rglob("*.py") for folder in OURS)
-        for node in ast.walk(ast.parse(path.read_text()))
+        if f"from {package}" in (text := path.read_text())
+        for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == package
         for alias in node.names
     )

@@ -253,11 +253,14 @@ def test_a_stream_that_a_swap_cuts_ends_with_a_typed_error(
 ) -> None:
     live.push(checkpoints["say-1"])
     live.push(checkpoints["say-2"])
-    stream = sdk(live, "cut")
-    assert stream.stdout is not None
-    assert orjson.loads(stream.stdout.readline()) == "streams"
-    assert live.admin.post("/admin/weights/rollback").status_code == 200  # the quickest swap there is
-    told = result(stream)
+    for _ in range(8):  # on a busy machine the swap may come when everything is said
+        stream = sdk(live, "cut")
+        assert stream.stdout is not None
+        assert orjson.loads(stream.stdout.readline()) == "streams"
+        assert live.admin.post("/admin/weights/rollback").status_code == 200
+        told = result(stream)
+        if "answer" not in told["error"]:
+            break
     assert 0 < told["chunks"] < 900
     assert told["error"]["typed"]
     assert (told["error"]["code"], told["error"]["type"]) == ("weights_changed", "conflict_error")
