@@ -73,8 +73,7 @@ def test_an_update_by_its_verbs_is_a_swap(client: Any, live: LiveServer, checkpo
     before = live.active()
     with client.weight_update():
         client._post(
-            f"{client.base_url}/update_weights",
-            json={"update_info": {"checkpoint_path": str(checkpoints["say-2"])}},
+            f"{client.base_url}/update_weights", json={"update_info": {"checkpoint_path": str(checkpoints["say-2"])}}
         )
     assert live.active() > before
     assert client.generate(["3+4="], max_tokens=TOKENS)["completion_ids"] == [[102] * TOKENS]
