@@ -237,11 +237,8 @@ def test_refusals_are_the_errors_of_the_sdk(live: LiveServer, sdk: Callable[...,
     for name in ("header", "field", "stream", "responses"):
         found = {k: told[name][k] for k in ("name", "status", "code", "type")}
         assert found == {
-            "name": "ConflictError",
-            "status": 409,
-            "code": "version_unavailable",
-            "type": "conflict_error",
-        }
+            "name": "ConflictError", "status": 409, "code": "version_unavailable", "type": "conflict_error",
+        }  # fmt: skip
     assert (told["waited"]["name"], told["waited"]["status"]) == ("InternalServerError", 504)
     assert told["waited"]["code"] == "version_wait_timeout"
     assert (told["policy"]["name"], told["policy"]["code"]) == ("BadRequestError", "invalid_parameter")

@@ -129,15 +129,10 @@ def test_weight_transfer(vllm: Release) -> None:
     """The side of the workers (backend.py); that of trainers is not used."""
     base = "vllm.distributed.weight_transfer.base:WeightTransferEngine"
     for method, given in {
-        "init_transfer_engine": ["init_info"],
-        "start_weight_update": [],
-        "update_weights": ["update_info"],
-        "receive_weights": ["update_info"],
-        "finish_weight_update": [],
-        "drain_pending": [],
-        "shutdown": [],
+        "init_transfer_engine": ["init_info"], "start_weight_update": [], "update_weights": ["update_info"],
+        "receive_weights": ["update_info"], "finish_weight_update": [], "drain_pending": [], "shutdown": [],
         "parse_update_info": ["update_dict"],
-    }.items():
+    }.items():  # fmt: skip
         assert vllm.parameters(f"{base}.{method}") == ["self", *given], method
     assert {"init_info_cls", "update_info_cls", "supports_draft_weight_update", "defers_processing"} <= vllm.attributes(
         base
@@ -157,15 +152,9 @@ def test_engine_core(vllm: Release) -> None:
     assert {"method", "args"} <= set(vllm.parameters(f"{core}.collective_rpc"))
     has(vllm, core, "self._weight_version", "self.batch_queue", "batch_queue.pop()", "self._attach_weight_version(")
     has(
-        vllm,
-        scheduler,
-        "self.waiting = ",
-        "self.kv_holding_waiting = ",
-        "self.running: list",
-        "self.hash_block_size = ",
-        "self.prev_step_scheduled_req_ids",
-        "self.requests: dict[str, Request]",
-    )
+        vllm, scheduler, "self.waiting = ", "self.kv_holding_waiting = ", "self.running: list",
+        "self.hash_block_size = ", "self.prev_step_scheduled_req_ids", "self.requests: dict[str, Request]",
+    )  # fmt: skip
     preempt = ["self", "request", "timestamp", "drop_stale_output"]
     assert vllm.parameters(f"{scheduler}._preempt_request") == preempt
     steps = ("self._preempt_request(", "drop_stale_output=True", "self.prev_step_scheduled_req_ids.clear()")
@@ -176,13 +165,9 @@ def test_kv_events(vllm: Release) -> None:
     scheduler, events = "vllm.v1.core.sched.scheduler:Scheduler", "vllm.distributed.kv_events"
     assert vllm.parameters(f"{scheduler}.add_request") == ["self", "request"]
     has(
-        vllm,
-        f"{scheduler}.__init__",
-        "self.enable_kv_cache_events = ",
-        "self.kv_event_publisher = ",
-        "self.kv_cache_manager = ",
-        "self.kv_cache_config = ",
-    )
+        vllm, f"{scheduler}.__init__", "self.enable_kv_cache_events = ", "self.kv_event_publisher = ",
+        "self.kv_cache_manager = ", "self.kv_cache_config = ",
+    )  # fmt: skip
     has(vllm, scheduler, "self.kv_event_publisher.publish(", "self.kv_event_publisher.shutdown()")
     for method in ("publish", "shutdown"):
         assert vllm.has(f"{events}:EventPublisher.{method}")
@@ -250,16 +235,9 @@ def test_requests_and_outputs(vllm: Release) -> None:
     fields = ("logprob_token_ids: ", "logprobs: ", "sampled_token_ranks: ")
     assert sorted(fields, key=lists.index) == list(fields)
     has(
-        vllm,
-        "vllm.v1.request:Request",
-        "self.cache_salt",
-        "self.block_hashes",
-        "def update_block_hashes",
-        "self._block_hasher(self)",
-        "num_computed_tokens",
-        "num_prompt_tokens",
-        "num_tokens",
-    )
+        vllm, "vllm.v1.request:Request", "self.cache_salt", "self.block_hashes", "def update_block_hashes",
+        "self._block_hasher(self)", "num_computed_tokens", "num_prompt_tokens", "num_tokens",
+    )  # fmt: skip
     hasher = "vllm.v1.core.kv_cache_utils:get_request_block_hasher"
     has(vllm, hasher, "len(request.block_hashes) * ", "request.num_tokens")
 
@@ -454,14 +432,9 @@ def test_adapters(vllm: Release) -> None:
     has(vllm, mixin, "self.lora_manager = ")
     manager = f"{lora}.model_manager:LoRAModelManager"
     has(
-        vllm,
-        manager,
-        "_registered_adapters[",
-        "_active_adapters[",
-        "lora_index_to_id[",
-        "self.packed_modules",
+        vllm, manager, "_registered_adapters[", "_active_adapters[", "lora_index_to_id[", "self.packed_modules",
         "self.modules",
-    )
+    )  # fmt: skip
     assert vllm.parameters(f"{manager}._create_merged_loras_inplace") == ["self", "lora_model"]
     assert vllm.parameters(f"{manager}._get_lora_layer_weights") == ["self", "lora_model", "module_name"]
     assert vllm.parameters(f"{manager}._validate_moe_lora_format") == ["self", "lora_model"]
@@ -479,12 +452,8 @@ def test_adapters(vllm: Release) -> None:
     assert vllm.parameters(head)[:3] == ["self", "y", "x"]
     has(vllm, head, "bgmv_shrink(x, lora_a_stacked, buffer, self.sampler_indices, scale)")
     assert vllm.parameters(f"{lora}.ops.torch_ops.lora_ops:bgmv_shrink") == [
-        "inputs",
-        "lora_b_weights",
-        "output_tensor",
-        "lora_indices_tensor",
-        "scaling",
-    ]
+        "inputs", "lora_b_weights", "output_tensor", "lora_indices_tensor", "scaling",
+    ]  # fmt: skip
     has(vllm, f"{lora}.ops.torch_ops.lora_ops:sgmv_shrink", "bgmv_shrink(inputs,")
     has(vllm, f"{lora}.punica_wrapper.punica_cpu:PunicaWrapperCPU._shrink_decode", "bgmv_shrink(")
     assert {"lora_name", "lora_int_id", "lora_path"} <= vllm.attributes(f"{lora}.request:LoRARequest")
