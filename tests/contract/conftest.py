@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +30,36 @@ HERE = Path(__file__).parent
 FORM = "POST /generate has a form of its own here, not SGLang's `text` and `sampling_params`"
 
 
+REFUSALS = (RuntimeError, requests.HTTPError, aiohttp.ClientResponseError)
+
+
 def gap(*values: Any, reason: str) -> Any:
     """A call that the other project's server answers and this one refuses."""
-    refusals = (RuntimeError, requests.HTTPError, aiohttp.ClientResponseError)
-    return pytest.param(*values, marks=pytest.mark.xfail(strict=True, raises=refusals, reason=reason))
+    return pytest.param(*values, 200, marks=pytest.mark.xfail(strict=True, raises=REFUSALS, reason=reason))
+
+
+def check(client: Any, name: str, given: tuple[Any, ...], status: int) -> None:
+    """What becomes of a call of a client's method: 200, or the status of the error that it raises."""
+    with contextlib.nullcontext() if status == 200 else pytest.raises(REFUSALS) as refused:
+        told = getattr(client, name)(*given)
+        if inspect.iscoroutine(told):
+            asyncio.run(told)
+        elif inspect.isgenerator(told):
+            list(told)
+    if refused is not None:
+        error = refused.value
+        assert (
+            error.status if isinstance(error, aiohttp.ClientResponseError) else error.response.status_code
+        ) == status
+
+
+def calls(kind: Any) -> set[str]:
+    """The public methods that a class defines itself."""
+    return {name for name, found in vars(kind).items() if inspect.isfunction(found) and not name.startswith("_")}
+
+
+def named(cases: list[Any]) -> set[str]:
+    return {getattr(case, "values", case)[0] for case in cases}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,6 +10,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import logging
 import pickle
 import sys
 import types
@@ -66,6 +67,7 @@ SGLANG: Stubs = {
         "kill_process_tree": lambda *_, **__: None,
     },
 }
+TRL: Stubs = {"accelerate.logging": {"get_logger": logging.getLogger}}  # Accelerate's wants a trainer's ranks
 # verl names the release of SGLang that it is for, an older one.
 VERL: Stubs = SGLANG | {
     "sglang.srt.entrypoints.EngineBase": {"EngineBase": object},
@@ -74,13 +76,16 @@ VERL: Stubs = SGLANG | {
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds modules below `root`, and stubs. A package's own __init__, which may import everything, is not run."""
+    """Finds the modules of the packages `tops` below `root`, and stubs. A package's own __init__, which may import
+    everything, is not run."""
 
-    def __init__(self, root: Path, stubs: Stubs) -> None:
-        self._root, self._stubs = root, stubs
+    def __init__(self, root: Path, tops: set[str], stubs: Stubs) -> None:
+        self._root, self._tops, self._stubs = root, tops, stubs
 
     def find_spec(self, name: str, *_: object) -> importlib.machinery.ModuleSpec | None:
         path = self._root.joinpath(*name.split("."))
+        if name.partition(".")[0] not in self._tops:
+            return None
         if name in self._stubs:
             return importlib.machinery.ModuleSpec(name, self)
         if path.with_suffix(".py").exists():
@@ -101,7 +106,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def load(root: Path, names: Sequence[str], stubs: Stubs) -> list[Any]:
     """The modules `names` of the package that is unpacked in `root`. Nothing of them stays in sys.modules."""
     tops = {name.partition(".")[0] for name in (*names, *stubs)}
-    before, finder = {n: m for n, m in sys.modules.items() if n.partition(".")[0] in tops}, _Finder(root, stubs)
+    before, finder = {n: m for n, m in sys.modules.items() if n.partition(".")[0] in tops}, _Finder(root, tops, stubs)
     for name in before:
         del sys.modules[name]
     sys.meta_path.insert(0, finder)
