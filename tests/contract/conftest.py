@@ -12,10 +12,12 @@ from typing import Any
 
 import aiohttp
 import httpx
+import numpy as np
 import orjson
 import pytest
 import requests
 from anyio.from_thread import start_blocking_portal
+from safetensors.numpy import save
 
 from server.instance.generate import RequestProblem, parse
 from tests.server.gateway.admin.test_admin import SETTINGS, Toy, arena, checkpoint, participating
@@ -27,6 +29,7 @@ __all__ = ["arena"]  # the fixture is used by name
 HERE = Path(__file__).parent
 
 
+BUCKET = save({"a": np.ones((4, 4), np.float32), "b": np.ones(8, np.float32)})  # all tensors of the model
 FORM = "POST /generate has a form of its own here, not SGLang's `text` and `sampling_params`"
 
 

@@ -1,46 +1,20 @@
-"""A release of a library as its contract test asks it: the installed one by its objects, any other by its sources.
+"""A release of a library as its contract test asks it: by its sources, installed or not.
 
-Names are written "module:Class.method". Both sides answer alike, and a test of the installed release holds one against
-the other.
+Names are written "module:Class.method".
 """
 
 from __future__ import annotations
 
 import ast
 import functools
-import importlib
-import importlib.util
-import inspect
 import itertools
 from pathlib import Path
-from typing import Any, Protocol
 
 ROOT = Path(__file__).parents[2]
 OURS = ("weightsync", "server", "trainer", "loadtest", "scripts", "tests")
 
 
-class Release(Protocol):
-    """What is asked of a release. A name that it has not raises LookupError."""
-
-    version: str
-
-    def has(self, name: str) -> bool:
-        """Whether there is such a name, or such a module in the package."""
-
-    def parameters(self, name: str) -> list[str]:
-        """Of a function, in order."""
-
-    def source(self, name: str) -> str:
-        """Of a module ("vllm.x"), a class or a function, as it is written."""
-
-    def bases(self, name: str) -> list[str]:
-        """The names of a class's own bases."""
-
-    def attributes(self, name: str) -> set[str]:
-        """What a class or a module defines or imports itself."""
-
-
-def has(release: Release, name: str, *texts: str) -> None:
+def has(release: Sources, name: str, *texts: str) -> None:
     """Each of `texts` stands in the source of `name`."""
     source = release.source(name)
     assert not [text for text in texts if text not in source], name
@@ -59,51 +33,18 @@ def imported(package: str) -> frozenset[str]:
     )
 
 
-class Installed:
-    """The release that is imported here. Plug-ins wrap functions of it: those are looked through."""
-
-    def __init__(self, version: str) -> None:
-        self.version = version
-
-    def has(self, name: str) -> bool:
-        try:
-            self._found(name)
-        except LookupError:
-            return _importable(name.replace(":", "."))
-        return True
-
-    def parameters(self, name: str) -> list[str]:
-        return list(inspect.signature(inspect.unwrap(self._found(name))).parameters)
-
-    def source(self, name: str) -> str:
-        return inspect.getsource(inspect.unwrap(self._found(name)))
-
-    def bases(self, name: str) -> list[str]:
-        return [base.__name__ for base in self._found(name).__bases__ if base is not object]
-
-    def attributes(self, name: str) -> set[str]:
-        found = vars(self._found(name))
-        return {*found, *found.get("__annotations__", ())}
-
-    @staticmethod
-    def _found(name: str) -> Any:
-        module, _, path = name.partition(":")
-        try:
-            return functools.reduce(getattr, path.split(".") if path else (), importlib.import_module(module))
-        except (ImportError, AttributeError) as error:
-            raise LookupError(name) from error
-
-
 class Sources:
-    """A release as the folder that has its package holds it. Nothing of it is imported.
+    """A release as the folder `root` has its package. Nothing of it is imported.
 
-    A name is found where it is defined: through `from ... import`, and, of a method, in the bases of the class.
+    A name is found where it is defined: through `from ... import`, and, of a method, in the bases of the class. A name
+    that the release has not raises LookupError.
     """
 
     def __init__(self, version: str, root: Path) -> None:
         self.version, self._root = version, root
 
     def has(self, name: str) -> bool:
+        """Whether there is such a name, or such a module in the package."""
         try:
             self._node(name)
         except LookupError:
@@ -111,6 +52,7 @@ class Sources:
         return True
 
     def parameters(self, name: str) -> list[str]:
+        """Of a function, in order."""
         function = self._node(name)
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             raise LookupError(f"{name} is no function")
@@ -121,6 +63,7 @@ class Sources:
         return names[1:] if bound else names
 
     def source(self, name: str) -> str:
+        """Of a module ("vllm.x"), a class or a function, as it is written."""
         text = self._file(name.partition(":")[0]).read_text()
         if ":" not in name:
             return text
@@ -130,11 +73,13 @@ class Sources:
         return found
 
     def bases(self, name: str) -> list[str]:
+        """The names of a class's own bases."""
         node = self._node(name)
         assert isinstance(node, ast.ClassDef), name
         return [ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases]
 
     def attributes(self, name: str) -> set[str]:
+        """What a class or a module defines or imports itself."""
         node = self._node(name) if ":" in name else self._module(name)
         assert isinstance(node, ast.ClassDef | ast.Module), name
         return set(_defined(node.body))
@@ -199,13 +144,6 @@ class Sources:
         if found is None:
             raise LookupError(f"{self.version} has no module {module}")
         return found
-
-
-def _importable(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # not even what it would be in
-        return False
 
 
 def _defined(body: list[ast.stmt]) -> dict[str, ast.AST]:

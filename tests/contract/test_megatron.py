@@ -19,10 +19,8 @@ from trainer.megatron import releases
 OPTIMIZER, CHECKPOINTS = "megatron.core.optimizer", "megatron.core.dist_checkpointing"
 MOE = "megatron.core.transformer.moe"
 
-OTHERS = [version for version in releases.MEGATRON_VERSIONS if version != releases.installed()]
 
-
-@pytest.fixture(scope="module", params=[releases.installed(), *OTHERS])
+@pytest.fixture(scope="module", params=releases.MEGATRON_VERSIONS)
 def megatron(request: pytest.FixtureRequest) -> Sources:
     if request.param == releases.release():
         return Sources(request.param, Path(str(distribution("megatron-core").locate_file(""))))

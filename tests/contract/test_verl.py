@@ -10,19 +10,16 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-from safetensors.numpy import save
 
 from tests.contract import stubs
-from tests.contract.conftest import FORM, Served, calls, check, gap, named
+from tests.contract.conftest import BUCKET, FORM, Served, calls, check, gap, named
 from tests.packages import unpacked
 from tests.server.gateway.harness import ADMIN_KEY, MODEL
 
 RELEASE = ("verl", "0.9.1")
 CLIENT = "verl.workers.rollout.sglang_rollout.http_server_engine"
 REWARDS, LORA = "reward models are not served", "adapters come as parts of a version, by POST /admin/weights"
-BUCKET = save({"a": np.ones((4, 4), np.float32), "b": np.ones(8, np.float32)})
 SAFETENSORS = SimpleNamespace(serialized_named_tensors=[BUCKET], load_format="safetensors", flush_cache=False)
 PICKLES = SimpleNamespace(serialized_named_tensors=[b"pickle"], load_format=None, flush_cache=True)
 ADAPTER = SimpleNamespace(serialized_named_tensors=[BUCKET], lora_name="verl", config_dict={})

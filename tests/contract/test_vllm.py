@@ -1,7 +1,7 @@
 """The names of vLLM that Hotswap leans on, in every release that it works with.
 
-The installed release is asked by its objects and by its sources, any other by its sources alone, which pip brings. A
-failure here after an upgrade names what moved; code asks `weightsync/vllm_engine/releases.py` for what is elsewhere.
+The installed release is asked by its sources, and so is any other, which pip brings. A failure here after an upgrade
+names what moved; code asks `weightsync/vllm_engine/releases.py` for what is elsewhere.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 from server import api
 from server.instance import openapi
 from server.instance.config import _INSTEAD
-from tests.contract.release import Installed, Release, Sources, has, imported
+from tests.contract.release import Sources, has, imported
 from tests.cpu import LIBRARIES, bf16_only
 from tests.packages import unpacked
 from weightsync import vllm_plugin
@@ -27,7 +27,6 @@ from weightsync.vllm_engine import VLLM_VERSIONS, releases
 from weightsync.vllm_engine.kernels import FLAGS, CpuKind, cpu_kind, loaded_library
 
 pytestmark = pytest.mark.engine
-OTHERS = [version for version in VLLM_VERSIONS if version != releases.release()]
 
 
 def installed_sources() -> Sources:
@@ -37,13 +36,13 @@ def installed_sources() -> Sources:
     return Sources(releases.release(), Path(spec.submodule_search_locations[0]).parent)
 
 
-@pytest.fixture(scope="module", params=["objects", "sources", *OTHERS])
-def vllm(request: pytest.FixtureRequest) -> Release:
-    if request.param == "objects":
-        return Installed(releases.release())
-    if request.param == "sources":
-        return installed_sources()
-    return Sources(request.param, unpacked("vllm", request.param))
+@pytest.fixture(scope="module", params=VLLM_VERSIONS)
+def vllm(request: pytest.FixtureRequest) -> Sources:
+    return (
+        installed_sources()
+        if request.param == releases.release()
+        else Sources(request.param, unpacked("vllm", request.param))
+    )
 
 
 def test_release() -> None:
@@ -83,7 +82,7 @@ def test_plugin_is_found_by_vllm() -> None:
     assert "hotswap" in WeightTransferEngineFactory._registry
 
 
-def test_every_imported_name(vllm: Release) -> None:
+def test_every_imported_name(vllm: Sources) -> None:
     moved = {f"{module}:{name}" for name, module in releases.MODULES[vllm.version].items()}
     in_tables = {openapi.PROTOCOL + route.answer for route in api.ROUTES if route.answer}
     names = moved | imported("vllm") | in_tables
@@ -91,7 +90,7 @@ def test_every_imported_name(vllm: Release) -> None:
     assert not [name for name in sorted(names) if not vllm.has(name)]
 
 
-def test_loading_and_processing(vllm: Release) -> None:
+def test_loading_and_processing(vllm: Sources) -> None:
     """What processing.py, placement.py and loader.py call or imitate."""
     loader, layers = "vllm.model_executor.model_loader", "vllm.model_executor.layers"
     has(vllm, loader, '"dummy": DummyModelLoader')
@@ -116,7 +115,7 @@ def test_loading_and_processing(vllm: Release) -> None:
     )  # Processing.process does these steps for one layer
 
 
-def test_processes(vllm: Release) -> None:
+def test_processes(vllm: Sources) -> None:
     """How vLLM starts its own (server/instance/fork_server.py)."""
     assert not vllm.parameters("vllm.utils.system_utils:get_mp_context")
     for module in ("v1.engine.utils", "v1.executor.multiproc_executor"):
@@ -125,7 +124,7 @@ def test_processes(vllm: Release) -> None:
     has(vllm, platform, '["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"', '"libgomp*.so*"', '"libtcmalloc_minimal*.so*"')
 
 
-def test_weight_transfer(vllm: Release) -> None:
+def test_weight_transfer(vllm: Sources) -> None:
     """The side of the workers (backend.py); that of trainers is not used."""
     base = "vllm.distributed.weight_transfer.base:WeightTransferEngine"
     for method, given in {
@@ -143,7 +142,7 @@ def test_weight_transfer(vllm: Release) -> None:
     has(vllm, "vllm.v1.worker.worker_base", "worker_extension_cls")
 
 
-def test_engine_core(vllm: Release) -> None:
+def test_engine_core(vllm: Sources) -> None:
     core, scheduler = "vllm.v1.engine.core:EngineCore", "vllm.v1.core.sched.scheduler:Scheduler"
     assert vllm.parameters(f"{core}._attach_weight_version") == ["self", "outputs"]
     assert vllm.parameters(f"{core}.preprocess_add_request") == ["self", "request"]
@@ -161,7 +160,7 @@ def test_engine_core(vllm: Release) -> None:
     has(vllm, f"{scheduler}.reset_prefix_cache", *steps)  # core.py does with one request what this does with all
 
 
-def test_kv_events(vllm: Release) -> None:
+def test_kv_events(vllm: Sources) -> None:
     scheduler, events = "vllm.v1.core.sched.scheduler:Scheduler", "vllm.distributed.kv_events"
     assert vllm.parameters(f"{scheduler}.add_request") == ["self", "request"]
     has(
@@ -191,7 +190,7 @@ def test_kv_events(vllm: Release) -> None:
     has(vllm, "vllm.engine.arg_utils", '"--kv-events-config"')
 
 
-def test_encoded_images(vllm: Release) -> None:
+def test_encoded_images(vllm: Sources) -> None:
     scheduler, managers = "vllm.v1.core.sched.scheduler:Scheduler", "vllm.v1.core.encoder_cache_manager"
     has(vllm, f"{scheduler}.__init__", "self.encoder_cache_manager = ")
     has(vllm, scheduler, "free_encoder_mm_hashes=self.encoder_cache_manager.get_freed_mm_hashes()")
@@ -201,7 +200,7 @@ def test_encoded_images(vllm: Release) -> None:
     assert "self.cached" not in vllm.source(f"{managers}:EncoderDecoderCacheManager")
 
 
-def test_zeroed_blocks(vllm: Release) -> None:
+def test_zeroed_blocks(vllm: Sources) -> None:
     scheduler = "vllm.v1.core.sched.scheduler:Scheduler"
     assert vllm.parameters(f"{scheduler}._get_new_block_ids_to_zero") == ["self"]
     has(vllm, scheduler, "new_block_ids_to_zero=self._get_new_block_ids_to_zero()", "self.needs_kv_cache_zeroing = ")
@@ -217,7 +216,7 @@ def test_zeroed_blocks(vllm: Release) -> None:
     )
 
 
-def test_requests_and_outputs(vllm: Release) -> None:
+def test_requests_and_outputs(vllm: Sources) -> None:
     processor = "vllm.v1.engine.output_processor"
     assert {"version", "start", "end"} <= vllm.attributes("vllm.outputs:WeightVersionSpan")
     assert vllm.parameters(f"{processor}:RequestState._weight_version_spans") == ["self"]
@@ -242,7 +241,7 @@ def test_requests_and_outputs(vllm: Release) -> None:
     has(vllm, hasher, "len(request.block_hashes) * ", "request.num_tokens")
 
 
-def test_model_building(vllm: Release) -> None:
+def test_model_building(vllm: Sources) -> None:
     layers = "vllm.model_executor.layers"
     has(vllm, f"{layers}.rotary_embedding", "_ROPE_DICT: dict")
     assert {"vllm_config", "model_config"} <= set(
@@ -259,7 +258,7 @@ def test_model_building(vllm: Release) -> None:
     assert {"_TP", "_PP"} <= vllm.attributes("vllm.distributed.parallel_state")
 
 
-def test_linear_kernels(vllm: Release) -> None:
+def test_linear_kernels(vllm: Sources) -> None:
     ops, utils = "vllm._custom_ops", "vllm.model_executor.layers.utils"
     assert vllm.parameters(f"{ops}:weight_packed_linear_cpu") == ["x", "packed_weight", "n", "bias"]
     assert vllm.parameters(f"{ops}:create_onednn_mm")[:2] == ["weight", "primitive_cache_size"]
@@ -268,7 +267,7 @@ def test_linear_kernels(vllm: Release) -> None:
     assert source.index("check_cpu_sgl_kernel(N, K, dtype)") < source.index("create_onednn_mm(origin_weight.t(), 32)")
 
 
-def test_seeds(vllm: Release) -> None:
+def test_seeds(vllm: Sources) -> None:
     runner = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
     assert vllm.parameters(f"{runner}._sample")[:2] == ["self", "logits"]
     has(vllm, runner, "self._sample(", "self._bookkeeping_sync(", "self.discard_request_mask = ")
@@ -276,7 +275,7 @@ def test_seeds(vllm: Release) -> None:
     has(vllm, f"{runner}._bookkeeping_sync", *steps, "gen.set_offset(gen.get_offset() - 4)")
 
 
-def test_recorded_routing(vllm: Release) -> None:
+def test_recorded_routing(vllm: Sources) -> None:
     """What routing.py feeds on a CPU, and what it tells vLLM's recorder of commits."""
     package, runner = "vllm.distributed.aux_output_connector", "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
     has(
@@ -320,7 +319,7 @@ def test_recorded_routing(vllm: Release) -> None:
     assert "routed_experts" in vllm.attributes("vllm.outputs:CompletionOutput")
 
 
-def test_serving(vllm: Release) -> None:
+def test_serving(vllm: Sources) -> None:
     launchers, client = "vllm.entrypoints.launchers", "vllm.v1.engine.core_client"
     assert vllm.parameters(f"{launchers}.app:build_app")[:3] == ["args", "supported_tasks", "model_config"]
     state = f"{launchers}.api_server.app_state:init_app_state"
@@ -343,7 +342,7 @@ def test_serving(vllm: Release) -> None:
     has(vllm, "vllm.entrypoints.openai.chat_completion.serving", "self.parser_cls = ")
 
 
-def test_bounds_of_requests(vllm: Release) -> None:
+def test_bounds_of_requests(vllm: Sources) -> None:
     renderer = "vllm.renderers.base:BaseRenderer"
     assert vllm.parameters(f"{renderer}.tokenize_prompt_async") == ["self", "prompt", "params"]
     assert vllm.parameters(f"{renderer}.render_cmpl_async")[:2] == ["self", "prompts"]
@@ -357,7 +356,7 @@ def test_bounds_of_requests(vllm: Release) -> None:
         assert vllm.parameters(f"vllm.connections:HTTPConnection.{method}") == ["self"]
 
 
-def test_structured_output(vllm: Release) -> None:
+def test_structured_output(vllm: Sources) -> None:
     output = "vllm.v1.structured_output"
     manager = f"{output}:StructuredOutputManager"
     assert vllm.parameters(f"{manager}.grammar_init") == ["self", "request"]
@@ -378,7 +377,7 @@ def test_structured_output(vllm: Release) -> None:
     assert vllm.parameters(parser) == ["self", "request"]
 
 
-def test_refused_options(vllm: Release) -> None:
+def test_refused_options(vllm: Sources) -> None:
     """An option that has another name would not be refused."""
     command_line = vllm.source(releases.MODULES[vllm.version]["make_arg_parser"])
     options = command_line + vllm.source("vllm.engine.arg_utils")
@@ -386,7 +385,7 @@ def test_refused_options(vllm: Release) -> None:
     assert not missing
 
 
-def test_draft_models(vllm: Release) -> None:
+def test_draft_models(vllm: Sources) -> None:
     proposer = "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer"
     assert vllm.parameters(f"{proposer}._create_draft_vllm_config") == ["self"]
     interface = vllm.source("vllm.model_executor.models.interfaces:SupportsEagleBase")
@@ -399,7 +398,7 @@ def test_draft_models(vllm: Release) -> None:
     has(vllm, "vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_draft_model", '"drafter"')
 
 
-def test_draft_models_of_the_second_model_runner(vllm: Release) -> None:
+def test_draft_models_of_the_second_model_runner(vllm: Sources) -> None:
     """The one that GPUs take. Only one kind of draft has a configuration of its own there."""
     package = "vllm.v1.worker.gpu"
     speculator = f"{package}.spec_decode.speculator:DraftModelSpeculator"
@@ -410,7 +409,7 @@ def test_draft_models_of_the_second_model_runner(vllm: Release) -> None:
     has(vllm, f"{package}.spec_decode.eagle.utils:load_eagle_model", "speculative_config.apply_draft_overrides(")
 
 
-def test_device_memory_is_taken_before_the_kv_cache(vllm: Release) -> None:
+def test_device_memory_is_taken_before_the_kv_cache(vllm: Sources) -> None:
     """The engine is made when the model is loaded; all that is gone from the device since then is not for the cache."""
     worker = "vllm.v1.worker.gpu_worker:Worker"
     has(vllm, f"{worker}.load_model", "WeightTransferEngineFactory.create_engine(")
@@ -423,7 +422,7 @@ def test_device_memory_is_taken_before_the_kv_cache(vllm: Release) -> None:
     has(vllm, "vllm.config.model:ModelConfig", "enable_cumem_allocator: bool")
 
 
-def test_adapters(vllm: Release) -> None:
+def test_adapters(vllm: Sources) -> None:
     lora = "vllm.lora"
     worker = f"{lora}.worker_manager:LRUCacheWorkerLoRAManager"
     assert vllm.parameters(f"{worker}._load_adapter") == ["self", "lora_request"]
@@ -460,7 +459,7 @@ def test_adapters(vllm: Release) -> None:
     has(vllm, "vllm.entrypoints.openai.models.serving:OpenAIServingModels.__init__", "self.lora_requests: dict")
 
 
-def test_requests_ended_by_commits(vllm: Release) -> None:
+def test_requests_ended_by_commits(vllm: Sources) -> None:
     core = "vllm.v1.engine.core:EngineCoreProc"
     ended = ["self", "req_ids", "client_index"]
     assert vllm.parameters(f"{core}._send_abort_outputs_to_client") == ended
@@ -470,7 +469,7 @@ def test_requests_ended_by_commits(vllm: Release) -> None:
     assert "extra_kwargs" in vllm.attributes("vllm.pooling_params:PoolingParams")
 
 
-def test_what_only_some_releases_have(vllm: Release) -> None:
+def test_what_only_some_releases_have(vllm: Sources) -> None:
     """From 0.33 on vLLM gives its spans on request (provenance.py), and refuses requests in pauses of other modes."""
     new = vllm.version != "0.32.0"
     for route in ("chat_completion.protocol:ChatCompletionRequest", "completion.protocol:CompletionRequest"):
@@ -480,18 +479,18 @@ def test_what_only_some_releases_have(vllm: Release) -> None:
         has(vllm, "vllm.v1.engine.core:EngineCoreProc.pause_generation", 'self.reject_new_requests = mode != "keep"')
 
 
-def test_objects_and_sources_agree() -> None:
-    """The two ways to ask, of what both can see."""
-    objects, sources = Installed(releases.release()), installed_sources()
-    function = "vllm.lora.model_manager:LRUCacheLoRAModelManager._create_merged_loras_inplace"  # of the base
-    assert objects.parameters(function) == sources.parameters(function)
-    assert inspect.cleandoc(objects.source(function)) == inspect.cleandoc(sources.source(function))
-    for release in (objects, sources):
-        assert release.has("vllm:SamplingParams")  # imported on demand
-        for name in ("vllm.nowhere:x", "vllm.outputs:Nothing", "vllm.outputs:CompletionOutput.nothing"):
-            assert not release.has(name)
-            with pytest.raises(LookupError):
-                release.source(name)
+def test_sources_say_what_the_objects_are() -> None:
+    from vllm.lora.model_manager import LRUCacheLoRAModelManager
+
+    sources, found = installed_sources(), LRUCacheLoRAModelManager._create_merged_loras_inplace
+    name = "vllm.lora.model_manager:LRUCacheLoRAModelManager._create_merged_loras_inplace"  # of the base
+    assert sources.parameters(name) == list(inspect.signature(found).parameters)
+    assert inspect.cleandoc(sources.source(name)) == inspect.cleandoc(inspect.getsource(found))
+    assert sources.has("vllm:SamplingParams")  # imported on demand
+    for name in ("vllm.nowhere:x", "vllm.outputs:Nothing", "vllm.outputs:CompletionOutput.nothing"):
+        assert not sources.has(name)
+        with pytest.raises(LookupError):
+            sources.source(name)
 
 
 def test_names_of_this_build() -> None:

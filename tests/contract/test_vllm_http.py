@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import requests
 
 from tests.contract import stubs
-from tests.contract.conftest import Served, calls
+from tests.contract.conftest import BUCKET, Served, calls
 from tests.contract.routes import answered, declared
 from tests.packages import unpacked
 from tests.server.gateway.admin.test_admin import checkpoint
@@ -78,7 +79,7 @@ def test_its_client_of_weights(kind: Any, served: Served, tmp_path: Path) -> Non
     client.finish_weight_update("12")
     assert served.toy.committed[-1] == before + 1
     client.start_weight_update()
-    client.update_weights([{"checkpoint_path": checkpoint(tmp_path / "two")}])
+    client.update_weights([{"safetensors": base64.b64encode(BUCKET).decode()}])
     client.finish_weight_update()
     assert served.toy.committed[-1] == before + 2
     with pytest.raises(requests.HTTPError) as refused:

@@ -1,4 +1,5 @@
-"""Trainers of other systems against a real engine: their own clients and payloads, swapped in under a stream."""
+"""Trainers of other systems against a real engine: their payloads, swapped in under a stream. tests/contract has their
+clients, TRL's with a real engine too."""
 
 from __future__ import annotations
 
@@ -37,31 +38,6 @@ def buckets(directory: Path, number: int) -> list[str]:
     items = sorted(load_file(directory / "model.safetensors").items())
     parts = [dict(items[i::number]) for i in range(number)]
     return [base64.b64encode(save(part)).decode() for part in parts]
-
-
-def test_vllms_own_client_drives_the_four_phases(live: LiveServer, checkpoints: dict[str, Path]) -> None:
-    """vllm/distributed/weight_transfer/clients.py, HTTPVLLMWeightSyncClient, with the key in its base URL."""
-    from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
-
-    live.push(checkpoints["say-0"])
-    key = live.processes.admin_key
-    client = HTTPVLLMWeightSyncClient(live.processes.admin_url.replace("http://", f"http://:{key}@"))
-    with streaming(live) as seen:
-        wait_until(lambda: saw(seen, 100))
-        client.init_weight_transfer_engine({})
-        client.start_weight_update()
-        client.update_weights({"checkpoint_path": str(checkpoints["say-1"])})
-        client.finish_weight_update("12")
-        assert live.generate([5], 2)["choices"][0]["token_ids"] == [101, 101], "finish answers when it serves"
-        wait_until(lambda: saw(seen, 101))
-
-        client.start_weight_update()
-        for part in buckets(checkpoints["say-2"], 3):
-            client.update_weights([{"safetensors": part}])
-        client.finish_weight_update(None)
-        assert live.generate([5], 2)["choices"][0]["token_ids"] == [102, 102]
-        wait_until(lambda: saw(seen, 102))
-        client.shutdown_weight_transfer_engine()
 
 
 def test_sglangs_payloads(live: LiveServer, checkpoints: dict[str, Path]) -> None:
