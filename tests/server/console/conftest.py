@@ -15,7 +15,7 @@ from tests.server.gateway.harness import RunningGateway, running_gateway
 from tests.server.gateway.upstream import upstream
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def browser() -> AsyncIterator[Browser]:
     async with chromium() as running:
         yield running
@@ -27,7 +27,7 @@ def gateway(tmp_path: Path) -> Iterator[RunningGateway]:
         yield running
 
 
-@pytest_asyncio.fixture(loop_scope="module")
+@pytest_asyncio.fixture(loop_scope="session")
 async def script(gateway: RunningGateway) -> AsyncIterator[Script]:
     script = Script()
     async with upstream(script) as instance:
@@ -35,14 +35,14 @@ async def script(gateway: RunningGateway) -> AsyncIterator[Script]:
         yield script
 
 
-@pytest_asyncio.fixture(loop_scope="module")
+@pytest_asyncio.fixture(loop_scope="session")
 async def public(browser: Browser, gateway: RunningGateway, script: Script) -> AsyncIterator[Watched]:
     async with watched(browser, f"{gateway.url}/console") as page:
         yield page
         page.check()
 
 
-@pytest_asyncio.fixture(loop_scope="module")
+@pytest_asyncio.fixture(loop_scope="session")
 async def console(browser: Browser, gateway: RunningGateway, script: Script) -> AsyncIterator[Watched]:
     """The admin port's page, the key typed in."""
     async with watched(browser, admin_page(gateway)) as page:

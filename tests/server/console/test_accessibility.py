@@ -15,7 +15,7 @@ from tests.server.console.play import MARKUP, Script, admin_page, answered, ask,
 from tests.server.gateway.harness import ADMIN_KEY, KEYS, RunningGateway
 from weightsync.control.records import FlipRecord, PastSwapRecord
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.broad]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.broad]
 
 
 @pytest.fixture(scope="module")

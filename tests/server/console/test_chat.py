@@ -14,7 +14,7 @@ from tests.server.console.browser import Watched, watched
 from tests.server.console.play import MARKUP, Script, answered, ask
 from tests.server.gateway.harness import MODEL, running_gateway
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 async def test_an_answer_streams_with_its_version_and_its_times(public: Watched, script: Script) -> None:

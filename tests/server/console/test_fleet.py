@@ -25,7 +25,7 @@ from weightsync.control.records import (
     SwapRecord,
 )
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 async def test_the_fleet_is_shown_and_follows(console: Watched, gateway: RunningGateway, script: Script) -> None:

@@ -1,7 +1,8 @@
-"""A page of another origin asks the gateway, in a real browser: what it may read, and what foreign pages may not do."""
+"""What a page may do: with the admin key or without it, for the model that is chosen, and from another origin."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,10 +12,82 @@ import orjson
 import pytest
 from playwright.async_api import Browser, Page
 
-from tests.server.gateway.harness import RunningGateway, new_key, running_gateway
+from tests.server.console.browser import Watched, watched
+from tests.server.console.play import Script, admin_page, sign_in
+from tests.server.gateway.harness import ADMIN_KEY, RunningGateway, new_key, running_gateway
 from tests.server.gateway.upstream import Link, Received, Upstream, upstream
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+# the admin key: where it goes, and where it never stays
+
+
+async def test_the_key_travels_in_a_header_and_is_forgotten_with_the_page(console: Watched) -> None:
+    asked = [r for r in console.requests if "/admin/" in r.url]
+    assert asked
+    for request in asked:
+        assert (await request.all_headers())["authorization"] == f"Bearer {ADMIN_KEY}"
+        assert "cookie" not in await request.all_headers()
+    assert all(ADMIN_KEY not in request.url for request in console.requests)
+    kept = "[...Object.values(localStorage), ...Object.values(sessionStorage), document.cookie].join()"
+    assert ADMIN_KEY not in await console.page.evaluate(kept)
+    assert await console.page.get_by_label("Admin key").input_value() == ""
+    await console.page.reload()
+    await console.wait_text("#key-message", "Type the admin key")
+
+
+async def test_the_key_is_kept_for_the_tab_if_so_wished_until_it_is_forgotten(console: Watched) -> None:
+    await console.page.get_by_label("keep it for this tab").check()
+    await sign_in(console)
+    await console.page.reload()
+    await console.wait_text("#key-message", "The key works.")
+    await console.page.get_by_role("button", name="Forget key").click()
+    await console.wait_text("#key-message", "Type the admin key")
+    await console.wait_text("#instances", "No instance")  # nothing it showed is left
+    assert await console.page.evaluate("sessionStorage.length") == 0
+
+
+async def test_a_wrong_key_shows_nothing_and_is_not_sent_again(browser: Browser, gateway: RunningGateway) -> None:
+    async with watched(browser, admin_page(gateway)) as page:
+        await page.page.get_by_label("Admin key").fill("wrong-wrong-wrong-wrong")
+        await page.page.keyboard.press("Enter")
+        await page.wait_text("#key-message", "[401 invalid_api_key]")
+        await page.page.wait_for_timeout(500)  # two more rounds would have come by now
+        asked = [r.url for r in page.requests if "/admin/" in r.url]
+        assert asked
+        assert len(asked) == len(set(asked)), "one round: each panel has asked once"
+        assert await page.page.locator("#instances tbody tr").count() == 1
+        assert "No instance" in await page.text("#instances")
+        page.check()
+
+
+# the model that is chosen
+
+
+async def test_a_model_is_chosen(browser: Browser, tmp_path: Path) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text("models: [{name: small}, {name: big}]\n")
+    script = Script()
+    async with upstream(script) as up:
+        with running_gateway(tmp_path, model="", models=file, run_coordinator=False) as gateway:
+            await asyncio.to_thread(gateway.register, up, "of-small", model="small")
+            await asyncio.to_thread(gateway.register, up, "of-big", model="big")
+            async with watched(browser, admin_page(gateway)) as page:
+                await sign_in(page)
+                await page.wait_text("#instances", "of-small")
+                assert "of-big" not in await page.text("#instances")
+                await page.page.select_option("#model-choice", "big")
+                await page.wait_text("#instances", "of-big")
+                assert "of-small" not in await page.text("#instances")
+                await page.page.fill("#question", "hello")
+                await page.page.click("#send")
+                await page.wait_text("#chat-log", "Hello there.")
+                assert script.bodies[-1]["model"] == "big"
+                page.check()
+
+
+# pages of other origins
 
 ASK = """async ([url, key, path, body]) => {
   const headers = {"content-type": "application/json"};
