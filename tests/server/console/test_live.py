@@ -14,16 +14,10 @@ from playwright.async_api import Browser, expect
 from playwright.async_api import TimeoutError as PlaywrightTimeout
 
 from tests.live import LiveServer
-from tests.server.console.browser import TIMEOUT_MS, Watched, chromium, watched
+from tests.server.console.browser import TIMEOUT_MS, Watched, watched
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session")]
 LONG = "900"  # tokens: long enough for a swap to come in the middle
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def browser() -> AsyncIterator[Browser]:
-    async with chromium() as running:
-        yield running
 
 
 @pytest_asyncio.fixture(loop_scope="session")
