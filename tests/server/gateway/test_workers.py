@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -172,9 +173,17 @@ def test_a_worker_that_dies_for_days_is_started_anew_all_the_same() -> None:
 class Workers:
     """A gateway of two workers in front of the benchmark's upstream."""
 
+    directory: Path
     port: int
     admin: int
     supervisor: subprocess.Popen[bytes]
+
+    def add_key(self, key: str, **fields: Any) -> dict[str, str]:
+        """The header with a new key, known to both workers."""
+        put_key(self.directory, key, **fields)
+        headers, url = {"authorization": f"Bearer {key}"}, f"http://127.0.0.1:{self.port}/v1/models"
+        wait_until(lambda: all(httpx.get(url, headers=headers, timeout=60).status_code == 200 for _ in range(16)))
+        return headers
 
     @property
     def pids(self) -> list[int]:
@@ -193,6 +202,12 @@ class Workers:
         return {dict(labels)["worker"] for name, labels, _ in self.metrics() if name == "process_start_time_seconds"}
 
 
+def put_key(directory: Path, key: str, **fields: Any) -> None:
+    record = KeyRecord(key, key, digest_of(key), (INFER,), time.time(), **fields)
+    with contextlib.closing(SyncStore(f"sqlite://{directory}/store.db")) as store:
+        store.put(KEYS_PREFIX + record.id, record.to_json())
+
+
 def is_worker(pid: int) -> bool:
     try:
         return b"server.gateway" in Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -200,15 +215,23 @@ def is_worker(pid: int) -> bool:
         return False
 
 
-@pytest.fixture
-def workers(tmp_path: Path) -> Iterator[Workers]:
+@contextlib.contextmanager
+def two_workers(directory: Path) -> Iterator[Workers]:
     upstream, port, admin = free_port(), free_port(), free_port()
-    command = [*hotswap(BenchPlace(port, upstream, tmp_path)), "--workers", "2", "--admin-port", str(admin)]
-    mock = running([str(compiled("upstream")), str(upstream)], tmp_path / "upstream.log")
-    with mock, running(command, tmp_path / "log") as supervisor:
-        found = Workers(port, admin, supervisor)
+    command = [*hotswap(BenchPlace(port, upstream, directory)), "--workers", "2", "--admin-port", str(admin)]
+    put_key(directory, KEY)
+    mock = running([str(compiled("upstream")), str(upstream)], directory / "upstream.log")
+    with mock, running(command, directory / "log") as supervisor:
+        found = Workers(directory, port, admin, supervisor)
         wait_until(lambda: answers(port))
         wait_until(lambda: found.scraped() == {"0", "1"})
+        yield found
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
+    """For tests that leave two workers behind; a new one in the place of a killed one will do."""
+    with two_workers(tmp_path_factory.mktemp("workers")) as found:
         yield found
 
 
@@ -216,17 +239,20 @@ def test_a_scrape_of_any_worker_shows_all(workers: Workers) -> None:
     before = sum(workers.answered().values())
     for _ in range(20):
         assert answers(workers.port)  # on a connection of its own, so that either may get it
-    wait_until(lambda: sum(workers.answered().values()) == before + 20)  # a page may be a second old
-    counts = [workers.answered() for _ in range(6)]
-    assert all(count == counts[0] for count in counts)
+
+    def all_is_shown() -> bool:
+        counts = [workers.answered() for _ in range(6)]
+        return sum(counts[0].values()) >= before + 20 and all(count == counts[0] for count in counts)
+
+    wait_until(all_is_shown)  # a page may be a second old
 
 
 def test_a_killed_worker_comes_back_and_the_others_go_on(workers: Workers, tmp_path: Path) -> None:
     before = workers.pids
     assert len(before) == 2
     (tmp_path / "body").write_bytes(body())
-    # 8 connections for 3 s; a connection that is refused would end the client with an error.
-    options = [workers.port, 8, 0, 3, 0, tmp_path / "body", KEY]
+    # 8 connections for 2 s; a connection that is refused would end the client with an error.
+    options = [workers.port, 8, 0, 2, 0, tmp_path / "body", KEY]
     client = subprocess.Popen([compiled("client"), *map(str, options)], stdout=subprocess.PIPE)
     wait_until(lambda: sum(workers.answered().values()) > 20)
     os.kill(before[0], signal.SIGKILL)
@@ -264,84 +290,67 @@ async def test_the_sdks_own_retries_are_enough_when_a_worker_is_killed(workers: 
     wait_until(lambda: len(workers.pids) == 2)
 
 
-def test_stopping_drains_every_worker(workers: Workers) -> None:
-    ask = body(stream=True, max_tokens=40, seed=20)
-    head = (
-        b"POST /v1/chat/completions HTTP/1.1\r\nhost: t\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-    )
-    with contextlib.ExitStack() as stack:
+def test_workers_end_with_a_killed_supervisor(tmp_path: Path) -> None:
+    with two_workers(tmp_path) as workers:
+        pids = workers.pids
+        workers.supervisor.kill()
+        wait_until(lambda: not any(is_worker(pid) for pid in pids))
+
+
+def test_the_admin_port_is_one_workers_own(workers: Workers) -> None:
+    headers = {"authorization": f"Bearer {(workers.directory / 'admin.key').read_text().strip()}"}
+    for _ in range(6):
+        answer = httpx.get(f"http://127.0.0.1:{workers.admin}/admin/weights", headers=headers, timeout=60)
+        assert answer.json()["model"] == "mock"
+    refused = httpx.get(f"http://127.0.0.1:{workers.port}/admin/weights", headers=headers, timeout=60)
+    assert refused.status_code == 404
+
+
+def test_a_limit_holds_over_all_workers(workers: Workers) -> None:
+    headers = workers.add_key("a-key-with-a-limit", limits=KeyLimits(requests_per_min=30))
+    url = f"http://127.0.0.1:{workers.port}/v1/chat/completions"
+    # Each on a connection of its own.
+    statuses = [httpx.post(url, content=body(), headers=headers, timeout=60).status_code for _ in range(90)]
+    assert set(statuses) == {200, 429}
+    assert statuses.count(200) <= 30
+
+
+def test_feedback_reaches_the_worker_that_answered_and_stopping_drains_both(tmp_path: Path) -> None:
+    with two_workers(tmp_path) as workers, contextlib.ExitStack() as stack:
+        headers, url = workers.add_key("a-key-to-collect", collect=True), f"http://127.0.0.1:{workers.port}/v1"
+        taken = []
+        for number in range(16):  # each request on a connection of its own, so that either worker may get it
+            named = headers | {"x-request-id": f"r{number}"}
+            httpx.post(f"{url}/chat/completions", content=body(), headers=named, timeout=60).raise_for_status()
+            rating = {"id": f"r{number}", "rating": "up"}
+            said = httpx.post(f"{url}/feedback", json=rating, headers=headers, timeout=60)
+            assert said.status_code == 200, said.text
+            taken.append(said.json()["gateway"])
+        assert set(taken) == {"this", "another"}
+        rating = {"id": "nobody's", "rating": "up"}
+        missing = httpx.post(f"{url}/feedback", json=rating, headers=headers, timeout=60)
+        assert (missing.status_code, missing.json()["error"]["code"]) == (404, "unknown_answer")
+
+        ask = body(stream=True, max_tokens=40, seed=20)
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: t\r\nauthorization: {headers['authorization']}\r\n"
+        head += f"content-type: application/json\r\ncontent-length: {len(ask)}\r\n"
         links = [stack.enter_context(socket.create_connection(("127.0.0.1", workers.port), 60)) for _ in range(8)]
         streams = [link.makefile("rb") for link in links]
-        for link, stream in zip(links, streams, strict=True):
-            link.sendall(head % len(ask) + ask)
+        for number, (link, stream) in enumerate(zip(links, streams, strict=True)):
+            link.sendall(f"{head}x-request-id: s{number}\r\n\r\n".encode() + ask)
             while not stream.readline().startswith(b"data: "):
                 pass
         pids = workers.pids
         workers.supervisor.send_signal(signal.SIGTERM)
         assert all(stream.read().endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") for stream in streams)
-    assert workers.supervisor.wait(60) == 0
-    assert not any(is_worker(pid) for pid in pids)
-
-
-def test_workers_end_with_a_killed_supervisor(workers: Workers) -> None:
-    pids = workers.pids
-    workers.supervisor.kill()
-    wait_until(lambda: not any(is_worker(pid) for pid in pids))
-
-
-def test_the_admin_port_is_one_workers_own(workers: Workers, tmp_path: Path) -> None:
-    key = (tmp_path / "admin.key").read_text().strip()
-    for _ in range(6):
-        answer = httpx.get(
-            f"http://127.0.0.1:{workers.admin}/admin/weights", headers={"authorization": f"Bearer {key}"}, timeout=60
-        )
-        assert answer.json()["model"] == "mock"
-    refused = httpx.get(
-        f"http://127.0.0.1:{workers.port}/admin/weights", headers={"authorization": f"Bearer {key}"}, timeout=60
-    )
-    assert refused.status_code == 404
-
-
-def test_a_limit_holds_over_all_workers(workers: Workers, tmp_path: Path) -> None:
-    record = KeyRecord("k1", "k", digest_of(KEY), (INFER,), time.time(), limits=KeyLimits(requests_per_min=30))
-    with contextlib.closing(SyncStore(f"sqlite://{tmp_path}/store.db")) as store:
-        store.put(KEYS_PREFIX + record.id, record.to_json())
-    wait_until(lambda: all(ask(workers.port, "no-key-of-theirs") == 401 for _ in range(8)))
-    statuses = [ask(workers.port, KEY) for _ in range(90)]  # each on a connection of its own
-    assert set(statuses) == {200, 429}
-    assert statuses.count(200) <= 30
-
-
-def ask(port: int, key: str) -> int:
-    url = f"http://127.0.0.1:{port}/v1/chat/completions"
-    return httpx.post(url, content=body(), headers={"authorization": f"Bearer {key}"}, timeout=60).status_code
-
-
-def test_feedback_reaches_the_worker_that_answered(workers: Workers, tmp_path: Path) -> None:
-    record = KeyRecord("k1", "k", digest_of(KEY), (INFER,), time.time(), collect=True)
-    with contextlib.closing(SyncStore(f"sqlite://{tmp_path}/store.db")) as store:
-        store.put(KEYS_PREFIX + record.id, record.to_json())
-    wait_until(lambda: all(ask(workers.port, "no-key-of-theirs") == 401 for _ in range(8)))
-    headers, url = {"authorization": f"Bearer {KEY}"}, f"http://127.0.0.1:{workers.port}/v1"
-    taken = []
-    for number in range(16):  # each request on a connection of its own, so that either worker may get it
-        named = headers | {"x-request-id": f"r{number}"}
-        httpx.post(f"{url}/chat/completions", content=body(), headers=named, timeout=60).raise_for_status()
-        said = httpx.post(f"{url}/feedback", json={"id": f"r{number}", "rating": "up"}, headers=headers, timeout=60)
-        assert said.status_code == 200, said.text
-        taken.append(said.json()["gateway"])
-    assert set(taken) == {"this", "another"}
-    missing = httpx.post(f"{url}/feedback", json={"id": "nobody's", "rating": "up"}, headers=headers, timeout=60)
-    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "unknown_answer")
-    workers.supervisor.send_signal(signal.SIGTERM)
-    assert workers.supervisor.wait(60) == 0  # and closes its segments
+        assert workers.supervisor.wait(60) == 0  # and closes its segments
+        assert not any(is_worker(pid) for pid in pids)
     lines = [line for path in (tmp_path / "answers").glob("*.jsonl") for line in path.read_bytes().splitlines()]
     kept = [orjson.loads(line) for line in lines]
-    for kind, request_ids in (
-        ("answer", [one["about"]["request_id"] for one in kept if one["record"] == "answer"]),
-        ("feedback", [one["request_id"] for one in kept if one["record"] == "feedback"]),
-    ):
-        assert sorted(request_ids) == sorted(f"r{number}" for number in range(16)), kind
+    rated = {f"r{number}" for number in range(16)}
+    answered = sorted(one["about"]["request_id"] for one in kept if one["record"] == "answer")
+    assert answered == sorted(rated | {f"s{number}" for number in range(8)})
+    assert sorted(one["request_id"] for one in kept if one["record"] == "feedback") == sorted(rated)
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.broad)])
