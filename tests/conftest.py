@@ -64,7 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(cpu)
     config.pluginmanager.register(starts)
     if config.getoption("numprocesses", None):
-        for kind in (warm.ENGINES, warm.TRAINERS):
+        for kind in (warm.ENGINES, warm.TRAINERS, warm.SYNC):
             warm.shared(kind)  # by all workers
 
 

@@ -1,11 +1,11 @@
 """Processes forked from one that has imported their libraries once, which saves each its imports.
 
-There are three such warm processes, which all workers share: ENGINES has vLLM, TRAINERS has Megatron-Core, PEERS has
-what `python -m weightsync.peer` imports. (BARE has nothing: test_warm.py starts one to see what becomes of orders.)
-`install()` has every `hotswap instance` that this process starts (server/up/processes.py) forked from the first. A
-forked process is a process of its own as it is otherwise: a group, a log, an environment and descriptors of its own,
-killed with this process. Two things are not as they are otherwise: the libraries that an instance begins with are not
-loaded (server/instance/fork_server.py), and OMP_NUM_THREADS is that of this process.
+There are three such warm processes, which all workers share: ENGINES has vLLM, TRAINERS has Megatron-Core, SYNC has
+what peers and processes that publish import of weightsync. (BARE has nothing: test_warm.py starts one to see what
+becomes of orders.) `install()` has every `hotswap instance` that this process starts (server/up/processes.py) forked
+from the first. A forked process is a process of its own as it is otherwise: a group, a log, an environment and
+descriptors of its own, killed with this process. Two things are not as they are otherwise: the libraries that an
+instance begins with are not loaded (server/instance/fork_server.py), and OMP_NUM_THREADS is that of this process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import setproctitle
 from server.up import processes
 from tests.started.sitecustomize import TEST
 
-ENGINES, TRAINERS, PEERS, BARE = "engines", "trainers", "peers", "bare"
+ENGINES, TRAINERS, SYNC, BARE = "engines", "trainers", "sync", "bare"
 MODULES = {
     ENGINES: (
         "server.cli.app", "server.instance.engine", "server.instance.generate", "server.instance.grammars.guard",
@@ -53,7 +53,11 @@ MODULES = {
         "trainer.faults.supervision", "trainer.loop", "trainer.main", "trainer.api.finetuning.routes",
         "tests.trainer.cases",
     ),
-    PEERS: ("weightsync.peer.__main__", "weightsync.store.sqlite", "weightsync.transport.tcp"),
+    SYNC: (
+        "weightsync.format.delta", "weightsync.peer.__main__", "weightsync.peer.copies",
+        "weightsync.publish.checkpoint", "weightsync.publish.publisher", "weightsync.store.sqlite",
+        "weightsync.transport.tcp",
+    ),
     BARE: (),
 }  # fmt: skip
 MOST = 1 << 20

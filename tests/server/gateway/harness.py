@@ -20,11 +20,14 @@ from server.gateway import gateway as gateways
 from server.gateway.access import budgets
 from server.gateway.gateway import Gateway
 from server.gateway.main import bind, uvicorn_config
+from server.gateway.models import model
 from server.gateway.observe import metrics as pages
 from server.gateway.observe import webhooks
 from server.gateway.release import progress, runner
+from tests.server.gateway.pusher import WarmPusher
 from tests.server.gateway.upstream import Answer, Upstream, read_answer
 from tests.waiting import eventually, wait_until
+from tests.warm import SYNC, shared
 from weightsync.control.records import InstanceRecord, Keys
 from weightsync.store import SyncStore
 
@@ -32,6 +35,7 @@ MODEL = "toy"
 ADMIN_KEY = "admin-key-for-the-tests"
 KEYS = Keys(MODEL)
 
+model.Pusher = WarmPusher  # type: ignore[misc]
 pages.MOST_KEPT_S = 0.0  # a test that asks for metrics wants what has just happened
 # A gateway looks at files, deadlines, budgets and releases a few times a second; a test waits for each look.
 gateways.RELOAD_INTERVAL_S = gateways.SWEEP_INTERVAL_S = budgets.INTERVAL_S = 0.05
@@ -87,7 +91,7 @@ class RunningGateway:
             writer.write(raw)
             return await asyncio.wait_for(read_answer(reader), 10)
         finally:
-            writer.close()  # done by the loop, which a test may hold up next: it waits for the gateway, and that for this
+            writer.close()  # done by the loop, which a test may hold up next: waiting for the gateway, say
             await asyncio.sleep(0)
 
 
@@ -127,6 +131,7 @@ def running_gateway(directory: Path, **settings: Any) -> Iterator[RunningGateway
     config = GatewayConfig(**{"store": url, "model": MODEL, "port": 0, "admin_key": ADMIN_KEY, **settings})
     config, listeners = bind(config)
     server = uvicorn.Server(uvicorn_config(config))
+    shared(SYNC)  # which ends with the thread that has it started
     thread = threading.Thread(target=server.run, kwargs={"sockets": listeners}, name="gateway")
     thread.start()
     wait_until(lambda: server.started or not thread.is_alive())

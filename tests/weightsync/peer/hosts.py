@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.waiting import eventually, wait_until
-from tests.warm import PEERS, WarmProcess, warm
+from tests.warm import SYNC, WarmProcess, warm
 from weightsync import Publisher, SlotReader, Store, SyncStore
 from weightsync.control.hosts import local_path
 from weightsync.control.records import CopyRecord, InstanceRecord, Keys, VersionRecord
@@ -50,7 +50,7 @@ class Hosts:
         arguments = ["tests.weightsync.peer.hurried", "--model", self.model, "--transport", "tcp", "--lease-ttl", "2"]
         arguments += ["--chunk", str(CHUNK), "--read-timeout", "5", *map(str, options)]
         environment = {**os.environ, **self.environment(host), "OMP_NUM_THREADS": "1"}
-        self.peers[host] = warm(PEERS).start(arguments, environment, self._logs / f"{host}.log")
+        self.peers[host] = warm(SYNC).start(arguments, environment, self._logs / f"{host}.log")
         return self.peers[host]
 
     def kill(self, host: str) -> None:
