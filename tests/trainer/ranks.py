@@ -7,6 +7,7 @@ its case.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import selectors
@@ -28,14 +29,15 @@ _ENVIRONMENT = {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
 class Ranks:
     """Runs cases on `world` processes. Use as a context."""
 
-    def __init__(self, world: int, server: socket.socket | None = None) -> None:
+    def __init__(self, world: int, first: Ranks | None = None) -> None:
         self._world = world
-        self._server = server or _started()
+        self._server: socket.socket = first._server if first else _started()
         self._answers = self._server.makefile()
+        self._known: dict[str, list[Any]] = first._known if first else {}
 
     def sharing(self, world: int) -> Ranks:
         """Another number of processes, forked from the same one; ends with this."""
-        return Ranks(world, self._server)
+        return Ranks(world, self)
 
     def call(self, case: str, **arguments: Any) -> list[Any]:
         """Run a case on every rank; their results in rank order. Raises AssertionError with the traceback of the first
@@ -46,6 +48,13 @@ class Ranks:
             raise AssertionError(f"{case}: {answer['error']}")
         results: list[Any] = answer["results"]
         return results
+
+    def known(self, case: str, **arguments: Any) -> list[Any]:
+        """As `call`, for a case whose results depend on its arguments alone: it is run once in a session."""
+        key = json.dumps([self._world, case, arguments], sort_keys=True)
+        if key not in self._known:
+            self._known[key] = self.call(case, **arguments)
+        return copy.deepcopy(self._known[key])
 
     def __enter__(self) -> Ranks:
         return self

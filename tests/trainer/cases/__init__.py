@@ -57,6 +57,11 @@ def unsplit() -> None:
     _clear_sharding_prop_cache()  # which remembers these groups, and would give them to the next engine's DTensors
 
 
+def each(of: str, asked: list[dict[str, Any]]) -> list[Any]:
+    """A case with each of several arguments, one after the other in the same processes."""
+    return [globals()[of](**arguments) for arguments in asked]
+
+
 def logits(built: Engine, tokens: torch.Tensor) -> torch.Tensor | None:
     """[B, T, padded V] on the last pipeline stage."""
     mine = local_positions(tokens.shape[1], tokens.device)

@@ -150,11 +150,7 @@ def role_storages(path: str, dtype: str) -> dict[str, Any]:
         engine.step(_batch(engine.algorithm, 0))
         after = {name: sum(t.untyped_storage().nbytes() for t in ts) for name, ts in engine.storages().items()}
         every = [t.untyped_storage().data_ptr() for ts in engine.storages().values() for t in ts]
-        return {
-            "before": before,
-            "after": after,
-            "distinct": len(set(every)) == len(every),
-        }
+        return {"before": before, "after": after, "distinct": len(set(every)) == len(every)}
 
 
 def critic_steps(path: str, parallel: dict[str, Any], directory: str, resume: bool = False) -> list[dict[str, float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,7 @@ def packed_attention(segments: list[list[int]], groups: int, *, ragged: bool = F
     """Block-diagonal attention against a dense mask in float64: largest differences of output and gradients, and how
     many scores each computes. `ragged`: by the way of GPUs."""
     as_on_a_gpu = _ragged_on_cpu() if ragged else []
+    as_on_a_gpu.clear()
     generator = torch.Generator().manual_seed(0)
     ids = torch.tensor(segments)
     (rows, width), heads, size = ids.shape, 4, 8
@@ -73,9 +75,10 @@ def _dense(inputs: list[torch.Tensor], ids: torch.Tensor, scale: float) -> torch
     return (scores.softmax(-1) @ v).permute(2, 0, 1, 3).flatten(2) * (ids > 0).t()[..., None]
 
 
+@functools.cache
 def _ragged_on_cpu() -> list[int]:
-    """Let packed rows go the way that they go on a GPU, with a reference in place of torch's kernels. The list gets
-    the number of scores of each call. Not undone: a case has its own processes."""
+    """Let packed rows go the way that they go on a GPU, with a reference in place of torch's kernels. The list, the
+    same one each time, gets the number of scores of each call. Not undone: a case has its own processes."""
     scores: list[int] = []
 
     def pieces(query: Any, key: Any, value: Any, query_ends: Any, key_ends: Any, scale: float) -> Iterator[Any]:
@@ -122,6 +125,7 @@ def context_attention(segments: list[list[int]], groups: int, *, packed: bool, r
     from tests.trainer.cases import unsplit
 
     as_on_a_gpu = _ragged_on_cpu() if ragged else []
+    as_on_a_gpu.clear()
     split(ParallelConfig(context=dist.get_world_size()), 0)
     generator = torch.Generator().manual_seed(0)
     ids = torch.tensor(segments)

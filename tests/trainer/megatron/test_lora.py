@@ -91,12 +91,7 @@ def test_recomputed_layers_have_the_same_gradients(one_rank: Ranks, small_models
     ],
 )
 def test_an_adapter_and_its_optimizer_are_resumed(
-    one_rank: Ranks,
-    models: dict[str, str],
-    tmp_path: Path,
-    model: str,
-    saved: dict[str, Any],
-    resumed: dict[str, Any],
+    one_rank: Ranks, models: dict[str, str], tmp_path: Path, model: str, saved: dict[str, Any], resumed: dict[str, Any]
 ) -> None:
     common: dict[str, Any] = {"path": models[model], "save_at": 2, "directory": str(tmp_path), "lora": LORA, **HARD}
     first, second = one_rank.sharing(2 if saved else 1), one_rank.sharing(2 if resumed else 1)

@@ -34,33 +34,31 @@ ONLY: list[tuple[str, dict[str, Any], list[str]]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def serial(one_rank: Ranks, models: dict[str, str]) -> dict[str, Any]:
-    """What one rank computes, by model."""
-    arguments: dict[str, Any] = {"parallel": {}, "lora": LORA, **HARD}
-    found = {name: one_rank.call("losses", path=path, **arguments)[0] for name, path in models.items()}
-    assert all(losses[-1] != losses[0] for losses in found.values())
-    return found
+def alone(one_rank: Ranks, path: str, lora: dict[str, Any] = LORA) -> list[list[float]]:
+    """What one rank computes."""
+    losses: list[list[float]] = one_rank.known("losses", path=path, parallel={}, lora=lora, **HARD)[0]
+    assert losses[-1] != losses[0]
+    return losses
 
 
 @pytest.mark.sample(5)
 @pytest.mark.parametrize(("model", "parallel"), TWO, ids=named(TWO))
 def test_two_ranks_train_an_adapter_alike(
-    two_ranks: Ranks, models: dict[str, str], serial: dict[str, Any], model: str, parallel: dict[str, Any]
+    one_rank: Ranks, two_ranks: Ranks, models: dict[str, str], model: str, parallel: dict[str, Any]
 ) -> None:
     ranks = two_ranks.call("losses", path=models[model], parallel=parallel, lora=LORA, **HARD)
     assert ranks[0] == ranks[1]
-    assert ranks[0] == [pytest.approx(step, rel=5e-4) for step in serial[model]]
+    assert ranks[0] == [pytest.approx(step, rel=5e-4) for step in alone(one_rank, models[model])]
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("model", "parallel"), CUT_FOUR, ids=named(CUT_FOUR))
 def test_four_ranks_train_an_adapter_alike(
-    four_ranks: Ranks, models: dict[str, str], serial: dict[str, Any], model: str, parallel: dict[str, Any]
+    one_rank: Ranks, four_ranks: Ranks, models: dict[str, str], model: str, parallel: dict[str, Any]
 ) -> None:
     ranks = four_ranks.call("losses", path=models[model], parallel=parallel, lora=LORA, **HARD)
     assert all(rank == ranks[0] for rank in ranks)
-    assert ranks[0] == [pytest.approx(step, rel=5e-4) for step in serial[model]]
+    assert ranks[0] == [pytest.approx(step, rel=5e-4) for step in alone(one_rank, models[model])]
 
 
 @pytest.mark.sample(1)
@@ -80,10 +78,8 @@ def test_any_choice_of_layers_is_trained_alike(
     one_rank: Ranks, two_ranks: Ranks, models: dict[str, str], model: str, parallel: dict[str, Any], targets: list[str]
 ) -> None:
     lora = LORA | {"target_modules": targets}
-    alone = one_rank.call("losses", path=models[model], parallel={}, lora=lora, **HARD)[0]
     ranks = two_ranks.call("losses", path=models[model], parallel=parallel, lora=lora, **HARD)
-    assert ranks[0] == [pytest.approx(step, rel=5e-4) for step in alone]
-    assert alone[-1] != alone[0]
+    assert ranks[0] == [pytest.approx(step, rel=5e-4) for step in alone(one_rank, models[model], lora)]
 
 
 @pytest.mark.sample(2)
@@ -93,18 +89,18 @@ def test_algorithms_and_packed_rows_are_the_same_in_every_layout(
 ) -> None:
     """GRPO with a KL term to the base, PPO whose critic has adapters of its own, and sequences end to end."""
     path, lora = models["qwen2"], LORA
-    alone = one_rank.call("grpo", path=path, parallel={}, lora=lora)[0]
+    grpo = one_rank.known("grpo", path=path, parallel={}, lora=lora)[0]
     ranks = two_ranks.call("grpo", path=path, parallel=parallel, lora=lora)
-    assert ranks[0] == [pytest.approx(step, rel=1e-3, abs=1e-6) for step in alone]
-    assert alone[0]["kl"] < alone[-1]["kl"]
-    alone = one_rank.call("ppo", path=path, parallel={}, lora=lora)[0]
+    assert ranks[0] == [pytest.approx(step, rel=1e-3, abs=1e-6) for step in grpo]
+    assert grpo[0]["kl"] < grpo[-1]["kl"]
+    ppo = one_rank.known("ppo", path=path, parallel={}, lora=lora)[0]
     ranks = two_ranks.call("ppo", path=path, parallel=parallel, lora=lora)
-    for mine, serial in zip(ranks[0], alone, strict=True):
+    for mine, serial in zip(ranks[0], ppo, strict=True):
         # A value that lies on the bound counts as clipped or not, by its last bit; three tokens may.
         assert mine.pop("value_clip_ratio") == pytest.approx(serial.pop("value_clip_ratio"), abs=3 / serial["tokens"])
         assert mine == pytest.approx(serial, rel=1e-3, abs=1e-6)
-    assert alone[1]["value_mean"] != 0.0
-    unpacked = one_rank.call("packed", path=path, parallel={}, rows=True, lora=lora)[0]
+    assert ppo[1]["value_mean"] != 0.0
+    unpacked = one_rank.known("packed", path=path, parallel={}, rows=True, lora=lora)[0]
     ranks = two_ranks.call("packed", path=path, parallel=parallel, rows=False, lora=lora)
     assert ranks[0] == [pytest.approx(step, rel=5e-4) for step in unpacked]
 

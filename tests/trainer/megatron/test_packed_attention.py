@@ -24,7 +24,9 @@ ROWS = {
 @pytest.mark.parametrize("groups", [4, 2, 1])
 @pytest.mark.parametrize("name", ROWS)
 def test_block_diagonal_attention_equals_a_dense_mask(one_rank: Ranks, name: str, groups: int, ragged: bool) -> None:
-    (result,) = one_rank.call("packed_attention", segments=ROWS[name], groups=groups, ragged=ragged)
+    cases = {(row, n): {"segments": ROWS[row], "groups": n, "ragged": ragged} for row in ROWS for n in (4, 2, 1)}
+    (results,) = one_rank.known("each", of="packed_attention", asked=list(cases.values()))
+    result = results[list(cases).index((name, groups))]
     assert max(result["differences"]) < 1e-12
     assert result["padding"] == 0
     assert result["causal_equals_plain"]
@@ -54,8 +56,10 @@ CUT = {
 def test_a_cut_row_is_attended_as_a_whole_one(
     one_rank: Ranks, name: str, groups: int, world: int, ragged: bool
 ) -> None:
-    how = {"segments": CUT[name], "groups": groups, "packed": True, "ragged": ragged}
-    for result in one_rank.sharing(world).call("context_attention", **how):
+    common = {"packed": True, "ragged": ragged}
+    cases = {(row, n): {"segments": CUT[row], "groups": n, **common} for row in CUT for n in (4, 2)}
+    ranks = one_rank.sharing(world).known("each", of="context_attention", asked=list(cases.values()))
+    for result in (results[list(cases).index((name, groups))] for results in ranks):
         assert max(result["differences"]) < 1e-12
         assert result["padding"] == 0
 

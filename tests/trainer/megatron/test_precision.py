@@ -10,20 +10,15 @@ from tests.trainer.ranks import Ranks
 
 
 def losses_of(ranks: Ranks, path: str, model: dict[str, Any], **config: Any) -> Any:
-    return ranks.call("losses", path=path, parallel={}, model={"path": path} | model, **config)[0]
-
-
-@pytest.fixture(scope="module")
-def exact(one_rank: Ranks, models: dict[str, str]) -> list[list[float]]:
-    trained: list[list[float]] = losses_of(one_rank, models["qwen2"], {})
-    return trained
+    return ranks.known("losses", path=path, parallel={}, model={"path": path} | model, **config)[0]
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.02), ("float16", 0.002)])
 def test_half_precision_trains_close_to_float32(
-    one_rank: Ranks, models: dict[str, str], exact: list[list[float]], dtype: str, tolerance: float
+    one_rank: Ranks, models: dict[str, str], dtype: str, tolerance: float
 ) -> None:
+    exact = losses_of(one_rank, models["qwen2"], {})
     half = losses_of(one_rank, models["qwen2"], {"dtype": dtype})
     assert [loss for loss, _ in half] == [pytest.approx(loss, rel=tolerance) for loss, _ in exact]
     assert half != exact
@@ -64,7 +59,7 @@ def test_a_head_in_fp32_is_another_and_as_close(
     rounded, exact = (
         ranks.call("losses", path=path, parallel=parallel, model=how | head)[0] for head in ({}, {"fp32_head": True})
     )
-    full = one_rank.call("losses", path=path, parallel={})[0]
+    full = one_rank.known("losses", path=path, parallel={})[0]
     assert exact != rounded
     assert exact == [pytest.approx(step, rel=3e-2) for step in full]
 

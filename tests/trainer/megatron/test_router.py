@@ -25,11 +25,6 @@ LAYOUTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 NAMES = ["-".join([m, *(f"{k}{v}" for k, v in (p | h).items())]) for m, p, h in LAYOUTS]
 
 
-@pytest.fixture(scope="module")
-def serial(one_rank: Ranks, models: dict[str, str]) -> dict[str, Any]:
-    return {n: one_rank.call("balanced", path=models[n], parallel={}, **LOSSES)[0] for n in ("mixtral", "qwen3_moe")}
-
-
 @pytest.mark.parametrize(
     ("model", "algorithm"),
     [
@@ -52,12 +47,13 @@ def test_losses_and_their_gradient_are_the_formulas(
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(("model", "parallel", "how"), LAYOUTS, ids=NAMES)
 def test_they_are_the_same_in_every_layout(
-    one_rank: Ranks, models: dict[str, str], serial: dict[str, Any], model: str, parallel: Any, how: Any
+    one_rank: Ranks, models: dict[str, str], model: str, parallel: Any, how: Any
 ) -> None:
+    alone = one_rank.known("balanced", path=models[model], parallel={}, **LOSSES)[0]
     ranks = one_rank.sharing(ParallelConfig(**parallel).world_size)
     found = ranks.call("balanced", path=models[model], parallel=parallel, **LOSSES, **how)
     assert all(rank == found[0] for rank in found)
-    assert found[0] == [pytest.approx(step, rel=3e-4) for step in serial[model]]
+    assert found[0] == [pytest.approx(step, rel=3e-4) for step in alone]
 
 
 def test_a_loss_that_was_not_asked_for_is_summed_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,27 +84,16 @@ def test_tokens_go_where_they_were_sent(one_rank: Ranks, models: dict[str, str])
     assert 0 < found["elsewhere"] <= found["known"]
 
 
-@pytest.fixture(scope="module")
-def replayed_alone(one_rank: Ranks, models: dict[str, str]) -> dict[str, Any]:
-    return {n: one_rank.call("replayed", path=models[n], parallel={})[0] for n in ("mixtral", "qwen3_moe")}
-
-
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize(("model", "parallel", "how"), LAYOUTS, ids=NAMES)
 def test_recorded_routing_is_the_same_in_every_layout(
-    one_rank: Ranks,
-    models: dict[str, str],
-    replayed_alone: dict[str, Any],
-    model: str,
-    parallel: Any,
-    how: Any,
-    packed: bool,
+    one_rank: Ranks, models: dict[str, str], model: str, parallel: Any, how: Any, packed: bool
 ) -> None:
     """Also where layers are computed again in the backward pass, when other micro-batches have gone forward."""
     ranks = one_rank.sharing(ParallelConfig(**parallel).world_size)
     found = ranks.call("replayed", path=models[model], parallel=parallel, packed=packed, **how)
-    expected = replayed_alone[model]
+    expected = one_rank.known("replayed", path=models[model], parallel={})[0]
     for rank in found:
         assert rank["trained"] == [pytest.approx(step, rel=3e-4) for step in expected["trained"]]
     assert found[0]["logprobs"] == pytest.approx(expected["logprobs"], rel=1e-3)
