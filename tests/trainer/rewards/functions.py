@@ -59,7 +59,7 @@ def misbehaves(prompt: str, answer: str, expected: str) -> float:
 async def blocks_the_loop(prompt: str, answer: str, expected: str) -> float:
     if answer == "block":
         time.sleep(600)  # noqa: ASYNC251 - the fault
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.05)
     return 1.0
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
-from tests.trainer.rollouts.generate_server import GenerateServer, serve
+from tests.trainer.rollouts.generate_server import GenerateServer
 from trainer.config import EvalConfig, ExactMatchReward, GatewayConfig, GroupReward, RewardConfig, RolloutConfig
 from trainer.data.records import Record
 from trainer.data.tokenizer import Tokenizer
@@ -41,7 +42,7 @@ def compare(configs: Sequence[RewardConfig], *answers: str) -> list[Score]:
 
 
 def test_a_group_reward_is_one_more_part_of_each_score() -> None:
-    ranked = GroupReward(target=f"{HERE}:ranked", weight=-0.5, name="length")
+    ranked = GroupReward(target=f"{HERE}:ranked", weight=-0.5, name="length", workers=1)
     scores = compare([ranked, ExactMatchReward(weight=2.0)], "07", "0000007", "7")
     assert [score.parts for score in scores] == [
         {"exact_match": 1, "length": 1}, {"exact_match": 0, "length": 2}, {"exact_match": 0, "length": 0},
@@ -51,7 +52,7 @@ def test_a_group_reward_is_one_more_part_of_each_score() -> None:
 
 
 def test_it_sees_every_sample_and_may_be_a_coroutine() -> None:
-    scores = compare([ExactMatchReward(weight=2.0), GroupReward(target=f"{HERE}:seen")], "07", "8")
+    scores = compare([ExactMatchReward(weight=2.0), GroupReward(target=f"{HERE}:seen", workers=1)], "07", "8")
     assert [score.failures for score in scores] == [{}, {}]
     assert [score.total for score in scores] == [3.0, 1.0]
 
@@ -68,12 +69,12 @@ def test_it_sees_every_sample_and_may_be_a_coroutine() -> None:
     ],
 )
 def test_one_that_fails_has_no_value_for_any_sample(fault: str, why: str) -> None:
-    reward = GroupReward(target=f"{HERE}:ranked", timeout_s=1.0)
-    for score in compare([ExactMatchReward(), reward], fault, "07"):
+    reward = GroupReward(target=f"{HERE}:ranked", timeout_s=1.0, workers=1)
+    scores = compare([ExactMatchReward(), reward, replace(reward, on_failure=-1.0, name="instead")], fault, "07")
+    for score in scores:
         assert score.missing == ["group"]
         assert why in score.failures["group"]
-    instead = GroupReward(target=f"{HERE}:ranked", timeout_s=1.0, on_failure=-1.0)
-    assert [score.total for score in compare([ExactMatchReward(), instead], fault, "07")] == [-1.0, 0.0]
+    assert [score.total for score in scores] == [-1.0, 0.0]
 
 
 @pytest.mark.parametrize("target", ["no.such.module:f", f"{HERE}:nothing"])
@@ -95,12 +96,6 @@ class Away(ComparingReward):
         if self.asked <= self.until:
             raise ConnectionError("nobody there")
         return [float(sample.tokens) for sample in group.samples]
-
-
-@pytest.fixture(scope="module")
-def server(tiny_model: str) -> Iterator[GenerateServer]:
-    with serve(GenerateServer(tiny_model)) as running:
-        yield running
 
 
 def rollouts(server: GenerateServer, model: str, reward: ComparingReward) -> RolloutSampler:

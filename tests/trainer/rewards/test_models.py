@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import shutil
@@ -19,21 +20,35 @@ from safetensors.torch import load_file
 from trainer.config import ClassifierReward, GatewayConfig, JudgeReward, MathReward, RegexReward, RewardConfig
 from trainer.errors import ConfigError
 from trainer.plan.report import file_bytes
-from trainer.rewards import RewardRequest, Score, build_scorer
+from trainer.rewards import RewardRequest, Score, Scorer, build_scorer
 from trainer.rewards.models import Classifier
 from trainer.tiny_model import write_tiny_model
 
 
-def scores(config: RewardConfig, *pairs: tuple[str, str], gateway: GatewayConfig | None = None) -> list[Score]:
-    scorer = build_scorer([config], gateway)
-
+def asked(scorer: Scorer, *pairs: tuple[str, str]) -> list[Score]:
     async def ask() -> list[Score]:
         return await asyncio.gather(*(scorer(RewardRequest("3+4=", answer, expected)) for answer, expected in pairs))
 
-    try:
-        return asyncio.run(ask())
-    finally:
-        scorer.close()
+    return asyncio.run(ask())
+
+
+def scores(config: RewardConfig, *pairs: tuple[str, str], gateway: GatewayConfig | None = None) -> list[Score]:
+    with contextlib.closing(build_scorer([config], gateway)) as scorer:
+        return asked(scorer, *pairs)
+
+
+@pytest.fixture(scope="module")
+def math() -> Iterator[Scorer]:
+    with contextlib.closing(build_scorer([MathReward(workers=1, timeout_s=60.0, deadline_s=300.0)])) as scorer:
+        yield scorer
+
+
+@pytest.fixture(scope="module")
+def boxed() -> Iterator[Scorer]:
+    """It reads boxes only."""
+    config = MathReward(boxed_only=True, workers=1, timeout_s=60.0, deadline_s=300.0)
+    with contextlib.closing(build_scorer([config])) as scorer:
+        yield scorer
 
 
 MATH = [
@@ -47,8 +62,8 @@ MATH = [
 ]
 
 
-def test_math_compares_meanings() -> None:
-    found = scores(MathReward(workers=1, timeout_s=20.0), *((answer, expected) for answer, expected, _ in MATH))
+def test_math_compares_meanings(math: Scorer) -> None:
+    found = asked(math, *((answer, expected) for answer, expected, _ in MATH))
     assert [s.failures for s in found] == [{}] * len(MATH)
     assert [s.total for s in found] == [value for _, _, value in MATH]
 
@@ -117,7 +132,7 @@ SINGLE = [
 ]
 
 
-def test_math_reads_a_gold_whole() -> None:
+def test_math_reads_a_gold_whole(math: Scorer, boxed: Scorer) -> None:
     """A right answer is worth 1; a number out of a gold of several is worth 0, in a box and in a sentence."""
     right = [(f"So it is \\boxed{{{answer}}}.", gold) for gold, answer in SEVERAL + SINGLE]
     wrong = [
@@ -127,24 +142,23 @@ def test_math_reads_a_gold_whole() -> None:
         for said in ("So it is \\boxed{{{}}}.", "The answer is {}.")
     ]
     assert len(wrong) > 100
-    found = scores(MathReward(workers=1, timeout_s=60.0, deadline_s=300.0), *right, *wrong)
+    found = asked(math, *right, *wrong)
     assert [s.failures for s in found if s.failures] == []
     values = dict(zip([*right, *wrong], (s.total for s in found), strict=True))
     assert [pair for pair in right if values[pair] != 1.0] == []
     assert [pair for pair in wrong if values[pair] != 0.0] == []
-    boxed = scores(MathReward(boxed_only=True, workers=1, timeout_s=60.0, deadline_s=300.0), *right)
-    assert [s.total for s in boxed] == [1.0] * len(right)
+    assert [s.total for s in asked(boxed, *right)] == [1.0] * len(right)
 
 
-def test_a_math_gold_that_cannot_be_read_whole_is_a_failure() -> None:
+def test_a_math_gold_that_cannot_be_read_whole_is_a_failure(math: Scorer) -> None:
     hours = "2 \\text{ hours } 30 \\text{ minutes}"
-    for score in scores(MathReward(workers=1), *((f"\\boxed{{{said}}}", hours) for said in ("2", "30", hours))):
+    for score in asked(math, *((f"\\boxed{{{said}}}", hours) for said in ("2", "30", hours))):
         assert "is not one expression" in score.failures["math"]
 
 
-def test_math_reads_only_the_box_where_it_is_told_to() -> None:
+def test_math_reads_only_the_box_where_it_is_told_to(boxed: Scorer) -> None:
     pairs = ("it is 42", "42"), ("\\boxed{42}", "42"), ("it is 42", "#### 42"), ("\\boxed{42}", "#### 42")
-    assert [s.total for s in scores(MathReward(boxed_only=True, workers=1), *pairs)] == [0.0, 1.0, 0.0, 1.0]
+    assert [s.total for s in asked(boxed, *pairs)] == [0.0, 1.0, 0.0, 1.0]
 
 
 @pytest.mark.broad

@@ -248,8 +248,8 @@ HIDDEN = ["/etc/shadow", "/etc/passwd", str(Path(__file__)), str(Path.home() / "
 
 @pytest.mark.parametrize("program", ESCAPES.values(), ids=ESCAPES.keys())
 def test_what_cheats_or_breaks_gains_nothing_and_the_next_is_served(scorer: Scorer, program: str) -> None:
-    began = time.monotonic()
-    assert judge(scorer, program).total == 0.0
+    began = time.monotonic()  # where there is no f, one test is as good as two
+    assert judge(scorer, program, DOUBLE if "f = " in program else DOUBLE[:1]).total == 0.0
     assert time.monotonic() - began < 20
     assert judge(scorer, "f = lambda x: 2 * x").total == 1.0
 
@@ -354,27 +354,8 @@ def test_values_that_are_equal_are_told_alike(value: Any, expected: Any) -> None
 
 def test_values_that_differ_are_told_apart() -> None:
     values = [
-        (),
-        [],
-        {},
-        set(),
-        "",
-        b"",
-        None,
-        0,
-        1,
-        1.5,
-        "1",
-        (1,),
-        [1],
-        {1},
-        {1: 1},
-        ([1], 1),
-        ([1, 1],),
-        "[1]",
-        2j,
-        ...,
-    ]
+        (), [], {}, set(), "", b"", None, 0, 1, 1.5, "1", (1,), [1], {1}, {1: 1}, ([1], 1), ([1, 1],), "[1]", 2j, ...,
+    ]  # fmt: skip
     assert len({canonical(value) for value in values}) == len(values)
     assert canonical((1, [(2,)]), tuples=False) == canonical([1, [[2]]])
     for value in (frozenset({1}), object(), Ellipsis.__class__, type("L", (list,), {})()):
@@ -453,8 +434,8 @@ def test_the_filter_is_a_program_of_whole_instructions_that_ends_in_leave(machin
 
 def test_nothing_is_left_behind(scorer: Scorer) -> None:
     before = {p.pid for p in psutil.process_iter()}
-    judge(scorer, ESCAPES["daemons"])
-    judge(scorer, ESCAPES["fork bomb"])
+    judge(scorer, ESCAPES["daemons"], DOUBLE[:1])
+    judge(scorer, ESCAPES["fork bomb"], DOUBLE[:1])
 
     def nothing() -> bool:
         left = [p for p in psutil.process_iter(["name", "cmdline"]) if p.pid not in before]
@@ -469,7 +450,7 @@ def test_without_bubblewrap_it_is_refused_unless_the_user_opts_out(monkeypatch: 
         build_scorer([CodeReward()])
     scorer = build_scorer([CodeReward(sandbox="none", case_timeout_s=1.0)])
     assert judge(scorer, "f = lambda x: 2 * x").total == 1.0
-    assert judge(scorer, "while True: pass").total == 0.0
+    assert judge(scorer, "while True: pass", DOUBLE[:1]).total == 0.0
     assert judge(scorer, "x = b'x' * (1 << 33)").total == 0.0
     scorer.close()
 
