@@ -46,12 +46,14 @@ class Hosts:
     def environment(self, host: str) -> dict[str, str]:
         return {"HOTSWAP_HOST": host, "HOTSWAP_ARENA": str(self.arena(host)), "HOTSWAP_STORE": self.store_url}
 
-    def start(self, host: str, *options: object) -> WarmProcess:
-        arguments = ["tests.weightsync.peer.hurried", "--model", self.model, "--transport", "tcp", "--lease-ttl", "2"]
-        arguments += ["--chunk", str(CHUNK), "--read-timeout", "5", *map(str, options)]
-        environment = {**os.environ, **self.environment(host), "OMP_NUM_THREADS": "1"}
-        self.peers[host] = warm(SYNC).start(arguments, environment, self._logs / f"{host}.log")
-        return self.peers[host]
+    def start(self, names: str, *options: object) -> WarmProcess:
+        """A peer on each host, whose names are letters; the process of the last one."""
+        for host in names:
+            arguments = ["tests.weightsync.peer.hurried", "--model", self.model, "--transport", "tcp"]
+            arguments += ["--lease-ttl", "2", "--chunk", str(CHUNK), "--read-timeout", "5", *map(str, options)]
+            environment = {**os.environ, **self.environment(host), "OMP_NUM_THREADS": "1"}
+            self.peers[host] = warm(SYNC).start(arguments, environment, self._logs / f"{host}.log")
+        return self.peers[names[-1]]
 
     def kill(self, host: str) -> None:
         self.peers[host].kill()
@@ -69,6 +71,12 @@ class Hosts:
         publisher = Publisher(self.store_url, model=self.model, lineage=lineage, keep=keep, **more)
         self._publishers.append(publisher)
         return publisher
+
+    def published(self, host: str) -> str:
+        """A version of a host's: its digest."""
+        publisher = self.publisher(host)
+        publisher.publish(random_model(1), wait=False)
+        return newest(publisher).manifest_digest
 
     def copies(self, digest: str) -> dict[str, CopyRecord]:
         return {c.host: c for c in parsed(self._keys, self.store.list(self._keys.copies)[0]) if c.digest == digest}

@@ -108,8 +108,7 @@ async def test_what_nobody_wants_any_more_is_not_waited_for(
 
 async def test_instances_of_other_hosts_swap_with_those_of_the_publisher(hosts: Hosts) -> None:
     """A coordinator, and instances on a and on b, real but for their engines; a part comes along with its base."""
-    for host in "ab":
-        hosts.start(host)
+    hosts.start("ab")
     publisher = hosts.publisher("a")
     async with running_fleet(hosts.store_url) as fleet:
         fleet.coordinator()

@@ -142,8 +142,7 @@ async def test_what_the_release_before_published_or_holds_is_fetched(
 
 
 def test_versions_of_both_releases_travel(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
-    hosts.start("a")
-    hosts.start("b")
+    hosts.start("ab")
     publisher = hosts.publisher("a")
     for seed in (1, 2):
         publisher.publish(random_model(seed), wait=False)

@@ -51,8 +51,7 @@ async def push(hosts: Hosts, host: str, directory: Path) -> VersionRecord:
 async def test_an_instance_stages_versions_of_another_host(
     hosts: Hosts, store: Store, checkpoints: dict[str, Path]
 ) -> None:
-    for host in "ab":
-        hosts.start(host)
+    hosts.start("ab")
     with instance_on_b(hosts, checkpoints["a"]):
         async with running_fleet(hosts.store_url) as fleet, httpx.AsyncClient(timeout=60) as client:
             fleet.coordinator()

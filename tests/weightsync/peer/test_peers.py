@@ -19,8 +19,7 @@ SLOW = ("--limit-gbps", 0.008)  # 1 MB/s: time to do something while it fetches
 
 def test_a_version_reaches_other_hosts(hosts: Hosts) -> None:
     """Bytes equal to those that were published, on every host; the one-host reader finds them by the record."""
-    for host in "abc":
-        hosts.start(host)
+    hosts.start("abc")
     publisher = hosts.publisher("a")
     publisher.publish(random_model(1), wait=False)
     record = newest(publisher)
@@ -39,58 +38,49 @@ def test_a_version_reaches_other_hosts(hosts: Hosts) -> None:
 
 def test_a_version_travels_by_nixl(hosts: Hosts) -> None:
     require("nixl")
-    for host in "ab":
-        hosts.start(host, "--transport", "nixl")
-    publisher = hosts.publisher("a")
-    publisher.publish(random_model(1), wait=False)
-    digest = newest(publisher).manifest_digest
+    hosts.start("ab", "--transport", "nixl")
+    digest = hosts.published("a")
     assert bytes_of(hosts.wait_copy("b", digest)) == path_of(hosts.copies(digest)["a"]).read_bytes()
 
 
 def test_a_peer_killed_in_the_middle_goes_on_where_it_was(hosts: Hosts) -> None:
     hosts.start("a")
     hosts.start("b", *SLOW)
-    publisher = hosts.publisher("a")
-    publisher.publish(random_model(1), wait=False)
-    record = newest(publisher)
-    hosts.wait_copy("b", record.manifest_digest, "fetching")
+    digest = hosts.published("a")
+    hosts.wait_copy("b", digest, "fetching")
     wait_until(lambda: hosts.metric("b", "hotswap_peer_received_bytes_total") >= 8 * CHUNK)
     hosts.kill("b")
     hosts.start("b")
-    copy = hosts.wait_copy("b", record.manifest_digest)
+    copy = hosts.wait_copy("b", digest)
     resumed = hosts.metric("b", "hotswap_peer_chunks_resumed_total")
     assert resumed >= 8
     chunks = -(-copy.nbytes // CHUNK)
     assert copy.nbytes - resumed * CHUNK <= hosts.metric("b", "hotswap_peer_received_bytes_total") < copy.nbytes
     assert resumed < chunks
-    assert bytes_of(copy) == bytes_of(hosts.copies(record.manifest_digest)["a"])
+    assert bytes_of(copy) == bytes_of(hosts.copies(digest)["a"])
 
 
 def test_a_holder_that_dies_is_replaced(hosts: Hosts) -> None:
     """c reads from a alone, which is killed; b, which has it too, comes up later."""
-    hosts.start("a")
-    hosts.start("b")
-    publisher = hosts.publisher("a")
-    publisher.publish(random_model(1), wait=False)
-    record = newest(publisher)
-    hosts.wait_copy("b", record.manifest_digest)
+    hosts.start("ab")
+    digest = hosts.published("a")
+    hosts.wait_copy("b", digest)
     hosts.kill("b")
-    wait_until(lambda: "b" not in hosts.copies(record.manifest_digest))
+    wait_until(lambda: "b" not in hosts.copies(digest))
     hosts.start("c", *SLOW)
-    hosts.wait_copy("c", record.manifest_digest, "fetching")
+    hosts.wait_copy("c", digest, "fetching")
     wait_until(lambda: hosts.metric("c", "hotswap_peer_received_bytes_total", holder="a") >= 2 * CHUNK)
     hosts.kill("a")
     hosts.start("b")
-    copy = hosts.wait_copy("c", record.manifest_digest)
+    copy = hosts.wait_copy("c", digest)
     assert hosts.metric("c", "hotswap_peer_received_bytes_total", holder="b") > 0
-    assert bytes_of(copy) == bytes_of(hosts.copies(record.manifest_digest)["b"])
+    assert bytes_of(copy) == bytes_of(hosts.copies(digest)["b"])
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
 def test_who_feeds_a_host_may_die_or_stall_in_the_middle(hosts: Hosts, sent: signal.Signals) -> None:
     """Of three receivers in a row one has the others below it, in the one tree or the other."""
-    for host in "abcd":
-        hosts.start(host, *SLOW)
+    hosts.start("abcd", *SLOW)
     publisher = hosts.publisher("a")
     wait_until(lambda: len(hosts.store.list(KEYS.copy_hosts)[0]) == 4)
     ways = {host: feeders([("", host) for host in "abcd"], "a", host) for host in "bcd"}
@@ -109,57 +99,47 @@ def test_who_feeds_a_host_may_die_or_stall_in_the_middle(hosts: Hosts, sent: sig
 
 
 def test_a_holder_that_stalls_is_replaced(hosts: Hosts) -> None:
-    hosts.start("a")
-    hosts.start("b")
-    publisher = hosts.publisher("a")
-    publisher.publish(random_model(1), wait=False)
-    record = newest(publisher)
-    hosts.wait_copy("b", record.manifest_digest)
+    hosts.start("ab")
+    digest = hosts.published("a")
+    hosts.wait_copy("b", digest)
     hosts.start("c", *SLOW, "--read-timeout", 1, "--reads-per-holder", 1)
-    hosts.wait_copy("c", record.manifest_digest, "fetching")
+    hosts.wait_copy("c", digest, "fetching")
     wait_until(lambda: hosts.metric("c", "hotswap_peer_received_bytes_total", holder="a") > 0)
     hosts.peers["a"].send_signal(signal.SIGSTOP)
-    copy = hosts.wait_copy("c", record.manifest_digest)
+    copy = hosts.wait_copy("c", digest)
     hosts.peers["a"].send_signal(signal.SIGCONT)
     assert hosts.metric("c", "hotswap_peer_received_bytes_total", holder="b") > 0
-    assert bytes_of(copy) == bytes_of(hosts.copies(record.manifest_digest)["b"])
+    assert bytes_of(copy) == bytes_of(hosts.copies(digest)["b"])
 
 
 def test_wrong_bytes_at_one_holder_are_found_and_read_elsewhere(hosts: Hosts) -> None:
     """A bit flips in b's copy: c names b, and has the right bytes from a."""
-    hosts.start("a")
-    hosts.start("b")
-    publisher = hosts.publisher("a")
-    publisher.publish(random_model(1), wait=False)
-    record = newest(publisher)
-    bad = path_of(hosts.wait_copy("b", record.manifest_digest))
+    hosts.start("ab")
+    digest = hosts.published("a")
+    bad = path_of(hosts.wait_copy("b", digest))
     with bad.open("r+b") as slot:
         for offset in range(CHUNK + 100, os.fstat(slot.fileno()).st_size, CHUNK):  # in every chunk but the first
             slot.seek(offset)
             slot.write(b"\x55\xaa")
     hosts.start("c", "--reads-per-holder", 1, "--limit-gbps", 0.03)
-    copy = hosts.wait_copy("c", record.manifest_digest)
+    copy = hosts.wait_copy("c", digest)
     assert hosts.metric("c", "hotswap_peer_chunks_refetched_total", reason="digest", holder="b") > 0
     assert hosts.metric("c", "hotswap_peer_chunks_refetched_total", reason="digest", holder="a") == 0
     assert "from host b has wrong bytes" in hosts.log("c")
-    assert bytes_of(copy) == bytes_of(hosts.copies(record.manifest_digest)["a"])
+    assert bytes_of(copy) == bytes_of(hosts.copies(digest)["a"])
 
 
 def test_the_publishing_host_may_die_once_there_is_a_copy(hosts: Hosts) -> None:
-    hosts.start("a")
-    hosts.start("b")
-    publisher = hosts.publisher("a")
-    publisher.publish(random_model(1), wait=False)
-    record = newest(publisher)
-    image = bytes_of(hosts.wait_copy("b", record.manifest_digest))
+    hosts.start("ab")
+    digest = hosts.published("a")
+    image = bytes_of(hosts.wait_copy("b", digest))
     hosts.kill("a")
     hosts.start("c")
-    assert bytes_of(hosts.wait_copy("c", record.manifest_digest)) == image
+    assert bytes_of(hosts.wait_copy("c", digest)) == image
 
 
 def test_retired_versions_are_dropped_and_their_slots_reused(hosts: Hosts) -> None:
-    hosts.start("a")
-    hosts.start("b")
+    hosts.start("ab")
     publisher = hosts.publisher("a", keep=0)
     digests = []
     for number in range(6):
@@ -190,24 +170,22 @@ def test_a_version_retired_in_the_middle_is_let_go(hosts: Hosts) -> None:
 
 def test_a_second_peer_takes_over_from_the_first(hosts: Hosts) -> None:
     hosts.start("a")
-    publisher = hosts.publisher("a")
-    publisher.publish(random_model(1), wait=False)
-    record = newest(publisher)
+    digest = hosts.published("a")
     first = hosts.start("b")
-    hosts.wait_copy("b", record.manifest_digest)
+    hosts.wait_copy("b", digest)
     hosts.start("b")
     wait_until(lambda: "standing by" in hosts.log("b"))
-    whole = hosts.copies(record.manifest_digest)["b"]
+    whole = hosts.copies(digest)["b"]
     address, in_use = whole.address, SlotReader.open(path_of(whole))  # as an instance has it
     first.kill()
     first.wait()
 
     def taken_over() -> bool:
-        copy = hosts.copies(record.manifest_digest).get("b")
+        copy = hosts.copies(digest).get("b")
         return copy is not None and copy.state == "ready" and copy.address != address
 
     wait_until(taken_over)
     in_use.close()
-    assert hosts.copies(record.manifest_digest)["b"].slot == whole.slot
+    assert hosts.copies(digest)["b"].slot == whole.slot
     assert hosts.metric("b", "hotswap_peer_received_bytes_total") == 0
-    bytes_of(hosts.copies(record.manifest_digest)["b"])
+    bytes_of(hosts.copies(digest)["b"])

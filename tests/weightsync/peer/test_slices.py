@@ -206,8 +206,7 @@ def test_a_host_fetches_what_is_needed_there_and_the_rest_when_that_grows(hosts:
     model = random_model(1)
     half = some_of(model, FIRST)
     say(hosts, "b", half)
-    for host in "abc":
-        hosts.start(host)
+    hosts.start("abc")
     wait_until(lambda: len(hosts.store.list(KEYS.copy_hosts)[0]) == 3)
     publisher = hosts.publisher("a")
     publisher.publish(model, wait=False)
@@ -271,8 +270,7 @@ def test_hosts_that_need_the_same_feed_each_other(hosts: Hosts) -> None:
     halves = {"b": FIRST, "c": FIRST, "d": SECOND, "e": SECOND}
     for host, names in halves.items():
         say(hosts, host, some_of(model, names))
-    for host in "abcde":
-        hosts.start(host)
+    hosts.start("abcde")
     wait_until(
         lambda: len({CopyHostRecord.from_json(kv.value).slices for kv in hosts.store.list(KEYS.copy_hosts)[0]}) == 3
     )
@@ -289,8 +287,7 @@ async def test_an_instance_waits_until_its_peer_has_what_it_needs(hosts: Hosts, 
     model = random_model(1)
     half, more = some_of(model, FIRST), some_of(model, (*FIRST, "layer.2"))
     say(hosts, "b", half)
-    hosts.start("a")
-    hosts.start("b")
+    hosts.start("ab")
     publisher = hosts.publisher("a")
     await asyncio.to_thread(publisher.publish, model, wait=False)
     record = newest(publisher)
@@ -322,8 +319,7 @@ def test_who_looks_for_versions_on_a_host_does_not_take_a_part(hosts: Hosts) -> 
     model = random_model(1)
     half = some_of(model, FIRST)
     say(hosts, "b", half)
-    hosts.start("a")
-    hosts.start("b")
+    hosts.start("ab")
     publisher = hosts.publisher("a")
     publisher.publish(model, wait=False)
     record = newest(publisher)

@@ -142,8 +142,7 @@ def test_a_directory_that_no_peer_sees_gets_no_share(hosts: Hosts, tmp_path: Pat
 
 
 def test_a_signed_version_lies_in_one_slot(hosts: Hosts, tmp_path: Path) -> None:
-    hosts.start("a")
-    hosts.start("b")
+    hosts.start("ab")
     publisher = hosts.publisher("a")
     wait_until(lambda: set(publisher.share_hosts()) == {"b"})
     publisher._signer = object()  # type: ignore[assignment]
@@ -153,8 +152,7 @@ def test_a_signed_version_lies_in_one_slot(hosts: Hosts, tmp_path: Path) -> None
 def test_hosts_without_a_peer_or_with_an_older_one_are_gathered_from(hosts: Hosts) -> None:
     publisher = hosts.publisher("a")
     assert publisher.share_hosts() == {}
-    hosts.start("b")
-    hosts.start("c")
+    hosts.start("bc")
     store, prefix = publisher._store, f"copies/{MODEL}/takers/"
     wait_until(lambda: len(store.list(prefix)[0]) == 2)
     assert publisher.share_hosts() == {}, "no peer on the publisher's own host"
@@ -167,8 +165,7 @@ def test_hosts_without_a_peer_or_with_an_older_one_are_gathered_from(hosts: Host
 
 def test_peers_fetch_each_chunk_from_who_wrote_it(hosts: Hosts, transport: Transport) -> None:
     """Of a version of two hosts hardly anything is gathered; both serve it, and all three have all of it."""
-    for host in "abc":
-        hosts.start(host, "--limit-gbps", 0.08)
+    hosts.start("abc", "--limit-gbps", 0.08)
     publisher = hosts.publisher("a")
     for step in range(3):
         tensors = model(40, seed=step)
@@ -190,8 +187,7 @@ def test_peers_fetch_each_chunk_from_who_wrote_it(hosts: Hosts, transport: Trans
 
 def test_a_share_outlives_its_peer(hosts: Hosts, transport: Transport) -> None:
     """The peer of the second host is killed and started again: the same chunks are there, and nobody else had them."""
-    hosts.start("a")
-    hosts.start("b")
+    hosts.start("ab")
     publisher = hosts.publisher("a")
     wait_until(lambda: "b" in publisher.share_hosts())
     hosts.kill("a")
@@ -244,8 +240,7 @@ class Instance:
 async def test_a_writer_that_is_gone_costs_one_version(hosts: Hosts, transport: Transport) -> None:
     """Its peer is killed before anybody has read its chunks: the swap is given up and says why, and the version before
     serves on. When the peer is back, so is the version."""
-    for host in "abc":
-        hosts.start(host)
+    hosts.start("abc")
     publisher, instance = hosts.publisher("a"), Instance(hosts.store_url)
     await asyncio.to_thread(wait_until, lambda: set(publisher.share_hosts()) == {"b", "c"})
     async with instance.running():
@@ -273,8 +268,7 @@ async def test_a_writer_that_is_gone_costs_one_version(hosts: Hosts, transport: 
 
 def test_an_adapter_goes_onto_a_version_that_is_whole_nowhere(hosts: Hosts, transport: Transport) -> None:
     """Nobody has asked for the version, so nobody fetches it; as long as both shares are offered it can be built on."""
-    for host in "ab":
-        hosts.start(host)
+    hosts.start("ab")
     publisher = hosts.publisher("a")
     wait_until(lambda: "b" in publisher.share_hosts())
     version, _, share = spread(publisher, transport, hosts.arena("b"), model())

@@ -138,8 +138,7 @@ def test_a_peer_that_starts_before_the_commit_keeps_the_share(hosts: Hosts, tran
 
 def test_an_older_version_comes_back_after_all_peers_were_restarted(hosts: Hosts, transport: Transport) -> None:
     """Nobody has asked for it before, so no host has all of it."""
-    for host in "abc":
-        hosts.start(host)
+    hosts.start("abc")
     publisher = hosts.publisher("a")
     wait_until(lambda: set(publisher.share_hosts()) == {"b", "c"})
     versions = []
@@ -157,8 +156,7 @@ def test_an_older_version_comes_back_after_all_peers_were_restarted(hosts: Hosts
 
 def test_a_retired_version_gives_back_the_slots_of_all_hosts(hosts: Hosts, transport: Transport) -> None:
     """One that all have, one that lies where it was written."""
-    for host in "abc":
-        hosts.start(host)
+    hosts.start("abc")
     publisher = hosts.publisher("a", keep=0)
     wait_until(lambda: set(publisher.share_hosts()) == {"b", "c"})
     for seed in range(2):
