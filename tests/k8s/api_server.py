@@ -45,7 +45,7 @@ def holding(objects: list[Object], kinds: list[Object]) -> Iterator[tuple[str, .
         def log_message(self, format: str, *args: object) -> None: ...
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     url = f"http://127.0.0.1:{server.server_port}"
     try:

@@ -70,7 +70,7 @@ def rendered(*options: str, name: str = "hotswap", chart: Path = CHART) -> Relea
     """The objects of a release. Raises AssertionError with Helm's own message."""
     done = template(*options, name=name, chart=chart)
     assert done.returncode == 0, done.stderr
-    return Release([found for found in yaml.safe_load_all(done.stdout) if found])
+    return Release([found for found in yaml.load_all(done.stdout, yaml.CSafeLoader) if found])
 
 
 @functools.cache

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
@@ -76,6 +78,15 @@ GROUPS = {
     "ServiceMonitor": "monitoring.coreos.com/v1", "PodMonitor": "monitoring.coreos.com/v1",
     "PrometheusRule": "monitoring.coreos.com/v1", "ScaledObject": "keda.sh/v1alpha1",
 }  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def read_once() -> Iterator[None]:
+    """The package reads all definitions of a version anew for each object."""
+    with pytest.MonkeyPatch.context() as patched:
+        for name in ("schema_contents", "all_versions"):
+            patched.setattr(kubernetes_validate.utils, name, functools.cache(getattr(kubernetes_validate.utils, name)))
+        yield
 
 
 @pytest.mark.parametrize("name", NAMES)
