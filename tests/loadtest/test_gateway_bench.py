@@ -38,16 +38,25 @@ from loadtest.gateway.markdown import tables
 from loadtest.gateway.measure import figures, run_load
 from loadtest.gateway.report import Result, as_json, targets
 from server.ports import free_port
+from tests.waiting import wait_until
 
 CORES = Cores.available()
-STREAMS = Load("paced", body(stream=True, max_tokens=CHUNKS, seed=1), clients=4, seconds=1.0, warm_s=0.1)
+STREAMS = Load("paced", body(stream=True, max_tokens=CHUNKS, seed=1), clients=4, seconds=0.3, warm_s=0.0)
 
 
 @pytest.fixture(scope="module")
 def upstream(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    port = free_port()
-    with running([str(compiled("upstream")), str(port)], tmp_path_factory.mktemp("mock") / "log"):
-        yield port
+    log = tmp_path_factory.mktemp("mock") / "log"
+    with running([str(compiled("upstream"))], log) as process:
+        yield int(wait_until(log.read_text, process=process))  # the port, once it listens
+
+
+@pytest.fixture(scope="module")
+def whole(upstream: int) -> Iterator[Running]:
+    """The gateway with everything on, before two instances of one version."""
+    _, side = against.splits()
+    with started(side, upstream, CORES) as gateway:
+        yield gateway
 
 
 def test_no_compiler_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +83,7 @@ def test_the_client_counts_what_the_upstream_sends(upstream: int) -> None:
 
 
 def test_large_prompts_arrive_whole(upstream: int) -> None:
-    load = Load("large", body(size=220_000), clients=4, seconds=0.3, warm_s=0.1)
+    load = Load("large", body(size=220_000), clients=4, seconds=0.0, warm_s=0.0)
     seen = run_load(load, Running(DIRECT, upstream, None, ""), CORES)
     assert seen.client["errors"] == 0
     assert seen.client["requests"] > 0
@@ -91,7 +100,7 @@ def test_an_error_answer_is_counted(tmp_path: Path) -> None:
     with subprocess.Popen(["python3", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as server:
         assert server.stdout is not None
         port = int(server.stdout.readline())
-        load = Load("one", body(), clients=1, seconds=0.2, warm_s=0.0)
+        load = Load("one", body(), clients=1, seconds=0.0, warm_s=0.0)
         seen = run_load(load, Running("refusing", port, server.pid, ""), CORES)
         server.kill()
     assert seen.client["errors"] > 0
@@ -114,14 +123,12 @@ def test_the_whole_run_writes_its_figures(tmp_path: Path) -> None:
     assert written["machine"]["cores"] >= 1
 
 
-def test_everything_is_on(upstream: int) -> None:
-    full = next(c for c in CONTENDERS if c.name == FULL)
-    with started(full, upstream, CORES) as gateway:
-        url = f"http://127.0.0.1:{gateway.port}/v1/chat/completions"
-        assert httpx.post(url, content=body()).status_code == 401
-        answer = httpx.post(url, content=body(stream=True, max_tokens=3), headers={"authorization": f"Bearer {KEY}"})
-        assert int(answer.headers["x-ratelimit-remaining-tokens"]) > 0
-        assert answer.text.count('"token_ids":[1234]') == 3  # it asks for streams that it could continue elsewhere
+def test_everything_is_on(whole: Running) -> None:
+    url = f"http://127.0.0.1:{whole.port}/v1/chat/completions"
+    assert httpx.post(url, content=body()).status_code == 401
+    answer = httpx.post(url, content=body(stream=True, max_tokens=3), headers={"authorization": f"Bearer {KEY}"})
+    assert int(answer.headers["x-ratelimit-remaining-tokens"]) > 0
+    assert answer.text.count('"token_ids":[1234]') == 3  # it asks for streams that it could continue elsewhere
 
 
 def test_a_contender_that_does_not_start_says_why(upstream: int) -> None:
@@ -204,15 +211,15 @@ def test_two_checkouts_are_asked_in_turn(tmp_path: Path) -> None:
     assert orjson.loads((tmp_path / "found.json").read_bytes())["figures"].keys() == {"cpu_us_per_request"}
 
 
-def test_two_versions_share_the_requests_of_one_of_the_two(upstream: int) -> None:
-    split, whole = against.splits()
-    for side, answered in ((split, {"1": 10, "2": 10}), (whole, {})):
-        with started(side, upstream, CORES) as running_side:
-            assert all(answers(running_side.port) for _ in range(19))  # one has been asked already
-            with urllib.request.urlopen(f"http://127.0.0.1:{running_side.port}/metrics") as answer:
+def test_two_versions_share_the_requests_of_one_of_the_two(upstream: int, whole: Running) -> None:
+    split, _ = against.splits()
+    with started(split, upstream, CORES) as shared:
+        for side, answered in ((shared, {"1": 10, "2": 10}), (whole, {})):
+            assert all(answers(side.port) for _ in range(19))  # one has been asked already
+            with urllib.request.urlopen(f"http://127.0.0.1:{side.port}/metrics") as answer:
                 text = answer.read().decode()
-        found = re.findall(r'^hotswap_split_requests_total\{.*version="(\d)"\} (\d+)', text, re.MULTILINE)
-        assert {version: int(count) for version, count in found} == answered
+            found = re.findall(r'^hotswap_split_requests_total\{.*version="(\d)"\} (\d+)', text, re.MULTILINE)
+            assert {version: int(count) for version, count in found} == answered
 
 
 def test_compiled_and_not_are_not_compared(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
  *
  *     client PORT CONNECTIONS WARM_S SECONDS STAGGER_MS BODY_FILE KEY
  *
- * Asks /v1/chat/completions until SECONDS after WARM_S, and prints one JSON object. Connections begin spread evenly over
+ * Asks /v1/chat/completions until SECONDS after WARM_S, and until there is an answer to tell of, however busy the machine
+ * is; then prints one JSON object. Connections begin spread evenly over
  * STAGGER_MS, as the streams of real clients are. `ttft_us` is to the first body byte, `gap_us` between server-sent events
  * of a stream (several in one read have no gap between them). `all_*` count from the start, for what was used meanwhile.
  */
@@ -207,7 +208,7 @@ int main(int argc, char **argv) {
     connection *all = must(calloc(count, sizeof *all));
     int64_t start = now_ns(), now = start;
     struct epoll_event ready[256];
-    for (; now < start + warm + length; now = now_ns()) {
+    for (; now < start + warm + length || !(requests + errors); now = now_ns()) {
         for (; open < count && now - start >= stagger * open / count; open++) {
             open_connection(&all[open]);
             begin(&all[open]);
