@@ -16,54 +16,29 @@ import pytest
 from torch.distributed import TCPStore
 
 from tests.trainer.ranks import Ranks as Cases
+from tests.waiting import wait_until
+from tests.warm import TRAINERS, warm
 from trainer.faults.heartbeat import DONE, Beat, Watched, hang, silence, watched_by
-
-RANK = """
-import os, signal, sys, threading, time
-from trainer.config import FaultsConfig
-from trainer.faults.heartbeat import Heartbeat, StoreBoard, progress
-
-rank, world, what = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-timeout = 1.5 if what != "hang" else 60.0
-config = FaultsConfig(heartbeat_s=0.1, heartbeat_timeout_s=timeout, hang_s=1.5 if what == "hang" else 0.0)
-board = StoreBoard(0)
-progress("publish" if (what, rank) == ("hang", 1) else "train", 7)
-heartbeat = Heartbeat(config, board, rank, world)
-print("beating", flush=True)
-if what == "done" and rank == 1:
-    heartbeat.stop()
-    sys.exit(0)
-if what == "fault" and rank == 1:
-    heartbeat.failed("the disk is full")
-time.sleep(4 if what == "done" else 100)
-heartbeat.stop()
-"""
 
 
 class Ranks:
     """Processes that only beat."""
 
     def __init__(self, root: Path, world: int, what: str) -> None:
+        self._root = root / what
+        self._root.mkdir()
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.store.port)}
-        (root / "rank.py").write_text(RANK)
-        environment["PYTHONPATH"] = os.getcwd()
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, str(root / "rank.py"), str(rank), str(world), what],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(world)
-        ]
-        for process in self.processes:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "beating\n"
+        env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.store.port)}
+        self.processes = []
+        for rank in map(str, range(world)):
+            said, errors = self._root / f"{rank}.said", self._root / f"{rank}.errors"
+            arguments = ["tests.trainer.faults.beating", rank, str(world), what]
+            self.processes.append(warm(TRAINERS).start(arguments, env, said, errors=errors))
+        wait_until(lambda: all(file.read_text() == "beating\n" for file in self._root.glob("*.said")))
 
     def said(self, rank: int) -> str:
-        return self.processes[rank].communicate(timeout=60)[1]
+        self.processes[rank].wait(60)
+        return (self._root / f"{rank}.errors").read_text()
 
 
 @pytest.fixture
@@ -73,7 +48,6 @@ def end() -> Iterator[list[Ranks]]:
     for ranks in started:
         for process in ranks.processes:
             process.kill()
-            process.communicate()
 
 
 def test_a_stopped_rank_is_named_and_killed_and_all_leave(tmp_path: Path, end: list[Ranks]) -> None:
