@@ -81,28 +81,31 @@ def no_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HOTSWAP_STORE", raising=False)
 
 
+@pytest.mark.parametrize("kind", ["file", pytest.param("s3", marks=pytest.mark.broad)])
 def test_a_run_without_a_store_reaches_a_fleet_that_follows_its_bucket(
     zygote: Zygote,
     small_models: dict[str, str],
     tmp_path: Path,
-    s3: str,  # noqa: F811
+    kind: str,
+    request: pytest.FixtureRequest,
     followed: Follow,
 ) -> None:
     before, saved = scratch(), tmp_path / "saved"
-    arguments = configured(tmp_path, small_models["qwen2"], s3, save_to=str(saved))
+    url = request.getfixturevalue("s3") if kind == "s3" else f"file://{tmp_path}/bucket/run"
+    arguments = configured(tmp_path, small_models["qwen2"], url, save_to=str(saved))
     status, said, errors = zygote.run(arguments, tmp_path)
     assert (status, errors) == (0, "")
     outcomes = told(said, "carried")
     assert len(outcomes) == 3
     arrived = [outcome for outcome in outcomes if not outcome["skipped"]]
-    bucket = Bucket(s3)
+    bucket = Bucket(url)
     versions = [bucket.read(number) for number in bucket.numbers()]
     assert [version.number for version in versions] == [outcome["number"] for outcome in arrived]
     assert [version.nbytes for version in versions] == [outcome["sent"] for outcome in arrived]
     assert (versions[0].base, versions[-1].header.step) == (None, 3)
     assert scratch() <= before
     assert "a-secret-of-the-tests" not in said
-    followed.again(open_source(FollowConfig(source=f"versions+{s3}")))
+    followed.again(open_source(FollowConfig(source=f"versions+{url}")))
     followed.until_tried(f"version {versions[-1].number}", "released")
     assert followed.active is not None
     assert_holds(followed, followed.active, load_file(saved / "model.safetensors"))
@@ -164,6 +167,7 @@ def test_a_bucket_that_cannot_be_written_ends_a_run_before_it_trains(
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "tester")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hidden")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     before = scratch()
     status, said, errors = zygote.run(configured(tmp_path, small_models["qwen2"], "s3://away/run"), tmp_path)
     assert status == 2
