@@ -64,7 +64,7 @@ def test_killed_between_requests(api: ApiServer, killed: str) -> None:
 def test_killed_in_the_middle_of_a_pass(api: ApiServer) -> None:
     """The SDK waits for the answers through the restart: the pass is executed again, and the step after it once."""
     service = api.service()
-    data = sums() * 200
+    data = sums() * 100
     calm, client = new(service), new(service)
     expected = learn(calm, data, 2), said(calm)
     first = learn(client, data, 1)
@@ -182,7 +182,7 @@ def test_a_directory_has_one_server_and_so_has_a_port(api: ApiServer, tmp_path: 
 def test_a_server_that_is_asked_to_end_says_so_to_who_waits(api: ApiServer) -> None:
     """With its exit status 0; and the SDK goes on after the next start."""
     client = new(api.service())
-    passed = client.forward_backward(sums() * 200, "cross_entropy")
+    passed = client.forward_backward(sums() * 100, "cross_entropy")
     waiting = "SELECT seq FROM requests WHERE done IS NULL ORDER BY seq DESC"
     ((last,), *_) = wait_until(lambda: api.journal(waiting), what="a part of it is on disk")
     with ThreadPoolExecutor(1) as asking:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.trainer.faults.runs import PATIENCE_S, arguments, curve, events
-from tests.trainer.fleet import fleet, never_behind
+from tests.trainer.fleet import Fleet, fleet, never_behind
 from tests.trainer.rollouts.generate_server import Unmoved
 from tests.trainer.zygote import Zygote
 from tests.waiting import wait_until
@@ -38,6 +38,32 @@ def killed_and_resumed(zygote: Zygote, config: dict[str, Any], root: Path, kill_
     return [event["step"] for event in events(path, "start")]
 
 
+def reinforced(running: Fleet, **changes: Any) -> dict[str, Any]:
+    """Reinforcement learning with that fleet."""
+    return {
+        "algorithm": {"name": "grpo", "samples_per_prompt": 4},
+        "rewards": [{"kind": "regex", "pattern": "[0-9]+"}],
+        "rollout": {"max_tokens": 4},
+        "gateway": {"url": running.server.url},
+        "publish": {"model": "tiny", "store": running.store_url, "dtype": "float32", "lineage": "a"},
+        "optimizer": {"lr": 2e-3},
+        "batch": 4,
+    } | changes
+
+
+def repeats_itself(zygote: Zygote, config: dict[str, Any], root: Path, kill_after: int, *more: str) -> int:
+    """Killed and resumed, with a lineage of its own, it has these numbers of the uninterrupted run; the step that it
+    was resumed from."""
+    numbers = ("reward_mean", "answer_tokens_mean", *more)
+    expected = curve(uninterrupted(zygote, config, root), *numbers)
+    config["publish"]["lineage"] = "b"
+    first, second = killed_and_resumed(zygote, config, root, kill_after)
+    assert (first, second > 0) == (0, True)
+    assert curve(config["metrics"], *numbers) == expected
+    assert len({tuple(values) for values in expected.values()}) >= 4, "there was something to repeat"
+    return second
+
+
 @pytest.mark.broad
 def test_fine_tuning(zygote: Zygote, config: dict[str, Any], tmp_path: Path) -> None:
     config |= {"steps": 100, "checkpoint": config["checkpoint"] | {"every": 10}}
@@ -54,22 +80,7 @@ def test_reinforcement_learning(
 ) -> None:
     """With a server that samples by nothing but weights and seed, rewards and rollouts repeat themselves too."""
     with fleet(small_models["qwen2"], tmp_path) as running, never_behind(running):
-        config |= {
-            "algorithm": {"name": "grpo", "samples_per_prompt": 4},
-            "rewards": [{"kind": "regex", "pattern": "[0-9]+"}],
-            "rollout": {"max_tokens": 4},
-            "gateway": {"url": running.server.url},
-            "publish": {"model": "tiny", "store": running.store_url, "dtype": "float32", "lineage": "a"},
-            "steps": 14,
-            "optimizer": {"lr": 2e-3},
-            "batch": 4,
-        }
-        expected = curve(uninterrupted(zygote, config, tmp_path), "reward_mean", "answer_tokens_mean")
-        config["publish"]["lineage"] = "b"
-        first, second = killed_and_resumed(zygote, config, tmp_path, random.randrange(4, 10))
-        assert (first, second > 0) == (0, True)
-        assert curve(config["metrics"], "reward_mean", "answer_tokens_mean") == expected
-        assert len({tuple(numbers) for numbers in expected.values()}) >= 4, "there was something to repeat"
+        repeats_itself(zygote, config | reinforced(running, steps=9), tmp_path, random.randrange(4, 7))
 
 
 @pytest.mark.broad
@@ -80,24 +91,15 @@ def test_an_asynchronous_run(
     groups are ahead than a step takes, all the rest repeats itself: what was finished is trained on and not asked for
     again, what was in flight is."""
     with fleet(small_models["qwen2"], tmp_path, kind=Unmoved) as running:
-        config |= {
-            "algorithm": {"name": "grpo", "samples_per_prompt": 4},
-            "rewards": [{"kind": "regex", "pattern": "[0-9]+"}],
-            "rollout": {"max_tokens": 4, "request": "group"},
-            "schedule": {"name": "async", "max_lag": 2, "buffer": 4},
-            "gateway": {"url": running.server.url, "api_key_env": "RUN"},
-            "publish": {"model": "tiny", "store": running.store_url, "dtype": "float32", "lineage": "a"},
-            "checkpoint": config["checkpoint"] | {"keep": 100},
-            "steps": 20,
-            "optimizer": {"lr": 2e-3},
-            "batch": 4,
-        }
-        expected = curve(uninterrupted(zygote, config, tmp_path), "reward_mean", "answer_tokens_mean")
-        config["publish"]["lineage"] = "b"
-        first, second = killed_and_resumed(zygote, config, tmp_path, random.randrange(4, 16))
-        assert (first, second > 0) == (0, True)
-        assert curve(config["metrics"], "reward_mean", "answer_tokens_mean") == expected
-        assert len({tuple(numbers) for numbers in expected.values()}) >= 4, "there was something to repeat"
+        config |= reinforced(
+            running,
+            rollout={"max_tokens": 4, "request": "group"},
+            schedule={"name": "async", "max_lag": 2, "buffer": 4},
+            gateway={"url": running.server.url, "api_key_env": "RUN"},
+            checkpoint=config["checkpoint"] | {"keep": 100},
+            steps=20,
+        )
+        second = repeats_itself(zygote, config, tmp_path, random.randrange(4, 16))
 
         buffer = tmp_path / "checkpoints" / f"step-{second:08d}" / "parts" / "rollouts.json"
         saved = json.loads(buffer.read_text())
@@ -117,26 +119,19 @@ def test_a_run_of_partial_rollouts(
     """Answers of up to four rounds, problems by their success, groups that are sent back: which groups a step gets
     depends on none of it being fast. What was begun goes on from the tokens in the checkpoint."""
     with fleet(small_models["qwen2"], tmp_path, kind=Unmoved) as running:
-        config |= {
-            "algorithm": {"name": "grpo", "samples_per_prompt": 4, "drop_zero_std": True},
-            "rewards": [{"kind": "regex", "pattern": "^[0-5]"}],
-            "order": {"prioritize": True},
-            "rollout": {"max_tokens": 12, "token_budget": 3},
-            "schedule": {"name": schedule},
-            "gateway": {"url": running.server.url, "api_key_env": "RUN"},
-            "publish": {"model": "tiny", "store": running.store_url, "dtype": "float32", "lineage": "a"},
-            "checkpoint": config["checkpoint"] | {"keep": 100},
-            "steps": 10,
-            "optimizer": {"lr": 2e-3},
-            "batch": 2,
-        }
-        numbers = ("reward_mean", "answer_tokens_mean", "rollout_tokens")
-        expected = curve(uninterrupted(zygote, config, tmp_path), *numbers)
-        config["publish"]["lineage"] = "b"
-        first, second = killed_and_resumed(zygote, config, tmp_path, random.randrange(4, 7))
-        assert (first, second > 0) == (0, True)
-        assert curve(config["metrics"], *numbers) == expected
-        assert len({tuple(values) for values in expected.values()}) >= 4, "there was something to repeat"
+        config |= reinforced(
+            running,
+            algorithm={"name": "grpo", "samples_per_prompt": 4, "drop_zero_std": True},
+            rewards=[{"kind": "regex", "pattern": "^[0-5]"}],
+            order={"prioritize": True},
+            rollout={"max_tokens": 12, "token_budget": 3},
+            schedule={"name": schedule},
+            gateway={"url": running.server.url, "api_key_env": "RUN"},
+            checkpoint=config["checkpoint"] | {"keep": 100},
+            steps=10,
+            batch=2,
+        )
+        second = repeats_itself(zygote, config, tmp_path, random.randrange(4, 7), "rollout_tokens")
 
         kept = tmp_path / "checkpoints" / f"step-{second:08d}" / "parts" / "rollouts.json"
         groups = [entry["group"] for entry in json.loads(kept.read_text())["pending"]]

@@ -39,7 +39,7 @@ def admin(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, list[dict[str,
         def log_message(self, *_: object) -> None: ...
 
     server = HTTPServer(("127.0.0.1", 0), Handler)
-    Thread(target=server.serve_forever, daemon=True).start()
+    Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     monkeypatch.setenv(*next(iter(KEY.items())))
     yield f"http://127.0.0.1:{server.server_port}", asked, statuses
     server.shutdown()

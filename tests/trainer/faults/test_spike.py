@@ -59,12 +59,7 @@ def run(config: dict[str, Any], served: tuple[Fleet, RunningGateway], tmp_path: 
     ("every", "held"), [(3, True), (6, False)], ids=["version-held-by-the-gateway", "version-retired-long-ago"]
 )
 def test_a_leap_takes_training_and_serving_back(
-    zygote: Zygote,
-    run: dict[str, Any],
-    served: tuple[Fleet, RunningGateway],
-    tmp_path: Path,
-    every: int,
-    held: bool,
+    zygote: Zygote, run: dict[str, Any], served: tuple[Fleet, RunningGateway], tmp_path: Path, every: int, held: bool
 ) -> None:
     """The step leaps, is repeated from the checkpoint, leaps again, and is left out with all that was drawn for it."""
     running, gateway = served
