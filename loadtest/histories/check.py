@@ -20,6 +20,7 @@ history of several hosts is one of one machine's namespaces.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -152,15 +153,19 @@ class Model:
 
     def explains(self, versions: Sequence[int], began: float, ended: float, *, resumed: bool) -> bool:
         """Whether one instance (of a stream that was `resumed`: all, one after the other) ran these in this order."""
-        ways = [list(itertools.chain(*self.tenures.values()))] if resumed else list(self.tenures.values())
-        return any(_runs(way, versions, began, ended) for way in ways)
-
-    def ran(self, version: int, began: float, ended: float) -> bool:
-        return any(_runs(past, [version], began, ended) for past in self.tenures.values())
+        ways = [list(_during(past, began, ended)) for past in self.tenures.values()]
+        ways = [sorted(itertools.chain(*ways), key=lambda tenure: tenure.since)] if resumed else ways
+        return any(_follow_each_other(versions, way) for way in ways)
 
 
-def _runs(past: Iterable[Tenure], versions: Sequence[int], began: float, ended: float) -> bool:
-    there = iter(sorted((t for t in past if t.until >= began and t.since <= ended), key=lambda t: t.since))
+def _during(past: Sequence[Tenure], began: float, ended: float) -> Iterator[Tenure]:
+    """Of one instance's tenures, which are in order, those of that time."""
+    first = bisect.bisect_left(past, began, key=lambda tenure: tenure.until)
+    return itertools.takewhile(lambda tenure: tenure.since <= ended, (past[i] for i in range(first, len(past))))
+
+
+def _follow_each_other(versions: Sequence[int], way: Iterable[Tenure]) -> bool:
+    there = iter(way)
     return all(any(tenure.version == version for tenure in there) for version in versions)
 
 
@@ -242,7 +247,7 @@ def _order(line: Line, choice: Mapping[str, Any], model: Model) -> Iterator[Cont
     versions, began, ended = _versions(choice["spans"]), line.said["began"], line.said["at"]
     records = tuple(tenure.line for past in model.tenures.values() for tenure in past if tenure.version in versions)
     for version in dict.fromkeys(versions):
-        if not model.ran(version, began, ended):
+        if not model.explains([version], began, ended, resumed=False):
             yield Contradiction("served", f"no instance ran version {version} then", (line, *records))
             return
     resumed = choice["resumed"] > 0 or line.said["outcome"] != "answered"  # only its end would say that it was

@@ -1,7 +1,7 @@
 """A history: a file of JSON lines, in the order in which its writers heard of things. Times are unix seconds.
 
     {"kind": "found", "at", "model", "revision", "records": {key: value}}   all records, when the recorder begins, and
-                                                                            where the store kept no changes for it
+                                                                            after an outage of the store
     {"kind": "write", "at", "model", "revision", "key", "value"}            a change; null: deleted
     {"kind": "rest", "at", "model"}                                         nothing fails any more: all must be at rest
     {"kind": "request", "at", "began", "asked", "outcome", "choices", ...}  requests.py
@@ -27,7 +27,7 @@ import orjson
 
 from loadtest.histories.rules import Rules
 from weightsync.control.records import Keys
-from weightsync.errors import StoreError, WatchCompacted
+from weightsync.errors import StoreError
 from weightsync.store import SyncStore
 from weightsync.store.protocol import KeyValue
 
@@ -64,7 +64,6 @@ class Recorder:
     def __init__(self, log: Log, url: str, models: Iterable[str]) -> None:
         self._log, self._store = log, SyncStore(url, create=False)
         self._seen = {Keys(model): 0 for model in models}  # the last revision that was recorded
-        self._last: dict[Keys, list[tuple[int, str]]] = {}  # the writes of that revision that were recorded
         self._following: list[Future[None]] = [
             asyncio.run_coroutine_threadsafe(self._follow(keys), self._store.loop) for keys in self._seen
         ]
@@ -87,32 +86,20 @@ class Recorder:
         self._store.close()
 
     async def _follow(self, keys: Keys) -> None:
+        """A watch outlives short outages of the store. After a long one all is read again."""
+        store = self._store.store
         while True:
-            try:
-                if not self._seen[keys]:
-                    found, revision = await self._store.store.list(keys.root)
-                    records = {kv.key: _shown(keys, kv) for kv in found}
-                    self._log.write("found", model=keys.model, revision=revision, records=records)
-                    self._seen[keys] = revision
-                await self._watch(keys, self._seen[keys])
-            except WatchCompacted:
-                self._seen[keys] = 0
-            except StoreError:
-                await asyncio.sleep(RETRY_S)
-
-    async def _watch(self, keys: Keys, since: int) -> None:
-        """All changes after the revision `since`; of that itself, what may be written of its transaction already."""
-        known = {key for revision, key in self._last.get(keys, ()) if revision == since}
-        async with contextlib.aclosing(self._store.store.watch(keys.root, since + (not known))) as events:
-            async for event in events:
-                kv = event.kv
-                if kv.mod_revision == since and kv.key in known:
-                    continue
-                value = _shown(keys, kv) if event.kind == "put" else None
-                self._log.write("write", model=keys.model, revision=kv.mod_revision, key=kv.key, value=value)
-                same = [last for last in self._last.get(keys, ()) if last[0] == kv.mod_revision]
-                self._last[keys] = [*same, (kv.mod_revision, kv.key)]
-                self._seen[keys] = kv.mod_revision
+            with contextlib.suppress(StoreError):
+                found, self._seen[keys] = await store.list(keys.root)
+                records = {kv.key: _shown(keys, kv) for kv in found}
+                self._log.write("found", model=keys.model, revision=self._seen[keys], records=records)
+                async with contextlib.aclosing(store.watch(keys.root, self._seen[keys] + 1)) as events:
+                    async for event in events:
+                        kv = event.kv
+                        value = _shown(keys, kv) if event.kind == "put" else None
+                        self._log.write("write", model=keys.model, revision=kv.mod_revision, key=kv.key, value=value)
+                        self._seen[keys] = kv.mod_revision
+            await asyncio.sleep(RETRY_S)
 
     def _catch_up(self) -> None:
         deadline = time.monotonic() + LAST_S
