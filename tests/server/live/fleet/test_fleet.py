@@ -83,7 +83,7 @@ def held_layouts(live: LiveServer, index: int) -> set[str]:
     held = set()
     for line in Path("/proc/locks").read_text().splitlines():
         fields = line.split()
-        if "FLOCK" in fields and int(fields[4]) in pids:
+        if "FLOCK" in fields and "->" not in fields and int(fields[4]) in pids:  # an arrow: it waits for the lock
             held.add(inodes.get(int(fields[5].rsplit(":", 1)[1]), ""))
     return held - {""}
 
