@@ -137,7 +137,7 @@ def _run(layout: Layout, work: Path, minutes: float, seed: int, clients: int, ho
         let_in=sum(map(report.let_in, pushes.values())),
         history=contradictions,
     )
-    swaps = {model: report.swaps(watch.past, watch.late, since) for model, watch in watches.items()}
+    swaps = {model: report.swaps(watch.past, since) for model, watch in watches.items()}
     return {
         "seconds": round(ended - began, 1),
         "faults": report.faults(doing.done),

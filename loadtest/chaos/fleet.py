@@ -28,7 +28,6 @@ from loadtest.models.checkpoints import make_constant_checkpoint
 from server.up import interrupts
 from server.up.processes import die_with_parent, share_of_cores
 from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, PastSwapRecord, SwapRecord
-from weightsync.control.state import confirm_within_s, in_flight
 from weightsync.errors import RecordError, StoreError
 from weightsync.store import SyncStore
 
@@ -323,12 +322,11 @@ class Snapshot:
 
 
 class Watch:
-    """Use as a context. `late`: by how much a phase of each swap exceeded its time, at worst, seconds; 0: none did."""
+    """Use as a context. `now` and the `past` swaps, by id, are of some moment ago."""
 
     def __init__(self, store: str, model: str) -> None:
         self.now = Snapshot()
         self.past: dict[str, PastSwapRecord] = {}
-        self.late: dict[str, float] = {}
         self._url, self._keys = store, Keys(model)
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -369,20 +367,11 @@ class Watch:
         active = ActiveRecord.from_json(found[keys.active]) if keys.active in found else None
         swap = SwapRecord.from_json(found[keys.swap]) if keys.swap in found else None
         self.now = Snapshot(at, active, swap, {record.id: record for record in instances})
-        if swap is not None and in_flight(swap):
-            self.late[swap.id] = max(self.late.get(swap.id, 0.0), time.time() - must_end(swap, active))
 
     def _read_history(self, store: SyncStore) -> None:
         for kv in store.list(self._keys.history)[0]:
             record = PastSwapRecord.from_json(kv.value)
             self.past[record.id] = record
-
-
-def must_end(swap: SwapRecord, active: ActiveRecord | None) -> float:
-    """When a swap in flight must have ended, or left its phase, unix seconds."""
-    if swap.phase == "commit" and active is not None and active.swap_id == swap.id:
-        return active.committed_at + confirm_within_s(swap)
-    return swap.deadline
 
 
 def _followed(past: PastSwapRecord) -> int:

@@ -24,7 +24,6 @@ from loadtest.histories.check import Contradiction
 from weightsync.control.records import PastSwapRecord
 from weightsync.tls import ClusterTls
 
-STUCK_S = 30.0  # after a swap should have ended: time for a new leader, and for stores to be back
 EXAMPLES = 20
 
 
@@ -50,8 +49,8 @@ def journal(done: Sequence[Broken], began: float) -> list[dict[str, Any]]:
     ]
 
 
-def swaps(past: Mapping[str, PastSwapRecord], late: Mapping[str, float], since: float) -> dict[str, Any]:
-    """Those that ended after the time `since` (unix). `late_s`: by how much the worst exceeded its time."""
+def swaps(past: Mapping[str, PastSwapRecord], since: float) -> dict[str, Any]:
+    """Those that ended after the time `since` (unix)."""
     found = [record for record in past.values() if record.ended_at >= since]
     done, aborted = ([r for r in found if r.outcome == outcome] for outcome in ("done", "aborted"))
     return {
@@ -61,8 +60,6 @@ def swaps(past: Mapping[str, PastSwapRecord], late: Mapping[str, float], since: 
         "aborted": dict(Counter(_reason(r.reason) for r in aborted).most_common()),
         "not as published": sum(r.verified is False for r in done),
         "longest_s": round(max((r.ended_at - r.opened_at for r in found), default=0.0), 1),
-        "late_s": round(max(late.values(), default=0.0), 1),
-        "stuck": sum(seconds > STUCK_S for seconds in late.values()),
     }
 
 
@@ -161,7 +158,6 @@ def violations(
     said += [f"{count} x {kind}" for kind, count in found.problems.items() if count]
     said += [f"{found.judged[kind]} failed requests: {kind}" for kind in VIOLATIONS if found.judged[kind]]
     for model, figures in swap_figures.items():
-        said += [f"{figures['stuck']} stuck swaps of {model}"] if figures["stuck"] else []
         said += (
             [f"{figures['not as published']} commits of {model} not as published"]
             if figures["not as published"]

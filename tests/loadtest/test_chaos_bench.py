@@ -19,7 +19,7 @@ import pytest
 
 from loadtest.chaos import joiner
 from loadtest.chaos.clients import Attempt, Question, Wish, attempt, problems
-from loadtest.chaos.fleet import DRAIN_S, Snapshot, Supervised, Watch, must_end
+from loadtest.chaos.fleet import DRAIN_S, Snapshot, Supervised
 from loadtest.chaos.hostile import Attack, bodies, complaints, told
 from loadtest.chaos.joiner import Joiner, Served, Stay, Tenure, tenures
 from loadtest.chaos.models import ALIAS, FIRST, SECOND, badness, placed
@@ -28,9 +28,7 @@ from loadtest.chaos.report import Wrongs, let_in, pushes, swaps, violations
 from loadtest.chaos.verdict import AFTER_S, Fault, Verdict, Window, judge, schedule, verdict
 from loadtest.histories.requests import Choice
 from loadtest.hosts.namespaces import until
-from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, PastSwapRecord, SwapRecord
-from weightsync.control.state import CONFIRM_S
-from weightsync.store import SyncStore
+from weightsync.control.records import ActiveRecord, InstanceRecord, PastSwapRecord
 
 SPANS = [{"version": 4, "start": 0, "end": 2}, {"version": 5, "start": 2, "end": 3}]
 KEEP = Wish()
@@ -143,13 +141,13 @@ async def test_what_came_of_an_attempt(status: int, body: str, outcome: str, cod
 
 
 def test_a_load_that_broke_proves_nothing() -> None:
-    fine = {FIRST: {"stuck": 0, "not as published": 0}}
+    fine = {FIRST: {"not as published": 0}}
     assert violations(Verdict(), fine, [], Wrongs()) == []
     assert violations(Verdict(), fine, [], Wrongs(load=-9)) == ["the clients ended with status -9: see above"]
 
 
 def test_a_process_that_ends_by_itself_and_an_attack_that_is_let_in_break_a_promise() -> None:
-    fine = {FIRST: {"stuck": 0, "not as published": 0}}
+    fine = {FIRST: {"not as published": 0}}
     said = violations(Verdict(), fine, [], Wrongs(ended={"instance-1": 2}, attacks=["ids: ..."]))
     assert said == ["instance-1 ended by itself, 2 times", "1 hostile requests were not refused as they must be"]
 
@@ -163,30 +161,12 @@ def test_an_instance_that_does_not_run_what_is_committed_is_behind() -> None:
     assert [said.split()[0] for said in now.behind(["a", "b", "c", "d"])] == ["b", "c", "d"]
 
 
-def test_a_swap_is_stuck_when_it_is_long_past_its_time() -> None:
-    swap = SwapRecord("s", 5, "prepare", ("a",), deadline=100.0, opened_at=80.0)
-    assert must_end(swap, None) == 100.0
-    committed = SwapRecord("s", 5, "commit", ("a",), deadline=100.0, opened_at=80.0)
-    assert must_end(committed, ActiveRecord(5, 2, 4, "s", 95.0)) == 95.0 + CONFIRM_S
+def test_reasons_that_differ_in_names_are_one() -> None:
     past = {
         "x": PastSwapRecord("x", 6, "aborted", "rolling", 0.0, 9.0, reason="instance alpha-instance-2 is gone"),
         "y": PastSwapRecord("y", 7, "aborted", "rolling", 0.0, 9.0, reason="instance beta-joiner-0 is gone"),
     }
-    found = swaps(past, {"s": 31.0, "x": 2.0}, since=5.0)
-    assert (found["stuck"], found["aborted"]) == (1, {"an instance is gone": 2})
-
-
-def test_a_swap_that_was_stuck_before_its_commit_was_stuck(tmp_path: Path) -> None:
-    keys, url = Keys("m"), f"sqlite://{tmp_path}/store.db"
-    watch, store, now = Watch(url, "m"), SyncStore(url), time.time()
-    swap = SwapRecord("s", 5, "prepare", ("a",), deadline=now - 40, opened_at=now - 60)
-    store.put(keys.swap, swap.to_json())
-    watch._look(store)
-    store.put(keys.swap, replace(swap, phase="commit").to_json())
-    store.put(keys.active, ActiveRecord(5, 2, 4, "s", now).to_json())
-    watch._look(store)
-    store.close()
-    assert watch.late["s"] >= 40
+    assert swaps(past, since=5.0)["aborted"] == {"an instance is gone": 2}
 
 
 def test_bad_versions_answer_what_they_like_and_good_ones_do_not() -> None:
@@ -211,7 +191,7 @@ def test_versions_that_are_not_finite_must_be_refused(tmp_path: Path) -> None:
     assert let_in(pushes(log, 4.0)) == 1
     assert let_in(pushes(log, 5.0)) == 0
     assert "1 versions that are not finite were swapped in" in violations(
-        Verdict(), {SECOND: {"stuck": 0, "not as published": 0}}, [], Wrongs(let_in=1)
+        Verdict(), {SECOND: {"not as published": 0}}, [], Wrongs(let_in=1)
     )
 
 

@@ -94,6 +94,11 @@ def append_wish(lines: Lines) -> None:
     lines.append(lines[-1] | {"kind": "rest"})
 
 
+def late(lines: Lines, key: str, phase: str, at: float) -> None:
+    value = written(lines, key, phase=phase)
+    next(line for line in lines if line.get("value") is value)["at"] = at
+
+
 A, B = KEYS.instance("a"), KEYS.instance("b")
 LIES: list[tuple[str, str, Callable[[Lines], object]]] = [
     ("phases", "from prepare to done", lambda h: written(h, KEYS.swap, phase="canary").update(phase="done")),
@@ -136,6 +141,8 @@ LIES: list[tuple[str, str, Callable[[Lines], object]]] = [
     ("rest", "the last wish got no answer", append_wish),
     ("rest", "instance b runs version 1", lambda h: without(h, B, active_epoch=4)),
     ("rest", "the swap stays in phase commit", lambda h: without(h, KEYS.swap, id="h7", phase="done")),
+    ("stuck", "prepare for 31 s too long", lambda h: late(h, KEYS.swap, "canary", 240.129 + 31)),
+    ("stuck", "commit for 31 s too long", lambda h: late(h, KEYS.swap, "done", 120.865 + 2 * 45.2 + 31)),
     ("whole", "was not recorded", lambda h: h.pop(0)),
 ]
 
