@@ -133,7 +133,8 @@ async def attempt(http: httpx.AsyncClient, gateway: int, question: Question, ask
     made = Attempt(
         gateway, time.monotonic(), question.model, question.route, question.stream, wish.policy, bound, asked
     )
-    answer, body, broken = Answer(), bytearray(), None
+    answer, body = Answer(), bytearray()
+    broken: tuple[Outcome, str] | None = None
     try:
         async with http.stream("POST", question.route, json=question.body()) as response:
             made.status = response.status_code

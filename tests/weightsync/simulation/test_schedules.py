@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from loadtest.histories.rules import Violation
 from server.gateway.fleet import routing
 from weightsync.control import activation, agent_state, coordinator, placement
 from weightsync.control import state as swap_state
@@ -18,7 +19,7 @@ from weightsync.control.agent import Pauses
 from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, SwapRecord, VersionRecord
 from weightsync.control.state import Step, Wait
 
-from .schedules import Violation, explore
+from .schedules import explore
 
 SHARES = 8  # so that a failure shows early, and several cores can take part
 SCHEDULES = 10_000
