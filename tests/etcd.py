@@ -40,8 +40,9 @@ def require() -> str:
 
 
 class Etcd:
-    """A cluster of `members` processes. Its data are in memory, so that a write does not wait for a disk. A single member
-    leads, and ends leases, sooner than etcd's defaults say; several would lose their leader on a busy machine."""
+    """A cluster of `members` processes. Its data are in memory, so that a write does not wait for a disk. A single
+    member leads, and ends leases, sooner than etcd's defaults say; several would lose their leader on a busy machine.
+    """
 
     def __init__(self, members: int = 1, *, tls: Tls | None = None, flags: tuple[str, ...] = ()) -> None:
         self._binary, self._tls, self._flags = require(), tls, (HASTE if members == 1 else ()) + flags
