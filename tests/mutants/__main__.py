@@ -97,7 +97,7 @@ def run_tests(tree: Path, tests: tuple[str, ...], quiet: bool) -> None:
         for fd in (0, 1, 2):
             os.dup2(nowhere, fd)
     options = ["-x", "-q", "--disable-warnings", "-m", "not gpu and not soak and not broad", "-p", "no:cacheprovider"]
-    options += ["--only-rerun", "never", "--timeout", str(TEST_S), "-k", "not etcd"]  # one store will do
+    options += ["--timeout", str(TEST_S), "-k", "not etcd"]  # one store will do
     sys.exit(pytest.main([*options, *tests]))
 
 
