@@ -13,8 +13,11 @@ MORE := requirements/extras-$(ACCEL).txt requirements/bench.txt requirements/tes
 unexport PYTHONDONTWRITEBYTECODE
 
 # JOBS files at a time: half of them wait for something. An engine takes some 2 GB; JOBS=0 runs one test after the other,
-# in this process.
-PYTEST = $(PY) -m pytest tests$(if $(ROOM),/$(ROOM)) -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# in this process. Tests read what stands on make's command line: CPU, SEED, SHUFFLE (a seed: any order), RECORD.
+WORKERS = -n $(JOBS) --dist loadfile --no-loadscope-reorder
+PYTEST = $(PY) -m pytest $(if $(TEST),"$$TEST",tests$(if $(ROOM),/$(ROOM)) $(WORKERS))
+FIRST := not gpu and not soak and not broad
+SECOND := broad and not gpu and not soak
 
 .PHONY: help demo demo-real demo-learn test contract test-all broad mutants soak gpu-day check lint types docs tables setup lock clean
 help: ## This list
@@ -29,11 +32,11 @@ demo-real: $(VENV)/.real ## The same with a real model, SmolLM2-135M: half an ho
 demo-learn: $(VENV)/.run ## A server learns from its users' corrections, and refuses a version trained on a wrong reward
 	$(PY) -m loadtest.demo.learn $(DEMO_ARGS)
 
-test: setup ## The tests that a change waits for (ROOM=server/console: those of one folder of tests/)
-	$(PYTEST) -m "not gpu and not soak and not broad"
+test: setup ## The tests that a change waits for (ROOM=server/console: those of one folder of tests/; TEST=: a file, or one)
+	$(PYTEST) -m "$(FIRST)"
 
 broad: setup $(VENV)/.real ## The second tier: many layouts, fuzzing, restarts, other projects' clients and test suites
-	$(PYTEST) -m "broad and not gpu and not soak"
+	$(PYTEST) -m "$(SECOND)"
 
 # Its tests are of the first tier too.
 contract: setup ## What other projects rely on: their client classes out of their packages, their routes and names

@@ -1,21 +1,34 @@
-"""Which tests are of the first tier, in which order they run, and what each file of them took.
+"""Which tests are of the first tier, and in which order files run.
 
 The first tier is what a change waits for. A test marked `broad` is of the second; of a test marked `sample(n)` n cases
-are of the first. A file of the first tier that takes too long fails CI.
+are of the first. `make test RECORD=1` and `make broad RECORD=1` write the seconds of each file into SECONDS, by tier.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
-from collections import Counter, defaultdict
+import random
+import time
+from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-BUDGET = 0.1  # of the seconds of all files of the first tier, for one of them: a share, so that it holds on any machine
-SHOWN = 15
-BESIDE = 4  # other files for each one with engines
+ROOT = Path(__file__).parents[1]
+SECONDS = ROOT / "tests" / "seconds.json"
+FIRST, SECOND = "first", "second"
+# Settings of a run: any order of files and tests, by its seed; files as they are named; when the last test may begin.
+SHUFFLE, AS_NAMED, UNTIL = "SHUFFLE", "HOTSWAP_TESTS_AS_NAMED", "HOTSWAP_TESTS_UNTIL"
+Files = list[list[pytest.Item]]
+
+
+def recorded() -> dict[str, dict[str, float]]:
+    """Seconds of test by file, by tier."""
+    found: dict[str, dict[str, float]] = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
+    return {FIRST: {}, SECOND: {}} | found
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses by marks
@@ -26,7 +39,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             cases[item.nodeid.partition("[")[0]].append(item)
     for found in cases.values():
         _sample(found)
-    items[:] = _in_order(items)
+    files: defaultdict[Path, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        files[item.path].append(item)
+    items[:] = itertools.chain.from_iterable(_in_order(list(files.values())))
 
 
 def _sample(cases: list[pytest.Item]) -> None:
@@ -38,56 +54,45 @@ def _sample(cases: list[pytest.Item]) -> None:
         cases[i].add_marker(pytest.mark.broad)
 
 
-def _in_order(items: list[pytest.Item]) -> list[pytest.Item]:
-    """File by file: those with engines, which keep the cores busy, the longest first; behind each of them some of the
-    others, which mostly wait; and what is left of these, so that no worker is alone with a long one at the end."""
-    files: defaultdict[Path, list[pytest.Item]] = defaultdict(list)
-    for item in items:
-        files[item.path].append(item)
-    busy = sorted((found for found in files.values() if _rank(found) < 2), key=_rank)
-    others = iter([found for found in files.values() if _rank(found) == 2])
-    mixed = [found for one in busy for found in (one, *itertools.islice(others, BESIDE))]
-    return list(itertools.chain.from_iterable([*mixed, *others]))
+def _in_order(files: Files) -> Files:
+    """The longest first, so that no worker is alone with a long one at the end. Files with engines keep the cores busy
+    and most others wait: both kinds progress alike."""
+    if AS_NAMED in os.environ:
+        return files
+    if seed := os.environ.get(SHUFFLE):
+        chance = random.Random(seed)
+        for file in files:
+            chance.shuffle(file)
+        return chance.sample(files, len(files))
+    known = recorded()
+    seconds = {path: took for tier in (SECOND, FIRST) for path, took in known[tier].items()}
+    usual = sum(seconds.values()) / max(1, len(seconds)) or 1.0
+
+    def length(file: list[pytest.Item]) -> float:
+        return seconds.get(file[0].path.relative_to(ROOT).as_posix(), usual)
+
+    kinds: tuple[Files, Files] = ([], [])
+    for file in sorted(files, key=length):
+        kinds[any(item.get_closest_marker("engine") for item in file)].append(file)
+    whole = [sum(map(length, kind)) or 1.0 for kind in kinds]
+    left, order = list(whole), []
+    while any(kinds):
+        kind = max((0, 1), key=lambda kind: (bool(kinds[kind]), left[kind] / whole[kind], kind))
+        order.append(kinds[kind].pop())
+        left[kind] -= length(order[-1])
+    return order
 
 
-def _rank(file: list[pytest.Item]) -> int:
-    marks = {mark.name for item in file for mark in item.iter_markers()}
-    return 0 if "slow" in marks else 1 if "engine" in marks else 2
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    if time.time() > float(os.environ.get(UNTIL, "inf")):
+        pytest.skip("not begun: the time of this run is over")
 
 
-def spent(reporter: pytest.TerminalReporter) -> Counter[str]:
-    """Seconds by file, with set-up and tear-down."""
-    seconds: Counter[str] = Counter()
-    for reports in reporter.stats.values():
-        for report in reports:
-            if isinstance(report, pytest.TestReport):
-                seconds[report.location[0]] += report.duration
-    return seconds
-
-
-def over(config: pytest.Config) -> list[str]:
-    """Files over the budget, if this is a run that has one."""
-    reporter = config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is None or "not broad" not in config.getoption("markexpr"):
-        return []
-    seconds = spent(reporter)
-    if len(seconds) < SHOWN:
-        return []
-    return [path for path, took in seconds.items() if took > BUDGET * sum(seconds.values())]
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if "CI" in os.environ and not hasattr(session.config, "workerinput") and over(session.config):
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    seconds = spent(terminalreporter)
-    if len(seconds) < SHOWN:
-        return
-    terminalreporter.section(f"seconds by file, of {sum(seconds.values()):.0f} in all")
-    for path, took in seconds.most_common(SHOWN):
-        terminalreporter.write_line(f"{took:8.1f}  {path}")
-    for path in over(config):
-        terminalreporter.write_line(f"{path} takes over {BUDGET:.0%} of all: make it faster, or mark what is broad")
+def record(spent: dict[str, dict[str, float]]) -> None:
+    """Takes these seconds for those of their files; forgets files that are gone."""
+    known: dict[str, Any] = recorded()
+    for tier, seconds in known.items():
+        merged = {**seconds, **{path: round(took, 1) for path, took in spent[tier].items()}}
+        known[tier] = {path: merged[path] for path in sorted(merged) if (ROOT / path).is_file()}
+    SECONDS.write_text(json.dumps(known, indent=1) + "\n")
