@@ -16,23 +16,15 @@ from tests.waiting import eventually
 pytestmark = pytest.mark.engine
 
 
-def says(version_of: dict[int, int], version: int) -> int:
-    """The token that the weights of `version` always answer."""
-    return 100 + version_of[version]
-
-
-async def swap_around(live: LiveServer, checkpoints: dict[str, Path], times: int) -> dict[int, int]:
-    """Push the four constant checkpoints in turn; which checkpoint each version is."""
-    version_of: dict[int, int] = {}
-    for i in range(times):
-        version_of[await asyncio.to_thread(live.push, checkpoints[f"say-{i % 4}"])] = i % 4
-    return version_of
-
-
 async def test_openai_sdk_streams_chat_through_swaps(live: LiveServer, checkpoints: dict[str, Path]) -> None:
     """The strict SDK keeps streaming; each chunk's extra field names the version whose token it carries."""
-    first = {live.push(checkpoints["say-2"]): 2}
-    swapping = asyncio.create_task(swap_around(live, checkpoints, 5))
+    says = {live.push(checkpoints["say-2"]): 102}
+
+    async def swap() -> None:
+        for i in range(5):
+            says[await asyncio.to_thread(live.push, checkpoints[f"say-{i % 4}"])] = 100 + i % 4
+
+    swapping = asyncio.create_task(swap())
     client = AsyncOpenAI(base_url=live.url + "/v1", api_key="unused")
     checked: list[tuple[str, int]] = []
 
@@ -54,9 +46,9 @@ async def test_openai_sdk_streams_chat_through_swaps(live: LiveServer, checkpoin
                         checked.append((content, (chunk.model_extra or {})["weight_version"]))
 
     await asyncio.gather(*(stream() for _ in range(4)))
-    version_of = first | swapping.result()
-    tokens = {v: live.client.post("/detokenize", json={"tokens": [says(version_of, v)]}) for v in version_of}
-    names = {v: answer.json()["prompt"] for v, answer in tokens.items()}
+    await swapping
+    words = {v: live.client.post("/detokenize", json={"tokens": [token]}) for v, token in says.items()}
+    names = {v: answer.json()["prompt"] for v, answer in words.items()}
     # A chunk may carry several tokens when the reader lags; all of one version, or it would list `weight_versions`.
     wrong = [(content, v) for content, v in checked if content.replace(names[v], "")]
     assert not wrong
@@ -152,5 +144,10 @@ async def test_client_that_leaves_frees_its_request(live: LiveServer, stream: bo
         await eventually(lambda: asyncio.to_thread(metric, "num_requests_running"))
         asking.cancel()
         await asyncio.wait([asking])
-    await eventually(lambda: metric("num_requests_running") == 0)
+
+    def freed() -> bool:
+        live.generate([5], 1)  # an engine that runs nothing tells nothing new
+        return metric("num_requests_running") == 0
+
+    await eventually(lambda: asyncio.to_thread(freed))
     assert 0 < metric("generation_tokens_total") - before < 1000
