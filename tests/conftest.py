@@ -32,8 +32,8 @@ os.environ.pop("HOTSWAP_PURE")
 importlib.import_module("tests.started.sitecustomize")  # before torch
 
 from loadtest.models.checkpoints import make_checkpoint, make_constant_checkpoint  # noqa: E402 - see above
+from tests import cpu, starts, warm  # noqa: E402
 from tests import fleet as fleets  # noqa: E402
-from tests import starts, warm  # noqa: E402
 from tests.live import VLLM_ARGS, LiveServer  # noqa: E402
 from tests.waiting import wait_until  # noqa: E402
 
@@ -53,13 +53,15 @@ def _ssl_context(verify: Any = True, cert: Any = None, trust_env: bool = True) -
 # httpx makes a context for every client, also for plain HTTP: 20 ms, for some thousands of clients.
 httpx._transports.default.create_ssl_context = _ssl_context  # type: ignore[attr-defined]
 
-pytest_plugins = ("tests.tiers", "tests.report", "tests.cpu", "tests.starts")
+pytest_plugins = ("tests.tiers", "tests.report")
 
 settings.register_profile("shared machine", deadline=None)  # how long an example takes says nothing of the code
 settings.load_profile("shared machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    for plugin in (cpu, starts):  # imported above
+        config.pluginmanager.register(plugin)
     if config.getoption("numprocesses", None):
         for kind in (warm.ENGINES, warm.TRAINERS, warm.SYNC):
             warm.shared(kind)  # by all workers
