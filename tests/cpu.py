@@ -63,5 +63,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     reasons = [str(report.longrepr[2]).split() for report in terminalreporter.stats.get("skipped", [])]
     lacking = Counter(reason[-1] for reason in reasons if "needs" in reason and reason[-1] in CpuKind.__members__)
     if lacking:
-        texts = (f"{count} tests need {name}" for name, count in lacking.items())
+        texts = (f"{count} {'test needs' if count == 1 else 'tests need'} {name}" for name, count in lacking.items())
         terminalreporter.write_line(f"{', '.join(texts)}: this CPU is {cpu_kind().name}")
