@@ -19,7 +19,6 @@ import pytest
 
 from server.errors import NotFound
 from server.gateway.admin.fleet import PauseLeases
-from tests.etcd import Etcd
 from tests.server.gateway.harness import ADMIN_KEY, KEYS, MODEL, RunningGateway, get, post, running_gateway
 from tests.waiting import eventually, wait_until
 from weightsync import open_store
@@ -110,19 +109,12 @@ async def test_bad_pauses_are_400(gateway: RunningGateway, body: dict[str, Any])
     assert (await call(gateway, "GET", "/admin/pause"))[1]["pauses"] == []
 
 
-# over both stores
+# without a gateway
 
 
-@pytest.fixture(params=["sqlite", "etcd"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    if request.param == "sqlite":
-        yield f"sqlite://{tmp_path / 'store.db'}"
-        return
-    server = Etcd()
-    try:
-        yield server.url("pauses")
-    finally:
-        server.close()
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite://{tmp_path / 'store.db'}"
 
 
 async def test_a_pause_ends_by_itself_unless_it_is_renewed(url: str) -> None:
