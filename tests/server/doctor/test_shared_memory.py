@@ -107,7 +107,7 @@ def test_an_arena_of_another_user(shm: Path) -> None:
 
 def test_an_arena_on_a_disk(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
-    world = host(tmp_path, {"/proc/mounts": "none / ext4 rw 0 0\nnone /dev/shm tmpfs rw 0 0\n"}, arena=tmp_path)
+    world = host(tmp_path, {"/proc/mounts": f"none /dev tmpfs rw 0 0\nnone {tmp_path} ext4 rw 0 0\n"}, arena=tmp_path)
     assert [f.status for f in findings("arena", world)] == ["ok", "warn"]
 
 
