@@ -63,12 +63,12 @@ class Hosts:
         return (self._logs / f"{host}.log").read_text()
 
     def publisher(
-        self, host: str, lineage: str = "trainer", keep: int = 2, chunk: int = CHUNK, **more: float
+        self, host: str, lineage: str = "trainer", keep: int = 2, chunk: int = CHUNK, ttl_s: float = 5.0
     ) -> Publisher:
         for name, value in self.environment(host).items():
             self._monkeypatch.setenv(name, value)
         self._monkeypatch.setattr("weightsync.format.manifest.CHUNK", chunk)
-        publisher = Publisher(self.store_url, model=self.model, lineage=lineage, keep=keep, **more)
+        publisher = Publisher(self.store_url, model=self.model, lineage=lineage, keep=keep, lease_ttl_s=ttl_s)
         self._publishers.append(publisher)
         return publisher
 

@@ -231,7 +231,7 @@ def test_a_commit_whose_answer_is_lost_is_one(hosts: Hosts, transport: Transport
 @pytest.mark.parametrize("later", [False, True])
 def test_a_commit_that_did_not_come_about_never_does(hosts: Hosts, transport: Transport, later: bool) -> None:
     """The store answers again, and is asked; or the lease ends first."""
-    publisher = hosts.publisher("a", lease_ttl_s=1.0)
+    publisher = hosts.publisher("a", ttl_s=1.0)
     draft, _, share = accepted(publisher, transport, hosts.arena("b"), model(seed=0))
     answers = Answers(publisher)
     answers.lose(applied=False, away=later)
