@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import contextlib
-import os
 import subprocess
 import sys
 import tempfile
@@ -27,12 +26,15 @@ def main() -> int:
     parser.add_argument("--load", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=1)
     options = parser.parse_args()
+    if not all(options.tests):
+        parser.error("no test is named: make flaky TEST=tests/test_readme.py")
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:xdist", *options.tests]
     print(f"{options.times} runs of `{' '.join(['pytest', '-x', *options.tests])}` beside {options.load} busy loops")
     directory = Path(tempfile.mkdtemp(prefix="hotswap-flaky-"))
     logs = [directory / f"{number}.log" for number in range(1, options.times + 1)]
     with busy(options.load), concurrent.futures.ThreadPoolExecutor(max(1, options.jobs)) as pool:
-        failed = [log for log, passed in zip(logs, pool.map(lambda log: _passes(command, log), logs)) if not passed]
+        passed = list(pool.map(lambda log: _passes(command, log), logs))
+    failed = [log for log, well in zip(logs, passed, strict=True) if not well]
     for log in set(logs) - set(failed):
         log.unlink()
     if not failed:
@@ -60,7 +62,7 @@ def busy(count: int) -> Iterator[None]:
 def _passes(command: list[str], log: Path) -> bool:
     began = time.monotonic()
     with log.open("wb") as said:
-        status = subprocess.run(command, stdout=said, stderr=subprocess.STDOUT, env=dict(os.environ), check=False)
+        status = subprocess.run(command, stdout=said, stderr=subprocess.STDOUT, check=False)
     passed = status.returncode == 0
     print("." if passed else f"\nF {log} ({time.monotonic() - began:.0f} s)", end="" if passed else "\n", flush=True)
     return passed
