@@ -16,10 +16,11 @@ unexport PYTHONDONTWRITEBYTECODE
 # in this process. Tests read what stands on make's command line: CPU, SEED, SHUFFLE (a seed: any order), RECORD.
 WORKERS = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 PYTEST = $(PY) -m pytest $(if $(TEST),"$$TEST",tests$(if $(ROOM),/$(ROOM)) $(WORKERS))
+QUICK = $(PY) -m scripts.quick --jobs $(JOBS) $(if $(BASE),--base "$$BASE") $(if $(WHY),--why)
 FIRST := not gpu and not soak and not broad
 SECOND := broad and not gpu and not soak
 
-.PHONY: help demo demo-real demo-learn test contract test-all broad mutants soak gpu-day check lint types docs tables setup lock clean
+.PHONY: help demo demo-real demo-learn test quick reached-broad contract test-all broad flaky mutants soak gpu-day check lint types docs tables setup lock clean
 help: ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
@@ -32,8 +33,17 @@ demo-real: $(VENV)/.real ## The same with a real model, SmolLM2-135M: half an ho
 demo-learn: $(VENV)/.run ## A server learns from its users' corrections, and refuses a version trained on a wrong reward
 	$(PY) -m loadtest.demo.learn $(DEMO_ARGS)
 
-test: setup ## The tests that a change waits for (ROOM=server/console: those of one folder of tests/; TEST=: a file, or one)
+test: setup ## The tests that a change waits for (ROOM=server/console: of one folder of tests/; TEST=: of a file, or one)
 	$(PYTEST) -m "$(FIRST)"
+
+quick: setup ## Those that the changes since main reach, the nearest first (BASE=: another commit; WHY=1: says by what)
+	$(QUICK)
+
+reached-broad: setup $(VENV)/.real ## Those of the second tier that the changes reach, for ten minutes at most
+	$(QUICK) --tier second --limit 600
+
+flaky: setup ## One test again and again beside busy loops: TEST=, N=20 runs, LOAD=2 loops, JOBS at once
+	$(PY) -m scripts.flaky "$$TEST" --times $(or $(N),20) --load $(or $(LOAD),2) --jobs $(JOBS)
 
 broad: setup $(VENV)/.real ## The second tier: many layouts, fuzzing, restarts, other projects' clients and test suites
 	$(PYTEST) -m "$(SECOND)"

@@ -26,6 +26,7 @@ from tests.waiting import wait_until
 from weightsync.control.records import InstanceRecord, Keys, VersionRecord
 from weightsync.store import SyncStore
 
+STARTS = ("server.gateway", "server.cli instance", "weightsync.push", "weightsync.persist")  # for scripts/reach.py
 LOGS: dict[int | None, Log] = {}  # by the port of a live server: what its clients in this process see
 tap(lambda url: LOGS.get(url.port), httpx2)
 VLLM_ARGS = ("--max-model-len", "1024", "--max-num-seqs", "32", "--grammar-seconds", "1")

@@ -6,7 +6,6 @@ Python runs `a/__init__.py` before `a/b.py` whatever `a/b.py` says.
 """
 
 import ast
-import functools
 import graphlib
 import itertools
 from collections.abc import Iterator
@@ -61,7 +60,6 @@ def _imported(module: str, path: Path, modules: set[str]) -> set[str]:
     return (found & modules) - {module}
 
 
-@functools.cache
 def _graph(root: Path) -> dict[str, set[str]]:
     sources = _sources(root)
     return {module: _imported(module, path, set(sources)) for module, path in sources.items()}

@@ -10,6 +10,8 @@ import pytest
 from loadtest.demo.learn import POLICY, SUMS, Seen, main
 from server.gateway.release.policy import parse
 
+STARTS = ("server.gateway", "server.cli instance", "trainer.main", "weightsync.push", "weightsync.persist")
+
 
 def test_its_policy_is_one() -> None:
     assert [step.traffic for step in parse(POLICY).steps] == [0, 20, 50]

@@ -21,6 +21,7 @@ from trainer.config import ArithmeticData, strict
 from trainer.data.problems import Arithmetic
 from trainer.data.tokenizer import Tokenizer
 
+STARTS = ("server.gateway", "server.cli instance", "trainer.main", "weightsync.push", "weightsync.persist")
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.broad, pytest.mark.timeout(900)]
 RECIPE = Recipe(seed=1, sft_steps=150, grpo_steps=30)
 LEAST_GAIN = 20.0  # points of held-out accuracy

@@ -24,6 +24,8 @@ from loadtest.demo.stage import MetricsTail
 from server.up import interrupts
 from trainer.config import TrainerConfig, strict
 
+STARTS = ("server.gateway", "server.cli instance", "trainer.main", "weightsync.push", "weightsync.persist")
+
 
 def test_both_recipes_are_configurations_the_trainer_accepts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOTSWAP_STORE", "sqlite:///nowhere/store.db")

@@ -16,6 +16,7 @@ from loadtest.demo.recipe import ENVIRONMENT
 from loadtest.models.smollm import PACKAGE
 from tests.lacking import lacking
 
+STARTS = ("server.gateway", "server.cli instance", "trainer.main", "weightsync.push", "weightsync.persist")
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.broad, pytest.mark.timeout(900)]
 STEPS = 2
 

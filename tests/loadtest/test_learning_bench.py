@@ -17,6 +17,7 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.report import RunEvents
 from trainer.tiny_model import write_tiny_model
 
+STARTS = ("server.gateway", "server.cli instance", "trainer.main", "weightsync.push", "weightsync.persist")
 RUNS = [(task, way) for task in TASKS for way in WAYS if way.name in task.ways]
 
 

@@ -19,6 +19,7 @@ from tests.etcd import require
 from weightsync.peer.holders import OPEN_AT_ONCE, REFRESH_S
 from weightsync.peer.settings import Pace, PeerSettings
 
+STARTS = ()  # `up` starts nothing here
 SMALL = Scenario(hosts=24, params=1e9, chunk_nbytes=16 * MIB, rack=8, poll_s=0.02)
 CASES = {
     "trees": SMALL,

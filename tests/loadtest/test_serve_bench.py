@@ -18,6 +18,8 @@ from loadtest.serving.goodput import Target, figures, jain, quantile
 from loadtest.serving.prompts import SYSTEMS, Prompts
 from tests.server.gateway.upstream import Link, Received, upstream
 
+STARTS = ()  # `up` starts nothing here
+
 
 def test_prompts_are_varied_repeatable_and_share_beginnings() -> None:
     def some(seed: int) -> list[str]:

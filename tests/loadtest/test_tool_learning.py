@@ -25,6 +25,7 @@ from trainer.rollouts.sampling import RolloutSampler
 from trainer.tiny_model import write_tiny_model
 from trainer.trajectory import TrajectoryGroup
 
+STARTS = ("server.gateway", "server.cli instance", "trainer.main", "weightsync.push", "weightsync.persist")
 STEPS = 20
 TASK = replace(next(task for task in TASKS if task.name == "calculator"), rl_steps=STEPS)
 GRPO = next(way for way in WAYS if way.name == "grpo")

@@ -16,6 +16,8 @@ from server.cli import commands
 from server.errors import CliError, ConfigError
 from server.options import Option
 
+STARTS = ()  # `up` starts nothing here
+
 
 @dataclass(frozen=True)
 class Group:

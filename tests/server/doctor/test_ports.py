@@ -21,6 +21,7 @@ from server.ports import free_port
 from tests.etcd import Tls
 from tests.server.doctor.worlds import findings, only, statuses
 
+STARTS = ()  # `up` starts nothing here
 LISTENS = (
     "import socket, sys; s = socket.create_server((sys.argv[1], 0)); print(s.getsockname()[1], flush=True); input()"
 )

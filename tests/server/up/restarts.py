@@ -32,6 +32,7 @@ from weightsync.persist.__main__ import Persister
 from weightsync.persist.disk import Disk
 from weightsync.push import push
 
+STARTS = ()  # `up` starts nothing here
 MODEL = "toy"
 STARTING = (
     "server/up/server.py",

@@ -33,6 +33,8 @@ from trainer.config import FaultsConfig
 from weightsync import Publisher, SyncStore, ensure_arena, open_store
 from weightsync.control.records import ActiveRecord, InstanceRecord, Keys
 
+STARTS = ("server.gateway", "server.cli instance", "weightsync.push")
+
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
