@@ -13,6 +13,8 @@ from loadtest.swaps import against as swaps
 from loadtest.training.rl_step import against as steps
 from server.errors import CliError, ProcessFailed
 
+STARTS = ("server.gateway", "server.cli instance", "weightsync.push")  # for scripts/reach.py
+
 
 def test_a_ratio_is_of_neighbours() -> None:
     found = Ratio.of([(1.0, 2.0), (10.0, 20.0), (4.0, 4.0)])
