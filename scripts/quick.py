@@ -47,15 +47,15 @@ def main() -> int:
     files = [path for path in ways if is_of(path, options.tier)]
     seconds = Seconds(options.tier)
     chosen, left = fitting(files, seconds, options.limit * AT_ONCE)
-    print(
-        f"against {git('log', '-1', '--format=%h %s', base).strip()}: {len(files)} files of tests are reached", end=""
-    )
+    against = git("log", "-1", "--format=%h %s", base).strip()
+    print(f"quick: files of the {options.tier} tier that the changes since {against} reach: {len(files)}")
     if not files and options.tier == tiers.FIRST:
         chosen = [path for path in SMOKE if (ROOT / path).is_file()]
+        print("quick: nothing is reached, so a few tests of each package run")
     total = sum(map(seconds.of, chosen))
-    print(f"; running {len(chosen)}, {total:.0f} s of tests, about {total / AT_ONCE / 60:.1f} minutes", flush=True)
+    print(f"quick: running {len(chosen)}: {total:.0f} s of test, about {total / AT_ONCE / 60:.1f} minutes", flush=True)
     for path in left:
-        print(f"left out, beyond {options.limit:.0f} s: {path} ({seconds.of(path):.0f} s)")
+        print(f"quick: left out for its time, beyond {options.limit:.0f} s: {path} ({seconds.of(path):.0f} s)")
     for path in chosen if options.why else ():
         print(f"{seconds.of(path):6.1f} s  {path}  {said(ways[path]) if path in ways else 'nothing is reached'}")
     if not chosen:
