@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-from tests.weightsync.simulation.model_store import ModelStore
+from loadtest.simulation.clock import Clock
+from loadtest.simulation.store import Client, ModelStore
 from weightsync import Publisher, SyncStore
 from weightsync.control import activation
 from weightsync.control.records import ActiveRecord, FormRecord, Keys, TargetRecord, VersionRecord
 from weightsync.errors import StalePublisher, UnknownVersion
 from weightsync.format.manifest import Schema
+from weightsync.store.protocol import KeyValue
 
 STORES = ("sqlite", "etcd")
 KEYS = Keys("demo")
@@ -53,32 +55,22 @@ def test_an_operator_may_ask_for_any_ready_version_whoever_publishes(store_url: 
 def test_a_version_that_is_retired_meanwhile_is_not_asked_for() -> None:
     store = RetiresOnRead()
     with pytest.raises(UnknownVersion, match="version 1 is retired"):
-        asyncio.run(activation.request(store, KEYS, activation.new_target(1, "operator", 5.0)))  # type: ignore[arg-type]
-    assert store.found(KEYS.target) is None
+        asyncio.run(activation.request(store, KEYS, activation.new_target(1, "operator", 5.0)))
+    assert store.store.get(KEYS.target) is None
 
 
-class RetiresOnRead:
+class RetiresOnRead(Client):
     """A store in which the version is retired between the first look at it and the next write."""
 
     def __init__(self) -> None:
-        self._model, self._read = ModelStore(), False
-        self._model.put(KEYS.version(1), version("ready"))
+        super().__init__(ModelStore(Clock()))
+        self.store.put(KEYS.version(1), version("ready"))
 
-    def found(self, key: str) -> object:
-        return self._model.get(key)
-
-    async def get(self, key: str) -> object:
-        found = self._model.get(key)
-        if not self._read:
-            self._read = True
-            self._model.put(KEYS.version(1), version("retired"))
+    async def get(self, key: str) -> KeyValue | None:
+        found = await super().get(key)
+        if self.store.revision == 1:
+            self.store.put(KEYS.version(1), version("retired"))
         return found
-
-    async def put(self, key: str, value: bytes) -> int:
-        return self._model.put(key, value)
-
-    async def txn(self, compares: Mapping[str, int], puts: Mapping[str, bytes | None]) -> int:
-        return self._model.txn(compares, puts)
 
 
 def test_a_form_goes_with_the_last_version_that_has_it(
@@ -109,26 +101,23 @@ def test_a_form_goes_with_the_last_version_that_has_it(
 def test_a_form_that_a_publisher_writes_anew_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activation, "TOMBSTONES_KEPT", 1)
     store = PublishesOnRead()
-    assert asyncio.run(activation.retire(store, KEYS, spare=0)) == []  # type: ignore[arg-type]
-    assert store.model.get(KEYS.form("x")) is not None
-    assert store.model.get(KEYS.version(1)) is not None
+    assert asyncio.run(activation.retire(store, KEYS, spare=0)) == []
+    assert store.store.get(KEYS.form("x")) is not None
+    assert store.store.get(KEYS.version(1)) is not None
 
 
-class PublishesOnRead:
+class PublishesOnRead(Client):
     """A store in which a version of a form that only a tombstone has is published right after everything was read."""
 
     def __init__(self) -> None:
-        self.model = ModelStore()
+        super().__init__(ModelStore(Clock()))
         retired = {KEYS.version(n): version("retired", n, form) for n, form in ((1, "x"), (2, ""))}
-        self.model.txn({}, {**retired, KEYS.form("x"): b"{}"})
+        self.store.txn({}, {**retired, KEYS.form("x"): b"{}"})
 
-    async def list(self, prefix: str) -> object:
-        found = self.model.list(prefix)
-        self.model.txn({}, {KEYS.version(3): version("ready", 3, "x"), KEYS.form("x"): b"{}"})
+    async def list(self, prefix: str, *, first: str = "") -> tuple[list[KeyValue], int]:
+        found = await super().list(prefix, first=first)
+        self.store.txn({}, {KEYS.version(3): version("ready", 3, "x"), KEYS.form("x"): b"{}"})
         return found
-
-    async def txn(self, compares: Mapping[str, int], puts: Mapping[str, bytes | None]) -> int:
-        return self.model.txn(compares, puts)
 
 
 def version(state: str, number: int = 1, form: str = "") -> bytes:

@@ -1,4 +1,4 @@
-"""The swap's decisions: each rule by itself. `simulation/test_schedules.py` has whole fleets."""
+"""The swap's decisions: each rule by itself. `tests/simulation/swaps.py` has whole fleets."""
 
 from __future__ import annotations
 

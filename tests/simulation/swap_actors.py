@@ -12,8 +12,8 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
+from loadtest.simulation.store import ModelStore
 from server.gateway.fleet import routing
-from tests.weightsync.simulation.model_store import ModelStore
 from weightsync.control import agent_state, coordinator
 from weightsync.control import state as swap_state
 from weightsync.control.agent import Pauses
@@ -27,7 +27,7 @@ from weightsync.store.protocol import MISSING
 
 KEYS = Keys("m")
 LEADER_TTL_S, INSTANCE_TTL_S = 3.0, 5.0
-FINISH_S = 30.0  # how long a flip waits for requests that asked for the version they began with
+FINISH_S = 8.0  # how long a flip waits for requests that asked for the version they began with
 PROBE_FAILS = 0.15
 START_FAILS = 0.1  # of the starts that a swap asks for
 WRONG = "wrong"  # a fingerprint that nobody published
@@ -161,7 +161,9 @@ class Candidate(Watcher):
         self.lease = self.store.grant(LEADER_TTL_S)
         record = LeaderRecord(self.name, 0.0)
         try:
-            self.term = self.store.txn({KEYS.leader: MISSING}, {KEYS.leader: record.to_json()}, self.lease)
+            self.term = self.store.txn(
+                {KEYS.leader: MISSING}, {KEYS.leader: record.to_json()}, {KEYS.leader: self.lease}
+            )
             self.faults.seen["elected"] += 1
             self.faults.seen["elected in a canary phase"] += bool(self.board.swap and self.board.swap.phase == "canary")
         except Conflict:

@@ -1,17 +1,15 @@
-"""The swap under ten thousand random schedules, and proof that they would find what they look for."""
+"""Swaps under random schedules, and proof that they would find what they look for."""
 
 from __future__ import annotations
 
-import logging
-import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from loadtest.histories.rules import Violation
+from loadtest.simulation.schedules import explore
 from server.gateway.fleet import routing
 from weightsync.control import activation, agent_state, coordinator, placement
 from weightsync.control import state as swap_state
@@ -19,73 +17,26 @@ from weightsync.control.agent import Pauses
 from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, SwapRecord, VersionRecord
 from weightsync.control.state import Step, Wait
 
-from .schedules import explore
+from .swaps import Swaps
 
-SHARES = 8  # so that a failure shows early, and several cores can take part
-SCHEDULES = 10_000
+SCHEDULES, SHARES = 10_000, 16  # of the first tier the first share, with other schedules for each commit
 FINDS_WITHIN = 3_000
-HAPPENED = {
-    "together done": 1000,
-    "rolling done": 1000,
-    "canary aborted": 100,
-    "flipped back": 100,
-    "trials": 1000,
-    "elected in a canary phase": 100,
-    "deposed": 100,
-    "stage failed": 100,
-    "build failed": 100,
-    "flip failed": 100,
-    "together revert": 300,
-    "all torn": 300,
-    "probe failed": 50,
-    "cut": 30,
-    "admitted": 10_000,
-    "refused": 500,
-    "left out": 100,
-    "staging given up": 500,
-    "registered while staging": 300,
-    "restarting done": 500,
-    "restarting aborted": 500,
-    "restarting revert": 100,
-    "started for a swap": 2000,
-    "turns": 1000,
-    "forms dropped": 100,
-    "split done": 500,
-    "split aborted": 500,
-    "placed anew done": 60,
-}
-
-
-@pytest.fixture(autouse=True)
-def few_tombstones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that versions, and the forms that only they had, go within a schedule."""
-    monkeypatch.setattr(activation, "TOMBSTONES_KEPT", 1)
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
+HAPPENED = {  # in a share; some four times as often as a rule
+    "together done": 200, "rolling done": 24, "canary aborted": 40, "flipped back": 8, "trials": 90,
+    "elected in a canary phase": 1, "deposed": 2, "stage failed": 12, "build failed": 14, "flip failed": 60,
+    "together revert": 10, "all torn": 12, "probe failed": 8, "cut": 1, "admitted": 300, "refused": 20, "left out": 8,
+    "staging given up": 10, "registered while staging": 5, "restarting done": 20, "restarting aborted": 45,
+    "restarting revert": 2, "started for a swap": 90, "turns": 45, "forms dropped": 10, "split done": 25,
+    "split aborted": 50,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("share", [0, *(pytest.param(n, marks=pytest.mark.broad) for n in range(1, SHARES))])
 def test_no_schedule_breaks_the_transaction(share: int) -> None:
     each = SCHEDULES // SHARES
-    seen = explore(range(share * each, (share + 1) * each))
-    missing = {what: count for what, count in HAPPENED.items() if seen[what] < count // (2 * SHARES)}
+    seen = explore(Swaps, range(share * each, (share + 1) * each))
+    missing = {what: count for what, count in HAPPENED.items() if seen[what] < count}
     assert not missing, f"the schedules hardly try {missing}: {seen}"
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(0)
-def test_no_schedule_breaks_the_transaction_for_an_hour() -> None:
-    seen: Counter[str] = Counter()
-    end, seed = time.monotonic() + 3600, SCHEDULES
-    while time.monotonic() < end:
-        seen += explore(range(seed, seed + 100), steps=250)
-        seed += 100
-    print(f"{seed - SCHEDULES} schedules of 250 steps: {seen}")
 
 
 # Mutants: with one rule taken away, a schedule finds what the rule is for.
@@ -261,9 +212,9 @@ def a_probe_that_is_never_run_again(patch: pytest.MonkeyPatch) -> None:
         (no_way_back_for_who_restarted, "of another form"),
         (a_revert_that_forgets_the_version_before, "reverted wrongly"),
         (a_commit_that_stands_though_all_are_torn, "no instance could flip, and"),
-        (a_revert_though_one_serves, "reverted, and an instance serves it"),
+        pytest.param(a_revert_though_one_serves, "reverted, and an instance serves it", marks=pytest.mark.broad),
         (turns_without_an_end, "the swap stays in phase (canary|commit)"),
-        (a_split_that_stays_as_it_was_placed, "instances run the versions, not"),
+        pytest.param(a_split_that_stays_as_it_was_placed, "instances run the versions, not", marks=pytest.mark.broad),
         (shares_retired, "retired that is needed"),
         (one_version_for_all, "stays|the swap stays|has not staged it|built other weights"),
         (previous_retired, "retired that is needed"),
@@ -276,7 +227,7 @@ def test_without_a_rule_a_schedule_finds_what_it_is_for(
 ) -> None:
     mutate(monkeypatch)
     with pytest.raises(Violation, match=found):
-        explore(range(FINDS_WITHIN))
+        explore(Swaps, range(FINDS_WITHIN), "rules")
 
 
 def test_the_gateway_of_the_schedules_routes_as_the_real_one() -> None:

@@ -1,17 +1,18 @@
-"""Random schedules of a whole fleet, and what must hold in all of them.
+"""Swaps of a whole fleet as a world of random schedules, and what must hold in all of them.
 
-A schedule is a seed. It moves events to watchers, lets actors take steps, lets time pass, sends requests, and breaks
-things; then the faults stop, and everything must come to rest. `Violation` says what did not hold.
+A move brings events to watchers, lets actors take steps, lets time pass, sends requests, or breaks something; then the
+faults stop, and everything must come to rest.
 """
 
 from __future__ import annotations
 
-import contextlib
 import random
-from collections import Counter
+from typing import ClassVar
 
-from loadtest.histories.rules import Rules, Violation, require
-from tests.weightsync.simulation.model_store import ModelStore, Puts
+from loadtest.histories.rules import Rules, require
+from loadtest.simulation.clock import Clock
+from loadtest.simulation.schedules import World
+from loadtest.simulation.store import ModelStore, Puts
 from weightsync.control import agent_state
 from weightsync.control.records import (
     ActiveRecord,
@@ -21,9 +22,8 @@ from weightsync.control.records import (
     TargetRecord,
     VersionRecord,
 )
-from weightsync.errors import StoreError
 
-from .model_actors import FORMS, KEYS, Candidate, Faults, Gateway, Instance, Request
+from .swap_actors import FORMS, KEYS, Candidate, Faults, Gateway, Instance, Request
 
 PAUSE_TTL_S = 8.0
 OTHER_FORM = 0.3  # of the versions
@@ -31,27 +31,32 @@ SPLITS = 0.25  # of the wishes
 TEAR_ALL = 0.3  # of the schedules
 
 
-class World:
-    """One fleet. `seen` counts what happened, so that a test can tell whether anything did."""
+class Swaps(World):
+    """One fleet."""
 
-    def __init__(self, seed: int, *, faults: bool = True) -> None:
-        self.rng = random.Random(seed)
-        self.faulty = faults
-        self.store, self.faults = ModelStore(), Faults()
+    moves: ClassVar = {
+        "calm_once": 6, "step": 63, "ask": 5, "publish": 4, "send": 4, "generate": 5, "let_time_pass": 5, "pause": 1,
+        "restart_one": 2, "fail": 5,
+    }  # fmt: skip
+    steps = 60
+
+    def __init__(self, clock: Clock, rng: random.Random) -> None:
+        super().__init__(clock, rng)
+        self.store, self.faults = ModelStore(clock), Faults(seen=self.seen)
         self.store.on_write = self.check_write
-        self.candidates = [
-            Candidate(f"c{i}", self.store, self.rng, self.faults) for i in range(self.rng.choice((1, 2, 2, 3)))
-        ]
-        self.instances = [
-            Instance(n, self.store, self.rng, self.faults) for n in "abcd"[: self.rng.choice((1, 2, 2, 3, 4))]
-        ]
-        self.gateway = Gateway("g", self.store, self.rng)
+        self.candidates = [Candidate(f"c{i}", self.store, rng, self.faults) for i in range(rng.choice((1, 2, 2, 3)))]
+        self.instances = [Instance(n, self.store, rng, self.faults) for n in "abcd"[: rng.choice((1, 2, 2, 3, 4))]]
+        self.gateway = Gateway("g", self.store, rng)
         self.rules = Rules(KEYS)
-        self.seen = self.rules.seen = self.faults.seen
+        self.rules.seen = self.seen
         self.asked = self.published = 0
         self.pausers: list[int] = []
         for _ in range(2):
             self.publish()
+
+    @classmethod
+    def opening(cls, rng: random.Random) -> list[str]:
+        return ["ask", "calm_down"] * rng.choice((0, 1, 1, 1, 2)) + ["ask"]
 
     @property
     def actors(self) -> list[Candidate | Instance | Gateway]:
@@ -60,6 +65,7 @@ class World:
     # what people do
 
     def publish(self) -> None:
+        self.store.require()
         self.published += 1
         v, new = self.published, FORMS[self.rng.random() < OTHER_FORM]
         form = new.digest
@@ -70,6 +76,7 @@ class World:
         self.store.txn({}, puts)
 
     def ask(self) -> None:
+        self.store.require()
         if self.rng.random() < 0.5:
             self.publish()
         version = self.published if self.rng.random() < 0.6 else self.rng.randint(1, self.published)
@@ -124,7 +131,7 @@ class World:
         self.pausers.append(lease)
 
     def tick(self, seconds: float) -> None:
-        self.store.tick(seconds, [a.lease for a in self.actors if a.runs] + self.pausers)
+        self.store.tick(seconds, [*(a.lease for a in self.actors if a.runs), *self.pausers])
 
     # what goes wrong
 
@@ -142,7 +149,7 @@ class World:
         elif kind == 6:
             self.store.up = not self.store.up
             if rng.random() < 0.5:
-                self.store.tick(0.0, ())  # it is back, and ends what ran out meanwhile before anybody can renew it
+                self.store.expire()  # it is back, and ends what ran out meanwhile before anybody can renew it
         elif kind == 7:
             self.store.lose_answer = True
         elif kind == 8:
@@ -160,49 +167,26 @@ class World:
         if lease is not None and self.store.up:
             self.store.revoke(lease)
 
-    # a schedule
+    # what goes on
 
-    def run(self, steps: int) -> None:
-        """Raises Violation."""
-        for _ in range(self.rng.choice((0, 1, 1, 1, 2))):
-            self.ask()
-            self.calm(self.rng.choice((6, 8, 10)))
-        self.ask()
-        for _ in range(steps):
-            with contextlib.suppress(StoreError):
-                self.move()
-            self.check_instances()
-        self.settle()
+    def step(self) -> None:
+        actor = self.rng.choice(self.actors)
+        actor.deliver(self.rng.choice((1, 2, 99)))
+        actor.step()
 
-    def move(self) -> None:
-        rng, dice = self.rng, self.rng.random()
-        if dice < 0.06:
-            self.calm(1)
-        elif dice < 0.69:
-            actor = rng.choice(self.actors)
-            actor.deliver(rng.choice((1, 2, 99)))
-            actor.step()
-        elif dice < 0.74:
-            if self.store.up:
-                self.ask()
-        elif dice < 0.78:
-            if self.store.up:
-                self.publish()
-        elif dice < 0.82:
-            self.send()
-        elif dice < 0.87:
-            self.generate()
-        elif dice < 0.92:
-            self.tick(rng.choice((0.5, 2.0, 6.0)))
-        elif dice < 0.93:
-            if self.store.up:
-                self.pause()
-        elif dice < 0.95:
-            dead = [a for a in self.actors if not a.alive or (isinstance(a, Instance) and a.record.state == "TORN")]
-            if dead:
-                rng.choice(dead).restart()
-        elif self.faulty:
-            self.fail()
+    def let_time_pass(self) -> None:
+        self.tick(self.rng.choice((0.5, 2.0, 6.0)))
+
+    def restart_one(self) -> None:
+        dead = [a for a in self.actors if not a.alive or (isinstance(a, Instance) and a.record.state == "TORN")]
+        if dead:
+            self.rng.choice(dead).restart()
+
+    def calm_once(self) -> None:
+        self.calm(1)
+
+    def calm_down(self) -> None:
+        self.calm(self.rng.choice((6, 8, 10)))
 
     def calm(self, rounds: int) -> None:
         """Everybody sees everything and does what is to do, in any order."""
@@ -213,7 +197,7 @@ class World:
                 actor.deliver(99)
                 actor.step()
             self.generate()
-            self.check_instances()
+            self.check()
 
     def settle(self) -> None:
         """From here on nothing fails: whatever the state, the last wish gets its answer, and everybody serves."""
@@ -321,7 +305,7 @@ class World:
                 require(built is not None, f"committed, but {instance.name} has not staged it")
                 require(built == wanted.fingerprint, f"committed, but {instance.name} built other weights")
 
-    def check_instances(self) -> None:
+    def check(self) -> None:
         for instance in self.instances:
             if instance.alive and agent_state.admits(instance.record):
                 self.check_serving(instance)
@@ -344,16 +328,3 @@ class World:
     def form_of(self, version: int) -> str | None:
         found = self.store.get(KEYS.version(version))
         return VersionRecord.from_json(found.value).form if found is not None else None
-
-
-def explore(seeds: range, steps: int = 60) -> Counter[str]:
-    """Run a schedule for every seed; returns what happened in all of them. Raises Violation, naming the seed."""
-    seen: Counter[str] = Counter()
-    for seed in seeds:
-        world = World(seed)
-        try:
-            world.run(steps)
-        except Violation as found:
-            raise Violation(f"{found} (seed {seed})") from found
-        seen += world.seen
-    return seen

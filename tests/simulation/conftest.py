@@ -1,0 +1,13 @@
+"""What all simulated worlds need."""
+
+from __future__ import annotations
+
+import pytest
+
+from weightsync.control import activation
+
+
+@pytest.fixture(autouse=True)
+def few_tombstones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that versions, and the forms that only they had, go within a schedule."""
+    monkeypatch.setattr(activation, "TOMBSTONES_KEPT", 1)
