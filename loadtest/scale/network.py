@@ -261,9 +261,11 @@ class Links:
             self._leave(host, number)
 
     def forget(self, dead: Host) -> None:
-        """Its record has gone, and who tries to open it learns so at once."""
+        """Its record has gone, and who tries to open it learns so at once. Its tickets end."""
         self._gone.add(dead.number)
         self._shards[dead.shard].remove(dead)
+        for number in list(dead.links):
+            self._leave(dead, number)
 
     def close(self, host: Host) -> None:
         """It has all."""

@@ -6,13 +6,12 @@ gives its chunks on as soon as it has them. Receivers know of each other only wh
 
 from __future__ import annotations
 
-import heapq
 import random
 import time
-from collections.abc import Callable
 from functools import partial
 
 from loadtest.scale.network import Host, Links, Network, Outcome, Read, Scenario
+from loadtest.simulation.clock import Clock
 from weightsync.peer.chunks import Bitmap
 from weightsync.peer.holders import Feeders
 from weightsync.peer.plan import Assignment, Planner, feeders
@@ -28,12 +27,11 @@ class SwarmStuck(RuntimeError):
 
 
 class Swarm:
-    """One distribution; `run` it once."""
+    """One distribution; `run` it once. Or `begin` it, let the clock run, and take the `totals`."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, clock: Clock | None = None) -> None:
         self.scenario, self.network, self.outcome = scenario, Network(scenario), Outcome()
-        self.now, self._order = 0.0, 0
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self.clock = clock or Clock()
         self._news: set[tuple[int, int]] = set()
         numbers = range(scenario.sources, scenario.sources + scenario.hosts)
         kinds = scenario.hosts_per_instance
@@ -45,21 +43,23 @@ class Swarm:
         self._links = Links(scenario, self.network, self.hosts, self.outcome)
 
     def run(self) -> Outcome:
-        starts, patience = (
-            random.Random(self.scenario.seed),
-            60 + (self.scenario.hosts + 10) * self.scenario.lower_bound_s,
-        )
+        self.begin()
+        while self.clock.step():
+            if self.clock.now > self.patience_s:
+                raise SwarmStuck(f"not done after {self.patience_s:.0f} s: allow more readers and holders")
+        return self.totals()
+
+    @property
+    def patience_s(self) -> float:
+        return 60 + (self.scenario.hosts + 10) * self.scenario.lower_bound_s
+
+    def begin(self) -> None:
+        starts, now = random.Random(self.scenario.seed), self.clock.now
         for host in self.hosts.values():
             self._links.open_parent(host)
-            self._at(starts.uniform(0, self.scenario.poll_s), partial(self._look, host))
+            self.clock.at(now + starts.uniform(0, self.scenario.poll_s), partial(self._look, host))
         for number in self.network.dying:
-            self._at(starts.uniform(0, self.scenario.lower_bound_s), partial(self._die, self.hosts[number]))
-        while self._events:
-            self.now, _, happens = heapq.heappop(self._events)
-            if self.now > patience:
-                raise SwarmStuck(f"not done after {patience:.0f} s: allow more readers and holders")
-            happens()
-        return self._totals()
+            self.clock.at(now + starts.uniform(0, self.scenario.lower_bound_s), partial(self.die, self.hosts[number]))
 
     def _host(self, number: int) -> Host:
         s = self.scenario
@@ -70,23 +70,19 @@ class Swarm:
         planner = Planner(s.chunks, f"{s.seed}/host-{number}", s.per_holder, s.total)
         return Host(number, shard, planner, Bitmap(s.chunks), feeders=Feeders(above))
 
-    def _at(self, when: float, what: Callable[[], None]) -> None:
-        self._order += 1
-        heapq.heappush(self._events, (when, self._order, what))
-
     def _look(self, host: Host) -> None:
         """Ask the holders, begin what can be read, and look again later."""
         if host.done_at is not None or host.dead:
             return
-        self._links.refresh(host, self.now)
+        self._links.refresh(host, self.clock.now)
         self._plan(host)
         if self.scenario.poll_s:
-            self._at(self.now + self.scenario.poll_s, partial(self._look, host))
+            self.clock.at(self.clock.now + self.scenario.poll_s, partial(self._look, host))
 
     def _plan(self, host: Host) -> None:
         started = time.perf_counter()
         begun = host.planner.next(
-            host.holders, host.done, host.in_flight.values(), host.fed(self.now), late=self._links.is_late(host)
+            host.holders, host.done, host.in_flight.values(), host.fed(self.clock.now), late=self._links.is_late(host)
         )
         self.outcome.planner_s += time.perf_counter() - started
         self.outcome.planned += 1
@@ -98,15 +94,15 @@ class Swarm:
         source, nbytes = int(read.host), self.scenario.chunk_size(read.chunk)
         self.network.crossed += nbytes * self.network.distance(source, host.number)
         path = self.network.path(source, host.number)
-        left = path[0].passed(nbytes, self.now + self.scenario.latency_s, float("inf"))
-        self._at(left, partial(self._pass, Read(host, read, nbytes, path, 1)))
+        left = path[0].passed(nbytes, self.clock.now + self.scenario.latency_s, float("inf"))
+        self.clock.at(left, partial(self._pass, Read(host, read, nbytes, path, 1)))
 
     def _pass(self, read: Read) -> None:
         """Its last byte has left a station."""
         if read.stage < len(read.path):
-            left = read.path[read.stage].passed(read.nbytes, self.now, read.path[read.stage - 1].rate)
+            left = read.path[read.stage].passed(read.nbytes, self.clock.now, read.path[read.stage - 1].rate)
             read.stage += 1
-            return self._at(left, partial(self._pass, read))
+            return self.clock.at(left, partial(self._pass, read))
         host, source = read.reader, self.hosts.get(int(read.what.host))
         if host.dead or host.in_flight.get(read.what.chunk) is not read.what or (source is not None and source.dead):
             return None
@@ -114,16 +110,16 @@ class Swarm:
         host.end(read.what.chunk)
         host.patience.came()
         if host.done.complete:
-            host.done_at = self.now
+            host.done_at = self.clock.now
             self._links.close(host)
         else:
             self._plan(host)
         return self._tell_fed(host) if self.scenario.poll_s else self._tell(host)
 
-    def _die(self, host: Host) -> None:
+    def die(self, host: Host) -> None:
         host.dead = host.done_at is None
         if host.dead:
-            self._at(self.now + self.scenario.notice_s, partial(self._notice, host))
+            self.clock.at(self.clock.now + self.scenario.notice_s, partial(self._notice, host))
 
     def _notice(self, dead: Host) -> None:
         self._links.forget(dead)
@@ -135,14 +131,16 @@ class Swarm:
     def _tell_fed(self, host: Host) -> None:
         """Those that wait at their feeder hear of a chunk soon; others when they ask."""
         for number in sorted(self._links.readers(host.number, host.shard)):
-            if str(host.number) in self.hosts[number].fed(self.now) and (host.number, number) not in self._news:
+            if str(host.number) in self.hosts[number].fed(self.clock.now) and (host.number, number) not in self._news:
                 self._news.add((host.number, number))
-                self._at(self.now + self.scenario.hop_s, partial(self._hear, self.hosts[number], host.number))
+                self.clock.at(
+                    self.clock.now + self.scenario.hop_s, partial(self._hear, self.hosts[number], host.number)
+                )
 
     def _hear(self, host: Host, number: int) -> None:
         self._news.discard((number, host.number))
         if host.done_at is None and not host.dead and number in host.links:
-            self._links.hear(host, number, self.now)
+            self._links.hear(host, number, self.clock.now)
             self._plan(host)
 
     def _tell(self, host: Host) -> None:
@@ -152,7 +150,7 @@ class Swarm:
             if reader.done_at is None and len(reader.in_flight) < self.scenario.total:
                 self._look(reader)
 
-    def _totals(self) -> Outcome:
+    def totals(self) -> Outcome:
         found = self.outcome
         healthy = (h for n, h in self.hosts.items() if n not in self.network.slow)
         found.done_s = sorted(h.done_at for h in healthy if h.done_at is not None)
