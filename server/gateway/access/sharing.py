@@ -376,7 +376,7 @@ class Sharing:
     async def _follow(self) -> None:
         """Until the lease is lost. Raises StoreError."""
         revision = await self._read_all()
-        self._news = asyncio.Queue()
+        self._news = asyncio.Queue()  # what an earlier watch brought is older than what was read
         watching = asyncio.create_task(self._watch(revision + 1, self._news))
         try:
             assert self._keeper is not None

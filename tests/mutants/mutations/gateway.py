@@ -74,7 +74,7 @@ MUTATIONS: list[Mutation] = [
         ("(default is not None and default <= bound)", "default is not None"),
         ("max(1, texts + raw.count(b\"[\") - 1)", "max(1, texts + raw.count(b\"[\"))"),
     ]),
-    *of(ACCESS + "sharing.py", GW + "access/test_shares.py", changes=[
+    *of(ACCESS + "sharing.py", GW + "access/test_shares.py", "tests/simulation/test_limits.py", changes=[
         ("return max(held, min(target, self._room(resource, use.limit)))", "return max(held, target)"),
         ("by_remainder[: units - sum(parts.values())]:", "by_remainder[:0]:"),
         ("self._held[resource] = use.used\n        return True", "pass\n        return True"),
@@ -84,7 +84,7 @@ MUTATIONS: list[Mutation] = [
         ("min(self._held[resource], equal)", "min(self._held[resource], limit)"),
         ("welcome = all(", "welcome = any("),
     ]),
-    *of(ACCESS + "sharing.py", GW + "access/test_shares.py", changes=[
+    *of(ACCESS + "sharing.py", GW + "access/test_shares.py", "tests/simulation/test_limits.py", changes=[
         ("store.txn({USAGE_ROUND: self._round[0]}, puts", "store.txn({}, puts"),
         ("self._before = self._division\n            self.entered", "self.entered"),
     ]),

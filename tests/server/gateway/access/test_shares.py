@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loadtest.simulation.clock import Clock, simulated
+from loadtest.simulation.store import Client, ModelStore, Puts
 from server.gateway.access.keys import Principal
-from server.gateway.access.limits import Limits, Meter, Quota, Window
+from server.gateway.access.limits import Limits, Meter, Quota
 from server.gateway.access.records import USAGE_PREFIX, USAGE_ROUND
-from server.gateway.access.sharing import Division, Other, Plan, Share, Sharing, State, UsageRecord, Use, divide
+from server.gateway.access.sharing import TTL_S, Division, Other, Plan, Share, Sharing, State, UsageRecord, Use, divide
 from server.gateway.observe.stats import ProcessStats
 from server.key_limits import KeyLimits
 from tests.etcd import Etcd
@@ -30,7 +29,7 @@ from tests.server.gateway.harness import ADMIN_KEY, KEYS
 from tests.server.gateway.upstream import Link, Received, Upstream, upstream
 from tests.waiting import eventually, stays
 from weightsync.control.records import InstanceRecord
-from weightsync.errors import LeaseLost, StoreUnavailable
+from weightsync.errors import Conflict
 from weightsync.store import Store, open_store
 
 # the arithmetic
@@ -51,151 +50,7 @@ def test_units_go_where_they_are_asked_for() -> None:
     assert divide(1, {"a": 0, "b": 5}) == {"a": 0, "b": 1}
 
 
-# a store and gateways without sockets, in any order of things
-
-
-@dataclass
-class Told:
-    """What the store has told of: (revision, gateway, record); a change of the round has no gateway."""
-
-    limit: int
-    now: int = 1000
-    revision: int = 0
-    round: int = 0
-    records: dict[str, UsageRecord] = field(default_factory=dict)
-    events: list[tuple[int, str, UsageRecord | None]] = field(default_factory=list)
-
-    def write(self, gateway: str, record: UsageRecord | None, *, grows: bool = False) -> None:
-        self.revision += 1
-        self.records.pop(gateway, None)
-        if record is not None:
-            self.records[gateway] = record
-        self.events.append((self.revision, gateway, record))
-        if grows:
-            self.round = self.revision
-            self.events.append((self.revision, "", None))
-
-
-class Replica:
-    """A gateway: what it knows lags behind, and what it writes arrives later than it was made."""
-
-    def __init__(self, name: str, told: Told) -> None:
-        self.name, self.told = name, told
-        self.division = Division(name)
-        self.window = Window(told.limit, told.now)
-        self.demand = self.revision = self.round = 0
-        self.writing: tuple[Plan, UsageRecord, int] | None = None
-        told.write(name, self.division.record(None, {}))
-        self.revision, self.round = told.revision, told.round
-        for other, record in told.records.items():
-            if other != name:
-                self.division.seen(record, self.uses())
-
-    def uses(self) -> dict[str, Use]:
-        self.window.advance(self.told.now)
-        return {"k/requests": Use(self.told.limit, self.window.used, self.demand)}
-
-    @property
-    def held(self) -> int:
-        return self.division.held("k/requests", self.told.limit)
-
-    def hear(self, until: int) -> None:
-        if self.writing is not None:
-            return
-        for revision, gateway, record in [e for e in self.told.events if self.revision < e[0] <= until]:
-            self.revision = revision
-            if not gateway:
-                self.round = revision
-            elif gateway != self.name and record is None:
-                self.division.gone(gateway)
-            elif gateway != self.name and record is not None:
-                self.division.seen(record, self.uses())
-
-    def begin_writing(self) -> None:
-        if self.writing is None:
-            self.demand = max(self.window.asked, self.demand * 3 // 4)
-            self.window.asked = 0
-            uses = self.uses()
-            plan = self.division.plan(uses)
-            self.writing = (plan, self.division.record(plan, uses), self.round)
-
-    def end_writing(self) -> None:
-        if self.writing is None:
-            return
-        (plan, record, seen), self.writing = self.writing, None
-        if not plan.grows or seen == self.told.round:
-            self.told.write(self.name, record, grows=plan.grows)
-            self.division.adopt(plan)
-            self.round = self.told.round if plan.grows else self.round
-
-    def ask(self, units: int) -> bool:
-        self.window.advance(self.told.now)
-        self.window.asked += units
-        if self.window.used + units > self.held:
-            return False
-        self.window.take(units)
-        return True
-
-
-def play(seed: int, steps: int) -> float:
-    """One random schedule; the share of the limit that was in use at its height."""
-    r = random.Random(seed)
-    told = Told(r.choice([1, 2, 3, 5, 10, 60, 1000]))
-    replicas: list[Replica] = []
-    left: list[tuple[int, str]] = []
-    taken: list[tuple[int, int]] = []
-    most = 0
-    for step in range(steps):
-        choice = r.random()
-        for since, name in [entry for entry in left if told.now - entry[0] > 61]:
-            told.write(name, None)
-            left.remove((since, name))
-        if not replicas or (choice < 0.01 and len(replicas) < 5):
-            replicas.append(Replica(f"g{step}", told))
-        elif choice < 0.018 and len(replicas) > 1:
-            gone = replicas.pop(r.randrange(len(replicas)))
-            told.write(gone.name, gone.division.farewell(gone.uses()))
-            left.append((told.now, gone.name))
-        elif choice < 0.2:
-            told.now += r.choice([0, 1, 1, 2, 10])
-        one = replicas[int(r.random() ** 2 * len(replicas))]  # some are asked more than others
-        if 0.2 <= choice < 0.4:
-            one.hear(r.randint(one.revision, told.revision) if r.random() < 0.4 else told.revision)
-        elif 0.4 <= choice < 0.6:
-            one.begin_writing()
-        elif 0.6 <= choice < 0.8:
-            one.end_writing()
-        elif choice >= 0.8:
-            units = r.randint(1, max(1, told.limit // 5))
-            if one.ask(units):
-                taken.append((told.now, units))
-        used = sum(units for at, units in taken if at > told.now - 60)
-        most = max(most, used)
-        assert used <= told.limit, f"seed {seed}, step {step}: {used} of {told.limit} were used in a minute"
-        assert sum(replica.held for replica in replicas) <= told.limit, f"seed {seed}, step {step}"
-    return most / told.limit
-
-
-def test_together_they_never_use_more_whatever_the_order_of_things() -> None:
-    heights = [play(seed, 1200) for seed in range(120)]
-    assert sum(heights) / len(heights) > 0.95  # and the limit is put to use
-
-
-def test_the_check_would_notice_a_lost_race(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same schedules, but shares grow without asking whether others have grown."""
-
-    def blindly(self: Replica) -> None:
-        if self.writing is not None:
-            (plan, record, _), self.writing = self.writing, None
-            self.told.write(self.name, record, grows=plan.grows)
-            self.division.adopt(plan)
-
-    monkeypatch.setattr(Replica, "end_writing", blindly)
-    with pytest.raises(AssertionError, match="seed"):
-        any(play(seed, 1200) > 1 for seed in range(120))
-
-
-# the same over a real store
+# several gateways on one store, in simulated time where a test asks for no real one
 
 
 class Gateway:
@@ -250,17 +105,21 @@ on_both_stores = pytest.mark.parametrize("url", ["sqlite", "etcd"], indirect=Tru
 
 
 @pytest.fixture
-def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.gateway.access.sharing.INTERVAL_S", 0.02)
-    monkeypatch.setattr("server.gateway.access.sharing.RETRY_STORE_S", 0.02)
+def clock() -> Clock:
+    return Clock(1000.0)
+
+
+@pytest.fixture
+def store(clock: Clock) -> ModelStore:
+    return ModelStore(clock)
 
 
 @contextlib.asynccontextmanager
-async def gateways(url: str, number: int, limit: int) -> AsyncIterator[list[Gateway]]:
+async def gateways(connect: Callable[[], Store], number: int, limit: int) -> AsyncIterator[list[Gateway]]:
     async with contextlib.AsyncExitStack() as stack:
         every = []
         for _ in range(number):
-            store = open_store(url)
+            store = connect()
             stack.push_async_callback(store.close)
             one = Gateway(store, KeyLimits(requests_per_min=limit))
             await one.sharing.enter()
@@ -289,44 +148,38 @@ async def taken(gateway: Gateway, units: int) -> int:
     return passed
 
 
-@on_both_stores
-@pytest.mark.usefixtures("fast")
-async def test_alone_it_has_the_whole_limit_and_writes_nothing(url: str) -> None:
-    async with gateways(url, 1, 60) as (one,):
+@simulated
+async def test_alone_it_has_the_whole_limit_and_writes_nothing(clock: Clock, store: ModelStore) -> None:
+    async with gateways(lambda: Client(store), 1, 60) as (one,):
         assert one.take(100) == 60
-        _, before = await one.store.list("")
-
-        async def unchanged() -> bool:
-            return (await one.store.list(""))[1] == before
-
-        await stays(unchanged, 0.3)  # many intervals
+        before = store.revision
+        await stays(lambda: store.revision == before, 30)  # many intervals
 
 
-async def test_who_enters_as_another_comes_to_hold_more_enters_anew(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with contextlib.AsyncExitStack() as stack:
-        store = open_store(url)
-        stack.push_async_callback(store.close)
-        one = Gateway(store, KeyLimits(requests_per_min=60))
-        write = store.txn
+@simulated
+async def test_one_that_enters_as_another_comes_to_hold_more_enters_anew(clock: Clock, store: ModelStore) -> None:
+    one = Gateway(Client(store), KeyLimits(requests_per_min=60))
 
-        async def after_another(compares: Any, puts: Any, leases: Any = None) -> int:
-            if USAGE_ROUND in puts:
-                monkeypatch.undo()
-                await store.put(USAGE_ROUND, b"another")
-            return await write(compares, puts, leases)
+    def another(puts: Puts) -> None:
+        if USAGE_ROUND in puts:
+            store.on_write = lambda puts: None
+            store.put(USAGE_ROUND, b"another")
+            raise Conflict(USAGE_ROUND, 0, store.revision)
 
-        monkeypatch.setattr(store, "txn", after_another)
-        await one.sharing.enter()
-        assert not one.sharing.entered.is_set()
-        one.task = asyncio.create_task(one.sharing.run())
-        stack.push_async_callback(ended, one.task)
-        await asyncio.wait_for(one.sharing.entered.wait(), 60)
+    store.on_write = another
+    await one.sharing.enter()
+    assert not one.sharing.entered.is_set()
+    one.task = asyncio.create_task(one.sharing.run())
+    await asyncio.wait_for(one.sharing.entered.wait(), 60)
+    await ended(one.task)
 
 
 @on_both_stores
-@pytest.mark.usefixtures("fast")
-async def test_units_come_to_where_they_are_asked_for(url: str) -> None:
-    async with gateways(url, 3, 90) as (one, two, three):
+async def test_units_come_to_where_they_are_asked_for(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a real store shows that its leases, watches and transactions are those that the division relies upon."""
+    for name in ("INTERVAL_S", "RETRY_STORE_S"):
+        monkeypatch.setattr(f"server.gateway.access.sharing.{name}", 0.02)
+    async with gateways(lambda: open_store(url), 3, 90) as (one, two, three):
         assert [g.quota.allotted for g in (one, two, three)] == [30, 30, 30]
         assert two.take(5) == 5
         assert one.take(200) == 30
@@ -334,27 +187,6 @@ async def test_units_come_to_where_they_are_asked_for(url: str) -> None:
         assert one.take(1) == two.take(1) == three.take(1) == 0
         await eventually(lambda: one.quota.elsewhere == 5)
         assert one.quota.remaining() == 0
-
-
-@on_both_stores
-@pytest.mark.usefixtures("fast")
-async def test_who_comes_later_gets_what_is_left(url: str) -> None:
-    async with gateways(url, 1, 60) as (one,):
-        assert one.take(50) == 50
-        async with gateways(url, 1, 60) as (two,):
-            assert (await taken(two, 10), one.take(5)) == (10, 0)
-
-
-@on_both_stores
-@pytest.mark.usefixtures("fast")
-async def test_what_a_gateway_used_counts_after_its_end(url: str) -> None:
-    async with gateways(url, 2, 60) as (one, two):
-        assert one.take(30) == 30
-        assert one.task is not None
-        await ended(one.task)
-        await one.sharing.leave()
-        assert await taken(two, 30) == 30
-        await stays(lambda: two.take(50) == 0, 0.2)
 
 
 def test_what_was_used_before_another_came_is_not_given_to_it() -> None:
@@ -388,34 +220,18 @@ def test_requests_that_end_with_their_gateway_hold_no_place() -> None:
     assert Division("g").farewell(uses).shares == (Share("k/requests", 7, 7, 0),)
 
 
-@on_both_stores
-@pytest.mark.usefixtures("fast")
-async def test_one_that_was_killed_leaves_its_part_when_its_lease_ends(url: str) -> None:
-    async with gateways(url, 2, 60) as (one, two):
-        assert one.task is not None
-        await ended(one.task)
-        keeper = one.sharing._keeper
-        assert keeper is not None
-        await keeper.stop()
-        await one.store.revoke(keeper.id)
-        await eventually(lambda: two.quota.allotted == 60)
-
-
-@pytest.mark.usefixtures("fast")
-async def test_the_last_part_stays_in_force_without_the_store(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with gateways(url, 2, 60) as (one, two):
+@simulated
+async def test_the_last_part_stays_in_force_without_the_store(clock: Clock, store: ModelStore) -> None:
+    cut_off = Client(store)
+    async with gateways(lambda: cut_off, 1, 60) as (one,), gateways(lambda: Client(store), 1, 60) as (two,):
+        await eventually(lambda: one.quota.allotted == two.quota.allotted == 30)
         assert two.take(30) == 30
-        outage = Outage(one.store, monkeypatch)
-        await eventually(lambda: outage.refused > 3)
+        cut_off.away = True
+        await asyncio.sleep(TTL_S / 2)
         part = one.quota.allotted
-        before = outage.refused
-        await eventually(lambda: outage.refused > before + 3)
         assert one.take(100) == part > 0
-        keeper = one.sharing._keeper
-        assert keeper is not None
-        await two.store.revoke(keeper.id)  # an outage longer than the lease: others take the part over
-        await eventually(lambda: two.quota.allotted == 60)
-        outage.over = True
+        await eventually(lambda: two.quota.allotted == 60)  # longer than the lease: others take the part over
+        keeper, cut_off.away = one.sharing._keeper, False
         await eventually(lambda: one.sharing._keeper is not keeper and one.sharing._division.active)
         assert one.take(100) == 0
         await eventually(lambda: two.quota.elsewhere == part)
@@ -423,48 +239,9 @@ async def test_the_last_part_stays_in_force_without_the_store(url: str, monkeypa
         assert two.take(100) <= 30 - part
 
 
-class Outage:
-    """A store that does not answer until it is `over`."""
-
-    def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.over = False
-        self.refused = 0
-        for name in ("put", "txn", "list", "grant_lease", "keep_alive"):
-            monkeypatch.setattr(store, name, self._away(getattr(store, name)))
-
-    def _away(self, method: Callable[..., Awaitable[object]]) -> Callable[..., Awaitable[object]]:
-        async def call(*args: object, **kwargs: object) -> object:
-            if self.over:
-                return await method(*args, **kwargs)
-            self.refused += 1
-            raise StoreUnavailable("/x/store.db", "gone", "Wait")
-
-        return call
-
-
-@pytest.mark.usefixtures("fast")
-async def test_a_lost_lease_is_taken_up_again(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with gateways(url, 2, 60) as (one, two):
-        keeper = one.sharing._keeper
-        assert keeper is not None
-        put = one.store.put
-
-        async def lost(key: str, value: bytes, lease: int | None = None) -> int:
-            if lease == keeper.id:
-                raise LeaseLost(keeper.id)
-            return await put(key, value, lease)
-
-        monkeypatch.setattr(one.store, "put", lost)
-        await two.store.revoke(keeper.id)
-        one.take(1)
-        await eventually(lambda: one.sharing._keeper is not keeper and one.sharing._division.active)
-        await eventually(lambda: one.quota.allotted + two.quota.allotted == 60)
-
-
-@on_both_stores
-@pytest.mark.usefixtures("fast")
-async def test_a_lower_limit_holds_everywhere(url: str) -> None:
-    async with gateways(url, 2, 100) as (one, two):
+@simulated
+async def test_a_lower_limit_holds_everywhere(clock: Clock, store: ModelStore) -> None:
+    async with gateways(lambda: Client(store), 2, 100) as (one, two):
         assert one.take(10) == 10
         await eventually(lambda: two.quota.elsewhere == 10)
         for g in (one, two):
@@ -480,14 +257,13 @@ async def test_a_lower_limit_holds_everywhere(url: str) -> None:
         assert one.take(5) + two.take(5) == 0
 
 
-@pytest.mark.usefixtures("fast")
-async def test_records_of_no_known_form_are_left_alone(url: str) -> None:
-    async with gateways(url, 1, 60) as (one,):
-        await one.store.put(USAGE_PREFIX + "stranger", b"nonsense")
-        async with gateways(url, 1, 60) as (two,):
+@simulated
+async def test_records_of_no_known_form_are_left_alone(clock: Clock, store: ModelStore) -> None:
+    async with gateways(lambda: Client(store), 1, 60) as (one,):
+        store.put(USAGE_PREFIX + "stranger", b"nonsense")
+        async with gateways(lambda: Client(store), 1, 60) as (two,):
             await eventually(lambda: one.quota.allotted == two.quota.allotted == 30)
-            found = await one.store.get(USAGE_ROUND)
-            assert found is not None
+            assert store.get(USAGE_ROUND) is not None
 
 
 # two gateways as they are run
@@ -522,6 +298,7 @@ async def answer(link: Link, _: Received) -> None:
 
 
 async def test_two_processes_keep_one_limit(tmp_path: Path) -> None:
+    """Only processes show that a gateway takes part from its start to its end."""
     store = open_store(f"sqlite://{tmp_path}/store.db")
     passed: list[tuple[float, float]] = []  # asked and answered at
     limit = 40
