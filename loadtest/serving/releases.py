@@ -130,9 +130,11 @@ def of_scenario(name: str, means: Means, releases: int, answers: int, seed: int)
     return Found(name, len(back) / releases, statistics.median(back) if back else None, naive)
 
 
-def release(policy: Policy, means: Means, answers: int, rng: np.random.Generator) -> tuple[int | None, bool]:
+def release(
+    policy: Policy, means: Means, answers: int, rng: np.random.Generator, every: int = EVERY
+) -> tuple[int | None, bool]:
     """After how many answers of the candidate it is taken back (None: it is not), and whether the other test would."""
-    looks = range(EVERY, answers + 1, EVERY)
+    looks = range(every, answers + 1, every)
     ended: int | None = None
     naive = False
     for step in range(len(policy.steps)):

@@ -106,11 +106,11 @@ class Releases:
         Conflict, NotFound, StoreError (a conflict of the store when `approval` fell)."""
         parse(text)
         stable = await self.check(version)
-        now, name = time.time(), uuid.uuid4().hex
+        before, now, name = self.current, time.time(), uuid.uuid4().hex
         record = ReleaseRecord(name, version, stable, text, "evaluating", 0, now, now, by.who)
         await self._forget_evidence()
         begun = LedgerEntry("release", by.who, version=version, reason=by.reason, **self._about(record))
-        if not await self._write(record, begun, approval=approval):
+        if not await self._write(before, record, begun, approval=approval):
             raise Conflict("Somebody else has begun a release in this moment.", code="release_under_way")
         return record
 
@@ -141,7 +141,7 @@ class Releases:
                 raise Conflict("No release is under way.", code="no_release")
             why = f"cancelled by {by.who}" + (f": {by.reason}" if by.reason else "")
             after = turned(record, "rolling_back", time.time(), why)
-            if record.state == "rolling_back" or await self._write(after):
+            if record.state == "rolling_back" or await self._write(record, after):
                 return self.current or record
 
     async def put_policy(self, name: str, text: str | None, by: By) -> None:
@@ -257,12 +257,16 @@ class Releases:
 
     async def _advance(self, record: ReleaseRecord) -> None:
         policy = parse(record.policy)
-        action = advance(record, policy, await self._world(record, policy))
+        world = await self._world(record, policy)
+        await self._refresh()
+        if self.current != record:  # a watch that was cut off tells of it later
+            return
+        action = advance(record, policy, world)
         if isinstance(action, Write):
             after = action.record
             about = self._about(after) | {"outcome": f"{after.state}: {after.reason}" if after.reason else after.state}
             entries = [LedgerEntry("release_end", "release", version=after.version, **about)] if after.ended else []
-            if await self._write(after, *entries):
+            if await self._write(record, after, *entries):
                 _tell(record, after)
                 if after.ended:
                     await self._forget_evidence()
@@ -290,10 +294,11 @@ class Releases:
         except ServerError as error:
             held_s = time.time() - record.since
             if policy.on_hold == "rollback" and held_s >= seconds_of(policy.hold):
-                await self._write(failed(record, time.time(), f"held for {policy.hold} without an evaluation: {error}"))
+                why = f"held for {policy.hold} without an evaluation: {error}"
+                await self._write(record, failed(record, time.time(), why))
             elif record.reason != str(error):
                 after = replace(record, reason=str(error))
-                if await self._write(after):
+                if await self._write(record, after):
                     _tell(record, after)
             else:
                 await asyncio.sleep(AGAIN_S)
@@ -304,7 +309,7 @@ class Releases:
         except (WeightSyncError, HttpError) as error:
             if isinstance(error, StoreError):
                 raise
-            await self._write(failed(record, time.time(), f"the fleet does not take it: {error}"))
+            await self._write(record, failed(record, time.time(), f"the fleet does not take it: {error}"))
 
     async def _commit(self, record: ReleaseRecord, version: int) -> None:
         try:
@@ -313,7 +318,7 @@ class Releases:
             if isinstance(error, StoreError):
                 raise
             if record.state == "finishing":
-                await self._write(failed(record, time.time(), f"the fleet does not take it: {error}"))
+                await self._write(record, failed(record, time.time(), f"the fleet does not take it: {error}"))
                 return
             log.error("version %d is not back yet, which is tried again: %s", version, error)
             await asyncio.sleep(AGAIN_S)
@@ -332,8 +337,16 @@ class Releases:
         """For the ledger."""
         return {"model": self._keys.model, "subject": f"release {record.id}"}
 
-    async def _write(self, record: ReleaseRecord, *entries: LedgerEntry, approval: Approval | None = None) -> bool:
-        """Whether nobody has written it since this gateway looked."""
+    async def _write(
+        self,
+        before: ReleaseRecord | None,
+        record: ReleaseRecord,
+        *entries: LedgerEntry,
+        approval: Approval | None = None,
+    ) -> bool:
+        """In place of `before`, for which `record` was chosen. False: that is no longer the record."""
+        if self.current != before:  # news has come since, also of the revision
+            return False
         raw = record.to_json()
         try:
             compares, puts = {self._keys.current: self._revision}, dict[str, bytes | None]({self._keys.current: raw})

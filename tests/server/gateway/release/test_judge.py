@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from loadtest.serving.releases import Means, release
 from server.errors import ConfigError
 from server.gateway.release.judge import Evidence, examine, key_of, rule
-from server.gateway.release.policy import METRICS, Condition, Policy, Step, parse, seconds_of
+from server.gateway.release.policy import Condition, Policy, Step, parse, seconds_of
 from server.gateway.release.statistics import Tally
 
 POLICY = b"""
@@ -187,28 +188,6 @@ def test_durations() -> None:
     assert [seconds_of(d) for d in (3, 2.5, "90s", "5m", "1.5h")] == [3, 2.5, 90, 300, 5400]
 
 
-def simulate(policy: Policy, rates: dict[str, tuple[float, float]], rng: np.random.Generator, answers: int) -> bool:
-    """Whether a release is rolled back in which each step brings `answers` of the candidate, looked at 40 times, and
-    nine times as many of the stable version. `rates`: means (stable, candidate); seconds where they are no shares."""
-    for step in range(len(policy.steps)):
-        drawn = {}
-        for metric, means in rates.items():
-            is_share = METRICS[metric][0]
-            drawn[metric] = [
-                np.cumsum([v, v**2], axis=1)
-                for mean, n in zip(means, (9 * answers, answers), strict=True)
-                for v in [(rng.random(n) < mean).astype(float) if is_share else rng.exponential(mean, n)]
-            ]
-        for seen in np.linspace(20, answers, 40).astype(int):
-            evidence = {
-                metric: Evidence(Tally(seen, *new[:, seen - 1]), Tally(9 * seen, *old[:, 9 * seen - 1]))
-                for metric, (old, new) in drawn.items()
-            }
-            if rule(policy, step, evidence, lasted_s=0.0).kind == "rollback":
-                return True
-    return False
-
-
 SIMULATED = Policy(
     steps=(Step(traffic=10, for_=60), Step(traffic=10, for_=60)),
     conditions=(
@@ -220,14 +199,17 @@ SIMULATED = Policy(
 AT_THE_BOUND = {"errors": (0.01, 0.03), "first_token_s": (0.5, 0.55), "refusals": (0.03, 0.05)}
 
 
+def taken_back(means: Means, runs: int, seed: int) -> int:
+    """Of so many releases, looked at 40 times in each step."""
+    rng = np.random.default_rng(seed)
+    return sum(release(SIMULATED, means, 2_000, rng, every=50)[0] is not None for _ in range(runs))
+
+
 def test_false_alarms_stay_below_the_stated_level() -> None:
-    """In the worst case that is no harm yet, every metric exactly at its bound, looked at 40 times in each step."""
-    rng, runs = np.random.default_rng(1), 80
-    alarms = sum(simulate(SIMULATED, AT_THE_BOUND, rng, 2_000) for _ in range(runs))
-    assert alarms / runs <= SIMULATED.false_alarms
+    """In the worst case that is no harm yet, every metric exactly at its bound."""
+    assert taken_back(AT_THE_BOUND, 80, seed=1) / 80 <= SIMULATED.false_alarms
 
 
 @pytest.mark.parametrize("worse", [{"errors": (0.01, 0.09)}, {"first_token_s": (0.5, 0.8)}, {"refusals": (0.03, 0.12)}])
-def test_harm_is_found(worse: dict[str, tuple[float, float]]) -> None:
-    rng, runs = np.random.default_rng(2), 30
-    assert sum(simulate(SIMULATED, AT_THE_BOUND | worse, rng, 2_000) for _ in range(runs)) >= 0.9 * runs
+def test_harm_is_found(worse: Means) -> None:
+    assert taken_back({**AT_THE_BOUND, **worse}, 30, seed=2) >= 0.9 * 30

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 
 import pytest
 
+from loadtest.simulation.clock import Clock, simulated
+from loadtest.simulation.store import Client, ModelStore
 from server.errors import ConfigError, Conflict, NotFound
 from server.gateway.access.records import By
 from server.gateway.observe.stats import Finished
@@ -19,9 +20,8 @@ from server.gateway.release.records import ReleaseKeys, ReleaseRecord
 from server.gateway.release.runner import Releases
 from server.gateway.release.scoring import ScoringFailed
 from server.gateway.wire.bodies import Usage
-from tests.waiting import eventually
+from tests.waiting import eventually, stays
 from weightsync.errors import SwapAborted
-from weightsync.store import Store, open_store
 
 POLICY = """
 conditions: [{metric: errors, max_increase: 0.05}]
@@ -68,15 +68,22 @@ class FakeFleet:
 class Two:
     """Two gateways; the first leads until it is killed."""
 
-    def __init__(self, store: Store) -> None:
-        self.store, self.fleet, self.leader = store, FakeFleet(), 0
+    def __init__(self, clock: Clock) -> None:
+        self.store, self.fleet, self.leader = ModelStore(clock), FakeFleet(), 0
+        self.clients = [Client(self.store), Client(self.store)]
         self.observers = [Observer(), Observer()]
         self.releases = [
-            Releases(store, "m", self.fleet, observer, lambda n=n: self.leader == n)  # type: ignore[misc]
+            Releases(self.clients[n], "m", self.fleet, observer, lambda n=n: self.leader == n)  # type: ignore[misc]
             for n, observer in enumerate(self.observers)
         ]
         self.dead: Releases | None = None
+
+    async def __aenter__(self) -> None:
         self.tasks = [asyncio.create_task(each.run()) for each in self.releases]
+
+    async def __aexit__(self, *_: object) -> None:
+        for number in range(2):
+            await self.kill(number)
 
     async def kill(self, number: int) -> None:
         self.dead = self.releases[number]
@@ -109,16 +116,17 @@ class Two:
 
 
 @pytest.fixture
-async def two(tmp_path: Path) -> AsyncIterator[Two]:
-    store = open_store(f"sqlite://{tmp_path}/store.db")
-    running = Two(store)
-    yield running
-    for number in range(2):
-        await running.kill(number)
-    await store.close()
+def clock() -> Clock:
+    return Clock(1000.0)
 
 
-async def test_a_good_version_takes_over_step_by_step(two: Two) -> None:
+@pytest.fixture
+def two(clock: Clock) -> Two:
+    return Two(clock)
+
+
+@simulated
+async def test_a_good_version_takes_over_step_by_step(clock: Clock, two: Two) -> None:
     await two.releases[1].start(13, POLICY, By("somebody"))  # whoever is asked, the leader carries it on
     for step in range(2):
         await two.until("held", step=step)  # nobody has answered anything yet
@@ -130,23 +138,11 @@ async def test_a_good_version_takes_over_step_by_step(two: Two) -> None:
     assert (record.version, record.stable, record.requested_by, record.ended) == (13, 12, "somebody", True)
     assert record.findings[0].startswith("kept: errors max increase 0.05")
 
-    async def forgotten() -> bool:
-        return not (await two.store.list(ReleaseKeys("m").evidence))[0]
-
-    await eventually(forgotten)
+    await eventually(lambda: not two.store.list(ReleaseKeys("m").evidence)[0])
 
 
-async def test_harm_is_seen_in_the_sums_of_both_gateways(two: Two) -> None:
-    await two.releases[0].start(13, POLICY, By("somebody"))
-    await two.until("held")
-    two.answer(12, 0, 400)
-    two.answer(13, 40, 150)
-    record = await two.until("rolled_back")
-    assert two.fleet.done == ["split 10", "commit 12"]
-    assert "0.2667 of 150" in record.reason
-
-
-async def test_a_gateway_stops_though_there_is_news(two: Two) -> None:
+@simulated
+async def test_a_gateway_stops_though_there_is_news(clock: Clock, two: Two) -> None:
     """A change and the end in one turn of the loop: the release must not wait for the next change."""
     waiting = asyncio.create_task(two.releases[0]._until_changed(60))
     await asyncio.sleep(0)
@@ -156,28 +152,22 @@ async def test_a_gateway_stops_though_there_is_news(two: Two) -> None:
         await waiting
 
 
-async def test_a_leader_that_dies_leaves_all_that_the_next_one_needs(two: Two) -> None:
+@simulated
+async def test_one_that_was_cut_off_does_not_lead_by_what_it_knew(clock: Clock, two: Two) -> None:
+    two.clients[0].latency_s = 0.5
     await two.releases[0].start(13, POLICY, By("somebody"))
-    await two.until("held", step=0)
-    two.answer(12, 1, 600)
-    two.answer(13, 1, 300)
-    await two.until("held", step=1)
-    two.answer(12, 1, 600)
-    two.answer(13, 1, 40)
-    await eventually(lambda: "40 of 100" in two.record.reason or _counted(two) == 20)
-    await two.kill(0)
-    two.leader = 1
-    two.answer(13, 0, 200)  # half of them nobody counts any more
-    await two.until("done")
-    assert two.fleet.done[-1] == "commit 13"
+    await two.until("applying")
+    two.clients[1].away = True
+    await two.releases[0].cancel(By("somebody"))
+    await eventually(lambda: two.releases[0].current is not None and two.releases[0].current.ended)
+    done = list(two.fleet.done)
+    two.leader, two.clients[1].away = 1, False
+    await two.until("rolled_back")
+    await stays(lambda: two.fleet.done == done, 5)
 
 
-def _counted(two: Two) -> int:
-    taken = two.observers[1]._sums.get(("errors", "live", 13))
-    return int(taken[0]) if taken else 0
-
-
-async def test_a_fleet_that_refuses_keeps_the_stable_version(two: Two) -> None:
+@simulated
+async def test_a_fleet_that_refuses_keeps_the_stable_version(clock: Clock, two: Two) -> None:
     two.fleet.refuses = {"split"}
     await two.releases[0].start(13, POLICY, By("somebody"))
     record = await two.until("rolled_back")
@@ -185,7 +175,8 @@ async def test_a_fleet_that_refuses_keeps_the_stable_version(two: Two) -> None:
     assert (two.fleet.active, two.fleet.done) == (12, [])
 
 
-async def test_a_last_step_that_is_refused_takes_it_back(two: Two) -> None:
+@simulated
+async def test_a_last_step_that_is_refused_takes_it_back(clock: Clock, two: Two) -> None:
     two.fleet.refuses = {"commit 13"}
     await two.releases[0].start(13, "steps: [{traffic: 50, for: 0s}]", By("somebody"))
     record = await two.until("rolled_back")
@@ -193,20 +184,8 @@ async def test_a_last_step_that_is_refused_takes_it_back(two: Two) -> None:
     assert two.fleet.active == 12
 
 
-async def test_a_rollback_that_is_refused_is_tried_again(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.gateway.release.runner.AGAIN_S", 0.01)
-    await two.releases[0].start(13, POLICY, By("somebody"))
-    await two.until("held")
-    two.fleet.refuses = {"commit 12"}
-    two.answer(12, 0, 400)
-    two.answer(13, 80, 150)
-    await two.until("rolling_back")
-    two.fleet.refuses = set()
-    await two.until("rolled_back")
-    assert (two.fleet.active, two.fleet.shares) == (12, {})
-
-
-async def test_an_operator_may_cancel_it(two: Two) -> None:
+@simulated
+async def test_an_operator_may_cancel_it(clock: Clock, two: Two) -> None:
     with pytest.raises(Conflict, match="No release"):
         await two.releases[1].cancel(By("me"))
     await two.releases[0].start(13, POLICY, By("somebody"))
@@ -217,7 +196,8 @@ async def test_an_operator_may_cancel_it(two: Two) -> None:
 
 
 @pytest.mark.parametrize("verdict", ["", "sums: math 0.2, which is below 0.8"])
-async def test_the_evaluation_decides_before_any_traffic(two: Two, verdict: str) -> None:
+@simulated
+async def test_the_evaluation_decides_before_any_traffic(clock: Clock, two: Two, verdict: str) -> None:
     two.fleet.verdict = verdict
     evaluated = "rewards: {math: {}}\nevaluation: [{name: sums, by: math, min: 0.8}]\n"
     await two.releases[0].start(13, evaluated + "steps: [{traffic: 10, for: 0s}]", By("somebody"))
@@ -228,10 +208,8 @@ async def test_the_evaluation_decides_before_any_traffic(two: Two, verdict: str)
 
 
 @pytest.mark.parametrize("impatient", [False, True])
-async def test_an_evaluation_that_nobody_can_make_holds_it(
-    two: Two, impatient: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("server.gateway.release.runner.AGAIN_S", 0.01)
+@simulated
+async def test_an_evaluation_that_nobody_can_make_holds_it(clock: Clock, two: Two, impatient: bool) -> None:
     two.fleet.refuses = {"evaluate"}
     evaluated = "rewards: {math: {}}\nevaluation: [{name: sums, by: math, min: 0.8}]\n"
     evaluated += "on_hold: rollback\nhold: 0s\n" if impatient else ""
@@ -245,7 +223,8 @@ async def test_an_evaluation_that_nobody_can_make_holds_it(
     assert (await two.until("done")).reason == ""
 
 
-async def test_what_cannot_begin(two: Two) -> None:
+@simulated
+async def test_what_cannot_begin(clock: Clock, two: Two) -> None:
     releases = two.releases[0]
     with pytest.raises(ConfigError, match="no metric"):
         await releases.start(13, "steps: [{traffic: 1, for: 1s, conditions: [{metric: x, max: 1}]}]", By("me"))
@@ -261,7 +240,8 @@ async def test_what_cannot_begin(two: Two) -> None:
     assert (await two.until("cancelled")).ended
 
 
-async def test_findings_of_the_step_that_is_judged(two: Two) -> None:
+@simulated
+async def test_findings_of_the_step_that_is_judged(clock: Clock, two: Two) -> None:
     await two.releases[0].start(13, POLICY, By("me"))
     await two.until("held")
     two.answer(13, 3, 60)
@@ -270,7 +250,7 @@ async def test_findings_of_the_step_that_is_judged(two: Two) -> None:
         (finding,) = await two.releases[1].findings()
         return finding.text == "errors max increase 0.05: 60 of 100 answers of the candidate"
 
-    await eventually(known)
+    assert await eventually(known)
 
 
 def test_only_answers_of_one_of_the_two_versions_count() -> None:
