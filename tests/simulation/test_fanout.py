@@ -13,11 +13,12 @@ from typing import Any, ClassVar
 
 import pytest
 
+from loadtest.histories.rules import Violation, require
 from loadtest.scale import network
 from loadtest.scale.network import MIB, SLOWER, Host, Scenario
 from loadtest.scale.swarm import Swarm
 from loadtest.simulation.clock import Clock
-from loadtest.simulation.schedules import Violation, World, explore, require
+from loadtest.simulation.schedules import World, explore
 from weightsync.peer import plan
 from weightsync.peer.plan import Planner
 

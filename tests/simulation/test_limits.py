@@ -15,8 +15,9 @@ from typing import Any, ClassVar
 
 import pytest
 
+from loadtest.histories.rules import Violation, require
 from loadtest.simulation.clock import Clock
-from loadtest.simulation.schedules import AwaitingWorld, Violation, explore, require
+from loadtest.simulation.schedules import AwaitingWorld, explore
 from loadtest.simulation.store import Client, ModelStore
 from server.gateway.access.keys import Principal
 from server.gateway.access.limits import SLOTS, Grant, Limits, RateLimited, Window

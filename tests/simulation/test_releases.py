@@ -15,8 +15,9 @@ from typing import Any, ClassVar
 
 import pytest
 
+from loadtest.histories.rules import Violation, require
 from loadtest.simulation.clock import Clock
-from loadtest.simulation.schedules import AwaitingWorld, Violation, explore, require
+from loadtest.simulation.schedules import AwaitingWorld, explore
 from loadtest.simulation.store import Client, ModelStore, Puts
 from server.errors import Conflict
 from server.gateway.access.records import By

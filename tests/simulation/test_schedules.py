@@ -13,8 +13,9 @@ from typing import Any, ClassVar
 
 import pytest
 
+from loadtest.histories.rules import Violation, require
 from loadtest.simulation.clock import Clock, Loop, Stalled, determined
-from loadtest.simulation.schedules import AwaitingWorld, Violation, World, commit, explore, require
+from loadtest.simulation.schedules import AwaitingWorld, World, commit, explore
 
 from .swaps import Swaps
 from .test_fanout import FanOut
