@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import subprocess
+import sys
 import threading
 import types
 from collections.abc import Iterator
@@ -11,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import orjson
 import uvicorn
 import uvicorn.server
@@ -24,6 +28,7 @@ from server.gateway.models import model
 from server.gateway.observe import metrics as pages
 from server.gateway.observe import webhooks
 from server.gateway.release import progress, runner
+from server.ports import free_port
 from tests.server.gateway.pusher import WarmPusher
 from tests.server.gateway.upstream import Answer, Upstream, read_answer
 from tests.waiting import eventually, wait_until
@@ -46,23 +51,61 @@ uvicorn.server.asyncio = types.SimpleNamespace(**(vars(asyncio) | _HURRIED))  # 
 
 
 @dataclass
-class RunningGateway:
-    """A gateway under test. `gateway` is read across threads for its counts only."""
+class Ports:
+    """Where a gateway listens, and its store."""
 
     host: str
     port: int
     admin_port: int
     store: SyncStore
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    async def connect(self, *, admin: bool = False) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection(self.host, self.admin_port if admin else self.port)
+
+    async def ask(self, raw: bytes, *, admin: bool = False) -> Answer:
+        """Sends `raw` on a new connection, to the admin port if `admin`, and reads one answer."""
+        reader, writer = await self.connect(admin=admin)
+        try:
+            writer.write(raw)
+            return await asyncio.wait_for(read_answer(reader), 30)
+        finally:
+            writer.close()  # done by the loop, which a test may hold up next: waiting for the gateway, say
+            await asyncio.sleep(0)
+
+
+@dataclass
+class GatewayProcess(Ports):
+    """`python -m server.gateway`, as users start it. `log` has all that it printed."""
+
+    log: Path
+    process: subprocess.Popen[bytes]
+
+    scheme: str = "http"  # of the admin port
+
+    @property
+    def admin_url(self) -> str:
+        return f"{self.scheme}://{self.host}:{self.admin_port}"
+
+    def is_up(self) -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(f"{self.url}/healthz", timeout=5, trust_env=False).is_success
+        return False
+
+
+@dataclass
+class RunningGateway(Ports):
+    """A gateway under test. `gateway` is read across threads for its counts only."""
+
     gateway: Gateway
     server: uvicorn.Server
 
     def stop(self) -> None:
         """Tells it to end, as SIGTERM does; it goes on until what it has is answered."""
         self.server.should_exit = True
-
-    @property
-    def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
 
     def register(
         self, upstream: Upstream | str, instance_id: str = "i0", state: str = "SERVING", model: str = "", **fields: Any
@@ -80,19 +123,6 @@ class RunningGateway:
     def unregister(self, instance_id: str = "i0") -> None:
         self.store.delete(KEYS.instance(instance_id))
         wait_until(lambda: instance_id not in self.gateway.default.fleet.instances)
-
-    async def connect(self, *, admin: bool = False) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        return await asyncio.open_connection(self.host, self.admin_port if admin else self.port)
-
-    async def ask(self, raw: bytes, *, admin: bool = False) -> Answer:
-        """Sends `raw` on a new connection, to the admin port if `admin`, and reads one answer."""
-        reader, writer = await self.connect(admin=admin)
-        try:
-            writer.write(raw)
-            return await asyncio.wait_for(read_answer(reader), 10)
-        finally:
-            writer.close()  # done by the loop, which a test may hold up next: waiting for the gateway, say
-            await asyncio.sleep(0)
 
 
 def post(path: str = "/v1/completions", body: bytes | dict[str, Any] = b"{}", headers: str = "") -> bytes:
@@ -122,6 +152,31 @@ async def new_key(gateway: RunningGateway, **fields: Any) -> tuple[str, str]:
     made = orjson.loads(answer.body)
     await eventually(lambda: made["id"] in gateway.gateway.keys.limits)
     return made["id"], f"Authorization: Bearer {made['key']}\r\n"
+
+
+@contextlib.contextmanager
+def gateway_process(
+    directory: Path, *options: str, key: str = ADMIN_KEY, ports: tuple[int, int] | None = None
+) -> Iterator[GatewayProcess]:
+    """One that answers, with its store in `directory`; `options` are the command's."""
+    port, admin_port = ports or (free_port(), free_port())
+    store, log = f"sqlite://{directory / 'store.db'}", directory / "gateway.log"
+    command = [sys.executable, "-m", "server.gateway", "--store", store, "--model", MODEL, "--port", str(port)]
+    command += ["--admin-port", str(admin_port), *options]
+    with log.open("ab") as out:
+        env = os.environ | {"HOTSWAP_ADMIN_KEY": key}
+        process = subprocess.Popen(command, env=env, stdout=out, stderr=out)
+    try:
+        with contextlib.closing(SyncStore(store)) as opened:
+            found = GatewayProcess("127.0.0.1", port, admin_port, opened, log, process)
+            wait_until(found.is_up, 60, log.read_text, process)
+            yield found
+    finally:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(30)
+        process.kill()
+        process.wait()
 
 
 @contextlib.contextmanager

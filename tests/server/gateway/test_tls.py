@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import ssl
-import subprocess
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -20,14 +16,20 @@ from server.errors import ConfigError, RequestFailed
 from server.gateway import GatewayConfig, HealthSettings, UpstreamSettings
 from server.gateway.admin.probes import ProbePrompt, ProbeSettings, build_probe
 from server.gateway.main import bind, run
-from server.ports import free_port
 from tests.cluster_tls import Authority
-from tests.server.gateway.harness import ADMIN_KEY, KEYS, RunningGateway, post, running_gateway
+from tests.server.gateway.harness import (
+    ADMIN_KEY,
+    KEYS,
+    GatewayProcess,
+    RunningGateway,
+    gateway_process,
+    post,
+    running_gateway,
+)
 from tests.server.gateway.upstream import Link, Received, answer_json, read_answer, upstream
 from tests.waiting import eventually, wait_until
 from weightsync.control.records import InstanceRecord, SwapRecord
 from weightsync.errors import TlsUnavailable
-from weightsync.store import SyncStore
 from weightsync.tls import ClusterTls
 
 QUIET = UpstreamSettings(scrape_interval_s=3600.0, hold_s=0.0, health=HealthSettings(eject_after=10**6))
@@ -243,34 +245,18 @@ def test_records_that_must_not_be_spoken_to_are_ignored(
 # the admin port, and a process of its own
 
 
-@dataclass(frozen=True)
-class Process:
-    """A gateway of two workers whose admin port is open beyond loopback."""
-
-    port: int
-    admin: str
-    store: SyncStore
-    files: Path
+@pytest.fixture(scope="module")
+def files(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return authority.mount(tmp_path_factory.mktemp("files") / "tls")
 
 
 @pytest.fixture(scope="module")
-def process(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    directory = tmp_path_factory.mktemp("gateway")
-    files = authority.mount(directory / "tls")
-    (directory / "admin.key").write_text(ADMIN_KEY)
-    (directory / "admin.key").chmod(0o600)
-    store = f"sqlite://{directory}/store.db"
-    port, admin_port = free_port(), free_port()
-    command = [sys.executable, "-m", "server.gateway", "--model", "toy", "--store", store, "--port", str(port)]
-    command += ["--admin-host", "0.0.0.0", "--admin-port", str(admin_port), "--cluster-tls", str(files)]
-    with subprocess.Popen([*command, "--workers", "2", "--log-level", "warning"]) as gateway:
-        try:
-            wait_until(lambda: gateway.poll() is not None or is_up(f"http://127.0.0.1:{port}/healthz"), 60)
-            opened = SyncStore(store)
-            yield Process(port, f"https://127.0.0.1:{admin_port}", opened, files)
-            opened.close()
-        finally:
-            gateway.send_signal(signal.SIGTERM)
+def process(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
+    """Two workers whose admin port is open beyond loopback."""
+    options = ("--admin-host", "0.0.0.0", "--cluster-tls", str(files), "--workers", "2", "--log-level", "warning")
+    with gateway_process(tmp_path_factory.mktemp("gateway"), *options) as running:
+        running.scheme = "https"
+        yield running
 
 
 def is_up(url: str, verify: ssl.SSLContext | bool = True) -> bool:
@@ -280,7 +266,9 @@ def is_up(url: str, verify: ssl.SSLContext | bool = True) -> bool:
         return False
 
 
-async def test_a_gateway_process_streams_over_mutual_tls(process: Process, member: ClusterTls) -> None:
+async def test_a_gateway_process_streams_over_mutual_tls(
+    process: GatewayProcess, files: Path, member: ClusterTls
+) -> None:
     shown = set()
 
     async def handler(link: Link, received: Received) -> None:
@@ -303,14 +291,14 @@ async def test_a_gateway_process_streams_over_mutual_tls(process: Process, membe
         answer = await asyncio.wait_for(read_answer(reader), 30)
         writer.close()
         assert answer.body == b"".join(b"data: %d\n\n" % number for number in range(20))
-        assert shown == {der(process.files)}
+        assert shown == {der(files)}
 
 
 def test_the_admin_port_wants_a_certificate_and_the_key(
-    process: Process, authority: Authority, member: ClusterTls
+    process: GatewayProcess, authority: Authority, member: ClusterTls
 ) -> None:
-    url, key = f"{process.admin}/admin/instances", {"authorization": f"Bearer {ADMIN_KEY}"}
-    wait_until(lambda: is_up(f"{process.admin}/healthz", member.client_context()), 30)
+    url, key = f"{process.admin_url}/admin/instances", {"authorization": f"Bearer {ADMIN_KEY}"}
+    wait_until(lambda: is_up(f"{process.admin_url}/healthz", member.client_context()), 30)
     with httpx.Client(verify=member.client_context(), trust_env=False) as client:
         assert client.get(url).status_code == 401
         assert client.get(url, headers=key).status_code == 200
@@ -323,13 +311,13 @@ def test_the_admin_port_wants_a_certificate_and_the_key(
 
 
 def test_commands_reach_the_admin_port(
-    process: Process, member: ClusterTls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    process: GatewayProcess, member: ClusterTls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "key").write_text(ADMIN_KEY)
     monkeypatch.delenv("HOTSWAP_CLUSTER_TLS", raising=False)
     monkeypatch.delenv("HOTSWAP_ADMIN_KEY", raising=False)
-    wait_until(lambda: is_up(f"{process.admin}/healthz", member.client_context()), 30)
-    ask = lambda: AdminClient(None, process.admin, tmp_path / "key").call("GET", "/admin/instances")  # noqa: E731
+    wait_until(lambda: is_up(f"{process.admin_url}/healthz", member.client_context()), 30)
+    ask = lambda: AdminClient(None, process.admin_url, tmp_path / "key").call("GET", "/admin/instances")  # noqa: E731
     with pytest.raises(RequestFailed, match="CERTIFICATE_VERIFY_FAILED"):
         ask()
     monkeypatch.setenv("HOTSWAP_CLUSTER_TLS", str(member.directory))

@@ -8,8 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +20,7 @@ from server.gateway.config import Limits
 from server.instance.config import InstanceConfig
 from server.instance.middleware import Admission
 from server.instance.sidecar import TELL_S, Sidecar
-from server.ports import free_port
-from tests.server.gateway.harness import KEYS, MODEL, get, post, running_gateway
+from tests.server.gateway.harness import KEYS, GatewayProcess, gateway_process, get, post, running_gateway
 from tests.server.gateway.upstream import Answer, Link, Received, read_answer, upstream
 from tests.waiting import eventually
 from weightsync.control.records import InstanceRecord
@@ -30,30 +28,6 @@ from weightsync.errors import StoreUnavailable
 from weightsync.store import SyncStore
 
 # gateway
-
-
-@contextmanager
-def gateway_process(directory: Path, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """A gateway in a process of its own, and its port."""
-    port = free_port()
-    command = [sys.executable, "-m", "server.gateway", "--store", f"sqlite://{directory}/store.db", "--model", MODEL]
-    command += ["--port", str(port), "--no-coordinator", *options]
-    with (directory / "gateway.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-    try:
-        yield process, port
-    finally:
-        process.kill()
-        process.wait()
-
-
-async def ask(port: int, raw: bytes) -> Answer:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    try:
-        writer.write(raw)
-        return await asyncio.wait_for(read_answer(reader), 60)
-    finally:
-        writer.close()
 
 
 class Kept:
@@ -81,18 +55,18 @@ class Kept:
         return await asyncio.wait_for(self._reader.read(1), 60) == b""
 
 
-async def ready(port: int) -> tuple[int, str]:
-    answer = await ask(port, get("/readyz"))
+async def ready(gateway: GatewayProcess) -> tuple[int, str]:
+    answer = await gateway.ask(get("/readyz"))
     body = orjson.loads(answer.body)
     return answer.status, body["error"]["code"] if "error" in body else body["status"]
 
 
-async def until_ready(port: int, state: tuple[int, str] | None) -> None:
+async def until_ready(gateway: GatewayProcess, state: tuple[int, str] | None) -> None:
     """None: until nobody listens any more."""
 
     async def reached() -> bool:
         try:
-            return await ready(port) == state
+            return await ready(gateway) == state
         except (ConnectionError, asyncio.IncompleteReadError):
             return state is None
 
@@ -117,19 +91,20 @@ async def test_a_gateway_is_unready_first_and_stops_when_its_streams_have_ended(
         record = InstanceRecord("i0", up.address, "SERVING", active_version=1, active_epoch=1)
         store.put(KEYS.instance("i0"), record.to_json())
         store.close()
-        with gateway_process(tmp_path, "--leave", "300") as (process, port):
-            await until_ready(port, (200, "ready"))
+        with gateway_process(tmp_path, "--no-coordinator", "--leave", "300") as gateway:
+            port, process = gateway.port, gateway.process
+            await until_ready(gateway, (200, "ready"))
             kept = await stack.enter_async_context(Kept(port))
             streaming = asyncio.create_task(kept.ask(post(body=b'{"stream": true}')))
             await eventually(lambda: any(b"stream" in r.body for r in up.requests))
             process.send_signal(signal.SIGTERM)
-            await until_ready(port, (503, "leaving"))
+            await until_ready(gateway, (503, "leaving"))
             async with Kept(port) as late:
                 served = await late.ask(post())
                 assert (served.status, served.headers["connection"]) == (200, "close"), "served, and sent elsewhere"
                 assert await late.closed()
             process.send_signal(signal.SIGTERM)  # a second one ends the wait
-            await until_ready(port, None)
+            await until_ready(gateway, None)
             assert process.poll() is None
             release.set()
             answer = await streaming
@@ -142,10 +117,10 @@ async def test_a_gateway_is_unready_first_and_stops_when_its_streams_have_ended(
 
 
 async def test_a_gateway_without_a_delay_just_stops(tmp_path: Path) -> None:
-    with gateway_process(tmp_path) as (process, port):
-        await until_ready(port, (503, "no_instance"))
-        process.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(process.wait, 60) == 0
+    with gateway_process(tmp_path, "--no-coordinator") as gateway:
+        await until_ready(gateway, (503, "no_instance"))
+        gateway.process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(gateway.process.wait, 60) == 0
 
 
 async def test_answers_of_the_app_say_that_a_gateway_leaves_too(tmp_path: Path) -> None:

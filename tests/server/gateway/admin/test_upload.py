@@ -6,10 +6,7 @@ import contextlib
 import os
 import select
 import shutil
-import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -26,7 +23,7 @@ import torch
 
 from server.gateway import UpstreamSettings
 from server.ports import free_port
-from tests.server.gateway.harness import ADMIN_KEY, MODEL, RunningGateway, running_gateway
+from tests.server.gateway.harness import ADMIN_KEY, MODEL, RunningGateway, gateway_process, running_gateway
 from tests.waiting import wait_until
 from tests.weightsync.fleet import Engine
 from tests.weightsync.format.test_signing import pair
@@ -499,22 +496,6 @@ def test_a_server_out_of_reach_is_said_so(monkeypatch: pytest.MonkeyPatch) -> No
         RemotePublisher("127.0.0.1:8001", ADMIN_KEY, MODEL)
 
 
-def gateway_process(tmp_path: Path, ports: tuple[int, int]) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "server.gateway", "--store", f"sqlite://{tmp_path / 'store.db'}"]
-    command += ["--model", MODEL, "--port", str(ports[0]), "--admin-port", str(ports[1])]
-    environment = {**os.environ, "HOTSWAP_ADMIN_KEY": ADMIN_KEY}
-    return subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
-
-
-def until_up(url: str) -> None:
-    def up() -> bool:
-        with contextlib.suppress(httpx.TransportError):
-            return httpx.get(f"{url}/healthz").is_success
-        return False
-
-    wait_until(up, 30.0)
-
-
 class Slowly:
     """Pieces of an upload; calls `then` once, in the middle of them."""
 
@@ -534,23 +515,20 @@ def test_a_gateway_killed_half_way_leaves_nothing_and_the_next_one_takes_it(
     tmp_path: Path, arena: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ports = free_port(), free_port()
-    url = f"http://127.0.0.1:{ports[1]}"
-    running = [gateway_process(tmp_path, ports)]
-    try:
-        until_up(url)
-        remote = RemotePublisher(url, ADMIN_KEY, MODEL, timeout_s=20.0)
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(gateway_process(tmp_path, ports=ports))
+        remote = RemotePublisher(first.admin_url, ADMIN_KEY, MODEL, timeout_s=20.0)
         make = Succession.writer
         killed = []
 
         def kill() -> None:
             if not killed:
                 time.sleep(0.1)
-                killed.append(running[0].pid)
-                running[0].send_signal(signal.SIGKILL)
-                running[0].wait()
+                killed.append(first.process.pid)
+                first.process.kill()
+                first.process.wait()
                 assert list(arena.iterdir()) == []
-                running.append(gateway_process(tmp_path, ports))
-                until_up(url)
+                stack.enter_context(gateway_process(tmp_path, ports=ports))
 
         monkeypatch.setattr(Succession, "writer", lambda *what, **how: Slowly(make(*what, **how), kill))
         tensors = weights(rows=7000)
@@ -562,10 +540,6 @@ def test_a_gateway_killed_half_way_leaves_nothing_and_the_next_one_takes_it(
         (record,) = [VersionRecord.from_json(kv.value) for kv in items]
         with SlotReader.open(record.slot) as slot:
             slot.verify_all()
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
 
 
 def test_publishing_ends_when_the_version_is_active(gateway: RunningGateway, remote: RemotePublisher) -> None:

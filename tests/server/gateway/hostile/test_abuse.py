@@ -6,15 +6,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gzip
-import os
 import re
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
-import httpx
 import orjson
 import psutil
 import pytest
@@ -23,12 +17,10 @@ from server.gateway import GatewayConfig
 from server.gateway.app import build_app
 from server.gateway.middleware import is_public
 from server.gateway.routes import public_names
-from server.ports import free_port
-from tests.server.gateway.harness import KEYS, MODEL, get, post
+from tests.server.gateway.harness import KEYS, MODEL, GatewayProcess, gateway_process, get, post
 from tests.server.gateway.upstream import Answer, Link, Received, Upstream, read_answer, upstream
-from tests.waiting import eventually, wait_until
+from tests.waiting import eventually
 from weightsync.control.records import InstanceRecord
-from weightsync.store import SyncStore
 
 ADMIN_KEY = "PLANTED-admin-key-of-the-tests"
 INFER_KEY = "PLANTED-infer-key-of-the-tests"
@@ -39,69 +31,30 @@ TIMEOUT_S = 2.0
 MOST_GROWTH = 48 * 2**20
 
 
-@dataclass
-class Process:
-    """A gateway that asks for keys and logs everything. `log` is all it printed."""
-
-    port: int
-    admin_port: int
-    log: Path
-    store: SyncStore
-    process: psutil.Process
-
-    async def connect(self, *, admin: bool = False) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        return await asyncio.open_connection("127.0.0.1", self.admin_port if admin else self.port)
-
-    async def ask(self, raw: bytes, *, admin: bool = False) -> Answer:
-        reader, writer = await self.connect(admin=admin)
-        try:
-            writer.write(raw)
-            return await asyncio.wait_for(read_answer(reader), 30)
-        finally:
-            writer.close()
-
-    @property
-    def rss(self) -> int:
-        return int(self.process.memory_info().rss)
-
-    async def is_well(self) -> bool:
-        return (await self.ask(get("/healthz"))).status == 200
-
-
 @pytest.fixture(scope="module")
-def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
+    """It asks for keys and logs everything."""
     directory = tmp_path_factory.mktemp("abuse")
-    keys, log, url = directory / "keys", directory / "log", f"sqlite://{directory / 'store.db'}"
+    keys = directory / "keys"
     keys.touch(mode=0o600)
     keys.write_text(INFER_KEY + "\n")
-    port, admin_port = free_port(), free_port()
-    command = [sys.executable, "-m", "server.gateway", "--store", url, "--model", MODEL, "--port", str(port)]
-    command += ["--admin-port", str(admin_port), "--api-key-file", str(keys), "--max-body", str(MAX_BODY)]
-    command += ["--request-timeout", str(TIMEOUT_S), "--log-level", "debug", "--log-format", "json"]
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, env=os.environ | {"HOTSWAP_ADMIN_KEY": ADMIN_KEY}
-        )
-    store = SyncStore(url)
-    try:
-        wait_until(lambda: _answers(port) or process.poll() is not None, 60)
-        assert process.poll() is None, log.read_text()
-        yield Process(port, admin_port, log, store, psutil.Process(process.pid))
-        assert process.poll() is None, log.read_text()[-3000:]
-    finally:
-        process.terminate()
-        process.wait(30)
-        store.close()
-    printed = log.read_text()
+    options = ["--api-key-file", str(keys), "--max-body", str(MAX_BODY), "--request-timeout", str(TIMEOUT_S)]
+    options += ["--log-level", "debug", "--log-format", "json"]
+    with gateway_process(directory, *options, key=ADMIN_KEY) as running:
+        yield running
+        assert running.process.poll() is None, running.log.read_text()[-3000:]
+    printed = running.log.read_text()
     assert "PLANTED" not in printed
     assert "Traceback" not in printed
     assert printed.strip()  # it did log
 
 
-def _answers(port: int) -> bool:
-    with contextlib.suppress(httpx.HTTPError):
-        return httpx.get(f"http://127.0.0.1:{port}/healthz", timeout=5).status_code == 200
-    return False
+def rss(gateway: GatewayProcess) -> int:
+    return int(psutil.Process(gateway.process.pid).memory_info().rss)
+
+
+async def is_well(gateway: GatewayProcess) -> bool:
+    return (await gateway.ask(get("/healthz"))).status == 200
 
 
 async def answer(link: Link, received: Received) -> None:
@@ -110,7 +63,7 @@ async def answer(link: Link, received: Received) -> None:
 
 
 @pytest.fixture
-async def behind(gateway: Process) -> AsyncIterator[Upstream]:
+async def behind(gateway: GatewayProcess) -> AsyncIterator[Upstream]:
     """The instance behind the gateway; `requests` holds what clients got through, health checks are left out."""
     async with upstream(answer) as up:
         record = InstanceRecord("i0", up.address, "SERVING", active_version=1, active_epoch=1)
@@ -157,7 +110,9 @@ def spelt(path: str) -> Iterator[str]:
     yield path.replace("/", "/./")
 
 
-async def test_no_control_route_under_any_spelling_on_the_public_port(gateway: Process, behind: Upstream) -> None:
+async def test_no_control_route_under_any_spelling_on_the_public_port(
+    gateway: GatewayProcess, behind: Upstream
+) -> None:
     """With the admin key itself, so that only the port stands between."""
     key = f"Authorization: Bearer {ADMIN_KEY}\r\n"
     names = {re.sub(r"\{\w+\}", "x", name) for name in public_names()}
@@ -177,7 +132,7 @@ async def test_no_control_route_under_any_spelling_on_the_public_port(gateway: P
     assert reached(behind) == []
 
 
-async def test_scopes_hold_on_both_ports(gateway: Process, behind: Upstream) -> None:
+async def test_scopes_hold_on_both_ports(gateway: GatewayProcess, behind: Upstream) -> None:
     for key, admin, path, status in (
         (INFER_KEY, True, "/admin/weights", 403),
         (INFER_KEY, True, "/openapi.json", 403),
@@ -226,7 +181,7 @@ HIDDEN = "0\r\n\r\nPOST /pause HTTP/1.1\r\nHost: t\r\nContent-Length: 0\r\n\r\n"
 
 
 @pytest.mark.parametrize("framing", FRAMINGS)
-async def test_a_hidden_request_is_not_seen(gateway: Process, behind: Upstream, framing: str) -> None:
+async def test_a_hidden_request_is_not_seen(gateway: GatewayProcess, behind: Upstream, framing: str) -> None:
     reader, writer = await gateway.connect()
     writer.write(f"POST /v1/completions HTTP/1.1\r\nHost: t\r\n{AUTH}{framing}\r\n{HIDDEN}".encode("latin-1"))
     got = await asyncio.wait_for(read_answer(reader), 30)
@@ -243,7 +198,7 @@ CARRIERS = (
 
 
 @pytest.mark.parametrize("name", CARRIERS)
-async def test_a_value_cannot_carry_a_header(gateway: Process, behind: Upstream, name: str) -> None:
+async def test_a_value_cannot_carry_a_header(gateway: GatewayProcess, behind: Upstream, name: str) -> None:
     """Line breaks, raw and in other clothes, in everything that is passed on."""
     for value in (
         "a\nx-injected: 1",
@@ -268,13 +223,13 @@ INTERNAL = (
 
 
 @pytest.mark.parametrize("name", INTERNAL)
-async def test_internal_headers_are_refused(gateway: Process, behind: Upstream, name: str) -> None:
+async def test_internal_headers_are_refused(gateway: GatewayProcess, behind: Upstream, name: str) -> None:
     got = await gateway.ask(post(headers=f"{AUTH}{name}: 1\r\n"))
     assert (got.status, orjson.loads(got.body)["error"]["code"]) == (400, "invalid_parameter")
     assert reached(behind) == []
 
 
-async def test_what_reaches_an_instance_is_on_a_list(gateway: Process, behind: Upstream) -> None:
+async def test_what_reaches_an_instance_is_on_a_list(gateway: GatewayProcess, behind: Upstream) -> None:
     lines = "".join(
         f"{name}: x\r\n" for name in ("cookie", "x-forwarded-for", "forwarded", "x_hotswap_probe", "x-hotswap_probe",
         "proxy-authorization", "te", "trailer", "via", "origin", "x-data-parallel-rank", "content-encoding")
@@ -302,7 +257,7 @@ NOT_HTTP = {
 
 
 @pytest.mark.parametrize("name", NOT_HTTP)
-async def test_other_protocols_are_turned_away(gateway: Process, behind: Upstream, name: str) -> None:
+async def test_other_protocols_are_turned_away(gateway: GatewayProcess, behind: Upstream, name: str) -> None:
     reader, writer = await gateway.connect()
     writer.write(NOT_HTTP[name])
     assert (await asyncio.wait_for(read_answer(reader), 30)).status == 400
@@ -325,18 +280,18 @@ BAD_BODIES = {
 
 
 @pytest.mark.parametrize("name", BAD_BODIES)
-async def test_bodies_that_are_no_json_go_nowhere(gateway: Process, behind: Upstream, name: str) -> None:
-    before = gateway.rss
+async def test_bodies_that_are_no_json_go_nowhere(gateway: GatewayProcess, behind: Upstream, name: str) -> None:
+    before = rss(gateway)
     got = await gateway.ask(post(body=BAD_BODIES[name], headers=AUTH + "Content-Encoding: gzip\r\n"))
     assert (got.status, orjson.loads(got.body)["error"]["code"]) == (400, "invalid_json")
     assert reached(behind) == []
-    assert gateway.rss - before < MOST_GROWTH
+    assert rss(gateway) - before < MOST_GROWTH
 
 
 NUMBERS = (b"1e999999", b"-1e-999999", b"9" * 5000, b"-" + b"9" * 5000, b"0." + b"1" * 5000, b"1E+400", b"-0", b'"5"')
 
 
-async def test_numbers_of_any_size_are_answered(gateway: Process, behind: Upstream) -> None:
+async def test_numbers_of_any_size_are_answered(gateway: GatewayProcess, behind: Upstream) -> None:
     """In what the gateway reads for itself, with a key that has limits: a typed answer, and no fault of its own."""
     limits = {"requests_per_min": 10_000, "tokens_per_min": 10**9, "max_output_tokens": 100}
     made = await gateway.ask(
@@ -357,9 +312,9 @@ async def test_numbers_of_any_size_are_answered(gateway: Process, behind: Upstre
 # time and memory
 
 
-async def test_hundreds_of_slow_clients_cost_little(gateway: Process, behind: Upstream) -> None:
+async def test_hundreds_of_slow_clients_cost_little(gateway: GatewayProcess, behind: Upstream) -> None:
     """Heads and bodies that come a byte at a time: health is answered meanwhile, and then they are told to go."""
-    before = gateway.rss
+    before = rss(gateway)
     parts = (b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nX: ", post(body=b" " * 1000, headers=AUTH)[:-990], b"P")
 
     async def told(reader: asyncio.StreamReader) -> tuple[Answer, bytes]:
@@ -372,7 +327,7 @@ async def test_hundreds_of_slow_clients_cost_little(gateway: Process, behind: Up
         links.append((asyncio.ensure_future(told(reader)), writer))
     async with asyncio.timeout(120):
         while unanswered := [writer for answer, writer in links if not answer.done()]:
-            assert await gateway.is_well()
+            assert await is_well(gateway)
             for writer in unanswered:
                 writer.write(b" ")
             await asyncio.sleep(0.05)  # between two bytes
@@ -383,7 +338,7 @@ async def test_hundreds_of_slow_clients_cost_little(gateway: Process, behind: Up
     for _, writer in links:
         writer.close()
     assert reached(behind) == []
-    assert gateway.rss - before < MOST_GROWTH
+    assert rss(gateway) - before < MOST_GROWTH
 
 
 CHUNKED = f"POST /v1/completions HTTP/1.1\r\nHost: t\r\n{AUTH}Transfer-Encoding: chunked\r\n\r\n".encode()
@@ -397,15 +352,15 @@ ENDLESS = {
 }
 
 
-async def test_what_has_no_end_is_ended(gateway: Process, behind: Upstream) -> None:
+async def test_what_has_no_end_is_ended(gateway: GatewayProcess, behind: Upstream) -> None:
     """Either at a size or, when nothing of it is kept, at a time."""
-    before = gateway.rss
+    before = rss(gateway)
     await asyncio.gather(*(send_without_end(gateway, name) for name in ENDLESS))
     assert reached(behind) == []
-    assert gateway.rss - before < MOST_GROWTH
+    assert rss(gateway) - before < MOST_GROWTH
 
 
-async def send_without_end(gateway: Process, name: str) -> None:
+async def send_without_end(gateway: GatewayProcess, name: str) -> None:
     begin, more = ENDLESS[name]
     reader, writer = await gateway.connect()
     head = CHUNKED if begin is not None else (b"" if "line ends" in name else b"GET /healthz HTTP/1.1\r\n")
@@ -421,10 +376,10 @@ async def send_without_end(gateway: Process, name: str) -> None:
         got = await asyncio.wait_for(answered, 60)
         assert got == b"" or got.split(b" ")[1] in (b"400", b"408", b"413", b"431"), (name, got[:100])
     writer.close()
-    assert await gateway.is_well()
+    assert await is_well(gateway)
 
 
-async def test_memory_is_back_after_thousands_of_bad_requests(gateway: Process, behind: Upstream) -> None:
+async def test_memory_is_back_after_thousands_of_bad_requests(gateway: GatewayProcess, behind: Upstream) -> None:
     raws = [post(headers=AUTH + framing) for framing in FRAMINGS]
     raws += [post(body=b"[" * 100_000, headers=AUTH), get("/" + "a" * 40_000), *NOT_HTTP.values()]
     raws += [post(body={"prompt": PROMPT, "hotswap": {"policy": PROMPT}}, headers=AUTH)]
@@ -436,14 +391,14 @@ async def test_memory_is_back_after_thousands_of_bad_requests(gateway: Process, 
                 await gateway.ask(raw)
 
     await round_of_them()  # what is allocated once
-    before = gateway.rss
+    before = rss(gateway)
     for _ in range(10):
         await asyncio.gather(*(round_of_them() for _ in range(4)))
-    assert gateway.rss - before < MOST_GROWTH
-    assert await gateway.is_well()
+    assert rss(gateway) - before < MOST_GROWTH
+    assert await is_well(gateway)
 
 
-async def test_prompts_and_keys_are_in_no_log(gateway: Process, behind: Upstream) -> None:
+async def test_prompts_and_keys_are_in_no_log(gateway: GatewayProcess, behind: Upstream) -> None:
     """Whatever becomes of the request; what was printed is looked through when the process has ended."""
 
     async def die(link: Link, _: Received) -> None:

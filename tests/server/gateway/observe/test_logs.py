@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import os
 import re
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +20,11 @@ from server.errors import BadRequest
 from server.gateway.observe.logs import AccessLog, JsonFormatter, LineWriter, json_line, text_line
 from server.gateway.observe.stats import Finished, of_refusal
 from server.gateway.wire.bodies import Usage
-from tests.server.gateway.harness import KEYS, get, post
+from tests.server.gateway.harness import KEYS, GatewayProcess, gateway_process, get, post
 from tests.server.gateway.observe.otlp_collector import Collector, collecting
-from tests.server.gateway.upstream import Answer, Link, Received, read_answer, upstream
+from tests.server.gateway.upstream import Link, Received, upstream
 from tests.waiting import eventually, wait_until
 from weightsync.control.records import InstanceRecord
-from weightsync.store import SyncStore
 
 # What must not be found anywhere but on its way through.
 KEY, OTHER_KEY, ADMIN_KEY = "sk-planted-inference-key", "sk-planted-key-nobody-issued", "planted-admin-key-0123"
@@ -36,63 +32,20 @@ PROMPT, REPLY, COOKIE, QUERY = "planted prompt words", "planted reply words", "p
 PLANTED = (KEY, OTHER_KEY, ADMIN_KEY, PROMPT, REPLY, COOKIE, QUERY, "planted")
 
 
-@dataclass
-class Process:
-    """A gateway as users run it. `lines` is its log so far."""
-
-    port: int
-    admin_port: int
-    log: Path
-    store: SyncStore
-
-    def text(self) -> str:
-        return self.log.read_text()
-
-    def access(self, route: str | None = None) -> list[dict[str, Any]]:
-        lines = [orjson.loads(line) for line in self.text().splitlines()]
-        found = [line for line in lines if line["logger"] == "hotswap.access"]
-        return [line for line in found if route is None or line["route"] == route]
-
-    async def ask(self, raw: bytes, *, admin: bool = False) -> Answer:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.admin_port if admin else self.port)
-        try:
-            writer.write(raw)
-            return await asyncio.wait_for(read_answer(reader), 30)
-        finally:
-            writer.close()
+def access(gateway: GatewayProcess, route: str | None = None) -> list[dict[str, Any]]:
+    lines = [orjson.loads(line) for line in gateway.log.read_text().splitlines()]
+    found = [line for line in lines if line["logger"] == "hotswap.access"]
+    return [line for line in found if route is None or line["route"] == route]
 
 
 @contextmanager
-def process(directory: Path, *options: str) -> Iterator[Process]:
+def process(directory: Path, *options: str) -> Iterator[GatewayProcess]:
     keys = directory / "api.keys"
     keys.write_text(KEY + " team-a\n")
     keys.chmod(0o600)
-    url, log = f"sqlite://{directory / 'store.db'}", directory / "log"
-    command = [sys.executable, "-m", "server.gateway", "--store", url, "--model", "toy", "--port", "0"]
-    command += ["--api-key-file", str(keys), "--hold", "0", "--read-timeout", "0.5", *options]
-    with log.open("wb") as out:
-        running = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, "HOTSWAP_ADMIN_KEY": ADMIN_KEY})
-    try:
-        wait_until(lambda: "startup complete" in log.read_text() or running.poll() is not None, 60)
-        ports = _ports(running.pid)
-        store = SyncStore(url)
-        yield Process(*ports, log, store)
-        store.close()
-    finally:
-        running.terminate()
-        running.wait(30)
-
-
-def _ports(pid: int) -> tuple[int, int]:
-    """The two ports that process listens on: the admin port is the one after the public one, or another."""
-    inodes = {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
-    ports = []
-    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-        fields = line.split()
-        if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
-            ports.append((int(fields[9]), int(fields[1].split(":")[1], 16)))
-    (_, public), (_, admin) = sorted(ports)
-    return public, admin
+    given = ("--api-key-file", str(keys), "--hold", "0", "--read-timeout", "0.5", *options)
+    with gateway_process(directory, *given, key=ADMIN_KEY) as running:
+        yield running
 
 
 async def behave(link: Link, received: Received) -> None:
@@ -158,7 +111,7 @@ def hostile_to_admin() -> Iterator[bytes]:
     yield get("/admin/instances", good)
 
 
-async def everything(gateway: Process) -> None:
+async def everything(gateway: GatewayProcess) -> None:
     """All paths, one after the other; each ends in an answer or a closed connection."""
     async with upstream(behave) as up:
         record = InstanceRecord("i0", up.address, "SERVING", active_version=3, active_epoch=1)
@@ -190,8 +143,8 @@ async def test_json_lines_say_what_became_of_every_request(tmp_path: Path, colle
     with process(tmp_path, *options) as gateway:
         await everything(gateway)
         metrics = (await gateway.ask(get("/metrics"))).body.decode()
-        wait_until(lambda: len(gateway.access("/admin/instances")) == 1)
-        lines = {line["request_id"]: line for line in gateway.access()}
+        wait_until(lambda: len(access(gateway, "/admin/instances")) == 1)
+        lines = {line["request_id"]: line for line in access(gateway)}
         statuses = {how: lines[f"r-{how}"]["status"] for how in HOWS}
         assert statuses == {"whole": 200, "stream": 200, "break": 200, "nonsense": 502, "silent": 504, "error": 500}
         streamed = lines["r-stream"]
@@ -205,27 +158,29 @@ async def test_json_lines_say_what_became_of_every_request(tmp_path: Path, colle
         wait_until(lambda: any(s.trace_id == streamed["trace_id"] for s in collector.spans))
         assert lines["r-break"]["code"] == "upstream_died"
         assert lines["r-silent"]["code"] == "upstream_timeout"
-        assert "-" in {line["route"] for line in gateway.access() if line["status"] == 404}
-        codes = {line.get("code") for line in gateway.access()}
+        assert "-" in {line["route"] for line in access(gateway) if line["status"] == 404}
+        codes = {line.get("code") for line in access(gateway)}
         assert codes >= {"invalid_api_key", "missing_api_key", "invalid_json", "malformed_request"}
-    assert_clean(gateway.text(), metrics, *(body.decode("latin-1") for body in collector.bodies))
-    assert [json.loads(line) for line in gateway.text().splitlines()]
+    assert_clean(gateway.log.read_text(), metrics, *(body.decode("latin-1") for body in collector.bodies))
+    assert [json.loads(line) for line in gateway.log.read_text().splitlines()]
 
 
 async def test_text_lines_do_too(tmp_path: Path) -> None:
     with process(tmp_path, "--access-log", "1", "--log-level", "debug") as gateway:
         await everything(gateway)
-        wait_until(lambda: "route=/admin/instances" in gateway.text())
-    assert re.search(r"INFO hotswap.access: request_id=r-stream method=POST route=/v1/completions .*", gateway.text())
-    assert_clean(gateway.text())
+        wait_until(lambda: "route=/admin/instances" in gateway.log.read_text())
+    assert re.search(
+        r"INFO hotswap.access: request_id=r-stream method=POST route=/v1/completions .*", gateway.log.read_text()
+    )
+    assert_clean(gateway.log.read_text())
 
 
 async def test_without_an_access_log_only_faults_are_told(tmp_path: Path) -> None:
     with process(tmp_path) as gateway:
         await everything(gateway)
-    assert "hotswap.access" not in gateway.text()
-    assert "r-nonsense" in gateway.text()
-    assert_clean(gateway.text())
+    assert "hotswap.access" not in gateway.log.read_text()
+    assert "r-nonsense" in gateway.log.read_text()
+    assert_clean(gateway.log.read_text())
 
 
 def assert_clean(*pages: str) -> None:

@@ -7,10 +7,7 @@ import contextlib
 import hashlib
 import hmac
 import json
-import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,8 +21,7 @@ import pytest
 from server.errors import ConfigError
 from server.gateway.config import WebhookSettings
 from server.gateway.observe import webhooks
-from server.ports import free_port
-from tests.server.gateway.harness import ADMIN_KEY, MODEL, RunningGateway, admin, get, running_gateway
+from tests.server.gateway.harness import ADMIN_KEY, MODEL, RunningGateway, admin, gateway_process, get, running_gateway
 from tests.waiting import eventually, wait_until
 from weightsync.control import chain
 from weightsync.control.chain import LedgerEntry
@@ -214,29 +210,6 @@ async def test_a_receiver_that_is_away_keeps_nobody_waiting(tmp_path: Path) -> N
         assert (counts.outcomes["delivered"], counts.behind) == (0, 2)
 
 
-@contextlib.contextmanager
-def gateway_process(directory: Path, url: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """`hotswap gateway` with this webhook, and its admin port."""
-    ports = free_port(), free_port()
-    command = [
-        sys.executable,
-        "-m",
-        "server.gateway",
-        "--store",
-        f"sqlite://{directory / 'store.db'}",
-        "--model",
-        MODEL,
-    ]
-    command += ["--port", str(ports[0]), "--admin-port", str(ports[1])]
-    command += ["--webhook", url, "--webhook-key-file", str(directory / "hook.key")]
-    environment = {**os.environ, "HOTSWAP_ADMIN_KEY": ADMIN_KEY}
-    with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as process:
-        try:
-            yield process, f"http://127.0.0.1:{ports[1]}"
-        finally:
-            process.kill()
-
-
 def delivers(directory: Path) -> bool:
     """Whether a gateway has begun to lead, and to look for entries."""
     with contextlib.closing(SyncStore(f"sqlite://{directory / 'store.db'}")) as store:
@@ -254,12 +227,13 @@ def test_the_gateway_that_leads_is_killed_while_it_delivers(tmp_path: Path, rece
     under the same id, and goes on with those that nobody had sent."""
     (tmp_path / "hook.key").write_text(f"{SECRET}\n")
     (tmp_path / "hook.key").chmod(0o600)
-    with gateway_process(tmp_path, receiver.url) as (first, url):
-        wait_until(lambda: up(url) and delivers(tmp_path), process=first)
-        make_keys(url, "one")
+    hook = ("--webhook", receiver.url, "--webhook-key-file", str(tmp_path / "hook.key"))
+    with gateway_process(tmp_path, *hook) as leader:
+        first = leader.process
+        wait_until(lambda: delivers(tmp_path), process=first)
+        make_keys(leader.admin_url, "one")
         wait_until(lambda: receiver.numbers == [1])
-        with gateway_process(tmp_path, receiver.url) as (second, other):
-            wait_until(lambda: up(other), process=second)
+        with gateway_process(tmp_path, *hook) as second:
 
             def die(taken: int) -> None:
                 if taken == 3:
@@ -267,19 +241,15 @@ def test_the_gateway_that_leads_is_killed_while_it_delivers(tmp_path: Path, rece
                     first.wait()
 
             receiver.before_answer = die
-            make_keys(other, "two", "three", "four", "five")
-            wait_until(lambda: set(receiver.numbers) == {1, 2, 3, 4, 5}, 60.0, lambda: str(receiver.numbers), second)
+            make_keys(second.admin_url, "two", "three", "four", "five")
+            wait_until(
+                lambda: set(receiver.numbers) == {1, 2, 3, 4, 5}, 60.0, lambda: str(receiver.numbers), second.process
+            )
             assert first.returncode == -signal.SIGKILL
     assert receiver.numbers == [1, 2, 3, 3, 4, 5]
     ids = [headers["webhook-id"] for headers, _ in receiver.taken]
     assert ids[2] == ids[3]
     assert len(set(ids)) == 5
-
-
-def up(url: str) -> bool:
-    with contextlib.suppress(httpx.TransportError):
-        return httpx.get(f"{url}/healthz").is_success
-    return False
 
 
 def test_the_signature_is_the_one_of_the_reference() -> None:
