@@ -228,7 +228,7 @@ MUTATIONS: list[Mutation] = [
         ("return HookRecord.from_json(found.value).number", "return await self._last()"),
         ("content = f\"{message_id}.{timestamp}.\".encode() + body", "content = body"),
     ]),
-    *of(GATEWAY + "release/statistics.py", f"{GW}release/test_statistics.py", f"{GW}release/test_judge.py", changes=[
+    *of(GATEWAY + "release/statistics.py", f"{GW}release/test_judge.py", changes=[
         (">= -math.log(alpha)", ">= math.log(alpha)"),
         ("math.lgamma(1 + n - s)", "math.lgamma(n - s)"),
         ("twice + math.log(twice + 1)", "twice"),

@@ -55,7 +55,7 @@ MUTATIONS: list[Mutation] = [
         ("            left += first.get(rule, ())\n", "            pass\n"),
         ("        seen.add(reference)\n", "        seen = {reference}\n"),
     ]),
-    *of("server/instance/requests.py", "tests/server/instance/test_vocabulary.py", changes=[
+    *of("server/instance/requests.py", "tests/server/instance/test_sizes.py", changes=[
         ("max(ids) < vocabulary:", "max(ids) <= vocabulary:"),
         ("if ids and not 0 <= min(ids) <= max(ids)", "if ids and not max(ids)"),
         ("(prompt.get(\"encoder_prompt\"), prompt.get(\"decoder_prompt\"))", "(prompt.get(\"decoder_prompt\"),)"),

@@ -1,4 +1,4 @@
-"""Stores that are there, away, closed to us, cut off from a majority; and how far etcd's clock is."""
+"""Stores and buckets that are there, away, closed to us or cut off from a majority; and how far etcd's clock is."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from server.doctor.world import World
 from server.ports import free_port
 from tests.etcd import Etcd, Tls
 from tests.server.doctor.worlds import findings, host, only, statuses
+from tests.weightsync.bucket.test_bucket import publisher, weights
 from weightsync import SyncStore
 
 
@@ -159,3 +160,24 @@ def test_a_slow_network_widens_the_bounds_and_never_accuses() -> None:
 def test_a_clock_that_was_set_meanwhile_is_told() -> None:
     low, high = bounds([Sample(1000.0, 1000.1, 1000.0), Sample(1001.0, 1001.1, 1009.0)])
     assert "was set" in only([judge_clock("host", low, high)], "warn").found
+
+
+# buckets
+
+
+def test_a_bucket_is_tried_out(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/bucket/run"
+    assert "pass --bucket" in only(findings("bucket", World(environ={})), "skip").found
+    assert "no version yet" in only(findings("bucket", World(bucket=url)), "ok").found
+    publisher(url).publish(weights())
+    assert "the newest of its 1 versions is 1" in only(findings("bucket", World(bucket=url)), "ok").found
+
+
+def test_one_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no directory")
+    away = only(findings("bucket", World(bucket=f"file://{tmp_path}/file/run")), "fail")
+    assert "cannot be used" in away.found
+    assert "AWS_ACCESS_KEY_ID" in away.mend
+    found = only(findings("bucket", World(bucket="nothing://somebody:secret@x/run?token=secret")), "fail")
+    assert "cannot be opened" in found.found
+    assert "secret" not in found.found + found.mend

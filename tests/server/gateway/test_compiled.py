@@ -27,7 +27,6 @@ SAME = (
     "wire/test_cancel",
     "wire/test_journal",
     "wire/test_proxy",
-    "wire/test_slow_readers",
 )
 WHERE = "import server.gateway.wire.relay as r; print(r.__file__)"
 

@@ -1,8 +1,9 @@
-"""Where packages are missing, commands name them and the command that installs them; and what is declared is enough."""
+"""Commands that become what they start, commands of other packages, and commands whose packages are missing."""
 
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +12,66 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from server.cli.app import app
+from tests.waiting import wait_until
+
+# `hotswap train` and its like, where a signal for one is one for the other
+
+
+@pytest.mark.parametrize(
+    ("command", "module"),
+    [("train", "trainer.main"), ("train-server", "trainer.api"), ("reward-server", "trainer.rewards.server")],
+)
+def test_the_process_that_was_started_is_the_trainer(tmp_path: Path, command: str, module: str) -> None:
+    config = tmp_path / "config.yaml"
+    os.mkfifo(config)  # the trainer waits in reading it
+    train = subprocess.Popen([sys.executable, "-m", "server.cli", command, "--config", str(config)])
+    try:
+        wait_until(lambda: module.encode() in Path(f"/proc/{train.pid}/cmdline").read_bytes(), 60, process=train)
+        train.terminate()
+        assert train.wait(60) == -15
+    finally:
+        train.kill()
+        train.wait()
+
+
+# found by their entry points
+
+
+GREETS = """
+import typer
+app = typer.Typer(help="Greets.")
+
+@app.command()
+def someone(name: str) -> None:
+    print("hello", name)
+"""
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    about = tmp_path / "greets-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: greets\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[hotswap.commands]\ngreet = greets:app\n")
+    (tmp_path / "greets.py").write_text(GREETS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_command_of_another_package_runs_and_is_listed() -> None:
+    assert CliRunner().invoke(app, ["greet", "you"]).stdout == "hello you\n"
+    assert "greet" in CliRunner().invoke(app, ["--help"]).stdout
+
+
+def test_a_command_that_nobody_has_is_refused() -> None:
+    assert CliRunner().invoke(app, ["greet", "you"]).exit_code == 2
+
+
+# packages that are missing; and what is declared is enough
+
 
 ROOT = Path(__file__).parents[3]
 # Runs the command line where the packages in the first argument cannot be imported.
