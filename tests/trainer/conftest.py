@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -15,7 +15,11 @@ from tests.trainer.batches import random_batch
 from tests.trainer.ranks import Ranks
 from tests.trainer.zygote import Zygote
 from trainer.batch import TOKENS
+from trainer.data.tokenizer import Tokenizer
 from trainer.tiny_model import write_tiny_model
+
+if TYPE_CHECKING:
+    from tests.trainer.rollouts.generate_server import GenerateServer
 
 SMALL = {
     "hidden_size": 32,
@@ -122,6 +126,20 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("models") / "tiny"
     write_tiny_model(path)
     return str(path)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: str) -> Tokenizer:
+    return Tokenizer(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: str) -> Iterator[GenerateServer]:
+    """The tiny model behind `/generate`."""
+    from tests.trainer.rollouts.generate_server import GenerateServer, serve  # transformers, which few tests need
+
+    with serve(GenerateServer(tiny_model)) as running:
+        yield running
 
 
 @pytest.fixture

@@ -103,11 +103,7 @@ def _tensor(reader: SlotReader, name: str) -> torch.Tensor:
 
 @contextlib.contextmanager
 def fleet(
-    model_directory: str,
-    root: Path,
-    model: str = "tiny",
-    kind: type[GenerateServer] = GenerateServer,
-    host: str = "",
+    model_directory: str, root: Path, model: str = "tiny", kind: type[GenerateServer] = GenerateServer, host: str = ""
 ) -> Iterator[Fleet]:
     """Serve `model_directory` on `host`; the store and the slots lie below `root`."""
     with serve(kind(model_directory)) as server:

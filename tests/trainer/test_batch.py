@@ -154,10 +154,7 @@ def test_sums_over_sequences_and_back() -> None:
     found = sequences(30)
     expected = [sum(s.per_token["advantages"]) for s in found]
     rows = plan_rows(found, 90, ranks=2)
-    for fields, places in (
-        (lay_out(found, rows, packed=True), rows),
-        (collate(found), [[i] for i in range(30)]),
-    ):
+    for fields, places in ((lay_out(found, rows, packed=True), rows), (collate(found), [[i] for i in range(30)])):
         values = fields["advantages"].requires_grad_()
         sums = sequence_sum(values, fields)
         assert sums.shape == fields["weight"].shape

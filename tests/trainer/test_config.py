@@ -127,11 +127,7 @@ def test_overrides_reach_into_sections_that_are_not_there(tmp_path: Path) -> Non
         (BEST | {"eval": []}, "save_best", "Add a set to eval"),
         (BEST | {"best": "other/accuracy"}, "best", "sets: held_out"),
         (BEST | {"best": "held_out/pass_at_2"}, "best", "held_out/accuracy, held_out/reward_mean"),
-        (
-            GRPO | {"checkpoint": {"path": "c", "keep_best": 1}},
-            "checkpoint.keep_best",
-            "nothing is evaluated",
-        ),
+        (GRPO | {"checkpoint": {"path": "c", "keep_best": 1}}, "checkpoint.keep_best", "nothing is evaluated"),
         (BEST | {"publish": None, "rollout": {"fixed_sampler": True}}, "save_best", "Add publish"),
         (BEST | {"publish": PUBLISH["publish"] | {"every": 3}}, "eval.every", "multiple of 3"),
         ({"gateway": {"url": "localhost"}}, "gateway.url", "http://host:port"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from tests.trainer.rollouts.generate_server import GenerateServer, serve
+from tests.trainer.rollouts.generate_server import GenerateServer
 from tests.trainer.rollouts.trajectories import answer
 from trainer.config import JsonlData
 from trainer.data import build_dataset
@@ -63,12 +62,6 @@ def test_models_of_other_tensors_are_refused(
     said = capsys.readouterr().err
     assert name in said
     assert "another" in said
-
-
-@pytest.fixture(scope="module")
-def server(tiny_model: str) -> Iterator[GenerateServer]:
-    with serve(GenerateServer(tiny_model)) as running:
-        yield running
 
 
 def test_data_for_fine_tuning_and_preferences(

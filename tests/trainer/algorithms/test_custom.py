@@ -29,13 +29,7 @@ def trial(config: AlgorithmConfig, *, packed: bool = False) -> Trial:
 @pytest.mark.parametrize("normalize", ["token", "sequence", "length"])
 def test_all_that_is_around_it_is_the_policy_gradients(normalize: Any, packed: bool) -> None:
     """Written by hand, GRPO's loss gives GRPO: with correction, KL, entropy and every mean."""
-    common = {
-        "normalize": normalize,
-        "minibatches": 2,
-        "kl_coef": 0.2,
-        "entropy_coef": 0.3,
-        "correction": CORRECTION,
-    }
+    common = {"normalize": normalize, "minibatches": 2, "kl_coef": 0.2, "entropy_coef": 0.3, "correction": CORRECTION}
     mine = trial(CustomConfig(loss=f"{LOSSES}:clipped", options={"clip": [0.2, 0.28]}, **common), packed=packed)
     theirs = trial(GrpoConfig(**common), packed=packed)
     output, expected = mine.loss(), theirs.loss()

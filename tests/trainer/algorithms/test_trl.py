@@ -21,14 +21,7 @@ from tests.trainer.algorithms.batches import LONGEST, Trial, groups
 from tests.trainer.algorithms.preferences import preferences
 from trainer.algorithms import build_algorithm
 from trainer.algorithms.base import OLD_LOGPROBS, REFERENCE_LOGPROBS
-from trainer.config import (
-    AlgorithmConfig,
-    CorrectionConfig,
-    DpoConfig,
-    GrpoConfig,
-    RlooConfig,
-    SftConfig,
-)
+from trainer.config import AlgorithmConfig, CorrectionConfig, DpoConfig, GrpoConfig, RlooConfig, SftConfig
 from trainer.data.records import Record
 
 BATCH = groups(4, 5, seed=1)

@@ -102,12 +102,7 @@ def test_losses_and_gradients_are_those_of_float64(
     batches = [body(loss, options, data_for(loss, 3)) for loss, options, _ in CASES]
     warm = body("cross_entropy", {}, data_for("cross_entropy", 1))
     said = one_rank.call(
-        "tenant_losses",
-        path=path,
-        directory=str(tmp_path),
-        warm=warm,
-        batches=batches,
-        micro_tokens=micro_tokens,
+        "tenant_losses", path=path, directory=str(tmp_path), warm=warm, batches=batches, micro_tokens=micro_tokens
     )[0]
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
     model = peft.PeftModel.from_pretrained(base, str(tmp_path), is_trainable=True).double()

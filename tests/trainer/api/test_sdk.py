@@ -259,10 +259,7 @@ def test_other_requests_that_cannot_be_done(service: tinker.ServiceClient) -> No
     client.save_state("once", overwrite=True).result()
     with pytest.raises(tinker.RequestFailedError, match="no name for a checkpoint"):
         client.save_state("../etc").result()
-    with (
-        pytest.warns(FutureWarning),
-        pytest.raises(tinker.RequestFailedError, match=r"rank 4 .* trains .* rank 2"),
-    ):
+    with pytest.warns(FutureWarning), pytest.raises(tinker.RequestFailedError, match=r"rank 4 .* trains .* rank 2"):
         narrow.load_state(path).result()
     sampler = service.create_sampling_client(base_model="tiny").result()
     with pytest.raises(tinker.RequestFailedError, match="exceed the context of 128"):

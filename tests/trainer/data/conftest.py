@@ -22,11 +22,6 @@ KINDS: dict[str, type[FileData]] = {
 Open = Callable[..., FileDataset]
 
 
-@pytest.fixture(scope="session")
-def tokenizer(tiny_model: str) -> Tokenizer:
-    return Tokenizer(tiny_model)
-
-
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOTSWAP_CACHE", str(tmp_path / "cache"))

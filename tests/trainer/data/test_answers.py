@@ -200,8 +200,7 @@ def test_prompts_in_several_parts_or_of_several_samples(open_data: Open, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("line", "reason"),
-    [({"a": 1}, "no record"), ([1], "no record"), ({"record": "answer", "format": 9}, "format 9")],
+    ("line", "reason"), [({"a": 1}, "no record"), ([1], "no record"), ({"record": "answer", "format": 9}, "format 9")]
 )
 def test_a_file_of_something_else_is_refused(open_data: Open, tmp_path: Path, line: Any, reason: str) -> None:
     with pytest.raises(DataError, match=f"line 1: .*{reason}"):

@@ -237,7 +237,7 @@ class WithoutRanges(WithRanges):
 def http(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     handler = functools.partial(request.param, directory=str(tmp_path))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
 

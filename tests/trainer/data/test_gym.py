@@ -26,11 +26,6 @@ def _installed() -> None:
         lacking("no reasoning-gym: install the extra `gym`")
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tiny_model: str) -> Tokenizer:
-    return Tokenizer(tiny_model)
-
-
 def data(tokenizer: Tokenizer, *tasks: GymTask, seed: int = 0, **options: Any) -> Dataset:
     return build_dataset(ReasoningGymData(tasks=tasks, **{"held_out": 8, **options}), tokenizer, seed)
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.trainer.rollouts.generate_server import GenerateServer, serve
+from tests.trainer.rollouts.generate_server import GenerateServer
 from trainer.config import (
     CallableEnvironment,
     ExactMatchReward,
@@ -29,17 +28,6 @@ from trainer.trajectory import TrajectoryGroup
 from trainer.worker_process import WorkerProcess
 
 HERE = "tests.trainer.environments.functions"
-
-
-@pytest.fixture(scope="module")
-def server(tiny_model: str) -> Iterator[GenerateServer]:
-    with serve(GenerateServer(tiny_model)) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_model: str) -> Tokenizer:
-    return Tokenizer(tiny_model)
 
 
 def rollouts(
@@ -106,7 +94,7 @@ def test_a_flood_is_cut(server: GenerateServer, tokenizer: Tokenizer) -> None:
 def test_an_episode_that_failed_is_played_again(
     server: GenerateServer, tokenizer: Tokenizer, tmp_path: Path, how: str
 ) -> None:
-    with rollouts(server, tokenizer, {"how": how, "marker": str(tmp_path / "was here")}, timeout_s=2.0) as running:
+    with rollouts(server, tokenizer, {"how": how, "marker": str(tmp_path / "was here")}, timeout_s=1.0) as running:
         group = play(running, tokenizer, 1)
         assert running.stats()["episodes_failed"] == 1
     assert group.scores[0].parts[ENVIRONMENT] == 3

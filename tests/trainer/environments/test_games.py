@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.trainer.rollouts.generate_server import GenerateServer, serve
+from tests.trainer.rollouts.generate_server import GenerateServer
 from trainer.config import CallableEnvironment, EnvironmentConfig, GatewayConfig, JsonlData, RolloutConfig
 from trainer.config.strict import convert
 from trainer.data import build_dataset
@@ -85,12 +84,6 @@ async def test_a_record_that_fits_no_game_fails_its_episode(name: str, answer: s
             await host.begin(Task("", (), answer))
     finally:
         await host.close()
-
-
-@pytest.fixture(scope="module")
-def server(tiny_model: str) -> Iterator[GenerateServer]:
-    with serve(GenerateServer(tiny_model)) as running:
-        yield running
 
 
 async def test_the_page_s_own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -290,7 +290,7 @@ class Judging(BaseHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def judge_url() -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Judging)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
 

@@ -44,11 +44,6 @@ def server(tiny_model: str) -> Iterator[GenerateServer]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tiny_model: str) -> Tokenizer:
-    return Tokenizer(tiny_model)
-
-
 @pytest.fixture
 def record(tokenizer: Tokenizer) -> Record:
     return Record(0, "1+2=", "03", tokenizer.prompt("1+2="), ())

@@ -7,7 +7,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import closing
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 
-from tests.trainer.rollouts.generate_server import GenerateServer, serve, serve_app
+from tests.trainer.rollouts.generate_server import GenerateServer, serve_app
 from trainer.config import EvalConfig, ExactMatchReward, GatewayConfig, RegexReward, RolloutConfig
 from trainer.data.records import Record
 from trainer.data.tokenizer import Tokenizer
@@ -25,12 +25,6 @@ from trainer.rewards import Reward, RewardRequest, Scorer, Weighted, build_score
 from trainer.rollouts.generate import repeats
 from trainer.rollouts.sampling import RolloutSampler
 from trainer.trajectory import StepsOfVersions, TrajectoryGroup, VersionSpan
-
-
-@pytest.fixture(scope="module")
-def server(tiny_model: str) -> Iterator[GenerateServer]:
-    with serve(GenerateServer(tiny_model)) as running:
-        yield running
 
 
 @pytest.fixture

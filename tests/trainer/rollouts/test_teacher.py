@@ -58,11 +58,6 @@ def teacher(running_teacher: TeacherServer) -> Iterator[TeacherServer]:
     running_teacher.tokenizes, running_teacher.requests, running_teacher.headers = True, [], []
 
 
-@pytest.fixture
-def tokenizer(tiny_model: str) -> Tokenizer:
-    return Tokenizer(tiny_model)
-
-
 def rollouts(
     student: GenerateServer, tokenizer: Tokenizer, teacher: TeacherServer, /, environment: Any = None, **config: Any
 ) -> RolloutSampler:
