@@ -133,10 +133,7 @@ VERSIONS = {
     v: VersionRecord(v, "ready", "", 0, "", None, None, "t", 1, 0.0, "", 0, fingerprint=f"f{v}") for v in (1, 2)
 }
 FLEET = running(a=1, b=1)
-STAGED = {
-    **FLEET,
-    "a": replace(FLEET["a"], state="STAGED", swap_id="new", staged_version=2, staged_fingerprint="f2"),
-}
+STAGED = {**FLEET, "a": replace(FLEET["a"], state="STAGED", swap_id="new", staged_version=2, staged_fingerprint="f2")}
 
 
 def view(**changes: object) -> View:

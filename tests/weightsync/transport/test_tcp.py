@@ -117,10 +117,7 @@ def test_a_region_that_its_owner_has_closed_is_refused() -> None:
 
 def test_idle_connections_that_the_peer_has_closed_are_replaced() -> None:
     """As after its time-out for idle ones."""
-    with (
-        Peer("tcp", nbytes=MIB) as peer,
-        open_transport("tcp", listen=LISTEN, tls=None) as transport,
-    ):
+    with Peer("tcp", nbytes=MIB) as peer, open_transport("tcp", listen=LISTEN, tls=None) as transport:
         link = transport.connect(peer.endpoint)
         for connection in link._idle:  # type: ignore[attr-defined]
             connection.shutdown(socket.SHUT_RDWR)
