@@ -21,6 +21,7 @@ import weightsync.errors
 from server.errors import HttpError
 from server.gateway import UpstreamSettings
 from server.gateway.admin.error_map import STATUS, from_fields, to_http
+from server.gateway.admin.publishing import Pusher
 from tests.server.gateway.harness import ADMIN_KEY, RunningGateway, get, post, running_gateway
 from tests.server.gateway.upstream import Answer, Handler, Link, Received, upstream
 from tests.waiting import eventually
@@ -312,6 +313,13 @@ async def test_bad_bodies_are_400(gateway: RunningGateway, path: str, body: byte
     assert (answer.status, orjson.loads(answer.body)["error"]["code"]) == (400, "invalid_parameter")
 
 
+@pytest.fixture
+def real_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Publications in children of this process."""
+    monkeypatch.setattr("server.gateway.models.model.Pusher", Pusher)
+
+
+@pytest.mark.usefixtures("real_processes")
 async def test_a_push_that_takes_too_long_is_ended(tmp_path: Path, arena: Path) -> None:
     with running_gateway(tmp_path, upstream=SETTINGS, push_timeout_s=0.01) as gateway:
         status, answer = await admin(gateway, "POST", "/admin/weights", {"path": checkpoint(tmp_path / "model")})
@@ -320,6 +328,7 @@ async def test_a_push_that_takes_too_long_is_ended(tmp_path: Path, arena: Path) 
         assert not [p for p in psutil.Process().children() if "weightsync.push" in p.cmdline()]
 
 
+@pytest.mark.usefixtures("real_processes")
 async def test_stopping_the_gateway_ends_its_push(tmp_path: Path, arena: Path) -> None:
     with running_gateway(tmp_path, upstream=SETTINGS) as gateway:
         _, writer = await gateway.connect(admin=True)
