@@ -60,9 +60,9 @@ class FanOut(World):
             self.seen["died"] += 1
 
     def slow_down(self) -> None:
-        number = self.rng.randrange(self.scenario.sources + self.scenario.hosts)
-        for station in (self.swarm.network.out[number], self.swarm.network.into[number]):
-            station.rate /= SLOWER
+        network, number = self.swarm.network, self.rng.randrange(self.scenario.sources + self.scenario.hosts)
+        for station in (network.out[number], network.into[number]):
+            station.rate = max(station.rate / SLOWER, self.scenario.nic / SLOWER**2)  # for which `settle` waits
         self.seen["slowed down"] += 1
 
     def check(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 import pytest
-from playwright.async_api import Browser, Page
+from playwright.async_api import Browser, Page, Route
 
 from tests.server.console.browser import Watched, watched
 from tests.server.console.play import Script, admin_page, sign_in
@@ -60,6 +60,24 @@ async def test_a_wrong_key_shows_nothing_and_is_not_sent_again(browser: Browser,
         assert await page.page.locator("#instances tbody tr").count() == 1
         assert "No instance" in await page.text("#instances")
         page.check()
+
+
+async def test_a_wrong_key_is_told_when_it_is_typed_while_the_page_begins(
+    browser: Browser, gateway: RunningGateway
+) -> None:
+    typed = asyncio.Event()
+
+    async def later(route: Route) -> None:
+        await typed.wait()
+        await route.continue_()
+
+    async with watched(browser, admin_page(gateway)) as page:
+        await page.page.route("**/v1/models", later)
+        await page.page.reload()
+        await page.page.get_by_label("Admin key").fill("wrong-wrong-wrong-wrong")
+        await page.page.keyboard.press("Enter")
+        typed.set()
+        await page.wait_text("#key-message", "[401 invalid_api_key]")
 
 
 # the model that is chosen

@@ -70,6 +70,7 @@ class ConsolePage {
 
   async #round() {
     if (this.talk.model === null) await this.#greet();
+    this.asked = this.key.value;
     if (!this.key.value) {
       this.#forget();
       setText(byId("key-message"), "Type the admin key to see the fleet. The chat works without, where no key is asked.");
@@ -155,7 +156,9 @@ class ConsolePage {
 
   #problem(error) {
     setText(byId("key-message"), error.line ?? `The console failed: ${error.message}`);
-    if (error.status === 401 || error.status === 403) this.key.drop();
+    if ((error.status !== 401 && error.status !== 403) || this.key.value !== this.asked) return;
+    this.key.drop();
+    this.again = false; // another round would have no key, and say so instead
   }
 }
 
