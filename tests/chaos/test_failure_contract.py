@@ -199,7 +199,7 @@ def test_flipped_byte(fleet: Fleet) -> None:
         refused = fleet.live.activate(target)
         assert refused.status_code == 409
         assert refused.json()["error"]["tensor"]
-        assert fleet.all_serve(version)
+        wait_until(lambda: fleet.all_serve(version))  # an instance says so when it has dropped the other one
     fleet.assert_clean(seen)
     assert {v for v, _ in seen.tokens} == {version}
 

@@ -45,11 +45,11 @@ def by_token(spans: list[dict[str, int]]) -> list[int]:
 # recompute, and what an engine says that has never seen the old weights -------------------------------------------
 
 
-async def streamed(live: LiveServer, prompt: list[int], tokens: int, policy: str, begun: asyncio.Event) -> Streamed:
+async def streamed(live: LiveServer, prompt: list[int], begun: asyncio.Event) -> Streamed:
     seen: list[int] = []
     last: dict[str, Any] = {}
-    body = {"prompt_token_ids": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    async for event in events({"base_url": live.url}, body, headers={"x-hotswap-policy": policy}):
+    body = {"prompt_token_ids": prompt, "max_tokens": 600, "temperature": 0, "ignore_eos": True}
+    async for event in events({"base_url": live.url}, body, headers={"x-hotswap-policy": "recompute"}):
         last = event
         seen += last.get("token_ids", [])
         if len(seen) >= 30:
@@ -64,9 +64,9 @@ async def test_recompute_equals_a_fresh_stock_engine_of_the_new_weights(
     for name in ("b", "a"):
         await asyncio.to_thread(live.push, checkpoints[name])
     prompts = [[(13 * i + 5 * j) % 480 + 9 for j in range(15 + 40 * i)] for i in range(5)]
-    begun = asyncio.Event()
-    streams = [asyncio.create_task(streamed(live, p, 600, "recompute", begun)) for p in prompts]
-    await begun.wait()
+    begun = [asyncio.Event() for _ in prompts]
+    streams = [asyncio.create_task(streamed(live, *each)) for each in zip(prompts, begun, strict=True)]
+    await asyncio.gather(*(each.wait() for each in begun))
     assert (await asyncio.to_thread(live.admin.post, "/admin/weights/rollback")).status_code == 200
     answers = await asyncio.gather(*streams)
     crossed = []
