@@ -58,6 +58,7 @@ def failure(**more: Any) -> str:
 
 
 def test_a_failing_schedule_is_cut_down_and_says_how_it_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SEED", raising=False)
     found = failure()
     assert "2 of 100 moves are enough: take, take\n" in found
     seed = re.search(rf"SEED=({commit()}:\d+) python -m pytest '{re.escape(__file__[-34:])}::test_a_failing", found)
