@@ -63,6 +63,10 @@ MUTATIONS: list[Mutation] = [
     ]),
     *of("server/instance/sidecar.py", "tests/server/instance/test_sidecar.py", changes=[
         ("        await asyncio.to_thread(self._trust.check, self._config.model, places[self._host])\n", ""),
+        ("if report[\"path\"] != \"retained\" or not same(fingerprint, version.fingerprint):", "if report[\"path\"] != \"retained\":"),
+        ("previous=version.version == self._suspect)", "previous=True)"),
+        ("            asyncio.get_running_loop().call_later(TORN_LINGER_S, os.kill, os.getpid(), signal.SIGTERM)\n", ""),
+        ("            await asyncio.shield(self._warm)\n", "            pass\n"),
     ]),
     *of("server/instance/routed_experts.py", "tests/server/instance/test_routed_experts.py", changes=[
         ("< len(prompt) - start + written - 1", "< len(prompt) - start + written - 2"),

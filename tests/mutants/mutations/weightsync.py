@@ -44,6 +44,10 @@ MUTATIONS: list[Mutation] = [
         ("return self._staging.task.done() and not self._staging.unwanted", "return self._staging.task.done()"),
         ("if retry_s is None and (self._record != record or any(task.done() for task in under_way)):", "if False:"),
     ]),
+    *of("weightsync/control/agent.py", WS + "control/test_pausing.py", changes=[
+        ("return any(end > now for end in self._ends.values())", "return bool(self._ends)"),
+        ("            self._known.clear()\n            await self._apply()\n", "            pass\n"),
+    ]),
     *of("weightsync/control/state.py", WS + "control/test_coordinator.py", changes=[
         ("        found.append(keys.instances)\n", "        pass\n"),
     ]),
