@@ -39,8 +39,8 @@ class Wish:
 
 
 def problems(choice: Choice, by: str, wish: Wish, asked: str) -> list[tuple[Problem, str]]:
-    """What is wrong with its tokens, as far as they arrived. `asked`: model or alias; `by`: the model that it
-    names, "" if it broke off before. What is wrong with its labels the history shows (loadtest/histories)."""
+    """The faults of its tokens, as far as they arrived. `asked`: model or alias; `by`: the model that it
+    names, "" if it broke off before. The history shows the faults of its labels (loadtest/histories)."""
     foreign: list[tuple[Problem, str]] = []
     if by and by not in answerers(asked):
         foreign = [("foreign", f"an answer of {by} to a request for {asked}")]

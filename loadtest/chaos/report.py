@@ -126,7 +126,7 @@ def let_in(pushes: Mapping[str, int]) -> int:
 
 
 def history(found: Sequence[Contradiction], path: Path) -> dict[str, Any]:
-    """What of the recorded history contradicts the rules, by rule."""
+    """The contradictions of the recorded history to the rules, by rule."""
     counted = Counter(wrong.rule for wrong in found)
     return {"file": str(path), "contradictions": dict(counted), "examples": [str(wrong) for wrong in found[:EXAMPLES]]}
 

@@ -1,4 +1,4 @@
-"""What clients and the store saw of a run, in a file, and the rules that are checked over it afterwards.
+"""A run as its clients and the store saw it, in a file, and the rules that are checked over it afterwards.
 
 rules       what the records of a model may become; simulated stores are held to them, too
 recorder    writes a history: the records of a store, and the requests of clients

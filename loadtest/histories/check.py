@@ -1,4 +1,4 @@
-"""What of a history contradicts the rules.
+"""The contradictions of a history to the rules.
 
 Its writes go through `Rules`. Its requests are compared with what each instance ran when, by the instances' records:
 
@@ -74,7 +74,7 @@ class Tenure:
 
 
 class Model:
-    """What the writes of one model say."""
+    """The runs and commits that the writes of one model tell of."""
 
     def __init__(self, name: str, says: Says) -> None:
         self.keys, self._says = Keys(name), says

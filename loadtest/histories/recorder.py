@@ -51,7 +51,7 @@ class Log:
                 os.write(self._file, line)
 
     def close(self) -> None:
-        """What is written afterwards (a client may live longer than the run) is discarded."""
+        """Later lines are discarded: a client may live longer than the run."""
         with self._lock:
             if self._file is not None:
                 os.close(self._file)
