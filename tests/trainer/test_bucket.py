@@ -197,7 +197,8 @@ def test_a_bucket_that_fails_on_the_way_counts_as_a_failed_publish(
     else:
         assert status == 1
         assert "cannot be used" in errors
-    assert told(said, "carried") == []
+    # A step that comes while another is being carried is left out, and said so.
+    assert [event for event in told(said, "carried") if not event["skipped"]] == []
 
 
 def test_a_second_trainer_in_one_bucket_ends_the_first(
