@@ -153,6 +153,7 @@ MUTATIONS: list[Mutation] = [
         ("if relay.refused == LOST or (relay.refused and self._resent):", "if relay.refused == LOST:"),
         ("or self._losses >= retries.LOSSES:", "or self._losses > retries.LOSSES:"),
         ("            self._losses += 1\n        elif why", "        elif why"),
+        ("if self._resent:  # what", "if False:  # what"),
     ]),
     *of(GATEWAY + "exchange.py", GW + "fleet/test_hold.py", changes=[
         ("        self._tried.clear()\n", ""),
@@ -180,6 +181,7 @@ MUTATIONS: list[Mutation] = [
     ]),
     *of(FLEET + "retries.py", GW + "fleet/test_failover.py", changes=[
         ("return version if served or mode != \"any\" else None", "return version"),
+        ("self.since - started + hold_s", "hold_s"),
     ]),
     *of(WIRE + "journal.py", GW + "wire/test_journal.py", changes=[
         ("if self._charged + size > memory.per_stream", "if self._charged + size >= memory.per_stream"),

@@ -67,6 +67,7 @@ MUTATIONS: list[Mutation] = [
         ("previous=version.version == self._suspect)", "previous=True)"),
         ("            asyncio.get_running_loop().call_later(TORN_LINGER_S, os.kill, os.getpid(), signal.SIGTERM)\n", ""),
         ("            await asyncio.shield(self._warm)\n", "            pass\n"),
+        (" or participant.record.state == \"TORN\":", ":"),
     ]),
     *of("server/instance/routed_experts.py", "tests/server/instance/test_routed_experts.py", changes=[
         ("< len(prompt) - start + written - 1", "< len(prompt) - start + written - 2"),

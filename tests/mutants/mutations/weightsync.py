@@ -43,6 +43,14 @@ MUTATIONS: list[Mutation] = [
         ("            staging.task.cancel()\n        if staging.unwanted", "        if staging.unwanted"),
         ("return self._staging.task.done() and not self._staging.unwanted", "return self._staging.task.done()"),
         ("if retry_s is None and (self._record != record or any(task.done() for task in under_way)):", "if False:"),
+        ("            await former.end()  # only now", "            pass  # only now"),
+        ("                await self._let_go(board, active.version)  # or", "                pass  # or"),
+        ("if self._left and record.state != \"TORN\":", "if self._left:"),
+    ]),
+    *of("weightsync/control/agent.py", WS + "control/test_rolling.py", changes=[
+        ("if not agent_state.same(result.fingerprint, active.fingerprint):", "if False:"),
+        ("if self._record.staged_version != self._record.active_version:", "if False:"),
+        ("if self._draining is None or self._draining[0] != swap.id:", "if self._draining is None:"),
     ]),
     *of("weightsync/control/agent.py", WS + "control/test_pausing.py", changes=[
         ("return any(end > now for end in self._ends.values())", "return bool(self._ends)"),

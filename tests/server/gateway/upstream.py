@@ -73,6 +73,7 @@ class Upstream:
     requests: list[Received] = field(default_factory=list)
     connections: int = 0
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    close: Callable[[], None] = lambda: None  # stop listening; its connections stay
 
     @property
     def address(self) -> str:
@@ -118,7 +119,7 @@ async def upstream(handler: Handler = answer_json, tls: ssl.SSLContext | None = 
     """A listening upstream on a free loopback port; its connections end with the context."""
     self = Upstream(handler, scheme="http" if tls is None else "https")
     server = await asyncio.start_server(self.serve, "127.0.0.1", 0, ssl=tls)
-    self.port = server.sockets[0].getsockname()[1]
+    self.port, self.close = server.sockets[0].getsockname()[1], server.close
     try:
         yield self
     finally:

@@ -8,6 +8,7 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from server.instance.hosts import Places
 from server.instance.middleware import Admission
 from server.instance.sidecar import Sidecar, reference_schema
 from tests.waiting import eventually
-from weightsync.control.records import ActiveRecord, FormRecord, Keys, VersionRecord
+from weightsync.control.records import ActiveRecord, FormRecord, InstanceRecord, Keys, VersionRecord
 from weightsync.errors import ConfigMismatch, VersionRefused
 from weightsync.store import open_store
 
@@ -44,6 +45,27 @@ async def test_a_torn_instance_says_so_and_then_ends(tmp_path: Path, monkeypatch
         await torn._commit(ActiveRecord(2, 2, 1, "s", 0.0), version)
     assert not killed, "the record must be written before the process ends"
     await eventually(lambda: killed == [(os.getpid(), signal.SIGTERM)])
+
+
+@pytest.mark.parametrize(
+    ("state", "dead", "waits"), [("SERVING", False, True), ("SERVING", True, False), ("TORN", False, False)]
+)
+async def test_it_waits_for_requests_that_can_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, dead: bool, waits: bool
+) -> None:
+    emptied = []
+
+    async def empty(_: object, drain_s: float) -> None:
+        emptied.append(drain_s)
+
+    config = InstanceConfig(model_dir=tmp_path, model="m", store="sqlite:///unused.db", instance_id="i", drain_s=7.0)
+    engine: Any = WellEngine()
+    engine.dead = dead
+    leaving = Sidecar(config, engine, Admission(None), address="http://127.0.0.1:1")
+    participant: Any = SimpleNamespace(record=InstanceRecord("i", "http://127.0.0.1:1", state=state))
+    monkeypatch.setattr(leaving, "_participant", participant)
+    monkeypatch.setattr(leaving, "_empty", empty)
+    assert (await leaving.leave(), emptied) == (waits, [7.0] if waits else [])
 
 
 class WellEngine:

@@ -100,14 +100,15 @@ async def test_it_registers_again_when_its_lease_is_lost(fleet: Fleet, publisher
     assert (await coordinator.activate(await publish(publisher))).instances["a"].active_version == 2
 
 
+def keepers() -> int:
+    return sum(task.get_name().startswith("lease ") for task in asyncio.all_tasks())
+
+
 async def test_a_store_that_refuses_its_record_gets_one_lease_at_a_time(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("weightsync.control.agent.LAST_RETRY_S", 0.02)
     store, kept = fleet.store(), list[int]()
-
-    def keepers() -> int:
-        return sum(task.get_name().startswith("lease ") for task in asyncio.all_tasks())
 
     async def put(key: str, value: bytes, lease: int | None = None) -> int:
         kept.append(keepers())
@@ -252,6 +253,28 @@ async def test_a_lease_that_is_lost_while_staging_is_replaced_at_once(fleet: Fle
     assert engine.calls == [("stage", 1)]
 
 
+async def test_the_lease_before_ends_when_the_next_one_holds_the_record(fleet: Fleet) -> None:
+    await fleet.instance("a", ttl_s=3600)
+    former = fleet.participants["a"]._lease
+    assert former is not None
+    former.lost.set()
+    await eventually(lambda: fleet.participants["a"]._lease is not former and keepers() == 1)
+
+
+async def test_a_version_that_is_not_what_was_committed_is_dropped_and_built_again(
+    fleet: Fleet, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightsync.control.agent.CATCH_UP_RETRY_S", 0.02)
+    engine = await fleet.instance("a")
+    version = await publish(publisher)
+    await fleet.store().put(KEYS.active, ActiveRecord(version, 1, None, "s", 0.0, fingerprint="another").to_json())
+    await eventually(lambda: len(engine.calls) >= 4)
+    assert engine.calls[:4] == [("stage", 1), ("drop", 1)] * 2
+    error = fleet.participants["a"].record.error
+    assert error is not None
+    assert error.code == "fingerprint_mismatch"
+
+
 async def test_a_commit_of_what_is_being_staged_does_not_begin_it_again(fleet: Fleet, publisher: Publisher) -> None:
     """The fleet went on without this one, which was thought to be lost."""
     engine = await fleet.instance("a", Engine(hang=asyncio.Event()))
@@ -318,13 +341,20 @@ async def test_what_was_staged_is_not_staged_again_for_the_commit(fleet: Fleet, 
     assert engine.calls == [(call, version) for version in (1, 2, 3, 2) for call in ("stage", "commit")]
 
 
-async def test_a_torn_instance_does_nothing_more(fleet: Fleet, publisher: Publisher) -> None:
+@pytest.mark.parametrize("fault", ["flip", "flip as it leaves"])
+async def test_a_torn_instance_does_nothing_more(
+    fleet: Fleet, publisher: Publisher, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
     coordinator = fleet.coordinator()
+    engine = await fleet.instance("a")
 
-    def fail() -> None:
+    async def commit(active: ActiveRecord, version: VersionRecord) -> None:
+        engine.calls.append(("commit", version.version))
+        if fault == "flip as it leaves":
+            await fleet.participants["a"].drain()
         raise RuntimeError("x")
 
-    engine = await fleet.instance("a", Engine(on_commit=fail))
+    monkeypatch.setattr(fleet.participants["a"], "_commit", commit)
     await coordinator.activate(await publish(publisher))
     await eventually(lambda: fleet.participants["a"].record.state == "TORN")
     await coordinator.activate(await publish(publisher))

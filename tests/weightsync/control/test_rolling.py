@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from tests.waiting import eventually
-from tests.weightsync.fleet import KEYS, Engine, Fleet
+from tests.weightsync.fleet import KEYS, MODEL, Engine, Fleet
 from tests.weightsync.tensors import model
-from weightsync import CommitResult, ProbeResult, Publisher
+from weightsync import CommitResult, Participant, ProbeResult, Publisher
 from weightsync.control.chain import recent
 from weightsync.control.history import past_swaps
 from weightsync.control.records import (
@@ -322,6 +322,17 @@ async def test_a_canary_that_loses_its_lease_on_trial_goes_back(fleet: Fleet, pu
     assert other.running == 1
     probing.go.set()
     assert (await coordinator.activate(2, mode="rolling")).ok
+
+
+async def test_the_drain_of_one_swap_is_not_that_of_the_next(fleet: Fleet) -> None:
+    engine = Engine(streams=asyncio.Event())
+    record = InstanceRecord("a", "http://a")
+    participant = Participant(fleet.store(), MODEL, record, engine.stage, engine.commit, drain=engine.drain)
+    for name, seconds in (("s1", 30.0), ("s1", 30.0), ("s2", 50.0)):
+        await participant._leave(SwapRecord(name, 1, "commit", ("a",), 1e12, 0.0, mode="rolling", drain_s=seconds))
+        await eventually(lambda seconds=seconds: ("drain", int(seconds)) in engine.calls)  # type: ignore[misc]
+    participant._stop_draining()
+    assert engine.calls == [("drain", 30), ("drain", 50)]
 
 
 async def test_a_drain_that_fails_is_no_reason_not_to_flip(fleet: Fleet, publisher: Publisher) -> None:

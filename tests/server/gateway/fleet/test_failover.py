@@ -16,7 +16,7 @@ import pytest
 from server.errors import BadUpstream
 from server.gateway.config import FailoverSettings, HealthSettings, UpstreamSettings
 from server.gateway.fleet.instance import Instance
-from server.gateway.fleet.retries import GONE_S, go_on, silent
+from server.gateway.fleet.retries import GONE_S, Continuation, go_on, silent
 from server.gateway.fleet.routing import Need
 from server.gateway.wire.journal import ReplayMemory
 from server.resume import RESUMABLE, RESUME
@@ -381,6 +381,12 @@ def test_what_the_client_asked_for_holds_again_where_any_version_may_go_on() -> 
     assert (first.need, first.own_need) == (Need(3, None, 0.0), asked)
     second = go_on(journal, first, error, 1.0, first.need, None)
     assert (second.need, second.own_need) == (asked, asked)
+
+
+def test_a_broken_stream_is_held_from_when_it_broke() -> None:
+    """Waiters count from the start of their request; a stream may have run for minutes before."""
+    continuation = Continuation(BadUpstream("it died"), 400.0, None, None, b"")
+    assert continuation.patience(started=100.0, hold_s=5.0).seconds == 305.0
 
 
 # who does not

@@ -129,6 +129,32 @@ async def test_a_request_reaches_two_instances_at_most(
         assert max(map(len, hosts.begun.values())) == 2  # one more try is made
 
 
+async def test_an_instance_that_is_gone_after_it_cut_a_pooled_connection_counts_as_killed(
+    gateway: RunningGateway,
+) -> None:
+    """The request may have killed it: the second try is that of a request that was lost, and there is no third."""
+    async with AsyncExitStack() as stack:
+
+        async def handle(link: Link, request: Received) -> None:
+            if first.connections == len(first.requests) == 1:
+                await link.json()
+                return
+            for number, other in enumerate(others):
+                gateway.register(other, f"i{number}")
+            first.close()
+            link.cut()
+
+        first = await stack.enter_async_context(upstream(handle))
+        others = [await stack.enter_async_context(upstream(cut)) for _ in range(2)]
+        gateway.register(first, "first")
+        assert (await gateway.ask(post())).status == 200
+        answer = await gateway.ask(post())
+        for name in ("first", "i0", "i1"):
+            gateway.unregister(name)
+    assert answer.status == 502
+    assert [len(first.requests), sum(len(other.requests) for other in others)] == [2, 1]
+
+
 @pytest.mark.parametrize(("dies", "why"), [(False, b"engine"), (True, b"lost")])
 async def test_an_instance_says_whether_its_engine_had_the_request(dies: bool, why: bytes) -> None:
     """Dead before it came, or dead of it for all that is known."""
