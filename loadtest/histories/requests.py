@@ -48,13 +48,12 @@ class Choice:
     def take(self, choice: Mapping[str, Any], version: int | None) -> None:
         start = len(self.tokens)
         self.tokens += choice.get("token_ids") or ()
-        spans = choice.get("hotswap_weight_versions", choice.get("weight_versions"))
-        if spans is not None and all(type(span["version"]) is int for span in spans):  # else as vLLM has them, in text
-            self.spans = spans
-        elif version is not None and not self.whole:
-            goes_on = bool(self.spans) and self.spans[-1]["version"] == version
-            start = self.spans.pop()["start"] if goes_on else start
-            self.spans.append({"version": version, "start": start, "end": len(self.tokens)})
+        told = choice.get("hotswap_weight_versions", choice.get("weight_versions"))
+        if told:  # all of them, or those of a piece that two versions wrote; with versions as text in vLLM's own field
+            spans = [{**span, "version": int(span["version"])} for span in told]
+            self.spans = _joined([span for span in self.spans if span["start"] < spans[0]["start"]], spans)
+        elif told is None and version is not None and not self.whole:
+            self.spans = _joined(self.spans, [{"version": version, "start": start, "end": len(self.tokens)}])
         self.whole = self.whole or choice.get("finish_reason") is not None
         self.prompt = choice.get("prompt_weight_versions", self.prompt)
         self.resumed = len(choice.get("resumed_at") or ()) or self.resumed
@@ -62,6 +61,14 @@ class Choice:
     def shown(self) -> dict[str, Any]:
         tokens = [[token, sum(1 for _ in group)] for token, group in itertools.groupby(self.tokens)]
         return {"spans": self.spans, "prompt": self.prompt, "tokens": tokens, "resumed": self.resumed}
+
+
+def _joined(known: list[Span], new: list[Span]) -> list[Span]:
+    """Where one version goes on, it has one span."""
+    if known and known[-1]["version"] == new[0]["version"] and known[-1]["end"] >= new[0]["start"]:
+        new = [{**new[0], "start": known[-1]["start"]}, *new[1:]]
+        known = known[:-1]
+    return [*known, *new]
 
 
 @dataclass

@@ -204,27 +204,48 @@ def test_the_recorder_writes_what_the_store_is_told(tmp_path: Path) -> None:
 TOKEN = 'event: token\ndata: {{"index":{},"token_ids":[7],"weight_version":{}}}\n\n'
 END = '{{"index":{},"finish_reason":"stop","weight_versions":[{{"version":4,"start":0,"end":2}}]}}'
 DONE = f'event: done\ndata: {{"model":"m","choices":[{END.format(0)},{END.format(1)}]}}\n\n'.replace("{{", "{")
+PIECE = 'data: {{"model":"m","weight_version":{},"choices":[{{"index":0,"token_ids":[7,8]{}}}]}}\n\n'
+TWO = PIECE.format(3, "") + PIECE.format(
+    4, ',"hotswap_weight_versions":[{"version":3,"start":2,"end":3},{"version":4,"start":3,"end":4}]'
+)  # fmt: skip
+AS_TEXT = PIECE.format(
+    4, ',"finish_reason":"stop","weight_versions":[{"version":"3","start":0,"end":3},{"version":"4","start":3,"end":6}]'
+)  # fmt: skip
 CHAT = 'data: {{"model":"m","weight_version":{},"choices":[{{"index":0,"delta":{{"content":"a"}}}}]}}\n\n'
 
 
 @pytest.mark.parametrize(
-    ("status", "body", "broken", "outcome", "versions"),
+    ("status", "body", "broken", "outcome", "spans"),
     [
-        (200, TOKEN.format(0, 3) + TOKEN.format(1, 3) + TOKEN.format(0, 4) + DONE, None, "answered", [[4], [4]]),
-        (200, TOKEN.format(0, 3) + TOKEN.format(0, 4), None, "cut", [[3, 4]]),
-        (200, TOKEN.format(0, 3) + "event: token\nda", ("left", "closed"), "left", [[3]]),
-        (200, CHAT.format(3) + CHAT.format(4) + "data: [DONE]\n\n", ("left", "closed"), "answered", [[3, 4]]),
+        (
+            200,
+            TOKEN.format(0, 3) + TOKEN.format(1, 3) + TOKEN.format(0, 4) + DONE,
+            None,
+            "answered",
+            [[(4, 0, 2)], [(4, 0, 2)]],
+        ),
+        (200, TOKEN.format(0, 3) + TOKEN.format(0, 4), None, "cut", [[(3, 0, 1), (4, 1, 2)]]),
+        (200, TOKEN.format(0, 3) + "event: token\nda", ("left", "closed"), "left", [[(3, 0, 1)]]),
+        (
+            200,
+            CHAT.format(3) + CHAT.format(4) + "data: [DONE]\n\n",
+            ("left", "closed"),
+            "answered",
+            [[(3, 0, 0), (4, 0, 0)]],
+        ),
+        (200, TWO, None, "cut", [[(3, 0, 3), (4, 3, 4)]]),
+        (200, TWO + AS_TEXT + "data: [DONE]\n\n", None, "answered", [[(3, 0, 3), (4, 3, 6)]]),
         (500, '{"error":{"message":"m","type":"t"}}', None, "untyped", []),
         (400, '{"error":{"message":"m","type":"t","code":400}}', None, "refused", []),
     ],
 )
 def test_what_came_of_a_request(
-    status: int, body: str, broken: tuple[Outcome, str] | None, outcome: str, versions: list[list[int]]
+    status: int, body: str, broken: tuple[Outcome, str] | None, outcome: str, spans: list[list[tuple[int, ...]]]
 ) -> None:
     answer = Answer()
     answer.read(status, status == 200, body.encode(), broken)
-    found = [[span["version"] for span in choice.spans] for choice in answer.choices.values()]
-    assert (answer.outcome, found) == (outcome, versions)
+    found = [[(s["version"], s["start"], s["end"]) for s in choice.spans] for choice in answer.choices.values()]
+    assert (answer.outcome, found) == (outcome, spans)
 
 
 class _Breaks(http.server.BaseHTTPRequestHandler):

@@ -94,7 +94,8 @@ async def complete(client: openai.AsyncOpenAI, **options: object) -> object:
     return await client.completions.create(model="toy", prompt="x", **options)  # type: ignore[call-overload]
 
 
-async def test_sdk_no_instance(sdk: openai.AsyncOpenAI) -> None:
+async def test_sdk_no_instance(gateway: RunningGateway, sdk: openai.AsyncOpenAI) -> None:
+    gateway.unregister()
     with pytest.raises(openai.InternalServerError) as caught:
         await complete(sdk)
     assert (caught.value.status_code, caught.value.code) == (503, "no_instance")

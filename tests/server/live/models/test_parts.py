@@ -66,12 +66,21 @@ async def stream(
 
 
 @pytest.fixture(scope="module")
-def drafting(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """Serves `a` with speculation by another model of its shape, published with it as version 1."""
-    draft = make_checkpoint(tmp_path_factory.mktemp("draft") / "d", seed=9, scale=3.0)
+def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the shape of `a`, and it seldom says the same."""
+    return make_checkpoint(tmp_path_factory.mktemp("draft") / "d", seed=9, scale=3.0)
+
+
+@pytest.fixture(scope="module")
+def drafting(
+    checkpoints: dict[str, Path], draft: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LiveServer]:
+    """Serves `a` with speculation by `draft`, which comes with the first version."""
     config = json.dumps({"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3})
     args = (*VLLM_ARGS, "--speculative-config", config)
     with LiveServer(checkpoints["a"], tmp_path_factory.mktemp("drafting"), args, name="drafting").running() as server:
+        first = record(server, 1)
+        assert ([part["name"] for part in first["parts"]], first["base_version"]) == (["draft"], None)
         yield server
 
 
@@ -84,21 +93,17 @@ def acceptance(live: LiveServer) -> tuple[float, list[list[int]]]:
     return accepted / proposed, found
 
 
-def test_a_draft_model_comes_with_the_first_version(drafting: LiveServer) -> None:
-    (part,) = record(drafting, 1)["parts"]
-    assert part["name"] == "draft"
-    assert record(drafting, 1)["base_version"] is None
-
-
-def test_draft_swaps_change_speed_and_never_an_answer(drafting: LiveServer, checkpoints: dict[str, Path]) -> None:
-    start = drafting.active()
+def test_draft_swaps_change_speed_and_never_an_answer(
+    drafting: LiveServer, checkpoints: dict[str, Path], draft: Path
+) -> None:
+    start = pushed(drafting, checkpoints["a"], draft=draft)
     poor, expected = acceptance(drafting)
     version = pushed(drafting, checkpoints["a"], "draft")
     good, same = acceptance(drafting)
     assert same == expected
     assert poor < 0.3 < 0.9 < good
     carried = record(drafting, version)
-    assert (carried["slot"], carried["base_version"]) == (record(drafting, start)["slot"], 1)
+    assert (carried["slot"], carried["base_version"]) == (record(drafting, start)["slot"], start)
     assert drafting.admin.post("/admin/weights/rollback").status_code == 200
     back, same = acceptance(drafting)
     assert same == expected
@@ -166,27 +171,27 @@ def lora(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
 
 
 def test_an_adapter_is_served_from_its_commit_on(lora: LiveServer, adapters: dict[str, Path]) -> None:
-    base = answers(lora)
-    asked = {"model": "x", "prompt": PROMPTS[0], "max_tokens": 4}
+    before, base = lora.active(), answers(lora)
+    asked = {"model": "new", "prompt": PROMPTS[0], "max_tokens": 4}
     assert lora.client.post("/v1/completions", json=asked).status_code == 404
-    first = pushed(lora, adapters["one"], "lora/x")
-    one = answers(lora, "x")
+    first = pushed(lora, adapters["one"], "lora/new")
+    one = answers(lora, "new")
     assert one != base
     completion = lora.client.post("/v1/completions", json=asked | {"temperature": 0, "return_token_ids": True})
     assert completion.status_code == 200, completion.text
     assert completion.json()["choices"][0]["token_ids"] == one[0][:4]
     assert completion.json()["weight_version"] == first
-    assert "x" in [card["id"] for card in lora.client.get("/v1/models").json()["data"]]
-    second = pushed(lora, adapters["two"], "lora/x")
-    two = answers(lora, "x")
+    assert "new" in [card["id"] for card in lora.client.get("/v1/models").json()["data"]]
+    second = pushed(lora, adapters["two"], "lora/new")
+    two = answers(lora, "new")
     assert two not in (one, base)
     assert answers(lora) == base, "an adapter's swap changed the base model"
     assert lora.admin.post("/admin/weights/rollback").status_code == 200
-    assert answers(lora, "x") == one
+    assert answers(lora, "new") == one
     assert answers(lora) == base
     assert lora.activate(second).status_code == 200
-    assert answers(lora, "x") == two
-    assert record(lora, second)["base_version"] == 1
+    assert answers(lora, "new") == two
+    assert record(lora, second)["base_version"] == (record(lora, before)["base_version"] or before)
 
 
 def test_adapters_come_and_are_rolled_back_again_and_again(lora: LiveServer, adapters: dict[str, Path]) -> None:
@@ -224,6 +229,7 @@ async def test_streams_through_an_adapter_go_on_with_its_new_weights(
 def test_a_bad_adapter_takes_the_base_of_its_version_with_it(
     lora: LiveServer, adapters: dict[str, Path], checkpoints: dict[str, Path]
 ) -> None:
+    pushed(lora, adapters["one"], "lora/x")
     before = lora.active(), answers(lora), answers(lora, "x")
     answer = push(lora, checkpoints["b"], lora_x=adapters["bad"])
     assert answer.status_code == 409, answer.text
@@ -242,6 +248,7 @@ def test_base_and_adapters_swap_together(
 ) -> None:
     """More adapters than the engine has places for: each is found again when it is wanted."""
     parts = {"lora_x": adapters["two"], "lora_y": adapters["one"], "lora_z": adapters["two"]}
+    pushed(lora, checkpoints["a"], lora_x=adapters["one"])
     before = answers(lora), answers(lora, "x")
     version = pushed(lora, checkpoints["b"], **parts)
     base, x, y, z = (answers(lora, model) for model in (None, "x", "y", "z"))
