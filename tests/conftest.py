@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import os
 import shutil
@@ -65,6 +66,18 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None):
         for kind in (warm.ENGINES, warm.TRAINERS, warm.SYNC):
             warm.shared(kind)  # by all workers
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Each collection of garbage looks at all modules and tests again: for seconds while they come, and afterwards."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session")
