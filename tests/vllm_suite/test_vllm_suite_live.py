@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.live import LiveServer
-from tests.vllm_suite import plugin, source
+from tests.vllm_suite import source
 
 pytestmark = [pytest.mark.engine, pytest.mark.broad]
 AT_LEAST = 40  # tests that a tiny model passes; fewer would say that the suite does not run
@@ -36,7 +36,7 @@ def run(root: Path, url: str, names: Iterable[str] = FILES, key: str = "") -> di
     command = [sys.executable, "-m", "pytest", "-q", "-p", "plugin", "-p", "no:cacheprovider", "-p", "no:schemathesis"]
     command += ["--timeout", "30", "-o", "asyncio_mode=auto", "--rootdir", str(root), "-c", os.devnull]
     command += names
-    paths = f"{Path(plugin.__file__).parent}{os.pathsep}{root}"
+    paths = f"{Path(__file__).parent}{os.pathsep}{root}"
     environment = os.environ | {"SUITE_URL": url, "SUITE_KEY": key, "SUITE_OUTCOMES": str(file), "PYTHONPATH": paths}
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=280)
     assert file.exists(), done.stdout[-3000:] + done.stderr[-3000:]
