@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -435,10 +436,10 @@ def before_the_commit(store: Store, monkeypatch: pytest.MonkeyPatch, happens: Wr
     """It happens once, after the leader has decided to commit and before it writes that."""
     real, once = store.txn, [happens]
 
-    async def txn(compares: Mapping[str, int], puts: Mapping[str, bytes | None]) -> int:
+    async def txn(compares: Mapping[str, int], puts: Mapping[str, bytes | None], *leases: Any) -> int:
         if KEYS.active in puts and once:
             await once.pop()()
-        return await real(compares, puts)
+        return await real(compares, puts, *leases)
 
     monkeypatch.setattr(store, "txn", txn)
 

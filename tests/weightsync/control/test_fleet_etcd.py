@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,10 +68,10 @@ async def test_a_lease_that_ends_between_decision_and_commit(
         lease, real = fleet.participants["b"]._lease, store.txn
         assert lease is not None
 
-        async def txn(compares: Mapping[str, int], puts: Mapping[str, bytes | None]) -> int:
+        async def txn(compares: Mapping[str, int], puts: Mapping[str, bytes | None], *leases: Any) -> int:
             if KEYS.active in puts:
                 await store.revoke(lease.id)
-            return await real(compares, puts)
+            return await real(compares, puts, *leases)
 
         monkeypatch.setattr(store, "txn", txn)
         publisher = await asyncio.to_thread(Publisher, url, model="demo")

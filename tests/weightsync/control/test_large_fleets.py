@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
 
@@ -40,10 +41,10 @@ async def test_a_commit_that_the_store_refuses_aborts_the_swap_and_says_why(
     store = fleet.coordinator()._store
     engine, real = await fleet.instance("a"), store.txn
 
-    async def txn(compares: Mapping[str, int], puts: Mapping[str, bytes | None]) -> int:
+    async def txn(compares: Mapping[str, int], puts: Mapping[str, bytes | None], *leases: Any) -> int:
         if KEYS.active in puts:
             raise StoreRefused("etcd://x", "request is too large", "Start etcd with a larger --max-request-bytes")
-        return await real(compares, puts)
+        return await real(compares, puts, *leases)
 
     with Publisher(fleet.store().url, model=MODEL) as publisher:
         with monkeypatch.context() as patch:
