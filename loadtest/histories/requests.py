@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -63,7 +63,7 @@ class Choice:
         return {"spans": self.spans, "prompt": self.prompt, "tokens": tokens, "resumed": self.resumed}
 
 
-def _joined(known: list[Span], new: list[Span]) -> list[Span]:
+def _joined(known: Sequence[Span], new: Sequence[Span]) -> list[Span]:
     """Where one version goes on, it has one span."""
     if known and known[-1]["version"] == new[0]["version"] and known[-1]["end"] >= new[0]["start"]:
         new = [{**new[0], "start": known[-1]["start"]}, *new[1:]]
