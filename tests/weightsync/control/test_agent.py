@@ -128,11 +128,12 @@ async def test_it_serves_on_without_the_store_and_takes_part_when_it_is_back(
 ) -> None:
     monkeypatch.setattr("weightsync.control.agent.LAST_RETRY_S", 0.1)
     coordinator = fleet.coordinator(leader_ttl_s=1.0)
-    engine = await fleet.instance("a", ttl_s=0.3)
+    engine = await fleet.instance("a", ttl_s=1.0)
     await coordinator.activate(await publish(publisher))
     os.rename(tmp_path / "store.db", tmp_path / "away.db")
     participant = fleet.participants["a"]
-    await stays(lambda: engine.running == 1 and participant.record.state == "SERVING", 0.5)  # longer than its lease
+    await stays(lambda: engine.running == 1 and participant.record.state == "SERVING", 1.2)  # longer than its lease
+    participant._lease_ttl_s = 10.0
     os.rename(tmp_path / "away.db", tmp_path / "store.db")
     version = await publish(publisher)
     await registered(fleet, "a")
