@@ -1,5 +1,7 @@
 """The failure contract on a whole fleet: two vLLM instances, two gateways, a real etcd. Each test kills something real
 and says what the clients saw of it.
+
+Only real processes show what one that is killed leaves behind: sockets, leases, locks, shared memory, an engine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Streams of real engines that are killed in the middle: a greedy answer is to the token what it would have been."""
+"""Streams of real engines that are killed in the middle: a greedy answer is to the token what it would have been.
+
+Only real engines show that what a second one computes goes on from what the first had written.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Swaps of experts, quantised weights and MLA under traffic, against the answers of fresh stock engines."""
+"""Swaps of experts, quantised weights and MLA under traffic, against the answers of fresh stock engines.
+
+Only vLLM's own layers and loaders show that what they make of a checkpoint is swapped as a whole.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The prefix cache as clients of the gateway meet it: whose blocks are hit, of which version, and if they are right."""
+"""The prefix cache as clients of the gateway meet it: whose blocks are hit, of which version, and if they are right.
+
+Only a real cache of a real model shows that a block that is found has the numbers that would be computed.
+"""
 
 from __future__ import annotations
 

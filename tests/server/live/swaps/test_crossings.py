@@ -1,4 +1,7 @@
-"""What a commit finds half done: prefills, samples, grammars, log-probabilities. Real vLLM, through the gateway."""
+"""What a commit finds half done: prefills, samples, grammars, log-probabilities. Real vLLM, through the gateway.
+
+Only real kernels show which weights computed a position: the simulator knows labels, not what they stand for.
+"""
 
 from __future__ import annotations
 

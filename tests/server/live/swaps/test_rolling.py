@@ -1,4 +1,7 @@
-"""Rolling swaps of two real instances, guarded by probes (tests/conftest.py): bad weights stop at the canary."""
+"""Rolling swaps of two real instances, guarded by probes (tests/conftest.py): bad weights stop at the canary.
+
+Only real weights make a probe fail, and only a real cache keeps what they computed.
+"""
 
 from __future__ import annotations
 

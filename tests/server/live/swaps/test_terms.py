@@ -2,6 +2,8 @@
 
 Constant-answer weights: every token says which checkpoint wrote it. The server's history shows whether all labels are
 true, and all terms kept (tests/live.py).
+
+Only a real scheduler shows which requests of different terms meet in one batch when it is swapped.
 """
 
 from __future__ import annotations
