@@ -87,9 +87,11 @@ class AdminApi:
             return _answer(connection.getresponse())
 
     def _send(self, connection: http.client.HTTPConnection, pieces: Iterable[bytes]) -> None:
+        refusal = select.poll()  # not select(): a trainer may have more than 1,024 files open
+        if self._tls is None:  # with TLS a readable socket may be about session tickets: a refusal shows in sending
+            refusal.register(connection.sock, select.POLLIN)
         for piece in pieces:
-            # Over TLS a readable socket may be about session tickets: there a refusal shows when sending fails.
-            if self._tls is None and select.select([connection.sock], [], [], 0)[0]:
+            if refusal.poll(0):
                 return
             frame = b"%x\r\n" % len(piece)
             if len(piece) < LARGE:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import select
 import shutil
 import socket
@@ -363,15 +364,26 @@ def test_the_connection_ends_with_the_refusal_of_a_body_that_goes_on(
     remote.publish(weights(), activate=False)
     with socket.create_connection(("127.0.0.1", gateway.admin_port), timeout=10.0) as client:
         client.sendall(upload_head("Transfer-Encoding: chunked"))
-        piece, answer = bytes(1 << 20), b""
+        piece, answered = bytes(1 << 20), select.poll()
+        answered.register(client, select.POLLIN)
         for _ in range(400):
             client.sendall(b"%x\r\n%b\r\n" % (len(piece), piece))
-            if select.select([client], [], [], 0)[0]:
+            if answered.poll(0):
                 break
         else:
             raise AssertionError("400 MB were taken without a word")
         answer = b"".join(iter(lambda: client.recv(65536), b""))
     assert answer.startswith(b"HTTP/1.1 413 ")
+
+
+def test_a_trainer_with_many_files_open_publishes(remote: RemotePublisher) -> None:
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    with contextlib.ExitStack() as stack:
+        while (file := os.open(os.devnull, os.O_RDONLY)) < 1024:  # what select() takes
+            stack.callback(os.close, file)
+        os.close(file)
+        assert remote.publish(weights(), activate=False) == 1
 
 
 def test_activation_can_be_asked_for_without_waiting(gateway: RunningGateway, remote: RemotePublisher) -> None:
