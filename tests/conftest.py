@@ -91,7 +91,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="session")
 def live(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """A gateway and a real vLLM instance, serving checkpoint `a` at first; tests leave it serving some version."""
-    server = LiveServer(checkpoints["a"], tmp_path_factory.mktemp("state"))
+    in_chunks = ("--max-num-batched-tokens", "256")  # so that a swap can fall into a prompt
+    server = LiveServer(checkpoints["a"], tmp_path_factory.mktemp("state"), (*VLLM_ARGS, *in_chunks))
     with server.running():
         yield server
 

@@ -94,10 +94,11 @@ async def complete(client: openai.AsyncOpenAI, **options: object) -> object:
     return await client.completions.create(model="toy", prompt="x", **options)  # type: ignore[call-overload]
 
 
-async def test_sdk_no_instance(gateway: RunningGateway, sdk: openai.AsyncOpenAI) -> None:
-    gateway.unregister()
-    with pytest.raises(openai.InternalServerError) as caught:
-        await complete(sdk)
+async def test_sdk_no_instance(tmp_path: Path) -> None:
+    with running_gateway(tmp_path, upstream=UpstreamSettings(hold_s=0.0)) as empty:
+        async with openai.AsyncOpenAI(base_url=f"{empty.url}/v1", api_key="any", max_retries=0) as sdk:
+            with pytest.raises(openai.InternalServerError) as caught:
+                await complete(sdk)
     assert (caught.value.status_code, caught.value.code) == (503, "no_instance")
     assert "hotswap instance" in caught.value.message
 

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,13 +194,22 @@ class Workers:
         return samples(httpx.get(f"http://127.0.0.1:{self.port}/metrics", timeout=60).content)
 
     def answered(self) -> dict[str, float]:
-        """Requests each worker has answered."""
-        found = [(dict(labels), v) for name, labels, v in self.metrics() if name == "hotswap_gateway_requests_total"]
-        return {labels["worker"]: v for labels, v in found if labels["status"] == "200"}
+        """Requests each worker has answered, of all keys and routes."""
+        found = defaultdict[str, float](float)
+        for name, labels, value in self.metrics():
+            if name == "hotswap_gateway_requests_total" and dict(labels)["status"] == "200":
+                found[dict(labels)["worker"]] += value
+        return found
 
-    def scraped(self) -> set[str]:
-        """Workers whose samples a scrape has."""
-        return {dict(labels)["worker"] for name, labels, _ in self.metrics() if name == "process_start_time_seconds"}
+    def scraped(self) -> dict[str, float]:
+        """The workers whose samples a scrape has, and when each began."""
+        began = [(labels, v) for name, labels, v in self.metrics() if name == "process_start_time_seconds"]
+        return {dict(labels)["worker"]: value for labels, value in began}
+
+    def replaced(self, former: dict[str, float]) -> bool:
+        """Whether one of `former` has a successor, by the pages of both: these may be a second old."""
+        found = [self.scraped() for _ in range(6)]
+        return all(len(set(now.items()) - set(former.items())) == 1 and now.keys() == former.keys() for now in found)
 
 
 def put_key(directory: Path, key: str, **fields: Any) -> None:
@@ -224,7 +234,7 @@ def two_workers(directory: Path) -> Iterator[Workers]:
     with mock, running(command, directory / "log") as supervisor:
         found = Workers(directory, port, admin, supervisor)
         wait_until(lambda: answers(port))
-        wait_until(lambda: found.scraped() == {"0", "1"})
+        wait_until(lambda: found.scraped().keys() == {"0", "1"})
         yield found
 
 
@@ -248,7 +258,7 @@ def test_a_scrape_of_any_worker_shows_all(workers: Workers) -> None:
 
 
 def test_a_killed_worker_comes_back_and_the_others_go_on(workers: Workers, tmp_path: Path) -> None:
-    before = workers.pids
+    before, scraped = workers.pids, workers.scraped()
     assert len(before) == 2
     (tmp_path / "body").write_bytes(body())
     # 8 connections for 2 s; a connection that is refused would end the client with an error.
@@ -264,12 +274,12 @@ def test_a_killed_worker_comes_back_and_the_others_go_on(workers: Workers, tmp_p
     assert seen["all_requests"] > 20 + seen["errors"]
     wait_until(lambda: len(workers.pids) == 2 and before[0] not in workers.pids)
     assert before[1] in workers.pids
-    wait_until(lambda: workers.scraped() == {"0", "1"})
+    wait_until(lambda: workers.replaced(scraped))
 
 
 async def test_the_sdks_own_retries_are_enough_when_a_worker_is_killed(workers: Workers) -> None:
     """Its connections end, and one that was just made may be reset; asked again, the client comes to the others."""
-    before = workers.pids
+    before, scraped = workers.pids, workers.scraped()
     sdk = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{workers.port}/v1", api_key=KEY)
     killed = asyncio.Event()
     after = 0
@@ -287,7 +297,7 @@ async def test_the_sdks_own_retries_are_enough_when_a_worker_is_killed(workers: 
         os.kill(before[0], signal.SIGKILL)
         killed.set()
         await asyncio.gather(*asking)
-    wait_until(lambda: len(workers.pids) == 2)
+    wait_until(lambda: workers.replaced(scraped))
 
 
 def test_workers_end_with_a_killed_supervisor(tmp_path: Path) -> None:

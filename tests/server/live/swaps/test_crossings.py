@@ -98,7 +98,7 @@ async def test_a_prefill_that_a_swap_falls_into_says_which_weights_computed_whic
 
         async def ask(i: int) -> None:
             nonlocal split
-            # The first two tokens make the prompt new: a block that is found in the cache is not computed again.
+            # New by its first two tokens: a block that is found in the cache is not computed again.
             prompt = [5 + i % 90, 5 + i // 90, *((i * 17 + 7 * j) % 90 + 5 for j in range(998))]
             body = {"model": live.name, "prompt": prompt, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
             more = {"prompt_logprobs": 1, "return_token_ids": True}
