@@ -17,11 +17,13 @@ from __future__ import annotations
 import bisect
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import itertools
 import logging
 import os
 import queue
+import resource
 import shutil
 import stat
 import subprocess
@@ -61,7 +63,8 @@ class CachedRecords(Sequence[Record]):
         directory, self.manifest = prepare(find_files(config.pattern(path)), config, tokenizer, needs)
         self.seconds = time.monotonic() - began
         counts = [count for count, _ in self.manifest.segments]
-        self._segments = [Segment(directory, segment_name(i), count) for i, count in enumerate(counts)]
+        with _files(2 * len(counts), path):
+            self._segments = [Segment(directory, segment_name(i), count) for i, count in enumerate(counts)]
         self._ends = list(itertools.accumulate(counts))
         for problem in self.manifest.bad:
             log.warning("Left out: %s", problem)
@@ -83,6 +86,21 @@ class CachedRecords(Sequence[Record]):
         number = bisect.bisect_right(self._ends, index)
         before = self._ends[number - 1] if number else 0
         return self._segments[number].read(index - before).record(index)
+
+
+@contextlib.contextmanager
+def _files(needed: int, path: str) -> Iterator[None]:
+    """Lets this process have `needed` more files open than it has by default. Raises DataError where it may not."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if needed > soft // 2:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        most = f"more than this process may have ({hard}). Raise its limit (ulimit -n)"
+        raise DataError(f"{path} takes {needed} open files, {most}, or write the data in fewer files.") from error
 
 
 class FileDataset:

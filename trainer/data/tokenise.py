@@ -201,7 +201,7 @@ class Segment:
 
     def __init__(self, directory: Path, name: str, count: int) -> None:
         self.path = directory / f"{name}.records"
-        self._fd = os.open(self.path, os.O_RDONLY)
+        self._records = self.path.open("rb", buffering=0)  # closed with this object
         shape = (count, 2)
         self._index = np.memmap(directory / f"{name}.index", "<i8", "r", shape=shape) if count else np.empty(shape)
 
@@ -209,13 +209,10 @@ class Segment:
         """Raises DataError when the bytes are not those that were written."""
         start = int(self._index[index - 1, 0]) if index else 0
         end, digest = (int(number) for number in self._index[index])
-        encoded = os.pread(self._fd, end - start, start)
+        encoded = os.pread(self._records.fileno(), end - start, start)
         if len(encoded) != end - start or _digest(encoded) != digest:
             raise DataError(f"{self.path} is damaged at byte {start}. Remove {self.path.parent}; it is made anew.")
         return msgspec.msgpack.decode(encoded, type=Tokenised)
-
-    def close(self) -> None:
-        os.close(self._fd)
 
 
 @contextlib.contextmanager

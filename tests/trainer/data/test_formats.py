@@ -7,6 +7,8 @@ import functools
 import gzip
 import json
 import lzma
+import os
+import resource
 import threading
 from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -62,6 +64,28 @@ def test_the_order_does_not_depend_on_how_files_are_cut(
         monkeypatch.setattr("trainer.data.formats.UNIT_BYTES", size)
         cut = open_data(path, kind, workers=workers, cache_dir=str(tmp_path / f"cut-{size}"))
         assert prompts(cut) == prompts(whole) == [r["prompt"] for r in records]
+
+
+def test_a_process_may_have_a_file_for_each_segment_while_it_reads_them(
+    open_data: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = jsonl(tmp_path / "a.jsonl", problems(100))
+    monkeypatch.setattr("trainer.data.formats.UNIT_BYTES", 1)
+    before, (soft, hard) = len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+        data = open_data(path, workers=1)
+        assert len(os.listdir("/proc/self/fd")) > before + 1024
+        assert prompts(data) == [r["prompt"] for r in problems(100)]
+        del data
+        assert len(os.listdir("/proc/self/fd")) == before
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+        monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+        with pytest.raises(DataError, match=r"a\.jsonl takes \d+ open files, more than .*ulimit -n"):
+            open_data(path, workers=1)
+    finally:
+        monkeypatch.undo()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_lines_are_found_whatever_byte_a_range_begins_at(
