@@ -33,6 +33,7 @@ MEMORY = "DRAM"
 MODULES = ("nixl_cu13", "nixl_cu12")  # `nixl` itself is only the choice between the two
 PR_SET_PDEATHSIG = 1
 POLL_MS = 1  # while something is read
+PROGRESS_US = 100_000  # the most that the library's thread waits for an event
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -185,11 +186,20 @@ def _configure(settings: Settings) -> None:
 
 
 def _library() -> Any:
+    """The library, with a thread for progress that waits for events: as it comes, that thread takes a whole core."""
     for name in MODULES:
         try:
-            return importlib.import_module(name)
+            library = importlib.import_module(f"{name}._api")
         except ModuleNotFoundError:
             continue
+        config: Any = library.nixlBind.nixlAgentConfig
+
+        class AgentConfig(config):  # type: ignore[misc]
+            def __setattr__(self, field: str, value: Any) -> None:
+                super().__setattr__(field, PROGRESS_US if field == "pthrDelay" else value)
+
+        library.nixlBind.nixlAgentConfig = AgentConfig
+        return library
     raise ModuleNotFoundError("No module named 'nixl_cu12'")
 
 

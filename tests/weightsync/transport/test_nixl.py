@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from tests.weightsync.transport.peers import (
     whole,
 )
 from weightsync.errors import TransportUnavailable
-from weightsync.transport import Piece
+from weightsync.transport import Piece, nixl_process
 from weightsync.transport.addresses import Address
 from weightsync.transport.nixl import NAME, NixlTransport, Shared, Worker
 from weightsync.transport.nixl_process import Register, Request
@@ -93,6 +94,15 @@ def test_a_crash_of_either_process_is_mended(transport: NixlTransport) -> None:
         link = transport.connect(transport.endpoint)
         link.read(into, served.descriptor, [Piece(0, 0, MIB)], READ_TIMEOUT_S)
         assert target[:] == data[:]
+
+
+def test_its_thread_waits_for_events_instead_of_turning_in_a_loop(transport: NixlTransport) -> None:
+    """The library sets a wait of 0 µs by this name, in each agent that it makes."""
+    library = nixl_process._library()
+    config = library.nixlBind.nixlAgentConfig()
+    config.pthrDelay = 0
+    assert config.pthrDelay == nixl_process.PROGRESS_US
+    assert "agent_config = nixlBind.nixlAgentConfig()" in inspect.getsource(library.nixl_agent)
 
 
 def test_what_is_no_shared_file_is_refused(transport: NixlTransport) -> None:
