@@ -20,6 +20,8 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 from unittest import mock
 
+TURN_S = 1e-9  # of a loop
+
 
 class Clock:
     """Seconds. What is due at the same time happens in the order in which it was asked for."""
@@ -63,6 +65,9 @@ class _Jumps(selectors.SelectSelector):
         self._clock = clock
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        # A turn takes time. The loop fires timers that are due within its clock's resolution: a task that is woken so
+        # and looks at the clock waits for the rest, and would do so for ever.
+        self._clock.now += TURN_S
         if not self._clock.step(math.inf if timeout is None else self._clock.now + timeout) and timeout is None:
             raise Stalled("all tasks wait for each other, or for a thread or a socket, which are not simulated")
         return []

@@ -100,6 +100,23 @@ def test_what_a_task_raises_fails_the_schedule() -> None:
     world.close()
 
 
+def test_a_task_that_is_woken_a_moment_early_waits_for_the_rest() -> None:
+    """A loop fires timers that are due within its clock's resolution."""
+    clock = Clock(1000.0 - 1e-10)
+
+    async def wait() -> None:
+        for _ in range(1000):
+            if clock.now >= 1000.0:
+                return
+            other = asyncio.ensure_future(asyncio.Event().wait())  # so that the loop has something to do
+            await asyncio.wait({other}, timeout=1000.0 - clock.now)
+            other.cancel()
+        raise AssertionError("the clock stands still")
+
+    with asyncio.Runner(loop_factory=lambda: Loop(clock)) as runner:
+        runner.run(wait())
+
+
 def test_a_loop_that_waits_for_nothing_says_so() -> None:
     with asyncio.Runner(loop_factory=lambda: Loop(Clock())) as runner, pytest.raises(Stalled):
         runner.run(asyncio.Event().wait())
