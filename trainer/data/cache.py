@@ -99,8 +99,8 @@ def _files(needed: int, path: str) -> Iterator[None]:
     except OSError as error:
         if error.errno != errno.EMFILE:
             raise
-        most = f"more than this process may have ({hard}). Raise its limit (ulimit -n)"
-        raise DataError(f"{path} takes {needed} open files, {most}, or write the data in fewer files.") from error
+        most = f"more than this process may have ({hard}). Raise its limit (ulimit -n)."
+        raise DataError(f"{path} takes {needed} open files, {most}") from error
 
 
 class FileDataset:

@@ -377,9 +377,10 @@ def test_the_connection_ends_with_the_refusal_of_a_body_that_goes_on(
 
 
 def test_a_trainer_with_many_files_open_publishes(remote: RemotePublisher) -> None:
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
         while (file := os.open(os.devnull, os.O_RDONLY)) < 1024:  # what select() takes
             stack.callback(os.close, file)
         os.close(file)

@@ -1,4 +1,4 @@
-"""What a commit finds half done: prefills, samples, grammars, log-probabilities. Real vLLM, through the gateway.
+"""Commits in the middle of prefills, samples, grammars and log-probabilities. Real vLLM, through the gateway.
 
 Only real kernels show which weights computed a position: the simulator knows labels, not what they stand for.
 """
