@@ -313,7 +313,8 @@ def test_a_stream_that_has_crossed_a_swap(fleet: Fleet, checkpoints: dict[str, P
         before = fleet.live.active()
         after = fleet.live.push(checkpoints[name], activate=False)
         streams = [Stream(fleet.live, path, body).start() for path, body in bodies.items() for _ in range(8)]
-        wait_until(lambda: all(s.events > 3 for s in streams), 60)
+        # A busy instance gives many tokens at once: a whole answer may be three events.
+        wait_until(lambda: all(s.events > 3 or s.over for s in streams), 60)
         assert fleet.live.activate(after).status_code == 200
         # Nobody could go on with one whose last token the old weights wrote.
         wait_until(lambda: all(b'"weight_version":%d' % after in s.raw or s.over for s in streams), 60)
