@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import ssl
 import subprocess
 import sys
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from server.gateway.observe import webhooks
 from server.gateway.release import progress, runner
 from server.ports import free_port
 from tests.server.gateway.pusher import WarmPusher
-from tests.server.gateway.upstream import Answer, Upstream, read_answer
+from tests.server.gateway.upstream import Answer, Handler, Upstream, answer_json, read_answer, upstream
 from tests.waiting import eventually, wait_until
 from tests.warm import SYNC, shared
 from weightsync.control.records import InstanceRecord, Keys
@@ -51,6 +52,21 @@ uvicorn.server.asyncio = types.SimpleNamespace(**(vars(asyncio) | _HURRIED))  # 
 
 
 @dataclass
+class Client:
+    """A client's connection."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    async def answer(self) -> Answer:
+        return await asyncio.wait_for(read_answer(self.reader), 30)
+
+    async def rest(self) -> bytes:
+        """What comes until the gateway closes."""
+        return await asyncio.wait_for(self.reader.read(), 30)
+
+
+@dataclass
 class Ports:
     """Where a gateway listens, and its store."""
 
@@ -66,15 +82,21 @@ class Ports:
     async def connect(self, *, admin: bool = False) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         return await asyncio.open_connection(self.host, self.admin_port if admin else self.port)
 
+    @contextlib.asynccontextmanager
+    async def client(self, raw: bytes = b"", *, admin: bool = False) -> AsyncIterator[Client]:
+        """A new connection, to the admin port if `admin`, that begins with `raw`; it ends with the context."""
+        found = Client(*await self.connect(admin=admin))
+        try:
+            found.writer.write(raw)
+            yield found
+        finally:
+            found.writer.close()  # done by the loop, which a test may hold up next: waiting for the gateway, say
+            await asyncio.sleep(0)
+
     async def ask(self, raw: bytes, *, admin: bool = False) -> Answer:
         """Sends `raw` on a new connection, to the admin port if `admin`, and reads one answer."""
-        reader, writer = await self.connect(admin=admin)
-        try:
-            writer.write(raw)
-            return await asyncio.wait_for(read_answer(reader), 30)
-        finally:
-            writer.close()  # done by the loop, which a test may hold up next: waiting for the gateway, say
-            await asyncio.sleep(0)
+        async with self.client(raw, admin=admin) as client:
+            return await client.answer()
 
 
 @dataclass
@@ -103,6 +125,14 @@ class RunningGateway(Ports):
     gateway: Gateway
     server: uvicorn.Server
 
+    async def refuses(self) -> bool:
+        """Whether it takes no connections any more."""
+        try:
+            (await self.connect())[1].close()
+        except OSError:
+            return True
+        return False
+
     def stop(self) -> None:
         """Tells it to end, as SIGTERM does; it goes on until what it has is answered."""
         self.server.should_exit = True
@@ -119,6 +149,19 @@ class RunningGateway(Ports):
         self.store.put(Keys(served.name).instance(instance_id), record.to_json())
         instances = served.fleet.instances
         wait_until(lambda: instance_id in instances and instances[instance_id].record == record)
+
+    @contextlib.asynccontextmanager
+    async def instance(
+        self,
+        handler: Handler = answer_json,
+        instance_id: str = "i0",
+        tls: ssl.SSLContext | None = None,
+        **fields: Any,
+    ) -> AsyncIterator[Upstream]:
+        """An instance that answers by `handler`. Its record, with these `fields`, stays in the store."""
+        async with upstream(handler, tls) as up:
+            self.register(up, instance_id, **fields)
+            yield up
 
     def unregister(self, instance_id: str = "i0") -> None:
         self.store.delete(KEYS.instance(instance_id))

@@ -8,6 +8,9 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
 
 
 @dataclass
@@ -114,6 +117,44 @@ async def answer_json(link: Link, _: Received) -> None:
     await link.json()
 
 
+async def never_answer(link: Link, _: Received) -> None:
+    await link.gone()
+
+
+def answering(body: bytes = b'{"ok":true}', status: bytes = b"200 OK", extra: bytes = b"") -> Handler:
+    """The same to each request; `extra` are whole header lines."""
+
+    async def handler(link: Link, _: Received) -> None:
+        await link.json(body, status, extra)
+
+    return handler
+
+
+def sending(raw: bytes) -> Handler:
+    """These bytes to each request, and then the end of the connection."""
+
+    async def handler(link: Link, _: Received) -> None:
+        await link.send(raw)
+        link.writer.close()
+
+    return handler
+
+
+def streaming(*parts: bytes | asyncio.Event, cut: bool = False) -> Handler:
+    """A stream of these parts, where an event is waited for; `cut`: its connection breaks in the place of its end."""
+
+    async def handler(link: Link, _: Received) -> None:
+        await link.sse_head()
+        for part in parts:
+            await (link.chunk(part) if isinstance(part, bytes) else part.wait())
+        if cut:
+            link.cut()
+        else:
+            await link.end()
+
+    return handler
+
+
 @asynccontextmanager
 async def upstream(handler: Handler = answer_json, tls: ssl.SSLContext | None = None) -> AsyncIterator[Upstream]:
     """A listening upstream on a free loopback port; its connections end with the context."""
@@ -140,6 +181,17 @@ class Answer:
     headers: dict[str, str]
     body: bytes
     complete: bool  # the framing said where it ends, and it got there
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """What the gateway says of a request that it refuses, in the form of OpenAI's errors."""
+        told: dict[str, Any] = orjson.loads(self.body)["error"]
+        assert told.keys() >= {"message", "type", "param", "code"}
+        return told
+
+    @property
+    def refusal(self) -> tuple[int, str]:
+        return self.status, self.error["code"]
 
 
 async def read_answer(reader: asyncio.StreamReader) -> Answer:

@@ -18,6 +18,7 @@ from server.gateway.app import build_app
 from server.gateway.middleware import is_public
 from server.gateway.routes import public_names
 from tests.server.gateway.harness import KEYS, MODEL, GatewayProcess, gateway_process, get, post
+from tests.server.gateway.hostile.test_hostile import FRAMINGS, NOT_HTTP, framed
 from tests.server.gateway.upstream import Answer, Link, Received, Upstream, read_answer, upstream
 from tests.waiting import eventually
 from weightsync.control.records import InstanceRecord
@@ -57,15 +58,10 @@ async def is_well(gateway: GatewayProcess) -> bool:
     return (await gateway.ask(get("/healthz"))).status == 200
 
 
-async def answer(link: Link, received: Received) -> None:
-    """Health checks too: this gateway asks them."""
-    await link.json()
-
-
 @pytest.fixture
 async def behind(gateway: GatewayProcess) -> AsyncIterator[Upstream]:
     """The instance behind the gateway; `requests` holds what clients got through, health checks are left out."""
-    async with upstream(answer) as up:
+    async with upstream() as up:
         record = InstanceRecord("i0", up.address, "SERVING", active_version=1, active_epoch=1)
         await asyncio.to_thread(gateway.store.put, KEYS.instance("i0"), record.to_json())
 
@@ -147,49 +143,7 @@ async def test_scopes_hold_on_both_ports(gateway: GatewayProcess, behind: Upstre
     assert [r.target for r in reached(behind)] == ["/v1/models"]
 
 
-# smuggling
-
-FRAMINGS = (
-    "Transfer-Encoding: chunked\r\nContent-Length: 5\r\n",
-    "Content-Length: 5\r\nTransfer-Encoding: chunked\r\n",
-    "Content-Length: 5\r\nTransfer-Encoding: identity\r\n",
-    "Content-Length: 5\r\nContent-Length: 50\r\n",
-    "Content-Length: 5\r\nContent-Length : 50\r\n",
-    "Content-Length: 5\r\n Content-Length: 50\r\n",
-    "Content-Length: 5 5\r\n",
-    "Content-Length: 5,50\r\n",
-    "Content-Length: -5\r\n",
-    "Content-Length: 5\0\r\n",
-    "Content-Length: \x0b5\r\n",
-    "Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n",
-    "Transfer-Encoding: identity\r\nTransfer-Encoding: chunked\r\n",
-    "Transfer-Encoding: chunked, chunked\r\n",
-    "Transfer-Encoding: \x0bchunked\r\n",
-    "Transfer-Encoding: chunked\x0b\r\n",
-    'Transfer-Encoding: "chunked"\r\n',
-    "Transfer-Encoding: chunked;q=1\r\n",
-    "Transfer-Encoding:\r\n chunked\r\n",
-    "Transfer-Encoding\t: chunked\r\n",
-    "Transfer-Encoding\r\n: chunked\r\n",
-    "X: y\rTransfer-Encoding: chunked\r\n",
-    "X: y\nTransfer-Encoding: chunked\n",
-    "X: y\r\n\tTransfer-Encoding: chunked\r\n",
-    ": chunked\r\n",
-    "Transfer_Encoding chunked\r\n",
-)
-HIDDEN = "0\r\n\r\nPOST /pause HTTP/1.1\r\nHost: t\r\nContent-Length: 0\r\n\r\n"
-
-
-@pytest.mark.parametrize("framing", FRAMINGS)
-async def test_a_hidden_request_is_not_seen(gateway: GatewayProcess, behind: Upstream, framing: str) -> None:
-    reader, writer = await gateway.connect()
-    writer.write(f"POST /v1/completions HTTP/1.1\r\nHost: t\r\n{AUTH}{framing}\r\n{HIDDEN}".encode("latin-1"))
-    got = await asyncio.wait_for(read_answer(reader), 30)
-    assert got.status == 400, got
-    assert await asyncio.wait_for(reader.read(), 30) == b""  # one answer, then closed
-    writer.close()
-    assert reached(behind) == []
-
+# headers
 
 CARRIERS = (
     "x-session-id", "traceparent", "tracestate", "baggage", "x-request-id", "user-agent", "accept", "content-type",
@@ -216,19 +170,6 @@ async def test_a_value_cannot_carry_a_header(gateway: GatewayProcess, behind: Up
         assert b"\0" not in request.raw_head
 
 
-INTERNAL = (
-    "x-hotswap-cache-scope", "x-hotswap-probe", "x-hotswap-resume", "x-hotswap-resumable", "x-hotswap-resumed",
-    "x-hotswap-refused", "x-hotswap-weight-version", "X-HOTSWAP-PROBE", "x-hotswap-",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("name", INTERNAL)
-async def test_internal_headers_are_refused(gateway: GatewayProcess, behind: Upstream, name: str) -> None:
-    got = await gateway.ask(post(headers=f"{AUTH}{name}: 1\r\n"))
-    assert (got.status, orjson.loads(got.body)["error"]["code"]) == (400, "invalid_parameter")
-    assert reached(behind) == []
-
-
 async def test_what_reaches_an_instance_is_on_a_list(gateway: GatewayProcess, behind: Upstream) -> None:
     lines = "".join(
         f"{name}: x\r\n" for name in ("cookie", "x-forwarded-for", "forwarded", "x_hotswap_probe", "x-hotswap_probe",
@@ -243,38 +184,14 @@ async def test_what_reaches_an_instance_is_on_a_list(gateway: GatewayProcess, be
     assert "PLANTED" not in request.raw_head.decode("latin-1")
 
 
-# what is not HTTP/1, and bodies
-
-NOT_HTTP = {
-    "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\x12\x04\0\0\0\0\0",
-    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\0" * 500,
-    "websocket": get("/v1/models", AUTH + "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: eA==\r\n"),
-    "SSH": b"SSH-2.0-x\r\n",
-    "zeros": b"\0" * 5000,
-    "only line ends, then no method": b"\r\n" * 200 + b" / HTTP/1.1\r\n\r\n",
-    "0.9": b"GET /v1/models\r\n\r\n",
-}
-
-
-@pytest.mark.parametrize("name", NOT_HTTP)
-async def test_other_protocols_are_turned_away(gateway: GatewayProcess, behind: Upstream, name: str) -> None:
-    reader, writer = await gateway.connect()
-    writer.write(NOT_HTTP[name])
-    assert (await asyncio.wait_for(read_answer(reader), 30)).status == 400
-    assert await asyncio.wait_for(reader.read(), 30) == b""
-    writer.close()
-    assert reached(behind) == []
-
+# bodies
 
 BAD_BODIES = {
     "gzip": gzip.compress(b'{"a":"' + b"x" * 10**7 + b'"}'),
     "deep list": b'{"a":' + b"[" * 500_000,
-    "deep object": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
     "UTF-16": '{"a": 1}'.encode("utf-16"),
-    "invalid UTF-8": b'{"a": "\xc0\xaf"}',
+    "an overlong slash in UTF-8": b'{"a": "\xc0\xaf"}',
     "surrogates in UTF-8": b'{"a": "\xed\xa0\x80"}',
-    "NaN": b'{"a": NaN}',
-    "two objects": b'{"a": 1}{"b": 2}',
     "a byte order mark": b'\xef\xbb\xbf{"a": 1}',
 }
 
@@ -283,7 +200,7 @@ BAD_BODIES = {
 async def test_bodies_that_are_no_json_go_nowhere(gateway: GatewayProcess, behind: Upstream, name: str) -> None:
     before = rss(gateway)
     got = await gateway.ask(post(body=BAD_BODIES[name], headers=AUTH + "Content-Encoding: gzip\r\n"))
-    assert (got.status, orjson.loads(got.body)["error"]["code"]) == (400, "invalid_json")
+    assert got.refusal == (400, "invalid_json")
     assert reached(behind) == []
     assert rss(gateway) - before < MOST_GROWTH
 
@@ -341,14 +258,14 @@ async def test_hundreds_of_slow_clients_cost_little(gateway: GatewayProcess, beh
     assert rss(gateway) - before < MOST_GROWTH
 
 
-CHUNKED = f"POST /v1/completions HTTP/1.1\r\nHost: t\r\n{AUTH}Transfer-Encoding: chunked\r\n\r\n".encode()
+CHUNKED = framed(f"{AUTH}Transfer-Encoding: chunked\r\n\r\n")
 ENDLESS = {
-    "chunk extensions": (b"2;", b"x" * 4096),
-    "trailers": (b"2\r\n{}\r\n0\r\n", b"X-Trailer: " + b"x" * 4000 + b"\r\n"),
-    "leading zeros of a size": (b"", b"0" * 4096),
-    "header lines": (None, b"X-More: " + b"x" * 4000 + b"\r\n"),
-    "line ends before a request": (None, b"\r\n" * 2048),
-    "chunks of a byte": (b"", b"1\r\n \r\n" * 1024),
+    "chunk extensions": (CHUNKED + b"2;", b"x" * 4096),
+    "trailers": (CHUNKED + b"2\r\n{}\r\n0\r\n", b"X-Trailer: " + b"x" * 4000 + b"\r\n"),
+    "leading zeros of a size": (CHUNKED, b"0" * 4096),
+    "header lines": (b"GET /healthz HTTP/1.1\r\n", b"X-More: " + b"x" * 4000 + b"\r\n"),
+    "line ends before a request": (b"", b"\r\n" * 2048),
+    "chunks of a byte": (CHUNKED, b"1\r\n \r\n" * 1024),
 }
 
 
@@ -362,25 +279,22 @@ async def test_what_has_no_end_is_ended(gateway: GatewayProcess, behind: Upstrea
 
 async def send_without_end(gateway: GatewayProcess, name: str) -> None:
     begin, more = ENDLESS[name]
-    reader, writer = await gateway.connect()
-    head = CHUNKED if begin is not None else (b"" if "line ends" in name else b"GET /healthz HTTP/1.1\r\n")
-    writer.write(head + (begin or b""))
-    answered = asyncio.ensure_future(reader.read())
-    with contextlib.suppress(ConnectionError):
-        async with asyncio.timeout(60):
-            while not answered.done():
-                writer.write(more)
-                await writer.drain()
-                await asyncio.sleep(0.005)
-    with contextlib.suppress(ConnectionError):
-        got = await asyncio.wait_for(answered, 60)
-        assert got == b"" or got.split(b" ")[1] in (b"400", b"408", b"413", b"431"), (name, got[:100])
-    writer.close()
+    async with gateway.client(begin) as client:
+        answered = asyncio.ensure_future(client.rest())
+        with contextlib.suppress(ConnectionError):
+            async with asyncio.timeout(60):
+                while not answered.done():
+                    client.writer.write(more)
+                    await client.writer.drain()
+                    await asyncio.sleep(0.005)
+        with contextlib.suppress(ConnectionError):
+            got = await answered
+            assert got == b"" or got.split(b" ")[1] in (b"400", b"408", b"413", b"431"), (name, got[:100])
     assert await is_well(gateway)
 
 
 async def test_memory_is_back_after_thousands_of_bad_requests(gateway: GatewayProcess, behind: Upstream) -> None:
-    raws = [post(headers=AUTH + framing) for framing in FRAMINGS]
+    raws = [framed(f"{AUTH}{framing}\r\n") for framing in FRAMINGS]
     raws += [post(body=b"[" * 100_000, headers=AUTH), get("/" + "a" * 40_000), *NOT_HTTP.values()]
     raws += [post(body={"prompt": PROMPT, "hotswap": {"policy": PROMPT}}, headers=AUTH)]
     raws += [post(headers=f"Authorization: Bearer PLANTED{n}\r\n") for n in range(20)]

@@ -10,7 +10,6 @@ import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
-import orjson
 import psutil
 import pytest
 
@@ -22,7 +21,7 @@ from server.gateway.routes import find, public_names
 from server.gateway.wire.bodies import check_object
 from server.gateway.wire.relay import MAX_HEAD, ResponseRelay
 from tests.server.gateway.harness import ADMIN_KEY, RunningGateway, get, post, running_gateway
-from tests.server.gateway.upstream import Upstream, read_answer, upstream
+from tests.server.gateway.upstream import read_answer
 from tests.waiting import eventually, stays
 
 ADMIN = f"Authorization: Bearer {ADMIN_KEY}\r\n"
@@ -50,13 +49,6 @@ def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
         yield g
 
 
-def code(body: bytes) -> str:
-    parsed = orjson.loads(body)["error"]
-    assert parsed.keys() >= {"message", "type", "param", "code"}
-    assert isinstance(parsed["code"], str)
-    return str(parsed["code"])
-
-
 CONTROL_PATHS = [
     "/pause",
     "/resume",
@@ -81,10 +73,9 @@ CONTROL_PATHS = [
 @pytest.mark.parametrize("path", CONTROL_PATHS)
 @pytest.mark.parametrize("method", ["GET", "POST"])
 async def test_control_routes_do_not_exist(gateway: RunningGateway, method: str, path: str) -> None:
-    async with upstream() as up:
-        gateway.register(up)
+    async with gateway.instance() as up:
         answer = await gateway.ask(post(path) if method == "POST" else get(path))
-        assert (answer.status, code(answer.body)) == (404, "not_found")
+        assert answer.refusal == (404, "not_found")
         assert up.requests == []
 
 
@@ -127,11 +118,8 @@ TRICKS = [
 
 @pytest.mark.parametrize("target", TRICKS)
 async def test_path_tricks_reach_nobody(gateway: RunningGateway, target: str) -> None:
-    async with upstream() as up:
-        gateway.register(up)
-        answer = await gateway.ask(post(target))
-        assert answer.status in (400, 404)
-        code(answer.body)
+    async with gateway.instance() as up:
+        assert (await gateway.ask(post(target))).refusal in ((400, "bad_request"), (404, "not_found"))
         assert up.requests == []
 
 
@@ -144,18 +132,16 @@ def test_what_goes_upstream_comes_from_the_table() -> None:
 
 async def test_wrong_method_on_a_public_path(gateway: RunningGateway) -> None:
     answer = await gateway.ask(get("/v1/completions"))
-    assert (answer.status, code(answer.body), answer.headers["allow"]) == (405, "method_not_allowed", "POST")
+    assert (answer.refusal, answer.headers["allow"]) == ((405, "method_not_allowed"), "POST")
     assert (await gateway.ask(post("/healthz"))).status == 405
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/nothing"])
 async def test_head_gets_no_body(gateway: RunningGateway, path: str) -> None:
-    reader, writer = await gateway.connect()
-    writer.write(f"HEAD {path} HTTP/1.1\r\nHost: t\r\nConnection: close\r\n\r\n".encode())
-    raw = await asyncio.wait_for(reader.read(), 10)
-    assert raw.startswith(b"HTTP/1.1 40")
-    assert raw.endswith(b"\r\n\r\n")
-    writer.close()
+    async with gateway.client(f"HEAD {path} HTTP/1.1\r\nHost: t\r\nConnection: close\r\n\r\n".encode()) as client:
+        raw = await client.rest()
+        assert raw.startswith(b"HTTP/1.1 40")
+        assert raw.endswith(b"\r\n\r\n")
 
 
 SMUGGLING = {
@@ -184,37 +170,68 @@ SMUGGLING = {
 }
 
 
-@pytest.mark.parametrize("name", SMUGGLING)
-async def test_smuggling_is_refused(gateway: RunningGateway, name: str) -> None:
-    async with upstream() as up:
-        gateway.register(up)
-        reader, writer = await gateway.connect()
-        writer.write(f"POST /v1/completions HTTP/1.1\r\nHost: t\r\n{SMUGGLING[name]}".encode())
-        answer = await asyncio.wait_for(read_answer(reader), 10)
-        assert answer.status == 400
-        code(answer.body)
-        assert answer.headers["connection"] == "close"
-        assert await asyncio.wait_for(reader.read(), 10) == b""  # one answer, then closed
-        writer.close()
-        assert up.requests == []
+FRAMINGS = (
+    "Transfer-Encoding: chunked\r\nContent-Length: 5\r\n",
+    "Content-Length: 5\r\nTransfer-Encoding: identity\r\n",
+    "Content-Length: 5\r\nContent-Length : 50\r\n",
+    "Content-Length: 5\r\n Content-Length: 50\r\n",
+    "Content-Length: 5 5\r\n",
+    "Content-Length: 5,50\r\n",
+    "Content-Length: -5\r\n",
+    "Content-Length: 5\0\r\n",
+    "Content-Length: \x0b5\r\n",
+    "Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n",
+    "Transfer-Encoding: identity\r\nTransfer-Encoding: chunked\r\n",
+    "Transfer-Encoding: chunked, chunked\r\n",
+    "Transfer-Encoding: \x0bchunked\r\n",
+    "Transfer-Encoding: chunked\x0b\r\n",
+    'Transfer-Encoding: "chunked"\r\n',
+    "Transfer-Encoding: chunked;q=1\r\n",
+    "Transfer-Encoding:\r\n chunked\r\n",
+    "Transfer-Encoding\t: chunked\r\n",
+    "Transfer-Encoding\r\n: chunked\r\n",
+    "X: y\rTransfer-Encoding: chunked\r\n",
+    "X: y\nTransfer-Encoding: chunked\n",
+    "X: y\r\n\tTransfer-Encoding: chunked\r\n",
+    ": chunked\r\n",
+    "Transfer_Encoding chunked\r\n",
+)
+HIDDEN = "0\r\n\r\nPOST /pause HTTP/1.1\r\nHost: t\r\nContent-Length: 0\r\n\r\n"
+NOT_HTTP = {
+    "no host": b"POST /v1/completions HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}",
+    "a version of HTTP/2": b"POST /v1/completions HTTP/2.0\r\nHost: t\r\nContent-Length: 2\r\n\r\n{}",
+    "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\x12\x04\0\0\0\0\0",
+    "1.0 in chunks": b"POST /generate HTTP/1.0\r\nHost: t\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+    "0.9": b"GET /v1/models\r\n\r\n",
+    "connect": b"CONNECT t:80 HTTP/1.1\r\nHost: t\r\n\r\n",
+    "websocket": get("/v1/models", "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: eA==\r\n"),
+    "a path with a byte beyond ASCII": b"GET /\xff HTTP/1.1\r\nHost: t\r\n\r\n",
+    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\0" * 500,
+    "SSH": b"SSH-2.0-x\r\n",
+    "zeros": b"\0" * 5000,
+    "only line ends, then no method": b"\r\n" * 200 + b" / HTTP/1.1\r\n\r\n",
+}
+
+
+def framed(rest: str) -> bytes:
+    return f"POST /v1/completions HTTP/1.1\r\nHost: t\r\n{rest}".encode("latin-1")
 
 
 @pytest.mark.parametrize(
     "raw",
     [
-        b"POST /v1/completions HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}",
-        b"POST /v1/completions HTTP/2.0\r\nHost: t\r\nContent-Length: 2\r\n\r\n{}",
-        b"POST /v1/completions HTTP/1.0\r\nHost: t\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
-        b"CONNECT t:80 HTTP/1.1\r\nHost: t\r\n\r\n",
-        b"POST /v1/completions\r\n\r\n",
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
-        b"GET /\xff HTTP/1.1\r\nHost: t\r\n\r\n",
+        *(pytest.param(framed(rest), id=name) for name, rest in SMUGGLING.items()),
+        *(pytest.param(framed(f"{framing}\r\n{HIDDEN}"), id=repr(framing)) for framing in FRAMINGS),
+        *(pytest.param(raw, id=name) for name, raw in NOT_HTTP.items()),
     ],
 )
-async def test_what_is_not_http_is_400(gateway: RunningGateway, raw: bytes) -> None:
-    answer = await gateway.ask(raw)
-    assert answer.status == 400
-    code(answer.body)
+async def test_what_is_not_one_plain_request_is_refused(gateway: RunningGateway, raw: bytes) -> None:
+    async with gateway.instance() as up, gateway.client(raw) as client:
+        answer = await client.answer()
+        assert (answer.status, answer.error["type"]) == (400, "invalid_request_error")
+        assert answer.headers["connection"] == "close"
+        assert await client.rest() == b"", "one answer, then closed"
+        assert up.requests == []
 
 
 # limits
@@ -222,92 +239,83 @@ async def test_what_is_not_http_is_400(gateway: RunningGateway, raw: bytes) -> N
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/healthz", "/admin/weights"])
 async def test_a_body_over_the_limit_is_413(gateway: RunningGateway, path: str) -> None:
-    async with upstream() as up:
-        gateway.register(up)
-        answer = await gateway.ask(post(path, b" " * 1001))
-        assert (answer.status, code(answer.body)) == (413, "request_too_large")
+    async with gateway.instance() as up:
+        assert (await gateway.ask(post(path, b" " * 1001))).refusal == (413, "request_too_large")
         assert up.requests == []
 
 
 async def test_a_long_chunked_body_is_413_and_read_no_further(gateway: RunningGateway) -> None:
-    async with upstream() as up:
-        gateway.register(up)
-        reader, writer = await gateway.connect()
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: chunked\r\n\r\n")
-        for _ in range(50):
-            writer.write(b"ff\r\n" + b"x" * 255 + b"\r\n")
-        answer = await read_answer(reader)
-        assert (answer.status, code(answer.body)) == (413, "request_too_large")
-        writer.close()
+    async with gateway.instance() as up:
+        raw = framed("Transfer-Encoding: chunked\r\n\r\n") + 50 * (b"ff\r\n" + b"x" * 255 + b"\r\n")
+        assert (await gateway.ask(raw)).refusal == (413, "request_too_large")
         assert up.requests == []
 
 
 async def test_bodies_held_at_one_time_are_bounded(gateway: RunningGateway) -> None:
-    async with upstream() as up:
-        gateway.register(up)
-        held = []
-        for _ in range(2):
-            _, writer = await gateway.connect()
-            writer.write(post(body=b" " * 900)[:-1])
-            held.append(writer)
-        await eventually(lambda: gateway.gateway.buffered == 2 * 899)
-        answer = await gateway.ask(post(body=b'{"a":"' + b"x" * 800 + b'"}'))
-        assert (answer.status, code(answer.body)) == (503, "overloaded")
-        for writer in held:
-            writer.close()
+    part, whole = post(body=b" " * 900)[:-1], post(body=b'{"a":"' + b"x" * 800 + b'"}')
+    async with gateway.instance():
+        async with gateway.client(part), gateway.client(part):
+            await eventually(lambda: gateway.gateway.buffered == 2 * 899)
+            assert (await gateway.ask(whole)).refusal == (503, "overloaded")
         await eventually(lambda: gateway.gateway.buffered == 0)
-        assert (await gateway.ask(post(body=b'{"a":"' + b"x" * 800 + b'"}'))).status == 200
+        assert (await gateway.ask(whole)).status == 200
     assert gateway.gateway.buffered == 0
 
 
 async def test_a_body_that_nobody_waited_for_is_not_counted(gateway: RunningGateway) -> None:
     """The app answers 404 before the body is there; clients that then rest must not use up what all may send."""
-    reader, writer = await gateway.connect()
-    body = b'{"a": "' + b"x" * 600 + b'"}'
-    for _ in range(3):  # together over --max-body
-        raw = post("/no/such/route", body)
-        writer.write(raw[:-600])
-        assert (await asyncio.wait_for(read_answer(reader), 5)).status == 404
-        writer.write(raw[-600:])
-        await stays(lambda: gateway.gateway.buffered == 0, 0.05)
-    writer.write(get("/healthz"))
-    assert (await asyncio.wait_for(read_answer(reader), 5)).status == 200
-    writer.close()
+    raw = post("/no/such/route", b'{"a": "' + b"x" * 600 + b'"}')
+    async with gateway.client() as client:
+        for _ in range(3):  # together over --max-body
+            client.writer.write(raw[:-600])
+            assert (await client.answer()).status == 404
+            client.writer.write(raw[-600:])
+            await stays(lambda: gateway.gateway.buffered == 0, 0.05)
+        client.writer.write(get("/healthz"))
+        assert (await client.answer()).status == 200
 
 
 async def test_nothing_follows_an_answer_that_did_not_wait(hasty: RunningGateway) -> None:
     """A body that never comes to its end after its answer ends the connection, and gets no second answer."""
-    reader, writer = await hasty.connect()
-    writer.write(post("/no/such/route", b"x" * 100)[:-50])
-    assert (await asyncio.wait_for(read_answer(reader), 5)).status == 404
-    writer.write(b"x")
-    assert await asyncio.wait_for(reader.read(), 5) == b""
-    writer.close()
+    async with hasty.client(post("/no/such/route", b"x" * 100)[:-50]) as client:
+        assert (await client.answer()).status == 404
+        client.writer.write(b"x")
+        assert await client.rest() == b""
 
 
 async def test_connections_are_bounded(gateway: RunningGateway) -> None:
     await eventually(lambda: not gateway.gateway.clients)
     links = [await gateway.connect() for _ in range(LIMITS.max_connections + 1)]
-    answer = await read_answer(links[-1][0])
-    assert (answer.status, code(answer.body)) == (503, "overloaded")
+    assert (await read_answer(links[-1][0])).refusal == (503, "overloaded")
     for _, writer in links:
         writer.close()
 
 
 async def test_an_announced_long_body_is_refused_before_it_is_sent(gateway: RunningGateway) -> None:
-    reader, writer = await gateway.connect()
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nExpect: 100-continue\r\nContent-Length: 9999\r\n\r\n")
-    assert (await read_answer(reader)).status == 413  # and no 100 before it: read_answer would have skipped one
-    writer.close()
+    async with gateway.client(framed("Expect: 100-continue\r\nContent-Length: 9999\r\n\r\n")) as client:
+        assert (await client.reader.readline()).startswith(b"HTTP/1.1 413"), "and no 100 before it"
 
 
 @pytest.mark.parametrize(
-    "headers",
-    ["X: " + "a" * 5000 + "\r\n", "".join(f"X-{i}: 1\r\n" for i in range(40)), "X: " + "a" * 300_000 + "\r\n"],
+    "raw",
+    [
+        post(headers="X: " + "a" * 5000 + "\r\n"),
+        post(headers="".join(f"X-{i}: 1\r\n" for i in range(40))),
+        post(headers="X: " + "a" * 300_000 + "\r\n"),
+        get("/" + "a" * 5000),
+    ],
+    ids=["a long line", "many lines", "a longer line", "a long path"],
 )
-async def test_long_heads_are_431(gateway: RunningGateway, headers: str) -> None:
-    answer = await gateway.ask(post(headers=headers))
-    assert (answer.status, code(answer.body)) == (431, "headers_too_large")
+async def test_long_heads_are_431(gateway: RunningGateway, raw: bytes) -> None:
+    assert (await gateway.ask(raw)).refusal == (431, "headers_too_large")
+
+
+async def test_a_head_without_an_end_is_431(gateway: RunningGateway) -> None:
+    async with gateway.client(b"GET /healthz HTTP/1.1\r\n") as client:
+        for _ in range(30):
+            client.writer.write(b"X-A: " + b"a" * 200 + b"\r\n")
+            await asyncio.sleep(0)
+        assert (await client.answer()).status == 431
 
 
 NO_END = {
@@ -324,17 +332,15 @@ A_READ = 256 * 2**10  # the most that the gateway's loop reads at a time
 async def test_framing_without_an_end_is_431(gateway: RunningGateway, path: str, name: str) -> None:
     """Before the gateway forwards the request, while the app waits for the body, and after the app has answered."""
     begin, more = NO_END[name]
-    reader, writer = await gateway.connect(admin="/admin" in path)
-    writer.write(f"POST {path} HTTP/1.1\r\nHost: t\r\n{ADMIN}Transfer-Encoding: chunked\r\n\r\n".encode())
-    answered = path == "/no/such/route"
-    if answered:
-        assert (await asyncio.wait_for(read_answer(reader), 10)).status == 404
-    writer.write(begin + more * (4 * A_READ // len(more)))
-    if not answered:
-        answer = await asyncio.wait_for(read_answer(reader), 10)
-        assert (answer.status, code(answer.body)) == (431, "headers_too_large")
-    assert await asyncio.wait_for(reader.read(), 10) == b""
-    writer.close()
+    head = f"POST {path} HTTP/1.1\r\nHost: t\r\n{ADMIN}Transfer-Encoding: chunked\r\n\r\n".encode()
+    async with gateway.client(head, admin="/admin" in path) as client:
+        answered = path == "/no/such/route"
+        if answered:
+            assert (await client.answer()).status == 404
+        client.writer.write(begin + more * (4 * A_READ // len(more)))
+        if not answered:
+            assert (await client.answer()).refusal == (431, "headers_too_large")
+        assert await client.rest() == b""
 
 
 @pytest.mark.parametrize("name", NO_END)
@@ -359,39 +365,20 @@ def test_answers_have_any_number_of_small_chunks() -> None:
     assert relay.complete
 
 
-async def test_a_head_without_an_end_is_431(gateway: RunningGateway) -> None:
-    reader, writer = await gateway.connect()
-    writer.write(b"GET /healthz HTTP/1.1\r\n")
-    for _ in range(30):
-        writer.write(b"X-A: " + b"a" * 200 + b"\r\n")
-        await asyncio.sleep(0)
-    assert (await read_answer(reader)).status == 431
-    writer.close()
-
-
-async def test_a_long_path_is_431(gateway: RunningGateway) -> None:
-    assert (await gateway.ask(get("/" + "a" * 5000))).status == 431
-
-
 @pytest.mark.parametrize(
     "part",
     [b"POST /v1/comp", post(body=b"{}")[:-1], post("/admin/weights", b"{}", ADMIN)[:-1]],
     ids=["head", "body", "admin"],
 )
 async def test_a_request_that_never_ends_is_408(hasty: RunningGateway, part: bytes) -> None:
-    answer = await hasty.ask(part, admin=b"/admin" in part)
-    assert (answer.status, code(answer.body)) == (408, "request_timeout")
+    assert (await hasty.ask(part, admin=b"/admin" in part)).refusal == (408, "request_timeout")
 
 
 async def test_idle_connections_are_closed(hasty: RunningGateway) -> None:
-    silent, silent_writer = await hasty.connect()
-    reader, writer = await hasty.connect()
-    writer.write(get("/healthz"))
-    await read_answer(reader)
-    for stream in (reader, silent):
-        assert await asyncio.wait_for(stream.read(), 10) == b""
-    writer.close()
-    silent_writer.close()
+    async with hasty.client() as silent, hasty.client(get("/healthz")) as client:
+        await client.answer()
+        for each in (client, silent):
+            assert await each.rest() == b""
     await eventually(lambda: not hasty.gateway.clients)
 
 
@@ -399,20 +386,14 @@ async def test_idle_connections_are_closed(hasty: RunningGateway) -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b"{}x", b"[1]", b'"a"', b"null", b"\xff\xfe", b'{"a":NaN}', b'{"a":1,}', b'{"a":"\xff"}']
-)
+    "body",
+    [b"", b"{", b"{}x", b"[1]", b'"a"', b"null", b"\xff\xfe", b'{"a":NaN}', b'{"a":1,}', b'{"a":"\xff"}',
+     b'{"a":' + b"[" * 990, b'{"a":' + b"[" * 490 + b"]" * 490 + b"}x"],
+)  # fmt: skip
 async def test_malformed_json_is_400_and_goes_nowhere(gateway: RunningGateway, body: bytes) -> None:
-    async with upstream() as up:
-        gateway.register(up)
-        answer = await gateway.ask(post("/v1/chat/completions", body))
-        assert (answer.status, code(answer.body)) == (400, "invalid_json")
+    async with gateway.instance() as up:
+        assert (await gateway.ask(post("/v1/chat/completions", body))).refusal == (400, "invalid_json")
         assert up.requests == []
-
-
-@pytest.mark.parametrize("body", [b'{"a":' + b"[" * 990, b'{"a":' + b"[" * 490 + b"]" * 490 + b"}x"])
-async def test_deep_json_does_not_hurt(gateway: RunningGateway, body: bytes) -> None:
-    answer = await gateway.ask(post("/v1/chat/completions", body))
-    assert (answer.status, code(answer.body)) == (400, "invalid_json")
 
 
 def test_json_is_checked_without_being_built() -> None:
@@ -432,58 +413,32 @@ def test_json_without_a_bottom_is_refused(deep: bytes) -> None:
 
 
 async def test_a_body_on_a_get_goes_nowhere(gateway: RunningGateway) -> None:
-    async with upstream() as up:
-        gateway.register(up)
+    async with gateway.instance() as up:
         assert (await gateway.ask(get("/v1/models", "Content-Length: 2\r\n") + b"{}")).status == 200
     assert up.requests[0].body == b""
 
 
 async def test_a_refused_body_leaves_the_connection_usable(gateway: RunningGateway) -> None:
-    async with upstream() as up:
-        gateway.register(up)
-        reader, writer = await gateway.connect()
-        writer.write(post(body=b"{"))
-        assert (await read_answer(reader)).status == 400
-        writer.write(post())
-        assert (await read_answer(reader)).status == 200
-        writer.close()
-
-
-async def test_the_log_holds_neither_keys_nor_prompts(
-    gateway: RunningGateway, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def die(link: object, _: object) -> None:
-        raise ConnectionError
-
-    caplog.set_level("DEBUG")
-    async with upstream() as up:
-        dying: Upstream = up
-        dying.handler = die
-        gateway.register(up)
-        await gateway.ask(post(body={"prompt": "PROMPT-IN-CLEAR"}, headers="Authorization: Bearer KEY-IN-CLEAR\r\n"))
-        await gateway.ask(post(body=b'{"prompt": "PROMPT-IN-CLEAR', headers="X-Api-Key: KEY-IN-CLEAR\r\n"))
-    assert "IN-CLEAR" not in caplog.text
-    assert caplog.records  # the broken answer itself is logged
+    async with gateway.instance(), gateway.client(post(body=b"{")) as client:
+        assert (await client.answer()).status == 400
+        client.writer.write(post())
+        assert (await client.answer()).status == 200
 
 
 async def test_a_body_in_tiny_chunks_takes_the_memory_of_its_bytes(tmp_path: Path) -> None:
     """Of as many objects as chunks, each would take 20 times its bytes."""
     size = 2 * 2**20
     data = random.Random(0).randbytes(size)  # not one byte again and again, which Python would keep once
-    framed = b"".join(b"2\r\n%b\r\n" % data[at : at + 2] for at in range(0, size, 2))
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: chunked\r\n\r\n"
+    chunks = b"".join(b"2\r\n%b\r\n" % data[at : at + 2] for at in range(0, size, 2))
     with running_gateway(tmp_path, run_coordinator=False) as gateway:
         before = psutil.Process().memory_info().rss
-        reader, writer = await gateway.connect()
-        writer.write(head)
-        for at in range(0, len(framed), 65_536):
-            writer.write(framed[at : at + 65_536])
-            await writer.drain()
-        await eventually(lambda: gateway.gateway.buffered == size)
-        assert psutil.Process().memory_info().rss - before < 8 * size
-        writer.close()
+        async with gateway.client(framed("Transfer-Encoding: chunked\r\n\r\n")) as client:
+            for at in range(0, len(chunks), 65_536):
+                client.writer.write(chunks[at : at + 65_536])
+                await client.writer.drain()
+            await eventually(lambda: gateway.gateway.buffered == size)
+            assert psutil.Process().memory_info().rss - before < 8 * size
         await eventually(lambda: gateway.gateway.buffered == 0)
-        del reader
 
 
 ORIGINS = {
@@ -505,14 +460,12 @@ async def test_foreign_pages_may_not_ask_while_no_key_is_needed(tmp_path: Path) 
     settings = UpstreamSettings(scrape_interval_s=3600.0)
     allowed = ("https://console.example",)
     with running_gateway(tmp_path, upstream=settings, run_coordinator=False, allowed_origins=allowed) as gateway:
-        async with upstream() as up:
-            gateway.register(up)
+        async with gateway.instance():
             for (origin, status), path in itertools.product(ORIGINS.items(), ("/generate", "/v1/chat/completions")):
                 headers = f"Origin: {origin}\r\n" if origin is not None else ""
                 got = await gateway.ask(post(path, headers=headers))
                 assert got.status == status, origin
-                if status == 403:
-                    assert orjson.loads(got.body)["error"]["code"] == "origin_not_allowed"
+                assert status == 200 or got.error["code"] == "origin_not_allowed"
 
 
 LAN = "192.168.1.20"
