@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,10 +18,10 @@ from server.gateway.access.keys import Principal
 from server.gateway.config import Failover
 from server.gateway.fleet.routing import Need
 from server.gateway.wire.bodies import check_object
-from tests.server.gateway.harness import KEYS, RunningGateway, get, post, running_gateway
-from tests.server.gateway.upstream import Answer, Link, Received, Upstream, read_answer, upstream
+from tests.server.gateway.harness import KEYS, Client, RunningGateway, get, post, running_gateway
+from tests.server.gateway.upstream import Handler, Link, Received, Upstream, answer_json, answering
 from tests.waiting import eventually
-from weightsync.control.records import ActiveRecord
+from weightsync.control.records import ActiveRecord, SwapRecord
 
 SETTINGS = UpstreamSettings(scrape_interval_s=3600.0, hold_s=0.0, max_held=3)
 
@@ -38,16 +39,19 @@ def commit(gateway: RunningGateway, version: int, epoch: int) -> None:
 
 
 @asynccontextmanager
-async def serving(gateway: RunningGateway, version: int, **handlers: Any) -> AsyncIterator[Upstream]:
+async def serving(gateway: RunningGateway, version: int, handler: Handler = answer_json) -> AsyncIterator[Upstream]:
     """One instance that runs `version`, which is committed."""
     commit(gateway, version, version)
-    async with upstream(**handlers) as up:
-        gateway.register(up, active_version=version, active_epoch=version)
+    async with gateway.instance(handler, active_version=version, active_epoch=version) as up:
         yield up
 
 
-def code(answer: Answer) -> tuple[int, str]:
-    return answer.status, str(orjson.loads(answer.body)["error"]["code"])
+@asynccontextmanager
+async def beside_another(gateway: RunningGateway, handler: Handler) -> AsyncIterator[tuple[Upstream, Upstream]]:
+    """Two instances that run version 4, which is committed: by `handler`, and one that answers."""
+    asked = gateway.instance(handler, "a", active_version=4, active_epoch=4)
+    async with serving(gateway, 4) as well, asked as other:
+        yield other, well
 
 
 def sent(up: Upstream) -> dict[str, str]:
@@ -55,13 +59,14 @@ def sent(up: Upstream) -> dict[str, str]:
     return {k: v for k, v in up.requests[-1].headers.items() if k.startswith("x-hotswap-")}
 
 
-async def waiting(gateway: RunningGateway, headers: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+@asynccontextmanager
+async def waiting(gateway: RunningGateway, headers: str) -> AsyncIterator[Client]:
     """A client whose request is held."""
-    before = len(gateway.gateway.default.fleet.room)
-    reader, writer = await gateway.connect()
-    writer.write(post(headers=headers))
-    await eventually(lambda: len(gateway.gateway.default.fleet.room) == before + 1)
-    return reader, writer
+    room = gateway.gateway.default.fleet.room
+    before = len(room)
+    async with gateway.client(post(headers=headers)) as client:
+        await eventually(lambda: len(room) == before + 1)
+        yield client
 
 
 # reading
@@ -169,13 +174,18 @@ def test_what_meets_a_need(version: int | None, need: Need, met: bool) -> None:
         ("X-Hotswap-Cache-Scope: public\r\n", "x-hotswap-cache-scope"),
         ("X-Hotswap-Refused: version\r\n", "x-hotswap-refused"),
         ("X-Hotswap-Verison: 1\r\n", "x-hotswap-verison"),
+        ("X-HOTSWAP-PROBE: 1\r\n", "x-hotswap-probe"),
+        ("x-hotswap-resume: 1\r\n", "x-hotswap-resume"),
+        ("x-hotswap-resumable: 1\r\n", "x-hotswap-resumable"),
+        ("x-hotswap-resumed: 1\r\n", "x-hotswap-resumed"),
+        ("x-hotswap-weight-version: 1\r\n", "x-hotswap-weight-version"),
+        ("x-hotswap-: 1\r\n", "x-hotswap-"),
     ],
 )
 async def test_bad_headers_are_400(gateway: RunningGateway, headers: str, param: str) -> None:
     async with serving(gateway, 1) as up:
         answer = await gateway.ask(post(headers=headers))
-        assert code(answer) == (400, "invalid_parameter")
-        assert orjson.loads(answer.body)["error"]["param"] == param
+        assert (answer.refusal, answer.error["param"]) == ((400, "invalid_parameter"), param)
         assert up.requests == []
 
 
@@ -199,8 +209,7 @@ async def test_bad_headers_are_400(gateway: RunningGateway, headers: str, param:
 async def test_bad_fields_are_400(gateway: RunningGateway, field: Any, param: str) -> None:
     async with serving(gateway, 1) as up:
         answer = await gateway.ask(post("/generate", {"prompt": "x", "hotswap": field}))
-        assert code(answer) == (400, "invalid_parameter")
-        assert orjson.loads(answer.body)["error"]["param"] == param
+        assert (answer.refusal, answer.error["param"]) == ((400, "invalid_parameter"), param)
         assert up.requests == []
 
 
@@ -229,7 +238,7 @@ async def test_a_deep_or_huge_field_does_not_hurt(gateway: RunningGateway) -> No
 async def test_contradictions_are_400(gateway: RunningGateway, headers: str, field: Any) -> None:
     async with serving(gateway, 3) as up:
         answer = await gateway.ask(post(body={"prompt": "x", "hotswap": field}, headers=headers))
-        assert code(answer) == (400, "contradictory_parameters")
+        assert answer.refusal == (400, "contradictory_parameters")
         assert up.requests == []
 
 
@@ -266,12 +275,12 @@ async def test_a_trailer_asks_for_nothing(gateway: RunningGateway) -> None:
 
 async def test_the_instance_with_the_version_is_asked(gateway: RunningGateway) -> None:
     commit(gateway, 4, 6)
-    async with upstream() as old, upstream() as new:
-        gateway.store.put(
-            KEYS.swap, b'{"id":"s","target":4,"phase":"commit","participants":["a","b"],"deadline":0,"opened_at":0}'
-        )
-        gateway.register(old, "a", active_version=3, active_epoch=5)
-        gateway.register(new, "b", active_version=4, active_epoch=6)
+    swap = SwapRecord("s", 4, "commit", ("a", "b"), 0.0, 0.0)
+    gateway.store.put(KEYS.swap, swap.to_json())
+    async with (
+        gateway.instance(instance_id="a", active_version=3, active_epoch=5) as old,
+        gateway.instance(instance_id="b", active_version=4, active_epoch=6) as new,
+    ):
         for _ in range(4):
             assert (await gateway.ask(post(headers="X-Hotswap-Version: 3\r\n"))).status == 200
             assert (await gateway.ask(post(headers="X-Hotswap-Min-Version: 4\r\n"))).status == 200
@@ -284,11 +293,9 @@ async def test_a_version_nobody_runs_is_409(gateway: RunningGateway) -> None:
     async with serving(gateway, 4) as up:
         for headers in ("X-Hotswap-Version: 3\r\n", "X-Hotswap-Min-Version: 5\r\n"):
             answer = await gateway.ask(post(headers=headers))
-            assert code(answer) == (409, "version_unavailable")
-            error = orjson.loads(answer.body)["error"]
-            assert error["active_version"] == 4
-            assert "version 4 is active" in error["message"]
-            assert headers.split(": ")[1].strip() in error["message"]
+            assert (answer.refusal, answer.error["active_version"]) == ((409, "version_unavailable"), 4)
+            assert "version 4 is active" in answer.error["message"]
+            assert headers.split(": ")[1].strip() in answer.error["message"]
         assert up.requests == []
 
 
@@ -307,10 +314,7 @@ def refusing(times: int, **fields: bytes) -> Any:
 
 
 async def test_a_refused_request_goes_to_another_instance_whole(gateway: RunningGateway) -> None:
-    commit(gateway, 4, 4)
-    async with upstream(refusing(99)) as stale, upstream() as well:
-        gateway.register(stale, "a", active_version=4, active_epoch=4)
-        gateway.register(well, "b", active_version=4, active_epoch=4)
+    async with beside_another(gateway, refusing(99)) as (stale, well):
         bodies = [orjson.dumps({"prompt": f"{n}" + "x" * 70_000}) for n in range(8)]  # not all of one instance's
         for body in bodies:
             answer = await gateway.ask(post(body=body, headers="X-Hotswap-Version: 4\r\n"))
@@ -325,10 +329,7 @@ async def test_a_refused_request_goes_to_another_instance_whole(gateway: Running
 
 async def test_a_canary_turns_everybody_away(gateway: RunningGateway) -> None:
     """Also who asked for no version, in the moment before the gateway hears that it is out of routing."""
-    commit(gateway, 4, 4)
-    async with upstream(refusing(99)) as canary, upstream() as well:
-        gateway.register(canary, "a", active_version=4, active_epoch=4)
-        gateway.register(well, "b", active_version=4, active_epoch=4)
+    async with beside_another(gateway, refusing(99)) as (canary, well):
         for _ in range(3):
             assert (await gateway.ask(post(body={"prompt": "x"}))).status == 200
         assert canary.requests
@@ -336,9 +337,9 @@ async def test_a_canary_turns_everybody_away(gateway: RunningGateway) -> None:
 
 
 async def test_refused_by_all_is_409(gateway: RunningGateway) -> None:
-    async with serving(gateway, 4, handler=refusing(99)) as up:
+    async with serving(gateway, 4, refusing(99)) as up:
         answer = await gateway.ask(post(headers="X-Hotswap-Version: 4\r\n"))
-        assert code(answer) == (409, "version_unavailable")
+        assert answer.refusal == (409, "version_unavailable")
         assert "x-hotswap-refused" not in answer.headers
         assert len(up.requests) == 1
 
@@ -352,27 +353,22 @@ async def test_a_refusal_in_pieces(gateway: RunningGateway) -> None:
         await link.send(b" " * 100)
         await link.gone()
 
-    commit(gateway, 4, 4)
-    async with upstream(in_pieces) as stale, upstream() as well:
-        gateway.register(stale, "a", active_version=4, active_epoch=4)
-        gateway.register(well, "b", active_version=4, active_epoch=4)
+    async with beside_another(gateway, in_pieces) as (stale, _):
         for _ in range(3):
             assert (await gateway.ask(post(headers="X-Hotswap-Version: 4\r\n"))).status == 200
         assert stale.requests
 
 
 async def test_another_409_is_the_clients(gateway: RunningGateway) -> None:
-    async def cut(link: Link, _: Received) -> None:
-        await link.json(b'{"error":{"code":"weights_changed"}}', b"409 Conflict")
-
-    async with serving(gateway, 4, handler=cut):
+    said = b'{"error":{"code":"weights_changed"}}'
+    async with serving(gateway, 4, answering(said, b"409 Conflict")):
         answer = await gateway.ask(post(headers="X-Hotswap-Version: 4\r\n"))
-        assert code(answer) == (409, "weights_changed")
+        assert (answer.status, answer.body) == (409, said)
 
 
 async def test_an_instance_that_refuses_and_then_has_it(gateway: RunningGateway) -> None:
     """It refused while it was elsewhere, and the view did not change after: another try comes by itself."""
-    async with serving(gateway, 4, handler=refusing(1)) as up:
+    async with serving(gateway, 4, refusing(1)) as up:
         answer = await gateway.ask(post(headers="X-Hotswap-Version: 4\r\nX-Hotswap-Wait-S: 30\r\n"))
         assert answer.status == 200
         assert len(up.requests) == 2
@@ -383,13 +379,12 @@ async def test_an_instance_that_refuses_and_then_has_it(gateway: RunningGateway)
 
 async def test_the_version_comes_while_it_is_waited_for(gateway: RunningGateway) -> None:
     async with serving(gateway, 4) as up:
-        reader, writer = await waiting(gateway, "X-Hotswap-Min-Version: 5\r\nX-Hotswap-Wait-S: 60\r\n")
-        gateway.register(up, state="STAGED", active_version=4, active_epoch=4, staged_version=5)
-        assert (await gateway.ask(post())).status == 200  # others are served meanwhile
-        commit(gateway, 5, 5)
-        gateway.register(up, active_version=5, active_epoch=5)
-        assert (await read_answer(reader)).status == 200
-        writer.close()
+        async with waiting(gateway, "X-Hotswap-Min-Version: 5\r\nX-Hotswap-Wait-S: 60\r\n") as client:
+            gateway.register(up, state="STAGED", active_version=4, active_epoch=4, staged_version=5)
+            assert (await gateway.ask(post())).status == 200  # others are served meanwhile
+            commit(gateway, 5, 5)
+            gateway.register(up, active_version=5, active_epoch=5)
+            assert (await client.answer()).status == 200
         assert up.requests[-1].headers["x-hotswap-min-version"] == "5"
         assert gateway.gateway.default.stats.holds["version", "served"] == 1
 
@@ -397,16 +392,15 @@ async def test_the_version_comes_while_it_is_waited_for(gateway: RunningGateway)
 async def test_the_version_never_comes(gateway: RunningGateway) -> None:
     async with serving(gateway, 4) as up:
         answer = await gateway.ask(post(headers="X-Hotswap-Version: 5\r\nX-Hotswap-Wait-S: 0.2\r\n"))
-        assert code(answer) == (504, "version_wait_timeout")
-        assert orjson.loads(answer.body)["error"]["active_version"] == 4
+        assert (answer.refusal, answer.error["active_version"]) == ((504, "version_wait_timeout"), 4)
         assert gateway.gateway.default.stats.holds["version", "refused"] == 1
         assert up.requests == []
 
 
 async def test_a_client_leaves_while_it_waits(gateway: RunningGateway) -> None:
     async with serving(gateway, 4) as up:
-        _, writer = await waiting(gateway, "X-Hotswap-Version: 5\r\nX-Hotswap-Wait-S: 60\r\n")
-        writer.transport.abort()
+        async with waiting(gateway, "X-Hotswap-Version: 5\r\nX-Hotswap-Wait-S: 60\r\n") as client:
+            client.writer.transport.abort()
         await eventually(lambda: len(gateway.gateway.default.fleet.room) == 0)
         assert gateway.gateway.default.stats.disconnects["held"] == 1
         assert gateway.gateway.default.stats.holds["version", "left"] == 1
@@ -419,17 +413,17 @@ async def test_a_client_leaves_while_it_waits(gateway: RunningGateway) -> None:
 
 async def test_those_who_wait_are_bounded(gateway: RunningGateway) -> None:
     async with serving(gateway, 4):
-        headers = "X-Hotswap-Version: 5\r\nX-Hotswap-Wait-S: 60\r\n"
-        held = [await waiting(gateway, headers) for _ in range(3)]
-        assert code(await gateway.ask(post(headers=headers))) == (503, "overloaded")
-        assert (await gateway.ask(post())).status == 200
-        for _, writer in held:
-            writer.close()
+        async with contextlib.AsyncExitStack() as held:
+            headers = "X-Hotswap-Version: 5\r\nX-Hotswap-Wait-S: 60\r\n"
+            for _ in range(3):
+                await held.enter_async_context(waiting(gateway, headers))
+            assert (await gateway.ask(post(headers=headers))).refusal == (503, "overloaded")
+            assert (await gateway.ask(post())).status == 200
         await eventually(lambda: len(gateway.gateway.default.fleet.room) == 0)
 
 
 async def test_a_slow_refusal_uses_up_the_wait(gateway: RunningGateway) -> None:
-    async with serving(gateway, 4, handler=refusing(10**6)) as up:
+    async with serving(gateway, 4, refusing(10**6)) as up:
         answer = await gateway.ask(post(headers="X-Hotswap-Version: 4\r\nX-Hotswap-Wait-S: 0.7\r\n"))
-        assert code(answer) == (504, "version_wait_timeout")
+        assert answer.refusal == (504, "version_wait_timeout")
         assert len(up.requests) >= 2
