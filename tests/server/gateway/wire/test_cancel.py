@@ -27,7 +27,7 @@ from server.gateway.routes import find
 from server.gateway.wire.head import RequestHead
 from server.ports import free_port
 from tests.server.gateway.harness import RunningGateway, get, post, running_gateway
-from tests.server.gateway.upstream import Link, Received, Upstream, read_answer, upstream
+from tests.server.gateway.upstream import Link, Received, Upstream, streaming, upstream
 from tests.waiting import eventually, stands_still
 from weightsync.control.records import InstanceRecord, Keys
 from weightsync.store import open_store
@@ -50,13 +50,6 @@ def hasty(tmp_path: Path) -> Iterator[RunningGateway]:
         yield g
 
 
-async def leave(writer: asyncio.StreamWriter, how: str) -> None:
-    if how == "reset":
-        writer.transport.abort()
-    else:
-        writer.close()
-
-
 @pytest.mark.parametrize("how", ["close", "reset"])
 @pytest.mark.parametrize("state", ["before_first_byte", "non_streaming", "head_sent", "streaming"])
 async def test_leaving_closes_the_upstream_connection(gateway: RunningGateway, state: str, how: str) -> None:
@@ -71,14 +64,15 @@ async def test_leaving_closes_the_upstream_connection(gateway: RunningGateway, s
         waiting.set()
         gone.set_result(await link.gone())
 
-    async with upstream(handler) as up:
-        gateway.register(up)
-        reader, writer = await gateway.connect()
-        writer.write(post(body={"stream": state != "non_streaming"}))
+    raw = post(body={"stream": state != "non_streaming"})
+    async with gateway.instance(handler), gateway.client(raw) as client:
         await waiting.wait()
         if state in ("head_sent", "streaming"):
-            await reader.readuntil(b"data: 1\n\n" if state == "streaming" else b"\r\n\r\n")
-        await leave(writer, how)
+            await client.reader.readuntil(b"data: 1\n\n" if state == "streaming" else b"\r\n\r\n")
+        if how == "reset":
+            client.writer.transport.abort()
+        else:
+            client.writer.close()
         await asyncio.wait_for(gone, 10)
     await eventually(lambda: gateway.gateway.default.stats.inflight == 0)
 
@@ -90,32 +84,27 @@ async def test_leaving_while_connecting_ends_the_attempt(gateway: RunningGateway
             filler.setblocking(False)
             filler.connect_ex(full.getsockname())
         gateway.register(f"http://127.0.0.1:{full.getsockname()[1]}")
-        before = gateway.gateway.default.stats.disconnects["connecting"]
-        _, writer = await gateway.connect()
-        writer.write(post())
-        await eventually(lambda: gateway.gateway.default.stats.inflight == 1)
-        writer.close()
-        await eventually(lambda: gateway.gateway.default.stats.inflight == 0)
-        assert gateway.gateway.default.stats.disconnects["connecting"] == before + 1
+        stats = gateway.gateway.default.stats
+        before = stats.disconnects["connecting"]
+        async with gateway.client(post()):
+            await eventually(lambda: stats.inflight == 1)
+        await eventually(lambda: stats.inflight == 0)
+        assert stats.disconnects["connecting"] == before + 1
         gateway.unregister()
 
 
 async def test_leaving_with_half_a_request_reaches_nobody(gateway: RunningGateway) -> None:
-    async with upstream() as up:
-        gateway.register(up)
-        _, writer = await gateway.connect()
-        writer.write(post(body=b"{}" * 100)[:-50])
-        await writer.drain()
-        writer.close()
-        await writer.wait_closed()
+    async with gateway.instance() as up:
+        async with gateway.client(post(body=b"{}" * 100)[:-50]) as client:
+            await client.writer.drain()
+        await client.writer.wait_closed()
         assert (await gateway.ask(get("/healthz"))).status == 200
         assert up.requests == []
 
 
 async def test_a_kept_alive_connection_is_not_a_disconnect(gateway: RunningGateway) -> None:
     before = sum(gateway.gateway.default.stats.disconnects.values())
-    async with upstream() as up:
-        gateway.register(up)
+    async with gateway.instance():
         await gateway.ask(post())
     assert sum(gateway.gateway.default.stats.disconnects.values()) == before
 
@@ -137,19 +126,16 @@ async def test_a_slow_reader_holds_the_instance_back(gateway: RunningGateway) ->
             await link.send(chunk)
             sent += len(chunk)
 
-    async with upstream(handler) as up:
-        gateway.register(up)
-        reader, writer = await gateway.connect()
-        writer.write(post())
-        await reader.readuntil(b"\r\n\r\n")
+    async with gateway.instance(handler), gateway.client(post()) as slow:
+        await slow.reader.readuntil(b"\r\n\r\n")
         await stands_still(lambda: sent, 0.2)
         (client,) = [c for c in gateway.gateway.clients if c.exchange is not None]
         assert waiting(client) < 2 * 2**20
         assert sent < 64 * 2**20
         received = 0
         while received < 128 * 2**20:  # reading again sets it in motion again
-            received += len(await reader.read(2**20))
-        writer.transport.abort()
+            received += len(await slow.reader.read(2**20))
+        slow.writer.transport.abort()
         await eventually(lambda: gateway.gateway.default.stats.inflight == 0)
 
 
@@ -162,16 +148,11 @@ async def test_a_client_that_never_reads_is_dropped(hasty: RunningGateway, caplo
         gone.set()
 
     gone = asyncio.Event()
-    before = hasty.gateway.default.stats.disconnects["stalled"]
-    async with upstream(handler) as up:
-        hasty.register(up)
-        _, writer = await hasty.connect()
-        writer.write(post())
+    async with hasty.instance(handler), hasty.client(post()):
         await asyncio.wait_for(gone.wait(), 20)
-        assert hasty.gateway.default.stats.disconnects["stalled"] == before + 1
+        assert hasty.gateway.default.stats.disconnects["stalled"] == 1
         await eventually(lambda: not [c for c in hasty.gateway.clients if waiting(c)], 20)
         await eventually(lambda: hasty.gateway.default.stats.inflight == 0)
-        writer.close()
     assert "Exception" not in caplog.text
 
 
@@ -182,8 +163,7 @@ async def test_a_slow_instance_is_not_a_stalled_client(hasty: RunningGateway) ->
         await link.chunk(b"data: 1\n\n")
         await link.end()
 
-    async with upstream(handler) as up:
-        hasty.register(up)
+    async with hasty.instance(handler):
         answer = await hasty.ask(post())
     assert (answer.body, answer.complete) == (b"data: 1\n\n", True)
 
@@ -257,7 +237,7 @@ async def test_how_long_each_side_may_stand_still(tmp_path: Path) -> None:
         assert silent.state is not State.ENDED
         silent.sweep(at + 10.5, stalled_client_s=1000.0)
         assert (silent.state, silent.status, client.cuts, stats.disconnects["stalled"]) == (State.ENDED, 504, 0, 1)
-        assert [error.status for error in client.refusals] == [504]
+        assert [(error.status, error.code) for error in client.refusals] == [(504, "upstream_timeout")]
 
 
 @pytest.mark.parametrize(("after_s", "again"), [(0.0, True), (STALE_S, False)])
@@ -275,7 +255,8 @@ async def test_a_kept_connection_that_ends_late_was_not_closed_already(
             await eventually(lambda: len(up.requests) == 2)
             exchange.cancel()
         assert stats.stale_retries == again
-        assert [error.status for error in client.refusals] == ([] if again else [502])
+        codes = [(error.status, error.code) for error in client.refusals]
+        assert codes == ([] if again else [(502, "upstream_died")])
 
 
 async def test_pipelined_requests_get_one_answer_and_a_close(gateway: RunningGateway) -> None:
@@ -285,27 +266,20 @@ async def test_pipelined_requests_get_one_answer_and_a_close(gateway: RunningGat
         await go.wait()
         await link.json()
 
-    async with upstream(handler) as up:
-        gateway.register(up)
-        reader, writer = await gateway.connect()
-        writer.write(post() + post() + get("/healthz"))
+    raw = post() + post() + get("/healthz")
+    async with gateway.instance(handler) as up, gateway.client(raw) as client:
         await eventually(lambda: len(up.requests) == 1)
-        writer.write(post())
+        client.writer.write(post())
         go.set()
-        assert (await read_answer(reader)).status == 200
-        assert await reader.read() == b""
-        writer.close()
+        assert (await client.answer()).status == 200
+        assert await client.rest() == b""
     assert len(up.requests) == 1
 
 
 async def test_a_forwarded_request_behind_one_for_the_app_is_not_acted_on(gateway: RunningGateway) -> None:
-    async with upstream() as up:
-        gateway.register(up)
-        reader, writer = await gateway.connect()
-        writer.write(get("/healthz") + post())
-        assert (await read_answer(reader)).status == 200
-        assert await reader.read() == b""
-        writer.close()
+    async with gateway.instance() as up, gateway.client(get("/healthz") + post()) as client:
+        assert (await client.answer()).status == 200
+        assert await client.rest() == b""
     assert up.requests == []
 
 
@@ -315,51 +289,25 @@ async def test_line_feeds_after_a_body_are_harmless(gateway: RunningGateway) -> 
         await link.json()
 
     go = asyncio.Event()
-    async with upstream(handler) as up:
-        gateway.register(up)
-        reader, writer = await gateway.connect()
-        writer.write(post() + b"\r\n")
+    async with gateway.instance(handler) as up, gateway.client(post() + b"\r\n") as client:
         await eventually(lambda: len(up.requests) == 1)
-        writer.write(b"\r\n")
+        client.writer.write(b"\r\n")
         go.set()
-        assert (await read_answer(reader)).status == 200
-        writer.write(post())
-        assert (await read_answer(reader)).status == 200
-        writer.close()
-
-
-async def refusing(gateway: RunningGateway) -> None:
-    """Returns when nobody listens any more."""
-    async with asyncio.timeout(10):
-        with contextlib.suppress(ConnectionError):
-            while True:
-                _, probe = await gateway.connect()
-                probe.close()
+        assert (await client.answer()).status == 200
+        client.writer.write(post())
+        assert (await client.answer()).status == 200
 
 
 async def test_a_gateway_that_stops_finishes_its_streams(tmp_path: Path) -> None:
-    async def handler(link: Link, _: Received) -> None:
-        await link.sse_head()
-        await link.chunk(b"data: 1\n\n")
-        await go.wait()
-        await link.chunk(b"data: 2\n\n")
-        await link.end()
-
     go = asyncio.Event()
-    async with upstream(handler) as up:
-        with contextlib.ExitStack() as stack:
-            gateway = stack.enter_context(running_gateway(tmp_path, upstream=PATIENT))
-            gateway.register(up)
-            reader, writer = await gateway.connect()
-            writer.write(post())
-            await reader.readuntil(b"data: 1\n\n")
-            stopping = asyncio.create_task(asyncio.to_thread(stack.pop_all().close))
-            await refusing(gateway)
+    stream = streaming(b"data: 1\n\n", go, b"data: 2\n\n")
+    with running_gateway(tmp_path, upstream=PATIENT) as gateway:
+        async with gateway.instance(stream), gateway.client(post()) as client:
+            await client.reader.readuntil(b"data: 1\n\n")
+            gateway.stop()
+            await eventually(gateway.refuses)
             go.set()
-            await reader.readuntil(b"data: 2\n\n\r\n0\r\n\r\n")
-            assert await reader.read() == b""
-            await stopping
-            writer.close()
+            assert await client.rest() == b"\r\n9\r\ndata: 2\n\n\r\n0\r\n\r\n"
 
 
 # many clients that take nothing: what the gateway holds for all of them together stays bounded
