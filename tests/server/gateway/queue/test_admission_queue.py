@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,25 +12,33 @@ import orjson
 import pytest
 
 from server.gateway import QueueSettings, UpstreamSettings
-from tests.server.gateway.harness import RunningGateway, get, post, running_gateway
-from tests.server.gateway.upstream import Answer, Link, Received, Upstream, read_answer, upstream
+from tests.server.gateway.harness import Client, RunningGateway, get, post, running_gateway
+from tests.server.gateway.upstream import Link, Received, Upstream, upstream
 from tests.waiting import eventually
 
 QUIET = UpstreamSettings(scrape_interval_s=3600.0)
 KEYS = ("key-of-the-first-tester", "key-of-the-second-tester")
+FIRST, SECOND = (f"Authorization: Bearer {key}\r\n" for key in KEYS)
 
 
 @dataclass
 class Slow:
-    """Answers one request for every `release`, in the order they came."""
+    """Answers one request for every `release`, in the order they came, and all at once when it is told to finish."""
 
     up: Upstream
     gates: list[asyncio.Event] = field(default_factory=list)
     answer: bytes = b'{"ok":true}'
+    waits: bool = True
 
     def release(self, count: int = 1) -> None:
         for gate in [g for g in self.gates if not g.is_set()][:count]:
             gate.set()
+
+    async def finish(self, asked: list[Client]) -> None:
+        """These are answered."""
+        self.waits = False
+        self.release(len(self.gates))
+        assert [(await each.answer()).status for each in asked] == [200] * len(asked)
 
     @property
     def prompts(self) -> list[str]:
@@ -44,7 +51,8 @@ async def slow() -> AsyncIterator[Slow]:
     async def handler(link: Link, received: Received) -> None:
         if received.method == "POST" and received.target == "/v1/completions":
             self.gates.append(gate := asyncio.Event())
-            await gate.wait()
+            if self.waits:
+                await gate.wait()
         await link.json(self.answer)
 
     async with upstream(handler) as up:
@@ -53,40 +61,34 @@ async def slow() -> AsyncIterator[Slow]:
 
 
 @pytest.fixture
-def gateway(tmp_path: Path) -> Iterator[RunningGateway]:
-    with running_gateway(tmp_path, upstream=QUIET, run_coordinator=False) as g:
+def gateway(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[RunningGateway]:
+    settings = getattr(request, "param", QueueSettings())
+    with running_gateway(tmp_path, upstream=QUIET, run_coordinator=False, queue=settings) as g:
         yield g
 
 
-@dataclass
-class Asked:
-    """A request on its way."""
-
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-
-    async def answer(self) -> Answer:
-        found = await asyncio.wait_for(read_answer(self.reader), 20)
-        self.writer.close()
-        return found
-
-    async def code(self) -> tuple[int, str]:
-        found = await self.answer()
-        return found.status, str(orjson.loads(found.body)["error"]["code"])
+@pytest.fixture
+def keyed(tmp_path: Path) -> Iterator[RunningGateway]:
+    """A gateway for the two keys."""
+    file = tmp_path / "keys"
+    file.write_text("\n".join(KEYS))
+    file.chmod(0o600)
+    with running_gateway(tmp_path, upstream=QUIET, run_coordinator=False, api_key_file=file) as g:
+        yield g
 
 
-async def ask(gateway: RunningGateway, prompt: str, headers: str = "", path: str = "/v1/completions") -> Asked:
+async def ask(gateway: RunningGateway, prompt: str, headers: str = "") -> Client:
     """Returns when the gateway has it, at an instance, in line or refused. Who drops what this returns hangs up."""
     model, refused = gateway.gateway.default, gateway.gateway.stats.refused
     gate, stats = model.gate, model.stats
     before = stats.inflight + sum(refused.values())
-    reader, writer = await gateway.connect()
-    writer.write(post(path, body={"prompt": prompt, "max_tokens": 1}, headers=headers))
+    client = Client(*await gateway.connect())
+    client.writer.write(post(body={"prompt": prompt, "max_tokens": 1}, headers=headers))
     await eventually(lambda: stats.inflight + sum(refused.values()) > before or gate.outcomes.total() > before)
-    return Asked(reader, writer)
+    return client
 
 
-async def fill(gateway: RunningGateway, slow: Slow, count: int = 1, **fields: object) -> list[Asked]:
+async def fill(gateway: RunningGateway, slow: Slow, count: int = 1, **fields: object) -> list[Client]:
     """An instance that runs `count` requests, and those."""
     gateway.register(slow.up, max_num_seqs=1, **fields)
     gateway.gateway.default.fleet.instances["i0"].window.limit = count
@@ -99,7 +101,7 @@ def waiting(gateway: RunningGateway) -> int:
     return len(gateway.gateway.default.gate.queue)
 
 
-async def in_line(gateway: RunningGateway, prompt: str, headers: str = "") -> Asked:
+async def in_line(gateway: RunningGateway, prompt: str, headers: str = "") -> Client:
     before = waiting(gateway)
     asked = await ask(gateway, prompt, headers)
     await eventually(lambda: waiting(gateway) == before + 1)
@@ -114,25 +116,18 @@ async def test_what_an_instance_can_run_goes_there_and_the_rest_waits(gateway: R
         assert waiting(gateway) == 3
         s.release(2)
         await eventually(lambda: len(s.gates) == 11)
-        s.release(9)
-        await eventually(lambda: len(s.gates) == 12)
-        s.release()
-        for each in asked:
-            assert (await each.answer()).status == 200
+        await s.finish(asked)
         assert s.prompts[9:] == ["9", "10", "11"]
         assert gateway.gateway.default.gate.outcomes == {(0, "served"): 3}
 
 
 async def test_cheap_routes_pass_by(gateway: RunningGateway) -> None:
     async with slow() as s:
-        _kept = await fill(gateway, s)
-        _waits = await in_line(gateway, "waits")
+        asked = [*await fill(gateway, s), await in_line(gateway, "waits")]
         for request in (get("/v1/models"), post("/tokenize"), get("/healthz"), get("/metrics")):
             assert (await gateway.ask(request)).status == 200
         assert waiting(gateway) == 1
-        s.release()
-        await eventually(lambda: len(s.gates) == 2)
-        s.release()
+        await s.finish(asked)
 
 
 async def test_the_more_urgent_go_first_as_far_as_their_key_allows(gateway: RunningGateway) -> None:
@@ -142,53 +137,36 @@ async def test_the_more_urgent_go_first_as_far_as_their_key_allows(gateway: Runn
         asked.append(await in_line(gateway, "less", "X-Hotswap-Priority: 3\r\n"))
         asked.append(await in_line(gateway, "plain"))
         refused = await ask(gateway, "pushy", "X-Hotswap-Priority: -1\r\n")
-        assert await refused.code() == (403, "priority_not_allowed")
-        for done in range(len(asked)):
-            await eventually(lambda n=done: len(s.gates) > n)  # type: ignore[misc]
-            s.release()
-        for each in asked:
-            assert (await each.answer()).status == 200
+        assert (await refused.answer()).refusal == (403, "priority_not_allowed")
+        await s.finish(asked)
         assert s.prompts == ["full 0", "plain", "less", "patient"]
         told = [r.headers.get("x-hotswap-priority") for r in s.up.requests]
         assert told == [None, None, "3", "9"]
 
 
 async def test_the_wish_in_the_body(gateway: RunningGateway) -> None:
-    async with slow() as s:
-        gateway.register(s.up)
+    async with gateway.instance() as up:
         body = {"prompt": "x", "hotswap": {"priority": 2, "deadline_s": 30}}
-        answer = asyncio.create_task(gateway.ask(post(body=body)))
-        await eventually(lambda: len(s.gates) == 1)
-        s.release()
-        assert (await answer).status == 200
-        assert s.up.requests[0].body == b'{"prompt":"x"}'
-        assert s.up.requests[0].headers["x-hotswap-priority"] == "2"
+        assert (await gateway.ask(post(body=body))).status == 200
+        assert up.requests[0].body == b'{"prompt":"x"}'
+        assert up.requests[0].headers["x-hotswap-priority"] == "2"
         for wrong in ({"priority": 10}, {"priority": 1.5}, {"deadline_s": 0}, {"deadline_s": -1}):
             assert (await gateway.ask(post(body={"hotswap": wrong}))).status == 400
         for line in ("X-Hotswap-Priority: x", "X-Hotswap-Priority: 10", "X-Hotswap-Deadline-S: 0"):
             assert (await gateway.ask(post(headers=line + "\r\n"))).status == 400
 
 
-async def test_a_burst_of_one_key_does_not_hold_up_another(tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text("".join(f"sha256:{hashlib.sha256(k.encode()).hexdigest()} {k}\n" for k in KEYS))
-    file.chmod(0o600)
-    with running_gateway(tmp_path, upstream=QUIET, run_coordinator=False, api_key_file=file) as gateway:
-        first, second = (f"Authorization: Bearer {k}\r\n" for k in KEYS)
-        async with slow() as s:
-            gateway.register(s.up, max_num_seqs=1)
-            gateway.gateway.default.fleet.instances["i0"].window.limit = 1
-            asked = [await ask(gateway, "a0", first)]
-            asked += [await in_line(gateway, f"a{i}", first) for i in range(1, 9)]
-            asked += [await in_line(gateway, f"b{i}", second) for i in range(2)]
-            for done in range(len(asked)):
-                await eventually(lambda n=done: len(s.gates) > n)  # type: ignore[misc]
-                s.release()
-            for each in asked:
-                assert (await each.answer()).status == 200
-            assert s.prompts.index("b0") <= 2
-            assert s.prompts.index("b1") <= 4
-            assert [p for p in s.prompts if p[0] == "a"] == [f"a{i}" for i in range(9)]
+async def test_a_burst_of_one_key_does_not_hold_up_another(keyed: RunningGateway) -> None:
+    async with slow() as s:
+        keyed.register(s.up, max_num_seqs=1)
+        keyed.gateway.default.fleet.instances["i0"].window.limit = 1
+        asked = [await ask(keyed, "a0", FIRST)]
+        asked += [await in_line(keyed, f"a{i}", FIRST) for i in range(1, 9)]
+        asked += [await in_line(keyed, f"b{i}", SECOND) for i in range(2)]
+        await s.finish(asked)
+        assert s.prompts.index("b0") <= 2
+        assert s.prompts.index("b1") <= 4
+        assert [p for p in s.prompts if p[0] == "a"] == [f"a{i}" for i in range(9)]
 
 
 async def test_what_an_answer_really_cost_is_charged_to_its_key(gateway: RunningGateway) -> None:
@@ -202,16 +180,12 @@ async def test_what_an_answer_really_cost_is_charged_to_its_key(gateway: Running
         await eventually(lambda: len(s.gates) == 3)
         (flow,) = gateway.gateway.default.gate.queue._classes[0]._flows.values()
         (last,) = flow.line
-        assert (
-            flow.start == 5001 + last.cost
-        )  # "next" has paid for "dear" and itself; the one that did not wait was free
-        for done in range(2, 4):
-            await eventually(lambda n=done: len(s.gates) > n)  # type: ignore[misc]
-            s.release()
-        assert [(await a.answer()).status for a in asked] == [200] * 4
+        # "next" has paid for "dear" and itself; the one that did not wait was free
+        assert flow.start == 5001 + last.cost
+        await s.finish(asked)
 
 
-async def test_a_client_that_hangs_up_has_had_its_prompt(tmp_path: Path) -> None:
+async def test_a_client_that_hangs_up_has_had_its_prompt(keyed: RunningGateway) -> None:
     """Whoever breaks off every answer is charged for what the instance read, and does not go first for it."""
     arrived: list[str] = []
     begin = asyncio.Event()
@@ -225,26 +199,19 @@ async def test_a_client_that_hangs_up_has_had_its_prompt(tmp_path: Path) -> None
         await begin.wait()
         await link.json(b'{"usage":{"prompt_tokens":5000,"total_tokens":5001,"completion_tokens":1}}')
 
-    async def break_off(asked: Asked) -> None:
+    async def break_off(asked: Client) -> None:
         await asked.reader.readuntil(b"data: ")
         asked.writer.close()
 
-    file = tmp_path / "keys"
-    file.write_text("".join(f"sha256:{hashlib.sha256(k.encode()).hexdigest()} {k}\n" for k in KEYS))
-    file.chmod(0o600)
-    with running_gateway(tmp_path, upstream=QUIET, run_coordinator=False, api_key_file=file) as gateway:
-        first, second = (f"Authorization: Bearer {k}\r\n" for k in KEYS)
-        async with upstream(handler) as up:
-            gateway.register(up, max_num_seqs=1)
-            gateway.gateway.default.fleet.instances["i0"].window.limit = 1
-            reading = [await ask(gateway, "is read", second)]
-            hanging = [await in_line(gateway, "hangs up" + "x" * 20_000, first) for _ in range(7)]
-            reading += [await in_line(gateway, "is read", second) for _ in range(7)]
-            breaking = [asyncio.create_task(break_off(each)) for each in hanging]
-            begin.set()
-            for each in reading:
-                assert (await each.answer()).status == 200
-            await asyncio.gather(*breaking)
+    async with keyed.instance(handler, max_num_seqs=1):
+        keyed.gateway.default.fleet.instances["i0"].window.limit = 1
+        reading = [await ask(keyed, "is read", SECOND)]
+        hanging = [await in_line(keyed, "hangs up" + "x" * 20_000, FIRST) for _ in range(7)]
+        reading += [await in_line(keyed, "is read", SECOND) for _ in range(7)]
+        breaking = [asyncio.create_task(break_off(each)) for each in hanging]
+        begin.set()
+        assert [(await each.answer()).status for each in reading] == [200] * 8
+        await asyncio.gather(*breaking)
     assert "hangs up " * 3 not in " ".join(arrived[:-3]) + " ", "they take turns"
 
 
@@ -255,10 +222,7 @@ async def test_a_client_that_leaves_frees_its_place(gateway: RunningGateway) -> 
         leaving.writer.transport.abort()
         await eventually(lambda: waiting(gateway) == 1)
         assert gateway.gateway.default.stats.disconnects["queued"] == 1
-        s.release()
-        await eventually(lambda: len(s.gates) == 2)
-        s.release()
-        assert [(await a.answer()).status for a in (first, staying)] == [200, 200]
+        await s.finish([first, staying])
         assert s.prompts == ["full 0", "stays"]
         assert gateway.gateway.default.gate.outcomes == {(0, "left"): 1, (0, "served"): 1}
         assert gateway.gateway.default.gate.queue.bytes == 0
@@ -270,39 +234,30 @@ async def test_a_client_that_leaves_the_engine_makes_room(gateway: RunningGatewa
         next_one = await in_line(gateway, "next")
         first.writer.transport.abort()
         await eventually(lambda: len(s.gates) == 2)
-        s.release(2)
-        assert (await next_one.answer()).status == 200
+        await s.finish([next_one])
 
 
-async def test_a_full_line(tmp_path: Path) -> None:
-    settings = QueueSettings(max_entries=2)
-    with running_gateway(tmp_path, upstream=QUIET, run_coordinator=False, queue=settings) as gateway:
-        async with slow() as s:
-            asked = await fill(gateway, s)
-            asked += [await in_line(gateway, str(i)) for i in range(2)]
-            over = await (await ask(gateway, "over")).answer()
-            assert (over.status, orjson.loads(over.body)["error"]["code"]) == (429, "queue_full")
-            assert int(over.headers["retry-after"]) >= 1
-            late = await ask(gateway, "late", "X-Hotswap-Priority: 1\r\n")
-            assert await late.code() == (503, "overloaded")
-            for done in range(3):
-                await eventually(lambda n=done: len(s.gates) > n)  # type: ignore[misc]
-                s.release()
-            assert [(await a.answer()).status for a in asked] == [200] * 3
+@pytest.mark.parametrize("gateway", [QueueSettings(max_entries=2)], indirect=True)
+async def test_a_full_line(gateway: RunningGateway) -> None:
+    async with slow() as s:
+        asked = await fill(gateway, s)
+        asked += [await in_line(gateway, str(i)) for i in range(2)]
+        over = await (await ask(gateway, "over")).answer()
+        assert over.refusal == (429, "queue_full")
+        assert int(over.headers["retry-after"]) >= 1
+        late = await ask(gateway, "late", "X-Hotswap-Priority: 1\r\n")
+        assert (await late.answer()).refusal == (503, "overloaded")
+        await s.finish(asked)
 
 
-async def test_the_less_urgent_is_sent_away_for_the_more_urgent(tmp_path: Path) -> None:
-    settings = QueueSettings(max_entries=1)
-    with running_gateway(tmp_path, upstream=QUIET, run_coordinator=False, queue=settings) as gateway:
-        async with slow() as s:
-            asked = await fill(gateway, s)
-            patient = await in_line(gateway, "patient", "X-Hotswap-Priority: 1\r\n")
-            asked.append(await ask(gateway, "plain"))
-            assert await patient.code() == (503, "overloaded")
-            s.release()
-            await eventually(lambda: len(s.gates) == 2)
-            s.release()
-            assert [(await a.answer()).status for a in asked] == [200, 200]
+@pytest.mark.parametrize("gateway", [QueueSettings(max_entries=1)], indirect=True)
+async def test_the_less_urgent_is_sent_away_for_the_more_urgent(gateway: RunningGateway) -> None:
+    async with slow() as s:
+        asked = await fill(gateway, s)
+        patient = await in_line(gateway, "patient", "X-Hotswap-Priority: 1\r\n")
+        asked.append(await ask(gateway, "plain"))
+        assert (await patient.answer()).refusal == (503, "overloaded")
+        await s.finish(asked)
 
 
 async def test_a_deadline_passes(gateway: RunningGateway) -> None:
@@ -310,10 +265,9 @@ async def test_a_deadline_passes(gateway: RunningGateway) -> None:
         (first,) = await fill(gateway, s)
         hasty = await in_line(gateway, "hasty", "X-Hotswap-Deadline-S: 0.05\r\n")
         answer = await hasty.answer()
-        assert (answer.status, orjson.loads(answer.body)["error"]["code"]) == (504, "queue_timeout")
+        assert answer.refusal == (504, "queue_timeout")
         assert "retry-after" in answer.headers
-        s.release()
-        assert (await first.answer()).status == 200
+        await s.finish([first])
         assert s.prompts == ["full 0"]
         assert gateway.gateway.default.stats.requests["/v1/completions", 504] == 1
 
@@ -322,47 +276,42 @@ async def test_a_deadline_counts_while_no_instance_serves_too(gateway: RunningGa
     async with slow() as s:
         gateway.register(s.up, state="STARTING")
         hasty = await ask(gateway, "hasty", "X-Hotswap-Deadline-S: 0.05\r\n")
-        assert await hasty.code() == (503, "no_instance")
+        assert (await hasty.answer()).refusal == (503, "no_instance")
         assert gateway.gateway.default.stats.holds == {("fleet", "refused"): 1}
 
 
-async def test_the_longest_wait_is_over(tmp_path: Path) -> None:
-    settings = QueueSettings(max_wait_s=0.05)
-    with running_gateway(tmp_path, upstream=QUIET, run_coordinator=False, queue=settings) as gateway:
-        async with slow() as s:
-            _kept = await fill(gateway, s)
-            waits = await ask(gateway, "x")
-            assert await waits.code() == (504, "queue_timeout")
+@pytest.mark.parametrize("gateway", [QueueSettings(max_wait_s=0.05)], indirect=True)
+async def test_the_longest_wait_is_over(gateway: RunningGateway) -> None:
+    async with slow() as s:
+        _kept = await fill(gateway, s)
+        waits = await ask(gateway, "x")
+        assert (await waits.answer()).refusal == (504, "queue_timeout")
 
 
-async def test_no_instance_any_more(tmp_path: Path) -> None:
-    settings = QueueSettings(max_wait_s=0.3)
-    with running_gateway(tmp_path, upstream=QUIET, run_coordinator=False, queue=settings) as gateway:
-        async with slow() as s:
-            _kept = await fill(gateway, s)
-            waits = await in_line(gateway, "x")
-            gateway.unregister()
-            assert await waits.code() == (503, "no_instance")
+@pytest.mark.parametrize("gateway", [QueueSettings(max_wait_s=0.3)], indirect=True)
+async def test_no_instance_any_more(gateway: RunningGateway) -> None:
+    async with slow() as s:
+        _kept = await fill(gateway, s)
+        waits = await in_line(gateway, "x")
+        gateway.unregister()
+        assert (await waits.answer()).refusal == (503, "no_instance")
 
 
 async def test_room_that_comes_with_another_instance(gateway: RunningGateway) -> None:
     async with slow() as s, slow() as other:
-        _kept = await fill(gateway, s)
-        waits = await in_line(gateway, "x")
+        kept, waits = await fill(gateway, s), await in_line(gateway, "x")
         gateway.register(other.up, "i1", max_num_seqs=1)
         await eventually(lambda: len(other.gates) == 1)
-        other.release()
-        assert (await waits.answer()).status == 200
-        s.release()
+        await other.finish([waits])
+        await s.finish(kept)
 
 
 async def test_room_that_comes_as_a_limit_grows(gateway: RunningGateway) -> None:
     async with slow() as s:
-        _kept = await fill(gateway, s)
-        _waits = await in_line(gateway, "x")
+        asked = [*await fill(gateway, s), await in_line(gateway, "x")]
         gateway.gateway.default.fleet.instances["i0"].window.limit = 2
         await eventually(lambda: len(s.gates) == 2)
-        s.release(2)
+        await s.finish(asked)
 
 
 async def test_who_needs_a_busy_version_lets_others_pass(gateway: RunningGateway) -> None:
@@ -377,23 +326,17 @@ async def test_who_needs_a_busy_version_lets_others_pass(gateway: RunningGateway
         other.release()
         await eventually(lambda: len(other.gates) == 2)  # "plain": "bound" came first, but may not be answered here
         assert gateway.gateway.default.gate.queue.set_aside == 1
-        s.release()
-        await eventually(lambda: len(s.gates) == 2)
-        s.release()
-        other.release()
-        assert [(await a.answer()).status for a in (first, second, bound, plain)] == [200] * 4
+        await s.finish([first, bound])
+        await other.finish([second, plain])
         assert (s.prompts, other.prompts) == (["full 0", "bound"], ["second", "plain"])
 
 
 async def test_a_version_nobody_serves_is_no_matter_of_room(gateway: RunningGateway) -> None:
     async with slow() as s:
-        _kept = await fill(gateway, s)
-        _waits = await in_line(gateway, "x")
+        asked = [*await fill(gateway, s), await in_line(gateway, "x")]
         unmet = await ask(gateway, "y", "X-Hotswap-Version: 99\r\n")
-        assert await unmet.code() == (409, "version_unavailable")
-        s.release()
-        await eventually(lambda: len(s.gates) == 2)
-        s.release()
+        assert (await unmet.answer()).refusal == (409, "version_unavailable")
+        await s.finish(asked)
 
 
 async def test_those_held_wait_in_line_when_an_instance_comes(gateway: RunningGateway) -> None:
@@ -404,10 +347,7 @@ async def test_those_held_wait_in_line_when_an_instance_comes(gateway: RunningGa
         gateway.register(s.up, max_num_seqs=1)
         await eventually(lambda: len(s.gates) == 2)
         assert waiting(gateway) == 2
-        for done in range(4):
-            await eventually(lambda n=done: len(s.gates) > n)  # type: ignore[misc]
-            s.release()
-        assert [(await a.answer()).status for a in asked] == [200] * 4
+        await s.finish(asked)
         assert s.prompts == ["0", "1", "2", "3"]
         assert gateway.gateway.default.stats.holds == {("fleet", "served"): 2, ("fleet", "queued"): 2}
 
@@ -431,10 +371,7 @@ async def test_a_retry_keeps_its_place(gateway: RunningGateway) -> None:
         reached.set()
         await eventually(lambda: len(s.gates) == 2)
         assert s.prompts == ["full 0", "retried"]
-        s.release(2)
-        await eventually(lambda: len(s.gates) == 3)
-        s.release()
-        assert [(await a.answer()).status for a in (first, retried, waits)] == [200] * 3
+        await s.finish([first, retried, waits])
 
 
 async def test_no_limit_where_none_is_wanted(tmp_path: Path) -> None:
@@ -444,30 +381,16 @@ async def test_no_limit_where_none_is_wanted(tmp_path: Path) -> None:
             gateway.register(s.up, max_num_seqs=1)
             asked = [await ask(gateway, str(i)) for i in range(20)]
             await eventually(lambda: len(s.gates) == 20)
-            s.release(20)
-            assert [(await a.answer()).status for a in asked] == [200] * 20
+            await s.finish(asked)
             assert not gateway.gateway.default.gate.outcomes
 
 
-async def test_the_line_moves_on_while_the_gateway_ends(tmp_path: Path) -> None:
+async def test_the_line_moves_on_while_the_gateway_ends(gateway: RunningGateway) -> None:
     async with slow() as s:
-        with running_gateway(tmp_path, upstream=QUIET, run_coordinator=False) as gateway:
-            asked = await fill(gateway, s)
-            asked.append(await in_line(gateway, "x"))
-            gateway.stop()
-
-            async def nobody_listens() -> bool:
-                try:
-                    (await gateway.connect())[1].close()
-                except OSError:
-                    return True
-                return False
-
-            await eventually(nobody_listens)
-            s.release()
-            await eventually(lambda: len(s.gates) == 2)
-            s.release()
-            assert [(await a.answer()).status for a in asked] == [200, 200]
+        asked = [*await fill(gateway, s), await in_line(gateway, "x")]
+        gateway.stop()
+        await eventually(gateway.refuses)
+        await s.finish(asked)
 
 
 async def test_what_metrics_say(gateway: RunningGateway) -> None:
@@ -479,10 +402,7 @@ async def test_what_metrics_say(gateway: RunningGateway) -> None:
             'hotswap_gateway_queue_bytes{model="toy"} 29.0',
             'hotswap_instance_in_flight_limit{instance_id="i0",model="toy"} 1.0',
         }
-        s.release()
-        await eventually(lambda: len(s.gates) == 2)
-        s.release()
-        assert [(await a.answer()).status for a in asked] == [200, 200]
+        await s.finish(asked)
         assert await metrics(gateway) >= {
             'hotswap_gateway_queue_depth{model="toy",priority="4"} 0.0',
             'hotswap_gateway_queue_outcomes_total{model="toy",outcome="served",priority="4"} 1.0',
