@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import threading
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from server.gateway.config import AnswerSettings, UpstreamSettings
 from tests.server import continued
 from tests.server.gateway.fleet.test_failover import HARDY
 from tests.server.gateway.harness import RunningGateway, new_key, post, running_gateway
-from tests.server.gateway.upstream import Link, Received, Upstream, upstream
+from tests.server.gateway.upstream import Link, Received, answering, streaming
 from tests.waiting import eventually
 
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "Hello"}], "stream": True}
@@ -69,18 +70,30 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway
 async def nothing_is_left(gateway: RunningGateway) -> Any:
     yield
     for instance_id in list(gateway.gateway.default.fleet.instances):
-        await asyncio.to_thread(gateway.unregister, instance_id)
+        gateway.unregister(instance_id)
     await eventually(lambda: gateway.gateway.stats.captured.used == 0, 10)
 
 
-@pytest.fixture
-def reader(gateway: RunningGateway, request: pytest.FixtureRequest) -> Iterator[Reader]:
-    found = Reader(request.node.name)
+@contextlib.contextmanager
+def reading(gateway: RunningGateway, name: str) -> Iterator[Reader]:
+    found = Reader(name)
     gateway.gateway.desk.add(found)
     yield found
     found.go_on.set()
     gateway.gateway.desk.remove(found)
+
+
+@pytest.fixture
+def reader(gateway: RunningGateway, request: pytest.FixtureRequest) -> Iterator[Reader]:
+    with reading(gateway, request.node.name) as found:
+        yield found
     assert not gateway.gateway.stats.collects_all
+
+
+@pytest.fixture
+def other(gateway: RunningGateway, reader: Reader) -> Iterator[Reader]:
+    with reading(gateway, f"other of {reader.name}") as found:
+        yield found
 
 
 def dropped(gateway: RunningGateway, reader: Reader) -> dict[str, int]:
@@ -88,16 +101,14 @@ def dropped(gateway: RunningGateway, reader: Reader) -> dict[str, int]:
     return {cause: n for (name, cause), n in counts.items() if name == reader.name and n}
 
 
-async def register(gateway: RunningGateway, *ups: Upstream, version: int = 1) -> None:
-    for number, up in enumerate(ups):
-        await asyncio.to_thread(gateway.register, up, f"i{number}", active_version=version)
+async def complete(gateway: RunningGateway, prompt: str, headers: str = "") -> None:
+    assert (await gateway.ask(post("/v1/completions", {"prompt": prompt}, headers))).status == 200
 
 
 async def test_an_answer_that_two_instances_gave_is_one_record(gateway: RunningGateway, reader: Reader) -> None:
     fleet = continued.Fleet(continued.chat(TOKENS))
     wire = continued.framed(fleet.events)
-    async with upstream(fleet.handle) as one, upstream(fleet.handle) as other:
-        await register(gateway, one, other)
+    async with gateway.instance(fleet.handle), gateway.instance(fleet.handle, "i1"):
         for cut in range(0, len(wire), 40):
             fleet.cuts = [cut]
             answer = await gateway.ask(post("/v1/chat/completions", CHAT))
@@ -121,8 +132,7 @@ async def test_what_a_refused_request_got_is_no_part_of_it(gateway: RunningGatew
         else:
             await link.json(b'{"id":"c","choices":[{"index":0,"message":{"content":"x"},"finish_reason":"stop"}]}')
 
-    async with upstream(refuse_first) as one, upstream(refuse_first) as other:
-        await register(gateway, one, other)
+    async with gateway.instance(refuse_first), gateway.instance(refuse_first, "i1"):
         assert (await gateway.ask(post("/v1/chat/completions", CHAT | {"stream": False}))).status == 200
     await eventually(lambda: len(reader.answers) == 1, 10)
     assert (asked, reader.answers[0].error, reader.answers[0].choices[0].text) == (2, None, "x")
@@ -134,8 +144,7 @@ async def test_a_judge_reads_what_no_key_has_opted_in_to_and_nothing_of_it_is_ke
         gateway.gateway.desk.add(reader)
         _, silent = await new_key(gateway)
         fleet = continued.Fleet(continued.chat(TOKENS))
-        async with upstream(fleet.handle) as up:
-            await register(gateway, up)
+        async with gateway.instance(fleet.handle):
             answer = await gateway.ask(post("/v1/chat/completions", CHAT, f"{silent}x-request-id: j1\r\n"))
             assert answer.status == 200
             said = await gateway.ask(post("/v1/feedback", {"id": "j1", "rating": "down"}, silent))
@@ -150,39 +159,20 @@ async def test_a_judge_reads_what_no_key_has_opted_in_to_and_nothing_of_it_is_ke
 
 
 async def test_failures_are_told_too(gateway: RunningGateway, reader: Reader) -> None:
-    async def fail(link: Link, _: Received) -> None:
-        await link.json(b'{"error":{"message":"no"}}', b"500 Internal Server Error")
-
-    async def break_off(link: Link, _: Received) -> None:
-        await link.sse_head()
-        await link.chunk(continued.chat(TOKENS)[0])
-        link.cut()
-
-    for handler in (fail, break_off):
-        async with upstream(handler) as up:
-            await register(gateway, up)
+    fails = answering(b'{"error":{"message":"no"}}', b"500 Internal Server Error")
+    for handler in (fails, streaming(continued.chat(TOKENS)[0], cut=True)):
+        async with gateway.instance(handler):
             await gateway.ask(post("/v1/chat/completions", CHAT, "x-hotswap-failover: off\r\n"))
-        await asyncio.to_thread(gateway.unregister, "i0")
+        gateway.unregister()
     await eventually(lambda: len(reader.answers) == 2, 10)
     assert [measure(answer) for answer in reader.answers] == [{"errors": 1.0}] * 2
 
 
 async def test_a_client_that_leaves_has_the_beginning(gateway: RunningGateway, reader: Reader) -> None:
-    sent = asyncio.Event()
-
-    async def begin(link: Link, _: Received) -> None:
-        await link.sse_head()
-        await link.chunk(b"".join(continued.chat(TOKENS)[:2]))
-        sent.set()
-        await link.gone()
-
-    async with upstream(begin) as up:
-        await register(gateway, up)
-        stream, writer = await gateway.connect()
-        writer.write(post("/v1/chat/completions", CHAT))
-        await sent.wait()
-        await stream.readuntil(b"<11>")
-        writer.transport.abort()
+    begins = streaming(b"".join(continued.chat(TOKENS)[:2]), asyncio.Event())
+    async with gateway.instance(begins), gateway.client(post("/v1/chat/completions", CHAT)) as client:
+        await client.reader.readuntil(b"<11>")
+        client.writer.transport.abort()
         await eventually(lambda: len(reader.answers) == 1, 10)
     (answer,) = reader.answers
     assert (answer.about.status, answer.choices[0].token_ids, answer.whole) == (499, [11], False)
@@ -190,45 +180,36 @@ async def test_a_client_that_leaves_has_the_beginning(gateway: RunningGateway, r
 
 
 async def test_other_routes_and_shares_of_nothing_are_not_captured(gateway: RunningGateway, reader: Reader) -> None:
-    async with upstream() as up:
-        await register(gateway, up)
+    async with gateway.instance():
         assert (await gateway.ask(post("/tokenize", {"prompt": "x"}))).status == 200
         reader.share = 0.0
-        named = "x-request-id: s0\r\n"
-        assert (await gateway.ask(post("/v1/completions", {"prompt": "x"}, named))).status == 200
+        await complete(gateway, "x", "x-request-id: s0\r\n")
         # It may be rated all the same: what is said is no sample.
         assert (await gateway.ask(post("/v1/feedback", {"id": "s0", "score": 0.5}))).status == 200
         reader.share = 1.0
-        assert (await gateway.ask(post("/v1/completions", {"prompt": "y"}))).status == 200
+        await complete(gateway, "y")
     await eventually(lambda: bool(reader.answers and reader.said), 10)
     assert [answer.prompt for answer in reader.answers] == ["y"]
     assert dropped(gateway, reader) == {}
 
 
-async def test_each_consumer_has_a_bound_of_its_own(gateway: RunningGateway, reader: Reader) -> None:
+async def test_each_consumer_has_a_bound_of_its_own(gateway: RunningGateway, reader: Reader, other: Reader) -> None:
     reader.most = 2
     reader.go_on.clear()
-    other = Reader(f"other of {reader.name}")
-    gateway.gateway.desk.add(other)
-    try:
-        async with upstream() as up:
-            await register(gateway, up)
-            for number in range(5):
-                assert (await gateway.ask(post("/v1/completions", {"prompt": str(number)}))).status == 200
-        assert dropped(gateway, reader) == {"busy": 3}
-        reader.go_on.set()
-        await eventually(lambda: len(other.answers) == 5, 10)
-        assert [answer.prompt for answer in reader.answers] == ["0", "1"]
-        assert dropped(gateway, other) == {}
-    finally:
-        gateway.gateway.desk.remove(other)
+    async with gateway.instance():
+        for number in range(5):
+            await complete(gateway, str(number))
+    assert dropped(gateway, reader) == {"busy": 3}
+    reader.go_on.set()
+    await eventually(lambda: len(other.answers) == 5, 10)
+    assert [answer.prompt for answer in reader.answers] == ["0", "1"]
+    assert dropped(gateway, other) == {}
 
 
 async def test_what_is_too_large_is_dropped_and_the_answer_goes_on(gateway: RunningGateway, reader: Reader) -> None:
     memory = gateway.gateway.stats.captured
     fleet = continued.Fleet(continued.chat(list(range(100))))
-    async with upstream(fleet.handle) as up:
-        await register(gateway, up)
+    async with gateway.instance(fleet.handle):
         for bound, limit in ((500, memory.limit), (memory.per_answer, 500)):
             before = memory.per_answer, memory.limit
             memory.per_answer, memory.limit = bound, limit
@@ -243,38 +224,24 @@ async def test_what_is_too_large_is_dropped_and_the_answer_goes_on(gateway: Runn
     assert (dropped(gateway, reader), reader.answers) == ({"memory": 2}, [])
 
 
-async def test_a_consumer_that_fails_holds_up_nobody(gateway: RunningGateway, reader: Reader) -> None:
+async def test_a_consumer_that_fails_holds_up_nobody(gateway: RunningGateway, reader: Reader, other: Reader) -> None:
     reader.fails = True
-    other = Reader(f"other of {reader.name}")
-    gateway.gateway.desk.add(other)
-    try:
-        async with upstream() as up:
-            await register(gateway, up)
-            assert (await gateway.ask(post("/v1/completions", {"prompt": "x"}))).status == 200
-        await eventually(lambda: len(other.answers) == 1, 10)
-        assert dropped(gateway, reader) == {"failed": 1}
-    finally:
-        gateway.gateway.desk.remove(other)
+    async with gateway.instance():
+        await complete(gateway, "x")
+    await eventually(lambda: len(other.answers) == 1, 10)
+    assert dropped(gateway, reader) == {"failed": 1}
 
 
 async def test_what_cannot_be_read_is_counted(gateway: RunningGateway, reader: Reader) -> None:
-    async def nonsense(link: Link, _: Received) -> None:
-        await link.json(b"[1]")
-
-    async with upstream(nonsense) as up:
-        await register(gateway, up)
-        assert (await gateway.ask(post("/v1/completions", {"prompt": "x"}))).status == 200
+    async with gateway.instance(answering(b"[1]")):
+        await complete(gateway, "x")
     await eventually(lambda: dropped(gateway, reader) == {"unreadable": 1}, 10)
 
 
 async def test_an_answer_that_names_itself_can_be_rated_at_once(gateway: RunningGateway, reader: Reader) -> None:
     """Its id is known when it has been read, which a request for it waits for."""
-
-    async def name_itself(link: Link, _: Received) -> None:
-        await link.json(b'{"id":"gen-77","choices":[{"index":0,"text":"x","token_ids":[1],"finish_reason":"stop"}]}')
-
-    async with upstream(name_itself) as up:
-        await register(gateway, up)
+    named = b'{"id":"gen-77","choices":[{"index":0,"text":"x","token_ids":[1],"finish_reason":"stop"}]}'
+    async with gateway.instance(answering(named)):
         assert (await gateway.ask(post("/generate", {"prompt": "x", "stream": False}))).status == 200
         said = await gateway.ask(post("/v1/feedback", {"id": "gen-77", "rating": "up"}))
         assert (said.status, orjson.loads(said.body)["id"]) == (200, "gen-77")
@@ -284,8 +251,7 @@ async def test_an_answer_that_names_itself_can_be_rated_at_once(gateway: Running
 
 def test_what_is_waiting_is_kept_when_the_gateway_stops(tmp_path: Path) -> None:
     async def ask(gateway: RunningGateway) -> None:
-        async with upstream(continued.Fleet(continued.chat(TOKENS)).handle) as up:
-            await asyncio.to_thread(gateway.register, up)
+        async with gateway.instance(continued.Fleet(continued.chat(TOKENS)).handle):
             for _ in range(5):
                 assert (await gateway.ask(post("/v1/chat/completions", CHAT))).status == 200
 
@@ -302,8 +268,7 @@ async def test_a_key_in_a_file_opts_in_at_the_end_of_its_line(tmp_path: Path) ->
     fleet = continued.Fleet(continued.chat(TOKENS))
     settings = {"upstream": UpstreamSettings(scrape_interval_s=3600.0), "api_key_file": file}
     with running_gateway(tmp_path, **settings) as gateway:
-        async with upstream(fleet.handle) as up:
-            await register(gateway, up)
+        async with gateway.instance(fleet.handle):
             gateway.gateway.desk.add(reader := Reader("reader", all_keys=False))
             for key in ("a-key-that-does-not", "a-key-in-the-clear", "a-key-that-is-hashed"):
                 answer = await gateway.ask(
@@ -313,4 +278,3 @@ async def test_a_key_in_a_file_opts_in_at_the_end_of_its_line(tmp_path: Path) ->
             await eventually(lambda: len(reader.answers) == 2, 10)
             assert [answer.about.key for answer in reader.answers] == ["key-1", "its owner"]
             gateway.gateway.desk.remove(reader)
-            await asyncio.to_thread(gateway.unregister, "i0")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 from server.gateway.config import AnswerSettings
 from tests.server import continued
 from tests.server.gateway.harness import ADMIN_KEY, RunningGateway, admin, new_key, post, running_gateway
-from tests.server.gateway.upstream import Answer, Link, Received, Upstream, upstream
+from tests.server.gateway.upstream import Answer, Link, Received, Upstream
 from tests.waiting import eventually
 
 ADMIN = f"Authorization: Bearer {ADMIN_KEY}\r\n"
@@ -36,10 +35,9 @@ async def answer_chat(link: Link, received: Received) -> None:
 
 @pytest.fixture
 async def instance(gateway: RunningGateway) -> AsyncIterator[Upstream]:
-    async with upstream(answer_chat) as found:
-        await asyncio.to_thread(gateway.register, found, active_version=3)
+    async with gateway.instance(answer_chat, active_version=3) as found:
         yield found
-        await asyncio.to_thread(gateway.unregister)
+        gateway.unregister()
 
 
 async def collecting(gateway: RunningGateway, **fields: Any) -> str:
@@ -56,10 +54,6 @@ async def asked(gateway: RunningGateway, key: str, **fields: Any) -> str:
 
 async def rate(gateway: RunningGateway, key: str, body: dict[str, Any] | bytes, *, port: bool = False) -> Answer:
     return await gateway.ask(post("/v1/feedback", body, key), admin=port)
-
-
-def code(answer: Answer) -> tuple[int, str]:
-    return answer.status, orjson.loads(answer.body)["error"]["code"]
 
 
 def logged(gateway: RunningGateway) -> list[dict[str, Any]]:
@@ -109,7 +103,7 @@ async def test_an_answer_and_what_is_said_of_it_reach_the_log(gateway: RunningGa
 async def test_nothing_is_kept_of_keys_that_have_not_opted_in(gateway: RunningGateway, instance: Upstream) -> None:
     silent, kept = (await new_key(gateway))[1], await collecting(gateway)
     answer_id = await asked(gateway, silent)
-    assert code(await rate(gateway, silent, {"id": answer_id, "rating": "up"})) == (404, "unknown_answer")
+    assert (await rate(gateway, silent, {"id": answer_id, "rating": "up"})).refusal == (404, "unknown_answer")
     last = await asked(gateway, kept)  # what is later in the log than the first one would be
     await records(gateway, last, 1)
     assert answer_id not in {record["id"] for record in logged(gateway)}
@@ -128,8 +122,8 @@ async def test_a_key_opts_in_and_out_while_the_gateway_runs(gateway: RunningGate
 async def test_only_the_key_that_asked_and_admins_may_rate(gateway: RunningGateway, instance: Upstream) -> None:
     mine, other = await collecting(gateway), await collecting(gateway)
     answer_id = await asked(gateway, mine)
-    assert code(await rate(gateway, other, {"id": answer_id, "rating": "up"})) == (404, "unknown_answer")
-    assert code(await rate(gateway, "", {"id": answer_id, "rating": "up"})) == (401, "missing_api_key")
+    assert (await rate(gateway, other, {"id": answer_id, "rating": "up"})).refusal == (404, "unknown_answer")
+    assert (await rate(gateway, "", {"id": answer_id, "rating": "up"})).refusal == (401, "missing_api_key")
     assert (await rate(gateway, ADMIN, {"id": answer_id, "rating": "up"})).status == 200
     assert (await rate(gateway, ADMIN, {"id": answer_id, "rating": "up"}, port=True)).status == 200
     found = await records(gateway, answer_id, 3)
@@ -175,34 +169,32 @@ async def test_the_id_of_the_request_is_an_id_of_the_answer(gateway: RunningGate
 async def test_what_cannot_be_taken_says_why(
     gateway: RunningGateway, body: dict[str, Any] | bytes, expected: tuple[int, str]
 ) -> None:
-    assert code(await rate(gateway, await collecting(gateway), body)) == expected
+    assert (await rate(gateway, await collecting(gateway), body)).refusal == expected
 
 
 async def test_feedback_counts_against_the_limit_of_requests(gateway: RunningGateway, instance: Upstream) -> None:
     key = await collecting(gateway, limits={"requests_per_min": 2})
     answer_id = await asked(gateway, key)
     assert (await rate(gateway, key, {"id": answer_id, "rating": "up"})).status == 200
-    assert code(await rate(gateway, key, {"id": answer_id, "rating": "up"})) == (429, "requests_limit")
+    assert (await rate(gateway, key, {"id": answer_id, "rating": "up"})).refusal == (429, "requests_limit")
 
 
 async def test_an_answer_is_too_old_at_last(tmp_path: Path) -> None:
     settings = AnswerSettings(feedback_s=1e-6)
     with running_gateway(tmp_path, answers=settings) as gateway:
-        async with upstream(answer_chat) as instance:
-            await asyncio.to_thread(gateway.register, instance, active_version=3)
+        async with gateway.instance(answer_chat, active_version=3):
             key = await collecting(gateway)
             answer_id = await asked(gateway, key)
-            assert code(await rate(gateway, key, {"id": answer_id, "rating": "up"})) == (404, "answer_expired")
+            assert (await rate(gateway, key, {"id": answer_id, "rating": "up"})).refusal == (404, "answer_expired")
 
 
 async def test_requests_without_a_key_are_kept_where_the_gateway_is_told_so(tmp_path: Path) -> None:
     settings = AnswerSettings(anonymous=True, segment_s=0.01)
     with running_gateway(tmp_path, answers=settings) as gateway:
-        async with upstream(answer_chat) as instance:
-            await asyncio.to_thread(gateway.register, instance, active_version=3)
+        async with gateway.instance(answer_chat, active_version=3):
             answer_id = await asked(gateway, "")
             foreign = await rate(gateway, "Origin: http://elsewhere\r\n", {"id": answer_id, "rating": "up"})
-            assert code(foreign) == (403, "origin_not_allowed")
+            assert foreign.refusal == (403, "origin_not_allowed")
             assert (await rate(gateway, "", {"id": answer_id, "rating": "up"})).status == 200
             assert (await rate(gateway, ADMIN, {"id": answer_id, "rating": "down"})).status == 200
             found = await records(gateway, answer_id, 3)
@@ -212,16 +204,15 @@ async def test_requests_without_a_key_are_kept_where_the_gateway_is_told_so(tmp_
 async def test_feedback_finds_the_gateway_that_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = AnswerSettings(segment_s=0.01)
     with running_gateway(tmp_path, answers=settings) as one, running_gateway(tmp_path, answers=settings) as other:
-        async with upstream(answer_chat) as instance:
-            await asyncio.to_thread(one.register, instance, active_version=3)
+        async with one.instance(answer_chat, active_version=3):
             key_id, key = await new_key(one, collect=True)
             await eventually(lambda: key_id in other.gateway.keys.limits)
             answer_id = await asked(one, key)
             taken = await rate(other, key, {"id": answer_id, "rating": "up"})
             assert (taken.status, orjson.loads(taken.body)["gateway"]) == (200, "another")
             monkeypatch.setattr("server.answers.feedback.PASS_ON_S", 0.2)
-            assert code(await rate(other, key, {"id": "nobody's", "rating": "up"})) == (404, "unknown_answer")
+            assert (await rate(other, key, {"id": "nobody's", "rating": "up"})).refusal == (404, "unknown_answer")
             stranger = await collecting(other)
-            assert code(await rate(other, stranger, {"id": answer_id, "rating": "up"})) == (404, "unknown_answer")
+            assert (await rate(other, stranger, {"id": answer_id, "rating": "up"})).refusal == (404, "unknown_answer")
             assert len(await records(one, answer_id, 2)) == 2
             assert one.store.list("gateway/feedback/")[0] == []
