@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import ssl
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ from tests.server.gateway.harness import (
     post,
     running_gateway,
 )
-from tests.server.gateway.upstream import Link, Received, answer_json, read_answer, upstream
+from tests.server.gateway.upstream import Link, Received, answering, upstream
 from tests.waiting import eventually, wait_until
 from weightsync.control.records import InstanceRecord, SwapRecord
 from weightsync.errors import TlsUnavailable
@@ -50,6 +51,12 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 def member(authority: Authority, tmp_path: Path) -> ClusterTls:
     """An instance's own files."""
     return ClusterTls(authority.mount(tmp_path / "instance"))
+
+
+@pytest.fixture
+def stranger(tmp_path: Path) -> ClusterTls:
+    """Files of another authority."""
+    return ClusterTls(Authority(tmp_path / "other").mount(tmp_path / "stranger"))
 
 
 @pytest.fixture
@@ -85,19 +92,15 @@ async def test_a_stream_outlives_the_certificates_it_began_with(
         await link.chunk(b"data: two\n\n")
         await link.end()
 
-    async with upstream(handler, member.server_context()) as up:
-        gateway.register(up)
-        reader, writer = await gateway.connect()
-        writer.write(STREAM)
-        await reader.readuntil(b"data: one\n\n")
+    async with gateway.instance(handler, tls=member.server_context()) as up, gateway.client(STREAM) as client:
+        await client.reader.readuntil(b"data: one\n\n")
         authority.mount(tmp_path / "gateway")
         authority.mount(tmp_path / "instance")
         assert (await gateway.ask(STREAM)).body == b"data: one\n\ndata: two\n\n"
         assert up.connections == 2
         assert shown[1] == der(tmp_path / "gateway") != shown[0]
         go_on.set()
-        await asyncio.wait_for(reader.readuntil(b"data: two\n\n"), 30)
-        writer.close()
+        await asyncio.wait_for(client.reader.readuntil(b"data: two\n\n"), 30)
 
 
 async def test_connections_are_kept_and_large_bodies_pass(member: ClusterTls, gateway: RunningGateway) -> None:
@@ -106,8 +109,7 @@ async def test_connections_are_kept_and_large_bodies_pass(member: ClusterTls, ga
     async def handler(link: Link, received: Received) -> None:
         await link.json(received.body)
 
-    async with upstream(handler, member.server_context()) as up:
-        gateway.register(up)
+    async with gateway.instance(handler, tls=member.server_context()) as up:
         for _ in range(3):
             assert (await gateway.ask(post(body=large))).body == large
         assert up.connections == 1
@@ -122,31 +124,25 @@ async def test_a_client_that_leaves_ends_the_instance_s_work(member: ClusterTls,
         await link.gone()
         gone.set()
 
-    async with upstream(handler, member.server_context()) as up:
-        gateway.register(up)
-        reader, writer = await gateway.connect()
-        writer.write(STREAM)
-        await reader.readuntil(b"data: one\n\n")
-        writer.transport.abort()
+    async with gateway.instance(handler, tls=member.server_context()), gateway.client(STREAM) as client:
+        await client.reader.readuntil(b"data: one\n\n")
+        client.writer.transport.abort()
         await asyncio.wait_for(gone.wait(), 30)
 
 
 async def test_an_instance_of_another_authority_gets_nothing(
-    gateway: RunningGateway, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    stranger: ClusterTls, gateway: RunningGateway, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stranger = ClusterTls(Authority(tmp_path / "other").mount(tmp_path / "stranger"))
-    async with upstream(answer_json, stranger.server_context()) as up:
-        gateway.register(up)
+    async with gateway.instance(tls=stranger.server_context()) as up:
         with caplog.at_level(logging.ERROR):
             for _ in range(2):
-                answer = await gateway.ask(post())
-                assert (answer.status, b"instance_untrusted" in answer.body) == (503, True), answer.body
+                assert (await gateway.ask(post())).refusal == (503, "instance_untrusted")
         assert sum("are its certificate and this gateway's of one authority" in m for m in caplog.messages) == 1
         assert not up.requests
 
 
 async def test_an_instance_that_speaks_no_tls_gets_nothing(gateway: RunningGateway) -> None:
-    async with upstream(answer_json) as up:
+    async with upstream() as up:
         gateway.register(up.address.replace("http", "https"))
         answer = await gateway.ask(post())
         assert answer.status == 503, answer.body
@@ -161,31 +157,30 @@ async def test_an_instance_that_does_not_know_the_gateway_answers_nothing(
     suspicious = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=Authority(tmp_path / "other").ca)
     suspicious.verify_mode = ssl.CERT_REQUIRED
     suspicious.load_cert_chain(files / "tls.crt", files / "tls.key")
-    async with upstream(answer_json, suspicious) as up:
-        gateway.register(up)
+    async with gateway.instance(tls=suspicious) as up:
         answer = await gateway.ask(post())
         assert answer.status in (502, 503), answer.body
         assert not up.requests
 
 
-async def test_others_are_asked_instead(member: ClusterTls, gateway: RunningGateway, tmp_path: Path) -> None:
-    stranger = ClusterTls(Authority(tmp_path / "other").mount(tmp_path / "stranger"))
+async def test_others_are_asked_instead(
+    member: ClusterTls, stranger: ClusterTls, gateway: RunningGateway, tmp_path: Path
+) -> None:
     async with (
-        upstream(answer_json, stranger.server_context()) as bad,
-        upstream(answer_json, member.server_context()) as good,
-        upstream(answer_json) as plain,
+        gateway.instance(instance_id="a", tls=stranger.server_context()) as bad,
+        gateway.instance(instance_id="b", tls=member.server_context()) as good,
+        gateway.instance(instance_id="c"),
     ):
-        for name, up in (("a", bad), ("b", good), ("c", plain)):
-            gateway.register(up, name)
         for _ in range(8):
             assert (await gateway.ask(post())).status == 200
         assert not bad.requests
         assert good.requests  # and so has the one on loopback without TLS, now and then
 
 
-async def test_health_and_load_are_asked_over_tls(authority: Authority, member: ClusterTls, tmp_path: Path) -> None:
+async def test_health_and_load_are_asked_over_tls(
+    authority: Authority, member: ClusterTls, stranger: ClusterTls, tmp_path: Path
+) -> None:
     page = b'vllm:num_requests_running{x="1"} 3.0\n'
-    stranger = ClusterTls(Authority(tmp_path / "other").mount(tmp_path / "stranger"))
 
     async def handler(link: Link, received: Received) -> None:
         await link.json(page if received.target == "/metrics" else b"{}")
@@ -194,11 +189,9 @@ async def test_health_and_load_are_asked_over_tls(authority: Authority, member: 
     files = authority.mount(tmp_path / "gateway")
     with running_gateway(tmp_path, cluster_tls=files, upstream=settings) as gateway:
         async with (
-            upstream(handler, member.server_context()) as good,
-            upstream(handler, stranger.server_context()) as bad,
+            gateway.instance(handler, "good", member.server_context()),
+            gateway.instance(handler, "bad", stranger.server_context()) as bad,
         ):
-            gateway.register(good, "good")
-            gateway.register(bad, "bad")
             fleet = gateway.gateway.default.fleet
             await eventually(lambda: fleet.instances["good"].signals is not None, 30)
             await eventually(lambda: not fleet.instances["bad"].health.answering, 30)
@@ -211,13 +204,9 @@ async def test_a_canary_is_probed_over_tls(authority: Authority, member: Cluster
         b'{"choices": [{"text": "x", "token_ids": [1], "logprobs": [-0.5],'
         b' "weight_versions": [{"version": 2, "start": 0, "end": 1}]}]}'
     )
-
-    async def handler(link: Link, _: Received) -> None:
-        await link.json(answer)
-
     settings = ProbeSettings("toy", (ProbePrompt("p", "hello"),))
     swap = SwapRecord("s", 2, "canary", ("i0",), 0.0, 0.0)
-    async with upstream(handler, member.server_context()) as up:
+    async with upstream(answering(answer), member.server_context()) as up:
         canary = InstanceRecord("i0", up.address)
         gateway = ClusterTls(authority.mount(tmp_path / "gateway"))
         assert (await build_probe(settings, list, gateway)(canary, swap, None)).ok
@@ -260,10 +249,9 @@ def process(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[G
 
 
 def is_up(url: str, verify: ssl.SSLContext | bool = True) -> bool:
-    try:
+    with contextlib.suppress(httpx.TransportError):
         return httpx.get(url, verify=verify, trust_env=False).status_code == 200
-    except httpx.TransportError:
-        return False
+    return False
 
 
 async def test_a_gateway_process_streams_over_mutual_tls(
@@ -286,10 +274,7 @@ async def test_a_gateway_process_streams_over_mutual_tls(
         process.store.put(KEYS.instance("i0"), record.to_json())
         ready = f"http://127.0.0.1:{process.port}/readyz"
         await asyncio.to_thread(wait_until, lambda: is_up(ready), 30)
-        reader, writer = await asyncio.open_connection("127.0.0.1", process.port)
-        writer.write(STREAM)
-        answer = await asyncio.wait_for(read_answer(reader), 30)
-        writer.close()
+        answer = await process.ask(STREAM)
         assert answer.body == b"".join(b"data: %d\n\n" % number for number in range(20))
         assert shown == {der(files)}
 
