@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,19 @@ import pytest
 from server.errors import ConfigError
 from server.gateway.models import file as models_file
 from tests.server.gateway.harness import ADMIN_KEY, RunningGateway, get, new_key, post, running_gateway
-from tests.server.gateway.upstream import Answer, Link, Received, upstream
+from tests.server.gateway.upstream import (
+    Handler,
+    Link,
+    Received,
+    Upstream,
+    answering,
+    never_answer,
+    streaming,
+    upstream,
+)
 from tests.waiting import eventually
 
+ADMIN = f"Authorization: Bearer {ADMIN_KEY}\r\n"
 SECRET = "sk-upstream-secret-0123456789"
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
 
@@ -64,63 +76,52 @@ def chat(headers: str = "", **fields: Any) -> bytes:
     return post("/v1/chat/completions", body, headers)
 
 
-def code_of(answer: Answer) -> tuple[int, str]:
-    return answer.status, orjson.loads(answer.body)["error"]["code"]
-
-
-class Running:
-    """A gateway whose upstream is `up`."""
-
-    def __init__(self, tmp_path: Path, port: int, more: str = "", **settings: Any) -> None:
-        file = config(tmp_path, port, more)
-        self._running = running_gateway(tmp_path, model="", models=file, run_coordinator=False, **settings)
-
-    def __enter__(self) -> RunningGateway:
-        return self._running.__enter__()
-
-    def __exit__(self, *what: Any) -> None:
-        self._running.__exit__(*what)
+@contextlib.asynccontextmanager
+async def external(tmp_path: Path, handler: Handler, more: str = "") -> AsyncIterator[tuple[Upstream, RunningGateway]]:
+    """Somebody else's server, and a gateway in front of it."""
+    async with upstream(handler) as up:
+        file = config(tmp_path, up.port, more)
+        with running_gateway(tmp_path, model="", models=file, run_coordinator=False) as gateway:
+            yield up, gateway
 
 
 async def test_a_request_goes_there_and_nothing_of_ours_with_it(tmp_path: Path) -> None:
-    async with upstream(hosted) as up:
-        with Running(tmp_path, up.port) as gateway:
-            _, key = await new_key(gateway, limits={"tokens_per_min": 1000})
-            answer = await gateway.ask(chat(key + "X-Session-Id: mine\r\nUser-Agent: me\r\n", hotswap={"priority": 3}))
-            assert answer.status == 200, answer.body
-            assert orjson.loads(answer.body)["model"] == "large-1"
-            assert answer.headers["x-hotswap-weights"] == "external"
-            assert answer.headers["x-hotswap-upstream"] == "hosted"
-            assert "x-hotswap-weight-version" not in answer.headers
-            assert "set-cookie" not in answer.headers
-            (asked,) = up.requests
-            assert (asked.method, asked.target) == ("POST", "/v1/chat/completions")
-            assert set(asked.headers) == {"host", "authorization", "content-type", "accept", "content-length"}
-            assert asked.headers["authorization"] == f"Bearer {SECRET}"
-            body = orjson.loads(asked.body)
-            assert (body["model"], "hotswap" in body) == ("large-1", False)
-            answer = await gateway.ask(get("/v1/models", key))
-            entry = next(e for e in orjson.loads(answer.body)["data"] if e["id"] == "hosted")
-            assert entry["hotswap"] == {"weights": "external"}
-            left = int((await gateway.ask(chat(key, max_tokens=1))).headers["x-ratelimit-remaining-tokens"])
-            assert 1000 - 5 - 200 < left < 1000 - 5, "the first one's true count, the second's reservation"
+    async with external(tmp_path, hosted) as (up, gateway):
+        _, key = await new_key(gateway, limits={"tokens_per_min": 1000})
+        answer = await gateway.ask(chat(key + "X-Session-Id: mine\r\nUser-Agent: me\r\n", hotswap={"priority": 3}))
+        assert answer.status == 200, answer.body
+        assert orjson.loads(answer.body)["model"] == "large-1"
+        assert answer.headers["x-hotswap-weights"] == "external"
+        assert answer.headers["x-hotswap-upstream"] == "hosted"
+        assert "x-hotswap-weight-version" not in answer.headers
+        assert "set-cookie" not in answer.headers
+        (asked,) = up.requests
+        assert (asked.method, asked.target) == ("POST", "/v1/chat/completions")
+        assert set(asked.headers) == {"host", "authorization", "content-type", "accept", "content-length"}
+        assert asked.headers["authorization"] == f"Bearer {SECRET}"
+        body = orjson.loads(asked.body)
+        assert (body["model"], "hotswap" in body) == ("large-1", False)
+        answer = await gateway.ask(get("/v1/models", key))
+        entry = next(e for e in orjson.loads(answer.body)["data"] if e["id"] == "hosted")
+        assert entry["hotswap"] == {"weights": "external"}
+        left = int((await gateway.ask(chat(key, max_tokens=1))).headers["x-ratelimit-remaining-tokens"])
+        assert 1000 - 5 - 200 < left < 1000 - 5, "the first one's true count, the second's reservation"
 
 
 async def test_a_stream_passes_and_its_tokens_are_counted(tmp_path: Path) -> None:
-    async with upstream(hosted) as up:
-        with Running(tmp_path, up.port) as gateway:
-            client = openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0)
-            messages: Any = [{"role": "user", "content": "hi"}]
-            for told in (False, True):
-                options: Any = {"stream_options": {"include_usage": True}} if told else {}
-                stream = await client.chat.completions.create(model="hosted", messages=messages, stream=True, **options)
-                chunks = [each async for each in stream]
-                assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "hello"
-                assert [c.usage.total_tokens for c in chunks if c.usage is not None] == ([5] if told else [])
-                assert len(chunks) == 2 + told, "the chunk of tokens is for who asked for it"
-            counted = gateway.gateway.upstreams["hosted"].stats.tokens["/v1/chat/completions"]
-            await eventually(lambda: (counted.prompt, counted.completion, counted.estimated) == (6, 4, 0))
-            await client.close()
+    async with external(tmp_path, hosted) as (_, gateway):
+        client = openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0)
+        messages: Any = [{"role": "user", "content": "hi"}]
+        for told in (False, True):
+            options: Any = {"stream_options": {"include_usage": True}} if told else {}
+            stream = await client.chat.completions.create(model="hosted", messages=messages, stream=True, **options)
+            chunks = [each async for each in stream]
+            assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "hello"
+            assert [c.usage.total_tokens for c in chunks if c.usage is not None] == ([5] if told else [])
+            assert len(chunks) == 2 + told, "the chunk of tokens is for who asked for it"
+        counted = gateway.gateway.upstreams["hosted"].stats.tokens["/v1/chat/completions"]
+        await eventually(lambda: (counted.prompt, counted.completion, counted.estimated) == (6, 4, 0))
+        await client.close()
 
 
 @pytest.mark.parametrize(
@@ -134,51 +135,43 @@ async def test_a_stream_passes_and_its_tokens_are_counted(tmp_path: Path) -> Non
     ],
 )
 async def test_its_refusals_are_typed_and_tell_nothing_of_the_key(tmp_path: Path, status: bytes, code: str) -> None:
-    async def refuses(link: Link, _: Received) -> None:
-        await link.json(b'{"error":{"message":"bad key %b"}}' % SECRET.encode(), status, b"retry-after: 7\r\n")
-
-    async with upstream(refuses) as up:
-        with Running(tmp_path, up.port) as gateway:
-            answer = await gateway.ask(chat())
-            assert code_of(answer) == (503, code)
-            assert SECRET.encode() not in answer.body
-            if status.startswith((b"429", b"500")):
-                assert answer.headers["retry-after"] == "7"
-            admin = get("/admin/models", f"Authorization: Bearer {ADMIN_KEY}\r\n")
-            shown = await gateway.ask(admin, admin=True)
-            assert SECRET.encode() not in shown.body
-            assert orjson.loads(shown.body)["models"][1]["has_key"] is True
-            assert SECRET not in repr(gateway.gateway.file)
+    refuses = answering(b'{"error":{"message":"bad key %b"}}' % SECRET.encode(), status, b"retry-after: 7\r\n")
+    async with external(tmp_path, refuses) as (_, gateway):
+        answer = await gateway.ask(chat())
+        assert answer.refusal == (503, code)
+        assert SECRET.encode() not in answer.body
+        if status.startswith((b"429", b"500")):
+            assert answer.headers["retry-after"] == "7"
+        shown = await gateway.ask(get("/admin/models", ADMIN), admin=True)
+        assert SECRET.encode() not in shown.body
+        assert orjson.loads(shown.body)["models"][1]["has_key"] is True
+        assert SECRET not in repr(gateway.gateway.file)
 
 
 async def test_a_fault_of_the_request_is_the_clients(tmp_path: Path) -> None:
-    async def refuses(link: Link, _: Received) -> None:
-        await link.json(b'{"error":{"message":"no such field","code":"unknown_field"}}', b"400 Bad Request")
-
-    async with upstream(refuses) as up:
-        with Running(tmp_path, up.port) as gateway:
-            assert code_of(await gateway.ask(chat())) == (400, "unknown_field")
+    fault = b'{"error":{"message":"no such field","code":"unknown_field"}}'
+    async with external(tmp_path, answering(fault, b"400 Bad Request")) as (_, gateway):
+        answer = await gateway.ask(chat())
+        assert (answer.status, answer.body) == (400, fault)
 
 
 @pytest.mark.parametrize("model", [b"hosted", b"fast", b"slow"])
 async def test_a_body_that_is_written_anew_is_checked_to_its_last_byte(tmp_path: Path, model: bytes) -> None:
     body = b'{"model":"%b","prompt":"%b"}' % (model, b"x" * 10_000 + b"\\q")
-    async with upstream(hosted) as up:
-        with Running(tmp_path, up.port) as gateway:
-            assert code_of(await gateway.ask(post("/v1/completions", body))) == (400, "invalid_json")
-            assert up.requests == []
+    async with external(tmp_path, hosted) as (up, gateway):
+        assert (await gateway.ask(post("/v1/completions", body))).refusal == (400, "invalid_json")
+        assert up.requests == []
 
 
 async def test_it_has_no_versions_and_not_every_route(tmp_path: Path) -> None:
-    async with upstream(hosted) as up:
-        with Running(tmp_path, up.port) as gateway:
-            assert code_of(await gateway.ask(chat("x-hotswap-min-version: 1\r\n"))) == (400, "weights_external")
-            answer = await gateway.ask(post("/generate", {"model": "hosted", "prompt": "a"}))
-            assert code_of(answer) == (400, "route_not_external")
-            pinned = chat("x-hotswap-version: 1\r\n", model="fast")
-            status, code = code_of(await gateway.ask(pinned))
-            assert (status, code) in ((503, "no_instance"), (409, "version_unavailable")), "it is no fallback for a pin"
-            assert not up.requests
+    async with external(tmp_path, hosted) as (up, gateway):
+        assert (await gateway.ask(chat("x-hotswap-min-version: 1\r\n"))).refusal == (400, "weights_external")
+        answer = await gateway.ask(post("/generate", {"model": "hosted", "prompt": "a"}))
+        assert answer.refusal == (400, "route_not_external")
+        pinned = chat("x-hotswap-version: 1\r\n", model="fast")
+        refusal = (await gateway.ask(pinned)).refusal
+        assert refusal in ((503, "no_instance"), (409, "version_unavailable")), "it is no fallback for a pin"
+        assert not up.requests
 
 
 async def test_it_takes_over_and_is_taken_over(tmp_path: Path) -> None:
@@ -193,49 +186,36 @@ async def test_it_takes_over_and_is_taken_over(tmp_path: Path) -> None:
     async def ours(link: Link, asked: Received) -> None:
         await link.json(orjson.dumps({"model": orjson.loads(asked.body)["model"], "choices": []}))
 
-    async with upstream(fails) as up, upstream(ours) as instance:
-        with Running(tmp_path, up.port) as gateway:
-            answer = await gateway.ask(chat(model="fast"))
-            assert answer.headers["x-hotswap-fallback"] == "from=ours; reason=no_instance"
-            assert answer.headers["x-hotswap-weights"] == "external"
-            gateway.register(instance, model="ours")
+    async with external(tmp_path, fails) as (_, gateway):
+        answer = await gateway.ask(chat(model="fast"))
+        assert answer.headers["x-hotswap-fallback"] == "from=ours; reason=no_instance"
+        assert answer.headers["x-hotswap-weights"] == "external"
+        async with gateway.instance(ours, model="ours"):
             cut.set()
             answer = await gateway.ask(chat(model="slow"))
-            assert (answer.status, orjson.loads(answer.body)["model"]) == (200, "ours")
-            assert answer.headers["x-hotswap-fallback"] == "from=hosted; reason=upstream_died"
-            assert "x-hotswap-weights" not in answer.headers
+        assert (answer.status, orjson.loads(answer.body)["model"]) == (200, "ours")
+        assert answer.headers["x-hotswap-fallback"] == "from=hosted; reason=upstream_died"
+        assert "x-hotswap-weights" not in answer.headers
 
 
 async def test_a_stream_that_breaks_is_not_begun_anew(tmp_path: Path) -> None:
-    async def breaks(link: Link, _: Received) -> None:
-        await link.sse_head()
-        await link.chunk(chunk("hel"))
-        link.cut()
-
-    async with upstream(breaks) as up, upstream() as instance:
-        with Running(tmp_path, up.port) as gateway:
-            gateway.register(instance, model="ours")
-            answer = await gateway.ask(chat(model="slow", stream=True))
-            assert not answer.complete
-            assert b"hel" in answer.body
-            assert b"upstream_died" in answer.body
-            assert not [each for each in instance.requests if each.target == "/v1/chat/completions"]
+    breaks = streaming(chunk("hel"), cut=True)
+    async with external(tmp_path, breaks) as (_, gateway), gateway.instance(model="ours") as instance:
+        answer = await gateway.ask(chat(model="slow", stream=True))
+        assert not answer.complete
+        assert b"hel" in answer.body
+        assert b"upstream_died" in answer.body
+        assert not [each for each in instance.requests if each.target == "/v1/chat/completions"]
 
 
 async def test_one_that_is_silent_or_not_there(tmp_path: Path) -> None:
-    async def silent(link: Link, _: Received) -> None:
-        await link.gone()
-
-    async with upstream(silent) as up:
-        with Running(tmp_path, up.port, ", read-timeout: 0.2") as gateway:
-            assert code_of(await gateway.ask(chat())) == (504, "upstream_timeout")
-        with Running(tmp_path, up.port) as gateway:
-            config(tmp_path, 1)
-            raw = f"POST /admin/models/reload HTTP/1.1\r\nHost: t\r\nAuthorization: Bearer {ADMIN_KEY}\r\n"
-            await gateway.ask(f"{raw}Content-Length: 0\r\n\r\n".encode(), admin=True)
-            answer = await gateway.ask(chat())
-            assert code_of(answer) == (503, "upstream_unreachable")
-            assert b"127.0.0.1" not in answer.body
+    async with external(tmp_path, never_answer, ", read-timeout: 0.2") as (_, gateway):
+        assert (await gateway.ask(chat())).refusal == (504, "upstream_timeout")
+        config(tmp_path, 1)
+        await gateway.ask(post("/admin/models/reload", b"", ADMIN), admin=True)
+        answer = await gateway.ask(chat())
+        assert answer.refusal == (503, "upstream_unreachable")
+        assert b"127.0.0.1" not in answer.body
 
 
 @pytest.fixture

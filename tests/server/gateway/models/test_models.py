@@ -15,14 +15,7 @@ from typer.testing import CliRunner
 
 from server.cli.app import app
 from server.gateway.config import QueueSettings, UpstreamSettings
-from tests.server.gateway.harness import (
-    ADMIN_KEY,
-    RunningGateway,
-    get,
-    new_key,
-    post,
-    running_gateway,
-)
+from tests.server.gateway.harness import ADMIN_KEY, RunningGateway, get, new_key, post, running_gateway
 from tests.server.gateway.upstream import Answer, Link, Received, upstream
 from tests.waiting import eventually
 from weightsync import Adapter, Publisher
@@ -56,19 +49,26 @@ def answers(name: str, *, models: tuple[str, ...] = ()) -> Any:
 
 
 @pytest.fixture
-def gateway(tmp_path: Path) -> Iterator[RunningGateway]:
-    file = tmp_path / "models.yaml"
-    file.write_text(TWO)
-    with running_gateway(tmp_path, model="", models=file, run_coordinator=False) as g:
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "models.yaml"
+    path.write_text(TWO)
+    return path
+
+
+@pytest.fixture
+def gateway(file: Path) -> Iterator[RunningGateway]:
+    with running_gateway(file.parent, model="", models=file, run_coordinator=False) as g:
         yield g
 
 
 @contextlib.asynccontextmanager
 async def both(gateway: RunningGateway) -> Any:
     """An instance of each model."""
-    async with upstream(answers("small", models=("tuned",))) as small, upstream(answers("big")) as big:
-        gateway.register(small, "s", model="small")
-        gateway.register(big, "b", model="big")
+    first, second = answers("small", models=("tuned",)), answers("big")
+    async with (
+        gateway.instance(first, "s", model="small") as small,
+        gateway.instance(second, "b", model="big") as big,
+    ):
         yield small, big
 
 
@@ -116,12 +116,13 @@ async def test_an_adapter_is_asked_of_its_model(gateway: RunningGateway) -> None
         assert len(big.requests) == 1
 
 
-def test_an_adapter_is_not_called_as_a_model_or_an_alias_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_is_not_called_as_a_model_or_an_alias_is(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOTSWAP_ARENA", str(tmp_path / "arena"))
-    (tmp_path / "models.yaml").write_text(TWO)
     adapter = Adapter({"x.lora_A.weight": np.ones((2, 8), np.float32)}, {"r": 2})
     with (
-        running_gateway(tmp_path, model="", models=tmp_path / "models.yaml"),
+        running_gateway(tmp_path, model="", models=file),
         Publisher(f"sqlite://{tmp_path / 'store.db'}", model="small") as publisher,
     ):
         publisher.publish({"x.weight": np.ones((8, 8), np.float32)}.items())
@@ -138,27 +139,20 @@ def test_an_adapter_is_not_called_as_a_model_or_an_alias_is(tmp_path: Path, monk
 
 
 async def test_an_alias_is_answered_by_its_first_model_and_else_by_the_next(gateway: RunningGateway) -> None:
-    async with upstream(answers("big")) as big:
-        gateway.register(big, "b", model="big")
+    async with gateway.instance(answers("big"), "b", model="big"):
         answer, body = await ask(gateway, model="fast")
         assert (body["by"], body["model"]) == ("big", "big")
         assert answer.headers["x-hotswap-fallback"] == "from=small; reason=no_instance"
-        async with upstream(answers("small")) as small:
-            gateway.register(small, "s", model="small")
+        async with gateway.instance(answers("small"), "s", model="small"):
             answer, body = await ask(gateway, model="fast")
             assert (body["by"], body["model"], answer.headers.get("x-hotswap-fallback")) == ("small", "small", None)
         answer, body = await ask(gateway, model="fast")  # it is on record still, and takes no connection
-        assert (body["by"], answer.headers["x-hotswap-fallback"]) == (
-            "big",
-            "from=small; reason=instance_unreachable",
-        )
+        assert (body["by"], answer.headers["x-hotswap-fallback"]) == ("big", "from=small; reason=instance_unreachable")
         assert gateway.gateway.models["small"].stats.fallbacks["big", "no_instance"] == 1
         assert gateway.gateway.models["small"].stats.inflight == gateway.gateway.models["big"].stats.inflight == 0
 
 
-async def test_a_full_queue_falls_back_and_a_lost_answer_does_not(tmp_path: Path) -> None:
-    file = tmp_path / "models.yaml"
-    file.write_text(TWO)
+async def test_a_full_queue_falls_back_and_a_lost_answer_does_not(file: Path) -> None:
     release = asyncio.Event()
 
     async def slow(link: Link, asked: Received) -> None:
@@ -169,10 +163,9 @@ async def test_a_full_queue_falls_back_and_a_lost_answer_does_not(tmp_path: Path
         await answers("small")(link, asked)
 
     settings = {"model": "", "models": file, "run_coordinator": False, "queue": QueueSettings(max_entries=0)}
-    with running_gateway(tmp_path, **settings, upstream=UpstreamSettings(max_in_flight=1)) as gateway:
-        async with upstream(slow) as small, upstream(answers("big")) as big:
-            gateway.register(small, "s", model="small")
-            gateway.register(big, "b", model="big")
+    with running_gateway(file.parent, **settings, upstream=UpstreamSettings(max_in_flight=1)) as gateway:
+        big = gateway.instance(answers("big"), "b", model="big")
+        async with gateway.instance(slow, "s", model="small") as small, big:
             first = asyncio.create_task(ask(gateway, model="fast"))
             await eventually(lambda: len(small.requests) == 1)
             answer, body = await ask(gateway, model="fast")
@@ -184,8 +177,7 @@ async def test_a_full_queue_falls_back_and_a_lost_answer_does_not(tmp_path: Path
 
 
 async def test_limits_are_counted_once(gateway: RunningGateway) -> None:
-    async with upstream(answers("big")) as big:
-        gateway.register(big, "b", model="big")
+    async with gateway.instance(answers("big"), "b", model="big"):
         _, key = await new_key(gateway, limits={"requests_per_min": 10, "tokens_per_min": 1000})
         answer, body = await ask(gateway, key, model="fast")
         assert body["by"] == "big"
@@ -207,26 +199,31 @@ async def test_a_key_of_certain_models_sees_no_other(gateway: RunningGateway) ->
         assert (await ask(gateway, key))[0].status == 404, "the default model is not the key's"
 
 
-async def admin(gateway: RunningGateway, method: str, path: str) -> tuple[int, dict[str, Any]]:
-    raw = f"{method} {path} HTTP/1.1\r\nHost: t\r\n{ADMIN}Content-Length: 0\r\n\r\n".encode()
-    answer = await gateway.ask(raw, admin=True)
+async def admin(gateway: RunningGateway, path: str) -> tuple[int, dict[str, Any]]:
+    answer = await gateway.ask(get(path, ADMIN), admin=True)
     return answer.status, orjson.loads(answer.body)
 
 
+async def reload(gateway: RunningGateway, text: str) -> Answer:
+    """What is said to a file of models with this text."""
+    file = gateway.gateway.config.models
+    assert file is not None
+    file.write_text(text)
+    return await gateway.ask(post("/admin/models/reload", b"", ADMIN), admin=True)
+
+
 async def test_control_routes_say_which_model(gateway: RunningGateway) -> None:
-    status, body = await admin(gateway, "GET", "/admin/weights")
+    status, body = await admin(gateway, "/admin/weights")
     assert (status, body["error"]["code"]) == (400, "model_needed")
-    status, body = await admin(gateway, "GET", "/admin/weights?model=big")
+    status, body = await admin(gateway, "/admin/weights?model=big")
     assert (status, body["model"]) == (200, "big")
-    assert (await admin(gateway, "GET", "/admin/instances?model=fast"))[0] == 404
-    status, body = await admin(gateway, "GET", "/admin/models")
+    assert (await admin(gateway, "/admin/instances?model=fast"))[0] == 404
+    status, body = await admin(gateway, "/admin/models")
     assert [(row["name"], row["default"]) for row in body["models"]] == [("small", True), ("big", False)]
     assert body["aliases"] == {"fast": ["small", "big"]}
 
 
 async def test_the_file_is_read_anew_without_losing_a_request(gateway: RunningGateway) -> None:
-    file = gateway.gateway.config.models
-    assert file is not None
     done = asyncio.Event()
     statuses: list[int] = []
 
@@ -241,30 +238,28 @@ async def test_the_file_is_read_anew_without_losing_a_request(gateway: RunningGa
         await finish.wait()
         await answers("small")(link, asked)
 
-    async with upstream(slow) as small, upstream(answers("big")) as big, upstream(answers("third")) as third:
-        gateway.register(small, "s", model="small")
-        gateway.register(big, "b", model="big")
+    async with (
+        gateway.instance(slow, "s", model="small") as small,
+        gateway.instance(answers("big"), "b", model="big") as big,
+        upstream(answers("third")) as third,
+    ):
         tasks = [asyncio.create_task(asking()) for _ in range(4)]
         held = asyncio.create_task(ask(gateway, model="small"))
         await eventually(lambda: len(small.requests) == 1)
-        file.write_text("models: [{name: big}, {name: third}]\naliases: {fast: third}\n")
-        status, body = await admin(gateway, "POST", "/admin/models/reload")
-        assert status == 422, "what stands for the gateway cannot go while it runs"
-        assert "small" in body["error"]["message"]
-        file.write_text("models: [{name: big}, {name: small}, {name: third}]\naliases: {fast: third}\n")
-        assert (await admin(gateway, "POST", "/admin/models/reload"))[0] == 200
+        refused = await reload(gateway, "models: [{name: big}, {name: third}]\naliases: {fast: third}\n")
+        assert refused.status == 422, "what stands for the gateway cannot go while it runs"
+        assert "small" in refused.error["message"]
+        three = "models: [{name: big}, {name: small}, {name: third}]\naliases: {fast: third}\n"
+        assert (await reload(gateway, three)).status == 200
         gateway.register(third, "t", model="third")
         assert (await ask(gateway, model="fast"))[1]["by"] == "third"
         assert (await ask(gateway))[1]["by"] == "big", "the first of the file as it is now"
         for wrong in ("models: []\n", "models: [{name: big}, {name: big}]\n", "models: [{nam: big}]\n", "models: [\n"):
-            file.write_text(wrong)
-            status, body = await admin(gateway, "POST", "/admin/models/reload")
-            assert (status, body["error"]["code"]) == (422, "bad_models_file")
+            assert (await reload(gateway, wrong)).refusal == (422, "bad_models_file")
         assert (await ask(gateway, model="third"))[1]["by"] == "third", "the one before stays"
-        file.write_text("models: [{name: big}, {name: small}]\n")
         waiting = asyncio.create_task(ask(gateway, model="small"))
         await eventually(lambda: len(small.requests) == 2)
-        assert (await admin(gateway, "POST", "/admin/models/reload"))[0] == 200
+        assert (await reload(gateway, "models: [{name: big}, {name: small}]\n")).status == 200
         assert (await ask(gateway, model="third"))[0].status == 404
         finish.set()
         assert (await held)[1]["by"] == (await waiting)[1]["by"] == "small"
@@ -275,20 +270,16 @@ async def test_the_file_is_read_anew_without_losing_a_request(gateway: RunningGa
 
 
 async def test_a_model_that_goes_answers_what_it_has(gateway: RunningGateway) -> None:
-    file = gateway.gateway.config.models
-    assert file is not None
     finish = asyncio.Event()
 
     async def slow(link: Link, asked: Received) -> None:
         await finish.wait()
         await answers("big")(link, asked)
 
-    async with upstream(slow) as big:
-        gateway.register(big, "b", model="big")
+    async with gateway.instance(slow, "b", model="big") as big:
         going = asyncio.create_task(ask(gateway, model="big"))
         await eventually(lambda: len(big.requests) == 1)
-        file.write_text("models: [{name: small}]\n")
-        assert (await admin(gateway, "POST", "/admin/models/reload"))[0] == 200
+        assert (await reload(gateway, "models: [{name: small}]\n")).status == 200
         assert gateway.gateway._retiring
         finish.set()
         assert (await going)[1]["by"] == "big"
