@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import hashlib
-import os
 import signal
 import ssl
 import stat
@@ -14,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -31,9 +30,8 @@ from server.gateway.__main__ import configured, main
 from server.gateway.access.key_sources import load_keys
 from server.gateway.access.records import ADMIN, INFER
 from server.ports import free_port
-from tests.server.gateway.harness import RunningGateway, running_gateway
-from tests.server.gateway.upstream import Link, Received, upstream
-from tests.waiting import wait_until
+from tests.server.gateway.harness import RunningGateway, gateway_process, running_gateway
+from tests.server.gateway.upstream import answering, streaming
 
 # Far too large, or needed by few gateways and imported when they are.
 FORBIDDEN = ("torch", "vllm", "transformers", "megatron", "numpy", "httpx", "rich", "grpc", "opentelemetry")
@@ -73,13 +71,10 @@ def test_the_sdk_streams_and_lists(base_url: str) -> None:
 # errors, as the SDK shows them
 
 
-@pytest.fixture(scope="module")
-def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
-    directory = tmp_path_factory.mktemp("gateway")
-    keys = directory / "api.keys"
-    keys.write_text("the-key-of-the-sdk-tests\n")
-    keys.chmod(0o600)
-    with running_gateway(directory, api_key_file=keys, upstream=UpstreamSettings(hold_s=0.0)) as g:
+@pytest.fixture
+def gateway(tmp_path: Path) -> Iterator[RunningGateway]:
+    keys = private(tmp_path / "api.keys", "the-key-of-the-sdk-tests\n")
+    with running_gateway(tmp_path, api_key_file=keys, upstream=UpstreamSettings(hold_s=0.0)) as g:
         yield g
 
 
@@ -94,56 +89,49 @@ async def complete(client: openai.AsyncOpenAI, **options: object) -> object:
     return await client.completions.create(model="toy", prompt="x", **options)  # type: ignore[call-overload]
 
 
-async def test_sdk_no_instance(tmp_path: Path) -> None:
-    with running_gateway(tmp_path, upstream=UpstreamSettings(hold_s=0.0)) as empty:
-        async with openai.AsyncOpenAI(base_url=f"{empty.url}/v1", api_key="any", max_retries=0) as sdk:
-            with pytest.raises(openai.InternalServerError) as caught:
-                await complete(sdk)
-    assert (caught.value.status_code, caught.value.code) == (503, "no_instance")
-    assert "hotswap instance" in caught.value.message
+async def ask_with_a_wrong_key(client: openai.AsyncOpenAI) -> object:
+    return await complete(client.with_options(api_key="wrong-wrong-wrong-wrong"))
 
 
-async def test_sdk_wrong_key(sdk: openai.AsyncOpenAI) -> None:
-    with pytest.raises(openai.AuthenticationError) as caught:
-        await complete(sdk.with_options(api_key="wrong-wrong-wrong-wrong"))
-    assert caught.value.code == "invalid_api_key"
+async def list_files(client: openai.AsyncOpenAI) -> object:
+    return await client.files.list()
 
 
-async def test_sdk_unknown_route(sdk: openai.AsyncOpenAI) -> None:
-    with pytest.raises(openai.NotFoundError) as caught:
-        await sdk.files.list()
-    assert caught.value.code == "not_found"
+@pytest.mark.parametrize(
+    ("ask", "error", "status", "code", "says"),
+    [
+        (complete, openai.InternalServerError, 503, "no_instance", "hotswap instance"),
+        (ask_with_a_wrong_key, openai.AuthenticationError, 401, "invalid_api_key", "key"),
+        (list_files, openai.NotFoundError, 404, "not_found", "/v1/files"),
+    ],
+)
+async def test_sdk_raises_its_own_errors(
+    sdk: openai.AsyncOpenAI, ask: Any, error: type[openai.APIStatusError], status: int, code: str, says: str
+) -> None:
+    with pytest.raises(error) as caught:
+        await ask(sdk)
+    assert (caught.value.status_code, caught.value.code) == (status, code)
+    assert says in caught.value.message
 
 
 async def test_sdk_sees_the_instances_own_errors_unchanged(gateway: RunningGateway, sdk: openai.AsyncOpenAI) -> None:
     body = b'{"error":{"message":"no such model","type":"NotFoundError","param":"model","code":404}}'
-
-    async def handler(link: Link, _: Received) -> None:
-        await link.json(body, b"404 Not Found")
-
-    async with upstream(handler) as up:
-        gateway.register(up)
+    async with gateway.instance(answering(body, b"404 Not Found")):
         with pytest.raises(openai.NotFoundError) as caught:
             await complete(sdk)
     assert caught.value.body == orjson.loads(body)["error"]
 
 
 async def test_sdk_sees_a_stream_break(gateway: RunningGateway, sdk: openai.AsyncOpenAI) -> None:
-    async def handler(link: Link, _: Received) -> None:
-        await link.sse_head()
-        await link.chunk(
-            b'data: {"id":"c","object":"text_completion","created":1,"model":"toy",'
-            b'"choices":[{"index":0,"text":"one","finish_reason":null,"logprobs":null}]}\n\n'
-        )
-        link.cut()
+    choice = b'{"index":0,"text":"one","finish_reason":null,"logprobs":null}'
+    event = b'data: {"id":"c","object":"text_completion","created":1,"model":"toy","choices":[%b]}\n\n' % choice
 
     async def read() -> None:
         async for chunk in await complete(sdk, stream=True):  # type: ignore[attr-defined]
             texts.append(chunk.choices[0].text)  # noqa: PERF401 - what came before the fault counts
 
     texts: list[str] = []
-    async with upstream(handler) as up:
-        gateway.register(up)
+    async with gateway.instance(streaming(event, cut=True)):
         with pytest.raises(openai.APIError) as caught:
             await read()
     assert texts == ["one"]
@@ -153,38 +141,15 @@ async def test_sdk_sees_a_stream_break(gateway: RunningGateway, sdk: openai.Asyn
 # the command
 
 
-def gateway_command(*args: str, **environment: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "server.gateway", *args]
-    env = {**os.environ, **environment}
-    env.pop("HOTSWAP_STORE", None)
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def wait_up(url: str, verify: bool = True) -> None:
-    def is_up() -> bool:
-        with contextlib.suppress(httpx.TransportError):
-            return httpx.get(f"{url}/healthz", verify=verify).raise_for_status().status_code == 200
-        return False
-
-    wait_until(is_up)
-
-
 def test_a_generated_admin_key_works_and_is_private(tmp_path: Path) -> None:
-    port, admin_port = free_port(), free_port()
-    options = ["--store", f"sqlite://{tmp_path}/store.db", "--model", "toy", "--port", str(port)]
-    process = gateway_command(*options, "--admin-port", str(admin_port))
-    try:
-        wait_up(f"http://127.0.0.1:{port}")
+    with gateway_process(tmp_path, key="") as running:
         path = tmp_path / "admin.key"
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         key = path.read_text().strip()
-        answer = httpx.get(f"http://127.0.0.1:{admin_port}/admin/weights", headers={"authorization": f"Bearer {key}"})
+        answer = httpx.get(f"{running.admin_url}/admin/weights", headers={"authorization": f"Bearer {key}"})
         assert answer.json() == {"model": "toy", "active": None, "versions": []}
-    finally:
-        process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=30)
-    assert process.returncode in (0, -signal.SIGTERM)
-    assert key not in output
+    assert running.process.returncode in (0, -signal.SIGTERM)
+    assert key not in running.log.read_text()
 
 
 def self_signed(directory: Path) -> tuple[Path, Path]:
@@ -202,21 +167,6 @@ def self_signed(directory: Path) -> tuple[Path, Path]:
     return directory / "c.pem", directory / "k.pem"
 
 
-def test_tls(tmp_path: Path) -> None:
-    cert, key = self_signed(tmp_path)
-    port = free_port()
-    options = ("--store", f"sqlite://{tmp_path}/store.db", "--model", "toy", "--port", str(port))
-    process = gateway_command(*options, "--ssl-certfile", str(cert), "--ssl-keyfile", str(key))
-    try:
-        wait_up(f"https://127.0.0.1:{port}", verify=False)
-        answer = httpx.post(f"https://127.0.0.1:{port}/v1/completions", content=b"{", verify=False)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
-        assert httpx.post(f"https://127.0.0.1:{port}/pause", verify=False).status_code == 404
-    finally:
-        process.terminate()
-        process.communicate(timeout=30)
-
-
 def presented(gateway: RunningGateway) -> bytes:
     """The certificate a client gets now."""
     pem = ssl.get_server_certificate((gateway.host, gateway.port), timeout=10)
@@ -228,9 +178,11 @@ def test_a_renewed_certificate_needs_no_restart(tmp_path: Path, monkeypatch: pyt
     cert, key = self_signed(tmp_path)
     with running_gateway(tmp_path, ssl_certfile=cert, ssl_keyfile=key) as gateway:
         first = presented(gateway)
-        url = f"https://{gateway.host}:{gateway.port}/healthz"
-        with httpx.Client(verify=False) as client:
-            assert client.get(url).status_code == 200
+        url = f"https://{gateway.host}:{gateway.port}"
+        with httpx.Client(verify=False, base_url=url) as client:
+            assert client.get("/healthz").status_code == 200
+            answer = client.post("/v1/completions", content=b"{")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
             (tmp_path / "next").mkdir()
             new_cert, new_key = self_signed(tmp_path / "next")
             new_cert.rename(cert)  # the key has not come yet
@@ -239,7 +191,7 @@ def test_a_renewed_certificate_needs_no_restart(tmp_path: Path, monkeypatch: pyt
             assert presented(gateway) == ssl.PEM_cert_to_DER_cert(cert.read_text()) != first
             cert.unlink()
             assert presented(gateway) != first
-            assert client.get(url).status_code == 200  # over the connection of before
+            assert client.get("/healthz").status_code == 200  # over the connection of before
 
 
 def test_every_limit_is_an_option() -> None:
@@ -249,10 +201,12 @@ def test_every_limit_is_an_option() -> None:
     }  # fmt: skip
     assert numbers.keys() == {f.name for f in dataclasses.fields(Limits)}
     options = "--max-body 1 --max-head 2 --max-headers 3 --request-timeout 4 --keep-alive 5 --write-timeout 6 "
-    options += "--max-connections 7 --max-buffered 8 --require-key --store sqlite:///s.db --model toy"
+    options += "--max-connections 7 --max-buffered 8 --require-key --store sqlite:///s.db --model toy "
+    options += "--ssl-certfile c.pem --ssl-keyfile k.pem"
     config = configured(options.split())
     assert dataclasses.asdict(config.limits) == numbers
     assert config.require_key
+    assert (config.ssl_certfile, config.ssl_keyfile) == (Path("c.pem"), Path("k.pem"))
 
 
 @pytest.mark.parametrize(
