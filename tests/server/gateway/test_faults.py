@@ -15,7 +15,7 @@ from server.gateway.fleet.view import Fleet
 from server.gateway.observe.stats import Finished, Stats
 from server.gateway.wire.pool import Pool
 from tests.server.gateway.harness import KEYS, MODEL, RunningGateway, get, post, running_gateway
-from tests.server.gateway.upstream import Link, Received, upstream
+from tests.server.gateway.upstream import Link, Received
 from tests.waiting import eventually
 from weightsync.control.records import InstanceRecord
 from weightsync.store import Event, KeyValue
@@ -31,10 +31,6 @@ class Fault(Exception):
 def gateway(tmp_path: Path) -> Iterator[RunningGateway]:
     with running_gateway(tmp_path, upstream=QUIET, run_coordinator=False) as g:
         yield g
-
-
-async def answer(link: Link, _: Received) -> None:
-    await link.json()
 
 
 async def test_a_task_that_fails_begins_again(gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,8 +53,7 @@ async def test_a_task_that_fails_begins_again(gateway: RunningGateway, monkeypat
 
     monkeypatch.setattr(Fleet, "_changed", fail_once)
     monkeypatch.setattr(Pool, "sweep", fail_to_sweep_once)
-    async with upstream(answer) as up:
-        gateway.register(up)
+    async with gateway.instance() as up:
         await eventually(lambda: len(failed) == 2)
         gateway.register(up, "i1")
         await eventually(lambda: len(gateway.gateway.default.fleet.serving) == 2)
@@ -73,12 +68,11 @@ async def test_a_fault_in_connecting_ends_the_request(gateway: RunningGateway, m
     async def fail(pool: Pool) -> None:
         raise Fault
 
-    async with upstream(answer) as up:
-        gateway.register(up)
+    async with gateway.instance():
         with monkeypatch.context() as patched:
             patched.setattr(Pool, "connect", fail)
             got = await gateway.ask(post())
-        assert (got.status, orjson.loads(got.body)["error"]["code"]) == (500, "internal_error")
+        assert got.refusal == (500, "internal_error")
         assert gateway.gateway.default.stats.inflight == 0
         assert gateway.gateway.default.fleet.instances["i0"].inflight == 0
         assert (await gateway.ask(post())).status == 200
@@ -103,7 +97,7 @@ async def test_an_answer_to_a_fault_of_the_app_has_its_id_and_its_line(
     gateway.gateway.stats.watchers.append(told)
     monkeypatch.setattr(type(gateway.gateway.document), "get", fail)
     got = await gateway.ask(get("/openapi.json"))
-    assert (got.status, orjson.loads(got.body)["error"]["code"]) == (500, "internal_error")
+    assert got.refusal == (500, "internal_error")
     (line,) = told.ends
     assert (line.request_id, line.status) == (got.headers["x-request-id"], 500)
 
@@ -123,8 +117,8 @@ async def test_readiness_asks_all_instances_at_once_and_for_all_who_ask(
 
     async with contextlib.AsyncExitStack() as stack:
         for i in range(8):
-            gateway.register(await stack.enter_async_context(upstream(silent)), f"a{i}")
-        gateway.register(await stack.enter_async_context(upstream(well)), "z")
+            await stack.enter_async_context(gateway.instance(silent, f"a{i}"))
+        await stack.enter_async_context(gateway.instance(well, "z"))
         answers = await asyncio.gather(*(gateway.ask(get("/readyz")) for _ in range(20)))
         assert {a.status for a in answers} == {200}
         assert {orjson.loads(a.body)["instance"] for a in answers} == {"z"}

@@ -14,7 +14,7 @@ from server.gateway.openapi.document import PATH
 from server.gateway.routes import public_names
 from tests.schemathesis.run import schemathesis
 from tests.server.gateway.harness import ADMIN_KEY, RunningGateway, get, running_gateway
-from tests.server.gateway.upstream import Link, Received, upstream
+from tests.server.gateway.upstream import Link, Received, answering
 
 KEY = f"Authorization: Bearer {ADMIN_KEY}\r\n"
 COMPLETION = {
@@ -77,8 +77,7 @@ def follow(document: Any, reference: str) -> Any:
 
 
 async def test_the_public_document_has_public_routes_alone(gateway: RunningGateway) -> None:
-    async with upstream(tell) as up:
-        gateway.register(up)
+    async with gateway.instance(tell):
         told = await document(gateway)
     own = {"/healthz", "/readyz", "/health", "/ping", "/load", "/metrics", "/openapi.json", "/v1/feedback"}
     own |= {"/console", "/console/{name}"}
@@ -98,8 +97,7 @@ async def test_the_public_document_has_public_routes_alone(gateway: RunningGatew
 
 
 async def test_it_is_made_once_for_an_instance(gateway: RunningGateway) -> None:
-    async with upstream(tell) as up:
-        gateway.register(up)
+    async with gateway.instance(tell) as up:
         first = await asyncio.gather(*(document(gateway) for _ in range(5)))
         assert all(each == first[0] for each in first)
         assert [r.target for r in up.requests].count(PATH.decode()) == 1
@@ -108,19 +106,13 @@ async def test_it_is_made_once_for_an_instance(gateway: RunningGateway) -> None:
 
 
 async def test_without_an_instance_there_is_nothing_to_tell(gateway: RunningGateway) -> None:
-    answer = await gateway.ask(get("/openapi.json"))
-    assert (answer.status, orjson.loads(answer.body)["error"]["code"]) == (503, "no_instance")
+    assert (await gateway.ask(get("/openapi.json"))).refusal == (503, "no_instance")
 
 
 async def test_an_instance_that_tells_nothing_is_not_pressed(gateway: RunningGateway) -> None:
-    async def refuse(link: Link, _: Received) -> None:
-        await link.json(b"{}", b"404 Not Found")
-
-    async with upstream(refuse) as up:
-        gateway.register(up)
+    async with gateway.instance(answering(b"{}", b"404 Not Found")) as up:
         for _ in range(5):
-            answer = await gateway.ask(get("/openapi.json"))
-            assert (answer.status, orjson.loads(answer.body)["error"]["code"]) == (503, "not_answering")
+            assert (await gateway.ask(get("/openapi.json"))).refusal == (503, "not_answering")
         assert 1 <= [r.target for r in up.requests].count(PATH.decode()) <= 5
 
 
@@ -146,8 +138,7 @@ async def test_allow_names_the_methods_of_all_routes_at_a_path(gateway: RunningG
 async def test_schemathesis_finds_nothing_on_the_admin_port(gateway: RunningGateway) -> None:
     """Every control route, with data that breaks the rules and data that does not: the store is empty, but for one
     instance."""
-    async with upstream(tell) as up:
-        gateway.register(up)
+    async with gateway.instance(tell):
         url = f"http://{gateway.host}:{gateway.admin_port}/openapi.json"
         key = ("--header", f"Authorization: Bearer {ADMIN_KEY}")
         report = await asyncio.to_thread(

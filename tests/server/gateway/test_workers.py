@@ -375,16 +375,8 @@ def test_feedback_reaches_the_worker_that_answered_and_stopping_drains_both(tmp_
 def test_a_hang_up_has_every_worker_read_the_models_anew(tmp_path: Path, count: int) -> None:
     file, port, admin = tmp_path / "models.yaml", free_port(), free_port()
     file.write_text("models: [{name: small}]\naliases: {fast: small}\n")
-    command = [
-        sys.executable,
-        "-m",
-        "server.gateway",
-        "--store",
-        f"sqlite://{tmp_path}/store.db",
-        "--models",
-        str(file),
-    ]
-    command += ["--port", str(port), "--admin-port", str(admin), "--workers", str(count)]
+    command = [sys.executable, "-m", "server.gateway", "--models", str(file), "--workers", str(count)]
+    command += ["--store", f"sqlite://{tmp_path}/store.db", "--port", str(port), "--admin-port", str(admin)]
 
     def up() -> bool:
         with contextlib.suppress(httpx.TransportError):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from server.gateway.release.judge import Evidence
@@ -18,6 +19,7 @@ POLICY = parse(b"""
 conditions: [{metric: errors, max: 0.1}]
 steps: [{traffic: 0, shadow: 20, for: 10s}, {traffic: 50, for: 10s}]
 """)
+IMPATIENT = msgspec.structs.replace(POLICY, on_hold="rollback", hold="1m")
 EVALUATED = parse(b"""
 rewards: {math: {}}
 evaluation: [{name: sums, by: math, min: 0.8}]
@@ -87,20 +89,13 @@ def test_a_clock_that_is_set_back_shortens_no_step_and_hides_no_harm() -> None:
     assert isinstance(advance(record, POLICY, world(100, HALF, GOOD)), Wait)
     assert after(record, world(100, HALF, BAD)).state == "rolling_back"
     held = replace(record, state="held")
-    assert isinstance(advance(held, replace_policy(POLICY, on_hold="rollback", hold="1m"), world(100, HALF)), Wait)
+    assert isinstance(advance(held, IMPATIENT, world(100, HALF)), Wait)
 
 
 def test_holding_may_end_in_a_rollback() -> None:
-    impatient = replace_policy(POLICY, on_hold="rollback", hold="1m")
     held = replace(START, state="held", step=1, since=110.0)
-    assert isinstance(advance(held, impatient, world(169, HALF)), Wait)
-    assert after(held, world(170, HALF), impatient).state == "rolling_back"
-
-
-def replace_policy(policy: Policy, **more: Any) -> Policy:
-    import msgspec
-
-    return msgspec.structs.replace(policy, **more)
+    assert isinstance(advance(held, IMPATIENT, world(169, HALF)), Wait)
+    assert after(held, world(170, HALF), IMPATIENT).state == "rolling_back"
 
 
 @pytest.mark.parametrize(
