@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -30,6 +31,15 @@ def read_back(record: VersionRecord) -> dict[str, np.ndarray]:
             name: np.frombuffer(bytes(reader.buffer(name)), entry.dtype).reshape(entry.shape)
             for name, entry in reader.manifest.tensors.items()
         }
+
+
+def flip(path: str | Path, at: int) -> None:
+    """Changes a bit of a file; `at` counts from its end if it is negative."""
+    with Path(path).open("r+b") as file:
+        place = file.seek(at, os.SEEK_END if at < 0 else os.SEEK_SET)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 1]))
 
 
 def save_safetensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:

@@ -4,51 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.weightsync.tensors import model
+from tests.weightsync.tensors import flip, model
 from weightsync import Publisher, SlotReader, SyncStore
 from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, PartRecord, VersionRecord
 from weightsync.errors import UnknownVersion
 from weightsync.format.fingerprint import Running
 from weightsync.format.versions import verify
-from weightsync.memory.parts import BASE, join
 
 KEYS = Keys("demo")
 
 
-def flip_byte(record: VersionRecord | PartRecord, tensor: str) -> None:
+@pytest.fixture
+def record(publisher: Publisher) -> VersionRecord:
+    publisher.publish(model(3.0), activate=False)
+    (found,) = publisher.versions()
+    return found
+
+
+def flip_tensor(record: VersionRecord | PartRecord, tensor: str) -> None:
     with SlotReader.open(record.slot) as slot:
-        place = slot.entry(tensor).offset
-    with Path(record.slot).open("r+b") as file:
-        file.seek(place)
-        byte = file.read(1)[0]
-        file.seek(place)
-        file.write(bytes([byte ^ 0x10]))
+        flip(record.slot, slot.entry(tensor).offset)
 
 
-def test_a_sound_version(publisher: Publisher, store_url: str) -> None:
-    version = publisher.publish(model(3.0), activate=False)
-    report = verify(store_url, "demo", version)
+def test_a_sound_version(record: VersionRecord, store_url: str) -> None:
+    report = verify(store_url, "demo", record.version)
     assert report.ok
-    (record,) = publisher.versions()
     assert (report.version, report.tensors, report.nbytes) == (1, record.tensors, record.nbytes)
     assert report.fingerprint == record.fingerprint != ""
 
 
-def test_a_flipped_byte_names_its_tensor(publisher: Publisher, store_url: str) -> None:
-    publisher.publish(model(3.0), activate=False)
-    (record,) = publisher.versions()
-    for tensor in ("model.norm.weight", "model.embed_tokens.weight"):
-        flip_byte(record, tensor)
+def test_a_flipped_byte_names_its_tensor(record: VersionRecord, store_url: str) -> None:
+    flipped = ("model.norm.weight", "model.embed_tokens.weight")
+    for tensor in flipped:
+        flip_tensor(record, tensor)
     report = verify(store_url, "demo")
     assert not report.ok
-    assert {(p.code, p.tensor) for p in report.problems} == {
-        ("digest_mismatch", "model.norm.weight"),
-        ("digest_mismatch", "model.embed_tokens.weight"),
-    }
+    assert {(p.code, p.tensor) for p in report.problems} == {("digest_mismatch", tensor) for tensor in flipped}
 
 
 def test_a_checksum_that_is_not_of_the_bytes_names_its_tensor(
@@ -71,43 +66,31 @@ def test_a_checksum_that_is_not_of_the_bytes_names_its_tensor(
     assert {(p.code, p.tensor) for p in report.problems} == {("checksum_mismatch", name) for name in wrong}
 
 
-def test_the_parts_of_a_version_are_read_too(publisher: Publisher, store_url: str, store_sync: SyncStore) -> None:
-    for value in (1.0, 2.0):
-        publisher.publish(model(value), activate=False)
-    base, other = publisher.versions()
-    part = PartRecord("draft", other.version, other.slot, other.manifest_digest, other.nbytes)
-    both = join({BASE: base.fingerprint, "draft": other.fingerprint})
-    store_sync.put(KEYS.version(1), replace(base, parts=(part,), fingerprint=both).to_json())
-    assert verify(store_url, "demo", 1).ok
-    assert verify(store_url, "demo", 1).tensors == 2 * base.tensors
-    flip_byte(part, "model.norm.weight")
-    (problem,) = verify(store_url, "demo", 1).problems
+def test_the_parts_of_a_version_are_read_too(publisher: Publisher, store_url: str) -> None:
+    version = publisher.publish(model(1.0), parts={"draft": model(2.0, layers=1)}, activate=False)
+    report = verify(store_url, "demo", version)
+    assert (report.ok, report.tensors) == (True, len(model()) + len(model(layers=1)))
+    flip_tensor(publisher.versions()[0].parts[0], "model.norm.weight")
+    (problem,) = verify(store_url, "demo", version).problems
     assert problem.tensor == "draft:model.norm.weight"
 
 
-def test_a_slot_that_holds_something_else(publisher: Publisher, store_url: str, store_sync: SyncStore) -> None:
-    publisher.publish(model(3.0), activate=False)
-    (record,) = publisher.versions()
-    store_sync.put(KEYS.version(1), replace(record, manifest_digest="0" * 32).to_json())
-    (problem,) = verify(store_url, "demo").problems
-    assert problem.code == "manifest_error"
-
-
-def test_a_record_that_promises_another_fingerprint(
-    publisher: Publisher, store_url: str, store_sync: SyncStore
+@pytest.mark.parametrize(
+    ("promised", "code"),
+    [({"manifest_digest": "0" * 32}, "manifest_error"), ({"fingerprint": "0" * 32}, "fingerprint_mismatch")],
+    ids=["another manifest", "another fingerprint"],
+)
+def test_a_record_that_promises_something_else(
+    record: VersionRecord, store_url: str, store_sync: SyncStore, promised: dict[str, Any], code: str
 ) -> None:
-    publisher.publish(model(3.0), activate=False)
-    (record,) = publisher.versions()
-    store_sync.put(KEYS.version(1), replace(record, fingerprint="0" * 32).to_json())
+    store_sync.put(KEYS.version(1), replace(record, **promised).to_json())
     (problem,) = verify(store_url, "demo").problems
-    assert (problem.code, problem.tensor, problem.instance) == ("fingerprint_mismatch", None, None)
+    assert (problem.code, problem.tensor, problem.instance) == (code, None, None)
 
 
 def test_instances_are_compared_with_what_was_published(
-    publisher: Publisher, store_url: str, store_sync: SyncStore
+    record: VersionRecord, store_url: str, store_sync: SyncStore
 ) -> None:
-    publisher.publish(model(3.0), activate=False)
-    (record,) = publisher.versions()
     told = {"good": record.fingerprint, "bad": "f" * 32, "silent": None, "elsewhere": "e" * 32}
     for name, found in told.items():
         running = InstanceRecord(name, "http://127.0.0.1:1", "SERVING", active_version=1, fingerprint=found)
@@ -130,9 +113,7 @@ def test_without_a_number_the_active_version_is_read(
     assert verify(store_url, "demo").version == 1
 
 
-def test_a_version_that_is_gone_is_said_so(publisher: Publisher, store_url: str, store_sync: SyncStore) -> None:
-    publisher.publish(model(3.0), activate=False)
-    (record,) = publisher.versions()
+def test_a_version_that_is_gone_is_said_so(record: VersionRecord, store_url: str, store_sync: SyncStore) -> None:
     store_sync.put(KEYS.version(1), replace(record, state="retired").to_json())
     with pytest.raises(UnknownVersion, match="is retired"):
         verify(store_url, "demo", 1)

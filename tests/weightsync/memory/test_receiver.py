@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.weightsync.tensors import model
+from tests.weightsync.tensors import flip, model
 from weightsync import Publisher, Schema, SlotReader
 from weightsync.control.records import VersionRecord
 from weightsync.errors import DigestMismatch, ManifestError, MissingTensor, ShapeMismatch, SlotBusy
@@ -47,10 +47,7 @@ def test_a_version_is_read_in_place(record: VersionRecord) -> None:
 def test_a_byte_that_flips_is_found_and_named(record: VersionRecord) -> None:
     with open_(record) as reader:
         entry = reader.entry("model.layers.1.mlp.weight")
-        fd = os.open(record.slot, os.O_RDWR)
-        byte = os.pread(fd, 1, entry.offset + 77)
-        os.pwrite(fd, bytes([byte[0] ^ 1]), entry.offset + 77)
-        os.close(fd)
+        flip(record.slot, entry.offset + 77)
         reader.verify("model.layers.0.mlp.weight")
         with pytest.raises(DigestMismatch) as found:
             reader.verify_all()
