@@ -108,11 +108,6 @@ def test_parts_of_any_cut_add_up(kernels: str) -> None:
         assert sum(rectangle(q, *o) for q, o in zip(quarters, offsets, strict=True)) & MASK == whole
 
 
-def test_it_is_linear() -> None:
-    a, b = words(9, 20, 1) // 2, words(9, 20, 2) // 2
-    assert (rectangle(a) + rectangle(b)) & MASK == rectangle(a + b)
-
-
 def test_any_changed_word_is_seen() -> None:
     w = words(11, 13)
     whole = rectangle(w)

@@ -15,8 +15,15 @@ from weightsync.errors import PeerUnreachable, TransferFailed, TransferTimedOut
 from weightsync.transport import NAMES, Link, Piece, Transport
 
 
-def test_bytes_arrive_where_they_belong_at_odd_offsets(transport: Transport, healthy: Peer) -> None:
-    pieces = [Piece(1, 3, 5), Piece(101, MIB + 7, 2 * MIB + 1), Piece(4 * MIB + 1, 11, 1), Piece(9 * MIB - 1, 0, 0)]
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [Piece(1, 3, 5), Piece(101, MIB + 7, 2 * MIB + 1), Piece(4 * MIB + 1, 11, 1), Piece(9 * MIB - 1, 0, 0)],
+        [Piece((999 - n) * 1000, n * 1000, 999) for n in range(1000)],
+    ],
+    ids=["odd offsets", "more pieces than a library takes at once"],
+)
+def test_bytes_arrive_where_they_belong(transport: Transport, healthy: Peer, pieces: list[Piece]) -> None:
     target = buffer()
     target[:] = b"\xaa" * NBYTES
     expected = bytearray(target)
@@ -28,36 +35,20 @@ def test_bytes_arrive_where_they_belong_at_odd_offsets(transport: Transport, hea
     into.close()
 
 
-def test_a_thousand_small_pieces(transport: Transport, healthy: Peer) -> None:
-    """More than a library takes at once."""
-    pieces = [Piece((999 - n) * 1000, n * 1000, 999) for n in range(1000)]
-    target = buffer(MIB)
-    into = transport.register(target, writable=True)
-    transport.connect(healthy.endpoint).read(into, healthy.region, pieces, READ_TIMEOUT_S)
-    for p in pieces:
-        expected = healthy.content[p.remote_offset : p.remote_offset + p.nbytes]
-        assert target[p.local_offset : p.local_offset + p.nbytes] == expected
-    into.close()
-
-
 @pytest.mark.sample(2)
 def test_several_links_read_at_once(transport: Transport, healthy: Peer, other: Peer) -> None:
-    target = buffer()
+    target, quarter, peers = buffer(), NBYTES // 4, [healthy, other] * 2
+    into = transport.register(target, writable=True)
+    links = [(transport.connect(peer.endpoint), peer.region) for peer in (healthy, other)] * 2
+
+    def read(n: int) -> None:
+        link, region = links[n]
+        link.read(into, region, [Piece(n * quarter, n * quarter, quarter)], READ_TIMEOUT_S)
+
     with ThreadPoolExecutor(4) as pool:
-        into = transport.register(target, writable=True)
-        links = [transport.connect(peer.endpoint) for peer in (healthy, other)]
-        quarter = NBYTES // 4
-        pieces = [Piece(n * quarter, n * quarter, quarter) for n in range(4)]
-        reads = [
-            pool.submit(links[n % 2].read, into, (healthy, other)[n % 2].region, [pieces[n]], READ_TIMEOUT_S)
-            for n in range(4)
-        ]
-        for read in reads:
-            read.result()
-        for n, piece in enumerate(pieces):
-            wanted = (healthy, other)[n % 2].content
-            assert target[piece.local_offset :][:quarter] == wanted[piece.remote_offset :][:quarter]
-        into.close()
+        list(pool.map(read, range(4)))
+    assert target[:] == b"".join(peer.content[n * quarter :][:quarter] for n, peer in enumerate(peers))
+    into.close()
 
 
 def test_a_piece_out_of_range_is_refused(transport: Transport, healthy: Peer) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import ssl
 import threading
+from itertools import accumulate
 from pathlib import Path
 
 import msgspec
@@ -14,7 +15,7 @@ from tests.cluster_tls import Authority
 from tests.weightsync.transport.peers import LISTEN, MIB, READ_TIMEOUT_S, Peer, buffer, content, read_all, whole
 from weightsync.errors import PeerUnreachable, TransferFailed, TransportUnavailable
 from weightsync.tls import ClusterTls
-from weightsync.transport import Piece, open_transport, tcp
+from weightsync.transport import Piece, Transport, open_transport, tcp
 from weightsync.transport.addresses import Address
 from weightsync.transport.tcp import MIN_STRIPE, TcpEndpoint, TcpTransport, stripes
 from weightsync.transport.tcp_wire import HELLO, TOKEN_NBYTES, Deadline
@@ -25,9 +26,16 @@ def authority(tmp_path: Path) -> Authority:
     return Authority(tmp_path / "authority")
 
 
-def address_of(peer: Peer) -> tuple[str, int]:
-    found = msgspec.msgpack.decode(peer.endpoint, type=TcpEndpoint)
-    return found.host, found.port
+def plain() -> Transport:
+    return open_transport("tcp", listen=LISTEN, tls=None)
+
+
+def found_at(serving: Peer | Transport) -> TcpEndpoint:
+    return msgspec.msgpack.decode(serving.endpoint, type=TcpEndpoint)
+
+
+def connected(serving: Peer | Transport) -> socket.socket:
+    return socket.create_connection((found_at(serving).host, found_at(serving).port))
 
 
 def answer(connection: socket.socket, hello: bytes) -> bytes:
@@ -43,12 +51,11 @@ def answer(connection: socket.socket, hello: bytes) -> bytes:
 
 
 def test_without_the_token_nobody_is_let_in() -> None:
-    with Peer("tcp", nbytes=MIB) as peer, open_transport("tcp", listen=LISTEN, tls=None) as transport:
+    with Peer("tcp", nbytes=MIB) as peer, plain() as transport:
         for hello in (HELLO + bytes(TOKEN_NBYTES), b"GET / HTTP/1.1\r\nHost: peer\r\nAccept: */*\r\n\r\n"):
-            with socket.create_connection(address_of(peer)) as connection:
+            with connected(peer) as connection:
                 assert answer(connection, hello) == b""
-        known = msgspec.msgpack.decode(peer.endpoint, type=TcpEndpoint)
-        guessed = msgspec.structs.replace(known, token=bytes(TOKEN_NBYTES))
+        guessed = msgspec.structs.replace(found_at(peer), token=bytes(TOKEN_NBYTES))
         with pytest.raises(PeerUnreachable):
             transport.connect(msgspec.msgpack.encode(guessed))
         assert read_all(transport, peer) == peer.content
@@ -73,12 +80,11 @@ def test_a_stranger_is_not_let_in_though_it_has_the_token(authority: Authority, 
     owner = str(authority.mount(tmp_path / "owner"))
     stranger = ClusterTls(Authority(tmp_path / "other").mount(tmp_path / "stranger"))
     with Peer("tcp", nbytes=MIB, tls=owner) as peer:
-        token = msgspec.msgpack.decode(peer.endpoint, type=TcpEndpoint).token
-        with socket.create_connection(address_of(peer)) as plain:
-            assert HELLO not in answer(plain, HELLO + token)
-        trusting = ssl._create_unverified_context()
-        with socket.create_connection(address_of(peer)) as plain, trusting.wrap_socket(plain) as connection:
-            assert answer(connection, HELLO + token) == b""
+        hello, trusting = HELLO + found_at(peer).token, ssl._create_unverified_context()
+        with connected(peer) as connection:
+            assert HELLO not in answer(connection, hello)
+        with connected(peer) as without, trusting.wrap_socket(without) as connection:
+            assert answer(connection, hello) == b""
         with TcpTransport(Address(LISTEN), stranger) as transport, pytest.raises(PeerUnreachable):
             transport.connect(peer.endpoint)
         with TcpTransport(Address(LISTEN), None) as transport, pytest.raises(PeerUnreachable, match="no TLS"):
@@ -91,19 +97,14 @@ def test_it_does_not_listen_beyond_loopback_without_tls() -> None:
 
 
 def test_a_port_that_is_taken_or_a_strange_name_is_refused() -> None:
-    with open_transport("tcp", listen=LISTEN, tls=None) as transport:
-        port = msgspec.msgpack.decode(transport.endpoint, type=TcpEndpoint).port
-        with pytest.raises(TransportUnavailable, match="cannot listen"):
-            open_transport("tcp", listen=f"{LISTEN}:{port}", tls=None)
+    with plain() as transport, pytest.raises(TransportUnavailable, match="cannot listen"):
+        open_transport("tcp", listen=f"{LISTEN}:{found_at(transport).port}", tls=None)
     with pytest.raises(ValueError, match="choose auto"):
         open_transport("carrier pigeon", listen=LISTEN, tls=None)
 
 
 def test_a_region_that_its_owner_has_closed_is_refused() -> None:
-    with (
-        open_transport("tcp", listen=LISTEN, tls=None) as owner,
-        open_transport("tcp", listen=LISTEN, tls=None) as reader,
-    ):
+    with plain() as owner, plain() as reader:
         data = buffer(MIB)
         data[:] = content(3, MIB)
         served, kept = owner.register(data, writable=False), owner.register(data, writable=True)
@@ -117,7 +118,7 @@ def test_a_region_that_its_owner_has_closed_is_refused() -> None:
 
 def test_idle_connections_that_the_peer_has_closed_are_replaced() -> None:
     """As after its time-out for idle ones."""
-    with Peer("tcp", nbytes=MIB) as peer, open_transport("tcp", listen=LISTEN, tls=None) as transport:
+    with Peer("tcp", nbytes=MIB) as peer, plain() as transport:
         link = transport.connect(peer.endpoint)
         for connection in link._idle:  # type: ignore[attr-defined]
             connection.shutdown(socket.SHUT_RDWR)
@@ -128,10 +129,9 @@ def test_idle_connections_that_the_peer_has_closed_are_replaced() -> None:
 
 @pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 70000), ("127.0.0.1", 0), ("peer.example", 9), ("\0", 9)])
 def test_an_endpoint_that_no_peer_can_mean_is_refused(host: str, port: int) -> None:
-    with open_transport("tcp", listen=LISTEN, tls=None) as transport:
-        endpoint = TcpEndpoint(host, port, bytes(TOKEN_NBYTES), tls=False)
-        with pytest.raises(PeerUnreachable):
-            transport.connect(msgspec.msgpack.encode(endpoint))
+    endpoint = TcpEndpoint(host, port, bytes(TOKEN_NBYTES), tls=False)
+    with plain() as transport, pytest.raises(PeerUnreachable):
+        transport.connect(msgspec.msgpack.encode(endpoint))
 
 
 def test_a_read_that_gets_no_thread_fails_when_the_others_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,8 +171,7 @@ def test_a_part_that_breaks_in_any_way_does_not_pass_for_read(monkeypatch: pytes
 
 
 def test_a_server_that_once_got_no_thread_still_accepts(monkeypatch: pytest.MonkeyPatch) -> None:
-    with open_transport("tcp", listen=LISTEN, tls=None) as owner:
-        endpoint = msgspec.msgpack.decode(owner.endpoint, type=TcpEndpoint)
+    with plain() as owner:
         start = threading.Thread.start
 
         def refused(thread: threading.Thread) -> None:
@@ -182,25 +181,21 @@ def test_a_server_that_once_got_no_thread_still_accepts(monkeypatch: pytest.Monk
 
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", refused)
-            with socket.create_connection((endpoint.host, endpoint.port)) as connection:
-                assert answer(connection, HELLO + endpoint.token) == b""
-        with open_transport("tcp", listen=LISTEN, tls=None) as reader:
+            with connected(owner) as connection:
+                assert answer(connection, HELLO + found_at(owner).token) == b""
+        with plain() as reader:
             reader.connect(owner.endpoint).close()
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
 def test_stripes_hold_the_same_bytes_in_order(count: int) -> None:
     sizes = [5 * MIN_STRIPE + 3, 1, 0, 2 * MIN_STRIPE - 1, 17]
-    starts = [sum(sizes[:n]) for n in range(len(sizes))]
-    parts = stripes([Piece(start, 1000 + start, n) for start, n in zip(starts, sizes, strict=True)], count)
+    parts = stripes([Piece(end - n, 1000 + end - n, n) for n, end in zip(sizes, accumulate(sizes), strict=True)], count)
     assert len(parts) <= count
     flat = [piece for part in parts for piece in part]
     assert all(piece.remote_offset == 1000 + piece.local_offset and piece.nbytes for piece in flat)
-    reached = 0
-    for piece in flat:
-        assert piece.local_offset == reached
-        reached += piece.nbytes
-    assert reached == sum(sizes)
+    assert [piece.local_offset for piece in flat] == list(accumulate([0, *(p.nbytes for p in flat)]))[:-1]
+    assert sum(piece.nbytes for piece in flat) == sum(sizes)
     assert len(stripes([Piece(0, 0, MIN_STRIPE)], count)) == 1
 
 
