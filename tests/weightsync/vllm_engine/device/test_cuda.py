@@ -6,6 +6,7 @@ Those marked `gpu` need one: streams, graphs, and memory that the device reads.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -61,27 +62,31 @@ def buffer(generation: CopyGeneration) -> DeviceBuffer:
     return generation.slot
 
 
-@pytest.mark.parametrize("copies", [0, 1, 2, 3])
-def test_versions_wait_where_there_is_room(device: torch.device, copies: int) -> None:
+def swap_and_roll_back(stage: Callable[[int], CopyGeneration], runs: Callable[[], float], room: int) -> None:
     """Live, previous and staged: the one that was committed longest ago makes room for what is staged."""
-    pool, module = DevicePool(device, copies), linear(device)
-    address = module.weight.data_ptr()
     held: list[CopyGeneration] = []
     for version in range(1, 7):
-        new = staged(pool, module, version)
-        assert buffer(new).on_device == (copies > 0)
+        new = stage(version)
+        assert buffer(new).on_device == (room > 0)
         new.commit()
-        assert value(module) == version
+        assert runs() == version
         held = [*held, new]
         if len(held) > 1:
             held[-2].commit()
-            assert value(module) == version - 1, "a rollback"
+            assert runs() == version - 1, "a rollback"
             new.commit()
-            assert value(module) == version
+            assert runs() == version
         if len(held) == 3:
             held.pop(0).release()
-        assert sum(buffer(g).on_device for g in held) == min(copies, len(held))
-        assert module.weight.data_ptr() == address
+        assert sum(buffer(g).on_device for g in held) == min(room, len(held))
+
+
+@pytest.mark.parametrize("copies", [0, 1, 2, 3])
+def test_versions_wait_where_there_is_room(device: torch.device, copies: int) -> None:
+    pool, module = DevicePool(device, copies), linear(device)
+    address = module.weight.data_ptr()
+    swap_and_roll_back(lambda version: staged(pool, module, version), lambda: value(module), copies)
+    assert module.weight.data_ptr() == address
 
 
 def test_the_stall_of_a_commit_is_known_before_it(device: torch.device) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -56,15 +57,12 @@ def test_what_a_flip_replaced_is_handed_to_the_caller() -> None:
 def test_a_flip_that_failed_halfway_is_undone_by_the_version_before(kind: type[Generation]) -> None:
     """What is staged never changes, so committing the old version again puts all of it back."""
 
-    class Refuses(dict[str, Any]):
-        def __setitem__(self, key: str, value: Any) -> None:
-            raise RuntimeError("out of memory")
-
+    refuses: Any = MappingProxyType({})
     module = nn.Linear(3, 2, bias=False).requires_grad_(False)
     one, two = (kind(v, f"d{v}", flips(module, float(v))) for v in (1, 2))
-    two.flips.changes.append(Change("broken", Refuses(), "broken", 1))
+    two.flips.changes.append(Change("broken", refuses, "broken", 1))
     one.commit()
-    with pytest.raises(RuntimeError, match="out of memory"):
+    with pytest.raises(TypeError, match="item assignment"):
         two.commit()
     assert value(module) == 2
     one.commit()
@@ -91,10 +89,7 @@ def test_a_tied_weight_is_flipped_once_for_both_of_its_modules(kind: type[Genera
 def test_tied_weights_share_a_source() -> None:
     live, twin = (nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)) for _ in range(2))
     twin[1].weight = twin[0].weight
-    assert [(s.name, s.source) for s in pair_parameters(live, twin)] == [
-        ("0.weight", "0.weight"),
-        ("1.weight", "0.weight"),
-    ]
+    assert {s.name: s.source for s in pair_parameters(live, twin)} == {"0.weight": "0.weight", "1.weight": "0.weight"}
 
 
 def test_a_tied_tensor_that_a_version_has_twice_is_refused_unless_both_are_equal() -> None:

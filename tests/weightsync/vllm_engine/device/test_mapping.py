@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from loadtest.models.mapped_memory import HostDriver
-from weightsync.vllm_engine.device.mapping import CudaDriver, DriverError, Memory, Range, RemapUnavailable
+from weightsync.vllm_engine.device.mapping import CudaDriver, Driver, DriverError, Memory, Range, RemapUnavailable
 
 
 class Status(IntEnum):
@@ -103,6 +103,10 @@ class Bindings:
         return (Status.CUDA_SUCCESS,)
 
 
+def of_bindings() -> CudaDriver:
+    return CudaDriver(torch.device("cuda", 3))
+
+
 @pytest.fixture
 def bindings(monkeypatch: pytest.MonkeyPatch) -> Bindings:
     found = Bindings()
@@ -112,35 +116,49 @@ def bindings(monkeypatch: pytest.MonkeyPatch) -> Bindings:
     return found
 
 
-def driver() -> CudaDriver:
-    return CudaDriver(torch.device("cuda", 3))
+@pytest.fixture(params=["model", "bindings", pytest.param("device", marks=pytest.mark.gpu)])
+def driver(request: pytest.FixtureRequest) -> Driver:
+    if request.param == "bindings":
+        request.getfixturevalue("bindings")
+        return of_bindings()
+    return HostDriver() if request.param == "model" else CudaDriver(torch.device("cuda"))
 
 
-def test_memory_is_mapped_by_the_driver(bindings: Bindings) -> None:
-    page = bindings.host.granularity
-    ours = driver()
-    assert ours.granularity == page
-    one, two = (Memory(ours, [page, 2 * page]) for _ in range(2))
+def test_a_range_is_mapped_as_a_whole(driver: Driver) -> None:
+    page = driver.granularity
+    one, two = (Memory(driver, [page, 2 * page]) for _ in range(2))
     one.data.fill_(1)
     two.data.fill_(2)
-    place = Range(ours, one)
+    place = Range(driver, one)
+    assert bool((place.data == 1).all())
+    driver.wait()
     place.show(two, one)
     assert bool((place.data == 2).all())
+    place.data.fill_(3)
+    assert bool((two.data == 3).all())
     place.show(one, two)
     assert bool((place.data == 1).all())
-    del one, two, place
-    assert (bindings.host.handles, bindings.host.mapped, bindings.host.reserved) == ({}, {}, {})
+
+
+def test_memory_is_given_back(bindings: Bindings) -> None:
+    ours, host = of_bindings(), bindings.host
+    assert ours.granularity == host.granularity
+    memory = Memory(ours, [ours.granularity] * 2)
+    place = Range(ours, memory)
+    assert len(host.handles) == 2
+    del memory, place
+    assert (host.handles, host.mapped, host.reserved) == ({}, {}, {})
 
 
 def test_a_thread_without_a_context_gets_torchs(bindings: Bindings) -> None:
-    ours = driver()
+    ours = of_bindings()
     bindings.context = 0
     ours.reserve(bindings.host.granularity)
     assert bindings.context == 10
 
 
 def test_what_the_driver_refuses_is_told(bindings: Bindings) -> None:
-    ours = driver()
+    ours = of_bindings()
     with pytest.raises(DriverError, match="cuMemUnmap"):
         ours.unmap(4096, bindings.host.granularity)
     bindings.room = 1
@@ -152,17 +170,4 @@ def test_what_the_driver_refuses_is_told(bindings: Bindings) -> None:
 def test_a_device_that_maps_nothing_is_told(bindings: Bindings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", Bindings(maps=0))  # type: ignore[arg-type]
     with pytest.raises(RemapUnavailable, match="does not map memory"):
-        driver()
-
-
-@pytest.mark.gpu
-def test_on_cuda_a_range_shows_what_is_mapped() -> None:
-    ours = CudaDriver(torch.device("cuda"))
-    one, two = (Memory(ours, [ours.granularity] * 2) for _ in range(2))
-    one.data.fill_(1)
-    two.data.fill_(2)
-    place = Range(ours, one)
-    assert bool((place.data == 1).all())
-    ours.wait()
-    place.show(two, one)
-    assert bool((place.data == 2).all())
+        of_bindings()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import sys
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -15,21 +16,10 @@ import torch
 from torch import nn
 
 from loadtest.models.mapped_memory import HostDriver
-from tests.weightsync.vllm_engine.staging.test_build import WithBuffers
-from weightsync import Publisher
-from weightsync.format.fingerprint import combine
-from weightsync.memory.receiver import SlotReader
+from tests.weightsync.vllm_engine.device.test_cuda import swap_and_roll_back
 from weightsync.vllm_engine.device.cuda import COPIES_ENV, DevicePool
-from weightsync.vllm_engine.device.generation import Flips, build_flips
-from weightsync.vllm_engine.device.mapping import (
-    FLIP_ENV,
-    CudaDriver,
-    DriverError,
-    Memory,
-    Range,
-    RemapUnavailable,
-    handle_sizes,
-)
+from weightsync.vllm_engine.device.generation import Flips
+from weightsync.vllm_engine.device.mapping import FLIP_ENV, CudaDriver, DriverError, RemapUnavailable, handle_sizes
 from weightsync.vllm_engine.device.remap import (
     Remap,
     RemapBuffer,
@@ -39,9 +29,7 @@ from weightsync.vllm_engine.device.remap import (
     without,
 )
 from weightsync.vllm_engine.model.layout import Entry, Layout
-from weightsync.vllm_engine.model.placement import pair_parameters
 from weightsync.vllm_engine.model.processing import Change
-from weightsync.vllm_engine.staging.build import Builder
 from weightsync.vllm_engine.staging.bundle import BASE, Bundle, HeldBundles, Piece
 from weightsync.vllm_engine.staging.stager import staging_device
 
@@ -98,21 +86,7 @@ def buffer(generation: RemapGeneration) -> RemapBuffer:
 @pytest.mark.parametrize("sets", [2, 3])
 def test_versions_are_mapped_and_wait_where_there_is_room(sets: int) -> None:
     staging = Staging(sets)
-    held: list[RemapGeneration] = []
-    for version in range(1, 7):
-        new = staging.stage(version)
-        assert buffer(new).on_device
-        new.commit()
-        assert staging.value() == version
-        held = [*held, new]
-        if len(held) > 1:
-            held[-2].commit()
-            assert staging.value() == version - 1, "a rollback"
-            new.commit()
-            assert staging.value() == version
-        if len(held) == 3:
-            held.pop(0).release()
-        assert sum(buffer(g).on_device for g in held) == min(sets, len(held))
+    swap_and_roll_back(staging.stage, staging.value, sets)
     assert len(staging.driver.handles) == sets * len(staging.pool._sizes), "the live version is one of them"
 
 
@@ -138,8 +112,7 @@ def test_the_device_is_idle_when_addresses_are_taken_away(monkeypatch: pytest.Mo
     assert order.index("wait") < order.index("unmap") < order.index("map")
 
 
-@pytest.mark.parametrize("call", ["map", "allow", "unmap"])
-@pytest.mark.parametrize("after", [0, 1])
+@pytest.mark.parametrize(("call", "after"), [("map", 0), ("map", 1), ("allow", 0), ("unmap", 0), ("unmap", 1)])
 def test_a_mapping_that_fails_halfway_leaves_the_old_version(
     monkeypatch: pytest.MonkeyPatch, call: str, after: int
 ) -> None:
@@ -150,7 +123,7 @@ def test_a_mapping_that_fails_halfway_leaves_the_old_version(
     whole, calls = getattr(staging.driver, call), iter(range(100))
 
     def broken(*arguments: Any) -> None:
-        if next(calls) == (after if call != "allow" else 0):
+        if next(calls) == after:
             raise DriverError("out of order")
         whole(*arguments)
 
@@ -164,14 +137,11 @@ def test_a_mapping_that_fails_halfway_leaves_the_old_version(
 
 
 def test_a_flip_that_fails_behind_the_mapping_is_undone() -> None:
-    class Refuses(dict[str, Any]):
-        def __setitem__(self, key: str, value: Any) -> None:
-            raise LookupError
-
     staging, held = Staging(), HeldBundles()
+    refuses: Any = MappingProxyType({})
     held.commit(Bundle(1, {BASE: Piece(staging.stage(1), {})}), None)
-    broken = staging.stage(2, [Change("x", Refuses(), "x", 1)])
-    with pytest.raises(LookupError):
+    broken = staging.stage(2, [Change("x", refuses, "x", 1)])
+    with pytest.raises(TypeError, match="item assignment"):
         held.commit(Bundle(2, {BASE: Piece(broken, {})}), None)
     assert staging.value() == 1
 
@@ -364,37 +334,6 @@ def test_a_second_running_tensor_of_one_source_gets_the_same() -> None:
     assert bool((other == 6).all())
 
 
-@pytest.mark.parametrize("captured", [False, True])
-def test_a_built_version_lies_as_the_live_range(publisher: Publisher, captured: bool) -> None:
-    """Filled by the builder, with a buffer that versions have and one that none has."""
-    tensors = {"layers.0.scalar": torch.tensor([1.0, 2.0, 3.0]), "layers.0.norm": torch.randn(8)}
-    rest = {"layers.0.q": torch.randn(5, 8), "layers.0.k": torch.randn(3, 8)}
-    rest |= {"layers.1.scaled": torch.randn(4, 4), "layers.1.plain": torch.randn(4, 4).half()}
-    publisher.publish({**tensors, **rest}, activate=False)
-    record = publisher.versions()[-1]
-    live, twin = WithBuffers(), WithBuffers()
-    live.layers[0].table.fill_(7)
-    place = Remap(CPU, copies=2, driver=HostDriver(), largest_handle=PAGE)
-    place.replaces = not captured
-    place.reserve(live)
-    pairs = pair_parameters(live, twin)
-    builder = Builder(twin, pairs, place)
-    with SlotReader.open(record.slot) as reader:
-        layout = builder.prepare(reader, lambda _: None)
-        slot = place.acquire(Path(), layout, "")
-        built = builder.build(reader, slot.data, lambda _: None)
-        assert combine([built.sums()]) == record.fingerprint
-        slot.seal("key", slot.notes)
-        flips = build_flips(pairs, layout, slot.data, {})
-        RemapGeneration(1, "d", flips, slot).commit()
-        assert combine([builder.check(reader, slot.data)]) == record.fingerprint
-    assert live.layers[0].scalar.tolist() == [1.0, 2.0, 3.0]
-    assert live.layers[0].table.tolist() == [7.0] * 3
-    assert torch.equal(live.layers[0].norm, tensors["layers.0.norm"])
-    assert torch.equal(live.layers[0].qk[:8], torch.cat([rest["layers.0.q"], rest["layers.0.k"]]))
-    assert torch.equal(live.layers[1].scaled, rest["layers.1.scaled"] * 2)
-
-
 # settings, sizes, the driver ------------------------------------------------------------------------------------------
 
 
@@ -457,17 +396,3 @@ def test_what_is_left_of_spans() -> None:
     assert list(without([(0, 4096)], [(0, 1024), (2048, 4096)])) == [(1024, 2048)]
     assert list(without([(0, 100), (256, 300)], [])) == [(0, 300)], "padding between them is nobody's"
     assert list(without([(0, 100)], [(0, 100)])) == []
-
-
-def test_a_range_is_mapped_as_a_whole() -> None:
-    driver = HostDriver()
-    one, two = (Memory(driver, [PAGE, 2 * PAGE]) for _ in range(2))
-    one.data.fill_(1)
-    two.data.fill_(2)
-    place = Range(driver, one)
-    assert bool((place.data == 1).all())
-    place.show(two, one)
-    assert bool((place.data == 2).all())
-    place.data.fill_(3)
-    assert bool((two.data == 3).all())
-    assert bool((one.data == 1).all())

@@ -37,11 +37,7 @@ HIDDEN = {"avx2": True, "avx512_f": True, "amx_tile": True}  # a virtual machine
 def test_the_kind_of_a_cpu(has: dict[str, bool], kind: CpuKind, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
     assert cpu_kind() is kind
-    asked = (
-        torch.cpu._is_avx512_supported,
-        torch.cpu._is_avx512_bf16_supported,
-        torch.cpu._is_amx_tile_supported,
-    )
+    asked = torch.cpu._is_avx512_supported, torch.cpu._is_avx512_bf16_supported, torch.cpu._is_amx_tile_supported
     assert [ask() for ask in asked] == [has.get(flag, False) for flag in FLAGS], "vLLM asks torch for the same flags"
 
 
@@ -120,14 +116,7 @@ def test_a_cpu_for_which_onednn_has_no_kernel_multiplies_as_vllm_then_does(monke
 
 
 def test_groups_follow_decoder_layers() -> None:
-    names = [
-        "lm_head.weight",
-        "model.embed_tokens.weight",
-        "model.layers.0.mlp.x",
-        "model.layers.1.y",
-        "model.layers.0.z",
-    ]
-    groups = group_by_layer(names)
-    assert groups[0] == ["model.layers.0.mlp.x", "model.layers.0.z"]
-    assert groups[-1] == ["lm_head.weight", "model.embed_tokens.weight"]
+    rest, layer = ["lm_head.weight", "model.embed_tokens.weight"], "model.layers."
+    groups = group_by_layer([*rest, f"{layer}0.mlp.x", f"{layer}1.y", f"{layer}0.z"])
+    assert groups == [[f"{layer}0.mlp.x", f"{layer}0.z"], [f"{layer}1.y"], rest]
     assert layer_of("language_model.model.layers.12.mlp.experts.3.w1") == "language_model.model.layers.12"

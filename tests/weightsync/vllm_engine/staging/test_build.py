@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+from loadtest.models.mapped_memory import HostDriver
 from weightsync import Publisher, SlotReader
 from weightsync.control.records import VersionRecord
 from weightsync.errors import ChecksumMismatch, NotFinite
 from weightsync.format.fingerprint import combine
 from weightsync.vllm_engine.device.cpu import Cpu
 from weightsync.vllm_engine.device.cuda import Cuda
-from weightsync.vllm_engine.device.generation import Generation, build_flips
+from weightsync.vllm_engine.device.generation import build_flips
 from weightsync.vllm_engine.device.pool import LayoutPool, Notes
+from weightsync.vllm_engine.device.remap import Remap
 from weightsync.vllm_engine.model import layout as layouts
 from weightsync.vllm_engine.model.layout import plan_layout
 from weightsync.vllm_engine.model.placement import pair_parameters
@@ -70,15 +72,10 @@ def record(publisher: Publisher) -> VersionRecord:
     return publisher.versions()[-1]
 
 
-@pytest.mark.parametrize(
-    ("kind", "device"),
-    [
-        ("shared", "cpu"),
-        ("device", "cpu"),
-        ("captured", "cpu"),
-        pytest.param("captured", "cuda", marks=pytest.mark.gpu),
-    ],
-)
+GPU = pytest.param("captured", "cuda", marks=pytest.mark.gpu)
+
+
+@pytest.mark.parametrize(("kind", "device"), [("shared", "cpu"), ("device", "cpu"), ("captured", "cpu"), GPU])
 def test_every_kind_of_parameter(record: VersionRecord, tmp_path: Path, kind: str, device: str) -> None:
     where = torch.device(device)
     place: Cpu | Cuda = Cpu() if kind == "shared" else Cuda(where, copies=1)
@@ -117,32 +114,50 @@ class WithBuffers(Model):
         return super().load_weights(found.items())
 
 
-def test_buffers_that_loaders_fill_swap_and_others_stay(publisher: Publisher) -> None:
+@pytest.mark.parametrize("kind", ["pointed", "mapped", "mapped under graphs"])
+def test_buffers_that_loaders_fill_swap_and_others_stay(publisher: Publisher, tmp_path: Path, kind: str) -> None:
+    """Built where the device has a version lie, and flipped to as it flips."""
     publisher.publish({**TENSORS, "layers.0.scalar": torch.tensor([1.0, 2.0, 3.0])}, activate=False)
-    live, twin = WithBuffers(), WithBuffers()
+    record, live, twin = publisher.versions()[-1], WithBuffers(), WithBuffers()
     live.layers[0].table.fill_(7)
+    holder, driver = live.layers[0].scalar, HostDriver()
+    mapped = Remap(torch.device("cpu"), copies=2, driver=driver, largest_handle=driver.granularity)
+    place: Cpu | Remap = Cpu() if kind == "pointed" else mapped
+    place.replaces = kind != "mapped under graphs"
+    place.reserve(live)
     pairs = pair_parameters(live, twin)
-    builder = Builder(twin, pairs, Cpu())
-    with SlotReader.open(publisher.versions()[-1].slot) as reader:
+    builder = Builder(twin, pairs, place)
+    with SlotReader.open(record.slot) as reader:
         layout = builder.prepare(reader, lambda _: None)
-        data = torch.zeros(layout.nbytes, dtype=torch.uint8)
-        built = builder.build(reader, data, lambda _: None)
-        assert combine([built.sums()]) == publisher.versions()[-1].fingerprint
-    holder = live.layers[0].scalar
-    Generation(1, "d", build_flips(pairs, layout, data, {})).commit()
+        slot = place.acquire(tmp_path, layout, "v")
+        built = builder.build(reader, slot.data, lambda _: None)
+        assert combine([built.sums()]) == record.fingerprint
+        slot.seal("v", Notes())
+        place.generation(1, "d", build_flips(pairs, layout, slot.data, {}), slot).commit()
+        assert combine([builder.check(reader, slot.data)]) == record.fingerprint
+    q, k, norm, scaled, *_ = TENSORS.values()
     assert holder is live.layers[0].scalar
     assert holder.tolist() == [1.0, 2.0, 3.0]
     assert live.layers[0].table.tolist() == [7.0, 7.0, 7.0]
+    assert torch.equal(live.layers[0].norm, norm.float())
+    assert torch.equal(live.layers[0].qk[:8], torch.cat([q, k]))
+    assert torch.equal(live.layers[1].scaled, scaled * 2)
 
 
-def test_what_cannot_be_told_from_the_slot_is_summed_as_published(record: VersionRecord) -> None:
-    live, twin = Model(), Model()
-    builder = Builder(twin, pair_parameters(live, twin), Cpu())
+def build(record: VersionRecord, *, allow_non_finite: bool = False) -> Builder:
+    """Builds a `Model` in memory of its own."""
+    twin = Model()
+    builder = Builder(twin, pair_parameters(Model(), twin), Cpu(), allow_non_finite=allow_non_finite)
     with SlotReader.open(record.slot) as reader:
         layout = builder.prepare(reader, lambda _: None)
         builder.build(reader, torch.zeros(layout.nbytes, dtype=torch.uint8), lambda _: None)
-        assert builder._learnt is not None
-        placement = builder._learnt[1]
+    return builder
+
+
+def test_what_cannot_be_told_from_the_slot_is_summed_as_published(record: VersionRecord) -> None:
+    builder = build(record)
+    assert builder._learnt is not None
+    placement = builder._learnt[1]
     assert placement.opaque.keys() == {"layers.1.scaled"}
     assert set(placement.opaque["layers.1.scaled"]) == {"layers.1.scaled", "layers.1.plain"}
     assert set(placement.unused) == {"layers.1.scaled", "spare"}
@@ -155,18 +170,9 @@ def test_weights_that_are_not_finite_are_named(publisher: Publisher, name: str, 
     bad = {**TENSORS, name: TENSORS[name].clone()}
     bad[name].view(-1)[-1] = value
     publisher.publish(bad, activate=False)
-    with SlotReader.open(publisher.versions()[-1].slot) as reader:
-        for allowed in (False, True):
-            twin = Model()
-            pairs = pair_parameters(Model(), twin)
-            builder = Builder(twin, pairs, Cpu(), allow_non_finite=allowed)
-            layout = builder.prepare(reader, lambda _: None)
-            data = torch.zeros(layout.nbytes, dtype=torch.uint8)
-            if allowed:
-                builder.build(reader, data, lambda _: None)
-            else:
-                with pytest.raises(NotFinite, match=name):
-                    builder.build(reader, data, lambda _: None)
+    with pytest.raises(NotFinite, match=name):
+        build(publisher.versions()[-1])
+    build(publisher.versions()[-1], allow_non_finite=True)
 
 
 def test_weights_that_overflow_in_the_type_they_are_served_in(publisher: Publisher) -> None:
