@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.weightsync.vllm_engine.engine_core.test_requests import BLOCK, request
 from weightsync.vllm_engine.engine_core import core, prefixes
 from weightsync.vllm_engine.engine_core.prefixes import Holdings, last_blocks
-from weightsync.vllm_engine.engine_core.requests import namespace
 
+pytestmark = pytest.mark.engine
 ONE, TWO, THREE = b"1" * 32, b"2" * 32, b"3" * 32
 
 
@@ -96,7 +97,7 @@ def test_a_prefix_ends_with_the_last_block_that_it_fills() -> None:
 
 # with vLLM's cache manager
 
-BLOCK, BLOCKS = 4, 9  # one block is vLLM's own
+BLOCKS = 9  # one block is vLLM's own
 
 
 class Publisher:
@@ -131,15 +132,11 @@ def scheduler() -> Any:
     )
 
 
-def request(name: str, tokens: list[int], shares: list[tuple[int, float]], version: str = "1") -> Any:
-    from vllm import SamplingParams
-    from vllm.utils.hashing import sha256
-    from vllm.v1.core.kv_cache_utils import get_request_block_hasher
-    from vllm.v1.request import Request
-
-    params = SamplingParams(max_tokens=4, extra_args={"hotswap": {"prefixes": shares}})
-    hasher = get_request_block_hasher(BLOCK, sha256)
-    return Request(name, tokens, params, None, cache_salt=namespace(version, "1:s|"), block_hasher=hasher)
+def asking(name: str, tokens: int, shares: list[tuple[int, float]], **more: Any) -> Any:
+    """A request that says which of its prefixes are watched."""
+    made = request(tokens=tokens, **more)
+    made.request_id, made.sampling_params.extra_args = name, {"hotswap": {"prefixes": shares}}
+    return made
 
 
 def compute(scheduler: Any, one: Any, *, keep: bool = False) -> None:
@@ -157,38 +154,34 @@ def told(scheduler: Any) -> Any:
     return found and sorted((version, sorted(held), sorted(dropped)) for version, held, dropped in found)
 
 
-@pytest.mark.engine
 def test_what_is_computed_is_held_until_it_is_evicted(scheduler: Any) -> None:
-    compute(scheduler, request("a", list(range(12)), [(71, 0.4), (72, 0.7), (73, 1.0)]))
+    compute(scheduler, asking("a", 12, [(71, 0.4), (72, 0.7), (73, 1.0)]))
     assert told(scheduler) == [("1", [71, 72, 73], [])]
-    compute(scheduler, request("b", list(range(100, 128)), [(81, 1.0)]))  # seven blocks: two of `a` go, its end first
+    compute(scheduler, asking("b", 28, [(81, 1.0)], first=100))  # seven blocks: two of `a` go, its end first
     assert told(scheduler) == [("1", [81], [72, 73])]
-    compute(scheduler, request("c", list(range(12)), [(71, 0.4), (72, 0.7)]))
+    compute(scheduler, asking("c", 12, [(71, 0.4), (72, 0.7)]))
     ((_, held, dropped),) = told(scheduler)
     assert (held, dropped) == ([72, 73], [81])
 
 
-@pytest.mark.engine
 def test_each_version_has_its_own_and_a_reset_drops_all(scheduler: Any) -> None:
-    compute(scheduler, request("a", list(range(8)), [(71, 1.0)]))
-    compute(scheduler, request("b", list(range(8)), [(71, 1.0)], version="2"))
+    compute(scheduler, asking("a", 8, [(71, 1.0)]))
+    compute(scheduler, asking("b", 8, [(71, 1.0)], version="2"))
     assert told(scheduler) == [("1", [71], []), ("2", [71], [])]
     assert scheduler.kv_cache_manager.reset_prefix_cache()
     assert told(scheduler) == [("1", [], [71]), ("2", [], [71])]
 
 
-@pytest.mark.engine
 def test_a_prefix_that_others_have_had_computed_is_held_at_once(scheduler: Any) -> None:
-    compute(scheduler, request("a", list(range(8)), []))
-    prefixes.watch(scheduler, request("b", list(range(8)), [(71, 1.0)]))
+    compute(scheduler, asking("a", 8, []))
+    prefixes.watch(scheduler, asking("b", 8, [(71, 1.0)]))
     assert told(scheduler) == [("1", [71], [])]
 
 
-@pytest.mark.engine
 def test_one_of_two_equal_blocks_goes_and_the_prefix_stays(scheduler: Any) -> None:
     """Requests that come at a time each compute what they share."""
     manager = scheduler.kv_cache_manager
-    one, two = (request(name, list(range(5)), [(71, 0.8)]) for name in "ab")
+    one, two = (asking(name, 5, [(71, 0.8)]) for name in "ab")
     for each in (one, two):
         prefixes.watch(scheduler, each)
         assert manager.allocate_slots(each, each.num_tokens) is not None
@@ -200,25 +193,22 @@ def test_one_of_two_equal_blocks_goes_and_the_prefix_stays(scheduler: Any) -> No
     assert told(scheduler) == [("1", [], [71])]
 
 
-@pytest.mark.engine
 def test_whoever_listened_before_hears_everything(scheduler: Any) -> None:
     listener = scheduler.kv_event_publisher
-    compute(scheduler, request("a", list(range(8)), [(71, 1.0)]))
+    compute(scheduler, asking("a", 8, [(71, 1.0)]))
     told(scheduler)
     assert [type(event).__name__ for event in listener.published] == ["BlockStored"]
 
 
-@pytest.mark.engine
 def test_without_events_nothing_is_told(scheduler: Any) -> None:
     scheduler.enable_kv_cache_events = False
-    compute(scheduler, request("a", list(range(8)), [(71, 1.0)]))
+    compute(scheduler, asking("a", 8, [(71, 1.0)]))
     assert told(scheduler) is None
 
 
-@pytest.mark.engine
 def test_tokens_of_a_replay_are_no_part_of_the_prompt(scheduler: Any) -> None:
     """An answer that goes on here has its tokens behind the prompt, and the shares are of the prompt."""
-    one = request("a", list(range(16)), [(71, 1.0)])
+    one = asking("a", 16, [(71, 1.0)])
     one.sampling_params.extra_args["hotswap"]["replay"] = {"tokens": list(range(8)), "ended": False}
     compute(scheduler, one)
     assert told(scheduler) == [("1", [71], [])]

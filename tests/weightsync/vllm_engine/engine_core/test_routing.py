@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.weightsync.vllm_engine.engine_core.test_namespaces import BLOCK, request
+from tests.weightsync.vllm_engine.engine_core.test_requests import BLOCK, request
 from weightsync import vllm_plugin
 from weightsync.vllm_engine.engine_core import routing
 from weightsync.vllm_engine.engine_core.requests import enter, go_private

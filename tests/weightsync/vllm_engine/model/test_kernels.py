@@ -11,6 +11,7 @@ from tests.cpu import bf16_only
 from weightsync.vllm_engine.kernels import FLAGS, CpuKind, cpu_kind
 from weightsync.vllm_engine.model.placement import group_by_layer, layer_of
 
+pytestmark = pytest.mark.engine
 KINDS = [torch.bfloat16, torch.float32]
 SHAPES = [(512, 2048), (1024, 1024), (2112, 896), (48, 64), (8, 128), (60, 100), (6400, 640)]
 
@@ -41,7 +42,6 @@ def test_the_kind_of_a_cpu(has: dict[str, bool], kind: CpuKind, monkeypatch: pyt
     assert [ask() for ask in asked] == [has.get(flag, False) for flag in FLAGS], "vLLM asks torch for the same flags"
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_kernels_compute_what_stock_vllm_computes(dtype: torch.dtype, bias: bool) -> None:
@@ -72,7 +72,6 @@ def test_the_kernels_compute_what_stock_vllm_computes(dtype: torch.dtype, bias: 
 
 
 @bf16_only
-@pytest.mark.engine
 def test_bf16_weights_are_shared_on_this_cpu() -> None:
     from weightsync.vllm_engine.model.linear import choose_kernel
 

@@ -18,6 +18,7 @@ from weightsync import Publisher
 from weightsync.format.fingerprint import combine
 from weightsync.vllm_engine.model.processing import Change, NotInPlace, Processing, in_place
 
+pytestmark = pytest.mark.engine
 WAYS = ("pointed", "copied", "remapped")
 REPLACED = {"w4a16", "w8a8", "w8a8-bias", "w8a8-kv"}  # of these a commit on a CPU replaces kernels, or numbers
 
@@ -40,7 +41,6 @@ def worker_of(kind: str, checkpoint: Path) -> Any:
     return worker(checkpoint, dtype=KINDS[kind].dtype, quantization=KINDS[kind].vllm.get("quantization"))
 
 
-@pytest.mark.engine
 @pytest.mark.sample(10)
 @pytest.mark.parametrize("kind", of_kinds(sorted(KINDS)))
 @pytest.mark.parametrize("how", WAYS)
@@ -54,7 +54,6 @@ def test_a_swapped_model_equals_a_loaded_one(how: str, kind: str, checkpoints: A
         assert not [(step, wrong) for step, wrong in swap(w, publisher, versions, how) if wrong]
 
 
-@pytest.mark.engine
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", of_kinds(sorted(KINDS.keys() - REPLACED)))
 @pytest.mark.parametrize("how", WAYS[1:])
@@ -67,7 +66,6 @@ def test_a_model_under_captured_graphs_equals_a_loaded_one(
         assert not [(step, wrong) for step, wrong in swap(w, publisher, versions, how) if wrong]
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(("kind", "why"), [("w8a8", "dnnl_handler is a"), ("w4a16", "_scale_float changes")])
 def test_what_captured_graphs_hold_is_not_replaced(kind: str, why: str, checkpoints: Any, publisher: Publisher) -> None:
     """A kernel that keeps its weights to itself, and a number that a graph took in."""
@@ -77,7 +75,6 @@ def test_what_captured_graphs_hold_is_not_replaced(kind: str, why: str, checkpoi
         w.stage(record)
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("how", WAYS)
 def test_a_view_that_another_layer_holds_follows(how: str, publisher: Publisher, tmp_path: Path) -> None:
     """A Mamba2 mixer computes on a view of the weight of its convolution, whose layer vLLM packs."""
@@ -87,7 +84,6 @@ def test_a_view_that_another_layer_holds_follows(how: str, publisher: Publisher,
         assert "backbone.layers.0.mixer.conv_weights" in w.stager._builder.plan.live
 
 
-@pytest.mark.engine
 def test_a_bias_that_comes_with_a_version_is_served(publisher: Publisher, tmp_path: Path) -> None:
     """vLLM gives the head of a model that transformers runs a bias when it finds one in the checkpoint."""
     versions = make_versions(tmp_path, "PhiForCausalLM")
@@ -97,7 +93,6 @@ def test_a_bias_that_comes_with_a_version_is_served(publisher: Publisher, tmp_pa
         assert torch.equal(w.model.lm_head.bias.bfloat16(), versions[0]["lm_head.bias"])
 
 
-@pytest.mark.engine
 def test_a_model_that_pools_needs_no_head(publisher: Publisher, tmp_path: Path) -> None:
     """vLLM makes one, and runs it never."""
     versions = make_versions(tmp_path, "JambaForSequenceClassification")
@@ -107,7 +102,6 @@ def test_a_model_that_pools_needs_no_head(publisher: Publisher, tmp_path: Path) 
         assert not [(step, wrong) for step, wrong in swap(w, publisher, versions, "pointed") if wrong]
 
 
-@pytest.mark.engine
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", of_kinds(["moe", "w8a8-kv", *sorted(KINDS.keys() - {"moe", "w8a8-kv"})]))
 def test_a_second_instance_maps_what_the_first_one_built(
@@ -132,7 +126,6 @@ def test_a_second_instance_maps_what_the_first_one_built(
         assert not differences(second.model, reference, dtype)
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("how", WAYS)
 def test_a_digest_tells_what_processing_made(
     how: str, checkpoints: Any, publisher: Publisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -232,7 +225,6 @@ def online_int8() -> str:
     return name
 
 
-@pytest.mark.engine
 def test_a_method_of_another_package_that_quantizes_what_it_is_given(checkpoints: Any, publisher: Publisher) -> None:
     """bf16 is published and int8 served, by kernels that keep raw pointers: they are replaced as a whole."""
     versions = [tensors_of(path) for path in checkpoints("llama")]

@@ -1,18 +1,19 @@
-"""Prefix-cache namespaces on vLLM's own Request objects, without an engine."""
+"""Requests at a commit: their namespaces in the prefix cache, on vLLM's own objects, and which of them it ends."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from weightsync.vllm_engine.engine_core.requests import enter, go_private, namespace
+from weightsync.vllm_engine.engine_core.requests import allows, ends, enter, go_private, namespace, wish_of
 
 pytestmark = pytest.mark.engine
 BLOCK = 4
 
 
-def request(version: str = "1", own: str = "1:s|", tokens: int = 12) -> Any:
+def request(version: str = "1", own: str = "1:s|", tokens: int = 12, first: int = 0) -> Any:
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -20,9 +21,8 @@ def request(version: str = "1", own: str = "1:s|", tokens: int = 12) -> Any:
 
     init_none_hash(sha256)
     hasher = get_request_block_hasher(BLOCK, sha256)
-    params = SamplingParams(max_tokens=64)
-    name = namespace(version, own)
-    return Request("r", list(range(tokens)), params, None, cache_salt=name, block_hasher=hasher)
+    params, prompt = SamplingParams(max_tokens=64), list(range(first, first + tokens))
+    return Request("r", prompt, params, None, cache_salt=namespace(version, own), block_hasher=hasher)
 
 
 def test_same_version_and_salt_share_and_nobody_else() -> None:
@@ -71,3 +71,35 @@ def test_a_crossing_request_that_is_preempted_moves_to_the_version_that_recomput
     crossing.num_computed_tokens = 0
     enter(crossing, "3")
     assert crossing.block_hashes == request("3", tokens=16).block_hashes
+
+
+def test_constraints() -> None:
+    assert allows({}, "default")
+    assert not allows({"min_version": 1}, "default")
+    assert allows({"version": 3}, "3")
+    assert not allows({"version": 3}, "4")
+    assert allows({"min_version": 3}, "4")
+
+
+@pytest.mark.parametrize(
+    ("wish", "begun", "ended"),
+    [
+        ({"policy": "keep"}, 5, False),
+        ({"policy": "recompute"}, 5, False),
+        ({"policy": "abort"}, 5, True),
+        ({"policy": "finish"}, 5, True),
+        ({"policy": "abort"}, 0, False),
+        ({"version": 1}, 0, True),
+        ({"min_version": 1}, 5, False),
+    ],
+)
+def test_who_is_ended_at_a_commit(wish: dict[str, Any], begun: int, ended: bool) -> None:
+    params = SimpleNamespace(extra_args={"hotswap": wish})
+    request = SimpleNamespace(sampling_params=params, num_computed_tokens=begun, num_output_tokens=0)
+    assert ends(request, "2") is ended
+
+
+def test_requests_that_pool_have_a_scope_too() -> None:
+    pooling = SimpleNamespace(extra_kwargs={"hotswap": {"scope": "s"}})
+    assert wish_of(SimpleNamespace(sampling_params=None, pooling_params=pooling)) == {"scope": "s"}
+    assert wish_of(SimpleNamespace(sampling_params=None, pooling_params=None)) == {}
