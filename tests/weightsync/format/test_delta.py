@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from weightsync import Publisher, SlotReader
+from weightsync.control.records import VersionRecord
 from weightsync.errors import DeltaBaseMismatch, DeltaError, DigestMismatch, WeightSyncError
 from weightsync.format import delta_codec
 from weightsync.format.delta import Base, DeltaHeader, DeltaReader, DeltaWriter, apply_delta, is_worthwhile
@@ -58,10 +59,13 @@ def header_of(target: Tensors, base: Base | None = BASE) -> DeltaHeader:
     return DeltaHeader("demo", rows, base, step=3, metadata={"run": "a"}, source="a test")
 
 
+def reading(tensors: Tensors) -> Callable[[str], Any]:
+    return lambda name: tensors[name][1]
+
+
 def writer(target: Tensors, base: Tensors | None, threads: int = 1) -> DeltaWriter:
-    old = None if base is None else (lambda name: base[name][1])
-    header = header_of(target, None if base is None else BASE)
-    return DeltaWriter(header, lambda name: target[name][1], old, threads=threads)
+    old = None if base is None else reading(base)
+    return DeltaWriter(header_of(target, None if base is None else BASE), reading(target), old, threads=threads)
 
 
 def encoded(target: Tensors, base: Tensors | None, threads: int = 1) -> bytes:
@@ -139,7 +143,7 @@ def test_each_block_takes_the_form_that_fits() -> None:
     made = writer(target, None)
     assert len(b"".join(made)) < 0.8 * 2 * BLOCK  # exponents compress
     assert set(made.stats.kinds) == {FULL}
-    plain = DeltaWriter(header_of(target, None), lambda name: target[name][1], compress=False)
+    plain = DeltaWriter(header_of(target, None), reading(target), compress=False)
     assert_same(applied(b"".join(plain), None), target)
     assert set(plain.stats.kinds) == {RAW}
     noise = tensors_of(w=("uint8", np.random.default_rng(0).integers(0, 256, BLOCK, np.uint8)))
@@ -157,10 +161,9 @@ def test_a_hundredth_of_the_elements_takes_a_hundredth_of_the_bytes() -> None:
 
 def test_a_base_that_does_not_help_is_left_out() -> None:
     base, target = change(0.01)
-    view: Callable[[Tensors], Callable[[str], Any]] = lambda tensors: lambda name: tensors[name][1]  # noqa: E731
-    assert is_worthwhile(header_of(target), view(target), view(base))
+    assert is_worthwhile(header_of(target), reading(target), reading(base))
     noise = tensors_of(w=("bfloat16", np.random.default_rng(0).integers(0, 2**16, BLOCK, np.uint16)))
-    assert not is_worthwhile(header_of(noise), view(noise), view(base))
+    assert not is_worthwhile(header_of(noise), reading(noise), reading(base))
 
 
 def test_the_writer_can_be_read_again() -> None:
@@ -168,7 +171,7 @@ def test_the_writer_can_be_read_again() -> None:
     made = writer(target, base, threads=2)
     assert b"".join(made) == b"".join(made)
     with pytest.raises(ValueError, match="go together"):
-        DeltaWriter(header_of(target), lambda name: target[name][1])
+        DeltaWriter(header_of(target), reading(target))
 
 
 def test_the_header_says_what_the_version_is() -> None:
@@ -301,39 +304,41 @@ def test_differences_without_a_base_are_refused() -> None:
         applied(sealed(HEAD.pack(SAME, 0, 0, 0, 0, 0), base=None), None)
 
 
+def published(publisher: Publisher, base: Tensors, target: Tensors) -> tuple[VersionRecord, DeltaHeader, bytes]:
+    """A version with the words of `base`, and a delta from it to those of `target`."""
+    publisher.publish({"w": base["w"][1].view(np.uint16)}, activate=False)
+    (record,) = publisher.versions()
+    words = tensors_of(w=("uint16", target["w"][1]))
+    header = replace(header_of(words), base=Base(record.version, record.manifest_digest))
+    with SlotReader.open(record.slot) as slot:
+        return record, header, b"".join(DeltaWriter(header, reading(words), slot.buffer))
+
+
 def test_a_delta_becomes_a_version_in_a_slot_and_twice_the_same(publisher: Publisher) -> None:
     base, target = change(0.02, elements=3 * BLOCK + 17)
-    first = publisher.publish({"w": base["w"][1].view(np.uint16)}, activate=False)
-    digests = []
+    first, header, raw = published(publisher, base, target)
     for _ in range(2):
-        record = next(v for v in publisher.versions() if v.version == first)
-        words = tensors_of(w=("uint16", target["w"][1]))
-        with SlotReader.open(record.slot, manifest_digest=record.manifest_digest) as slot:
-            header = replace(header_of(words), base=Base(first, record.manifest_digest))
-            raw = b"".join(DeltaWriter(header, lambda name: target[name][1], slot.buffer))
-            with publisher.begin(header.schema, base=first) as draft:
-                apply_delta(DeltaReader(io.BytesIO(raw)), slot, draft)
-                made = draft.commit()
-        record = next(v for v in publisher.versions() if v.version == made)
+        with SlotReader.open(first.slot) as slot, publisher.begin(header.schema, base=first.version) as draft:
+            apply_delta(DeltaReader(io.BytesIO(raw)), slot, draft)
+            draft.commit()
+    for record in publisher.versions()[1:]:
         with SlotReader.open(record.slot, manifest_digest=record.manifest_digest) as slot:
             slot.verify_all()
             assert bytes(slot.buffer("w")) == target["w"][1].tobytes()
-            digests.append(slot.entry("w").digest)
-    assert digests[0] == digests[1]
+            assert slot.entry("w").digest == header.tensors["w"][1]
 
 
 def test_a_refused_delta_leaves_no_version(publisher: Publisher) -> None:
-    base, target = change(0.02)
-    first = publisher.publish({"w": base["w"][1].view(np.uint16)}, activate=False)
-    record = publisher.versions()[0]
-    with SlotReader.open(record.slot) as slot:
-        words = tensors_of(w=("uint16", target["w"][1]))
-        header = replace(header_of(words), base=Base(first, record.manifest_digest))
-        raw = bytearray(b"".join(DeltaWriter(header, lambda name: target[name][1], slot.buffer)))
-        raw[-70] ^= 4
-        with publisher.begin(header.schema, base=first) as draft, pytest.raises(WeightSyncError):
-            apply_delta(DeltaReader(io.BytesIO(bytes(raw))), slot, draft)
-    assert [v.version for v in publisher.versions()] == [first]
+    record, header, raw = published(publisher, *change(0.02))
+    damaged = bytearray(raw)
+    damaged[-70] ^= 4
+    with (
+        SlotReader.open(record.slot) as slot,
+        publisher.begin(header.schema, base=record.version) as draft,
+        pytest.raises(WeightSyncError),
+    ):
+        apply_delta(DeltaReader(io.BytesIO(bytes(damaged))), slot, draft)
+    assert publisher.versions() == [record]
 
 
 # what no writer writes, one byte at a time ---------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,18 +26,8 @@ class Model(torch.nn.Module):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
-    class Clock:
-        now = 100.0
-        slept: list[float] = []  # noqa: RUF012
-
-        def monotonic(self) -> float:
-            return self.now
-
-        def sleep(self, seconds: float) -> None:
-            self.slept.append(seconds)
-
-    found = Clock()
-    found.slept = []
+    found: Any = SimpleNamespace(now=100.0, slept=[])
+    found.monotonic, found.sleep = (lambda: found.now), found.slept.append
     monkeypatch.setattr(cpu, "time", found)
     return found
 

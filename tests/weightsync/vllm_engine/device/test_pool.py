@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.weightsync.memory.test_arena import small_file_system
-from weightsync.vllm_engine.device.pool import HEADER, LayoutPool, LayoutPoolError, Notes
+from weightsync.vllm_engine.device.pool import LayoutPool, LayoutPoolError, Notes
 
 
 def test_slot_is_built_once_and_shared(tmp_path: Path) -> None:
@@ -65,9 +65,3 @@ def test_a_full_shared_memory_is_a_typed_error() -> None:
         with pytest.raises(LayoutPoolError, match="no room"):
             pool.acquire("v1")
         assert not list(directory.glob("layout-f-[0-9]*"))
-
-
-def test_header_names_the_version(tmp_path: Path) -> None:
-    pool = LayoutPool(tmp_path, "f", 64)
-    slot = pool.acquire("digest-of-v1")
-    assert b"digest-of-v1" in slot.path.read_bytes()[:HEADER]

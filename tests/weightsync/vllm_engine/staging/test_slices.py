@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 
 from loadtest.models.kinds import make_kind
 from loadtest.models.vllm_worker import Worker, worker
-from server.instance.slices import joined_reads
+from server.instance.slices import Reads, joined_reads
 from tests.weightsync.vllm_engine.model.test_placement import assert_built, checkpoint_of, loaded, publish, tensors_of
 from weightsync import Publisher
 from weightsync.control.records import VersionRecord
@@ -61,11 +60,17 @@ def ranks(checkpoint: Path, world: int, stages: int, **options: Any) -> Iterator
                 yield w
 
 
-def answer(w: Worker, schema: Schema) -> tuple[str, str]:
-    """As `hotswap_reads` has it."""
-    reads = w.stager.reads(schema)
-    unread = sum(1 << n for n, name in enumerate(schema.tensors) if name in reads.unread)
-    return reads.slices.to_text(), f"{unread:x}"
+def reads_of(schema: Schema, hosts: list[str], workers: Iterator[Worker]) -> Reads:
+    """Of the workers on these hosts, by what each answers to `hotswap_reads`."""
+    answers = []
+    for w in workers:
+        reads = w.stager.reads(schema)
+        unread = sum(1 << n for n, name in enumerate(schema.tensors) if name in reads.unread)
+        answers.append((reads.slices.to_text(), f"{unread:x}"))
+    rows = [[n, spec.dtype, list(spec.shape)] for n, spec in schema.tensors.items()]
+    joined = joined_reads(rows, hosts, answers)
+    assert joined is not None
+    return joined
 
 
 @pytest.mark.parametrize(
@@ -89,9 +94,7 @@ def test_ranks_build_from_what_they_say_that_they_read(
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1  # which nothing reads
     record, schema = publish(publisher, tensors), schema_of(tensors)
     hosts = [f"h{n}" for n in range(world * stages)]
-    rows = [[n, spec.dtype, list(spec.shape)] for n, spec in schema.tensors.items()]
-    reads = joined_reads(rows, hosts, [answer(w, schema) for w in ranks(checkpoint, world, stages)])
-    assert reads is not None
+    reads = reads_of(schema, hosts, ranks(checkpoint, world, stages))
     assert reads.unread == (("lm_head.weight",) if "tied" in name else ())
     sums, parts = [], []
     for host, w in zip(hosts, ranks(checkpoint, world, stages), strict=True):
@@ -112,8 +115,7 @@ def test_what_is_not_here_is_not_taken(tmp_path: Path, publisher: Publisher) -> 
     checkpoint = checkpoint_of(tmp_path, "qwen2", "bfloat16")
     tensors = tensors_of(checkpoint)
     record, schema = publish(publisher, tensors), schema_of(tensors)
-    with ExitStack() as stack:
-        w = stack.enter_context(worker(checkpoint, rank=1, world=2))
+    with worker(checkpoint, rank=1, world=2) as w:
         slices = w.stager.reads(schema).slices
         chunks = slices.chunks(Path(record.slot).stat().st_size, CHUNK)
         for chunk in (n for n in range(chunks.bit_length()) if chunks >> n & 1):
@@ -130,10 +132,7 @@ def test_ranks_that_share_the_experts(world: int, tmp_path: Path, publisher: Pub
     tensors = tensors_of(checkpoint)
     record, schema = publish(publisher, tensors), schema_of(tensors)
     layout, hosts = Layout.of(schema), [f"h{n}" for n in range(world)]
-    rows = [[n, spec.dtype, list(spec.shape)] for n, spec in schema.tensors.items()]
-    workers = ranks(checkpoint, world, 1, enable_expert_parallel=True)
-    reads = joined_reads(rows, hosts, [answer(w, schema) for w in workers])
-    assert reads is not None
+    reads = reads_of(schema, hosts, ranks(checkpoint, world, 1, enable_expert_parallel=True))
     sums, seen = [], []
     experts = {name for name in tensors if ".experts." in name}
     for host, w in zip(hosts, ranks(checkpoint, world, 1, enable_expert_parallel=True), strict=True):
