@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster_tls import Authority
 from tests.etcd import MIN_LEASE_S, Etcd
 from weightsync import Publisher, Store, SyncStore, open_store
 
@@ -58,6 +59,11 @@ async def _delete_all(url: str) -> None:
     for kv in (await store.list(""))[0]:
         await store.delete(kv.key)
     await store.close()
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path / "authority")
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import contextlib
 import http.client
 import http.server
 import logging
+import shutil
 import socket
 import ssl
 import threading
@@ -21,11 +22,6 @@ from tests.cluster_tls import Authority
 from weightsync import tls as tls_module
 from weightsync.errors import TlsUnavailable
 from weightsync.tls import ClusterTls
-
-
-@pytest.fixture
-def authority(tmp_path: Path) -> Authority:
-    return Authority(tmp_path / "authority")
 
 
 @pytest.fixture(autouse=True)
@@ -132,12 +128,7 @@ async def test_new_files_count_for_new_connections(authority: Authority, tmp_pat
 async def test_half_written_files_harm_nobody(
     authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    here = tmp_path / "here"
-    here.mkdir()
-    for source, target in zip(
-        (*authority.issue("hotswap"), authority.ca), ("tls.crt", "tls.key", "ca.crt"), strict=True
-    ):
-        (here / target).write_bytes(source.read_bytes())
+    here = Path(shutil.copytree(authority.mount(tmp_path / "mounted"), tmp_path / "here"))  # files instead of links
     member = ClusterTls(here)
     first, (certificate, key) = der(here), authority.issue("hotswap")
     async with echo(member.server_context()) as port:

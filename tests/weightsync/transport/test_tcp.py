@@ -21,11 +21,6 @@ from weightsync.transport.tcp import MIN_STRIPE, TcpEndpoint, TcpTransport, stri
 from weightsync.transport.tcp_wire import HELLO, TOKEN_NBYTES, Deadline
 
 
-@pytest.fixture
-def authority(tmp_path: Path) -> Authority:
-    return Authority(tmp_path / "authority")
-
-
 def plain() -> Transport:
     return open_transport("tcp", listen=LISTEN, tls=None)
 

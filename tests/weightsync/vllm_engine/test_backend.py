@@ -58,11 +58,9 @@ def worker() -> Any:
 
     engine: Any = object.__new__(HotswapWeightTransferEngine)
     engine._schema, engine._held, engine._unwanted, engine._stager = None, HeldBundles(), None, SlowStager()
-    stage(engine, 1)
-    engine._stager.wait()
+    build(engine, 1)
     engine.commit(1)
-    stage(engine, 2)
-    engine._stager.wait()
+    build(engine, 2)
     return engine
 
 
@@ -74,14 +72,18 @@ def stage(engine: Any, version: int, base: str = "", **parts: str) -> None:
     engine.stage(UpdateInfo(version, "slot", base or f"digest {version}", parts=orders))
 
 
+def build(engine: Any, version: int, base: str = "", **parts: str) -> None:
+    stage(engine, version, base, **parts)
+    engine._stager.wait()
+
+
 def test_what_is_staged_is_retained_unless_it_was_dropped(worker: Any) -> None:
     stage(worker, 2)
     assert worker._stager.built == [1, 2]
     worker.drop(2, previous=False)
     with pytest.raises(RuntimeError, match="not staged"):
         worker.commit(2)
-    stage(worker, 2)
-    worker._stager.wait()
+    build(worker, 2)
     assert worker._stager.built == [1, 2, 2]
 
 
@@ -92,8 +94,7 @@ def test_what_was_flipped_to_and_back_is_dropped_only_if_that_is_asked(worker: A
     stage(worker, 2)
     assert worker._stager.built == [1, 2]
     worker.drop(2, previous=True)
-    stage(worker, 2)
-    worker._stager.wait()
+    build(worker, 2)
     assert worker._stager.built == [1, 2, 2]
 
 
@@ -107,8 +108,7 @@ def test_the_version_that_runs_is_never_dropped(worker: Any) -> None:
 def test_a_version_has_the_parts_that_it_names_however_often_a_rollback_goes_there(worker: Any) -> None:
     """An adapter comes and is rolled back: the version before is asked for without it, and is what was published."""
     for version in (3, 4, 5):
-        stage(worker, version, "digest 1", **{"lora/x": f"adapter {version}"})
-        worker._stager.wait()
+        build(worker, version, "digest 1", **{"lora/x": f"adapter {version}"})
         worker.commit(version)
         stage(worker, 1)
         assert worker._stager.report.parts == {""}
@@ -120,8 +120,7 @@ def test_what_is_cached_can_be_read_until_the_scales_of_a_part_change(worker: An
     """A draft model runs on beside a version without one, and its layers may be called as those of the base."""
     cases = [("a", {"draft": "d"}, True), ("a", {}, False), ("a", {"draft": "e"}, True), ("b", {"draft": "e"}, True)]
     for version, (base, parts, changes) in enumerate(cases, 3):
-        stage(worker, version, base, **parts)
-        worker._stager.wait()
+        build(worker, version, base, **parts)
         assert worker.commit(version)[1] == changes, (base, parts)
 
 
@@ -130,8 +129,7 @@ def test_a_staging_under_way_is_given_up_before_the_next_one(worker: Any) -> Non
     worker.drop(3, previous=False)
     assert worker._stager.report.running, "the decode loop must not wait for it"
     assert worker._stager.stopped == [3]
-    stage(worker, 3)
-    worker._stager.wait()
+    build(worker, 3)
     assert worker._stager.built == [1, 2, 3, 3]
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.weightsync.vllm_engine.device.test_cuda import value
 from weightsync.vllm_engine.device.cuda import CopyGeneration
 from weightsync.vllm_engine.device.generation import Flips, Generation, build_flips
 from weightsync.vllm_engine.model.layout import plan_layout
@@ -20,11 +21,6 @@ KINDS = [Generation, CopyGeneration]
 
 def flips(module: nn.Linear, value: float) -> Flips:
     return Flips([(module.weight, torch.full((2, 3), value))])
-
-
-def value(module: nn.Linear) -> float:
-    assert len(set(module.weight.flatten().tolist())) == 1
-    return float(module.weight[0, 0])
 
 
 def test_what_a_flip_replaced_is_handed_to_the_caller() -> None:

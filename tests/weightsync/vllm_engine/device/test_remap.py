@@ -16,13 +16,12 @@ import torch
 from torch import nn
 
 from loadtest.models.mapped_memory import HostDriver
-from tests.weightsync.vllm_engine.device.test_cuda import swap_and_roll_back
+from tests.weightsync.vllm_engine.device.test_cuda import buffer, swap_and_roll_back
 from weightsync.vllm_engine.device.cuda import COPIES_ENV, DevicePool
 from weightsync.vllm_engine.device.generation import Flips
 from weightsync.vllm_engine.device.mapping import FLIP_ENV, CudaDriver, DriverError, RemapUnavailable, handle_sizes
 from weightsync.vllm_engine.device.remap import (
     Remap,
-    RemapBuffer,
     RemapGeneration,
     RemapPool,
     flips_by_remapping,
@@ -72,15 +71,13 @@ class Staging:
         slot.seal("key", slot.notes)
         return RemapGeneration(version, f"d{version}", Flips([(weight, staged)], changes or []), slot)
 
+    def moved(self, tensor: torch.Tensor) -> bool:
+        return 0 <= tensor.data_ptr() - self.pool.live.address < self.pool.live.nbytes
+
     def value(self) -> float:
         assert self.model.linear.weight.data_ptr() == self.address
         assert len(set(self.model.linear.weight.flatten().tolist())) == 1
         return float(self.model.linear.weight[0, 0])
-
-
-def buffer(generation: RemapGeneration) -> RemapBuffer:
-    assert isinstance(generation.slot, RemapBuffer)
-    return generation.slot
 
 
 @pytest.mark.parametrize("sets", [2, 3])
@@ -269,8 +266,7 @@ def test_everybody_who_holds_a_tensor_follows() -> None:
         assert bool((tensor == 4).all())
     assert float(model.closure()) == 4 * ROWS * COLS
     assert model.apart[0].tolist() == [1.0] * 4
-    begin, end = staging.pool.live.address, staging.pool.live.address + staging.pool.live.nbytes
-    assert begin <= model.apart[0].data_ptr() < end
+    assert staging.moved(model.apart[0])
 
 
 def test_what_something_outside_of_python_holds_stays_and_is_copied() -> None:
@@ -282,9 +278,8 @@ def test_what_something_outside_of_python_holds_stays_and_is_copied() -> None:
     address = model.linear.weight.data_ptr()
     staging = Staging(model=model)
     assert staging.address == address
-    begin, end = staging.pool.live.address, staging.pool.live.address + staging.pool.live.nbytes
-    assert begin <= model.counter.data_ptr() < end
-    assert not begin <= address < end
+    assert staging.moved(model.counter)
+    assert not staging.moved(model.linear.weight)
     one, two = staging.stage(1), staging.stage(2)
     for generation in (one, two, one):
         generation.commit()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
@@ -25,8 +26,7 @@ PROMPT = list("né ".encode())
 
 def byte_level() -> PreTrainedTokenizerFast:
     """A token for every byte: most characters here take several."""
-    alphabet = _byte_alphabet()
-    tokenizer = Tokenizer(models.BPE(vocab={alphabet[b]: b for b in range(256)}, merges=[]))
+    tokenizer = Tokenizer(models.BPE(vocab={letter: b for b, letter in bytes_to_unicode().items()}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
@@ -40,12 +40,6 @@ def byte_fallback() -> PreTrainedTokenizerFast:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-
-
-def _byte_alphabet() -> dict[int, str]:
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    rest = [b for b in range(256) if b not in printable]
-    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(rest)}
 
 
 @dataclass

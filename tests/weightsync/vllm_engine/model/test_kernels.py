@@ -9,6 +9,8 @@ import torch
 
 from tests.cpu import bf16_only
 from weightsync.vllm_engine.kernels import FLAGS, CpuKind, cpu_kind
+from weightsync.vllm_engine.model import linear
+from weightsync.vllm_engine.model.linear import choose_kernel, onednn_takes
 from weightsync.vllm_engine.model.placement import group_by_layer, layer_of
 
 pytestmark = pytest.mark.engine
@@ -46,13 +48,11 @@ def test_the_kind_of_a_cpu(has: dict[str, bool], kind: CpuKind, monkeypatch: pyt
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_kernels_compute_what_stock_vllm_computes(dtype: torch.dtype, bias: bool) -> None:
     """To the bit, however many rows there are."""
-    from weightsync.vllm_engine.model import linear
-
     found = set()
     for out, inner in SHAPES:
         weight = torch.randn(out, inner).to(dtype)
         b = torch.randn(out).to(dtype) if bias else None
-        kernel = linear.choose_kernel((out, inner), dtype, torch.device("cpu"))
+        kernel = choose_kernel((out, inner), dtype, torch.device("cpu"))
         found.add(kernel)
         ours = linear.plain_linear
         if kernel == "packed":
@@ -73,15 +73,11 @@ def test_the_kernels_compute_what_stock_vllm_computes(dtype: torch.dtype, bias: 
 
 @bf16_only
 def test_bf16_weights_are_shared_on_this_cpu() -> None:
-    from weightsync.vllm_engine.model.linear import choose_kernel
-
     kernels = [choose_kernel(shape, torch.bfloat16, torch.device("cpu")) for shape in SHAPES]
     assert kernels.count("packed") >= 4
 
 
 def test_choice_of_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weightsync.vllm_engine.model.linear import choose_kernel, onednn_takes
-
     cpu, bf16 = torch.device("cpu"), torch.bfloat16
     assert onednn_takes(bf16) or cpu_kind() < CpuKind.AVX512
     general = "private" if onednn_takes(bf16) else "plain"
@@ -97,8 +93,6 @@ def test_choice_of_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_cpu_for_which_onednn_has_no_kernel_multiplies_as_vllm_then_does(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm import _custom_ops as ops
 
-    from weightsync.vllm_engine.model import linear
-
     def refuses(*_: object) -> None:
         raise RuntimeError("could not create a primitive descriptor for the matmul primitive")
 
@@ -108,7 +102,7 @@ def test_a_cpu_for_which_onednn_has_no_kernel_multiplies_as_vllm_then_does(monke
     linear.onednn_takes.cache_clear()
     linear.onednn_order.cache_clear()
     try:
-        assert linear.choose_kernel((64, 64), torch.bfloat16, torch.device("cpu")) == "plain"
+        assert choose_kernel((64, 64), torch.bfloat16, torch.device("cpu")) == "plain"
     finally:
         linear.onednn_takes.cache_clear()
         linear.onednn_order.cache_clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,12 +23,15 @@ from weightsync.format.fingerprint import combine
 from weightsync.vllm_engine.device import cpu
 from weightsync.vllm_engine.kernels import CpuKind
 from weightsync.vllm_engine.model import placement
+from weightsync.vllm_engine.model.linear import pack_into
 from weightsync.vllm_engine.model.placement import (
     Box,
     Rect,
     UnsupportedModelError,
     Watch,
     box_of,
+    build_skeleton,
+    load_group,
     pair_made,
     pair_parameters,
 )
@@ -69,18 +73,13 @@ def publish(publisher: Publisher, tensors: dict[str, torch.Tensor]) -> VersionRe
 
 def loaded(w: Worker, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Every parameter as vLLM's own loader fills it."""
-    from weightsync.vllm_engine.model.placement import build_skeleton, load_group
-
     reference = build_skeleton(w.vllm_config, w.vllm_config.model_config, torch.device("cpu"))
     load_group(reference, tensors.items())
     return {name: parameter.data for name, parameter in reference.named_parameters(remove_duplicate=False)}
 
 
 def assert_built(w: Worker, data: torch.Tensor, raw: dict[str, torch.Tensor]) -> None:
-    from weightsync.vllm_engine.model.linear import pack_into
-
-    entries = w.stager._builder.layout.entries
-    for entry in entries:
+    for entry in w.stager._builder.layout.entries:
         if entry.packed:
             expected = torch.empty_like(raw[entry.source])
             pack_into(expected, raw[entry.source], entry.lanes)
@@ -169,8 +168,19 @@ def fingerprint(w: Worker, reader: SlotReader, data: torch.Tensor) -> str:
     return combine([joined(builder.check(reader, data), private)])
 
 
-def test_a_byte_that_flips_in_the_layout_slot_is_found(tmp_path: Path, publisher: Publisher) -> None:
-    checkpoint = checkpoint_of(tmp_path, "qwen2", "bfloat16")
+@pytest.mark.parametrize(
+    ("make", "experts"),
+    [
+        (lambda path: checkpoint_of(path, "qwen2", "bfloat16"), 0),
+        (lambda path: make_kind(path, "moe", num_experts=16), 2),
+    ],
+    ids=["dense", "packed experts"],
+)
+def test_a_byte_that_flips_in_the_layout_slot_is_found(
+    make: Callable[[Path], Path], experts: int, tmp_path: Path, publisher: Publisher
+) -> None:
+    """`experts`: the views of a layer on all of its experts together."""
+    checkpoint = make(tmp_path / "m")
     record = publish(publisher, tensors_of(checkpoint))
     with worker(checkpoint) as w, SlotReader.open(record.slot) as reader:
         data = w.stage(record).slot.data
@@ -181,30 +191,16 @@ def test_a_byte_that_flips_in_the_layout_slot_is_found(tmp_path: Path, publisher
             except ChecksumMismatch:  # of a tensor that lies in two places, one differs
                 return False
 
+        layout = w.stager._builder.layout
+        middles = {path: (view.offset + view.end) // 2 for path, view in layout.views.items() if "experts" in path}
+        assert len(middles) == experts * w.vllm_config.model_config.hf_config.num_hidden_layers
+        middles |= {entry.source: entry.offset + entry.nbytes // 2 for entry in layout.entries}
         assert sound()
-        for entry in w.stager._builder.layout.entries:
-            position = entry.offset + entry.nbytes // 2
-            data[position] ^= 4
-            assert not sound(), entry
-            data[position] ^= 4
+        for name, middle in middles.items():
+            data[middle] ^= 4
+            assert not sound(), name
+            data[middle] ^= 4
         assert sound()
-        w.stager.take().release()
-
-
-def test_a_byte_that_flips_in_packed_experts_is_found(tmp_path: Path, publisher: Publisher) -> None:
-    checkpoint = make_kind(tmp_path / "moe", "moe", num_experts=16)
-    record = publish(publisher, tensors_of(checkpoint))
-    with worker(checkpoint) as w, SlotReader.open(record.slot) as reader:
-        data = w.stage(record).slot.data
-        assert fingerprint(w, reader, data) == record.fingerprint
-        views = {path: view for path, view in w.stager._builder.layout.views.items() if "experts" in path}
-        assert len(views) == 2 * w.vllm_config.model_config.hf_config.num_hidden_layers
-        for path, view in views.items():
-            position = (view.offset + view.end) // 2
-            data[position] ^= 4
-            assert fingerprint(w, reader, data) != record.fingerprint, path
-            data[position] ^= 4
-        assert fingerprint(w, reader, data) == record.fingerprint
         w.stager.take().release()
 
 
