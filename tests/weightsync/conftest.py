@@ -1,4 +1,4 @@
-"""A real store and arena per test, and real servers' halves of a swap where one is wanted."""
+"""A real store and arena per test, and a publisher and what it has published where they are wanted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import pytest
 
 from tests.cluster_tls import Authority
 from tests.etcd import MIN_LEASE_S, Etcd
+from tests.weightsync.tensors import model
 from weightsync import Publisher, Store, SyncStore, open_store
+from weightsync.control.records import VersionRecord
 
 
 @pytest.fixture
@@ -79,6 +81,21 @@ async def store(store_url: str) -> AsyncIterator[Store]:
 
 
 @pytest.fixture
+def store_sync(store_url: str) -> Iterator[SyncStore]:
+    opened = SyncStore(store_url)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
 def publisher(store_url: str) -> Iterator[Publisher]:
     with Publisher(store_url, model="demo") as opened:
         yield opened
+
+
+@pytest.fixture
+def record(publisher: Publisher) -> VersionRecord:
+    """A version all of whose elements are 1."""
+    publisher.publish(model(1.0), activate=False)
+    (published,) = publisher.versions()
+    return published

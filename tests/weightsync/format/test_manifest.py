@@ -49,6 +49,13 @@ def manifest_of(schema: Schema) -> Manifest:
     return Manifest(7, "demo", entries, base=6, step=100, metadata={"who": "me"})
 
 
+def header_of(manifest: Manifest) -> memoryview:
+    layout = Layout.of(manifest.schema)
+    slot = memoryview(bytearray(layout.header_nbytes))
+    write_header(slot, manifest, layout)
+    return slot
+
+
 @given(schemas)
 def test_a_layout_is_aligned_and_without_overlap(schema: Schema) -> None:
     layout = Layout.of(schema)
@@ -63,10 +70,8 @@ def test_a_layout_is_aligned_and_without_overlap(schema: Schema) -> None:
 
 @given(schemas)
 def test_every_manifest_fits_into_its_header_and_survives_it(schema: Schema) -> None:
-    manifest, layout = manifest_of(schema), Layout.of(schema)
-    slot = memoryview(bytearray(layout.header_nbytes))
-    write_header(slot, manifest, layout)
-    assert read_header(slot, "slot") == (manifest, manifest.digest)
+    manifest = manifest_of(schema)
+    assert read_header(header_of(manifest), "slot") == (manifest, manifest.digest)
 
 
 @given(schemas)
@@ -104,28 +109,21 @@ def test_the_digest_covers_everything() -> None:
 
 @pytest.mark.parametrize("offset", [0, 8, 12, 16, 64, 100])
 def test_a_damaged_header_is_refused(offset: int) -> None:
-    layout = Layout.of(SCHEMA)
-    slot = bytearray(layout.header_nbytes)
-    write_header(memoryview(slot), manifest_of(SCHEMA), layout)
+    slot = header_of(manifest_of(SCHEMA))
     slot[offset] ^= 0x40
     with pytest.raises(ManifestError):
-        read_header(memoryview(slot), "slot")
+        read_header(slot, "slot")
 
 
 @pytest.mark.parametrize("nbytes", [0, 10, 64, 70])
 def test_a_header_that_is_cut_off_is_refused(nbytes: int) -> None:
-    layout = Layout.of(SCHEMA)
-    slot = bytearray(layout.header_nbytes)
-    write_header(memoryview(slot), manifest_of(SCHEMA), layout)
     with pytest.raises(ManifestError):
-        read_header(memoryview(slot)[:nbytes], "slot")
+        read_header(header_of(manifest_of(SCHEMA))[:nbytes], "slot")
 
 
 def test_more_metadata_than_there_is_room_for() -> None:
-    manifest = replace(manifest_of(SCHEMA), metadata={"x": "y" * 100_000})
-    layout = Layout.of(SCHEMA)
     with pytest.raises(ManifestError, match="use less metadata"):
-        write_header(memoryview(bytearray(layout.header_nbytes)), manifest, layout)
+        header_of(replace(manifest_of(SCHEMA), metadata={"x": "y" * 100_000}))
 
 
 @pytest.mark.parametrize("raw", [b"", b"[]", b"{}", b'{"format":99}', b'{"format":1,"tensors":{"a":[1]}}'])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,13 +15,6 @@ from weightsync.format.fingerprint import Running
 from weightsync.format.versions import verify
 
 KEYS = Keys("demo")
-
-
-@pytest.fixture
-def record(publisher: Publisher) -> VersionRecord:
-    publisher.publish(model(3.0), activate=False)
-    (found,) = publisher.versions()
-    return found
 
 
 def flip_tensor(record: VersionRecord | PartRecord, tensor: str) -> None:
@@ -119,10 +111,3 @@ def test_a_version_that_is_gone_is_said_so(record: VersionRecord, store_url: str
         verify(store_url, "demo", 1)
     with pytest.raises(UnknownVersion, match="does not exist"):
         verify(store_url, "demo", 9)
-
-
-@pytest.fixture
-def store_sync(store_url: str) -> Iterator[SyncStore]:
-    opened = SyncStore(store_url)
-    yield opened
-    opened.close()

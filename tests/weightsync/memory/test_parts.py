@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,18 +43,16 @@ def first_value(slot: str) -> float:
 
 
 @pytest.fixture
-def activate(store_url: str) -> Iterator[Activate]:
+def activate(store_sync: SyncStore) -> Activate:
     """What a coordinator would leave behind after a swap."""
-    store = SyncStore(store_url)
 
     def commit(version: int) -> None:
-        found = store.get(KEYS.active)
+        found = store_sync.get(KEYS.active)
         before = ActiveRecord.from_json(found.value) if found else None
         epoch, previous = (before.epoch + 1, before.version) if before else (1, None)
-        store.put(KEYS.active, ActiveRecord(version, epoch, previous, f"swap-{epoch}", 0.0).to_json())
+        store_sync.put(KEYS.active, ActiveRecord(version, epoch, previous, f"swap-{epoch}", 0.0).to_json())
 
-    yield commit
-    store.close()
+    return commit
 
 
 def test_a_part_carries_the_base_and_the_other_parts_on(publisher: Publisher, activate: Activate) -> None:
@@ -90,7 +88,6 @@ def test_all_of_a_version_or_nothing(publisher: Publisher) -> None:
     publisher.publish(model(1), parts={"draft": model(1, layers=1)}, activate=False)
     with pytest.raises(ShapeMismatch):
         publisher.publish(model(2), parts={"draft": model(2, layers=1, width=16)}, activate=False)
-    assert [v.version for v in publisher.versions()] == [1]
     with pytest.raises(BadPart, match="needs PEFT's configuration"):
         publisher.publish(model(2), parts={"lora/x": model(2)}, activate=False)
     assert [v.version for v in publisher.versions()] == [1]
@@ -113,18 +110,16 @@ def test_a_part_needs_a_base(publisher: Publisher) -> None:
 
 
 def test_a_version_asked_for_is_built_upon_unless_it_was_refused(
-    publisher: Publisher, activate: Activate, store_url: str
+    publisher: Publisher, activate: Activate, store_sync: SyncStore
 ) -> None:
     activate(publisher.publish(model(1), activate=False))
     publisher.publish(model(2), activate=False)
-    store = SyncStore(store_url)
-    store.put(KEYS.target, TargetRecord(2, "wish", "test", 60.0).to_json())
+    store_sync.put(KEYS.target, TargetRecord(2, "wish", "test", 60.0).to_json())
     publisher.publish(adapter(), part="lora/x", activate=False)
     assert latest(publisher).base_version == 2
-    store.put(KEYS.swap, SwapRecord("wish", 2, "aborted", (), 0.0, 0.0, "no").to_json())
+    store_sync.put(KEYS.swap, SwapRecord("wish", 2, "aborted", (), 0.0, 0.0, "no").to_json())
     publisher.publish(adapter(), part="lora/x", activate=False)
     assert latest(publisher).base_version == 1
-    store.close()
 
 
 def test_a_swap_that_comes_first_is_carried_on(

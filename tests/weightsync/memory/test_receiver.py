@@ -7,18 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.weightsync.tensors import flip, model
+from tests.weightsync.tensors import flip
 from weightsync import Publisher, Schema, SlotReader
 from weightsync.control.records import VersionRecord
 from weightsync.errors import DigestMismatch, ManifestError, MissingTensor, ShapeMismatch, SlotBusy
 from weightsync.format.manifest import TensorSpec
 from weightsync.memory.arena import READ_MAPPINGS, Mappings, SlotLock
-
-
-@pytest.fixture
-def record(publisher: Publisher) -> VersionRecord:
-    publisher.publish(model(1.0), activate=False)
-    return publisher.versions()[0]
 
 
 def open_(record: VersionRecord) -> SlotReader:

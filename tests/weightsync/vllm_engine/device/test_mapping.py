@@ -35,10 +35,9 @@ class Bindings:
         self.host, self._maps, self.context, self.room = HostDriver(), maps, 0, 100
 
     def CUmemAllocationProp(self) -> Any:
-        return SimpleNamespace(type=None, location=SimpleNamespace(type=None, id=None))
+        return SimpleNamespace(location=SimpleNamespace())
 
-    def CUmemAccessDesc(self) -> Any:
-        return SimpleNamespace(flags=None, location=SimpleNamespace(type=None, id=None))
+    CUmemAccessDesc = CUmemAllocationProp
 
     def cuCtxGetCurrent(self) -> Any:
         return Status.CUDA_SUCCESS, self.context

@@ -58,18 +58,20 @@ class Staging:
         self.pool: RemapPool = self.place._mapped
         self.address = self.model.linear.weight.data_ptr()
 
-    def layout(self) -> Layout:
+    def layout(self, *also: torch.Tensor) -> Layout:
         weight = self.model.linear.weight
         plain = Layout((Entry("w", 0, "float32", tuple(weight.shape), 0, weight.nbytes),), {}, {}, weight.nbytes, "f")
-        return self.place.arranged(plain, {"w": [weight]})
+        return self.place.arranged(plain, {"w": [weight, *also]})
 
-    def stage(self, version: int, changes: list[Change] | None = None) -> RemapGeneration:
-        layout, weight = self.layout(), self.model.linear.weight
+    def stage(self, version: int, *also: torch.Tensor, changes: list[Change] | None = None) -> RemapGeneration:
+        """`also`: other live tensors that get the weight."""
+        layout, weight = self.layout(*also), self.model.linear.weight
         slot = self.place.acquire(Path(), layout, "")
         staged = layout.plain["w"].view(slot.data)
         staged.fill_(version)
         slot.seal("key", slot.notes)
-        return RemapGeneration(version, f"d{version}", Flips([(weight, staged)], changes or []), slot)
+        flips = Flips([(live, staged) for live in (weight, *also)], changes or [])
+        return RemapGeneration(version, f"d{version}", flips, slot)
 
     def moved(self, tensor: torch.Tensor) -> bool:
         return 0 <= tensor.data_ptr() - self.pool.live.address < self.pool.live.nbytes
@@ -137,7 +139,7 @@ def test_a_flip_that_fails_behind_the_mapping_is_undone() -> None:
     staging, held = Staging(), HeldBundles()
     refuses: Any = MappingProxyType({})
     held.commit(Bundle(1, {BASE: Piece(staging.stage(1), {})}), None)
-    broken = staging.stage(2, [Change("x", refuses, "x", 1)])
+    broken = staging.stage(2, changes=[Change("x", refuses, "x", 1)])
     with pytest.raises(TypeError, match="item assignment"):
         held.commit(Bundle(2, {BASE: Piece(broken, {})}), None)
     assert staging.value() == 1
@@ -288,16 +290,11 @@ def test_what_something_outside_of_python_holds_stays_and_is_copied() -> None:
     assert bool((gradient == 1).all())
 
 
-def test_a_tensor_that_nobody_held_is_refused_by_name() -> None:
-    staging = Staging()
-    layout = staging.layout()
-    with pytest.raises(RemapUnavailable, match=rf"no layer held 'w'.*{FLIP_ENV}=copy"):
-        staging.place.arranged(layout, {"w": [torch.zeros(ROWS, COLS)]})
-
-
-def test_a_tensor_of_another_form_is_refused_by_name() -> None:
+def test_a_tensor_that_no_layer_held_or_of_another_form_is_refused_by_name() -> None:
     staging = Staging()
     layout, weight = staging.layout(), staging.model.linear.weight
+    with pytest.raises(RemapUnavailable, match=rf"no layer held 'w'.*{FLIP_ENV}=copy"):
+        staging.place.arranged(layout, {"w": [torch.zeros(ROWS, COLS)]})
     for live in (weight.data.t(), weight.data.view(torch.int32)):
         with pytest.raises(RemapUnavailable, match="'w' is not served as it is published"):
             staging.place.arranged(layout, {"w": [live]})
@@ -312,21 +309,12 @@ def test_two_published_tensors_for_one_are_refused_by_name() -> None:
 
 
 def test_a_second_running_tensor_of_one_source_gets_the_same() -> None:
-    class Twice(Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.other = nn.Linear(COLS, ROWS, bias=False).requires_grad_(False)
-
-    staging = Staging(model=Twice())
-    weight, other = staging.model.linear.weight, staging.model.other.weight
-    layout = staging.place.arranged(staging.layout(), {"w": [weight, other]})
-    slot = staging.place.acquire(Path(), layout, "")
-    staged = layout.plain["w"].view(slot.data)
-    staged.fill_(6)
-    slot.seal("key", slot.notes)
-    RemapGeneration(1, "d", Flips([(weight, staged), (other, staged)]), slot).commit()
-    assert bool((weight == 6).all())
-    assert bool((other == 6).all())
+    model, other = Model(), nn.Linear(COLS, ROWS, bias=False).requires_grad_(False)
+    model.other = other
+    staging = Staging(model=model)
+    staging.stage(6, other.weight).commit()
+    assert staging.value() == 6
+    assert bool((other.weight == 6).all())
 
 
 # settings, sizes, the driver ------------------------------------------------------------------------------------------

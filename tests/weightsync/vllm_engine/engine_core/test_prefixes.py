@@ -100,14 +100,6 @@ def test_a_prefix_ends_with_the_last_block_that_it_fills() -> None:
 BLOCKS = 9  # one block is vLLM's own
 
 
-class Publisher:
-    def __init__(self) -> None:
-        self.published: list[Any] = []
-
-    def publish(self, events: Any) -> None:
-        self.published += events.events
-
-
 @pytest.fixture
 def scheduler() -> Any:
     """What is asked of vLLM's scheduler, around its own cache manager."""
@@ -116,6 +108,7 @@ def scheduler() -> Any:
     from vllm.v1.core.kv_cache_utils import init_none_hash
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
+    heard: list[Any] = []
     core.install()
     init_none_hash(sha256)
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=4, dtype=torch.float32)
@@ -126,7 +119,7 @@ def scheduler() -> Any:
     return SimpleNamespace(
         kv_cache_config=config,
         kv_cache_manager=manager,
-        kv_event_publisher=Publisher(),
+        kv_event_publisher=SimpleNamespace(heard=heard, publish=lambda batch: heard.extend(batch.events)),
         hash_block_size=BLOCK,
         enable_kv_cache_events=True,
     )
@@ -197,7 +190,7 @@ def test_whoever_listened_before_hears_everything(scheduler: Any) -> None:
     listener = scheduler.kv_event_publisher
     compute(scheduler, asking("a", 8, [(71, 1.0)]))
     told(scheduler)
-    assert [type(event).__name__ for event in listener.published] == ["BlockStored"]
+    assert [type(event).__name__ for event in listener.heard] == ["BlockStored"]
 
 
 def test_without_events_nothing_is_told(scheduler: Any) -> None:

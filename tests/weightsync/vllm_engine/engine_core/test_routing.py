@@ -6,6 +6,7 @@ A step's rows say which version computed it, so an answer's rows say which pass 
 from __future__ import annotations
 
 import functools
+from threading import Lock
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,8 +35,6 @@ class Engine:
 
         self.scheduler = AuxOutputSchedulerConnector()
         worker: Any = AuxOutputWorkerConnector.__new__(AuxOutputWorkerConnector)
-        from threading import Lock
-
         worker._capturer = self
         worker._requests, worker._pending_outputs, worker._lock = {}, [], Lock()
         worker._generation, worker._step_metadata, worker._max_concurrent_batches = 0, None, 2

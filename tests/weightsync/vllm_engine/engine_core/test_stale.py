@@ -68,11 +68,10 @@ def test_the_managers_record_what_they_allocate() -> None:
 def test_layers_of_every_kind_of_attention(spec: Any, zeroed: bool) -> None:
     caches = [torch.full((6, 2, 16, 4), torch.nan) for _ in range(2)]
     layers = {"a": SimpleNamespace(kv_cache=caches[0]), "b": SimpleNamespace(kv_cache=caches[1])}
+    group = SimpleNamespace(kv_cache_spec=spec, layer_names=["a", "b", "gone"])
     runner: Any = SimpleNamespace(
         device=torch.device("cpu"),
-        kv_cache_config=SimpleNamespace(
-            kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=["a", "b", "gone"])]
-        ),
+        kv_cache_config=SimpleNamespace(kv_cache_groups=[group]),
         compilation_config=SimpleNamespace(static_forward_context=layers),
     )
     core.zero_sliding_windows(runner)

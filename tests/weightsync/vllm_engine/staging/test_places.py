@@ -13,13 +13,10 @@ from weightsync.errors import CopyUnavailable
 from weightsync.vllm_engine.staging.bundle import PartOrder, on_this_host
 
 
-@pytest.fixture
-def record(publisher: Publisher, monkeypatch: pytest.MonkeyPatch) -> VersionRecord:
-    """A published version, whose arena is now that of a worker on host b."""
-    publisher.publish(model(1.0), wait=False)
+@pytest.fixture(autouse=True)
+def this_host(record: VersionRecord, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arena of the published version is now that of a worker on host b."""
     monkeypatch.setenv("HOTSWAP_HOST", "b")
-    (version,) = publisher.versions()
-    return version
 
 
 def order(record: VersionRecord, **places: Path | str) -> PartOrder:
