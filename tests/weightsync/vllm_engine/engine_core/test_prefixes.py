@@ -132,14 +132,13 @@ def asking(name: str, tokens: int, shares: list[tuple[int, float]], **more: Any)
     return made
 
 
-def compute(scheduler: Any, one: Any, *, keep: bool = False) -> None:
+def compute(scheduler: Any, one: Any) -> None:
     """As the scheduler does it with a request whose prompt is computed in one step."""
     prefixes.watch(scheduler, one)
     manager = scheduler.kv_cache_manager
     found, cached, _ = manager.get_computed_blocks(one)
     assert manager.allocate_slots(one, one.num_tokens - cached, cached, found) is not None
-    if not keep:
-        manager.free(one)
+    manager.free(one)
 
 
 def told(scheduler: Any) -> Any:
