@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
 
-from loadtest.histories.rules import Violation, require
+from loadtest.histories.rules import require
 from loadtest.scale import network
 from loadtest.scale.network import MIB, SLOWER, Host, Scenario
 from loadtest.scale.swarm import Swarm
@@ -21,6 +20,8 @@ from loadtest.simulation.clock import Clock
 from loadtest.simulation.schedules import World, explore
 from weightsync.peer import plan
 from weightsync.peer.plan import Planner
+
+from .rules import check_found, check_happened, without
 
 SCHEDULES, FINDS_WITHIN = 200, 300
 HAPPENED = {"done": 300, "died": 20, "slowed down": 100, "sent 2 times by the source": 20}
@@ -96,47 +97,30 @@ class FanOut(World):
 
 def test_no_schedule_leaves_a_host_without_its_chunks() -> None:
     seen = explore(FanOut, range(SCHEDULES))
-    assert all(seen[what] >= least for what, least in HAPPENED.items()), f"the schedules hardly try something: {seen}"
+    check_happened(seen, HAPPENED)
 
 
 # With one rule taken away, a schedule finds what the rule is for.
 
 
-def none_but_feeders(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Planner, "loose", lambda *_, **__: 0)
+def holders_have_everything(real: Any, self: Planner, holders: list[plan.Holder], *args: Any, **more: Any) -> Any:
+    return real(self, [replace(holder, have=None) for holder in holders], *args, **more)
 
 
-def holders_have_everything(patch: pytest.MonkeyPatch) -> None:
-    real = Planner.next
-
-    def begin(self: Planner, holders: list[plan.Holder], *args: Any, **more: Any) -> list[plan.Assignment]:
-        return real(self, [replace(holder, have=None) for holder in holders], *args, **more)
-
-    patch.setattr(Planner, "next", begin)
-
-
-def holders_without_limits(patch: pytest.MonkeyPatch) -> None:
-    real = plan._Capacity
-    patch.setattr(plan, "_Capacity", lambda holders, in_flight, _: real(holders, in_flight, 1000))
+RULES = [
+    without("none but feeders", "wait for each other", (Planner, "loose", lambda *_, **__: 0)),
+    without("holders have everything", "does not have it", (Planner, "next", holders_have_everything)),
+    without("holders without limits", "too many reads of one holder", (
+        plan, "_Capacity", lambda real, holders, in_flight, _: real(holders, in_flight, 1000),
+    )),
+    without("neighbours only", "wait for each other", (
+        network, "choose", lambda _, known, *args: plan.choose([h for h in known if not h.distance], *args),
+    )),
+]  # fmt: skip
 
 
-def neighbours_only(patch: pytest.MonkeyPatch) -> None:
-    real = plan.choose
-    patch.setattr(network, "choose", lambda known, *args: real([h for h in known if not h.distance], *args))
-
-
-@pytest.mark.parametrize(
-    ("mutate", "found"),
-    [
-        (none_but_feeders, "wait for each other"),
-        (holders_have_everything, "does not have it"),
-        (holders_without_limits, "too many reads of one holder"),
-        (neighbours_only, "wait for each other"),
-    ],
-)
+@pytest.mark.parametrize(("taken", "found"), RULES)
 def test_without_a_rule_a_schedule_finds_what_it_is_for(
-    mutate: Callable[[pytest.MonkeyPatch], None], found: str, monkeypatch: pytest.MonkeyPatch
+    taken: Any, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mutate(monkeypatch)
-    with pytest.raises(Violation, match=found):
-        explore(FanOut, range(FINDS_WITHIN), "rules")
+    check_found(FanOut, taken, found, FINDS_WITHIN, monkeypatch)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from loadtest.histories.rules import Violation, require
+from loadtest.histories.rules import require
 from loadtest.simulation.clock import Clock
 from loadtest.simulation.schedules import AwaitingWorld, explore
 from loadtest.simulation.store import Client, ModelStore
@@ -24,6 +24,8 @@ from server.gateway.access.limits import SLOTS, Grant, Limits, RateLimited, Wind
 from server.gateway.access.records import USAGE_PREFIX
 from server.gateway.access.sharing import Division, Other, Sharing, UsageRecord
 from server.key_limits import KeyLimits
+
+from .rules import check_found, check_happened, without
 
 WINDOW_S = 60.0
 SCHEDULES, FINDS_WITHIN = 60, 400
@@ -240,83 +242,50 @@ class SharedLimits(AwaitingWorld):
 
 def test_no_schedule_breaks_a_limit() -> None:
     seen = explore(SharedLimits, range(SCHEDULES))
-    missing = {what: count for what, count in HAPPENED.items() if seen[what] < count}
-    assert not missing, f"the schedules hardly try {missing}: {seen}"
+    check_happened(seen, HAPPENED)
 
 
 # With one rule taken away, a schedule finds what the rule is for.
 
 
-def no_look_at_who_grew(patch: pytest.MonkeyPatch) -> None:
-    """Of two that reach for the same units both get them."""
-    real = Client.txn
-
-    async def txn(self: Client, compares: Any, puts: Any, leases: Any = None) -> int:
-        return await real(self, {}, puts, leases)
-
-    patch.setattr(Client, "txn", txn)
+def a_window_of_half_a_minute(real: Any, self: Window, now: int) -> None:
+    real(self, now if now - self.now < SLOTS / 2 else self.now + SLOTS)
+    self.now = now
 
 
-def nothing_is_left_behind(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Division, "farewell", lambda self, uses: UsageRecord(self.me, "left", ()))
+async def a_lost_lease_is_not_taken_up_again(real: Any, self: Sharing) -> None:
+    await (asyncio.Event().wait() if self.entered.is_set() else real(self))
 
 
-def an_equal_part_at_once(patch: pytest.MonkeyPatch) -> None:
-    """Of what is in use already."""
-    real = Division._entrance
-    patch.setattr(Division, "_entrance", lambda self, uses: replace(real(self, uses), held={}))
+OVER, ALONE = "are in use, and", "one that alone is asked"
+RULES = [
+    # Of two that reach for the same units both get them.
+    without("no look at who grew", OVER, (
+        Client, "txn", lambda real, self, compares, puts, leases=None: real(self, {}, puts, leases),
+    )),
+    without("nothing is left behind", OVER, (
+        Division, "farewell", lambda _, self, uses: UsageRecord(self.me, "left", ()),
+    ), broad=True),
+    # Of what is in use already.
+    without("an equal part at once", OVER, (
+        Division, "_entrance", lambda real, self, uses: replace(real(self, uses), held={}),
+    ), broad=True),
+    without("nobody is asked for welcome", OVER, (
+        Division, "_entrance", lambda real, self, uses: replace(real(self, uses), state="active", grows=True),
+    )),
+    without("a window of half a minute", OVER, (Window, "advance", a_window_of_half_a_minute), broad=True),
+    without("a part that never grows", ALONE, (
+        Division, "_wanted", lambda real, self, r, use: min(real(self, r, use), self.held(r, use.limit)),
+    )),
+    without("one that is gone keeps its part", ALONE, (Division, "gone", lambda *_: None)),
+    without("a lost lease is not taken up again", "does not come back", (
+        Sharing, "enter", a_lost_lease_is_not_taken_up_again,
+    )),
+]  # fmt: skip
 
 
-def nobody_is_asked_for_welcome(patch: pytest.MonkeyPatch) -> None:
-    real = Division._entrance
-    patch.setattr(Division, "_entrance", lambda self, uses: replace(real(self, uses), state="active", grows=True))
-
-
-def a_window_of_half_a_minute(patch: pytest.MonkeyPatch) -> None:
-    real = Window.advance
-
-    def advance(self: Window, now: int) -> None:
-        real(self, now if now - self.now < SLOTS / 2 else self.now + SLOTS)
-        self.now = now
-
-    patch.setattr(Window, "advance", advance)
-
-
-def a_part_that_never_grows(patch: pytest.MonkeyPatch) -> None:
-    real = Division._wanted
-    patch.setattr(Division, "_wanted", lambda self, r, use: min(real(self, r, use), self.held(r, use.limit)))
-
-
-def one_that_is_gone_keeps_its_part(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Division, "gone", lambda self, gateway: None)
-
-
-def a_lost_lease_is_not_taken_up_again(patch: pytest.MonkeyPatch) -> None:
-    async def enter(self: Sharing, real: Any = Sharing.enter) -> None:
-        await (asyncio.Event().wait() if self.entered.is_set() else real(self))
-
-    patch.setattr(Sharing, "enter", enter)
-
-
-OVER = "are in use, and"
-
-
-@pytest.mark.parametrize(
-    ("mutate", "found"),
-    [
-        (no_look_at_who_grew, OVER),
-        pytest.param(nothing_is_left_behind, OVER, marks=pytest.mark.broad),
-        pytest.param(an_equal_part_at_once, OVER, marks=pytest.mark.broad),
-        (nobody_is_asked_for_welcome, OVER),
-        pytest.param(a_window_of_half_a_minute, OVER, marks=pytest.mark.broad),
-        (a_part_that_never_grows, "one that alone is asked"),
-        (one_that_is_gone_keeps_its_part, "one that alone is asked"),
-        (a_lost_lease_is_not_taken_up_again, "does not come back"),
-    ],
-)
+@pytest.mark.parametrize(("taken", "found"), RULES)
 def test_without_a_rule_a_schedule_finds_what_it_is_for(
-    mutate: Callable[[pytest.MonkeyPatch], None], found: str, monkeypatch: pytest.MonkeyPatch
+    taken: Any, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mutate(monkeypatch)
-    with pytest.raises(Violation, match=found):
-        explore(SharedLimits, range(FINDS_WITHIN), "rules")
+    check_found(SharedLimits, taken, found, FINDS_WITHIN, monkeypatch)

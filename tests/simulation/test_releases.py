@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
 
-from loadtest.histories.rules import Violation, require
+from loadtest.histories.rules import require
 from loadtest.simulation.clock import Clock
 from loadtest.simulation.schedules import AwaitingWorld, explore
 from loadtest.simulation.store import Client, ModelStore, Puts
 from server.errors import Conflict
 from server.gateway.access.records import By
-from server.gateway.release import evidence, judge, progress, runner
+from server.gateway.release import judge, runner
 from server.gateway.release.evidence import Observer
 from server.gateway.release.policy import Policy, parse
 from server.gateway.release.progress import Share
@@ -30,6 +30,8 @@ from server.gateway.release.runner import Releases
 from server.gateway.release.scoring import ScoringFailed
 from server.gateway.release.statistics import LEAST
 from weightsync.errors import SwapAborted
+
+from .rules import check_found, check_happened, without
 
 TEXT = """
 rewards: {math: {}}
@@ -261,89 +263,55 @@ class Releasing(AwaitingWorld):
 
 def test_no_schedule_ends_a_release_otherwise_than_it_must() -> None:
     seen = explore(Releasing, range(SCHEDULES))
-    missing = {what: count for what, count in HAPPENED.items() if seen[what] < count}
-    assert not missing, f"the schedules hardly try {missing}: {seen}"
+    check_happened(seen, HAPPENED)
 
 
 # With one rule taken away, a schedule finds what the rule is for.
 
 
-def a_decision_on_an_older_record(patch: pytest.MonkeyPatch) -> None:
-    real = Releases._write
-
-    async def write(self: Releases, before: Any, *args: Any, **more: Any) -> bool:
-        return await real(self, self.current, *args, **more)
-
-    patch.setattr(Releases, "_write", write)
+def harm_that_is_overlooked(real: Any, *args: Any) -> tuple[judge.State, str]:
+    found, text = real(*args)
+    return ("kept" if found == "harmed" else found), text
 
 
-def answers_of_one_gateway_alone(patch: pytest.MonkeyPatch) -> None:
-    real = evidence.summed
-    patch.setattr(runner, "summed", lambda records, *args: real(records[:1], *args))
+def silence_that_passes(real: Any, *args: Any, **more: Any) -> judge.Ruling:
+    found: judge.Ruling = real(*args, **more)
+    return replace(found, kind="next") if found.kind == "hold" else found
 
 
-def harm_that_is_overlooked(patch: pytest.MonkeyPatch) -> None:
-    real = judge._state
-
-    def state(*args: Any) -> tuple[judge.State, str]:
-        found, text = real(*args)
-        return ("kept" if found == "harmed" else found), text
-
-    patch.setattr(judge, "_state", state)
+async def a_rollback_that_is_tried_once(real: Any, self: Releases, record: ReleaseRecord, version: int) -> None:
+    if self.__dict__.setdefault("tried", None) != (tried := (record.id, version)):
+        self.__dict__["tried"] = tried
+        await real(self, record, version)
+    await asyncio.sleep(1.0)
 
 
-def silence_that_passes(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(judge, "LEAST", 0)
-    real = judge.rule
-
-    def rule(*args: Any, **more: Any) -> judge.Ruling:
-        found = real(*args, **more)
-        return replace(found, kind="next") if found.kind == "hold" else found
-
-    patch.setattr(judge, "rule", rule)
-
-
-def a_step_without_its_time(patch: pytest.MonkeyPatch) -> None:
-    real = judge.rule
-    patch.setattr(judge, "rule", lambda policy, step, evidence, lasted_s: real(policy, step, evidence, lasted_s=1e6))
-
-
-def a_rollback_that_is_tried_once(patch: pytest.MonkeyPatch) -> None:
-    real = Releases._commit
-
-    async def commit(self: Releases, record: ReleaseRecord, version: int) -> None:
-        if self.__dict__.setdefault("tried", None) != (tried := (record.id, version)):
-            self.__dict__["tried"] = tried
-            await real(self, record, version)
-        await asyncio.sleep(1.0)
-
-    patch.setattr(Releases, "_commit", commit)
+RULES = [
+    without("a decision on an older record", "from rolling_back to|from cancelled to|stays", (
+        Releases, "_write", lambda real, self, before, *args, **more: real(self, self.current, *args, **more),
+    )),
+    without("answers of one gateway alone", "stays held", (
+        runner, "summed", lambda real, records, *args: real(records[:1], *args),
+    ), broad=True),
+    without("harm that is overlooked", "does harm has passed", (judge, "_state", harm_that_is_overlooked)),
+    without("silence that passes", r"passed with \d+ answers|does harm has passed", (
+        judge, "rule", silence_that_passes,
+    ), (judge, "LEAST", 0)),
+    without("a step without its time", "lasted", (
+        judge, "rule", lambda real, policy, step, evidence, lasted_s: real(policy, step, evidence, lasted_s=1e6),
+    )),
+    without("a rollback that is tried once", "stays rolling_back", (
+        Releases, "_commit", a_rollback_that_is_tried_once,
+    )),
+    without("a fight with an operator", "stays|serves", (
+        runner, "advance",
+        lambda real, record, policy, world: real(record, policy, replace(world, active=record.stable)),
+    )),
+]  # fmt: skip
 
 
-def a_fight_with_an_operator(patch: pytest.MonkeyPatch) -> None:
-    real = progress.advance
-
-    def advance(record: ReleaseRecord, policy: Policy, world: progress.World) -> progress.Action:
-        return real(record, policy, replace(world, active=record.stable))
-
-    patch.setattr(runner, "advance", advance)
-
-
-@pytest.mark.parametrize(
-    ("mutate", "found"),
-    [
-        (a_decision_on_an_older_record, "from rolling_back to|from cancelled to|stays"),
-        pytest.param(answers_of_one_gateway_alone, "stays held", marks=pytest.mark.broad),
-        (harm_that_is_overlooked, "does harm has passed"),
-        (silence_that_passes, "with 0 answers|does harm has passed"),
-        (a_step_without_its_time, "lasted"),
-        (a_rollback_that_is_tried_once, "stays rolling_back"),
-        (a_fight_with_an_operator, "stays|serves"),
-    ],
-)
+@pytest.mark.parametrize(("taken", "found"), RULES)
 def test_without_a_rule_a_schedule_finds_what_it_is_for(
-    mutate: Callable[[pytest.MonkeyPatch], None], found: str, monkeypatch: pytest.MonkeyPatch
+    taken: Any, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mutate(monkeypatch)
-    with pytest.raises(Violation, match=found):
-        explore(Releasing, range(FINDS_WITHIN), "rules")
+    check_found(Releasing, taken, found, FINDS_WITHIN, monkeypatch)

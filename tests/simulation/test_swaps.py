@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from loadtest.histories.rules import Violation
 from loadtest.simulation.schedules import explore
 from server.gateway.fleet import routing
 from weightsync.control import activation, agent_state, coordinator, placement
@@ -17,6 +16,7 @@ from weightsync.control.agent import Pauses
 from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, SwapRecord, VersionRecord
 from weightsync.control.state import Step, Wait
 
+from .rules import check_found, check_happened, without
 from .swaps import Swaps
 
 SCHEDULES, SHARES = 10_000, 16  # of the first tier the first share, with other schedules for each commit
@@ -35,199 +35,122 @@ HAPPENED = {  # in a share; some four times as often as a rule
 def test_no_schedule_breaks_the_transaction(share: int) -> None:
     each = SCHEDULES // SHARES
     seen = explore(Swaps, range(share * each, (share + 1) * each))
-    missing = {what: count for what, count in HAPPENED.items() if seen[what] < count}
-    assert not missing, f"the schedules hardly try {missing}: {seen}"
+    check_happened(seen, HAPPENED)
 
 
-# Mutants: with one rule taken away, a schedule finds what the rule is for.
-
-Mutate = Callable[[pytest.MonkeyPatch], None]
+# With one rule taken away, a schedule finds what the rule is for.
 
 
-def no_leader_compare(patch: pytest.MonkeyPatch) -> None:
-    real = coordinator.depends_on
-    patch.setattr(coordinator, "depends_on", lambda step, keys: [k for k in real(step, keys) if k != keys.leader])
+def no_way_back_for_a_canary(real: Any, record: InstanceRecord, active: Any, view: agent_state.View) -> Any:
+    tried = record.state == "COMMITTING" and record.active_epoch > active.epoch
+    return agent_state.Rest() if tried else real(record, active, view)
 
 
-def no_published_fingerprint(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(swap_state, "_odd_fingerprint", lambda view, swap: None)
-
-
-def no_fingerprint_when_catching_up(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(agent_state, "same", lambda fingerprint, expected: True)
-
-
-def requests_on_trial(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(agent_state, "ADMITTING", agent_state.ADMITTING | {"COMMITTING"})
-
-
-def no_way_back_for_a_canary(patch: pytest.MonkeyPatch) -> None:
-    real = agent_state._follow
-
-    def follow(record: InstanceRecord, active: Any, view: agent_state.View) -> agent_state.Action:
-        tried = record.state == "COMMITTING" and record.active_epoch > active.epoch
-        return agent_state.Rest() if tried else real(record, active, view)
-
-    patch.setattr(agent_state, "_follow", follow)
-
-
-def staged_for_ever(patch: pytest.MonkeyPatch) -> None:
+def staged_for_ever(real: Any, record: InstanceRecord, view: agent_state.View) -> Any:
     """What a swap had staged that was aborted."""
-    real = agent_state.decide
-
-    def decide(record: InstanceRecord, view: agent_state.View) -> agent_state.Action:
-        action = real(record, view)
-        ended = isinstance(action, agent_state.Serve) and record.state in ("STAGING", "STAGED")
-        return agent_state.Rest() if ended else action
-
-    patch.setattr(agent_state, "decide", decide)
+    action = real(record, view)
+    ended = isinstance(action, agent_state.Serve) and record.state in ("STAGING", "STAGED")
+    return agent_state.Rest() if ended else action
 
 
-def a_trial_without_an_end(patch: pytest.MonkeyPatch) -> None:
-    real = swap_state.abort
-
-    def abort(*args: Any, **more: Any) -> Step:
-        return replace(real(*args, **more), active=None)
-
-    patch.setattr(swap_state, "abort", abort)
+def a_revert_that_forgets_the_version_before(real: Any, *args: Any) -> Step:
+    step: Step = real(*args)
+    assert step.active is not None
+    return replace(step, active=replace(step.active, previous=step.swap.target))
 
 
-def a_trial_that_is_committed_at_once(patch: pytest.MonkeyPatch) -> None:
-    """The canary says that it serves."""
-    patch.setattr(agent_state, "_state", lambda active: "SERVING")
+def a_revert_though_one_serves(real: Any, view: swap_state.View, swap: SwapRecord) -> Step | Wait:
+    step: Step | Wait = real(view, swap)
+    missed = isinstance(step, Step) and "not flipped" in (step.swap.reason or "") and swap.former is not None
+    return swap_state._revert(view, swap, "one could not flip") if missed else step
 
 
-def a_staging_that_goes_on_for_another_swap(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(agent_state, "gives_up", lambda record, action, version: False)
+def a_form_goes_with_the_first_version_that_had_it(
+    real: Any, keys: Keys, versions: Iterable[VersionRecord], *args: Any, **more: Any
+) -> dict[str, bytes | None]:
+    known = list(versions)
+    puts: dict[str, bytes | None] = real(keys, known, *args, **more)
+    return puts | {keys.form(v.form): None for v in known if keys.version(v.version) in puts}
 
 
-def pauses_without_end(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Pauses, "wanted", lambda self, now: bool(self._ends))
+ASKED: set[str] = set()
 
 
-def no_way_back_for_who_restarted(patch: pytest.MonkeyPatch) -> None:
-    """They would stay with the engines that they have."""
-    patch.setattr(agent_state, "_can_run", lambda record, version, view: True)
-
-
-def a_revert_that_forgets_the_version_before(patch: pytest.MonkeyPatch) -> None:
-    real = swap_state._revert
-
-    def revert(view: swap_state.View, swap: SwapRecord, problem: str) -> Step:
-        step = real(view, swap, problem)
-        assert step.active is not None
-        return replace(step, active=replace(step.active, previous=step.swap.target))
-
-    patch.setattr(swap_state, "_revert", revert)
-
-
-def a_commit_that_stands_though_all_are_torn(patch: pytest.MonkeyPatch) -> None:
-    real = swap_state._confirm
-
-    def confirm(view: swap_state.View, swap: SwapRecord) -> Step | Wait:
-        return real(view, replace(swap, former=None))
-
-    patch.setattr(swap_state, "_confirm", confirm)
-
-
-def a_revert_though_one_serves(patch: pytest.MonkeyPatch) -> None:
-    real = swap_state._confirm
-
-    def confirm(view: swap_state.View, swap: SwapRecord) -> Step | Wait:
-        step = real(view, swap)
-        missed = isinstance(step, Step) and "not flipped" in (step.swap.reason or "") and swap.former is not None
-        return swap_state._revert(view, swap, "one could not flip") if missed else step
-
-    patch.setattr(swap_state, "_confirm", confirm)
-
-
-def turns_without_an_end(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(swap_state, "_failed_start", lambda view, swap: None)
-    patch.setattr(swap_state, "RESTART_S", 1e9)
-
-
-def a_split_that_stays_as_it_was_placed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(placement, "is_off", lambda active, instances: False)
-
-
-def shares_retired(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(activation, "shared_versions", lambda split: [])
-
-
-def one_version_for_all(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ActiveRecord, "of", lambda self, name: self)
-
-
-def previous_retired(patch: pytest.MonkeyPatch) -> None:
-    real = activation.needed_versions
-
-    def needed(active: Any, swap: Any, target: Any, instances: Any) -> set[int]:
-        return real(replace(active, previous=None), swap, target, ())
-
-    patch.setattr(activation, "needed_versions", needed)
-
-
-def a_form_goes_with_the_first_version_that_had_it(patch: pytest.MonkeyPatch) -> None:
-    real = activation.retirement
-
-    def retirement(keys: Keys, versions: Iterable[VersionRecord], *args: Any, **more: Any) -> dict[str, bytes | None]:
-        known = list(versions)
-        puts = real(keys, known, *args, **more)
-        return puts | {keys.form(v.form): None for v in known if keys.version(v.version) in puts}
-
-    patch.setattr(activation, "retirement", retirement)
-
-
-def a_probe_that_is_never_run_again(patch: pytest.MonkeyPatch) -> None:
+def a_probe_that_is_never_run_again(real: Any, *args: Any) -> Step | swap_state.Ask | Wait:
     """And no deadline that would end the wait for it."""
-    real = swap_state._canary
-    asked: set[str] = set()
-
-    def canary(view: swap_state.View, swap: SwapRecord) -> Step | swap_state.Ask | Wait:
-        decision = real(view, swap)
-        if isinstance(decision, Step) and "in time" in (decision.swap.reason or ""):
+    decision: Step | swap_state.Ask | Wait = real(*args)
+    if isinstance(decision, Step) and "in time" in (decision.swap.reason or ""):
+        return Wait()
+    if isinstance(decision, swap_state.Ask):
+        if decision.swap.id in ASKED:
             return Wait()
-        if isinstance(decision, swap_state.Ask) and swap.id in asked:
-            return Wait()
-        if isinstance(decision, swap_state.Ask):
-            asked.add(swap.id)
-        return decision
-
-    patch.setattr(swap_state, "_canary", canary)
+        ASKED.add(decision.swap.id)
+    return decision
 
 
-@pytest.mark.parametrize(
-    ("mutate", "found"),
-    [
-        (no_leader_compare, "a step of one who does not lead"),
-        (no_published_fingerprint, "built other weights"),
-        (no_fingerprint_when_catching_up, "serves wrong weights"),
-        (requests_on_trial, "serves an uncommitted version"),
-        (no_way_back_for_a_canary, "stays COMMITTING"),
-        (a_trial_that_is_committed_at_once, "serves an uncommitted version"),
-        (a_trial_without_an_end, "stays (COMMITT|START)ING|the way back|a trial in place of another|runs version"),
-        (staged_for_ever, "stays STAG"),
-        (a_staging_that_goes_on_for_another_swap, "has not staged it|built other weights|for nobody"),
-        (pauses_without_end, "a pause outlived its owner"),
-        (no_way_back_for_who_restarted, "of another form"),
-        (a_revert_that_forgets_the_version_before, "reverted wrongly"),
-        (a_commit_that_stands_though_all_are_torn, "no instance could flip, and"),
-        pytest.param(a_revert_though_one_serves, "reverted, and an instance serves it", marks=pytest.mark.broad),
-        (turns_without_an_end, "the swap stays in phase (canary|commit)"),
-        pytest.param(a_split_that_stays_as_it_was_placed, "instances run the versions, not", marks=pytest.mark.broad),
-        (shares_retired, "retired that is needed"),
-        (one_version_for_all, "stays|the swap stays|has not staged it|built other weights"),
-        (previous_retired, "retired that is needed"),
-        (a_form_goes_with_the_first_version_that_had_it, "a form was dropped that a version has"),
-        (a_probe_that_is_never_run_again, "the swap stays in phase canary"),
-    ],
-)
+STUCK = "stays (COMMITT|START)ING|the way back|a trial in place of another|runs version"
+RULES = [
+    without("no leader compare", "a step of one who does not lead", (
+        coordinator, "depends_on", lambda real, step, keys: [k for k in real(step, keys) if k != keys.leader],
+    )),
+    without("no published fingerprint", "built other weights", (swap_state, "_odd_fingerprint", lambda *_: None)),
+    without("no fingerprint when catching up", "serves wrong weights", (agent_state, "same", lambda *_: True)),
+    without("requests on trial", "serves an uncommitted version", (
+        agent_state, "ADMITTING", agent_state.ADMITTING | {"COMMITTING"},
+    )),
+    without("no way back for a canary", "stays COMMITTING", (agent_state, "_follow", no_way_back_for_a_canary)),
+    without("a canary says that it serves", "serves an uncommitted version", (
+        agent_state, "_state", lambda *_: "SERVING",
+    )),
+    without("a trial without an end", STUCK, (
+        swap_state, "abort", lambda real, *args, **more: replace(real(*args, **more), active=None),
+    )),
+    without("staged for ever", "stays STAG", (agent_state, "decide", staged_for_ever)),
+    without("a staging that goes on for another swap", "has not staged it|built other weights|for nobody", (
+        agent_state, "gives_up", lambda *_: False,
+    )),
+    without("pauses without end", "a pause outlived its owner", (
+        Pauses, "wanted", lambda real, self, now: bool(self._ends),
+    )),
+    # They would stay with the engines that they have.
+    without("no way back for who restarted", "of another form", (agent_state, "_can_run", lambda *_: True)),
+    without("a revert that forgets the version before", "reverted wrongly", (
+        swap_state, "_revert", a_revert_that_forgets_the_version_before,
+    )),
+    without("a commit that stands though all are torn", "no instance could flip, and", (
+        swap_state, "_confirm", lambda real, view, swap: real(view, replace(swap, former=None)),
+    )),
+    without("a revert though one serves", "reverted, and an instance serves it", (
+        swap_state, "_confirm", a_revert_though_one_serves,
+    ), broad=True),
+    without("turns without an end", "the swap stays in phase (canary|commit)", (
+        swap_state, "_failed_start", lambda *_: None,
+    ), (swap_state, "RESTART_S", 1e9)),
+    without("a split that stays as it was placed", "instances run the versions, not", (
+        placement, "is_off", lambda *_: False,
+    ), broad=True),
+    without("shares retired", "retired that is needed", (activation, "shared_versions", lambda *_: [])),
+    without("one version for all", "stays|the swap stays|has not staged it|built other weights", (
+        ActiveRecord, "of", lambda real, self, name: self,
+    )),
+    without("previous retired", "retired that is needed", (
+        activation, "needed_versions",
+        lambda real, active, swap, target, _: real(replace(active, previous=None), swap, target, ()),
+    )),
+    without("a form goes with the first version that had it", "a form was dropped that a version has", (
+        activation, "retirement", a_form_goes_with_the_first_version_that_had_it,
+    )),
+    without("a probe that is never run again", "the swap stays in phase canary", (
+        swap_state, "_canary", a_probe_that_is_never_run_again,
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("taken", "found"), RULES)
 def test_without_a_rule_a_schedule_finds_what_it_is_for(
-    mutate: Mutate, found: str, monkeypatch: pytest.MonkeyPatch
+    taken: Any, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mutate(monkeypatch)
-    with pytest.raises(Violation, match=found):
-        explore(Swaps, range(FINDS_WITHIN), "rules")
+    check_found(Swaps, taken, found, FINDS_WITHIN, monkeypatch)
 
 
 def test_the_gateway_of_the_schedules_routes_as_the_real_one() -> None:
