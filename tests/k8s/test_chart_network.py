@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.k8s.helm import SETS, Object, Pod, matches, release, rendered
+from tests.k8s.helm import NAMES, Object, Pod, matches, release, rendered
 
-NAMES = ["defaults", *SETS]
 PORTS = (8000, 8001, 8002, 8003, 8004, 2379, 2380)
 BY_TCP = {"defaults", "minimal", "colocated"}
 

@@ -12,7 +12,6 @@ from typing import Any
 import click
 import pytest
 import typer
-import yaml
 
 import trainer.config
 import trainer.main
@@ -25,13 +24,12 @@ from server.instance import main as instance_main
 from server.instance.config import InstanceConfig
 from server.instance.sidecar import TELL_S
 from tests import monitoring
-from tests.k8s.helm import NAMESPACE, SETS, Object, Pod, arguments, environment, release, rendered, template
+from tests.k8s.helm import NAMES, NAMESPACE, SETS, Object, Pod, arguments, environment, release, rendered
 from weightsync.control.hosts import check_host
 from weightsync.peer import __main__ as peer_main
 from weightsync.store import etcd_roles
 from weightsync.store.etcd_url import EtcdUrl
 
-NAMES = ["defaults", *SETS]
 COMMANDS: Any = typer.main.get_command(app)
 KNOWN_TO_VLLM = {"--tensor-parallel-size", "--pipeline-parallel-size", "--max-model-len", "--nnodes", "--node-rank",
                  "--master-addr", "--master-port", "--distributed-executor-backend"}  # fmt: skip
@@ -219,12 +217,6 @@ def test_instances_are_scaled_by_series_that_exist(name: str) -> None:
     assert "replicas" not in r.get(target["kind"], target["name"])["spec"]
 
 
-def test_a_scaler_without_a_server_to_ask_is_refused() -> None:
-    refused = template("--values", str(SETS["minimal"]), "--set=rollout.autoscaling.enabled=true")
-    assert refused.returncode != 0
-    assert "rollout.autoscaling.prometheus: name the server" in refused.stderr
-
-
 @pytest.mark.parametrize("drain", [0, 25, 600])
 def test_a_pod_is_not_killed_before_its_answers_were_given_their_time(drain: int) -> None:
     pod = rendered("--values", str(SETS["minimal"]), f"--set=rollout.drain={drain}").pod("rollout")
@@ -234,9 +226,8 @@ def test_a_pod_is_not_killed_before_its_answers_were_given_their_time(drain: int
 
 def test_dashboard_and_alerts_are_installed_as_they_are() -> None:
     r = release("gpu-rdma")
-    files = Path(__file__).parent.parent.parent / "k8s" / "hotswap" / "files"
     (rule,) = r.of("PrometheusRule")
-    assert rule["spec"] == yaml.safe_load((files / "alerts.yaml").read_text())
+    assert rule["spec"] == monitoring.RULES
     dashboard = r.get("ConfigMap", "hotswap-dashboard")
-    assert dashboard["data"]["dashboard.json"] == (files / "dashboard.json").read_text()
+    assert dashboard["data"]["dashboard.json"] == (monitoring.MONITORING / "dashboard.json").read_text()
     assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"

@@ -11,9 +11,8 @@ import jsonschema  # type: ignore[import-untyped]
 import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 
-from tests.k8s.helm import CHART, NAMESPACE, SETS, Object, release, run
+from tests.k8s.helm import CHART, NAMES, NAMESPACE, SETS, Object, release, run
 
-NAMES = ["defaults", *SETS]
 OLDEST, NEWEST = "1.29", "1.37"
 CLAIMS_SINCE = "1.34"  # what a value set with a claim for devices needs
 INT = {"type": "integer"}

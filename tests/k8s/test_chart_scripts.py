@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import os
 import signal
 import socket
 import subprocess
@@ -20,15 +18,13 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from server.instance import sidecar
 from tests.cluster_tls import Authority
-from tests.etcd import Etcd, Tls
-from tests.k8s.helm import CHART, arguments, environment, release
+from tests.k8s.helm import CHART, release
+from tests.k8s.kubelet import Kubelet
 from weightsync import open_store
 from weightsync.errors import StoreRefused
-from weightsync.store.etcd_roles import NAMES
 from weightsync.tls import ClusterTls
 
 FILES = CHART / "files"
-BIN = Path(sys.executable).parent
 
 
 class Instance:
@@ -143,37 +139,18 @@ def test_a_signal_is_passed_on() -> None:
 
 
 async def test_the_job_makes_the_users_of_etcd(tmp_path: Path) -> None:
-    passwords = tmp_path / "passwords"
-    passwords.mkdir()
-    for name in ("root", *NAMES):
-        (passwords / name).write_text(f"of-{name}")
-    tls = Tls(tmp_path / "tls", client_certificates=True)
-    server = Etcd(tls=tls)
+    kubelet = Kubelet(tmp_path, tmp_path)
     try:
-        files = {"/etc/hotswap/etcd-tls/ca.crt": tls.ca, "/etc/hotswap/etcd-tls/tls.crt": tls.cert,
-                 "/etc/hotswap/etcd-tls/tls.key": tls.key, "/etc/hotswap/etcd-auth": passwords}  # fmt: skip
-        hosts = {"hotswap-etcd-0.hotswap-etcd.serving.svc:2379": server.hosts[0]}
-
-        def here(text: str) -> str:
-            for old, new in {**files, **hosts}.items():
-                text = text.replace(old, str(new))
-            return text
-
-        pod = release("minimal").pod("etcd-users")
-        command = [here(word) for word in arguments(pod.container("etcd-users"))]
-        env = {name: here(value) for name, value in environment(pod.container("etcd-users")).items()}
-        env |= {"PATH": f"{BIN}:{os.environ['PATH']}", "HOME": str(tmp_path)}
+        job = release("minimal").pod("etcd-users").container("etcd-users")
         for _ in range(2):  # the second time authentication is on
-            done = await asyncio.to_thread(
-                subprocess.run, command, env=env, capture_output=True, text=True, timeout=120
-            )
+            done = kubelet.run(job)
             assert done.returncode == 0, done.stderr
-        gateway = environment(release("minimal").pod("gateway").container("gateway"))["HOTSWAP_STORE"]
-        store, stranger = open_store(here(gateway)), open_store(here(env["OPEN"]))
+        _, env = kubelet.command(release("minimal").pod("gateway").container("gateway"))
+        store, stranger = open_store(env["HOTSWAP_STORE"]), open_store(kubelet.command(job)[1]["OPEN"])
         await store.put("gateway/keys/k", b"{}")
         with pytest.raises(StoreRefused):
             await stranger.put("gateway/keys/k", b"{}")
         await store.close()
         await stranger.close()
     finally:
-        server.close()
+        kubelet.close()
