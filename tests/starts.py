@@ -32,7 +32,7 @@ server/live/swaps/test_crossings server/live/swaps/test_policies server/live/swa
 server/live/swaps/test_swaps server/live/swaps/test_terms vllm_suite/test_vllm_suite_live
 """
 _PAIR = """
-chaos/test_failure_contract server/live/fleet/test_failover server/live/fleet/test_fleet server/live/fleet/test_routing
+chaos/test_failure_contract server/live/fleet/test_failover server/live/fleet/test_routing
 server/live/swaps/test_rolling
 """
 _SERVER_OF = {f"tests/{file}.py": name for name, files in (("live", _LIVE), ("pair", _PAIR)) for file in files.split()}
