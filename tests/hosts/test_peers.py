@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -41,14 +41,8 @@ class Peers:
     def start(self, host: int, *, read_timeout_s: float = 30.0) -> None:
         listen = f"{self._hosts.address(host)}:0"
         command = [sys.executable, "-m", "weightsync.peer", "--model", MODEL, "--listen", listen, "--transport", "tcp"]
-        command += [
-            "--cluster-tls",
-            str(self._certificates),
-            "--chunk",
-            str(1 << 20),
-            "--read-timeout",
-            str(read_timeout_s),
-        ]
+        command += ["--cluster-tls", str(self._certificates), "--chunk", str(1 << 20)]
+        command += ["--read-timeout", str(read_timeout_s)]
         with (self.root / f"h{host}.log").open("ab") as log:
             process = self._hosts.run(host, command, env=self._environment(host), stdout=log, stderr=log)
         self._processes.append(process)
@@ -69,25 +63,25 @@ class Peers:
         shutil.rmtree(self.root)
 
     def _environment(self, host: int) -> dict[str, str]:
-        return {
-            "HOTSWAP_STORE": self._url,
-            "HOTSWAP_HOST": f"h{host}",
-            "HOTSWAP_ARENA": str(self.root / f"arena{host}"),
-        }
+        arena = str(self.root / f"arena{host}")
+        return {"HOTSWAP_STORE": self._url, "HOTSWAP_HOST": f"h{host}", "HOTSWAP_ARENA": arena}
+
+
+Made = Callable[..., Awaitable[tuple[Peers, str, int]]]
 
 
 @pytest.fixture
-def peers(hosts: Hosts, etcd: Etcd, tmp_path: Path) -> Iterator[Callable[[str], Peers]]:
+def made(hosts: Hosts, etcd: Etcd, tmp_path: Path) -> Iterator[Made]:
+    """Peers that are not started, their store in that namespace, and a version of `value` that host 0 has published."""
     certificates = Authority(tmp_path / "authority").mount(tmp_path / "tls")
-    made: list[Peers] = []
+    with contextlib.ExitStack() as closing:
 
-    def make(url: str) -> Peers:
-        made.append(Peers(hosts, url, certificates))
-        return made[-1]
+        async def make(namespace: str, value: float, **options: int) -> tuple[Peers, str, int]:
+            url = etcd.url(namespace, **options)
+            peers = closing.enter_context(contextlib.closing(Peers(hosts, url, certificates)))
+            return peers, url, await asyncio.to_thread(peers.publish, 0, value)
 
-    yield make
-    for found in made:
-        found.close()
+        yield make
 
 
 @contextlib.asynccontextmanager
@@ -125,12 +119,8 @@ def check(peers: Peers, path: Path, host: int, value: float) -> None:
 
 
 @pytest.mark.broad
-async def test_a_version_comes_to_all_hosts_over_links_that_delay_and_lose(
-    hosts: Hosts, etcd: Etcd, peers: Callable[[str], Peers]
-) -> None:
-    url = etcd.url("peers")
-    there = peers(url)
-    version = await asyncio.to_thread(there.publish, 0, 1.0)
+async def test_a_version_comes_to_all_hosts_over_links_that_delay_and_lose(hosts: Hosts, made: Made) -> None:
+    there, url, version = await made("peers", 1.0)
     for host in range(3):
         hosts.shape(host, delay_ms=5, loss=0.002, mbit=800)
         there.start(host)
@@ -139,12 +129,8 @@ async def test_a_version_comes_to_all_hosts_over_links_that_delay_and_lose(
             check(there, await copy(fleet, there, version, host, "ready"), host, 1.0)
 
 
-async def test_a_host_whose_source_is_cut_off_reads_on_from_another(
-    hosts: Hosts, etcd: Etcd, peers: Callable[[str], Peers]
-) -> None:
-    url = etcd.url("peers-source", last=0)
-    there = peers(url)
-    version = await asyncio.to_thread(there.publish, 0, 2.0)
+async def test_a_host_whose_source_is_cut_off_reads_on_from_another(hosts: Hosts, made: Made) -> None:
+    there, url, version = await made("peers-source", 2.0, last=0)
     async with activated(url, version) as fleet:
         there.start(0)
         there.start(1)
@@ -157,12 +143,8 @@ async def test_a_host_whose_source_is_cut_off_reads_on_from_another(
 
 
 @pytest.mark.broad
-async def test_a_host_that_is_cut_off_while_it_reads_goes_on_when_it_is_back(
-    hosts: Hosts, etcd: Etcd, peers: Callable[[str], Peers]
-) -> None:
-    url = etcd.url("peers-reader", last=2)
-    there = peers(url)
-    version = await asyncio.to_thread(there.publish, 0, 3.0)
+async def test_a_host_that_is_cut_off_while_it_reads_goes_on_when_it_is_back(hosts: Hosts, made: Made) -> None:
+    there, url, version = await made("peers-reader", 3.0, last=2)
     async with activated(url, version) as fleet:
         there.start(0)
         hosts.shape(2, mbit=SLOW_MBIT)
