@@ -73,18 +73,11 @@ with Publisher(url, model="demo", lease_ttl_s=0.8) as pub:
 halt("closed")
 """
 
-STEPS = [
-    "slot locked, no record",
-    "claimed",
-    "mapped, nothing written",
-    "half written",
-    "all written, no digest list",
-    "no header",
-    "header, not ready",
-    "ready, slot still locked",
-    "closed",
-]
-BEFORE_COMMIT = STEPS[:7]
+BEFORE_COMMIT = [
+    "slot locked, no record", "claimed", "mapped, nothing written", "half written", "all written, no digest list",
+    "no header", "header, not ready",
+]  # fmt: skip
+STEPS = [*BEFORE_COMMIT, "ready, slot still locked", "closed"]
 
 BUSY_TRAINER = """
 import sys

@@ -30,6 +30,7 @@ from loadtest.histories.requests import Choice
 from loadtest.hosts.namespaces import until
 from weightsync.control.records import ActiveRecord, InstanceRecord, PastSwapRecord
 
+FINE = {FIRST: {"not as published": 0}}
 SPANS = [{"version": 4, "start": 0, "end": 2}, {"version": 5, "start": 2, "end": 3}]
 KEEP = Wish()
 
@@ -140,15 +141,10 @@ async def test_what_came_of_an_attempt(status: int, body: str, outcome: str, cod
     assert (found.outcome, found.code, found.problems) == (outcome, code, [])
 
 
-def test_a_load_that_broke_proves_nothing() -> None:
-    fine = {FIRST: {"not as published": 0}}
-    assert violations(Verdict(), fine, [], Wrongs()) == []
-    assert violations(Verdict(), fine, [], Wrongs(load=-9)) == ["the clients ended with status -9: see above"]
-
-
-def test_a_process_that_ends_by_itself_and_an_attack_that_is_let_in_break_a_promise() -> None:
-    fine = {FIRST: {"not as published": 0}}
-    said = violations(Verdict(), fine, [], Wrongs(ended={"instance-1": 2}, attacks=["ids: ..."]))
+def test_what_breaks_a_promise() -> None:
+    assert violations(Verdict(), FINE, [], Wrongs()) == []
+    assert violations(Verdict(), FINE, [], Wrongs(load=-9)) == ["the clients ended with status -9: see above"]
+    said = violations(Verdict(), FINE, [], Wrongs(ended={"instance-1": 2}, attacks=["ids: ..."]))
     assert said == ["instance-1 ended by itself, 2 times", "1 hostile requests were not refused as they must be"]
 
 
@@ -190,9 +186,7 @@ def test_versions_that_are_not_finite_must_be_refused(tmp_path: Path) -> None:
     log.write_text('{"at": 4.0, "what": "inf together", "outcome": "done"}\n')
     assert let_in(pushes(log, 4.0)) == 1
     assert let_in(pushes(log, 5.0)) == 0
-    assert "1 versions that are not finite were swapped in" in violations(
-        Verdict(), {SECOND: {"not as published": 0}}, [], Wrongs(let_in=1)
-    )
+    assert "1 versions that are not finite were swapped in" in violations(Verdict(), FINE, [], Wrongs(let_in=1))
 
 
 def attack(**fields: Any) -> dict[str, Any]:
@@ -216,11 +210,8 @@ def test_bodies_of_attacks_are_what_they_say() -> None:
     chance = random.Random(3)
     for _ in range(50):
         route, body = bodies("ids", "m", 512, chance)
-        ids = [
-            *body.get("prompt_token_ids", ()),
-            *body.get("allowed_token_ids", ()),
-            *map(int, body.get("logit_bias", ())),
-        ]
+        ids = [*body.get("prompt_token_ids", ()), *body.get("allowed_token_ids", ())]
+        ids += map(int, body.get("logit_bias", ()))
         ids += [i for p in [body.get("prompt", [])] for q in p for i in (q if isinstance(q, list) else [q])]
         assert any(not 0 <= i < 512 for i in ids), (route, body)
 

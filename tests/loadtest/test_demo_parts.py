@@ -27,11 +27,13 @@ from trainer.config import TrainerConfig, strict
 STARTS = ("server.gateway", "server.cli instance", "trainer.main", "weightsync.push", "weightsync.persist")
 
 
-def test_both_recipes_are_configurations_the_trainer_accepts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipes_are_configurations_the_trainer_accepts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOTSWAP_STORE", "sqlite:///nowhere/store.db")
-    recipe = Recipe(seed=7)
-    for config in (recipe.sft(tmp_path, "http://127.0.0.1:1"), recipe.grpo(tmp_path, "http://127.0.0.1:1")):
-        assert strict.build(TrainerConfig, config).seed == 7
+    made = (Recipe(seed=7).sft, Recipe(seed=7).grpo, RealRecipe(seed=7).grpo)
+    *toys, real = (strict.build(TrainerConfig, config(tmp_path, "http://127.0.0.1:1")) for config in made)
+    assert [config.seed for config in (*toys, real)] == [7, 7, 7]
+    assert (real.served_name, real.best_by) == ("sums", ("held_out", "accuracy"))
+    assert RealRecipe().phases == ("build", "serve", "improve", "done")
 
 
 def test_spans_must_cover_the_tokens_and_agree_with_every_event() -> None:
@@ -178,15 +180,6 @@ def test_an_interrupt_waits_for_what_must_not_be_interrupted(number: signal.Sign
     finally:
         for n, handler in former.items():
             signal.signal(n, handler)
-
-
-def test_the_real_demo_is_a_configuration_the_trainer_accepts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOTSWAP_STORE", "sqlite:///nowhere/store.db")
-    recipe = RealRecipe(seed=7)
-    config = strict.build(TrainerConfig, recipe.grpo(tmp_path, "http://127.0.0.1:1"))
-    assert (config.seed, config.served_name) == (7, "sums")
-    assert config.best_by == ("held_out", "accuracy")
-    assert recipe.phases == ("build", "serve", "improve", "done")
 
 
 def real(*accuracies: float, greedy: tuple[float, ...] | None = None) -> Scene:

@@ -1,4 +1,5 @@
-"""The gateway's benchmark: its compiled parts, what it computes, and a short run of the whole."""
+"""The gateway's benchmark: its compiled parts, what it computes, and a short run of the whole; and the simulation of
+what gateways know of prefix caches."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import httpx
 import orjson
 import pytest
 
-from loadtest.gateway import against
+from loadtest.gateway import against, prefix_knowledge
 from loadtest.gateway.bench import DIRECT, run
 from loadtest.gateway.cancel import STATES, disconnect_ms, observing
 from loadtest.gateway.contenders import (
@@ -228,3 +229,24 @@ def test_compiled_and_not_are_not_compared(tmp_path: Path) -> None:
         made.mkdir(parents=True)
     with pytest.raises(CannotStart, match="is compiled"):
         against.checkouts(tmp_path)
+
+
+def test_more_knowledge_hits_more(tmp_path: Path) -> None:
+    rows = prefix_knowledge.run(tmp_path / "figures.json", small=True)
+    assert rows == orjson.loads((tmp_path / "figures.json").read_bytes())
+    assert [(row["gateways"], row["stays"]) for row in rows] == list(prefix_knowledge.GATEWAYS)
+    for row in rows:
+        for way in ("own", "reports"):
+            assert row["load"]["hits"] < row[way]["hits"] < row["events"]["hits"] < 1
+    assert rows[-1]["own"]["hits"] < rows[-1]["reports"]["hits"], "who sent what is of no account"
+    assert rows[0]["own"] == rows[0]["all"]  # one gateway has sent all there is
+
+
+def test_an_engine_drops_the_end_of_a_prompt_first() -> None:
+    engine = prefix_knowledge.Engine(0, capacity=3, running=[0])
+    prompt = prefix_knowledge.chain(bytes(4 * 64))
+    engine.use(prompt)
+    assert engine.held(prompt) == 3
+    other = prefix_knowledge.chain(b"x" * 128)
+    engine.use(other)
+    assert (engine.held(other), engine.held(prompt)) == (2, 1)

@@ -217,28 +217,18 @@ CHAT = 'data: {{"model":"m","weight_version":{},"choices":[{{"index":0,"delta":{
 @pytest.mark.parametrize(
     ("status", "body", "broken", "outcome", "spans"),
     [
-        (
-            200,
-            TOKEN.format(0, 3) + TOKEN.format(1, 3) + TOKEN.format(0, 4) + DONE,
-            None,
-            "answered",
-            [[(4, 0, 2)], [(4, 0, 2)]],
-        ),
+        (200, TOKEN.format(0, 3) + TOKEN.format(1, 3) + TOKEN.format(0, 4) + DONE, None, "answered",
+         [[(4, 0, 2)], [(4, 0, 2)]]),
         (200, TOKEN.format(0, 3) + TOKEN.format(0, 4), None, "cut", [[(3, 0, 1), (4, 1, 2)]]),
         (200, TOKEN.format(0, 3) + "event: token\nda", ("left", "closed"), "left", [[(3, 0, 1)]]),
-        (
-            200,
-            CHAT.format(3) + CHAT.format(4) + "data: [DONE]\n\n",
-            ("left", "closed"),
-            "answered",
-            [[(3, 0, 0), (4, 0, 0)]],
-        ),
+        (200, CHAT.format(3) + CHAT.format(4) + "data: [DONE]\n\n", ("left", "closed"), "answered",
+         [[(3, 0, 0), (4, 0, 0)]]),
         (200, TWO, None, "cut", [[(3, 0, 3), (4, 3, 4)]]),
         (200, TWO + AS_TEXT + "data: [DONE]\n\n", None, "answered", [[(3, 0, 3), (4, 3, 6)]]),
         (500, '{"error":{"message":"m","type":"t"}}', None, "untyped", []),
         (400, '{"error":{"message":"m","type":"t","code":400}}', None, "refused", []),
     ],
-)
+)  # fmt: skip
 def test_what_came_of_a_request(
     status: int, body: str, broken: tuple[Outcome, str] | None, outcome: str, spans: list[list[tuple[int, ...]]]
 ) -> None:

@@ -41,11 +41,7 @@ def test_every_host_gets_each_of_its_bytes_once_and_somebody_sent_it(scenario: S
     assert len(found.done_s) == scenario.hosts
     assert found.source_nbytes >= scenario.host_nbytes * scenario.hosts_per_instance
     assert found.crossed_nbytes >= found.source_nbytes  # sources have racks of their own
-
-
-@pytest.mark.parametrize("scenario", CASES.values(), ids=CASES)
-def test_nothing_is_faster_than_its_links(scenario: Scenario) -> None:
-    found = distribute(scenario)
+    # Nothing is faster than its links.
     assert found.done_s[0] >= scenario.host_nbytes / scenario.nic
     assert found.done_s[-1] >= scenario.lower_bound_s
     assert max(found.out_nbytes) / scenario.nic <= found.done_s[-1]

@@ -172,13 +172,8 @@ def test_only_a_rolling_swap_may_be_refused_between_two_releases(monkeypatch: py
     assert [(done.what, done.outcome, done.must) for done in one.done] == [
         ("together", "", True), ("rollback", "", True), ("push", "", True), ("rolling", "swap_aborted: ...", False),
     ]  # fmt: skip
-    seen = {
-        "requests": dict.fromkeys(KINDS, 1),
-        "resumed": 0,
-        "versions": [1],
-        "failures": [],
-        "tally": vars(Seen().tally),
-    }
+    seen = {"requests": dict.fromkeys(KINDS, 1), "resumed": 0, "versions": [1], "failures": []}
+    seen["tally"] = vars(Seen().tally)
     assert releases.failures(releases._summed_up(seen, one, time.monotonic())) == 0
     two, _ = crossing(yes, no, no)
     two.state = "all are new"
