@@ -1,15 +1,17 @@
-"""Values that cannot work are refused before anything reaches a cluster, in words that say what to change."""
+"""Values that cannot work are refused before anything reaches a cluster, in words that say what to change; with those
+that do, what an installation prints at its end can be done as it stands."""
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.k8s.helm import CHART, SETS, Object, environment, rendered, template
+from tests.k8s.helm import CHART, NAMESPACE, SETS, Object, environment, rendered, run, template
 
 REFUSED = {
     "gateway.replica=3": "replica",
@@ -115,3 +117,30 @@ def test_upgrades_change_no_job_that_runs() -> None:
     jobs = [{j["metadata"]["name"]: j["spec"] for j in r.of("Job")} for r in (old, new)]
     assert all(jobs[1][name] == jobs[0][name] for name in jobs[0].keys() & jobs[1].keys())
     assert not jobs[0].keys() & jobs[1].keys()
+
+
+def command(name: str) -> list[str]:
+    """What is to be run in a gateway's pod, with one of SETS."""
+    values = ["--values", str(SETS[name]), "--namespace", NAMESPACE]
+    done = run("install", "hotswap", str(CHART), "--dry-run=client", *values)
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if "hotswap keys create" in line]
+    before, _, after = line.partition(" -- ")
+    assert shlex.split(before)[-2:] == ["exec", "deployment/hotswap-gateway"]
+    return shlex.split(after)
+
+
+@pytest.mark.parametrize(
+    ("name", "url", "authority"),
+    [
+        ("minimal", "http://127.0.0.1:8002", False),  # loopback, in the clear
+        ("kueue", "https://127.0.0.1:8002", False),  # exposed: the pod's own certificate, as a member
+        ("leaderworkerset", "https://localhost:8002", True),
+        ("gpu-rdma", "https://localhost:8002", True),
+    ],
+)
+def test_a_key_is_made_on_the_admin_port_as_it_is_set_up(name: str, url: str, authority: bool) -> None:
+    words = command(name)
+    assert (words[0] == "env") == authority
+    assert words[-5:] == ["keys", "create", "NAME", "--url", url]
+    assert ("HOTSWAP_ADMIN_CA=/etc/hotswap/gateway-tls/ca.crt" in words) == authority
