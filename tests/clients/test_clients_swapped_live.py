@@ -63,7 +63,7 @@ def ask_while_swapping(swapped: LiveServer, program: list[str], environment: dic
         for _ in range(SWAPS if first else 0):
             time.sleep(max(0.0, due - time.monotonic()))  # the rate is what is asked for; nothing is waited for
             due = time.monotonic() + EVERY_S
-            assert swapped.admin.post("/admin/weights/rollback").status_code == 200
+            swapped.rollback()
         output, errors = asking.communicate(timeout=120)
     assert asking.returncode == 0, errors[-3000:]
     told = json.loads(output.strip().splitlines()[-1])

@@ -29,22 +29,19 @@ def client(live: LiveServer, checkpoints: dict[str, Path]) -> openai.OpenAI:
     return openai.OpenAI(base_url=live.url + "/v1", api_key="unused", max_retries=0)
 
 
-def chat(
-    client: openai.OpenAI, live: LiveServer, wish: dict[str, Any], tokens: int = 4, labels: bool = False, **more: Any
-) -> Any:
-    extra = {"ignore_eos": True, "hotswap": wish, "return_weight_versions": labels}
-    return client.chat.completions.create(
-        model=live.name, messages=MESSAGES, max_tokens=tokens, temperature=0, extra_body=extra, **more
-    )
+def chat(client: openai.OpenAI, live: LiveServer, wish: dict[str, Any], **more: Any) -> Any:
+    return client.chat.completions.create(messages=MESSAGES, **asking(live, wish, **more))
 
 
-def completion(
-    client: openai.OpenAI, live: LiveServer, wish: dict[str, Any], tokens: int = 4, labels: bool = False, **more: Any
-) -> Any:
+def completion(client: openai.OpenAI, live: LiveServer, wish: dict[str, Any], **more: Any) -> Any:
+    return client.completions.create(prompt="3+4=", **asking(live, wish, **more))
+
+
+def asking(
+    live: LiveServer, wish: dict[str, Any], tokens: int = 4, labels: bool = False, **more: Any
+) -> dict[str, Any]:
     extra = {"ignore_eos": True, "hotswap": wish, "return_weight_versions": labels}
-    return client.completions.create(
-        model=live.name, prompt="3+4=", max_tokens=tokens, temperature=0, extra_body=extra, **more
-    )
+    return {"model": live.name, "max_tokens": tokens, "temperature": 0, "extra_body": extra, **more}
 
 
 def response(client: openai.OpenAI, live: LiveServer, wish: dict[str, Any], tokens: int = 4, **more: Any) -> Any:
@@ -107,7 +104,7 @@ def cut(live: LiveServer, call: Call, events: Iterable[Any]) -> tuple[openai.API
     try:
         for text in texts(call, events):
             if text and not seen:
-                assert live.admin.post("/admin/weights/rollback").status_code == 200
+                live.rollback()
             seen += bool(text)
     except openai.APIError as error:
         return error, seen
@@ -125,14 +122,20 @@ def test_a_stream_cut_by_a_swap_raises_a_typed_error(live: LiveServer, client: o
     assert (error.code, error.type) == ("weights_changed", "conflict_error")
 
 
+async def while_swapping(live: LiveServer, *call: Any, **more: Any) -> asyncio.Task[Any]:
+    """A call that has ended, in whatever way, while the weights were swapped again and again."""
+    asked = asyncio.create_task(asyncio.to_thread(*call, **more))
+    while not asked.done():
+        await asyncio.to_thread(live.rollback)
+    return asked
+
+
 @pytest.mark.parametrize("call", ROUTES)
 async def test_a_whole_answer_cut_by_a_swap_raises_a_typed_error(
     live: LiveServer, client: openai.OpenAI, call: Call
 ) -> None:
     for _ in range(8):
-        asked = asyncio.create_task(asyncio.to_thread(call, client, live, {"policy": "abort"}, tokens=900))
-        while not asked.done():
-            assert (await asyncio.to_thread(live.admin.post, "/admin/weights/rollback")).status_code == 200
+        asked = await while_swapping(live, call, client, live, {"policy": "abort"}, tokens=900)
         if (error := asked.exception()) is not None:
             break
     assert isinstance(error, openai.ConflictError)
@@ -157,7 +160,7 @@ def test_a_streams_last_chunk_has_spans_as_vllm_has_them(live: LiveServer, clien
         chunks = []
         for chunk in call(client, live, {}, tokens=300, labels=True, stream=True):
             if len(chunks) == 3:
-                assert live.admin.post("/admin/weights/rollback").status_code == 200
+                live.rollback()
             chunks.append(chunk)
             versions.add(str(chunk.model_extra["weight_version"]))
         *others, last = [choice for chunk in chunks for choice in chunk.choices]
@@ -172,10 +175,7 @@ def test_a_streams_last_chunk_has_spans_as_vllm_has_them(live: LiveServer, clien
 @pytest.mark.parametrize("call", [chat, completion])
 async def test_a_whole_answer_has_spans_as_vllm_has_them(live: LiveServer, client: openai.OpenAI, call: Call) -> None:
     for _ in range(8):
-        asked = asyncio.create_task(asyncio.to_thread(call, client, live, {}, tokens=900, labels=True))
-        while not asked.done():
-            assert (await asyncio.to_thread(live.admin.post, "/admin/weights/rollback")).status_code == 200
-        answer = await asked
+        answer = (await while_swapping(live, call, client, live, {}, tokens=900, labels=True)).result()
         versions = check_labels(answer.choices[0], 900)
         assert str(answer.model_extra["weight_version"]) in versions
         if len(versions) > 1:
@@ -254,7 +254,7 @@ def test_a_stream_that_a_swap_cuts_ends_with_a_typed_error(
         stream = sdk(live, "cut")
         assert stream.stdout is not None
         assert orjson.loads(stream.stdout.readline()) == "streams"
-        assert live.admin.post("/admin/weights/rollback").status_code == 200
+        live.rollback()
         told = result(stream)
         if "answer" not in told["error"]:
             break
