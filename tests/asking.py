@@ -59,13 +59,14 @@ class Asking(ABC):
 class Labelled(Asking):
     """Three clients; what came back, `labelled` as (version, token), and how many answers each version began."""
 
-    def __init__(self, url: str, count: int = 3) -> None:
+    def __init__(self, url: str, count: int = 3, tokens: int = 12) -> None:
         super().__init__(url, count)
+        self.tokens = tokens
         self.labelled: set[tuple[int, int]] = set()
         self.answers: Counter[int] = Counter()
 
     def question(self, client: int) -> dict[str, Any]:
-        return {"prompt_token_ids": [client + 3, 7, 9], "max_tokens": 12}
+        return {"prompt_token_ids": [client + 3, 7, 9], "max_tokens": self.tokens}
 
     def take(self, client: int, choice: dict[str, Any]) -> None:
         spans = choice["weight_versions"]

@@ -48,7 +48,7 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_to
 COMPLETION: dict[str, Any] = {"prompt": "hi", "max_tokens": 1}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
 FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {"type": "no such type"}}}
-NAMED = {"type": "function", "function": {"name": "no such function"}}
+NAMED = {"type": "function", "function": {"name": "g"}}
 TOOL = {"tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "tool", "name": "g"}}
 STRANGE: list[tuple[str, dict[str, Any]]] = [
     ("/detokenize", {"tokens": [10**12]}),
@@ -63,10 +63,7 @@ STRANGE: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": [IMAGE]}]}),
     ("/v1/chat/completions", CHAT | {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}),
     ("/v1/chat/completions", CHAT | {"tools": [FUNCTION], "tool_choice": "required"}),
-    (
-        "/v1/chat/completions",
-        CHAT | {"tools": [FUNCTION], "tool_choice": {"type": "function", "function": {"name": "g"}}},
-    ),
+    ("/v1/chat/completions", CHAT | {"tools": [FUNCTION], "tool_choice": NAMED}),
     ("/v1/chat/completions", CHAT | {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}),
     ("/v1/chat/completions", CHAT | {"logit_bias": {"x": 1}}),
     ("/v1/chat/completions", CHAT | {"logit_bias": {"999999": 1}}),
@@ -98,10 +95,7 @@ STRANGE: list[tuple[str, dict[str, Any]]] = [
     ("/v1/messages", {"messages": [{"role": "user", "content": []}], "max_tokens": 1}),
     ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}], "max_tokens": 1}),
     ("/v1/messages", {"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}], "max_tokens": 1}),
-    (
-        "/v1/messages",
-        CHAT | {"tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "tool", "name": "g"}},
-    ),
+    ("/v1/messages", CHAT | TOOL),
     ("/generate", {"prompt_token_ids": [2**40], "max_tokens": 1}),
     ("/generate", {"prompt": "hi", "max_tokens": 1, "seed": 2**70}),
     ("/generate", {"prompt": "hi", "max_tokens": 1, "priority": -(2**63)}),

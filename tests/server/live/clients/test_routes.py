@@ -28,17 +28,6 @@ def test_models_and_tokens(live: LiveServer, client: openai.OpenAI) -> None:
     assert live.client.post("/detokenize", json={"model": live.name, "tokens": tokens}).json()["prompt"] == "3+4="
 
 
-def test_responses_whole_and_streamed(live: LiveServer, client: openai.OpenAI) -> None:
-    version = live.active()
-    whole = client.responses.create(model=live.name, input="hi", max_output_tokens=5, temperature=0)
-    assert (whole.model_extra or {})["weight_versions"] == [{"version": version, "start": 0, "end": 5}]
-    events = list(client.responses.create(model=live.name, input="hi", max_output_tokens=5, temperature=0, stream=True))
-    text = "".join(e.delta for e in events if e.type == "response.output_text.delta")
-    assert text == whole.output_text
-    deltas = [e for e in events if e.type == "response.output_text.delta"]
-    assert {(e.model_extra or {})["weight_version"] for e in deltas} == {version}
-
-
 def test_several_samples_and_prompts(live: LiveServer, client: openai.OpenAI) -> None:
     version = live.active()
     answer = client.completions.create(

@@ -45,9 +45,8 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("path", "body"), REQUESTS)
 def test_gateway_and_engine_count_the_same_tokens(live: LiveServer, path: str, body: dict[str, Any]) -> None:
     def ours() -> tuple[float, ...]:
-        lines = live.client.get("/metrics").text.splitlines()
-        names = [f"hotswap_gateway_{kind}_tokens_total" for kind in ("prompt", "completion", "estimated_completion")]
-        return tuple(sum(float(li.rsplit(" ", 1)[1]) for li in lines if li.startswith(name)) for name in names)
+        kinds = ("prompt", "completion", "estimated_completion")
+        return tuple(live.gateway_metric(f"hotswap_gateway_{kind}_tokens_total") for kind in kinds)
 
     def theirs() -> tuple[float, ...]:
         return tuple(live.engine_metric(f"vllm:{kind}_tokens_total") for kind in ("prompt", "generation"))

@@ -74,15 +74,6 @@ def test_what_is_not_sampled_is_not_sampled_anywhere(traced: LiveServer, collect
     assert (len(engine_spans(collector)), len(gateway_spans(collector, "/generate"))) == (1, 1)
 
 
-def test_a_swap_is_a_trace(traced: LiveServer, collector: Collector, checkpoints: dict[str, Path]) -> None:
-    version = traced.push(checkpoints["b"])
-    wait_until(lambda: any(s.attributes["hotswap.weight_version"] == version for s in collector.named("swap")), 30)
-    swap = next(s for s in collector.named("swap") if s.attributes["hotswap.weight_version"] == version)
-    assert swap.attributes["hotswap.swap.outcome"] == "done"
-    children = {s.name: s for s in collector.spans if s.parent_id == swap.span_id}
-    assert children.keys() == {"swap prepare", "swap commit"}
-
-
 def engine_spans(collector: Collector) -> list[Seen]:
     """Of requests of these tests: an instance asks itself a few before it serves, in traces of their own."""
     return [span for span in collector.named("llm_request") if span.trace_id == TRACE]

@@ -70,38 +70,38 @@ def eagle(path: Path, *, knows: bool, **more: torch.Tensor) -> Path:
     return edited(make_kind(path, "llama", num_hidden_layers=1), edit)
 
 
+def check(live: LiveServer, answers: list[list[int]], *, knows: bool) -> None:
+    """These are its answers, and the head that runs is the one that knows all of them, or none."""
+    taken, said = acceptance(live)
+    assert said == answers
+    assert taken > KNOWS_ALL if knows else taken < KNOWS_NONE
+
+
+def eagle_server(target: Path, draft: Path, state: Path) -> LiveServer:
+    speculation = {"method": "eagle", "model": str(draft), "num_speculative_tokens": 3}
+    return LiveServer(target, state, (*VLLM_ARGS, "--speculative-config", json.dumps(speculation)))
+
+
 def test_an_eagle_head_swaps_beside_its_target(tmp_path: Path) -> None:
     """It runs the target's embedding and head, which stay the target's: a new target's head is the draft's at once."""
     targets = [llama(tmp_path / f"target-{seed}", seed) for seed in (0, 1)]
     good, poor = (eagle(tmp_path / f"eagle-{knows}", knows=knows) for knows in (True, False))
     expected = [stock.answers(target, PROMPTS, 24) for target in targets]
     assert expected[0] != expected[1]
-    speculation = {"method": "eagle", "model": str(poor), "num_speculative_tokens": 3}
-    live = LiveServer(targets[0], tmp_path / "state", (*VLLM_ARGS, "--speculative-config", json.dumps(speculation)))
-    with live.running():
-        taken, said = acceptance(live)
-        assert said == expected[0]
-        assert taken < KNOWS_NONE
+    with eagle_server(targets[0], poor, tmp_path / "state").running() as live:
+        check(live, expected[0], knows=False)
         pushed(live, good, "draft")
-        taken, said = acceptance(live)
-        assert said == expected[0]
-        assert taken > KNOWS_ALL
+        check(live, expected[0], knows=True)
         live.push(targets[1])
-        taken, said = acceptance(live)
-        assert said == expected[1]
-        assert taken > KNOWS_ALL
+        check(live, expected[1], knows=True)
         pushed(live, targets[0], draft=poor)
-        taken, said = acceptance(live)
-        assert said == expected[0]
-        assert taken < KNOWS_NONE
+        check(live, expected[0], knows=False)
         own = eagle(tmp_path / "own", knows=True, **{"lm_head.weight": noise(3, 512, HIDDEN)})
         answer = live.admin.post("/admin/weights", json={"path": str(own), "part": "draft", "activate": True})
         assert answer.status_code != 200
         assert answer.json()["error"]["code"] == "unexpected_tensor"
-        assert live.admin.post("/admin/weights/rollback").status_code == 200
-        taken, said = acceptance(live)
-        assert said == expected[1]
-        assert taken > KNOWS_ALL
+        live.rollback()
+        check(live, expected[1], knows=True)
 
 
 def test_an_eagle_head_with_an_embedding_of_its_own(tmp_path: Path) -> None:
@@ -114,9 +114,7 @@ def test_an_eagle_head_with_an_embedding_of_its_own(tmp_path: Path) -> None:
         eagle(tmp_path / f"draft-{i}", knows=True, **{"embed_tokens.weight": embedding})
         for i, embedding in enumerate(embeddings)
     ]
-    speculation = {"method": "eagle", "model": str(drafts[0]), "num_speculative_tokens": 3}
-    live = LiveServer(targets[0], tmp_path / "state", (*VLLM_ARGS, "--speculative-config", json.dumps(speculation)))
-    with live.running():
+    with eagle_server(targets[0], drafts[0], tmp_path / "state").running() as live:
         assert acceptance(live)[0] > KNOWS_ALL
         live.push(targets[1])
         assert acceptance(live)[0] < KNOWS_NONE
@@ -160,13 +158,9 @@ def test_an_mtp_head_comes_with_its_target(tmp_path: Path) -> None:
         for path, (seed, knows) in zip(paths, made, strict=True):
             if path != paths[0]:
                 live.push(path)
-            taken, said = acceptance(live)
-            assert said == expected[seed]
-            assert taken > KNOWS_ALL if knows else taken < KNOWS_NONE
-        assert live.admin.post("/admin/weights/rollback").status_code == 200
-        taken, said = acceptance(live)
-        assert said == expected[1]
-        assert taken > KNOWS_ALL
+            check(live, expected[seed], knows=knows)
+        live.rollback()
+        check(live, expected[1], knows=True)
         answer = live.admin.post("/admin/weights", json={"path": str(paths[1]), "part": "draft", "activate": True})
         assert answer.status_code != 200
         assert "publish the target with it" in answer.text

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from loadtest.models.checkpoints import make_adapter
 from loadtest.models.kinds import KINDS, make_kind
 from tests import stock
 from tests.cpu import avx512_only, of_kinds
 from tests.live import VLLM_ARGS, LiveServer, flags
+from tests.server.live.models.test_parts import pushed
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.engine
@@ -118,3 +120,35 @@ def test_what_lies_in_the_cache_is_computed_anew_when_its_scales_change(tmp_path
         preempted = live.engine_metric("vllm:num_preemptions_total")
     assert max(stock.behind(paths[1], asked, **options)) < stock.ROUNDING
     assert preempted == len(PROMPTS)
+
+
+@avx512_only
+@pytest.mark.broad
+def test_base_and_adapter_swap_alone_and_together(tmp_path: Path) -> None:
+    """The base and the adapter are not asked in one batch: there stock vLLM answers the base's requests otherwise."""
+    bases = [make_kind(tmp_path / f"base-{seed}", "awq", seed=seed) for seed in (0, 1)]
+    one, two = (make_adapter(tmp_path / f"adapter-{i}", seed=i) for i in (1, 2))
+    plain = [stock.answers(base, PROMPTS, TOKENS) for base in bases]
+    first, second, last = (
+        stock.answers(base, PROMPTS, TOKENS, adapter=adapter)
+        for base, adapter in ((bases[0], one), (bases[0], two), (bases[1], two))
+    )
+    assert len({str(answers) for answers in (*plain, first, second, last)}) == 5, "some of these answer alike"
+    live = LiveServer(bases[0], tmp_path / "state", (*VLLM_ARGS, "--enable-lora"))
+
+    def said(model: str) -> list[list[int]]:
+        return [live.generate(p, TOKENS, model=model)["choices"][0]["token_ids"] for p in PROMPTS]
+
+    with live.running(), ThreadPoolExecutor(len(PROMPTS)) as pool:
+        version = pushed(live, one, "lora/x")
+        assert (said("x"), said(live.name)) == (first, plain[0])
+        streams = [pool.submit(live.generate, p, LONG, model="x") for p in PROMPTS]
+        pushed(live, two, "lora/x")
+        for expected, stream in zip(first, streams, strict=True):
+            tokens = first_span(stream.result(), version)[:TOKENS]
+            assert tokens == expected[: len(tokens)]
+        assert (said("x"), said(live.name)) == (second, plain[0])
+        pushed(live, bases[1])
+        assert (said("x"), said(live.name)) == (last, plain[1])
+        live.rollback()
+        assert (said("x"), said(live.name)) == (second, plain[0])

@@ -256,19 +256,3 @@ def with_another_rope(checkpoint: Path, path: Path) -> Path:
     config["rope_parameters"] |= {"rope_theta": 100.0}
     (path / "config.json").write_text(json.dumps(config))
     return path
-
-
-def test_a_single_instance_refuses_and_serves_on(tmp_path: Path) -> None:
-    base = make_kind(tmp_path / "base", "llama", **TIED)
-    other = make_kind(tmp_path / "other", "llama", tie_word_embeddings=False)
-    rope = with_another_rope(base, tmp_path / "rope")
-    live = LiveServer(base, tmp_path / "state", ("--max-model-len", "512"), name="single")
-    with live.running():
-        before, tokens = live.active(), said(live)
-        for path, change in ((other, "lm_head.weight is new"), (rope, "another rope_parameters")):
-            answer = ask(live, "", path=str(path))
-            problem = answer.json()["error"]
-            assert (answer.status_code, problem["code"]) == (409, "swap_aborted")
-            assert change in problem["message"]
-            assert "--instances 2" in problem["message"]
-            assert (live.active(), said(live)) == (before, tokens)

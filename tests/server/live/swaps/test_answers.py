@@ -23,29 +23,19 @@ pytestmark = [pytest.mark.engine, pytest.mark.broad]
 TOKENS = 300
 
 
-class Collecting:
-    """A second gateway of the same server, which keeps every answer."""
-
-    def __init__(self, url: str, log: Path) -> None:
-        self.url, self.log = url, str(log)
-
-    def kept(self, count: int) -> dict[str, Answer]:
-        """By request id, once there are so many."""
-        wait_until(
-            lambda: (
-                sum(len(Folder(self.log).read(path).splitlines()) for path, _ in Folder(self.log).segments()) >= count
-            ),
-            30,
-        )
-        return {answer.about.request_id: answer for answer, _ in joined(self.log, Wanted())}
-
-
 @pytest.fixture
-def collecting(live: LiveServer, tmp_path: Path) -> Iterator[Collecting]:
-    log = tmp_path / "log"
-    collect = ("--collect-anonymous", "--answers", str(log), "--answers-segment", "0.1")
+def collecting(live: LiveServer, tmp_path: Path) -> Iterator[str]:
+    """The URL of a second gateway of the same server, which keeps every answer in `log`."""
+    collect = ("--collect-anonymous", "--answers", str(tmp_path / "log"), "--answers-segment", "0.1")
     with live.another_gateway("--no-coordinator", *collect) as url:
-        yield Collecting(url, log)
+        yield url
+
+
+def kept(log: str, count: int) -> dict[str, Answer]:
+    """By request id, once there are so many."""
+    folder = Folder(log)
+    wait_until(lambda: sum(len(folder.read(path).splitlines()) for path, _ in folder.segments()) >= count)
+    return {answer.about.request_id: answer for answer, _ in joined(log, Wanted())}
 
 
 MESSAGES = [{"role": "user", "content": "3+4="}]
@@ -85,7 +75,7 @@ def spans_of(raw: bytes, *, streamed: bool) -> dict[int, Any]:
 
 
 def test_records_say_what_the_answers_said_over_swaps(
-    live: LiveServer, checkpoints: dict[str, Path], collecting: Collecting
+    live: LiveServer, checkpoints: dict[str, Path], collecting: str, tmp_path: Path
 ) -> None:
     live.push(checkpoints["say-1"])
     over = threading.Event()
@@ -94,7 +84,7 @@ def test_records_say_what_the_answers_said_over_swaps(
         route, body = ASKED[name]
         request_id = f"{name}-{streamed}-{number}"
         asked = {**body, "model": live.name, "stream": streamed}
-        answer = httpx.post(collecting.url + route, json=asked, headers={"x-request-id": request_id}, timeout=120)
+        answer = httpx.post(collecting + route, json=asked, headers={"x-request-id": request_id}, timeout=120)
         assert answer.status_code == 200, answer.text
         return request_id, answer.content
 
@@ -112,12 +102,12 @@ def test_records_say_what_the_answers_said_over_swaps(
         finally:
             over.set()
         told = dict(pair for each in asking for pair in each.result())
-    kept = collecting.kept(len(told))
-    assert kept.keys() == told.keys()
+    answers = kept(str(tmp_path / "log"), len(told))
+    assert answers.keys() == told.keys()
     crossed = set()
     for request_id, raw in told.items():
         name, streamed, _ = request_id.split("-")
-        answer = kept[request_id]
+        answer = answers[request_id]
         wanted = spans_of(raw, streamed=streamed == "True")
         assert {c.index: [msgspec.structs.astuple(s) for s in c.weight_versions] for c in answer.choices} == wanted
         assert wanted, request_id

@@ -115,7 +115,7 @@ async def test_answers_from_the_cache_are_right_after_streams_crossed_many_swaps
 
     streams = [asyncio.create_task(load(policy)) for policy in ("keep", "keep", "recompute", "finish", "abort")]
     for _ in range(200):
-        await asyncio.to_thread(swap_back_and_forth, live, 1)
+        await asyncio.to_thread(live.rollback)
         if len(crossed) >= ENOUGH:
             break
     stop.set()
@@ -123,17 +123,11 @@ async def test_answers_from_the_cache_are_right_after_streams_crossed_many_swaps
     assert len(crossed) >= ENOUGH
     before = live.engine_metric("vllm:prefix_cache_hits_total")
     for _ in range(2):
-        swap_back_and_forth(live, 1)
+        live.rollback()
         for tokens in crossed[:ENOUGH]:
             cached, fresh = (completion(live, tokens, salt) for salt in (None, secrets.token_hex(8)))
             assert cached == fresh, f"version {live.active()}"
     assert live.engine_metric("vllm:prefix_cache_hits_total") - before > 1000
-
-
-def swap_back_and_forth(live: LiveServer, count: int) -> None:
-    for _ in range(count):
-        answer = live.admin.post("/admin/weights/rollback")
-        assert answer.status_code == 200, answer.text
 
 
 def completion(live: LiveServer, prompt: list[int], salt: str | None) -> str:

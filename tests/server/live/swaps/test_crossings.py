@@ -30,7 +30,7 @@ async def swapping(live: LiveServer, *directories: Path) -> AsyncIterator[dict[i
 
     async def swap() -> None:
         while not over.is_set():
-            assert (await asyncio.to_thread(live.admin.post, "/admin/weights/rollback")).status_code == 200
+            await asyncio.to_thread(live.rollback)
 
     task = asyncio.create_task(swap())
     try:
@@ -70,7 +70,7 @@ async def test_recompute_equals_a_fresh_stock_engine_of_the_new_weights(
     begun = [asyncio.Event() for _ in prompts]
     streams = [asyncio.create_task(streamed(live, *each)) for each in zip(prompts, begun, strict=True)]
     await asyncio.gather(*(each.wait() for each in begun))
-    assert (await asyncio.to_thread(live.admin.post, "/admin/weights/rollback")).status_code == 200
+    await asyncio.to_thread(live.rollback)
     answers = await asyncio.gather(*streams)
     crossed = []
     for prompt, (seen, choice) in zip(prompts, answers, strict=True):
@@ -131,7 +131,7 @@ def test_a_prompt_found_in_the_cache_names_the_one_version_that_computed_it(
             (choice,) = live.generate(prompt, 3)["choices"]
             assert choice["prompt_weight_versions"] == [{"version": version, "start": 0, "end": 500}]
             assert (live.engine_metric("vllm:prefix_cache_hits_total") > before) is (round_ > 0)
-            assert live.admin.post("/admin/weights/rollback").status_code == 200
+            live.rollback()
 
 
 # samples, log-probabilities, grammars --------------------------------------------------------------------------------

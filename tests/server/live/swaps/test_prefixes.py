@@ -16,8 +16,6 @@ from tests.waiting import wait_until
 
 pytestmark = pytest.mark.engine
 ROUTE = "/v1/completions"
-
-
 TOKENS = 1000
 
 
@@ -106,16 +104,10 @@ def test_a_swap_keeps_what_each_version_has_computed_apart(
 def test_the_gateway_knows_what_it_has_not_sent(watcher: Watcher, live: LiveServer) -> None:
     """A prompt that came to the instance by another way."""
     raw = body(100_003, live.name)
-    before = watcher.live.client.get("/metrics").text
+    before = live.gateway_metric("hotswap_instance_prefixes")
     answer = watcher.http.post(ROUTE, content=raw, headers={"content-type": "application/json"})
     assert answer.status_code == 200, answer.text
-
-    def reported(page: str) -> float:
-        return sum(
-            float(line.split()[-1]) for line in page.splitlines() if line.startswith("hotswap_instance_prefixes{")
-        )
-
-    wait_until(lambda: reported(live.client.get("/metrics").text) != reported(before), 60)
+    wait_until(lambda: live.gateway_metric("hotswap_instance_prefixes") != before, 60)
 
 
 def test_only_members_of_the_cluster_are_told(live: LiveServer) -> None:

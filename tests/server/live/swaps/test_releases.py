@@ -16,10 +16,7 @@ from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.broad]
 
-REWARDS = [
-    {"kind": "regex", "name": "old", "pattern": "w100"},  # what version 1 says: version 2 loses by it
-    {"kind": "regex", "name": "any", "pattern": "w10[01]"},
-]
+REWARDS = [{"kind": "regex", "name": "old", "pattern": "w100"}]  # what version 1 says: version 2 loses by it
 
 
 @pytest.fixture(scope="module")
@@ -27,11 +24,10 @@ def server(
     checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, rewards: str
 ) -> Iterator[LiveServer]:
     """Version 1, which says w100 alone, serves; version 2, which says w101, is there."""
-    root = tmp_path_factory.mktemp("releases")
-    (root / "set.jsonl").write_text('{"prompt": "w3 w4"}\n' * 4)
-    named = [("reward", f"{reward['name']}={rewards}") for reward in REWARDS]
-    named += [("reward", "away=http://127.0.0.1:1"), ("evaluation", f"words={root}/set.jsonl")]
-    args = tuple(word for option, value in named for word in (f"--{option}", value))
+    root, args = (
+        tmp_path_factory.mktemp("releases"),
+        ("--reward", f"old={rewards}", "--reward", "away=http://127.0.0.1:1"),
+    )
     live = LiveServer(checkpoints["say-0"], root, name="releases", instances=2, gateway_args=args)
     with live.running():
         wait_until(lambda: live.whole(), 300)
@@ -46,8 +42,8 @@ def rewards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield str(client.base_url)
 
 
-def policy(steps: str, more: str = "") -> str:
-    return f"sticky: none\nrewards: {{old: {{}}, any: {{}}, away: {{}}}}\n{more}steps: [{steps}]\n"
+def policy(steps: str) -> str:
+    return f"sticky: none\nrewards: {{old: {{}}, away: {{}}}}\nsteps: [{steps}]\n"
 
 
 def release(server: LiveServer, text: str) -> dict[str, Any]:
@@ -101,15 +97,6 @@ def test_harm_to_live_answers_takes_it_back_and_the_ledger_says_why(server: Live
     assert 'hotswap_release_state{model="releases",state="rolled_back"} 1.0' in httpx.get(f"{server.url}/metrics").text
 
 
-def test_an_evaluation_set_keeps_it_from_any_traffic(server: LiveServer) -> None:
-    sets = "evaluation: [{name: words, by: old, min: 0.5, max_tokens: 4}]\n"
-    with Labelled(server.url) as clients:
-        found = release(server, policy("{traffic: 50, for: 10m}", sets))
-    assert (found["state"], found["reason"]) == ("rolled_back", "words: old 0, which is below 0.5")
-    assert not clients.failures
-    assert {version for version, _ in clients.labelled} == {1}
-
-
 def test_a_reward_server_that_is_away_holds_the_release(server: LiveServer) -> None:
     text = policy("{traffic: 50, for: 0s, conditions: [{metric: reward/away, min: 0.5}]}")
     assert server.admin.post("/admin/releases", json={"version": 2, "text": text}).status_code == 200
@@ -127,18 +114,3 @@ def test_a_reward_server_that_is_away_holds_the_release(server: LiveServer) -> N
         assert ended(server)["reason"].endswith("nobody scores")
     assert not clients.failures
     assert runs(server) == [1, 1]
-
-
-def test_a_good_version_takes_over_step_by_step(server: LiveServer) -> None:
-    good = "[{metric: reward/any, min: 0.5, least: 20, prove: true}, {metric: errors, max_increase: 0.2, least: 20}]"
-    steps = ", ".join(f"{{traffic: {percent}, for: 1s, conditions: {good}}}" for percent in (20, 50))
-    with Labelled(server.url) as clients:
-        found = release(server, policy(steps))
-        seen = clients.answers[2]
-        wait_until(lambda: clients.answers[2] > seen + 10)
-    assert (found["state"], found["reason"], found["step"]) == ("done", "", 1)
-    assert found["findings"][0].startswith("kept: reward/any min 0.5")
-    assert not found["findings"][1].startswith(("harmed", "blind"))
-    assert not clients.failures
-    assert clients.labelled == {(1, 100), (2, 101)}
-    assert runs(server) == [2, 2]

@@ -103,7 +103,7 @@ def test_nothing_of_a_bad_version_is_left_in_the_cache(
         if mode == "together":
             assert answer.status_code == 200, answer.text
             wait_until(lambda: answer.json()["version"] in clients.answers or clients.failures, 60)
-            assert fleet.live.admin.post("/admin/weights/rollback").status_code == 200
+            fleet.live.rollback()
         else:
             assert (answer.status_code, answer.json()["error"]["code"]) == (409, "swap_aborted")
         wait_until(lambda: fleet.all_serve(good), 60)
@@ -111,18 +111,6 @@ def test_nothing_of_a_bad_version_is_left_in_the_cache(
         wait_until(lambda: clients.answers.total() > asked + AFTERWARDS, 120)
     assert {token for version, token in clients.labelled if version == good} == {101}
     assert len(clients.failures) == failed
-
-
-def test_rollback_to_any_ready_version(fleet: Fleet, checkpoints: dict[str, Path]) -> None:
-    versions = [push(fleet, checkpoints[name]).json()["version"] for name in ("say-0", "say-1")]
-    answer = fleet.live.admin.post("/admin/weights/rollback", json={"version": versions[0], "mode": "rolling"})
-    assert answer.status_code == 200, answer.text
-    assert fleet.live.active() == versions[0]
-    assert fleet.live.generate([5, 6], 3)["choices"][0]["token_ids"] == [100] * 3
-    answer = fleet.live.admin.post("/admin/weights/rollback")
-    assert answer.json()["version"] == versions[1]
-    answer = fleet.live.admin.post("/admin/weights/rollback", json={"version": 10**6})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_version")
 
 
 def with_nan(source: Path, target: Path) -> Path:
