@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,8 @@ import torch
 import typer
 
 from server.cli.app import app
-from weightsync import Coordinator, SlotReader, ensure_arena, open_store
+from tests.coordinating import coordinating
+from weightsync import SlotReader
 from weightsync.publish.publisher import Publisher
 from weightsync.push import push
 
@@ -24,28 +23,12 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "
 
 
 @pytest.fixture
-def served_store(tmp_path: Path) -> Iterator[str]:
-    """A store whose swaps are coordinated, as in a gateway; nobody serves, so every commit is immediate."""
+def served_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """As in a gateway."""
+    monkeypatch.setenv("HOTSWAP_ARENA", str(tmp_path / "slots"))
     url = f"sqlite://{tmp_path}/store.db"
-    stopping = threading.Event()
-
-    async def coordinate() -> None:
-        store = open_store(url)
-        await ensure_arena(store, tmp_path / "slots")
-        coordinator = Coordinator(store, "NAME")
-        coordinator.start()
-        ready.set()
-        await asyncio.to_thread(stopping.wait)
-        await coordinator.stop()
-        await store.close()
-
-    ready = threading.Event()
-    thread = threading.Thread(target=lambda: asyncio.run(coordinate()), daemon=True)
-    thread.start()
-    assert ready.wait(20)
-    yield url
-    stopping.set()
-    thread.join()
+    with coordinating(url, "NAME"):
+        yield url
 
 
 def model_of_transformers(tied: bool) -> Any:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import runpy
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from tests.coordinating import coordinating
 from tests.k8s.helm import CHART, arguments, release
 from tests.weightsync.tensors import model, save_safetensors
-from weightsync import Coordinator, open_store
 from weightsync.control.records import ActiveRecord, Keys
 from weightsync.store import SyncStore
 
@@ -30,27 +28,12 @@ def script() -> dict[str, Any]:
 
 @pytest.fixture
 def led(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A store whose swaps are coordinated, as by a gateway; nobody serves, so every commit is immediate."""
+    """As by a gateway."""
     url = f"sqlite://{tmp_path}/store.db"
     monkeypatch.setenv("HOTSWAP_ARENA", f"/dev/shm/hotswap-test-{os.getpid()}-{time.monotonic_ns()}")
     monkeypatch.setenv("HOTSWAP_HOST", "pod-0")
-    ready, stopping = threading.Event(), threading.Event()
-
-    async def coordinate() -> None:
-        store = open_store(url)
-        coordinator = Coordinator(store, "demo")
-        coordinator.start()
-        ready.set()
-        await asyncio.to_thread(stopping.wait)
-        await coordinator.stop()
-        await store.close()
-
-    thread = threading.Thread(target=lambda: asyncio.run(coordinate()), daemon=True)
-    thread.start()
-    assert ready.wait(60)
-    yield url
-    stopping.set()
-    thread.join()
+    with coordinating(url, "demo"):
+        yield url
     for slot in (arena := Path(os.environ["HOTSWAP_ARENA"])).glob("*"):
         slot.unlink()
     arena.rmdir()
