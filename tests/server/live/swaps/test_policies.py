@@ -21,10 +21,6 @@ def ask(tokens: int, prompt: list[int] | None = None, **more: Any) -> dict[str, 
     return body | {"stream": False} | more
 
 
-def instance(live: LiveServer) -> httpx.AsyncClient:
-    return httpx.AsyncClient(**live.direct()[0], timeout=60)
-
-
 def hits(live: LiveServer, prompt: list[int]) -> float:
     before = live.engine_metric("vllm:prefix_cache_hits_total")
     with httpx.Client(**live.direct()[0]) as client:
@@ -36,7 +32,7 @@ def hits(live: LiveServer, prompt: list[int]) -> float:
 @pytest.mark.parametrize("interval", [1, 8, 100])
 async def test_an_event_has_as_many_tokens_as_were_asked_for(live: LiveServer, interval: int) -> None:
     """The last one may have fewer; together they are the whole answer."""
-    async with instance(live) as client:
+    async with httpx.AsyncClient(**live.direct()[0], timeout=60) as client:
         whole = (await client.post("/generate", json=ask(20, logprobs=True))).json()["choices"][0]
     body = ask(20, logprobs=True, stream_interval=interval) | {"stream": True}
     *told, done = [event async for event in events(live.direct()[0], body)]
