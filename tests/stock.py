@@ -29,9 +29,8 @@ def answers(model: Path, prompts: list[Ids], tokens: int, *, adapter: Path | Non
 
     `adapter`: a LoRA adapter that they go through.
     """
-    if adapter is None:
-        return list(_asked(model, {"prompts": prompts, "tokens": tokens}, options))
-    return list(_asked(model, {"prompts": prompts, "tokens": tokens, "adapter": str(adapter)}, options))
+    through = {} if adapter is None else {"adapter": str(adapter)}
+    return list(_asked(model, {"prompts": prompts, "tokens": tokens, **through}, options))
 
 
 def chats(model: Path, conversations: list[Any], tokens: int, **options: Any) -> list[Ids]:
