@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-from weightsync import CommitResult, Coordinator, Participant, SlotReader, StageResult, Store, open_store
+from tests.weightsync.tensors import model
+from weightsync import CommitResult, Coordinator, Participant, Publisher, SlotReader, StageResult, Store, open_store
 from weightsync.control.coordinator import Probe
 from weightsync.control.lease import LEADER_TTL_S
-from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, VersionRecord
+from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, Record, VersionRecord
+from weightsync.publish.publisher import Version
 
 MODEL = "demo"
 KEYS = Keys(MODEL)
+R = TypeVar("R", bound=Record)
 
 
 @dataclass
@@ -49,6 +54,11 @@ class Engine:
         self.staged.add(version.version)
         built = self.builds or version.fingerprint or version.manifest_digest
         return StageResult(fingerprint=built, path="toy")
+
+    def go_on(self) -> None:
+        """End what `hang` holds up."""
+        assert self.hang is not None
+        self.hang.set()
 
     async def commit(self, active: ActiveRecord, version: VersionRecord) -> CommitResult:
         self.calls.append(("commit", version.version))
@@ -92,6 +102,28 @@ class Fleet:
         self._stack.push_async_callback(store.close)
         return store
 
+    @functools.cached_property
+    def publisher(self) -> Publisher:
+        publisher = Publisher(self._url, model=MODEL)
+        self._stack.callback(publisher.close)
+        return publisher
+
+    async def publish(self, value: float = 0.0, **options: Any) -> Version:
+        """A version whose tensors all have this value; nobody asks for it, unless `options` say so."""
+        return await asyncio.to_thread(self.publisher.publish, model(value), **{"activate": False, **options})
+
+    async def read(self, key: str, kind: type[R]) -> R:
+        found = await self._records.get(key)
+        assert found is not None, key
+        return kind.from_json(found.value)
+
+    async def active(self) -> ActiveRecord:
+        return await self.read(KEYS.active, ActiveRecord)
+
+    @functools.cached_property
+    def _records(self) -> Store:
+        return self.store()
+
     def coordinator(
         self, *, keep: int = 2, probe: Probe | None = None, leader_ttl_s: float = LEADER_TTL_S
     ) -> Coordinator:
@@ -123,6 +155,10 @@ class Fleet:
         if wait:
             await asyncio.wait_for(participant.serving(), 10)
         return engine
+
+    async def instances(self, names: str) -> list[Engine]:
+        """One for each letter of `names`."""
+        return [await self.instance(name) for name in names]
 
 
 @asynccontextmanager

@@ -14,8 +14,7 @@ import pytest
 
 from tests.waiting import eventually, stays
 from tests.weightsync.fleet import KEYS, Engine, Fleet
-from tests.weightsync.tensors import model
-from weightsync import CommitResult, Publisher, SwapReport
+from weightsync import CommitResult, SwapReport
 from weightsync.control import activation, chain
 from weightsync.control.history import past_swaps
 from weightsync.control.records import ActiveRecord, SwapMode, SwapRecord, TargetRecord, VersionRecord
@@ -23,23 +22,14 @@ from weightsync.errors import DigestMismatch, SwapAborted, SwapTimeout, UnknownV
 from weightsync.store.protocol import Event, Store
 
 
-async def publish(publisher: Publisher, value: float = 0.0) -> int:
-    return await asyncio.to_thread(publisher.publish, model(value), activate=False)
-
-
-async def active(fleet: Fleet) -> ActiveRecord | None:
-    found = await fleet.store().get(KEYS.active)
-    return ActiveRecord.from_json(found.value) if found else None
-
-
 def refuse(version: object) -> None:
     raise DigestMismatch("model.norm.weight", "aa", "bb")
 
 
-async def test_a_version_is_committed_on_all_instances(fleet: Fleet, publisher: Publisher) -> None:
+async def test_a_version_is_committed_on_all_instances(fleet: Fleet) -> None:
     coordinator = fleet.coordinator()
-    engines = [await fleet.instance(name) for name in ("a", "b", "c")]
-    version = await publish(publisher)
+    engines = await fleet.instances("abc")
+    version = await fleet.publish()
     report = await coordinator.activate(version)
     assert (report.ok, report.version, report.previous, report.epoch, report.reason) == (True, version, None, 1, None)
     assert report.prepare_ms > 0
@@ -49,63 +39,59 @@ async def test_a_version_is_committed_on_all_instances(fleet: Fleet, publisher: 
     assert [e.calls for e in engines] == [[("stage", 1), ("commit", 1)]] * 3
 
 
-async def test_one_record_that_cannot_be_read_does_not_end_the_swaps(fleet: Fleet, publisher: Publisher) -> None:
+async def test_one_record_that_cannot_be_read_does_not_end_the_swaps(fleet: Fleet) -> None:
     coordinator, engine, store = fleet.coordinator(), await fleet.instance("a"), fleet.store()
-    assert (await coordinator.activate(await publish(publisher))).ok
-    bad = await publish(publisher)
+    assert (await coordinator.activate(await fleet.publish())).ok
+    bad = await fleet.publish()
     found = await store.get(KEYS.version(bad))
     assert found is not None
     await store.put(KEYS.version(bad), found.value.replace(b'"step":null', b'"step":"8"'))
     wish = TargetRecord(1, "bad", "x", 60.0).to_json().replace(b'"x"', b"4")
     await store.put(KEYS.target, wish)
-    assert (await coordinator.activate(await publish(publisher, 2.0))).ok
+    assert (await coordinator.activate(await fleet.publish(2.0))).ok
     assert engine.running == bad + 1
     with pytest.raises(UnknownVersion):
         await coordinator.activate(bad)
 
 
-async def test_a_publisher_waits_for_its_own_swap(fleet: Fleet, publisher: Publisher) -> None:
+async def test_a_publisher_waits_for_its_own_swap(fleet: Fleet) -> None:
     fleet.coordinator()
     engine = await fleet.instance("a")
     for step in range(3):
-        version = await asyncio.to_thread(publisher.publish, model(step), step=step, timeout_s=10)
-        found = await asyncio.to_thread(publisher.active)
-        assert found is not None
-        assert found.version == version
+        version = await fleet.publish(step, activate=True, step=step, timeout_s=10)
+        assert (await fleet.active()).version == version
     await eventually(lambda: engine.running == version)
-    assert await asyncio.to_thread(publisher.rollback, timeout_s=10) == version - 1
+    assert await asyncio.to_thread(fleet.publisher.rollback, timeout_s=10) == version - 1
     await eventually(lambda: engine.running == version - 1)
 
 
-async def test_a_publisher_waits_through_an_outage_of_the_store(
-    fleet: Fleet, publisher: Publisher, tmp_path: Path
-) -> None:
+async def test_a_publisher_waits_through_an_outage_of_the_store(fleet: Fleet, tmp_path: Path) -> None:
     fleet.coordinator(leader_ttl_s=1.0)
     engine = await fleet.instance("a", Engine(hang=asyncio.Event()))
-    publishing = asyncio.create_task(asyncio.to_thread(publisher.publish, model(), timeout_s=20))
+    publishing = asyncio.create_task(fleet.publish(activate=True, timeout_s=20))
     await eventually(lambda: engine.calls)
     os.rename(tmp_path / "store.db", tmp_path / "away.db")
     await stays(lambda: not publishing.done(), 0.3)
     os.rename(tmp_path / "away.db", tmp_path / "store.db")
-    assert engine.hang is not None
-    engine.hang.set()
+    engine.go_on()
     assert await publishing == 1
     await eventually(lambda: engine.running == 1)
 
 
-async def test_rollback_needs_no_new_bytes_and_loses_no_epoch(fleet: Fleet, publisher: Publisher) -> None:
+async def test_rollback_needs_no_new_bytes_and_loses_no_epoch(fleet: Fleet) -> None:
     coordinator = fleet.coordinator()
     engine = await fleet.instance("a")
     for value in (1.0, 2.0):
-        await coordinator.activate(await publish(publisher, value))
+        await coordinator.activate(await fleet.publish(value))
     back = await coordinator.rollback()
     assert (back.ok, back.version, back.previous, back.epoch) == (True, 1, 2, 3)
     forth = await coordinator.rollback()
     assert (forth.version, forth.previous, forth.epoch) == (2, 1, 4)
     assert engine.running == 2
+    assert engine.calls == [(call, version) for version in (1, 2, 1, 2) for call in ("stage", "commit")]
 
 
-async def test_there_is_not_always_a_way_back(fleet: Fleet, publisher: Publisher) -> None:
+async def test_there_is_not_always_a_way_back(fleet: Fleet) -> None:
     coordinator = fleet.coordinator()
     with pytest.raises(SwapAborted, match="no previous version"):
         await coordinator.rollback()
@@ -113,12 +99,12 @@ async def test_there_is_not_always_a_way_back(fleet: Fleet, publisher: Publisher
         await coordinator.activate(7)
 
 
-async def test_one_refusal_aborts_for_all_and_names_the_tensor(fleet: Fleet, publisher: Publisher) -> None:
+async def test_one_refusal_aborts_for_all_and_names_the_tensor(fleet: Fleet) -> None:
     coordinator = fleet.coordinator()
-    good, bad = await fleet.instance("a"), await fleet.instance("b")
-    assert (await coordinator.activate(await publish(publisher))).ok
+    good, bad = await fleet.instances("ab")
+    assert (await coordinator.activate(await fleet.publish())).ok
     bad.on_stage = refuse
-    report = await coordinator.activate(await publish(publisher))
+    report = await coordinator.activate(await fleet.publish())
     assert (report.ok, report.tensor, report.epoch) == (False, "model.norm.weight", 1)
     assert "instance b" in (report.reason or "")
     assert "digest aa" not in (report.reason or "")
@@ -131,33 +117,21 @@ async def test_one_refusal_aborts_for_all_and_names_the_tensor(fleet: Fleet, pub
     assert [good.running, bad.running] == [2, 2]
 
 
-async def test_the_publisher_of_a_bad_version_hears_why(fleet: Fleet, publisher: Publisher) -> None:
+async def test_the_publisher_of_a_bad_version_hears_why(fleet: Fleet) -> None:
     fleet.coordinator()
     engine = await fleet.instance("a", Engine(on_stage=refuse))
     with pytest.raises(SwapAborted, match=r"instance a: tensor 'model\.norm\.weight'") as aborted:
-        await asyncio.to_thread(publisher.publish, model(), timeout_s=10)
+        await fleet.publish(activate=True, timeout_s=10)
     assert aborted.value.tensor == "model.norm.weight"
     assert engine.running is None
-    assert await active(fleet) is None
+    assert await fleet.store().get(KEYS.active) is None
 
 
-async def test_one_that_hangs_aborts_at_the_deadline(fleet: Fleet, publisher: Publisher) -> None:
-    coordinator = fleet.coordinator()
-    good, stuck = await fleet.instance("a"), await fleet.instance("b", Engine(hang=asyncio.Event()))
-    report = await coordinator.activate(await publish(publisher), deadline_s=1.0)
-    assert (report.ok, report.reason) == (False, "not staged within 1 s by b")
-    assert good.running is None
-    assert stuck.hang is not None
-    stuck.hang.set()
-    assert (await coordinator.activate(1)).ok
-    assert [good.running, stuck.running] == [1, 1]
-
-
-async def test_one_that_dies_while_staging_aborts_when_its_lease_ends(fleet: Fleet, publisher: Publisher) -> None:
+async def test_one_that_dies_while_staging_aborts_when_its_lease_ends(fleet: Fleet) -> None:
     coordinator = fleet.coordinator()
     good = await fleet.instance("a")
     await fleet.instance("b", Engine(hang=asyncio.Event()), ttl_s=1.0)
-    swap = asyncio.create_task(coordinator.activate(await publish(publisher)))
+    swap = asyncio.create_task(coordinator.activate(await fleet.publish()))
     await eventually(lambda: fleet.participants["b"].record.state == "STAGING")
     kill(fleet, "b")
     report = await swap
@@ -166,51 +140,42 @@ async def test_one_that_dies_while_staging_aborts_when_its_lease_ends(fleet: Fle
     assert good.running == 1
 
 
-async def test_one_that_cannot_flip_is_torn_and_the_commit_stands(fleet: Fleet, publisher: Publisher) -> None:
+async def test_one_that_cannot_flip_is_torn_and_the_commit_stands(fleet: Fleet) -> None:
     coordinator = fleet.coordinator()
-    good, bad = await fleet.instance("a"), await fleet.instance("b")
-
-    def fail() -> None:
-        raise RuntimeError("out of memory")
-
-    bad.on_commit = fail
-    report = await coordinator.activate(await publish(publisher))
+    good, bad = await fleet.instances("ab")
+    bad.on_commit = out_of_memory
+    report = await coordinator.activate(await fleet.publish())
     assert (report.ok, report.reason, report.not_flipped) == (True, "not flipped: b", ("b",))
     torn = report.instances["b"]
     assert (torn.state, torn.active_epoch) == ("TORN", 0)
     assert torn.error is not None
     assert torn.error.message == "RuntimeError: out of memory"
     assert good.running == 1
-    assert (await coordinator.activate(await publish(publisher))).instances.keys() == {"a"}
+    assert (await coordinator.activate(await fleet.publish())).instances.keys() == {"a"}
 
 
 @pytest.mark.parametrize("mode", ["together", "rolling"])
-async def test_a_publisher_hears_which_instances_could_not_flip(
-    fleet: Fleet, publisher: Publisher, mode: SwapMode
-) -> None:
+async def test_a_publisher_hears_which_instances_could_not_flip(fleet: Fleet, mode: SwapMode) -> None:
     fleet.coordinator()
-    good, bad = await fleet.instance("a"), await fleet.instance("b")
-    first = await asyncio.to_thread(publisher.publish, model(), timeout_s=10)
+    good, bad = await fleet.instances("ab")
+    first = await fleet.publish(activate=True, timeout_s=10)
     assert (first, first.not_flipped) == (1, ())
     bad.on_commit = out_of_memory
-    second = await asyncio.to_thread(publisher.publish, model(1.0), mode=mode, timeout_s=10)
+    second = await fleet.publish(1.0, activate=True, mode=mode, timeout_s=10)
     assert (second, second.not_flipped, good.running) == (2, ("b",), 2)
     assert json.loads(json.dumps({"version": copy.copy(second)})) == {"version": first + 1}
     assert copy.copy(second).not_flipped == ("b",)
 
 
-async def test_if_no_instance_can_flip_the_version_before_is_committed_again(
-    fleet: Fleet, publisher: Publisher
-) -> None:
+async def test_if_no_instance_can_flip_the_version_before_is_committed_again(fleet: Fleet) -> None:
     coordinator = fleet.coordinator()
-    engines = [await fleet.instance(name) for name in "ab"]
-    await asyncio.to_thread(publisher.publish, model(), timeout_s=10)
+    engines = await fleet.instances("ab")
+    await fleet.publish(activate=True, timeout_s=10)
     for engine in engines:
         engine.on_commit = out_of_memory
     with pytest.raises(SwapAborted, match=r"no instance could flip \([ab]: RuntimeError: out of memory"):
-        await asyncio.to_thread(publisher.publish, model(1.0), timeout_s=10)
-    found = await active(fleet)
-    assert found is not None
+        await fleet.publish(1.0, activate=True, timeout_s=10)
+    found = await fleet.active()
     assert (found.version, found.epoch, found.previous) == (1, 3, None)
     assert (await fleet.instance("c")).running == 1
     assert [entry.outcome for entry in await past_swaps(fleet.store(), KEYS)] == ["aborted", "done"]
@@ -221,14 +186,13 @@ def out_of_memory() -> None:
     raise RuntimeError("out of memory")
 
 
-async def test_a_new_coordinator_finishes_what_it_finds_prepared(fleet: Fleet, publisher: Publisher) -> None:
+async def test_a_new_coordinator_finishes_what_it_finds_prepared(fleet: Fleet) -> None:
     first = fleet.coordinator()
     engine = await fleet.instance("a", Engine(hang=asyncio.Event()))
-    swap = asyncio.create_task(first.activate(await publish(publisher)))
+    swap = asyncio.create_task(first.activate(await fleet.publish()))
     await eventually(lambda: fleet.participants["a"].record.state == "STAGING")
     await first.stop()
-    assert engine.hang is not None
-    engine.hang.set()
+    engine.go_on()
     await eventually(lambda: fleet.participants["a"].record.state == "STAGED")
     assert engine.running is None
     fleet.coordinator()
@@ -236,9 +200,9 @@ async def test_a_new_coordinator_finishes_what_it_finds_prepared(fleet: Fleet, p
     assert engine.running == 1
 
 
-async def test_a_new_coordinator_aborts_what_cannot_succeed_any_more(fleet: Fleet, publisher: Publisher) -> None:
+async def test_a_new_coordinator_aborts_what_cannot_succeed_any_more(fleet: Fleet) -> None:
     store = fleet.store()
-    version = await publish(publisher)
+    version = await fleet.publish()
     target = TargetRecord(version, "old", "test", 1.0)
     swap = SwapRecord("old", version, "prepare", ("long gone",), deadline=1.0, opened_at=0.0)
     await store.txn({}, {KEYS.target: target.to_json(), KEYS.swap: swap.to_json()})
@@ -248,9 +212,9 @@ async def test_a_new_coordinator_aborts_what_cannot_succeed_any_more(fleet: Flee
     assert engine.running == version
 
 
-async def test_a_new_coordinator_finishes_a_commit(fleet: Fleet, publisher: Publisher) -> None:
+async def test_a_new_coordinator_finishes_a_commit(fleet: Fleet) -> None:
     store = fleet.store()
-    version = await publish(publisher)
+    version = await fleet.publish()
     swap = SwapRecord("old", version, "commit", ("a",), deadline=1.0, opened_at=0.0)
     committed = ActiveRecord(version, 1, None, "old", 0.0)
     target = TargetRecord(version, "old", "test", 1.0)
@@ -263,64 +227,54 @@ async def test_a_new_coordinator_finishes_a_commit(fleet: Fleet, publisher: Publ
     assert engine.running == version
 
 
-async def test_two_coordinators_do_not_get_in_each_others_way(fleet: Fleet, publisher: Publisher) -> None:
+async def test_two_coordinators_do_not_get_in_each_others_way(fleet: Fleet) -> None:
     first, second = fleet.coordinator(), fleet.coordinator()
-    engines = [await fleet.instance(name) for name in ("a", "b")]
+    engines = await fleet.instances("ab")
     for i in range(10):
-        report = await (first, second)[i % 2].activate(await publish(publisher, i))
+        report = await (first, second)[i % 2].activate(await fleet.publish(i))
         assert (report.ok, report.epoch) == (True, i + 1)
     assert [e.running for e in engines] == [10, 10]
     assert [c for c in engines[0].calls if c[0] == "commit"] == [("commit", v) for v in range(1, 11)]
 
 
-async def test_of_many_wishes_the_newest_wins_and_every_one_is_answered(fleet: Fleet, publisher: Publisher) -> None:
+async def test_of_many_wishes_the_newest_wins_and_every_one_is_answered(fleet: Fleet) -> None:
     coordinator = fleet.coordinator()
     engine = await fleet.instance("a")
-    versions = [await publish(publisher, i) for i in range(4)]
+    versions = [await fleet.publish(i) for i in range(4)]
     reports: list[SwapReport] = await asyncio.gather(*[coordinator.activate(v, 10) for v in versions])
-    found = await active(fleet)
-    assert found is not None
+    found = await fleet.active()
     assert all(r.ok or "superseded" in (r.reason or "") for r in reports)
     assert [r.version for r in reports if r.ok and r.epoch == found.epoch] == [found.version]
     await eventually(lambda: engine.running == found.version)
 
 
-async def test_old_versions_are_retired_and_needed_ones_are_not(fleet: Fleet, publisher: Publisher) -> None:
+async def test_old_versions_are_retired_and_needed_ones_are_not(fleet: Fleet) -> None:
     coordinator = fleet.coordinator(keep=3)
-    await fleet.instance("a")
-    waiting = await publish(publisher)
+    engine = await fleet.instance("a")
+    waiting = await fleet.publish()
     for i in range(5):
-        await coordinator.activate(await publish(publisher, i))
-    records = await asyncio.to_thread(publisher.versions)
+        await coordinator.activate(await fleet.publish(i))
+    records = await asyncio.to_thread(fleet.publisher.versions)
     assert [r.version for r in records if r.state == "ready"] == [4, 5, 6]
     assert waiting == 1
+    for version in (4, 6, 5):
+        assert (await coordinator.activate(version)).ok
+        assert engine.running == version
     with pytest.raises(UnknownVersion, match="retired"):
         await coordinator.activate(2)
-    assert len(publisher.arena.slots("demo")) <= 4
+    assert len(fleet.publisher.arena.slots("demo")) <= 4
 
 
-async def test_a_fleet_of_none_takes_the_version_and_who_comes_later_catches_up(
-    fleet: Fleet, publisher: Publisher
-) -> None:
-    coordinator = fleet.coordinator()
-    assert (await coordinator.activate(await publish(publisher))).ok
-    late = await fleet.instance("late")
-    assert late.running == 1
-    assert (await coordinator.activate(await publish(publisher))).instances.keys() == {"late"}
-
-
-async def test_many_swaps_in_a_row_leave_nothing_behind(fleet: Fleet, publisher: Publisher) -> None:
+async def test_many_swaps_in_a_row_leave_nothing_behind(fleet: Fleet) -> None:
     coordinator = fleet.coordinator()
     engine = await fleet.instance("a")
     for i in range(60):
-        assert (await coordinator.activate(await publish(publisher, i))).ok
+        assert (await coordinator.activate(await fleet.publish(i))).ok
     assert engine.running == 60
-    assert len(publisher.arena.slots("demo")) <= 3
+    assert len(fleet.publisher.arena.slots("demo")) <= 3
     keys = [kv.key for kv in (await fleet.store().list(""))[0]]
-    assert (
-        len([key for key in keys if not key.startswith((KEYS.history, chain.PREFIX))]) < 60 + 10
-    )  # versions' records, and the rest
-    assert await active(fleet) is not None
+    others = [key for key in keys if not key.startswith((KEYS.history, chain.PREFIX))]
+    assert len(others) < 60 + 10  # versions' records, and the rest
 
 
 def kill(fleet: Fleet, name: str) -> None:
@@ -333,9 +287,7 @@ def kill(fleet: Fleet, name: str) -> None:
     participant._lease._task.cancel()
 
 
-async def test_whoever_waits_for_a_version_waits_until_the_fleet_has_flipped(
-    fleet: Fleet, publisher: Publisher
-) -> None:
+async def test_whoever_waits_for_a_version_waits_until_the_fleet_has_flipped(fleet: Fleet) -> None:
     """Another process than the one that asked: it sees the commit record first, and must not take it for the end."""
 
     class Slow(Engine):
@@ -348,26 +300,26 @@ async def test_whoever_waits_for_a_version_waits_until_the_fleet_has_flipped(
     Slow.flip = asyncio.Event()
     coordinator = fleet.coordinator()
     slow = await fleet.instance("a", Slow())
-    version = await publish(publisher)
+    version = await fleet.publish()
     swap = asyncio.create_task(coordinator.activate(version))
-    keys, store = KEYS, fleet.store()
-    early = asyncio.create_task(activation.become_active(store, keys, version, 20))
-    await eventually(lambda: active(fleet))
-    late = asyncio.create_task(activation.become_active(store, keys, version, 20))
+    store = fleet.store()
+    early = asyncio.create_task(activation.become_active(store, KEYS, version, 20))
+    await eventually(lambda: store.get(KEYS.active))
+    late = asyncio.create_task(activation.become_active(store, KEYS, version, 20))
     await stays(lambda: not early.done() and not late.done(), 0.1)
     Slow.flip.set()
     await asyncio.gather(early, late)
     assert slow.running == version
     assert (await swap).ok
-    await activation.become_active(store, keys, version, 20)
+    await activation.become_active(store, KEYS, version, 20)
     with pytest.raises(SwapTimeout):
-        await activation.become_active(store, keys, 99, 0.1)
+        await activation.become_active(store, KEYS, 99, 0.1)
 
 
-async def test_whoever_waits_for_a_version_hears_that_it_was_aborted(fleet: Fleet, publisher: Publisher) -> None:
+async def test_whoever_waits_for_a_version_hears_that_it_was_aborted(fleet: Fleet) -> None:
     coordinator = fleet.coordinator()
     await fleet.instance("a", Engine(on_stage=refuse))
-    version = await publish(publisher)
+    version = await fleet.publish()
     waiting = asyncio.create_task(activation.become_active(fleet.store(), KEYS, version, 20))
     await stays(lambda: not waiting.done(), 0.1)
     assert not (await coordinator.activate(version)).ok
@@ -375,44 +327,27 @@ async def test_whoever_waits_for_a_version_hears_that_it_was_aborted(fleet: Flee
         await waiting
 
 
-async def test_rollback_and_retained_versions_are_a_matter_of_the_callback_alone(
-    fleet: Fleet, publisher: Publisher
-) -> None:
-    """A coordinator that keeps more than two versions can go back to any of them; what it keeps is never retired."""
-    coordinator = fleet.coordinator(keep=4)
-    engine = await fleet.instance("a")
-    for value in range(5):
-        assert (await coordinator.activate(await publish(publisher, value))).ok
-    for version in (2, 5, 3):
-        assert (await coordinator.activate(version)).ok
-        assert engine.running == version
-    with pytest.raises(UnknownVersion, match="retired"):
-        await coordinator.activate(1)
-
-
 @pytest.mark.parametrize("mode", ["together", "rolling"])
-async def test_a_publisher_chooses_the_mode(fleet: Fleet, publisher: Publisher, mode: str) -> None:
+async def test_a_publisher_chooses_the_mode(fleet: Fleet, mode: str) -> None:
     fleet.coordinator()
     await fleet.instance("a")
-    await asyncio.to_thread(publisher.publish, model(), timeout_s=10)
-    version = await publish(publisher)
+    await fleet.publish(activate=True, timeout_s=10)
+    version = await fleet.publish()
     options = {"mode": mode, "drain_s": 1.0, "timeout_s": 10}
-    await asyncio.to_thread(publisher.activate, version, **options)  # type: ignore[arg-type]
-    found = await fleet.store().get(KEYS.swap)
-    assert found is not None
-    swap = SwapRecord.from_json(found.value)
+    await asyncio.to_thread(fleet.publisher.activate, version, **options)  # type: ignore[arg-type]
+    swap = await fleet.read(KEYS.swap, SwapRecord)
     assert (swap.phase, swap.mode, swap.drain_s) == ("done", mode, 1.0)
     assert swap.canary == ("a" if mode == "rolling" else None)
-    assert await asyncio.to_thread(publisher.rollback, **options) == 1  # type: ignore[arg-type]
+    assert await asyncio.to_thread(fleet.publisher.rollback, **options) == 1  # type: ignore[arg-type]
 
 
 async def test_whoever_waits_learns_the_outcome_though_the_events_are_gone(
-    fleet: Fleet, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was cut off for so long that the store no longer keeps what happened."""
     coordinator = fleet.coordinator()
     await fleet.instance("a")
-    store, target = fleet.store(), activation.new_target(await publish(publisher), "test", 10)
+    store, target = fleet.store(), activation.new_target(await fleet.publish(), "test", 10)
     revision = await activation.request(store, KEYS, target)
     await eventually(lambda: fleet.engines["a"].running == 1)
     await activation.become_active(store, KEYS, 1, 10)
@@ -445,13 +380,13 @@ def before_the_commit(store: Store, monkeypatch: pytest.MonkeyPatch, happens: Wr
 
 
 async def test_who_is_lost_between_decision_and_commit_is_as_one_lost_right_after_it(
-    fleet: Fleet, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its record goes with its lease, which no compare sees: the commit stands and names it, and it follows later."""
     coordinator = fleet.coordinator()
-    engines = [await fleet.instance(name) for name in ("a", "b")]
+    engines = await fleet.instances("ab")
     before_the_commit(coordinator._store, monkeypatch, fleet.participants["b"].stop)
-    report = await coordinator.activate(await publish(publisher))
+    report = await coordinator.activate(await fleet.publish())
     assert report.ok
     assert "not flipped: b" in (report.reason or "")
     assert [engine.running for engine in engines] == [1, None]
@@ -461,13 +396,13 @@ async def test_who_is_lost_between_decision_and_commit_is_as_one_lost_right_afte
 
 
 async def test_who_says_anything_between_decision_and_commit_is_looked_at_again(
-    fleet: Fleet, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It leaves, after it had staged: that swap aborts. A newcomer only costs a turn."""
     coordinator = fleet.coordinator()
-    engines = [await fleet.instance(name) for name in ("a", "b")]
+    engines = await fleet.instances("ab")
     before_the_commit(coordinator._store, monkeypatch, fleet.participants["b"].drain)
-    report = await coordinator.activate(await publish(publisher))
+    report = await coordinator.activate(await fleet.publish())
     assert (report.ok, report.reason) == (False, "instance b is DRAINING")
     assert [engine.running for engine in engines] == [None, None]
     await fleet.participants["b"].stop()

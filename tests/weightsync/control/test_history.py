@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 
 import pytest
 
 from tests.waiting import eventually
 from tests.weightsync.fleet import KEYS, Engine, Fleet
-from tests.weightsync.tensors import model
-from weightsync import Publisher
 from weightsync.control import activation, history
 from weightsync.control.history import History, past_swaps
 from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, PastSwapRecord, SwapRecord
@@ -20,20 +17,15 @@ from weightsync.errors import DigestMismatch
 STORES = ("sqlite", "etcd")
 
 
-async def publish(publisher: Publisher, value: float = 0.0) -> int:
-    return await asyncio.to_thread(publisher.publish, model(value), activate=False)
-
-
 async def refuse_probe(canary: InstanceRecord, _: SwapRecord, __: ActiveRecord | None) -> ProbeResult:
     return ProbeResult(ok=False, detail=f"{canary.id} babbles")
 
 
-async def test_a_swap_is_kept_with_its_times_and_what_it_came_to(fleet: Fleet, publisher: Publisher) -> None:
+async def test_a_swap_is_kept_with_its_times_and_what_it_came_to(fleet: Fleet) -> None:
     coordinator = fleet.coordinator()
-    for name in ("a", "b"):
-        await fleet.instance(name)
-    first = await coordinator.activate(await publish(publisher, 1.0))
-    await coordinator.activate(await publish(publisher, 2.0))
+    await fleet.instances("ab")
+    first = await coordinator.activate(await fleet.publish(1.0))
+    await coordinator.activate(await fleet.publish(2.0))
     second, oldest = await past_swaps(fleet.store(), KEYS)
     assert (oldest.id, oldest.outcome, oldest.version, oldest.previous, oldest.epoch) == (first.id, "done", 1, None, 1)
     assert (second.version, second.previous, second.epoch, second.mode) == (2, 1, 2, "together")
@@ -45,15 +37,15 @@ async def test_a_swap_is_kept_with_its_times_and_what_it_came_to(fleet: Fleet, p
     assert {f.fingerprint for f in second.flips} == {second.fingerprint}
 
 
-async def test_an_aborted_swap_is_kept_with_its_reason_and_tensor(fleet: Fleet, publisher: Publisher) -> None:
+async def test_an_aborted_swap_is_kept_with_its_reason_and_tensor(fleet: Fleet) -> None:
     def refuse(_: object) -> None:
         raise DigestMismatch("model.norm.weight", "aa", "bb")
 
     coordinator = fleet.coordinator()
     engine = await fleet.instance("a")
-    await coordinator.activate(await publish(publisher, 1.0))
+    await coordinator.activate(await fleet.publish(1.0))
     engine.on_stage = refuse
-    assert not (await coordinator.activate(await publish(publisher, 2.0))).ok
+    assert not (await coordinator.activate(await fleet.publish(2.0))).ok
     last = (await past_swaps(fleet.store(), KEYS))[0]
     assert (last.outcome, last.version, last.previous, last.tensor) == ("aborted", 2, 1, "model.norm.weight")
     assert (last.epoch, last.committed_at, last.verified) == (None, None, None)
@@ -61,16 +53,16 @@ async def test_an_aborted_swap_is_kept_with_its_reason_and_tensor(fleet: Fleet, 
     assert [(f.version, f.stall_ms) for f in last.flips] == [(1, None)]
 
 
-async def test_weights_that_were_not_published_are_kept_as_not_verified(fleet: Fleet, publisher: Publisher) -> None:
+async def test_weights_that_were_not_published_are_kept_as_not_verified(fleet: Fleet) -> None:
     coordinator = fleet.coordinator()
     await fleet.instance("a", Engine(builds="ffff"))
-    assert not (await coordinator.activate(await publish(publisher))).ok
+    assert not (await coordinator.activate(await fleet.publish())).ok
     (last,) = await past_swaps(fleet.store(), KEYS)
     assert (last.outcome, last.verified) == ("aborted", False)
 
 
-async def test_a_request_for_what_is_not_ready_any_more_is_kept(fleet: Fleet, publisher: Publisher) -> None:
-    version = await publish(publisher)
+async def test_a_request_for_what_is_not_ready_any_more_is_kept(fleet: Fleet) -> None:
+    version = await fleet.publish()
     store = fleet.store()
     found = await store.get(KEYS.version(version))
     assert found is not None
@@ -82,49 +74,48 @@ async def test_a_request_for_what_is_not_ready_any_more_is_kept(fleet: Fleet, pu
     assert "does not exist" in (kept[0].reason or "")
 
 
-async def test_what_the_probe_of_a_canary_came_to_is_kept(fleet: Fleet, publisher: Publisher) -> None:
+async def test_what_the_probe_of_a_canary_came_to_is_kept(fleet: Fleet) -> None:
     coordinator = fleet.coordinator(probe=refuse_probe)
-    for name in ("a", "b"):
-        await fleet.instance(name)
-    await coordinator.activate(await publish(publisher, 1.0))
-    report = await coordinator.activate(await publish(publisher, 2.0), mode="rolling", drain_s=0.0)
+    await fleet.instances("ab")
+    await coordinator.activate(await fleet.publish(1.0))
+    report = await coordinator.activate(await fleet.publish(2.0), mode="rolling", drain_s=0.0)
     assert not report.ok
     last = (await past_swaps(fleet.store(), KEYS))[0]
     assert (last.mode, last.canary, last.probe, last.outcome) == ("rolling", "a", "failed", "aborted")
 
 
-async def test_the_next_leader_goes_on_where_the_last_one_stopped(fleet: Fleet, publisher: Publisher) -> None:
+async def test_the_next_leader_goes_on_where_the_last_one_stopped(fleet: Fleet) -> None:
     first = fleet.coordinator()
     await fleet.instance("a")
-    await first.activate(await publish(publisher, 1.0))
+    await first.activate(await fleet.publish(1.0))
     await first.stop()
     second = fleet.coordinator()
-    await second.activate(await publish(publisher, 2.0))
+    await second.activate(await fleet.publish(2.0))
     store = fleet.store()
     assert [s.version for s in await past_swaps(store, KEYS)] == [2, 1]
     assert [kv.key for kv in (await store.list(KEYS.history))[0]] == [KEYS.past_swap(1), KEYS.past_swap(2)]
 
 
-async def test_the_oldest_make_way(fleet: Fleet, publisher: Publisher, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_oldest_make_way(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history, "KEPT", 3)
     coordinator = fleet.coordinator()
     engine = await fleet.instance("a")
     for value in (1.0, 2.0):
-        await coordinator.activate(await publish(publisher, value))
+        await coordinator.activate(await fleet.publish(value))
     for _ in range(4):
         await coordinator.rollback()
     await eventually(lambda: engine.running == 2)
     assert [s.epoch for s in await past_swaps(fleet.store(), KEYS)] == [6, 5, 4]
 
 
-async def test_a_history_that_was_kept_longer_is_shortened(fleet: Fleet, publisher: Publisher) -> None:
+async def test_a_history_that_was_kept_longer_is_shortened(fleet: Fleet) -> None:
     store = fleet.store()
     old = PastSwapRecord("x", 1, "done", "together", 1.0, 2.0)
     for number in range(1, history.KEPT + 30):
         await store.put(KEYS.past_swap(number), old.to_json())
     coordinator = fleet.coordinator()
     await fleet.instance("a")
-    await coordinator.activate(await publish(publisher))
+    await coordinator.activate(await fleet.publish())
     kept = await past_swaps(store, KEYS)
     assert (len(kept), kept[0].epoch) == (history.KEPT, 1)
 
@@ -146,10 +137,10 @@ async def test_a_conflict_moves_nothing_on() -> None:
     assert past.additions(entry) == {KEYS.past_swap(4): entry.to_json()}
 
 
-async def test_a_name_that_begins_like_another_ones_is_no_trouble(fleet: Fleet, publisher: Publisher) -> None:
+async def test_a_name_that_begins_like_another_ones_is_no_trouble(fleet: Fleet) -> None:
     store, other = fleet.store(), Keys("demo/7")
     await store.put(other.past_swap(41), PastSwapRecord("x", 9, "done", "together", 1.0, 2.0).to_json())
     coordinator = fleet.coordinator()
     await fleet.instance("a")
-    await coordinator.activate(await publish(publisher))
+    await coordinator.activate(await fleet.publish())
     assert [s.version for s in await past_swaps(store, KEYS)] == [1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from pathlib import Path
 
@@ -11,8 +10,6 @@ import pytest
 from tests.etcd import Etcd
 from tests.waiting import eventually, stays
 from tests.weightsync.fleet import KEYS, MODEL, Engine, Fleet, Participant, running_fleet
-from tests.weightsync.tensors import model
-from weightsync import Publisher
 from weightsync.control.agent import Pauses
 from weightsync.control.records import InstanceRecord, PauseRecord
 from weightsync.store.protocol import KeyValue, Store
@@ -49,7 +46,7 @@ def test_a_record_that_cannot_be_read_pauses_nothing() -> None:
 
 
 async def test_instances_pause_while_any_pause_is_held(fleet: Fleet) -> None:
-    engines = [await fleet.instance(name) for name in ("a", "b")]
+    engines = await fleet.instances("ab")
     store = fleet.store()
     first, second = await hold(store, "p", 600), await hold(store, "q", 600)
     await eventually(lambda: all(e.paused for e in engines))
@@ -125,13 +122,13 @@ async def test_a_resume_that_fails_is_tried_again(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("mode", ["together", "rolling"])
-async def test_a_paused_fleet_swaps(fleet: Fleet, publisher: Publisher, mode: str) -> None:
+async def test_a_paused_fleet_swaps(fleet: Fleet, mode: str) -> None:
     coordinator = fleet.coordinator()
     engine = await fleet.instance("a")
-    await coordinator.activate(await asyncio.to_thread(publisher.publish, model(), activate=False))
+    await coordinator.activate(await fleet.publish())
     await hold(fleet.store(), "p", 600)
     await eventually(lambda: engine.paused)
-    version = await asyncio.to_thread(publisher.publish, model(), activate=False)
+    version = await fleet.publish()
     assert (await coordinator.activate(version, mode=mode)).ok  # type: ignore[arg-type]
     assert (engine.running, engine.paused) == (version, True)
 

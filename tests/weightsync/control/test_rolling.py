@@ -8,8 +8,7 @@ import pytest
 
 from tests.waiting import eventually
 from tests.weightsync.fleet import KEYS, MODEL, Engine, Fleet
-from tests.weightsync.tensors import model
-from weightsync import CommitResult, Participant, ProbeResult, Publisher
+from weightsync import CommitResult, Participant, ProbeResult
 from weightsync.control.chain import recent
 from weightsync.control.history import past_swaps
 from weightsync.control.records import (
@@ -22,10 +21,6 @@ from weightsync.control.records import (
 )
 
 STORES = ["sqlite", "etcd"]
-
-
-async def publish(publisher: Publisher, value: float = 0.0) -> int:
-    return await asyncio.to_thread(publisher.publish, model(value), activate=False)
 
 
 class Probing:
@@ -54,18 +49,16 @@ class Probing:
         return self.result
 
 
-async def test_the_canary_is_probed_before_the_commit_and_the_others_follow_in_turn(
-    fleet: Fleet, publisher: Publisher
-) -> None:
+async def test_the_canary_is_probed_before_the_commit_and_the_others_follow_in_turn(fleet: Fleet) -> None:
     probing = Probing(fleet)
     coordinator = fleet.coordinator(probe=probing)
     engines = {name: await fleet.instance(name) for name in ("a", "b", "c")}
-    first = await coordinator.activate(await publish(publisher), mode="rolling")
+    first = await coordinator.activate(await fleet.publish(), mode="rolling")
     assert (first.ok, first.mode, probing.seen) == (True, "together", [])  # there was nothing to go back to
     order: list[str] = []
     for name, engine in engines.items():
         engine.on_commit = lambda name=name: order.append(name)  # type: ignore[misc]
-    report = await coordinator.activate(await publish(publisher, 1.0), mode="rolling", drain_s=2.0)
+    report = await coordinator.activate(await fleet.publish(1.0), mode="rolling", drain_s=2.0)
     assert (report.ok, report.mode, report.epoch, report.reason) == (True, "rolling", 2, None)
     assert probing.seen == [("a", "COMMITTING", 2, 1)]
     assert probing.running == [{"a": 2, "b": 1, "c": 1}]
@@ -82,12 +75,12 @@ async def test_the_canary_is_probed_before_the_commit_and_the_others_follow_in_t
     ],
 )
 async def test_a_canary_that_fails_its_probe_goes_back(
-    fleet: Fleet, publisher: Publisher, result: ProbeResult | Exception, reason: str
+    fleet: Fleet, result: ProbeResult | Exception, reason: str
 ) -> None:
     coordinator = fleet.coordinator(probe=Probing(fleet, result))
-    canary, other = await fleet.instance("a"), await fleet.instance("b")
-    assert (await coordinator.activate(await publish(publisher))).ok
-    report = await coordinator.activate(await publish(publisher, 1.0), mode="rolling")
+    canary, other = await fleet.instances("ab")
+    assert (await coordinator.activate(await fleet.publish())).ok
+    report = await coordinator.activate(await fleet.publish(1.0), mode="rolling")
     assert (report.ok, report.epoch) == (False, 1)
     assert reason in (report.reason or "")
     await eventually(lambda: ("drop", 2) in canary.calls and ("drop", 2) in other.calls)
@@ -99,21 +92,15 @@ async def test_a_canary_that_fails_its_probe_goes_back(
     assert [canary.running, other.running] == [2, 2]
 
 
-async def test_a_failed_trial_leaves_the_commit_record_and_one_entry_of_each_kind(
-    fleet: Fleet, publisher: Publisher
-) -> None:
+async def test_a_failed_trial_leaves_the_commit_record_and_one_entry_of_each_kind(fleet: Fleet) -> None:
     coordinator = fleet.coordinator(probe=Probing(fleet, ProbeResult(False, "odd")))
-    for name in ("a", "b"):
-        await fleet.instance(name)
+    await fleet.instances("ab")
     store = fleet.store()
-    assert (await coordinator.activate(await publish(publisher))).ok
-    assert (await coordinator.activate(await publish(publisher))).ok
-    before = await store.get(KEYS.active)
-    assert before is not None
-    assert not (await coordinator.activate(await publish(publisher), mode="rolling", requested_by="somebody")).ok
-    after = await store.get(KEYS.active)
-    assert after is not None
-    assert after.value == before.value
+    assert (await coordinator.activate(await fleet.publish())).ok
+    assert (await coordinator.activate(await fleet.publish())).ok
+    before = await fleet.active()
+    assert not (await coordinator.activate(await fleet.publish(), mode="rolling", requested_by="somebody")).ok
+    assert await fleet.active() == before
     assert [(s.version, s.outcome) for s in await past_swaps(store, KEYS)][:2] == [(3, "aborted"), (2, "done")]
     newest = [(e.action, e.version) for e in await recent(store, 2)]
     assert newest == [("abort", 3), ("activate", 3)]
@@ -121,17 +108,17 @@ async def test_a_failed_trial_leaves_the_commit_record_and_one_entry_of_each_kin
     assert (back.ok, back.version) == (True, 1), "the way back is what it was"
 
 
-async def test_a_rollback_asked_for_during_a_trial_follows_it(fleet: Fleet, publisher: Publisher) -> None:
+async def test_a_rollback_asked_for_during_a_trial_follows_it(fleet: Fleet) -> None:
     """It goes to the version before the one that serves, whatever comes of the trial."""
     probing = Probing(fleet)
     coordinator = fleet.coordinator(probe=probing)
-    engines = [await fleet.instance(name) for name in ("a", "b")]
+    engines = await fleet.instances("ab")
     for _ in range(2):
-        assert (await coordinator.activate(await publish(publisher))).ok
+        assert (await coordinator.activate(await fleet.publish())).ok
     probing.go.clear()
-    swap = asyncio.create_task(coordinator.activate(await publish(publisher), mode="rolling"))
+    swap = asyncio.create_task(coordinator.activate(await fleet.publish(), mode="rolling"))
     await eventually(lambda: probing.seen)
-    active = ActiveRecord.from_json(await _value(fleet, KEYS.active))
+    active = await fleet.active()
     assert (active.version, active.epoch, active.previous) == (2, 2, 1)
     assert active.trial == ShareRecord(3, 0.0, ("a",), active.trial.fingerprint if active.trial else "")
     rollback = asyncio.create_task(coordinator.rollback())
@@ -144,41 +131,35 @@ async def test_a_rollback_asked_for_during_a_trial_follows_it(fleet: Fleet, publ
     assert [engine.running for engine in engines] == [1, 1]
 
 
-async def _value(fleet: Fleet, key: str) -> bytes:
-    found = await fleet.store().get(key)
-    assert found is not None
-    return found.value
-
-
 async def _wish(fleet: Fleet, version: int) -> bool:
-    return TargetRecord.from_json(await _value(fleet, KEYS.target)).version == version
+    return (await fleet.read(KEYS.target, TargetRecord)).version == version
 
 
-async def test_one_instance_is_its_own_canary(fleet: Fleet, publisher: Publisher) -> None:
+async def test_one_instance_is_its_own_canary(fleet: Fleet) -> None:
     probing = Probing(fleet)
     coordinator = fleet.coordinator(probe=probing)
     engine = await fleet.instance("a")
     for value in (0.0, 1.0):
-        assert (await coordinator.activate(await publish(publisher, value), mode="rolling")).ok
+        assert (await coordinator.activate(await fleet.publish(value), mode="rolling")).ok
     assert (engine.running, len(probing.seen)) == (2, 1)
     back = await coordinator.rollback(mode="rolling")
     assert (back.ok, back.version, engine.running, len(probing.seen)) == (True, 1, 1, 2)
 
 
-async def test_a_canary_that_does_not_become_idle_flips_when_its_time_is_up(fleet: Fleet, publisher: Publisher) -> None:
+async def test_a_canary_that_does_not_become_idle_flips_when_its_time_is_up(fleet: Fleet) -> None:
     coordinator = fleet.coordinator()
     engine = await fleet.instance("a", Engine(streams=asyncio.Event()))
-    await coordinator.activate(await publish(publisher))
-    assert (await coordinator.activate(await publish(publisher), mode="rolling", drain_s=0.2)).ok
+    await coordinator.activate(await fleet.publish())
+    assert (await coordinator.activate(await fleet.publish(), mode="rolling", drain_s=0.2)).ok
     assert engine.running == 2
 
 
-async def test_a_swap_that_aborts_while_the_canary_drains_ends_the_drain(fleet: Fleet, publisher: Publisher) -> None:
+async def test_a_swap_that_aborts_while_the_canary_drains_ends_the_drain(fleet: Fleet) -> None:
     coordinator = fleet.coordinator()
     engine = await fleet.instance("a", Engine(streams=asyncio.Event()))
     await fleet.instance("b")
-    await coordinator.activate(await publish(publisher))
-    swap = asyncio.create_task(coordinator.activate(await publish(publisher), mode="rolling", drain_s=60))
+    await coordinator.activate(await fleet.publish())
+    swap = asyncio.create_task(coordinator.activate(await fleet.publish(), mode="rolling", drain_s=60))
     await eventually(lambda: ("drain", 60) in engine.calls)
     assert not fleet.participants["a"].admits
     await fleet.participants["b"].stop()
@@ -189,14 +170,14 @@ async def test_a_swap_that_aborts_while_the_canary_drains_ends_the_drain(fleet: 
     assert fleet.participants["a"].admits
 
 
-async def test_a_canary_that_dies_aborts_the_swap(fleet: Fleet, publisher: Publisher) -> None:
+async def test_a_canary_that_dies_aborts_the_swap(fleet: Fleet) -> None:
     probing = Probing(fleet)
     probing.go.clear()
     coordinator = fleet.coordinator(probe=probing)
     await fleet.instance("a")
     other = await fleet.instance("b")
-    await coordinator.activate(await publish(publisher))
-    swap = asyncio.create_task(coordinator.activate(await publish(publisher), mode="rolling"))
+    await coordinator.activate(await fleet.publish())
+    swap = asyncio.create_task(coordinator.activate(await fleet.publish(), mode="rolling"))
     await eventually(lambda: probing.seen)
     await fleet.participants["a"].stop()
     assert (await swap).reason == "instance a is gone"
@@ -204,13 +185,13 @@ async def test_a_canary_that_dies_aborts_the_swap(fleet: Fleet, publisher: Publi
     await eventually(lambda: probing.cancelled)
 
 
-async def test_a_probe_that_was_interrupted_is_run_again_by_the_next_leader(fleet: Fleet, publisher: Publisher) -> None:
+async def test_a_probe_that_was_interrupted_is_run_again_by_the_next_leader(fleet: Fleet) -> None:
     stuck, probing = Probing(fleet), Probing(fleet)
     stuck.go.clear()
     first = fleet.coordinator(probe=stuck)
     engine = await fleet.instance("a")
-    await first.activate(await publish(publisher))
-    swap = asyncio.create_task(first.activate(await publish(publisher), mode="rolling"))
+    await first.activate(await fleet.publish())
+    swap = asyncio.create_task(first.activate(await fleet.publish(), mode="rolling"))
     await eventually(lambda: stuck.seen)
     await first.stop()
     assert engine.running == 2
@@ -221,15 +202,13 @@ async def test_a_probe_that_was_interrupted_is_run_again_by_the_next_leader(flee
     assert engine.calls.count(("commit", 2)) == 1
 
 
-async def test_one_that_joins_while_a_rolling_swap_is_under_way_ends_on_the_committed_version(
-    fleet: Fleet, publisher: Publisher
-) -> None:
+async def test_one_that_joins_while_a_rolling_swap_is_under_way_ends_on_the_committed_version(fleet: Fleet) -> None:
     probing = Probing(fleet)
     probing.go.clear()
     coordinator = fleet.coordinator(probe=probing)
     await fleet.instance("b")
-    await coordinator.activate(await publish(publisher))
-    swap = asyncio.create_task(coordinator.activate(await publish(publisher), mode="rolling"))
+    await coordinator.activate(await fleet.publish())
+    swap = asyncio.create_task(coordinator.activate(await fleet.publish(), mode="rolling"))
     await eventually(lambda: probing.seen)
     late = await fleet.instance("a")
     assert late.running == 1
@@ -238,81 +217,47 @@ async def test_one_that_joins_while_a_rolling_swap_is_under_way_ends_on_the_comm
     await eventually(lambda: late.running == 2 and fleet.participants["a"].record.active_epoch == 2)
 
 
-async def test_one_that_tears_in_its_turn_does_not_hold_up_the_rest(fleet: Fleet, publisher: Publisher) -> None:
+@pytest.mark.parametrize(
+    ("torn", "ok", "reason", "others"),
+    [("a", False, "instance a is TORN", 1), ("b", True, "not flipped: b", 2)],
+    ids=["the canary", "one in its turn"],
+)
+async def test_one_that_tears_ends_a_trial_and_holds_up_no_commit(
+    fleet: Fleet, torn: str, ok: bool, reason: str, others: int
+) -> None:
     coordinator = fleet.coordinator()
-    engines = [await fleet.instance(name) for name in ("a", "b", "c")]
-    await coordinator.activate(await publish(publisher))
+    await fleet.instances("abc")
+    await coordinator.activate(await fleet.publish())
 
     def fail() -> None:
         raise RuntimeError("out of memory")
 
-    engines[1].on_commit = fail
-    report = await coordinator.activate(await publish(publisher), mode="rolling")
-    assert (report.ok, report.reason) == (True, "not flipped: b")
-    assert [engines[0].running, engines[2].running] == [2, 2]
-
-
-async def test_a_canary_that_tears_aborts(fleet: Fleet, publisher: Publisher) -> None:
-    coordinator = fleet.coordinator()
-    engines = [await fleet.instance(name) for name in ("a", "b")]
-    await coordinator.activate(await publish(publisher))
-
-    def fail() -> None:
-        raise RuntimeError("out of memory")
-
-    engines[0].on_commit = fail
-    report = await coordinator.activate(await publish(publisher), mode="rolling")
-    assert (report.ok, report.reason) == (False, "instance a is TORN")
-    assert engines[1].running == 1
+    fleet.engines[torn].on_commit = fail
+    report = await coordinator.activate(await fleet.publish(), mode="rolling")
+    assert (report.ok, report.reason) == (ok, reason)
+    assert {engine.running for name, engine in fleet.engines.items() if name != torn} == {others}
 
 
 @pytest.mark.parametrize("mode", ["together", "rolling"])
-async def test_weights_that_are_not_those_that_were_published_are_never_flipped_to(
-    fleet: Fleet, publisher: Publisher, mode: str
-) -> None:
+async def test_weights_that_are_not_those_that_were_published_are_never_flipped_to(fleet: Fleet, mode: str) -> None:
     coordinator = fleet.coordinator()
-    engines = [await fleet.instance(name) for name in ("a", "b")]
-    await coordinator.activate(await publish(publisher))
+    engines = await fleet.instances("ab")
+    await coordinator.activate(await fleet.publish())
     engines[1].builds = "other"
-    report = await coordinator.activate(await publish(publisher), mode=mode)  # type: ignore[arg-type]
+    report = await coordinator.activate(await fleet.publish(), mode=mode)  # type: ignore[arg-type]
     assert not report.ok
     assert "instance b built other weights than were published (fingerprint other" in (report.reason or "")
     assert [e.running for e in engines] == [1, 1]
 
 
-async def test_one_that_builds_other_weights_than_were_committed_never_serves_them(
-    fleet: Fleet, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("weightsync.control.agent.CATCH_UP_RETRY_S", 0.02)
-    await fleet.coordinator().activate(await publish(publisher))
-    late = await fleet.instance("a", Engine(builds="other"), wait=False)
-    await eventually(lambda: late.calls.count(("stage", 1)) >= 2)
-    record = fleet.participants["a"].record
-    assert (record.state, record.error.code if record.error else None) == ("STARTING", "fingerprint_mismatch")
-    assert late.running is None
-    late.builds = None
-    await asyncio.wait_for(fleet.participants["a"].serving(), 10)
-    assert late.running == 1
-
-
-async def test_the_commit_record_carries_the_published_fingerprint(fleet: Fleet, publisher: Publisher) -> None:
-    await fleet.instance("a")
-    await fleet.coordinator().activate(await publish(publisher))
-    found = await fleet.store().get(KEYS.active)
-    assert found is not None
-    published = (await asyncio.to_thread(publisher.versions))[0].fingerprint
-    assert published
-    assert ActiveRecord.from_json(found.value).fingerprint == published
-
-
-async def test_a_canary_that_loses_its_lease_on_trial_goes_back(fleet: Fleet, publisher: Publisher) -> None:
+async def test_a_canary_that_loses_its_lease_on_trial_goes_back(fleet: Fleet) -> None:
     """It was too slow to renew it: to the fleet it is gone, and what it runs was never committed."""
     probing = Probing(fleet)
     probing.go.clear()
     coordinator = fleet.coordinator(probe=probing)
-    canary, other = await fleet.instance("a"), await fleet.instance("b")
-    await coordinator.activate(await publish(publisher))
-    swap = asyncio.create_task(coordinator.activate(await publish(publisher), mode="rolling"))
+    canary, other = await fleet.instances("ab")
+    await coordinator.activate(await fleet.publish())
+    swap = asyncio.create_task(coordinator.activate(await fleet.publish(), mode="rolling"))
     await eventually(lambda: probing.seen)
     lease = fleet.participants["a"]._lease
     assert lease is not None
@@ -335,19 +280,19 @@ async def test_the_drain_of_one_swap_is_not_that_of_the_next(fleet: Fleet) -> No
     assert engine.calls == [("drain", 30), ("drain", 50)]
 
 
-async def test_a_drain_that_fails_is_no_reason_not_to_flip(fleet: Fleet, publisher: Publisher) -> None:
+async def test_a_drain_that_fails_is_no_reason_not_to_flip(fleet: Fleet) -> None:
     class Deaf(Engine):
         async def drain(self, seconds: float) -> None:
             raise RuntimeError("cannot count streams")
 
     coordinator = fleet.coordinator()
     engine = await fleet.instance("a", Deaf())
-    await coordinator.activate(await publish(publisher))
-    assert (await coordinator.activate(await publish(publisher), mode="rolling", drain_s=5)).ok
+    await coordinator.activate(await fleet.publish())
+    assert (await coordinator.activate(await fleet.publish(), mode="rolling", drain_s=5)).ok
     assert engine.running == 2
 
 
-async def test_a_flip_whose_weights_read_back_otherwise_is_torn(fleet: Fleet, publisher: Publisher) -> None:
+async def test_a_flip_whose_weights_read_back_otherwise_is_torn(fleet: Fleet) -> None:
     class Misread(Engine):
         async def commit(self, active: ActiveRecord, version: VersionRecord) -> CommitResult:
             await super().commit(active, version)
@@ -355,22 +300,22 @@ async def test_a_flip_whose_weights_read_back_otherwise_is_torn(fleet: Fleet, pu
 
     coordinator = fleet.coordinator()
     await fleet.instance("a", Misread())
-    report = await coordinator.activate(await publish(publisher))
+    report = await coordinator.activate(await fleet.publish())
     assert (report.ok, report.reason) == (True, "not flipped: a")
     torn = report.instances["a"]
     assert (torn.state, torn.error.code if torn.error else None) == ("TORN", "fingerprint_mismatch")
 
 
-async def test_a_drop_that_fails_is_logged_and_the_instance_serves_on(fleet: Fleet, publisher: Publisher) -> None:
+async def test_a_drop_that_fails_is_logged_and_the_instance_serves_on(fleet: Fleet) -> None:
     class Clinging(Engine):
         async def drop(self, version: VersionRecord) -> None:
             raise RuntimeError("still mapped")
 
     coordinator = fleet.coordinator()
     engine, bad = await fleet.instance("a", Clinging()), await fleet.instance("b")
-    await coordinator.activate(await publish(publisher))
+    await coordinator.activate(await fleet.publish())
     bad.builds = "other"
-    assert not (await coordinator.activate(await publish(publisher))).ok
+    assert not (await coordinator.activate(await fleet.publish())).ok
     await eventually(lambda: fleet.participants["a"].record.state == "SERVING")
     bad.builds = None
     assert (await coordinator.activate(2)).ok

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import re
 from collections import Counter
@@ -12,8 +11,7 @@ import pytest
 
 from tests.waiting import eventually
 from tests.weightsync.fleet import KEYS, Engine, Fleet
-from tests.weightsync.tensors import model
-from weightsync import ProbeResult, Publisher
+from weightsync import ProbeResult
 from weightsync.control.agent_state import Flip, Rest, Serve, Stage
 from weightsync.control.agent_state import View as Seen
 from weightsync.control.agent_state import decide as act
@@ -299,19 +297,15 @@ def test_an_instance_follows_the_version_of_its_share() -> None:
 # fleets
 
 
-async def publish(publisher: Publisher, value: float) -> int:
-    return await asyncio.to_thread(publisher.publish, model(value), activate=False)
-
-
 def runs(fleet: Fleet) -> Counter[int | None]:
     return Counter(engine.running for engine in fleet.engines.values())
 
 
-async def test_versions_share_a_fleet_until_one_has_all(fleet: Fleet, publisher: Publisher) -> None:
+async def test_versions_share_a_fleet_until_one_has_all(fleet: Fleet) -> None:
     coordinator = fleet.coordinator()
-    engines = [await fleet.instance(name) for name in ("a", "b", "c", "d")]
-    assert (await coordinator.activate(await publish(publisher, 0.0))).ok
-    second = await publish(publisher, 1.0)
+    engines = await fleet.instances("abcd")
+    assert (await coordinator.activate(await fleet.publish(0.0))).ok
+    second = await fleet.publish(1.0)
     first, split = split_of({1: 75, second: 25}, 1)
     report = await coordinator.activate(first, split=split)
     assert (report.ok, report.epoch, report.version) == (True, 2, 1)
@@ -339,40 +333,36 @@ async def test_versions_share_a_fleet_until_one_has_all(fleet: Fleet, publisher:
     assert {p.verified for p in past} == {True}
 
 
-async def test_a_split_ends_and_its_versions_stay_until_then(fleet: Fleet, publisher: Publisher) -> None:
+async def test_a_split_ends_and_its_versions_stay_until_then(fleet: Fleet) -> None:
     coordinator = fleet.coordinator(keep=1)
-    for name in ("a", "b"):
-        await fleet.instance(name)
-    assert (await coordinator.activate(await publish(publisher, 0.0))).ok
-    assert (await coordinator.activate(await publish(publisher, 1.0))).ok
+    await fleet.instances("ab")
+    assert (await coordinator.activate(await fleet.publish(0.0))).ok
+    assert (await coordinator.activate(await fleet.publish(1.0))).ok
     first, split = split_of({2: 90, 1: 10}, 2)
     assert (await coordinator.activate(first, split=split)).ok
     for value in (2.0, 3.0):
-        await publish(publisher, value)
+        await fleet.publish(value)
     assert runs(fleet) == {2: 1, 1: 1}
     assert (await coordinator.activate(2)).ok
     assert runs(fleet) == {2: 2}
 
 
-async def test_one_instance_is_too_few_and_is_told_so(fleet: Fleet, publisher: Publisher) -> None:
+async def test_one_instance_is_too_few_and_is_told_so(fleet: Fleet) -> None:
     coordinator = fleet.coordinator()
     await fleet.instance("a")
-    assert (await coordinator.activate(await publish(publisher, 0.0))).ok
-    second = await publish(publisher, 1.0)
+    assert (await coordinator.activate(await fleet.publish(0.0))).ok
+    second = await fleet.publish(1.0)
     first, split = split_of({1: 50, second: 50}, 1)
     with pytest.raises(NotEnoughInstances, match="2 instances or more"):
         await coordinator.activate(first, split=split)
     assert fleet.participants["a"].record.active_epoch == 1
 
 
-async def test_a_dead_instance_of_a_version_is_replaced_and_a_newcomer_evens_it_out(
-    fleet: Fleet, publisher: Publisher
-) -> None:
+async def test_a_dead_instance_of_a_version_is_replaced_and_a_newcomer_evens_it_out(fleet: Fleet) -> None:
     coordinator = fleet.coordinator()
-    for name in ("a", "b", "c"):
-        await fleet.instance(name)
-    assert (await coordinator.activate(await publish(publisher, 0.0))).ok
-    second = await publish(publisher, 1.0)
+    await fleet.instances("abc")
+    assert (await coordinator.activate(await fleet.publish(0.0))).ok
+    second = await fleet.publish(1.0)
     first, split = split_of({1: 90, second: 10}, 1)
     assert (await coordinator.activate(first, split=split)).ok
     candidate = next(name for name, engine in fleet.engines.items() if engine.running == second)
@@ -386,7 +376,7 @@ async def test_a_dead_instance_of_a_version_is_replaced_and_a_newcomer_evens_it_
     assert (newest.requested_by, newest.split is not None) == ("placement", True)
 
 
-async def test_a_rolling_split_that_fails_its_probe_changes_nothing(fleet: Fleet, publisher: Publisher) -> None:
+async def test_a_rolling_split_that_fails_its_probe_changes_nothing(fleet: Fleet) -> None:
     asked: list[tuple[str, int]] = []
 
     async def probe(canary: InstanceRecord, swap: SwapRecord, active: ActiveRecord | None) -> ProbeResult:
@@ -394,10 +384,9 @@ async def test_a_rolling_split_that_fails_its_probe_changes_nothing(fleet: Fleet
         return ProbeResult(len(asked) > 1, "drift")
 
     coordinator = fleet.coordinator(probe=probe)
-    for name in ("a", "b"):
-        await fleet.instance(name)
-    assert (await coordinator.activate(await publish(publisher, 0.0))).ok
-    second = await publish(publisher, 1.0)
+    await fleet.instances("ab")
+    assert (await coordinator.activate(await fleet.publish(0.0))).ok
+    second = await fleet.publish(1.0)
     first, split = split_of({1: 99, second: 1}, 1)
     report = await coordinator.activate(first, split=split, mode="rolling", drain_s=0)
     assert (report.ok, "drift" in (report.reason or "")) == (False, True)
