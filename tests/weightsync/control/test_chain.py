@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import sys
 import uuid
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,13 +13,12 @@ import orjson
 import pytest
 
 from tests.waiting import eventually
-from tests.weightsync.fleet import KEYS, MODEL, Fleet
-from tests.weightsync.tensors import model
-from weightsync import Publisher, Store, open_store
+from tests.weightsync.control.children import running
+from tests.weightsync.fleet import KEYS, MODEL, Engine, Fleet
+from weightsync import Store, open_store
 from weightsync.control import chain
 from weightsync.control.chain import HEAD, HeadRecord, LedgerEntry, append, archive, entry_key, recent, verify
 from weightsync.control.placement import split_of
-from weightsync.control.records import ActiveRecord
 from weightsync.errors import Conflict, LedgerUnavailable, RecordError
 
 STORES = ("sqlite", "etcd")
@@ -223,13 +220,11 @@ async def test_the_files_of_another_ledger_are_not_overwritten(store: Store, tmp
 # what writes into it
 
 
-async def test_a_publication_and_a_swap_leave_their_entries_in_their_own_transactions(
-    fleet: Fleet, publisher: Publisher
-) -> None:
+async def test_a_publication_and_a_swap_leave_their_entries_in_their_own_transactions(fleet: Fleet) -> None:
     coordinator, store = fleet.coordinator(), fleet.store()
     await fleet.instance("a")
     for value in (1.0, 2.0):
-        version = await asyncio.to_thread(publisher.publish, model(value), activate=False)
+        version = await fleet.publish(value)
         await coordinator.activate(version, requested_by="key ops (1)", reason=f"because {value}")
     await coordinator.rollback(requested_by="key ops (1)", reason="worse")
     found = await eventually(lambda: _ended(store, 3))
@@ -255,12 +250,11 @@ async def _ended(store: Store, swaps: int) -> list[LedgerEntry] | None:
     return found if sum(e.action in ("done", "abort") for e in found) == swaps else None
 
 
-async def test_a_split_is_in_it_with_the_shares(fleet: Fleet, publisher: Publisher) -> None:
+async def test_a_split_is_in_it_with_the_shares(fleet: Fleet) -> None:
     coordinator, store = fleet.coordinator(), fleet.store()
-    for name in ("a", "b"):
-        await fleet.instance(name)
+    await fleet.instances("ab")
     for value in (1.0, 2.0):
-        await asyncio.to_thread(publisher.publish, model(value), activate=False)
+        await fleet.publish(value)
     await coordinator.activate(1)
     active, split = split_of({1: 75.0, 2: 25.0}, 1)
     report = await coordinator.activate(active, split=split, requested_by="key ops (1)", reason="try it")
@@ -271,12 +265,10 @@ async def test_a_split_is_in_it_with_the_shares(fleet: Fleet, publisher: Publish
     assert (committed.action, shares in committed.outcome) == ("commit", True)
 
 
-async def test_a_refused_version_is_in_it_with_the_reason(fleet: Fleet, publisher: Publisher) -> None:
-    from tests.weightsync.fleet import Engine
-
+async def test_a_refused_version_is_in_it_with_the_reason(fleet: Fleet) -> None:
     coordinator, store = fleet.coordinator(), fleet.store()
     await fleet.instance("a", Engine(builds="ffff"))
-    version = await asyncio.to_thread(publisher.publish, model(1.0), activate=False)
+    version = await fleet.publish(1.0)
     assert not (await coordinator.activate(version)).ok
     *_, last = await entries(store)
     assert (last.action, last.version) == ("abort", 1)
@@ -284,25 +276,6 @@ async def test_a_refused_version_is_in_it_with_the_reason(fleet: Fleet, publishe
 
 
 # processes that are killed
-
-
-@contextlib.asynccontextmanager
-async def running(module: str, *arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", f"tests.weightsync.control.{module}", *arguments, stdout=asyncio.subprocess.PIPE
-    )
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
-
-
-async def _line(process: asyncio.subprocess.Process, expected: str) -> None:
-    assert process.stdout is not None
-    while (line := await asyncio.wait_for(process.stdout.readline(), 60)) != f"{expected}\n".encode():
-        assert line, f"the process ended before it said {expected!r}"
 
 
 @pytest.mark.usefixtures("small")
@@ -314,11 +287,11 @@ async def test_writers_that_are_killed_leave_a_whole_chain(store_url: str, store
             running("ledger_process", store_url, f"a{round_}", place) as a,
             running("ledger_process", store_url, f"b{round_}") as b,
         ):
-            await asyncio.gather(_line(a, "writes"), _line(b, "writes"))
+            await asyncio.gather(a.says("writes"), b.says("writes"))
             goal = (await chain.Held.read(store)).head.number + 12 + 7 * round_
             await eventually(lambda goal=goal: _has_grown(store, goal), 60)
-            a.send_signal(signal.SIGKILL)
-            b.send_signal(signal.SIGKILL)
+            a.signal(signal.SIGKILL)
+            b.signal(signal.SIGKILL)
         found = await verify(store, place)
         assert found.ok, found
     deeds = {kv.key for kv in (await store.list("deeds/"))[0]}
@@ -336,22 +309,19 @@ async def _has_grown(store: Store, goal: int) -> bool:
 
 
 async def test_a_leader_killed_before_its_commit_leaves_no_commit_without_its_entry(
-    store_url: str, fleet: Fleet, publisher: Publisher
+    store_url: str, fleet: Fleet
 ) -> None:
     await fleet.instance("a")
     store = fleet.store()
     async with running("coordinator_process", store_url, "2", "commit") as leader:
-        await _line(leader, "leads")
-        await asyncio.to_thread(publisher.publish, model(1.0), wait=False)
-        await _line(leader, "stops before commit")
+        await leader.says("leads")
+        await fleet.publish(activate=True, wait=False)
+        await leader.says("stops before commit")
         assert await store.get(KEYS.active) is None
         assert [e.action for e in await entries(store)] == ["publish", "activate"]
-        leader.send_signal(signal.SIGKILL)
+        leader.signal(signal.SIGKILL)
     fleet.coordinator()
     found = await eventually(lambda: _ended(store, 1), 60)
     assert [e.action for e in found] == ["publish", "activate", "commit", "done"]
-    active = await store.get(KEYS.active)
-    assert active is not None
-    assert found[2].swap == ActiveRecord.from_json(active.value).swap_id
-    assert found[2].model == MODEL
+    assert (found[2].swap, found[2].model) == ((await fleet.active()).swap_id, MODEL)
     assert (await verify(store)).ok

@@ -5,58 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.waiting import eventually
+from tests.weightsync.control.children import running
 from tests.weightsync.fleet import KEYS, MODEL, Engine, Fleet
-from tests.weightsync.tensors import model
-from weightsync import Coordinator, Publisher
+from weightsync import Coordinator
 from weightsync.control.records import LeaderRecord, SwapRecord
 
-ROOT = Path(__file__).parents[3]
 TTL_S = 1.0
-
-
-class Child:
-    """A coordinator in a process of its own."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.process = process
-
-    async def line(self) -> str:
-        assert self.process.stdout is not None
-        return (await asyncio.wait_for(self.process.stdout.readline(), 60)).decode().strip()
-
-    def signal(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
-
-    async def stopped(self) -> None:
-        stat = Path(f"/proc/{self.process.pid}/stat")
-        await eventually(lambda: stat.read_text().rsplit(")", 1)[1].split()[0] == "T")
-
-
-@asynccontextmanager
-async def coordinator_process(url: str, *arguments: str) -> AsyncIterator[Child]:
-    process = await asyncio.create_subprocess_exec(
-        *[sys.executable, "-m", "tests.weightsync.control.coordinator_process", url, str(TTL_S), *arguments],
-        stdout=asyncio.subprocess.PIPE,
-        cwd=ROOT,
-    )
-    try:
-        yield Child(process)
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
-
-
-async def publish(publisher: Publisher, value: float = 0.0) -> int:
-    return await asyncio.to_thread(publisher.publish, model(value), activate=False)
 
 
 async def leader(fleet: Fleet) -> str | None:
@@ -76,17 +35,7 @@ async def test_one_of_many_leads_and_the_next_one_takes_over_at_once_when_it_sto
     assert await leader(fleet) is None
 
 
-async def test_a_request_works_from_any_process(fleet: Fleet, publisher: Publisher) -> None:
-    leading, other = fleet.coordinator(), Coordinator(fleet.store(), MODEL)
-    await eventually(lambda: leading.leads)
-    await fleet.instance("a")
-    for _ in range(2):
-        assert (await other.activate(await publish(publisher))).ok
-    assert (await other.rollback()).version == 1
-    assert not other.leads
-
-
-async def test_a_leader_whose_lease_is_taken_away_stands_again(fleet: Fleet, publisher: Publisher) -> None:
+async def test_a_leader_whose_lease_is_taken_away_stands_again(fleet: Fleet) -> None:
     coordinator = fleet.coordinator(leader_ttl_s=TTL_S)
     await eventually(lambda: coordinator.leads)
     store = fleet.store()
@@ -94,7 +43,7 @@ async def test_a_leader_whose_lease_is_taken_away_stands_again(fleet: Fleet, pub
     assert held is not None
     assert held.lease is not None
     await store.revoke(held.lease)
-    assert (await coordinator.activate(await publish(publisher))).ok
+    assert (await coordinator.activate(await fleet.publish())).ok
     again = await store.get(KEYS.leader)
     assert again is not None
     assert again.lease != held.lease
@@ -102,21 +51,19 @@ async def test_a_leader_whose_lease_is_taken_away_stands_again(fleet: Fleet, pub
 
 @pytest.mark.parametrize("instance_survives", [True, False])
 async def test_a_leader_killed_after_prepare_is_followed_by_one_that_ends_its_swap(
-    fleet: Fleet, publisher: Publisher, store_url: str, instance_survives: bool
+    fleet: Fleet, store_url: str, instance_survives: bool
 ) -> None:
-    async with AsyncExitStack() as stack:
-        child = await stack.enter_async_context(coordinator_process(store_url))
-        assert await child.line() == "leads"
+    async with running("coordinator_process", store_url, str(TTL_S)) as child:
+        await child.says("leads")
         engine = await fleet.instance("a", Engine(hang=asyncio.Event()))
         successor = fleet.coordinator(leader_ttl_s=TTL_S)
-        swap = asyncio.create_task(successor.activate(await publish(publisher)))
+        swap = asyncio.create_task(successor.activate(await fleet.publish()))
         await eventually(lambda: fleet.participants["a"].record.state == "STAGING")
         assert not successor.leads
         child.signal(signal.SIGKILL)
         if not instance_survives:
             await fleet.participants["a"].stop()
-        assert engine.hang is not None
-        engine.hang.set()
+        engine.go_on()
         report = await swap
         assert successor.leads
         assert (report.ok, report.reason) == ((True, None) if instance_survives else (False, "instance a is gone"))
@@ -125,25 +72,24 @@ async def test_a_leader_killed_after_prepare_is_followed_by_one_that_ends_its_sw
 
 @pytest.mark.parametrize("phase", ["prepare", "canary", "commit", "done"])
 async def test_a_leader_frozen_past_its_lease_writes_nothing_when_it_thaws(
-    fleet: Fleet, publisher: Publisher, store_url: str, phase: str
+    fleet: Fleet, store_url: str, phase: str
 ) -> None:
     """It stopped between its decision and the write; the fleet has gone on without it."""
     first = fleet.coordinator()
     engine = await fleet.instance("a")
-    await first.activate(await publish(publisher))
+    await first.activate(await fleet.publish())
     await first.stop()
-    async with AsyncExitStack() as stack:
-        child = await stack.enter_async_context(coordinator_process(store_url, phase))
-        assert await child.line() == "leads"
+    async with running("coordinator_process", store_url, str(TTL_S), phase) as child:
+        await child.says("leads")
         successor = fleet.coordinator(leader_ttl_s=TTL_S)
-        swap = asyncio.create_task(successor.activate(await publish(publisher), mode="rolling"))
-        assert await child.line() == f"stops before {phase}"
+        swap = asyncio.create_task(successor.activate(await fleet.publish(), mode="rolling"))
+        await child.says(f"stops before {phase}")
         await child.stopped()
         assert (await swap).ok
         assert successor.leads
         before = await fleet.store().get(KEYS.swap)
         child.signal(signal.SIGCONT)
-        assert (await child.line()).startswith("refused: ")
+        await child.says("refused: ")
         assert await fleet.store().get(KEYS.swap) == before
         assert before is not None
         assert SwapRecord.from_json(before.value).phase == "done"
@@ -151,12 +97,10 @@ async def test_a_leader_frozen_past_its_lease_writes_nothing_when_it_thaws(
         assert (await successor.activate(1)).ok
 
 
-async def test_a_leader_finds_its_way_back_after_an_outage_of_the_store(
-    fleet: Fleet, publisher: Publisher, tmp_path: Path
-) -> None:
+async def test_a_leader_finds_its_way_back_after_an_outage_of_the_store(fleet: Fleet, tmp_path: Path) -> None:
     coordinator = fleet.coordinator(leader_ttl_s=0.3)
     engine = await fleet.instance("a", ttl_s=5.0)
-    version = await publish(publisher)
+    version = await fleet.publish()
     await eventually(lambda: coordinator.leads)
     os.rename(tmp_path / "store.db", tmp_path / "away.db")
     await eventually(lambda: not coordinator.leads)
