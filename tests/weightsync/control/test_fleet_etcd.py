@@ -1,4 +1,5 @@
-"""A fleet on etcd: publisher, coordinator and instances as on SQLite, and through an outage."""
+"""A fleet on etcd: through an outage, with leases that end by themselves, and with more instances than etcd takes
+operations in one transaction."""
 
 from __future__ import annotations
 
@@ -11,32 +12,16 @@ import pytest
 
 from tests.etcd import Etcd
 from tests.waiting import eventually
-from tests.weightsync.fleet import KEYS, Engine, running_fleet
-from tests.weightsync.tensors import model
-from weightsync import Publisher
+from tests.weightsync.fleet import KEYS, Engine, Fleet, running_fleet
+from weightsync.errors import StoreRefused, SwapAborted
 
 
 @pytest.fixture
-def server(arena_directory: Path) -> Iterator[Etcd]:
-    """An etcd that this test may harm."""
-    etcd = Etcd()
+def server(request: pytest.FixtureRequest, arena_directory: Path) -> Iterator[Etcd]:
+    """An etcd of this test's own, with these flags."""
+    etcd = Etcd(flags=getattr(request, "param", ()))
     yield etcd
     etcd.close()
-
-
-async def test_versions_are_published_activated_and_rolled_back(etcd: Etcd, arena_directory: Path) -> None:
-    url = etcd.url("fleet")
-    async with running_fleet(url) as fleet:
-        coordinator = fleet.coordinator()
-        engines = [await fleet.instance(name) for name in ("a", "b")]
-        publisher = await asyncio.to_thread(Publisher, url, model="demo")
-        for step in (1, 2):
-            assert await asyncio.to_thread(publisher.publish, model(step), timeout_s=30) == step
-        assert [e.running for e in engines] == [2, 2]
-        report = await coordinator.rollback()
-        assert (report.ok, report.version, report.epoch) == (True, 1, 3)
-        assert [e.running for e in engines] == [1, 1]
-        await asyncio.to_thread(publisher.close)
 
 
 async def test_a_swap_outlives_a_kill_and_restart_of_etcd(server: Etcd) -> None:
@@ -44,17 +29,13 @@ async def test_a_swap_outlives_a_kill_and_restart_of_etcd(server: Etcd) -> None:
     async with running_fleet(url) as fleet:
         fleet.coordinator()
         engine = await fleet.instance("a", Engine(hang=asyncio.Event()), ttl_s=30)
-        publisher = await asyncio.to_thread(Publisher, url, model="demo")
-        publishing = asyncio.create_task(asyncio.to_thread(publisher.publish, model(), timeout_s=60))
+        publishing = asyncio.create_task(fleet.publish(activate=True, timeout_s=60))
         await eventually(lambda: engine.calls)
         await asyncio.to_thread(server.restart)
-        assert engine.hang is not None
-        engine.hang.set()
+        engine.go_on()
         assert await publishing == 1
         await eventually(lambda: engine.running == 1)
-        assert await asyncio.to_thread(publisher.publish, model(1.0), timeout_s=60) == 2
-        assert engine.running == 2
-        await asyncio.to_thread(publisher.close)
+        assert await fleet.publish(activate=True, timeout_s=60) == engine.running == 2
 
 
 async def test_a_lease_that_ends_between_decision_and_commit(
@@ -74,7 +55,36 @@ async def test_a_lease_that_ends_between_decision_and_commit(
             return await real(compares, puts, *leases)
 
         monkeypatch.setattr(store, "txn", txn)
-        publisher = await asyncio.to_thread(Publisher, url, model="demo")
-        assert await asyncio.to_thread(publisher.publish, model(1.0), timeout_s=30) == 1
+        assert await fleet.publish(activate=True, timeout_s=30) == 1
         await eventually(lambda: [e.running for e in engines] == [1, 1])
-        await asyncio.to_thread(publisher.close)
+
+
+@pytest.mark.parametrize("server", [("--max-txn-ops=12",)], indirect=True)
+async def test_a_commit_is_no_larger_for_a_larger_fleet(server: Etcd) -> None:
+    async with running_fleet(server.url("large")) as fleet:
+        fleet.coordinator()
+        engines = await fleet.instances("abcdefghijklmn")
+        for value in (1.0, 2.0, 3.0, 4.0):  # with the fourth, a version retires
+            version = await fleet.publish(value, activate=True, timeout_s=30)
+            assert {engine.running for engine in engines} == {version}
+
+
+async def test_a_commit_that_the_store_refuses_aborts_the_swap_and_says_why(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody flips, and the next swap is committed."""
+    store = fleet.coordinator()._store
+    engine, real = await fleet.instance("a"), store.txn
+
+    async def txn(compares: Mapping[str, int], puts: Mapping[str, bytes | None], *leases: Any) -> int:
+        if KEYS.active in puts:
+            raise StoreRefused("etcd://x", "request is too large", "Start etcd with a larger --max-request-bytes")
+        return await real(compares, puts, *leases)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "txn", txn)
+        with pytest.raises(SwapAborted, match="--max-request-bytes"):
+            await fleet.publish(activate=True, timeout_s=30)
+    assert await fleet.store().get(KEYS.active) is None
+    assert engine.running is None
+    assert await fleet.publish(activate=True, timeout_s=30) == engine.running
