@@ -10,15 +10,12 @@ from tests.waiting import eventually
 from tests.weightsync.fleet import KEYS, Engine, Fleet
 from weightsync.control import activation, history
 from weightsync.control.history import History, past_swaps
-from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, PastSwapRecord, SwapRecord
+from weightsync.control.records import Keys, PastSwapRecord
 from weightsync.control.state import ProbeResult
 from weightsync.errors import DigestMismatch
 
 STORES = ("sqlite", "etcd")
-
-
-async def refuse_probe(canary: InstanceRecord, _: SwapRecord, __: ActiveRecord | None) -> ProbeResult:
-    return ProbeResult(ok=False, detail=f"{canary.id} babbles")
+OLD = PastSwapRecord("x", 1, "done", "together", 1.0, 2.0)
 
 
 async def test_a_swap_is_kept_with_its_times_and_what_it_came_to(fleet: Fleet) -> None:
@@ -64,8 +61,6 @@ async def test_weights_that_were_not_published_are_kept_as_not_verified(fleet: F
 async def test_a_request_for_what_is_not_ready_any_more_is_kept(fleet: Fleet) -> None:
     version = await fleet.publish()
     store = fleet.store()
-    found = await store.get(KEYS.version(version))
-    assert found is not None
     await activation.request(store, KEYS, activation.new_target(version, "somebody", 5.0))
     await store.delete(KEYS.version(version))
     fleet.coordinator()
@@ -75,7 +70,10 @@ async def test_a_request_for_what_is_not_ready_any_more_is_kept(fleet: Fleet) ->
 
 
 async def test_what_the_probe_of_a_canary_came_to_is_kept(fleet: Fleet) -> None:
-    coordinator = fleet.coordinator(probe=refuse_probe)
+    async def probe(*_: object) -> ProbeResult:
+        return ProbeResult(ok=False)
+
+    coordinator = fleet.coordinator(probe=probe)
     await fleet.instances("ab")
     await coordinator.activate(await fleet.publish(1.0))
     report = await coordinator.activate(await fleet.publish(2.0), mode="rolling", drain_s=0.0)
@@ -110,9 +108,8 @@ async def test_the_oldest_make_way(fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 
 async def test_a_history_that_was_kept_longer_is_shortened(fleet: Fleet) -> None:
     store = fleet.store()
-    old = PastSwapRecord("x", 1, "done", "together", 1.0, 2.0)
     for number in range(1, history.KEPT + 30):
-        await store.put(KEYS.past_swap(number), old.to_json())
+        await store.put(KEYS.past_swap(number), OLD.to_json())
     coordinator = fleet.coordinator()
     await fleet.instance("a")
     await coordinator.activate(await fleet.publish())
@@ -123,18 +120,17 @@ async def test_a_history_that_was_kept_longer_is_shortened(fleet: Fleet) -> None
 async def test_one_that_cannot_be_read_hides_no_other(fleet: Fleet) -> None:
     store = fleet.store()
     await store.put(KEYS.past_swap(1), b"{}")
-    await store.put(KEYS.past_swap(2), PastSwapRecord("x", 1, "done", "together", 1.0, 2.0).to_json())
+    await store.put(KEYS.past_swap(2), OLD.to_json())
     assert [s.id for s in await past_swaps(store, KEYS)] == ["x"]
 
 
 async def test_a_conflict_moves_nothing_on() -> None:
     """What was not written is written again under the same number."""
-    entry = PastSwapRecord("x", 1, "done", "together", 1.0, 2.0)
     past = History(KEYS, [1, 2])
-    first: Mapping[str, bytes | None] = past.additions(entry)
-    assert past.additions(entry) == first == {KEYS.past_swap(3): entry.to_json()}
+    first: Mapping[str, bytes | None] = past.additions(OLD)
+    assert past.additions(OLD) == first == {KEYS.past_swap(3): OLD.to_json()}
     past.added()
-    assert past.additions(entry) == {KEYS.past_swap(4): entry.to_json()}
+    assert past.additions(OLD) == {KEYS.past_swap(4): OLD.to_json()}
 
 
 async def test_a_name_that_begins_like_another_ones_is_no_trouble(fleet: Fleet) -> None:

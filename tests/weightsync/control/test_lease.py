@@ -7,7 +7,6 @@ import contextlib
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import psutil
@@ -15,16 +14,9 @@ import pytest
 
 from tests.waiting import eventually
 from weightsync.control.lease import LeaseKeeper
-from weightsync.store import Store, open_store
+from weightsync.store import Store
 
 TTL_S = 2.0
-
-
-@pytest.fixture
-async def store(tmp_path: Path) -> AsyncIterator[Store]:
-    store = open_store(f"sqlite://{tmp_path / 'store.db'}")
-    yield store
-    await store.close()
 
 
 def guards(store: Store) -> list[psutil.Process]:
