@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -36,6 +37,7 @@ class Hosts:
         self.peers: dict[str, WarmProcess] = {}
         self.arenas: dict[str, Path] = {}
         self._publishers: list[Publisher] = []
+        self._of: dict[str, Publisher] = {}
         self.store = SyncStore(store_url)
 
     def arena(self, host: str) -> Path:
@@ -72,11 +74,16 @@ class Hosts:
         self._publishers.append(publisher)
         return publisher
 
-    def published(self, host: str) -> str:
-        """A version of a host's: its digest."""
-        publisher = self.publisher(host)
-        publisher.publish(random_model(1), wait=False)
-        return newest(publisher).manifest_digest
+    def publish(self, host: str, tensors: Mapping[str, np.ndarray] | None = None) -> VersionRecord:
+        """The next version of the publisher on this host."""
+        if host not in self._of:
+            self._of[host] = self.publisher(host)
+        self._of[host].publish(random_model(1) if tensors is None else tensors, wait=False)
+        return newest(self._of[host])
+
+    def published(self, host: str, tensors: Mapping[str, np.ndarray] | None = None) -> str:
+        """The digest of such a version."""
+        return self.publish(host, tensors).manifest_digest
 
     def copies(self, digest: str) -> dict[str, CopyRecord]:
         return {c.host: c for c in parsed(self._keys, self.store.list(self._keys.copies)[0]) if c.digest == digest}
@@ -90,6 +97,15 @@ class Hosts:
             return wait_until(found, timeout_s)
         except AssertionError:
             pytest.fail(f"{host} has {self.copies(digest).get(host)}; its log ends\n{self.log(host)[-3000:]}")
+
+    def arrived(self, host: str, digest: str, like: str = "a") -> CopyRecord:
+        """Waits for a copy that is, byte for byte, as the one on another host."""
+        copy = self.wait_copy(host, digest)
+        assert bytes_of(copy) == bytes_of(self.wait_copy(like, digest))
+        return copy
+
+    def received(self, host: str, **labels: str) -> float:
+        return self.metric(host, "hotswap_peer_received_bytes_total", **labels)
 
     def metric(self, host: str, name: str, /, **labels: str) -> float:
         """The sum over all labels that are not given."""

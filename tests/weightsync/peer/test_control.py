@@ -12,11 +12,12 @@ import httpx
 import msgspec
 import orjson
 import pytest
+from starlette.applications import Starlette
 
 from server.ports import free_port
 from tests.cluster_tls import Authority
 from tests.waiting import eventually, wait_until
-from tests.weightsync.peer.hosts import CHUNK, KEYS, MODEL, Hosts, bytes_of, newest, path_of, random_model
+from tests.weightsync.peer.hosts import CHUNK, KEYS, MODEL, Hosts
 from tests.weightsync.peer.served import Served, slot_served
 from weightsync.errors import PeerRefused, PeerUnreachable, TransportUnavailable
 from weightsync.format.manifest import digest_of
@@ -156,8 +157,6 @@ async def test_an_answer_that_is_too_long_or_does_not_end_is_given_up(
 async def test_a_server_that_does_not_start_is_said_so() -> None:
     closed = listen(Address("127.0.0.1"), None)
     closed.close()
-    from starlette.applications import Starlette
-
     with pytest.raises(TransportUnavailable, match="has not started"):
         async with serving(Starlette(), closed, None):
             pytest.fail("nobody is served")
@@ -195,8 +194,6 @@ async def test_what_is_no_peer(served: Served) -> None:
     with pytest.raises(PeerUnreachable):
         await served.client.open("a", "127.0.0.1:1", served.key)
     listener = listen(Address("127.0.0.1"), None)
-    from starlette.applications import Starlette
-
     async with serving(Starlette(), listener, None):
         with pytest.raises(PeerRefused, match="does not answer as a peer"):
             await served.client.open("a", f"127.0.0.1:{listener.getsockname()[1]}", served.key)
@@ -249,11 +246,7 @@ def test_members_read_over_tls_and_strangers_do_not(hosts: Hosts, tmp_path: Path
     for host in "ab":
         own = ("--data-port", port) if host == "a" else ()
         hosts.start(host, "--cluster-tls", authority.mount(tmp_path / host), *own)
-    publisher = hosts.publisher("a")
-    publisher.publish(random_model(1, 256 << 10), wait=False)
-    record = newest(publisher)
-    copy = hosts.wait_copy("b", record.manifest_digest)
-    assert bytes_of(copy) == path_of(hosts.copies(record.manifest_digest)["a"]).read_bytes()
+    copy = hosts.arrived("b", hosts.published("a"))
     socket.create_connection(("127.0.0.1", port), 30).close()  # where its data was asked to come from
     stranger = ssl.create_default_context()
     stranger.check_hostname, stranger.verify_mode = False, ssl.CERT_NONE
@@ -265,9 +258,7 @@ def test_members_read_over_tls_and_strangers_do_not(hosts: Hosts, tmp_path: Path
 
 def test_a_peer_that_is_told_to_end_takes_its_records_back(hosts: Hosts) -> None:
     process = hosts.start("a", "--lease-ttl", 600)
-    publisher = hosts.publisher("a")
-    publisher.publish(random_model(1, 64 << 10), wait=False)
-    hosts.wait_copy("a", newest(publisher).manifest_digest)
+    hosts.wait_copy("a", hosts.published("a"))
     process.terminate()
     assert process.wait(60) == 0
     wait_until(lambda: not parsed(KEYS, hosts.store.list(KEYS.copies)[0]))

@@ -20,27 +20,17 @@ SLOW = ("--limit-gbps", 0.008)  # 1 MB/s: time to do something while it fetches
 def test_a_version_reaches_other_hosts(hosts: Hosts) -> None:
     """Bytes equal to those that were published, on every host; the one-host reader finds them by the record."""
     hosts.start("abc")
-    publisher = hosts.publisher("a")
-    publisher.publish(random_model(1), wait=False)
-    record = newest(publisher)
-    images = {host: bytes_of(hosts.wait_copy(host, record.manifest_digest)) for host in "abc"}
-    assert images["a"] == images["b"] == images["c"]
-    assert path_of(hosts.copies(record.manifest_digest)["b"]).parent == hosts.arenas["b"]
-    received = [hosts.metric(host, "hotswap_peer_received_bytes_total") for host in "abc"]
-    assert received == [0, len(images["a"]), len(images["a"])]
-    second = random_model(2)
-    publisher.publish(second, wait=False)
-    record = newest(publisher)
-    assert bytes_of(hosts.wait_copy("b", record.manifest_digest)) == bytes_of(
-        hosts.wait_copy("c", record.manifest_digest)
-    )
+    digest = hosts.published("a")
+    copies = [hosts.arrived(host, digest) for host in "bc"]
+    assert path_of(copies[0]).parent == hosts.arenas["b"]
+    assert [hosts.received(host) for host in "abc"] == [0, copies[0].nbytes, copies[0].nbytes]
+    hosts.arrived("b", hosts.published("a", random_model(2)), like="c")
 
 
 def test_a_version_travels_by_nixl(hosts: Hosts) -> None:
     require("nixl")
     hosts.start("ab", "--transport", "nixl")
-    digest = hosts.published("a")
-    assert bytes_of(hosts.wait_copy("b", digest)) == path_of(hosts.copies(digest)["a"]).read_bytes()
+    hosts.arrived("b", hosts.published("a"))
 
 
 def test_a_peer_killed_in_the_middle_goes_on_where_it_was(hosts: Hosts) -> None:
@@ -48,16 +38,15 @@ def test_a_peer_killed_in_the_middle_goes_on_where_it_was(hosts: Hosts) -> None:
     hosts.start("b", *SLOW)
     digest = hosts.published("a")
     hosts.wait_copy("b", digest, "fetching")
-    wait_until(lambda: hosts.metric("b", "hotswap_peer_received_bytes_total") >= 8 * CHUNK)
+    wait_until(lambda: hosts.received("b") >= 8 * CHUNK)
     hosts.kill("b")
     hosts.start("b")
-    copy = hosts.wait_copy("b", digest)
+    copy = hosts.arrived("b", digest)
     resumed = hosts.metric("b", "hotswap_peer_chunks_resumed_total")
     assert resumed >= 8
     chunks = -(-copy.nbytes // CHUNK)
-    assert copy.nbytes - resumed * CHUNK <= hosts.metric("b", "hotswap_peer_received_bytes_total") < copy.nbytes
+    assert copy.nbytes - resumed * CHUNK <= hosts.received("b") < copy.nbytes
     assert resumed < chunks
-    assert bytes_of(copy) == bytes_of(hosts.copies(digest)["a"])
 
 
 def test_a_holder_that_dies_is_replaced(hosts: Hosts) -> None:
@@ -69,33 +58,28 @@ def test_a_holder_that_dies_is_replaced(hosts: Hosts) -> None:
     wait_until(lambda: "b" not in hosts.copies(digest))
     hosts.start("c", *SLOW)
     hosts.wait_copy("c", digest, "fetching")
-    wait_until(lambda: hosts.metric("c", "hotswap_peer_received_bytes_total", holder="a") >= 2 * CHUNK)
+    wait_until(lambda: hosts.received("c", holder="a") >= 2 * CHUNK)
     hosts.kill("a")
     hosts.start("b")
-    copy = hosts.wait_copy("c", digest)
-    assert hosts.metric("c", "hotswap_peer_received_bytes_total", holder="b") > 0
-    assert bytes_of(copy) == bytes_of(hosts.copies(digest)["b"])
+    hosts.arrived("c", digest, like="b")
+    assert hosts.received("c", holder="b") > 0
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
 def test_who_feeds_a_host_may_die_or_stall_in_the_middle(hosts: Hosts, sent: signal.Signals) -> None:
     """Of three receivers in a row one has the others below it, in the one tree or the other."""
     hosts.start("abcd", *SLOW)
-    publisher = hosts.publisher("a")
     wait_until(lambda: len(hosts.store.list(KEYS.copy_hosts)[0]) == 4)
     ways = {host: feeders([("", host) for host in "abcd"], "a", host) for host in "bcd"}
     fed = next(host for host in "bcd" if ways[host][0][0] != "a")
     feeder = ways[fed][0][0]
-    publisher.publish(random_model(1), wait=False)
-    digest = newest(publisher).manifest_digest
+    digest = hosts.published("a")
     hosts.wait_copy(fed, digest, "fetching")
-    wait_until(lambda: hosts.metric(fed, "hotswap_peer_received_bytes_total", holder=feeder) >= 2 * CHUNK)
-    before = hosts.metric(fed, "hotswap_peer_received_bytes_total")
+    wait_until(lambda: hosts.received(fed, holder=feeder) >= 2 * CHUNK)
+    before = hosts.received(fed)
     hosts.peers[feeder].send_signal(sent)
-    copy = hosts.wait_copy(fed, digest)
-    received = hosts.metric(fed, "hotswap_peer_received_bytes_total")
-    assert before < received == len(bytes_of(copy))  # what was there was kept: nothing came twice
-    assert bytes_of(copy) == bytes_of(hosts.copies(digest)["a"])
+    copy = hosts.arrived(fed, digest)
+    assert before < hosts.received(fed) == copy.nbytes  # what was there was kept: nothing came twice
 
 
 def test_a_holder_that_stalls_is_replaced(hosts: Hosts) -> None:
@@ -104,12 +88,10 @@ def test_a_holder_that_stalls_is_replaced(hosts: Hosts) -> None:
     hosts.wait_copy("b", digest)
     hosts.start("c", *SLOW, "--read-timeout", 1, "--reads-per-holder", 1)
     hosts.wait_copy("c", digest, "fetching")
-    wait_until(lambda: hosts.metric("c", "hotswap_peer_received_bytes_total", holder="a") > 0)
+    wait_until(lambda: hosts.received("c", holder="a") > 0)
     hosts.peers["a"].send_signal(signal.SIGSTOP)
-    copy = hosts.wait_copy("c", digest)
-    hosts.peers["a"].send_signal(signal.SIGCONT)
-    assert hosts.metric("c", "hotswap_peer_received_bytes_total", holder="b") > 0
-    assert bytes_of(copy) == bytes_of(hosts.copies(digest)["b"])
+    hosts.arrived("c", digest, like="b")
+    assert hosts.received("c", holder="b") > 0
 
 
 def test_wrong_bytes_at_one_holder_are_found_and_read_elsewhere(hosts: Hosts) -> None:
@@ -122,11 +104,10 @@ def test_wrong_bytes_at_one_holder_are_found_and_read_elsewhere(hosts: Hosts) ->
             slot.seek(offset)
             slot.write(b"\x55\xaa")
     hosts.start("c", "--reads-per-holder", 1, "--limit-gbps", 0.03)
-    copy = hosts.wait_copy("c", digest)
+    hosts.arrived("c", digest)
     assert hosts.metric("c", "hotswap_peer_chunks_refetched_total", reason="digest", holder="b") > 0
     assert hosts.metric("c", "hotswap_peer_chunks_refetched_total", reason="digest", holder="a") == 0
     assert "from host b has wrong bytes" in hosts.log("c")
-    assert bytes_of(copy) == bytes_of(hosts.copies(digest)["a"])
 
 
 def test_the_publishing_host_may_die_once_there_is_a_copy(hosts: Hosts) -> None:
@@ -155,17 +136,12 @@ def test_a_version_retired_in_the_middle_is_let_go(hosts: Hosts) -> None:
     """Its slot takes the next version, and nothing of the fetch before arrives there late."""
     hosts.start("a")
     hosts.start("b", *SLOW)
-    publisher = hosts.publisher("a")
-    publisher.publish(random_model(1), wait=False)
-    record = newest(publisher)
+    record = hosts.publish("a")
     slot = hosts.wait_copy("b", record.manifest_digest, "fetching").slot
-    wait_until(lambda: hosts.metric("b", "hotswap_peer_received_bytes_total") > 0)
+    wait_until(lambda: hosts.received("b") > 0)
     hosts.store.put(KEYS.version(record.version), replace(record, state="retired").to_json())
     wait_until(lambda: "b" not in hosts.copies(record.manifest_digest))
-    publisher.publish(random_model(2), wait=False)
-    copy = hosts.wait_copy("b", newest(publisher).manifest_digest)
-    assert copy.slot == slot
-    assert bytes_of(copy) == bytes_of(hosts.copies(copy.digest)["a"])
+    assert hosts.arrived("b", hosts.published("a", random_model(2))).slot == slot
 
 
 def test_a_second_peer_takes_over_from_the_first(hosts: Hosts) -> None:
@@ -187,5 +163,5 @@ def test_a_second_peer_takes_over_from_the_first(hosts: Hosts) -> None:
     wait_until(taken_over)
     in_use.close()
     assert hosts.copies(digest)["b"].slot == whole.slot
-    assert hosts.metric("b", "hotswap_peer_received_bytes_total") == 0
+    assert hosts.received("b") == 0
     bytes_of(hosts.copies(digest)["b"])

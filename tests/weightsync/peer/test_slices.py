@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.waiting import wait_until
-from tests.weightsync.peer.hosts import CHUNK, KEYS, MODEL, Hosts, bytes_of, newest, path_of, random_model
+from tests.weightsync.peer.hosts import CHUNK, KEYS, MODEL, Hosts, bytes_of, path_of, random_model
 from weightsync import SlotReader, Store
 from weightsync.control.records import CopyHostRecord, CopyRecord, ErrorInfo, InstanceRecord, Keys, VersionRecord
 from weightsync.errors import CopyUnavailable, DigestMismatch, ManifestError
@@ -26,7 +26,6 @@ from weightsync.peer.slices import Needs, PartCopyRecord, SlicesRecord, part_cop
 from weightsync.transport import Transport
 
 SLOW = ("--limit-gbps", 0.008)  # 1 MB/s: time to do something while it fetches
-RECEIVED = "hotswap_peer_received_bytes_total"
 
 
 def schema_of(model: dict[str, np.ndarray]) -> Schema:
@@ -208,21 +207,19 @@ def test_a_host_fetches_what_is_needed_there_and_the_rest_when_that_grows(hosts:
     say(hosts, "b", half)
     hosts.start("abc")
     wait_until(lambda: len(hosts.store.list(KEYS.copy_hosts)[0]) == 3)
-    publisher = hosts.publisher("a")
-    publisher.publish(model, wait=False)
-    record = newest(publisher)
+    record = hosts.publish("a", model)
     part = part_of(hosts, "b", record.manifest_digest, half)
     check(part, model, FIRST)
-    received = hosts.metric("b", RECEIVED)
+    received = hosts.received("b")
     assert received == chunk_bytes(record, half)
     assert 0.4 < received / record_nbytes(record) < 0.6
     assert hosts.copies(record.manifest_digest)["b"].state == "fetching"  # a holder of some chunks, for all others
     whole = hosts.wait_copy("c", record.manifest_digest)
-    assert hosts.metric("c", RECEIVED) == whole.nbytes
+    assert hosts.received("c") == whole.nbytes
     say(hosts, "b", some_of(model, ("layer.3",)), "another")
     both = some_of(model, (*FIRST, "layer.3"))
     check(part_of(hosts, "b", record.manifest_digest, both), model, (*FIRST, "layer.3"))
-    assert hosts.metric("b", RECEIVED) == chunk_bytes(record, both)
+    assert hosts.received("b") == chunk_bytes(record, both)
     say(hosts, "b", None, "another")
     copy = hosts.wait_copy("b", record.manifest_digest)
     assert path_of(copy) == Path(part.slot.removeprefix("//b"))  # the same file, now a slot
@@ -237,18 +234,16 @@ def test_a_peer_that_is_killed_goes_on_with_a_part(hosts: Hosts) -> None:
     say(hosts, "b", half)
     hosts.start("a")
     hosts.start("b", *SLOW)
-    publisher = hosts.publisher("a")
-    publisher.publish(model, wait=False)
-    record = newest(publisher)
+    record = hosts.publish("a", model)
     digest = record.manifest_digest
     hosts.wait_copy("b", digest, "fetching")
-    wait_until(lambda: hosts.metric("b", RECEIVED) >= 4 * CHUNK)
+    wait_until(lambda: hosts.received("b") >= 4 * CHUNK)
     hosts.kill("b")
     hosts.start("b")
     part = part_of(hosts, "b", digest, half)
     resumed = hosts.metric("b", "hotswap_peer_chunks_resumed_total")
     assert resumed >= 4
-    assert hosts.metric("b", RECEIVED) <= chunk_bytes(record, half) - (resumed - 1) * CHUNK
+    assert hosts.received("b") <= chunk_bytes(record, half) - (resumed - 1) * CHUNK
     check(part, model, FIRST)
     path = Path(part.slot.removeprefix("//b"))
     with SlotReader.open(path, manifest_digest=digest, part=True) as held:
@@ -256,7 +251,7 @@ def test_a_peer_that_is_killed_goes_on_with_a_part(hosts: Hosts) -> None:
         wait_until(lambda: "b" not in hosts.copies(digest))
         hosts.start("b")
         assert part_of(hosts, "b", digest, half).slot == part.slot
-        assert hosts.metric("b", RECEIVED) == 0
+        assert hosts.received("b") == 0
         say(hosts, "b", None)
         copy = hosts.wait_copy("b", digest)
         assert path_of(copy) == path
@@ -274,13 +269,11 @@ def test_hosts_that_need_the_same_feed_each_other(hosts: Hosts) -> None:
     wait_until(
         lambda: len({CopyHostRecord.from_json(kv.value).slices for kv in hosts.store.list(KEYS.copy_hosts)[0]}) == 3
     )
-    publisher = hosts.publisher("a")
-    publisher.publish(model, wait=False)
-    record = newest(publisher)
+    record = hosts.publish("a", model)
     for host, names in halves.items():
         check(part_of(hosts, host, record.manifest_digest, some_of(model, names)), model, names)
     for host, names in halves.items():
-        assert hosts.metric(host, RECEIVED) == chunk_bytes(record, some_of(model, names))
+        assert hosts.received(host) == chunk_bytes(record, some_of(model, names))
 
 
 async def test_an_instance_waits_until_its_peer_has_what_it_needs(hosts: Hosts, store: Store) -> None:
@@ -288,9 +281,7 @@ async def test_an_instance_waits_until_its_peer_has_what_it_needs(hosts: Hosts, 
     half, more = some_of(model, FIRST), some_of(model, (*FIRST, "layer.2"))
     say(hosts, "b", half)
     hosts.start("ab")
-    publisher = hosts.publisher("a")
-    await asyncio.to_thread(publisher.publish, model, wait=False)
-    record = newest(publisher)
+    record = await asyncio.to_thread(hosts.publish, "a", model)
     found = await wait_for_slots(store, KEYS, record, "b", 60.0, half.digest)
     assert found.slot == (await asyncio.to_thread(part_of, hosts, "b", record.manifest_digest, half)).slot[3:]
     for wanted in ("", more.digest):
@@ -320,9 +311,7 @@ def test_who_looks_for_versions_on_a_host_does_not_take_a_part(hosts: Hosts) -> 
     half = some_of(model, FIRST)
     say(hosts, "b", half)
     hosts.start("ab")
-    publisher = hosts.publisher("a")
-    publisher.publish(model, wait=False)
-    record = newest(publisher)
+    record = hosts.publish("a", model)
     part = part_of(hosts, "b", record.manifest_digest, half)
     path = Path(part.slot.removeprefix("//b"))
     with SlotReader.open(path, part=True) as reader, pytest.raises(DigestMismatch):
