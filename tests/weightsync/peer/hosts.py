@@ -17,13 +17,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.waiting import eventually, wait_until
 from tests.warm import SYNC, WarmProcess, warm
-from weightsync import Publisher, SlotReader, Store, SyncStore
+from tests.weightsync.fleet import KEYS, MODEL, Engine
+from weightsync import Publisher, SlotReader, StageResult, Store, SyncStore
 from weightsync.control.hosts import local_path
 from weightsync.control.records import CopyRecord, InstanceRecord, Keys, VersionRecord
-from weightsync.peer.copies import parsed
+from weightsync.peer.copies import parsed, wait_for_slots
 
-MODEL = "demo"
-KEYS = Keys(MODEL)
 CHUNK = 64 << 10
 T = TypeVar("T")
 
@@ -125,6 +124,19 @@ class Hosts:
         self.store.close()
         for arena in self.arenas.values():
             shutil.rmtree(arena, ignore_errors=True)
+
+
+class Fetching(Engine):
+    """The engine of an instance on `host`, which opens what the peer there brings."""
+
+    def __init__(self, store: Store, host: str) -> None:
+        super().__init__()
+        self._store, self._host = store, host
+        self.opened: VersionRecord | None = None
+
+    async def stage(self, version: VersionRecord) -> StageResult:
+        self.opened = await wait_for_slots(self._store, KEYS, version, self._host, 60.0)
+        return await super().stage(self.opened)
 
 
 def random_model(seed: int, nbytes: int = 2 << 20) -> dict[str, np.ndarray]:

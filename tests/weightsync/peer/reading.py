@@ -23,17 +23,18 @@ GUARD_S = 60.0
 
 
 class Wrapped:
-    """A transport whose links, and the way to them, a test may break."""
+    """A transport whose next `stalls` reads time out, and with which `connecting` is called before each link."""
 
-    def __init__(self, inner: Transport, connect: Callable[[], None] = lambda: None, stalls: int = 0) -> None:
-        self._inner, self._connect, self.stalls = inner, connect, stalls
+    def __init__(self, inner: Transport) -> None:
+        self._inner, self.stalls = inner, 0
+        self.connecting: Callable[[], None] = lambda: None
         self.closed: list[Link] = []
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._inner, name)
 
     def connect(self, endpoint: bytes) -> Link:
-        self._connect()
+        self.connecting()
         return WrappedLink(self, self._inner.connect(endpoint))
 
 
@@ -55,14 +56,13 @@ class WrappedLink:
 class Reader:
     """Host `b`. `offered` is what the store says."""
 
-    def __init__(self, served: Served, transport: Transport, directory: Path, wrapped: Wrapped | None = None) -> None:
-        self.served, self.offered = served, [served.copy]
+    def __init__(self, served: Served, transport: Transport, directory: Path) -> None:
+        self.served, self.offered, self.wrapped = served, [served.copy], Wrapped(transport)
         self.shelf, self._pool = Shelf(Arena(directory), MODEL, Regions(transport)), ThreadPoolExecutor(4)
         self.left_out, self.background = LeftOut(), Background()
-        carrier: Transport = wrapped or transport  # type: ignore[assignment]
         self.sources = Sources(
             served.client,
-            carrier,
+            self.wrapped,  # type: ignore[arg-type]
             served.key,
             lambda: self.offered,
             self.left_out,

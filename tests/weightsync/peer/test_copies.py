@@ -11,29 +11,20 @@ import pytest
 
 from tests.waiting import eventually
 from tests.weightsync.fleet import running_fleet
-from tests.weightsync.peer.hosts import MODEL, Hosts, newest, path_of, random_model
+from tests.weightsync.peer.hosts import KEYS, MODEL, Fetching, Hosts, newest, path_of, random_model
 from weightsync import Adapter, Publisher, Store
 from weightsync.control.hosts import slot_name
-from weightsync.control.records import CopyRecord, ErrorInfo, Keys, VersionRecord
+from weightsync.control.records import CopyRecord, CopyState, ErrorInfo, VersionRecord
 from weightsync.errors import CopyUnavailable
 from weightsync.peer.copies import wait_for_slots
 
-KEYS = Keys(MODEL)
 STORES = ["sqlite", "etcd"]
 
 
-def copy_of(record: VersionRecord, host: str, slot: Path | str, **about: object) -> CopyRecord:
-    state = about.pop("state", "ready")
-    return CopyRecord(
-        host,
-        slot_name(slot, host),
-        record.manifest_digest,
-        1,
-        state,
-        "x:1",
-        1.0,
-        **about,  # type: ignore[arg-type]
-    )
+def copy_of(
+    record: VersionRecord, host: str, slot: str, state: CopyState = "ready", error: ErrorInfo | None = None
+) -> CopyRecord:
+    return CopyRecord(host, slot_name(slot, host), record.manifest_digest, 1, state, "x:1", 1.0, error)
 
 
 async def say(store: Store, copy: CopyRecord) -> None:
@@ -112,23 +103,18 @@ async def test_instances_of_other_hosts_swap_with_those_of_the_publisher(hosts: 
     publisher = hosts.publisher("a")
     async with running_fleet(hosts.store_url) as fleet:
         fleet.coordinator()
-        opened: dict[str, VersionRecord] = {}
-        for host in "ab":
-            engine = await fleet.instance(f"on-{host}", wait=False)
-            store, inner = fleet.store(), engine.stage
-
-            async def stage(version: VersionRecord, host=host, store=store, inner=inner):  # type: ignore[no-untyped-def]
-                opened[host] = await wait_for_slots(store, KEYS, version, host, 60.0)
-                return await inner(opened[host])
-
-            fleet.participants[f"on-{host}"]._stage = stage
+        engines = [Fetching(fleet.store(), host) for host in "ab"]
+        for number, engine in enumerate(engines):
+            await fleet.instance(f"i{number}", engine)
         first = await asyncio.to_thread(publisher.publish, random_model(1))
         await eventually(lambda: all(e.running == first for e in fleet.engines.values()), 30)
         adapter = Adapter({"x.lora_A.weight": np.ones((2, 8), np.float32)}, {"r": 2})
         second = await asyncio.to_thread(publisher.publish, random_model(2), parts={"lora/x": adapter})
         await eventually(lambda: all(e.running == second for e in fleet.engines.values()), 30)
     record = newest(publisher)
-    assert opened["b"].slot == str(path_of(hosts.copies(record.manifest_digest)["b"]))
-    part = record.parts[0]
-    assert opened["b"].parts[0].slot == str(path_of(hosts.copies(part.manifest_digest)["b"]))
-    assert opened["a"].slot == record.slot.removeprefix("//a")
+    on_a, on_b = (engine.opened for engine in engines)
+    assert on_a is not None
+    assert on_b is not None
+    assert on_a.slot == record.slot.removeprefix("//a")
+    copies = [hosts.copies(one.manifest_digest)["b"] for one in (record, *record.parts)]
+    assert [one.slot for one in (on_b, *on_b.parts)] == [str(path_of(copy)) for copy in copies]

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from tests.waiting import eventually, stays
-from tests.weightsync.peer.reading import GUARD_S, Reader, Wrapped, nobody_reads
+from tests.weightsync.peer.reading import GUARD_S, Reader, nobody_reads
 from tests.weightsync.peer.served import Served
 from weightsync.control.records import CopyRecord
 from weightsync.errors import PeerRefused, PeerUnreachable, WeightSyncError
@@ -18,22 +17,20 @@ from weightsync.peer import holders
 from weightsync.peer.fetch import Fetch, first_answer, to_the_end
 from weightsync.peer.holders import BUSY_S, FIRST_TRY_S, OPEN_AT_ONCE, STALLED_S, WRONG_S, LeftOut, NoHolder
 from weightsync.peer.messages import ALL, Have, Open, Opened
-from weightsync.transport import Transport
 
 FOR_EVER_S = 3600.0
 
 
 async def test_the_only_holder_is_tried_again_though_it_stalled(
-    served: Served, transport: Transport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    served: Served, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(holders, "STALLED_S", FOR_EVER_S)
     monkeypatch.setattr(holders, "FIRST_TRY_S", 0.01)
-    wrapped = Wrapped(transport, stalls=4)
-    reader = Reader(served, transport, tmp_path / "arena", wrapped)
+    reader.wrapped.stalls = 4
     async with asyncio.timeout(GUARD_S):
         copy = await reader.claim()
         await reader.fetch(copy).run()
-    assert wrapped.stalls == 0
+    assert reader.wrapped.stalls == 0
     assert copy.head is not None
     copy.head.write(copy.mapped.view)
     assert bytes(copy.mapped.view) == served.path.read_bytes()
@@ -53,6 +50,10 @@ def test_a_holder_that_stalled_is_left_out_while_others_have_what_is_missing(mon
             out.stalled("a")
     assert [b - a for a, b in zip([100.0, *tried], tried, strict=False)] == [1, 2, 4, 8, 16, *[30] * (len(tried) - 5)]
     assert not out.is_able("a", needed=False)
+    for _ in range(3000):  # for days
+        out.stalled("a")
+    now += 30
+    assert out.is_able("a", needed=True)
     out.came("a")
     assert out.is_able("a", needed=False)
     out.leave("a", 60)  # for wrong bytes: however much it is needed
@@ -75,15 +76,13 @@ async def test_a_fetch_waits_while_the_store_knows_of_a_holder_and_fails_when_it
     await reader.sources.close()
 
 
-async def test_what_cannot_be_connected_to_is_given_its_ticket_back(
-    served: Served, transport: Transport, tmp_path: Path
-) -> None:
+async def test_what_cannot_be_connected_to_is_given_its_ticket_back(served: Served, reader: Reader) -> None:
     """Its data port may be closed to this host: it would soon have no place left for others."""
 
     def refuse() -> None:
         raise PeerUnreachable("a", "as told")
 
-    reader = Reader(served, transport, tmp_path / "arena", Wrapped(transport, refuse))
+    reader.wrapped.connecting = refuse
     waiting = asyncio.create_task(first_answer(reader.sources))
     await eventually(lambda: reader.sources.problem is not None, GUARD_S)
     await nobody_reads(served)
@@ -91,23 +90,20 @@ async def test_what_cannot_be_connected_to_is_given_its_ticket_back(
     await reader.sources.close()
 
 
-async def test_who_is_stopped_while_it_connects_leaves_nothing_open(
-    served: Served, transport: Transport, tmp_path: Path
-) -> None:
+async def test_who_is_stopped_while_it_connects_leaves_nothing_open(served: Served, reader: Reader) -> None:
     connecting, go_on = threading.Event(), threading.Event()
 
     def wait() -> None:
         connecting.set()
         go_on.wait(GUARD_S)
 
-    wrapped = Wrapped(transport, wait)
-    reader = Reader(served, transport, tmp_path / "arena", wrapped)
+    reader.wrapped.connecting = wait
     reader.sources.refresh()
     assert await asyncio.to_thread(connecting.wait, GUARD_S)
     await reader.sources.close()
     go_on.set()
     await nobody_reads(served)
-    await eventually(lambda: wrapped.closed, GUARD_S)
+    await eventually(lambda: reader.wrapped.closed, GUARD_S)
 
 
 async def test_slow_answers_do_not_make_it_open_ever_more_holders(
@@ -137,11 +133,10 @@ async def test_slow_answers_do_not_make_it_open_ever_more_holders(
 
 
 async def test_nothing_is_written_after_a_fetch_that_was_cancelled_twice(
-    served: Served, transport: Transport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when the store is lost while it is being stopped."""
     reading, go_on = threading.Event(), threading.Event()
-    reader = Reader(served, transport, tmp_path / "arena")
     copy = await asyncio.wait_for(reader.claim(), GUARD_S)
     fetch = reader.fetch(copy)
     inner = Fetch._read_now
@@ -189,15 +184,13 @@ async def test_work_that_must_end_ends_before_its_cancelled_caller() -> None:
 
 
 async def test_near_holders_are_known_by_their_racks(reader: Reader) -> None:
-    from weightsync.peer.holders import distance, known_holder
-
     near, far = (replace(reader.served.copy, rack=rack) for rack in ("r1", "r2"))
-    assert [distance(near, "r1", s) for s in (0.0, 0.05)] == [0, 0]
-    assert [distance(far, "r1", s) for s in (0.0, 0.004, 0.05)] == [1, 1, 2]
-    assert [distance(far, "", s) for s in (0.0, 0.05)] == [0, 2]  # by the round trip, where racks are not known
+    assert [holders.distance(near, "r1", s) for s in (0.0, 0.05)] == [0, 0]
+    assert [holders.distance(far, "r1", s) for s in (0.0, 0.004, 0.05)] == [1, 1, 2]
+    assert [holders.distance(far, "", s) for s in (0.0, 0.05)] == [0, 2]  # by the round trip, where racks are not known
     fetching: CopyRecord = replace(far, state="fetching")
-    assert known_holder(near, "r1").have is None
-    assert known_holder(fetching, "r1").have is not None
+    assert holders.known_holder(near, "r1").have is None
+    assert holders.known_holder(fetching, "r1").have is not None
 
 
 async def test_holders_are_told_before_a_peer_ends(served: Served, reader: Reader) -> None:
@@ -271,16 +264,6 @@ async def test_a_ticket_that_comes_late_is_given_back(
     await reader.sources.close()
     go_on.set()
     await nobody_reads(served)
-
-
-def test_a_holder_may_stall_for_days(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr("weightsync.peer.holders.time.monotonic", lambda: now)
-    out = LeftOut()
-    for _ in range(3000):
-        out.stalled("a")
-    now += 30
-    assert out.is_able("a", needed=True)
 
 
 def test_a_holder_that_stalled_and_is_busy_now_is_left_out_no_shorter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from weightsync.memory.arena import Arena
 from weightsync.peer.chunks import Bitmap, Head, Shape, digests_of
 from weightsync.peer.messages import Key
 from weightsync.peer.shelf import Journal, Regions, Shelf
-from weightsync.transport import open_transport
+from weightsync.transport import Transport
 
 KEY = Key("d" * 32, "b" * 32)  # a delta: bytes without a header
 CHUNK = 4096
@@ -61,61 +61,60 @@ def test_what_is_no_journal_is_passed_over(tmp_path: Path, head: bytes) -> None:
     assert found(tmp_path) is None
 
 
-def test_only_chunks_with_the_right_bytes_are_taken_over(tmp_path: Path) -> None:
+def test_only_chunks_with_the_right_bytes_are_taken_over(tmp_path: Path, transport: Transport) -> None:
     """The process died between the note and the bytes, or somebody wrote there."""
     directory = tmp_path / "arena"
-    with open_transport("tcp", listen="127.0.0.1", tls=None) as transport:
-        first = Shelf(Arena(directory), "demo", Regions(transport))
-        copy, resumed = first.claim(KEY, "", SHAPE, None)
-        assert resumed == 0
-        copy.mapped.view[: 4 * CHUNK] = CONTENT[: 4 * CHUNK]
-        for chunk in (0, 1, 2, 5):
-            copy.journal.add(chunk)
-        copy.mapped.view[CHUNK + 7] = 0xFF
-        first.close()
-        second = Shelf(Arena(directory), "demo", Regions(transport))
-        second.adopt()
-        assert second.find(KEY) is None
-        again, resumed = second.claim(KEY, "", SHAPE, None)
-        assert (again.path, resumed, sorted(again.journal.done)) == (copy.path, 2, [0, 2])
-        second.drop(KEY)
-        assert not list(directory.glob("fetch-*"))
+    first = Shelf(Arena(directory), "demo", Regions(transport))
+    copy, resumed = first.claim(KEY, "", SHAPE, None)
+    assert resumed == 0
+    copy.mapped.view[: 4 * CHUNK] = CONTENT[: 4 * CHUNK]
+    for chunk in (0, 1, 2, 5):
+        copy.journal.add(chunk)
+    copy.mapped.view[CHUNK + 7] = 0xFF
+    first.close()
+    second = Shelf(Arena(directory), "demo", Regions(transport))
+    second.adopt()
+    assert second.find(KEY) is None
+    again, resumed = second.claim(KEY, "", SHAPE, None)
+    assert (again.path, resumed, sorted(again.journal.done)) == (copy.path, 2, [0, 2])
+    second.drop(KEY)
+    assert not list(directory.glob("fetch-*"))
 
 
-def test_what_is_left_of_something_else_is_given_up(tmp_path: Path) -> None:
-    with open_transport("tcp", listen="127.0.0.1", tls=None) as transport:
-        first = Shelf(Arena(tmp_path / "arena"), "demo", Regions(transport))
-        copy, _ = first.claim(KEY, "", SHAPE, None)
-        copy.journal.add(0)
-        first.close()
-        second = Shelf(Arena(tmp_path / "arena"), "demo", Regions(transport))
-        second.adopt()
-        changed = Shape(SHAPE.nbytes, CHUNK, ("0" * 32, *SHAPE.digests[1:]))
-        _, resumed = second.claim(KEY, "", changed, None)
-        assert resumed == 0
-        third = Shelf(Arena(tmp_path / "arena"), "demo", Regions(transport))
-        second.close()
-        third.adopt()
-        third.forget(set())
-        assert not list((tmp_path / "arena").glob("fetch-*"))
+def test_what_is_left_of_something_else_is_given_up(tmp_path: Path, transport: Transport) -> None:
+    first = Shelf(Arena(tmp_path / "arena"), "demo", Regions(transport))
+    copy, _ = first.claim(KEY, "", SHAPE, None)
+    copy.journal.add(0)
+    first.close()
+    second = Shelf(Arena(tmp_path / "arena"), "demo", Regions(transport))
+    second.adopt()
+    changed = Shape(SHAPE.nbytes, CHUNK, ("0" * 32, *SHAPE.digests[1:]))
+    _, resumed = second.claim(KEY, "", changed, None)
+    assert resumed == 0
+    third = Shelf(Arena(tmp_path / "arena"), "demo", Regions(transport))
+    second.close()
+    third.adopt()
+    third.forget(set())
+    assert not list((tmp_path / "arena").glob("fetch-*"))
 
 
-def test_what_is_claimed_while_it_is_given_up_stays_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with open_transport("tcp", listen="127.0.0.1", tls=None) as transport:
-        first = Shelf(Arena(tmp_path / "arena"), "demo", Regions(transport))
-        first.claim(KEY, "", SHAPE, None)[0].journal.add(0)
-        first.close()
-        second = Shelf(Arena(tmp_path / "arena"), "demo", Regions(transport))
-        second.adopt()
+def test_what_is_claimed_while_it_is_given_up_stays_claimed(
+    tmp_path: Path, transport: Transport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Shelf(Arena(tmp_path / "arena"), "demo", Regions(transport))
+    first.claim(KEY, "", SHAPE, None)[0].journal.add(0)
+    first.close()
+    second = Shelf(Arena(tmp_path / "arena"), "demo", Regions(transport))
+    second.adopt()
 
-        def claimed(_: Key) -> bool:
-            """The slot is here, so the difference is not wanted; but another thread makes it anew just now."""
-            second.claim(KEY, "", SHAPE, None)
-            return True
+    def claimed(_: Key) -> bool:
+        """The slot is here, so the difference is not wanted; but another thread makes it anew just now."""
+        second.claim(KEY, "", SHAPE, None)
+        return True
 
-        monkeypatch.setattr(second, "has", claimed)
-        second.forget({Key(KEY.digest)})
-        assert second.copies[KEY].journal.path.exists()
+    monkeypatch.setattr(second, "has", claimed)
+    second.forget({Key(KEY.digest)})
+    assert second.copies[KEY].journal.path.exists()
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +11,21 @@ import pytest
 
 import weightsync
 from tests.waiting import wait_until
-from tests.weightsync.peer.hosts import CHUNK, KEYS, MODEL, Hosts, bytes_of, newest
+from tests.weightsync.fleet import running_fleet
+from tests.weightsync.peer.hosts import CHUNK, MODEL, Fetching, Hosts, bytes_of, newest
 from tests.weightsync.peer.spreading import ROWS, Ranks, model, schema_of, spread, write
-from weightsync import Adapter, SlotReader, open_store
-from weightsync.control.agent import CommitResult, Participant, StageResult
-from weightsync.control.coordinator import Coordinator
-from weightsync.control.records import ActiveRecord, InstanceRecord, VersionRecord
+from weightsync import Adapter, SlotReader
 from weightsync.errors import ArenaUnavailable, BadPart, ManifestError, PublishError, SwapAborted
 from weightsync.format.manifest import Layout
 from weightsync.peer.chunks import Bitmap
-from weightsync.peer.copies import wait_for_slots
 from weightsync.peer.shelf import Regions
 from weightsync.publish.spread import Gatherer, HostShare, chunks_of, staying
 from weightsync.transport import Transport
 
 
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightsync.format.manifest.CHUNK", CHUNK)
-
-
-def test_chunks_stay_whose_tensors_are_all_there() -> None:
+def test_chunks_stay_whose_tensors_are_all_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tensors of two hosts meet within a chunk, which stays on neither."""
+    monkeypatch.setattr("weightsync.format.manifest.CHUNK", CHUNK)
     schema = schema_of(model(4))
     layout = Layout.of(schema)
     names = list(schema.tensors)
@@ -199,51 +190,18 @@ def test_a_share_outlives_its_peer(hosts: Hosts, transport: Transport) -> None:
     hosts.start("b")
     hosts.wait_copy("b", record.manifest_digest, "fetching")
     hosts.start("a")
-    assert bytes_of(hosts.wait_copy("a", record.manifest_digest)) == bytes_of(
-        hosts.wait_copy("b", record.manifest_digest)
-    )
-
-
-class Instance:
-    """An instance on host c that stages whatever its peer brings, and the coordinator of its swaps."""
-
-    def __init__(self, store_url: str) -> None:
-        self._store = open_store(store_url, create=False)
-        record = InstanceRecord(id="test", address="http://127.0.0.1:1", state="STARTING")
-        self._participant = Participant(self._store, MODEL, record, self._stage, self._commit)
-        self._coordinator = Coordinator(self._store, MODEL)
-        self.versions: list[int] = []
-
-    async def _stage(self, version: VersionRecord) -> StageResult:
-        local = await wait_for_slots(self._store, KEYS, version, "c", 60)
-        with SlotReader.open(local.slot, manifest_digest=local.manifest_digest) as reader:
-            reader.verify_all()
-        return StageResult()
-
-    async def _commit(self, _active: ActiveRecord, version: VersionRecord) -> CommitResult:
-        self.versions.append(version.version)
-        return CommitResult()
-
-    @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        self._participant.start()
-        self._coordinator.start()
-        try:
-            await self._participant.serving()
-            yield
-        finally:
-            await self._participant.stop()
-            await self._coordinator.stop()
-            await self._store.close()
+    hosts.arrived("b", record.manifest_digest)
 
 
 async def test_a_writer_that_is_gone_costs_one_version(hosts: Hosts, transport: Transport) -> None:
     """Its peer is killed before anybody has read its chunks: the swap is given up and says why, and the version before
     serves on. When the peer is back, so is the version."""
     hosts.start("abc")
-    publisher, instance = hosts.publisher("a"), Instance(hosts.store_url)
+    publisher = hosts.publisher("a")
     await asyncio.to_thread(wait_until, lambda: set(publisher.share_hosts()) == {"b", "c"})
-    async with instance.running():
+    async with running_fleet(hosts.store_url) as fleet:
+        fleet.coordinator()
+        engine = await fleet.instance("on-c", Fetching(fleet.store(), "c"))
 
         def swap(seed: int, *, killed: str = "") -> int:
             if killed:
@@ -258,12 +216,12 @@ async def test_a_writer_that_is_gone_costs_one_version(hosts: Hosts, transport: 
         first = await asyncio.to_thread(swap, 0)
         with pytest.raises(SwapAborted, match="host b, which wrote some, is gone"):
             await asyncio.to_thread(swap, 1, killed="b")
-        assert instance.versions == [first]
+        assert engine.running == first
         record = newest(publisher)
         hosts.start("b")
         await asyncio.to_thread(hosts.wait_copy, "b", record.manifest_digest, "fetching")
         await asyncio.to_thread(publisher.activate, record.version, timeout_s=90)
-        assert instance.versions == [first, record.version]
+        assert [version for call, version in engine.calls if call == "commit"] == [first, record.version]
 
 
 def test_an_adapter_goes_onto_a_version_that_is_whole_nowhere(hosts: Hosts, transport: Transport) -> None:

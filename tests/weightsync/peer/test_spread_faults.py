@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.waiting import wait_until
-from tests.weightsync.peer.hosts import CHUNK, KEYS, MODEL, Hosts, bytes_of, newest
+from tests.weightsync.peer.hosts import KEYS, MODEL, Hosts, bytes_of, newest
 from tests.weightsync.peer.spreading import accepted, model, spread
 from weightsync import Publisher, SlotReader, open_store
 from weightsync.control.chain import ENTRIES
@@ -28,9 +28,11 @@ from weightsync.persist import restore
 from weightsync.transport import Transport
 
 
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightsync.format.manifest.CHUNK", CHUNK)
+def publish(hosts: Hosts, publisher: Publisher, transport: Transport, seed: int) -> int:
+    """The version `model(seed=seed)`, which hosts a and b have written."""
+    version, _, share = spread(publisher, transport, hosts.arena("b"), model(seed=seed))
+    share.close()
+    return version
 
 
 def slots(hosts: Hosts, host: str) -> list[Path]:
@@ -68,56 +70,50 @@ def restart(hosts: Hosts, names: str) -> None:
         wait_until(lambda: (is_ := hosts.store.get(f"{taker}{host}")) is not None and is_ != was)  # noqa: B023
 
 
-def require_standing(hosts: Hosts, transport: Transport, record: VersionRecord) -> None:
-    """Peers that start on both hosts now offer every chunk of the version, with the bytes that were published."""
-    assert record.state == "ready"
-    key, found = Key(record.manifest_digest), []
-    for host in "ab":
-        shelf = Shelf(Arena(hosts.arena(host)), MODEL, Regions(transport))
-        shelf.adopt()
-        assert shelf.take_share(key), f"{host} has nothing of version {record.version}"
-        copy = shelf.copies[key]
-        assert all(copy.shape.is_right(copy.mapped.view, chunk, copy.head) for chunk in copy.journal.done)
-        found.append(copy.journal.done)
-        shelf.close()
-    assert found[0].bits | found[1].bits == Bitmap.full(found[0].chunks).bits
+def require_standing(hosts: Hosts, transport: Transport, *records: VersionRecord) -> None:
+    """Peers that start on both hosts now offer every chunk of the versions, with the bytes that were published."""
+    for record in records:
+        assert record.state == "ready"
+        key, found = Key(record.manifest_digest), []
+        for host in "ab":
+            shelf = Shelf(Arena(hosts.arena(host)), MODEL, Regions(transport))
+            shelf.adopt()
+            assert shelf.take_share(key), f"{host} has nothing of version {record.version}"
+            copy = shelf.copies[key]
+            assert all(copy.shape.is_right(copy.mapped.view, chunk, copy.head) for chunk in copy.journal.done)
+            found.append(copy.journal.done)
+            shelf.close()
+        assert found[0].bits | found[1].bits == Bitmap.full(found[0].chunks).bits
 
 
 @pytest.mark.parametrize("written", ["accepted", "some"])
 def test_what_a_killed_trainer_left_is_the_next_ones_to_use(hosts: Hosts, transport: Transport, written: str) -> None:
     """It is killed while ranks write, or right before the commit; the next one goes on in the same slots."""
-    first, _, share = spread(hosts.publisher("a"), transport, hosts.arena("b"), model(seed=0))
-    share.close()
+    first = publish(hosts, hosts.publisher("a"), transport, 0)
     killed = [sys.executable, "-m", "tests.weightsync.peer.spreading", str(hosts.arena("b")), written]
     assert subprocess.run(killed, env={**os.environ, **hosts.environment("a")}, check=False).returncode == -9
     publisher = hosts.publisher("a")
     wait_until(lambda: [v.version for v in publisher.versions()] == [first])  # the lease of the killed one has ended
     there = [slots(hosts, host) for host in "ab"]
     assert [len(found) for found in there] == [2, 2]
-    version, _, share = spread(publisher, transport, hosts.arena("b"), model(seed=1))
-    share.close()
+    version = publish(hosts, publisher, transport, 1)
     assert version == first + 2
     assert [slots(hosts, host) for host in "ab"] == there
-    for record in publisher.versions():
-        require_standing(hosts, transport, record)
+    require_standing(hosts, transport, *publisher.versions())
 
 
 def test_the_next_version_leaves_a_share_that_a_record_names(hosts: Hosts, transport: Transport) -> None:
     """No peer holds it now. When the version is retired, its slots are the next one's."""
-    first, _, share = spread(hosts.publisher("a"), transport, hosts.arena("b"), model(seed=0))
-    share.close()
+    first = publish(hosts, hosts.publisher("a"), transport, 0)
     publisher = hosts.publisher("a")
-    second, _, share = spread(publisher, transport, hosts.arena("b"), model(seed=1))
-    share.close()
+    second = publish(hosts, publisher, transport, 1)
     assert second == first + 1
-    for record in publisher.versions():
-        require_standing(hosts, transport, record)
+    require_standing(hosts, transport, *publisher.versions())
     there = [slots(hosts, host) for host in "ab"]
     hosts.store.put(KEYS.version(first), replace(publisher.versions()[0], state="retired").to_json())
-    spread(publisher, transport, hosts.arena("b"), model(seed=2))[2].close()
+    publish(hosts, publisher, transport, 2)
     assert [slots(hosts, host) for host in "ab"] == there
-    for record in publisher.versions()[1:]:
-        require_standing(hosts, transport, record)
+    require_standing(hosts, transport, *publisher.versions()[1:])
 
 
 def test_a_peer_that_starts_before_the_commit_keeps_the_share(hosts: Hosts, transport: Transport) -> None:
@@ -141,11 +137,7 @@ def test_an_older_version_comes_back_after_all_peers_were_restarted(hosts: Hosts
     hosts.start("abc")
     publisher = hosts.publisher("a")
     wait_until(lambda: set(publisher.share_hosts()) == {"b", "c"})
-    versions = []
-    for seed in range(3):
-        version, _, share = spread(publisher, transport, hosts.arena("b"), model(seed=seed))
-        share.close()
-        versions.append(version)
+    versions = [publish(hosts, publisher, transport, seed) for seed in range(3)]
     require_whole(hosts, publisher, versions[2], "abc", seed=2)
     restart(hosts, "abc")
     require_whole(hosts, publisher, versions[0], "abc", seed=0)
@@ -160,8 +152,7 @@ def test_a_retired_version_gives_back_the_slots_of_all_hosts(hosts: Hosts, trans
     publisher = hosts.publisher("a", keep=0)
     wait_until(lambda: set(publisher.share_hosts()) == {"b", "c"})
     for seed in range(2):
-        version, _, share = spread(publisher, transport, hosts.arena("b"), model(seed=seed))
-        share.close()
+        version = publish(hosts, publisher, transport, seed)
         if not seed:
             require_whole(hosts, publisher, version, "abc", seed=0)
     for record in publisher.versions():
@@ -172,8 +163,7 @@ def test_a_retired_version_gives_back_the_slots_of_all_hosts(hosts: Hosts, trans
         wait_until(lambda: all(is_free(path) for path in slots(hosts, host)))  # noqa: B023
         wait_until(lambda: not list(Journal.all_in(hosts.arena(host), MODEL)))  # noqa: B023
     there = [slots(hosts, host) for host in "ab"]
-    version, _, share = spread(publisher, transport, hosts.arena("b"), model(seed=2))
-    share.close()
+    version = publish(hosts, publisher, transport, 2)
     assert [slots(hosts, host) for host in "ab"] == there
     require_whole(hosts, publisher, version, "abc", seed=2)
 
@@ -242,8 +232,7 @@ def test_a_commit_that_did_not_come_about_never_does(hosts: Hosts, transport: Tr
     wait_until(lambda: publisher.versions() == [])
     assert (published(hosts), hosts.store.get(KEYS.target)) == (0, None)
     there = [slots(hosts, host) for host in "ab"]
-    version, _, share = spread(publisher, transport, hosts.arena("b"), model(seed=1))
-    share.close()
+    version = publish(hosts, publisher, transport, 1)
     assert [slots(hosts, host) for host in "ab"] == there
     require_standing(hosts, transport, newest(publisher))
     assert newest(publisher).version == version == draft.version + 1
@@ -259,12 +248,10 @@ def test_a_commit_that_may_have_come_about_keeps_its_slots(hosts: Hosts, transpo
         draft.commit()
     share.close()
     answers.come()
-    second, _, share = spread(publisher, transport, hosts.arena("b"), model(seed=1))
-    share.close()
+    second = publish(hosts, publisher, transport, 1)
     assert [(v.version, v.state) for v in publisher.versions()] == [(second - 1, "ready"), (second, "ready")]
     assert published(hosts) == 2
-    for record in publisher.versions():
-        require_standing(hosts, transport, record)
+    require_standing(hosts, transport, *publisher.versions())
 
 
 @pytest.mark.parametrize("peers", ["ab", "b"])
@@ -273,11 +260,7 @@ async def test_a_server_that_starts_keeps_versions_that_are_whole_nowhere(
 ) -> None:
     """The one before the active version lies on two hosts, the peer of one of which may not run yet."""
     publisher = hosts.publisher("a")
-    versions = []
-    for seed in range(2):
-        version, _, share = spread(publisher, transport, hosts.arena("b"), model(seed=seed))
-        share.close()
-        versions.append(version)
+    versions = [publish(hosts, publisher, transport, seed) for seed in range(2)]
     whole = publisher.publish(model(seed=2), activate=False)
     active = ActiveRecord(whole, 1, versions[1], "swap", 0.0)
     for record in publisher.versions()[:2]:

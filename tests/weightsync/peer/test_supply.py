@@ -22,18 +22,17 @@ from weightsync.peer.messages import Key, Open
 from weightsync.peer.metrics import PeerMetrics
 from weightsync.peer.service import Peer, Supply
 from weightsync.peer.settings import PeerSettings
-from weightsync.transport import open_transport
+from weightsync.transport import Transport
 
 GUARD_S = 60.0
 PART = PartRecord("", 1, "//a/slot", "d" * 32, 1)
 
 
 @pytest.fixture
-async def peer(store: Store, arena_directory: Path) -> AsyncIterator[Peer]:
+async def peer(store: Store, arena_directory: Path, transport: Transport) -> AsyncIterator[Peer]:
     settings = PeerSettings(store.url, MODEL, "me", chunk_nbytes=CHUNK)
-    with open_transport("tcp", listen="127.0.0.1", tls=None) as transport:
-        async with PeerClient(MODEL, "me", "tcp", None) as client:
-            yield Peer(settings, store, Arena(arena_directory), transport, client, "127.0.0.1:1")
+    async with PeerClient(MODEL, "me", "tcp", None) as client:
+        yield Peer(settings, store, Arena(arena_directory), transport, client, "127.0.0.1:1")
 
 
 async def test_a_copy_that_is_dropped_is_read_no_more(peer: Peer) -> None:
@@ -79,10 +78,28 @@ async def test_a_slot_whose_publisher_was_killed_before_it_had_pages_is_not_offe
     assert not peer._shelf.publish(KEY, empty)
 
 
-class Coming:
-    """In place of Bring: what it brings is whole, and it has not said so yet."""
+class Failing:
+    """In place of Bring: it fails with `error`. `others`: whether other hosts have what it brings, at each question."""
 
     waiting = None
+
+    def __init__(self, error: Exception, *others: bool) -> None:
+        self._error, self._others, self.asked = error, list(others), 0
+
+    async def slot(self, key: Key, part: PartRecord, begun: Callable[[], None]) -> str:
+        self.asked += 1
+        raise self._error
+
+    def has_others(self, key: Key) -> bool:
+        return self._others.pop(0)
+
+    def keep_to(self, wanted: set[Key]) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Coming(Failing):
+    """What it brings is whole, and it has not said so yet."""
 
     def __init__(self, peer: Peer) -> None:
         self._peer, self.go_on = peer, asyncio.Event()
@@ -92,10 +109,6 @@ class Coming:
         copy.whole = True
         await self.go_on.wait()
         return "full"
-
-    def keep_to(self, wanted: set[Key]) -> None: ...
-
-    async def close(self) -> None: ...
 
 
 async def test_a_fetch_that_is_about_to_end_may_say_so(peer: Peer) -> None:
@@ -121,25 +134,8 @@ async def failed(supply: Supply) -> bool:
     return bool(supply.turns.failed)
 
 
-class Breaking:
-    """In place of Bring: with a fault that nobody thought of."""
-
-    waiting = None
-
-    def __init__(self) -> None:
-        self.asked = 0
-
-    async def slot(self, key: Key, part: PartRecord, begun: Callable[[], None]) -> str:
-        self.asked += 1
-        raise KeyError("no such thing")
-
-    def keep_to(self, wanted: set[Key]) -> None: ...
-
-    async def close(self) -> None: ...
-
-
 async def test_a_fault_of_the_peers_own_is_said_and_not_tried_again_at_once(peer: Peer) -> None:
-    broken = Breaking()
+    broken = Failing(KeyError("no such thing"))
     supply = Supply(peer._shelf, broken, PeerMetrics(), lambda: None)  # type: ignore[arg-type]
     await eventually(lambda: failed(supply), GUARD_S)
     assert supply.turns.problems[Key(PART.manifest_digest)].code == "internal_error"
@@ -150,20 +146,13 @@ async def test_a_fault_of_the_peers_own_is_said_and_not_tried_again_at_once(peer
     await supply.end()
 
 
-class Full(Breaking):
-    """In place of Bring: there is no room for another slot."""
-
-    async def slot(self, key: Key, part: PartRecord, begun: Callable[[], None]) -> str:
-        self.asked += 1
-        raise ArenaFull("/arena", 1, 0)
-
-
 async def test_a_share_of_this_host_does_not_make_room(peer: Peer) -> None:
     """Other copies do; nobody else may have what ranks of this host wrote, until all of it is here."""
     peer._shelf.claim(Key("f" * 32), "", SHAPE, None)
     share, _ = peer._shelf.claim(Key("s" * 32), "", SHAPE, None)
     share.journal.share = True
-    supply = Supply(peer._shelf, Full(), PeerMetrics(), lambda: None)  # type: ignore[arg-type]
+    full = Failing(ArenaFull("/arena", 1, 0))
+    supply = Supply(peer._shelf, full, PeerMetrics(), lambda: None)  # type: ignore[arg-type]
     await eventually(lambda: failed(supply), GUARD_S)
     assert list(peer._shelf.copies) == [share.key]
     share.whole = True
@@ -172,24 +161,9 @@ async def test_a_share_of_this_host_does_not_make_room(peer: Peer) -> None:
     await supply.end()
 
 
-class Wrong(Breaking):
-    """In place of Bring: what came is not what the manifest says, from the one host and then from the other."""
-
-    def __init__(self, others: list[bool]) -> None:
-        super().__init__()
-        self._others = others
-
-    async def slot(self, key: Key, part: PartRecord, begun: Callable[[], None]) -> str:
-        self.asked += 1
-        raise DigestMismatch("a.weight", "0", "1")
-
-    def has_others(self, key: Key) -> bool:
-        return self._others.pop(0)
-
-
 async def test_wrong_contents_fail_a_fetch_only_when_no_other_host_has_it(peer: Peer) -> None:
     """An instance refuses a swap as soon as its peer has failed: one bad host of several must not cost it that."""
-    wrong, metrics = Wrong([True, False]), PeerMetrics()
+    wrong, metrics = Failing(DigestMismatch("a.weight", "0", "1"), True, False), PeerMetrics()
     supply = Supply(peer._shelf, wrong, metrics, lambda: None)  # type: ignore[arg-type]
     seen = []
 
