@@ -160,6 +160,13 @@ class Fleet:
         """One for each letter of `names`."""
         return [await self.instance(name) for name in names]
 
+    async def serving(self, names: str, **options: Any) -> Coordinator:
+        """A coordinator, and instances that serve the first version."""
+        coordinator = self.coordinator(**options)
+        await self.instances(names)
+        assert (await coordinator.activate(await self.publish())).ok
+        return coordinator
+
 
 @asynccontextmanager
 async def running_fleet(url: str) -> AsyncIterator[Fleet]:

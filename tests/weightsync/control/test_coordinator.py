@@ -100,9 +100,8 @@ async def test_there_is_not_always_a_way_back(fleet: Fleet) -> None:
 
 
 async def test_one_refusal_aborts_for_all_and_names_the_tensor(fleet: Fleet) -> None:
-    coordinator = fleet.coordinator()
-    good, bad = await fleet.instances("ab")
-    assert (await coordinator.activate(await fleet.publish())).ok
+    coordinator = await fleet.serving("ab")
+    good, bad = fleet.engines.values()
     bad.on_stage = refuse
     report = await coordinator.activate(await fleet.publish())
     assert (report.ok, report.tensor, report.epoch) == (False, "model.norm.weight", 1)

@@ -38,9 +38,8 @@ async def test_an_aborted_swap_is_kept_with_its_reason_and_tensor(fleet: Fleet) 
     def refuse(_: object) -> None:
         raise DigestMismatch("model.norm.weight", "aa", "bb")
 
-    coordinator = fleet.coordinator()
-    engine = await fleet.instance("a")
-    await coordinator.activate(await fleet.publish(1.0))
+    coordinator = await fleet.serving("a")
+    engine = fleet.engines["a"]
     engine.on_stage = refuse
     assert not (await coordinator.activate(await fleet.publish(2.0))).ok
     last = (await past_swaps(fleet.store(), KEYS))[0]
@@ -73,9 +72,7 @@ async def test_what_the_probe_of_a_canary_came_to_is_kept(fleet: Fleet) -> None:
     async def probe(*_: object) -> ProbeResult:
         return ProbeResult(ok=False)
 
-    coordinator = fleet.coordinator(probe=probe)
-    await fleet.instances("ab")
-    await coordinator.activate(await fleet.publish(1.0))
+    coordinator = await fleet.serving("ab", probe=probe)
     report = await coordinator.activate(await fleet.publish(2.0), mode="rolling", drain_s=0.0)
     assert not report.ok
     last = (await past_swaps(fleet.store(), KEYS))[0]
@@ -83,9 +80,7 @@ async def test_what_the_probe_of_a_canary_came_to_is_kept(fleet: Fleet) -> None:
 
 
 async def test_the_next_leader_goes_on_where_the_last_one_stopped(fleet: Fleet) -> None:
-    first = fleet.coordinator()
-    await fleet.instance("a")
-    await first.activate(await fleet.publish(1.0))
+    first = await fleet.serving("a")
     await first.stop()
     second = fleet.coordinator()
     await second.activate(await fleet.publish(2.0))
@@ -110,9 +105,7 @@ async def test_a_history_that_was_kept_longer_is_shortened(fleet: Fleet) -> None
     store = fleet.store()
     for number in range(1, history.KEPT + 30):
         await store.put(KEYS.past_swap(number), OLD.to_json())
-    coordinator = fleet.coordinator()
-    await fleet.instance("a")
-    await coordinator.activate(await fleet.publish())
+    await fleet.serving("a")
     kept = await past_swaps(store, KEYS)
     assert (len(kept), kept[0].epoch) == (history.KEPT, 1)
 
@@ -136,7 +129,5 @@ async def test_a_conflict_moves_nothing_on() -> None:
 async def test_a_name_that_begins_like_another_ones_is_no_trouble(fleet: Fleet) -> None:
     store, other = fleet.store(), Keys("demo/7")
     await store.put(other.past_swap(41), PastSwapRecord("x", 9, "done", "together", 1.0, 2.0).to_json())
-    coordinator = fleet.coordinator()
-    await fleet.instance("a")
-    await coordinator.activate(await fleet.publish())
+    await fleet.serving("a")
     assert [s.version for s in await past_swaps(store, KEYS)] == [1]

@@ -75,9 +75,8 @@ async def test_a_leader_frozen_past_its_lease_writes_nothing_when_it_thaws(
     fleet: Fleet, store_url: str, phase: str
 ) -> None:
     """It stopped between its decision and the write; the fleet has gone on without it."""
-    first = fleet.coordinator()
-    engine = await fleet.instance("a")
-    await first.activate(await fleet.publish())
+    first = await fleet.serving("a")
+    engine = fleet.engines["a"]
     await first.stop()
     async with running("coordinator_process", store_url, str(TTL_S), phase) as child:
         await child.says("leads")

@@ -123,9 +123,8 @@ async def test_a_resume_that_fails_is_tried_again(fleet: Fleet) -> None:
 
 @pytest.mark.parametrize("mode", ["together", "rolling"])
 async def test_a_paused_fleet_swaps(fleet: Fleet, mode: str) -> None:
-    coordinator = fleet.coordinator()
-    engine = await fleet.instance("a")
-    await coordinator.activate(await fleet.publish())
+    coordinator = await fleet.serving("a")
+    engine = fleet.engines["a"]
     await hold(fleet.store(), "p", 600)
     await eventually(lambda: engine.paused)
     version = await fleet.publish()

@@ -8,7 +8,7 @@ import pytest
 
 from tests.waiting import eventually
 from tests.weightsync.fleet import KEYS, MODEL, Engine, Fleet
-from weightsync import CommitResult, Participant, ProbeResult
+from weightsync import CommitResult, Coordinator, Participant, ProbeResult, SwapReport
 from weightsync.control.chain import recent
 from weightsync.control.history import past_swaps
 from weightsync.control.records import (
@@ -67,6 +67,16 @@ async def test_the_canary_is_probed_before_the_commit_and_the_others_follow_in_t
     assert [engine.calls[2:] for engine in engines.values()] == [[("stage", 2), ("drain", 2), ("commit", 2)]] * 3
 
 
+async def on_trial(fleet: Fleet, names: str) -> tuple[Coordinator, Probing, asyncio.Task[SwapReport]]:
+    """These instances serve version 1; the first of them is on trial with version 2, and its probe waits for `go`."""
+    probing = Probing(fleet)
+    coordinator = await fleet.serving(names, probe=probing)
+    probing.go.clear()
+    swap = asyncio.create_task(coordinator.activate(await fleet.publish(), mode="rolling"))
+    await eventually(lambda: probing.seen)
+    return coordinator, probing, swap
+
+
 @pytest.mark.parametrize(
     ("result", "reason"),
     [
@@ -77,9 +87,8 @@ async def test_the_canary_is_probed_before_the_commit_and_the_others_follow_in_t
 async def test_a_canary_that_fails_its_probe_goes_back(
     fleet: Fleet, result: ProbeResult | Exception, reason: str
 ) -> None:
-    coordinator = fleet.coordinator(probe=Probing(fleet, result))
-    canary, other = await fleet.instances("ab")
-    assert (await coordinator.activate(await fleet.publish())).ok
+    coordinator = await fleet.serving("ab", probe=Probing(fleet, result))
+    canary, other = fleet.engines.values()
     report = await coordinator.activate(await fleet.publish(1.0), mode="rolling")
     assert (report.ok, report.epoch) == (False, 1)
     assert reason in (report.reason or "")
@@ -155,10 +164,9 @@ async def test_a_canary_that_does_not_become_idle_flips_when_its_time_is_up(flee
 
 
 async def test_a_swap_that_aborts_while_the_canary_drains_ends_the_drain(fleet: Fleet) -> None:
-    coordinator = fleet.coordinator()
-    engine = await fleet.instance("a", Engine(streams=asyncio.Event()))
-    await fleet.instance("b")
-    await coordinator.activate(await fleet.publish())
+    coordinator = await fleet.serving("ab")
+    engine = fleet.engines["a"]
+    engine.streams = asyncio.Event()
     swap = asyncio.create_task(coordinator.activate(await fleet.publish(), mode="rolling", drain_s=60))
     await eventually(lambda: ("drain", 60) in engine.calls)
     assert not fleet.participants["a"].admits
@@ -171,28 +179,16 @@ async def test_a_swap_that_aborts_while_the_canary_drains_ends_the_drain(fleet: 
 
 
 async def test_a_canary_that_dies_aborts_the_swap(fleet: Fleet) -> None:
-    probing = Probing(fleet)
-    probing.go.clear()
-    coordinator = fleet.coordinator(probe=probing)
-    await fleet.instance("a")
-    other = await fleet.instance("b")
-    await coordinator.activate(await fleet.publish())
-    swap = asyncio.create_task(coordinator.activate(await fleet.publish(), mode="rolling"))
-    await eventually(lambda: probing.seen)
+    _, probing, swap = await on_trial(fleet, "ab")
     await fleet.participants["a"].stop()
     assert (await swap).reason == "instance a is gone"
-    assert other.running == 1
+    assert fleet.engines["b"].running == 1
     await eventually(lambda: probing.cancelled)
 
 
 async def test_a_probe_that_was_interrupted_is_run_again_by_the_next_leader(fleet: Fleet) -> None:
-    stuck, probing = Probing(fleet), Probing(fleet)
-    stuck.go.clear()
-    first = fleet.coordinator(probe=stuck)
-    engine = await fleet.instance("a")
-    await first.activate(await fleet.publish())
-    swap = asyncio.create_task(first.activate(await fleet.publish(), mode="rolling"))
-    await eventually(lambda: stuck.seen)
+    first, _, swap = await on_trial(fleet, "a")
+    engine, probing = fleet.engines["a"], Probing(fleet)
     await first.stop()
     assert engine.running == 2
     assert (fleet.participants["a"].record.state, fleet.participants["a"].record.active_epoch) == ("COMMITTING", 2)
@@ -203,13 +199,7 @@ async def test_a_probe_that_was_interrupted_is_run_again_by_the_next_leader(flee
 
 
 async def test_one_that_joins_while_a_rolling_swap_is_under_way_ends_on_the_committed_version(fleet: Fleet) -> None:
-    probing = Probing(fleet)
-    probing.go.clear()
-    coordinator = fleet.coordinator(probe=probing)
-    await fleet.instance("b")
-    await coordinator.activate(await fleet.publish())
-    swap = asyncio.create_task(coordinator.activate(await fleet.publish(), mode="rolling"))
-    await eventually(lambda: probing.seen)
+    _, probing, swap = await on_trial(fleet, "b")
     late = await fleet.instance("a")
     assert late.running == 1
     probing.go.set()
@@ -225,9 +215,7 @@ async def test_one_that_joins_while_a_rolling_swap_is_under_way_ends_on_the_comm
 async def test_one_that_tears_ends_a_trial_and_holds_up_no_commit(
     fleet: Fleet, torn: str, ok: bool, reason: str, others: int
 ) -> None:
-    coordinator = fleet.coordinator()
-    await fleet.instances("abc")
-    await coordinator.activate(await fleet.publish())
+    coordinator = await fleet.serving("abc")
 
     def fail() -> None:
         raise RuntimeError("out of memory")
@@ -240,9 +228,8 @@ async def test_one_that_tears_ends_a_trial_and_holds_up_no_commit(
 
 @pytest.mark.parametrize("mode", ["together", "rolling"])
 async def test_weights_that_are_not_those_that_were_published_are_never_flipped_to(fleet: Fleet, mode: str) -> None:
-    coordinator = fleet.coordinator()
-    engines = await fleet.instances("ab")
-    await coordinator.activate(await fleet.publish())
+    coordinator = await fleet.serving("ab")
+    engines = list(fleet.engines.values())
     engines[1].builds = "other"
     report = await coordinator.activate(await fleet.publish(), mode=mode)  # type: ignore[arg-type]
     assert not report.ok
@@ -252,13 +239,8 @@ async def test_weights_that_are_not_those_that_were_published_are_never_flipped_
 
 async def test_a_canary_that_loses_its_lease_on_trial_goes_back(fleet: Fleet) -> None:
     """It was too slow to renew it: to the fleet it is gone, and what it runs was never committed."""
-    probing = Probing(fleet)
-    probing.go.clear()
-    coordinator = fleet.coordinator(probe=probing)
-    canary, other = await fleet.instances("ab")
-    await coordinator.activate(await fleet.publish())
-    swap = asyncio.create_task(coordinator.activate(await fleet.publish(), mode="rolling"))
-    await eventually(lambda: probing.seen)
+    coordinator, probing, swap = await on_trial(fleet, "ab")
+    canary, other = fleet.engines.values()
     lease = fleet.participants["a"]._lease
     assert lease is not None
     await fleet.store().revoke(lease.id)

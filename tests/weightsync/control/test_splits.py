@@ -6,12 +6,13 @@ import random
 import re
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from tests.waiting import eventually
 from tests.weightsync.fleet import KEYS, Engine, Fleet
-from weightsync import ProbeResult
+from weightsync import Coordinator, ProbeResult, SwapReport
 from weightsync.control.agent_state import Flip, Rest, Serve, Stage
 from weightsync.control.agent_state import View as Seen
 from weightsync.control.agent_state import decide as act
@@ -297,30 +298,31 @@ def test_an_instance_follows_the_version_of_its_share() -> None:
 # fleets
 
 
+async def share(coordinator: Coordinator, percents: dict[int, float], active: int = 1, **options: Any) -> SwapReport:
+    version, split = split_of(percents, active)
+    return await coordinator.activate(version, split=split, **options)
+
+
 def runs(fleet: Fleet) -> Counter[int | None]:
     return Counter(engine.running for engine in fleet.engines.values())
 
 
 async def test_versions_share_a_fleet_until_one_has_all(fleet: Fleet) -> None:
-    coordinator = fleet.coordinator()
-    engines = await fleet.instances("abcd")
-    assert (await coordinator.activate(await fleet.publish(0.0))).ok
+    coordinator = await fleet.serving("abcd")
+    engines = list(fleet.engines.values())
     second = await fleet.publish(1.0)
-    first, split = split_of({1: 75, second: 25}, 1)
-    report = await coordinator.activate(first, split=split)
+    report = await share(coordinator, {1: 75, second: 25})
     assert (report.ok, report.epoch, report.version) == (True, 2, 1)
     assert runs(fleet) == {1: 3, 2: 1}
     flips = [len([c for c in e.calls if c[0] == "commit"]) for e in engines]
     assert sorted(flips) == [1, 1, 1, 2], "nobody else has flipped"
     staged = [len([c for c in e.calls if c[0] == "stage"]) for e in engines]
 
-    first, split = split_of({1: 70, second: 30}, 1)
-    assert (await coordinator.activate(first, split=split)).ok
+    assert (await share(coordinator, {1: 70, second: 30})).ok
     assert [len([c for c in e.calls if c[0] == "stage"]) for e in engines] == staged, "a change of percent moves nobody"
     assert {p.record.active_epoch for p in fleet.participants.values()} == {3}
 
-    first, split = split_of({1: 25, second: 75}, 1)
-    assert (await coordinator.activate(first, split=split)).ok
+    assert (await share(coordinator, {1: 25, second: 75})).ok
     assert runs(fleet) == {1: 1, 2: 3}
     assert (await coordinator.activate(second)).ok
     assert runs(fleet) == {2: 4}
@@ -334,12 +336,9 @@ async def test_versions_share_a_fleet_until_one_has_all(fleet: Fleet) -> None:
 
 
 async def test_a_split_ends_and_its_versions_stay_until_then(fleet: Fleet) -> None:
-    coordinator = fleet.coordinator(keep=1)
-    await fleet.instances("ab")
-    assert (await coordinator.activate(await fleet.publish(0.0))).ok
+    coordinator = await fleet.serving("ab", keep=1)
     assert (await coordinator.activate(await fleet.publish(1.0))).ok
-    first, split = split_of({2: 90, 1: 10}, 2)
-    assert (await coordinator.activate(first, split=split)).ok
+    assert (await share(coordinator, {2: 90, 1: 10}, 2)).ok
     for value in (2.0, 3.0):
         await fleet.publish(value)
     assert runs(fleet) == {2: 1, 1: 1}
@@ -348,23 +347,17 @@ async def test_a_split_ends_and_its_versions_stay_until_then(fleet: Fleet) -> No
 
 
 async def test_one_instance_is_too_few_and_is_told_so(fleet: Fleet) -> None:
-    coordinator = fleet.coordinator()
-    await fleet.instance("a")
-    assert (await coordinator.activate(await fleet.publish(0.0))).ok
+    coordinator = await fleet.serving("a")
     second = await fleet.publish(1.0)
-    first, split = split_of({1: 50, second: 50}, 1)
     with pytest.raises(NotEnoughInstances, match="2 instances or more"):
-        await coordinator.activate(first, split=split)
+        await share(coordinator, {1: 50, second: 50})
     assert fleet.participants["a"].record.active_epoch == 1
 
 
 async def test_a_dead_instance_of_a_version_is_replaced_and_a_newcomer_evens_it_out(fleet: Fleet) -> None:
-    coordinator = fleet.coordinator()
-    await fleet.instances("abc")
-    assert (await coordinator.activate(await fleet.publish(0.0))).ok
+    coordinator = await fleet.serving("abc")
     second = await fleet.publish(1.0)
-    first, split = split_of({1: 90, second: 10}, 1)
-    assert (await coordinator.activate(first, split=split)).ok
+    assert (await share(coordinator, {1: 90, second: 10})).ok
     candidate = next(name for name, engine in fleet.engines.items() if engine.running == second)
     await fleet.participants[candidate].stop()
     del fleet.engines[candidate]
@@ -383,15 +376,12 @@ async def test_a_rolling_split_that_fails_its_probe_changes_nothing(fleet: Fleet
         asked.append((canary.id, swap.target))
         return ProbeResult(len(asked) > 1, "drift")
 
-    coordinator = fleet.coordinator(probe=probe)
-    await fleet.instances("ab")
-    assert (await coordinator.activate(await fleet.publish(0.0))).ok
+    coordinator = await fleet.serving("ab", probe=probe)
     second = await fleet.publish(1.0)
-    first, split = split_of({1: 99, second: 1}, 1)
-    report = await coordinator.activate(first, split=split, mode="rolling", drain_s=0)
+    report = await share(coordinator, {1: 99, second: 1}, mode="rolling", drain_s=0)
     assert (report.ok, "drift" in (report.reason or "")) == (False, True)
     await eventually(lambda: runs(fleet) == {1: 2})
     await eventually(lambda: {p.record.state for p in fleet.participants.values()} == {"SERVING"})
-    assert (await coordinator.activate(first, split=split, mode="rolling", drain_s=0)).ok
+    assert (await share(coordinator, {1: 99, second: 1}, mode="rolling", drain_s=0)).ok
     assert asked == [("a", 2), ("a", 2)]
     assert runs(fleet) == {1: 1, 2: 1}
