@@ -237,12 +237,11 @@ async def test_users_that_are_refused(
     guarded: tuple[Etcd, Path], namespace: str, options: dict[str, object], advice: str
 ) -> None:
     server, password_file = guarded
+    url = server.url(namespace, **options | ({"password_file": password_file} if options else {}))
     with pytest.raises(StoreRefused, match=advice) as refused:
-        await use(server.url(namespace, **options | ({"password_file": password_file} if options else {})))
+        await use(url)
     assert "hush" not in str(refused.value)
-    async with opened(
-        server.url(namespace, **options | ({"password_file": password_file} if options else {}))
-    ) as store:
+    async with opened(url) as store:
         with pytest.raises(StoreRefused, match=advice):
             await anext(store.watch(""))
 

@@ -64,6 +64,13 @@ async def count_up(store: Store, key: str, until: int) -> None:
                 await asyncio.sleep(0.01)
 
 
+async def next_event(store: Store, key: str, lease: int | None = None) -> asyncio.Future[Event]:
+    """Of a watch that has told of the put of `key`."""
+    events = store.watch(key, await store.put(key, b"0", lease))
+    assert (await anext(events)).kv.value == b"0"
+    return asyncio.ensure_future(anext(events))
+
+
 WRITER = """
 import asyncio, sys
 from tests.weightsync.store.test_etcd_faults import count_up
@@ -102,9 +109,7 @@ async def test_a_watch_misses_nothing_while_etcd_is_killed_and_restarted(server:
 
 
 async def test_a_watch_goes_on_after_an_outage_in_which_it_was_quiet(server: Etcd, store: Store) -> None:
-    events = store.watch("a", await store.put("a", b"0"))
-    assert (await anext(events)).kv.value == b"0"
-    pending = asyncio.ensure_future(anext(events))
+    pending = await next_event(store, "a")
     await asyncio.to_thread(server.restart)
     await persistently(lambda: store.put("a", b"1"))
     assert (await asyncio.wait_for(pending, LONG_S)).kv.value == b"1"
@@ -114,10 +119,8 @@ async def test_an_outage_that_lasts_is_reported_and_can_be_resumed(
     server: Etcd, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("weightsync.store.etcd.PATIENCE_S", 0.3)
-    first = await store.put("a", b"1")
-    events = store.watch("a", first)
-    assert (await anext(events)).kv.mod_revision == first
-    pending = asyncio.ensure_future(anext(events))
+    pending = await next_event(store, "a")
+    first = (await store.list("a"))[1]
     await stays(lambda: not pending.done(), 0.1)
     server.kill()
     with pytest.raises(StoreUnavailable):
@@ -162,9 +165,7 @@ async def test_a_frozen_etcd_is_an_error_and_not_a_hang(
 
 
 async def test_a_watch_on_a_frozen_etcd_goes_on_when_it_thaws(server: Etcd, store: Store) -> None:
-    events = store.watch("a", await store.put("a", b"0"))
-    assert (await anext(events)).kv.value == b"0"
-    pending = asyncio.ensure_future(anext(events))
+    pending = await next_event(store, "a")
     server.freeze()
     await stays(lambda: not pending.done(), 0.1)
     server.thaw()
@@ -186,15 +187,13 @@ async def test_closing_ends_what_waits_for_a_frozen_etcd(server: Etcd, store: St
 
 async def test_a_lease_that_ended_while_etcd_was_frozen_is_reported(server: Etcd, store: Store) -> None:
     keeper = await LeaseKeeper.grant(store, MIN_LEASE_S)
-    events = store.watch("leased/", await store.put("leased/a", b"1", keeper.id))
-    assert (await anext(events)).kind == "put"
-    pending = asyncio.ensure_future(anext(events))
+    pending = await next_event(store, "leased/a", keeper.id)
     server.freeze()
     await stays(lambda: not pending.done(), MIN_LEASE_S + 0.5)
     server.thaw()
     await asyncio.wait_for(keeper.lost.wait(), LONG_S)
     gone = await asyncio.wait_for(pending, LONG_S)
-    assert (gone.kind, gone.kv.key, gone.kv.value, gone.kv.lease) == ("delete", "leased/a", b"1", keeper.id)
+    assert (gone.kind, gone.kv.key, gone.kv.value, gone.kv.lease) == ("delete", "leased/a", b"0", keeper.id)
     with pytest.raises(LeaseLost):
         await store.put("leased/a", b"2", keeper.id)
     await keeper.stop()
@@ -212,11 +211,10 @@ async def test_a_lease_outlives_a_restart_if_it_is_kept_alive(server: Etcd, stor
 
 
 async def test_an_etcd_that_lost_its_data_is_never_taken_for_the_store_it_was(server: Etcd, store: Store) -> None:
-    for _ in range(5):
-        revision = await store.put("a", b"1")
-    events = store.watch("a", revision)
-    assert (await anext(events)).kv.mod_revision == revision
-    pending = asyncio.ensure_future(anext(events))
+    for _ in range(4):
+        await store.put("a", b"1")
+    pending = await next_event(store, "a")
+    revision = (await store.list("a"))[1]
     await asyncio.to_thread(server.lose_data)
     other = open_store(store.url)
     with pytest.raises(StoreLost):

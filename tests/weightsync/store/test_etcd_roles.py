@@ -103,17 +103,8 @@ MAY_WRITE = {
     "trainer": {KEYS.target, KEYS.counter, KEYS.schema, KEYS.version(9), KEYS.publisher("t"), *ARENA},
     "peer": {*OF_PEERS, *ARENA},
 }
-ALL = {
-    *OF_THE_MODEL,
-    *OF_GATEWAYS,
-    *OF_INSTANCES,
-    *OF_PEERS,
-    *ARENA,
-    *PAST,
-    OTHER.active,
-    OTHER.instance("i0"),
-    "other",
-}
+OF_NOBODY = (OTHER.active, OTHER.instance("i0"), "other")
+ALL = {*OF_THE_MODEL, *OF_GATEWAYS, *OF_INSTANCES, *OF_PEERS, *ARENA, *PAST, *OF_NOBODY}
 
 
 @pytest.mark.parametrize("role", NAMES)

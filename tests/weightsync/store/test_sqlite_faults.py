@@ -9,6 +9,7 @@ import shutil
 import sqlite3
 import stat
 from collections import Counter
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,24 @@ from weightsync.store.sqlite import SqliteStore
 from weightsync.store.sqlite_db import Database
 
 
-async def test_the_file_is_private(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "store.db"
-    store = open_store(f"sqlite://{path}")
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Of the store, in a directory of its own, which is not there yet."""
+    return tmp_path / "run" / "store.db"
+
+
+@pytest.fixture
+async def store(path: Path) -> AsyncIterator[SqliteStore]:
+    opened = SqliteStore(str(path))
+    yield opened
+    await opened.close()
+
+
+async def test_the_file_is_private(store: SqliteStore, path: Path) -> None:
     await store.put("a", b"1")
     files = [f for f in path.parent.iterdir() if f.is_file()]
     assert {stat.S_IMODE(f.stat().st_mode) for f in files} == {0o600}
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-    await store.close()
 
 
 @pytest.mark.parametrize(
@@ -69,22 +80,15 @@ def test_a_file_that_is_not_a_store(tmp_path: Path, content: bytes) -> None:
     assert path.read_bytes() == content
 
 
-async def test_a_store_that_is_damaged_while_open(tmp_path: Path) -> None:
-    path = tmp_path / "store.db"
-    store = open_store(f"sqlite://{path}")
+async def test_a_store_that_is_damaged_while_open(store: SqliteStore, path: Path) -> None:
     for i in range(200):
         await store.put(f"k/{i}", b"v" * 500)
     await store.close()
     with path.open("r+b") as file:
         file.seek(4096)
-        file.write(os.urandom(path.stat().st_size - 4096))
+        file.write(os.urandom(os.fstat(file.fileno()).st_size - 4096))
     with pytest.raises(StoreUnavailable, match="move it away"):
-        await _read_all(f"sqlite://{path}")
-
-
-async def _read_all(url: str) -> None:
-    store = open_store(url)
-    await store.list("")
+        await SqliteStore(str(path)).list("")
 
 
 def test_another_release(tmp_path: Path) -> None:
@@ -95,10 +99,9 @@ def test_another_release(tmp_path: Path) -> None:
         open_store(f"sqlite://{path}")
 
 
-def test_a_lock_that_is_never_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_is_never_given_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weightsync.store.sqlite_db.LOCK_TIMEOUT_S", 0.05)
-    path = str(tmp_path / "store.db")
-    database = Database(path, create=True)
+    database = Database(str(path), create=True)
     hog = sqlite3.connect(path, isolation_level=None)
     hog.execute("BEGIN IMMEDIATE")
     with pytest.raises(StoreUnavailable, match="look for one that hangs"):
@@ -109,20 +112,16 @@ def test_a_lock_that_is_never_given_back(tmp_path: Path, monkeypatch: pytest.Mon
     database.close()
 
 
-async def test_a_full_file_system_loses_nothing_that_was_there(tmp_path: Path) -> None:
-    store = open_store(f"sqlite://{tmp_path}/store.db")
+async def test_a_full_file_system_loses_nothing_that_was_there(store: SqliteStore) -> None:
     await store.put("a", b"1")
-    await store._call(lambda: store._db._connection.execute("PRAGMA max_page_count=1"))  # type: ignore[attr-defined]
+    await store._call(lambda: store._db._connection.execute("PRAGMA max_page_count=1"))
     with pytest.raises(StoreUnavailable, match="Free space"):
         await store.put("b", b"x" * 1_000_000)
     assert (await store.get("a")).value == b"1"  # type: ignore[union-attr]
     assert await store.get("b") is None
-    await store.close()
 
 
-async def test_a_store_that_goes_away_and_comes_back(tmp_path: Path) -> None:
-    path = tmp_path / "run" / "store.db"
-    store = open_store(f"sqlite://{path}")
+async def test_a_store_that_goes_away_and_comes_back(store: SqliteStore, path: Path, tmp_path: Path) -> None:
     await store.put("a", b"1")
     path.parent.rename(tmp_path / "away")
     with pytest.raises(StoreUnavailable, match="not there any more"):
@@ -130,7 +129,6 @@ async def test_a_store_that_goes_away_and_comes_back(tmp_path: Path) -> None:
     (tmp_path / "away").rename(path.parent)
     assert (await store.get("a")).value == b"1"  # type: ignore[union-attr]
     await store.put("a", b"3")
-    await store.close()
 
 
 def _unlink(directory: Path) -> None:
@@ -138,11 +136,10 @@ def _unlink(directory: Path) -> None:
         os.unlink(directory / name)
 
 
-async def test_another_store_in_its_place_is_never_taken_for_it(tmp_path: Path) -> None:
-    store = open_store(f"sqlite://{tmp_path}/store.db")
+async def test_another_store_in_its_place_is_never_taken_for_it(store: SqliteStore, path: Path) -> None:
     await store.put("a", b"old")
-    _unlink(tmp_path)
-    other = open_store(f"sqlite://{tmp_path}/store.db")
+    _unlink(path.parent)
+    other = open_store(store.url)
     for _ in range(5):  # it is newer than the one that is gone
         await other.put("a", b"new")
     for _ in range(2):
@@ -153,26 +150,21 @@ async def test_another_store_in_its_place_is_never_taken_for_it(tmp_path: Path) 
         with pytest.raises(StoreLost):
             await anext(store.watch("a", 2))
     assert (await other.get("a")).value == b"new"  # type: ignore[union-attr]
-    await store.close()
     await other.close()
 
 
-async def test_a_file_that_is_no_store_in_its_place_is_left_alone(tmp_path: Path) -> None:
-    store = open_store(f"sqlite://{tmp_path}/store.db")
+async def test_a_file_that_is_no_store_in_its_place_is_left_alone(store: SqliteStore, path: Path) -> None:
     await store.put("a", b"old")
-    _unlink(tmp_path)
-    with sqlite3.connect(tmp_path / "store.db") as connection:
+    _unlink(path.parent)
+    with sqlite3.connect(path) as connection:
         connection.execute("CREATE TABLE theirs (x)")
-    before = (tmp_path / "store.db").read_bytes()
+    before = path.read_bytes()  # noqa: ASYNC240
     with pytest.raises(StoreLost):
         await store.get("a")
-    assert (tmp_path / "store.db").read_bytes() == before
-    await store.close()
+    assert path.read_bytes() == before  # noqa: ASYNC240
 
 
-async def test_a_copy_of_it_is_taken_for_it_unless_it_is_older(tmp_path: Path) -> None:
-    path = tmp_path / "run" / "store.db"
-    store = open_store(f"sqlite://{path}")
+async def test_a_copy_of_it_is_taken_for_it_unless_it_is_older(store: SqliteStore, path: Path, tmp_path: Path) -> None:
     await store.put("a", b"1")
     _copy(path, tmp_path / "first.db")
     await store.put("a", b"2")
@@ -185,7 +177,6 @@ async def test_a_copy_of_it_is_taken_for_it_unless_it_is_older(tmp_path: Path) -
     shutil.copy(tmp_path / "second.db", path)
     assert (await store.get("a")).value == b"2"  # type: ignore[union-attr]
     await store.put("a", b"3")
-    await store.close()
 
 
 def _copy(path: Path, to: Path) -> None:
@@ -193,8 +184,7 @@ def _copy(path: Path, to: Path) -> None:
         source.backup(target)
 
 
-async def test_a_url_with_an_id_opens_that_store_alone_and_makes_none(tmp_path: Path) -> None:
-    store = SqliteStore(f"{tmp_path}/store.db")
+async def test_a_url_with_an_id_opens_that_store_alone_and_makes_none(store: SqliteStore, path: Path) -> None:
     await store.put("a", b"1")
     same = open_store(store.url_of_this)
     assert (await same.get("a")).value == b"1"  # type: ignore[union-attr]
@@ -203,18 +193,18 @@ async def test_a_url_with_an_id_opens_that_store_alone_and_makes_none(tmp_path: 
     await store.close()
     with pytest.raises(StoreLost):
         open_store(f"{store.url}?id={'0' * 32}")
-    _unlink(tmp_path)
+    _unlink(path.parent)
     with pytest.raises(StoreUnavailable, match="no such file"):
         open_store(store.url_of_this)
-    assert os.listdir(tmp_path) == []
+    assert os.listdir(path.parent) == []
 
 
-async def test_a_publisher_does_not_begin_again_at_version_1(tmp_path: Path, arena_directory: Path) -> None:
-    url = f"sqlite://{tmp_path}/run/store.db"
+async def test_a_publisher_does_not_begin_again_at_version_1(path: Path, arena_directory: Path) -> None:
+    url = f"sqlite://{path}"
     SyncStore(url).close()
     with Publisher(url, model="toy") as publisher:
         assert publisher.publish({"w": np.zeros(8, np.float32)}, activate=False) == 1
-        _unlink(tmp_path / "run")
+        _unlink(path.parent)
         SyncStore(url).close()
         with pytest.raises(StoreLost):
             publisher.publish({"w": np.zeros(8, np.float32)}, activate=False)
@@ -224,10 +214,10 @@ async def test_a_publisher_does_not_begin_again_at_version_1(tmp_path: Path, are
     ("leased", "expected"), [((), "FULL"), (("a", "b"), "NORMAL"), (("a",), "FULL")], ids=["none", "all", "some"]
 )
 def test_what_outlives_its_writer_is_on_the_disk_when_it_is_written(
-    tmp_path: Path, leased: tuple[str, ...], expected: str
+    path: Path, leased: tuple[str, ...], expected: str
 ) -> None:
     """A lease that is kept alive all the time must not wait for the disk; a key, or a version's number, must."""
-    database = Database(str(tmp_path / "store.db"), create=True)
+    database = Database(str(path), create=True)
     lease = database.grant_lease(3600)
     levels: list[str] = []
 
@@ -243,23 +233,22 @@ def test_what_outlives_its_writer_is_on_the_disk_when_it_is_written(
     database.close()
 
 
-def test_leases_of_a_former_boot_have_ended(tmp_path: Path) -> None:
-    path = str(tmp_path / "store.db")
-    database = Database(path, create=True)
+def test_leases_of_a_former_boot_have_ended(path: Path) -> None:
+    database = Database(str(path), create=True)
     lease = database.grant_lease(3600)
     database.txn({}, {"a": b"1"}, {"a": lease})
     with sqlite3.connect(path) as connection:
         connection.execute("UPDATE meta SET value = 'another' WHERE name = 'boot_id'")
     database.close()
-    database = Database(path, create=True)
+    database = Database(str(path), create=True)
     assert database.get("a") is None
     database.close()
 
 
-async def test_a_change_that_nobody_told_of_is_found_by_one_look_for_all_watchers(tmp_path: Path) -> None:
+async def test_a_change_that_nobody_told_of_is_found_by_one_look_for_all_watchers(
+    store: SqliteStore, path: Path
+) -> None:
     """A writer that is killed after its commit tells nobody; and watchers to whom nothing happens cost one look."""
-    path = str(tmp_path / "store.db")
-    store = SqliteStore(path)
     reads: Counter[str] = Counter()
     for name in ("events", "revision"):
         _count(store._db, name, reads)
@@ -270,12 +259,11 @@ async def test_a_change_that_nobody_told_of_is_found_by_one_look_for_all_watcher
         store._signal.wake()  # they are told while they read, so each of them reads once more
         await eventually(lambda: reads["events"] >= 16 and reads["revision"] >= 5)
         assert reads["events"] == 16
-        killed = Database(path, create=False)
+        killed = Database(str(path), create=False)
         killed.txn({}, {f"{n}/a": b"1" for n in range(8)})
         killed.close()
         events = await asyncio.wait_for(asyncio.gather(*found), 10)
         assert [event.kv.key for event in events] == [f"{n}/a" for n in range(8)]
-    await store.close()
 
 
 def _count(database: Database, name: str, reads: Counter[str]) -> None:
@@ -288,9 +276,7 @@ def _count(database: Database, name: str, reads: Counter[str]) -> None:
     setattr(database, name, counted)
 
 
-async def test_a_watch_is_told_when_its_store_has_gone(tmp_path: Path) -> None:
-    path = tmp_path / "run" / "store.db"
-    store = open_store(f"sqlite://{path}")
+async def test_a_watch_is_told_when_its_store_has_gone(store: SqliteStore, path: Path, tmp_path: Path) -> None:
     async with contextlib.aclosing(store.watch("a/", 1)) as watch:
         waiting = asyncio.ensure_future(anext(watch))
         await stays(lambda: not waiting.done(), 0.05)
@@ -298,4 +284,3 @@ async def test_a_watch_is_told_when_its_store_has_gone(tmp_path: Path) -> None:
         with pytest.raises(StoreUnavailable, match="not there any more"):
             await asyncio.wait_for(waiting, 10)
     (tmp_path / "away").rename(path.parent)
-    await store.close()
