@@ -167,16 +167,16 @@ def test_a_record_that_is_read_wrong_costs_no_version_its_data(
 def test_a_version_is_published_though_nothing_can_be_removed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pub, tensors = publisher(url, keep=1, full_every=1), weights()
     pub.publish(tensors)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError("not these credentials")
+
     with monkeypatch.context() as patch:
         patch.setattr(pub.bucket._files, "rm", refuse)
         assert pub.publish(tensors) == 2
     assert pub.bucket.numbers() == [1, 2]
     assert pub.publish(tensors) == 3
     assert pub.bucket.numbers() == [3]
-
-
-def refuse(*_: object, **__: object) -> None:
-    raise PermissionError("not these credentials")
 
 
 def test_a_store_that_fails_half_way_is_tried_again(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

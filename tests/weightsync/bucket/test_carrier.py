@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,12 +28,6 @@ from weightsync.errors import BucketError, BucketUnavailable
 @pytest.fixture
 def url(tmp_path: Path) -> str:
     return f"file://{tmp_path}/bucket/run"
-
-
-@pytest.fixture
-def publisher(store_url: str) -> Iterator[Publisher]:
-    with Publisher(store_url, model="demo") as made:
-        yield made
 
 
 def ready(publisher: Publisher, tensors: Any, step: int) -> tuple[str, str]:

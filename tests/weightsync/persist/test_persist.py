@@ -44,10 +44,6 @@ KEYS = Keys("demo")
 CONFIG = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
 
 
-def adapter(value: float) -> Adapter:
-    return Adapter({"q.lora_A.weight": np.full((2, 8), value, np.float32)}, CONFIG)
-
-
 class Host:
     """A publisher, what a coordinator leaves behind after its swaps, and copies of that on disk."""
 
@@ -249,7 +245,8 @@ async def test_parts_and_differences_are_whole_on_disk_and_shared_parts_take_the
     host.commit(host.publisher.publish(model(1), parts={"draft": model(5, layers=1)}, activate=False))
     assert await host.persist()
     base = host.disk().nbytes
-    host.commit(host.publisher.publish(adapter(7), part="lora/math", activate=False))
+    adapter = Adapter({"q.lora_A.weight": np.full((2, 8), 7.0, np.float32)}, CONFIG)
+    host.commit(host.publisher.publish(adapter, part="lora/math", activate=False))
     assert await host.persist()
     assert host.disk().nbytes < base * 1.5
     host.power_loss()

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import contextlib
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 
 from tests.waiting import wait_until
 from tests.weightsync.tensors import model, read_back
-from weightsync import Publisher, SlotReader, SyncStore
+from weightsync import Publisher, SlotReader
 from weightsync.control.records import Keys, TargetRecord, VersionRecord
 from weightsync.errors import (
     DraftClosed,
@@ -29,6 +28,7 @@ from weightsync.errors import (
     UnsupportedDtype,
 )
 from weightsync.memory.arena import MAPPINGS, SlotLock
+from weightsync.publish.publisher import Draft
 
 
 def ready(publisher: Publisher) -> list[VersionRecord]:
@@ -75,13 +75,12 @@ def test_a_second_name_of_the_same_matrix_is_left_out(publisher: Publisher, kind
             publisher.publish(tensors | extra, activate=False)
 
 
-def test_a_record_that_cannot_be_read_stops_nobody_and_keeps_its_slot(publisher: Publisher, store_url: str) -> None:
+def test_a_record_that_cannot_be_read_stops_nobody_and_keeps_its_slot(publisher: Publisher) -> None:
     bad = publisher.publish(model(1), activate=False)
     key, slot = Keys("demo").version(bad), publisher.versions()[0].slot
-    with contextlib.closing(SyncStore(store_url)) as store:
-        found = store.get(key)
-        assert found is not None
-        store.put(key, found.value.replace(b'"step":null', b'"step":"8"'))
+    found = publisher._store.get(key)
+    assert found is not None
+    publisher._store.put(key, found.value.replace(b'"step":null', b'"step":"8"'))
     for value in range(2, 12):
         publisher.publish(model(value), activate=False)
     records = publisher.versions()
@@ -179,9 +178,7 @@ def test_a_newer_publisher_fences_off_the_older(store_url: str) -> None:
 
 def test_a_publisher_that_only_looks_fences_nobody_off(store_url: str) -> None:
     with Publisher(store_url, model="demo") as trainer, Publisher(store_url, model="demo") as notebook:
-        draft = trainer.begin(_schema(model()))
-        for name, tensor in model().items():
-            draft.write(name, tensor)
+        draft = _written(trainer)
         assert [v.state for v in notebook.versions()] == ["publishing"]
         assert (notebook.active(), notebook.schema(), notebook.copies()) == (None, None, {})
         with pytest.raises(UnknownVersion):
@@ -239,9 +236,7 @@ def test_an_incomplete_draft_cannot_be_committed(publisher: Publisher) -> None:
 
 def test_a_draft_whose_lease_ended_is_lost_and_the_next_one_is_not(store_url: str) -> None:
     with Publisher(store_url, model="demo", lease_ttl_s=60) as publisher:
-        draft = publisher.begin(_schema(model()))
-        for name, tensor in model().items():
-            draft.write(name, tensor)
+        draft = _written(publisher)
         assert publisher._ledger._lease is not None
         publisher._store.revoke(publisher._ledger._lease.id)  # what happens to a process that was stopped for a while
         with pytest.raises(DraftLost, match="publish it again"):
@@ -307,29 +302,26 @@ def test_without_a_coordinator_waiting_ends_with_advice(publisher: Publisher) ->
         publisher.wait_active(1, timeout_s=0.1)
 
 
-def test_a_name_that_no_instance_serves_ends_with_those_that_some_do(publisher: Publisher, store_url: str) -> None:
-    with contextlib.closing(SyncStore(store_url)) as store:
-        for name in ("org/other", "third"):
-            store.put(Keys(name).instance("a"), b"{}")
-        for wait in (lambda: publisher.publish(model(), timeout_s=0.2), lambda: publisher.wait_active(1, 0.1)):
-            with pytest.raises(SwapTimeout, match=r"no instance serves 'demo'.*: org/other, third$"):
-                wait()
-        store.put(Keys("demo").instance("a"), b"{}")
-        with pytest.raises(SwapTimeout, match="is a gateway"):
-            publisher.activate(1, timeout_s=0.1)
+def test_a_name_that_no_instance_serves_ends_with_those_that_some_do(publisher: Publisher) -> None:
+    for name in ("org/other", "third"):
+        publisher._store.put(Keys(name).instance("a"), b"{}")
+    for wait in (lambda: publisher.publish(model(), timeout_s=0.2), lambda: publisher.wait_active(1, 0.1)):
+        with pytest.raises(SwapTimeout, match=r"no instance serves 'demo'.*: org/other, third$"):
+            wait()
+    publisher._store.put(Keys("demo").instance("a"), b"{}")
+    with pytest.raises(SwapTimeout, match="is a gateway"):
+        publisher.activate(1, timeout_s=0.1)
 
 
-def test_the_wish_to_activate_is_written_with_the_version(publisher: Publisher, store_url: str) -> None:
+def test_the_wish_to_activate_is_written_with_the_version(publisher: Publisher) -> None:
     version = publisher.publish(model(), wait=False, timeout_s=12.0)
-    store = SyncStore(store_url)
-    found, record = store.get(Keys("demo").target), store.get(Keys("demo").version(version))
+    found, record = (publisher._store.get(key) for key in (Keys("demo").target, Keys("demo").version(version)))
     assert found is not None
     assert record is not None
     target = TargetRecord.from_json(found.value)
     assert (target.version, target.deadline_s) == (version, 12.0)
     assert target.requested_by.startswith("trainer@")
     assert found.mod_revision == record.mod_revision
-    store.close()
 
 
 def test_only_ready_versions_can_be_activated(publisher: Publisher) -> None:
@@ -386,9 +378,7 @@ def test_a_claim_whose_answer_was_lost_keeps_no_slot(publisher: Publisher, monke
 
 def test_a_slot_of_a_commit_that_failed_is_free_again(store_url: str, tmp_path: Path) -> None:
     with Publisher(store_url, model="demo", lease_ttl_s=1.0) as publisher:
-        draft = publisher.begin(_schema(model()))
-        for name, tensor in model().items():
-            draft.write(name, tensor)
+        draft = _written(publisher)
         (tmp_path / "store.db").rename(tmp_path / "away.db")
         with pytest.raises(StoreUnavailable):
             draft.commit()
@@ -402,3 +392,11 @@ def test_a_slot_of_a_commit_that_failed_is_free_again(store_url: str, tmp_path: 
 
 def _schema(tensors: dict[str, np.ndarray]) -> list[tuple[str, str, tuple[int, ...]]]:
     return [(name, str(t.dtype), t.shape) for name, t in tensors.items()]
+
+
+def _written(publisher: Publisher) -> Draft:
+    """A draft with all of its tensors."""
+    draft = publisher.begin(_schema(model()))
+    for name, tensor in model().items():
+        draft.write(name, tensor)
+    return draft

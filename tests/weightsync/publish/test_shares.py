@@ -14,7 +14,6 @@ import psutil
 import pytest
 import torch
 
-import weightsync
 from weightsync import Collector, Publisher, Share, SlotReader
 from weightsync.errors import (
     DigestMismatch,
@@ -230,7 +229,3 @@ def test_a_share_that_could_not_be_offered_is_forgotten(there: Transport) -> Non
     share._blocks[0].region = region
     share.write("scalar", FULL["scalar"])
     assert [held["name"] for block in share.seal()["blocks"] for held in block["held"]] == ["scalar"]
-
-
-def test_it_is_exported() -> None:
-    assert {"Share", "Collector"} <= set(weightsync.__all__)
