@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -92,6 +92,10 @@ class Hosts:
             record = self.copies(digest).get(host)
             return record if record is not None and record.state == state else None
 
+        return self.wait_for(found, host, digest, timeout_s)
+
+    def wait_for(self, found: Callable[[], T | None], host: str, digest: str, timeout_s: float = 60.0) -> T:
+        """What the peer of this host is to bring about with a version."""
         try:
             return wait_until(found, timeout_s)
         except AssertionError:

@@ -62,9 +62,7 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def slot_served(
-    store_url: str, directory: Path, monkeypatch: pytest.MonkeyPatch, *, unused_s: float = 60.0
-) -> AsyncIterator[Served]:
+async def slot_served(store_url: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Served]:
     """A slot of five chunks, for two readers at a time."""
     monkeypatch.setenv("HOTSWAP_HOST", "a")
     monkeypatch.setattr("weightsync.format.manifest.CHUNK", CHUNK)
@@ -78,10 +76,7 @@ async def slot_served(
     with open_transport("tcp", listen="127.0.0.1", tls=None) as transport, ThreadPoolExecutor(1) as pool:
         shelf = Shelf(Arena(directory), MODEL, Regions(transport))
         assert shelf.publish(Key(record.manifest_digest), path)
-        tickets = Tickets(
-            "a", shelf, transport, metrics, pool, chunk_nbytes=CHUNK, most=2, unused_s=unused_s,
-            told=rates.__setitem__,
-        )  # fmt: skip
+        tickets = Tickets("a", shelf, transport, metrics, pool, chunk_nbytes=CHUNK, most=2, told=rates.__setitem__)
         async with (
             serving(Control(tickets, metrics).app, listener, None),
             PeerClient(MODEL, "b", "tcp", None) as client,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
@@ -18,7 +17,7 @@ from server.ports import free_port
 from tests.cluster_tls import Authority
 from tests.waiting import eventually, wait_until
 from tests.weightsync.peer.hosts import CHUNK, KEYS, MODEL, Hosts
-from tests.weightsync.peer.served import Served, slot_served
+from tests.weightsync.peer.served import Served
 from weightsync.errors import PeerRefused, PeerUnreachable, TransportUnavailable
 from weightsync.format.manifest import digest_of
 from weightsync.peer import __main__ as main
@@ -28,12 +27,6 @@ from weightsync.peer.control import PeerClient, listen, serving
 from weightsync.peer.copies import parsed
 from weightsync.peer.messages import ALL, Key
 from weightsync.transport.addresses import Address
-
-
-@pytest.fixture
-async def served(store_url: str, arena_directory: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Served]:
-    async with slot_served(store_url, arena_directory, monkeypatch, unused_s=0.2) as found:
-        yield found
 
 
 async def test_a_ticket_holds_the_slot_until_it_is_closed(served: Served) -> None:
@@ -52,6 +45,7 @@ async def test_a_ticket_holds_the_slot_until_it_is_closed(served: Served) -> Non
 
 
 async def test_a_ticket_that_is_not_used_ends(served: Served) -> None:
+    served.tickets._unused_s = 0.2
     await served.client.open("a", served.address, served.key)
     sweeping = asyncio.create_task(served.tickets.sweep())
     await eventually(lambda: not served.is_held(), 30)

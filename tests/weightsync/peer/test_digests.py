@@ -38,22 +38,12 @@ def without_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publishing, "assemble", older)
 
 
-def head_of(path: Path) -> Head:
-    with SlotReader.open(path) as reader:
-        return Head.parse(reader.manifest.to_json(), reader.manifest_digest)
-
-
 async def opened_as_before(served: Served) -> Opened:
     """By a reader that wants all digests from the holder."""
     wish = Open(MODEL, served.key.digest, "b", ("tcp",))
     async with httpx.AsyncClient() as client:
         answer = await client.post(f"http://{served.address}/v1/open", content=msgspec.json.encode(wish))
     return msgspec.json.decode(answer.raise_for_status().content, type=Opened)
-
-
-def digested(path: Path) -> tuple[str, ...]:
-    with ThreadPoolExecutor(1) as pool:
-        return digests_of(memoryview(path.read_bytes()), CHUNK, pool)
 
 
 async def test_a_holder_reads_no_byte_before_it_offers(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +69,8 @@ def test_every_byte_of_every_chunk_counts(
         draft.write_slice("s", sliced[:, 77:], 77, 1)
         draft.commit()
         path = Path(newest(publisher).slot)
-    head, data = head_of(path), bytearray(path.read_bytes())
+    with SlotReader.open(path) as reader:
+        head, data = Head.parse(reader.manifest.to_json(), reader.manifest_digest), bytearray(path.read_bytes())
     assert head.shape == Shape(len(data), 8192)
     ranges = sorted((start, end) for parts in head.parts for start, end, _ in parts)
     assert sum(end - start for start, end in ranges) == sum(t.nbytes for t in tensors.values()) + sliced.nbytes
@@ -97,7 +88,8 @@ def test_every_byte_of_every_chunk_counts(
 
 async def test_an_older_reader_is_told_the_digests_of_all_chunks(served: Served) -> None:
     opened = await opened_as_before(served)
-    assert opened.digests == digested(served.path)
+    with ThreadPoolExecutor(1) as pool:
+        assert opened.digests == digests_of(memoryview(served.path.read_bytes()), CHUNK, pool)
     again = await served.client.open("a", served.address, served.key)
     assert again.digests in ((), opened.digests)
 

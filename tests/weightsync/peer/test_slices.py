@@ -53,10 +53,7 @@ def part_of(hosts: Hosts, host: str, digest: str, slices: Slices) -> PartCopyRec
         record = PartCopyRecord.from_json(records[0].value) if records else None
         return record if record is not None and slices.digest in record.slices else None
 
-    try:
-        return wait_until(found, 60.0)
-    except AssertionError:
-        pytest.fail(f"{host} has {hosts.copies(digest).get(host)}; its log ends\n{hosts.log(host)[-3000:]}")
+    return hosts.wait_for(found, host, digest)
 
 
 def chunk_bytes(record: VersionRecord, slices: Slices) -> int:
@@ -329,13 +326,6 @@ def test_who_looks_for_versions_on_a_host_does_not_take_a_part(hosts: Hosts) -> 
         pass
 
 
-def cuts_of(schema: Schema) -> Cuts:
-    """Digests of no bytes at all, of the right number."""
-    layout = Layout.of(schema)
-    parts = [cut_ends(layout.offsets[name], spec.nbytes, 1 << 16) for name, spec in schema.tensors.items()]
-    return Cuts(1 << 16, ("0" * 32,) * sum(map(len, parts)))
-
-
 def test_without_digests_of_chunks_everything_is_fetched(tmp_path: Path, transport: Transport) -> None:
     """As of a release that did not take them: what has arrived can then be trusted only as a whole."""
     model = random_model(1, 256 << 10)
@@ -345,7 +335,8 @@ def test_without_digests_of_chunks_everything_is_fetched(tmp_path: Path, transpo
         name: TensorEntry(spec.dtype, spec.shape, layout.offsets[name], spec.nbytes, "0" * 32)
         for name, spec in schema.tensors.items()
     }
-    for metadata in ({}, {CUTS: cuts_of(schema).to_text()}):
+    parts = sum(len(cut_ends(layout.offsets[name], spec.nbytes, 1 << 16)) for name, spec in schema.tensors.items())
+    for metadata in ({}, {CUTS: Cuts(1 << 16, ("0" * 32,) * parts).to_text()}):
         manifest = Manifest(1, MODEL, entries, metadata=metadata)
         head = Head.parse(manifest.to_json(), manifest.digest)
         shelf = Shelf(Arena(tmp_path / str(len(metadata))), MODEL, Regions(transport))
