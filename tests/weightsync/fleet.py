@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tests.weightsync.tensors import model
 from weightsync import CommitResult, Coordinator, Participant, Publisher, SlotReader, StageResult, Store, open_store
@@ -16,6 +16,9 @@ from weightsync.control.coordinator import Probe
 from weightsync.control.lease import LEADER_TTL_S
 from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, Record, VersionRecord
 from weightsync.publish.publisher import Version
+
+if TYPE_CHECKING:  # child processes import this module
+    import pytest
 
 MODEL = "demo"
 KEYS = Keys(MODEL)
@@ -172,3 +175,15 @@ class Fleet:
 async def running_fleet(url: str) -> AsyncIterator[Fleet]:
     async with AsyncExitStack() as stack:
         yield Fleet(url, stack)
+
+
+def before_the_commit(store: Store, monkeypatch: pytest.MonkeyPatch, happens: Callable[[], Awaitable[object]]) -> None:
+    """It happens once, after the leader, whose store this is, has decided to commit and before it writes that."""
+    real, once = store.txn, [happens]
+
+    async def txn(compares: Mapping[str, int], puts: Mapping[str, bytes | None], *leases: Any) -> int:
+        if KEYS.active in puts and once:
+            await once.pop()()
+        return await real(compares, puts, *leases)
+
+    monkeypatch.setattr(store, "txn", txn)

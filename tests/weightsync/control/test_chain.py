@@ -295,13 +295,9 @@ async def test_writers_that_are_killed_leave_a_whole_chain(store_url: str, store
         found = await verify(store, place)
         assert found.ok, found
     deeds = {kv.key for kv in (await store.list("deeds/"))[0]}
-    told = [orjson.loads(line)["subject"] for line in await exported(store, place)]
+    told = [orjson.loads(line)["subject"] async for line in chain.export(store, place)]
     assert len(told) == len(set(told))
     assert set(told) == deeds
-
-
-async def exported(store: Store, place: str) -> list[bytes]:
-    return [line async for line in chain.export(store, place)]
 
 
 async def _has_grown(store: Store, goal: int) -> bool:

@@ -6,20 +6,19 @@ import asyncio
 import copy
 import json
 import os
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.waiting import eventually, stays
-from tests.weightsync.fleet import KEYS, Engine, Fleet
+from tests.weightsync.fleet import KEYS, Engine, Fleet, before_the_commit
 from weightsync import CommitResult, SwapReport
 from weightsync.control import activation, chain
 from weightsync.control.history import past_swaps
 from weightsync.control.records import ActiveRecord, SwapMode, SwapRecord, TargetRecord, VersionRecord
 from weightsync.errors import DigestMismatch, SwapAborted, SwapTimeout, UnknownVersion, WatchCompacted
-from weightsync.store.protocol import Event, Store
+from weightsync.store.protocol import Event
 
 
 def refuse(version: object) -> None:
@@ -91,14 +90,6 @@ async def test_rollback_needs_no_new_bytes_and_loses_no_epoch(fleet: Fleet) -> N
     assert engine.calls == [(call, version) for version in (1, 2, 1, 2) for call in ("stage", "commit")]
 
 
-async def test_there_is_not_always_a_way_back(fleet: Fleet) -> None:
-    coordinator = fleet.coordinator()
-    with pytest.raises(SwapAborted, match="no previous version"):
-        await coordinator.rollback()
-    with pytest.raises(UnknownVersion, match="does not exist"):
-        await coordinator.activate(7)
-
-
 async def test_one_refusal_aborts_for_all_and_names_the_tensor(fleet: Fleet) -> None:
     coordinator = await fleet.serving("ab")
     good, bad = fleet.engines.values()
@@ -132,7 +123,12 @@ async def test_one_that_dies_while_staging_aborts_when_its_lease_ends(fleet: Fle
     await fleet.instance("b", Engine(hang=asyncio.Event()), ttl_s=1.0)
     swap = asyncio.create_task(coordinator.activate(await fleet.publish()))
     await eventually(lambda: fleet.participants["b"].record.state == "STAGING")
-    kill(fleet, "b")
+    dies = fleet.participants["b"]  # as with SIGKILL: it says nothing more, and its lease runs out
+    assert dies._task is not None
+    assert dies._lease is not None
+    assert dies._lease._task is not None
+    dies._task.cancel()
+    dies._lease._task.cancel()
     report = await swap
     assert (report.ok, report.reason) == (False, "instance b is gone")
     assert (await coordinator.activate(1)).ok
@@ -276,16 +272,6 @@ async def test_many_swaps_in_a_row_leave_nothing_behind(fleet: Fleet) -> None:
     assert len(others) < 60 + 10  # versions' records, and the rest
 
 
-def kill(fleet: Fleet, name: str) -> None:
-    """What SIGKILL does: it says nothing more, and its lease runs out."""
-    participant = fleet.participants[name]
-    assert participant._task is not None
-    assert participant._lease is not None
-    assert participant._lease._task is not None
-    participant._task.cancel()
-    participant._lease._task.cancel()
-
-
 async def test_whoever_waits_for_a_version_waits_until_the_fleet_has_flipped(fleet: Fleet) -> None:
     """Another process than the one that asked: it sees the commit record first, and must not take it for the end."""
 
@@ -361,21 +347,6 @@ async def test_whoever_waits_learns_the_outcome_though_the_events_are_gone(
     await activation.outcome(store, KEYS, target, revision, 10)
     assert not compacted
     assert (await coordinator.activate(1)).ok
-
-
-Write = Callable[[], Awaitable[object]]
-
-
-def before_the_commit(store: Store, monkeypatch: pytest.MonkeyPatch, happens: Write) -> None:
-    """It happens once, after the leader has decided to commit and before it writes that."""
-    real, once = store.txn, [happens]
-
-    async def txn(compares: Mapping[str, int], puts: Mapping[str, bytes | None], *leases: Any) -> int:
-        if KEYS.active in puts and once:
-            await once.pop()()
-        return await real(compares, puts, *leases)
-
-    monkeypatch.setattr(store, "txn", txn)
 
 
 async def test_who_is_lost_between_decision_and_commit_is_as_one_lost_right_after_it(

@@ -4,15 +4,14 @@ operations in one transaction."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.etcd import Etcd
 from tests.waiting import eventually
-from tests.weightsync.fleet import KEYS, Engine, Fleet, running_fleet
+from tests.weightsync.fleet import KEYS, Engine, Fleet, before_the_commit, running_fleet
 from weightsync.errors import StoreRefused, SwapAborted
 
 
@@ -46,15 +45,9 @@ async def test_a_lease_that_ends_between_decision_and_commit(
     async with running_fleet(url) as fleet:
         store = fleet.coordinator()._store
         engines = [await fleet.instance(name, ttl_s=6) for name in ("a", "b")]
-        lease, real = fleet.participants["b"]._lease, store.txn
+        lease = fleet.participants["b"]._lease
         assert lease is not None
-
-        async def txn(compares: Mapping[str, int], puts: Mapping[str, bytes | None], *leases: Any) -> int:
-            if KEYS.active in puts:
-                await store.revoke(lease.id)
-            return await real(compares, puts, *leases)
-
-        monkeypatch.setattr(store, "txn", txn)
+        before_the_commit(store, monkeypatch, lambda: store.revoke(lease.id))
         assert await fleet.publish(activate=True, timeout_s=30) == 1
         await eventually(lambda: [e.running for e in engines] == [1, 1])
 
@@ -73,18 +66,14 @@ async def test_a_commit_that_the_store_refuses_aborts_the_swap_and_says_why(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody flips, and the next swap is committed."""
-    store = fleet.coordinator()._store
-    engine, real = await fleet.instance("a"), store.txn
+    coordinator, engine = fleet.coordinator(), await fleet.instance("a")
 
-    async def txn(compares: Mapping[str, int], puts: Mapping[str, bytes | None], *leases: Any) -> int:
-        if KEYS.active in puts:
-            raise StoreRefused("etcd://x", "request is too large", "Start etcd with a larger --max-request-bytes")
-        return await real(compares, puts, *leases)
+    async def refuse() -> None:
+        raise StoreRefused("etcd://x", "request is too large", "Start etcd with a larger --max-request-bytes")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(store, "txn", txn)
-        with pytest.raises(SwapAborted, match="--max-request-bytes"):
-            await fleet.publish(activate=True, timeout_s=30)
+    before_the_commit(coordinator._store, monkeypatch, refuse)
+    with pytest.raises(SwapAborted, match="--max-request-bytes"):
+        await fleet.publish(activate=True, timeout_s=30)
     assert await fleet.store().get(KEYS.active) is None
     assert engine.running is None
     assert await fleet.publish(activate=True, timeout_s=30) == engine.running

@@ -197,18 +197,19 @@ def test_the_others_restart_in_their_turn_alone() -> None:
     assert decide(SERVING["b"], seen(RETURNED, REVERT)) == Serve(RETURNED)
 
 
-def board(active: ActiveRecord | None, swap: SwapRecord | None, **starts: StartRecord) -> Board:
+def board(active: ActiveRecord | None, swap: SwapRecord | None = None, **starts: StartRecord) -> Board:
     keys = Keys("m")
-    records = {keys.version(n): version(n, form) for n, form in ((1, "one"), (2, "two"))}
+    forms = {name: FormRecord("[]", json.dumps({"use_cache": name == "one"})) for name in ("one", "two")}
+    records = {
+        keys.version(n): VersionRecord(n, "ready", "", 0, "", None, None, "t", 1, 0.0, "", 0, form=form)
+        for n, form in ((1, "one"), (2, "two"))
+    }
     found = {key: record.to_json() for key, record in records.items()}
+    found |= {keys.form(name): record.to_json() for name, record in forms.items()}
     found |= {keys.start(name): record.to_json() for name, record in starts.items()}
     found |= {keys.active: active.to_json()} if active is not None else {}
     found |= {keys.swap: swap.to_json()} if swap is not None else {}
     return Board(keys, [KeyValue(key, value, 1, 1) for key, value in found.items()], 1)
-
-
-def version(number: int, form: str) -> VersionRecord:
-    return VersionRecord(number, "ready", "", 0, "", None, None, "t", 1, 0.0, "", 0, form=form)
 
 
 def test_a_process_starts_with_the_form_of_what_it_is_to_run() -> None:
@@ -247,14 +248,8 @@ def test_changes_are_told_in_words() -> None:
 
 def test_a_version_of_another_form_never_takes_running_engines() -> None:
     """Engines leave for it one by one, whatever the forms differ in: without words for it all would leave at once."""
-    forms = {name: FormRecord("[]", json.dumps({"use_cache": name == "one"})) for name in ("one", "two")}
-    found = [KeyValue(Keys("m").form(name), form.to_json(), 1, 1) for name, form in forms.items()]
-    versions = [
-        KeyValue(Keys("m").version(n), version(n, name).to_json(), 1, 1) for n, name in ((1, "one"), (2, "two"))
-    ]
-    records = [*found, *versions, KeyValue(Keys("m").active, ACTIVE.to_json(), 1, 1)]
-    assert changes_to(Board(Keys("m"), records, 1), 2)
-    assert not changes_to(Board(Keys("m"), records, 1), 1)
+    assert changes_to(board(ACTIVE), 2)
+    assert not changes_to(board(ACTIVE), 1)
 
 
 # As releases 4.51 and 5.19 of transformers write the configuration of one checkpoint.

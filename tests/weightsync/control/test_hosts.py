@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 
 from tests.weightsync.tensors import model
-from weightsync import Adapter, Publisher, SyncStore
+from weightsync import Adapter, Publisher
 from weightsync.control.hosts import arena_key, check_host, host_of, local_path, slot_name, this_host
 from weightsync.control.records import ArenaRecord, CopyRecord, ErrorInfo, Keys, PartRecord
 from weightsync.errors import ArenaUnavailable, DeltaBaseMismatch, HostNameError, ManifestError, RecordError
+from weightsync.format.delta import Base, DeltaHeader
 from weightsync.format.versions import Records, opened
 from weightsync.memory.parts import slots_of
 from weightsync.peer.copies import local_slot, own_copies, parse_key, ready_digests
+from weightsync.push import _base_slot
 
 KEYS = Keys("demo")
 DIGEST = "0123456789abcdef0123456789abcdef"
@@ -89,12 +91,12 @@ def test_a_publisher_on_a_named_host(store_url: str, monkeypatch: pytest.MonkeyP
         adapter = Adapter({"x.lora_A.weight": np.ones((2, 8), np.float32)}, {"r": 2})
         publisher.publish(adapter, part="lora/x", onto=8, activate=False)
         newest = max((v for v in publisher.versions() if v.state == "ready"), key=lambda v: v.version)
+        arena = publisher._store.get("arenas/a")
+        assert arena is not None
+        assert ArenaRecord.from_json(arena.value).directory == str(arena_directory)
+        assert publisher._store.get("arena") is None
     assert all(slot.startswith(f"//a{arena_directory}/slot-") for slot in slots_of(newest))
     assert len(list(arena_directory.glob("slot-*"))) < 8
-    store = SyncStore(store_url)
-    assert ArenaRecord.from_json(store.get("arenas/a").value).directory == str(arena_directory)  # type: ignore[union-attr]
-    assert store.get("arena") is None
-    store.close()
     with opened(Records.read(store_url, "demo").ready(newest.version)) as slots:
         assert set(slots) == {"", "lora/x"}
     monkeypatch.setenv("HOTSWAP_HOST", "b")
@@ -114,9 +116,7 @@ def test_what_other_hosts_have_copies_of_is_carried_on(store_url: str, monkeypat
     with Publisher(store_url, model="demo", lineage="tuner") as publisher:
         with pytest.raises(Exception, match="no base model"):
             publisher.publish(adapter, part="lora/x", onto=first, activate=False)
-        store = SyncStore(store_url)
-        store.put(KEYS.copy(base.manifest_digest, "c"), copy("c", base.manifest_digest).to_json())
-        store.close()
+        publisher._store.put(KEYS.copy(base.manifest_digest, "c"), copy("c", base.manifest_digest).to_json())
         second = publisher.publish(adapter, part="lora/x", onto=first, activate=False)
         record = next(v for v in publisher.versions() if v.version == second)
     assert record.slot == base.slot
@@ -124,9 +124,6 @@ def test_what_other_hosts_have_copies_of_is_carried_on(store_url: str, monkeypat
 
 
 def test_the_base_of_a_delta_must_be_on_this_host(store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from weightsync.format.delta import Base, DeltaHeader
-    from weightsync.push import _base_slot
-
     monkeypatch.setenv("HOTSWAP_HOST", "a")
     with Publisher(store_url, model="demo", lineage="one") as publisher:
         publisher.publish(model(1.0), activate=False)
@@ -139,9 +136,8 @@ def test_the_base_of_a_delta_must_be_on_this_host(store_url: str, monkeypatch: p
         with pytest.raises(DeltaBaseMismatch, match="is not here"), _base_slot(publisher, header):
             pass
         path = local_path(record.slot, "a")
-        store = SyncStore(store_url)
-        store.put(KEYS.copy(record.manifest_digest, "b"), copy("b", record.manifest_digest, slot=str(path)).to_json())
-        store.close()
+        here = copy("b", record.manifest_digest, slot=str(path))
+        publisher._store.put(KEYS.copy(here.digest, "b"), here.to_json())
         with _base_slot(publisher, header) as slot:
             assert slot is not None
             assert slot.path == path

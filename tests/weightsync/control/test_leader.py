@@ -18,21 +18,16 @@ from weightsync.control.records import LeaderRecord, SwapRecord
 TTL_S = 1.0
 
 
-async def leader(fleet: Fleet) -> str | None:
-    found = await fleet.store().get(KEYS.leader)
-    return LeaderRecord.from_json(found.value).holder if found else None
-
-
 async def test_one_of_many_leads_and_the_next_one_takes_over_at_once_when_it_stops(fleet: Fleet) -> None:
     candidates = [fleet.coordinator(leader_ttl_s=600) for _ in range(3)]
     await eventually(lambda: any(c.leads for c in candidates))
     while candidates:
         await eventually(lambda: sum(c.leads for c in candidates) == 1)
         first = next(c for c in candidates if c.leads)
-        assert await leader(fleet) == first.name
+        assert (await fleet.read(KEYS.leader, LeaderRecord)).holder == first.name
         await first.stop()
         candidates.remove(first)
-    assert await leader(fleet) is None
+    assert await fleet.store().get(KEYS.leader) is None
 
 
 async def test_a_leader_whose_lease_is_taken_away_stands_again(fleet: Fleet) -> None:

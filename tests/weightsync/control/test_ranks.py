@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from typing import Any
 
 import numpy as np
 import pytest
@@ -36,20 +35,14 @@ print(json.dumps(part.seal()))
 """
 
 
-def rank_1(ticket: dict[str, Any]) -> dict[str, Any]:
-    run = subprocess.run(
-        [sys.executable, "-c", RANK_1, json.dumps(ticket)], capture_output=True, check=True, timeout=60
-    )
-    sealed: dict[str, Any] = json.loads(run.stdout)
-    return sealed
-
-
 def test_two_processes_write_one_version(publisher: Publisher) -> None:
     draft = publisher.begin(SCHEMA, step=3)
     draft.write("whole", FULL["whole"])
     draft.write_slice("column", FULL["column"][:4], start=0)
     draft.write_slice("row", FULL["row"][:, :4], start=0, dim=1)
-    version = draft.commit([rank_1(draft.ticket)])
+    rank_1 = [sys.executable, "-c", RANK_1, json.dumps(draft.ticket)]
+    run = subprocess.run(rank_1, capture_output=True, check=True, timeout=60)
+    version = draft.commit([json.loads(run.stdout)])
     (record,) = publisher.versions()
     assert record.version == version
     found = read_back(record)
