@@ -298,7 +298,7 @@ def test_an_instance_follows_the_version_of_its_share() -> None:
 # fleets
 
 
-async def share(coordinator: Coordinator, percents: dict[int, float], active: int = 1, **options: Any) -> SwapReport:
+async def divide(coordinator: Coordinator, percents: dict[int, float], active: int = 1, **options: Any) -> SwapReport:
     version, split = split_of(percents, active)
     return await coordinator.activate(version, split=split, **options)
 
@@ -311,18 +311,18 @@ async def test_versions_share_a_fleet_until_one_has_all(fleet: Fleet) -> None:
     coordinator = await fleet.serving("abcd")
     engines = list(fleet.engines.values())
     second = await fleet.publish(1.0)
-    report = await share(coordinator, {1: 75, second: 25})
+    report = await divide(coordinator, {1: 75, second: 25})
     assert (report.ok, report.epoch, report.version) == (True, 2, 1)
     assert runs(fleet) == {1: 3, 2: 1}
     flips = [len([c for c in e.calls if c[0] == "commit"]) for e in engines]
     assert sorted(flips) == [1, 1, 1, 2], "nobody else has flipped"
     staged = [len([c for c in e.calls if c[0] == "stage"]) for e in engines]
 
-    assert (await share(coordinator, {1: 70, second: 30})).ok
+    assert (await divide(coordinator, {1: 70, second: 30})).ok
     assert [len([c for c in e.calls if c[0] == "stage"]) for e in engines] == staged, "a change of percent moves nobody"
     assert {p.record.active_epoch for p in fleet.participants.values()} == {3}
 
-    assert (await share(coordinator, {1: 25, second: 75})).ok
+    assert (await divide(coordinator, {1: 25, second: 75})).ok
     assert runs(fleet) == {1: 1, 2: 3}
     assert (await coordinator.activate(second)).ok
     assert runs(fleet) == {2: 4}
@@ -338,7 +338,7 @@ async def test_versions_share_a_fleet_until_one_has_all(fleet: Fleet) -> None:
 async def test_a_split_ends_and_its_versions_stay_until_then(fleet: Fleet) -> None:
     coordinator = await fleet.serving("ab", keep=1)
     assert (await coordinator.activate(await fleet.publish(1.0))).ok
-    assert (await share(coordinator, {2: 90, 1: 10}, 2)).ok
+    assert (await divide(coordinator, {2: 90, 1: 10}, 2)).ok
     for value in (2.0, 3.0):
         await fleet.publish(value)
     assert runs(fleet) == {2: 1, 1: 1}
@@ -350,14 +350,14 @@ async def test_one_instance_is_too_few_and_is_told_so(fleet: Fleet) -> None:
     coordinator = await fleet.serving("a")
     second = await fleet.publish(1.0)
     with pytest.raises(NotEnoughInstances, match="2 instances or more"):
-        await share(coordinator, {1: 50, second: 50})
+        await divide(coordinator, {1: 50, second: 50})
     assert fleet.participants["a"].record.active_epoch == 1
 
 
 async def test_a_dead_instance_of_a_version_is_replaced_and_a_newcomer_evens_it_out(fleet: Fleet) -> None:
     coordinator = await fleet.serving("abc")
     second = await fleet.publish(1.0)
-    assert (await share(coordinator, {1: 90, second: 10})).ok
+    assert (await divide(coordinator, {1: 90, second: 10})).ok
     candidate = next(name for name, engine in fleet.engines.items() if engine.running == second)
     await fleet.participants[candidate].stop()
     del fleet.engines[candidate]
@@ -378,10 +378,10 @@ async def test_a_rolling_split_that_fails_its_probe_changes_nothing(fleet: Fleet
 
     coordinator = await fleet.serving("ab", probe=probe)
     second = await fleet.publish(1.0)
-    report = await share(coordinator, {1: 99, second: 1}, mode="rolling", drain_s=0)
+    report = await divide(coordinator, {1: 99, second: 1}, mode="rolling", drain_s=0)
     assert (report.ok, "drift" in (report.reason or "")) == (False, True)
     await eventually(lambda: runs(fleet) == {1: 2})
     await eventually(lambda: {p.record.state for p in fleet.participants.values()} == {"SERVING"})
-    assert (await share(coordinator, {1: 99, second: 1}, mode="rolling", drain_s=0)).ok
+    assert (await divide(coordinator, {1: 99, second: 1}, mode="rolling", drain_s=0)).ok
     assert asked == [("a", 2), ("a", 2)]
     assert runs(fleet) == {1: 1, 2: 1}

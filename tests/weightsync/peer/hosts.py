@@ -17,12 +17,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.waiting import eventually, wait_until
 from tests.warm import SYNC, WarmProcess, warm
-from tests.weightsync.fleet import KEYS, MODEL, Engine
+from tests.weightsync.fleet import Engine
 from weightsync import Publisher, SlotReader, StageResult, Store, SyncStore
 from weightsync.control.hosts import local_path
 from weightsync.control.records import CopyRecord, InstanceRecord, Keys, VersionRecord
 from weightsync.peer.copies import parsed, wait_for_slots
 
+MODEL = "demo"
+KEYS = Keys(MODEL)
 CHUNK = 64 << 10
 T = TypeVar("T")
 

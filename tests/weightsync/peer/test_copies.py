@@ -116,5 +116,6 @@ async def test_instances_of_other_hosts_swap_with_those_of_the_publisher(hosts: 
     assert on_a is not None
     assert on_b is not None
     assert on_a.slot == record.slot.removeprefix("//a")
-    copies = [hosts.copies(one.manifest_digest)["b"] for one in (record, *record.parts)]
-    assert [one.slot for one in (on_b, *on_b.parts)] == [str(path_of(copy)) for copy in copies]
+    digests = [record.manifest_digest, *(part.manifest_digest for part in record.parts)]
+    slots = [on_b.slot, *(part.slot for part in on_b.parts)]
+    assert slots == [str(path_of(hosts.copies(digest)["b"])) for digest in digests]
