@@ -39,6 +39,7 @@ from weightsync.store import SyncStore
 
 MODEL = "toy"
 ADMIN_KEY = "admin-key-for-the-tests"
+ADMIN = f"Authorization: Bearer {ADMIN_KEY}\r\n"
 KEYS = Keys(MODEL)
 
 model.Pusher = WarmPusher  # type: ignore[misc]
@@ -168,24 +169,31 @@ class RunningGateway(Ports):
         wait_until(lambda: instance_id not in self.gateway.default.fleet.instances)
 
 
-def post(path: str = "/v1/completions", body: bytes | dict[str, Any] = b"{}", headers: str = "") -> bytes:
-    """A request as bytes; `headers` are whole lines ending in CRLF."""
+def request(method: str, path: str, body: bytes | dict[str, Any] = b"", headers: str = "") -> bytes:
+    """As bytes; `headers` are whole lines ending in CRLF."""
     data = body if isinstance(body, bytes) else orjson.dumps(body)
-    head = f"POST {path} HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\n"
+    head = f"{method} {path} HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\n"
     head += f"{headers}Content-Length: {len(data)}\r\n\r\n"
     return head.encode("latin-1") + data
+
+
+def post(path: str = "/v1/completions", body: bytes | dict[str, Any] = b"{}", headers: str = "") -> bytes:
+    return request("POST", path, body, headers)
 
 
 def get(path: str, headers: str = "") -> bytes:
     return f"GET {path} HTTP/1.1\r\nHost: t\r\n{headers}\r\n".encode("latin-1")
 
 
+def code(answer: Answer) -> tuple[int, str]:
+    """Its status, and the code of its error."""
+    return answer.status, orjson.loads(answer.body)["error"]["code"]
+
+
 async def admin(gateway: RunningGateway, method: str, path: str, key: str = ADMIN_KEY, **fields: Any) -> Answer:
     """Asks `/admin/keys{path}`."""
-    body = orjson.dumps(fields) if fields else b""
-    head = f"{method} /admin/keys{path} HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\n"
-    head += f"Authorization: Bearer {key}\r\nContent-Length: {len(body)}\r\n\r\n"
-    return await gateway.ask(head.encode() + body, admin=True)
+    raw = request(method, f"/admin/keys{path}", fields or b"", f"Authorization: Bearer {key}\r\n")
+    return await gateway.ask(raw, admin=True)
 
 
 async def new_key(gateway: RunningGateway, **fields: Any) -> tuple[str, str]:

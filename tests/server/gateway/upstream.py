@@ -155,6 +155,28 @@ def streaming(*parts: bytes | asyncio.Event, cut: bool = False) -> Handler:
     return handler
 
 
+async def cut(link: Link, _: Received) -> None:
+    link.cut()
+
+
+@dataclass
+class Moody:
+    """Answers requests and probes as it is told."""
+
+    status: bytes = b"200 OK"
+    health: bytes = b"200 OK"
+    page: bytes = b"vllm:num_requests_running 0.0\n"
+    silent: bool = False
+
+    async def __call__(self, link: Link, received: Received) -> None:
+        if self.silent:
+            await link.gone()
+        elif received.target == "/metrics":
+            await link.json(self.page)
+        else:
+            await link.json(status=self.health if received.target == "/health" else self.status)
+
+
 @asynccontextmanager
 async def upstream(handler: Handler = answer_json, tls: ssl.SSLContext | None = None) -> AsyncIterator[Upstream]:
     """A listening upstream on a free loopback port; its connections end with the context."""

@@ -16,22 +16,13 @@ from server.gateway.config import FailoverSettings, HealthSettings, UpstreamSett
 from server.instance.middleware import Admission
 from server.resume import RESUME, RESUMED
 from tests.server.continued import END, HEAD, STAMPED, chat, framed
+from tests.server.gateway.fleet.test_fleet import CHAT, half_a_head
 from tests.server.gateway.harness import RunningGateway, post, running_gateway
-from tests.server.gateway.upstream import Link, Received, answer_json, upstream
+from tests.server.gateway.upstream import Link, Received, answer_json, cut, upstream
 
-CHAT = "/v1/chat/completions"
 HARDY = HealthSettings(eject_after=10**9, min_requests=10**9)
 EVENTS = chat([11, 12, 13])
 INSTANCES = 5
-
-
-async def cut(link: Link, _: Received) -> None:
-    link.cut()
-
-
-async def half_a_head(link: Link, _: Received) -> None:
-    await link.send(b"HTTP/1.1 200 OK\r\ncontent-")
-    link.cut()
 
 
 async def nonsense(link: Link, _: Received) -> None:

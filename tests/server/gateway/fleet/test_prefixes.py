@@ -8,19 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from server.gateway import HealthSettings, UpstreamSettings
 from server.gateway.fleet import affinity
 from server.gateway.fleet.affinity import SENT_S, Hint, PrefixTable
 from server.instance.prefixes import Ledger, with_shares
 from server.prefixes import PATH
-from tests.server.gateway.fleet.test_fleet import CHAT, ask, asked, chat
+from tests.server.gateway.fleet.test_fleet import CHAT, WATCHFUL, ask, asked, chat
 from tests.server.gateway.harness import RunningGateway, get, running_gateway
 from tests.server.gateway.upstream import Link, Received, Upstream, upstream
 from tests.waiting import eventually
 
-WATCHFUL = UpstreamSettings(
-    scrape_interval_s=0.02, scrape_timeout_s=10.0, health=HealthSettings(probe_timeout_s=10.0, max_ejected=0.99)
-)
 APPLICATIONS = range(8)
 
 

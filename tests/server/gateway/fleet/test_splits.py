@@ -18,7 +18,7 @@ from server.gateway.fleet.routing import Need, fresh
 from server.gateway.fleet.splits import Splits
 from server.gateway.wire.head import RequestHead
 from tests.server.gateway.harness import KEYS, RunningGateway, get, post, running_gateway
-from tests.server.gateway.upstream import Link, Received, Upstream, read_answer, upstream
+from tests.server.gateway.upstream import Link, Received, Upstream, cut, read_answer, upstream
 from tests.waiting import eventually
 from weightsync.control.records import ActiveRecord, InstanceRecord, ShareRecord, SplitRecord, SwapRecord
 
@@ -222,8 +222,9 @@ class Instances:
 
 
 @pytest.fixture
-def gateway(tmp_path: Path) -> Iterator[RunningGateway]:
-    with running_gateway(tmp_path, run_coordinator=False) as running:
+def gateway(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[RunningGateway]:
+    settings = getattr(request, "param", UpstreamSettings())
+    with running_gateway(tmp_path, run_coordinator=False, upstream=settings) as running:
         yield running
 
 
@@ -274,7 +275,7 @@ async def test_others_answer_when_a_version_has_nobody_left(instances: Instances
     await instances.commit("session", v12=50.0, v13=50.0)
     upstream_of = instances.upstreams[13]
     for _ in range(3):
-        upstream_of.handler = cut_off  # its engine dies with each request
+        upstream_of.handler = cut  # its engine dies with each request
         assert set(await instances.ask(2, "x-session-id: s-1\r\n")) <= {"12", "13"}
     instances.gateway.unregister("i13")
     assert await instances.ask(60) == {"12": 60}
@@ -282,28 +283,19 @@ async def test_others_answer_when_a_version_has_nobody_left(instances: Instances
     instances.gateway.register(upstream_of, "i13", active_version=13)
 
 
-async def cut_off(link: Link, _: Received) -> None:
-    link.cut()
-
-
-async def test_a_full_version_holds_up_nobody_elses_requests(tmp_path: Path) -> None:
+@pytest.mark.parametrize("gateway", [UpstreamSettings(max_in_flight=1)], indirect=True)
+async def test_a_full_version_holds_up_nobody_elses_requests(instances: Instances) -> None:
     """Its requests wait for it, and go when there is room; they are not sent where they do not belong."""
-    settings = UpstreamSettings(max_in_flight=1)
-    with running_gateway(tmp_path, run_coordinator=False, upstream=settings) as gateway:
-        async with contextlib.AsyncExitStack() as stack:
-            instances = Instances(gateway, stack)
-            for version in (12, 13):
-                await instances.start(version)
-            go_on = asyncio.Event()
+    go_on, says_version = asyncio.Event(), instances.upstreams[13].handler
 
-            async def slowly(link: Link, _: Received) -> None:
-                await go_on.wait()
-                await link.json(extra=b"x-hotswap-weight-version: 13\r\n")
+    async def slowly(link: Link, received: Received) -> None:
+        await go_on.wait()
+        await says_version(link, received)
 
-            instances.upstreams[13].handler = slowly
-            await instances.commit(v12=50.0, v13=50.0)
-            asked = [asyncio.create_task(instances.ask(1)) for _ in range(8)]
-            await eventually(lambda: sum(task.done() for task in asked) == 4)
-            assert sum((task.result() for task in asked if task.done()), Counter[str]()) == {"12": 4}
-            go_on.set()
-            assert sum(await asyncio.gather(*asked), Counter[str]()) == {"12": 4, "13": 4}
+    instances.upstreams[13].handler = slowly
+    await instances.commit(v12=50.0, v13=50.0)
+    asked = [asyncio.create_task(instances.ask(1)) for _ in range(8)]
+    await eventually(lambda: sum(task.done() for task in asked) == 4)
+    assert sum((task.result() for task in asked if task.done()), Counter[str]()) == {"12": 4}
+    go_on.set()
+    assert sum(await asyncio.gather(*asked), Counter[str]()) == {"12": 4, "13": 4}

@@ -16,7 +16,7 @@ from server.gateway.fleet.instance import Signals, parse
 from server.gateway.fleet.view import Fleet
 from server.gateway.observe.stats import Histogram, Stats
 from tests.server.gateway.harness import KEYS, RunningGateway, get, post, running_gateway
-from tests.server.gateway.upstream import Link, Received, Upstream, upstream
+from tests.server.gateway.upstream import Link, Moody, Received, upstream
 from tests.waiting import eventually
 from weightsync.control.records import ActiveRecord, InstanceRecord, SwapRecord
 from weightsync.errors import StoreUnavailable
@@ -37,24 +37,6 @@ vllm:num_preemptions_total{engine="1"} nonsense
 python_info 1.0
 """
 SIGNALS = Signals(5.0, 4.0, 0.5, 1e6, 7.0, 1.0)
-
-
-class Vllm:
-    """The probe routes of an instance, and one completion."""
-
-    def __init__(self) -> None:
-        self.health = b"200 OK"
-        self.silent = False
-
-    async def __call__(self, link: Link, received: Received) -> None:
-        if self.silent:
-            await link.gone()
-        elif received.target == "/metrics":
-            await link.json(PAGE)
-        elif received.target == "/health":
-            await link.json(status=self.health)
-        else:
-            await link.json()
 
 
 @pytest.fixture
@@ -87,7 +69,7 @@ async def test_ready_means_a_committed_version_that_answers(
 ) -> None:
     monkeypatch.setattr("server.gateway.app.PROBE_TIMEOUT_S", 10.0)
     monkeypatch.setattr("server.gateway.fleet.scrape.HOLDS_S", 0.0)
-    vllm = Vllm()
+    vllm = Moody()
     assert (await gateway.ask(get("/healthz"))).status == 200
     assert await ready(gateway) == (503, "no_instance")
     async with upstream(vllm) as up:
@@ -140,7 +122,7 @@ OWN = {
 async def test_metrics_count_what_happens(gateway: RunningGateway) -> None:
     active = ActiveRecord(version=4, epoch=9, previous=3, swap_id="s", committed_at=0.0)
     swap = SwapRecord(id="s", target=4, phase="prepare", participants=("i0",), deadline=0.0, opened_at=0.0)
-    async with upstream(Vllm()) as up:
+    async with upstream(Moody(page=PAGE)) as up:
         gateway.register(up, active_version=4, active_epoch=9)
         gateway.register("http://127.0.0.1:1", "dead", state="TORN")
         gateway.store.put(KEYS.active, active.to_json())
@@ -171,7 +153,7 @@ async def test_metrics_count_what_happens(gateway: RunningGateway) -> None:
 
 
 async def test_a_silent_instance_loses_its_signals(tmp_path: Path) -> None:
-    vllm = Vllm()
+    vllm = Moody()
     health = HealthSettings(probe_timeout_s=0.3)
     settings = UpstreamSettings(scrape_interval_s=0.05, scrape_timeout_s=0.3, health=health)
     with running_gateway(tmp_path, upstream=settings) as gateway:
@@ -257,8 +239,7 @@ async def test_the_last_view_serves_while_the_store_is_away(tmp_path: Path, monk
 
 
 async def test_a_record_that_cannot_be_read_is_ignored(gateway: RunningGateway) -> None:
-    up: Upstream
-    async with upstream(Vllm()) as up:
+    async with upstream() as up:
         gateway.register(up, "good")
         for key, value in (
             ("x1", b"{"),
@@ -288,7 +269,7 @@ async def test_connections_an_instance_closes_leave_the_pool(gateway: RunningGat
 
 
 async def test_an_instance_that_moves_is_followed(gateway: RunningGateway) -> None:
-    async with upstream(Vllm()) as old, upstream(Vllm()) as new:
+    async with upstream() as old, upstream() as new:
         gateway.register(old)
         assert (await gateway.ask(post())).status == 200
         gateway.register(new)
