@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from server.gateway.wire.journal import ReplayMemory
 from server.resume import RESUMABLE, RESUME
 from tests.server.continued import END, HEAD, STAMPED, Fleet, chat, event, framed
 from tests.server.gateway.harness import RunningGateway, post, running_gateway
-from tests.server.gateway.upstream import Answer, Link, Received, Upstream, read_answer, upstream
+from tests.server.gateway.upstream import Answer, Link, Received, read_answer, upstream
 from tests.waiting import eventually
 from weightsync.control.agent import LAST_RETRY_S
 from weightsync.control.records import InstanceRecord
@@ -53,14 +53,14 @@ def nothing_is_left(gateway: RunningGateway) -> Iterator[None]:
     assert gateway.gateway.buffered == 0
 
 
-async def serving(stack: AsyncExitStack, g: RunningGateway, fleet: Fleet, *versions: int) -> list[Upstream]:
+@asynccontextmanager
+async def serving(g: RunningGateway, fleet: Fleet, *versions: int) -> AsyncIterator[None]:
     """An instance for each version, all with the handler of `fleet`."""
-    found = []
-    for i, version in enumerate(versions or (1, 1)):
-        up = await stack.enter_async_context(upstream(fleet.handle))
-        g.register(up, f"i{i}", active_version=version)
-        found.append(up)
-    return found
+    async with AsyncExitStack() as stack:
+        for i, version in enumerate(versions or (1, 1)):
+            up = await stack.enter_async_context(upstream(fleet.handle))
+            g.register(up, f"i{i}", active_version=version)
+        yield
 
 
 def failovers(g: RunningGateway) -> dict[str, int]:
@@ -68,8 +68,7 @@ def failovers(g: RunningGateway) -> dict[str, int]:
 
 
 async def ask(g: RunningGateway, fleet: Fleet, *versions: int, headers: str = "", body: Any = None) -> Answer:
-    async with AsyncExitStack() as stack:
-        await serving(stack, g, fleet, *versions)
+    async with serving(g, fleet, *versions):
         return await g.ask(post(CHAT, body or {"stream": True}, headers))
 
 
@@ -85,8 +84,7 @@ async def test_cut_at_every_byte_the_stream_is_what_it_would_have_been(gateway: 
     whole = b"".join(fleet.events)
     wire = framed(fleet.events) + END
     before = failovers(gateway)
-    async with AsyncExitStack() as stack:
-        await serving(stack, gateway, fleet)
+    async with serving(gateway, fleet):
         for cut in range(len(wire)):
             fleet.cuts = [cut]
             answer = await gateway.ask(post(CHAT, b'{"stream":true,"n":1}'))
@@ -110,8 +108,7 @@ async def test_long_streams_cut_anywhere(gateway: RunningGateway, usage: bool) -
     tokens = [random.Random(3).randrange(150_000) for _ in range(600)]
     fleet = Fleet(chat(tokens, usage=usage))
     chance = random.Random(4)
-    async with AsyncExitStack() as stack:
-        await serving(stack, gateway, fleet)
+    async with serving(gateway, fleet):
         for _ in range(24):
             fleet.resumes.clear()
             fleet.cuts = [chance.randrange(len(framed(fleet.events)) - 200)]
@@ -134,9 +131,9 @@ async def test_an_instance_that_begins_to_talk_nonsense(gateway: RunningGateway)
         await arrived.wait()
         await link.send(b"no size\r\n")
 
-    async with AsyncExitStack() as stack:
-        gateway.register(await stack.enter_async_context(upstream(derail)), "a")
-        gateway.register(await stack.enter_async_context(upstream(fleet.handle)), "b", state="STAGING")
+    async with upstream(derail) as a, upstream(fleet.handle) as b:
+        gateway.register(a, "a")
+        gateway.register(b, "b", state="STAGING")
         reader, writer = await gateway.connect()
         writer.write(post(CHAT, {"stream": True}))
         got = await asyncio.wait_for(reader.readuntil(fleet.events[1]), 10)
@@ -159,8 +156,7 @@ async def test_the_third_instance_that_dies_is_the_last(gateway: RunningGateway)
 
 async def test_the_connection_serves_on(gateway: RunningGateway) -> None:
     fleet = Fleet(chat(TOKENS), cuts=[300])
-    async with AsyncExitStack() as stack:
-        await serving(stack, gateway, fleet)
+    async with serving(gateway, fleet):
         reader, writer = await gateway.connect()
         for _ in range(3):
             writer.write(post(CHAT, {"stream": True}))
@@ -172,8 +168,7 @@ async def test_the_connection_serves_on(gateway: RunningGateway) -> None:
 
 async def test_http_1_0(gateway: RunningGateway) -> None:
     fleet = Fleet(chat(TOKENS), cuts=[300])
-    async with AsyncExitStack() as stack:
-        await serving(stack, gateway, fleet)
+    async with serving(gateway, fleet):
         answer = await gateway.ask(post(CHAT, {"stream": True}).replace(b"HTTP/1.1", b"HTTP/1.0", 1))
     assert answer.body == b"".join(fleet.events)
     assert len(fleet.resumes) == 1
@@ -189,25 +184,17 @@ async def test_clients_see_none_of_the_talk_between_gateway_and_instance(gateway
 # who goes on
 
 
-async def test_only_the_same_version_goes_on(gateway: RunningGateway) -> None:
+@pytest.mark.parametrize("headers", ["", "x-hotswap-version: 1\r\n"])
+async def test_only_the_same_version_goes_on(gateway: RunningGateway, headers: str) -> None:
     fleet = Fleet(chat(TOKENS), cuts=[300])
     before = failovers(gateway)["nobody"]
-    async with AsyncExitStack() as stack:
-        await serving(stack, gateway, fleet, 1, 2)
-        answer = await gateway.ask(post(CHAT, {"stream": True}, "x-hotswap-version: 1\r\n"))
-    assert error_code(answer) == "upstream_died"
-    assert not fleet.resumes
-    assert failovers(gateway)["nobody"] == before + 1
-
-
-async def test_another_version_is_not_even_asked(gateway: RunningGateway) -> None:
-    fleet = Fleet(chat(TOKENS), cuts=[300])
     async with upstream(fleet.handle) as first, upstream(fleet.handle) as other:
         gateway.register(first, "i0", active_version=1)
         gateway.register(other, "i1", active_version=2, state="STAGING")  # asked when nobody better is there
-        answer = await gateway.ask(post(CHAT, {"stream": True}))
+        answer = await gateway.ask(post(CHAT, {"stream": True}, headers))
     assert error_code(answer) == "upstream_died"
-    assert (len(fleet.asked), fleet.resumes) == (1, [])
+    assert (len(fleet.asked), fleet.resumes) == (1, []), "another version is not even asked"
+    assert failovers(gateway)["nobody"] == before + 1
 
 
 @pytest.mark.parametrize(("versions", "bound"), [((1, 2), None), ((1, 1), 1)])
@@ -216,10 +203,8 @@ async def test_any_version_goes_on_where_the_client_allows_it(
 ) -> None:
     """One of the same version is asked first, though."""
     fleet = Fleet(chat(TOKENS), cuts=[300])
-    async with AsyncExitStack() as stack:
-        first = await stack.enter_async_context(upstream(fleet.handle))
+    async with upstream(fleet.handle) as first, upstream(fleet.handle) as second:
         gateway.register(first, "i0", active_version=versions[0])
-        second = await stack.enter_async_context(upstream(fleet.handle))
         gateway.register(second, "i1", active_version=versions[1], state="STAGING")  # asked after the other one
         answer = await gateway.ask(post(CHAT, {"stream": True, "hotswap": {"failover": "any"}}))
     assert answer.body == b"".join(fleet.events)
@@ -268,26 +253,18 @@ async def test_somebody_is_waited_for(tmp_path: Path) -> None:
     patient = UpstreamSettings(scrape_interval_s=3600.0, hold_s=60.0, health=HARDY)
     fleet = Fleet(chat(TOKENS), cuts=[300])
     with running_gateway(tmp_path, upstream=patient) as g:
-        async with AsyncExitStack() as stack:
-            (up,) = await serving(stack, g, fleet, 1)
-            reader, writer = await g.connect()
-            fleet.before_resumed = lambda link: asyncio.sleep(0)
-            up.handler = fleet.handle
-            writer.write(post(CHAT, {"stream": True}))
+        async with serving(g, fleet, 1), upstream(fleet.handle) as other:
+            asking = asyncio.create_task(g.ask(post(CHAT, {"stream": True})))
             await eventually(lambda: g.gateway.default.stats.upstream_failures["upstream_died"] == 1)
-            other = await stack.enter_async_context(upstream(fleet.handle))
             g.register(other, "i9")
-            answer = await asyncio.wait_for(read_answer(reader), 10)
-            assert answer.body == b"".join(fleet.events)
-            writer.close()
+            assert (await asking).body == b"".join(fleet.events)
 
 
 async def test_a_client_that_leaves_meanwhile_leaves_nothing(tmp_path: Path) -> None:
     patient = UpstreamSettings(scrape_interval_s=3600.0, hold_s=60.0, health=HARDY)
     fleet = Fleet(chat(TOKENS), cuts=[300], version=5)
     with running_gateway(tmp_path, upstream=patient) as g:
-        async with AsyncExitStack() as stack:
-            await serving(stack, g, fleet, 5, 6)
+        async with serving(g, fleet, 5, 6):
             _, writer = await g.connect()
             writer.write(post(CHAT, {"stream": True}, "x-hotswap-version: 5\r\n"))
             await eventually(lambda: g.gateway.default.stats.upstream_failures["upstream_died"] == 1)
@@ -311,15 +288,13 @@ async def test_a_stream_whose_instance_has_left_the_store_and_is_silent(
         cut_off.set()
         await link.gone()
 
-    async with AsyncExitStack() as stack:
-        gateway.register(await stack.enter_async_context(upstream(freeze)), "frozen")
-        reader, writer = await gateway.connect()
-        writer.write(post(CHAT, {"stream": True}))
+    async with upstream(freeze) as frozen, upstream(fleet.handle) as well:
+        gateway.register(frozen, "frozen")
+        asking = asyncio.create_task(gateway.ask(post(CHAT, {"stream": True})))
         await cut_off.wait()
-        gateway.register(await stack.enter_async_context(upstream(fleet.handle)), "well")
+        gateway.register(well, "well")
         gateway.unregister("frozen")
-        answer = await asyncio.wait_for(read_answer(reader), 30)
-        writer.close()
+        answer = await asking
     assert answer.body == b"".join(fleet.events)
 
 

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from loadtest.simulation.clock import Clock
 from server.gateway import HealthSettings, UpstreamSettings
 from server.gateway.fleet.instance import FAULTS, STATES, Health
 from server.gateway.fleet.retries import MIN_PER_S, NEVER_AGAIN, WINDOW_S, RetryBudget, again
@@ -96,24 +97,16 @@ def test_a_good_time_makes_the_next_ejection_a_first_one() -> None:
     assert health.eject(at + SETTINGS.forgive_s + 1) == SETTINGS.ejection_s
 
 
-def test_probes_take_it_out_and_back() -> None:
-    health = Health(SETTINGS)
+@pytest.mark.parametrize(("ejections", "state"), [(0, "closed"), (1, "half_open")])
+def test_probes_take_it_out_and_back(ejections: int, state: str) -> None:
+    health = ejected(ejections)
+    at = max(NOW, health.until)
     for n in range(SETTINGS.unhealthy_after):
-        assert health.admits(NOW + n)
+        assert health.admits(at + n)
         health.probed(well=False)
-    assert not health.admits(NOW)
-    assert health.state(NOW) == "closed"
+    assert (health.admits(at), health.state(at)) == (False, state)
     health.probed(well=True)
-    assert health.admits(NOW)
-
-
-def test_who_does_not_answer_probes_is_not_tried() -> None:
-    health = ejected()
-    for _ in range(SETTINGS.unhealthy_after):
-        health.probed(well=False)
-    assert not health.admits(health.until)
-    health.probed(well=True)
-    assert health.admits(health.until)
+    assert health.admits(at)
 
 
 def test_any_history_leaves_a_state_that_can_be_left() -> None:
@@ -223,19 +216,6 @@ def test_routes_that_are_never_repeated_exist() -> None:
 # the fleet's part
 
 
-class Clock:
-    """Time as the fleet sees it."""
-
-    def __init__(self) -> None:
-        self.now = NOW
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def time(self) -> float:
-        return self.now
-
-
 def test_who_is_out_is_no_other_to_send_a_lost_request_to() -> None:
     fleet = Fleet(None, "toy", UpstreamSettings(), Stats())  # type: ignore[arg-type]
     for n in range(2):
@@ -255,8 +235,8 @@ def test_who_is_out_is_no_other_to_send_a_lost_request_to() -> None:
 def test_whatever_happens_somebody_is_asked_and_not_too_many_are_left_out(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock, rng = Clock(), random.Random(seed)
-    monkeypatch.setattr("server.gateway.fleet.view.time", clock)
+    clock, rng = Clock(NOW), random.Random(seed)
+    monkeypatch.setattr("server.gateway.fleet.view.time.monotonic", lambda: clock.now)
     fleet = Fleet(None, "toy", UpstreamSettings(), Stats())  # type: ignore[arg-type]
     for n in range(rng.randrange(1, 7)):
         record = InstanceRecord(f"i{n}", f"http://127.0.0.1:{n + 1}", "SERVING", active_version=1, active_epoch=1)

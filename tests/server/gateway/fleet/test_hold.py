@@ -13,8 +13,8 @@ import pytest
 from server.errors import Unavailable
 from server.gateway import UpstreamSettings
 from server.gateway.fleet.retries import Patience, WaitingRoom
-from tests.server.gateway.harness import KEYS, RunningGateway, get, post, running_gateway
-from tests.server.gateway.upstream import Answer, Link, Received, read_answer, upstream
+from tests.server.gateway.harness import KEYS, RunningGateway, code, get, post, running_gateway
+from tests.server.gateway.upstream import Answer, Link, Received, upstream
 from tests.waiting import eventually
 from weightsync.control.records import ActiveRecord, SwapRecord
 
@@ -34,17 +34,12 @@ def hasty(tmp_path: Path) -> Iterator[RunningGateway]:
         yield g
 
 
-def code(answer: Answer) -> tuple[int, str]:
-    return answer.status, str(orjson.loads(answer.body)["error"]["code"])
-
-
-async def held(gateway: RunningGateway) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A client whose request waits."""
+async def held(gateway: RunningGateway) -> asyncio.Task[Answer]:
+    """The answer to a request that waits."""
     before = len(gateway.gateway.default.fleet.room)
-    reader, writer = await gateway.connect()
-    writer.write(post(body={"prompt": "x"}))
+    answer = asyncio.create_task(gateway.ask(post(body={"prompt": "x"})))
     await eventually(lambda: len(gateway.gateway.default.fleet.room) == before + 1)
-    return reader, writer
+    return answer
 
 
 async def test_a_gateway_that_never_saw_an_instance_answers_at_once(gateway: RunningGateway) -> None:
@@ -57,24 +52,22 @@ async def test_a_gateway_that_never_saw_an_instance_answers_at_once(gateway: Run
 async def test_held_until_it_serves(gateway: RunningGateway, state: str) -> None:
     async with upstream() as up:
         gateway.register(up, state=state)
-        reader, writer = await held(gateway)
+        answer = await held(gateway)
         assert up.requests == []
         gateway.register(up)
-        assert (await read_answer(reader)).status == 200
+        assert (await answer).status == 200
         assert up.requests[0].body == b'{"prompt":"x"}'
         assert gateway.gateway.default.stats.holds["fleet", "served"] == 1
-        writer.close()
 
 
 async def test_held_while_the_only_instance_restarts(gateway: RunningGateway) -> None:
     async with upstream() as up, upstream() as restarted:
         gateway.register(up)
         gateway.unregister()
-        reader, writer = await held(gateway)
+        answer = await held(gateway)
         gateway.register(restarted)
-        assert (await read_answer(reader)).status == 200
+        assert (await answer).status == 200
         assert (up.requests, len(restarted.requests)) == ([], 1)
-        writer.close()
 
 
 async def test_held_until_a_stale_instance_has_caught_up(gateway: RunningGateway) -> None:
@@ -83,11 +76,10 @@ async def test_held_until_a_stale_instance_has_caught_up(gateway: RunningGateway
         gateway.store.put(KEYS.active, active.to_json())
         for stale in ({"active_epoch": 1}, {"active_epoch": 2, "active_version": 2, "fingerprint": "f1"}):
             gateway.register(up, **stale)
-            reader, writer = await held(gateway)
+            answer = await held(gateway)
             assert up.requests == []
             gateway.register(up, active_version=2, active_epoch=2, fingerprint="f2")
-            assert (await read_answer(reader)).status == 200
-            writer.close()
+            assert (await answer).status == 200
             up.requests.clear()
 
 
@@ -110,10 +102,9 @@ async def test_a_connection_refused_is_held_for_who_comes_next(gateway: RunningG
     async with upstream() as up:
         gateway.register("http://127.0.0.1:1", "dead")
         gateway.register(up, "flipping", state="COMMITTING")
-        reader, writer = await held(gateway)
+        answer = await held(gateway)
         gateway.register(up, "flipping")
-        assert (await read_answer(reader)).status == 200
-        writer.close()
+        assert (await answer).status == 200
 
 
 async def test_held_after_a_refusal_which_leaves_its_connection_good(gateway: RunningGateway) -> None:
@@ -128,11 +119,10 @@ async def test_held_after_a_refusal_which_leaves_its_connection_good(gateway: Ru
 
     async with upstream(refuses_once) as up:
         gateway.register(up)
-        reader, writer = await held(gateway)
+        answer = await held(gateway)
         gateway.register(up, active_version=2, active_epoch=2)
-        assert (await read_answer(reader)).status == 200
+        assert (await answer).status == 200
         assert (len(up.requests), up.connections) == (2, 1)
-        writer.close()
 
 
 async def test_who_was_turned_away_by_one_that_looked_well_tries_again_before_anything_changes() -> None:
@@ -180,7 +170,9 @@ async def test_who_has_just_left_is_not_to_be_started(hasty: RunningGateway) -> 
 async def test_the_client_leaves(gateway: RunningGateway) -> None:
     async with upstream() as up:
         gateway.register(up, state="STARTING")
-        _, writer = await held(gateway)
+        _, writer = await gateway.connect()
+        writer.write(post())
+        await eventually(lambda: len(gateway.gateway.default.fleet.room) == 1)
         writer.transport.abort()
         await eventually(lambda: len(gateway.gateway.default.fleet.room) == 0)
         await eventually(lambda: gateway.gateway.default.stats.inflight == 0)
@@ -196,9 +188,8 @@ async def test_those_held_are_bounded(gateway: RunningGateway) -> None:
         clients = [await held(gateway) for _ in range(2)]
         assert code(await gateway.ask(post())) == (503, "overloaded")
         gateway.register(up)
-        for reader, writer in clients:
-            assert (await read_answer(reader)).status == 200
-            writer.close()
+        for answer in clients:
+            assert (await answer).status == 200
 
 
 async def test_what_metrics_say(gateway: RunningGateway) -> None:
@@ -206,14 +197,13 @@ async def test_what_metrics_say(gateway: RunningGateway) -> None:
     gateway.store.put(KEYS.active, active.to_json())
     async with upstream() as up:
         gateway.register(up, "stale", active_version=1, active_epoch=1)
-        reader, writer = await held(gateway)
+        answer = await held(gateway)
         assert {
             'hotswap_gateway_held{model="toy"} 1.0',
             'hotswap_instance_fresh{instance_id="stale",model="toy"} 0.0',
         } <= await metrics(gateway)
         gateway.register(up, "fresh", active_version=2, active_epoch=2)
-        assert (await read_answer(reader)).status == 200
-        writer.close()
+        assert (await answer).status == 200
         assert await metrics(gateway) >= {
             'hotswap_gateway_held{model="toy"} 0.0',
             'hotswap_gateway_holds_total{for="fleet",model="toy",outcome="served"} 1.0',
