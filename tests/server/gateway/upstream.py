@@ -113,10 +113,6 @@ async def read_request(link: Link) -> Received | None:
     return Received(method, target, headers, body, head, link.number)
 
 
-async def answer_json(link: Link, _: Received) -> None:
-    await link.json()
-
-
 async def never_answer(link: Link, _: Received) -> None:
     await link.gone()
 
@@ -175,6 +171,10 @@ class Moody:
             await link.json(self.page)
         else:
             await link.json(status=self.health if received.target == "/health" else self.status)
+
+
+async def answer_json(link: Link, _: Received) -> None:
+    await link.json()
 
 
 @asynccontextmanager

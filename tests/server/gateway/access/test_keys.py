@@ -60,8 +60,7 @@ async def becomes(gateway: RunningGateway, headers: str, status: int, expected: 
 
 
 async def test_the_first_key_closes_inference_and_revoking_it_does_not_open_it(gateway: RunningGateway) -> None:
-    async with upstream() as up:
-        gateway.register(up)
+    async with gateway.instance():
         assert (await gateway.ask(post())).status == 200
         await new_key(gateway, scopes=["admin"])
         assert (await gateway.ask(post())).status == 200
@@ -141,8 +140,7 @@ async def test_keys_of_file_and_store_work_side_by_side(tmp_path: Path) -> None:
     file.write_text("a-key-out-of-a-file\n")
     file.chmod(0o600)
     with running_gateway(tmp_path, upstream=SETTINGS, api_key_file=file) as gateway:
-        async with upstream() as up:
-            gateway.register(up)
+        async with gateway.instance():
             _, key = await new_key(gateway)
             for line in (key, "Authorization: Bearer a-key-out-of-a-file\r\n", f"X-Api-Key: {ADMIN_KEY}\r\n"):
                 assert (await gateway.ask(post(headers=line))).status == 200
@@ -191,8 +189,7 @@ async def test_what_was_answered_is_in_force(gateway: RunningGateway) -> None:
 
 
 async def test_a_rotated_key_keeps_its_prefix_cache_and_its_limits(gateway: RunningGateway) -> None:
-    async with upstream() as up:
-        gateway.register(up)
+    async with gateway.instance() as up:
         key_id, old = await new_key(gateway, limits={"requests_per_min": 100})
         await gateway.ask(post(headers=old))
         rotated = orjson.loads((await admin(gateway, "POST", f"/{key_id}/rotate", grace_s=3600)).body)

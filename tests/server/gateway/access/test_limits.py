@@ -39,8 +39,7 @@ async def answering(gateway: RunningGateway) -> AsyncIterator[Upstream]:
     async def handler(link: Link, _: Received) -> None:
         await link.json(USED)
 
-    async with upstream(handler) as up:
-        gateway.register(up)
+    async with gateway.instance(handler) as up:
         yield up
         gateway.unregister()
 

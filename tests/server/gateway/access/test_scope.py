@@ -15,7 +15,6 @@ from server.gateway.access.keys import ANONYMOUS, Principal
 from server.gateway.access.records import INFER
 from server.gateway.access.scope import STORE_KEY, CacheScopes
 from tests.server.gateway.harness import ADMIN_KEY, RunningGateway, post, running_gateway
-from tests.server.gateway.upstream import upstream
 from weightsync.errors import StoreUnavailable
 from weightsync.store import open_store
 
@@ -42,8 +41,7 @@ def gateway(tmp_path: Path, key_file: Path) -> Iterator[RunningGateway]:
 
 
 async def scope_of(gateway: RunningGateway, headers: str) -> str:
-    async with upstream() as up:
-        gateway.register(up)
+    async with gateway.instance() as up:
         assert (await gateway.ask(post(headers=headers))).status == 200
         return up.requests[0].headers["x-hotswap-cache-scope"]
 

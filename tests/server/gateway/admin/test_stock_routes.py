@@ -9,7 +9,7 @@ import pytest
 
 from server.gateway import UpstreamSettings
 from tests.server.gateway.harness import ADMIN_KEY, RunningGateway, get, post, running_gateway
-from tests.server.gateway.upstream import Link, Received, upstream
+from tests.server.gateway.upstream import Link, Received
 
 API_KEY = "a-key-for-inference-only"
 ADMIN = f"Authorization: Bearer {ADMIN_KEY}\r\n"
@@ -46,8 +46,7 @@ async def echo(link: Link, received: Received) -> None:
 async def test_health_and_load_are_asked_for_without_a_key(gateway: RunningGateway, admin: bool) -> None:
     for raw in (get("/health"), get("/ping"), post("/ping")):
         assert (await gateway.ask(raw, admin=admin)).status == 503  # no instance
-    async with upstream(echo) as up:
-        gateway.register(up)
+    async with gateway.instance(echo):
         for raw in (get("/health"), get("/ping"), post("/ping")):
             answer = await gateway.ask(raw, admin=admin)
             assert (answer.status, answer.body) == (200, b"")
@@ -60,8 +59,7 @@ async def test_health_and_load_are_asked_for_without_a_key(gateway: RunningGatew
 async def test_a_route_of_vllm_reaches_an_instance_from_both_ports(
     gateway: RunningGateway, raw: bytes, admin: bool
 ) -> None:
-    async with upstream(echo) as up:
-        gateway.register(up)
+    async with gateway.instance(echo):
         answer = await gateway.ask(raw, admin=admin)
         assert answer.status == 200
         assert orjson.loads(answer.body)["asked"].encode() == raw.split(b" HTTP")[0]
@@ -72,8 +70,7 @@ async def test_a_route_of_vllm_reaches_an_instance_from_both_ports(
 
 @pytest.mark.parametrize("path", SCALE_OUT)
 async def test_routes_between_machines_need_the_admin_port_and_its_key(gateway: RunningGateway, path: str) -> None:
-    async with upstream(echo) as up:
-        gateway.register(up)
+    async with gateway.instance(echo):
         assert (await gateway.ask(post(path, headers=ADMIN), admin=True)).status == 200
         assert (await gateway.ask(post(path, headers=INFER), admin=True)).status == 403
         assert (await gateway.ask(post(path), admin=True)).status == 401

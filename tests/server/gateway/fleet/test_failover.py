@@ -58,8 +58,7 @@ async def serving(g: RunningGateway, fleet: Fleet, *versions: int) -> AsyncItera
     """An instance for each version, all with the handler of `fleet`."""
     async with AsyncExitStack() as stack:
         for i, version in enumerate(versions or (1, 1)):
-            up = await stack.enter_async_context(upstream(fleet.handle))
-            g.register(up, f"i{i}", active_version=version)
+            await stack.enter_async_context(g.instance(fleet.handle, f"i{i}", active_version=version))
         yield
 
 
@@ -131,9 +130,7 @@ async def test_an_instance_that_begins_to_talk_nonsense(gateway: RunningGateway)
         await arrived.wait()
         await link.send(b"no size\r\n")
 
-    async with upstream(derail) as a, upstream(fleet.handle) as b:
-        gateway.register(a, "a")
-        gateway.register(b, "b", state="STAGING")
+    async with gateway.instance(derail, "a"), gateway.instance(fleet.handle, "b", state="STAGING"):
         reader, writer = await gateway.connect()
         writer.write(post(CHAT, {"stream": True}))
         got = await asyncio.wait_for(reader.readuntil(fleet.events[1]), 10)
@@ -188,8 +185,7 @@ async def test_clients_see_none_of_the_talk_between_gateway_and_instance(gateway
 async def test_only_the_same_version_goes_on(gateway: RunningGateway, headers: str) -> None:
     fleet = Fleet(chat(TOKENS), cuts=[300])
     before = failovers(gateway)["nobody"]
-    async with upstream(fleet.handle) as first, upstream(fleet.handle) as other:
-        gateway.register(first, "i0", active_version=1)
+    async with gateway.instance(fleet.handle, "i0", active_version=1), upstream(fleet.handle) as other:
         gateway.register(other, "i1", active_version=2, state="STAGING")  # asked when nobody better is there
         answer = await gateway.ask(post(CHAT, {"stream": True}, headers))
     assert error_code(answer) == "upstream_died"
@@ -288,8 +284,7 @@ async def test_a_stream_whose_instance_has_left_the_store_and_is_silent(
         cut_off.set()
         await link.gone()
 
-    async with upstream(freeze) as frozen, upstream(fleet.handle) as well:
-        gateway.register(frozen, "frozen")
+    async with gateway.instance(freeze, "frozen"), upstream(fleet.handle) as well:
         asking = asyncio.create_task(gateway.ask(post(CHAT, {"stream": True})))
         await cut_off.wait()
         gateway.register(well, "well")
@@ -402,9 +397,7 @@ async def test_a_stream_that_the_instance_cannot_promise_to_continue(gateway: Ru
         await link.chunk(b"data: 1\n\n")
         link.writer.close()
 
-    async with upstream(unstamped) as up, upstream(unstamped) as other:
-        gateway.register(up, "a")
-        gateway.register(other, "b")
+    async with gateway.instance(unstamped, "a") as up, gateway.instance(unstamped, "b") as other:
         answer = await gateway.ask(post(CHAT, {"stream": True}))
     assert error_code(answer) == "upstream_died"
     assert len(up.requests) + len(other.requests) == 1

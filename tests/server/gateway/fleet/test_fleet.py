@@ -41,10 +41,7 @@ def gateway(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[RunningG
 async def fleet(gateway: RunningGateway, *handlers: Handler) -> AsyncIterator[list[Upstream]]:
     """Instances i0, i1, ... that answer by these handlers."""
     async with AsyncExitStack() as stack:
-        ups = [await stack.enter_async_context(upstream(handler)) for handler in handlers]
-        for n, up in enumerate(ups):
-            gateway.register(up, f"i{n}")
-        yield ups
+        yield [await stack.enter_async_context(gateway.instance(h, f"i{n}")) for n, h in enumerate(handlers)]
 
 
 def chat(application: int, question: int = 0) -> bytes:
@@ -331,9 +328,7 @@ async def test_instances_come_and_go_under_load_without_a_failed_request(gateway
         goal = sum(statuses.values()) + count
         await eventually(lambda: sum(statuses.values()) >= goal, 60)
 
-    async with upstream() as a, upstream() as b, upstream() as late:
-        gateway.register(a, "a")
-        gateway.register(b, "b")
+    async with gateway.instance(instance_id="a") as a, gateway.instance(instance_id="b"), upstream() as late:
         clients = [asyncio.create_task(client(n)) for n in range(8)]
         await more(100)
         gateway.register(late, "late")

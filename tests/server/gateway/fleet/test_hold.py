@@ -50,8 +50,7 @@ async def test_a_gateway_that_never_saw_an_instance_answers_at_once(gateway: Run
 
 @pytest.mark.parametrize("state", ["STARTING", "COMMITTING", "TORN", "DRAINING", "STOPPED"])
 async def test_held_until_it_serves(gateway: RunningGateway, state: str) -> None:
-    async with upstream() as up:
-        gateway.register(up, state=state)
+    async with gateway.instance(state=state) as up:
         answer = await held(gateway)
         assert up.requests == []
         gateway.register(up)
@@ -61,8 +60,7 @@ async def test_held_until_it_serves(gateway: RunningGateway, state: str) -> None
 
 
 async def test_held_while_the_only_instance_restarts(gateway: RunningGateway) -> None:
-    async with upstream() as up, upstream() as restarted:
-        gateway.register(up)
+    async with gateway.instance() as up, upstream() as restarted:
         gateway.unregister()
         answer = await held(gateway)
         gateway.register(restarted)
@@ -117,8 +115,7 @@ async def test_held_after_a_refusal_which_leaves_its_connection_good(gateway: Ru
         else:
             await link.json()
 
-    async with upstream(refuses_once) as up:
-        gateway.register(up)
+    async with gateway.instance(refuses_once) as up:
         answer = await held(gateway)
         gateway.register(up, active_version=2, active_epoch=2)
         assert (await answer).status == 200
@@ -143,8 +140,7 @@ async def test_who_was_turned_away_by_one_that_looked_well_tries_again_before_an
 
 
 async def test_the_hold_is_over(hasty: RunningGateway) -> None:
-    async with upstream() as up:
-        hasty.register(up, state="STARTING")
+    async with hasty.instance(state="STARTING"):
         answer = await hasty.ask(post())
         assert code(answer) == (503, "no_instance")
         assert "i0 is STARTING" in orjson.loads(answer.body)["error"]["message"]
@@ -168,8 +164,7 @@ async def test_who_has_just_left_is_not_to_be_started(hasty: RunningGateway) -> 
 
 
 async def test_the_client_leaves(gateway: RunningGateway) -> None:
-    async with upstream() as up:
-        gateway.register(up, state="STARTING")
+    async with gateway.instance(state="STARTING") as up:
         _, writer = await gateway.connect()
         writer.write(post())
         await eventually(lambda: len(gateway.gateway.default.fleet.room) == 1)
@@ -183,8 +178,7 @@ async def test_the_client_leaves(gateway: RunningGateway) -> None:
 
 
 async def test_those_held_are_bounded(gateway: RunningGateway) -> None:
-    async with upstream() as up:
-        gateway.register(up, state="STARTING")
+    async with gateway.instance(state="STARTING") as up:
         clients = [await held(gateway) for _ in range(2)]
         assert code(await gateway.ask(post())) == (503, "overloaded")
         gateway.register(up)
@@ -195,8 +189,7 @@ async def test_those_held_are_bounded(gateway: RunningGateway) -> None:
 async def test_what_metrics_say(gateway: RunningGateway) -> None:
     active = ActiveRecord(2, 2, previous=1, swap_id="s", committed_at=0.0)
     gateway.store.put(KEYS.active, active.to_json())
-    async with upstream() as up:
-        gateway.register(up, "stale", active_version=1, active_epoch=1)
+    async with gateway.instance(instance_id="stale", active_version=1, active_epoch=1) as up:
         answer = await held(gateway)
         assert {
             'hotswap_gateway_held{model="toy"} 1.0',

@@ -107,8 +107,7 @@ async def test_a_request_reaches_two_instances_at_most(
     hosts = Hosts(len(likely), likely)
     async with AsyncExitStack() as stack:
         for number in range(INSTANCES):
-            host = await stack.enter_async_context(upstream(hosts.one(number)))
-            gateway.register(host, f"i{number}", active_version=1)
+            await stack.enter_async_context(gateway.instance(hosts.one(number), f"i{number}"))
         asked = [post(route, {"stream": n % 2 == 0, "user": f"r{n}"}) for n in range(60)]
         for few in range(0, len(asked), 6):  # several at a time, so that some get pooled connections
             await asyncio.gather(*(gateway.ask(request) for request in asked[few : few + 6]))

@@ -16,7 +16,6 @@ from server.gateway.fleet import affinity, routing
 from server.gateway.fleet.affinity import NO_HINT, Hint
 from server.gateway.fleet.instance import Instance, Signals, pressure
 from tests.server.gateway.harness import post, running_gateway
-from tests.server.gateway.upstream import upstream
 from weightsync.control.records import (
     ActiveRecord,
     InstanceRecord,
@@ -272,9 +271,7 @@ def test_a_policy_that_is_none_is_named_with_those_that_are(name: str) -> None:
 async def test_a_gateway_asks_whom_a_policy_of_a_module_of_its_own_names(tmp_path: Path) -> None:
     settings = UpstreamSettings(routing=f"{OWN}:Alternating")
     with running_gateway(tmp_path, upstream=settings) as gateway:
-        async with upstream() as first, upstream() as second:
-            gateway.register(first, "i1")
-            gateway.register(second, "i2")
+        async with gateway.instance(instance_id="i1") as first, gateway.instance(instance_id="i2") as second:
             for _ in range(6):
                 assert (await gateway.ask(post())).status == 200
             asked = [sum(r.target == "/v1/completions" for r in up.requests) for up in (first, second)]
@@ -284,9 +281,7 @@ async def test_a_gateway_asks_whom_a_policy_of_a_module_of_its_own_names(tmp_pat
 async def test_a_policy_that_fails_costs_no_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("raises", "invents"):
         with running_gateway(tmp_path / name, upstream=UpstreamSettings(routing=f"{OWN}:{name}")) as gateway:
-            async with upstream() as first, upstream() as second:
-                gateway.register(first, "i1")
-                gateway.register(second, "i2")
+            async with gateway.instance(instance_id="i1"), gateway.instance(instance_id="i2"):
                 answers = [await gateway.ask(post()) for _ in range(3)]
         assert [answer.status for answer in answers] == [200] * 3
     assert sum("has failed; affinity chooses" in record.message for record in caplog.records) == 2

@@ -19,7 +19,7 @@ from server.gateway.fleet.shadow import Repeated
 from server.gateway.fleet.view import Fleet
 from server.gateway.wire.bodies import Usage
 from tests.server.gateway.harness import KEYS, RunningGateway, get, new_key, post, running_gateway
-from tests.server.gateway.upstream import Handler, Link, Received, Upstream, cut, hang, read_answer, upstream
+from tests.server.gateway.upstream import Handler, Link, Received, Upstream, cut, never_answer, read_answer, upstream
 from tests.waiting import eventually
 from weightsync.control.records import ActiveRecord, ShareRecord, SplitRecord
 
@@ -186,7 +186,7 @@ async def fails(link: Link, _: Received) -> None:
     await link.json(b"{}", status=b"500 Internal Server Error")
 
 
-@pytest.mark.parametrize("broken", [hang, cut, talks_nonsense, never_ends, fails])
+@pytest.mark.parametrize("broken", [never_answer, cut, talks_nonsense, never_ends, fails])
 async def test_nothing_that_becomes_of_it_reaches_the_original(tmp_path: Path, broken: Handler) -> None:
     """Under overload: more clients than the live instance takes at once, each request repeated as far as that goes."""
     async with trial(tmp_path, upstream=UpstreamSettings(max_in_flight=4)) as t:
@@ -216,7 +216,7 @@ async def test_nothing_that_becomes_of_it_reaches_the_original(tmp_path: Path, b
 
 async def test_it_gives_way_to_a_request(tmp_path: Path) -> None:
     async with trial(tmp_path, upstream=UpstreamSettings(max_in_flight=1)) as t:
-        t.tried.handler = hang
+        t.tried.handler = never_answer
         await t.share(100.0)
         await t.ask(1)
         await eventually(lambda: len(generations(t.tried)) == 1)
@@ -254,6 +254,6 @@ async def test_one_that_takes_too_long_ends_and_a_slow_judge_loses_results(
         await t.ask(5)
         await eventually(lambda: (judge.qsize(), t.fleet.shadows.dropped) == (2, 3))
         monkeypatch.setattr(shadow, "LIMIT_S", 0.1)
-        t.tried.handler = hang
+        t.tried.handler = never_answer
         await t.ask(1)
         await eventually(lambda: t.outcomes.get("late") == 1)

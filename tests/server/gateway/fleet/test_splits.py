@@ -18,7 +18,7 @@ from server.gateway.fleet.routing import Need, fresh
 from server.gateway.fleet.splits import Splits
 from server.gateway.wire.head import RequestHead
 from tests.server.gateway.harness import KEYS, RunningGateway, get, post, running_gateway
-from tests.server.gateway.upstream import Link, Received, Upstream, cut, read_answer, upstream
+from tests.server.gateway.upstream import Link, Received, Upstream, cut, read_answer
 from tests.waiting import eventually
 from weightsync.control.records import ActiveRecord, InstanceRecord, ShareRecord, SplitRecord, SwapRecord
 
@@ -200,8 +200,8 @@ class Instances:
         async def says_version(link: Link, _: Received) -> None:
             await link.json(extra=b"x-hotswap-weight-version: %d\r\n" % version)
 
-        self.upstreams[version] = await self._stack.enter_async_context(upstream(says_version))
-        self.gateway.register(self.upstreams[version], f"i{version}", active_version=version)
+        instance = self.gateway.instance(says_version, f"i{version}", active_version=version)
+        self.upstreams[version] = await self._stack.enter_async_context(instance)
         self._stack.callback(self.gateway.unregister, f"i{version}")
 
     async def commit(self, sticky: str = "", **percents: float) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.server.gateway.harness import KEYS, RunningGateway, get, post, running_gateway
 from tests.server.gateway.observe.test_observe import samples
-from tests.server.gateway.upstream import Link, Received, upstream
+from tests.server.gateway.upstream import Link, Received
 from tests.waiting import eventually, wait_until
 from weightsync.control.records import ActiveRecord, DiskRecord, SwapPhase, SwapRecord
 
@@ -57,8 +57,7 @@ async def read_stepwise(gateway: RunningGateway, instance: Stepwise, path: str) 
 async def test_a_stream_is_counted_token_by_token(gateway: RunningGateway) -> None:
     last = orjson.dumps({"choices": [], "hotswap_usage": {"prompt_tokens": 11, "completion_tokens": 3}})
     instance = Stepwise(b"data: 1\n\n", b"data: 2\n\n", b"data: " + last + b"\n\n")
-    async with upstream(instance) as up:
-        gateway.register(up)
+    async with gateway.instance(instance):
         await read_stepwise(gateway, instance, "/v1/completions")
     found = await samples(gateway)
     assert found["gateway_time_to_first_token_seconds_count"][()] == 1
@@ -74,8 +73,7 @@ async def test_a_stream_is_counted_token_by_token(gateway: RunningGateway) -> No
 
 async def test_tokens_of_a_broken_stream_stand_apart(gateway: RunningGateway) -> None:
     instance = Stepwise(*(b"data: %d\n\n" % i for i in range(4)), cut=True)
-    async with upstream(instance) as up:
-        gateway.register(up)
+    async with gateway.instance(instance):
         await read_stepwise(gateway, instance, "/v1/chat/completions")
     found = await samples(gateway)
     assert found["gateway_completion_tokens_total"] == {("/v1/chat/completions",): 0}
@@ -86,8 +84,7 @@ async def test_a_whole_answer_has_no_gaps_and_no_first_token(gateway: RunningGat
     async def whole(link: Link, received: Received) -> None:
         await link.json(orjson.dumps({"usage": {"prompt_tokens": 2, "completion_tokens": 1}, "data": received.target}))
 
-    async with upstream(whole) as up:
-        gateway.register(up)
+    async with gateway.instance(whole):
         for raw in (post(), post("/v1/embeddings"), get("/v1/models"), get("/v1/responses/r1")):
             await gateway.ask(raw)
     found = await samples(gateway)

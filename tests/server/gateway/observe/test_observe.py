@@ -73,8 +73,7 @@ async def test_ready_means_a_committed_version_that_answers(
     vllm = Moody()
     assert (await gateway.ask(get("/healthz"))).status == 200
     assert await ready(gateway) == (503, "no_instance")
-    async with upstream(vllm) as up:
-        gateway.register(up, state="STARTING")
+    async with gateway.instance(vllm, state="STARTING") as up:
         assert await ready(gateway) == (503, "no_instance")
         gateway.register(up, active_version=None)  # dummy weights
         assert await ready(gateway) == (503, "no_instance")
@@ -102,8 +101,7 @@ ALSO = {
 async def test_metrics_count_what_happens(gateway: RunningGateway) -> None:
     active = ActiveRecord(version=4, epoch=9, previous=3, swap_id="s", committed_at=0.0)
     swap = SwapRecord(id="s", target=4, phase="prepare", participants=("i0",), deadline=0.0, opened_at=0.0)
-    async with upstream(Moody(page=PAGE)) as up:
-        gateway.register(up, active_version=4, active_epoch=9)
+    async with gateway.instance(Moody(page=PAGE), active_version=4, active_epoch=9):
         gateway.register("http://127.0.0.1:1", "dead", state="TORN")
         gateway.store.put(KEYS.active, active.to_json())
         for phase in ("prepare", "commit", "done"):
@@ -139,8 +137,7 @@ async def test_a_silent_instance_loses_its_signals(tmp_path: Path) -> None:
     health = HealthSettings(probe_timeout_s=0.3)
     settings = UpstreamSettings(scrape_interval_s=0.05, scrape_timeout_s=0.3, health=health)
     with running_gateway(tmp_path, upstream=settings) as gateway:
-        async with upstream(vllm) as up:
-            gateway.register(up)
+        async with gateway.instance(vllm):
             await eventually(lambda: gateway.gateway.default.fleet.instances["i0"].signals is not None)
             vllm.silent = True
             await eventually(lambda: gateway.gateway.default.fleet.instances["i0"].signals is None)
@@ -202,8 +199,7 @@ async def test_the_last_view_serves_while_the_store_is_away(clock: Clock) -> Non
 
 
 async def test_a_record_that_cannot_be_read_is_ignored(gateway: RunningGateway) -> None:
-    async with upstream() as up:
-        gateway.register(up, "good")
+    async with gateway.instance(instance_id="good") as up:
         for key, value in (
             ("x1", b"{"),
             ("x2", orjson.dumps({"id": "x2"})),
@@ -222,8 +218,7 @@ async def test_connections_an_instance_closes_leave_the_pool(gateway: RunningGat
         if received.method == "POST":
             link.writer.close()
 
-    async with upstream(handler) as up:
-        gateway.register(up)
+    async with gateway.instance(handler) as up:
         pool = gateway.gateway.default.fleet.instances["i0"].pool
         for _ in range(5):
             assert (await gateway.ask(post())).status == 200
@@ -232,8 +227,7 @@ async def test_connections_an_instance_closes_leave_the_pool(gateway: RunningGat
 
 
 async def test_an_instance_that_moves_is_followed(gateway: RunningGateway) -> None:
-    async with upstream() as old, upstream() as new:
-        gateway.register(old)
+    async with gateway.instance(), upstream() as new:
         assert (await gateway.ask(post())).status == 200
         gateway.register(new)
         assert (await gateway.ask(post())).status == 200

@@ -18,7 +18,7 @@ from server.gateway.observe import context
 from server.gateway.observe.tracing import Span, SpanSender, traces_url
 from tests.server.gateway.harness import KEYS, RunningGateway, post, running_gateway
 from tests.server.gateway.observe.otlp_collector import Collector, collecting
-from tests.server.gateway.upstream import Link, Received, upstream
+from tests.server.gateway.upstream import Link, Received
 from tests.waiting import eventually, wait_until
 from weightsync.control.records import SwapPhase, SwapRecord
 
@@ -62,8 +62,7 @@ def parent_of(received: Received) -> tuple[str, str, str]:
 
 
 async def test_a_span_between_the_clients_and_the_instances(gateway: RunningGateway, collector: Collector) -> None:
-    async with upstream(stream) as up:
-        gateway.register(up)
+    async with gateway.instance(stream) as up:
         headers = SAMPLED + "tracestate: vendor=1\r\nX-Request-Id: r-1\r\nAuthorization: Bearer secret-key-of-mine\r\n"
         await gateway.ask(post("/v1/chat/completions", {"messages": "secret-prompt"}, headers))
         await eventually(lambda: len(collector.spans) == 1)
@@ -96,8 +95,7 @@ async def test_a_span_between_the_clients_and_the_instances(gateway: RunningGate
 
 
 async def test_what_a_client_decided_holds(gateway: RunningGateway, collector: Collector) -> None:
-    async with upstream() as up:
-        gateway.register(up)
+    async with gateway.instance() as up:
         for headers in (UNSAMPLED, "", SAMPLED):
             await gateway.ask(post(headers=headers))
         await eventually(lambda: gateway.gateway.stats.spans["exported"] == 1)
@@ -114,8 +112,7 @@ async def test_failures_are_spans_too(gateway: RunningGateway, collector: Collec
         await link.chunk(b"data: {}\n\n")
         link.cut()
 
-    async with upstream(die) as up:
-        gateway.register(up)
+    async with gateway.instance(die):
         await gateway.ask(post(headers=SAMPLED))
         await eventually(lambda: len(collector.spans) == 1)
     (span,) = collector.spans
@@ -129,8 +126,7 @@ async def test_a_collector_that_is_away_costs_spans_and_nothing_else(
     collector.answer = 400  # not worth a retry, says OTLP
     collector.free.clear()
     spans = gateway.gateway.stats.spans
-    async with upstream() as up:
-        gateway.register(up)
+    async with gateway.instance():
         for _ in range(40):
             assert (await gateway.ask(post(headers=SAMPLED))).status == 200
         assert spans["dropped"] > 0
@@ -144,8 +140,7 @@ async def test_a_collector_that_is_away_costs_spans_and_nothing_else(
 
 async def test_without_an_endpoint_contexts_pass_as_they_came(tmp_path: Path) -> None:
     with running_gateway(tmp_path) as gateway:
-        async with upstream() as up:
-            gateway.register(up)
+        async with gateway.instance() as up:
             await gateway.ask(post(headers=SAMPLED))
             await gateway.ask(post())
     assert up.requests[0].headers["traceparent"] == f"00-{TRACE}-{PARENT}-01"
