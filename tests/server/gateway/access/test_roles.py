@@ -13,7 +13,7 @@ from server.gateway.access import roles
 from server.gateway.access.records import ADMIN, INFER, ROLES, Role, granted
 from server.gateway.app import build_app, routes_of
 from server.gateway.middleware import is_public
-from tests.server.gateway.harness import ADMIN_KEY, RunningGateway, get, new_key, post, running_gateway
+from tests.server.gateway.harness import ADMIN_KEY, RunningGateway, get, new_key, post, request, running_gateway
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +23,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway
 
 
 async def status(gateway: RunningGateway, method: str, path: str, header: str) -> tuple[int, str]:
-    raw = f"{method} {path} HTTP/1.1\r\nHost: t\r\nContent-Length: 0\r\n{header}\r\n".encode()
-    answer = await gateway.ask(raw, admin=True)
+    answer = await gateway.ask(request(method, path, headers=header), admin=True)
     found = orjson.loads(answer.body) if answer.body.startswith(b"{") else {}
     return answer.status, found.get("error", {}).get("code", "")
 
