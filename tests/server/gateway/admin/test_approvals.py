@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -16,35 +14,18 @@ from server.cli.app import app
 from server.errors import CliError
 from server.gateway.access.approvals import PENDING, POLICY, Approvals, PendingRecord, PolicyRecord
 from server.gateway.access.records import By
-from tests.server.gateway.harness import ADMIN_KEY, KEYS, MODEL, RunningGateway, new_key, running_gateway
-from tests.waiting import wait_until
+from tests.server.gateway.harness import ADMIN, ADMIN_KEY, KEYS, MODEL, RunningGateway, new_key, request
 from weightsync.control import chain
 from weightsync.control.activation import Approval
-from weightsync.control.records import ActiveRecord, VersionRecord
+from weightsync.control.records import ActiveRecord
 from weightsync.errors import Conflict
 
 
-@pytest.fixture
-def gateway(tmp_path: Path) -> Iterator[RunningGateway]:
-    with running_gateway(tmp_path) as running:
-        wait_until(lambda: running.gateway.default.coordinator.leads)
-        for version in (1, 2, 3):
-            ready = VersionRecord(version, "ready", "", 0, "", None, None, "t", 1, 0.0, "", 0)
-            running.store.put(KEYS.version(version), ready.to_json())
-        yield running
-
-
-MINE = f"Authorization: Bearer {ADMIN_KEY}\r\n"
-
-
 async def ask(
-    gateway: RunningGateway, method: str, path: str, key: str = MINE, **body: Any
+    gateway: RunningGateway, method: str, path: str, key: str = ADMIN, **body: Any
 ) -> tuple[int, dict[str, Any]]:
     """Status, and the answer or the error. `key`: a header line."""
-    data = orjson.dumps(body) if body else b""
-    head = f"{method} /admin{path} HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\n"
-    head += f"{key}Content-Length: {len(data)}\r\n\r\n"
-    answer = await gateway.ask(head.encode() + data, admin=True)
+    answer = await gateway.ask(request(method, f"/admin{path}", body or b"", key), admin=True)
     found = orjson.loads(answer.body)
     return answer.status, found.get("error", found)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,26 +16,16 @@ from server.cli.app import app
 from server.errors import CliError
 from server.gateway import GatewayConfig
 from server.gateway.observe.tracing import _event
-from tests.server.gateway.harness import ADMIN_KEY, KEYS, RunningGateway, admin, get, new_key, post, running_gateway
-from tests.waiting import eventually, wait_until
+from tests.server.gateway.harness import ADMIN, ADMIN_KEY, RunningGateway, admin, get, new_key, post
+from tests.waiting import eventually
 from weightsync.control import chain
 from weightsync.control.chain import LedgerEntry, entry_key
-from weightsync.control.records import VersionRecord
-from weightsync.store import open_store
-
-HEADER = f"Authorization: Bearer {ADMIN_KEY}\r\n"
-
-
-@pytest.fixture
-def gateway(tmp_path: Path) -> Iterator[RunningGateway]:
-    with running_gateway(tmp_path) as running:
-        wait_until(lambda: running.gateway.default.coordinator.leads)
-        yield running
+from weightsync.store import SyncStore
 
 
 async def entries(gateway: RunningGateway, query: str = "") -> list[dict[str, Any]]:
     """Newest first."""
-    answer = await gateway.ask(get(f"/admin/ledger{query}", HEADER), admin=True)
+    answer = await gateway.ask(get(f"/admin/ledger{query}", ADMIN), admin=True)
     assert answer.status == 200, answer.body
     found: list[dict[str, Any]] = orjson.loads(answer.body)["entries"]
     return found
@@ -80,9 +70,7 @@ async def test_opening_inference_and_a_refused_change(gateway: RunningGateway) -
 
 
 async def test_a_request_for_a_version_names_who_asked(gateway: RunningGateway) -> None:
-    ready = VersionRecord(1, "ready", "", 0, "", None, None, "t", 1, 0.0, "", 0)
-    gateway.store.put(KEYS.version(1), ready.to_json())
-    answer = await gateway.ask(post("/admin/weights/activate?reason=hm", {"version": 1}, HEADER), admin=True)
+    answer = await gateway.ask(post("/admin/weights/activate?reason=hm", {"version": 1}, ADMIN), admin=True)
     assert answer.status == 200, answer.body
     told = (await entries(gateway))[::-1]
     assert [(e["action"], e["who"]) for e in told] == [
@@ -140,44 +128,25 @@ def run(*words: str, url: str) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
-async def _prepared(url: str) -> str:
-    """Three entries; returns the end of the chain."""
-    store = open_store(url)
-    try:
-        for number in (1, 2, 3):
-            await chain.append(store, {}, {}, LedgerEntry("publish", "t", version=number, reason="r"))
-        return (await chain.verify(store)).head
-    finally:
-        await store.close()
-
-
-async def _tampered(url: str) -> None:
-    store = open_store(url)
-    try:
-        found = await store.get(entry_key(2))
-        assert found is not None
-        await store.put(entry_key(2), replace(LedgerEntry.from_json(found.value), who="x").to_json())
-    finally:
-        await store.close()
-
-
 def test_export_and_verify(tmp_path: Path) -> None:
-    import asyncio
-
-    url = f"sqlite://{tmp_path}/store.db"
-    head = asyncio.run(_prepared(url))
-    code, told = run("verify", url=url)
-    assert (code, head in told) == (0, True)
-    assert run("verify", "--anchor", head, "--json", url=url)[0] == 0
-    with pytest.raises(CliError, match="NUMBER:DIGEST"):
-        run("verify", "--anchor", "3", url=url)
-    file = tmp_path / "out.jsonl"
-    run("export", str(file), "--since", "2", url=url)
-    lines = file.read_bytes().splitlines()
-    assert [LedgerEntry.from_json(line).number for line in lines] == [2, 3]
-    assert all(LedgerEntry.from_json(line).expected == orjson.loads(line)["digest"] for line in lines)
-    assert "0 entries" in run("archive", str(tmp_path / "old"), url=url)[1]
-    asyncio.run(_tampered(url))
+    url, file = f"sqlite://{tmp_path}/store.db", tmp_path / "out.jsonl"
+    with contextlib.closing(SyncStore(url)) as store:
+        for number in (1, 2, 3):
+            store.run(chain.append(store.store, {}, {}, LedgerEntry("publish", "t", version=number, reason="r")))
+        head = store.run(chain.verify(store.store)).head
+        code, told = run("verify", url=url)
+        assert (code, head in told) == (0, True)
+        assert run("verify", "--anchor", head, "--json", url=url)[0] == 0
+        with pytest.raises(CliError, match="NUMBER:DIGEST"):
+            run("verify", "--anchor", "3", url=url)
+        run("export", str(file), "--since", "2", url=url)
+        lines = file.read_bytes().splitlines()
+        assert [LedgerEntry.from_json(line).number for line in lines] == [2, 3]
+        assert all(LedgerEntry.from_json(line).expected == orjson.loads(line)["digest"] for line in lines)
+        assert "0 entries" in run("archive", str(tmp_path / "old"), url=url)[1]
+        found = store.get(entry_key(2))
+        assert found is not None
+        store.put(entry_key(2), replace(LedgerEntry.from_json(found.value), who="x").to_json())
     code, told = run("verify", url=url)
     assert code == 1
     assert "entry 2 does not fit" in told

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import sys
 import tempfile
 from collections.abc import AsyncIterator
@@ -12,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from server.errors import BadRequest, HttpError, UpstreamTimeout
 from server.gateway.access.records import By
@@ -22,6 +19,7 @@ from server.gateway.admin.error_map import to_http
 from server.gateway.admin.publishing import Pusher
 from server.gateway.config import GatewayConfig, NamedSettings
 from tests.waiting import eventually
+from tests.weightsync.format.test_signing import pair
 from tests.weightsync.tensors import model, save_safetensors
 from weightsync import SyncStore
 from weightsync.control.chain import recent
@@ -32,15 +30,12 @@ from weightsync.store import open_store
 
 
 @pytest.fixture
-async def pusher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pusher]:
-    arena = tempfile.mkdtemp(prefix="hotswap-push-test-", dir="/dev/shm")
-    monkeypatch.setenv("HOTSWAP_ARENA", arena)
+async def pusher(tmp_path: Path, arena: Path) -> AsyncIterator[Pusher]:
     url = f"sqlite://{tmp_path / 'store.db'}"
     SyncStore(url).close()
     made = Pusher(GatewayConfig(store=url, model="demo"))
     yield made
     await made.close()
-    shutil.rmtree(arena)
 
 
 @pytest.fixture
@@ -78,12 +73,7 @@ async def spare_of(pusher: Pusher) -> asyncio.subprocess.Process:
 async def test_a_publication_is_signed_with_the_key_that_is_named(
     pusher: Pusher, checkpoint: Path, tmp_path: Path
 ) -> None:
-    key = ed25519.Ed25519PrivateKey.generate()
-    private, public = tmp_path / "k.key", tmp_path / "k.pub"
-    pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
-    private.write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain))
-    public.write_bytes(key.public_key().public_bytes(pem, serialization.PublicFormat.SubjectPublicKeyInfo))
-    private.chmod(0o600)
+    private, public = pair(tmp_path, "k")
     pusher._config = replace(pusher._config, named=NamedSettings(sign_key=(f"ops={private}",)))
     await pusher.push(checkpoint, version, sign_key="ops", by=By("key ops (1)", "a good one"))
     store = open_store(pusher._config.store)

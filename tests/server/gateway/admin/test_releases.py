@@ -16,11 +16,11 @@ from server.cli.app import app
 from server.errors import CliError
 from server.gateway.release.records import ReleaseKeys, ReleaseRecord
 from tests.server.gateway.admin.test_approvals import ask
-from tests.server.gateway.harness import ADMIN_KEY, KEYS, RunningGateway, new_key, post, running_gateway
+from tests.server.gateway.harness import ADMIN_KEY, KEYS, RunningGateway, new_key, post
 from tests.server.gateway.upstream import upstream
 from tests.waiting import wait_until
 from weightsync.control import chain
-from weightsync.control.records import ActiveRecord, InstanceRecord, SwapRecord, VersionRecord
+from weightsync.control.records import ActiveRecord, InstanceRecord, SwapRecord
 from weightsync.control.state import in_flight
 
 POLICY = "steps: [{traffic: 50, for: 0s, conditions: [{metric: errors, max: 0.1}]}]\n"
@@ -62,20 +62,19 @@ class Instances(threading.Thread):
         self._gateway.store.put(KEYS.instance(record.id), record.to_json())
 
 
-@pytest.fixture
-def gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningGateway]:
-    """Version 1 is active on both instances; 2 and 3 are ready. A canary that has flipped is good enough."""
+@pytest.fixture(autouse=True)
+def _a_canary_that_has_flipped_is_good_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("server.gateway.models.model.build_probe", lambda *_: None)
-    with running_gateway(tmp_path) as running:
-        wait_until(lambda: running.gateway.default.coordinator.leads)
-        for version in (1, 2, 3):
-            ready = VersionRecord(version, "ready", "", 0, "", None, None, "t", 1, 0.0, "", 0)
-            running.store.put(KEYS.version(version), ready.to_json())
-        running.store.put(KEYS.active, ActiveRecord(1, 1, None, "first", 0.0).to_json())
-        instances = Instances(running)
-        instances.start()
-        yield running
-        instances.stop()
+
+
+@pytest.fixture
+def gateway(gateway: RunningGateway) -> Iterator[RunningGateway]:
+    """Version 1 is active on both instances."""
+    gateway.store.put(KEYS.active, ActiveRecord(1, 1, None, "first", 0.0).to_json())
+    instances = Instances(gateway)
+    instances.start()
+    yield gateway
+    instances.stop()
 
 
 async def state(gateway: RunningGateway) -> dict[str, Any]:

@@ -8,11 +8,10 @@ import orjson
 import pytest
 
 from server.gateway import UpstreamSettings
-from tests.server.gateway.harness import ADMIN_KEY, RunningGateway, get, post, running_gateway
+from tests.server.gateway.harness import ADMIN, RunningGateway, get, post, running_gateway
 from tests.server.gateway.upstream import Link, Received
 
 API_KEY = "a-key-for-inference-only"
-ADMIN = f"Authorization: Bearer {ADMIN_KEY}\r\n"
 INFER = f"Authorization: Bearer {API_KEY}\r\n"
 FORWARDED = [
     get("/version", INFER),
