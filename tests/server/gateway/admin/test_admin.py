@@ -23,6 +23,7 @@ from server.gateway.admin.publishing import Pusher
 from tests.server.gateway.harness import ADMIN, ADMIN_KEY, RunningGateway, code, get, post, request, running_gateway
 from tests.server.gateway.upstream import Handler, Link, Received, upstream
 from tests.waiting import eventually
+from tests.weightsync.fleet import Engine
 from weightsync import ensure_arena, open_store
 from weightsync.control.agent import CommitResult, Participant, StageResult
 from weightsync.control.records import ActiveRecord, InstanceRecord, VersionRecord
@@ -81,7 +82,7 @@ async def answers_nothing(link: Link, _: Received) -> None:
 
 @contextlib.asynccontextmanager
 async def participating(
-    gateway: RunningGateway, toy: Toy, name: str = "i0", address: str = "http://127.0.0.1:1"
+    gateway: RunningGateway, toy: Toy | Engine, name: str = "i0", address: str = "http://127.0.0.1:1"
 ) -> AsyncIterator[Participant]:
     store = open_store(gateway.gateway.config.store)
     record = InstanceRecord(name, address)

@@ -7,7 +7,6 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,28 +46,23 @@ class Fake:
         await link.json(self._answer(request).encode(), status=self.status)
 
     def _answer(self, request: Received) -> str:
+        """As Python writes JSON: with NaN, as an instance's own answer may have it."""
         body = orjson.loads(request.body)
         if request.target == "/tokenize":
-            return orjson.dumps({"tokens": [1, 2, 3]}).decode()
+            return json.dumps({"tokens": [1, 2, 3]})
         if request.target == "/v1/completions":
             ids = body["prompt"]
             rows = [None, *({str(t): {"logprob": -1.0 / (1 + t) + self.shift}} for t in ids[1:])]
-            return _json({"choices": [{"prompt_logprobs": rows}]})
+            return json.dumps({"choices": [{"prompt_logprobs": rows}]})
         assert request.target == "/generate"
         spans = [{"start": 0, "end": self.tokens, "version": v} for v in self.versions or [self.version]]
         logprobs = [-0.5 + self.shift] * self.tokens
         choice = {"text": self.text, "token_ids": [9] * self.tokens, "logprobs": logprobs, "weight_versions": spans}
-        return _json({"choices": [choice]})
+        return json.dumps({"choices": [choice]})
 
 
-def _json(value: Any) -> str:
-    """JSON as Python writes it: with NaN, as an instance's own answer may have it."""
-    return json.dumps(value)
-
-
-@contextlib.asynccontextmanager
-async def asking(canary: Fake, other: Fake | None = None, **settings: Any) -> AsyncIterator[Callable[[], Any]]:
-    """A probe of `canary`; `other` runs the active version."""
+async def probed(canary: Fake, other: Fake | None = None, **settings: Any) -> ProbeResult:
+    """What a probe of `canary` finds; `other` runs the active version."""
     async with contextlib.AsyncExitStack() as stack:
         fleet = []
         for name, fake, version in (("i0", canary, 7), ("i1", other, 6)):
@@ -78,12 +72,7 @@ async def asking(canary: Fake, other: Fake | None = None, **settings: Any) -> As
                 key = "" if name == "i1" else "of-i0"
                 fleet.append(InstanceRecord(name, address, state=state, active_version=version, key=key))  # type: ignore[arg-type]
         probe = build_probe(ProbeSettings("toy", **{"prompts": PROMPTS, "timeout_s": 20.0, **settings}), lambda: fleet)
-        yield lambda: probe(fleet[0], SWAP, ACTIVE)
-
-
-async def probed(canary: Fake, other: Fake | None = None, **settings: Any) -> ProbeResult:
-    async with asking(canary, other, **settings) as ask:
-        result: ProbeResult = await ask()
+        result: ProbeResult = await probe(fleet[0], SWAP, ACTIVE)
         return result
 
 

@@ -1,11 +1,10 @@
-"""Releases over the admin port and by command, on a gateway whose instances are agents' records."""
+"""Releases over the admin port and by command, on a gateway with two participants that build nothing."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,51 +14,15 @@ from typer.testing import CliRunner
 from server.cli.app import app
 from server.errors import CliError
 from server.gateway.release.records import ReleaseKeys, ReleaseRecord
+from tests.server.gateway.admin.test_admin import Toy, participating
 from tests.server.gateway.admin.test_approvals import ask
 from tests.server.gateway.harness import ADMIN_KEY, KEYS, RunningGateway, new_key, post
 from tests.server.gateway.upstream import upstream
 from tests.waiting import wait_until
 from weightsync.control import chain
-from weightsync.control.records import ActiveRecord, InstanceRecord, SwapRecord
-from weightsync.control.state import in_flight
+from weightsync.control.records import ActiveRecord
 
 POLICY = "steps: [{traffic: 50, for: 0s, conditions: [{metric: errors, max: 0.1}]}]\n"
-
-
-class Instances(threading.Thread):
-    """Two instances' records, which follow swaps and commits as agents do."""
-
-    def __init__(self, gateway: RunningGateway) -> None:
-        super().__init__(daemon=True)
-        self._gateway, self._stopped = gateway, threading.Event()
-        self.records: dict[str, InstanceRecord] = {}
-        for name in ("a", "b"):
-            self._write(InstanceRecord(name, "http://127.0.0.1:1", "SERVING", active_version=1, active_epoch=1))
-
-    def run(self) -> None:
-        while not self._stopped.wait(0.02):
-            active, swap = self._read(KEYS.active, ActiveRecord), self._read(KEYS.swap, SwapRecord)
-            for record in list(self.records.values()):
-                mine = active.of(record.id) if active is not None else None
-                tried = record.state == "COMMITTING"
-                if mine is not None and (record.active_epoch != mine.epoch or tried != (mine.trial is not None)):
-                    state: Any = "SERVING" if mine.trial is None else "COMMITTING"
-                    self._write(replace(record, state=state, active_version=mine.version, active_epoch=mine.epoch))
-                elif swap is not None and in_flight(swap) and record.swap_id != swap.id and swap.phase == "prepare":
-                    target = swap.of(record.id).target
-                    self._write(replace(record, state="STAGED", staged_version=target, swap_id=swap.id))
-
-    def stop(self) -> None:
-        self._stopped.set()
-        self.join(10)
-
-    def _read(self, key: str, kind: Any) -> Any:
-        found = self._gateway.store.get(key)
-        return kind.from_json(found.value) if found is not None else None
-
-    def _write(self, record: InstanceRecord) -> None:
-        self.records[record.id] = record
-        self._gateway.store.put(KEYS.instance(record.id), record.to_json())
 
 
 @pytest.fixture(autouse=True)
@@ -71,10 +34,11 @@ def _a_canary_that_has_flipped_is_good_enough(monkeypatch: pytest.MonkeyPatch) -
 def gateway(gateway: RunningGateway) -> Iterator[RunningGateway]:
     """Version 1 is active on both instances."""
     gateway.store.put(KEYS.active, ActiveRecord(1, 1, None, "first", 0.0).to_json())
-    instances = Instances(gateway)
-    instances.start()
+    stack = contextlib.AsyncExitStack()
+    for name in ("a", "b"):
+        gateway.store.run(stack.enter_async_context(participating(gateway, Toy(), name)))
     yield gateway
-    instances.stop()
+    gateway.store.run(stack.aclose())
 
 
 async def state(gateway: RunningGateway) -> dict[str, Any]:

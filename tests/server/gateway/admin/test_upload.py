@@ -24,12 +24,13 @@ import torch
 
 from server.gateway import UpstreamSettings
 from server.ports import free_port
+from tests.server.gateway.admin.test_admin import participating
 from tests.server.gateway.harness import ADMIN_KEY, MODEL, RunningGateway, gateway_process, running_gateway
 from tests.waiting import wait_until
 from tests.weightsync.fleet import Engine
 from tests.weightsync.format.test_signing import pair
-from weightsync import Adapter, Participant, SlotReader, SyncStore, ensure_arena
-from weightsync.control.records import ActiveRecord, FormRecord, InstanceRecord, Keys, TargetRecord, VersionRecord
+from weightsync import Adapter, SlotReader, SyncStore, ensure_arena
+from weightsync.control.records import ActiveRecord, FormRecord, Keys, TargetRecord, VersionRecord
 from weightsync.errors import RemoteError, VersionRefused
 from weightsync.format.delta import DeltaWriter
 from weightsync.format.signing import Trust
@@ -133,20 +134,12 @@ def test_it_hears_which_instances_could_not_flip(gateway: RunningGateway, remote
     def fail() -> None:
         raise RuntimeError("out of memory")
 
-    async def joined(name: str, engine: Engine) -> Participant:
-        record = InstanceRecord(name, "http://127.0.0.1:1")
-        found = Participant(gateway.store.store, MODEL, record, engine.stage, engine.commit)
-        found.start()
-        await found.serving()
-        return found
-
-    participants = [gateway.store.run(joined(*each)) for each in (("a", Engine()), ("b", Engine(on_commit=fail)))]
-    try:
-        version = remote.publish(weights())
-        assert (version, version.not_flipped) == (1, ("b",))
-    finally:
-        for participant in participants:
-            gateway.store.run(participant.stop())
+    stack = contextlib.AsyncExitStack()
+    for name, engine in (("a", Engine()), ("b", Engine(on_commit=fail))):
+        gateway.store.run(stack.enter_async_context(participating(gateway, engine, name)))
+    version = remote.publish(weights())
+    assert (version, version.not_flipped) == (1, ("b",))
+    gateway.store.run(stack.aclose())
 
 
 def test_a_trainers_bf16_parameters_are_sent_as_they_are(gateway: RunningGateway, remote: RemotePublisher) -> None:
@@ -173,29 +166,24 @@ def test_weights_all_new_go_in_full(gateway: RunningGateway, remote: RemotePubli
 
 
 @pytest.mark.broad
-def test_a_base_the_server_gave_up_is_not_used(gateway: RunningGateway, remote: RemotePublisher) -> None:
-    first = weights()
-    remote.publish(first, activate=False)
-    (record,) = versions(gateway)
-    gateway.store.put(Keys(MODEL).version(1), orjson.dumps({**orjson.loads(record.to_json()), "state": "retired"}))
-    second = nudged(first)
-    assert remote.publish(second, activate=False) == 2
-    assert remote.last["full"] is True
-    assert_holds(gateway, 2, second)
-
-
-@pytest.mark.broad
-def test_a_base_lost_under_way_is_answered_by_the_full_version(
-    gateway: RunningGateway, remote: RemotePublisher, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("useful", "attempts"),
+    [
+        pytest.param(RemotePublisher._useful_base, 1, id="before"),
+        pytest.param(lambda _, versions, __: versions.base, 2, id="while the next one is on its way"),
+    ],
+)
+def test_a_base_the_server_gave_up_is_not_used(
+    gateway: RunningGateway, remote: RemotePublisher, monkeypatch: pytest.MonkeyPatch, useful: Any, attempts: int
 ) -> None:
+    monkeypatch.setattr(RemotePublisher, "_useful_base", useful)
     first = weights()
     remote.publish(first, activate=False)
     (record,) = versions(gateway)
-    monkeypatch.setattr(remote, "_useful_base", lambda versions, _: versions.base)  # from before it was retired
     gateway.store.put(Keys(MODEL).version(1), orjson.dumps({**orjson.loads(record.to_json()), "state": "retired"}))
     second = nudged(first)
     assert remote.publish(second, activate=False) == 2
-    assert (remote.last["full"], remote.last["attempts"]) == (True, 2)
+    assert (remote.last["full"], remote.last["attempts"]) == (True, attempts)
     assert_holds(gateway, 2, second)
 
 
@@ -219,9 +207,9 @@ def test_an_adapter_goes_alone_and_later_as_a_difference(gateway: RunningGateway
     assert versions(gateway)[3].parts == (part,)
 
 
-def raw_upload(gateway: RunningGateway, remote: RemotePublisher, tensors: Tensors) -> bytes:
+def raw_upload() -> bytes:
     versions = Succession(MODEL)
-    return b"".join(versions.writer(versions.take(tensors), compress=True, threads=None))
+    return b"".join(versions.writer(versions.take(weights()), compress=True, threads=None))
 
 
 def send(gateway: RunningGateway, body: bytes, **query: Any) -> httpx.Response:
@@ -231,8 +219,8 @@ def send(gateway: RunningGateway, body: bytes, **query: Any) -> httpx.Response:
     return httpx.post(url, content=body, params=query, headers=headers, timeout=60.0)
 
 
-def test_what_is_sent_twice_is_one_version(gateway: RunningGateway, remote: RemotePublisher) -> None:
-    body = raw_upload(gateway, remote, weights())
+def test_what_is_sent_twice_is_one_version(gateway: RunningGateway) -> None:
+    body = raw_upload()
     one, two = send(gateway, body), send(gateway, body)
     assert (one.status_code, two.status_code) == (200, 200)
     assert (one.json()["version"], one.json()["duplicate"]) == (1, False)
@@ -242,8 +230,8 @@ def test_what_is_sent_twice_is_one_version(gateway: RunningGateway, remote: Remo
 
 
 @pytest.mark.broad
-def test_at_the_same_time_too(gateway: RunningGateway, remote: RemotePublisher) -> None:
-    body = raw_upload(gateway, remote, weights())
+def test_at_the_same_time_too(gateway: RunningGateway) -> None:
+    body = raw_upload()
     answers: list[httpx.Response] = []
     threads = [threading.Thread(target=lambda: answers.append(send(gateway, body))) for _ in range(3)]
     for thread in threads:
@@ -255,8 +243,8 @@ def test_at_the_same_time_too(gateway: RunningGateway, remote: RemotePublisher) 
 
 
 @pytest.mark.broad
-def test_a_damaged_upload_is_refused_and_leaves_nothing(gateway: RunningGateway, remote: RemotePublisher) -> None:
-    body = bytearray(raw_upload(gateway, remote, weights()))
+def test_a_damaged_upload_is_refused_and_leaves_nothing(gateway: RunningGateway) -> None:
+    body = bytearray(raw_upload())
     body[len(body) // 2] ^= 1
     answer = send(gateway, bytes(body))
     assert answer.status_code == 422
@@ -329,19 +317,6 @@ def test_parameters_are_checked(gateway: RunningGateway) -> None:
     assert answer.json()["error"]["code"] == "bad_content_type"
 
 
-def test_an_upload_is_bounded_by_what_a_version_takes(gateway: RunningGateway, remote: RemotePublisher) -> None:
-    remote.publish(weights(), activate=False)
-    endless = (bytes(1 << 20) for _ in range(100))
-    headers = {"authorization": f"Bearer {ADMIN_KEY}", "content-type": "application/octet-stream"}
-    with contextlib.suppress(httpx.TransportError):  # the server may close while the rest is on its way
-        answer = httpx.post(
-            f"{admin_url(gateway)}/admin/weights/upload?upload_id=12345678", content=endless, headers=headers
-        )
-        assert answer.json()["error"]["code"] == "request_too_large"
-    assert len(versions(gateway)) == 1
-    assert gateway.gateway.buffered == 0
-
-
 def upload_head(extra: str) -> bytes:
     head = f"POST /admin/weights/upload?upload_id=12345678 HTTP/1.1\r\nHost: t\r\nAuthorization: Bearer {ADMIN_KEY}"
     return f"{head}\r\nContent-Type: application/octet-stream\r\n{extra}\r\n\r\n".encode()
@@ -374,6 +349,8 @@ def test_the_connection_ends_with_the_refusal_of_a_body_that_goes_on(
             raise AssertionError("400 MB were taken without a word")
         answer = b"".join(iter(lambda: client.recv(65536), b""))
     assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b"request_too_large" in answer
+    assert (len(versions(gateway)), gateway.gateway.buffered) == (1, 0)
 
 
 def test_a_trainer_with_many_files_open_publishes(remote: RemotePublisher) -> None:
@@ -465,13 +442,11 @@ def test_a_connection_lost_half_way_leaves_nothing_and_is_tried_again(gateway: R
     assert len(versions(gateway)) == 1
 
 
-def test_nothing_is_kept_of_an_upload_that_never_ends(gateway: RunningGateway, link: Link, arena: Path) -> None:
+def test_nothing_is_kept_of_an_upload_that_never_ends(gateway: RunningGateway, arena: Path) -> None:
     used = os.statvfs(arena).f_bfree
-    body = raw_upload(gateway, RemotePublisher(link.url, ADMIN_KEY, MODEL), weights())
+    body = raw_upload()
     with socket.create_connection(("127.0.0.1", gateway.admin_port)) as client:
-        head = f"POST /admin/weights/upload?upload_id=12345678 HTTP/1.1\r\nHost: t\r\nAuthorization: Bearer {ADMIN_KEY}"
-        head += f"\r\nContent-Type: application/octet-stream\r\nContent-Length: {len(body)}\r\n\r\n"
-        client.sendall(head.encode() + body[: len(body) // 2])
+        client.sendall(upload_head(f"Content-Length: {len(body)}") + body[: len(body) // 2])
         wait_until(lambda: any("(deleted)" in name and str(arena) in name for name in open_files()))
     wait_until(lambda: not any("(deleted)" in name and str(arena) in name for name in open_files()))
     assert list(arena.iterdir()) == []
