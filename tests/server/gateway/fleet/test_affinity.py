@@ -135,18 +135,12 @@ def test_what_is_not_used_is_forgotten_and_memory_is_bounded() -> None:
     recent: Recent[int] = Recent(100)
     for n in range(10_000):
         recent.put(n, n)
-        recent.put(-1, n)  # used all the time
+        if n % 50 == 0:
+            recent.put(-1, n)  # used all the time
         assert len(recent) <= 200
-    assert recent.get(-1) == 9999
+    assert recent.get(-1) == 9950
     assert [recent.get(n) for n in range(9950, 10_000)] == list(range(9950, 10_000))
     assert recent.get(0) is None
-
-
-def test_a_memory_of_many_keys_holds_twice_its_limit_at_most() -> None:
-    recent: Recent[int] = Recent(100)
-    for n in range(1000):
-        recent.put(n, n)
-        assert len(recent) <= 200
 
 
 def test_tie_breaks_spread_and_move_only_what_they_must() -> None:

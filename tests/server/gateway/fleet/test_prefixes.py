@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,9 @@ from server.gateway.fleet import affinity
 from server.gateway.fleet.affinity import SENT_S, Hint, PrefixTable
 from server.instance.prefixes import Ledger, with_shares
 from server.prefixes import PATH
-from tests.server.gateway.fleet.test_fleet import CHAT, WATCHFUL, ask, asked, chat
+from tests.server.gateway.fleet.test_fleet import CHAT, WATCHFUL, ask, asked, chat, fleet
 from tests.server.gateway.harness import RunningGateway, get, running_gateway
-from tests.server.gateway.upstream import Link, Received, Upstream, upstream
+from tests.server.gateway.upstream import Link, Received, Upstream
 from tests.waiting import eventually
 
 APPLICATIONS = range(8)
@@ -22,13 +21,7 @@ APPLICATIONS = range(8)
 
 @pytest.fixture
 def gateway(tmp_path: Path) -> Iterator[RunningGateway]:
-    with running_gateway(tmp_path / "one", upstream=WATCHFUL, run_coordinator=False) as g:
-        yield g
-
-
-@pytest.fixture
-def other(tmp_path: Path) -> Iterator[RunningGateway]:
-    with running_gateway(tmp_path / "two", upstream=WATCHFUL, run_coordinator=False) as g:
+    with running_gateway(tmp_path, upstream=WATCHFUL, run_coordinator=False) as g:
         yield g
 
 
@@ -62,16 +55,6 @@ class Engine:
         self.ledger = Ledger()
 
 
-@asynccontextmanager
-async def serving(engines: list[Engine], *gateways: RunningGateway) -> AsyncIterator[list[Upstream]]:
-    async with AsyncExitStack() as stack:
-        ups = [await stack.enter_async_context(upstream(engine)) for engine in engines]
-        for gateway in gateways:
-            for n, up in enumerate(ups):
-                gateway.register(up, f"i{n}")
-        yield ups
-
-
 def held(gateway: RunningGateway, n: int = 0) -> int:
     return gateway.gateway.default.fleet.instances[f"i{n}"].prefixes.held
 
@@ -87,40 +70,38 @@ async def answered_by(gateway: RunningGateway, ups: list[Upstream], question: in
     return homes
 
 
-async def test_a_gateway_goes_where_another_one_has_sent_a_prompt(
-    gateway: RunningGateway, other: RunningGateway
-) -> None:
-    engines = [Engine(), Engine(), Engine()]
-    async with serving(engines, other) as ups:
-        for application in APPLICATIONS:
-            await ask(other, chat(application))
-        homes = await answered_by(other, ups, 1)
-        assert len(set(homes)) > 1
-        for n, up in enumerate(ups):  # to this gateway each goes by another name, so its tie-breaks are others
-            gateway.register(up, f"again-{n}")
-        instances = gateway.gateway.default.fleet.instances
-        await eventually(lambda: all(instances[f"again-{n}"].cursor for n in range(3)))
-        assert await answered_by(gateway, ups, 2) == homes
-        picks = gateway.gateway.default.fleet.picks
-        assert (picks["prefix"], picks["load"]) == (8, 0)
+async def test_a_gateway_goes_where_another_one_has_sent_a_prompt(gateway: RunningGateway, tmp_path: Path) -> None:
+    with running_gateway(tmp_path / "two", upstream=WATCHFUL, run_coordinator=False) as other:
+        async with fleet(other, Engine(), Engine(), Engine()) as ups:
+            for application in APPLICATIONS:
+                await ask(other, chat(application))
+            homes = await answered_by(other, ups, 1)
+            assert len(set(homes)) > 1
+            for n, up in enumerate(ups):  # to this gateway each goes by another name, so its tie-breaks are others
+                gateway.register(up, f"again-{n}")
+            instances = gateway.gateway.default.fleet.instances
+            await eventually(lambda: all(instances[f"again-{n}"].cursor for n in range(3)))
+            assert await answered_by(gateway, ups, 2) == homes
+            picks = gateway.gateway.default.fleet.picks
+            assert (picks["prefix"], picks["load"]) == (8, 0)
 
 
 async def test_what_an_instance_holds_draws_and_what_it_has_evicted_does_not(gateway: RunningGateway) -> None:
     engines = [Engine(), Engine(), Engine()]
-    async with serving(engines, gateway) as ups:
-        fleet = gateway.gateway.default.fleet
+    async with fleet(gateway, *engines) as ups:
+        view = gateway.gateway.default.fleet
         for application in APPLICATIONS:
             engines[1].compute(chat(application))
         await eventually(lambda: held(gateway, 1) > len(APPLICATIONS))
         assert await answered_by(gateway, ups, 1) == [1] * 8
-        assert fleet.cached_bytes > 0.5 * fleet.prompt_bytes > 0
+        assert view.cached_bytes > 0.5 * view.prompt_bytes > 0
         for application in APPLICATIONS:
             for question in (0, 1):
                 engines[1].drop(chat(application, question))
         await eventually(lambda: held(gateway, 1) == 0)
-        fleet.picks.clear()
+        view.picks.clear()
         assert len(set(await answered_by(gateway, ups, 2))) > 1, "also what it was sent from here counts no more"
-        assert fleet.picks["prefix"] == 0
+        assert view.picks["prefix"] == 0
         page = (await gateway.ask(get("/metrics"))).body.decode()
         assert 'hotswap_instance_prefixes{instance_id="i1",model="toy"}' in page
         (line,) = [
@@ -136,7 +117,7 @@ async def test_an_instance_that_reports_nothing_is_known_by_what_it_was_sent(gat
     engines = [Engine(), Engine(), Engine()]
     for engine in engines:
         engine.offers = False
-    async with serving(engines, gateway) as ups:
+    async with fleet(gateway, *engines) as ups:
         instances = gateway.gateway.default.fleet.instances
         await eventually(lambda: not any(instance.reports for instance in instances.values()))
         homes = await answered_by(gateway, ups, 1)
@@ -147,7 +128,7 @@ async def test_an_instance_that_reports_nothing_is_known_by_what_it_was_sent(gat
 
 async def test_a_process_that_starts_anew_holds_nothing(gateway: RunningGateway) -> None:
     engine, spare = Engine(), Engine()
-    async with serving([engine, spare], gateway) as ups:
+    async with fleet(gateway, engine, spare) as ups:
         engine.compute(chat(0))
         await eventually(lambda: held(gateway) > 0)
         engine.restart()
@@ -163,7 +144,7 @@ async def test_a_process_that_starts_anew_holds_nothing(gateway: RunningGateway)
 
 async def test_each_version_of_the_weights_has_its_own(gateway: RunningGateway) -> None:
     engine, spare = Engine(), Engine()
-    async with serving([engine, spare], gateway) as ups:
+    async with fleet(gateway, engine, spare) as ups:
         for application in APPLICATIONS:
             engine.compute(chat(application), "1")
         engine.compute(chat(0), "2")
