@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -220,25 +221,16 @@ def test_a_record_as_json() -> None:
     assert line["exception"].endswith("ValueError: x\ny")
 
 
-class Lines:
-    """A writer that keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.taken: list[Finished] = []
-
-    def put(self, record: Finished, _: object) -> None:
-        self.taken.append(record)
-
-
 def test_a_share_of_requests_and_all_that_failed() -> None:
-    lines = Lines()
-    log = AccessLog(lines, 0.25, "json")  # type: ignore[arg-type]
+    taken: list[Finished] = []
+    writer = SimpleNamespace(put=lambda record, _: taken.append(record))
+    log = AccessLog(writer, 0.25, "json")  # type: ignore[arg-type]
     for _ in range(4000):
         log.end(FINISHED)
-    assert 800 < len(lines.taken) < 1200
+    assert 800 < len(taken) < 1200
     failed = Finished("r2", "POST", "/generate", 503, "no_instance", "k", 1.0, 0.0)
     log.end(failed)
-    assert lines.taken[-1] is failed
+    assert taken[-1] is failed
 
 
 def test_a_line_that_cannot_be_made_does_not_end_the_log() -> None:

@@ -129,11 +129,14 @@ def test_counts_of_the_stream_so_far_are_not_taken_for_its_end() -> None:
 
 
 FORGED = {"prompt_tokens": 0, "completion_tokens": 0}
+VLLM = {"prompt_tokens": 5, "total_tokens": 17, "completion_tokens": 12, "prompt_tokens_details": None}  # read in short
 
 
 @pytest.mark.parametrize(
     "body",
     [
+        {"choices": [], "usage": VLLM, "prompt_logprobs": None, "weight_version": 3},
+        {"usage": VLLM, "metadata": {"usage": VLLM | {"completion_tokens": 0}}},
         {"usage": PLAIN, "tools": [{"parameters": {"usage": FORGED}}]},
         {"usage": PLAIN, "metadata": {"usage": FORGED}},
         {"usage": PLAIN, "metadata": {'"usage': FORGED, '"usage":{"prompt_tokens":0}': FORGED}},
@@ -148,6 +151,9 @@ def test_what_a_client_had_echoed_is_not_counted(body: dict[str, Any]) -> None:
 
 def test_what_reports_nothing_counts_nothing() -> None:
     assert whole({"data": []}).usage() is None
+    assert whole({"metadata": {"usage": VLLM}}).usage() is None
+    assert whole({"metadata": {"usage": VLLM, "x": 1}, "y": 2}).usage() is None
+    assert whole({"text": '"usage":' + orjson.dumps(VLLM).decode() + "}"}).usage() is None
     assert whole({"usage": None}).usage() is None
     assert whole({"usage": {}, "error": {"message": "no"}}, b"400 Bad Request").usage() is None
     assert whole({"error": {"message": "usage"}, "usage": PLAIN}, b"400 Bad Request").usage() is None
@@ -165,20 +171,3 @@ def test_the_last_version_is_the_last_one_named() -> None:
     assert bodies.last_version(chunk(weight_version=6) + chunk(weight_version=7) + DONE) == 7
     assert bodies.last_version(b'{"text":"\\"weight_version\\":9"}') is None
     assert bodies.last_version(b'{"weight_version":null}') is None
-
-
-VLLM = {"prompt_tokens": 5, "total_tokens": 17, "completion_tokens": 12, "prompt_tokens_details": None}
-
-
-@pytest.mark.parametrize(
-    ("body", "expected"),
-    [
-        ({"choices": [], "usage": VLLM, "prompt_logprobs": None, "weight_version": 3}, Usage(5, 12)),
-        ({"usage": VLLM, "metadata": {"usage": VLLM | {"completion_tokens": 0}}}, Usage(5, 12)),
-        ({"metadata": {"usage": VLLM}}, None),
-        ({"metadata": {"usage": VLLM, "x": 1}, "y": 2}, None),
-        ({"text": '"usage":' + orjson.dumps(VLLM).decode() + "}"}, None),
-    ],
-)
-def test_the_short_way_reads_only_the_outermost_usage(body: dict[str, Any], expected: Usage | None) -> None:
-    assert whole(body).usage() == expected
