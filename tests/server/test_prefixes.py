@@ -17,6 +17,7 @@ from server.instance.middleware import ProvenanceMiddleware
 from server.instance.prefixes import with_shares
 from server.instance.provenance import current_trace
 from server.prefixes import PROMPT_FIELDS, SIZES, Report, decode
+from tests.server.instance.asgi import head, sent_by
 
 ROUTES = sorted(PROMPT_FIELDS)
 
@@ -36,19 +37,11 @@ async def seen_by_the_instance(route: str, raw: bytes, line: bytes) -> list[tupl
         trace = current_trace.get()
         assert trace is not None
         found.extend(trace.prefixes)
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-
-    parts = [raw[: len(raw) // 3], raw[len(raw) // 3 :]]
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
-
-    async def send(_: Any) -> None:
-        pass
+        await send(head())
 
     name, _, value = line.removesuffix(b"\r\n").partition(b": ")
-    scope = {"type": "http", "path": route, "headers": [(name, value)]}
-    await ProvenanceMiddleware(app, lambda: 1)(scope, receive, send)
+    parts = raw[: len(raw) // 3], raw[len(raw) // 3 :]
+    await sent_by(ProvenanceMiddleware(app, lambda: 1), route, *parts, headers=[(name, value)])
     return found
 
 

@@ -14,6 +14,7 @@ from server.instance.inflight import FINISH_S, Inflight, VersionMismatch, Wish
 from server.instance.middleware import REFUSAL, Admission
 from tests.server.gateway.harness import post, running_gateway
 from tests.server.gateway.upstream import Link, Received, upstream
+from tests.server.instance.asgi import head, part, sent_by
 from tests.waiting import eventually
 from weightsync.control.state import CONFIRM_S
 
@@ -29,8 +30,8 @@ class App:
         self.served.append(scope["path"])
         if scope["path"] == "/generate":
             await self.gate.wait()
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"{}"})
+        await send(head(b"application/json"))
+        await send(part(b"{}", more=False))
 
 
 def client(admission: Admission) -> httpx.AsyncClient:
@@ -70,20 +71,15 @@ async def test_only_members_ask_an_instance_for_anything_but_its_health() -> Non
 
 
 async def test_a_web_socket_of_a_stranger_is_closed() -> None:
-    sent: list[dict[str, Any]] = []
-
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
-
     app = App()
-    await Admission(app, key="k")({"type": "websocket", "path": "/v1/realtime", "headers": []}, None, send)
-    assert (app.served, sent[0]["type"]) == ([], "websocket.close")
+    (closing,) = await sent_by(Admission(app, key="k"), "/v1/realtime", kind="websocket")
+    assert (app.served, closing["type"]) == ([], "websocket.close")
 
 
 async def test_what_fails_with_the_engine_is_refused_for_another_instance_to_answer() -> None:
     async def failing(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 500, "headers": []})
-        await send({"type": "http.response.body", "body": b"whatever vLLM makes of it"})
+        await send(head(b"text/plain", 500))
+        await send(part(b"whatever vLLM makes of it", more=False))
 
     for dead, status, header in ((True, 503, "engine"), (False, 500, None)):
         async with client(Admission(failing, dead=lambda dead=dead: dead)) as ask:  # type: ignore[misc]
@@ -126,12 +122,12 @@ async def test_what_is_handed_on_is_refused_before_its_first_byte_and_breaks_off
     async def app(scope: Any, receive: Any, send: Any) -> None:
         try:
             if scope["name"] == "begun":
-                await send({"type": "http.response.start", "status": 200, "headers": []})
-                await send({"type": "http.response.body", "body": b"data: 1", "more_body": True})
+                await send(head())
+                await send(part(b"data: 1"))
             told.set()
             await asyncio.Event().wait()
         finally:
-            await send({"type": "http.response.body", "body": b"data: aborted"})
+            await send(part(b"data: aborted", more=False))
 
     admission = Admission(app)
 
@@ -147,8 +143,8 @@ async def test_what_is_handed_on_is_refused_before_its_first_byte_and_breaks_off
     assert await admission.hand_on() == 2
     await asyncio.gather(*tasks)
     assert [message.get("body") for message in sent["begun"]] == [None, b"data: 1"], "it has no end"
-    head, body = sent["waiting"]
-    assert (head["status"], dict(head["headers"])[b"x-hotswap-refused"]) == (409, b"version")
+    start, body = sent["waiting"]
+    assert (start["status"], dict(start["headers"])[b"x-hotswap-refused"]) == (409, b"version")
     assert body["body"] == REFUSAL
     assert await admission.hand_on() == 0
 

@@ -14,6 +14,7 @@ from server.instance import main
 from server.instance.main import SAMPLER_ENV, flashinfer_samples, prepare_environment, warm_up
 from server.instance.middleware import Admission
 from tests.lacking import program
+from tests.server.instance.asgi import head, part
 
 
 @pytest.fixture
@@ -121,8 +122,8 @@ async def test_the_warm_up_samples_as_clients_do() -> None:
 
     async def engine(scope: Any, receive: Any, send: Any) -> None:
         asked.append((scope["path"], json.loads((await receive())["body"])))
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"{}"})
+        await send(head(b"application/json"))
+        await send(part(b"{}", more=False))
 
     await warm_up(Admission(engine), "toy")
     assert {path for path, _ in asked} == {"/v1/completions", "/v1/chat/completions"}

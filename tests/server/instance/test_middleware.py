@@ -12,6 +12,7 @@ from server.instance.grammars.trials import GrammarRefused, GrammarsBusy
 from server.instance.inflight import Problem, VersionMismatch, WeightsChanged
 from server.instance.middleware import ProvenanceMiddleware
 from server.instance.provenance import current_trace
+from tests.server.instance.asgi import head, part, sent_by
 
 EVENT = b'event: x\ndata: {"type":"x"}\n\n'
 
@@ -23,29 +24,25 @@ async def broken(
 
     `begun`: the engine has answered before the first part.
     """
-    sent: list[dict[str, Any]] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         trace = current_trace.get()
         assert trace is not None
         trace.begun = begun
         if parts or fallback:
-            kind = b"text/event-stream" if parts else b"text/plain"
-            headers = [(b"content-type", kind)]
-            await send({"type": "http.response.start", "status": 200 if parts else 500, "headers": headers})
-        for part in parts:
-            await send({"type": "http.response.body", "body": part, "more_body": True})
+            await send(head() if parts else head(b"text/plain", 500))
+        for body in parts:
+            await send(part(body))
         trace.problem = problem
         if fallback:
-            await send({"type": "http.response.body", "body": b"Internal Server Error"})
+            await send(part(b"Internal Server Error", more=False))
         raise RuntimeError("broke off")
 
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
+    return await answered(app)
 
-    scope = {"type": "http", "path": "/v1/responses", "headers": []}
-    await ProvenanceMiddleware(app, lambda: 5)(scope, None, send)
-    return sent
+
+async def answered(app: Any) -> list[dict[str, Any]]:
+    return await sent_by(ProvenanceMiddleware(app, lambda: 5), "/v1/responses")
 
 
 async def test_a_stream_that_a_swap_broke_ends_in_order_with_the_error_as_an_event() -> None:
@@ -79,39 +76,27 @@ async def test_what_is_refused_before_the_engine_answers_has_its_own_status_in_s
 
 async def test_what_came_before_the_engine_answered_is_sent_once() -> None:
     events = [b'event: x\ndata: {"type":"x%d"}\n\n' % number for number in range(4)]
-    sent: list[dict[str, Any]] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         trace = current_trace.get()
         assert trace is not None
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        await send(head())
         for number, event in enumerate(events):
             trace.begun = number >= 2
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
+            await send(part(event))
+        await send(part(more=False))
 
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
-
-    await ProvenanceMiddleware(app, lambda: 5)({"type": "http", "path": "/v1/responses", "headers": []}, None, send)
-    assert b"".join(message.get("body", b"") for message in sent) == b"".join(events)
+    assert b"".join(message.get("body", b"") for message in await answered(app)) == b"".join(events)
 
 
 async def test_a_stream_without_the_engine_is_sent_whole() -> None:
-    sent: list[dict[str, Any]] = []
-
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
-        await send({"type": "http.response.body", "body": EVENT, "more_body": True})
-        await send({"type": "http.response.body", "body": EVENT, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
+        for message in (head(), part(EVENT), part(EVENT), part(more=False)):
+            await send(message)
 
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
-
-    await ProvenanceMiddleware(app, lambda: 5)({"type": "http", "path": "/v1/responses", "headers": []}, None, send)
-    assert [m["type"] for m in sent] == ["http.response.start", "http.response.body"]
-    assert sent[1]["body"].count(b"event: x") == 2
+    start, body = await answered(app)
+    assert (start["type"], body["type"]) == ("http.response.start", "http.response.body")
+    assert body["body"].count(b"event: x") == 2
 
 
 @pytest.mark.parametrize("parts", [(), (EVENT,)])
@@ -130,8 +115,6 @@ async def test_the_body_says_whether_spans_are_wanted_as_vllm_has_them(field: st
         b"" if field is None else b', "return_weight_versions": %b' % field.encode()
     )
     parts = [body[at : at + 7] for at in range(0, len(body), 7)]
-    messages = [{"type": "http.request", "body": part, "more_body": part is not parts[-1]} for part in parts]
-    sent: list[dict[str, Any]] = []
     seen: list[bool] = []
     app = FastAPI()
 
@@ -142,15 +125,7 @@ async def test_the_body_says_whether_spans_are_wanted_as_vllm_has_them(field: st
         assert trace is not None
         seen.append(trace.as_vllm)
 
-    async def receive() -> dict[str, Any]:
-        return messages.pop(0)
-
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
-
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
-    await ProvenanceMiddleware(app, lambda: 5)(scope, receive, send)
-    start, answer = sent
+    start, answer = await sent_by(ProvenanceMiddleware(app, lambda: 5), "/v1/completions", *parts)
     if told is not None:
         assert (start["status"], seen) == (200, [told])
         return

@@ -15,6 +15,7 @@ from server.instance.config import InstanceConfig
 from server.instance.inflight import Inflight, VersionMismatch, WeightsChanged, Wish
 from server.instance.middleware import ProvenanceMiddleware
 from server.instance.provenance import MOST_SCORES, Trace, annotate, annotate_chunk, current_trace, pooled, traced
+from tests.server.instance.asgi import head, part, sent_by
 
 
 @dataclass
@@ -131,17 +132,10 @@ async def run(
         trace = current_trace.get()
         assert trace is not None
         trace.record(trace.open(1), [Output(0, list(spans))])
-        headers = [(b"content-type", kind), (b"content-length", b"%d" % len(body))]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        await send(head(kind, content_length=b"%d" % len(body)))
+        await send(part(body, more=False))
 
-    sent: list[dict[str, Any]] = []
-
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
-
-    await ProvenanceMiddleware(app, lambda: 5)({"type": "http", "path": path}, None, send)
-    return sent
+    return await sent_by(ProvenanceMiddleware(app, lambda: 5), path)
 
 
 async def test_whole_body_keeps_a_true_length_and_gets_the_header() -> None:

@@ -16,6 +16,7 @@ from server.instance.middleware import ProvenanceMiddleware
 from server.instance.provenance import traced
 from server.instance.replay import Replaying, extensible, reproducible
 from server.resume import RESUMABLE, RESUME, RESUMED, Resume, Span
+from tests.server.instance.asgi import head, part, sent_by
 from weightsync.vllm_engine.engine_core import requests as engine_replay
 
 CHAT = "/v1/chat/completions"
@@ -51,11 +52,12 @@ def test_what_a_replay_reproduces(changed: dict[str, Any], can: bool) -> None:
     assert reproducible(params(**changed)) is can
 
 
-def test_one_engine_request_wanted_by_the_gateway() -> None:
-    for wanted, calls, can in ((True, 1, True), (False, 1, False), (True, 2, False)):
-        replaying = Replaying(wanted=wanted)
+@pytest.mark.parametrize(("wanted", "prompts", "can"), [(True, 1, True), (False, 1, False), (True, 2, False)])
+def test_one_engine_request_wanted_by_the_gateway(wanted: bool, prompts: int, can: bool) -> None:
+    replaying = Replaying(wanted=wanted)
+    for calls in range(1, prompts + 1):
         replaying.begins(calls, "a prompt", params())
-        assert replaying.resumable is can
+    assert replaying.resumable is can
 
 
 @pytest.mark.parametrize(
@@ -72,13 +74,6 @@ def test_one_engine_request_wanted_by_the_gateway() -> None:
 )
 def test_prompts_that_tokens_can_be_put_behind(prompt: Any, can: bool) -> None:
     assert extensible(prompt) is can
-
-
-def test_several_prompts_in_one_body_cannot_be_continued() -> None:
-    replaying = Replaying(wanted=True)
-    replaying.begins(1, "one", params())
-    replaying.begins(2, "two", params())
-    assert not replaying.resumable
 
 
 @dataclass
@@ -138,12 +133,11 @@ def app(engine: Engine, *, usage: bool = True, created: int = 1) -> Any:
             body += message["body"]
         body += message["body"]
         assert orjson.loads(body) == {"prompt": "as it came"}
-        kind = (b"content-type", b"text/event-stream")
-        await send({"type": "http.response.start", "status": 200, "headers": [kind]})
+        await send(head())
 
         async def event(choices: list[Any], **more: Any) -> None:
             data = orjson.dumps({"id": f"chat-{created}", "created": created, "choices": choices, **more})
-            await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+            await send(part(b"data: " + data + b"\n\n"))
 
         count, opened = 0, False
         async for output in engine.generate("p", params(), "r"):
@@ -155,8 +149,8 @@ def app(engine: Engine, *, usage: bool = True, created: int = 1) -> Any:
             await event([{"index": 0, "delta": {"content": o.text}, "finish_reason": o.finish_reason}])
         if usage:
             await event([], usage={"prompt_tokens": 2, "completion_tokens": count})
-        await send({"type": "http.response.body", "body": DONE, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
+        await send(part(DONE))
+        await send(part(more=False))
 
     return answer
 
@@ -170,18 +164,8 @@ async def ask(
     body = prefix + b'{"prompt": "as it came"}'
     size = -(-len(body) // pieces)
     parts = [body[i : i + size] for i in range(0, len(body), size)]
-    messages = [{"type": "http.request", "body": p, "more_body": p is not parts[-1]} for p in parts]
-    sent: list[dict[str, Any]] = []
-
-    async def receive() -> Any:
-        return messages.pop(0)
-
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
-
-    scope = {"type": "http", "path": CHAT, "headers": headers}
-    await ProvenanceMiddleware(app(engine, created=created), lambda: 3, **more)(scope, receive, send)
-    start, *rest = sent
+    answering = ProvenanceMiddleware(app(engine, created=created), lambda: 3, **more)
+    start, *rest = await sent_by(answering, CHAT, *parts, headers=headers)
     data = b"".join(m["body"] for m in rest)
     return {"status": start["status"], **{k.decode(): v for k, v in start["headers"]}}, data.split(b"\n\n")[:-1]
 
@@ -261,18 +245,12 @@ async def test_other_weights_are_refused() -> None:
 
 @pytest.mark.parametrize("length", [b"0", b"-1", b"x", b"5", b"99", b"99999999999"])
 async def test_what_is_no_resume(length: bytes) -> None:
-    sent: list[dict[str, Any]] = []
-
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
-
-    async def receive() -> Any:
-        return {"type": "http.request", "body": b'{"tokens": 1}', "more_body": False}
-
-    scope = {"type": "http", "path": CHAT, "headers": [(RESUMABLE, b"1"), (RESUME, length)]}
-    await ProvenanceMiddleware(app(Engine()), lambda: 3)(scope, receive, send)
-    assert sent[0]["status"] == 400
-    assert orjson.loads(sent[1]["body"])["error"]["code"] == "bad_resume"
+    headers = [(RESUMABLE, b"1"), (RESUME, length)]
+    start, answer = await sent_by(
+        ProvenanceMiddleware(app(Engine()), lambda: 3), CHAT, b'{"tokens": 1}', headers=headers
+    )
+    assert start["status"] == 400
+    assert orjson.loads(answer["body"])["error"]["code"] == "bad_resume"
 
 
 ERROR = b'data: {"error":{"message":"EngineCore encountered an issue"}}\n\n'
@@ -282,23 +260,19 @@ ERROR = b'data: {"error":{"message":"EngineCore encountered an issue"}}\n\n'
 @pytest.mark.parametrize("begun", [True, False])
 async def test_a_dead_engine(resumable: bool, begun: bool) -> None:
     """Its streams are cut, for another instance to go on, where one can; before the first byte they are refused."""
-    engine, sent = Engine(), []
+    engine = Engine()
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        await send(head())
         if begun:
             async for _ in engine.generate("p", params(n=1 if resumable else 2), "r"):
-                data = b'data: {"choices":[{"index":0,"text":"<0>"}]}\n\n'
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+                await send(part(b'data: {"choices":[{"index":0,"text":"<0>"}]}\n\n'))
                 break
-        for part in (ERROR, DONE, b""):
-            await send({"type": "http.response.body", "body": part, "more_body": bool(part)})
+        for body in (ERROR, DONE, b""):
+            await send(part(body, more=bool(body)))
 
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
-
-    scope = {"type": "http", "path": "/v1/completions", "headers": [(RESUMABLE, b"1")]}
-    await ProvenanceMiddleware(answer, lambda: 3, dead=lambda: True)(scope, None, send)
+    answering = ProvenanceMiddleware(answer, lambda: 3, dead=lambda: True)
+    sent = await sent_by(answering, "/v1/completions", headers=[(RESUMABLE, b"1")])
     body = b"".join(m.get("body", b"") for m in sent)
     if not begun:
         assert sent[0]["status"] == 503
