@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from server.instance.engine import FIRST_ID, Adapters
+from tests.server.instance import engines
 from weightsync.control.records import PartRecord, VersionRecord
 
 pytestmark = pytest.mark.engine
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.engine
 
 def version(number: int, *parts: str) -> VersionRecord:
     records = tuple(PartRecord(name, number, f"slot-{name}-{number}", f"digest-{number}", 1) for name in parts)
-    return VersionRecord(number, "ready", "slot", 1, "digest", None, None, "p", 1, 0.0, "", 1, parts=records)
+    return engines.version(number, parts=records)
 
 
 def commit(adapters: Adapters, number: int) -> None:

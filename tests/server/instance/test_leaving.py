@@ -10,18 +10,16 @@ import sys
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import orjson
 import pytest
 
 from server.gateway.config import Limits
-from server.instance.config import InstanceConfig
 from server.instance.middleware import Admission
 from server.instance.sidecar import TELL_S, Sidecar
 from tests.server.gateway.harness import KEYS, GatewayProcess, gateway_process, get, post, running_gateway
 from tests.server.gateway.upstream import Answer, Link, Received, read_answer, upstream
+from tests.server.instance.engines import Engine, config_of, sidecar_of
 from tests.waiting import eventually
 from weightsync.control.records import InstanceRecord
 from weightsync.errors import StoreUnavailable
@@ -230,6 +228,9 @@ def test_an_interrupt_does_not_wait() -> None:
 # an instance
 
 
+DRAIN_S = 7.0
+
+
 class Told:
     """A participant that notes what it is told."""
 
@@ -255,10 +256,8 @@ class Idle(Admission):
         self.waited = seconds
 
 
-def sidecar(participant: Told | None, admission: Admission, *, dead: bool = False) -> Sidecar:
-    engine: Any = SimpleNamespace(dead=dead)
-    config = InstanceConfig(model_dir=Path(os.devnull), model="m", store="sqlite:///unused.db", instance_id="i")
-    made = Sidecar(config, engine, admission, address="http://127.0.0.1:1")
+def sidecar(participant: Told, admission: Admission, *, dead: bool = False) -> Sidecar:
+    made = sidecar_of(config_of(Path(os.devnull), drain_s=DRAIN_S), Engine(dead=dead), admission)
     made._participant = participant  # type: ignore[assignment]
     return made
 
@@ -269,8 +268,8 @@ async def test_an_instance_says_that_it_drains_and_waits_for_its_requests(fault:
     told, idle, began = Told(fault=fault), Idle(), time.time()
     assert await sidecar(told, idle).leave() is True
     assert told.drained
-    assert 0 < told.leaves_at - began <= InstanceConfig.drain_s + (time.time() - began)
-    assert idle.waited == pytest.approx(InstanceConfig.drain_s, abs=TELL_S)
+    assert 0 < told.leaves_at - began <= DRAIN_S + (time.time() - began)
+    assert idle.waited == pytest.approx(DRAIN_S, abs=TELL_S)
 
 
 @pytest.mark.parametrize(("state", "dead"), [("TORN", False), ("SERVING", True)])

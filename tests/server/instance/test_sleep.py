@@ -15,13 +15,13 @@ from server.gateway import UpstreamSettings
 from server.instance.config import InstanceConfig
 from server.instance.middleware import Admission
 from server.instance.rest import rest
-from server.instance.sidecar import Sidecar
 from server.sleeping import SleeperRecord, SleepOrder, ordered, orders, sleepers, stay_asleep
 from tests.server.gateway.harness import ADMIN_KEY, KEYS, MODEL, RunningGateway, get, post, running_gateway
 from tests.server.gateway.upstream import answer_json, upstream
+from tests.server.instance.engines import Engine, config_of, sidecar_of, version
 from tests.waiting import eventually, stays
 from weightsync import open_store
-from weightsync.control.records import ActiveRecord, InstanceRecord, VersionRecord
+from weightsync.control.records import ActiveRecord, InstanceRecord
 from weightsync.store import Store
 
 AUTH = f"Authorization: Bearer {ADMIN_KEY}\r\n"
@@ -135,7 +135,7 @@ async def test_an_order_for_another_instance_wakes_and_sleeps_nobody_else(tmp_pa
 
 async def test_a_process_started_under_an_order_waits_before_it_has_an_engine(tmp_path: Path) -> None:
     async with opened(tmp_path) as store:
-        config = InstanceConfig(model_dir=tmp_path, model=MODEL, store=store.url, instance_id="i")
+        config = config_of(tmp_path)
         await asyncio.wait_for(rest(config), 5)  # without an order it starts
         await store.put(orders(KEYS) + "i", SleepOrder("i", 2, 0.0, "test", 0.0).to_json())
         resting = asyncio.create_task(rest(config))
@@ -150,45 +150,9 @@ async def test_an_instance_starts_although_the_store_is_away() -> None:
     await asyncio.wait_for(rest(config), 30)
 
 
-class SleepyEngine:
-    """An engine with or without sleep mode; `log` is what it was told."""
-
-    max_num_seqs = 4
-    hosts = ("",)
-
-    def __init__(self, sleeps_in_place: bool) -> None:
-        self.sleeps_in_place, self.log = sleeps_in_place, list[str]()
-
-    async def prepare(self, schema: object, tether: object, **_: object) -> None: ...
-
-    async def died(self) -> None:
-        await asyncio.Event().wait()
-
-    async def stage(self, version: VersionRecord, timeout_s: float, places: object, unread: object) -> dict[str, Any]:
-        self.log.append(f"stage {version.version}")
-        return {"stage_ms": 1.0, "staging_gbps": 1.0, "path": "pointer", "fingerprint": version.fingerprint}
-
-    async def commit(self, version: int, epoch: int) -> dict[str, float]:
-        self.log.append(f"run {version}")
-        return {"flip_ms": 0.1, "commit_ms": 0.1}
-
-    async def drop(self, version: int, *, previous: bool) -> None: ...
-
-    async def pause(self) -> None: ...
-
-    async def resume(self) -> None: ...
-
-    async def sleep(self) -> None:
-        self.log.append("sleep")
-
-    async def wake(self) -> None:
-        self.log.append("wake")
-
-
-async def activate(store: Store, version: int, epoch: int) -> None:
-    record = VersionRecord(version, "ready", "slot", 1, "d", None, None, "p", 1, 0.0, "", 1, fingerprint=f"f{version}")
-    await store.put(KEYS.version(version), record.to_json())
-    active = ActiveRecord(version, epoch, None, "s", 0.0, fingerprint=f"f{version}")
+async def activate(store: Store, number: int, epoch: int) -> None:
+    await store.put(KEYS.version(number), version(number).to_json())
+    active = ActiveRecord(number, epoch, None, "s", 0.0, fingerprint=f"f{number}")
     await store.put(KEYS.active, active.to_json())
 
 
@@ -211,10 +175,8 @@ async def test_an_engine_with_sleep_mode_sleeps_in_place_and_catches_up(tmp_path
     """While it sleeps it is in no swap; awake, it serves nothing before it runs what is active then."""
     async with opened(tmp_path) as store:
         await activate(store, 1, 1)
-        config = InstanceConfig(model_dir=tmp_path, model=MODEL, store=store.url, instance_id="i")
-        engine: Any = SleepyEngine(sleeps_in_place=True)
-        admission = Admission(None)
-        sidecar = Sidecar(config, engine, admission, address="http://127.0.0.1:1")
+        engine, admission = Engine(sleeps_in_place=True), Admission(None)
+        sidecar = sidecar_of(config_of(tmp_path), engine, admission)
         async with sidecar.running():
             await serves(store, 1)
             await store.put(orders(KEYS) + "i", ORDER.to_json())
@@ -234,9 +196,8 @@ async def test_an_engine_with_sleep_mode_sleeps_in_place_and_catches_up(tmp_path
 async def test_otherwise_the_process_ends_to_sleep(tmp_path: Path, in_place: bool, level: Any) -> None:
     async with opened(tmp_path) as store:
         await activate(store, 1, 1)
-        config = InstanceConfig(model_dir=tmp_path, model=MODEL, store=store.url, instance_id="i")
-        engine: Any = SleepyEngine(in_place)
-        sidecar = Sidecar(config, engine, Admission(None), address="http://127.0.0.1:1")
+        engine = Engine(sleeps_in_place=in_place)
+        sidecar = sidecar_of(config_of(tmp_path), engine)
         ended = asyncio.Event()
         sidecar.end = ended.set
         async with sidecar.running():
