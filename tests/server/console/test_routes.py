@@ -8,17 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 
 from server.gateway.fleet.instance import Signals
 from server.gateway.observe.history import KEPT_POINTS, KEPT_SAMPLES, Throughput, TrainingLog
-from tests.server.gateway.harness import ADMIN_KEY, KEYS, MODEL, RunningGateway, get, post, running_gateway
+from tests.server.asking import AUTH, call
+from tests.server.gateway.harness import KEYS, MODEL, RunningGateway, post, running_gateway
 from tests.waiting import eventually
 from weightsync.control.records import FlipRecord, PastSwapRecord
 from weightsync.store import open_store
-
-KEY = f"Authorization: Bearer {ADMIN_KEY}\r\n"
 
 
 @pytest.fixture
@@ -28,14 +26,13 @@ def gateway(tmp_path: Path) -> Iterator[RunningGateway]:
 
 
 async def ask(gateway: RunningGateway, path: str) -> dict[str, Any]:
-    answer = await gateway.ask(get(path, KEY), admin=True)
-    assert answer.status == 200, answer.body
-    return dict(orjson.loads(answer.body))
+    status, body = await call(gateway, "GET", path)
+    assert status == 200, body
+    return body
 
 
 async def report(gateway: RunningGateway, body: object) -> tuple[int, dict[str, Any]]:
-    answer = await gateway.ask(post("/admin/training/metrics", orjson.dumps(body), KEY), admin=True)
-    return answer.status, orjson.loads(answer.body)
+    return await call(gateway, "POST", "/admin/training/metrics", body)
 
 
 # swaps
@@ -105,14 +102,14 @@ async def test_what_is_no_point_is_refused(gateway: RunningGateway, body: object
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
 async def test_a_number_that_is_none_is_refused(gateway: RunningGateway, number: str) -> None:
     body = f'{{"step": 1, "reward": {number}}}'.encode()
-    answer = await gateway.ask(post("/admin/training/metrics", body, KEY), admin=True)
+    answer = await gateway.ask(post("/admin/training/metrics", body, AUTH), admin=True)
     assert answer.status == 400
 
 
 async def test_a_trainer_needs_the_admin_key(gateway: RunningGateway) -> None:
     answer = await gateway.ask(post("/admin/training/metrics", {"step": 1, "reward": 1}), admin=True)
     assert answer.status == 401
-    answer = await gateway.ask(post("/admin/training/metrics", {"step": 1, "reward": 1}, KEY))
+    answer = await gateway.ask(post("/admin/training/metrics", {"step": 1, "reward": 1}, AUTH))
     assert answer.status == 404  # nothing of it on the public port
 
 

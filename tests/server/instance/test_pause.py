@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import re
-import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
-import orjson
 import pytest
 
 from server.errors import NotFound
 from server.gateway.admin.fleet import PauseLeases
-from tests.server.gateway.harness import ADMIN_KEY, KEYS, MODEL, RunningGateway, get, post, running_gateway
-from tests.waiting import eventually, wait_until
+from tests.server.asking import call
+from tests.server.gateway.harness import KEYS, MODEL, RunningGateway, gateway_process, running_gateway
+from tests.waiting import eventually
 from weightsync import open_store
 from weightsync.control.agent import PauseFollower
 from weightsync.store import Store
-
-AUTH = f"Authorization: Bearer {ADMIN_KEY}\r\n"
 
 
 @pytest.fixture
@@ -62,12 +54,6 @@ async def following(url: str) -> AsyncIterator[Engine]:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await store.close()
-
-
-async def call(gateway: RunningGateway, method: str, path: str, body: Any = None) -> tuple[int, dict[str, Any]]:
-    raw = post(path, b"" if body is None else orjson.dumps(body), AUTH) if method != "GET" else get(path, AUTH)
-    answer = await gateway.ask(raw.replace(b"POST", method.encode(), 1), admin=True)
-    return answer.status, orjson.loads(answer.body)
 
 
 # the routes
@@ -152,62 +138,15 @@ async def test_one_name_ends_and_renews_its_own_pauses_only(url: str) -> None:
     await store.close()
 
 
-# real processes
-
-PAUSER = """
-import sys, time, httpx
-url, key = sys.argv[1:]
-with httpx.Client(base_url=url, headers={"authorization": f"Bearer {key}"}, trust_env=False) as client:
-    pause = client.post("/admin/pause", json={"ttl_s": 2, "requested_by": "pauser"}).json()
-    while True:
-        client.post(f"/admin/pause/{pause['id']}/renew").raise_for_status()
-        print("renewed", flush=True)
-        time.sleep(0.3)
-"""
-
-
-def started(command: list[str], **how: Any) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(command, **how)
-
-
-async def test_a_killed_pauser_leaves_nothing_paused(gateway: RunningGateway) -> None:
-    url = f"http://{gateway.host}:{gateway.admin_port}"
-    async with following(gateway.gateway.config.store) as engine:
-        command = [sys.executable, "-c", PAUSER, url, ADMIN_KEY]
-        with started(command, stdout=subprocess.PIPE) as pauser:
-            try:
-                assert pauser.stdout is not None
-                for _ in range(10):  # longer than one time to live
-                    assert await asyncio.to_thread(pauser.stdout.readline) == b"renewed\n"
-                await engine.reaches(True)
-                assert (await call(gateway, "GET", "/admin/pause"))[1]["pauses"][0]["requested_by"] == "pauser"
-            finally:
-                pauser.send_signal(signal.SIGKILL)
-        await engine.reaches(False)
+# a real gateway
 
 
 async def test_a_killed_gateway_leaves_nothing_paused(tmp_path: Path) -> None:
-    store_url, port_file = f"sqlite://{tmp_path / 'store.db'}", tmp_path / "log"
-    command = ["-m", "server.gateway", "--store", store_url, "--model", MODEL, "--port", "0", "--admin-port", "0"]
-    env = {**os.environ, "HOTSWAP_ADMIN_KEY": ADMIN_KEY}
-    with port_file.open("wb") as log, started([sys.executable, *command], env=env, stderr=log) as process:
-        try:
-            port = await asyncio.to_thread(_admin_port, port_file)
-            async with following(store_url) as engine, httpx.AsyncClient(trust_env=False) as client:
-                headers = {"authorization": f"Bearer {ADMIN_KEY}"}
-                answer = await client.post(
-                    f"http://127.0.0.1:{port}/admin/pause", headers=headers, json={"ttl_s": 2, "requested_by": "me"}
-                )
-                assert answer.status_code == 200
-                await engine.reaches(True)
-                process.send_signal(signal.SIGKILL)
-                process.wait()
-                await engine.reaches(False)
-        finally:
-            process.kill()
-
-
-def _admin_port(log: Path) -> int:
-    """The port the gateway says it has, once it serves."""
-    wait_until(lambda: "Application startup complete" in log.read_text(), what=log.read_text)
-    return int(wait_until(lambda: re.search(r"admin routes on .*?port (\d+)", log.read_text()))[1])
+    with gateway_process(tmp_path) as gateway:
+        async with following(gateway.store.store.url) as engine:
+            status, _ = await call(gateway, "POST", "/admin/pause", {"ttl_s": 2, "requested_by": "me"})
+            assert status == 200
+            await engine.reaches(True)
+            gateway.process.kill()
+            gateway.process.wait()
+            await engine.reaches(False)

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 
 from server.gateway import UpstreamSettings
@@ -16,7 +15,8 @@ from server.instance.config import InstanceConfig
 from server.instance.middleware import Admission
 from server.instance.rest import rest
 from server.sleeping import SleeperRecord, SleepOrder, ordered, orders, sleepers, stay_asleep
-from tests.server.gateway.harness import ADMIN_KEY, KEYS, MODEL, RunningGateway, get, post, running_gateway
+from tests.server.asking import AUTH, call
+from tests.server.gateway.harness import KEYS, MODEL, RunningGateway, post, running_gateway
 from tests.server.gateway.upstream import answer_json, upstream
 from tests.server.instance.engines import Engine, config_of, sidecar_of, version
 from tests.waiting import eventually, stays
@@ -24,7 +24,6 @@ from weightsync import open_store
 from weightsync.control.records import ActiveRecord, InstanceRecord
 from weightsync.store import Store
 
-AUTH = f"Authorization: Bearer {ADMIN_KEY}\r\n"
 ORDER = SleepOrder("i", 1, 0.0, "test", 0.0)
 SLEEPER = SleeperRecord("i", 2, 7, "here", 0.0)
 
@@ -45,12 +44,6 @@ async def opened(tmp_path: Path) -> AsyncIterator[Store]:
         await store.close()
 
 
-async def admin(gateway: RunningGateway, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
-    raw = get(path, AUTH) if method == "GET" else post(path, orjson.dumps(body or {}), AUTH)
-    answer = await gateway.ask(raw, admin=True)
-    return answer.status, orjson.loads(answer.body)
-
-
 def sleeping_record(gateway: RunningGateway, instance_id: str) -> SleepOrder | None:
     found = gateway.store.get(orders(KEYS) + instance_id)
     return SleepOrder.from_json(found.value) if found is not None else None
@@ -59,25 +52,25 @@ def sleeping_record(gateway: RunningGateway, instance_id: str) -> SleepOrder | N
 async def test_sleep_is_ordered_seen_and_ended(gateway: RunningGateway) -> None:
     async with upstream(answer_json) as up:
         gateway.register(up, "i0")
-        status, body = await admin(gateway, "POST", "/admin/instances/i0/sleep", {"level": 1, "drain_s": 3})
+        status, body = await call(gateway, "POST", "/admin/instances/i0/sleep", {"level": 1, "drain_s": 3})
         assert (status, body) == (200, {"id": "i0", "level": 1, "state": "falling_asleep"})
         order = sleeping_record(gateway, "i0")
         assert order is not None
         assert (order.level, order.drain_s, order.requested_by, order.ttl_s) == (1, 3.0, "admin", None)
 
-        waiting = asyncio.create_task(admin(gateway, "POST", "/admin/instances/i0/sleep", {"wait_s": 30}))
+        waiting = asyncio.create_task(call(gateway, "POST", "/admin/instances/i0/sleep", {"wait_s": 30}))
         await stays(lambda: not waiting.done(), 0.1)
         gateway.unregister("i0")  # as an instance does that falls asleep
         gateway.store.put(sleepers(KEYS) + "i0", SleeperRecord("i0", 2, 7, "here", 0.0).to_json())
         assert (await waiting)[1] == {"id": "i0", "level": 2, "state": "asleep"}
-        _, listed = await admin(gateway, "GET", "/admin/sleep")
+        _, listed = await call(gateway, "GET", "/admin/sleep")
         assert [o["id"] for o in listed["orders"]] == ["i0"]
         assert [(s["id"], s["pid"], s["in_place"]) for s in listed["asleep"]] == [("i0", 7, False)]
 
-        assert (await admin(gateway, "POST", "/admin/instances/i0/wake"))[1] == {"id": "i0", "state": "waking"}
+        assert (await call(gateway, "POST", "/admin/instances/i0/wake"))[1] == {"id": "i0", "state": "waking"}
         assert sleeping_record(gateway, "i0") is None
         gateway.register(up, "i0")
-        _, body = await admin(gateway, "POST", "/admin/instances/i0/wake", {"wait_s": 30})
+        _, body = await call(gateway, "POST", "/admin/instances/i0/wake", {"wait_s": 30})
         assert body == {"id": "i0", "state": "serving"}
 
 
@@ -85,16 +78,16 @@ async def test_an_order_that_is_not_renewed_ends_by_itself(gateway: RunningGatew
     """A trainer that dies cannot leave the fleet asleep; one that lives renews by ordering again."""
     async with upstream(answer_json) as up:
         gateway.register(up, "i0")
-        await admin(gateway, "POST", "/admin/instances/i0/sleep", {"ttl_s": 1})
-        await admin(gateway, "POST", "/admin/instances/i0/sleep", {"ttl_s": 3600})
+        await call(gateway, "POST", "/admin/instances/i0/sleep", {"ttl_s": 1})
+        await call(gateway, "POST", "/admin/instances/i0/sleep", {"ttl_s": 3600})
         await stays(lambda: sleeping_record(gateway, "i0"), 1.5, "the renewed order, without the first one's lease")
-        await admin(gateway, "POST", "/admin/instances/i0/sleep", {"ttl_s": 1})
+        await call(gateway, "POST", "/admin/instances/i0/sleep", {"ttl_s": 1})
         await eventually(lambda: sleeping_record(gateway, "i0") is None)
 
 
 @pytest.mark.parametrize("what", ["sleep", "wake"])
 async def test_nobody_sleeps_who_is_not_there(gateway: RunningGateway, what: str) -> None:
-    status, body = await admin(gateway, "POST", f"/admin/instances/nobody/{what}")
+    status, body = await call(gateway, "POST", f"/admin/instances/nobody/{what}")
     assert (status, body["error"]["code"]) == (404, "unknown_instance")
 
 
@@ -102,7 +95,7 @@ async def test_nobody_sleeps_who_is_not_there(gateway: RunningGateway, what: str
 async def test_orders_are_strict(gateway: RunningGateway, body: dict[str, Any]) -> None:
     async with upstream(answer_json) as up:
         gateway.register(up, "i0")
-        assert (await admin(gateway, "POST", "/admin/instances/i0/sleep", body))[0] == 400
+        assert (await call(gateway, "POST", "/admin/instances/i0/sleep", body))[0] == 400
         assert sleeping_record(gateway, "i0") is None
 
 
