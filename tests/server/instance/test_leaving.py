@@ -183,46 +183,34 @@ asyncio.run(main())
 """
 
 
+TERM = (signal.SIGTERM, "leaving False")
+
+
 @pytest.mark.parametrize(
-    ("what", "signals", "printed", "status"),
+    ("what", "signals", "rest", "status"),
     [
-        (("orderly",), [signal.SIGTERM], ["leaving False", "behind"], 0),
-        ((), [signal.SIGTERM], ["leaving False"], -signal.SIGTERM),
-        (("raise",), [signal.SIGTERM], ["leaving False"], -signal.SIGTERM),
-        (("hang",), [signal.SIGTERM, signal.SIGTERM], ["leaving False"], -signal.SIGTERM),
+        (["orderly"], [TERM], "behind\n", 0),
+        ([], [TERM], "", -signal.SIGTERM),
+        (["raise"], [TERM], "", -signal.SIGTERM),
+        (["hang"], [TERM, (signal.SIGTERM, "")], "", -signal.SIGTERM),
+        (["hang"], [(signal.SIGINT, "")], "", -signal.SIGINT),
     ],
+    ids=["orderly", "in disorder", "a fault", "a second signal", "an interrupt"],
 )
-def test_what_a_signal_does(what: tuple[str, ...], signals: list[int], printed: list[str], status: int) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", LEAVING, *what], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "up\n"
-        lines = []
-        for number in signals:
-            process.send_signal(number)
-            lines += [process.stdout.readline().strip()] if not lines else []
-        rest, _ = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert lines + rest.split("\n")[:-1] == printed
-    assert process.returncode == status
-
-
-def test_an_interrupt_does_not_wait() -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", LEAVING, "hang"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "up\n"
-        process.send_signal(signal.SIGINT)
-        rest, _ = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert "leaving" not in rest
-    assert process.returncode != 0, rest
+def test_what_a_signal_does(what: list[str], signals: list[tuple[int, str]], rest: str, status: int) -> None:
+    """`signals`: each with the line that it has printed."""
+    command = [sys.executable, "-c", LEAVING, *what]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "up\n"
+            for number, line in signals:
+                process.send_signal(number)
+                assert not line or process.stdout.readline() == f"{line}\n"
+            said, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert (said, process.returncode) == (rest, status)
 
 
 # an instance

@@ -66,7 +66,7 @@ def test_the_toolkit_of_the_nvcc_on_the_path(gpus: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    "lacks", ["all of it", "headers", "the libraries where they are looked for", "the compiler", "ninja"]
+    "lacks", ["all of it", "FlashInfer", "headers", "the libraries where they are looked for", "the compiler", "ninja"]
 )
 def test_without_a_toolkit_that_works_vllm_samples(
     gpus: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lacks: str
@@ -74,6 +74,8 @@ def test_without_a_toolkit_that_works_vllm_samples(
     """A request with top_p would end the engine: FlashInfer compiles its kernel for it, or fails to."""
     if lacks != "all of it":  # the wheels of CUDA have lib/libcudart.so.13, and no lib64
         toolkit(gpus / "cuda", "lib" if "libraries" in lacks else "lib64")
+    if lacks == "FlashInfer":
+        (gpus / "flashinfer").rmdir()
     if lacks == "headers":  # a toolkit that has been installed in part, as some packages do
         (gpus / "cuda" / "include" / "curand.h").unlink()
     if lacks == "the compiler":
@@ -91,12 +93,6 @@ def test_what_is_compiled_ahead_needs_no_toolkit(gpus: Path, package: str, sampl
     (gpus / package).mkdir()
     prepare_environment()
     assert (SAMPLER_ENV not in os.environ) == samples
-
-
-def test_without_flashinfer_vllm_samples(gpus: Path) -> None:
-    toolkit(gpus / "cuda")
-    (gpus / "flashinfer").rmdir()
-    assert not flashinfer_samples()
 
 
 @pytest.mark.parametrize("said", ["0", "1"])

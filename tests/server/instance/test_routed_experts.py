@@ -35,18 +35,23 @@ def decoded(text: str) -> np.ndarray:
     return found
 
 
+def choice_of(finish_reason: str | None, experts: np.ndarray | None) -> SimpleNamespace:
+    """An output of the engine that says one token."""
+    span = SimpleNamespace(version="3", start=0, end=1)
+    said = {"index": 0, "text": "a", "token_ids": [9], "logprobs": None, "weight_versions": [span]}
+    return SimpleNamespace(**said, finish_reason=finish_reason, routed_experts=experts)
+
+
 async def told(
     wanted: bool | None, *, on: bool = True, rows: int = 3, start: int = 0, of: Recording | None = None
 ) -> tuple[Trace, Any, Any]:
     """What is known after an answer; its last output, and the parameters that the engine got."""
     params = SimpleNamespace(n=1, extra_args=None, prompt_logprobs=None, routed_experts_prompt_start=start)
     params.skip_reading_prefix_cache = None
-    span = SimpleNamespace(version="3", start=0, end=1)
-    output = SimpleNamespace(index=0, token_ids=[9], text="a", weight_versions=[span], finish_reason="stop")
-    output.routed_experts = EXPERTS[:rows]
+    output = choice_of("stop", EXPERTS[:rows])
 
     async def generate(*_: Any, **__: Any) -> AsyncIterator[Any]:
-        yield SimpleNamespace(outputs=[output], prompt_token_ids=[5, 6, 7], finished=True)
+        yield SimpleNamespace(outputs=[output], finished=True, **PROMPT)
 
     trace = Trace()
     trace.wants_routing = wanted
@@ -164,11 +169,7 @@ def run_of(outputs: list[Any], **asked: Any) -> Run:
 
 
 async def test_generate_tells_it_with_the_last_token_of_a_choice() -> None:
-    span = SimpleNamespace(version="3", start=0, end=2)
-    common = {"index": 0, "text": "a", "token_ids": [9], "logprobs": None, "weight_versions": [span]}
-    begun = SimpleNamespace(**common, finish_reason=None, routed_experts=None)
-    ended = SimpleNamespace(**common, finish_reason="stop", routed_experts=EXPERTS)
-    outputs = [SimpleNamespace(outputs=[o], prompt_token_ids=[5, 6, 7]) for o in (begun, ended)]
+    outputs = [SimpleNamespace(outputs=[o], **PROMPT) for o in (choice_of(None, None), choice_of("stop", EXPERTS))]
     for wanted in (True, False):
         run = run_of(outputs, routed_experts=wanted)
         await run.start()
@@ -184,10 +185,7 @@ async def test_generate_tells_it_with_the_last_token_of_a_choice() -> None:
 
 
 async def test_generate_tells_what_is_lost() -> None:
-    span = SimpleNamespace(version="3", start=0, end=1)
-    common = {"index": 0, "text": "a", "token_ids": [9], "logprobs": None, "weight_versions": [span]}
-    begun = SimpleNamespace(**common, finish_reason=None, routed_experts=None)
-    run = run_of([SimpleNamespace(outputs=[begun], prompt_token_ids=[5, 6, 7]), RoutingLost()], routed_experts=True)
+    run = run_of([SimpleNamespace(outputs=[choice_of(None, None)], **PROMPT), RoutingLost()], routed_experts=True)
     await run.start()
     *_, (name, told_last) = [(event.event, orjson.loads(str(event.data))) async for event in run.events()]
     assert (name, told_last["error"]["code"]) == ("error", "routing_lost")
