@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from server.up.config import UpConfig
 from server.up.server import Server
 from tests.weightsync.fleet import Engine
 from tests.weightsync.tensors import model, read_back, save_safetensors
-from weightsync import Coordinator, Participant, Publisher, SyncStore, open_store
+from weightsync import Coordinator, Participant, Publisher, Store, SyncStore, open_store
 from weightsync.control import activation
 from weightsync.control.records import ActiveRecord, CounterRecord, InstanceRecord, Keys, SwapRecord, VersionRecord
 from weightsync.errors import WeightSyncError
@@ -59,8 +59,8 @@ class Child:
 
     persists = True
 
-    def __init__(self, name: str, args: Sequence[str], *_: object) -> None:
-        self.name, self.args, self.alive, self.process = name, list(args), True, self
+    def __init__(self, name: str, args: Sequence[str], _log: object, env: Mapping[str, str], *_: object) -> None:
+        self.name, self.args, self.env, self.alive, self.process = name, list(args), env, True, self
         self.returncode: int | None = None
         self.calls: list[str] = []
         self.grace_s = 0.0
@@ -78,14 +78,11 @@ class Child:
 
     async def _copied(self) -> bool:
         options = dict(zip(self.args[1::2], self.args[2::2], strict=True))
-        store = open_store(options["--store"], create=False)
         disk, stopped = Disk(Path(options["--dir"]), keep=int(options["--keep"])), asyncio.Event()
         stopped.set()
-        try:
+        async with opened(options["--store"]) as store:
             with disk.lock():
                 return await Persister(store, Keys(options["--model"]), disk).run(stopped)
-        finally:
-            await store.close()
 
 
 @dataclass
@@ -130,6 +127,14 @@ class Up:
         if commit:
             run(committed(self.server.store, version))
         return version
+
+    def ran(self, value: float | None = None, **options: Any) -> Server:
+        """Started, one version trained if there is a `value`, and stopped."""
+        server = self.start(**options)
+        if value is not None:
+            self.trained(value)
+        self.stop()
+        return server
 
     def stop(self) -> None:
         assert self.server is not None
@@ -220,6 +225,15 @@ def run(work: Any) -> Any:
     return result
 
 
+@contextlib.asynccontextmanager
+async def opened(url: str) -> AsyncIterator[Store]:
+    store = open_store(url, create=False)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
 async def committed(url: str, version: int, model: str = MODEL) -> None:
     async with coordinator(url, model) as leader:
         await leader.activate(version)
@@ -227,84 +241,65 @@ async def committed(url: str, version: int, model: str = MODEL) -> None:
 
 @contextlib.asynccontextmanager
 async def coordinator(url: str, model: str = MODEL) -> AsyncIterator[Coordinator]:
-    store = open_store(url, create=False)
-    leader = Coordinator(store, model)
-    leader.start()
-    try:
-        yield leader
-    finally:
-        await leader.stop()
-        await store.close()
+    async with opened(url) as store:
+        leader = Coordinator(store, model)
+        leader.start()
+        try:
+            yield leader
+        finally:
+            await leader.stop()
 
 
 async def swapped(url: str, version: int) -> None:
     """As `committed`, with an instance that stages and flips."""
     engine = Engine(running=version - 1)
     engine.staged.add(version - 1)
-    store = open_store(url, create=False)
     record = InstanceRecord("instance-0", "http://h:1", active_version=version - 1, pid=os.getpid())
-    instance = Participant(store, MODEL, record, engine.stage, engine.commit, drop=engine.drop)
-    try:
+    async with opened(url) as store:
+        instance = Participant(store, MODEL, record, engine.stage, engine.commit, drop=engine.drop)
         async with coordinator(url) as leader:
             instance.start()
             await instance.serving()
             await leader.activate(version)
         await instance.stop()
         assert engine.running == version
-    finally:
-        await store.close()
 
 
 async def swap_until(url: str, holds: Callable[[SwapRecord], bool], ask: int | None = None) -> None:
     """Let a coordinator lead until the swap is as is wanted; `ask`: for this version, first."""
-    store = open_store(url, create=False)
-    try:
-        async with coordinator(url):
-            if ask is not None:
-                await activation.request(store, KEYS, activation.new_target(ask, "test", 60.0))
-            async with asyncio.timeout(20), contextlib.aclosing(store.watch(KEYS.swap, 1)) as events:
-                async for event in events:
-                    if event.kind == "put" and holds(SwapRecord.from_json(event.kv.value)):
-                        return
-    finally:
-        await store.close()
+    async with opened(url) as store, coordinator(url):
+        if ask is not None:
+            await activation.request(store, KEYS, activation.new_target(ask, "test", 60.0))
+        async with asyncio.timeout(20), contextlib.aclosing(store.watch(KEYS.swap, 1)) as events:
+            async for event in events:
+                if event.kind == "put" and holds(SwapRecord.from_json(event.kv.value)):
+                    return
 
 
 async def _records(url: str) -> dict[str, bytes]:
-    store = open_store(url, create=False)
-    try:
+    async with opened(url) as store:
         return {kv.key: kv.value for kv in (await store.list(""))[0]}
-    finally:
-        await store.close()
 
 
 async def _made_key(url: str) -> str:
-    store = open_store(url, create=False)
-    try:
+    async with opened(url) as store:
         new = NewKey("somebody", (INFER,), None, KeyLimits())
         return (await KeyStore(store, KeyRing({}, required=False)).create(new, By("test")))[1]
-    finally:
-        await store.close()
 
 
 async def _forgotten(url: str) -> None:
-    store = open_store(url, create=False)
-    try:
+    async with opened(url) as store:
         keys = KeyStore(store, KeyRing({}, required=False))
         for record in await keys.every():
             await keys.change(record.id, lambda known: replace(known, revoked_at=time.time()), By("test"))
             await keys.forget(record.id, By("test"))
-    finally:
-        await store.close()
 
 
 async def _asked(url: str, key: str | None) -> str:
-    store, ring = open_store(url, create=False), KeyRing({}, required=False)
-    try:
+    ring = KeyRing({}, required=False)
+    async with opened(url) as store:
         await KeyStore(store, ring).refresh()
         return ring.authorize(key.encode() if key else None, INFER).name
-    finally:
-        await store.close()
 
 
 @contextlib.contextmanager

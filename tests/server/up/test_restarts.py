@@ -43,9 +43,7 @@ def test_a_stop_copies_to_disk_and_gives_the_memory_back(server: Up, shm: Path) 
 
 @pytest.mark.parametrize("end", ["kill", "lose_power"])
 def test_an_end_without_warning_loses_no_key_version_number_or_history(server: Up, end: str) -> None:
-    server.start()
-    server.trained(2.0)
-    server.stop()  # on disk: version 2
+    server.ran(2.0)  # on disk: version 2
     server.start()
     key = server.make_key()
     history = {name: value for name, value in server.records().items() if name.startswith(KEYS.history)}
@@ -78,9 +76,7 @@ def test_the_door_stays_closed_when_the_last_key_is_gone(server: Up) -> None:
 
 @pytest.mark.parametrize("torn", ["model.safetensors", "manifest.json", "version.json"])
 def test_a_torn_copy_is_not_served_and_the_version_before_it_is(server: Up, torn: str) -> None:
-    server.start()
-    server.trained(2.0)
-    server.stop()
+    server.ran(2.0)
     os.truncate(file := server.state_dir / "versions" / "2" / torn, file.stat().st_size // 2)
     started = server.start()
     assert started.said[0].startswith("version 2 is lost: ")
@@ -93,9 +89,7 @@ def test_a_torn_copy_is_not_served_and_the_version_before_it_is(server: Up, torn
 
 
 def test_memory_that_was_damaged_meanwhile_is_not_served(server: Up) -> None:
-    server.start()
-    server.trained(2.0)
-    server.stop()
+    server.ran(2.0)
     server.start()
     (slot,) = [path for path in server.slots if str(path) == server.version(2).slot]
     server.kill()
@@ -105,9 +99,7 @@ def test_memory_that_was_damaged_meanwhile_is_not_served(server: Up) -> None:
 
 
 def test_a_version_that_is_lost_is_said_and_the_newest_whole_one_is_served(server: Up) -> None:
-    server.start()
-    server.trained(2.0)
-    server.stop()
+    server.ran(2.0)
     server.start()
     server.trained(3.0)  # not on disk yet
     server.lose_power()
@@ -132,9 +124,7 @@ def test_with_nothing_whole_the_checkpoint_becomes_a_new_version(server: Up) -> 
 
 def test_without_copies_a_stop_keeps_the_memory_and_says_so(server: Up) -> None:
     server.options["persist"] = "off"
-    server.start()
-    server.trained(2.0)
-    server.stop()
+    server.ran(2.0)
     assert re.match("the active version stays in shared memory", server.told[-1])
     assert "persist" not in server.start().children
     assert server.served() == (2, 2.0)
@@ -142,9 +132,7 @@ def test_without_copies_a_stop_keeps_the_memory_and_says_so(server: Up) -> None:
 
 def test_a_copy_that_could_not_be_written_keeps_the_memory(server: Up, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Child, "persists", False)
-    server.start()
-    server.trained(2.0)
-    server.stop()
+    server.ran(2.0)
     assert "stays in shared memory" in server.told[-1]
     server.start()
     assert server.served() == (2, 2.0)
@@ -189,9 +177,7 @@ def test_copies_are_read_where_they_were_written_whatever_is_asked_now(
     def place(name: str | None) -> Path | str | None:
         return tmp_path / name if name not in (None, "off") else name
 
-    server.start(persist=place(first))
-    server.trained(2.0)
-    server.stop()
+    server.ran(2.0, persist=place(first))
     said = server.start(persist=place(then)).said
     assert f"its copy in {place(first) or server.state_dir / 'versions'}" in said[-1]
     assert server.served() == (2, 2.0)
@@ -203,9 +189,7 @@ def test_copies_are_read_where_they_were_written_whatever_is_asked_now(
 def test_a_disk_that_is_not_mounted_is_not_a_version_that_is_lost(server: Up, tmp_path: Path) -> None:
     disk, aside = tmp_path / "disk", tmp_path / "aside"
     server.options["persist"] = disk
-    server.start()
-    server.trained(2.0)
-    server.stop()
+    server.ran(2.0)
     disk.rename(aside)
     disk.mkdir()
     before = server.records()
@@ -229,9 +213,7 @@ def test_a_disk_that_is_not_mounted_is_not_a_version_that_is_lost(server: Up, tm
 
 def test_numbers_that_are_on_disk_were_given_out(server: Up) -> None:
     """By a store that was put back from an older copy."""
-    server.start()
-    server.trained(2.0)
-    server.stop()
+    server.ran(2.0)
     with contextlib.closing(SyncStore(f"sqlite://{server.state_dir}/store.db")) as store:
         store.put(KEYS.counter, CounterRecord(1).to_json())
     server.start()
@@ -259,11 +241,9 @@ def test_a_store_that_is_gone_is_not_made_anew_unasked(server: Up) -> None:
 
 
 def test_another_store_in_a_state_directory_is_refused(server: Up, tmp_path: Path) -> None:
-    server.start()
-    server.stop()
+    server.ran()
     other = Up(server.checkpoint, tmp_path / "other-state")
-    other.start()
-    other.stop()
+    other.ran()
     for path in server.state_dir.glob("store.db*"):
         path.unlink()
     shutil.copy(tmp_path / "other-state" / "store.db", server.state_dir)
@@ -292,9 +272,7 @@ def test_several_models_go_on_each_with_its_own_versions(server: Up, tmp_path: P
     file = tmp_path / "models.yaml"
     file.write_text(f"models: [{{name: {MODEL}}}, {{name: org/other, checkpoint: {other}}}]")
     options = {"models": file} | ({"persist": tmp_path / "copies"} if elsewhere else {})
-    server.start(**options)
-    server.trained(2.0)
-    server.stop()  # on disk: a version of each
+    server.ran(2.0, **options)  # on disk: a version of each
     server.start(**options)
     getattr(server, end)()
     started = server.start(**options)
@@ -319,8 +297,7 @@ def test_several_models_go_on_each_with_its_own_versions(server: Up, tmp_path: P
 
 
 def test_a_state_of_other_models_is_refused(server: Up, tmp_path: Path) -> None:
-    server.start()
-    server.stop()
+    server.ran()
     file = tmp_path / "models.yaml"
     file.write_text(f"models: [{{name: other, checkpoint: {save_checkpoint(tmp_path / 'other', 7.0)}}}]")
     with pytest.raises(CliError, match="serves toy, not other"):

@@ -40,9 +40,7 @@ def test_another_checkpoint_is_refused_with_the_choices_and_nothing_is_changed(s
 
 
 def test_the_same_checkpoint_elsewhere_is_the_same(server: Up, tmp_path: Path) -> None:
-    server.start()
-    server.trained(2.0)
-    server.stop()
+    server.ran(2.0)
     moved = server.checkpoint.rename(tmp_path / "moved")
     server.start(model=str(moved))
     assert server.served() == (2, 2.0)
@@ -61,8 +59,7 @@ def test_any_checkpoint_may_begin_where_nothing_was_committed(server: Up, tmp_pa
 
 
 def test_another_name_in_the_same_state_is_refused(server: Up) -> None:
-    server.start()
-    server.stop()
+    server.ran()
     with pytest.raises(OtherCheckpoint, match="serves toy, not other"):
         server.start(name="other")
 
@@ -70,8 +67,7 @@ def test_another_name_in_the_same_state_is_refused(server: Up) -> None:
 def test_what_a_version_has_besides_must_be_run(server: Up, tmp_path: Path) -> None:
     draft = save_checkpoint(tmp_path / "draft", 0.5)
     drafting = ("--speculative-config", json.dumps({"model": str(draft), "method": "draft_model"}))
-    server.start()
-    server.stop()
+    server.ran()
     said = server.start(vllm_args=drafting).said  # named for the first time: a version has it from now on
     assert said[-1] == f"version 1 has no draft model: a new version gets {draft}"
     assert [part.name for part in server.version(server.active().version).parts] == ["draft"]
@@ -82,7 +78,9 @@ def test_what_a_version_has_besides_must_be_run(server: Up, tmp_path: Path) -> N
     assert "publish" not in server.start(vllm_args=drafting).children
 
 
-@pytest.mark.parametrize(("name", "options"), [("logs", {}), ("store.db", {"fresh": True}), ("versions", {})])
+@pytest.mark.parametrize(
+    ("name", "options"), [("logs", {}), ("store.db", {}), ("store.db", {"fresh": True}), ("versions", {})]
+)
 def test_what_is_in_the_way_in_the_state_directory_is_one_line(
     server: Up, name: str, options: dict[str, object]
 ) -> None:
@@ -117,8 +115,7 @@ def test_fresh_discards_all_but_the_admin_key_and_says_what(server: Up, shm: Pat
 
 
 def test_fresh_begins_with_another_checkpoint(server: Up, tmp_path: Path) -> None:
-    server.start()
-    server.stop()
+    server.ran()
     server.start(fresh=True, model=str(save_checkpoint(tmp_path / "other", 9.0)))
     assert server.served() == (1, 9.0)
 
@@ -151,8 +148,7 @@ def test_fresh_takes_the_copies_of_this_store_wherever_they_are_and_nothing_else
     steps, used = tmp_path / "steps", tmp_path / "used"
     (steps / "1000").mkdir(parents=True)
     (steps / "1000" / "model.safetensors").write_bytes(b"a trainer's")
-    server.start(persist=used)
-    server.stop()
+    server.ran(persist=used)
     shutil.copytree(used / "1", steps / "1")  # a copy that nobody has said is this store's
     with frozen(steps):
         server.start(fresh=True, persist="off")
@@ -166,19 +162,16 @@ def test_fresh_takes_the_copies_of_this_store_wherever_they_are_and_nothing_else
     server.start(fresh=True)
     assert [path.name for path in steps.iterdir()] == ["1000"]
     server.stop()
-    server.start(fresh=True, persist=used)
-    server.stop()
+    server.ran(fresh=True, persist=used)
     server.start()  # what is in its own place is its own
     assert server.served() == (1, 1.0)
 
 
 def test_copies_of_another_store_are_neither_used_nor_discarded(server: Up, tmp_path: Path) -> None:
     server.options["persist"] = tmp_path / "copies"
-    server.start()
-    server.stop()
+    server.ran()
     other = Up(server.checkpoint, tmp_path / "other-state")
-    other.start()
-    other.stop()
+    other.ran()
     before = other.records()
     for options in ({}, {"fresh": True}):
         with frozen(tmp_path / "copies"), pytest.raises(CliError, match="copies of another store's versions"):
@@ -202,8 +195,7 @@ def test_up_twice_is_refused_and_changes_nothing(server: Up, shm: Path) -> None:
 
 @pytest.mark.parametrize("which", ["port", "admin_port"])
 def test_a_port_that_is_taken_is_said_before_anything_is_changed(server: Up, shm: Path, which: str) -> None:
-    server.start()
-    server.stop()
+    server.ran()
     started = server.start(persist="off")
     ServerInfo("http://h:1", "http://h:2", MODEL, started.store, "/key", os.getpid()).write(server.state_dir)
     server.kill()

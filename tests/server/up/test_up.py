@@ -28,6 +28,7 @@ from server.up.paths import ServerInfo
 from server.up.processes import DEVICES_ENV, cause_in, devices_asked, share_of_cores, shares_of_devices, visible_devices
 from server.up.served import draft_dir, served
 from server.up.server import Server
+from tests.server.up.restarts import Child
 from tests.weightsync.tensors import model as model_of
 from trainer.config import FaultsConfig
 from weightsync import Publisher, SyncStore, ensure_arena, open_store
@@ -191,26 +192,9 @@ def test_server_json_says_where_the_admin_port_is(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "server.json").read_text())["admin_url"] == "http://127.0.0.1:2"
 
 
-class Process:
-    """A child that never runs."""
-
-    def __init__(self, name: str, _args: object, _log: object, env: Mapping[str, str], *_: object) -> None:
-        self.name, self.alive, self.process, self.calls = name, True, self, list[str]()
-        self.env = env
-        self.returncode = -9
-
-    def stop(self, grace_s: float = 0.0) -> None:
-        self.calls.append("stop")
-        self.grace_s = grace_s
-
-    def start(self) -> None:
-        self.calls.append("start")
-        self.alive = True
-
-
 @pytest.fixture
 def server(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(up, "Child", Process)
+    monkeypatch.setattr(up, "Child", Child)
     monkeypatch.setenv("HOTSWAP_STATE_DIR", str(tmp_path))
     server = Server(UpConfig(model=str(model), name="toy", state_dir=tmp_path / "state", instances=2, throwaway=True))
     server.arena = tmp_path / "slots"
@@ -487,14 +471,6 @@ def test_a_description_that_cannot_be_read_is_no_running_server(server: Server) 
     assert not description.exists()
 
 
-def test_a_store_that_cannot_be_used_is_one_line(server: Server) -> None:
-    server.config = replace(server.config, throwaway=False)
-    (server.state_dir / "store.db").mkdir(parents=True)
-    with pytest.raises(CliError, match="cannot be used"):
-        server.start()
-    assert server.children == {}
-
-
 @pytest.mark.parametrize("joined", [True, False])
 def test_a_draft_model_with_weights_of_its_own_is_published(tmp_path: Path, joined: bool) -> None:
     (tmp_path / "a=b").mkdir()
@@ -543,7 +519,7 @@ def test_a_torchvision_of_another_torch_is_told_with_its_remedy(
 
 def run_with(monkeypatch: pytest.MonkeyPatch, **parts: Any) -> Any:
     """`run_up`, which starts no process and leaves the signals of this one alone."""
-    monkeypatch.setattr(up, "Child", Process)
+    monkeypatch.setattr(up, "Child", Child)
     for name in ("install", "ignore"):
         monkeypatch.setattr(interrupts, name, lambda: None)
     for name, part in parts.items():
