@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from server.cli.follow import Gateway
 from server.follow.config import FollowConfig
@@ -48,17 +51,35 @@ class Follow:
 
     def call(self, method: str, path: str, body: dict[str, Any] | None = None, reason: str | None = None) -> Any:
         answer = self.admin.call(method, path, body, reason)
-        if f"{method} {path}" == self.dies_after:
-            self.dies_after = ""
-            raise Killed
+        self._dies(f"{method} {path}")
         return answer
 
     def upload(self, path: str, query: Mapping[str, str], pieces: Iterable[bytes], reason: str) -> Any:
         answer = self.admin.upload(path, query, pieces, reason)
-        if path == self.dies_after:
+        self._dies(path)
+        return answer
+
+    def _dies(self, after: str) -> None:
+        if after == self.dies_after:
             self.dies_after = ""
             raise Killed
-        return answer
+
+    def steps(self, count: int = 3) -> None:
+        for _ in range(count):
+            self.follower.step()
+
+    def dies_and_begins_again(self, after: str, source: Source | None = None) -> None:
+        """Killed when it has asked for that, before it could note the answer."""
+        self.dies_after = after
+        with pytest.raises(Killed):
+            self.until(lambda _: False)
+        self.again(source)
+
+    def command(self, source: str) -> list[str]:
+        """The process that follows `source`, with a cache of its own."""
+        command = [sys.executable, "-m", "server.cli", "follow", source, "--interval", "0.05", "--settle", "0"]
+        command += ["--url", str(self.place[0]), "--admin-key-file", str(self.place[1])]
+        return [*command, "--cache-dir", str(self.root / "process")]
 
     def until(self, condition: Callable[[FollowState], object]) -> FollowState:
         """Takes steps until the state is so."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,8 +43,7 @@ def test_each_new_checkpoint_is_released_by_the_policy(follow: Follow) -> None:
     ]
     shutil.rmtree(follow.runs / "step-10")  # an older one is no reason to go back
     write(follow.runs / "step-9", 3.0)
-    for _ in range(3):
-        follow.follower.step()
+    follow.steps()
     assert (follow.active, follow.file.state.current) == (3, None)
 
 
@@ -57,8 +55,7 @@ def test_what_was_taken_back_is_not_tried_again_until_it_changes(follow: Follow)
     follow.admin.call("POST", "/admin/releases/cancel", {}, "wrong data")
     assert follow.until_tried("step-1", "refused") == "rolled back: cancelled by admin key: wrong data"
     follow.again()
-    for _ in range(3):
-        follow.follower.step()
+    follow.steps()
     assert (follow.file.state.current, len(follow.deeds("release"))) == (None, 1)
     follow.store_policy(AT_ONCE)
     write(follow.runs / "step-1", 2.0)
@@ -74,8 +71,7 @@ def test_checkpoints_that_are_none_are_refused_with_the_reason(follow: Follow, m
     write(follow.runs / "step-2", width=16)
     assert "shape" in follow.until_tried("step-2", "refused")
     (write(follow.runs / "step-3") / "config.json").unlink()
-    for _ in range(3):
-        follow.follower.step()
+    follow.steps()
     assert follow.file.state.current is None
     refuse_pushes(follow, monkeypatch, RequestFailed("tensor 'x' is missing", 422, "missing_tensor"))
     write(follow.runs / "step-4")
@@ -87,10 +83,7 @@ def test_checkpoints_that_are_none_are_refused_with_the_reason(follow: Follow, m
 def test_killed_before_it_could_note_what_it_did(follow: Follow, after: str) -> None:
     follow.store_policy(AT_ONCE)
     write(follow.runs / "step-1")
-    follow.dies_after = after
-    with pytest.raises(Killed):
-        follow.until(lambda _: False)
-    follow.again()
+    follow.dies_and_begins_again(after)
     follow.until_tried("step-1", "released")
     assert (follow.active, follow.sources(), len(follow.deeds("release"))) == (2, ["base", "step-1"], 1)
 
@@ -98,13 +91,10 @@ def test_killed_before_it_could_note_what_it_did(follow: Follow, after: str) -> 
 def test_a_release_that_ended_while_the_follower_was_dead(follow: Follow) -> None:
     follow.store_policy(POLICY)
     write(follow.runs / "step-1")
-    follow.dies_after = "POST /admin/releases"
-    with pytest.raises(Killed):
-        follow.until(lambda _: False)
+    follow.dies_and_begins_again("POST /admin/releases")
     until(follow.running, "held")
     follow.admin.call("POST", "/admin/releases/cancel", {}, "no good")
     until(follow.running, "rolled_back")
-    follow.again()
     assert follow.until_tried("step-1", "refused") == "rolled back: cancelled by admin key: no good"
     assert len(follow.deeds("release")) == 1
 
@@ -139,8 +129,7 @@ def test_newer_checkpoints_wait_for_a_release_and_the_newest_goes_on(follow: Fol
     until(follow.running, "held")
     for number in (2, 3):
         write(follow.runs / f"step-{number}", float(number))
-    for _ in range(3):
-        follow.follower.step()
+    follow.steps()
     assert follow.file.state.current is not None
     assert follow.file.state.current.name == "step-1"
     follow.store_policy(AT_ONCE)
@@ -149,14 +138,18 @@ def test_newer_checkpoints_wait_for_a_release_and_the_newest_goes_on(follow: Fol
     assert follow.sources() == ["base", "step-1", "step-3"]
 
 
-def test_somebody_else_s_release_comes_first(follow: Follow) -> None:
-    """A candidate that waits for it makes way for a newer one, unpublished."""
+def somebody_releases(follow: Follow) -> None:
     push = {"path": str(write(follow.root / "other", 7.0)), "activate": False}
     version = follow.admin.call("POST", "/admin/weights", push)["version"]
     follow.store_policy(POLICY, "slow")
     follow.admin.call("POST", "/admin/releases", {"version": version, "policy": "slow"})
-    until(follow.running, "held")
     follow.store_policy(AT_ONCE)
+
+
+def test_somebody_else_s_release_comes_first(follow: Follow) -> None:
+    """A candidate that waits for it makes way for a newer one, unpublished."""
+    somebody_releases(follow)
+    until(follow.running, "held")
     write(follow.runs / "step-1", 1.0)
     follow.until(lambda s: s.current and s.current.name == "step-1")
     follow.follower.step()
@@ -170,11 +163,7 @@ def test_somebody_else_s_release_comes_first(follow: Follow) -> None:
 
 
 def test_what_was_gone_before_it_was_published_may_come_back(follow: Follow) -> None:
-    push = {"path": str(write(follow.root / "other", 7.0)), "activate": False}
-    version = follow.admin.call("POST", "/admin/weights", push)["version"]
-    follow.store_policy(POLICY, "slow")
-    follow.admin.call("POST", "/admin/releases", {"version": version, "policy": "slow"})
-    follow.store_policy(AT_ONCE)
+    somebody_releases(follow)
     write(follow.runs / "step-1", 1.0)
     follow.until(lambda s: s.current)
     (follow.runs / "step-1").rename(follow.root / "away")
@@ -279,10 +268,7 @@ def test_a_release_waits_for_the_approval_of_somebody_else(follow: Follow, dies:
     follow.admin.call("PUT", "/admin/policy", {"approvals": ["release"]})
     write(follow.runs / "step-1")
     if dies:
-        follow.dies_after = "POST /admin/releases"
-        with pytest.raises(Killed):
-            follow.until(lambda _: False)
-        follow.again()
+        follow.dies_and_begins_again("POST /admin/releases")
     waiting = follow.until(lambda s: s.current and s.current.pending).current
     assert waiting is not None
     (asked,) = follow.admin.call("GET", "/admin/approvals")["pending"]
@@ -305,9 +291,7 @@ def test_where_no_version_is_active_the_first_one_is_activated(gateway: RunningG
 
 def test_the_process_is_killed_between_publication_and_release(follow: Follow) -> None:
     """It waits for a policy that nobody has stored, is killed, and goes on."""
-    command = [sys.executable, "-m", "server.cli", "follow", f"dir://{follow.runs}", "--interval", "0.05"]
-    command += ["--settle", "0", "--url", str(follow.place[0]), "--admin-key-file", str(follow.place[1])]
-    command += ["--cache-dir", str(follow.root / "process")]
+    command = follow.command(f"dir://{follow.runs}")
     write(follow.runs / "step-1")
 
     def begin() -> subprocess.Popen[str]:

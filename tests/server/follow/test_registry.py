@@ -132,11 +132,7 @@ def test_what_is_wrong_in_the_registry_is_said(models: Models, tmp_path: Path, m
 
 
 @pytest.mark.broad
-def test_an_mlflow_that_was_away_is_asked_again(
-    models: Models,
-    follow: Follow,
-    tmp_path: Path,
-) -> None:
+def test_an_mlflow_that_was_away_is_asked_again(models: Models, follow: Follow, tmp_path: Path) -> None:
     follow.store_policy(AT_ONCE)
     models.choose(models.add(write(tmp_path / "one", 1.0)))
     follow.again(models.source())
@@ -154,12 +150,7 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.mark.broad
-def test_a_bucket_is_followed(
-    s3: Server,
-    follow: Follow,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_bucket_is_followed(s3: Server, follow: Follow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in s3_variables(s3).items():
         monkeypatch.setenv(name, value)
     files = fsspec.filesystem("s3", skip_instance_cache=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from server.errors import ConfigError
 from server.follow.config import FollowConfig
 from server.follow.opening import open_source
 from server.follow.sources import Source, SourceUnavailable
-from tests.server.follow.following import AT_ONCE, Follow, Killed
+from tests.server.follow.following import AT_ONCE, Follow
 from tests.server.gateway.harness import KEYS
 from tests.servers import s3_server, s3_variables
 from tests.waiting import wait_until
@@ -43,6 +42,11 @@ def source(url: str) -> Source:
     return open_source(FollowConfig(source=f"versions+{url}"))
 
 
+def follows(follow: Follow, url: str) -> None:
+    follow.store_policy(AT_ONCE)
+    follow.again(source(url))
+
+
 def record(follow: Follow, version: int) -> VersionRecord:
     found = follow.running.store.get(KEYS.version(version))
     assert found is not None
@@ -55,7 +59,7 @@ def assert_holds(follow: Follow, version: int, tensors: Tensors) -> None:
     with SlotReader.open(found.slot, manifest_digest=found.manifest_digest) as slot:
         slot.verify_all()
         held = {name: bytes(slot.buffer(name)) for name in slot.manifest.tensors}
-    assert held == {name: tensor.tobytes() for name, tensor in tensors.items()}
+    assert held == as_bytes(tensors)
 
 
 @pytest.fixture
@@ -69,8 +73,7 @@ def publisher(url: str, **more: Any) -> BucketPublisher:
 
 def brings_each(follow: Follow, url: str) -> None:
     pub = publisher(url)
-    follow.store_policy(AT_ONCE)
-    follow.again(source(url))
+    follows(follow, url)
     for number in (1, 2, 3):
         pub.publish(step(float(number)), step=10 * number)
         assert pub.last["full"] is (number == 1)
@@ -92,8 +95,7 @@ def test_who_comes_late_begins_at_the_last_full_version(follow: Follow, url: str
     pub = publisher(url)
     for number in (1, 2, 3):
         pub.publish(step(float(number)))
-    follow.store_policy(AT_ONCE)
-    follow.again(source(url))
+    follows(follow, url)
     follow.until_tried("version 3", "released")
     assert follow.active == 4  # 2 and 3 are what it builds on, and get no requests
     assert_holds(follow, 4, step(3.0))
@@ -106,8 +108,7 @@ def test_a_flipped_byte_is_refused_by_name_and_the_next_full_version_is_taken(fo
     path = Path(url.removeprefix("file://")) / found.parts[0].path
     whole = path.read_bytes()
     path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    follow.store_policy(AT_ONCE)
-    follow.again(source(url))
+    follows(follow, url)
     assert found.parts[0].path in follow.until_tried("version 1", "refused")
     assert follow.active == 1
     publisher(url).publish(step(2.0))
@@ -121,8 +122,7 @@ def test_a_version_that_goes_while_it_is_fetched_makes_way_for_the_next(follow: 
     found = Bucket(url).read(1)
     lost = Path(url.removeprefix("file://")) / found.parts[0].path
     lost.rename(lost.with_name("away"))
-    follow.store_policy(AT_ONCE)
-    follow.again(source(url))
+    follows(follow, url)
     with pytest.raises(SourceUnavailable, match="version 1 is no longer in"):
         follow.until(lambda _: False)
     pub.publish(step(2.0))
@@ -133,12 +133,8 @@ def test_a_version_that_goes_while_it_is_fetched_makes_way_for_the_next(follow: 
 
 def is_killed_after_an_upload(follow: Follow, url: str) -> None:
     """And started again."""
-    follow.store_policy(AT_ONCE)
-    follow.again(source(url))
-    follow.dies_after = "/admin/weights/upload"
-    with pytest.raises(Killed):
-        follow.until(lambda _: False)
-    follow.again(source(url))
+    follows(follow, url)
+    follow.dies_and_begins_again("/admin/weights/upload", source(url))
 
 
 def test_a_follower_killed_after_an_upload_sends_nothing_twice(follow: Follow, url: str) -> None:
@@ -176,8 +172,7 @@ def test_adapters_and_a_draft_model_go_with_the_base_and_on_their_own(follow: Fo
     draft = {"model.norm.weight": np.full(700, 0.5, np.float16)}
     pub.publish(draft, part="draft")
     pub.publish(step(2.0))
-    follow.store_policy(AT_ONCE)
-    follow.again(source(url))
+    follows(follow, url)
     follow.until_tried("version 4", "released")  # one that comes late gets the newest of each part
     last = follow.active
     assert last is not None
@@ -234,9 +229,7 @@ def test_through_s3_with_conditional_puts_and_a_killed_follower(follow: Follow, 
         two.publish(step(5.0))
     follow.until_tried("version 4", "released")
     assert_holds(follow, 5, step(4.0))
-    command = [sys.executable, "-m", "server.cli", "follow", f"versions+{s3}", "--interval", "0.05", "--settle", "0"]
-    command += ["--url", str(follow.place[0]), "--admin-key-file", str(follow.place[1])]
-    command += ["--cache-dir", str(follow.root / "process")]
+    command = follow.command(f"versions+{s3}")
     one.publish(step(6.0))
     processes = [subprocess.Popen(command, env=dict(os.environ))]
     try:
