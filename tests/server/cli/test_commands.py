@@ -127,24 +127,9 @@ def test_doctor_finds_what_is_missing_and_goes_on(without: str, check: str) -> N
 
 # Imported where they are there, or by commands that name them where they are not; and what comes with vLLM.
 OPTIONAL = {
-    "vllm",
-    "aiohttp",
-    "pyarrow",
-    "setproctitle",
-    "llguidance",
-    "xgrammar",
-    "torch",
-    "triton",
-    "safetensors",
-    "opentelemetry",
-    "ray",
-    "numba",
-    "pynvml",
-    "transformers",
-    "mypyc",
-    "setuptools",
-    "mypy",
-}
+    "vllm", "aiohttp", "pyarrow", "setproctitle", "llguidance", "xgrammar", "torch", "triton", "safetensors",
+    "opentelemetry", "ray", "numba", "pynvml", "transformers", "mypyc", "setuptools", "mypy",
+}  # fmt: skip
 
 
 def test_what_the_server_imports_is_declared() -> None:

@@ -132,20 +132,12 @@ def test_how_a_fleet_takes_a_version_is_passed_on(
 
     monkeypatch.setattr(AdminClient, "call", call)
     run(*arguments, "--state-dir", state_dir)
-    assert asked.pop() == (
-        "POST",
-        path,
-        {**body, "mode": "together", "drain_s": None, "deadline_s": None, "on_lost": "abort"},
-        None,
-    )
-    how = ("--mode", "rolling", "--drain", 5, "--deadline", 60, "--reason", "why not")
-    run(*arguments, *how, "--state-dir", state_dir)
-    assert asked.pop() == (
-        "POST",
-        path,
-        {**body, "mode": "rolling", "drain_s": 5.0, "deadline_s": 60.0, "on_lost": "abort"},
-        "why not",
-    )
+    how = {"mode": "together", "drain_s": None, "deadline_s": None, "on_lost": "abort"}
+    assert asked.pop() == ("POST", path, body | how, None)
+    options = ("--mode", "rolling", "--drain", 5, "--deadline", 60, "--reason", "why not")
+    run(*arguments, *options, "--state-dir", state_dir)
+    how |= {"mode": "rolling", "drain_s": 5.0, "deadline_s": 60.0}
+    assert asked.pop() == ("POST", path, body | how, "why not")
     assert run(*arguments, "--mode", "sideways", "--state-dir", state_dir)[0] == 2
 
 

@@ -9,17 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from server.errors import Unauthorized
-from tests.server.up.restarts import (
-    PERSISTING,
-    STARTING,
-    STOPPING,
-    SWAPPING,
-    Up,
-    killed_at,
-    run,
-    swap_until,
-    swapped,
-)
+from tests.server.up.restarts import PERSISTING, STARTING, STOPPING, SWAPPING, Up, killed_at, run, swap_until, swapped
 from weightsync.persist.disk import Disk
 
 

@@ -133,8 +133,7 @@ def test_too_few_devices_are_refused_by_number(asked: list[int], devices: list[s
 
 
 @pytest.mark.parametrize(
-    ("said", "names"),
-    [("2,0", ["2", "0"]), (" GPU-8a, MIG-c0", ["GPU-8a", "MIG-c0"]), ("", []), ("-1", [])],
+    ("said", "names"), [("2,0", ["2", "0"]), (" GPU-8a, MIG-c0", ["GPU-8a", "MIG-c0"]), ("", []), ("-1", [])]
 )
 def test_devices_have_the_names_that_the_environment_gives(said: str, names: list[str]) -> None:
     assert visible_devices({DEVICES_ENV: said}) == names
