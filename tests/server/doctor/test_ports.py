@@ -22,9 +22,13 @@ from tests.etcd import Tls
 from tests.server.doctor.worlds import findings, only, statuses
 
 STARTS = ()  # `up` starts nothing here
-LISTENS = (
-    "import socket, sys; s = socket.create_server((sys.argv[1], 0)); print(s.getsockname()[1], flush=True); input()"
-)
+LISTENS = """
+import socket, sys
+port = int(sys.argv[3]) if "--port" in sys.argv else 0
+listener = socket.create_server((sys.argv[1], port))
+print(listener.getsockname()[1], flush=True)
+input()
+"""
 
 
 @contextmanager
@@ -86,18 +90,8 @@ def test_what_listens_beyond_loopback_without_tls_is_found(tmp_path: Path) -> No
 
 @pytest.mark.usefixtures("only_children")
 def test_the_public_port_without_tls_is_a_warning(tmp_path: Path) -> None:
-    place = tmp_path / "server" / "gateway.py"
-    port = free_port()
-    place.parent.mkdir()
-    place.write_text(LISTENS.replace(", 0)", ", int(sys.argv[3]))"))
-    command = [sys.executable, "-m", "server.gateway", "0.0.0.0", "--port", str(port)]
-    with subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == f"{port}\n"
-        try:
-            assert "--ssl-certfile" in only(findings("listeners", World()), "warn").mend
-        finally:
-            process.kill()
+    with listening(tmp_path, "server.gateway", "0.0.0.0", "--port", str(free_port())):
+        assert "--ssl-certfile" in only(findings("listeners", World()), "warn").mend
 
 
 @contextmanager

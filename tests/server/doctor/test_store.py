@@ -102,10 +102,14 @@ def test_tls_faults_are_told_apart(secured: tuple[Etcd, Tls], etcd: Etcd, tmp_pa
         etcd.url(ca=tls.ca): "leave ca= out",
     }
     for url, mend in expected.items():
-        found = findings("store", World(store=url))
-        assert set(statuses(found)) == {"fail"}, found
-        assert mend in found[0].mend
+        cannot_be_used(url, mend)
         only(findings("clock", World(store=url)), "skip")
+
+
+def cannot_be_used(url: str, mend: str) -> None:
+    found = findings("store", World(store=url))
+    assert set(statuses(found)) == {"fail"}, found
+    assert mend in found[0].mend
 
 
 def test_users_and_what_they_may(tmp_path: Path) -> None:
@@ -116,15 +120,9 @@ def test_users_and_what_they_may(tmp_path: Path) -> None:
         server.require_users(root="root", doctor="right")
         user = {"user": "doctor", "password_file": tmp_path / "password"}
         assert "fail" not in statuses(findings("store", World(store=server.url("doctor", **user))))
-        expected = {
-            server.url("doctor"): "wants a user",
-            server.url("doctor", user="doctor", password_file=tmp_path / "wrong"): "password",
-            server.url("elsewhere", **user): "Grant the role",
-        }
-        for url, mend in expected.items():
-            found = findings("store", World(store=url))
-            assert set(statuses(found)) == {"fail"}, found
-            assert mend in found[0].mend
+        cannot_be_used(server.url("doctor"), "wants a user")
+        cannot_be_used(server.url("doctor", user="doctor", password_file=tmp_path / "wrong"), "password")
+        cannot_be_used(server.url("elsewhere", **user), "Grant the role")
     finally:
         server.close()
 
