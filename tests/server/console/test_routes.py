@@ -106,13 +106,6 @@ async def test_a_number_that_is_none_is_refused(gateway: RunningGateway, number:
     assert answer.status == 400
 
 
-async def test_a_trainer_needs_the_admin_key(gateway: RunningGateway) -> None:
-    answer = await gateway.ask(post("/admin/training/metrics", {"step": 1, "reward": 1}), admin=True)
-    assert answer.status == 401
-    answer = await gateway.ask(post("/admin/training/metrics", {"step": 1, "reward": 1}, AUTH))
-    assert answer.status == 404  # nothing of it on the public port
-
-
 async def test_gateways_share_the_training_and_a_new_one_knows_it(gateway: RunningGateway, tmp_path: Path) -> None:
     await report(gateway, {"step": 1, "reward": 0.5})
     url = f"sqlite://{tmp_path / 'store.db'}"

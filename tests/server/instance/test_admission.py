@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,8 +11,6 @@ import pytest
 from server.gateway.terms import MAX_FINISH_S
 from server.instance.inflight import FINISH_S, Inflight, VersionMismatch, Wish
 from server.instance.middleware import REFUSAL, Admission
-from tests.server.gateway.harness import post, running_gateway
-from tests.server.gateway.upstream import Link, Received, upstream
 from tests.server.instance.asgi import head, part, sent_by
 from tests.waiting import eventually
 from weightsync.control.state import CONFIRM_S
@@ -159,19 +156,6 @@ async def test_a_request_that_its_client_gives_up_is_not_handed_on() -> None:
         with pytest.raises(asyncio.CancelledError):
             await asking
     assert await admission.hand_on() == 0
-
-
-async def test_the_gateway_asks_another_instance_and_the_client_sees_nothing_of_it(tmp_path: Path) -> None:
-    async def refuses(link: Link, _: Received) -> None:
-        await link.json(REFUSAL, status=b"409 Conflict", extra=b"x-hotswap-refused: version\r\n")
-
-    async with upstream(refuses) as trial, upstream() as other:
-        with running_gateway(tmp_path) as gateway:
-            gateway.register(trial, "i0")
-            gateway.register(other, "i1")
-            for _ in range(4):
-                assert (await gateway.ask(post())).status == 200
-        assert trial.requests, "it was asked too"
 
 
 # flips

@@ -10,7 +10,6 @@ import ssl
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +20,7 @@ from server.errors import ConfigError
 from server.instance.engine import Engine, EngineDied, StagingFailed
 from server.instance.hosts import Tethers, check_hosts, check_nodes, located, placed
 from tests.cluster_tls import Authority
-from weightsync import Store, open_store
+from weightsync import Store
 from weightsync.control.records import CopyRecord, ErrorInfo, Keys, PartRecord, VersionRecord
 from weightsync.errors import CopyUnavailable
 from weightsync.tls import ClusterTls
@@ -94,11 +93,9 @@ def test_hosts_that_cannot(hosts: list[str], nodes: int) -> None:
 
 
 @pytest.fixture
-async def store(tmp_path: Path) -> AsyncIterator[Store]:
-    opened = open_store(f"sqlite://{tmp_path / 'store.db'}")
-    await opened.put(KEYS.version(2), VERSION.to_json())
-    yield opened
-    await opened.close()
+async def published(store: Store) -> Store:
+    await store.put(KEYS.version(2), VERSION.to_json())
+    return store
 
 
 async def say(store: Store, host: str, state: str = "ready", error: ErrorInfo | None = None) -> None:
@@ -108,13 +105,13 @@ async def say(store: Store, host: str, state: str = "ready", error: ErrorInfo | 
         await store.put(KEYS.copy(digest, host), copy.to_json())
 
 
-async def test_a_version_is_waited_for_on_every_host_that_has_workers(store: Store) -> None:
-    await say(store, "a")
-    await say(store, "b", "fetching")
-    waiting = asyncio.create_task(located(store, KEYS, VERSION, ("a", "b", "b"), WAIT_S))
+async def test_a_version_is_waited_for_on_every_host_that_has_workers(published: Store) -> None:
+    await say(published, "a")
+    await say(published, "b", "fetching")
+    waiting = asyncio.create_task(located(published, KEYS, VERSION, ("a", "b", "b"), WAIT_S))
     done, _ = await asyncio.wait({waiting}, timeout=0.2)
     assert not done
-    await say(store, "b")
+    await say(published, "b")
     places = await asyncio.wait_for(waiting, WAIT_S)
     order = placed({"version": 2, "slot": "/on-a/base", "parts": [{"name": "lora/x", "slot": "/on-a/adapter"}]}, places)
     assert order["places"] == {"a": "/on-a/base", "b": "/on-b/base"}
@@ -124,17 +121,17 @@ async def test_a_version_is_waited_for_on_every_host_that_has_workers(store: Sto
     }  # fmt: skip
 
 
-async def test_the_host_whose_peer_cannot_fetch_it_is_named_at_once(store: Store) -> None:
-    await say(store, "a", "fetching")
-    await say(store, "b", "failed", ErrorInfo("arena_full", "a slot needs more than there is"))
+async def test_the_host_whose_peer_cannot_fetch_it_is_named_at_once(published: Store) -> None:
+    await say(published, "a", "fetching")
+    await say(published, "b", "failed", ErrorInfo("arena_full", "a slot needs more than there is"))
     with pytest.raises(CopyUnavailable, match=r"version 2 is not on host b: .* a slot needs more"):
-        await asyncio.wait_for(located(store, KEYS, VERSION, ("a", "b"), 10 * WAIT_S), WAIT_S)
+        await asyncio.wait_for(located(published, KEYS, VERSION, ("a", "b"), 10 * WAIT_S), WAIT_S)
 
 
-async def test_a_host_without_a_peer_is_named_when_the_time_is_up(store: Store) -> None:
-    await say(store, "a")
+async def test_a_host_without_a_peer_is_named_when_the_time_is_up(published: Store) -> None:
+    await say(published, "a")
     with pytest.raises(CopyUnavailable, match=r"not on host b: .* is `hotswap peer` running there\?"):
-        await located(store, KEYS, VERSION, ("a", "b"), 1.0)  # enough to read what a says
+        await located(published, KEYS, VERSION, ("a", "b"), 1.0)  # enough to read what a says
 
 
 # the engine ----------------------------------------------------------------------------------------------------------

@@ -98,15 +98,9 @@ async def test_bad_pauses_are_400(gateway: RunningGateway, body: dict[str, Any])
 # without a gateway
 
 
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return f"sqlite://{tmp_path / 'store.db'}"
-
-
-async def test_a_pause_ends_by_itself_unless_it_is_renewed(url: str) -> None:
-    store = open_store(url)
+async def test_a_pause_ends_by_itself_unless_it_is_renewed(store: Store) -> None:
     leases = PauseLeases(store, MODEL)
-    async with following(url) as engine:
+    async with following(store.url) as engine:
         kept, left = await leases.take("a", 2.0), await leases.take("b", 2.0)
         await engine.reaches(True)
 
@@ -122,11 +116,9 @@ async def test_a_pause_ends_by_itself_unless_it_is_renewed(url: str) -> None:
         await engine.reaches(False)
         with pytest.raises(NotFound):
             await leases.end(kept.id)
-    await store.close()
 
 
-async def test_one_name_ends_and_renews_its_own_pauses_only(url: str) -> None:
-    store = open_store(url)
+async def test_one_name_ends_and_renews_its_own_pauses_only(store: Store) -> None:
     leases = PauseLeases(store, MODEL)
     other = await leases.take("other", 60.0)
     for _ in range(2):
@@ -135,7 +127,6 @@ async def test_one_name_ends_and_renews_its_own_pauses_only(url: str) -> None:
     assert await leases.end_all("mine") == 2
     assert [record.id for record in await leases.holding()] == [other.id]
     assert await leases.end_all("mine") == 0
-    await store.close()
 
 
 # a real gateway

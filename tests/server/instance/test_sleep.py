@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,11 @@ from server.instance.config import InstanceConfig
 from server.instance.middleware import Admission
 from server.instance.rest import rest
 from server.sleeping import SleeperRecord, SleepOrder, ordered, orders, sleepers, stay_asleep
-from tests.server.asking import AUTH, call
-from tests.server.gateway.harness import KEYS, MODEL, RunningGateway, post, running_gateway
+from tests.server.asking import call
+from tests.server.gateway.harness import KEYS, MODEL, RunningGateway, running_gateway
 from tests.server.gateway.upstream import answer_json, upstream
 from tests.server.instance.engines import Engine, config_of, sidecar_of, version
 from tests.waiting import eventually, stays
-from weightsync import open_store
 from weightsync.control.records import ActiveRecord, InstanceRecord
 from weightsync.store import Store
 
@@ -33,15 +31,6 @@ def gateway(tmp_path: Path) -> Iterator[RunningGateway]:
     settings = UpstreamSettings(scrape_interval_s=3600.0)
     with running_gateway(tmp_path, upstream=settings, run_coordinator=False) as running:
         yield running
-
-
-@contextlib.asynccontextmanager
-async def opened(tmp_path: Path) -> AsyncIterator[Store]:
-    store = open_store(f"sqlite:///{tmp_path}/store.db")
-    try:
-        yield store
-    finally:
-        await store.close()
 
 
 def sleeping_record(gateway: RunningGateway, instance_id: str) -> SleepOrder | None:
@@ -99,43 +88,31 @@ async def test_orders_are_strict(gateway: RunningGateway, body: dict[str, Any]) 
         assert sleeping_record(gateway, "i0") is None
 
 
-async def test_the_public_port_has_no_such_route(gateway: RunningGateway) -> None:
-    async with upstream(answer_json) as up:
-        gateway.register(up, "i0")
-        answer = await gateway.ask(post("/admin/instances/i0/sleep", b"{}", AUTH))
-        assert answer.status == 404
-        refused = await gateway.ask(post("/admin/instances/i0/sleep", b"{}"), admin=True)
-        assert refused.status == 401
-        assert sleeping_record(gateway, "i0") is None
+async def test_an_order_for_another_instance_wakes_and_sleeps_nobody_else(store: Store) -> None:
+    following = asyncio.create_task(ordered(store, KEYS, "i"))
+    await store.put(orders(KEYS) + "i2", SleepOrder("i2", 1, 0.0, "test", 0.0).to_json())
+    await stays(lambda: not following.done(), 0.2)
+    await store.put(orders(KEYS) + "i", ORDER.to_json())
+    assert await asyncio.wait_for(following, 5) == ORDER
+    sleeping = asyncio.create_task(stay_asleep(store, KEYS, SLEEPER))
+    await store.delete(orders(KEYS) + "i2")
+    await stays(lambda: not sleeping.done(), 0.2)
+    sleeping_found = await store.get(sleepers(KEYS) + "i")
+    assert sleeping_found is not None
+    await store.delete(orders(KEYS) + "i")
+    await asyncio.wait_for(sleeping, 5)
+    assert await store.get(sleepers(KEYS) + "i") is None, "it says that it sleeps, but it is awake"
 
 
-async def test_an_order_for_another_instance_wakes_and_sleeps_nobody_else(tmp_path: Path) -> None:
-    async with opened(tmp_path) as store:
-        following = asyncio.create_task(ordered(store, KEYS, "i"))
-        await store.put(orders(KEYS) + "i2", SleepOrder("i2", 1, 0.0, "test", 0.0).to_json())
-        await stays(lambda: not following.done(), 0.2)
-        await store.put(orders(KEYS) + "i", ORDER.to_json())
-        assert await asyncio.wait_for(following, 5) == ORDER
-        sleeping = asyncio.create_task(stay_asleep(store, KEYS, SLEEPER))
-        await store.delete(orders(KEYS) + "i2")
-        await stays(lambda: not sleeping.done(), 0.2)
-        sleeping_found = await store.get(sleepers(KEYS) + "i")
-        assert sleeping_found is not None
-        await store.delete(orders(KEYS) + "i")
-        await asyncio.wait_for(sleeping, 5)
-        assert await store.get(sleepers(KEYS) + "i") is None, "it says that it sleeps, but it is awake"
-
-
-async def test_a_process_started_under_an_order_waits_before_it_has_an_engine(tmp_path: Path) -> None:
-    async with opened(tmp_path) as store:
-        config = config_of(tmp_path)
-        await asyncio.wait_for(rest(config), 5)  # without an order it starts
-        await store.put(orders(KEYS) + "i", SleepOrder("i", 2, 0.0, "test", 0.0).to_json())
-        resting = asyncio.create_task(rest(config))
-        await eventually(lambda: store.get(sleepers(KEYS) + "i"))
-        assert not resting.done()
-        await store.delete(orders(KEYS) + "i")
-        await asyncio.wait_for(resting, 5)
+async def test_a_process_started_under_an_order_waits_before_it_has_an_engine(store: Store, tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    await asyncio.wait_for(rest(config), 5)  # without an order it starts
+    await store.put(orders(KEYS) + "i", SleepOrder("i", 2, 0.0, "test", 0.0).to_json())
+    resting = asyncio.create_task(rest(config))
+    await eventually(lambda: store.get(sleepers(KEYS) + "i"))
+    assert not resting.done()
+    await store.delete(orders(KEYS) + "i")
+    await asyncio.wait_for(resting, 5)
 
 
 async def test_an_instance_starts_although_the_store_is_away() -> None:
@@ -164,39 +141,37 @@ async def asleep(store: Store) -> SleeperRecord:
     return SleeperRecord.from_json((await eventually(lambda: store.get(sleepers(KEYS) + "i"))).value)
 
 
-async def test_an_engine_with_sleep_mode_sleeps_in_place_and_catches_up(tmp_path: Path) -> None:
+async def test_an_engine_with_sleep_mode_sleeps_in_place_and_catches_up(store: Store, tmp_path: Path) -> None:
     """While it sleeps it is in no swap; awake, it serves nothing before it runs what is active then."""
-    async with opened(tmp_path) as store:
-        await activate(store, 1, 1)
-        engine, admission = Engine(sleeps_in_place=True), Admission(None)
-        sidecar = sidecar_of(config_of(tmp_path), engine, admission)
-        async with sidecar.running():
-            await serves(store, 1)
-            await store.put(orders(KEYS) + "i", ORDER.to_json())
-            record = await asleep(store)
-            assert (record.level, record.in_place) == (1, True)
-            assert await store.get(KEYS.instance("i")) is None, "a sleeping instance would hold swaps up"
-            assert not admission.admits()
-            await activate(store, 2, 2)
-            await store.delete(orders(KEYS) + "i")
-            await serves(store, 2)
-            assert admission.admits()
-        assert engine.log == ["stage 1", "run 1", "sleep", "wake", "stage 2", "run 2"]
-        assert not sidecar.starts_over
+    await activate(store, 1, 1)
+    engine, admission = Engine(sleeps_in_place=True), Admission(None)
+    sidecar = sidecar_of(config_of(tmp_path), engine, admission)
+    async with sidecar.running():
+        await serves(store, 1)
+        await store.put(orders(KEYS) + "i", ORDER.to_json())
+        record = await asleep(store)
+        assert (record.level, record.in_place) == (1, True)
+        assert await store.get(KEYS.instance("i")) is None, "a sleeping instance would hold swaps up"
+        assert not admission.admits()
+        await activate(store, 2, 2)
+        await store.delete(orders(KEYS) + "i")
+        await serves(store, 2)
+        assert admission.admits()
+    assert engine.log == ["stage 1", "run 1", "sleep", "wake", "stage 2", "run 2"]
+    assert not sidecar.starts_over
 
 
 @pytest.mark.parametrize(("in_place", "level"), [(False, 1), (True, 2)])
-async def test_otherwise_the_process_ends_to_sleep(tmp_path: Path, in_place: bool, level: Any) -> None:
-    async with opened(tmp_path) as store:
-        await activate(store, 1, 1)
-        engine = Engine(sleeps_in_place=in_place)
-        sidecar = sidecar_of(config_of(tmp_path), engine)
-        ended = asyncio.Event()
-        sidecar.end = ended.set
-        async with sidecar.running():
-            await serves(store, 1)
-            await store.put(orders(KEYS) + "i", SleepOrder("i", level, 0.0, "test", 0.0).to_json())
-            await asyncio.wait_for(ended.wait(), 5)
-            assert sidecar.starts_over
-            assert await store.get(KEYS.instance("i")) is None
-        assert "sleep" not in engine.log
+async def test_otherwise_the_process_ends_to_sleep(store: Store, tmp_path: Path, in_place: bool, level: Any) -> None:
+    await activate(store, 1, 1)
+    engine = Engine(sleeps_in_place=in_place)
+    sidecar = sidecar_of(config_of(tmp_path), engine)
+    ended = asyncio.Event()
+    sidecar.end = ended.set
+    async with sidecar.running():
+        await serves(store, 1)
+        await store.put(orders(KEYS) + "i", SleepOrder("i", level, 0.0, "test", 0.0).to_json())
+        await asyncio.wait_for(ended.wait(), 5)
+        assert sidecar.starts_over
+        assert await store.get(KEYS.instance("i")) is None
+    assert "sleep" not in engine.log

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
@@ -15,18 +13,10 @@ from weightsync.control.records import Keys
 from weightsync.format.manifest import schema_of
 from weightsync.format.slices import Slices
 from weightsync.peer.slices import SlicesRecord, slices_prefix
-from weightsync.store import open_store
 
 KEYS = Keys("m")
 ROWS = [["a", "float32", [1 << 14]], ["b", "float32", [1 << 14]], ["c", "float32", [1 << 14]]]
 SCHEMA = schema_of((n, d, s) for n, d, s in ROWS)
-
-
-@pytest.fixture
-async def store(tmp_path: Path) -> AsyncIterator[Store]:
-    opened = open_store(f"sqlite://{tmp_path / 'store.db'}")
-    yield opened
-    await opened.close()
 
 
 def slices(*names: str) -> Slices:
