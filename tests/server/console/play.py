@@ -118,6 +118,12 @@ async def answered(page: Watched) -> None:
     await page.wait_attribute("#chat-log", "aria-busy", "^false$")
 
 
+async def say(page: Watched, text: str = "Hi") -> None:
+    """Returns at the end of the answer."""
+    await ask(page, text)
+    await answered(page)
+
+
 def version_record(version: int, **fields: Any) -> VersionRecord:
     known: dict[str, Any] = {
         "state": "ready", "slot": "", "nbytes": 123_456_789, "manifest_digest": "d", "base": None, "step": version,

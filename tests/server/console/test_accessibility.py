@@ -11,7 +11,7 @@ from playwright.async_api import Browser
 
 from tests.node import JS, installed
 from tests.server.console.browser import Watched, watched
-from tests.server.console.play import MARKUP, Script, admin_page, answered, ask, put_versions, serve_version, sign_in
+from tests.server.console.play import MARKUP, Script, admin_page, answered, put_versions, say, serve_version, sign_in
 from tests.server.gateway.harness import ADMIN_KEY, KEYS, RunningGateway
 from weightsync.control.records import FlipRecord, PastSwapRecord
 
@@ -49,15 +49,13 @@ async def test_axe_finds_nothing(
         await sign_in(page)
         await page.wait_text("#swaps", "done")
         await page.page.wait_for_selector("#reward svg path")
-        await ask(page)
-        await answered(page)
+        await say(page)
         assert await violations(page, axe) == []
         await page.page.get_by_role("button", name="Roll back", exact=True).click()
         assert await violations(page, axe) == []
         page.check()
     async with watched(browser, f"{gateway.url}/console", color_scheme=scheme) as page:
-        await ask(page)
-        await answered(page)
+        await say(page)
         assert await violations(page, axe) == []
         page.check()
 
@@ -112,16 +110,14 @@ async def test_a_phone_shows_all_without_scrolling_sideways(
         async with watched(browser, url, viewport={"width": 320, "height": 640}) as page:
             if url.startswith(admin_page(gateway)):
                 await sign_in(page)
-            await ask(page)
-            await answered(page)
+            await say(page)
             assert await page.page.evaluate("document.documentElement.scrollWidth") <= 320
             page.check()
 
 
 async def test_a_screen_reader_is_told_in_sentences(public: Watched, script: Script) -> None:
     script.pieces = [(w, 1) for w in ("One ", "sentence", ". ", "And ", "an", "other ", "one", ".")]
-    await ask(public)
-    await answered(public)
+    await say(public)
     said = await public.page.locator("#announcements p").all_text_contents()
     assert "".join(said).replace(" ", "") == "Onesentence.Andanotherone."
     assert len(said) <= 2  # not one for each token

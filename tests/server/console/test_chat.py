@@ -11,7 +11,7 @@ from playwright.async_api import Browser
 
 from server.gateway import UpstreamSettings
 from tests.server.console.browser import Watched, watched
-from tests.server.console.play import MARKUP, Script, answered, ask
+from tests.server.console.play import MARKUP, Script, answered, ask, say
 from tests.server.gateway.harness import MODEL, running_gateway
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -19,8 +19,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 async def test_an_answer_streams_with_its_version_and_its_times(public: Watched, script: Script) -> None:
     await public.wait_text("#model", MODEL)
-    await ask(public, "What is this?")
-    await answered(public)
+    await say(public, "What is this?")
     assert await public.text("#chat-log .message:last-child .text") == "Hello there."
     facts = await public.text("#chat-log .message:last-child .facts")
     for told in ("written by v1", "first token after", "2 tokens", "prompt read by v1", "ended by stop"):
@@ -34,20 +33,17 @@ async def test_an_answer_streams_with_its_version_and_its_times(public: Watched,
 
 async def test_a_conversation_goes_on_and_can_be_cleared(public: Watched, script: Script) -> None:
     for text in ("One", "Two"):
-        await ask(public, text)
-        await answered(public)
+        await say(public, text)
     assert [m["content"] for m in script.bodies[1]["messages"]] == ["One", "Hello there.", "Two"]
     await public.page.get_by_role("button", name="Clear").click()
     assert await public.text("#chat-log") == ""
-    await ask(public, "Three")
-    await answered(public)
+    await say(public, "Three")
     assert [m["content"] for m in script.bodies[2]["messages"]] == ["Three"]
 
 
 async def test_a_swap_in_the_middle_changes_colour_and_mark(public: Watched, script: Script) -> None:
     script.pieces = [("The", 6), (" old", 6), (" and", 7), (" the new", 7)]
-    await ask(public)
-    await answered(public)
+    await say(public)
     runs = public.page.locator("#chat-log .run")
     assert await runs.all_text_contents() == ["The old", " and the new"]
     assert [await run.get_attribute("data-version") for run in await runs.all()] == ["v6", "v7"]
@@ -65,8 +61,7 @@ async def test_a_swap_in_the_middle_changes_colour_and_mark(public: Watched, scr
 
 async def test_what_the_model_writes_is_text_and_never_markup(public: Watched, script: Script) -> None:
     script.pieces = [(MARKUP[:20], 1), (MARKUP[20:], 2)]
-    await ask(public, MARKUP)
-    await answered(public)
+    await say(public, MARKUP)
     texts = public.page.locator("#chat-log .text")
     assert await texts.all_text_contents() == [MARKUP, MARKUP]
     assert await public.page.locator("#chat-log :is(img, script, b, a)").count() == 0
@@ -74,14 +69,12 @@ async def test_what_the_model_writes_is_text_and_never_markup(public: Watched, s
 
 async def test_an_error_that_holds_markup_is_text_too(public: Watched, script: Script) -> None:
     script.error = {"message": f"No. {MARKUP}", "type": "conflict_error", "param": None, "code": "version_unavailable"}
-    await ask(public)
-    await answered(public)
+    await say(public)
     error = await public.text("#chat-log .error")
     assert error == f"No. {MARKUP} [409 version_unavailable]"
     assert await public.page.locator("#chat-log :is(img, script, b, a)").count() == 0
     script.error = None
-    await ask(public, "Again")
-    await answered(public)
+    await say(public, "Again")
     assert script.bodies[-1]["messages"] == [{"role": "user", "content": "Again"}]
 
 
@@ -112,8 +105,7 @@ async def test_a_stream_that_is_cut_is_no_complete_answer(public: Watched, scrip
 async def test_a_model_without_a_chat_template_is_asked_as_plain_text(public: Watched, script: Script) -> None:
     script.template = False
     for text in ("Once upon", "And then"):
-        await ask(public, text)
-        await answered(public)
+        await say(public, text)
     assert await public.page.locator("#chat-log .message:not(.mine) .text").all_text_contents() == ["Hello there."] * 2
     assert "no chat template" in await public.text("#chat-notice")
     chat, first, second = script.bodies
@@ -125,8 +117,7 @@ async def test_what_a_swap_is_to_do_is_asked_for(public: Watched, script: Script
     await public.page.get_by_label("If the weights change").select_option("finish")
     await public.page.get_by_label("Tokens at most").fill("7")
     await public.page.get_by_label("go on past the end").check()
-    await ask(public)
-    await answered(public)
+    await say(public)
     assert (script.bodies[0]["max_tokens"], script.bodies[0]["ignore_eos"]) == (7, True)
     assert b"hotswap" not in orjson.dumps(script.bodies)  # the gateway takes it out and sends it as a header
     assert script.policies == ["finish"]
@@ -135,14 +126,12 @@ async def test_what_a_swap_is_to_do_is_asked_for(public: Watched, script: Script
 async def test_no_instance_is_a_typed_error(browser: Browser, tmp_path: Path) -> None:
     with running_gateway(tmp_path, upstream=UpstreamSettings(hold_s=0)) as gateway:
         async with watched(browser, f"{gateway.url}/console") as page:
-            await ask(page)
-            await answered(page)
+            await say(page)
             assert "[503 no_instance]" in await page.text("#chat-log .error")
             page.check()
 
 
 async def test_the_public_page_asks_for_nothing_of_the_fleet(public: Watched) -> None:
-    await ask(public)
-    await answered(public)
+    await say(public)
     assert not [r.url for r in public.requests if "/admin" in r.url]
     assert await public.page.locator("#instances, #versions, #swaps, dialog").count() == 0

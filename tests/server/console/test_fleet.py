@@ -92,7 +92,7 @@ async def test_a_version_is_activated_from_the_dialog_by_keyboard_alone(
     await page.keyboard.press("Space")
     await page.get_by_role("button", name="Activate", exact=True).focus()
     await page.keyboard.press("Enter")
-    await console.wait_text("#swap-result", "v2 serves")
+    await console.wait_text("#swap-result", "v2 serves: prepared in")
     await page.keyboard.press("Enter")  # on Close, which has the focus
     await dialog.wait_for(state="hidden")
     await console.wait_text("#active", "v2")

@@ -105,17 +105,6 @@ async def check_row(page: Watched, version: int, before: int) -> None:
     assert f"v{version} done" in label
 
 
-async def test_without_the_key_nothing_is_undone(console: Watched, live: LiveServer) -> None:
-    before = await asyncio.to_thread(live.active)
-    await console.wait_text("#key-message", "Type the admin key")
-    assert await console.page.get_by_role("button", name="Roll back", exact=True).is_disabled()
-    status = await console.page.evaluate(
-        "async () => (await fetch('/admin/weights/rollback', {method: 'POST', body: '{}'})).status"
-    )
-    assert status == 401
-    assert await asyncio.to_thread(live.active) == before
-
-
 async def test_the_fleet_and_the_throughput_are_those_of_the_engine(console: Watched, live: LiveServer) -> None:
     await sign_in(console, live)
     record = await asyncio.to_thread(live.instance)
@@ -125,21 +114,6 @@ async def test_the_fleet_and_the_throughput_are_those_of_the_engine(console: Wat
     await ask(console, LONG)
     label = re.compile(r"tokens/s: now .* between [\d.]+ and [1-9]")
     await expect(console.page.locator("#throughput svg")).to_have_attribute("aria-label", label, timeout=TIMEOUT_MS)
-
-
-async def test_a_version_is_activated_from_the_list(
-    console: Watched, live: LiveServer, checkpoints: dict[str, Path]
-) -> None:
-    version = await asyncio.to_thread(live.push, checkpoints["say-3"])
-    await asyncio.to_thread(live.push, checkpoints["say-0"])
-    await sign_in(console, live)
-    await console.page.get_by_role("button", name=f"Activate v{version}", exact=True).click()
-    await console.page.locator("#swap-go").click()
-    await console.wait_text("#swap-result", f"v{version} serves: prepared in")
-    await console.page.locator("#swap-close").click()
-    row = console.page.locator("#versions tbody tr", has_text=f"v{version}")
-    await expect(row.first).to_contain_text("active", timeout=TIMEOUT_MS)
-    assert await asyncio.to_thread(live.active) == version
 
 
 async def test_the_public_page_streams_from_the_engine(browser: Browser, live: LiveServer) -> None:

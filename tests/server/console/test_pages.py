@@ -10,10 +10,10 @@ from typing import Any
 
 import orjson
 import pytest
-from playwright.async_api import Browser, Page, Route
+from playwright.async_api import Browser, Page, Route, expect
 
-from tests.server.console.browser import Watched, watched
-from tests.server.console.play import Script, admin_page, sign_in
+from tests.server.console.browser import TIMEOUT_MS, Watched, watched
+from tests.server.console.play import Script, admin_page, put_versions, sign_in
 from tests.server.gateway.harness import ADMIN_KEY, RunningGateway, new_key, running_gateway
 from tests.server.gateway.upstream import Link, Received, Upstream, upstream
 
@@ -37,7 +37,12 @@ async def test_the_key_travels_in_a_header_and_is_forgotten_with_the_page(consol
     await console.wait_text("#key-message", "Type the admin key")
 
 
-async def test_the_key_is_kept_for_the_tab_if_so_wished_until_it_is_forgotten(console: Watched) -> None:
+async def test_the_key_is_kept_for_the_tab_if_so_wished_until_it_is_forgotten(
+    console: Watched, gateway: RunningGateway
+) -> None:
+    await asyncio.to_thread(put_versions, gateway, 2, 1)
+    rollback = console.page.get_by_role("button", name="Roll back", exact=True)
+    await expect(rollback).to_be_enabled(timeout=TIMEOUT_MS)
     await console.page.get_by_label("keep it for this tab").check()
     await sign_in(console)
     await console.page.reload()
@@ -45,6 +50,7 @@ async def test_the_key_is_kept_for_the_tab_if_so_wished_until_it_is_forgotten(co
     await console.page.get_by_role("button", name="Forget key").click()
     await console.wait_text("#key-message", "Type the admin key")
     await console.wait_text("#instances", "No instance")  # nothing it showed is left
+    await expect(rollback).to_be_disabled(timeout=TIMEOUT_MS)
     assert await console.page.evaluate("sessionStorage.length") == 0
 
 
@@ -59,6 +65,7 @@ async def test_a_wrong_key_shows_nothing_and_is_not_sent_again(browser: Browser,
         assert len(asked) == len(set(asked)), "one round: each panel has asked once"
         assert await page.page.locator("#instances tbody tr").count() == 1
         assert "No instance" in await page.text("#instances")
+        assert await page.page.get_by_role("button", name="Roll back", exact=True).is_disabled()
         page.check()
 
 
