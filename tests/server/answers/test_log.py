@@ -56,9 +56,13 @@ def bounded(**fields: Any) -> AnswerSettings:
     return AnswerSettings(**{"segment_s": 3600.0, **fields})
 
 
-def test_a_segment_appears_whole_when_it_is_full(url: str) -> None:
+def writing(url: str, **fields: Any) -> tuple[Folder, Writer]:
     folder = Folder(url)
-    writer = Writer(folder, bounded(segment_bytes=2 * len(line(0))))
+    return folder, Writer(folder, bounded(**fields))
+
+
+def test_a_segment_appears_whole_when_it_is_full(url: str) -> None:
+    folder, writer = writing(url, segment_bytes=2 * len(line(0)))
     for number in range(3):
         assert ids(folder) == ([] if number < 2 else ["a0", "a1"])
         writer.append(line(number))
@@ -69,22 +73,13 @@ def test_a_segment_appears_whole_when_it_is_full(url: str) -> None:
 
 
 def test_a_segment_appears_when_it_is_old_enough(url: str) -> None:
-    folder = Folder(url)
-    writer = Writer(folder, bounded(segment_s=1e-9))
+    folder, writer = writing(url, segment_s=1e-9)
     writer.append(line(0))
     writer.tick()
     writer.tick()
     assert ids(folder) == ["a0"]
     writer.tick()
     assert len(folder.segments()) == 1, "there is no empty segment"
-
-
-def test_what_was_closed_too_long_ago_goes(url: str) -> None:
-    folder, now = Folder(url), time.time()
-    for age in (30.0, 20.0, 5.0):
-        folder.write(folder.name(now - age, "w", "1", ".jsonl"), line(int(age)) + b"\n")
-    Writer(folder, bounded(max_age_s=10.0)).maintain()
-    assert ids(folder) == ["a5"]
 
 
 @settings(max_examples=40, deadline=None)
@@ -135,8 +130,7 @@ def test_a_key_that_is_forgotten_is_gone_wherever_its_lines_are(steps: list[tupl
 
 
 def test_forgetting_counts_and_leaves_other_segments_as_they_are(url: str) -> None:
-    folder = Folder(url)
-    writer = Writer(folder, bounded(segment_bytes=1))
+    folder, writer = writing(url, segment_bytes=1)
     for number, key in enumerate(["ada", "bob", "ada"]):
         writer.append(line(number, key))
         writer.tick()
@@ -267,8 +261,7 @@ def test_a_store_that_is_away_loses_nothing_within_bounds(monkeypatch: pytest.Mo
 
 def test_a_full_disk_loses_no_line_that_finds_room_later(tmp_path: Path) -> None:
     """A limit on the size of files stands for it: like a full disk, it takes a part of a write and refuses the rest."""
-    folder = Folder(str(tmp_path))
-    writer = Writer(folder, bounded(segment_bytes=1 << 20))
+    folder, writer = writing(str(tmp_path), segment_bytes=1 << 20)
     first = line(0)
     writer.append(first)
     writer.tick()
