@@ -1,7 +1,11 @@
-"""Requests to the admin port of a gateway."""
+"""Requests to the admin port of a gateway, and a server that answers as a test says."""
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import orjson
@@ -16,3 +20,26 @@ async def call(gateway: Ports, method: str, path: str, body: Any = None) -> tupl
     raw = get(path, AUTH) if method == "GET" else post(path, b"" if body is None else orjson.dumps(body), AUTH)
     answer = await gateway.ask(raw.replace(b"POST", method.encode(), 1), admin=True)
     return answer.status, dict(orjson.loads(answer.body))
+
+
+@contextlib.contextmanager
+def answering(
+    answer: Callable[[str, Mapping[str, str]], tuple[int, bytes]], address: str = "127.0.0.1", location: str = ""
+) -> Iterator[str]:
+    """The URL of a server that answers GET with what `answer` says of path and headers."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, body = answer(self.path, self.headers)
+            self.send_response(status)
+            self.send_header("content-length", str(len(body)))
+            self.send_header("location", location)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer((address, 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://{address}:{server.server_port}"
+        server.shutdown()

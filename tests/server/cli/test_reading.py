@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import http.server
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
 from server.key_limits import KeyLimits
+from tests.server.asking import answering
 
 # What takes a second or more to import, or is not there where only the command line is installed.
 HEAVY = {"torch", "transformers", "vllm", "megatron", "numpy", "fastapi", "uvicorn", "grpc", "huggingface_hub"}
@@ -39,36 +38,19 @@ KEY = {
 }  # fmt: skip
 
 
-class Admin(http.server.BaseHTTPRequestHandler):
-    """An admin port with one of everything."""
-
-    answers: ClassVar[dict[str, Any]] = {
-        "/admin/instances": {"instances": [INSTANCE, INSTANCE | {"id": "b", "answering": False, "eligible": False}]},
-        "/admin/weights": {"active": {"version": 12}, "versions": [VERSION]},
-        "/admin/weights/active": {"version": 12, "epoch": 31, "previous": 11, "split": None},
-        "/admin/keys": {"inference": "keys", "keys": [KEY]},
-    }
-
-    def do_GET(self) -> None:
-        body = json.dumps(self.answers[self.path]).encode()
-        self.send_response(200)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        """Nothing."""
+ANSWERS: dict[str, Any] = {
+    "/admin/instances": {"instances": [INSTANCE, INSTANCE | {"id": "b", "answering": False, "eligible": False}]},
+    "/admin/weights": {"active": {"version": 12}, "versions": [VERSION]},
+    "/admin/weights/active": {"version": 12, "epoch": 31, "previous": 11, "split": None},
+    "/admin/keys": {"inference": "keys", "keys": [KEY]},
+}
 
 
 @pytest.fixture(scope="module")
 def admin_url() -> Iterator[str]:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Admin)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    """An admin port with one of everything."""
+    with answering(lambda path, _: (200, json.dumps(ANSWERS[path]).encode())) as url:
+        yield url
 
 
 def run(*words: str, **more: str) -> str:

@@ -6,9 +6,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -19,6 +17,7 @@ from server.cli.admin import AdminClient
 from server.cli.app import app
 from server.errors import CliError, RequestFailed
 from server.up.paths import ServerInfo
+from tests.server.asking import answering
 from weightsync import Publisher, SlotReader, SyncStore
 
 
@@ -171,35 +170,17 @@ def test_a_split_is_shown_and_ended(state_dir: Path, monkeypatch: pytest.MonkeyP
             run("split", *wrong, "--state-dir", state_dir)
 
 
-@pytest.fixture
-def page() -> Iterator[str]:
-    """A server that is no gateway's admin port."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(502)
-            self.end_headers()
-            self.wfile.write(b"<html>Bad Gateway</html>")
-
-        def log_message(self, *_: object) -> None: ...
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-
-
 def test_a_url_and_a_key_are_enough_where_no_server_was_started(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, page: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HOTSWAP_STATE_DIR", str(tmp_path))
     monkeypatch.delenv("HOTSWAP_ADMIN_KEY", raising=False)
-    with pytest.raises(CliError, match="no server was started"):
-        AdminClient(None, page)
-    monkeypatch.setenv("HOTSWAP_ADMIN_KEY", "secret")
-    with pytest.raises(RequestFailed, match="HTTP 502 and no JSON; is that the admin port"):
-        AdminClient(None, page).call("GET", "/admin/keys")
+    with answering(lambda *_: (502, b"<html>Bad Gateway</html>")) as page:
+        with pytest.raises(CliError, match="no server was started"):
+            AdminClient(None, page)
+        monkeypatch.setenv("HOTSWAP_ADMIN_KEY", "secret")
+        with pytest.raises(RequestFailed, match="HTTP 502 and no JSON; is that the admin port"):
+            AdminClient(None, page).call("GET", "/admin/keys")
 
 
 def test_a_version_is_exported(state_dir: Path) -> None:

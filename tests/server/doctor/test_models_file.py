@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from server.doctor.registry import Finding, Status
 from server.ports import free_port
+from tests.server.asking import answering
 from tests.server.doctor.worlds import checkpoint, findings, host, only
 from weightsync import open_store
 from weightsync.control.records import ActiveRecord, InstanceRecord, Keys
@@ -61,28 +59,15 @@ def test_models_started_elsewhere_are_looked_up_in_the_store(tmp_path: Path) -> 
     assert len(look(tmp_path, text, f"sqlite://{tmp_path}/none.db")) == 1, "`store` tells of that"
 
 
-class Hosted(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        status, body = 404, dict[str, object]()
-        if self.path == "/v1/models":
-            right = self.headers["authorization"] == "Bearer right"
-            status, body = (200, {"data": [{"id": "large-1"}]}) if right else (401, {})
-        text = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("content-length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 @pytest.fixture
 def hosted() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hosted) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    def answer(path: str, headers: Mapping[str, str]) -> tuple[int, bytes]:
+        if path != "/v1/models":
+            return 404, b"{}"
+        return (200, b'{"data": [{"id": "large-1"}]}') if headers["authorization"] == "Bearer right" else (401, b"{}")
+
+    with answering(answer) as url:
+        yield url
 
 
 @pytest.mark.parametrize(
@@ -95,15 +80,9 @@ def hosted() -> Iterator[str]:
     ],
 )
 def test_an_upstream_is_asked(
-    tmp_path: Path,
-    hosted: str,
-    monkeypatch: pytest.MonkeyPatch,
-    key: str,
-    path: str,
-    model: str,
-    status: Status,
+    tmp_path: Path, hosted: str, monkeypatch: pytest.MonkeyPatch, key: str, path: str, model: str, status: Status,
     said: str,
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.setenv("HOSTED_KEY", key)
     upstream = f"{{url: '{hosted}{path}', model: {model}, api-key-env: HOSTED_KEY}}"
     found = only(look(tmp_path, f"models: [{{name: a}}, {{name: hosted, upstream: {upstream}}}]")[1:], status)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
+import contextlib
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from vllm.multimodal.media.base import MediaIO
 
 from server.instance import media
 from server.instance.main import prepare_environment
+from tests.server.asking import answering
 
 
 class Bytes(MediaIO[bytes]):
@@ -31,39 +32,29 @@ class Bytes(MediaIO[bytes]):
         return None
 
 
+@dataclass
 class Server:
-    """Counts what it is asked for; `/away` redirects to `target`."""
+    port: int
+    asked: list[str]
 
-    def __init__(self, address: str) -> None:
-        self.asked: list[str] = []
-        self.target = ""
-        told = self
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                told.asked.append(self.path)
-                self.send_response(302 if self.path == "/away" else 200)
-                self.send_header("location", told.target)
-                self.send_header("content-length", "6")
-                self.end_headers()
-                self.wfile.write(b"secret")
+@contextlib.contextmanager
+def serving(address: str = "127.0.0.1", target: str = "") -> Iterator[Server]:
+    """`/away` redirects to `target`."""
+    asked: list[str] = []
 
-            def log_message(self, *_: Any) -> None: ...
+    def answer(path: str, _: object) -> tuple[int, bytes]:
+        asked.append(path)
+        return 302 if path == "/away" else 200, b"secret"
 
-        self._server = HTTPServer((address, 0), Handler)
-        self.port = self._server.server_port
-        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+    with answering(answer, address, target) as url:
+        yield Server(int(url.rpartition(":")[2]), asked)
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    made = Server("127.0.0.1")
-    yield made
-    made.close()
+    with serving() as made:
+        yield made
 
 
 async def fetch(url: str, *domains: str) -> bytes:
@@ -88,12 +79,13 @@ async def test_a_host_that_the_operator_listed_is_asked(server: Server) -> None:
     assert await fetch(f"http://127.0.0.1:{server.port}/", "127.0.0.1") == b"secret"
 
 
-async def test_a_redirect_leads_nowhere_else(server: Server) -> None:
-    other = Server("127.0.0.2")
-    server.target = f"http://127.0.0.2:{other.port}/"
-    with pytest.raises(VLLMValidationError, match="not public"):
+async def test_a_redirect_leads_nowhere_else() -> None:
+    with (
+        serving("127.0.0.2") as other,
+        serving(target=f"http://127.0.0.2:{other.port}/") as server,
+        pytest.raises(VLLMValidationError, match="not public"),
+    ):
         await fetch(f"http://localhost:{server.port}/away", "localhost")
-    other.close()
     assert (server.asked, other.asked) == (["/away"], [])
 
 
