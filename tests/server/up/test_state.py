@@ -14,7 +14,6 @@ import pytest
 
 from server.errors import CliError, OtherCheckpoint, PortTaken, StateTaken
 from server.up import server as up
-from server.up.config import UpConfig
 from server.up.paths import ServerInfo
 from server.up.processes import Child as RealChild
 from server.up.state import StateDir
@@ -137,11 +136,6 @@ def test_a_discard_that_was_begun_comes_to_its_end(server: Up, monkeypatch: pyte
     assert server.door(None) == "anonymous"
     assert server.served() == (1, 1.0)
     assert server.told == []
-
-
-def test_an_etcd_is_not_discarded() -> None:
-    with pytest.raises(CliError, match="--fresh"):
-        UpConfig(model="m", store="etcd://h:1", fresh=True)
 
 
 def test_fresh_takes_the_copies_of_this_store_wherever_they_are_and_nothing_else(server: Up, tmp_path: Path) -> None:

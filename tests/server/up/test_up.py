@@ -28,7 +28,7 @@ from server.up.paths import ServerInfo
 from server.up.processes import DEVICES_ENV, cause_in, devices_asked, share_of_cores, shares_of_devices, visible_devices
 from server.up.served import draft_dir, served
 from server.up.server import Server
-from tests.server.up.restarts import Child
+from tests.server.up.restarts import Child, save_checkpoint
 from tests.weightsync.tensors import model as model_of
 from trainer.config import FaultsConfig
 from weightsync import Publisher, SyncStore, ensure_arena, open_store
@@ -39,10 +39,7 @@ STARTS = ("server.gateway", "server.cli instance", "weightsync.push")
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    directory = tmp_path / "model"
-    directory.mkdir()
-    (directory / "config.json").write_text("{}")
-    return directory
+    return save_checkpoint(tmp_path / "model", 1.0)
 
 
 @pytest.mark.parametrize(
@@ -62,14 +59,9 @@ def model(tmp_path: Path) -> Path:
     ],
 )
 def test_share_of_cores(
-    monkeypatch: pytest.MonkeyPatch,
-    index: int,
-    instances: int,
-    args: tuple[str, ...],
-    env: Mapping[str, str],
-    bind: str | None,
-    threads: str | None,
-) -> None:
+    monkeypatch: pytest.MonkeyPatch, index: int, instances: int, args: tuple[str, ...], env: Mapping[str, str],
+    bind: str | None, threads: str | None,
+) -> None:  # fmt: skip
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     got = share_of_cores(index, instances, args, env)
     assert (got.get("VLLM_CPU_OMP_THREADS_BIND"), got.get("OMP_NUM_THREADS")) == (bind, threads)
@@ -155,10 +147,19 @@ def test_devices_without_names_are_counted_by_the_driver(monkeypatch: pytest.Mon
     assert visible_devices({}) is None
 
 
-@pytest.mark.parametrize("settings", [{"instances": 0}, {"store": "sqlite:///x.db"}, {"store": "http://x"}])
-def test_what_cannot_work_is_refused(settings: dict[str, object]) -> None:
-    with pytest.raises(CliError, match=r"--instances|--store"):
-        UpConfig(model="m", **settings)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"model": None}, "--models"),
+        ({"instances": 0}, "--instances"),
+        ({"store": "sqlite:///x.db"}, "--store"),
+        ({"store": "http://x"}, "--store"),
+        ({"store": "etcd://h:1", "fresh": True}, "--fresh"),
+    ],
+)
+def test_what_cannot_work_is_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(CliError, match=said):
+        UpConfig(**{"model": "m", **settings})
 
 
 def test_every_instance_has_its_own_name(model: Path, tmp_path: Path) -> None:
@@ -328,12 +329,9 @@ def test_what_keeps_an_instance_from_serving_is_said_once_and_at_the_end(
 
 
 def models_file(directory: Path, *models: str) -> Path:
-    for number in range(len(models)):
-        checkpoint = directory / f"checkpoint-{number}"
-        checkpoint.mkdir(exist_ok=True)
-        (checkpoint / "config.json").write_text("{}")
     file = directory / "models.yaml"
-    entries = [m.replace("HERE", str(directory / f"checkpoint-{number}")) for number, m in enumerate(models)]
+    checkpoints = [save_checkpoint(directory / f"checkpoint-{number}", 1.0) for number in range(len(models))]
+    entries = [entry.replace("HERE", str(place)) for entry, place in zip(models, checkpoints, strict=True)]
     file.write_text("".join(["models:\n", *(f"  - {{{entry}}}\n" for entry in entries)]))
     return file
 
@@ -416,11 +414,6 @@ def test_models_that_cannot_be_started_are_refused(
         served(config)
 
 
-def test_a_model_is_needed() -> None:
-    with pytest.raises(CliError, match="--models"):
-        UpConfig()
-
-
 @pytest.mark.parametrize(
     ("committed", "there", "published"), [(False, True, True), (True, False, True), (True, True, False)]
 )
@@ -472,14 +465,12 @@ def test_a_description_that_cannot_be_read_is_no_running_server(server: Server) 
 
 @pytest.mark.parametrize("joined", [True, False])
 def test_a_draft_model_with_weights_of_its_own_is_published(tmp_path: Path, joined: bool) -> None:
-    (tmp_path / "a=b").mkdir()
-    (tmp_path / "a=b" / "config.json").write_text("{}")
+    model = str(save_checkpoint(tmp_path / "a=b", 1.0))
 
     def found(**config: object) -> Path | None:
         value = json.dumps(config)
         return draft_dir([f"--speculative-config={value}"] if joined else ["-x", "--speculative-config", value])
 
-    model = str(tmp_path / "a=b")
     assert found(model=model, num_speculative_tokens=3) == found(model=model, method="draft_model") == tmp_path / "a=b"
     assert found(method="ngram", num_speculative_tokens=3) is None
     assert found(method="eagle", model=model) == tmp_path / "a=b"
