@@ -44,16 +44,21 @@ def config(*argv: str) -> Config:
     return options.build(Config, options.parse(DECLARED, argv))
 
 
-def typed(*argv: str) -> Config:
-    """The same with Typer."""
-    made: list[Config] = []
-    app = typer.Typer()
+def typer_app(kind: Any, declared: Any) -> tuple[typer.Typer, list[Any]]:
+    """With one command; and what it makes of its options each time that it is called."""
+    app, made = typer.Typer(), list[Any]()
 
     @app.command()
-    @commands.takes(DECLARED)
+    @commands.takes(declared)
     def command(context: typer.Context, given: dict[str, Any]) -> None:
-        made.append(options.build(Config, given))
+        made.append(options.build(kind, given))
 
+    return app, made
+
+
+def typed(*argv: str) -> Config:
+    """The same with Typer."""
+    app, made = typer_app(Config, DECLARED)
     done = CliRunner().invoke(app, list(argv))
     if isinstance(done.exception, CliError):
         raise ConfigError(str(done.exception))
@@ -122,14 +127,8 @@ class Place:
 
 
 def test_an_argument_has_no_flag_and_may_come_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Place] = []
-    app, declared = typer.Typer(), options.settings("follow", Place)
-
-    @app.command()
-    @commands.takes(declared)
-    def command(context: typer.Context, given: dict[str, Any]) -> None:
-        made.append(options.build(Place, given))
-
+    declared = options.settings("follow", Place)
+    app, made = typer_app(Place, declared)
     (file := tmp_path / "options.yaml").write_text("source: of the file\n")
     assert CliRunner().invoke(app, []).exit_code == 2
     for words, variable, source in (
