@@ -11,9 +11,18 @@ import orjson
 from tests.server.console.browser import Watched
 from tests.server.gateway.harness import ADMIN_KEY, KEYS, MODEL, RunningGateway
 from tests.server.gateway.upstream import Link, Received, Upstream
-from weightsync.control.records import ActiveRecord, VersionRecord
+from weightsync.control.records import ActiveRecord, FlipRecord, PastSwapRecord, VersionRecord
 
 MARKUP = "<img src=x onerror=alert(1)><script>alert(2)</script><b>bold</b> [a](javascript:alert(3)) &amp;"
+
+
+FLIPS = (FlipRecord("a", 2, "ff", 90.0, 1.5, 0.5), FlipRecord("b", 2, "ff", 80.0, 1.6, 0.75))
+DONE = PastSwapRecord(
+    "x", 2, "done", "rolling", 1.0, 1.3, 1.25, 2, 1, canary="a", probe="passed", verified=True, flips=FLIPS
+)
+ABORTED = PastSwapRecord(
+    "y", 3, "aborted", "together", 2.0, 2.5, previous=2, reason="a byte <b>flipped</b>", tensor="t.w"
+)
 
 
 @dataclass
@@ -139,6 +148,12 @@ def put_versions(gateway: RunningGateway, active: int, previous: int | None) -> 
         gateway.store.put(KEYS.version(version), version_record(version, state=state).to_json())
     record = ActiveRecord(active, 1, previous, "s", 1.0)
     gateway.store.put(KEYS.active, record.to_json())
+
+
+def put_swaps(gateway: RunningGateway) -> None:
+    """One that was done, and then one that was aborted."""
+    for number, record in ((1, DONE), (2, ABORTED)):
+        gateway.store.put(KEYS.past_swap(number), record.to_json())
 
 
 async def serve_version(gateway: RunningGateway, version: int) -> None:

@@ -10,10 +10,10 @@ import pytest
 from playwright.async_api import Browser
 
 from tests.node import JS, installed
+from tests.server.console import play
 from tests.server.console.browser import Watched, watched
-from tests.server.console.play import MARKUP, Script, admin_page, answered, put_versions, say, serve_version, sign_in
+from tests.server.console.play import MARKUP, Script, admin_page, answered, say, serve_version, sign_in
 from tests.server.gateway.harness import ADMIN_KEY, KEYS, RunningGateway
-from weightsync.control.records import FlipRecord, PastSwapRecord
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.broad]
 
@@ -37,11 +37,9 @@ async def test_axe_finds_nothing(
     browser: Browser, gateway: RunningGateway, script: Script, axe: str, scheme: Any
 ) -> None:
     script.pieces = [(f"word{v} ", v) for v in range(1, 13)]  # every tint twice
-    await asyncio.to_thread(put_versions, gateway, 2, 1)
+    await asyncio.to_thread(play.put_versions, gateway, 2, 1)
     await serve_version(gateway, 2)
-    flips = (FlipRecord("a", 2, "ff", 90.0, 1.5, 0.5),)
-    past = PastSwapRecord("x", 2, "done", "together", 1.0, 1.3, 1.25, 2, 1, verified=True, flips=flips)
-    await asyncio.to_thread(gateway.store.put, KEYS.past_swap(1), past.to_json())
+    await asyncio.to_thread(play.put_swaps, gateway)
     for step in (1, 2):
         point = {"step": step, "time": float(step), "reward": step / 4, "loss": 1.0}
         await asyncio.to_thread(gateway.store.put, KEYS.training_point(step), orjson.dumps(point))
@@ -61,7 +59,7 @@ async def test_axe_finds_nothing(
 
 
 async def test_all_of_it_is_done_by_keyboard(browser: Browser, gateway: RunningGateway, script: Script) -> None:
-    await asyncio.to_thread(put_versions, gateway, 2, 1)
+    await asyncio.to_thread(play.put_versions, gateway, 2, 1)
     await serve_version(gateway, 2)
     async with watched(browser, admin_page(gateway)) as page:
         keyboard = page.page.keyboard

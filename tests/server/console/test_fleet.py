@@ -11,19 +11,11 @@ from playwright.async_api import Browser
 
 from server.gateway.release.records import Counted, EvidenceRecord, ReleaseKeys, ReleaseRecord
 from tests.server.console.browser import Watched, watched
-from tests.server.console.play import Script, admin_page, put_versions, sign_in, version_record
+from tests.server.console.play import Script, admin_page, put_swaps, put_versions, sign_in, version_record
 from tests.server.gateway.harness import KEYS, MODEL, RunningGateway
 from weightsync.control import chain
 from weightsync.control.chain import LedgerEntry
-from weightsync.control.records import (
-    ActiveRecord,
-    FlipRecord,
-    PastSwapRecord,
-    PauseRecord,
-    ShareRecord,
-    SplitRecord,
-    SwapRecord,
-)
+from weightsync.control.records import ActiveRecord, PauseRecord, ShareRecord, SplitRecord, SwapRecord
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -149,15 +141,7 @@ async def test_a_swap_under_way_shows_its_progress(console: Watched, gateway: Ru
 
 @pytest.mark.broad
 async def test_the_timeline_tells_all_of_a_swap(console: Watched, gateway: RunningGateway) -> None:
-    flips = (FlipRecord("a", 2, "ff", 90.0, 1.5, 0.5), FlipRecord("b", 2, "ff", 80.0, 1.6, 0.75))
-    done = PastSwapRecord(
-        "x", 2, "done", "rolling", 1.0, 1.3, 1.25, 2, 1, canary="a", probe="passed", verified=True, flips=flips
-    )
-    lost = PastSwapRecord(
-        "y", 3, "aborted", "together", 2.0, 2.5, previous=2, reason="a byte <b>flipped</b>", tensor="t.w"
-    )
-    for number, record in ((1, done), (2, lost)):
-        await asyncio.to_thread(gateway.store.put, KEYS.past_swap(number), record.to_json())
+    await asyncio.to_thread(put_swaps, gateway)
     moved = SwapRecord("y", 3, "aborted", (), 1.0, 1.0)
     await asyncio.to_thread(gateway.store.put, KEYS.swap, moved.to_json())
     await console.wait_text("#swaps", "rolling")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,10 @@ import pytest
 from server.gateway.fleet.instance import Signals
 from server.gateway.observe.history import KEPT_POINTS, KEPT_SAMPLES, Throughput, TrainingLog
 from tests.server.asking import AUTH, call
+from tests.server.console.play import put_swaps
 from tests.server.gateway.harness import KEYS, MODEL, RunningGateway, post, running_gateway
 from tests.waiting import eventually
-from weightsync.control.records import FlipRecord, PastSwapRecord
 from weightsync.store import open_store
-
-
-@pytest.fixture
-def gateway(tmp_path: Path) -> Iterator[RunningGateway]:
-    with running_gateway(tmp_path) as running:
-        yield running
 
 
 async def ask(gateway: RunningGateway, path: str) -> dict[str, Any]:
@@ -40,19 +33,13 @@ async def report(gateway: RunningGateway, body: object) -> tuple[int, dict[str, 
 
 async def test_past_swaps_are_told_with_what_each_cost(gateway: RunningGateway) -> None:
     assert await ask(gateway, "/admin/swaps") == {"model": MODEL, "swaps": []}
-    flips = (FlipRecord("a", 2, "ff", 90.0, 1.5, 0.5), FlipRecord("b", 2, "ff", 80.0, 1.6, 0.75))
-    done = PastSwapRecord(
-        "x", 2, "done", "together", 10.0, 10.3, 10.25, 2, 1, fingerprint="ff", verified=True, flips=flips
-    )
-    lost = PastSwapRecord("y", 3, "aborted", "rolling", 20.0, 20.5, previous=2, reason="why", tensor="t")
-    gateway.store.put(KEYS.past_swap(1), done.to_json())
-    gateway.store.put(KEYS.past_swap(2), lost.to_json())
+    put_swaps(gateway)
     newest, oldest = (await ask(gateway, "/admin/swaps"))["swaps"]
     assert (oldest["stall_ms"], oldest["verified"]) == (0.75, True)
     assert oldest["prepare_ms"] == pytest.approx(250)
     assert oldest["commit_ms"] == pytest.approx(50)
     assert [flip["instance"] for flip in oldest["flips"]] == ["a", "b"]
-    assert (newest["outcome"], newest["reason"], newest["tensor"]) == ("aborted", "why", "t")
+    assert (newest["outcome"], newest["reason"], newest["tensor"]) == ("aborted", "a byte <b>flipped</b>", "t.w")
     assert newest["prepare_ms"] == pytest.approx(500)
     assert (newest["commit_ms"], newest["stall_ms"]) == (None, None)
 
