@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import urllib.request
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client import generate_latest
 
-from server.cli.follow import Gateway
-from server.errors import RequestFailed
+from server.cli.follow import Gateway, run_follow
+from server.errors import ConfigError, RequestFailed
 from server.follow import loop
 from server.follow.config import FollowConfig
 from server.follow.loop import Follower, Plan
+from server.follow.metrics import FollowMetrics
 from server.follow.opening import open_source
 from server.follow.sources import SourceUnavailable
 from server.follow.state import StateFile
@@ -25,6 +28,7 @@ from tests.server.follow.following import AT_ONCE, Follow, Killed
 from tests.server.gateway.admin.test_releases import POLICY, until
 from tests.server.gateway.harness import KEYS, RunningGateway
 from tests.waiting import wait_until
+from weightsync.bucket.metrics import serve
 from weightsync.control.records import VersionRecord
 
 
@@ -44,7 +48,7 @@ def test_each_new_checkpoint_is_released_by_the_policy(follow: Follow) -> None:
     shutil.rmtree(follow.runs / "step-10")  # an older one is no reason to go back
     write(follow.runs / "step-9", 3.0)
     follow.steps()
-    assert (follow.active, follow.file.state.current) == (3, None)
+    assert (follow.active, follow.file.state.current, follow.file.state.tried[-1].name) == (3, None, "step-10")
 
 
 def test_what_was_taken_back_is_not_tried_again_until_it_changes(follow: Follow) -> None:
@@ -337,3 +341,62 @@ def test_a_fault_is_told_once_and_tried_again_later_each_time(
         follower.run()
     assert waits == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 3.0]
     assert caplog.messages == ["nobody answers"]
+
+
+# what it counts for Prometheus, and how far behind it says its fleet is
+
+
+def value(page: str, name: str) -> float:
+    (found,) = (line.removeprefix(f"{name} ") for line in page.splitlines() if line.startswith(f"{name} "))
+    return float(found)
+
+
+def test_a_release_is_counted_with_its_bytes_and_seconds(follow: Follow) -> None:
+    follow.store_policy(AT_ONCE)
+    write(follow.runs / "step-1", 1.0)
+    (follow.runs / "step-2").mkdir()
+    (follow.runs / "step-2" / "config.json").write_text("{}")
+    (follow.runs / "step-2" / "model.safetensors").write_bytes(b"no checkpoint")
+    follow.until_tried("step-2", "refused")
+    write(follow.runs / "step-3", 3.0)
+    follow.until_tried("step-3", "released")
+    port = serve(follow.follower.metrics.registry, "127.0.0.1:0")
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+        page = answer.read().decode()
+    assert value(page, 'hotswap_follow_candidates_total{outcome="released"}') == 1
+    assert value(page, 'hotswap_follow_candidates_total{outcome="refused"}') == 1
+    assert value(page, "hotswap_follow_released_version") == follow.active
+    assert value(page, "hotswap_follow_fetched_bytes_total") > 0
+    assert value(page, 'hotswap_follow_seconds_count{phase="publish"}') == 1
+    assert (value(page, "hotswap_follow_lag_candidates"), value(page, "hotswap_follow_lag_seconds")) == (0, 0)
+
+
+def test_the_lag_is_that_of_the_oldest_candidate_that_is_not_over() -> None:
+    now = [100.0]
+    metrics = FollowMetrics(lambda: now[0])
+
+    def lag() -> tuple[float, float]:
+        page = generate_latest(metrics.registry).decode()
+        return value(page, "hotswap_follow_lag_candidates"), value(page, "hotswap_follow_lag_seconds")
+
+    assert lag() == (0, 0)
+    for at, identity in ((100.0, "a"), (105.0, "b"), (107.0, "a"), (110.0, "c")):
+        now[0] = at
+        metrics.seen(identity)
+    assert lag() == (3, 10)
+    metrics.over("a", "superseded", None)
+    assert lag() == (2, 5)
+    metrics.over("b", "released", 7)
+    assert lag() == (1, 0)
+    metrics.over("c", "released", 8)
+    assert lag() == (0, 0)
+    metrics.seen("d")
+    metrics.seen("e")
+    metrics.over("e", "released", 9)
+    assert lag() == (0, 0), "what was seen before is older, and is not taken any more"
+
+
+def test_an_address_that_cannot_be_served_is_said_at_the_start(tmp_path: Path) -> None:
+    config = FollowConfig(source=f"dir://{tmp_path}", cache_dir=tmp_path / "cache", metrics="127.0.0.1:x")
+    with pytest.raises(ConfigError, match=r"--metrics 127\.0\.0\.1:x"):
+        run_follow(config)
