@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 import ssl
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import psutil
@@ -96,7 +96,7 @@ def test_the_public_port_without_tls_is_a_warning(tmp_path: Path) -> None:
 
 @contextmanager
 def tls_server(tmp_path: Path, *, ask: bool) -> Iterator[int]:
-    """Greets a few clients, and wants a certificate of each if `ask`."""
+    """Wants a certificate of each client if `ask`."""
     tls = Tls(tmp_path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(tls.server_cert, tls.server_key)
@@ -104,24 +104,11 @@ def tls_server(tmp_path: Path, *, ask: bool) -> Iterator[int]:
         context.load_verify_locations(tls.ca)
         context.verify_mode = ssl.CERT_REQUIRED
 
-    def greet() -> None:
-        while True:
-            try:
-                connection, _ = server.accept()
-            except OSError:
-                return
-            with connection:
-                try:
-                    context.wrap_socket(connection, server_side=True).close()
-                except OSError:
-                    continue
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        thread = threading.Thread(target=greet)
-        thread.start()
-        yield server.getsockname()[1]
-        server.shutdown(socket.SHUT_RDWR)
-    thread.join()
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield server.server_port
+        server.shutdown()
 
 
 @pytest.mark.parametrize("ask", [False, True])
