@@ -129,9 +129,3 @@ async def test_no_instance_is_a_typed_error(browser: Browser, tmp_path: Path) ->
             await say(page)
             assert "[503 no_instance]" in await page.text("#chat-log .error")
             page.check()
-
-
-async def test_the_public_page_asks_for_nothing_of_the_fleet(public: Watched) -> None:
-    await say(public)
-    assert not [r.url for r in public.requests if "/admin" in r.url]
-    assert await public.page.locator("#instances, #versions, #swaps, dialog").count() == 0

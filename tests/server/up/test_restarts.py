@@ -294,14 +294,3 @@ def test_several_models_go_on_each_with_its_own_versions(server: Up, tmp_path: P
     assert "versions 1 to 2 of toy" in server.told[0]
     assert "versions 1 to 1 of org/other" in server.told[0]
     assert (server.served(), server.served("org/other")) == ((1, 1.0), (1, 7.0))
-
-
-def test_a_state_of_other_models_is_refused(server: Up, tmp_path: Path) -> None:
-    server.ran()
-    file = tmp_path / "models.yaml"
-    file.write_text(f"models: [{{name: other, checkpoint: {save_checkpoint(tmp_path / 'other', 7.0)}}}]")
-    with pytest.raises(CliError, match="serves toy, not other"):
-        server.start(model=None, models=file)
-    server.stop()
-    server.start()
-    assert server.served() == (1, 1.0)

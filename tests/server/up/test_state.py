@@ -57,10 +57,15 @@ def test_any_checkpoint_may_begin_where_nothing_was_committed(server: Up, tmp_pa
     assert server.served() == (1, 9.0)
 
 
-def test_another_name_in_the_same_state_is_refused(server: Up) -> None:
+def test_another_name_in_the_same_state_is_refused(server: Up, tmp_path: Path) -> None:
     server.ran()
-    with pytest.raises(OtherCheckpoint, match="serves toy, not other"):
-        server.start(name="other")
+    (file := tmp_path / "models.yaml").write_text(f"models: [{{name: other, checkpoint: {server.checkpoint}}}]")
+    for options in ({"name": "other"}, {"model": None, "models": file}):
+        with pytest.raises(OtherCheckpoint, match="serves toy, not other"):
+            server.start(**options)
+        server.stop()
+    server.start()
+    assert server.served() == (1, 1.0)
 
 
 def test_what_a_version_has_besides_must_be_run(server: Up, tmp_path: Path) -> None:
