@@ -44,6 +44,7 @@ def ids(folder: Folder) -> list[str]:
     return [orjson.loads(line)["id"] for path, _ in folder.segments() for line in folder.read(path).splitlines()]
 
 
+STEP = st.tuples(st.sampled_from(["ada", "bob", "eve"]), st.sampled_from(["", "tick", "forget", "other"]))
 _MEMORIES = iter(range(10**6))
 
 
@@ -103,12 +104,7 @@ def test_retention_keeps_the_newest_that_fit(sizes: list[int], most: int, seed: 
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    steps=st.lists(
-        st.tuples(st.sampled_from(["ada", "bob", "eve"]), st.sampled_from(["", "tick", "forget", "other"])), max_size=12
-    ),
-    per_segment=st.integers(1, 4),
-)
+@given(steps=st.lists(STEP, max_size=12), per_segment=st.integers(1, 4))
 def test_a_key_that_is_forgotten_is_gone_wherever_its_lines_are(steps: list[tuple[str, str]], per_segment: int) -> None:
     """Records up to the deletion are in no segment, then or later; those after it, and other keys', are all there."""
     url = f"memory://forget-{next(_MEMORIES)}"

@@ -220,11 +220,8 @@ def test_the_list_says_what_each_version_is(url: str) -> None:
     status, out = asked("list", "--bucket", url)
     assert status == 0
     one, two, three = (line.split() for line in out.splitlines() if line.strip()[:1].isdigit())
-    assert (one[:3], two[:4], three[:3]) == (
-        ["1", "base", "full"],
-        ["2", "base", "delta", "1"],
-        ["3", "lora/math", "full"],
-    )
+    assert (one[:3], two[:4]) == (["1", "base", "full"], ["2", "base", "delta", "1"])
+    assert three[:3] == ["3", "lora/math", "full"]
     rows = orjson.loads(asked("list", "--bucket", url, "--json")[1])
     versions = [Bucket(url).read(number) for number in (1, 2, 3)]
     assert [row["nbytes"] for row in rows] == [version.nbytes for version in versions]

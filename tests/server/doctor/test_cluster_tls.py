@@ -55,9 +55,8 @@ def issue(
     directory.mkdir(exist_ok=True)
     (directory / "ca.crt").write_bytes(authority.certificate)
     (directory / "tls.crt").write_bytes(authority.sign(subject, key, first, last, name=name, usages=usages))
-    (directory / "tls.key").write_bytes(
-        key.private_bytes(PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    )
+    private = key.private_bytes(PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    (directory / "tls.key").write_bytes(private)
     (directory / "tls.key").chmod(0o600)
     return directory
 

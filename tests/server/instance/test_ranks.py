@@ -39,10 +39,8 @@ class Core:
         if method == "hotswap_commit":
             return self.flip()
         if method == "hotswap_drop":
-            self.reports = [
-                *self.reports[:1],
-                report(error={"code": "staging_cancelled", "message": "", "tensor": None}),
-            ]
+            cancelled = {"code": "staging_cancelled", "message": "", "tensor": None}
+            self.reports = [*self.reports[:1], report(error=cancelled)]
         if method in ("hotswap_stage", "hotswap_report"):
             return [self.reports.pop(0) if len(self.reports) > 1 else self.reports[0]]
         return [""]

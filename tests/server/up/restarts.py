@@ -35,21 +35,12 @@ from weightsync.push import push
 STARTS = ()  # `up` starts nothing here
 MODEL = "toy"
 STARTING = (
-    "server/up/server.py",
-    "server/up/state.py",
-    "server/up/resume.py",
-    "server/files.py",
-    "persist/restore.py",
+    "server/up/server.py", "server/up/state.py", "server/up/resume.py", "server/files.py", "persist/restore.py",
     "persist/disk.py",
-)
+)  # fmt: skip
 PERSISTING = ("weightsync/persist/",)
-SWAPPING = (
-    *(
-        f"weightsync/control/{name}.py"
-        for name in ("activation", "agent", "agent_state", "coordinator", "history", "state")
-    ),
-    "store/sqlite_db.py",
-)
+_CONTROL = ("activation", "agent", "agent_state", "coordinator", "history", "state")
+SWAPPING = (*(f"weightsync/control/{name}.py" for name in _CONTROL), "store/sqlite_db.py")
 STOPPING = ("server/up/server.py", "server/up/state.py", "weightsync/persist/", "server/up/resume.py")
 KEYS = Keys(MODEL)
 
