@@ -75,12 +75,7 @@ def test_repetition(text: str, share: float) -> None:
 def test_no_pattern_takes_long() -> None:
     """`re` would try each of the 2 ** 199 ways to divide the text between the two repetitions."""
     patterns = searched((r"(\w+)+!", "I CANNOT", r"\bnie\b"))
-    for text, declines in (
-        ("a" * OPENING, 0.0),
-        ("a" * 100 + "!", 1.0),
-        ("I cannot", 1.0),
-        ("Nie.", 1.0),
-        ("I can", 0.0),
-    ):
+    cases = {"a" * OPENING: 0.0, "a" * 100 + "!": 1.0, "I cannot": 1.0, "Nie.": 1.0, "I can": 0.0}
+    for text, declines in cases.items():
         assert measure(answer(said(text)), patterns)["refusals"] == declines
     assert searched(()) == ()

@@ -62,14 +62,11 @@ MEMINFO = "MemTotal: 4096 kB\nHugePages_Free: {}\nHugepagesize: 2048 kB\n"
 @pytest.mark.parametrize(
     "files",
     [
-        {
-            "/proc/self/cgroup": "0::/pod/c",
-            "/sys/fs/cgroup/pod/memory.max": "5242880",
-            "/sys/fs/cgroup/memory.max": "max",
-        },
+        {"/proc/self/cgroup": "0::/pod/c", "/sys/fs/cgroup/pod/memory.max": "5242880",
+         "/sys/fs/cgroup/memory.max": "max"},
         {"/proc/self/cgroup": "4:memory:/far/away", "/sys/fs/cgroup/memory/memory.limit_in_bytes": "5242880"},
     ],
-)
+)  # fmt: skip
 def test_the_smallest_memory_limit_above_this_process_counts(tmp_path: Path, files: dict[str, str]) -> None:
     files |= {"/proc/meminfo": "MemTotal: 4194304 kB\n"}
     assert "5 MiB" in only(findings("memory-limit", host(tmp_path, files)), "ok").found

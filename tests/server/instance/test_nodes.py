@@ -320,6 +320,10 @@ async def said(store: Store) -> dict[str, str]:
     return {record.host: record.slices for record in records}
 
 
+async def is_said(store: Store, expected: dict[str, str]) -> bool:
+    return await said(store) == expected
+
+
 def test_the_ranks_of_a_host_are_joined_and_rank_0_has_what_nobody_reads() -> None:
     answers = [(slices("a").to_text(), "6"), (slices("b").to_text(), "5"), (slices("a").to_text(), "6")]
     found = joined_reads(ROWS, ["x", "y", "y"], answers)
@@ -335,15 +339,12 @@ async def test_it_is_said_under_a_lease_and_again_when_it_changes(store: Store) 
     assert saying.unread == ("c",)
     running = asyncio.create_task(saying.run(store))
 
-    async def is_said(expected: dict[str, str]) -> bool:
-        return await said(store) == expected
-
-    await eventually(lambda: is_said({"x": slices("a").to_text(), "y": slices("b").to_text()}))
+    await eventually(lambda: is_said(store, {"x": slices("a").to_text(), "y": slices("b").to_text()}))
     saying.say(("x", "y"), reads, everything="x")  # a signature is checked there
-    await eventually(lambda: is_said({"x": "", "y": slices("b").to_text()}))
+    await eventually(lambda: is_said(store, {"x": "", "y": slices("b").to_text()}))
     assert saying.digests == {"y": slices("b").digest}
     saying.say(("x", "y"), None)
-    await eventually(lambda: is_said({"x": "", "y": ""}))
+    await eventually(lambda: is_said(store, {"x": "", "y": ""}))
     assert saying.digests == {}
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
@@ -358,10 +359,6 @@ async def test_an_instance_on_one_host_needs_everything_there(
     saying.say(hosts, Reads({"x": slices("a")}, ()))
     assert saying.digests == {}
     running = asyncio.create_task(saying.run(store))
-
-    async def is_said() -> bool:
-        return await said(store) == expected
-
-    await eventually(is_said)
+    await eventually(lambda: is_said(store, expected))
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)

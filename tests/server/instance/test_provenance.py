@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,18 +17,8 @@ from server.instance.middleware import ProvenanceMiddleware
 from server.instance.provenance import MOST_SCORES, Trace, annotate, annotate_chunk, current_trace, pooled, traced
 from tests.server.instance.asgi import head, part, sent_by
 
-
-@dataclass
-class Span:
-    version: str
-    start: int
-    end: int
-
-
-@dataclass
-class Output:
-    index: int
-    weight_versions: list[Span]
+Span = namedtuple("Span", ["version", "start", "end"])
+Output = namedtuple("Output", ["index", "weight_versions"])
 
 
 def trace_of(*spans: Span, index: int = 0) -> Trace:

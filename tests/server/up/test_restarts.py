@@ -279,10 +279,8 @@ def test_several_models_go_on_each_with_its_own_versions(server: Up, tmp_path: P
     assert (server.served(), server.served("org/other")) == ((2, 2.0), (1, 7.0))
     assert not any(name.startswith("publish") for name in started.children)
     said = "shared memory" if end == "kill" else "its copy in"
-    assert [re.match(rf"(\S+): going on with version (\d), .*{said}", line)[1] for line in started.said] == [  # type: ignore[index]
-        MODEL,
-        "org/other",
-    ]
+    gone_on = [re.match(rf"(\S+): going on with version \d, .*{said}", line) for line in started.said]
+    assert [found and found[1] for found in gone_on] == [MODEL, "org/other"]
     server.stop()
     server.start(**{**options, "models": None})
     assert server.served() == (2, 2.0), "one of them alone"
