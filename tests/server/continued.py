@@ -26,9 +26,8 @@ def chat(tokens: list[int], version: int = 1, *, usage: bool = True, answer_id: 
     """A chat stream of vLLM as the instance stamps it: the role, one event a token, the end, the usage."""
 
     def of(choice: dict[str, Any], **more: Any) -> bytes:
-        return event(
-            {"id": answer_id, "created": 7, "choices": [{"index": 0, **choice}], "weight_version": version, **more}
-        )
+        choices = [{"index": 0, **choice}]
+        return event({"id": answer_id, "created": 7, "choices": choices, "weight_version": version, **more})
 
     spans = [{"version": version, "start": 0, "end": len(tokens)}]
     said = [of({"delta": {"content": f"<{t}> \u00e9\n"}, "token_ids": [t], "finish_reason": None}) for t in tokens[:-1]]
@@ -36,9 +35,8 @@ def chat(tokens: list[int], version: int = 1, *, usage: bool = True, answer_id: 
     events = [of({"delta": {"role": "assistant", "content": ""}, "finish_reason": None}), *said]
     events.append(of({**ended, "weight_versions": spans}))
     if usage:
-        events.append(
-            event({"id": answer_id, "created": 7, "choices": [], "usage": {"completion_tokens": len(tokens)}})
-        )
+        counted = {"completion_tokens": len(tokens)}
+        events.append(event({"id": answer_id, "created": 7, "choices": [], "usage": counted}))
     return [*events, b"data: [DONE]\n\n"]
 
 

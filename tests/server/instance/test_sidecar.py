@@ -25,17 +25,17 @@ from weightsync.store import open_store
 UNASKED: Any = None  # a store, where there is one host
 
 
-class BrokenEngine(Engine):
-    async def commit(self, version: int, epoch: int) -> dict[str, float]:
-        raise RuntimeError("a worker died in the flip")
-
-
 async def test_a_torn_instance_says_so_and_then_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error goes to the participant, which writes TORN; the process ends a moment later, to be started anew."""
+
+    class Broken(Engine):
+        async def commit(self, version: int, epoch: int) -> dict[str, float]:
+            raise RuntimeError("a worker died in the flip")
+
     killed: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: killed.append((pid, number)))
     monkeypatch.setattr(sidecar, "TORN_LINGER_S", 0.05)
-    torn = sidecar_of(config_of(tmp_path), BrokenEngine())
+    torn = sidecar_of(config_of(tmp_path), Broken())
     with pytest.raises(RuntimeError, match="died in the flip"):
         await torn._commit(ActiveRecord(2, 2, 1, "s", 0.0), version())
     assert not killed, "the record must be written before the process ends"
