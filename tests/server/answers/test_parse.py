@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from server.answers.parse import ROUTES, About, Answer, Choice, Span, Unreadable, parse
 from tests.server import continued
+from tests.server.continued import event
 
 SPANS = [{"version": 3, "start": 0, "end": 2}, {"version": 4, "start": 2, "end": 5}]
 OVER = [Span(3, 0, 2), Span(4, 2, 5)]
@@ -33,10 +34,6 @@ def read(route: str, request: dict[str, Any], answer: dict[str, Any] | list[byte
     found = parse(orjson.dumps(request), raw, about(route, streamed=streamed, **more))
     assert msgspec.json.decode(msgspec.json.encode(found), type=Answer) == found
     return found
-
-
-def event(payload: dict[str, Any]) -> bytes:
-    return continued.event(payload)
 
 
 def test_a_chat_that_is_whole() -> None:

@@ -163,8 +163,7 @@ async def test_a_staging_that_takes_too_long_is_stopped() -> None:
     cores = [Core(), Core(report(running=True))]
     with pytest.raises(StagingFailed, match="longer than 0 s"):
         await engine_of(*cores).stage(VERSION, 0.02)
-    assert "hotswap_drop" in cores[0].calls
-    assert "hotswap_drop" in cores[1].calls
+    assert all("hotswap_drop" in core.calls for core in cores)
 
 
 async def test_ranks_that_compute_a_batch_together_are_refused() -> None:
