@@ -15,6 +15,7 @@ from tests.trainer.batches import random_batch
 from tests.trainer.ranks import Ranks
 from tests.trainer.zygote import Zygote
 from trainer.batch import TOKENS
+from trainer.data.records import Record
 from trainer.data.tokenizer import Tokenizer
 from trainer.tiny_model import write_tiny_model
 
@@ -105,6 +106,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
+def every_model(small_models: dict[str, str], models: dict[str, str]) -> dict[str, str]:
+    """Of four layers where there is one."""
+    return small_models | models
+
+
+@pytest.fixture(scope="session")
 def one_rank() -> Iterator[Ranks]:
     with Ranks(1) as ranks:
         yield ranks
@@ -133,6 +140,12 @@ def tokenizer(tiny_model: str) -> Tokenizer:
     return Tokenizer(tiny_model)
 
 
+@pytest.fixture
+def record(tokenizer: Tokenizer) -> Record:
+    """A sum for the tiny model."""
+    return Record(0, "1+2=", "03", tokenizer.prompt("1+2="), ())
+
+
 @pytest.fixture(scope="module")
 def server(tiny_model: str) -> Iterator[GenerateServer]:
     """The tiny model behind `/generate`."""
@@ -155,6 +168,15 @@ def config(small_models: dict[str, str], tmp_path: Path) -> dict[str, Any]:
         "checkpoint": {"path": str(tmp_path / "checkpoints"), "every": 3},
         "metrics": str(tmp_path / "metrics.jsonl"),
     }
+
+
+@pytest.fixture
+def quiet_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that take one thread."""
+    from loadtest.training.learning.recipes import ENVIRONMENT
+
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(scope="session")

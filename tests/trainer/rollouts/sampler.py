@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -9,7 +10,7 @@ from concurrent.futures import Future
 from tests.trainer.rollouts.trajectories import answer
 from trainer.data.records import Record
 from trainer.rewards.scorer import Score
-from trainer.rollouts.feed import Draw, Feed
+from trainer.rollouts.feed import Draw
 from trainer.rollouts.schedules import Rollout, Schedule
 from trainer.trajectory import (
     UNFINISHED,
@@ -105,6 +106,32 @@ class Sampler:
         thread.start()
         return thread
 
+    def taken(self, rollouts: Iterator[Rollout], *finished: int, rewards: tuple[float, ...] = (0.0, 1.0)) -> list[int]:
+        """The numbers of the rollouts, of which some come when these are finished."""
+        thread = self.soon(lambda: self.finish(*finished, rewards=rewards))
+        found = numbers(rollouts)
+        thread.join()
+        return found
+
+    @contextlib.contextmanager
+    def finishing(
+        self, choose: Callable[[list[int]], list[int]] = list, rewards: tuple[float, ...] = (0.0, 1.0)
+    ) -> Iterator[None]:
+        """Meanwhile all that is in flight is finished, or what is chosen of it."""
+        over = threading.Event()
+
+        def finish() -> None:
+            while not over.is_set():
+                if flying := self.in_flight:
+                    self.finish(*choose(flying), rewards=rewards)
+
+        thread = self.soon(finish)
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join(10)
+
     def finish(self, *numbers: int, rewards: tuple[float, ...] = (0.0, 1.0)) -> None:
         """When all of them have been sent off."""
         self._wait_for(*numbers)
@@ -144,6 +171,29 @@ class Sampler:
             )
 
 
+class AtOnce(Sampler):
+    """Every round is over at once, but for those of the `slow`; the rewards of a group differ where it `teaches`."""
+
+    def __init__(
+        self,
+        rounds: dict[int, int] | None = None,
+        slow: tuple[int, ...] = (),
+        version: int = 0,
+        teaches: Callable[[int], bool] = lambda number: True,
+    ) -> None:
+        super().__init__(rounds)
+        self.slow, self.version, self._teaches = slow, version, teaches
+
+    def __call__(self, draw: Draw, before: Future[Outcome] | None = None) -> Future[Outcome]:
+        future = super().__call__(draw, before)
+        if not future.done() and draw.number not in self.slow:
+            self.finish(draw.number, rewards=(0.0, 1.0) if self._teaches(draw.number) else (1.0, 1.0))
+        return future
+
+
+Keep = Callable[[TrajectoryGroup], bool]
+
+
 def useful(group: TrajectoryGroup) -> bool:
     """DAPO's filter."""
     return len(set(group.rewards)) > 1
@@ -151,9 +201,6 @@ def useful(group: TrajectoryGroup) -> bool:
 
 def everything(group: TrajectoryGroup) -> bool:
     return True
-
-
-Make = Callable[[Feed, Sampler], Schedule]
 
 
 def numbers(rollouts: Iterator[Rollout]) -> list[int]:

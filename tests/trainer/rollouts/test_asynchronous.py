@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import random
-import threading
 from concurrent.futures import Future, wait
 from typing import Any
 
 import pytest
 
-from tests.trainer.rollouts.sampler import Records, Sampler, everything, numbers, published, useful
+from tests.trainer.rollouts.sampler import Keep, Records, Sampler, everything, numbers, published, useful
 from trainer.config.sections import AsyncSchedule
 from trainer.rollouts.feed import Feed
 from trainer.rollouts.schedules import Schedule, build_schedule
@@ -24,9 +23,9 @@ def sampler() -> Sampler:
     return Sampler()
 
 
-def schedule(sampler: Sampler, max_lag: int = 1, buffer: int | None = None) -> Schedule:
+def schedule(sampler: Sampler, max_lag: int = 1, buffer: int | None = None, keep: Keep = everything) -> Schedule:
     config = AsyncSchedule(max_lag=max_lag, buffer=buffer)
-    return published(build_schedule(config, BATCH, Feed(Records(), 0), sampler, everything), sampler)
+    return published(build_schedule(config, BATCH, Feed(Records(), 0), sampler, keep), sampler)
 
 
 def test_groups_are_taken_as_they_finish(sampler: Sampler) -> None:
@@ -39,70 +38,45 @@ def test_groups_are_taken_as_they_finish(sampler: Sampler) -> None:
     assert numbers(taking) == [1]
 
 
-def test_back_pressure_bounds_what_is_ahead(sampler: Sampler) -> None:
-    built = schedule(sampler, max_lag=3)
-    taking = built.take(step=0, steps_left=99)
-    finishing = sampler.soon(lambda: sampler.finish(*range((3 + 1) * BATCH)))
-    numbers(taking)
-    finishing.join()
-    built.ahead(step=0, steps_left=98)
-    assert len(sampler.sent) == (3 + 1) * BATCH  # all are finished, and still no more are sent
-    assert built.stats()["groups_ready"] == 3 * BATCH
-
-
-def test_a_smaller_buffer_is_respected(sampler: Sampler) -> None:
-    built = schedule(sampler, max_lag=3, buffer=3)
-    taking = built.take(step=0, steps_left=99)
-    finishing = sampler.soon(lambda: sampler.finish(*range(3)))
-    numbers(taking)
-    finishing.join()
-    assert len(sampler.sent) == 3
-
-
-def test_a_buffer_smaller_than_a_step_holds_a_step(sampler: Sampler) -> None:
-    built = schedule(sampler, buffer=1)
-    taking = built.take(step=0, steps_left=99)
-    finishing = sampler.soon(lambda: sampler.finish(*range(BATCH)))
-    assert sorted(numbers(taking)) == list(range(BATCH))
-    finishing.join()
-    assert len(sampler.sent) == BATCH
-
-
-def test_nothing_is_sampled_that_no_step_will_use(sampler: Sampler) -> None:
-    built = schedule(sampler, max_lag=5)
-    taking = built.take(step=0, steps_left=2)
-    finishing = sampler.soon(lambda: sampler.finish(*range(2 * BATCH)))
-    numbers(taking)
-    finishing.join()
-    built.ahead(step=0, steps_left=1)
-    assert len(sampler.sent) == 2 * BATCH
+@pytest.mark.parametrize(
+    ("max_lag", "buffer", "steps_left", "sent", "ahead"),
+    [
+        pytest.param(3, None, 99, (3 + 1) * BATCH, (3 + 1) * BATCH, id="no more than may be trained on in time"),
+        pytest.param(3, 3, 99, 3, 3 + BATCH, id="a smaller buffer"),
+        pytest.param(1, 1, 99, BATCH, 2 * BATCH, id="a buffer smaller than a step holds a step"),
+        pytest.param(5, None, 2, 2 * BATCH, 2 * BATCH, id="nothing that no step will use"),
+    ],
+)
+def test_what_is_ahead_is_bounded(
+    sampler: Sampler, max_lag: int, buffer: int | None, steps_left: int, sent: int, ahead: int
+) -> None:
+    """All that is sent is finished, and still no more is sent."""
+    built = schedule(sampler, max_lag, buffer)
+    assert sampler.taken(built.take(0, steps_left), *range(sent)) == list(range(BATCH))
+    assert len(sampler.sent) == sent
+    assert built.stats()["groups_ready"] == sent - BATCH
+    built.ahead(step=0, steps_left=steps_left - 1)
+    assert len(sampler.sent) == ahead
 
 
 def test_a_slow_group_is_waited_for_before_it_is_too_old(sampler: Sampler) -> None:
     built = schedule(sampler, max_lag=1)
-    taking = built.take(step=0, steps_left=9)
-    sampler.soon(lambda: sampler.finish(1, 2, 3))
-    assert numbers(taking) == [1, 2]  # 0 is slow, and may be
+    assert sampler.taken(built.take(step=0, steps_left=9), 1, 2, 3) == [1, 2]  # 0 is slow, and may be
     sampler.version = 1
-    taking = built.take(step=1, steps_left=8)
-    sampler.soon(lambda: sampler.finish(0))
-    assert sorted(numbers(taking)) == [0, 3]  # 4 and 5 were sent for version 1 and would do as well, 0 would not later
+    # 4 and 5 were sent for version 1 and would do as well, 0 would not later.
+    assert sorted(sampler.taken(built.take(step=1, steps_left=8), 0)) == [0, 3]
 
 
 @pytest.mark.parametrize("max_lag", [1, 2, 4])
 def test_no_token_is_older_than_the_bound_whatever_finishes_when(sampler: Sampler, max_lag: int) -> None:
     built, luck, steps = schedule(sampler, max_lag), random.Random(max_lag), 200
-    over, used, lags = threading.Event(), set[int](), []
+    used, lags = set[int](), list[int]()
 
-    def serve() -> None:
-        while not over.is_set():
-            if flying := sampler.in_flight:
-                slow = luck.random() < 0.9  # the first in line is the slow one
-                sampler.finish(luck.choice(flying[1:] or flying) if slow else flying[0])
+    def chosen(flying: list[int]) -> list[int]:
+        slow = luck.random() < 0.9  # the first in line is the slow one
+        return [luck.choice(flying[1:] or flying) if slow else flying[0]]
 
-    server = threading.Thread(target=serve)
-    server.start()
-    try:
+    with sampler.finishing(chosen):
         for version in range(steps):
             sampler.version = version
             for rollout in built.take(version, steps - version):
@@ -110,9 +84,6 @@ def test_no_token_is_older_than_the_bound_whatever_finishes_when(sampler: Sample
                 used.add(rollout.draw.number)
                 lags.append(version - (rollout.group.oldest or 0))
             built.ahead(version, steps - version - 1)
-    finally:
-        over.set()
-        server.join(10)
     assert max(lags) == max_lag
     assert built.stats()["stale_groups"] == 0
     assert used == set(range(steps * BATCH))  # every record once, none left over
@@ -120,22 +91,10 @@ def test_no_token_is_older_than_the_bound_whatever_finishes_when(sampler: Sample
 
 def test_a_group_over_the_bound_all_the_same_is_sampled_again(sampler: Sampler) -> None:
     built = schedule(sampler, max_lag=1)
-    taking = built.take(step=0, steps_left=9)
-    sampler.soon(lambda: sampler.finish(0, 1, 2, 3))
-    assert numbers(taking) == [0, 1]
+    assert sampler.taken(built.take(step=0, steps_left=9), 0, 1, 2, 3) == [0, 1]
     sampler.version = 5  # versions were skipped
-    taking = built.take(step=5, steps_left=8)
-    done = threading.Event()
-
-    def serve() -> None:
-        while not done.is_set():
-            sampler.finish(*sampler.in_flight)
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    rollouts = list(taking)
-    done.set()
-    thread.join(10)
+    with sampler.finishing():
+        rollouts = list(built.take(step=5, steps_left=8))
     assert [rollout.group.oldest for rollout in rollouts] == [5, 5]
     assert built.stats()["stale_groups"] >= 1
     assert [draw.number for draw in sampler.sent].count(2) == 2
@@ -144,26 +103,15 @@ def test_a_group_over_the_bound_all_the_same_is_sampled_again(sampler: Sampler) 
 @pytest.mark.timeout(20)
 def test_a_server_that_went_back_beyond_the_bound_does_not_stop_training(sampler: Sampler) -> None:
     """Sampled again it would be as old: what the server has is all there is."""
-    built, over = schedule(sampler, max_lag=1), threading.Event()
     sampler.version = 3
-
-    def serve() -> None:
-        while not over.wait(0.001) and len(sampler.sent) < 50:
-            sampler.finish(*sampler.in_flight)
-
-    server = threading.Thread(target=serve)
-    server.start()
-    try:
-        rollouts = list(built.take(step=9, steps_left=1))
-    finally:
-        over.set()
-        server.join(10)
+    with sampler.finishing():
+        rollouts = list(schedule(sampler, max_lag=1).take(step=9, steps_left=1))
     assert [rollout.group.oldest for rollout in rollouts] == [3, 3]
     assert [draw.number for draw in sampler.sent] == [0, 1]
 
 
 def test_groups_that_teach_nothing_are_replaced(sampler: Sampler) -> None:
-    built = published(build_schedule(AsyncSchedule(max_lag=1), BATCH, Feed(Records(), 0), sampler, useful), sampler)
+    built = schedule(sampler, keep=useful)
     taking = built.take(step=0, steps_left=9)
     sampler.soon(lambda: (sampler.finish(0, 1, rewards=(1.0, 1.0)), sampler.finish(2, 3)))
     assert numbers(taking) == [2, 3]
@@ -173,10 +121,7 @@ def test_groups_that_teach_nothing_are_replaced(sampler: Sampler) -> None:
 
 def test_a_checkpoint_loses_and_repeats_nothing(sampler: Sampler) -> None:
     built = schedule(sampler, max_lag=2)
-    taking = built.take(step=0, steps_left=9)
-    finishing = sampler.soon(lambda: sampler.finish(4, 1, 2))
-    used = set(numbers(taking))
-    finishing.join()
+    used = set(sampler.taken(built.take(step=0, steps_left=9), 4, 1, 2))
     saved = json.loads(json.dumps(built.state_dict()))
 
     after = Sampler()
@@ -195,8 +140,7 @@ def test_a_checkpoint_loses_and_repeats_nothing(sampler: Sampler) -> None:
 def test_going_back_gives_up_what_was_in_flight(sampler: Sampler) -> None:
     built = schedule(sampler)
     saved = built.state_dict()
-    sampler.soon(lambda: sampler.finish(0, 1))
-    numbers(built.take(step=0, steps_left=9))
+    sampler.taken(built.take(step=0, steps_left=9), 0, 1)
     flying = [pending.future for pending in built.pending]
     assert len(flying) == 2
     built.load_state_dict(saved)
@@ -215,10 +159,7 @@ def test_what_is_restored_keeps_its_age_under_new_numbers(sampler: Sampler) -> N
     sampler.version = 6
     built = real(sampler, max_lag=2)
     built.steps.published(6, 60)
-    taking = built.take(step=60, steps_left=9)
-    finishing = sampler.soon(lambda: sampler.finish(*range((2 + 1) * BATCH)))
-    used = numbers(taking)
-    finishing.join()
+    used = sampler.taken(built.take(step=60, steps_left=9), *range((2 + 1) * BATCH))
     built.steps.published(7, 61)
     saved = json.loads(json.dumps(built.state_dict()))
 
@@ -244,19 +185,8 @@ def test_steps_that_were_not_published_make_tokens_older(sampler: Sampler) -> No
         if step == 3:
             sampler.version = 8  # one version on, three steps on
             built.steps.published(8, 3)
-        over = threading.Event()
-
-        def serve(until: threading.Event) -> None:
-            while not until.is_set():
-                sampler.finish(*sampler.in_flight)
-
-        server = threading.Thread(target=serve, args=(over,))
-        server.start()
-        try:
+        with sampler.finishing():
             lags.append([rollout.group.trajectories[0].lags(step) for rollout in built.take(step, 9 - step)])
-        finally:
-            over.set()
-            server.join(10)
     assert lags == [[[0.0]] * BATCH, [[1.0]] * BATCH, [[2.0]] * BATCH, [[0.0]] * BATCH]
 
 
@@ -264,10 +194,7 @@ def test_what_cannot_be_used_in_time_is_not_sampled(sampler: Sampler) -> None:
     """The server's weights are a step old already: they are good for two steps where new ones were for three."""
     built = real(sampler, max_lag=2, every=2)
     built.steps.published(1, 4)
-    taking = built.take(step=5, steps_left=9)
-    finishing = sampler.soon(lambda: sampler.finish(*range(2 * BATCH)))
-    numbers(taking)
-    finishing.join()
+    sampler.taken(built.take(step=5, steps_left=9), *range(2 * BATCH))
     assert len(sampler.sent) == 2 * BATCH
     built.ahead(step=5, steps_left=8)
     assert len(sampler.sent) == 2 * BATCH
@@ -279,8 +206,7 @@ def test_what_is_due_is_waited_for_though_younger_groups_are_ready(
     built = schedule(sampler, max_lag=1)
     first, due, young = (range(BATCH * i, BATCH * (i + 1)) for i in range(3))
     sampler.version = 1
-    sampler.soon(lambda: sampler.finish(*first))
-    assert numbers(built.take(1, 9)) == [*first]
+    assert sampler.taken(built.take(1, 9), *first) == [*first]
     sampler.version = 2
     built._send_next(BATCH)
     sampler.finish(*young)

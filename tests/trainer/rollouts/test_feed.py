@@ -39,8 +39,11 @@ def indices(draws: list[Draw]) -> list[int]:
 
 def test_left_to_itself_every_record_comes_once_an_epoch() -> None:
     feed = Feed(Records(50), 3)
-    assert sorted(indices(feed.draw(50))) == list(range(50))
-    assert feed.drawn == 50
+    drawn = indices(feed.draw(35) + feed.draw(65))
+    assert sorted(drawn[:50]) == sorted(drawn[50:]) == list(range(50))
+    assert drawn[:50] != drawn[50:]
+    assert indices([feed.at(number) for number in range(100)]) == drawn
+    assert feed.drawn == 100
     assert feed.stats() == {}
 
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
-from tests.trainer.rollouts.sampler import Records, Sampler, everything, numbers, published, useful
+from tests.trainer.rollouts.sampler import AtOnce, Keep, Records, Sampler, everything, numbers, published, useful
 from trainer.config.sections import AsyncSchedule, ColocatedSchedule, OneStepOffSchedule
 from trainer.errors import RolloutError
-from trainer.rollouts.feed import Draw, Feed
+from trainer.rollouts.feed import Feed
 from trainer.rollouts.schedules import Schedule, build_schedule
-from trainer.trajectory import Outcome, TrajectoryGroup
 
 
 @pytest.fixture
@@ -23,7 +20,7 @@ def sampler() -> Sampler:
     return Sampler()
 
 
-def colocated(sampler: Sampler, keep: Callable[[TrajectoryGroup], bool] = everything, refills: int = 3) -> Schedule:
+def colocated(sampler: Sampler, keep: Keep = everything, refills: int = 3) -> Schedule:
     built = build_schedule(ColocatedSchedule(max_refills=refills), 4, Feed(Records(), 0), sampler, keep)
     return published(built, sampler)
 
@@ -34,9 +31,7 @@ def one_step_off(sampler: Sampler) -> Schedule:
 
 def test_a_step_gets_its_batch_in_the_order_it_was_drawn(sampler: Sampler) -> None:
     schedule = colocated(sampler)
-    taking = schedule.take(step=1, steps_left=2)
-    sampler.soon(lambda: sampler.finish(3, 1, 2, 0))
-    assert numbers(taking) == [0, 1, 2, 3]
+    assert sampler.taken(schedule.take(step=1, steps_left=2), 3, 1, 2, 0) == [0, 1, 2, 3]
     schedule.ahead(step=1, steps_left=1)
     assert sampler.in_flight == []  # training has the machine to itself
 
@@ -46,14 +41,6 @@ def test_what_is_ready_is_handed_out_while_the_rest_is_sampled(sampler: Sampler)
     sampler.soon(lambda: sampler.finish(0))
     assert next(taking).draw.number == 0
     assert sampler.in_flight == [1, 2, 3]
-
-
-def test_every_record_of_an_epoch_is_used_once(sampler: Sampler) -> None:
-    feed = Feed(Records(10), seed=3)
-    drawn = [draw.record.index for draw in feed.draw(7) + feed.draw(13)]
-    assert sorted(drawn[:10]) == sorted(drawn[10:]) == list(range(10))
-    assert drawn[:10] != drawn[10:]
-    assert [feed.at(number).record.index for number in range(20)] == drawn
 
 
 def test_groups_that_teach_nothing_are_replaced(sampler: Sampler) -> None:
@@ -71,25 +58,15 @@ def test_groups_that_teach_nothing_are_replaced(sampler: Sampler) -> None:
 
 def test_refills_are_bounded_and_the_step_is_whole_all_the_same(sampler: Sampler) -> None:
     schedule = colocated(sampler, useful, refills=1)
-    taking = schedule.take(step=1, steps_left=1)
-
-    def all_alike(draw_count: int = 8) -> None:
-        while len(sampler.sent) < draw_count or sampler.in_flight:
-            sampler.finish(*sampler.in_flight, rewards=(0.0, 0.0))
-
-    thread = threading.Thread(target=all_alike)
-    thread.start()
-    assert numbers(taking) == [4, 5, 6, 7]
-    thread.join(10)
+    with sampler.finishing(rewards=(0.0, 0.0)):
+        assert numbers(schedule.take(step=1, steps_left=1)) == [4, 5, 6, 7]
     assert len(sampler.sent) == 8  # a batch, and one more batch for those sent back
 
 
 def test_the_next_batch_is_sampled_while_this_one_trains(sampler: Sampler) -> None:
     sampler.version = 1
     schedule = one_step_off(sampler)
-    taking = schedule.take(step=1, steps_left=3)
-    sampler.soon(lambda: sampler.finish(0, 1, 2, 3))
-    assert numbers(taking) == [0, 1, 2, 3]
+    assert sampler.taken(schedule.take(step=1, steps_left=3), 0, 1, 2, 3) == [0, 1, 2, 3]
     schedule.ahead(step=1, steps_left=2)
     assert sampler.in_flight == [4, 5, 6, 7]
     sampler.finish(4, 5, 6, 7)
@@ -112,9 +89,7 @@ def test_what_sampling_raises_reaches_the_step(sampler: Sampler) -> None:
 def test_a_checkpoint_keeps_what_is_finished_and_repeats_what_was_in_flight(sampler: Sampler) -> None:
     sampler.version = 1
     schedule = one_step_off(sampler)
-    taking = schedule.take(step=1, steps_left=3)
-    sampler.soon(lambda: sampler.finish(0, 1, 2, 3))
-    numbers(taking)
+    sampler.taken(schedule.take(step=1, steps_left=3), 0, 1, 2, 3)
     schedule.ahead(step=1, steps_left=2)
     sampler.finish(5)
     saved = json.loads(json.dumps(schedule.state_dict()))
@@ -134,20 +109,6 @@ def test_a_checkpoint_keeps_what_is_finished_and_repeats_what_was_in_flight(samp
     assert [rollout.draw.number for rollout in theirs] == [4, 5, 6, 7]
     resumed.ahead(step=2, steps_left=1)
     assert after.in_flight == [8, 9, 10, 11]
-
-
-class AtOnce(Sampler):
-    """Every answer is there at once, but for the `slow` ones."""
-
-    def __init__(self, version: int = 0, slow: tuple[int, ...] = ()) -> None:
-        super().__init__()
-        self.version, self._slow = version, slow
-
-    def __call__(self, draw: Draw, before: Future[Outcome] | None = None) -> Future[Outcome]:
-        future = super().__call__(draw, before)
-        if draw.number not in self._slow:
-            self.finish(draw.number)
-        return future
 
 
 def left_by_an_asynchronous_run() -> dict[str, Any]:
@@ -202,19 +163,6 @@ def by_turns(number: int) -> bool:
     return number // 8 % 2 == 1
 
 
-class Filtered(AtOnce):
-    """Every answer is there at once; the rewards of a group differ where `teaches` says so."""
-
-    def __init__(self, teaches: Callable[[int], bool] = one_in_three) -> None:
-        super().__init__()
-        self._teaches = teaches
-
-    def __call__(self, draw: Draw, before: Future[Outcome] | None = None) -> Future[Outcome]:
-        future = Sampler.__call__(self, draw, before)
-        self.finish(draw.number, rewards=(0.0, 1.0) if self._teaches(draw.number) else (1.0, 1.0))
-        return future
-
-
 def filtered(server: Sampler, oversample: float, refills: int = 9) -> Schedule:
     config = ColocatedSchedule(max_refills=refills, oversample=oversample)
     return published(build_schedule(config, 4, Feed(Records(), 0), server, useful), server)
@@ -224,7 +172,7 @@ def test_as_many_are_sampled_at_once_as_the_share_of_useful_ones_asks_for() -> N
     """One group in three is of use. A wave of refills is what stood in line when it was looked at last."""
     waves = {}
     for oversample in (0.0, 2.0):
-        server, used, asked = Filtered(), list[int](), list[int]()
+        server, used, asked = AtOnce(teaches=one_in_three), list[int](), list[int]()
         schedule = filtered(server, oversample)
         for server.version in range(6):
             before = len(server.sent)
@@ -239,7 +187,7 @@ def test_as_many_are_sampled_at_once_as_the_share_of_useful_ones_asks_for() -> N
 
 
 def test_what_is_left_over_is_used_in_the_next_step_and_no_more_than_allowed_is() -> None:
-    server, lags, used = Filtered(by_turns), list[int](), list[int]()
+    server, lags, used = AtOnce(teaches=by_turns), list[int](), list[int]()
     schedule = filtered(server, 1.0)
     for server.version in range(12):
         for rollout in schedule.take(server.version, 99):
@@ -260,7 +208,7 @@ def test_a_run_without_a_filter_samples_no_more_than_it_trains_on() -> None:
 
 
 def test_nothing_is_oversampled_for_the_last_step() -> None:
-    server = Filtered()
+    server = AtOnce(teaches=one_in_three)
     schedule = filtered(server, 2.0)
     for server.version in range(4):
         list(schedule.take(server.version, 4 - server.version))
@@ -269,17 +217,17 @@ def test_nothing_is_oversampled_for_the_last_step() -> None:
 
 @pytest.mark.parametrize("stop", [1, 3, 5])
 def test_oversampling_goes_on_where_it_stood(stop: int) -> None:
-    through = Filtered(by_turns)
+    through = AtOnce(teaches=by_turns)
     expected = []
     schedule = filtered(through, 1.0)
     for through.version in range(8):
         expected.append((numbers(schedule.take(through.version, 99)), schedule.feed.drawn))
-    before, found = Filtered(by_turns), []
+    before, found = AtOnce(teaches=by_turns), []
     schedule = filtered(before, 1.0)
     for before.version in range(stop):
         found.append((numbers(schedule.take(before.version, 99)), schedule.feed.drawn))
     saved = json.loads(json.dumps(schedule.state_dict()))
-    after = Filtered(by_turns)
+    after = AtOnce(teaches=by_turns)
     schedule = filtered(after, 1.0)
     schedule.load_state_dict(saved)
     for after.version in range(stop, 8):

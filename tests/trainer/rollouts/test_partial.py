@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
+from tests.trainer.rollouts.client import client
 from tests.trainer.rollouts.generate_server import GenerateServer, serve
-from tests.trainer.rollouts.sampler import Records, Sampler, everything, published
-from trainer.config import CallableEnvironment, EvalConfig, ExactMatchReward, GatewayConfig, RolloutConfig
+from tests.trainer.rollouts.sampler import AtOnce, Records, Sampler, everything, published
+from trainer.config import CallableEnvironment, EvalConfig
 from trainer.config.sections import AsyncSchedule, ColocatedSchedule, OneStepOffSchedule, ScheduleConfig
 from trainer.data.records import Record
 from trainer.data.tokenizer import Tokenizer
-from trainer.rewards import build_scorer
-from trainer.rollouts.feed import Draw, Feed
+from trainer.rollouts.feed import Feed
 from trainer.rollouts.sampling import ENVIRONMENT, RolloutSampler
 from trainer.rollouts.schedules import Schedule, build_schedule
 from trainer.routing import of_trajectory
@@ -44,16 +44,8 @@ def server(tiny_model: str) -> Iterator[GenerateServer]:
         yield running
 
 
-@pytest.fixture
-def record(tokenizer: Tokenizer) -> Record:
-    return Record(0, "1+2=", "03", tokenizer.prompt("1+2="), ())
-
-
 def rollouts(server: GenerateServer, tokenizer: Tokenizer, environment: Any = None, **config: Any) -> RolloutSampler:
-    rollout = RolloutConfig(**{"max_tokens": MOST, "token_budget": BUDGET, **config})
-    return RolloutSampler(
-        GatewayConfig(url=server.url), rollout, build_scorer([ExactMatchReward()]), tokenizer, 3, environment
-    )
+    return client(server.url, tokenizer, None, environment, **{"max_tokens": MOST, "token_budget": BUDGET, **config})
 
 
 def on_disk(outcome: Outcome) -> Future[Outcome]:
@@ -64,13 +56,17 @@ def on_disk(outcome: Outcome) -> Future[Outcome]:
 
 
 def in_rounds(
-    client: RolloutSampler, record: Record, n: int, between: Callable[[], object] = lambda: None
+    running: RolloutSampler,
+    record: Record,
+    n: int,
+    between: Callable[[], object] = lambda: None,
+    begun: Outcome | None = None,
 ) -> list[Outcome]:
-    """What each round comes to, until the group is complete."""
-    found: list[Outcome] = [client.round(record, n, 5).result(PATIENCE_S)]
+    """What each round comes to, until the group is complete; of one that has `begun`, that and the others."""
+    found: list[Outcome] = [begun or running.round(record, n, 5).result(PATIENCE_S)]
     while isinstance(found[-1], Partial):
         between()
-        found.append(client.round(record, n, 5, on_disk(found[-1])).result(PATIENCE_S))
+        found.append(running.round(record, n, 5, on_disk(found[-1])).result(PATIENCE_S))
     return found
 
 
@@ -81,8 +77,8 @@ def test_every_token_keeps_the_experts_of_the_pass_that_sampled_the_next(
     """Over rounds under several versions, and a stream that breaks off and is asked for again."""
     monkeypatch.setattr(server, "version", 1)
     monkeypatch.setattr(server, "break_after", [BUDGET // 2])
-    with rollouts(server, tokenizer, request=request_by, routed_experts=True) as client:
-        *_, group = in_rounds(client, record, 2, lambda: server.swap(server.version + 1))
+    with rollouts(server, tokenizer, request=request_by, routed_experts=True) as running:
+        *_, group = in_rounds(running, record, 2, lambda: server.swap(server.version + 1))
     assert isinstance(group, TrajectoryGroup)
     for trajectory in group.trajectories:
         routing = of_trajectory(len(group.prompt_ids), trajectory)
@@ -91,8 +87,8 @@ def test_every_token_keeps_the_experts_of_the_pass_that_sampled_the_next(
         assert places == list(range(len(group.prompt_ids) + len(trajectory.token_ids) - 1))
         by_token = [span.version for span in trajectory.versions for _ in range(span.start, span.end)]
         assert versions[len(group.prompt_ids) - 1 :] == by_token
-    with rollouts(server, tokenizer, request=request_by) as client:
-        *_, plain = in_rounds(client, record, 2)
+    with rollouts(server, tokenizer, request=request_by) as running:
+        *_, plain = in_rounds(running, record, 2)
     assert isinstance(plain, TrajectoryGroup)
     assert {turn.routing for trajectory in plain.trajectories for turn in trajectory.turns} == {None}
 
@@ -104,9 +100,9 @@ def test_no_token_is_lost_or_doubled_and_each_keeps_its_version(
     monkeypatch.setattr(server, "requests", [])
     versions = itertools.count(2)
     server.version = 1
-    with rollouts(server, tokenizer, request=request_by) as client:
-        *rounds, group = in_rounds(client, record, 3, lambda: server.swap(next(versions)))
-        samples = client.stats()
+    with rollouts(server, tokenizer, request=request_by) as running:
+        *rounds, group = in_rounds(running, record, 3, lambda: server.swap(next(versions)))
+        samples = running.stats()
     assert isinstance(group, TrajectoryGroup)
     assert len(rounds) >= 2
     for number, partial in enumerate(rounds, 1):
@@ -134,9 +130,9 @@ def test_what_a_resumed_run_goes_on_with_is_what_the_other_has(
     server: GenerateServer, tokenizer: Tokenizer, record: Record
 ) -> None:
     """Seeds depend on the place in an answer, so that who asks for the rest does not matter."""
-    with rollouts(server, tokenizer) as client:
-        first = client.round(record, 2, 5)
-        chained = client.round(record, 2, 5, client.round(record, 2, 5, client.round(record, 2, 5, first)))
+    with rollouts(server, tokenizer) as running:
+        first = running.round(record, 2, 5)
+        chained = running.round(record, 2, 5, running.round(record, 2, 5, running.round(record, 2, 5, first)))
         expected = chained.result(PATIENCE_S)
     with rollouts(server, tokenizer) as resumed:
         again = resumed.round(record, 2, 5, on_disk(first.result()))
@@ -149,17 +145,17 @@ def test_what_a_resumed_run_goes_on_with_is_what_the_other_has(
 def test_what_is_complete_is_not_asked_for_again(
     server: GenerateServer, tokenizer: Tokenizer, record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with rollouts(server, tokenizer) as client:
-        *_, group = in_rounds(client, record, 2)
+    with rollouts(server, tokenizer) as running:
+        *_, group = in_rounds(running, record, 2)
         monkeypatch.setattr(server, "requests", [])
-        assert client.round(record, 2, 5, on_disk(group)).result(PATIENCE_S) == group
-        assert client.round(record, 2, 5, client.round(record, 2, 5, on_disk(group))).result(PATIENCE_S) == group
+        assert running.round(record, 2, 5, on_disk(group)).result(PATIENCE_S) == group
+        assert running.round(record, 2, 5, running.round(record, 2, 5, on_disk(group))).result(PATIENCE_S) == group
     assert server.requests == []
 
 
 def test_an_evaluation_has_no_budget(server: GenerateServer, tokenizer: Tokenizer, record: Record) -> None:
-    with rollouts(server, tokenizer) as client:
-        (greedy,), sampled = client.evaluate([record], EvalConfig()), client.submit(record, 2, 9).result(PATIENCE_S)
+    with rollouts(server, tokenizer) as running:
+        (greedy,), sampled = running.evaluate([record], EvalConfig()), running.submit(record, 2, 9).result(PATIENCE_S)
     assert all(len(t.token_ids) >= 48 for t in (*greedy.trajectories, *sampled.trajectories))
 
 
@@ -181,9 +177,9 @@ EPISODES = {"max_tokens": 400, "token_budget": 70}
 
 
 def test_an_episode_waits_for_its_next_round(server: GenerateServer, tokenizer: Tokenizer, record: Record) -> None:
-    with rollouts(server, tokenizer, countdown(), **EPISODES) as client:
-        *rounds, whole = in_rounds(client, record, 1)
-        stats = client.stats()
+    with rollouts(server, tokenizer, countdown(), **EPISODES) as running:
+        *rounds, whole = in_rounds(running, record, 1)
+        stats = running.stats()
     assert len(rounds) >= 2
     assert isinstance(whole, TrajectoryGroup)
     assert whole.scores[0].parts[ENVIRONMENT] == 3, "no answer was given to the environment twice, and none left out"
@@ -199,15 +195,15 @@ def test_an_episode_that_is_lost_is_brought_back_by_its_recorded_answers(
     server: GenerateServer, tokenizer: Tokenizer, record: Record
 ) -> None:
     """By another trainer, and after the environment's process has died."""
-    with rollouts(server, tokenizer, countdown(), **EPISODES) as client:
-        *_, expected = in_rounds(client, record, 1)
-        first = client.round(record, 1, 5).result(PATIENCE_S)
+    with rollouts(server, tokenizer, countdown(), **EPISODES) as running:
+        *_, expected = in_rounds(running, record, 1)
+        first = running.round(record, 1, 5).result(PATIENCE_S)
     with rollouts(server, tokenizer, countdown(), **EPISODES) as resumed:
         second = resumed.round(record, 1, 5, on_disk(first)).result(PATIENCE_S)
         assert len(episode(second).turns) > 2
         assert resumed._host is not None
         resumed._host._workers[0].kill()
-        *_, whole = (second, *_rest(resumed, record, second))
+        *_, whole = in_rounds(resumed, record, 1, begun=second)
         stats = resumed.stats()
     assert whole == expected
     assert "episodes_begun_anew" not in stats
@@ -217,22 +213,15 @@ def test_an_episode_that_goes_another_way_begins_anew(
     server: GenerateServer, tokenizer: Tokenizer, record: Record
 ) -> None:
     """An environment that does not say again what it said has no place where the trajectory could go on."""
-    with rollouts(server, tokenizer, countdown(), **EPISODES) as client:
-        first = client.round(record, 1, 5).result(PATIENCE_S)
+    with rollouts(server, tokenizer, countdown(), **EPISODES) as running:
+        first = running.round(record, 1, 5).result(PATIENCE_S)
     assert len(episode(first).turns) > 1
     with rollouts(server, tokenizer, countdown(turns=2), **EPISODES) as resumed:
-        *_, whole = _rest(resumed, record, first)
+        *_, whole = in_rounds(resumed, record, 1, begun=first)
         stats = resumed.stats()
     assert isinstance(whole, TrajectoryGroup)
     assert stats["episodes_begun_anew"] == 1
     assert whole.scores[0].parts[ENVIRONMENT] == 2
-
-
-def _rest(client: RolloutSampler, record: Record, begun: Outcome) -> list[Outcome]:
-    found = [begun]
-    while isinstance(found[-1], Partial):
-        found.append(client.round(record, 1, 5, on_disk(found[-1])).result(PATIENCE_S))
-    return found[1:]
 
 
 BATCH = 2
@@ -241,20 +230,6 @@ ROUNDS = 4
 
 def schedule(config: ScheduleConfig, sampler: Sampler, keep: Any = everything) -> Schedule:
     return published(build_schedule(config, BATCH, Feed(Records(), 0), sampler, keep, rounds=ROUNDS), sampler)
-
-
-class AtOnce(Sampler):
-    """Every round is over at once, but for those of the `slow`."""
-
-    def __init__(self, rounds: dict[int, int], slow: tuple[int, ...] = ()) -> None:
-        super().__init__(rounds)
-        self.slow = slow
-
-    def __call__(self, draw: Draw, before: Future[Outcome] | None = None) -> Future[Outcome]:
-        future = super().__call__(draw, before)
-        if not future.done() and draw.number not in self.slow:
-            self.finish(draw.number)
-        return future
 
 
 def played(built: Schedule, sampler: Sampler, first: int, steps: int) -> list[list[tuple[int, list[int]]]]:

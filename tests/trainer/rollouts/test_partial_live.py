@@ -8,14 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from loadtest.training.learning.recipes import ENVIRONMENT
 from tests.live import LiveServer
+from tests.trainer.rollouts.client import client, records
 from tests.waiting import wait_until
-from trainer.config import ExactMatchReward, GatewayConfig, RolloutConfig
-from trainer.data.records import Record
 from trainer.data.tokenizer import Tokenizer
-from trainer.rewards import build_scorer
-from trainer.rollouts.sampling import RolloutSampler
 from trainer.tiny_model import write_tiny_model
 from trainer.trajectory import Partial, Trajectory, TrajectoryGroup
 
@@ -27,31 +23,25 @@ SAMPLES = 48  # of which the random weights end one in sixteen at each token
 @pytest.mark.broad
 @pytest.mark.engine
 @pytest.mark.timeout(600)
-def test_every_token_comes_from_the_weights_that_served_in_its_round(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("quiet_engines")
+def test_every_token_comes_from_the_weights_that_served_in_its_round(tmp_path: Path) -> None:
     """Three rounds under three versions. The log-probs that were kept are those of each version's own weights, given
     all the tokens before."""
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
     weights = [tmp_path / f"weights-{number}" for number in range(ROUNDS)]
     for seed, directory in enumerate(weights):
         write_tiny_model(directory, seed=seed, max_position_embeddings=1024)
     tokenizer = Tokenizer(weights[0])
-    record = Record(0, "1+2=", "03", tokenizer.prompt("1+2="), ())
-    rollout = RolloutConfig(max_tokens=BUDGET * ROUNDS, token_budget=BUDGET)
+    (record,) = records(tokenizer, "1+2=")
     live = LiveServer(weights[0], tmp_path / "state", ("--dtype", "float32", "--max-model-len", "256"))
     versions = [1]
-    with live.running():
-        scorer = build_scorer([ExactMatchReward()])
-        with RolloutSampler(GatewayConfig(url=live.url), rollout, scorer, tokenizer, 0) as client:
-            going = client.round(record, SAMPLES, 0)
-            for directory in weights[1:]:
-                assert isinstance(going.result(PATIENCE_S), Partial)
-                versions.append(live.push(directory))
-                wait_until(lambda: writes(live) == versions[-1], what="the instance flips")
-                going = client.round(record, SAMPLES, 0, going)
-            group = going.result(PATIENCE_S)
+    with live.running(), client(live.url, tokenizer, max_tokens=BUDGET * ROUNDS, token_budget=BUDGET) as running:
+        going = running.round(record, SAMPLES, 0)
+        for directory in weights[1:]:
+            assert isinstance(going.result(PATIENCE_S), Partial)
+            versions.append(live.push(directory))
+            wait_until(lambda: writes(live) == versions[-1], what="the instance flips")
+            going = running.round(record, SAMPLES, 0, going)
+        group = going.result(PATIENCE_S)
     assert isinstance(group, TrajectoryGroup)
     models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in weights]
     lengths = [len(trajectory.token_ids) for trajectory in group.trajectories]

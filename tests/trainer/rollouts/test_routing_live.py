@@ -18,20 +18,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from loadtest.training.learning.recipes import ENVIRONMENT
 from tests.live import LiveServer
 from tests.trainer.ranks import Ranks
+from tests.trainer.rollouts.client import client, records
 from tests.waiting import wait_until
-from trainer.config import ExactMatchReward, GatewayConfig, RolloutConfig
-from trainer.data.records import Record
 from trainer.data.tokenizer import Tokenizer
-from trainer.rewards import build_scorer
-from trainer.rollouts.sampling import RolloutSampler
 from trainer.routing import of_trajectory
 from trainer.tiny_model import write_tiny_model
 from trainer.trajectory import TrajectoryGroup
 
-pytestmark = [pytest.mark.broad, pytest.mark.engine]
+pytestmark = [pytest.mark.broad, pytest.mark.engine, pytest.mark.usefixtures("quiet_engines")]
 PATIENCE_S = 300
 SAMPLES, CROSSING = 16, 8
 DRAFTS = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}'
@@ -81,22 +77,15 @@ same = np.testing.assert_array_equal  # says which tokens went elsewhere
 
 
 @pytest.mark.timeout(900)
-def test_training_sends_tokens_where_the_engine_sent_them(
-    one_rank: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_sends_tokens_where_the_engine_sent_them(one_rank: Ranks, tmp_path: Path) -> None:
     """Prompts in chunks, drafts that are rejected, prompts from the cache, and swaps in the middle of answers."""
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
     first, second, off = write_models(tmp_path)
     tokenizer = Tokenizer(first)
-    record = Record(0, "1+2=", "03", tokenizer.prompt("1+2="), ())
+    (record,) = records(tokenizer, "1+2=")
     live = LiveServer(first, tmp_path / "state", (*ENGINE, *RECORDING), name="demo")
-    rollout = RolloutConfig(max_tokens=48, routed_experts=True, fixed_sampler=True)
     with live.running():
-        with RolloutSampler(
-            GatewayConfig(url=live.url), rollout, build_scorer([ExactMatchReward()]), tokenizer, 0
-        ) as client:
-            group = client.round(record, SAMPLES, 0).result(PATIENCE_S)
+        with client(live.url, tokenizer, max_tokens=48, routed_experts=True, fixed_sampler=True) as running:
+            group = running.round(record, SAMPLES, 0).result(PATIENCE_S)
         answers = [live.generate(PROMPT, 40, routed_experts=True)["choices"][0] for _ in range(2)]
         assert "routed_experts" not in live.generate(PROMPT, 4)["choices"][0]
         body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "routed_experts": True}
@@ -130,11 +119,9 @@ def test_training_sends_tokens_where_the_engine_sent_them(
 
 
 @pytest.mark.timeout(600)
-def test_what_the_store_has_no_room_for_costs_one_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_store_has_no_room_for_costs_one_answer(tmp_path: Path) -> None:
     """Of a prompt that the prefix cache has, the routing is lost: a typed error, whole and in a stream. Asked again, it
     is there."""
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
     model = tmp_path / "model"
     write_tiny_model(model, "qwen3_moe", max_position_embeddings=1024)
     room = json.dumps({"max_bytes": 4 * BLOCK * ROW_BYTES})  # a prompt has three full blocks

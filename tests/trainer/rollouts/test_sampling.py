@@ -15,6 +15,7 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 
+from tests.trainer.rollouts.client import client, records
 from tests.trainer.rollouts.generate_server import GenerateServer, serve_app
 from trainer.config import EvalConfig, ExactMatchReward, GatewayConfig, RegexReward, RolloutConfig
 from trainer.data.records import Record
@@ -27,33 +28,21 @@ from trainer.rollouts.sampling import RolloutSampler
 from trainer.trajectory import StepsOfVersions, TrajectoryGroup, VersionSpan
 
 
-@pytest.fixture
-def tokenizer(tiny_model: str) -> Tokenizer:
-    return Tokenizer(tiny_model)
-
-
-def records(tokenizer: Tokenizer, *prompts: str) -> list[Record]:
-    return [Record(i, prompt, "07", tokenizer.prompt(prompt), ()) for i, prompt in enumerate(prompts)]
-
-
-def take(client: RolloutSampler, problems: list[Record], n: int, first: int = 0) -> list[TrajectoryGroup]:
+def take(running: RolloutSampler, problems: list[Record], n: int, first: int = 0) -> list[TrajectoryGroup]:
     """`n` samples for each problem; the problems are the run's records number `first` and on."""
-    running = [client.submit(problem, n, first + i) for i, problem in enumerate(problems)]
-    return [future.result(timeout=60) for future in running]
+    futures = [running.submit(problem, n, first + i) for i, problem in enumerate(problems)]
+    return [future.result(timeout=60) for future in futures]
 
 
-def rollouts(server: GenerateServer, tokenizer: Tokenizer, retry_s: float = 5.0, **config: Any) -> RolloutSampler:
-    gateway = GatewayConfig(url=server.url, retry_s=retry_s)
-    return RolloutSampler(
-        gateway, RolloutConfig(**{"max_tokens": 16, **config}), build_scorer([ExactMatchReward()]), tokenizer, seed=3
-    )
+def rollouts(server: GenerateServer, tokenizer: Tokenizer, scorer: Scorer | None = None, **more: Any) -> RolloutSampler:
+    return client(server.url, tokenizer, scorer, **more)
 
 
 def test_samples_come_back_in_order_with_logprobs_and_versions(server: GenerateServer, tokenizer: Tokenizer) -> None:
     server.version = 7
     problems = records(tokenizer, "1+2=", "3+4=", "5+5=")
-    with rollouts(server, tokenizer, max_tokens=4) as client:
-        groups = take(client, problems, 5)
+    with rollouts(server, tokenizer, max_tokens=4) as running:
+        groups = take(running, problems, 5)
     assert [group.prompt_ids for group in groups] == [record.prompt_ids for record in problems]
     for group in groups:
         assert len(group.trajectories) == len(group.scores) == 5
@@ -66,27 +55,21 @@ def test_samples_come_back_in_order_with_logprobs_and_versions(server: GenerateS
 def test_an_adapter_is_asked_for_by_name_until_an_instance_has_it(server: GenerateServer, tokenizer: Tokenizer) -> None:
     """The commit record of its first version is there a moment before the instances have it."""
     server.failures, server.code = [404, 404], "model_not_found"
-    about = (
-        GatewayConfig(url=server.url, retry_s=5.0),
-        RolloutConfig(max_tokens=16),
-        build_scorer([ExactMatchReward()]),
-        tokenizer,
-    )
-    with RolloutSampler(*about, seed=3, model="sums") as client:
-        take(client, records(tokenizer, "1+2="), 1)
+    with rollouts(server, tokenizer, model="sums") as running:
+        take(running, records(tokenizer, "1+2="), 1)
         assert server.requests[-1]["model"] == "sums"
-        client.evaluate(records(tokenizer, "3+4="), EvalConfig())
+        running.evaluate(records(tokenizer, "3+4="), EvalConfig())
     assert server.requests[-1]["model"] == "sums"
     assert server.failures == []
     server.failures, server.code = [404], "test"
-    with rollouts(server, tokenizer) as client, pytest.raises(RolloutError, match="404"):
-        take(client, records(tokenizer, "1+2="), 1)
+    with rollouts(server, tokenizer) as running, pytest.raises(RolloutError, match="404"):
+        take(running, records(tokenizer, "1+2="), 1)
     assert "model" not in server.requests[-1]
 
 
 def test_the_request_is_tokens_in_tokens_out(server: GenerateServer, tokenizer: Tokenizer) -> None:
-    with rollouts(server, tokenizer, max_tokens=3, request="group", on_swap="recompute") as client:
-        take(client, records(tokenizer, "1+2="), 2)
+    with rollouts(server, tokenizer, max_tokens=3, request="group", on_swap="recompute") as running:
+        take(running, records(tokenizer, "1+2="), 2)
     body = server.requests[-1]
     assert body["prompt_token_ids"] == list(tokenizer.prompt("1+2="))
     assert (body["n"], body["max_tokens"], body["temperature"], body["logprobs"]) == (2, 3, 1.0, True)
@@ -96,12 +79,12 @@ def test_the_request_is_tokens_in_tokens_out(server: GenerateServer, tokenizer: 
 
 def test_samples_are_asked_for_one_by_one_or_a_group_at_once(server: GenerateServer, tokenizer: Tokenizer) -> None:
     problems = records(tokenizer, "1+2=")
-    with rollouts(server, tokenizer, request="group") as client:
-        take(client, problems, 4)
+    with rollouts(server, tokenizer, request="group") as running:
+        take(running, problems, 4)
         assert server.requests[-1]["n"] == 4
         base = server.requests[-1]["seed"]
-    with rollouts(server, tokenizer, request="sample") as client:
-        (group,) = take(client, problems, 4)
+    with rollouts(server, tokenizer, request="sample") as running:
+        (group,) = take(running, problems, 4)
     alone = server.requests[-4:]
     assert [body["n"] for body in alone] == [1] * 4
     assert sorted(body["seed"] for body in alone) == [base, base + 1, base + 2, base + 3]  # as an engine would
@@ -110,21 +93,21 @@ def test_samples_are_asked_for_one_by_one_or_a_group_at_once(server: GenerateSer
 
 def test_seeds_repeat_by_record_and_differ_between_records(server: GenerateServer, tokenizer: Tokenizer) -> None:
     problems = records(tokenizer, "1+2=", "3+4=")
-    with rollouts(server, tokenizer) as client:
-        first, again, other = (take(client, problems, 4, first) for first in (1, 1, 9))
+    with rollouts(server, tokenizer) as running:
+        first, again, other = (take(running, problems, 4, first) for first in (1, 1, 9))
     assert first == again
     assert first != other
 
 
 def test_unseeded_requests_carry_no_seed(server: GenerateServer, tokenizer: Tokenizer) -> None:
-    with rollouts(server, tokenizer, seeded=False) as client:
-        take(client, records(tokenizer, "1+2="), 2)
+    with rollouts(server, tokenizer, seeded=False) as running:
+        take(running, records(tokenizer, "1+2="), 2)
     assert "seed" not in server.requests[-1]
 
 
 def test_greedy_is_one_sample_at_temperature_zero(server: GenerateServer, tokenizer: Tokenizer) -> None:
-    with rollouts(server, tokenizer) as client:
-        first, again = (client.evaluate(records(tokenizer, "1+2="), EvalConfig()) for _ in range(2))
+    with rollouts(server, tokenizer) as running:
+        first, again = (running.evaluate(records(tokenizer, "1+2="), EvalConfig()) for _ in range(2))
     assert first == again
     assert (server.requests[-1]["n"], server.requests[-1]["temperature"]) == (1, 0.0)
 
@@ -136,9 +119,9 @@ def test_an_evaluation_has_its_own_temperature_top_p_and_rewards_and_the_same_se
     before = len(server.requests)
     own = build_scorer([RegexReward(pattern="x*")])
     problems = records(tokenizer, "1+2=", "3+4=")
-    with closing(own), rollouts(server, tokenizer, request="group") as client:
-        first, again = (client.evaluate(problems, config, own) for _ in range(2))
-        trained = take(client, problems, 3)
+    with closing(own), rollouts(server, tokenizer, request="group") as running:
+        first, again = (running.evaluate(problems, config, own) for _ in range(2))
+        trained = take(running, problems, 3)
     assert first == again
     assert [set(score.parts) for group in first for score in group.scores] == [{"regex"}] * 6
     assert {name for group in trained for score in group.scores for name in score.parts} == {"exact_match"}
@@ -151,8 +134,8 @@ def test_an_evaluation_has_its_own_temperature_top_p_and_rewards_and_the_same_se
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_what_may_pass_is_retried(server: GenerateServer, tokenizer: Tokenizer, status: int) -> None:
     server.failures = [status, status]
-    with rollouts(server, tokenizer) as client:
-        assert len(take(client, records(tokenizer, "1+2="), 2)) == 1
+    with rollouts(server, tokenizer) as running:
+        assert len(take(running, records(tokenizer, "1+2="), 2)) == 1
     assert server.failures == []
 
 
@@ -160,10 +143,10 @@ def test_what_may_pass_is_retried(server: GenerateServer, tokenizer: Tokenizer, 
 def test_a_refusal_is_not_retried_and_says_why(server: GenerateServer, tokenizer: Tokenizer, status: int) -> None:
     server.failures = [status, 500]
     with (
-        rollouts(server, tokenizer, request="group") as client,
+        rollouts(server, tokenizer, request="group") as running,
         pytest.raises(RolloutError, match=f"made to fail with {status}") as error,
     ):
-        take(client, records(tokenizer, "1+2="), 2)
+        take(running, records(tokenizer, "1+2="), 2)
     assert error.value.status == status
     assert server.failures == [500]
     server.failures = []
@@ -176,13 +159,13 @@ def test_an_answer_that_a_swap_did_not_wait_for_is_asked_for_again(
     wrong then, however often it happens; other conflicts are refusals."""
     server.failures = [409, 409, 409]
     monkeypatch.setattr(server, "code", "weights_changed")
-    with rollouts(server, tokenizer, retry_s=0.05, on_swap="finish") as client:
-        assert len(take(client, records(tokenizer, "1+2="), 1)) == 1
+    with rollouts(server, tokenizer, retry_s=0.05, on_swap="finish") as running:
+        assert len(take(running, records(tokenizer, "1+2="), 1)) == 1
     assert server.failures == []
     monkeypatch.setattr(server, "code", "version_unavailable")
     server.failures = [409]
-    with rollouts(server, tokenizer, on_swap="finish") as client, pytest.raises(RolloutError) as error:
-        take(client, records(tokenizer, "1+2="), 1)
+    with rollouts(server, tokenizer, on_swap="finish") as running, pytest.raises(RolloutError) as error:
+        take(running, records(tokenizer, "1+2="), 1)
     assert error.value.status == 409
 
 
@@ -193,12 +176,12 @@ def test_another_server_is_told_from_a_broken_one(tokenizer: Tokenizer, path: st
     other.post("/broken/generate")(
         lambda: Response('event: token\ndata: {"text": "4"}\n\n', media_type="text/event-stream")
     )
-    with serve_app(other) as url:
-        gateway = GatewayConfig(url=url + path, retry_s=60)
-        about = (gateway, RolloutConfig(max_tokens=16), build_scorer([ExactMatchReward()]), tokenizer)
-        client = RolloutSampler(*about, seed=0)
-        with client, pytest.raises(RolloutError, match="Is this hotswap"):
-            take(client, records(tokenizer, "1+2="), 1)
+    with (
+        serve_app(other) as url,
+        client(url + path, tokenizer, retry_s=60) as running,
+        pytest.raises(RolloutError, match="Is this hotswap"),
+    ):
+        take(running, records(tokenizer, "1+2="), 1)
 
 
 def test_what_repeats_itself_is_told_from_what_does_not() -> None:
@@ -230,11 +213,9 @@ def test_an_answer_that_goes_round_in_circles_is_ended(tokenizer: Tokenizer, req
         return StreamingResponse(events((await request.json())["n"]), media_type="text/event-stream")
 
     endless.post("/generate")(generate)
-    config = RolloutConfig(max_tokens=10**6, request=request_by, stop_repeats=32)  # type: ignore[arg-type]
     with serve_app(endless) as url:
-        client = RolloutSampler(GatewayConfig(url=url), config, build_scorer([ExactMatchReward()]), tokenizer, seed=0)
-        with client:
-            (group,) = take(client, records(tokenizer, "1+2="), 2)
+        with client(url, tokenizer, max_tokens=10**6, request=request_by, stop_repeats=32) as running:
+            (group,) = take(running, records(tokenizer, "1+2="), 2)
         assert left.wait(60)
     for answer in group.trajectories:
         assert (answer.finish_reason, answer.truncated) == ("repeat", True)
@@ -242,13 +223,11 @@ def test_an_answer_that_goes_round_in_circles_is_ended(tokenizer: Tokenizer, req
         assert len(answer.token_ids) < 100
 
 
-def test_nobody_there_is_reported_within_the_budget(server: GenerateServer, tokenizer: Tokenizer) -> None:
-    gateway = GatewayConfig(url="http://127.0.0.1:9", retry_s=0.3)
-    about = (gateway, RolloutConfig(max_tokens=16), build_scorer([ExactMatchReward()]), tokenizer)
-    client = RolloutSampler(*about, seed=0)
+def test_nobody_there_is_reported_within_the_budget(tokenizer: Tokenizer) -> None:
     began = time.monotonic()
-    with client, pytest.raises(GatewayUnreachable, match="hotswap up"):
-        take(client, records(tokenizer, "1+2="), 2)
+    running = client("http://127.0.0.1:9", tokenizer, retry_s=0.3)
+    with running, pytest.raises(GatewayUnreachable, match="hotswap up"):
+        take(running, records(tokenizer, "1+2="), 2)
     assert time.monotonic() - began < 20  # it gave up at all
 
 
@@ -260,8 +239,8 @@ def test_the_key_is_sent_and_must_be_set(
     with pytest.raises(ConfigError, match="ROLLOUT_KEY"):
         RolloutSampler(gateway, *arguments)
     monkeypatch.setenv("ROLLOUT_KEY", "secret")
-    with RolloutSampler(gateway, *arguments) as client:
-        client.evaluate(records(tokenizer, "1+2="), EvalConfig())
+    with RolloutSampler(gateway, *arguments) as running:
+        running.evaluate(records(tokenizer, "1+2="), EvalConfig())
     assert server.headers[-1]["authorization"] == "Bearer secret"
 
 
@@ -271,9 +250,9 @@ def test_a_failing_reward_is_counted_and_the_rollout_goes_on(server: GenerateSer
             raise ZeroDivisionError
 
     scorer = Scorer({"broken": Weighted(Broken(), on_failure=-1.0)})
-    with RolloutSampler(GatewayConfig(url=server.url), RolloutConfig(max_tokens=16), scorer, tokenizer, 0) as client:
-        groups = take(client, records(tokenizer, "1+2=", "3+4="), 2)
-        assert client.stats()["reward_failures/broken"] == 4
+    with rollouts(server, tokenizer, scorer) as running:
+        groups = take(running, records(tokenizer, "1+2=", "3+4="), 2)
+        assert running.stats()["reward_failures/broken"] == 4
     assert [group.rewards for group in groups] == [[-1.0, -1.0]] * 2
     assert all("ZeroDivisionError" in score.failures["broken"] for group in groups for score in group.scores)
 
@@ -291,8 +270,8 @@ def test_a_finished_sample_is_scored_while_others_decode(
 
     scorer, before = Scorer({"watching": Weighted(Watching())}), server.answered
     monkeypatch.setattr(server, "ready", lambda: server.answered == before or bool(scored))
-    with RolloutSampler(GatewayConfig(url=server.url), RolloutConfig(max_tokens=16), scorer, tokenizer, 0) as client:
-        take(client, records(tokenizer, "1+2="), 16)
+    with rollouts(server, tokenizer, scorer) as running:
+        take(running, records(tokenizer, "1+2="), 16)
     assert server.answered == before + 16
 
 
@@ -308,8 +287,8 @@ def test_what_a_stream_brought_is_kept_when_it_breaks(
     monkeypatch.setattr(server, "requests", [])
     monkeypatch.setattr(server, "ready", lambda: server.requests[-1]["max_tokens"] == 64 or server.swap(4))
     server.version = 3
-    with rollouts(server, tokenizer, max_tokens=64, request=request_by) as client:
-        (group,) = take(client, records(tokenizer, "1+2="), 2)
+    with rollouts(server, tokenizer, max_tokens=64, request=request_by) as running:
+        (group,) = take(running, records(tokenizer, "1+2="), 2)
     first, *_, last = server.requests
     assert first["max_tokens"] == 64
     assert last["max_tokens"] < 64
@@ -326,18 +305,18 @@ def test_what_a_stream_brought_is_kept_when_it_breaks(
 
 
 def test_leaving_cancels_what_is_in_flight(server: GenerateServer, tokenizer: Tokenizer) -> None:
-    client = rollouts(server, tokenizer)
+    running = rollouts(server, tokenizer)
     server.failures = [503] * 100  # would be retried for seconds
-    running = client.submit(records(tokenizer, "1+2=")[0], 4, 0)
-    client.close()
+    started = running.submit(records(tokenizer, "1+2=")[0], 4, 0)
+    running.close()
     server.failures = []
-    assert running.cancelled()
+    assert started.cancelled()
 
 
 def test_version_lag_counts_tokens(server: GenerateServer, tokenizer: Tokenizer) -> None:
     server.version = 5
-    with rollouts(server, tokenizer) as client:
-        groups: list[TrajectoryGroup] = take(client, records(tokenizer, "1+2="), 4)
+    with rollouts(server, tokenizer) as running:
+        groups: list[TrajectoryGroup] = take(running, records(tokenizer, "1+2="), 4)
     steps = StepsOfVersions()
     steps.published(5, step=40)
     metrics = rollout_metrics([group.dated(steps) for group in groups], step=43)

@@ -3,37 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.trainer.rollouts.generate_server import GenerateServer, serve, serve_app
+from tests.trainer.rollouts.client import client
+from tests.trainer.rollouts.generate_server import GenerateServer, serve_app
 from tests.trainer.rollouts.teacher_server import TeacherServer
-from trainer.config import (
-    CallableEnvironment,
-    EvalConfig,
-    ExactMatchReward,
-    GatewayConfig,
-    RolloutConfig,
-    TeacherConfig,
-)
+from trainer.config import CallableEnvironment, EvalConfig, TeacherConfig
 from trainer.data.records import Record
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import ConfigError, TeacherError, TeacherUnreachable
-from trainer.rewards import build_scorer
 from trainer.rollouts.sampling import RolloutSampler
 from trainer.tiny_model import write_tiny_model
 from trainer.trajectory import Trajectory, TrajectoryGroup
 
-PROBLEM = "1+2="
-
-
-@pytest.fixture(scope="module")
-def student(tiny_model: str) -> Iterator[GenerateServer]:
-    with serve(GenerateServer(tiny_model)) as running:
-        yield running
+Make = Callable[..., RolloutSampler]
 
 
 @pytest.fixture(scope="module")
@@ -58,23 +45,24 @@ def teacher(running_teacher: TeacherServer) -> Iterator[TeacherServer]:
     running_teacher.tokenizes, running_teacher.requests, running_teacher.headers = True, [], []
 
 
-def rollouts(
-    student: GenerateServer, tokenizer: Tokenizer, teacher: TeacherServer, /, environment: Any = None, **config: Any
-) -> RolloutSampler:
-    asked = TeacherConfig(**{"url": teacher.url, "model": "wise", "retry_s": 5.0} | config)
-    scorer, rollout = build_scorer([ExactMatchReward()]), RolloutConfig(max_tokens=24)
-    about = (GatewayConfig(url=student.url), rollout, scorer, tokenizer, 3)
-    return RolloutSampler(*about, environment=environment, teacher=asked)
+@pytest.fixture
+def taught(server: GenerateServer, tokenizer: Tokenizer, teacher: TeacherServer) -> Make:
+    """Makes the student's client, which asks the teacher."""
+
+    def made(environment: Any = None, **config: Any) -> RolloutSampler:
+        asked = TeacherConfig(**{"url": teacher.url, "model": "wise", "retry_s": 5.0} | config)
+        return client(server.url, tokenizer, None, environment, teacher=asked, max_tokens=24)
+
+    return made
 
 
-def opinion(teacher: TeacherServer, tokenizer: Tokenizer, trajectory: Trajectory) -> list[float]:
+def opinion(teacher: TeacherServer, record: Record, trajectory: Trajectory) -> list[float]:
     """What the teacher's model says of the tokens after the prompt."""
-    prompt = tokenizer.prompt(PROBLEM)
+    prompt = record.prompt_ids
     return teacher.logprobs([*prompt, *trajectory.token_ids])[len(prompt) - 1 :]
 
 
-def sampled(running: RolloutSampler, tokenizer: Tokenizer, n: int = 3, *, taught: bool = True) -> TrajectoryGroup:
-    record = Record(0, PROBLEM, "03", tokenizer.prompt(PROBLEM), ())
+def sampled(running: RolloutSampler, record: Record, n: int = 3, *, taught: bool = True) -> TrajectoryGroup:
     group = (running.round if taught else running.submit)(record, n, 0).result(timeout=60)
     assert isinstance(group, TrajectoryGroup)
     return group
@@ -82,74 +70,68 @@ def sampled(running: RolloutSampler, tokenizer: Tokenizer, n: int = 3, *, taught
 
 @pytest.mark.parametrize("form", ["prompt_logprobs", "echo"])
 def test_every_sampled_token_has_the_teachers_logprob(
-    student: GenerateServer, tokenizer: Tokenizer, teacher: TeacherServer, form: Any
+    taught: Make, teacher: TeacherServer, record: Record, form: Any
 ) -> None:
-    with rollouts(student, tokenizer, teacher, form=form) as running:
-        group = sampled(running, tokenizer)
+    with taught(form=form) as running:
+        group = sampled(running, record)
         asked = len(teacher.requests)
-        assert sampled(running, tokenizer, 1, taught=False).trajectories[0].teacher_logprobs is None
-        running.evaluate([Record(0, PROBLEM, "03", tokenizer.prompt(PROBLEM), ())], EvalConfig())
+        assert sampled(running, record, 1, taught=False).trajectories[0].teacher_logprobs is None
+        running.evaluate([record], EvalConfig())
     assert len(teacher.requests) == asked == 1 + 3, "a trial, and once a trajectory; evaluations do not ask"
     for trajectory in group.trajectories:
-        assert trajectory.teacher_logprobs == pytest.approx(opinion(teacher, tokenizer, trajectory))
+        assert trajectory.teacher_logprobs == pytest.approx(opinion(teacher, record, trajectory))
         assert trajectory.teacher_logprobs != trajectory.logprobs
     assert TrajectoryGroup.from_json(json.loads(json.dumps(group.to_json()))) == group
 
 
 def test_what_the_environment_wrote_is_not_the_teachers_to_judge(
-    student: GenerateServer, tokenizer: Tokenizer, teacher: TeacherServer
+    taught: Make, teacher: TeacherServer, record: Record
 ) -> None:
     environment = CallableEnvironment(target="tests.trainer.environments.functions:Countdown", workers=1)
-    with rollouts(student, tokenizer, teacher, environment) as running:
-        (trajectory,) = sampled(running, tokenizer, 1).trajectories
+    with taught(environment) as running:
+        (trajectory,) = sampled(running, record, 1).trajectories
     assert 0.0 in trajectory.mask
-    expected = opinion(teacher, tokenizer, trajectory)
+    expected = opinion(teacher, record, trajectory)
     assert trajectory.teacher_logprobs == pytest.approx([p * m for p, m in zip(expected, trajectory.mask, strict=True)])
 
 
 def test_a_teacher_that_is_busy_or_away_for_a_moment_is_asked_again(
-    student: GenerateServer, tokenizer: Tokenizer, teacher: TeacherServer, monkeypatch: pytest.MonkeyPatch
+    taught: Make, teacher: TeacherServer, record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TEACHER_KEY", "secret")
-    with rollouts(student, tokenizer, teacher, api_key_env="TEACHER_KEY") as running:
+    with taught(api_key_env="TEACHER_KEY") as running:
         teacher.failures = [503, 429, 500]
-        assert len(sampled(running, tokenizer, 1).trajectories) == 1
+        assert len(sampled(running, record, 1).trajectories) == 1
     assert teacher.failures == []
     assert {headers["authorization"] for headers in teacher.headers} == {"Bearer secret"}
 
 
-def test_a_trajectory_that_it_cannot_take_is_left_out(
-    student: GenerateServer, tokenizer: Tokenizer, teacher: TeacherServer
-) -> None:
-    with rollouts(student, tokenizer, teacher) as running:
-        lengths = [len(t.token_ids) for t in sampled(running, tokenizer, 6).trajectories]
-        teacher.longest = len(tokenizer.prompt(PROBLEM)) + max(lengths) - 1
+def test_a_trajectory_that_it_cannot_take_is_left_out(taught: Make, teacher: TeacherServer, record: Record) -> None:
+    with taught() as running:
+        lengths = [len(t.token_ids) for t in sampled(running, record, 6).trajectories]
+        teacher.longest = len(record.prompt_ids) + max(lengths) - 1
         running.stats()
-        group = sampled(running, tokenizer, 6)
+        group = sampled(running, record, 6)
         left_out = lengths.count(max(lengths))
         assert [len(t.token_ids) for t in group.trajectories] == [n for n in lengths if n < max(lengths)]
         assert running.stats()["trajectories_without_teacher"] == left_out
         assert len(group.scores) == 6 - left_out
 
 
-def test_one_that_stays_away_ends_the_run_by_name(
-    student: GenerateServer, tokenizer: Tokenizer, teacher: TeacherServer
-) -> None:
-    with rollouts(student, tokenizer, teacher, retry_s=0.3) as running:
+def test_one_that_stays_away_ends_the_run_by_name(taught: Make, teacher: TeacherServer, record: Record) -> None:
+    with taught(retry_s=0.3) as running:
         teacher.failures = [503] * 50
         with pytest.raises(TeacherUnreachable, match=r"within 0.3 s; last: HTTP 503.*algorithm.teacher.url"):
-            sampled(running, tokenizer, 1)
+            sampled(running, record, 1)
     with pytest.raises(TeacherUnreachable, match="Start it"):
-        rollouts(student, tokenizer, teacher, url="http://127.0.0.1:9", retry_s=0.3)
+        taught(url="http://127.0.0.1:9", retry_s=0.3)
 
 
-def test_a_key_that_is_taken_back_ends_the_run(
-    student: GenerateServer, tokenizer: Tokenizer, teacher: TeacherServer
-) -> None:
-    with rollouts(student, tokenizer, teacher) as running:
+def test_a_key_that_is_taken_back_ends_the_run(taught: Make, teacher: TeacherServer, record: Record) -> None:
+    with taught() as running:
         teacher.failures = [401]
         with pytest.raises(TeacherError, match="refused \\(HTTP 401") as error:
-            sampled(running, tokenizer, 1)
+            sampled(running, record, 1)
     assert error.value.status == 401
 
 
@@ -163,46 +145,44 @@ NONSENSE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("answer", NONSENSE.values(), ids=NONSENSE)
 def test_what_is_no_logprob_is_never_trained_on(
-    student: GenerateServer, tokenizer: Tokenizer, teacher: TeacherServer, answer: dict[str, Any]
+    taught: Make, teacher: TeacherServer, record: Record, answer: dict[str, Any]
 ) -> None:
-    with rollouts(student, tokenizer, teacher) as running:
+    with taught() as running:
         teacher.broken = json.loads(json.dumps(answer).replace("NaN", '"nan"'))
         with pytest.raises(TeacherError, match=r"something else than log-probs.*algorithm.teacher.form"):
-            sampled(running, tokenizer, 1)
+            sampled(running, record, 1)
     with pytest.raises(ConfigError, match="gives no log-probs of a prompt"):
-        rollouts(student, tokenizer, teacher)
+        taught()
 
 
 def test_a_token_that_the_teacher_rules_out_counts_as_the_least_there_is(
-    student: GenerateServer, tokenizer: Tokenizer, teacher: TeacherServer
+    taught: Make, teacher: TeacherServer, record: Record
 ) -> None:
     """Servers write -9999 for a probability of 0."""
-    with rollouts(student, tokenizer, teacher, min_logprob=-2.0) as running:
-        (trajectory,) = sampled(running, tokenizer, 1).trajectories
-    expected = opinion(teacher, tokenizer, trajectory)
+    with taught(min_logprob=-2.0) as running:
+        (trajectory,) = sampled(running, record, 1).trajectories
+    expected = opinion(teacher, record, trajectory)
     assert trajectory.teacher_logprobs == pytest.approx([max(p, -2.0) for p in expected])
     assert min(expected) < -2.0
 
 
-def test_another_tokenizer_is_refused(
-    student: GenerateServer, tokenizer: Tokenizer, teacher: TeacherServer, other_model: Path, tmp_path: Path
-) -> None:
+def test_another_tokenizer_is_refused(taught: Make, teacher: TeacherServer, other_model: Path, tmp_path: Path) -> None:
     """By what the server makes of texts, or by the teacher's own files where the server does not say."""
     write_tiny_model(tmp_path / "permuted", characters="0123456789-=+", hidden_size=32)
     teacher.tokenizer = Tokenizer(tmp_path / "permuted")
     try:
         with pytest.raises(ConfigError, match="wise has another tokenizer"):
-            rollouts(student, tokenizer, teacher)
+            taught()
     finally:
         teacher.tokenizer = Tokenizer(other_model)
     with pytest.raises(ConfigError, match=r"2 of the student's tokens are others there, such as '\+'") as error:
-        rollouts(student, tokenizer, teacher, tokenizer=str(tmp_path / "permuted"))
+        taught(tokenizer=str(tmp_path / "permuted"))
     assert error.value.key == "algorithm.teacher.tokenizer"
     teacher.tokenizes = False
     with pytest.raises(ConfigError, match="does not say how it tokenises") as error:
-        rollouts(student, tokenizer, teacher)
+        taught()
     assert error.value.key == "algorithm.teacher.tokenizer"
-    rollouts(student, tokenizer, teacher, tokenizer=str(other_model)).close()
+    taught(tokenizer=str(other_model)).close()
 
 
 def test_the_texts_that_tokenizers_are_compared_by_need_the_whole_vocabulary(tokenizer: Tokenizer) -> None:
