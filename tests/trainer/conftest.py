@@ -70,18 +70,18 @@ def _expect(directory: Path) -> None:
 @pytest.fixture(scope="session")
 def small_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Directories by `family` and `family-tied`."""
-    root, paths = tmp_path_factory.mktemp("models"), {}
+    root = tmp_path_factory.mktemp("models")
     for family in ("llama", "qwen2", "qwen3"):
         for tied in (False, True):
-            name = family + ("-tied" if tied else "")
-            write_tiny_model(root / name, family, tie_word_embeddings=tied, **SMALL)
-            _perturb(root / name)
-            _expect(root / name)
-            paths[name] = str(root / name)
-    write_tiny_model(root / "llama-scaled", "llama", rope_parameters=LLAMA3_ROPE, **SMALL)
-    _perturb(root / "llama-scaled")
-    _expect(root / "llama-scaled")
-    return paths | {"llama-scaled": str(root / "llama-scaled")}
+            _write(root / (family + ("-tied" if tied else "")), family, tie_word_embeddings=tied)
+    _write(root / "llama-scaled", "llama", rope_parameters=LLAMA3_ROPE)
+    return {path.name: str(path) for path in root.iterdir()}
+
+
+def _write(path: Path, family: str, **sizes: Any) -> None:
+    write_tiny_model(path, family, **SMALL | sizes)
+    _perturb(path)
+    _expect(path)
 
 
 # Four layers, so that two pipeline stages can hold two chunks each.
@@ -95,14 +95,11 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Directories by name: the mixtures, and two dense models of four layers."""
-    root, paths = tmp_path_factory.mktemp("layouts"), {}
+    root = tmp_path_factory.mktemp("layouts")
     dense = {"qwen2": ("qwen2", {}), "llama-tied": ("llama", {"tie_word_embeddings": True})}
     for name, (family, sizes) in (MIXTURES | dense).items():
-        write_tiny_model(root / name, family, **SMALL | {"num_hidden_layers": 4} | sizes)
-        _perturb(root / name)
-        _expect(root / name)
-        paths[name] = str(root / name)
-    return paths
+        _write(root / name, family, **{"num_hidden_layers": 4} | sizes)
+    return {path.name: str(path) for path in root.iterdir()}
 
 
 @pytest.fixture(scope="session")

@@ -3,9 +3,7 @@ sampled from as in any run."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,14 +11,12 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from tests.live import LiveServer
+from tests.trainer.faults.runs import events
 from tests.trainer.fleet import fleet
+from tests.trainer.rollouts.client import client, records
 from tests.trainer.zygote import Zygote
-from trainer.config import ExactMatchReward, GatewayConfig, RolloutConfig, TeacherConfig
-from trainer.data.records import Record
+from trainer.config import TeacherConfig
 from trainer.data.tokenizer import Tokenizer
-from trainer.rewards import build_scorer
-from trainer.rollouts.sampling import RolloutSampler
-from trainer.tiny_model import tiny_run
 from trainer.trajectory import TrajectoryGroup
 
 pytestmark = [pytest.mark.broad, pytest.mark.engine]
@@ -30,22 +26,13 @@ ENGINE = ("--dtype", "float32", "--max-model-len", "256")
 DATA = {"kind": "arithmetic", "operands": 2, "largest": 4, "held_out": 10}
 
 
-def train(zygote: Zygote, root: Path, name: str, **config: Any) -> list[dict[str, Any]]:
-    path = root / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(tiny_run({"data": DATA, "metrics": str(root / f"{name}.jsonl")} | config)))
-    status, _, errors = zygote.run(["--config", str(path)], root)
-    assert status == 0, errors
-    return [json.loads(line) for line in (root / f"{name}.jsonl").read_text().splitlines()]
-
-
 def check_logprobs(live: LiveServer, student_url: str, model: Path) -> None:
     """Both forms of the question have the answer that transformers gives."""
     tokenizer, reference = Tokenizer(model), AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    record = Record(0, "1+2=", "3", tokenizer.prompt("1+2="), ())
+    (record,) = records(tokenizer, "1+2=")
     for form in ("prompt_logprobs", "echo"):
         teacher = TeacherConfig(url=live.url, model=live.name, form=form)  # type: ignore[arg-type]
-        about = (GatewayConfig(url=student_url), RolloutConfig(max_tokens=8), build_scorer([ExactMatchReward()]))
-        with RolloutSampler(*about, tokenizer, 3, teacher=teacher) as running:
+        with client(student_url, tokenizer, teacher=teacher, max_tokens=8) as running:
             group = running.round(record, 3, 0).result(timeout=60)
         assert isinstance(group, TrajectoryGroup)
         for trajectory in group.trajectories:
@@ -60,11 +47,11 @@ def check_logprobs(live: LiveServer, student_url: str, model: Path) -> None:
 def test_a_student_comes_to_agree_with_a_teacher_that_vllm_serves(
     zygote: Zygote, tiny_model: str, tmp_path: Path
 ) -> None:
-    taught = {"model": {"path": tiny_model}, "algorithm": {"name": "sft"}, "steps": 80, "batch": 64}
+    taught = {"model": {"path": tiny_model}, "data": DATA, "algorithm": {"name": "sft"}, "steps": 80, "batch": 64}
     taught["optimizer"] = {"lr": 2e-3, "warmup_steps": 10, "decay": "cosine"}
     wrong = {"data": DATA | {"mistake": "off_by_one", "noise": 0.8}}
-    train(zygote, tmp_path, "right", **taught, save_to=str(tmp_path / "teacher"))
-    train(zygote, tmp_path, "wrong", **taught | wrong, save_to=str(tmp_path / "student"))
+    zygote.train(taught | {"save_to": str(tmp_path / "teacher")}, tmp_path)
+    zygote.train(taught | wrong | {"save_to": str(tmp_path / "student")}, tmp_path)
     live = LiveServer(tmp_path / "teacher", tmp_path / "state", ENGINE, name="teacher")
     with live.running(), fleet(str(tmp_path / "student"), tmp_path) as served:
         check_logprobs(live, served.server.url, tmp_path / "teacher")
@@ -84,7 +71,7 @@ def test_a_student_comes_to_agree_with_a_teacher_that_vllm_serves(
             "save_to": None,
         }
         example.pop("metrics")
-        steps = [e for e in train(zygote, tmp_path, "distill", **example) if e["event"] == "step"]
+        steps = events(zygote.train(example, tmp_path, "distill"), "step")
     divergences, rewards = ([step[name] for step in steps] for name in ("teacher_kl", "reward_mean"))
     print(f"reverse KL {divergences}, rewards {rewards}")
     # 60 samples a step. Rewards are not in the loss: the student is right more often because the teacher is.

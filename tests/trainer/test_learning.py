@@ -5,62 +5,45 @@ Real trainer process, real store, coordinator and slots, a real model that sampl
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from tests.trainer.faults.runs import events
 from tests.trainer.fleet import Fleet, fleet
-from trainer.tiny_model import tiny_run
+from tests.trainer.zygote import Zygote
 
 pytestmark = pytest.mark.broad
 
 CONFIGS = Path(__file__).parents[2] / "trainer" / "configs"
 
 
-def configured(name: str, running: Fleet, root: Path, **changes: Any) -> Path:
-    """An example configuration, pointed at this test's server and directories."""
-    config = yaml.safe_load((CONFIGS / name).read_text())
+def configured(name: str, running: Fleet, root: Path, **changes: Any) -> dict[str, Any]:
+    """An example configuration, pointed at this test's server and directory."""
+    config: dict[str, Any] = yaml.safe_load((CONFIGS / name).read_text())
     config["gateway"]["url"] = running.server.url
     config["publish"] |= {"store": running.store_url, "model": running.model}
-    config["metrics"] = str(root / f"{name}.jsonl")
-    path = root / name
-    path.write_text(yaml.safe_dump(tiny_run(config | changes)))
-    return path
-
-
-def train(path: Path) -> list[dict[str, Any]]:
-    done = subprocess.run(
-        [sys.executable, "-m", "trainer.main", "--config", str(path)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in Path(yaml.safe_load(path.read_text())["metrics"]).read_text().splitlines()]
-
-
-def accuracies(events: list[dict[str, Any]]) -> list[float]:
-    return [event["accuracy"] for event in events if event["event"] == "eval"]
+    return {**config, "metrics": str(root / f"{name}.jsonl")} | changes
 
 
 @pytest.mark.timeout(600)
-def test_fine_tuning_then_grpo_raises_held_out_accuracy(tiny_model: str, tmp_path: Path) -> None:
+def test_fine_tuning_then_grpo_raises_held_out_accuracy(zygote: Zygote, tiny_model: str, tmp_path: Path) -> None:
     tuned, improved = str(tmp_path / "sft"), str(tmp_path / "grpo")
     with fleet(tiny_model, tmp_path) as running:
         changes: dict[str, Any] = {"model": {"path": tiny_model}, "save_to": tuned, "steps": 150}
-        sft = train(configured("sft.yaml", running, tmp_path, **changes))
+        sft = zygote.train(configured("sft.yaml", running, tmp_path, **changes), tmp_path)
         changes = {"model": {"path": tuned}, "save_to": improved, "checkpoint": None, "steps": 40}
-        grpo = train(configured("grpo.yaml", running, tmp_path, **changes))
+        grpo = zygote.train(configured("grpo.yaml", running, tmp_path, **changes), tmp_path)
 
-    before, after = accuracies(sft)[-1], accuracies(grpo)[-1]
-    print(f"accuracy {accuracies(sft)} in fine-tuning, {accuracies(grpo)} in GRPO")
-    assert accuracies(sft)[0] < 0.05
+    (first, *_, before), (*_, after) = ([e["accuracy"] for e in events(run, "eval")] for run in (sft, grpo))
+    print(f"accuracy {first} -> {before} in fine-tuning, {after} after GRPO")
+    assert first < 0.05
     assert before < 0.5  # the mistake was learned
     assert after >= before + 0.3  # and unlearned, on problems that were never trained on
 
-    steps = [event for event in grpo if event["event"] == "step"]
+    steps = events(grpo, "step")
     assert [step["version"] for step in steps] == sorted({step["version"] for step in steps})  # one version a step
     # The commit record is written a moment before the instance flips: a first answer may still be the old version's.
     assert max(step["version_lag_max"] for step in steps) <= 1

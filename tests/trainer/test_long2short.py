@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file, save_file
 
+from tests.trainer.faults.runs import arguments
 from tests.trainer.rollouts.generate_server import GenerateServer
 from tests.trainer.rollouts.trajectories import answer
 from trainer.config import JsonlData
@@ -17,7 +17,6 @@ from trainer.data import build_dataset
 from trainer.data.tokenizer import Tokenizer
 from trainer.long2short import longer_ones, main, shortest_right
 from trainer.rewards import Score
-from trainer.tiny_model import tiny_run
 from trainer.trajectory import TrajectoryGroup
 
 RIGHT, WRONG = Score(1.0, {"a": 1.0}), Score(0.0, {"a": 0.0})
@@ -79,8 +78,7 @@ def test_data_for_fine_tuning_and_preferences(
         "rollout": {"max_tokens": 8},
         "rewards": [{"kind": "regex", "pattern": "1", "workers": 1}],
     }
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(tiny_run(config)))
-    common = ["--config", str(tmp_path / "run.yaml"), "--records", "8", "--samples", "16"]
+    common = [*arguments(config, tmp_path), "--records", "8", "--samples", "16"]
     tokenizer = Tokenizer(tiny_model)
 
     assert main(["sample", *common, "--into", str(tmp_path / "sft.jsonl")]) == 0
@@ -102,6 +100,5 @@ def test_data_for_fine_tuning_and_preferences(
 
 def test_without_a_gateway_it_says_so(tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = {"model": {"path": tiny_model}, "data": {"kind": "arithmetic"}, "algorithm": {"name": "sft"}, "steps": 1}
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(tiny_run(config)))
-    assert main(["sample", "--config", str(tmp_path / "run.yaml"), "--into", str(tmp_path / "out")]) == 2
+    assert main(["sample", *arguments(config, tmp_path), "--into", str(tmp_path / "out")]) == 2
     assert "gateway" in capsys.readouterr().err

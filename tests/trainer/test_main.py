@@ -13,40 +13,25 @@ from typing import Any
 
 import psutil
 import pytest
-import yaml
 
-from tests.trainer.faults.runs import curve
+from tests.trainer.faults.runs import arguments, curve
 from tests.trainer.zygote import Zygote
 from tests.waiting import wait_until
 from trainer.main import main
-from trainer.tiny_model import tiny_run
-
-
-def command(config: dict[str, Any], root: Path, name: str = "config.yaml") -> list[str]:
-    (root / name).write_text(yaml.safe_dump(tiny_run(config)))
-    return [sys.executable, "-m", "trainer.main", "--config", str(root / name)]
-
-
-def wait_until_gone(processes: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=20)
-    assert not alive, "ranks outlived their launcher"
 
 
 @pytest.mark.broad
 @pytest.mark.timeout(600)
 def test_ranks_end_with_their_launcher(config: dict[str, Any], tmp_path: Path) -> None:
-    running = subprocess.Popen(command(config | {"parallel": {"data": 2}, "steps": 10**6}, tmp_path))
+    about = arguments(config | {"parallel": {"data": 2}, "steps": 10**6}, tmp_path)
+    running = subprocess.Popen([sys.executable, "-m", "trainer.main", *about])
     wait_until(lambda: curve(config["metrics"]), 240, process=running)
     ranks = psutil.Process(running.pid).children(recursive=True)
     assert len(ranks) >= 2
     running.send_signal(signal.SIGKILL)
     running.wait()
-    wait_until_gone(ranks)
-
-
-def run(capfd: pytest.CaptureFixture[str], arguments: list[str]) -> tuple[int, str]:
-    status = main(arguments[3:])
-    return status, capfd.readouterr().err
+    _, alive = psutil.wait_procs(ranks, timeout=20)
+    assert not alive, "ranks outlived their launcher"
 
 
 def test_user_errors_are_one_line_and_status_2(
@@ -91,7 +76,7 @@ def test_user_errors_are_one_line_and_status_2(
         (lambda: broken(index), "model-00002-of-00002.safetensors is missing"),
     ]
     for change, complaint in cases:
-        status, said = run(capfd, command(config | change(), tmp_path))
+        status, said = main(arguments(config | change(), tmp_path)), capfd.readouterr().err
         assert status == 2, said
         assert complaint in said
         assert len(said.strip().splitlines()) == 1, said
@@ -105,12 +90,12 @@ def test_a_row_without_an_answer_ends_no_run_at_its_step(
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config["data"] = {"kind": "jsonl", "path": str(tmp_path / "rows.jsonl"), "cache_dir": str(tmp_path)}
     config |= {"steps": 3, "batch": 4, "checkpoint": None}
-    status, _, errors = zygote.run(command(config, tmp_path)[3:], tmp_path)
+    status, _, errors = zygote.run(arguments(config, tmp_path), tmp_path)
     assert status == 2
     assert "rows.jsonl, line 5: it has no target to learn. Correct the record, or set data.max_bad" in errors
     assert curve(config["metrics"]) == {}
     config["data"]["max_bad"] = 1
-    assert zygote.run(command(config, tmp_path)[3:], tmp_path)[0] == 0
+    assert zygote.run(arguments(config, tmp_path), tmp_path)[0] == 0
     assert sorted(curve(config["metrics"])) == [1, 2, 3], "more than an epoch of the other seven"
 
 
@@ -120,7 +105,7 @@ def test_run_time_faults_are_one_line_too(zygote: Zygote, config: dict[str, Any]
     faulty = config | {"parallel": {"data": 2}, "algorithm": {"name": "grpo"}, "checkpoint": None}
     faulty |= {"rollout": {"fixed_sampler": True}}
     faulty |= {"gateway": {"url": "http://127.0.0.1:9", "retry_s": 0.2}}
-    status, _, errors = zygote.run(command(faulty, tmp_path)[3:], tmp_path)
+    status, _, errors = zygote.run(arguments(faulty, tmp_path), tmp_path)
     assert status == 1
     assert errors.count("error: no rollout from http://127.0.0.1:9") == 1
     assert "Traceback" not in errors
@@ -128,9 +113,9 @@ def test_run_time_faults_are_one_line_too(zygote: Zygote, config: dict[str, Any]
 
 def test_a_checkpoint_of_another_run_is_refused(zygote: Zygote, config: dict[str, Any], tmp_path: Path) -> None:
     config |= {"steps": 3, "save_to": str(tmp_path / "out")}
-    assert zygote.run(command(config, tmp_path)[3:], tmp_path)[0] == 0
-    status, _, errors = zygote.run(command(config | {"seed": 5}, tmp_path)[3:], tmp_path)
+    assert zygote.run(arguments(config, tmp_path), tmp_path)[0] == 0
+    status, _, errors = zygote.run(arguments(config | {"seed": 5}, tmp_path), tmp_path)
     assert status == 2
     assert "was written with seed 0, this run has 5" in errors
     assert "Traceback" not in errors
-    assert main(command(config | {"model": {"path": str(tmp_path / "out")}, "steps": 0}, tmp_path)[3:]) == 2
+    assert main(arguments(config | {"model": {"path": str(tmp_path / "out")}, "steps": 0}, tmp_path)) == 2

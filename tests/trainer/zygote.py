@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
+from tests.trainer.faults.runs import arguments
 from tests.warm import TRAINERS, WarmProcess, warm
 
 PATIENCE_S = 300.0
@@ -35,6 +37,13 @@ class Zygote:
             file.unlink(missing_ok=True)
         status = self.wait(self.start(arguments, said, errors))
         return status, said.read_text(), errors.read_text()
+
+    def train(self, config: dict[str, Any], root: Path, name: str = "config") -> Path:
+        """The metrics of a run, which must succeed."""
+        config = {"metrics": str(root / f"{name}.jsonl")} | config
+        status, _, errors = self.run(arguments(config, root, f"{name}.yaml"), root)
+        assert status == 0, errors
+        return Path(config["metrics"])
 
     def wait(self, pid: int) -> int:
         """Its exit status, negative for a signal."""

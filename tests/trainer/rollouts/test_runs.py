@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
+from tests.trainer.faults.runs import arguments, events
 from tests.trainer.fleet import Fleet, fleet
 from tests.trainer.zygote import Zygote
-from trainer.tiny_model import tiny_run
 
 DATA = {"kind": "arithmetic", "operands": 2, "largest": 4, "held_out": 10}
-Events = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +32,7 @@ def mistaken(zygote: Zygote, tiny_model: str, tmp_path_factory: pytest.TempPathF
         "optimizer": {"lr": 2e-3, "warmup_steps": 10, "decay": "cosine"},
         "save_to": str(root / "model"),
     }
-    train(zygote, config, root)
+    zygote.train(config, root)
     return str(root / "model")
 
 
@@ -42,14 +40,6 @@ def mistaken(zygote: Zygote, tiny_model: str, tmp_path_factory: pytest.TempPathF
 def served(mistaken: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     with fleet(mistaken, tmp_path_factory.mktemp("fleet")) as running:
         yield running
-
-
-def train(zygote: Zygote, config: dict[str, Any], root: Path) -> Events:
-    metrics, path = root / "metrics.jsonl", root / "config.yaml"
-    path.write_text(yaml.safe_dump(tiny_run(config | {"metrics": str(metrics)})))
-    status, _, errors = zygote.run(["--config", str(path)], root)
-    assert status == 0, errors
-    return [json.loads(line) for line in metrics.read_text().splitlines()]
 
 
 def reinforced(model: str, served: Fleet, **changes: Any) -> dict[str, Any]:
@@ -67,10 +57,6 @@ def reinforced(model: str, served: Fleet, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def steps(events: Events) -> Events:
-    return [event for event in events if event["event"] == "step"]
-
-
 @pytest.mark.sample(1)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
@@ -85,8 +71,7 @@ def steps(events: Events) -> Events:
 def test_a_run_learns_from_samples_within_its_bound(
     zygote: Zygote, mistaken: str, served: Fleet, tmp_path: Path, schedule: dict[str, Any], oldest: int
 ) -> None:
-    events = train(zygote, reinforced(mistaken, served, schedule=schedule), tmp_path)
-    trained = steps(events)
+    trained = events(zygote.train(reinforced(mistaken, served, schedule=schedule), tmp_path), "step")
     rewards = [step["reward_mean"] for step in trained]
     # The first step is sampled from the mistaken weights, by seeds: about 0.2, give or take 0.04 of luck. Half of the
     # steps is enough for the luck of asynchronous ones to even out: they come to 0.65 and more.
@@ -108,7 +93,7 @@ def test_models_look_at_rollouts_as_they_come_and_all_is_counted(
     algorithm = {"name": "grpo", "samples_per_prompt": 4, "kl_coef": 0.05, "drop_zero_std": True}
     packing = {"max_tokens": 64}
     changes = {"algorithm": algorithm, "steps": 4, "micro_batch": 8, "packing": packing, "parallel": parallel}
-    trained = steps(train(zygote, reinforced(mistaken, served, **changes), tmp_path))
+    trained = events(zygote.train(reinforced(mistaken, served, **changes), tmp_path), "step")
     assert all(step["inference_ms"] > 0 for step in trained)
     assert trained[0]["kl"] == pytest.approx(0, abs=1e-6)  # the first step's weights are the reference's
     assert max(step["kl"] for step in trained) > 1e-6
@@ -124,23 +109,20 @@ def test_an_asynchronous_run_goes_on_where_it_stood(
     schedule = {"name": "async", "max_lag": 2}
     checkpoint = {"path": str(tmp_path / "checkpoints"), "every": 3}
     config = reinforced(mistaken, served, schedule=schedule, checkpoint=checkpoint, steps=3, eval=[])
-    train(zygote, config, tmp_path)
+    zygote.train(config, tmp_path)
     saved = next((tmp_path / "checkpoints").glob("step-*/parts/rollouts.json"))
     state = json.loads(saved.read_text())
     assert state["drawn"] == 3 * 15 + len(state["pending"])  # used or kept, none lost
-    (tmp_path / "metrics.jsonl").unlink()
-    events = train(zygote, config | {"steps": 6}, tmp_path)
-    assert [step["step"] for step in steps(events)] == [4, 5, 6]
+    metrics = zygote.train(config | {"steps": 6}, tmp_path, "resumed")
+    assert [step["step"] for step in events(metrics, "step")] == [4, 5, 6]
     again = json.loads((tmp_path / "checkpoints/step-00000006/parts/rollouts.json").read_text())
     assert again["drawn"] == 6 * 15 + len(again["pending"])
 
 
 @pytest.mark.timeout(120)
 def test_sampling_ahead_needs_an_algorithm_that_samples(zygote: Zygote, tiny_model: str, tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
     config = {"model": {"path": tiny_model}, "data": DATA, "algorithm": {"name": "sft"}, "steps": 1}
-    path.write_text(yaml.safe_dump(tiny_run(config | {"schedule": {"name": "async"}})))
-    status, _, errors = zygote.run(["--config", str(path)], tmp_path)
+    status, _, errors = zygote.run(arguments(config | {"schedule": {"name": "async"}}, tmp_path), tmp_path)
     assert status == 2
     assert "schedule: async samples ahead, but sft learns from its records. Leave schedule out" in errors
 
@@ -178,8 +160,7 @@ def test_sets_are_evaluated_each_in_its_own_way_and_the_best_weights_stay(
         "save_every": 2,
         "save_best": True,
     }
-    happened = train(zygote, config, tmp_path)
-    evals = [event for event in happened if event["event"] == "eval"]
+    evals = events(zygote.train(config, tmp_path), "eval")
     assert [event["step"] for event in evals if event["set"] == "sampled"] == [0, 1, 2, 3, 4, 5]
     digits = [event for event in evals if event["set"] == "digits"]
     assert [event["step"] for event in digits] == [0, 2, 4, 5]
@@ -200,11 +181,11 @@ def test_sets_are_evaluated_each_in_its_own_way_and_the_best_weights_stay(
     assert kept == {best, 5}
 
     path = tmp_path / "config.yaml"
-    for arguments, expected in (([], final), (["--step", str(best)], final / "best")):
+    for which, expected in (([], final), (["--step", str(best)], final / "best")):
         exported = tmp_path / f"exported-{expected.name}"
-        status, said, errors = zygote.run(["--config", str(path), "--export", str(exported), *arguments], tmp_path)
+        status, said, errors = zygote.run(["--config", str(path), "--export", str(exported), *which], tmp_path)
         assert status == 0, errors
-        assert f"the weights of step {best if arguments else 5}" in said
+        assert f"the weights of step {best if which else 5}" in said
         assert same(exported, expected)
     status, _, errors = zygote.run(["--config", str(path), "--export", str(tmp_path / "no"), "--step", "99"], tmp_path)
     assert status == 2
@@ -212,6 +193,5 @@ def test_sets_are_evaluated_each_in_its_own_way_and_the_best_weights_stay(
 
     # A run that goes on knows how good its best was.
     (final / "best/best.json").write_text(json.dumps(record | {"value": 2.0}))
-    (tmp_path / "metrics.jsonl").unlink()
-    train(zygote, config | {"steps": 6}, tmp_path)
+    zygote.train(config | {"steps": 6}, tmp_path)
     assert json.loads((final / "best/best.json").read_text())["value"] == 2.0
