@@ -77,6 +77,26 @@ class Fleet:
         self._loop.call_soon_threadsafe(self._stopping.set)
 
 
+def keep(running: Fleet) -> list[dict[str, torch.Tensor]]:
+    """The tensors of each version from now on, which the model does not load: transformers holds experts fused, and
+    knows no quantised weights."""
+    received: list[dict[str, torch.Tensor]] = []
+    running.server.load = lambda tensors, version: received.append(tensors)  # type: ignore[method-assign]
+    return received
+
+
+def same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Whether both have the same names with the same dtypes and bits."""
+    return one.keys() == other.keys() and all(
+        tensor.dtype is other[name].dtype and torch.equal(_bits(tensor), _bits(other[name]))
+        for name, tensor in one.items()
+    )
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
 @contextlib.contextmanager
 def never_behind(running: Fleet) -> Iterator[None]:
     """No answer begins with another version than the active one. Otherwise the first after a commit may, and how many

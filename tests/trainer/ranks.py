@@ -21,6 +21,7 @@ from typing import Any
 
 from server.ports import free_port
 from tests.warm import TRAINERS, warm
+from trainer.config import ParallelConfig
 
 PATIENCE_S = 120.0
 _ENVIRONMENT = {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
@@ -38,6 +39,10 @@ class Ranks:
     def sharing(self, world: int) -> Ranks:
         """Another number of processes, forked from the same one; ends with this."""
         return Ranks(world, self)
+
+    def spread(self, parallel: dict[str, Any]) -> Ranks:
+        """As many as a layout has."""
+        return self.sharing(ParallelConfig(**parallel).world_size)
 
     def call(self, case: str, **arguments: Any) -> list[Any]:
         """Run a case on every rank; their results in rank order. Raises AssertionError with the traceback of the first

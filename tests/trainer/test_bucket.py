@@ -11,10 +11,8 @@ from typing import Any
 from urllib.request import urlopen
 
 import pytest
-import yaml
 from safetensors.numpy import load_file
 
-from loadtest.training.learning.recipes import ENVIRONMENT
 from server.follow.config import FollowConfig
 from server.follow.opening import open_source
 from server.ports import free_port
@@ -25,12 +23,14 @@ from tests.server.follow.following import AT_ONCE, Follow
 from tests.server.follow.test_versions import assert_holds, part_bytes, s3  # noqa: F401 - a fixture
 from tests.server.gateway.admin.test_releases import Instances
 from tests.server.gateway.harness import KEYS, RunningGateway
-from tests.trainer.fleet import fleet
+from tests.trainer.faults.runs import arguments
+from tests.trainer.fleet import fleet, keep, same_tensors
 from tests.trainer.ranks import Ranks
 from tests.trainer.test_mixture import ENGINE, PROMPTS
+from tests.trainer.test_publish import exported
 from tests.trainer.zygote import Zygote
 from tests.waiting import wait_until
-from trainer.tiny_model import tiny_run, write_tiny_model
+from trainer.tiny_model import write_tiny_model
 from weightsync.bucket.objects import Bucket
 from weightsync.memory.parts import ADAPTER_CONFIG
 
@@ -51,25 +51,25 @@ def followed(gateway: RunningGateway, tmp_path: Path) -> Iterator[Follow]:  # no
 def configured(root: Path, model: str, url: str, **more: Any) -> list[str]:
     """The arguments of a run of fine-tuning with a bucket and no store."""
     publish = {"model": KEYS.model, "dtype": "float32", "bucket": {"url": url}} | more.pop("publish", {})
-    config = {
-        "model": {"path": model},
-        "data": {"kind": "arithmetic"},
-        "algorithm": {"name": "sft"},
-        "steps": 3,
-        "publish": publish,
-        **more,
-    }
-    (root / "config.yaml").write_text(yaml.safe_dump(tiny_run(config)))
-    return ["--config", str(root / "config.yaml")]
+    config = {"model": {"path": model}, "data": {"kind": "arithmetic"}, "algorithm": {"name": "sft"}, "steps": 3}
+    return arguments(config | {"publish": publish} | more, root)
 
 
 def told(said: str, event: str) -> list[dict[str, Any]]:
     return [found for line in said.splitlines() if (found := json.loads(line))["event"] == event]
 
 
-def exported(directory: Path) -> dict[str, Any]:
-    """What every rank has written of the checkpoint."""
-    return {name: tensor for file in directory.glob("model-*.safetensors") for name, tensor in load_file(file).items()}
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/bucket/run"
+
+
+def released(followed: Follow, url: str, number: int) -> int:
+    """The follower's version of the bucket's, when the fleet has it."""
+    followed.again(open_source(FollowConfig(source=f"versions+{url}")))
+    followed.until_tried(f"version {number}", "released")
+    assert followed.active is not None
+    return followed.active
 
 
 def scratch() -> set[Path]:
@@ -81,7 +81,7 @@ def no_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HOTSWAP_STORE", raising=False)
 
 
-@pytest.mark.parametrize("kind", ["file", pytest.param("s3", marks=pytest.mark.broad)])
+@pytest.mark.parametrize("kind", ["url", pytest.param("s3", marks=pytest.mark.broad)])
 def test_a_run_without_a_store_reaches_a_fleet_that_follows_its_bucket(
     zygote: Zygote,
     small_models: dict[str, str],
@@ -90,10 +90,8 @@ def test_a_run_without_a_store_reaches_a_fleet_that_follows_its_bucket(
     request: pytest.FixtureRequest,
     followed: Follow,
 ) -> None:
-    before, saved = scratch(), tmp_path / "saved"
-    url = request.getfixturevalue("s3") if kind == "s3" else f"file://{tmp_path}/bucket/run"
-    arguments = configured(tmp_path, small_models["qwen2"], url, save_to=str(saved))
-    status, said, errors = zygote.run(arguments, tmp_path)
+    before, saved, url = scratch(), tmp_path / "saved", request.getfixturevalue(kind)
+    status, said, errors = zygote.run(configured(tmp_path, small_models["qwen2"], url, save_to=str(saved)), tmp_path)
     assert (status, errors) == (0, "")
     outcomes = told(said, "carried")
     assert len(outcomes) == 3
@@ -105,69 +103,58 @@ def test_a_run_without_a_store_reaches_a_fleet_that_follows_its_bucket(
     assert (versions[0].base, versions[-1].header.step) == (None, 3)
     assert scratch() <= before
     assert "a-secret-of-the-tests" not in said
-    followed.again(open_source(FollowConfig(source=f"versions+{url}")))
-    followed.until_tried(f"version {versions[-1].number}", "released")
-    assert followed.active is not None
-    assert_holds(followed, followed.active, load_file(saved / "model.safetensors"))
+    active = released(followed, url, versions[-1].number)
+    assert_holds(followed, active, load_file(saved / "model.safetensors"))
 
 
 @pytest.mark.parametrize("parallel", [{}, {"tensor": 2}], ids=["one", "tensor"])
 def test_every_layout_puts_the_same_versions_there_and_later_ones_are_differences(
-    one_rank: Ranks, small_models: dict[str, str], tmp_path: Path, parallel: dict[str, int], followed: Follow
+    one_rank: Ranks, small_models: dict[str, str], tmp_path: Path, url: str, parallel: dict[str, int], followed: Follow
 ) -> None:
-    url = f"file://{tmp_path}/bucket/run"
-    ranks = one_rank.sharing(2 if parallel else 1)
-    arguments = {"url": url, "steps": 2, "directory": str(tmp_path)}
-    outcomes = ranks.call("publish_to_bucket", path=small_models["qwen2"], parallel=parallel, **arguments)
+    about = {"path": small_models["qwen2"], "parallel": parallel, "url": url, "directory": str(tmp_path)}
+    outcomes = one_rank.spread(parallel).call("publish_to_bucket", steps=2, **about)
     assert all(outcome == outcomes[0] for outcome in outcomes)
     assert [outcome["number"] for outcome in outcomes[0]] == [1, 2, 3]
     assert outcomes[0][0]["full"] is True
-    followed.again(open_source(FollowConfig(source=f"versions+{url}")))
-    followed.until_tried("version 3", "released")
-    assert followed.active is not None
-    assert_holds(followed, followed.active, exported(tmp_path))
+    assert_holds(followed, released(followed, url, 3), {n: t.numpy() for n, t in exported(tmp_path).items()})
 
 
 def test_a_store_and_a_bucket_get_the_same_version(
-    one_rank: Ranks, small_models: dict[str, str], tmp_path: Path
+    one_rank: Ranks, small_models: dict[str, str], tmp_path: Path, url: str
 ) -> None:
-    url = f"file://{tmp_path}/bucket/run"
     with fleet(small_models["qwen2"], tmp_path) as running:
-        arguments = {"url": url, "steps": 1, "directory": str(tmp_path), "store": running.store_url}
-        (outcomes,) = one_rank.call("publish_to_bucket", path=small_models["qwen2"], parallel={}, **arguments)
+        received = keep(running)
+        about = {"url": url, "steps": 1, "directory": str(tmp_path), "store": running.store_url}
+        (outcomes,) = one_rank.call("publish_to_bucket", path=small_models["qwen2"], parallel={}, **about)
         assert [outcome["number"] for outcome in outcomes] == [1, 2]
-        assert len(running.versions) == 2
-        state = {name: tensor.numpy().tobytes() for name, tensor in running.server.model.state_dict().items()}
+        assert len(running.versions) == len(received) == 2
     trained = exported(tmp_path)
-    assert {name: tensor.tobytes() for name, tensor in trained.items()}.items() <= state.items()
+    assert same_tensors(received[-1], trained)
     assert Bucket(url).read(2).header.schema.tensors.keys() == trained.keys()
 
 
 def test_an_adapter_goes_alone_and_is_served_over_the_base_that_is_there(
-    one_rank: Ranks, small_models: dict[str, str], tmp_path: Path, followed: Follow
+    one_rank: Ranks, small_models: dict[str, str], tmp_path: Path, url: str, followed: Follow
 ) -> None:
-    url, path = f"file://{tmp_path}/bucket/run", small_models["qwen3"]
+    path = small_models["qwen3"]
     followed.admin.call("POST", "/admin/weights", {"path": path, "activate": True})
-    arguments = {"url": url, "steps": 1, "directory": str(tmp_path), "lora": LORA}
-    (outcomes,) = one_rank.call("publish_to_bucket", path=path, parallel={}, **arguments)
+    about = {"url": url, "steps": 1, "directory": str(tmp_path), "lora": LORA}
+    (outcomes,) = one_rank.call("publish_to_bucket", path=path, parallel={}, **about)
     versions = [Bucket(url).read(outcome["number"]) for outcome in outcomes]
     assert [version.part for version in versions] == ["lora/math", "lora/math"]
     assert ADAPTER_CONFIG in versions[0].header.metadata
-    followed.again(open_source(FollowConfig(source=f"versions+{url}")))
-    followed.until_tried("version 2", "released")
-    assert followed.active is not None
-    assert_holds(followed, followed.active, load_file(Path(path) / "model.safetensors"))
+    active = released(followed, url, 2)
+    assert_holds(followed, active, load_file(Path(path) / "model.safetensors"))
     saved = load_file(tmp_path / "adapter_model.safetensors")
-    assert part_bytes(followed, followed.active, "lora/math") == {n: t.tobytes() for n, t in saved.items()}
+    assert part_bytes(followed, active, "lora/math") == {n: t.tobytes() for n, t in saved.items()}
 
 
 def test_a_bucket_that_cannot_be_written_ends_a_run_before_it_trains(
     zygote: Zygote, small_models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "tester")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hidden")
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    account = {"ENDPOINT_URL": f"http://127.0.0.1:{free_port()}", "ACCESS_KEY_ID": "tester", "MAX_ATTEMPTS": "1"}
+    for name, value in (account | {"SECRET_ACCESS_KEY": "hidden"}).items():
+        monkeypatch.setenv(f"AWS_{name}", value)
     before = scratch()
     status, said, errors = zygote.run(configured(tmp_path, small_models["qwen2"], "s3://away/run"), tmp_path)
     assert status == 2
@@ -180,10 +167,9 @@ def test_a_bucket_that_cannot_be_written_ends_a_run_before_it_trains(
 
 @pytest.mark.parametrize("allowed", [0, 5])
 def test_a_bucket_that_fails_on_the_way_counts_as_a_failed_publish(
-    zygote: Zygote, small_models: dict[str, str], tmp_path: Path, allowed: int
+    zygote: Zygote, small_models: dict[str, str], tmp_path: Path, url: str, allowed: int
 ) -> None:
     """A file is where its blocks would go."""
-    url = f"file://{tmp_path}/bucket/run"
     (tmp_path / "bucket" / "run").mkdir(parents=True)
     (tmp_path / "bucket" / "run" / "data").write_text("in the way of the blocks")
     publish = {"bucket": {"url": url}, "max_failures": allowed}
@@ -201,17 +187,14 @@ def test_a_bucket_that_fails_on_the_way_counts_as_a_failed_publish(
     assert [event for event in told(said, "carried") if not event["skipped"]] == []
 
 
-def test_a_second_trainer_in_one_bucket_ends_the_first(
-    one_rank: Ranks, small_models: dict[str, str], tmp_path: Path
-) -> None:
-    url = f"file://{tmp_path}/bucket/run"
+def test_a_second_trainer_in_one_bucket_ends_the_first(one_rank: Ranks, small_models: dict[str, str], url: str) -> None:
     ((error, code),) = one_rank.call("publish_beside_another", path=small_models["qwen2"], url=url)
     assert "another publisher has published version 1" in error
     assert code == "bucket_taken"
 
 
-def test_prometheus_finds_what_was_carried(one_rank: Ranks, small_models: dict[str, str], tmp_path: Path) -> None:
-    url, port = f"file://{tmp_path}/bucket/run", free_port()
+def test_prometheus_finds_what_was_carried(one_rank: Ranks, small_models: dict[str, str], url: str) -> None:
+    port = free_port()
     (page,) = one_rank.call("bucket_metrics", path=small_models["qwen2"], url=url, listen=f"127.0.0.1:{port}")
     assert 'hotswap_bucket_versions_total{kind="full"} 1.0' in page
     assert "hotswap_bucket_newest_version 1.0" in page
@@ -221,15 +204,9 @@ def test_prometheus_finds_what_was_carried(one_rank: Ranks, small_models: dict[s
 @pytest.mark.broad
 @pytest.mark.engine
 @pytest.mark.timeout(900)
-def test_vllm_answers_with_what_was_trained_elsewhere(
-    zygote: Zygote,
-    tmp_path: Path,
-    s3: str,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.usefixtures("quiet_engines")
+def test_vllm_answers_with_what_was_trained_elsewhere(zygote: Zygote, tmp_path: Path, s3: str) -> None:  # noqa: F811
     """`hotswap up`, `hotswap follow` and a training run that share nothing but a bucket."""
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
     model, saved, port = tmp_path / "random", tmp_path / "saved", free_port()
     write_tiny_model(model, max_position_embeddings=1024)  # as the stock engine expects
     live = LiveServer(model, tmp_path / "state", ENGINE, name=KEYS.model)
@@ -241,8 +218,8 @@ def test_vllm_answers_with_what_was_trained_elsewhere(
         command += ["--cache-dir", str(tmp_path / "cache"), "--metrics", f"127.0.0.1:{port}"]
         with (tmp_path / "follow.log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as follower:
             try:
-                arguments = configured(tmp_path, str(model), s3, save_to=str(saved), steps=4, optimizer={"lr": 1e-2})
-                status, said, errors = zygote.run(arguments, tmp_path)
+                about = configured(tmp_path, str(model), s3, save_to=str(saved), steps=4, optimizer={"lr": 1e-2})
+                status, said, errors = zygote.run(about, tmp_path)
                 assert (status, errors) == (0, "")
                 newest = f'"version {max(outcome["number"] for outcome in told(said, "carried"))}"'
                 state = tmp_path / "cache" / "state.json"

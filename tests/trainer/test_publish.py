@@ -8,47 +8,28 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 import weightsync
-from tests.trainer.fleet import Fleet, fleet
+from tests.trainer.faults.runs import arguments
+from tests.trainer.fleet import Fleet, fleet, keep, same_tensors
 from tests.trainer.ranks import Ranks
 from tests.trainer.zygote import Zygote
-from trainer.tiny_model import tiny_run
 from weightsync.publish.quantize import KEPT, Quantizer
-
-LAYOUTS = [{"tensor": 2}, {"pipeline": 2}, {"data": 2}]
 
 
 def served(running: Fleet) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in running.server.model.state_dict().items()}
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("model", ["qwen2", "llama-tied"])
-def test_every_layout_publishes_the_same_bytes(
-    one_rank: Ranks, two_ranks: Ranks, small_models: dict[str, str], tmp_path: Path, model: str
-) -> None:
-    path = small_models[model]
-    with fleet(path, tmp_path) as running:
-        arguments = {"path": path, "store": running.store_url, "dtype": "float32", "steps": 0}
-        before = served(running)
-        for parallel in [{}, *LAYOUTS]:
-            ranks = two_ranks if parallel else one_rank
-            versions = ranks.call("publish", **arguments, parallel=parallel)
-            assert len({tuple(v) for v in versions}) == 1
-            assert running.server.version == versions[0][-1]
-            assert all(torch.equal(before[name], tensor) for name, tensor in served(running).items())
-        assert running.versions == sorted(set(running.versions))
-
-
 def test_training_reaches_the_server(one_rank: Ranks, small_models: dict[str, str], tmp_path: Path) -> None:
     with fleet(small_models["qwen3"], tmp_path) as running:
         before = served(running)
-        arguments = {"path": small_models["qwen3"], "parallel": {}, "store": running.store_url, "dtype": "float32"}
-        versions = one_rank.call("publish", **arguments, steps=3)[0]
-        assert running.versions == versions
+        versions = one_rank.call("publish", path=small_models["qwen3"], parallel={}, store=running.store_url, steps=3)[
+            0
+        ]
+        assert running.versions == versions == sorted(set(versions))
+        assert running.server.version == versions[-1]
         assert sum(not torch.equal(before[name], tensor) for name, tensor in served(running).items()) == len(before)
 
 
@@ -56,7 +37,7 @@ def test_bfloat16_is_what_the_wire_carries(one_rank: Ranks, small_models: dict[s
     with fleet(small_models["qwen3"], tmp_path) as running:
         before = served(running)
         arguments = {"path": small_models["qwen3"], "parallel": {}, "store": running.store_url, "dtype": "bfloat16"}
-        one_rank.call("publish", **arguments, steps=0)
+        one_rank.call("publish", **arguments)
         for name, tensor in served(running).items():
             assert torch.equal(tensor, before[name].to(torch.bfloat16).float())
 
@@ -66,7 +47,7 @@ def test_a_refused_version_leaves_the_old_one(two_ranks: Ranks, small_models: di
         arguments: dict[str, Any] = {"path": small_models["qwen2"], "parallel": {"data": 2}, "store": running.store_url}
         before = served(running)
         running.refuse = True
-        lead, other = two_ranks.call("publish_refused", **arguments)
+        lead, other = two_ranks.call("complaint", of="publish", **arguments)
         assert lead[0] == "PublishError"
         assert "made to refuse" in lead[1]
         assert other[0] == "RankFailed"
@@ -76,8 +57,8 @@ def test_a_refused_version_leaves_the_old_one(two_ranks: Ranks, small_models: di
 
 def test_a_taken_over_lineage_is_final(one_rank: Ranks, small_models: dict[str, str], tmp_path: Path) -> None:
     with fleet(small_models["qwen2"], tmp_path) as running:
-        arguments = {"path": small_models["qwen2"], "parallel": {}, "store": running.store_url}
-        kind, message, final = one_rank.call("publish_taken_over", **arguments)[0]
+        arguments = {"of": "publish_taken_over", "path": small_models["qwen2"], "store": running.store_url}
+        kind, message, final = one_rank.call("complaint", **arguments)[0]
         assert (kind, final) == ("PublishError", True)
         assert "taken over" in message
 
@@ -93,8 +74,7 @@ def trained_while_refused(
         "steps": 3,
         "publish": {"model": "tiny", "store": running.store_url, "dtype": "float32", "max_failures": max_failures},
     }
-    (root / "config.yaml").write_text(yaml.safe_dump(tiny_run(config)))
-    status, said, errors = zygote.run(["--config", str(root / "config.yaml")], root)
+    status, said, errors = zygote.run(arguments(config, root), root)
     return status, errors, [json.loads(line)["event"] for line in said.splitlines()]
 
 
@@ -113,7 +93,7 @@ def test_failed_publishes_are_survived_as_often_as_allowed(
 
 def test_no_store_says_what_to_do(one_rank: Ranks, small_models: dict[str, str], tmp_path: Path) -> None:
     arguments = {"path": small_models["qwen2"], "parallel": {}, "store": f"sqlite:///{tmp_path}/absent.db"}
-    kind, message, _ = one_rank.call("publish_refused", **arguments)[0]
+    kind, message, _ = one_rank.call("complaint", of="publish", **arguments)[0]
     assert kind == "PublishError"
     assert "hotswap up" in message
 
@@ -143,10 +123,10 @@ def test_a_quantisation_that_is_not_the_servers_is_refused_before_the_first_publ
 ) -> None:
     path, store = small_models["qwen2"], f"sqlite:///{tmp_path}/store.db"
     with fleet(path, tmp_path) as running:
-        running.server.load = lambda tensors, version: None  # type: ignore[method-assign]
+        keep(running)
         publish_once(path, store, served)
         arguments: dict[str, Any] = {"path": path, "parallel": {"tensor": 2}, "store": store, "dtype": "bfloat16"}
-        lead, other = two_ranks.call("publish_refused", **arguments, quantize=quantize)
+        lead, other = two_ranks.call("complaint", of="publish", **arguments, quantize=quantize)
         assert lead[0] == "ConfigError"
         assert lead[1].startswith(key)
         assert said in lead[1]
@@ -160,21 +140,17 @@ def test_the_served_models_quantisation_is_found(
 ) -> None:
     """A checkpoint that somebody else quantised, some layers of which they left out, says all that is needed."""
     path, store = small_models["qwen2"], f"sqlite:///{tmp_path}/store.db"
-    received: list[dict[str, torch.Tensor]] = []
     with fleet(path, tmp_path) as running:
-        running.server.load = lambda tensors, version: received.append(tensors)  # type: ignore[method-assign]
+        received = keep(running)
         publish_once(path, store, served)
-        arguments: dict[str, Any] = {
-            "path": path,
-            "store": store,
-            "directory": str(tmp_path),
-            "parallel": {"tensor": 2},
-        }
-        two_ranks.call("publish_quantized", **arguments, quantize={"scheme": "served"})
-    exported = {name: tensor for file in tmp_path.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    expected = dict(served.tensors(exported.items()))
-    assert received[-1].keys() == expected.keys()
-    assert all(torch.equal(received[-1][name], tensor) for name, tensor in expected.items())
+        arguments: dict[str, Any] = {"path": path, "store": store, "directory": str(tmp_path)}
+        two_ranks.call("publish_quantized", **arguments, parallel={"tensor": 2}, quantize={"scheme": "served"})
+    assert same_tensors(received[-1], dict(served.tensors(exported(tmp_path).items())))
+
+
+def exported(directory: Path) -> dict[str, torch.Tensor]:
+    """What every rank has written of a checkpoint."""
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def publish_once(path: str, store: str, quantizer: Quantizer | None) -> None:

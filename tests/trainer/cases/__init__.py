@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,14 @@ from safetensors.torch import load_file
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import weightsync
-from tests.trainer.batches import random_batch
+from tests.trainer.batches import random_batch, sampled_batch
 from trainer.algorithms import build_algorithm
-from trainer.batch import MASK, TOKENS
+from trainer.batch import TOKENS
 from trainer.checkpoint import engine_state
 from trainer.config import TrainerConfig, strict
 from trainer.errors import TrainerError
 from trainer.megatron.attention import local_positions, whole_sequence
-from trainer.megatron.engine import Engine
+from trainer.megatron.engine import Engine, StepStats
 from trainer.megatron.hf_config import load_shape
 from trainer.megatron.hf_files import write_shards
 from trainer.megatron.parallel import gather_json, split
@@ -62,6 +63,15 @@ def each(of: str, asked: list[dict[str, Any]]) -> list[Any]:
     return [globals()[of](**arguments) for arguments in asked]
 
 
+def complaint(of: str, **arguments: Any) -> list[Any]:
+    """[kind, message, final] of the error that a case ends with on this rank."""
+    try:
+        globals()[of](**arguments)
+    except TrainerError as error:
+        return [type(error).__name__, str(error), getattr(error, "final", None)]
+    return []
+
+
 def logits(built: Engine, tokens: torch.Tensor) -> torch.Tensor | None:
     """[B, T, padded V] on the last pipeline stage."""
     mine = local_positions(tokens.shape[1], tokens.device)
@@ -84,6 +94,11 @@ def logits(built: Engine, tokens: torch.Tensor) -> torch.Tensor | None:
             collect_non_loss_data=True,
         )
     return gather_from_tensor_model_parallel_region(found[0]) if ps.is_pipeline_last_stage() else None
+
+
+def numbers(stats: StepStats) -> dict[str, float]:
+    """All that a step tells."""
+    return {k: v for k, v in dataclasses.asdict(stats).items() if k != "metrics"} | stats.metrics
 
 
 def parity(path: str, parallel: dict[str, int], dtype: str = "float32") -> dict[str, Any]:
@@ -142,15 +157,7 @@ def grpo(path: str, parallel: dict[str, int], **more: Any) -> list[dict[str, flo
     algorithm = {"name": "grpo", "kl_coef": 0.1, "minibatches": 2}
     config = {"algorithm": algorithm, "gateway": {"url": "http://unused"}, "optimizer": {"lr": 1e-2}, "micro_batch": 2}
     with engine({"model": {"path": path}, "parallel": parallel} | config | more) as built:
-        result = []
-        for step in range(3):
-            fields = random_batch(built.shape.vocab, rows=8, seed=step)
-            generator = torch.Generator().manual_seed(step)
-            fields["advantages"] = torch.randn(8, 1, generator=generator).expand_as(fields[MASK]) * fields[MASK]
-            fields["behaviour_logprobs"] = -3 + 0.3 * torch.randn(fields[MASK].shape, generator=generator)
-            stats = built.step(fields)
-            result.append({"loss": stats.loss, "grad_norm": stats.grad_norm, "tokens": stats.tokens, **stats.metrics})
-        return result
+        return [numbers(built.step(sampled_batch(built.shape.vocab, seed=step))) for step in range(3)]
 
 
 @contextlib.contextmanager
@@ -167,9 +174,11 @@ def publishing(
             publisher.close()
 
 
-def publish(path: str, parallel: dict[str, int], store: str, dtype: str, steps: int) -> list[int | None]:
+def publish(
+    path: str, parallel: dict[str, int], store: str, dtype: str = "float32", steps: int = 0, **more: Any
+) -> list[int | None]:
     """The initial weights as one version, then one after each of `steps` training steps; the versions."""
-    with publishing(path, parallel, store, dtype) as (built, publisher):
+    with publishing(path, parallel, store, dtype, **more) as (built, publisher):
         versions = [publisher.publish(0).version]
         for step in range(steps):
             built.step(random_batch(built.shape.vocab, seed=step))
@@ -190,28 +199,11 @@ def publish_quantized(
         return [sum(tensor.nbytes for tensor in made)]
 
 
-def publish_refused(path: str, parallel: dict[str, int], store: str, dtype: str = "float32", **more: Any) -> list[Any]:
-    """[kind, message, final] of the error that this rank gets."""
-    try:
-        with publishing(path, parallel, store, dtype, **more) as (_, publisher):
-            publisher.publish(0)
-    except TrainerError as error:
-        return [type(error).__name__, str(error), getattr(error, "final", None)]
-    return []
-
-
-def publish_taken_over(path: str, parallel: dict[str, int], store: str) -> list[Any]:
-    """The error of a publisher whose lineage another one has taken."""
-    try:
-        with (
-            publishing(path, parallel, store, "float32") as (_, ours),
-            weightsync.Publisher(store, model="tiny") as theirs,
-        ):
-            theirs.hold()
-            ours.publish(0)
-    except TrainerError as error:
-        return [type(error).__name__, str(error), getattr(error, "final", None)]
-    return []
+def publish_taken_over(path: str, store: str) -> None:
+    """By a publisher whose lineage another one has taken."""
+    with publishing(path, {}, store, "float32") as (_, ours), weightsync.Publisher(store, model="tiny") as theirs:
+        theirs.hold()
+        ours.publish(0)
 
 
 from tests.trainer.cases.algorithms import *  # noqa: E402, F403

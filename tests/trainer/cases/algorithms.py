@@ -12,6 +12,7 @@ import torch
 
 from tests.trainer.algorithms.batches import groups
 from tests.trainer.algorithms.preferences import preferences
+from tests.trainer.cases import engine, numbers
 from trainer.algorithms.base import VALUES, Algorithm
 from trainer.batch import MASK, Fields, assemble
 from trainer.checkpoint import engine_state
@@ -35,8 +36,6 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 
 
 def _built(path: str, algorithm: dict[str, Any], parallel: dict[str, Any], **config: Any) -> Any:
-    from tests.trainer.cases import engine
-
     settings = {"gateway": {"url": "http://unused"}, "optimizer": {"lr": 3e-3}, "micro_batch": 2}
     return engine({"model": {"path": path}, "parallel": parallel, "algorithm": algorithm} | settings | config)
 
@@ -46,20 +45,16 @@ def _batch(algorithm: Algorithm, step: int, packing: PackingConfig | None = None
     return assemble(sequences, packing, ranks=ranks, minibatches=algorithm.minibatches)
 
 
-def _numbers(stats: Any) -> dict[str, float]:
-    return {k: v for k, v in dataclasses.asdict(stats).items() if k != "metrics"} | stats.metrics
-
-
 def algorithms(
     path: str, parallel: dict[str, Any], names: list[str], packed: bool = False
 ) -> dict[str, list[dict[str, float]]]:
     """All numbers of two steps with each of the algorithms."""
     result = {}
     for name in names:
-        with _built(path, ALGORITHMS[name], parallel) as engine:
+        with _built(path, ALGORITHMS[name], parallel) as built:
             packing = PackingConfig(max_tokens=40) if packed else None
             ranks = parallel.get("data", 1)
-            result[name] = [_numbers(engine.step(_batch(engine.algorithm, step, packing, ranks))) for step in range(2)]
+            result[name] = [numbers(built.step(_batch(built.algorithm, step, packing, ranks))) for step in range(2)]
     return result
 
 
@@ -67,101 +62,101 @@ def second_step(path: str, parallel: dict[str, Any], **config: Any) -> list[floa
     """How far an engine's second step moves its weights, and how far from where a new optimizer moves them."""
     batches = [partial(_batch, step=step, ranks=parallel.get("data", 1)) for step in range(2)]
     algorithm = ALGORITHMS["kimi"] | config.pop("algorithm", {})
-    with _built(path, algorithm, parallel, **config) as engine:
-        engine.step(batches[0](engine.algorithm))
-        first = _weights(engine)
-        engine.step(batches[1](engine.algorithm))
-        second = _weights(engine)
-    with _built(path, algorithm, parallel, **config) as engine:
-        for parameter, weight in zip(_parameters(engine), first, strict=True):
+    with _built(path, algorithm, parallel, **config) as built:
+        built.step(batches[0](built.algorithm))
+        first = _weights(built)
+        built.step(batches[1](built.algorithm))
+        second = _weights(built)
+    with _built(path, algorithm, parallel, **config) as built:
+        for parameter, weight in zip(_parameters(built), first, strict=True):
             parameter.data.copy_(weight)
-        engine.step(batches[1](engine.algorithm))
-        return [_farthest(second, first), _farthest(second, _weights(engine))]
+        built.step(batches[1](built.algorithm))
+        return [_farthest(second, first), _farthest(second, _weights(built))]
 
 
-def _parameters(engine: Engine) -> Iterator[torch.nn.Parameter]:
-    yield from (parameter for chunk in engine.model for parameter in chunk.parameters())
+def _parameters(built: Engine) -> Iterator[torch.nn.Parameter]:
+    yield from (parameter for chunk in built.model for parameter in chunk.parameters())
 
 
-def _weights(engine: Engine) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for parameter in _parameters(engine)]
+def _weights(built: Engine) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in _parameters(built)]
 
 
 def _farthest(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
     return max((a - b).abs().max().item() for a, b in zip(some, others, strict=True))
 
 
-def _norms(engine: Engine) -> dict[str, float]:
+def _norms(built: Engine) -> dict[str, float]:
     """Sum of absolute weights by role."""
     return {
         name: sum(p.detach().abs().double().sum().item() for chunk in role.model for p in chunk.parameters())
-        for name, role in engine.roles.items()
+        for name, role in built.roles.items()
     }
 
 
 def critic_warmup(path: str) -> dict[str, Any]:
     """Weights by role before and after each of three steps, the first two of which are the critic's alone."""
     algorithm = {"name": "ppo", "critic_warmup": 2, "minibatches": 2, "epochs": 2, "critic_lr": 1e-2}
-    with _built(path, algorithm, {}) as engine:
-        values = engine.values(_batch(engine.algorithm, 0))
-        seen, stats = [_norms(engine)], []
+    with _built(path, algorithm, {}) as built:
+        values = built.values(_batch(built.algorithm, 0))
+        seen, stats = [_norms(built)], []
         for step in range(3):
-            stats.append(_numbers(engine.step(_batch(engine.algorithm, step))))
-            seen.append(_norms(engine))
-        rates = [role.optimizer.param_groups[0]["lr"] for role in (engine.actor, engine.roles["critic"])]
+            stats.append(numbers(built.step(_batch(built.algorithm, step))))
+            seen.append(_norms(built))
+        rates = [role.optimizer.param_groups[0]["lr"] for role in (built.actor, built.roles["critic"])]
         return {"untrained": values.abs().max().item(), "weights": seen, "stats": stats, "rates": rates}
 
 
 def critic_is_the_trunk(path: str) -> float:
     """With a head that reads one hidden number, the values are that number of the trunk's last norm."""
-    with _built(path, {"name": "ppo"}, {}) as engine:
-        critic, actor = (unwrap(engine.roles[name].model[0]) for name in ("critic", "actor"))
+    with _built(path, {"name": "ppo"}, {}) as built:
+        critic, actor = (unwrap(built.roles[name].model[0]) for name in ("critic", "actor"))
         with torch.no_grad():
             critic.output_layer.weight[0, 3] = 1.0
         hidden: list[torch.Tensor] = []
         actor.decoder.register_forward_hook(lambda _m, _i, output: hidden.append(output))
-        fields = _batch(engine.algorithm, 0)
-        engine.config = dataclasses.replace(engine.config, micro_batch=64)
-        values = engine.values(fields)
-        engine.logprobs(fields)
+        fields = _batch(built.algorithm, 0)
+        built.config = dataclasses.replace(built.config, micro_batch=64)
+        values = built.values(fields)
+        built.logprobs(fields)
         return (values - hidden[0][..., 3].t()).abs().max().item()
 
 
 def prefilled_in_parts(path: str) -> list[float]:
     """Largest differences between fields filled for parts of a batch and for the whole of it."""
-    with _built(path, ALGORITHMS["ppo"], {}) as engine:
-        fields = _batch(engine.algorithm, 1)
+    with _built(path, ALGORITHMS["ppo"], {}) as built:
+        fields = _batch(built.algorithm, 1)
         half = len(fields[MASK]) // 2
-        whole = engine.prefill_fields(fields)
+        whole = built.prefill_fields(fields)
         parts = [
-            engine.prefill_fields({k: t[cut] for k, t in fields.items()}) for cut in (slice(half), slice(half, None))
+            built.prefill_fields({k: t[cut] for k, t in fields.items()}) for cut in (slice(half), slice(half, None))
         ]
         added = sorted(whole.keys() - fields.keys())
-        assert added == sorted(engine.algorithm.needs)
+        assert added == sorted(built.algorithm.needs)
         kept = {**fields, VALUES: torch.full_like(fields[MASK], 7.0)}
-        assert torch.equal(engine.prefill_fields(kept)[VALUES], kept[VALUES])  # what is there is not computed again
+        assert torch.equal(built.prefill_fields(kept)[VALUES], kept[VALUES])  # what is there is not computed again
         return [(torch.cat([p[name] for p in parts]) - whole[name]).abs().max().item() for name in added]
 
 
 def role_storages(path: str, dtype: str) -> dict[str, Any]:
     """Bytes by part before and after a step, and whether any storage is listed twice."""
-    with _built(path, ALGORITHMS["ppo"], {}, model={"path": path, "dtype": dtype}) as engine:
-        before = {name: sum(t.untyped_storage().nbytes() for t in ts) for name, ts in engine.storages().items()}
-        engine.step(_batch(engine.algorithm, 0))
-        after = {name: sum(t.untyped_storage().nbytes() for t in ts) for name, ts in engine.storages().items()}
-        every = [t.untyped_storage().data_ptr() for ts in engine.storages().values() for t in ts]
+    with _built(path, ALGORITHMS["ppo"], {}, model={"path": path, "dtype": dtype}) as built:
+        before = {name: sum(t.untyped_storage().nbytes() for t in ts) for name, ts in built.storages().items()}
+        built.step(_batch(built.algorithm, 0))
+        after = {name: sum(t.untyped_storage().nbytes() for t in ts) for name, ts in built.storages().items()}
+        every = [t.untyped_storage().data_ptr() for ts in built.storages().values() for t in ts]
         return {"before": before, "after": after, "distinct": len(set(every)) == len(every)}
 
 
 def critic_steps(path: str, parallel: dict[str, Any], directory: str, resume: bool = False) -> list[dict[str, float]]:
     """Four PPO steps, two of them the critic's alone, saved after the first; or the last three, from what was saved."""
     algorithm = {**ALGORITHMS["ppo"], "critic_warmup": 2}
-    with _built(path, algorithm, parallel) as engine:
+    with _built(path, algorithm, parallel) as built:
         if resume:
-            engine_state.load(engine, Path(directory))
+            engine_state.load(built, Path(directory))
         stats = []
         for step in range(1 if resume else 0, 4):
-            stats.append(_numbers(engine.step(_batch(engine.algorithm, step))))
+            stats.append(numbers(built.step(_batch(built.algorithm, step))))
             if step == 0:
-                engine_state.save(engine, Path(directory))
+                engine_state.save(built, Path(directory))
         return stats

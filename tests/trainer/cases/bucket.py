@@ -10,6 +10,7 @@ from typing import Any
 import numpy
 
 from tests.trainer.batches import random_batch
+from tests.trainer.cases import engine
 from tests.trainer.cases.lora import write_adapter
 from trainer.megatron.engine import Engine
 from trainer.megatron.hf_files import write_shards
@@ -24,8 +25,6 @@ def opened(
     path: str, parallel: dict[str, int], bucket: dict[str, Any], store: str = "", lora: dict[str, Any] | None = None
 ) -> Iterator[tuple[Engine, WeightPublisher]]:
     """An engine and its publisher; without a store, to the bucket alone."""
-    from tests.trainer.cases import engine
-
     section = {"model": "tiny" if store else "toy", "dtype": "float32", "timeout_s": 100, "bucket": bucket}
     section |= {"store": store} if store else {}
     more = {"lora": lora} if lora else {}

@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
 
-from tests.trainer.batches import random_batch
+from tests.trainer.batches import sampled_batch
+from tests.trainer.cases import engine
 from trainer.batch import MASK, Fields
 from trainer.config import ParallelConfig
+from trainer.megatron import passes
 from trainer.megatron.parallel import broadcast_json, distributed, is_rank_zero, on_rank_zero
 
 
@@ -47,9 +49,6 @@ def lead_takes_longer_than_a_collective_may(timeout_s: float) -> dict[str, Any]:
 
 def received_in_a_step(path: str, parallel: dict[str, int]) -> dict[str, Any]:
     """Bytes of tensors that reach this rank in a GRPO step of eight rows with a reference, and the rows it trains."""
-    from tests.trainer.cases import engine
-    from trainer.megatron import passes
-
     config = {"algorithm": {"name": "grpo", "kl_coef": 0.1}, "gateway": {"url": "http://unused"}, "micro_batch": 2}
     nbytes, rows, scatter, run = [0], [0], dist.scatter, passes.run
 
@@ -66,8 +65,5 @@ def received_in_a_step(path: str, parallel: dict[str, int]) -> dict[str, Any]:
         patch.object(dist, "scatter", counted),
         patch("trainer.megatron.engine.run", trained),
     ):
-        fields = random_batch(built.shape.vocab, rows=8)
-        for name in ("advantages", "behaviour_logprobs"):
-            fields[name] = torch.zeros_like(fields[MASK])
-        stats = built.step(fields if is_rank_zero() else {})
+        stats = built.step(sampled_batch(built.shape.vocab) if is_rank_zero() else {})
         return {"nbytes": nbytes[0], "rows": rows[0], "loss": stats.loss}

@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import torch
 import torch.distributed as dist
 
 import trainer.errors
-from tests.trainer.batches import random_batch
+from tests.trainer.batches import sampled_batch
 from tests.trainer.cases import engine
-from trainer.batch import MASK
 from trainer.checkpoint import engine_state
 from trainer.checkpoint.checkpoints import Checkpoints
 from trainer.checkpoint.engine_state import StagedEngine
@@ -30,12 +28,7 @@ from trainer.run import Run
 def _steps(built: Engine, first: int, last: int) -> list[list[float]]:
     result = []
     for step in range(first, last):
-        fields = random_batch(built.shape.vocab, rows=8, seed=step)
-        if "values" in built.algorithm.needs:
-            generator = torch.Generator().manual_seed(step)
-            fields["behaviour_logprobs"] = -3 + 0.3 * torch.randn(fields[MASK].shape, generator=generator)
-            fields["rewards"] = torch.randn(fields[MASK].shape, generator=generator) * fields[MASK]
-        stats = built.step(fields)
+        stats = built.step(sampled_batch(built.shape.vocab, seed=step))
         result.append([stats.loss, stats.grad_norm, stats.metrics.get("critic_loss", 0.0)])
     return result
 

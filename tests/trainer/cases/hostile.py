@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
+from tests.trainer.cases import engine
 from tests.trainer.cases.faults import _steps
 from trainer.checkpoint.checkpoints import Checkpoints
 from trainer.checkpoint.directory import MANIFEST, describe
@@ -124,8 +125,6 @@ TRAPS: list[Callable[[Path, Path], None]] = [
 
 def prepared(path: str, parallel: dict[str, Any], directory: str) -> dict[str, str]:
     """What is said to each trap; `ran` for one that sprang, `loaded` for one that nobody noticed."""
-    from tests.trainer.cases import engine
-
     root, said = Path(directory), {}
     with engine({"model": {"path": path}, "parallel": parallel}) as built:
         _steps(built, 0, 1)

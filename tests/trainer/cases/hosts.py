@@ -1,4 +1,7 @@
-"""Ranks that are told that they are on several hosts, so that they share no memory, and publish together."""
+"""Ranks that are told that they are on several hosts, so that they share no memory, and publish together.
+
+What these cases change of the code is not undone: a case has its own processes.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ import msgspec
 import torch.distributed as dist
 
 import trainer.several_hosts
+import weightsync.format.manifest
 from tests.trainer.batches import random_batch
+from tests.trainer.cases import publishing
 from trainer.errors import TrainerError
 from weightsync import Share
 from weightsync.errors import PublishError, StoreUnavailable, TransportUnavailable
@@ -24,103 +29,34 @@ from weightsync.transport import open_transport
 @contextlib.contextmanager
 def on_hosts(hosts: list[str], **arguments: Any) -> Iterator[Any]:
     """An engine and its publisher, on the host that is named for each rank."""
-    from tests.trainer.cases import publishing
-
     os.environ["HOTSWAP_HOST"] = hosts[dist.get_rank()]
+    weightsync.format.manifest.CHUNK = 4 << 10  # of models of 100 KB
     with publishing(dtype="float32", **arguments) as found:
         yield found
 
 
 def publish_from_hosts(hosts: list[str], steps: int, **arguments: Any) -> dict[str, Any]:
-    """One version and one after each of `steps` steps; whether this rank has held a share, in which memory."""
+    """One version and one after each of `steps` steps; whether this rank has held a share, in which memory; and how
+    many bytes it read from others for each version."""
+    gathered, gather, regions = list[int](), Gatherer.gather, list[list[str]]()
+
+    def counted(*given: Any) -> int:
+        gathered.append(gather(*given))
+        return gathered[-1]
+
+    Gatherer.gather = counted  # type: ignore[method-assign]
     with on_hosts(hosts, **arguments) as (built, publisher):
-        versions, regions = [publisher.publish(0).version], []
+        versions = [publisher.publish(0).version]
         for step in range(steps):
             built.step(random_batch(built.shape.vocab, seed=step))
             versions.append(publisher.publish(step + 1).version)
             regions.append([block.region.descriptor.hex() for block in _blocks(publisher)])
-        return {"versions": versions, "held": bool(_blocks(publisher)), "regions": regions}
+        return {"versions": versions, "held": bool(_blocks(publisher)), "regions": regions, "gathered": gathered}
 
 
 def _blocks(publisher: Any) -> list[Any]:
     share = publisher._hosts._share
     return share._blocks if share is not None else []
-
-
-CHUNK = 4 << 10  # of models of 100 KB
-
-
-def publish_shares(hosts: list[str], steps: int, **arguments: Any) -> dict[str, Any]:
-    """As `publish_from_hosts`, in small chunks. How many bytes this rank read from others for each version."""
-    import weightsync.format.manifest
-
-    gathered, read, whole = [], Gatherer.gather, weightsync.format.manifest.CHUNK
-
-    def counted(*given: Any) -> int:
-        gathered.append(read(*given))
-        return gathered[-1]
-
-    weightsync.format.manifest.CHUNK, Gatherer.gather = CHUNK, counted  # type: ignore[method-assign]
-    try:
-        with on_hosts(hosts, **arguments) as (built, publisher):
-            versions = [publisher.publish(0).version]
-            for step in range(steps):
-                built.step(random_batch(built.shape.vocab, seed=step))
-                versions.append(publisher.publish(step + 1).version)
-            return {"versions": versions, "gathered": gathered, "held": bool(_blocks(publisher))}
-    finally:
-        weightsync.format.manifest.CHUNK, Gatherer.gather = whole, read  # type: ignore[method-assign]
-
-
-def publish_refused_share(hosts: list[str], **arguments: Any) -> list[str]:
-    """The error of a version whose other host does not keep its share, and then that the next one is published."""
-    import weightsync.format.manifest
-
-    def broken(_share: HostShare, _raw: bytes) -> None:
-        raise PublishError("made to refuse")
-
-    whole, accept = weightsync.format.manifest.CHUNK, HostShare.accept
-    weightsync.format.manifest.CHUNK = CHUNK
-    try:
-        with on_hosts(hosts, **arguments) as (_, publisher):
-            HostShare.accept = broken  # type: ignore[method-assign]
-            said = []
-            try:
-                publisher.publish(0)
-            except TrainerError as error:
-                said = [type(error).__name__, str(error)]
-            HostShare.accept = accept  # type: ignore[method-assign]
-            return [*said, str(publisher.publish(1).version)]
-    finally:
-        weightsync.format.manifest.CHUNK, HostShare.accept = whole, accept  # type: ignore[method-assign]
-
-
-def publish_unanswered(hosts: list[str], **arguments: Any) -> list[str]:
-    """The error of a version whose commit the store applies without saying so, and then, when that is active, that the
-    next one is published."""
-    import weightsync.format.manifest
-
-    async def unanswered(*given: Any) -> int:
-        await make_ready(*given)
-        raise StoreUnavailable("test", "made not to answer", "Wait")
-
-    ledger: Any = Ledger
-    whole, make_ready = weightsync.format.manifest.CHUNK, ledger.make_ready
-    weightsync.format.manifest.CHUNK = CHUNK
-    try:
-        with on_hosts(hosts, **arguments) as (_, publisher):
-            ledger.make_ready = unanswered
-            said = []
-            try:
-                publisher.publish(0)
-            except TrainerError as error:
-                said = [type(error).__name__, str(error)]
-            ledger.make_ready = make_ready
-            if publisher._publisher is not None:
-                publisher._publisher.wait_active(publisher._publisher.versions()[-1].version)
-            return [*said, str(publisher.publish(1).version)]
-    finally:
-        weightsync.format.manifest.CHUNK, ledger.make_ready = whole, make_ready
 
 
 def no_room(_share: Share, *_: Any) -> Any:
@@ -147,54 +83,57 @@ def other_bytes(share: Share) -> dict[str, Any]:
     return offer
 
 
-SEAL = Share.seal
-BROKEN: dict[str, tuple[str, Callable[..., Any]]] = {
-    "memory": ("_place", no_room),
-    "transport": ("seal", ended),
-    "holder": ("seal", unreachable),
-    "bytes": ("seal", other_bytes),
+def not_kept(_share: HostShare, _raw: bytes) -> None:
+    raise PublishError("made to refuse")
+
+
+async def unanswered(*given: Any) -> int:
+    """A commit that the store applies without saying so."""
+    await MAKE_READY(*given)
+    raise StoreUnavailable("test", "made not to answer", "Wait")
+
+
+SEAL, MAKE_READY = Share.seal, Ledger.make_ready
+BROKEN: dict[str, tuple[type, str, Callable[..., Any]]] = {
+    "memory": (Share, "_place", no_room),
+    "transport": (Share, "seal", ended),
+    "holder": (Share, "seal", unreachable),
+    "bytes": (Share, "seal", other_bytes),
+    "share": (HostShare, "accept", not_kept),
+    "answer": (Ledger, "make_ready", unanswered),
 }
 
 
-def publish_broken(broken: str, **arguments: Any) -> list[str]:
-    """The error of a version whose other half does not come, and then that the next one is published."""
-    name, instead = BROKEN[broken]
-    whole = getattr(Share, name)
-    with on_hosts(["", "b"], parallel={"tensor": 2}, **arguments) as (_, publisher):
-        setattr(Share, name, instead)
+def publish_broken(broken: str, hosts: list[str], **arguments: Any) -> list[str]:
+    """The error of a version; and then, when each that there is all the same is active, that the next one is
+    published."""
+    owner, name, instead = BROKEN[broken]
+    whole = getattr(owner, name)
+    with on_hosts(hosts, **arguments) as (_, publisher):
+        setattr(owner, name, instead)
         try:
             publisher.publish(0)
         except TrainerError as error:
             said = [type(error).__name__, str(error)]
-        setattr(Share, name, whole)
+        setattr(owner, name, whole)
+        if publisher._publisher is not None:
+            for version in publisher._publisher.versions():
+                publisher._publisher.wait_active(version.version)
         return [*said, str(publisher.publish(1).version)]
 
 
-def publish_without_certificates(**arguments: Any) -> list[str]:
-    """The error of a run whose hosts reach each other beyond loopback."""
-    os.environ["HOTSWAP_ADDRESS"] = "0.0.0.0"
-    try:
-        with on_hosts(["", "b"], parallel={"data": 2}, **arguments):
-            return []
-    except TrainerError as error:
-        return [type(error).__name__, str(error)]
+def publish_towards(master: str, address: str | None, **arguments: Any) -> None:
+    """From hosts that find the first one at `master`, and are told that they are reached at `address`."""
+    _reached(master if dist.get_rank() else "127.0.0.1", address)
+    with on_hosts(parallel={"data": 2}, **arguments):
+        pass
 
 
-def publish_from_nowhere(hosts: list[str], master: str, **arguments: Any) -> list[str]:
-    """The error of a run one of whose hosts has an impossible name, or does not find the first one."""
-    os.environ.pop("HOTSWAP_ADDRESS", None)
-    if dist.get_rank():
-        os.environ["MASTER_ADDR"] = master
-    try:
-        with on_hosts(hosts, parallel={"data": 2}, **arguments):
-            return []
-    except TrainerError as error:
-        return [type(error).__name__, str(error)]
-
-
-def address_towards(master: str, told: str) -> str:
-    os.environ.pop("HOTSWAP_ADDRESS", None)
-    os.environ["MASTER_ADDR"] = master
-    if told:
-        os.environ["HOTSWAP_ADDRESS"] = told
+def address_towards(master: str, address: str | None) -> str:
+    _reached(master, address)
     return trainer.several_hosts.address()
+
+
+def _reached(master: str, address: str | None) -> None:
+    os.environ.pop("HOTSWAP_ADDRESS", None)
+    os.environ |= {"MASTER_ADDR": master} | ({"HOTSWAP_ADDRESS": address} if address else {})

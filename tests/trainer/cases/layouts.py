@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from tests.trainer.batches import random_batch
-from trainer.batch import MASK, Sequence, collate, pack
-from trainer.errors import ConfigError
+from tests.trainer.batches import random_batch, sampled_batch
+from tests.trainer.cases import engine, numbers
+from trainer.batch import Sequence, collate, pack
 from trainer.megatron.convert import parameters, unwrap
 from trainer.megatron.hf_files import finish_checkpoint, write_shards
 from trainer.megatron.parallel import device, gather_json, on_rank_zero
@@ -16,26 +16,14 @@ from trainer.megatron.parallel import device, gather_json, on_rank_zero
 
 def ppo(path: str, parallel: dict[str, Any], **config: Any) -> list[dict[str, float]]:
     """All numbers of two PPO steps: actor, critic and reference in one layout."""
-    from tests.trainer.cases import engine
-
     algorithm = {"name": "ppo", "kl_coef": 0.1, "minibatches": 2, "critic_lr": 1e-2}
     common = {"algorithm": algorithm, "gateway": {"url": "http://unused"}, "optimizer": {"lr": 1e-2}, "micro_batch": 2}
     with engine({"model": {"path": path}, "parallel": parallel} | common | config) as built:
-        result = []
-        for step in range(2):
-            fields = random_batch(built.shape.vocab, rows=8, seed=step)
-            generator = torch.Generator().manual_seed(step)
-            fields["rewards"] = torch.randn(fields[MASK].shape, generator=generator) * fields[MASK]
-            fields["behaviour_logprobs"] = -3 + 0.3 * torch.randn(fields[MASK].shape, generator=generator)
-            stats = built.step(fields)
-            result.append({"loss": stats.loss, "grad_norm": stats.grad_norm, "tokens": stats.tokens, **stats.metrics})
-        return result
+        return [numbers(built.step(sampled_batch(built.shape.vocab, seed=step))) for step in range(2)]
 
 
 def packed(path: str, parallel: dict[str, Any], *, rows: bool, **more: Any) -> list[list[float]]:
     """[loss, gradient norm] of three steps on sequences of many lengths, packed or one a row."""
-    from tests.trainer.cases import engine
-
     config = {"model": {"path": path}, "parallel": parallel, "optimizer": {"lr": 1e-2}, "micro_batch": 3}
     with engine(config | more) as built:
         trained = []
@@ -53,8 +41,6 @@ def packed(path: str, parallel: dict[str, Any], *, rows: bool, **more: Any) -> l
 def footprint(path: str, parallel: dict[str, Any], **config: Any) -> dict[str, Any]:
     """What this rank holds: weights by kind, the length of its activations, what a step kept for its backward pass,
     where Adam's states are, and the largest share of the model that it exports."""
-    from tests.trainer.cases import engine
-
     with engine({"model": {"path": path}, "parallel": parallel, "micro_batch": 8} | config) as built:
         lengths: list[int] = []
         for chunk in built.model:
@@ -85,8 +71,6 @@ def footprint(path: str, parallel: dict[str, Any], **config: Any) -> dict[str, A
 
 def overflow(path: str, loss_scale: float, steps: int) -> list[dict[str, float]]:
     """The metrics of float16 steps, the learning rate's counter and whether the weights moved."""
-    from tests.trainer.cases import engine
-
     optimizer = {"lr": 1e-2, "loss_scale": loss_scale}
     with engine({"model": {"path": path, "dtype": "float16"}, "optimizer": optimizer}) as built:
         result = []
@@ -98,25 +82,12 @@ def overflow(path: str, loss_scale: float, steps: int) -> list[dict[str, float]]
         return result
 
 
-def refused(path: str, **config: Any) -> list[str]:
-    """[key, message] of the ConfigError that building the engine ends with."""
-    from tests.trainer.cases import engine
-
-    try:
-        with engine({"model": {"path": path}} | config):
-            return []
-    except ConfigError as error:
-        return [error.key, str(error)]
-
-
 def _local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
 def on_gpu(path: str, steps: int, **config: Any) -> dict[str, Any]:
     """Losses of a GPU run, where Adam's states are, and the device memory in use after the last step."""
-    from tests.trainer.cases import engine
-
     with engine({"model": {"path": path}, "optimizer": {"lr": 1e-2}} | config) as built:
         trained = []
         for step in range(steps):
@@ -129,8 +100,6 @@ def on_gpu(path: str, steps: int, **config: Any) -> dict[str, Any]:
 
 def saved(path: str, parallel: dict[str, Any], directory: str) -> list[str]:
     """Write the weights as a Hugging Face checkpoint, as the end of a run does; the files this rank wrote."""
-    from tests.trainer.cases import engine
-
     with engine({"model": {"path": path}, "parallel": parallel}) as built:
         mine = write_shards(directory, built.export("float32"), built.part)
         everyone = [entry for share in gather_json(mine) for entry in share]

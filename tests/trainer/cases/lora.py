@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from tests.trainer.batches import random_batch
+from tests.trainer.cases import engine, logits
 from trainer.batch import TOKENS, Fields
-from trainer.errors import PublishError
 from trainer.megatron.convert import export_hf, placement
 from trainer.megatron.hf_files import finish_adapter, finish_checkpoint, write_shards
 from trainer.megatron.lora import Pair, adapter_config, adapters
@@ -30,8 +30,6 @@ def write_adapter(built: Any, directory: str) -> None:
 def adapted(path: str, parallel: dict[str, Any], lora: dict[str, Any], directory: str) -> list[float]:
     """Two steps; then into `directory` the adapter, `merged/` the model with the adapter in it, this stage's
     `logits.st`, and after one more step its `gradients-RANK.st` by PEFT's names. [loss, gradient norm] of that step."""
-    from tests.trainer.cases import engine, logits
-
     config = {"parallel": parallel, "optimizer": {"lr": 3e-2, "clip_grad": 1e9}, "lora": lora}
     with engine({"model": {"path": path}} | config) as built:
         for step in range(2):
@@ -53,8 +51,6 @@ def adapted(path: str, parallel: dict[str, Any], lora: dict[str, Any], directory
 
 def held(path: str, lora: dict[str, Any], **config: Any) -> dict[str, Any]:
     """What training an adapter holds and moves, before and after a step: gradients, optimizer states, weights."""
-    from tests.trainer.cases import engine
-
     with engine({"model": {"path": path}, "lora": lora} | config) as built:
         (chunk,) = built.model
         before = {name: p.detach().clone() for name, p in chunk.named_parameters()}
@@ -74,8 +70,6 @@ def held(path: str, lora: dict[str, Any], **config: Any) -> dict[str, Any]:
 def references(path: str, parallel: dict[str, Any], lora: dict[str, Any] | None) -> dict[str, Any]:
     """What the reference says of a batch before and after three steps of DPO, what the actor says then, and the bytes
     of all roles."""
-    from tests.trainer.cases import engine
-
     config = {"algorithm": {"name": "dpo"}, "parallel": parallel, "lora": lora, "optimizer": {"lr": 3e-2}}
     with engine({"model": {"path": path}} | config) as built:
         fields = random_batch(built.shape.vocab, rows=6, seed=9)
@@ -99,8 +93,6 @@ def references(path: str, parallel: dict[str, Any], lora: dict[str, Any] | None)
 def repeated(path: str, lora: dict[str, Any], recompute: str) -> dict[str, Any]:
     """What the actor says twice of one batch without training, and the losses of two steps on the same batch at a
     learning rate of nearly zero."""
-    from tests.trainer.cases import engine
-
     model = {"path": path, "recompute": recompute}
     with engine({"model": model, "lora": lora, "optimizer": {"lr": 1e-12}}) as built:
         fields = random_batch(built.shape.vocab)
@@ -124,8 +116,6 @@ def _randomise(module: torch.nn.Module) -> None:
 
 def publish_adapter(path: str, parallel: dict[str, Any], store: str, lora: dict[str, Any], directory: str) -> int:
     """A version with the adapter after one step, which lies in `directory`, too."""
-    from tests.trainer.cases import engine
-
     section = {"model": "tiny", "store": store, "dtype": "float32", "timeout_s": 20}
     with engine({"model": {"path": path}, "parallel": parallel, "publish": section, "lora": lora}) as built:
         assert built.config.publish is not None
@@ -135,19 +125,8 @@ def publish_adapter(path: str, parallel: dict[str, Any], store: str, lora: dict[
             return publisher.publish(1).version
 
 
-def adapter_refused(path: str, store: str, lora: dict[str, Any], directory: str) -> str:
-    """Why an adapter cannot be published."""
-    try:
-        publish_adapter(path, {}, store, lora, directory)
-    except PublishError as error:
-        return str(error)
-    return ""
-
-
 def replicas(path: str, parallel: dict[str, Any], lora: dict[str, Any]) -> dict[str, list[float]]:
     """After three steps, what this rank has of the matrices that are whole on every rank, by name."""
-    from tests.trainer.cases import engine
-
     config = {"parallel": parallel, "lora": lora, "optimizer": {"lr": 3e-2}}
     with engine({"model": {"path": path}} | config) as built:
         for step in range(3):

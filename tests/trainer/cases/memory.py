@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from tests.trainer.batches import random_batch
-from trainer.batch import MASK, Fields
+from tests.trainer.batches import random_batch, sampled_batch
+from tests.trainer.cases import engine
 from trainer.config import MemoryConfig
-from trainer.errors import MemoryPlanError, TrainerError
+from trainer.errors import TrainerError
 from trainer.megatron.parallel import gather_json
 from trainer.memory.build import build_memory
 from trainer.memory.ledger import Restartable, private_bytes
@@ -20,21 +21,11 @@ from trainer.memory.phases import SharedMemory
 GATEWAY = {"url": "http://unused"}
 
 
-def _batch(vocab: int, seed: int) -> Fields:
-    fields = random_batch(vocab, rows=8, seed=seed)
-    generator = torch.Generator().manual_seed(seed)
-    fields["rewards"] = torch.randn(fields[MASK].shape, generator=generator) * fields[MASK]
-    fields["behaviour_logprobs"] = -3 + 0.3 * torch.randn(fields[MASK].shape, generator=generator)
-    return fields
-
-
 def phases(
     path: str, parallel: dict[str, int], directory: str, spare: float | None, steps: int = 3, **config: Any
 ) -> dict[str, Any]:
     """Steps of PPO in phases beside a server that takes as much as the trainer. `spare`: the budget, in parts of what
     all components together hold; None: no memory manager. Losses, what was held, and resident memory by phase."""
-    from tests.trainer.cases import engine
-
     algorithm = {"name": "ppo", "kl_coef": 0.1, "minibatches": 2}
     given = {"algorithm": algorithm, "gateway": GATEWAY, "optimizer": {"lr": 1e-2}, "parallel": parallel} | config
     log: list[str] = []
@@ -53,7 +44,7 @@ def phases(
             result["took"].append(sorted(memory.enter("rollout")))
             result["resident"].append(private_bytes())
             memory.enter("inference")
-            fields = built.prefill_fields(_batch(built.shape.vocab, step))
+            fields = built.prefill_fields(sampled_batch(built.shape.vocab, seed=step))
             memory.enter("train")
             stats = built.step(fields)
             result["resident"].append(private_bytes())
@@ -73,27 +64,27 @@ def _memory(built: Any, section: dict[str, Any], serving: Restartable) -> Any:
 def phases_refused(path: str, parallel: dict[str, int], directory: str) -> list[Any]:
     """What is said to a budget that no phase fits into, by a model that is asked while it is away, and when the last
     rank cannot write what it holds."""
-    from tests.trainer.cases import engine
-
     problems: list[Any] = []
-    with engine({"model": {"path": path}, "parallel": parallel}) as built:
-        serving = Restartable("engine", 1 << 20, lambda: None, lambda: None, "instantiated")
+
+    @contextlib.contextmanager
+    def told() -> Iterator[None]:
         try:
-            _memory(built, {"budget_gib": 1e-4, "directory": directory}, serving)
+            yield
         except TrainerError as error:
             problems.append([type(error).__name__, str(error)])
+
+    with engine({"model": {"path": path}, "parallel": parallel}) as built:
+        serving = Restartable("engine", 1 << 20, lambda: None, lambda: None, "instantiated")
+        with told():
+            _memory(built, {"budget_gib": 1e-4, "directory": directory}, serving)
         memory = _memory(built, {"budget_gib": 1.0, "directory": directory}, serving)
         memory.ledger.put_away("actor")
-        try:
+        with told():
             built.logprobs(random_batch(built.shape.vocab))
-        except MemoryPlanError as error:
-            problems.append([type(error).__name__, str(error)])
         memory.ledger.bring("actor")
         # One rank's disk is full, or not there: all ranks must leave, none may wait for it.
         mine = f"{directory}/gone" if dist.get_rank() == dist.get_world_size() - 1 else directory
         memory = _memory(built, {"budget_gib": 1.0, "directory": mine}, serving)
-        try:
+        with told():
             memory._everywhere(memory.ledger.put_away, ("actor",))
-        except TrainerError as error:
-            problems.append([type(error).__name__, str(error)])
     return problems

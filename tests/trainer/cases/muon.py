@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tests.trainer.batches import random_batch
+from tests.trainer.cases import engine
 from trainer.config import MemoryConfig
 from trainer.megatron.convert import cut, parameters, placement
 from trainer.memory.build import trainer_components
@@ -20,8 +21,6 @@ Named = dict[str, torch.Tensor]
 def muon_reference(path: str) -> dict[str, Any]:
     """Over three steps, the largest difference of a weight to the reference's, by whose it is; and by what share of it
     each matrix's way differs from that of torch.optim.Muon, which computes in bfloat16."""
-    from tests.trainer.cases import engine
-
     optimizer = {"name": "muon", "lr": LR, "weight_decay": DECAY, "momentum": MOMENTUM, "ns_steps": STEPS}
     with engine({"model": {"path": path}, "optimizer": optimizer}) as built:
         names = {p: name for name, p in parameters(built.model[0])}
@@ -58,8 +57,6 @@ def muon_reference(path: str) -> dict[str, Any]:
 def muon_states(path: str, parallel: dict[str, Any]) -> dict[str, Any]:
     """The bytes of this rank's optimizer states after a step, and the numbers that it updates; what all of it takes
     then, and what the memory manager expected before."""
-    from tests.trainer.cases import engine
-
     with engine({"model": {"path": path}, "parallel": parallel, "optimizer": {"name": "muon"}}) as built:
         (component,) = (c for c in trainer_components(MemoryConfig(), built) if c.name == "actor_optimizer")
         expected = component.bytes

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.attention import varlen
 
+from tests.trainer.cases import engine, unsplit
 from tests.trainer.rollouts.trajectories import answer
 from trainer.batch import Sequence, assemble, lay_out, plan_rows
 from trainer.config import PackingConfig, ParallelConfig
@@ -122,8 +123,6 @@ def _ragged_on_cpu() -> list[int]:
 def context_attention(segments: list[list[int]], groups: int, *, packed: bool, ragged: bool = False) -> dict[str, Any]:
     """What `packed_attention` says, of this rank's part of rows that are cut over all ranks. Rows that are not packed
     are one segment each."""
-    from tests.trainer.cases import unsplit
-
     as_on_a_gpu = _ragged_on_cpu() if ragged else []
     as_on_a_gpu.clear()
     split(ParallelConfig(context=dist.get_world_size()), 0)
@@ -159,7 +158,6 @@ def packed_training(
 ) -> dict[str, Any]:
     """The same steps on packed and on unpacked rows: their numbers, the log-probs before the first, the weights after
     the last (the largest difference), and how many cells each layout of the first batch has."""
-    from tests.trainer.cases import engine
     from trainer.batch import take_back
 
     results: dict[str, Any] = {}
@@ -208,7 +206,6 @@ def _sequences(built: Engine, seed: int) -> list[Sequence]:
 def from_files(path: str, parallel: dict[str, int], data: str, directory: str, steps: list[int]) -> dict[str, Any]:
     """[loss, grad_norm] of steps [first, last) of packed fine-tuning on a file, and the prompts they used; what came
     before is read from `directory`, what follows can go on from there."""
-    from tests.trainer.cases import engine
     from trainer.checkpoint import engine_state
     from trainer.config import JsonlData
     from trainer.data import build_dataset

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.trainer.batches import random_batch
+from tests.trainer.cases import engine
 from trainer.checkpoint.engine_state import StagedEngine
 from trainer.checkpoint.shards import Buffers
 from trainer.megatron.parallel import device
@@ -23,8 +24,6 @@ from trainer.megatron.parallel import device
 def measured(path: str, parallel: dict[str, Any], rows: int = 2, length: int = 64, **config: Any) -> dict[str, int]:
     """Bytes of this rank: weights, gradients, optimizer (after a step), and what one micro-batch keeps for its
     backward pass."""
-    from tests.trainer.cases import engine
-
     given = {"model": {"path": path} | config.pop("model", {}), "parallel": parallel, "micro_batch": rows}
     with engine(given | config) as built:
         fields = random_batch(built.shape.vocab, rows=rows * parallel.get("data", 1), width=length)
@@ -105,8 +104,6 @@ def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
 
 def saving(path: str, parallel: dict[str, Any], copied: bool, **model: Any) -> int:
     """The most bytes of this rank that exist because of a checkpoint, the second of a run."""
-    from tests.trainer.cases import engine
-
     with engine({"model": {"path": path} | model, "parallel": parallel}) as built:
         built.step(random_batch(built.shape.vocab, rows=4))
         known = {_storage(t)._cdata for tensors in built.storages().values() for t in tensors}
@@ -119,8 +116,6 @@ def saving(path: str, parallel: dict[str, Any], copied: bool, **model: Any) -> i
 
 def saving_on_gpu(path: str, **model: Any) -> list[int]:
     """The bytes of the device that a checkpoint takes for a moment, and the model's parameters."""
-    from tests.trainer.cases import engine
-
     with engine({"model": {"path": path} | model}) as built, tempfile.TemporaryDirectory() as directory:
         fields = random_batch(built.shape.vocab, rows=4)
         built.step({name: field.to(device()) for name, field in fields.items()})

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
 
-from tests.trainer.batches import random_batch
+from tests.trainer.batches import random_batch, sampled_batch
+from tests.trainer.cases import engine, numbers
 from trainer.batch import MASK, ROUTING, Fields, Sequence, collate, pack, take_back
 from trainer.errors import DataError
 from trainer.megatron.convert import unwrap
@@ -15,22 +15,14 @@ from trainer.megatron.convert import unwrap
 
 def balanced(path: str, parallel: dict[str, Any], **model: Any) -> list[dict[str, float]]:
     """All numbers of three steps."""
-    from tests.trainer.cases import engine
-
     config = {"parallel": parallel, "optimizer": {"lr": 1e-2}, "micro_batch": 2}
     with engine({"model": {"path": path, **model}} | config) as built:
-        result = []
-        for step in range(3):
-            stats = built.step(random_batch(built.shape.vocab, rows=8, seed=step))
-            numbers = {k: v for k, v in dataclasses.asdict(stats).items() if k != "metrics"}
-            result.append(numbers | stats.metrics)
-        return result
+        return [numbers(built.step(random_batch(built.shape.vocab, rows=8, seed=step))) for step in range(3)]
 
 
 def auxiliary(path: str, balance: float, z: float, algorithm: dict[str, Any]) -> dict[str, Any]:
     """The auxiliary losses of one step of one micro-batch, as the engine reports them and by their formulas in
     float64; and the largest difference, and size, of the gradient that they add to the last layer's router."""
-    from tests.trainer.cases import engine
 
     def step(**model: Any) -> tuple[dict[str, float], torch.Tensor, list[torch.Tensor]]:
         config = {"optimizer": {"lr": 1e-2, "clip_grad": 1e6}, "micro_batch": 16, "algorithm": algorithm}
@@ -45,10 +37,7 @@ def auxiliary(path: str, balance: float, z: float, algorithm: dict[str, Any]) ->
             stats = built.step(fields)
             return stats.metrics, weights[-1].main_grad.double().clone(), _logits(seen, before)
 
-    fields = random_batch(17, rows=6)
-    generator = torch.Generator().manual_seed(1)
-    fields["advantages"] = torch.randn(fields[MASK].shape, generator=generator) * fields[MASK]
-    fields["behaviour_logprobs"] = -3 + 0.3 * torch.randn(fields[MASK].shape, generator=generator)
+    fields = sampled_batch(17, rows=6)
     inputs_last, weight_last = [], []
 
     def _logits(seen: list[torch.Tensor], before: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -108,8 +97,6 @@ def _laid_out(built: Any, sequences: list[Sequence], packed: bool) -> Fields:
 
 def replayed(path: str, parallel: dict[str, Any], packed: bool = False, **model: Any) -> dict[str, Any]:
     """[loss, gradient norm] of three steps along recorded routing, and the log-probs of the second batch by it."""
-    from tests.trainer.cases import engine
-
     config = {"parallel": parallel, "optimizer": {"lr": 1e-2}, "micro_batch": 2}
     with engine({"model": {"path": path, **model}} | config) as built:
         batches = [_recorded(built.shape, seed, every=seed != 2) for seed in range(3)]
@@ -124,8 +111,6 @@ def replayed(path: str, parallel: dict[str, Any], packed: bool = False, **model:
 def followed(path: str) -> dict[str, Any]:
     """Along recorded routing: whether every known token went where it was sent, with which weights (their largest
     difference to the softmax over the logits of those experts, in float64), and how many would have gone elsewhere."""
-    from tests.trainer.cases import engine
-
     result: dict[str, Any] = {"right": True, "weights": 0.0, "elsewhere": 0, "known": 0}
     with engine({"model": {"path": path}, "micro_batch": 16}) as built:
         sequences = _recorded(built.shape, 0, every=False)
@@ -153,8 +138,6 @@ def followed(path: str) -> dict[str, Any]:
 
 def routing_refused(path: str) -> list[str]:
     """What the engine says of routing that cannot be the model's: too few layers, an expert too many, one twice."""
-    from tests.trainer.cases import engine
-
     said = []
     with engine({"model": {"path": path}}) as built:
         right = torch.tensor([0, 1]).expand(4, built.shape.layers, 2)
@@ -169,8 +152,6 @@ def routing_refused(path: str) -> list[str]:
 def gaps(path: str, prompt: tuple[int, ...], sampled: list[tuple[Any, Any, Any]]) -> dict[str, float]:
     """The mean difference of the trainer's log-probs to those of `sampled` (tokens, log-probs, routing), which are
     answers to the prompt: along the recorded routing, and where the trainer's own routers send the tokens."""
-    from tests.trainer.cases import engine
-
     found = {}
     with engine({"model": {"path": path}, "micro_batch": 16}) as built:
         for name, along in (("replayed", True), ("free", False)):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.trainer.cases import engine
 from trainer.algorithms.base import ENTROPY
 from trainer.batch import MASK, Fields, assemble
 from trainer.config import PackingConfig
@@ -35,8 +36,6 @@ def _gradient(
     path: str, algorithm: dict[str, Any], packed: bool, change: float | None
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
     """By parameter; the targets where the mask is `change` are others. And what reaches tokens of mask 0 and 1."""
-    from tests.trainer.cases import engine
-
     sections = {"algorithm": algorithm, "gateway": {"url": "http://unused"}, "micro_batch": 2}
     with engine({"model": {"path": path}} | sections) as built, pytest.MonkeyPatch.context() as patched:
         loss, inputs, vocabulary = built.algorithm.loss, passes.inputs, built.shape.vocab

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.trainer.megatron.layouts import FULL, SEQUENCE, SPREAD
 from tests.trainer.ranks import Ranks
 
 
@@ -103,35 +104,17 @@ def test_every_cut_makes_a_rank_hold_less(one_rank: Ranks, two_ranks: Ranks, mod
     [
         ("qwen2", {"model": {"dtype": "bfloat16", "fp8": "hybrid"}}, "model.fp8", "GPU"),
         ("mixtral", {"model": {"dtype": "bfloat16", "fp8": "hybrid"}}, "model.fp8", "experts"),
-        (
-            "qwen2",
-            {"parallel": {"data": 2, "shard": "full"}, "model": {"dtype": "float16"}},
-            "parallel.shard",
-            "float16",
-        ),
-        (
-            "qwen2",
-            {"parallel": {"data": 2, "shard": "full"}, "optimizer": {"offload": True}},
-            "optimizer.offload",
-            "shard",
-        ),
+        ("qwen2", {"parallel": FULL, "model": {"dtype": "float16"}}, "parallel.shard", "float16"),
+        ("qwen2", {"parallel": FULL, "optimizer": {"offload": True}}, "optimizer.offload", "shard"),
+        ("mixtral", {"parallel": SEQUENCE | SPREAD}, "parallel.expert_tensor", "gloo"),
     ],
-    ids=["fp8", "fp8-experts", "full-float16", "full-offload"],
+    ids=["fp8", "fp8-experts", "full-float16", "full-offload", "gloo-and-spread-experts"],
 )
 def test_what_cannot_be_done_is_refused(
-    one_rank: Ranks, two_ranks: Ranks, models: dict[str, str], model: str, config: dict[str, Any], key: str, says: str
+    one_rank: Ranks, models: dict[str, str], model: str, config: dict[str, Any], key: str, says: str
 ) -> None:
-    ranks = two_ranks if "parallel" in config else one_rank
-    path = models[model]
-    if "model" in config:
-        config = config | {"model": config["model"] | {"path": path}}
-    for problem in ranks.call("refused", path=path, **config):
-        assert problem[0] == key
-        assert says in problem[1]
-
-
-def test_gloo_cannot_cut_spread_experts(four_ranks: Ranks, models: dict[str, str]) -> None:
-    layout = {"tensor": 2, "sequence": True, "data": 2, "expert": 2}
-    for key, message in four_ranks.call("refused", path=models["mixtral"], parallel=layout):
-        assert key == "parallel.expert_tensor"
-        assert "gloo" in message
+    path, parallel = models[model], config.get("parallel", {})
+    config = config | {"parallel": parallel, "model": {"path": path} | config.get("model", {})}
+    for kind, message, _ in one_rank.spread(parallel).call("complaint", of="losses", path=path, **config):
+        assert (kind, message.partition(":")[0]) == ("ConfigError", key)
+        assert says in message

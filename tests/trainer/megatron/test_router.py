@@ -8,21 +8,20 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
+from tests.trainer.megatron.layouts import INTERLEAVED, SEQUENCE, SPREAD, alike, named
 from tests.trainer.ranks import Ranks
-from trainer.config import ParallelConfig
 from trainer.megatron import router
 
 LOSSES = {"router_balance_loss": 0.3, "router_z_loss": 0.1}
-SEQUENCE = {"tensor": 2, "sequence": True}
 LAYOUTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("mixtral", {"data": 2, "expert": 2}, {}),
+    ("mixtral", SPREAD, {}),
     ("qwen3_moe", SEQUENCE, {}),
     ("mixtral", {"context": 2, "expert": 2}, {}),
     ("mixtral", {"pipeline": 2}, {}),
-    ("qwen3_moe", {"pipeline": 2, "virtual_pipeline": 2}, {"recompute": "full"}),
+    ("qwen3_moe", INTERLEAVED, {"recompute": "full"}),
     ("mixtral", SEQUENCE | {"pipeline": 2}, {"recompute": "full"}),
 ]
-NAMES = ["-".join([m, *(f"{k}{v}" for k, v in (p | h).items())]) for m, p, h in LAYOUTS]
+NAMES = named([(model, layout | how) for model, layout, how in LAYOUTS])
 
 
 @pytest.mark.parametrize(
@@ -49,11 +48,7 @@ def test_losses_and_their_gradient_are_the_formulas(
 def test_they_are_the_same_in_every_layout(
     one_rank: Ranks, models: dict[str, str], model: str, parallel: Any, how: Any
 ) -> None:
-    alone = one_rank.known("balanced", path=models[model], parallel={}, **LOSSES)[0]
-    ranks = one_rank.sharing(ParallelConfig(**parallel).world_size)
-    found = ranks.call("balanced", path=models[model], parallel=parallel, **LOSSES, **how)
-    assert all(rank == found[0] for rank in found)
-    assert found[0] == [pytest.approx(step, rel=3e-4) for step in alone]
+    alike(one_rank, "balanced", models[model], parallel, rel=3e-4, cut=how, **LOSSES)
 
 
 def test_a_loss_that_was_not_asked_for_is_summed_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,9 +66,9 @@ def test_a_loss_that_was_not_asked_for_is_summed_on_the_device(monkeypatch: pyte
 
 def test_a_dense_model_has_no_routers(one_rank: Ranks, models: dict[str, str]) -> None:
     for key in LOSSES:
-        config = {"model": {"path": models["qwen2"], key: 0.1}}
-        (problem,) = one_rank.call("refused", path=models["qwen2"], **config)
-        assert problem[0] == f"model.{key}"
+        arguments = {"path": models["qwen2"], "parallel": {}, "model": {"path": models["qwen2"], key: 0.1}}
+        ((kind, said, _),) = one_rank.call("complaint", of="losses", **arguments)
+        assert (kind, said.partition(":")[0]) == ("ConfigError", f"model.{key}")
 
 
 def test_tokens_go_where_they_were_sent(one_rank: Ranks, models: dict[str, str]) -> None:
@@ -91,8 +86,7 @@ def test_recorded_routing_is_the_same_in_every_layout(
     one_rank: Ranks, models: dict[str, str], model: str, parallel: Any, how: Any, packed: bool
 ) -> None:
     """Also where layers are computed again in the backward pass, when other micro-batches have gone forward."""
-    ranks = one_rank.sharing(ParallelConfig(**parallel).world_size)
-    found = ranks.call("replayed", path=models[model], parallel=parallel, packed=packed, **how)
+    found = one_rank.spread(parallel).call("replayed", path=models[model], parallel=parallel, packed=packed, **how)
     expected = one_rank.known("replayed", path=models[model], parallel={})[0]
     for rank in found:
         assert rank["trained"] == [pytest.approx(step, rel=3e-4) for step in expected["trained"]]
