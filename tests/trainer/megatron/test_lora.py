@@ -6,17 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from tests.trainer.megatron.test_lora_peft import LORA
+from tests.trainer.faults.runs import arguments
+from tests.trainer.megatron.layouts import FULL, SEQUENCE, SPREAD, goes_on
+from tests.trainer.megatron.test_lora_layouts import LORA
 from tests.trainer.ranks import Ranks
 from tests.trainer.zygote import Zygote
 from trainer.checkpoint.shards import INDEX, read_index
-from trainer.tiny_model import tiny_run
 
 LAYERS, HIDDEN, FFN, QUERIES, KEYS = 2, 32, 64, 64, 32  # of the small models
 PER_LAYER = (HIDDEN + QUERIES) * 2 + (HIDDEN + KEYS) * 2 + (HIDDEN + FFN) * 3  # inputs and outputs of the projections
-HARD = {"optimizer": {"lr": 3e-2, "warmup_steps": 2, "decay": "cosine"}}
+HARD: dict[str, Any] = {"optimizer": {"lr": 3e-2, "warmup_steps": 2, "decay": "cosine"}}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -39,8 +39,7 @@ def test_only_the_adapter_has_gradients_and_optimizer_states(
 def test_the_reference_is_the_actor_without_its_adapter(
     one_rank: Ranks, small_models: dict[str, str], parallel: dict[str, int]
 ) -> None:
-    ranks = one_rank.sharing(2 if parallel else 1)
-    arguments: dict[str, Any] = {"path": small_models["qwen3"], "parallel": parallel}
+    ranks, arguments = one_rank.spread(parallel), {"path": small_models["qwen3"], "parallel": parallel}
     found = ranks.call("references", **arguments, lora=LORA)[0]
     full = ranks.call("references", **arguments, lora=None)[0]
     assert found["before"] == found["after"]
@@ -80,24 +79,19 @@ def test_recomputed_layers_have_the_same_gradients(one_rank: Ranks, small_models
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
-    ("model", "saved", "resumed"),
+    ("model", "saved", "others"),
     [
-        ("qwen2", {"tensor": 2}, {"tensor": 2}),
-        ("qwen2", {"tensor": 2}, {}),
-        ("qwen2", {}, {"pipeline": 2}),
-        ("qwen2", {"data": 2, "shard": "full"}, {"data": 2, "shard": "full"}),
-        ("mixtral", {"data": 2, "expert": 2}, {}),
-        ("mixtral", {"tensor": 2, "sequence": True}, {"data": 2, "expert": 2}),
+        ("qwen2", {"tensor": 2}, [{}]),
+        ("qwen2", {}, [{"pipeline": 2}]),
+        ("qwen2", FULL, []),
+        ("mixtral", SPREAD, [{}]),
+        ("mixtral", SEQUENCE, [SPREAD]),
     ],
 )
 def test_an_adapter_and_its_optimizer_are_resumed(
-    one_rank: Ranks, models: dict[str, str], tmp_path: Path, model: str, saved: dict[str, Any], resumed: dict[str, Any]
+    one_rank: Ranks, models: dict[str, str], tmp_path: Path, model: str, saved: Any, others: list[Any]
 ) -> None:
-    common: dict[str, Any] = {"path": models[model], "save_at": 2, "directory": str(tmp_path), "lora": LORA, **HARD}
-    first, second = one_rank.sharing(2 if saved else 1), one_rank.sharing(2 if resumed else 1)
-    through = first.call("losses", **common, parallel=saved)[0]
-    again = second.call("losses", **common, parallel=resumed, resume=True)[0]
-    assert again == (through[2:] if saved == resumed else [pytest.approx(step, rel=5e-4) for step in through[2:]])
+    goes_on(one_rank, models[model], tmp_path, saved, *others, rel=5e-4, lora=LORA, **HARD)
     kept = read_index(tmp_path / "actor" / INDEX).state_dict_metadata
     assert any("_lora." in name for name in kept)
     assert [name for name in kept if name.endswith("weight")] == []  # the frozen ones
@@ -116,14 +110,9 @@ def test_an_adapter_and_its_optimizer_are_resumed(
 def test_a_checkpoint_of_another_adapter_is_refused(
     zygote: Zygote, config: dict[str, Any], tmp_path: Path, changes: dict[str, Any], said: str
 ) -> None:
-    file = tmp_path / "config.yaml"
-    first = config | {"lora": {"rank": 4}, "steps": 3, "save_to": str(tmp_path / "saved")}
-    file.write_text(yaml.safe_dump(tiny_run(first)))
-    status, _, errors = zygote.run(["--config", str(file)], tmp_path)
-    assert status == 0, errors
+    zygote.train(config | {"lora": {"rank": 4}, "steps": 3, "save_to": str(tmp_path / "saved")}, tmp_path)
     assert {f.name for f in (tmp_path / "saved").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
-    file.write_text(yaml.safe_dump(tiny_run(config | {"lora": {"rank": 4}, "steps": 5} | changes)))
-    status, _, errors = zygote.run(["--config", str(file)], tmp_path)
+    status, _, errors = zygote.run(arguments(config | {"lora": {"rank": 4}, "steps": 5} | changes, tmp_path), tmp_path)
     assert status == 2
     assert said in errors
     assert "checkpoint.resume" in errors

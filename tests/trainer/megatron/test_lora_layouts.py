@@ -1,64 +1,42 @@
-"""An adapter is trained alike in every parallel layout, over frozen weights that take no memory for training."""
+"""An adapter that is trained here is PEFT's: the same logits, the same gradients, and it can be merged; and training is
+alike in every parallel layout."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.trainer.batches import random_batch
-from tests.trainer.megatron.test_conversion import CUT_FOUR, CUT_TWO, SPREAD, named
-from tests.trainer.megatron.test_lora_peft import LORA, expected
+from tests.trainer.megatron.layouts import CUT_FOUR, CUT_TWO, FULL, SEQUENCE, SPREAD, TWO, alike, named
 from tests.trainer.ranks import Ranks
-from trainer.batch import TOKENS
-from trainer.config import ParallelConfig
+from trainer.batch import MASK, TOKENS
 
-HARD = {"optimizer": {"lr": 3e-2}, "micro_batch": 2}
-TWO: list[tuple[str, dict[str, Any]]] = [
-    ("qwen2", {"tensor": 2}),
-    ("qwen2", {"pipeline": 2}),
-    ("llama-tied", {"pipeline": 2}),
-    ("qwen2", {"data": 2}),
-    *CUT_TWO,
-]
-DENSE = [{"tensor": 2}, {"tensor": 2, "sequence": True}, {"pipeline": 2}, {"context": 2}, {"data": 2, "shard": "full"}]
+LORA: dict[str, Any] = {"rank": 4, "alpha": 6.0}
+SOME: dict[str, Any] = LORA | {"target_modules": ["q_proj", "v_proj", "up_proj"]}
+HARD: dict[str, Any] = {"optimizer": {"lr": 3e-2}, "micro_batch": 2}
+CASES = [*TWO, *CUT_FOUR]
+DENSE = [{"tensor": 2}, SEQUENCE, {"pipeline": 2}, {"context": 2}, FULL]
 ONLY: list[tuple[str, dict[str, Any], list[str]]] = [
     ("qwen3_moe", SPREAD, ["q_proj", "o_proj"]),
     ("qwen3_moe", SPREAD, ["gate_proj", "down_proj"]),
-    ("mixtral", {"tensor": 2, "sequence": True}, ["up_proj"]),
-    ("qwen2", {"tensor": 2, "sequence": True}, ["v_proj", "down_proj"]),
+    ("mixtral", SEQUENCE, ["up_proj"]),
+    ("qwen2", SEQUENCE, ["v_proj", "down_proj"]),
 ]
 
 
-def alone(one_rank: Ranks, path: str, lora: dict[str, Any] = LORA) -> list[list[float]]:
-    """What one rank computes."""
-    losses: list[list[float]] = one_rank.known("losses", path=path, parallel={}, lora=lora, **HARD)[0]
-    assert losses[-1] != losses[0]
-    return losses
-
-
-@pytest.mark.sample(5)
-@pytest.mark.parametrize(("model", "parallel"), TWO, ids=named(TWO))
-def test_two_ranks_train_an_adapter_alike(
-    one_rank: Ranks, two_ranks: Ranks, models: dict[str, str], model: str, parallel: dict[str, Any]
+@pytest.mark.sample(6)
+@pytest.mark.parametrize(("model", "parallel"), CASES, ids=named(CASES))
+def test_an_adapter_is_trained_alike(
+    one_rank: Ranks, models: dict[str, str], model: str, parallel: dict[str, Any]
 ) -> None:
-    ranks = two_ranks.call("losses", path=models[model], parallel=parallel, lora=LORA, **HARD)
-    assert ranks[0] == ranks[1]
-    assert ranks[0] == [pytest.approx(step, rel=5e-4) for step in alone(one_rank, models[model])]
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("model", "parallel"), CUT_FOUR, ids=named(CUT_FOUR))
-def test_four_ranks_train_an_adapter_alike(
-    one_rank: Ranks, four_ranks: Ranks, models: dict[str, str], model: str, parallel: dict[str, Any]
-) -> None:
-    ranks = four_ranks.call("losses", path=models[model], parallel=parallel, lora=LORA, **HARD)
-    assert all(rank == ranks[0] for rank in ranks)
-    assert ranks[0] == [pytest.approx(step, rel=5e-4) for step in alone(one_rank, models[model])]
+    alone = alike(one_rank, "losses", models[model], parallel, rel=5e-4, lora=LORA, **HARD)
+    assert alone[-1] != alone[0]
 
 
 @pytest.mark.sample(1)
@@ -75,50 +53,60 @@ def test_ranks_that_hold_the_same_matrix_keep_it_the_same(
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("model", "parallel", "targets"), ONLY)
 def test_any_choice_of_layers_is_trained_alike(
-    one_rank: Ranks, two_ranks: Ranks, models: dict[str, str], model: str, parallel: dict[str, Any], targets: list[str]
+    one_rank: Ranks, models: dict[str, str], model: str, parallel: dict[str, Any], targets: list[str]
 ) -> None:
     lora = LORA | {"target_modules": targets}
-    ranks = two_ranks.call("losses", path=models[model], parallel=parallel, lora=lora, **HARD)
-    assert ranks[0] == [pytest.approx(step, rel=5e-4) for step in alone(one_rank, models[model], lora)]
+    alone = alike(one_rank, "losses", models[model], parallel, rel=5e-4, lora=lora, **HARD)
+    assert alone[-1] != alone[0]
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("parallel", DENSE, ids=lambda layout: "-".join(layout))
 def test_algorithms_and_packed_rows_are_the_same_in_every_layout(
-    one_rank: Ranks, two_ranks: Ranks, models: dict[str, str], parallel: dict[str, Any]
+    one_rank: Ranks, models: dict[str, str], parallel: dict[str, Any]
 ) -> None:
     """GRPO with a KL term to the base, PPO whose critic has adapters of its own, and sequences end to end."""
-    path, lora = models["qwen2"], LORA
-    grpo = one_rank.known("grpo", path=path, parallel={}, lora=lora)[0]
-    ranks = two_ranks.call("grpo", path=path, parallel=parallel, lora=lora)
-    assert ranks[0] == [pytest.approx(step, rel=1e-3, abs=1e-6) for step in grpo]
+    path = models["qwen2"]
+    grpo = alike(one_rank, "grpo", path, parallel, rel=1e-3, lora=LORA)
     assert grpo[0]["kl"] < grpo[-1]["kl"]
-    ppo = one_rank.known("ppo", path=path, parallel={}, lora=lora)[0]
-    ranks = two_ranks.call("ppo", path=path, parallel=parallel, lora=lora)
-    for mine, serial in zip(ranks[0], ppo, strict=True):
-        # A value that lies on the bound counts as clipped or not, by its last bit; three tokens may.
-        assert mine.pop("value_clip_ratio") == pytest.approx(serial.pop("value_clip_ratio"), abs=3 / serial["tokens"])
-        assert mine == pytest.approx(serial, rel=1e-3, abs=1e-6)
+    ppo = alike(one_rank, "ppo", path, parallel, rel=1e-3, lora=LORA)
     assert ppo[1]["value_mean"] != 0.0
-    unpacked = one_rank.known("packed", path=path, parallel={}, rows=True, lora=lora)[0]
-    ranks = two_ranks.call("packed", path=path, parallel=parallel, rows=False, lora=lora)
-    assert ranks[0] == [pytest.approx(step, rel=5e-4) for step in unpacked]
+    alike(one_rank, "packed", path, parallel, rel=5e-4, rows=True, cut={"rows": False}, lora=LORA)
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("parallel", DENSE, ids=lambda layout: "-".join(layout))
-def test_every_layout_saves_peft_s_adapter_and_merges_it(
-    two_ranks: Ranks, models: dict[str, str], tmp_path: Path, parallel: dict[str, Any]
+def expected(path: str, adapter: Path) -> tuple[torch.Tensor, float, dict[str, torch.Tensor]]:
+    """PEFT's logits for the batch, its loss, and the gradients of A and B by the names in the adapter's file."""
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(base, str(adapter), is_trainable=True)
+    batch = random_batch(17, seed=2)
+    logits = model(batch[TOKENS][:, :-1]).logits
+    chosen = logits.log_softmax(-1).gather(-1, batch[TOKENS][:, 1:, None])[..., 0]
+    loss = -(chosen * batch[MASK]).sum() / batch[MASK].sum()
+    loss.backward()
+    trained = {n.replace(".default", ""): p.grad for n, p in model.named_parameters() if p.requires_grad}
+    return logits.detach(), loss.item(), trained
+
+
+SAVED = [(model, {}, lora) for lora in (LORA, SOME) for model in ("llama", "qwen2-tied", "qwen3")]
+SAVED += [("qwen2", layout, LORA) for layout in DENSE]
+
+
+@pytest.mark.sample(5)
+@pytest.mark.parametrize(("model", "parallel", "lora"), SAVED)
+def test_peft_computes_the_same_with_the_saved_adapter(
+    one_rank: Ranks, every_model: dict[str, str], tmp_path: Path, model: str, parallel: dict[str, Any], lora: Any
 ) -> None:
     """Each rank's share of the adapter, of its gradients, and of the merged model is where it belongs."""
-    path, arguments = models["qwen2"], {"lora": LORA, "directory": str(tmp_path)}
-    ranks = two_ranks.call("adapted", path=path, parallel=parallel, **arguments)
+    path = every_model[model]
+    ranks = one_rank.spread(parallel).call("adapted", path=path, parallel=parallel, lora=lora, directory=str(tmp_path))
     logits, loss, gradients = expected(path, tmp_path)
     assert torch.allclose(load_file(tmp_path / "logits.st")["logits"], logits, atol=1e-4)
-    assert ranks[0][0] == pytest.approx(loss, rel=1e-5)
+    assert torch.allclose(logits_of(tmp_path / "merged"), logits, atol=1e-4)
+    assert not torch.allclose(logits_of(Path(path)), logits, atol=1e-2)
     norm = sum(g.square().sum().item() for g in gradients.values()) ** 0.5
-    assert ranks[0][1] == pytest.approx(norm, rel=1e-4)
-    assert torch.allclose(merged_logits(tmp_path), logits, atol=1e-4)
+    assert ranks[0] == [pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-4)]
+    assert gradients.keys() == load_file(tmp_path / "adapter_model.safetensors").keys()
+    assert all(gradient.abs().max() > 0 for gradient in gradients.values())
     if "context" not in parallel:  # there each rank keeps a part of the sums over both
         found = {n: t for file in tmp_path.glob("gradients-*.st") for n, t in load_file(file).items()}
         assert found.keys() == gradients.keys()
@@ -132,15 +120,15 @@ def test_an_adapter_over_experts_merges_into_them(
     one_rank: Ranks, models: dict[str, str], tmp_path: Path, model: str, parallel: dict[str, Any]
 ) -> None:
     """transformers keeps experts fused, which PEFT's per-expert names do not reach: the merged model is the judge."""
-    ranks = one_rank.sharing(ParallelConfig(**parallel).world_size)
-    ranks.call("adapted", path=models[model], parallel=parallel, lora=LORA, directory=str(tmp_path))
-    assert torch.allclose(load_file(tmp_path / "logits.st")["logits"], merged_logits(tmp_path), atol=1e-4)
+    one_rank.spread(parallel).call("adapted", path=models[model], parallel=parallel, lora=LORA, directory=str(tmp_path))
+    assert torch.allclose(load_file(tmp_path / "logits.st")["logits"], logits_of(tmp_path / "merged"), atol=1e-4)
     names = load_file(tmp_path / "adapter_model.safetensors").keys()
     last = "experts.3.w2" if model == "mixtral" else "experts.3.down_proj"
     assert any(name.endswith(f"{last}.lora_B.weight") for name in names)
 
 
-def merged_logits(directory: Path) -> torch.Tensor:
-    merged = AutoModelForCausalLM.from_pretrained(directory / "merged", dtype=torch.float32).eval()
+def logits_of(directory: Path) -> torch.Tensor:
+    """By transformers."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     with torch.no_grad():
-        return merged(random_batch(17, seed=2)[TOKENS][:, :-1]).logits
+        return model(random_batch(17, seed=2)[TOKENS][:, :-1]).logits

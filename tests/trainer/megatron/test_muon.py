@@ -7,25 +7,24 @@ from typing import Any
 
 import pytest
 
+from tests.trainer.megatron.layouts import INTERLEAVED, SEQUENCE, SPREAD, alike, goes_on, named
 from tests.trainer.ranks import Ranks
-from trainer.config import ParallelConfig, TrainerConfig, strict
+from trainer.config import TrainerConfig, strict
 from trainer.errors import ConfigError
 from trainer.megatron.hf_config import load_shape
 
-MUON = {"optimizer": {"name": "muon", "lr": 1e-2, "weight_decay": 0.1}}
-SEQUENCE = {"tensor": 2, "sequence": True}
+MUON: dict[str, Any] = {"optimizer": {"name": "muon", "lr": 1e-2, "weight_decay": 0.1}}
 LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {"tensor": 2}),
     ("qwen2", {"data": 2}),
-    ("mixtral", {"data": 2, "expert": 2}),
+    ("mixtral", SPREAD),
     ("llama-tied", {"pipeline": 2}),
     ("qwen2", {"context": 2}),
-    ("llama-tied", {"pipeline": 2, "virtual_pipeline": 2}),
+    ("llama-tied", INTERLEAVED),
     ("qwen3_moe", SEQUENCE | {"expert": 2, "expert_tensor": 1}),
     ("mixtral", SEQUENCE),
     ("qwen2", {"tensor": 2, "data": 2}),
 ]
-NAMES = ["-".join([model, *(f"{k}{v}" for k, v in layout.items())]) for model, layout in LAYOUTS]
 
 
 @pytest.mark.parametrize("model", ["qwen2", "qwen3_moe"])
@@ -43,15 +42,11 @@ def test_every_weight_is_the_references(one_rank: Ranks, models: dict[str, str],
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize(("model", "parallel"), LAYOUTS, ids=NAMES)
+@pytest.mark.parametrize(("model", "parallel"), LAYOUTS, ids=named(LAYOUTS))
 def test_training_is_the_same_in_every_layout(
     one_rank: Ranks, models: dict[str, str], model: str, parallel: dict[str, Any]
 ) -> None:
-    alone = one_rank.known("losses", path=models[model], parallel={}, **MUON)[0]
-    ranks = one_rank.sharing(ParallelConfig(**parallel).world_size)
-    trained = ranks.call("losses", path=models[model], parallel=parallel, micro_batch=2, **MUON)
-    assert all(rank == trained[0] for rank in trained)
-    assert trained[0] == [pytest.approx(step, rel=2e-4) for step in alone]
+    alone = alike(one_rank, "losses", models[model], parallel, cut={"micro_batch": 2}, **MUON)
     assert alone[-1][0] != alone[0][0]
 
 
@@ -70,7 +65,7 @@ def test_half_precision_stays_close(one_rank: Ranks, two_ranks: Ranks, models: d
     ("model", "saved", "others"),
     [
         ("qwen2", {"data": 2}, [{}, {"tensor": 2}]),
-        ("mixtral", {"data": 2, "expert": 2}, [{}, {"pipeline": 2}]),
+        ("mixtral", SPREAD, [{}, {"pipeline": 2}]),
         ("llama-tied", {"pipeline": 2}, [{"context": 2}]),
     ],
     ids=["data", "experts", "stages"],
@@ -78,15 +73,7 @@ def test_half_precision_stays_close(one_rank: Ranks, two_ranks: Ranks, models: d
 def test_a_run_goes_on_exactly_and_in_other_layouts(
     one_rank: Ranks, models: dict[str, str], tmp_path: Path, model: str, saved: Any, others: list[Any]
 ) -> None:
-    common = {"path": models[model], "save_at": 2, "directory": str(tmp_path), **MUON}
-    ranks = one_rank.sharing(ParallelConfig(**saved).world_size)
-    through = ranks.call("losses", **common, parallel=saved)
-    resumed = ranks.call("losses", **common, parallel=saved, resume=True)
-    assert resumed == [steps[2:] for steps in through]
-    for parallel in others:
-        ranks = one_rank.sharing(ParallelConfig(**parallel).world_size)
-        elsewhere = ranks.call("losses", **common, parallel=parallel, resume=True)[0]
-        assert elsewhere == [pytest.approx(step, rel=2e-4) for step in through[0][2:]], parallel
+    goes_on(one_rank, models[model], tmp_path, saved, *others, **MUON)
 
 
 def test_a_matrix_has_one_state_and_ranks_share_it(one_rank: Ranks, two_ranks: Ranks, models: dict[str, str]) -> None:

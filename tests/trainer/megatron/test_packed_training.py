@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.trainer.data.writing import jsonl, problems
+from tests.trainer.megatron.layouts import FULL, INTERLEAVED, SEQUENCE, SPREAD
 from tests.trainer.ranks import Ranks
 
 GRPO = {"name": "grpo", "samples_per_prompt": 3, "kl_coef": 0.1, "minibatches": 2}
@@ -23,11 +24,11 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "ppo": {"name": "ppo", "samples_per_prompt": 2, "epochs": 2},
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "data": {"parallel": {"data": 2}},
-    "tensor and sequence": {"parallel": {"tensor": 2, "sequence": True}},
-    "pipeline": {"parallel": {"pipeline": 2}},
-    "context": {"parallel": {"context": 2}},
-    "full": {"parallel": {"data": 2, "shard": "full"}},
+    "data": {"data": 2},
+    "tensor and sequence": SEQUENCE,
+    "pipeline": {"pipeline": 2},
+    "context": {"context": 2},
+    "full": FULL,
 }
 
 
@@ -55,26 +56,25 @@ def test_every_algorithm_learns_the_same_from_packed_rows(
 @pytest.mark.parametrize("algorithm", ["dpo", "grpo"])
 def test_so_does_every_layout(two_ranks: Ranks, small_models: dict[str, str], layout: str, algorithm: str) -> None:
     path, section = small_models["llama"], ALGORITHMS[algorithm]
-    check(two_ranks.call("packed_training", path=path, algorithm=section, **LAYOUTS[layout]))
+    check(two_ranks.call("packed_training", path=path, algorithm=section, parallel=LAYOUTS[layout]))
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_packed_rows_are_recomputed_as_they_were(one_rank: Ranks, small_models: dict[str, str], recompute: str) -> None:
-    path = small_models["llama-scaled"]
-    model = {"path": path, "recompute": recompute}
-    check(one_rank.call("packed_training", path=path, parallel={}, algorithm={"name": "sft"}, model=model))
-
-
-def test_experts_are_chosen_as_without_packing(two_ranks: Ranks, models: dict[str, str]) -> None:
-    parallel = {"data": 2, "expert": 2}
-    check(two_ranks.call("packed_training", path=models["qwen3_moe"], parallel=parallel, algorithm={"name": "sft"}))
-
-
-@pytest.mark.broad
-def test_interleaved_stages_get_whole_groups_of_packed_rows(two_ranks: Ranks, models: dict[str, str]) -> None:
-    parallel = {"pipeline": 2, "virtual_pipeline": 2}
-    check(two_ranks.call("packed_training", path=models["qwen2"], parallel=parallel, algorithm={"name": "sft"}))
+@pytest.mark.parametrize(
+    ("model", "parallel", "recompute"),
+    [
+        ("llama-scaled", {}, "selective"),
+        pytest.param("llama-scaled", {}, "full", marks=pytest.mark.broad),
+        ("qwen3_moe", SPREAD, "none"),
+        pytest.param("qwen2", INTERLEAVED, "none", marks=pytest.mark.broad),
+    ],
+    ids=["recomputed in part", "recomputed", "experts are chosen as without packing", "whole groups for stages"],
+)
+def test_so_do_recomputed_layers_experts_and_interleaved_stages(
+    one_rank: Ranks, every_model: dict[str, str], model: str, parallel: dict[str, Any], recompute: str
+) -> None:
+    path = every_model[model]
+    config = {"parallel": parallel, "algorithm": {"name": "sft"}, "model": {"path": path, "recompute": recompute}}
+    check(one_rank.spread(parallel).call("packed_training", path=path, **config))
 
 
 @pytest.mark.broad

@@ -1,4 +1,5 @@
-"""A run is continued exactly in its own layout, and within rounding in any other."""
+"""A run is continued exactly in its own layout, and within rounding in any other. Checkpoints of fully sharded weights:
+written behind training's back, uneven and empty shards, the other format."""
 
 from __future__ import annotations
 
@@ -7,48 +8,54 @@ from typing import Any
 
 import pytest
 
+from tests.trainer.conftest import SMALL
+from tests.trainer.megatron.layouts import FULL, INTERLEAVED, SEQUENCE, SPREAD, goes_on
 from tests.trainer.ranks import Ranks
-from trainer.config import ParallelConfig
+from trainer.tiny_model import write_tiny_model
 
-SCHEDULE = {"optimizer": {"lr": 1e-2, "warmup_steps": 2, "decay": "cosine"}}
-FULL = {"data": 2, "shard": "full"}
-SPREAD, INTERLEAVED = {"data": 2, "expert": 2}, {"pipeline": 2, "virtual_pipeline": 2}
-LAYOUTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("qwen2", {"tensor": 2}, {}),
-    ("qwen2", {"pipeline": 2}, {}),
-    ("qwen2", {"data": 2}, {}),
-    ("qwen2", INTERLEAVED, {}),
-    ("qwen2", {"context": 2}, {}),
-    ("mixtral", SPREAD, {}),
-    ("mixtral", {"tensor": 2, "sequence": True}, {}),
-    ("qwen2", {"data": 2}, {"dtype": "float16"}),
-    ("qwen2", {"data": 2}, {"offload": True}),
-    ("qwen2", FULL, {}),
-    ("llama-tied", FULL, {"dtype": "bfloat16"}),
-    ("qwen2", {"context": 2, "shard": "full"}, {}),
+OPTIMIZER = {"lr": 1e-2, "warmup_steps": 2, "decay": "cosine", "weight_decay": 0.1}
+PPO = {"algorithm": {"name": "ppo", "critic_lr": 1e-2}, "gateway": {"url": "http://unused"}}
+CASES: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
+    ("llama-tied", {"tensor": 2}, [{}, {"pipeline": 2}, INTERLEAVED, {"context": 2}]),
+    ("qwen2", {"tensor": 2}, []),
+    ("qwen2", {"pipeline": 2}, []),
+    ("mixtral", SEQUENCE, []),
+    ("qwen2", {"data": 2}, []),
+    ("qwen2", {"context": 2}, []),
+    ("llama-tied", INTERLEAVED, [{}, SEQUENCE]),
+    ("mixtral", SPREAD, [{}, {"pipeline": 2}]),
+    ("mixtral", {}, [SPREAD]),
+    ("qwen2", FULL, []),
+    ("qwen2", {"context": 2, "shard": "full"}, []),
+    ("llama-tied", {"pipeline": 2, "data": 2}, [{}, {"pipeline": 2}]),
+    ("qwen2", {"data": 4, "shard": "full"}, [FULL]),
 ]
 
 
-def size(parallel: dict[str, Any]) -> int:
-    return ParallelConfig(**parallel).world_size
-
-
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
-    ("model", "parallel", "how"),
-    LAYOUTS,
-    ids=["-".join([m, *(f"{k}{v}" for k, v in (p | h).items())]) for m, p, h in LAYOUTS],
+    ("model", "saved", "others"), CASES, ids=["-".join([m, *(f"{k}{v}" for k, v in p.items())]) for m, p, _ in CASES]
 )
-def test_resume_is_exact(
-    two_ranks: Ranks, models: dict[str, str], tmp_path: Path, model: str, parallel: dict[str, Any], how: dict[str, Any]
+def test_a_run_goes_on_exactly_and_in_other_layouts(
+    one_rank: Ranks, models: dict[str, str], tmp_path: Path, model: str, saved: Any, others: list[Any]
 ) -> None:
-    path = models[model]
-    common = {"path": path, "parallel": parallel, "save_at": 2, "directory": str(tmp_path)}
-    config: dict[str, Any] = {"model": {"path": path, "dtype": how.get("dtype", "float32")}}
-    config["optimizer"] = SCHEDULE["optimizer"] | {"offload": how.get("offload", False)}
-    through = two_ranks.call("losses", **common, **config)
-    resumed = two_ranks.call("losses", **common, **config, resume=True)
-    assert resumed == [steps[2:] for steps in through]
+    goes_on(one_rank, models[model], tmp_path, saved, *others, optimizer=OPTIMIZER)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("model", "parallel", "dtype", "offload"),
+    [
+        ("qwen2", {"data": 2}, "float32", True),
+        ("qwen2", {"data": 2}, "float16", False),
+        ("llama-tied", FULL, "bfloat16", False),
+    ],
+)
+def test_half_precision_and_an_optimizer_on_the_host_go_on_exactly(
+    one_rank: Ranks, models: dict[str, str], tmp_path: Path, model: str, parallel: Any, dtype: str, offload: bool
+) -> None:
+    path, optimizer = models[model], OPTIMIZER | {"offload": offload}
+    goes_on(one_rank, path, tmp_path, parallel, model={"path": path, "dtype": dtype}, optimizer=optimizer)
 
 
 @pytest.mark.sample(2)
@@ -60,37 +67,47 @@ def test_an_optimizer_may_move_between_device_and_host(
     path = models["qwen2"]
     common = {"path": path, "parallel": {"data": 2}, "save_at": 2, "directory": str(tmp_path)}
     common["model"] = {"path": path, "dtype": dtype}
-    there, back = (SCHEDULE["optimizer"] | {"offload": offload} for offload in (offloaded, not offloaded))
+    there, back = (OPTIMIZER | {"offload": offload} for offload in (offloaded, not offloaded))
     through = two_ranks.call("losses", **common, optimizer=there)[0]
     resumed = two_ranks.call("losses", **common, optimizer=back, resume=True)[0]
     assert resumed == [pytest.approx(step, rel=1e-5) for step in through[2:]]
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    ("model", "saved", "others"),
-    [
-        ("llama-tied", {"tensor": 2}, [{}, {"pipeline": 2}, INTERLEAVED, {"context": 2}]),
-        ("llama-tied", INTERLEAVED, [{}, {"tensor": 2, "sequence": True}]),
-        ("llama-tied", {"pipeline": 2, "data": 2}, [{}, {"pipeline": 2}]),
-        ("mixtral", SPREAD, [{}, {"pipeline": 2}]),
-        ("mixtral", {}, [SPREAD]),
-        ("qwen2", {"data": 4, "shard": "full"}, [FULL]),
-    ],
-    ids=["tensor", "interleaved", "tied-stages", "experts", "alone", "full"],
-)
-def test_a_checkpoint_can_be_read_in_another_layout(
-    one_rank: Ranks,
-    models: dict[str, str],
-    tmp_path: Path,
-    model: str,
-    saved: dict[str, Any],
-    others: list[dict[str, Any]],
+def test_actor_and_critic_are_written_while_training_goes_on(
+    two_ranks: Ranks, small_models: dict[str, str], tmp_path: Path
 ) -> None:
-    common = {"path": models[model], "save_at": 2, "directory": str(tmp_path)}
-    config = {"optimizer": {"lr": 1e-2, "weight_decay": 0.1}}
-    through = one_rank.sharing(size(saved)).call("losses", **common, **config, parallel=saved)[0]
-    for parallel in others:
-        ranks = one_rank.sharing(size(parallel))
-        resumed = ranks.call("losses", **common, **config, parallel=parallel, resume=True)[0]
-        assert resumed == [pytest.approx(step, rel=2e-4) for step in through[2:]], parallel
+    path = small_models["qwen2"]
+    found = two_ranks.call("saved_while_training", path=path, parallel=FULL, directory=str(tmp_path), **PPO)
+    for rank in found:
+        assert rank["unwritten"]
+        assert rank["resumed"] == rank["through"], "bit for bit"
+    files = {p.name for p in (tmp_path / "step-00000002" / "critic").iterdir()}
+    assert files == {".metadata", "__0_0.distcp", "__1_0.distcp", "fully_sharded.json"}
+
+
+def test_a_damaged_shard_is_named_and_the_one_before_used(
+    two_ranks: Ranks, small_models: dict[str, str], tmp_path: Path
+) -> None:
+    lead, _ = two_ranks.call("torn", path=small_models["qwen2"], parallel=FULL, directory=str(tmp_path))
+    assert lead["found"][:2] == [{"step": 2}, {"step": 1}]
+    assert "step-00000002/actor/__1_" in lead["found"][2]
+
+
+@pytest.mark.broad
+def test_ranks_without_a_part_of_some_tensor(one_rank: Ranks, tmp_path: Path) -> None:
+    """Six norm weights over four ranks are two, two, two and none."""
+    sizes: dict[str, Any] = SMALL | {"head_dim": 6}
+    write_tiny_model(tmp_path / "model", "qwen3", **sizes)
+    (saved := tmp_path / "saved").mkdir()
+    goes_on(one_rank, str(tmp_path / "model"), saved, {"data": 4, "shard": "full"}, FULL)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("saved", "resumed"), [(FULL, {"data": 2}), ({"data": 2}, FULL)], ids=["full", "optimizer"])
+def test_the_other_way_of_sharding_is_refused_by_name(
+    two_ranks: Ranks, small_models: dict[str, str], tmp_path: Path, saved: dict[str, Any], resumed: dict[str, Any]
+) -> None:
+    common: dict[str, Any] = {"path": small_models["qwen2"], "steps": 2, "save_at": 1, "directory": str(tmp_path)}
+    two_ranks.call("losses", **common, parallel=saved)
+    with pytest.raises(AssertionError, match=rf"shard {saved.get('shard', 'optimizer')}, this run has .* Set it back"):
+        two_ranks.call("losses", **common, parallel=resumed, resume=True)

@@ -1,4 +1,5 @@
-"""What is read of a mixture's config.json, what is refused in it, and which layouts a model can have."""
+"""What is read of a mixture's config.json, what is refused in it, which layouts a model can have; and an export that
+takes the place of another."""
 
 from __future__ import annotations
 
@@ -7,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from trainer.config import ModelConfig, ParallelConfig
 from trainer.errors import ConfigError, ModelError, UnsupportedModel
 from trainer.megatron.hf_config import ModelShape, load_shape
-from trainer.megatron.hf_files import HfTensors
+from trainer.megatron.hf_files import INDEX, HfTensors, finish_checkpoint, write_shards
 
 
 def written(model: str, directory: Path, **changes: Any) -> Path:
@@ -102,3 +105,30 @@ def test_8_bits_stand_on_bfloat16() -> None:
 def test_the_vocabulary_is_padded_for_its_ranks(models: dict[str, str]) -> None:
     shape: ModelShape = load_shape(models["qwen2"])
     assert [shape.padded_vocab(ranks) for ranks in (1, 2, 4)] == [17, 18, 20]
+
+
+def export(directory: Path, value: float, parts: int) -> None:
+    """Two tensors of that value, written by so many ranks."""
+    tensors = [("a", torch.full((2,), value)), ("b", torch.full((2,), value))]
+    written = [w for part in range(parts) for w in write_shards(directory, tensors[part::parts], part)]
+    finish_checkpoint(directory, written, directory.parent / "like", "float32")
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 2)])
+def test_no_weights_of_the_one_before_are_left(tmp_path: Path, before: int, after: int) -> None:
+    """A loader that finds `model.safetensors` looks at no index, and reads every shard when there is none."""
+    (tmp_path / "like").mkdir()
+    (tmp_path / "like" / "config.json").write_text("{}")
+    target = tmp_path / "export"
+    target.mkdir()
+    save_file({"c": torch.zeros(1)}, str(target / "model-00007-00000.safetensors"))
+    export(target, 1.0, before)
+    export(target, 2.0, after)
+    found = {name: t.tolist() for file in target.glob("*.safetensors") for name, t in load_file(file).items()}
+    assert found == {"a": [2.0, 2.0], "b": [2.0, 2.0]}
+    files = {file.name for file in target.glob("*.safetensors")}
+    if after == 1:
+        assert files == {"model.safetensors"}
+        assert not (target / INDEX).exists()
+    else:
+        assert set(json.loads((target / INDEX).read_text())["weight_map"].values()) == files
