@@ -93,6 +93,11 @@ class ApiServer:
         for process in self._processes:
             process.wait(30)
 
+    def restart(self) -> None:
+        """After a power failure."""
+        self.kill()
+        self.start()
+
     def answers(self) -> bool:
         if any(process.poll() is not None for process in self._processes):
             raise AssertionError(self.log.read_text())
@@ -139,6 +144,15 @@ def datum(tokens: list[int], **inputs: Any) -> types.Datum:
 def sums() -> list[types.Datum]:
     """Additions in the tiny model's tokens: 1+2=3 and so on."""
     return [datum([3 + a, 13, 3 + b, 14, 3 + a + b], weights=[0.0, 0.0, 0.0, 1.0]) for a in range(5) for b in range(4)]
+
+
+def new(service: tinker.ServiceClient, rank: int = 4, **more: Any) -> tinker.TrainingClient:
+    return service.create_lora_training_client(base_model="tiny", rank=rank, **{"seed": 7} | more).result()
+
+
+def loss_of(client: tinker.TrainingClient) -> float:
+    """Of the sums, as the client's weights are now."""
+    return client.forward(sums(), "cross_entropy").result().metrics["loss:sum"]
 
 
 def learn(

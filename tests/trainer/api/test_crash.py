@@ -13,19 +13,11 @@ import pytest
 import tinker
 from tinker import types
 
-from tests.trainer.api.server import ApiServer, learn, sums
+from tests.trainer.api.server import ApiServer, learn, loss_of, new, sums
 from tests.trainer.fleet import Fleet
 from tests.waiting import wait_until
 
 PASS, STEP = "forward_backward", "optim_step"
-
-
-def new(service: tinker.ServiceClient) -> tinker.TrainingClient:
-    return service.create_lora_training_client(base_model="tiny", rank=4, seed=3).result()
-
-
-def said(client: tinker.TrainingClient) -> float:
-    return client.forward(sums(), "cross_entropy").result().metrics["loss:sum"]
 
 
 def uninterrupted(service: tinker.ServiceClient) -> tuple[list[float], float]:
@@ -36,7 +28,7 @@ def uninterrupted(service: tinker.ServiceClient) -> tuple[list[float], float]:
         passes = [client.forward_backward(data, "cross_entropy") for data in (sums(), sums()[:5])]
         client.optim_step(types.AdamParams(learning_rate=1e-3)).result()
         losses += [passed.result().metrics["loss:sum"] for passed in passes]
-    return losses, said(client)
+    return losses, loss_of(client)
 
 
 @pytest.mark.parametrize("killed", ["between two passes", "before the step", "after the step"])
@@ -46,19 +38,14 @@ def test_killed_between_requests(api: ApiServer, killed: str) -> None:
     expected = uninterrupted(service)
     client, losses = new(service), []
     for step in range(3):
-        losses.append(client.forward_backward(sums(), "cross_entropy").result().metrics["loss:sum"])
-        if (step, killed) == (1, "between two passes"):
-            api.kill()
-            api.start()
-        losses.append(client.forward_backward(sums()[:5], "cross_entropy").result().metrics["loss:sum"])
-        if (step, killed) == (1, "before the step"):
-            api.kill()
-            api.start()
+        for data, moment in ((sums(), "between two passes"), (sums()[:5], "before the step")):
+            losses.append(client.forward_backward(data, "cross_entropy").result().metrics["loss:sum"])
+            if (step, killed) == (1, moment):
+                api.restart()
         client.optim_step(types.AdamParams(learning_rate=1e-3)).result()
         if (step, killed) == (1, "after the step"):
-            api.kill()
-            api.start()
-    assert (losses, said(client)) == expected
+            api.restart()
+    assert (losses, loss_of(client)) == expected
 
 
 def test_killed_in_the_middle_of_a_pass(api: ApiServer) -> None:
@@ -66,7 +53,7 @@ def test_killed_in_the_middle_of_a_pass(api: ApiServer) -> None:
     service = api.service()
     data = sums() * 100
     calm, client = new(service), new(service)
-    expected = learn(calm, data, 2), said(calm)
+    expected = learn(calm, data, 2), loss_of(calm)
     first = learn(client, data, 1)
     passed = client.forward_backward(data, "cross_entropy")
     stepped = client.optim_step(types.AdamParams(learning_rate=1e-3))
@@ -82,7 +69,7 @@ def test_killed_in_the_middle_of_a_pass(api: ApiServer) -> None:
     api.start()
     losses = [*first, passed.result().metrics["loss:sum"]]
     stepped.result()
-    assert (losses, said(client)) == expected
+    assert (losses, loss_of(client)) == expected
     assert open_requests() == []
 
 
@@ -97,40 +84,37 @@ def test_a_request_whose_acknowledgement_was_lost_is_not_executed_again(api: Api
     for _ in range(2):
         assert api.post("optim_step", json=step).json()["request_id"] == f"{client.model_id}:2"
         answers.append(api.post("retrieve_future", json={"request_id": f"{client.model_id}:2"}).json())
-        api.kill()
-        api.start()
+        api.restart()
     assert answers[0] == answers[1]
     client._request_id_counter, client._turn_counter = 2, 2  # it has sent number 2 by itself
-    assert said(client) == said(calm)
+    assert loss_of(client) == loss_of(calm)
 
 
 def test_what_was_refused_stays_refused(api: ApiServer) -> None:
     """A gradient that is not finite is dropped, and does not come back with the restart."""
     service = api.service()
     client = new(service)
-    before = said(client)
+    before = loss_of(client)
     broken = [
         types.Datum(d.model_input, {**d.loss_fn_inputs, "weights": [3e38] * d.model_input.length}) for d in sums()
     ]
     client.forward_backward(broken, "cross_entropy").result()
     with pytest.raises(tinker.RequestFailedError, match="the weights are as before"):
         client.optim_step(types.AdamParams(learning_rate=1e-3)).result()
-    api.kill()
-    api.start()
+    api.restart()
     with pytest.raises(tinker.RequestFailedError, match="call forward_backward before"):
         client.optim_step(types.AdamParams(learning_rate=1e-3)).result()
-    assert said(client) == before
+    assert loss_of(client) == before
 
 
 def test_checkpoints_and_samplers_outlive_the_server(api: ApiServer) -> None:
     service = api.service()
     client = new(service)
     learn(client, sums(), 2)
-    path, expected = client.save_state("kept").result().path, said(client)
+    path, expected = client.save_state("kept").result().path, loss_of(client)
     sampler = client.save_weights_and_get_sampling_client().result()
-    api.kill()
-    api.start()
-    assert said(service.create_training_client_from_state(path).result()) == expected
+    api.restart()
+    assert loss_of(service.create_training_client_from_state(path).result()) == expected
     answer = sampler.sample(types.ModelInput.from_ints([4, 13]), 1, types.SamplingParams(max_tokens=2)).result()
     assert answer.sequences[0].tokens
 
@@ -143,8 +127,7 @@ def test_a_sample_that_was_under_way_is_asked_for_again(both: tuple[ApiServer, F
     try:
         future = sampler.sample(types.ModelInput.from_ints([4, 13]), 1, types.SamplingParams(max_tokens=2))
         wait_until(lambda: len(running.server.requests) > before, what="the gateway has the request")
-        api.kill()
-        api.start()
+        api.restart()
     finally:
         running.server.ready = lambda: True
     assert future.result(timeout=60).sequences[0].tokens
@@ -162,7 +145,7 @@ def test_a_request_that_the_ranks_did_not_outlive_is_tried_no_more(api: ApiServe
     with pytest.raises(tinker.RequestFailedError, match="begun 3 times, and the server's ranks did not outlive it"):
         client.forward_backward(sums(), "cross_entropy").result()
     learn(client, sums(), 1)
-    assert said(client) == said(calm)
+    assert loss_of(client) == loss_of(calm)
 
 
 def test_a_directory_has_one_server_and_so_has_a_port(api: ApiServer, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tinker
@@ -13,7 +12,7 @@ from safetensors.torch import load_file
 from tinker import types
 from transformers import AutoModelForCausalLM
 
-from tests.trainer.api.server import KEY, ApiServer, learn, sums
+from tests.trainer.api.server import KEY, ApiServer, learn, new, sums
 from tests.trainer.fleet import Fleet
 
 SERVING = {"dtype": "bfloat16", "full": True}
@@ -25,10 +24,6 @@ def service(api: ApiServer) -> Iterator[tinker.ServiceClient]:
     found = api.service()
     yield found
     found.close("success").result(30)
-
-
-def new(service: tinker.ServiceClient) -> tinker.TrainingClient:
-    return service.create_lora_training_client(base_model="tiny", rank=0).result()
 
 
 def expected(model: str, steps: int, lr: float) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -58,7 +53,7 @@ def test_all_weights_are_trained_and_served(
 ) -> None:
     """As torch's AdamW on transformers' model does; a saved one is a whole version, and so is the base model again."""
     api, running = both
-    client = new(service)
+    client = new(service, rank=0)
     assert client.get_info().is_lora is False
     losses, weights = expected(tiny_model, 4, 1e-3)
     assert learn(client, sums(), 4) == pytest.approx(losses, rel=1e-4)
@@ -87,29 +82,27 @@ def test_all_weights_are_trained_and_served(
 
 def test_a_state_goes_on_where_it_was(service: tinker.ServiceClient, api: ApiServer) -> None:
     """In a client of its own, and after a kill with a gradient that no step has taken."""
-    client = new(service)
+    client = new(service, rank=0)
     learn(client, sums(), 2)
     path = client.save_state("two").result().path
     wanted = learn(client, sums(), 2)
     resumed = service.create_training_client_from_state_with_optimizer(path).result()
     first = resumed.forward_backward(sums(), "cross_entropy").result().metrics["loss:sum"]
-    api.kill()
-    api.start()
+    api.restart()
     resumed.optim_step(types.AdamParams(learning_rate=1e-3)).result()
     assert [first, *learn(resumed, sums(), 1)] == wanted
     assert learn(client, sums(), 1)[0] < wanted[-1], "the first one is as it was left"
 
 
 def test_one_session_at_a_time(service: tinker.ServiceClient, api: ApiServer) -> None:
-    client = new(service)
+    client = new(service, rank=0)
     other = api.service("tml-another")
     with pytest.raises(tinker.BadRequestError, match="one at a time may"):
-        new(other)
+        new(other, rank=0)
     learn(client, sums(), 1)
     service.close("success").result(30)
-    assert learn(new(other), sums(), 1)
-    client_again: Any = client
-    refused = api.post("optim_step", json={"model_id": client_again.model_id, "seq_id": 3, "adam_params": {}})
+    assert learn(new(other, rank=0), sums(), 1)
+    refused = api.post("optim_step", json={"model_id": client.model_id, "seq_id": 3, "adam_params": {}})
     answer = api.post("retrieve_future", json={"request_id": refused.json()["request_id"]}).json()
     assert "one at a time may" in answer["error"]
     other.close("success").result(30)
@@ -117,4 +110,4 @@ def test_one_session_at_a_time(service: tinker.ServiceClient, api: ApiServer) ->
 
 def test_adapters_are_refused(service: tinker.ServiceClient) -> None:
     with pytest.raises(tinker.BadRequestError, match="create the client with rank=0"):
-        service.create_lora_training_client(base_model="tiny", rank=4).result()
+        new(service)

@@ -20,13 +20,12 @@ from tinker import types
 
 from tests.trainer.api.finetuning.client import ended, preferences, sdk, upload
 from tests.trainer.api.finetuning.client import losses as job_losses
-from tests.trainer.api.server import ApiServer, datum, learn, serving, sums
+from tests.trainer.api.server import ApiServer, datum, learn, new, serving, sums
 from tests.trainer.api.test_losses import body, data_for
 from tests.trainer.faults.test_ranks import rank_process
 from tests.trainer.ranks import Ranks
 from tests.waiting import wait_until
 from trainer.api.__main__ import main
-from trainer.config import ParallelConfig
 
 PASS = "forward_backward"
 
@@ -66,52 +65,45 @@ def tensors(directory: Path) -> dict[str, torch.Tensor]:
     return {n: t for file in directory.glob("*.safetensors") for n, t in load_file(file).items()}
 
 
+def alike(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.allclose(found[name], tensor, rtol=1e-2, atol=1e-2 * float(tensor.abs().max())), name
+
+
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("model", "parallel", "full"), LAYOUTS, ids=["-".join([m, *p, "full" if f else "lora"]) for m, p, f in LAYOUTS]
 )
 def test_ranks_train_as_one_does_and_go_on_in_its_place(
-    one_rank: Ranks,
-    models: dict[str, str],
-    small_models: dict[str, str],
-    tmp_path: Path,
-    model: str,
-    parallel: dict[str, Any],
-    full: bool,
+    one_rank: Ranks, every_model: dict[str, str], tmp_path: Path, model: str, parallel: dict[str, Any], full: bool
 ) -> None:
     """The numbers of each pass, the norm, the state and what a sampler would get; then one rank goes on from the state
     of several, and they from its."""
-    ranks = one_rank.sharing(ParallelConfig(**parallel).world_size)
-    about: dict[str, Any] = {"path": (small_models | models)[model], "full": full}
-    alone = one_rank.call(
-        "several_ranks", parallel={}, passes=PASSES, directory=f"{tmp_path}/one", begin=None, **about
-    )[0]
-    said = ranks.call(
-        "several_ranks", parallel=parallel, passes=PASSES, directory=f"{tmp_path}/more", begin=None, **about
-    )[0]
+
+    def told(layout: dict[str, Any], passes: Any, into: str, begin: str | None = None) -> list[dict[str, Any]]:
+        about = {"path": every_model[model], "parallel": layout, "full": full, "passes": passes}
+        places = {"directory": f"{tmp_path}/{into}", "begin": begin and f"{tmp_path}/{begin}"}
+        found: list[dict[str, Any]] = one_rank.spread(layout).call("several_ranks", **about, **places)[0]
+        return found
+
+    alone, said = told({}, PASSES, "one"), told(parallel, PASSES, "more")
     assert alone[0]["losses"] != alone[-1]["losses"][:2]
     close(said, alone)
     one, several = tensors(tmp_path / "one"), tensors(tmp_path / "more")
-    assert one.keys() == several.keys()
-    for name, tensor in one.items():
-        assert torch.allclose(tensor, several[name], rtol=1e-2, atol=1e-2 * float(tensor.abs().max())), name
+    alike(several, one)
     exported = [tensors(tmp_path / state / "export") for state in ("one", "more")]
     assert exported[0].keys() == exported[1].keys()
     assert {f"weight.{name}" for name in exported[0]} == {name for name in one if name.startswith("weight.")}
-    about["passes"] = PASSES[:1]
-    on = [
-        who.call("several_ranks", parallel=layout, begin=f"{tmp_path}/{begin}", directory=f"{tmp_path}/on", **about)
-        for who, layout, begin in ((one_rank, {}, "more"), (ranks, parallel, "one"))
-    ]
-    close(on[0][0], on[1][0])
-    assert on[0][0][0]["losses"] != alone[0]["losses"]
+    on = [told(layout, PASSES[:1], "on", begin) for layout, begin in (({}, "more"), (parallel, "one"))]
+    close(on[0], on[1])
+    assert on[0][0]["losses"] != alone[0]["losses"]
 
 
 def through_the_sdk(api: ApiServer) -> dict[str, Any]:
     """What two clients of the stock SDK are told while they train by turns, save, load and are saved for a sampler."""
     service = api.service()
-    make = {"base_model": "tiny", "rank": 4, "seed": 5}
-    first, second = (service.create_lora_training_client(**make).result() for _ in range(2))
+    first, second = new(service), new(service)
     odd = [datum([3, 4, 5, 6, 7, 8, 9][: 2 + i % 5], weights=[1.0] * (1 + i % 5)) for i in range(7)]
     losses = []
     for _ in range(3):
@@ -149,9 +141,7 @@ def test_the_stock_sdk_is_told_the_same(
     assert found["losses"] == pytest.approx(on_one_rank["losses"], rel=5e-4)
     for row, reference in zip(found["rows"], on_one_rank["rows"], strict=True):
         assert row == pytest.approx(reference, rel=1e-3, abs=1e-4)
-    assert found["adapter"].keys() == on_one_rank["adapter"].keys()
-    for name, tensor in on_one_rank["adapter"].items():
-        assert torch.allclose(found["adapter"][name], tensor, rtol=1e-2, atol=1e-2 * float(tensor.abs().max())), name
+    alike(found["adapter"], on_one_rank["adapter"])
 
 
 @pytest.mark.broad
@@ -162,8 +152,7 @@ def test_a_rank_that_is_killed(tmp_path: Path, tiny_model: str) -> None:
     data = sums() * 200
     with serving(tmp_path, tiny_model, parallel={"data": 2}, launched=True) as (api, _):
         service, client_of_jobs = api.service(), sdk(api)
-        make = {"base_model": "tiny", "rank": 4, "seed": 5}
-        calm, client = (service.create_lora_training_client(**make).result() for _ in range(2))
+        calm, client = new(service), new(service)
         expected, losses = learn(calm, data, 4), learn(client, data, 1)
         file = upload(client_of_jobs, preferences())
         method: Any = {"type": "dpo", "dpo": {"hyperparameters": {"n_epochs": 12, "batch_size": 3}}}

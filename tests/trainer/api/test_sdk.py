@@ -17,7 +17,7 @@ from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 
 from tests.etcd import Tls
-from tests.trainer.api.server import KEY, ApiServer, datum, learn, serving, sums
+from tests.trainer.api.server import KEY, ApiServer, datum, learn, loss_of, new, serving, sums
 from tests.trainer.fleet import Fleet
 from weightsync.memory.parts import ADAPTER_CONFIG
 from weightsync.memory.receiver import SlotReader
@@ -32,10 +32,6 @@ def service(api: ApiServer) -> tinker.ServiceClient:
     return api.service()
 
 
-def new(service: tinker.ServiceClient, rank: int = 4, **more: Any) -> tinker.TrainingClient:
-    return service.create_lora_training_client(base_model="tiny", rank=rank, seed=7, **more).result()
-
-
 def test_a_supervised_loop_lowers_the_loss(service: tinker.ServiceClient) -> None:
     client = new(service, rank=8)
     losses = learn(client, sums(), 30)
@@ -44,14 +40,15 @@ def test_a_supervised_loop_lowers_the_loss(service: tinker.ServiceClient) -> Non
     assert client.get_tokenizer().encode("1+2=") == [4, 13, 5, 14]
 
 
-def test_a_batch_in_several_requests_is_one_batch(service: tinker.ServiceClient) -> None:
+def test_a_batch_in_several_requests_is_one_batch(
+    service: tinker.ServiceClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The SDK cuts a large one, and sends the first part last."""
     whole, cut = new(service), new(service)
-    cut.holder._client_config = cut.holder._client_config.model_copy(update={"fwdbwd_max_chunk_len": 3})
-    try:
-        assert learn(cut, sums(), 3) == pytest.approx(learn(whole, sums(), 3), rel=1e-5)
-    finally:
-        cut.holder._client_config = cut.holder._client_config.model_copy(update={"fwdbwd_max_chunk_len": 1024})
+    expected = learn(whole, sums(), 3)
+    small = cut.holder._client_config.model_copy(update={"fwdbwd_max_chunk_len": 3})
+    monkeypatch.setattr(cut.holder, "_client_config", small)
+    assert learn(cut, sums(), 3) == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_custom_loss_is_the_built_in_one_where_they_are_the_same(service: tinker.ServiceClient) -> None:
@@ -73,11 +70,11 @@ def test_a_custom_loss_is_the_built_in_one_where_they_are_the_same(service: tink
 def test_the_step_is_adamw_with_the_parameters_of_the_request(service: tinker.ServiceClient) -> None:
     """A step of nothing changes nothing; a clipped gradient is as large as it may be, and Adam does not care."""
     client = new(service)
-    before = client.forward(sums(), "cross_entropy").result().metrics["loss:sum"]
+    before = loss_of(client)
     client.forward_backward(sums(), "cross_entropy")
     norm = client.optim_step(types.AdamParams(learning_rate=0.0)).result().metrics
     assert (norm or {})["grad_norm"] > 0
-    assert client.forward(sums(), "cross_entropy").result().metrics["loss:sum"] == before
+    assert loss_of(client) == before
 
 
 def test_clients_do_not_disturb_each_other(service: tinker.ServiceClient, api: ApiServer) -> None:
@@ -128,7 +125,7 @@ def test_a_state_that_is_not_whole_is_refused(service: tinker.ServiceClient, api
     """The one who wanted it goes on as before."""
     client = new(service)
     learn(client, sums(), 1)
-    expected = client.forward(sums(), "cross_entropy").result().metrics["loss:sum"]
+    expected = loss_of(client)
     for number, (name, damage, says) in enumerate(
         [
             ("model-*.safetensors", lambda file: file.unlink(), "is missing"),
@@ -142,7 +139,7 @@ def test_a_state_that_is_not_whole_is_refused(service: tinker.ServiceClient, api
         damage(next(newest.glob(name)))
         with pytest.warns(FutureWarning), pytest.raises(tinker.RequestFailedError, match=says):
             client.load_state(path).result()
-        assert client.forward(sums(), "cross_entropy").result().metrics["loss:sum"] == expected
+        assert loss_of(client) == expected
 
 
 def test_a_saved_adapter_is_a_part_of_a_version_and_is_asked_by_its_name(
@@ -210,6 +207,9 @@ def test_a_client_that_cannot_be_made(
         make(service)
 
 
+ONES = types.TensorData(data=[1.0, 1.0], dtype="float32", shape=[2])
+
+
 def _fields(**inputs: Any) -> list[types.Datum]:
     return [datum([3, 4, 5], **inputs)]
 
@@ -222,12 +222,7 @@ def _fields(**inputs: Any) -> list[types.Datum]:
         (_fields(logprobs=[0.0, 0.0], advantages=[1.0, 1.0]), "gspo", None, "'sequence_ratio_mask'"),
         (_fields(weights=[1.0]), "cross_entropy", None, "give one each"),
         (_fields(weights=[1.0, math.nan]), "cross_entropy", None, "not finite"),
-        (
-            _fields(mask=types.TensorData(data=[1.0, 1.0], dtype="float32", shape=[2])),
-            "cross_entropy",
-            None,
-            "reads target_tokens, weights alone",
-        ),
+        (_fields(mask=ONES), "cross_entropy", None, "reads target_tokens, weights alone"),
         (_fields(), "cross_entropy", {"beta": 1.0}, "takes no options"),
         (_fields(logprobs=[0.0, 0.0], advantages=[1.0, 1.0]), "ppo", {"clip": 1.0}, "clip_low_threshold"),
         ([datum([3, 99, 5])], "cross_entropy", None, "from 0 to 15"),
@@ -289,16 +284,18 @@ def test_a_repeated_request_is_executed_once(service: tinker.ServiceClient, api:
 
 def test_requests_that_no_sdk_sends(service: tinker.ServiceClient, api: ApiServer) -> None:
     client = new(service)
-    assert api.post("forward_backward", content=b"\xff\xff").status_code == 400
-    assert api.post("forward_backward", content=b"x", headers={"content-encoding": "zstd"}).status_code == 400
-    assert api.post("optim_step", content=b"{").status_code == 400
-    assert api.post("optim_step", json={"model_id": "nobody", "seq_id": 1}).status_code == 404
-    stranger = api.post("optim_step", key="tml-another", json={"model_id": client.model_id, "seq_id": 1})
-    assert stranger.status_code == 404
-    future = {"request_id": f"{client.model_id}:0"}
+    own, future = {"model_id": client.model_id, "seq_id": 1}, {"request_id": f"{client.model_id}:0"}
+    cases: list[tuple[int, str, dict[str, Any]]] = [
+        (400, "forward_backward", {"content": b"\xff\xff"}),
+        (400, "forward_backward", {"content": b"x", "headers": {"content-encoding": "zstd"}}),
+        (400, "optim_step", {"content": b"{"}),
+        (404, "optim_step", {"json": {"model_id": "nobody", "seq_id": 1}}),
+        (404, "optim_step", {"json": own, "key": "tml-another"}),
+        (404, "retrieve_future", {"json": future, "key": "tml-another"}),
+        (410, "retrieve_future", {"json": {"request_id": f"{client.model_id}:77"}}),
+    ]
+    assert [api.post(route, **request).status_code for _, route, request in cases] == [status for status, *_ in cases]
     assert api.post("retrieve_future", json=future).json()["model_id"] == client.model_id
-    assert api.post("retrieve_future", key="tml-another", json=future).status_code == 404
-    assert api.post("retrieve_future", json={"request_id": f"{client.model_id}:77"}).status_code == 410
     session = client.model_id.split(":")[0]
     whole = {"session_id": session, "model_seq_id": 99, "base_model": "tiny"}
     refused = api.post("create_model", json=whole)

@@ -42,8 +42,7 @@ def test_a_job_goes_on_at_the_step_where_it_was(api: ApiServer, kind: str) -> No
     for step in (2, 6, 13):
         wait_until(lambda least=step: len(losses(client, job.id)) >= least, what=f"step {step} is done")  # type: ignore[misc]
         told = events(client, job.id)
-        api.kill()
-        api.start()
+        api.restart()
         assert events(client, job.id)[: len(told)] == told
     done = ended(client, job.id)
     assert done.status == "succeeded", done.error
