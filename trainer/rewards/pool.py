@@ -30,6 +30,7 @@ class WorkerPool:
         self._changed = asyncio.Event()  # set, and made anew, when there may be room
         self._tasks: set[asyncio.Task[Any]] = set()
         self._replacing: set[asyncio.Task[Any]] = set()
+        self._ending: set[asyncio.Task[Any]] = set()  # of dead workers, until their processes have been waited for
         self._problem = ""  # why there is no worker, when there is none
         self.nbytes = 0  # that all workers say they hold
 
@@ -56,7 +57,8 @@ class WorkerPool:
         workers, self._workers, self._problem = self._workers, [], "it was closed"
         for task in self._replacing:
             task.cancel()
-        await asyncio.gather(*self._replacing, *(worker.end() for worker in workers), return_exceptions=True)
+        ends = (worker.end() for worker in workers)
+        await asyncio.gather(*self._replacing, *self._ending, *ends, return_exceptions=True)
         self._wake()
 
     async def _evaluate(self, worker: WorkerProcess, request: Mapping[str, Any], *, alone: bool) -> Any:
@@ -100,11 +102,11 @@ class WorkerPool:
     def _replace_dead(self) -> None:
         for worker in [w for w in self._workers if not w.alive]:
             self._workers.remove(worker)
-            _spawn(self._replacing, self._replace(worker))
+            _spawn(self._replacing, self._replace(_spawn(self._ending, worker.end())))
 
-    async def _replace(self, dead: WorkerProcess) -> None:
+    async def _replace(self, ended: asyncio.Task[Any]) -> None:
         """Try until another worker has started: what keeps one from starting may pass."""
-        await dead.end()
+        await asyncio.shield(ended)
         pause = FIRST_PAUSE_S
         while True:
             try:

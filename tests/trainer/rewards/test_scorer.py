@@ -255,6 +255,27 @@ async def test_a_worker_is_replaced_even_when_the_one_who_found_it_dead_has_left
         await pool.close()
 
 
+async def test_a_worker_that_is_replaced_when_its_pool_is_closed_is_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process would be left to the garbage collector, which has no event loop to close the pipes in."""
+    pool = WorkerPool({"job": "callable", "target": f"{HERE}:misbehaves"}, 1, 60.0)
+    await pool.open()
+    go_on, end, ended = asyncio.Event(), WorkerProcess.end, list[int | None]()
+
+    async def slowly(self: WorkerProcess) -> None:
+        await go_on.wait()
+        await end(self)
+        ended.append(self.process.returncode)
+
+    monkeypatch.setattr(WorkerProcess, "end", slowly)
+    with pytest.raises(RewardWorkerDied):
+        await pool.ask({"prompt": "", "answer": "die", "expected": "", "extra": {}})
+    closing = asyncio.create_task(pool.close())
+    await asyncio.sleep(0)
+    go_on.set()
+    await closing
+    assert ended == [3]
+
+
 async def test_without_workers_a_reward_fails_at_once_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = WorkerPool({"job": "callable", "target": f"{HERE}:misbehaves"}, 1, 60.0)
     await pool.open()
