@@ -35,7 +35,7 @@ MUTATIONS: list[Mutation] = [
         ("self._proximal_is_own and c.updates > 1", "self._proximal_is_own and c.updates >= 1"),
         ("c.overlong_penalty * min(o, 1.0)", "c.overlong_penalty * o"),
     ]),
-    *of("trainer/algorithms/offline.py", TR + "algorithms/test_dpo.py", changes=[
+    *of("trainer/algorithms/offline.py", TR + "algorithms/test_offline.py", changes=[
         ("- 1 / (2 * c.beta)).square()", "- 1 / c.beta).square()"),
         ("/ (1 - 2 * c.label_smoothing)", ""),
     ]),

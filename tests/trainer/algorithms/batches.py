@@ -8,8 +8,10 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from tests.trainer.rollouts.trajectories import answer
+from trainer.algorithms import build_algorithm
 from trainer.algorithms.base import ENTROPY, OLD_LOGPROBS, REFERENCE_LOGPROBS, VALUES, Algorithm, LossOutput
 from trainer.batch import MASK, TOKENS, Fields, Rows, Sequence, lay_out, plan_rows, take_back
+from trainer.config import AlgorithmConfig
 from trainer.rewards import Score
 from trainer.trajectory import TrajectoryGroup, VersionSpan
 
@@ -40,6 +42,11 @@ def groups(count: int, samples: int, seed: int) -> list[TrajectoryGroup]:
             TrajectoryGroup(tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 4))), tuple(answers), scores)
         )
     return made
+
+
+BATCH = groups(4, 5, seed=1)
+SAMPLES = [sample for group in BATCH for sample in group.trajectories]
+BEHAVIOUR = [torch.tensor(s.logprobs, dtype=torch.float32).double() for s in SAMPLES]  # in a batch's precision
 
 
 @dataclass
@@ -113,12 +120,18 @@ class Trial:
         gradients = torch.autograd.grad(loss, self.logits, retain_graph=True, materialize_grads=True)
         return torch.cat([g.flatten() for g in gradients])
 
-    def check(self, expected: torch.Tensor) -> LossOutput:
+    def check(self, expected: torch.Tensor, rtol: float = 1e-9, atol: float = 1e-10) -> LossOutput:
         """The algorithm's mean loss and its gradient are `expected`'s."""
         output = self.loss()
         mine = output.total / output.denominator
-        torch.testing.assert_close(mine, expected, rtol=1e-9, atol=1e-10)
+        torch.testing.assert_close(mine, expected, rtol=rtol, atol=atol)
         gradient = self.gradient(mine)
-        torch.testing.assert_close(gradient, self.gradient(expected), rtol=1e-7, atol=1e-10)
+        torch.testing.assert_close(gradient, self.gradient(expected), rtol=max(rtol, 1e-7), atol=atol)
         assert gradient.abs().sum() > 0
         return output
+
+
+def trial(config: AlgorithmConfig, *, packed: bool = False, step: int = 5) -> Trial:
+    """BATCH through the algorithm of a configuration."""
+    algorithm = build_algorithm(config, LONGEST)
+    return Trial(algorithm, algorithm.sequences([], BATCH, step), packed=packed)

@@ -4,6 +4,8 @@ nothing here is shared with trainer/algorithms."""
 from __future__ import annotations
 
 import math
+from statistics import fmean as mean
+from statistics import pstdev, stdev
 from typing import Any
 
 import torch
@@ -13,20 +15,12 @@ from trainer.trajectory import TrajectoryGroup
 Numbers = list[torch.Tensor]
 
 
-def mean(values: list[float]) -> float:
-    return sum(values) / len(values)
-
-
-def sample_std(values: list[float]) -> float:
-    return math.sqrt(sum((v - mean(values)) ** 2 for v in values) / (len(values) - 1))
-
-
 def grpo_advantages(batch: list[TrajectoryGroup], *, scale: bool) -> list[float]:
     """One for each sample."""
     result = []
     for group in batch:
         rewards = [score.total for score in group.scores]
-        result += [(r - mean(rewards)) / (sample_std(rewards) + 1e-4 if scale else 1.0) for r in rewards]
+        result += [(r - mean(rewards)) / (stdev(rewards) + 1e-4 if scale else 1.0) for r in rewards]
     return result
 
 
@@ -50,8 +44,7 @@ def gae(rewards: list[float], values: list[float], gamma: float, lam: float) -> 
 def normalize(advantages: list[list[float]]) -> list[list[float]]:
     """By the mean and (biased) standard deviation of all tokens."""
     flat = [a for row in advantages for a in row]
-    std = math.sqrt(sum((a - mean(flat)) ** 2 for a in flat) / len(flat))
-    return [[(a - mean(flat)) / std for a in row] for row in advantages]
+    return [[(a - mean(flat)) / pstdev(flat) for a in row] for row in advantages]
 
 
 def correction_weights(

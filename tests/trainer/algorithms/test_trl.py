@@ -17,14 +17,12 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from tests.trainer.algorithms import reference as plain
-from tests.trainer.algorithms.batches import LONGEST, Trial, groups
+from tests.trainer.algorithms.batches import BATCH, BEHAVIOUR, LONGEST, Trial, trial
 from tests.trainer.algorithms.preferences import preferences
 from trainer.algorithms import build_algorithm
 from trainer.algorithms.base import OLD_LOGPROBS, REFERENCE_LOGPROBS
-from trainer.config import AlgorithmConfig, CorrectionConfig, DpoConfig, GrpoConfig, RlooConfig, SftConfig
+from trainer.config import CorrectionConfig, DpoConfig, GrpoConfig, RlooConfig, SftConfig
 from trainer.data.records import Record
-
-BATCH = groups(4, 5, seed=1)
 
 
 class Accelerator:
@@ -64,20 +62,11 @@ def padded(values: list[torch.Tensor]) -> torch.Tensor:
     return pad_sequence(values, batch_first=True)
 
 
-def trial(config: AlgorithmConfig) -> Trial:
-    algorithm = build_algorithm(config, LONGEST)
-    return Trial(algorithm, algorithm.sequences([], BATCH, 5))
-
-
 def completions(t: Trial) -> dict[str, torch.Tensor]:
     ids = padded([torch.tensor(s.continuation) for s in t.sequences])
     mask = padded([torch.ones(len(s.continuation), dtype=torch.float64) for s in t.sequences])
     prompts = torch.zeros(len(ids), 1, dtype=torch.int64)
     return {"prompt_ids": prompts, "prompt_mask": prompts + 1, "completion_ids": ids, "completion_mask": mask}
-
-
-def behaviour(t: Trial) -> list[torch.Tensor]:
-    return [torch.tensor(s.per_token["behaviour_logprobs"], dtype=torch.float32).double() for s in t.sequences]
 
 
 def told_logprobs(t: Trial) -> Any:
@@ -109,21 +98,12 @@ def grpo_trainer(t: Trial, loss_type: str, level: str, c: GrpoConfig) -> Any:
     )
 
 
-def same(t: Trial, theirs: torch.Tensor, rtol: float = 1e-7) -> None:
-    output = t.loss()
-    mine = output.total / output.denominator
-    torch.testing.assert_close(mine, theirs, rtol=rtol, atol=1e-9)
-    gradient = t.gradient(mine)
-    torch.testing.assert_close(gradient, t.gradient(theirs), rtol=rtol, atol=1e-9)
-    assert gradient.abs().sum() > 0
-
-
 def grpo_inputs(t: Trial, config: GrpoConfig) -> dict[str, torch.Tensor]:
     advantages = plain.grpo_advantages(BATCH, scale=config.scale_rewards)
     inputs = completions(t)
     return inputs | {
         "advantages": torch.tensor(advantages, dtype=torch.float32).double(),
-        "old_per_token_logps": padded(t.given[OLD_LOGPROBS] if OLD_LOGPROBS in t.algorithm.needs else behaviour(t)),
+        "old_per_token_logps": padded(t.given[OLD_LOGPROBS] if OLD_LOGPROBS in t.algorithm.needs else BEHAVIOUR),
         "ref_per_token_logps": padded(t.given[REFERENCE_LOGPROBS]),
         "num_items_in_batch": inputs["completion_mask"].sum(),
     }
@@ -144,7 +124,7 @@ GRPO: dict[str, tuple[GrpoConfig, str, str]] = {
 @pytest.mark.parametrize(("config", "loss_type", "level"), GRPO.values(), ids=GRPO)
 def test_grpo(config: GrpoConfig, loss_type: str, level: str) -> None:
     t = trial(config)
-    same(t, grpo_trainer(t, loss_type, level, config)._compute_loss(None, grpo_inputs(t, config)))
+    t.check(grpo_trainer(t, loss_type, level, config)._compute_loss(None, grpo_inputs(t, config)))
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -154,11 +134,11 @@ def test_truncated_importance_sampling(level: Any) -> None:
     t = trial(config)
     inputs = grpo_inputs(t, config)
     old = padded(t.given[OLD_LOGPROBS])
-    difference = (old - padded(behaviour(t))) * inputs["completion_mask"]
+    difference = (old - padded(BEHAVIOUR)) * inputs["completion_mask"]
     whole = difference.sum(-1, keepdim=True) if level == "sequence" else difference
     ratio = {"importance_sampling_ratio": whole.exp().clamp(max=2.0), "old_per_token_logps": old}
     assert (ratio["importance_sampling_ratio"] == 2.0).sum() > 0
-    same(t, grpo_trainer(t, "dapo", "token", config)._compute_loss(None, inputs | ratio))
+    t.check(grpo_trainer(t, "dapo", "token", config)._compute_loss(None, inputs | ratio))
 
 
 def test_rloo() -> None:
@@ -176,7 +156,7 @@ def test_rloo() -> None:
         "advantages": torch.tensor(advantages, dtype=torch.float64),
         "old_logps": padded(t.given[OLD_LOGPROBS]).sum(-1),
     }
-    same(t, theirs._compute_loss(None, inputs), rtol=1e-5)
+    t.check(theirs._compute_loss(None, inputs), rtol=1e-5, atol=1e-9)
 
 
 class ToldOutputs:
@@ -235,7 +215,7 @@ def test_dpo(config: DpoConfig) -> None:
         "ref_rejected_logps": sums[1],
     }
     told = ToldOutputs(padded([t.logprobs[i] for i in order]))
-    same(t, theirs._compute_loss(told, inputs, False))
+    t.check(theirs._compute_loss(told, inputs, False))
 
 
 def test_sft() -> None:
@@ -254,4 +234,4 @@ def test_sft() -> None:
     ids = padded([torch.tensor(s.prompt + s.continuation) for s in t.sequences])
     labels = pad_sequence([torch.tensor((-100, *s.continuation)) for s in t.sequences], True, -100)
     inputs = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
-    same(t, theirs.compute_loss(ToldOutputs(padded(t.logprobs)), inputs))
+    t.check(theirs.compute_loss(ToldOutputs(padded(t.logprobs)), inputs))

@@ -1,22 +1,19 @@
-"""Preferences against a plain float64 reference, packed and unpacked."""
+"""Fine-tuning is cross-entropy on the targets; preferences against a plain float64 reference; packed and unpacked."""
 
 from __future__ import annotations
-
-import math
-from typing import Any
 
 import pytest
 import torch
 
 from tests.trainer.algorithms import reference as plain
-from tests.trainer.algorithms.batches import Trial
+from tests.trainer.algorithms.batches import VOCAB, Trial
 from tests.trainer.algorithms.preferences import preferences
 from trainer.algorithms.base import REFERENCE_LOGPROBS
-from trainer.algorithms.offline import Dpo
-from trainer.batch import MASK, share
-from trainer.config import DpoConfig
+from trainer.algorithms.offline import Dpo, Sft
+from trainer.batch import MASK, TOKENS, collate, share
+from trainer.config import DpoConfig, SftConfig
 from trainer.data.records import Record
-from trainer.errors import ConfigError, DataError
+from trainer.errors import DataError
 
 CONFIGS = {
     "dpo": DpoConfig(beta=0.5),
@@ -28,7 +25,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_it_equals_the_reference(config: DpoConfig, packed: bool) -> None:
+def test_preferences_equal_the_reference(config: DpoConfig, packed: bool) -> None:
     algorithm = Dpo(config)
     t = Trial(algorithm, algorithm.sequences(preferences(6, seed=2), []), packed=packed)
     ref = t.given[REFERENCE_LOGPROBS]
@@ -40,14 +37,6 @@ def test_it_equals_the_reference(config: DpoConfig, packed: bool) -> None:
     assert output.sums["preference_accuracy"] == right
     margins = [a - b for a, b in zip(sums[::2], sums[1::2], strict=True)]
     assert output.sums["reward_margin"].item() == pytest.approx(config.beta * sum(margins))
-
-
-def test_at_the_reference_the_loss_is_log_two() -> None:
-    algorithm = Dpo(DpoConfig(label_smoothing=0.1))
-    t = Trial(algorithm, algorithm.sequences(preferences(3, seed=4), []))
-    t.given[REFERENCE_LOGPROBS] = [p.detach() for p in t.logprobs]
-    output = t.loss()
-    assert (output.total / output.denominator).item() == pytest.approx(math.log(2), rel=1e-6)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
@@ -66,20 +55,32 @@ def test_ranks_and_micro_batches_change_nothing(ranks: int, micro_batch: int, pa
     assert sum(o.tokens for o in outputs) == fields[MASK].sum()
 
 
-def test_it_wants_both_answers() -> None:
+RECORDS = [Record(0, "", "", (1, 2, 3), (4, 5)), Record(1, "", "", (6,), (7, 8, 9))]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+def test_fine_tuning_equals_the_sum_over_tokens(packed: bool) -> None:
+    algorithm = Sft(SftConfig())
+    t = Trial(algorithm, algorithm.sequences(RECORDS, []), packed=packed)
+    output = t.check(torch.cat([-p for p in t.logprobs]).sum() / 5)
+    assert output.tokens == 5
+
+
+@pytest.mark.parametrize(("on_prompt", "tokens"), [(False, 5), (True, 7)])
+def test_fine_tuning_is_cross_entropy(on_prompt: bool, tokens: int) -> None:
+    algorithm = Sft(SftConfig(on_prompt=on_prompt))
+    fields = collate(algorithm.sequences(RECORDS, []))
+    logits = torch.randn(2, fields[MASK].shape[1], VOCAB, generator=torch.Generator().manual_seed(0))
+    labels = fields[TOKENS][:, 1:]
+    output = algorithm.loss(logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0], fields)
+    ignored = labels.masked_fill(fields[MASK] == 0, -100)
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ignored.flatten())
+    assert output.tokens == tokens
+    assert (output.total / output.tokens).item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_a_record_without_answers_is_named() -> None:
     with pytest.raises(DataError, match="record 3 has no chosen and rejected"):
         Dpo(DpoConfig()).sequences([Record(3, "", "", (1,), (), (2,), ())], [])
-
-
-@pytest.mark.parametrize(
-    ("changes", "key"),
-    [
-        ({"beta": 0.0}, "beta"),
-        ({"label_smoothing": 0.5}, "label_smoothing"),
-        ({"loss": "ipo", "label_smoothing": 0.1}, "label_smoothing"),
-    ],
-)
-def test_what_cannot_be_is_refused(changes: dict[str, Any], key: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        DpoConfig(**changes)
-    assert error.value.key == key
+    with pytest.raises(DataError, match="record 3"):
+        Sft(SftConfig()).sequences([Record(3, "", "", (1,), ())], [])
