@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
-from trainer.environments import Environment, Observation, Task
+from trainer.environments import Environment, EnvironmentHost, Observation, Task
+
+
+@contextlib.asynccontextmanager
+async def hosting(config: Any) -> AsyncIterator[EnvironmentHost]:
+    """The processes of an environment, in a test's own event loop."""
+    host = EnvironmentHost(config)
+    await host.open()
+    try:
+        yield host
+    finally:
+        await host.close()
 
 
 class Countdown(Environment):

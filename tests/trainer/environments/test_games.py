@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.trainer.environments.functions import hosting
 from tests.trainer.rollouts.generate_server import GenerateServer
 from trainer.config import CallableEnvironment, EnvironmentConfig, GatewayConfig, JsonlData, RolloutConfig
 from trainer.config.strict import convert
 from trainer.data import build_dataset
 from trainer.data.tokenizer import Tokenizer
-from trainer.environments import EnvironmentHost, Observation, Task
+from trainer.environments import Observation, Task
 from trainer.environments.games import FindKey, GuessNumber
 from trainer.errors import EnvironmentFailed
 from trainer.rewards import build_scorer
@@ -23,6 +24,14 @@ from trainer.rollouts.sampling import ENVIRONMENT, RolloutSampler
 
 PAGE = (Path(__file__).parents[3] / "docs" / "trainer" / "environments.md").read_text()
 GAMES = "trainer.environments.games"
+
+
+def blocks(section: str) -> tuple[str, str]:
+    """The Python and the YAML of a section of the page."""
+    text = PAGE.split(f"\n## {section}\n")[1].split("\n## ")[0]
+    (script,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    (settings,) = re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return script, settings
 
 
 def said(seen: Observation) -> str:
@@ -77,40 +86,26 @@ def test_walking_and_asking_again_earn_nothing() -> None:
 
 @pytest.mark.parametrize(("name", "answer"), [("GuessNumber", "101"), ("GuessNumber", "x"), ("FindKey", "garden")])
 async def test_a_record_that_fits_no_game_fails_its_episode(name: str, answer: str) -> None:
-    host = EnvironmentHost(CallableEnvironment(target=f"{GAMES}:{name}", workers=1))
-    await host.open()
-    try:
+    async with hosting(CallableEnvironment(target=f"{GAMES}:{name}", workers=1)) as host:
         with pytest.raises(EnvironmentFailed, match="ValueError"):
             await host.begin(Task("", (), answer))
-    finally:
-        await host.close()
 
 
 async def test_the_page_s_own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code, settings = (
-        re.findall(rf"^```{language}\n(.*?)^```$", PAGE.split("\n## Your own\n")[1], re.MULTILINE | re.DOTALL)[0]
-        for language in ("python", "yaml")
-    )
+    code, settings = blocks("Your own")
     (tmp_path / "countdown.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    config = convert(EnvironmentConfig, yaml.safe_load(settings)["environment"], "environment")
-    host = EnvironmentHost(config)
-    await host.open()
-    try:
+    async with hosting(convert(EnvironmentConfig, yaml.safe_load(settings)["environment"], "environment")) as host:
         episode, first = await host.begin(Task("", (), "30"))
         assert "from 10," in said(first)
         assert said(await episode.step("9")) == "No. 10 is next."
         seen = [await episode.step(str(number)) for number in range(10, -1, -1)]
-    finally:
-        await host.close()
     assert [s.done for s in seen] == [False] * 10 + [True]
     assert sum(s.reward for s in seen) == pytest.approx(1.0)
 
 
 def test_the_page_s_example_is_played(server: GenerateServer, tiny_model: str, tmp_path: Path) -> None:
-    section = PAGE.split("\n## Games\n")[1].split("\n## ")[0]
-    (script,) = re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
-    (settings,) = re.findall(r"^```yaml\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+    script, settings = blocks("Games")
     exec(script.replace("numbers.jsonl", str(tmp_path / "numbers.jsonl")), {})
     assert len([json.loads(line) for line in (tmp_path / "numbers.jsonl").read_text().splitlines()]) == 50
     config: Any = yaml.safe_load(settings)

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.lacking import lacking
+from tests.trainer.environments.functions import hosting
 from trainer.config import FunctionTool, McpTools, PythonTool, ToolsEnvironment
 from trainer.config.environments import ToolConfig
-from trainer.environments import EnvironmentHost, Observation, Task
+from trainer.environments import Observation, Task
 from trainer.environments.tools import Tools, open_tools
 from trainer.errors import ConfigError, EnvironmentFailed, SandboxUnavailable
 
@@ -109,9 +110,7 @@ async def test_an_mcp_server_that_dies_fails_the_episode_and_is_started_again() 
 async def test_floods_and_dead_servers_seen_from_the_trainer() -> None:
     """A tool that says more than a line of the worker may have is cut there; a server that dies is started again."""
     tools = (FunctionTool(target=f"{HERE}:floods"), SERVER)
-    host = EnvironmentHost(ToolsEnvironment(tools=tools, workers=1, max_observation_tokens=10))
-    await host.open()
-    try:
+    async with hosting(ToolsEnvironment(tools=tools, workers=1, max_observation_tokens=10)) as host:
         episode, _ = await host.begin(TASK)
         seen = await episode.step(call("floods", megabytes=65) + call("multiply", a=6, b=7))
         assert [message["content"] for message in seen.messages] == ["7" * 320, "42"]
@@ -119,8 +118,6 @@ async def test_floods_and_dead_servers_seen_from_the_trainer() -> None:
             await episode.step(call("die"))
         seen = await episode.step(call("multiply", a=2, b=3))
         assert [message["content"] for message in seen.messages] == ["6"]
-    finally:
-        await host.close()
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.lacking import lacking
+from tests.trainer.environments.functions import hosting
 from trainer.config import VerifiersEnvironment
 from trainer.environments import EnvironmentHost, Observation, Task
 from trainer.environments.verifiers_worker import Game, Unsupported, message_of
@@ -43,12 +44,8 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
 async def host(python: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[EnvironmentHost]:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     monkeypatch.setenv("PATH", f"{Path(python).parent}:{os.environ['PATH']}")  # the null harness asks for uv
-    made = EnvironmentHost(VerifiersEnvironment(env=ENV, python=python, workers=1, max_observation_tokens=4))
-    await made.open()
-    try:
+    async with hosting(VerifiersEnvironment(env=ENV, python=python, workers=1, max_observation_tokens=4)) as made:
         yield made
-    finally:
-        await made.close()
 
 
 def said(seen: Observation) -> list[tuple[str, str]]:
