@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from trainer.main import main
 from trainer.megatron.hf_config import ModelShape, load_shape
 from trainer.memory.ledger import GIB
 from trainer.plan import Hardware, PlanOptions, Workload, estimate, recommend
-from trainer.plan.recommend import candidates
+from trainer.plan.recommend import Choice, candidates
 from trainer.plan.report import as_yaml, reward_models, workload_of
 
 WORK = Workload(length=4096, micro_batch=1)
@@ -32,6 +33,7 @@ KNOWN: dict[str, dict[str, Any]] = {
 
 def write_config(directory: Path, name: str) -> str:
     k = KNOWN[name]
+    directory.mkdir(exist_ok=True)
     config: dict[str, Any] = {
         "architectures": ["Qwen3MoeForCausalLM" if "experts" in k else "LlamaForCausalLM"],
         "num_hidden_layers": k["layers"],
@@ -151,22 +153,46 @@ def settings(path: str, **more: Any) -> dict[str, Any]:
     } | more
 
 
+def built(**more: Any) -> TrainerConfig:
+    return strict.build(TrainerConfig, settings("unused", **more))
+
+
+Plan = Callable[..., str]
+
+
+@pytest.fixture
+def plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Plan:
+    """What `--plan` prints of a run's settings, on one line."""
+
+    def printed(written: dict[str, Any], *arguments: str) -> str:
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(written))
+        assert main(["--config", str(tmp_path / "run.yaml"), "--plan", *arguments]) == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    return printed
+
+
+def used(choice: Choice, path: str, root: Path) -> ParallelConfig:
+    """The layout of a run that has taken over the YAML of a recommendation."""
+    recommended = yaml.safe_load(as_yaml(choice).replace("model: {", f"model: {{path: {path}, "))
+    (root / "run.yaml").write_text(yaml.safe_dump(settings(path) | {"model": {"path": path}} | recommended))
+    return load(root / "run.yaml").parallel
+
+
 def test_a_runs_models_and_micro_batches_are_counted(tmp_path: Path) -> None:
     gateway = {"url": "http://unused"}
     ppo = {"name": "ppo", "kl_coef": 0.1, "minibatches": 2, "samples_per_prompt": 8}
     more = {"algorithm": ppo, "gateway": gateway, "batch": 64, "micro_batch": 4, "parallel": {"data": 2}}
     more["rollout"] = {"fixed_sampler": True}
-    config = strict.build(TrainerConfig, settings("unused", **more))
-    work = workload_of(config, 1000)
+    work = workload_of(built(**more), 1000)
     assert (work.critics, work.references, work.sequences, work.length) == (1, 1, 64 * 8 // 2, 1000)
-    packed = workload_of(strict.build(TrainerConfig, settings("unused", packing={"max_tokens": 300})), 1000)
+    packed = workload_of(built(packing={"max_tokens": 300}), 1000)
     assert (packed.length, packed.micro_batch, packed.references) == (300, 1, 0)
 
 
 def test_micro_batches_under_way_are_those_of_the_layout_in_question(tmp_path: Path) -> None:
     """Not of the configured one: a batch of one sequence a rank there is many for a pipeline of fewer replicas."""
-    config = strict.build(TrainerConfig, settings("unused", batch=64, parallel={"data": 64}))
-    work = workload_of(config, 4096)
+    work = workload_of(built(batch=64, parallel={"data": 64}), 4096)
     held = [work.under_way(ParallelConfig(tensor=8, pipeline=4, data=data), 0) for data in (2, 16, 32, 64)]
     assert held == [4, 4, 2, 1]
     model = shape(tmp_path, "70B")
@@ -181,14 +207,12 @@ def test_a_forward_pass_takes_no_more_than_a_rank_has(tmp_path: Path) -> None:
 
 
 def test_a_preferences_two_answers_are_in_one_micro_batch() -> None:
-    config = strict.build(TrainerConfig, settings("unused", algorithm={"name": "dpo"}, batch=8, micro_batch=1))
-    work = workload_of(config, 4096)
+    work = workload_of(built(algorithm={"name": "dpo"}, batch=8, micro_batch=1), 4096)
     assert (work.micro_batch, work.sequences) == (2, 16)
 
 
 def test_muon_is_counted_and_given_nothing_that_it_cannot_do(tmp_path: Path) -> None:
-    config = strict.build(TrainerConfig, settings("unused", optimizer={"name": "muon"}))
-    work = workload_of(config, 4096)
+    work = workload_of(built(optimizer={"name": "muon"}), 4096)
     assert work.optimizer == "muon"
     model = shape(tmp_path, "1.5B")
     adamw, muon = (estimate(model, ParallelConfig(), dataclasses.replace(work, optimizer=n)) for n in ("adamw", "muon"))
@@ -198,12 +222,9 @@ def test_muon_is_counted_and_given_nothing_that_it_cannot_do(tmp_path: Path) -> 
     assert len(economies) == 2
 
 
-def test_the_classifiers_of_rewards_and_of_evaluations_are_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_classifiers_of_rewards_and_of_evaluations_are_told(tmp_path: Path, plan: Plan) -> None:
     (tmp_path / "classifier").mkdir()
     (tmp_path / "classifier" / "model.safetensors").write_bytes(b" " * (3 << 20))
-    (tmp_path / "model").mkdir()
     judge = {"kind": "classifier", "path": str(tmp_path / "classifier"), "workers": 2}
     more: dict[str, Any] = {"gateway": {"url": "http://unused"}, "rewards": [{"kind": "exact_match"}, judge]}
     more["eval"] = [
@@ -214,62 +235,38 @@ def test_the_classifiers_of_rewards_and_of_evaluations_are_told(
     written = settings(write_config(tmp_path / "model", "1.5B"), **more)
     found = reward_models(strict.build(TrainerConfig, written))
     assert found == {"rewards": 6 << 20, "eval judged": 12 << 20, "eval far": 0}
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(written))
-    assert main(["--config", str(tmp_path / "run.yaml"), "--plan"]) == 0
-    out = capsys.readouterr().out
+    out = plan(written)
     assert "classifiers of eval judged: 12.0 MiB of host memory" in out
     assert "classifiers of eval far: an unknown part" in out
 
 
 @pytest.mark.parametrize(("asynchronous", "told"), [(True, "65.37 GiB"), (False, "42.20 GiB")])
-def test_what_a_checkpoint_takes_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], asynchronous: bool, told: str
-) -> None:
+def test_what_a_checkpoint_takes_is_told(tmp_path: Path, plan: Plan, asynchronous: bool, told: str) -> None:
     """Of host memory, and of the ranks that gather the states of others."""
-    (tmp_path / "model").mkdir()
     written = settings(write_config(tmp_path / "model", "1.5B"))
-    file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(written))
-    assert main(["--config", str(file), "--plan", "--gpus", "8"]) == 0
-    assert "a checkpoint" not in capsys.readouterr().out
-    file.write_text(yaml.safe_dump(written | {"checkpoint": {"path": "runs/x", "asynchronous": asynchronous}}))
-    assert main(["--config", str(file), "--plan", "--gpus", "8"]) == 0
-    out = " ".join(capsys.readouterr().out.split())
+    assert "a checkpoint" not in plan(written, "--gpus", "8")
+    out = plan(written | {"checkpoint": {"path": "runs/x", "asynchronous": asynchronous}}, "--gpus", "8")
     assert f"a checkpoint: up to {told} of host memory for each rank of the first data-parallel replica" in out
 
 
-def test_the_command_prints_a_plan_and_its_yaml_can_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "model").mkdir()
+def test_the_command_prints_a_plan_and_its_yaml_can_be_used(tmp_path: Path, plan: Plan) -> None:
     path = write_config(tmp_path / "model", "8B")
-    file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(settings(path)))
-    assert main(["--config", str(file), "--plan", "--gpus", "16", "--length", "2048"]) == 0
-    out = capsys.readouterr().out
+    out = plan(settings(path), "--gpus", "16", "--length", "2048")
     for part in ("8.03 B weights", "1 x 2048 tokens", "tensor 8, data 2", "7 B to 30 B", "optimizer", "to spare"):
         assert part in out
     choice = recommend(load_shape(path), Hardware(16, 80 * GIB), WORK)
-    file.write_text(yaml.safe_dump(settings(path) | {"model": {"path": path}} | yaml.safe_load(_models(choice, path))))
-    assert load(file).parallel == choice.parallel
+    assert used(choice, path, tmp_path) == choice.parallel
 
 
-def _models(choice: Any, path: str) -> str:
-    return as_yaml(choice).replace("model: {", f"model: {{path: {path}, ")
-
-
-def test_a_cut_sequence_is_in_the_yaml_with_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "model").mkdir()
+def test_a_cut_sequence_is_in_the_yaml_with_the_reason(tmp_path: Path, plan: Plan) -> None:
     path = write_config(tmp_path / "model", "8B")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 131072}))
-    file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(settings(path)))
-    assert main(["--config", str(file), "--plan", "--gpus", "64", "--length", "131072"]) == 0
-    out = " ".join(capsys.readouterr().out.split())
+    out = plan(settings(path), "--gpus", "64", "--length", "131072")
     choice = recommend(load_shape(path), Hardware(64, 80 * GIB), Workload(length=131072))
     assert f"context: {choice.parallel.context}" in out
     assert choice.why in out
-    file.write_text(yaml.safe_dump(settings(path) | yaml.safe_load(_models(choice, path))))
-    assert load(file).parallel == choice.parallel
+    assert used(choice, path, tmp_path) == choice.parallel
 
 
 def test_an_offloaded_optimizer_is_in_the_yaml(tmp_path: Path) -> None:
