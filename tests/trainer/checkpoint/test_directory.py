@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -81,45 +83,28 @@ def test_nothing_there_is_not_an_error(tmp_path: Path) -> None:
     assert CheckpointDir(tmp_path / "none").newest() is None
 
 
-def truncate(path: Path) -> None:
-    (path / "tensors" / "0.bin").write_bytes(b"short")
+Damage = Callable[[Path], object]
+DAMAGES: dict[str, Damage] = {
+    "a file is cut short": lambda path: os.truncate(path / "tensors" / "0.bin", 5),
+    "a byte is another": lambda path: (path / "tensors" / "0.bin").write_bytes(bytes(1000)),
+    "a file is missing": lambda path: (path / "rank.json").unlink(),
+    "the manifest is missing": lambda path: (path / "MANIFEST").unlink(),
+    "the manifest is cut short": lambda path: os.truncate(path / "MANIFEST", 40),
+}
 
 
-def flip_a_byte(path: Path) -> None:
-    data = bytearray((path / "tensors" / "0.bin").read_bytes())
-    data[500] ^= 1
-    (path / "tensors" / "0.bin").write_bytes(data)
-
-
-def remove_a_file(path: Path) -> None:
-    (path / "rank.json").unlink()
-
-
-def remove_the_manifest(path: Path) -> None:
-    (path / "MANIFEST").unlink()
-
-
-def truncate_the_manifest(path: Path) -> None:
-    (path / "MANIFEST").write_text((path / "MANIFEST").read_text()[:40])
-
-
-DAMAGES = [truncate, flip_a_byte, remove_a_file, remove_the_manifest, truncate_the_manifest]
-
-
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda d: d.__name__)
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_torn_checkpoint_is_named_and_the_one_before_used(
-    directory: CheckpointDir, damage: object, caplog: pytest.LogCaptureFixture
+    directory: CheckpointDir, damage: Damage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert callable(damage)
     damage(directory.path / "step-00000003")
     with caplog.at_level(logging.WARNING):
         assert newest_step(directory) == 2
     assert "step-00000003" in caplog.text
 
 
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda d: d.__name__)
-def test_all_torn_is_refused(directory: CheckpointDir, damage: object) -> None:
-    assert callable(damage)
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_all_torn_is_refused(directory: CheckpointDir, damage: Damage) -> None:
     for path in directory.steps():
         damage(path)
     with pytest.raises(ResumeError, match="step-00000003"):
