@@ -91,16 +91,16 @@ def learnt(open_data: Open, tokenizer: Tokenizer, log: str) -> Callable[..., lis
 Learnt = Callable[..., list[tuple[str, ...]]]
 
 
-def test_corrections_are_targets(learnt: Learnt) -> None:
-    assert learnt("corrections") == [("1", "9"), ("2", "8")]
-
-
-def test_a_correction_is_preferred_over_the_answer(learnt: Learnt) -> None:
-    assert learnt("preferences") == [("1", "9", "11"), ("2", "8", "22")]
-
-
-def test_each_prompt_comes_once(learnt: Learnt) -> None:
-    assert learnt("prompts") == [("1",), ("2",), ("3",), ("4",), ("5",)]
+@pytest.mark.parametrize(
+    ("learn", "records"),
+    [
+        ("corrections", [("1", "9"), ("2", "8")]),
+        ("preferences", [("1", "9", "11"), ("2", "8", "22")]),  # the correction over the answer
+        ("prompts", [("1",), ("2",), ("3",), ("4",), ("5",)]),  # each once
+    ],
+)
+def test_what_is_learnt_of_a_log(learnt: Learnt, learn: str, records: list[tuple[str, ...]]) -> None:
+    assert learnt(learn) == records
 
 
 @pytest.mark.parametrize(
