@@ -30,6 +30,8 @@ from trainer.rewards.sandbox import Limits, Sandbox
 from trainer.rewards.sandboxed import canonical
 
 DOUBLE = ["assert f(2) == 4", {"call": "f", "args": [3], "expected": 6}]
+F = "def f(x):\n    return 2 * x"
+SILENT = [{"input": "", "output": ""}]
 STDIO = [{"input": "2\n", "output": "4\n"}, {"input": "21\n", "output": "42"}]
 
 
@@ -67,18 +69,16 @@ def judge(scorer: Scorer, program: str, tests: Any = None) -> Score:
         ("f = lambda k: {'a': [k]}", [{"call": "f", "kwargs": {"k": None}, "expected": {"a": [None]}}], 1.0),
         ("x" * 10 + " = 1\nf = len", [{"call": "f", "args": ["é\n"], "expected": 2}], 1.0),
         ("print(len(input()))", [{"input": "y" * 300_000, "output": "300000"}], 1.0),
+        ("pass", SILENT, 1.0),
+        ("while True: pass", SILENT, 0.0),
+        ("while True: print('4')", STDIO, 0.0),
+        (f"Wrong:\n```python\nf = 1\n```\nRight:\n```python3\n{F}\n```\nRun:\n```sh\nls\n```\nDone.", DOUBLE, 1.0),
     ],
 )
 def test_forms_of_tests(scorer: Scorer, program: str, tests: list[Any], value: float) -> None:
     result = judge(scorer, program, tests)
     assert result.failures == {}
     assert result.total == value
-
-
-def test_a_program_that_is_to_print_nothing_must_end_in_time(scorer: Scorer) -> None:
-    silent = [{"input": "", "output": ""}]
-    assert judge(scorer, "pass", silent).total == 1.0
-    assert judge(scorer, "while True: pass", silent).total == 0.0
 
 
 def test_what_one_test_has_started_is_not_counted_against_the_next(scorer: Scorer) -> None:
@@ -135,7 +135,6 @@ asyncio.run(Sandbox(limits).run("", [{"setup": "import time; time.sleep(600)", "
     wait_until(lambda: all(map(is_gone, started)))
 
 
-F = "def f(x):\n    return 2 * x"
 FENCED = {
     "no tag": f"Here:\n```\n{F}\n```",
     "python": f"```python\n{F}\n```\nDone.",
@@ -185,11 +184,6 @@ def test_shorter_and_other_fences_do_not_end_a_block() -> None:
 @pytest.mark.parametrize("deep", ["a+" * 60_000 + "a", "-" * 60_000 + "1", "(" * 60_000, "not " * 16_000 + "1"])
 def test_a_block_nested_too_deep_is_no_program(deep: str) -> None:
     assert program_in(f"```\n{F}\n```\n```\n{deep}\n```").strip() == F
-
-
-def test_the_last_fenced_block_is_the_program(scorer: Scorer) -> None:
-    answer = "Wrong:\n```python\nf = 1\n```\nRight:\n```python3\nf = lambda x: 2 * x\n```\nRun:\n```sh\nls\n```\nDone."
-    assert judge(scorer, answer).total == 1.0
 
 
 @pytest.mark.parametrize("test", [1, {}, "f(2)", "assert", "x ==", {"call": "f"}])
@@ -243,7 +237,6 @@ os._exit(0)""",
     "output flood": "import os\nwhile True: os.write(1, b'x' * 65536)",
     "value flood": "f = lambda x: 'x' * (1 << 27)",
 }
-HIDDEN = ["/etc/shadow", "/etc/passwd", str(Path(__file__)), str(Path.home() / ".bashrc"), "/sys/kernel"]
 
 
 @pytest.mark.parametrize("program", ESCAPES.values(), ids=ESCAPES.keys())
@@ -254,11 +247,10 @@ def test_what_cheats_or_breaks_gains_nothing_and_the_next_is_served(scorer: Scor
     assert judge(scorer, "f = lambda x: 2 * x").total == 1.0
 
 
-def test_output_of_a_whole_program_is_bounded(scorer: Scorer) -> None:
-    assert judge(scorer, "while True: print('4')", STDIO).total == 0.0
+LIBC = "import ctypes, os, socket\nlibc = ctypes.CDLL(None, use_errno=True)"
 
 
-def seen(scorer: Scorer, expression: str, setup: str = "import os, socket") -> Any:
+def seen(scorer: Scorer, expression: str, setup: str = LIBC) -> Any:
     """What a program finds out about its surroundings: the value of an expression, told as the result of a call."""
     limits = Limits(case_timeout_s=2.0, memory_bytes=256 << 20, disk_bytes=4 << 20)
     asked = {"setup": setup, "expression": f"repr({expression})"}
@@ -363,14 +355,35 @@ def test_values_that_differ_are_told_apart() -> None:
             canonical(value)
 
 
-@pytest.mark.parametrize("path", HIDDEN)
-def test_files_of_the_host_are_not_there(scorer: Scorer, path: str) -> None:
-    assert "False" in seen(scorer, f"os.path.exists({path!r})")
+HIDDEN = ["/etc/shadow", "/etc/passwd", str(Path(__file__)), str(Path.home() / ".bashrc"), "/sys/kernel"]
+LOCKED = ["/x", "/usr/x", "/dev/x", "/bin/x", "/runner.py", "/proc/sys/kernel/hostname"]  # all but /tmp
+# With a user namespace come capabilities, which are enough to mount a file system in memory of any size.
+NAMESPACES = {"user": "0x10000000", "mount": "0x20000", "net": "0x40000000"}
+CLONE = 56 if platform.machine() == "x86_64" else 220
+REFUSED: dict[str, tuple[str, str]] = {
+    **{f"see {path}": (f"os.path.exists({path!r})", "False") for path in HIDDEN},
+    **{f"write {path}": (f"open({path!r}, 'w').write('x')", "Error") for path in LOCKED},
+    **{
+        f"unshare {name}": (f"(libc.unshare({flags}), ctypes.get_errno())", "(-1, 1)")
+        for name, flags in NAMESPACES.items()
+    },
+    **{
+        f"clone {name}": (f"(libc.syscall({CLONE}, {flags} | 17, 0, 0, 0, 0), ctypes.get_errno())", "(-1, 1)")
+        for name, flags in NAMESPACES.items()
+    },
+    "attach to number one": ("libc.ptrace(16, 1, 0, 0)", "-1"),
+    "attach to the parent": ("libc.ptrace(16, os.getppid(), 0, 0)", "-1"),
+    "mount": ("libc.mount(b'/', b'/tmp', b'', 4096, None)", "-1"),
+    "change the root": ("os.chroot('/tmp')", "Error"),
+    "write the supervisor's replies": ("open(f'/proc/{os.getppid()}/fd/1', 'w')", "Error"),
+    "memory behind a descriptor": ("os.memfd_create('x')", "PermissionError"),
+}
 
 
-@pytest.mark.parametrize("path", ["/x", "/usr/x", "/dev/x", "/bin/x", "/runner.py", "/proc/sys/kernel/hostname"])
-def test_nothing_but_tmp_can_be_written(scorer: Scorer, path: str) -> None:
-    assert "Error" in seen(scorer, f"open({path!r}, 'w').write('x')")
+@pytest.mark.parametrize("attempt", REFUSED)
+def test_a_program_cannot(scorer: Scorer, attempt: str) -> None:
+    expression, told = REFUSED[attempt]
+    assert told in seen(scorer, expression)
 
 
 def test_the_disk_is_small_and_forgotten(scorer: Scorer) -> None:
@@ -378,8 +391,7 @@ def test_the_disk_is_small_and_forgotten(scorer: Scorer) -> None:
     assert "False" in seen(scorer, "os.path.exists('/tmp/x')")
     fill = "for n in range(100):\n  open(f'/tmp/{n}', 'wb').write(b'x' * (1 << 20))"
     assert "Error" in seen(scorer, "1", setup=fill)
-    fill = fill.replace("/tmp/", "/dev/shm/")
-    assert "Error" in seen(scorer, "1", setup=fill)
+    assert "Error" in seen(scorer, "1", setup=fill.replace("/tmp/", "/dev/shm/"))
 
 
 def test_no_environment_no_privileges_no_other_processes(scorer: Scorer) -> None:
@@ -394,33 +406,6 @@ def test_no_environment_no_privileges_no_other_processes(scorer: Scorer) -> None
     processes = json.loads(seen(scorer, "sorted(int(p) for p in os.listdir('/proc') if p.isdigit())").strip("'\""))
     assert max(processes) < 20
     assert "Error" in seen(scorer, "os.setuid(0)") or "True" in seen(scorer, "os.getuid() != 0")
-    assert "Error" in seen(scorer, "os.chroot('/tmp')")
-
-
-def test_tracing_another_process_is_refused(scorer: Scorer) -> None:
-    setup = "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)"
-    assert "-1" in seen(scorer, "libc.ptrace(16, 1, 0, 0)", setup=setup)  # PTRACE_ATTACH to the first process
-    assert "-1" in seen(scorer, "libc.ptrace(16, os.getppid(), 0, 0)", setup=f"import os\n{setup}")
-    assert "-1" in seen(scorer, "libc.mount(b'/', b'/tmp', b'', 4096, None)", setup=setup)
-
-
-def test_the_supervisor_s_replies_are_out_of_reach(scorer: Scorer) -> None:
-    assert "Error" in seen(scorer, "open(f'/proc/{os.getppid()}/fd/1', 'w')")
-
-
-@pytest.mark.parametrize("flags", ["0x10000000", "0x20000", "0x40000000"], ids=["user", "mount", "net"])
-def test_new_namespaces_are_refused(scorer: Scorer, flags: str) -> None:
-    """A user namespace would come with capabilities: enough to mount a file system in memory of any size."""
-    setup = "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)"
-    assert "(-1, 1)" in seen(scorer, f"(libc.unshare({flags}), ctypes.get_errno())", setup=setup)
-    clone = 56 if platform.machine() == "x86_64" else 220
-    assert "(-1, 1)" in seen(
-        scorer, f"(libc.syscall({clone}, {flags} | 17, 0, 0, 0, 0), ctypes.get_errno())", setup=setup
-    )
-
-
-def test_memory_behind_a_descriptor_is_refused(scorer: Scorer) -> None:
-    assert "PermissionError" in seen(scorer, "os.memfd_create('x')")
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
