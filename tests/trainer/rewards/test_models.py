@@ -178,14 +178,9 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tiny_model(path, hidden_size=16, intermediate_size=16, num_hidden_layers=1)
     tokenizer = AutoTokenizer.from_pretrained(path)
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        num_labels=2,
-        pad_token_id=tokenizer.eos_token_id or 0,
-        num_key_value_heads=2,
-        **sizes,
-    )
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    config = Qwen2Config(vocab_size=len(tokenizer), num_labels=2, pad_token_id=tokenizer.eos_token_id or 0, **sizes)
     for old in path.glob("*.safetensors"):
         old.unlink()
     Qwen2ForSequenceClassification(config).save_pretrained(path)
@@ -233,16 +228,12 @@ def test_a_classifier_without_padding_takes_one_at_a_time(classifier: Path, tmp_
 def test_models_rest_and_wake(classifier: Path) -> None:
     """Their processes are gone meanwhile; other rewards go on."""
     configs = [ClassifierReward(path=str(classifier), workers=1), RegexReward(pattern="0")]
-    scorer = build_scorer(configs)
 
     def workers() -> int:
         return len(psutil.Process().children(recursive=True))
 
-    def ask() -> Score:
-        return asyncio.run(scorer(RewardRequest("3+4=", "07", "07")))  # type: ignore[arg-type]
-
-    try:
-        before, there, held = ask(), workers(), scorer.nbytes
+    with contextlib.closing(build_scorer(configs)) as scorer:
+        before, there, held = asked(scorer, ("07", "07")), workers(), scorer.nbytes
         weights = sum(t.nbytes for t in load_file(classifier / "model.safetensors").values())
         assert held == weights
         scorer.rest()
@@ -250,9 +241,7 @@ def test_models_rest_and_wake(classifier: Path) -> None:
         assert scorer.nbytes == held, "what they will take again"
         scorer.wake()
         assert workers() == there
-        assert ask() == before
-    finally:
-        scorer.close()
+        assert asked(scorer, ("07", "07")) == before
 
 
 @pytest.mark.broad

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 
 from tests.trainer.faults.runs import is_gone
 from tests.waiting import eventually, wait_until
-from trainer.config import CallableReward, ExactMatchReward, FormatReward, RegexReward, RewardConfig
+from trainer.config import CallableReward, ExactMatchReward, FormatReward, GroupReward, RegexReward, RewardConfig
 from trainer.errors import ConfigError, RewardError, RewardWorkerDied
 from trainer.rewards import Reward, RewardRequest, Score, Scorer, build_scorer
 from trainer.rewards.pool import WorkerPool
@@ -26,32 +26,32 @@ from trainer.worker_process import WorkerProcess, start_worker
 HERE = "tests.trainer.rewards.functions"
 
 
-def ask(scorer: Scorer, *answers: str, expected: str = "07") -> list[Score]:
+def ask(scorer: Scorer, *answers: str) -> list[Score]:
     async def all_of_them() -> list[Score]:
-        requests = (RewardRequest("3+4=", answer, expected, {"bonus": 0.5}) for answer in answers)
+        requests = (RewardRequest("3+4=", answer, "07", {"bonus": 0.5}) for answer in answers)
         return await asyncio.gather(*(scorer(request) for request in requests))
 
     return asyncio.run(all_of_them())
 
 
-def score(configs: Sequence[RewardConfig], answer: str, expected: str = "07") -> Score:
-    scorer = build_scorer(configs)
-    try:
-        return ask(scorer, answer, expected=expected)[0]
-    finally:
-        scorer.close()
+def scoring(*configs: RewardConfig) -> contextlib.closing[Scorer]:
+    return contextlib.closing(build_scorer(configs))
 
 
-@pytest.mark.parametrize(("answer", "value"), [("07", 1.0), (" 07\n", 1.0), ("7", 0.0), ("", 0.0), ("077", 0.0)])
-def test_exact_match(answer: str, value: float) -> None:
-    assert score([ExactMatchReward()], answer).total == value
+def misbehaving(**options: Any) -> contextlib.closing[Scorer]:
+    """Of one worker unless told otherwise, which does what the answer says."""
+    return scoring(CallableReward(**{"target": f"{HERE}:misbehaves", "workers": 1, **options}))
+
+
+def test_exact_match() -> None:
+    with scoring(ExactMatchReward()) as scorer:
+        assert [s.total for s in ask(scorer, "07", " 07\n", "7", "", "077")] == [1.0, 1.0, 0.0, 0.0, 0.0]
 
 
 def test_regex() -> None:
     tagged = RegexReward(pattern=r"<a>(?P<answer>.*)</a>", name="a", workers=1)
-    scorer = build_scorer([RegexReward(pattern=r"^\d\d$", workers=1), tagged])
-    scores = ask(scorer, "99", "9", "so <a> 07 </a>", "so <a>08</a>")
-    scorer.close()
+    with scoring(RegexReward(pattern=r"^\d\d$", workers=1), tagged) as scorer:
+        scores = ask(scorer, "99", "9", "so <a> 07 </a>", "so <a>08</a>")
     assert [s.parts for s in scores] == [
         {"regex": 1, "a": 0}, {"regex": 0, "a": 0}, {"regex": 0, "a": 1}, {"regex": 0, "a": 0},
     ]  # fmt: skip
@@ -72,7 +72,8 @@ def test_regex() -> None:
     ],
 )
 def test_format(answer: str, value: float) -> None:
-    assert score([FormatReward()], answer).total == value
+    with scoring(FormatReward()) as scorer:
+        assert ask(scorer, answer)[0].total == value
 
 
 def test_a_weighted_sum_keeps_its_parts() -> None:
@@ -84,10 +85,9 @@ def test_a_weighted_sum_keeps_its_parts() -> None:
         CallableReward(target=f"{HERE}:asynchronous", name="mine", workers=1),
         CallableReward(target=f"{HERE}:of_extra", name="extra", workers=1),
     ]
-    scorer = build_scorer(configs)
-    result, wrong = ask(scorer, "07", "08")
-    stats = scorer.stats()
-    scorer.close()
+    with scoring(*configs) as scorer:
+        result, wrong = ask(scorer, "07", "08")
+        stats = scorer.stats()
     assert result.parts == {"exact_match": 1, "regex": 1, "regex_2": 1, "callable": 2, "mine": 1, "extra": 0.5}
     assert result.total == pytest.approx(2 + 0.5 + 1 + 0.2 + 1 + 0.5)
     assert wrong.parts["exact_match"] == 0
@@ -96,11 +96,8 @@ def test_a_weighted_sum_keeps_its_parts() -> None:
 
 
 def test_full_needs_the_best_of_every_reward() -> None:
-    scorer = build_scorer([ExactMatchReward(), RegexReward(pattern=r"^\d\d$", workers=1)])
-    right, wrong = ask(scorer, "07", "08")
-    scorer.close()
-    assert right.full
-    assert not wrong.full
+    with scoring(ExactMatchReward(), RegexReward(pattern=r"^\d\d$", workers=1)) as scorer:
+        assert [score.full for score in ask(scorer, "07", "08")] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -109,6 +106,8 @@ def test_full_needs_the_best_of_every_reward() -> None:
         ([RegexReward(pattern="(")], "Correct the expression"),
         ([CallableReward(target="no.such.module:f")], "cannot import"),
         ([CallableReward(target=f"{HERE}:nothing")], "cannot import"),
+        ([GroupReward(target="no.such.module:f")], "cannot import"),
+        ([GroupReward(target=f"{HERE}:nothing")], "cannot import"),
         ([ExactMatchReward(name="a"), FormatReward(name="a")], "given twice"),
     ],
 )
@@ -118,38 +117,29 @@ def test_what_the_user_can_correct_is_said_before_the_run(configs: list[RewardCo
 
 
 def test_a_reward_that_fails_gives_its_configured_value_and_the_next_is_served(tmp_path: Path) -> None:
-    options = {"timeout_s": 1.0, "on_failure": -1.0, "workers": 2}
-    scorer = build_scorer([CallableReward(target=f"{HERE}:misbehaves", **options)])
-    try:
-        left = tmp_path / "pid"
+    left = tmp_path / "pid"
+    with misbehaving(timeout_s=1.0, on_failure=-1.0, workers=2) as scorer:
         bad = ["raise", "hang", "loop", "die", f"leave {left}", "close"]
         scores = ask(scorer, *bad[:-1], "fine")
         assert [s.total for s in scores] == [-1.0] * 5 + [1.0]
-        reasons = [s.failures.get("callable", "") for s in scores]
-        assert "KeyError('missing')" in reasons[0]
-        assert "took over 1 s" in reasons[1]
-        assert "took over 1 s" in reasons[2]
-        assert "status 3" in reasons[3]
-        assert "took over 1 s" in reasons[4]
+        told = ["KeyError('missing')", "took over 1 s", "took over 1 s", "status 3", "took over 1 s"]
+        assert [reason for s, reason in zip(scores, told, strict=False) if reason not in s.failures["callable"]] == []
         wait_until(lambda: is_gone(int(left.read_text())))
         assert scorer.stats()["reward_failures/callable"] == 5
         ask(scorer, bad[-1])
         assert [s.total for s in ask(scorer, *["fine"] * 8)] == [1.0] * 8
-    finally:
-        scorer.close()
 
 
 def test_a_value_that_is_not_finite_is_a_failure() -> None:
-    result = score([CallableReward(target=f"{HERE}:not_a_number", workers=1)], "07")
+    with scoring(CallableReward(target=f"{HERE}:not_a_number", workers=1)) as scorer:
+        (result,) = ask(scorer, "07")
     assert result.total == 0.0
     assert "finite" in result.failures["callable"]
 
 
 def test_coroutines_share_a_worker_and_one_that_blocks_it_costs_the_others_nothing() -> None:
-    config = CallableReward(target=f"{HERE}:blocks_the_loop", timeout_s=1.0, workers=1)
-    scorer = build_scorer([config])
-    scores = ask(scorer, *["fine"] * 4, "block", *["fine"] * 4)
-    scorer.close()
+    with misbehaving(target=f"{HERE}:blocks_the_loop", timeout_s=1.0) as scorer:
+        scores = ask(scorer, *["fine"] * 4, "block", *["fine"] * 4)
     assert [s.total for s in scores] == [1.0] * 4 + [0.0] + [1.0] * 4
 
 
@@ -172,38 +162,29 @@ def test_answers_that_wait_are_valued_together() -> None:
 
 @pytest.mark.parametrize("fault", ["raise", "hang", "die"])
 def test_an_answer_that_spoils_its_batch_costs_the_others_nothing(fault: str) -> None:
-    limit = 1.5 if fault == "hang" else 60.0
-    scorer = build_scorer([CallableReward(target=f"{HERE}:together", timeout_s=limit, workers=1)])
-    try:
+    with misbehaving(target=f"{HERE}:together", timeout_s=1.5 if fault == "hang" else 60.0) as scorer:
         spoilt = ask(scorer, *["fine"] * 6, fault, *["fine"] * 6)
-        assert [bool(s.failures) for s in spoilt] == [False] * 6 + [True] + [False] * 6
-        assert all(s.total >= 1.0 for s in spoilt if not s.failures)
-    finally:
-        scorer.close()
+    assert [bool(s.failures) for s in spoilt] == [False] * 6 + [True] + [False] * 6
+    assert all(s.total >= 1.0 for s in spoilt if not s.failures)
 
 
 def test_a_coroutine_that_is_late_is_cancelled_without_its_worker() -> None:
-    scorer = build_scorer([CallableReward(target=f"{HERE}:sleeps", timeout_s=0.3, workers=1)])
-    children = psutil.Process().children(recursive=True)
-    assert "cancelled" in ask(scorer, "x")[0].failures["callable"]
-    assert psutil.Process().children(recursive=True) == children
-    scorer.close()
+    with misbehaving(target=f"{HERE}:sleeps", timeout_s=0.3) as scorer:
+        children = psutil.Process().children(recursive=True)
+        assert "cancelled" in ask(scorer, "x")[0].failures["callable"]
+        assert psutil.Process().children(recursive=True) == children
 
 
 def test_a_sample_waits_no_longer_than_its_deadline() -> None:
-    config = CallableReward(target=f"{HERE}:misbehaves", timeout_s=30.0, deadline_s=0.5, workers=1)
-    scorer = build_scorer([config])
-    scores = ask(scorer, "hang", "fine", "fine")
-    scorer.close()
+    with misbehaving(timeout_s=30.0, deadline_s=0.5) as scorer:
+        scores = ask(scorer, "hang", "fine", "fine")
     assert [s.total for s in scores] == [0.0] * 3
     assert "within 0.5 s" in scores[1].failures["callable"]
 
 
 def test_who_gives_up_waiting_leaves_the_next_one_a_worker_that_is_free() -> None:
     """The deadline ends a sample's wait in the middle of its evaluation; the worker is busy for longer."""
-    config = CallableReward(target=f"{HERE}:misbehaves", timeout_s=1.0, deadline_s=0.5, workers=1)
-    scorer = build_scorer([config])
-    try:
+    with misbehaving(timeout_s=1.0, deadline_s=0.5) as scorer:
         assert "within 0.5 s" in ask(scorer, "hang")[0].failures["callable"]
 
         # A second later the worker is killed; a sample that was sent there meanwhile would be taken for the culprit.
@@ -213,29 +194,33 @@ def test_who_gives_up_waiting_leaves_the_next_one_a_worker_that_is_free() -> Non
             return not why
 
         wait_until(is_fine, 60)
-    finally:
-        scorer.close()
 
 
 def test_workers_that_died_at_rest_are_replaced() -> None:
     before = {p.pid for p in psutil.Process().children()}
-    scorer = build_scorer([CallableReward(target=f"{HERE}:length", workers=1)])
-    try:
+    with misbehaving(target=f"{HERE}:length") as scorer:
         for worker in psutil.Process().children():
             if worker.pid not in before:
                 worker.kill()
         scores = ask(scorer, *["four"] * 3)
         assert [s.total for s in scores[1:]] == [4.0] * 2  # the news of the death may come after the first request
-    finally:
-        scorer.close()
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[WorkerPool]:
+    """One worker, which does what the answer says."""
+    made = WorkerPool({"job": "callable", "target": f"{HERE}:misbehaves"}, 1, 60.0)
+    await made.open()
+    yield made
+    await made.close()
+
+
+FINE, DIE = ({"prompt": "", "answer": answer, "expected": "", "extra": {}} for answer in ("fine", "die"))
 
 
 async def test_a_worker_is_replaced_even_when_the_one_who_found_it_dead_has_left(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, pool: WorkerPool
 ) -> None:
-    pool = WorkerPool({"job": "callable", "target": f"{HERE}:misbehaves"}, 1, 60.0)
-    await pool.open()
-    request = {"prompt": "", "answer": "die", "expected": "", "extra": {}}
     began, go_on = asyncio.Event(), asyncio.Event()
 
     async def slowly(module: str, job: Mapping[str, Any]) -> WorkerProcess:
@@ -244,21 +229,18 @@ async def test_a_worker_is_replaced_even_when_the_one_who_found_it_dead_has_left
         return await start_worker(module, job)
 
     monkeypatch.setattr("trainer.rewards.pool.start_worker", slowly)
-    try:
-        asking = asyncio.create_task(pool.ask(request))
-        await asyncio.wait_for(began.wait(), 60)
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
-        go_on.set()
-        assert await asyncio.wait_for(pool.ask(request | {"answer": "fine"}), 60) == 1.0
-    finally:
-        await pool.close()
+    asking = asyncio.create_task(pool.ask(DIE))
+    await asyncio.wait_for(began.wait(), 60)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    go_on.set()
+    assert await asyncio.wait_for(pool.ask(FINE), 60) == 1.0
 
 
-async def test_a_worker_that_is_replaced_when_its_pool_is_closed_is_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_is_replaced_when_its_pool_is_closed_is_ended_too(
+    monkeypatch: pytest.MonkeyPatch, pool: WorkerPool
+) -> None:
     """Its process would be left to the garbage collector, which has no event loop to close the pipes in."""
-    pool = WorkerPool({"job": "callable", "target": f"{HERE}:misbehaves"}, 1, 60.0)
-    await pool.open()
     go_on, end, ended = asyncio.Event(), WorkerProcess.end, list[int | None]()
 
     async def slowly(self: WorkerProcess) -> None:
@@ -268,7 +250,7 @@ async def test_a_worker_that_is_replaced_when_its_pool_is_closed_is_ended_too(mo
 
     monkeypatch.setattr(WorkerProcess, "end", slowly)
     with pytest.raises(RewardWorkerDied):
-        await pool.ask({"prompt": "", "answer": "die", "expected": "", "extra": {}})
+        await pool.ask(DIE)
     closing = asyncio.create_task(pool.close())
     await asyncio.sleep(0)
     go_on.set()
@@ -276,30 +258,29 @@ async def test_a_worker_that_is_replaced_when_its_pool_is_closed_is_ended_too(mo
     assert ended == [3]
 
 
-async def test_without_workers_a_reward_fails_at_once_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = WorkerPool({"job": "callable", "target": f"{HERE}:misbehaves"}, 1, 60.0)
-    await pool.open()
+async def test_without_workers_a_reward_fails_at_once_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, pool: WorkerPool
+) -> None:
 
     async def refused(*_: object) -> WorkerProcess:
         raise OSError("no more processes")
 
-    request = {"prompt": "", "answer": "fine", "expected": "", "extra": {}}
     with monkeypatch.context() as patched:
         patched.setattr("trainer.rewards.pool.start_worker", refused)
         with pytest.raises(RewardWorkerDied, match="status 3"):
-            await pool.ask(request | {"answer": "die"})
+            await pool.ask(DIE)
         with pytest.raises(RewardWorkerDied, match="no more processes"):
-            await asyncio.wait_for(pool.ask(request), 60)
+            await asyncio.wait_for(pool.ask(FINE), 60)
 
     async def answers() -> bool:
         with contextlib.suppress(RewardWorkerDied):
-            return await pool.ask(request) == 1.0
+            return await pool.ask(FINE) == 1.0
         return False
 
     await eventually(answers, 60)  # it is tried again and again
     await pool.close()
     with pytest.raises(RewardWorkerDied, match="closed"):
-        await pool.ask(request)
+        await pool.ask(FINE)
 
 
 def test_nothing_is_left_when_it_is_closed() -> None:
