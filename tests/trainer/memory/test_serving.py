@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,39 +16,23 @@ from tests.waiting import wait_until
 from trainer.config import ServingMemory
 from trainer.errors import ConfigError, MemoryPlanError, SleepTimeout
 from trainer.memory.serving import Fleet, ServingEngine
+from trainer.rewards.scorer import LoopThread
 from weightsync import open_store
 
 
 @dataclass
 class Instance:
-    """Registered while it serves. `deaf`: it does not obey. It needs `drain_s` to fall asleep. `slept` are the orders
-    it followed."""
+    """Registered while it serves. It needs `drain_s` to fall asleep; `slept` are the orders it followed."""
 
     gateway: RunningGateway
     id: str
-    deaf: bool = False
-    drain_s: float = 0.0
+    drain_s: float
     slept: list[SleepOrder] = field(default_factory=list)
-    _loop: asyncio.AbstractEventLoop | None = None
-    _stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def start(self) -> None:
+    def register(self) -> None:
         self.gateway.register("http://127.0.0.1:9", self.id)
-        if not self.deaf:
-            threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True).start()
 
-    def stop(self) -> None:
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._stopping.set)
-
-    async def _run(self) -> None:
-        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
-        obeying = asyncio.create_task(self._obey())
-        await self._stopping.wait()
-        obeying.cancel()
-        await asyncio.gather(obeying, return_exceptions=True)
-
-    async def _obey(self) -> None:
+    async def obey(self) -> None:
         store = open_store(self.gateway.gateway.store.url)
         while True:
             order = await ordered(store, KEYS, self.id)
@@ -57,7 +40,7 @@ class Instance:
             await store.delete(KEYS.instance(self.id))
             await asyncio.sleep(self.drain_s)
             await stay_asleep(store, KEYS, SleeperRecord(self.id, order.level, 1, "here", 0.0))
-            await asyncio.to_thread(self.gateway.register, "http://127.0.0.1:9", self.id)
+            await asyncio.to_thread(self.register)
 
 
 Starter = Callable[..., Instance]
@@ -65,17 +48,18 @@ Starter = Callable[..., Instance]
 
 @pytest.fixture
 def start(gateway: RunningGateway) -> Iterator[Starter]:
-    """Starts an instance by name."""
-    started: list[Instance] = []
+    """Starts an instance by name; one that is `deaf` does not obey."""
+    obeying = LoopThread()
 
     def one(name: str, *, deaf: bool = False, drain_s: float = 0.0) -> Instance:
-        started.append(Instance(gateway, name, deaf, drain_s))
-        started[-1].start()
-        return started[-1]
+        instance = Instance(gateway, name, drain_s)
+        instance.register()
+        if not deaf:
+            obeying.run(instance.obey())
+        return instance
 
     yield one
-    for instance in started:
-        instance.stop()
+    obeying.close()
 
 
 @pytest.fixture
