@@ -98,15 +98,6 @@ async def test_the_tools_of_an_mcp_server() -> None:
     assert text.startswith("error: ")
 
 
-async def test_an_mcp_server_that_dies_fails_the_episode_and_is_started_again() -> None:
-    async with open_tools((SERVER,)) as tools:
-        environment = Tools(ToolsEnvironment(tools=(SERVER,)), tools)
-        with pytest.raises(EnvironmentFailed, match="broke off a call of die"):
-            await environment.step(call("die"))
-        seen = await environment.step(call("multiply", a=2, b=3))
-    assert [message["content"] for message in seen.messages] == ["6"]
-
-
 async def test_floods_and_dead_servers_seen_from_the_trainer() -> None:
     """A tool that says more than a line of the worker may have is cut there; a server that dies is started again."""
     tools = (FunctionTool(target=f"{HERE}:floods"), SERVER)
