@@ -22,6 +22,10 @@ KINDS: dict[str, type[FileData]] = {
 Open = Callable[..., FileDataset]
 
 
+def prompts(data: FileDataset) -> list[str]:
+    return [data[i].prompt for i in range(len(data))]
+
+
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOTSWAP_CACHE", str(tmp_path / "cache"))

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.trainer.data.conftest import Open
+from tests.trainer.data.conftest import Open, prompts
 from tests.trainer.data.writing import as_samples, jsonl, parquet, problems, shard
 from tests.waiting import wait_until
 from trainer.config import JsonlData
@@ -52,10 +52,6 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(cache_module, "_make", make)
     return names
-
-
-def prompts(data: FileDataset) -> list[str]:
-    return [data[i].prompt for i in range(len(data))]
 
 
 def test_it_is_made_once(open_data: Open, tmp_path: Path, made: list[str], cache: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 from typing import Any
 
@@ -63,14 +64,9 @@ def test_a_task_that_cannot_be_made_is_named(tokenizer: Tokenizer, task: GymTask
 def test_the_verifier_reads_the_last_answer(tokenizer: Tokenizer) -> None:
     record = data(tokenizer, SUMS)[3]
     answers = (f"<answer>1</answer> no, <answer> {record.answer} </answer>", record.answer, "<answer></answer>")
-    scorer = build_scorer([GymReward(workers=1)])
-    try:
-        totals = [
-            asyncio.run(scorer(RewardRequest(record.prompt, text, record.answer, record.extra))).total
-            for text in answers
-        ]
+    asked = [RewardRequest(record.prompt, text, record.answer, record.extra) for text in answers]
+    with contextlib.closing(build_scorer([GymReward(workers=1, timeout_s=60.0, deadline_s=300.0)])) as scorer:
+        totals = [asyncio.run(scorer(request)).total for request in asked]
         lost = asyncio.run(scorer(RewardRequest("", "<answer>1</answer>", "1", {})))
-    finally:
-        scorer.close()
     assert totals == [1.0, 0.0, 0.0]
     assert "no reasoning-gym task" in lost.failures["reasoning_gym"]
