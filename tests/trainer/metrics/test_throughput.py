@@ -15,10 +15,15 @@ from trainer.tiny_model import write_tiny_model
 
 
 @pytest.fixture(scope="module")
-def shape(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "tiny"
     write_tiny_model(path, "llama", num_hidden_layers=3)
-    return load_shape(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def shape(llama: Path) -> ModelShape:
+    return load_shape(llama)
 
 
 def test_lengths_of_padded_rows_are_those_of_their_sequences() -> None:
@@ -39,24 +44,14 @@ def test_lengths_of_packed_rows_are_counted_by_segment() -> None:
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_operations_are_those_of_the_models_matrix_products(shape: ModelShape, frozen: bool) -> None:
+def test_operations_are_those_of_the_models_matrix_products(llama: Path, shape: ModelShape, frozen: bool) -> None:
     """Counted by torch on transformers' model: 2 operations a multiply-add forward, three times that with backward. For
     frozen weights there are no gradients of their own, only those of what goes through them."""
     from torch.utils.flop_counter import FlopCounterMode
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.ffn,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        attn_implementation="eager",
-    )
     length = 24
-    model = LlamaForCausalLM(config).requires_grad_(not frozen)
+    model = AutoModelForCausalLM.from_pretrained(llama, attn_implementation="eager").requires_grad_(not frozen)
     inputs = torch.zeros(1, length, shape.hidden, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
         model(inputs_embeds=inputs).logits.sum().backward()

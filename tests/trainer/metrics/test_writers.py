@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from tests.trainer.metrics.wandb_log import written
+from tests.waiting import wait_until
 from trainer.config import TrainerConfig, WandbConfig, WatchConfig, load
 from trainer.errors import ConfigError
 from trainer.metrics import build_writers, chosen_progress
@@ -75,6 +76,49 @@ def test_tensorboard_of_a_resumed_run_shows_each_step_once(tmp_path: Path) -> No
         resumed.write("step", STEP | {"step": step, "loss": 2.0})
     resumed.close()
     assert scalars(tmp_path)["train/loss"] == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
+
+
+# A `.wandb` file is in LevelDB's log format: blocks of 32 KiB, each piece with checksum, length and type.
+BLOCK, FILE_HEADER, PIECE_HEADER = 32768, 7, 7
+FULL, LAST = 1, 4
+
+
+def records(path: Path) -> Iterator[Any]:
+    """W&B's own protobuf messages."""
+    from wandb.proto import wandb_internal_pb2
+
+    for data in _messages(path.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        yield record
+
+
+def written(path: Path, timeout_s: float = 60.0) -> list[Any]:
+    """All records of a run that has ended: another process may still write them when the run's own has done with it."""
+
+    def whole() -> list[Any]:
+        found = list(records(path))
+        return found if any(record.WhichOneof("record_type") == "exit" for record in found) else []
+
+    return wait_until(whole, timeout_s, "the run's end")
+
+
+def _messages(content: bytes) -> Iterator[bytes]:
+    assert content[:4] == b":W&B"
+    offset, message = FILE_HEADER, b""
+    while offset + PIECE_HEADER <= len(content):
+        if BLOCK - offset % BLOCK < PIECE_HEADER:  # too little is left in the block for a header
+            offset += BLOCK - offset % BLOCK
+            continue
+        length, kind = int.from_bytes(content[offset + 4 : offset + 6], "little"), content[offset + 6]
+        offset += PIECE_HEADER
+        if offset + length > len(content):
+            return  # it is being written
+        message += content[offset : offset + length]
+        offset += length
+        if kind in (FULL, LAST):
+            yield message
+            message = b""
 
 
 def test_wandb_offline_writes_a_run_without_network_or_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
