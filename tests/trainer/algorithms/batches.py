@@ -1,4 +1,4 @@
-"""Random groups, and the batch that an algorithm makes of them, in float64 with logits to differentiate by."""
+"""Random groups and preferences, and the batch that an algorithm makes of them, in float64 and differentiable."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from trainer.algorithms import build_algorithm
 from trainer.algorithms.base import ENTROPY, OLD_LOGPROBS, REFERENCE_LOGPROBS, VALUES, Algorithm, LossOutput
 from trainer.batch import MASK, TOKENS, Fields, Rows, Sequence, lay_out, plan_rows, take_back
 from trainer.config import AlgorithmConfig
+from trainer.data.records import Record
 from trainer.rewards import Score
 from trainer.trajectory import TrajectoryGroup, VersionSpan
 
@@ -42,6 +43,16 @@ def groups(count: int, samples: int, seed: int) -> list[TrajectoryGroup]:
             TrajectoryGroup(tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 4))), tuple(answers), scores)
         )
     return made
+
+
+def preferences(count: int, seed: int) -> list[Record]:
+    """Answers of 1 to 6 tokens."""
+    rng = random.Random(seed)
+
+    def ids() -> tuple[int, ...]:
+        return tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 6)))
+
+    return [Record(i, "", "", ids(), (), ids(), ids()) for i in range(count)]
 
 
 BATCH = groups(4, 5, seed=1)

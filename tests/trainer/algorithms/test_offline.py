@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from tests.trainer.algorithms import reference as plain
-from tests.trainer.algorithms.batches import VOCAB, Trial
-from tests.trainer.algorithms.preferences import preferences
+from tests.trainer.algorithms.batches import VOCAB, Trial, preferences
 from trainer.algorithms.base import REFERENCE_LOGPROBS
 from trainer.algorithms.offline import Dpo, Sft
 from trainer.batch import MASK, TOKENS, collate, share

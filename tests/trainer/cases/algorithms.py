@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.trainer.algorithms.batches import groups
-from tests.trainer.algorithms.preferences import preferences
+from tests.trainer.algorithms.batches import groups, preferences
 from tests.trainer.cases import engine, numbers
 from trainer.algorithms.base import VALUES, Algorithm
 from trainer.batch import MASK, Fields, assemble
