@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.raycluster import RayCluster
-from tests.trainer.faults.runs import arguments, curve, events
+from tests.trainer.faults.runs import arguments, curve, events, is_gone
 from tests.waiting import wait_until
 from trainer.ray_ranks import absolute
 
@@ -72,7 +72,7 @@ def test_a_run_goes_on_elsewhere_when_a_node_is_lost(config: dict[str, Any], tmp
             wait_until(lambda: len(events(path, "start")) == 2, PATIENCE_S, said.read_text, run)
             second = events(path, "start")[1]["step"]
             assert second >= 20
-            wait_until(lambda: not any(map(runs, ranks)), PATIENCE_S, said.read_text)
+            wait_until(lambda: all(is_gone(rank.pid) for rank in ranks), PATIENCE_S, said.read_text)
             wait_until(lambda: max(curve(path)) > second + 30, PATIENCE_S, said.read_text, run)
             assert re.findall(r"rank \d runs on (\S+)", said.read_text())[-2:].count(N3) == 1
 
@@ -84,14 +84,6 @@ def test_a_run_goes_on_elsewhere_when_a_node_is_lost(config: dict[str, Any], tmp
         finally:
             run.kill()
             run.wait()
-
-
-def runs(process: psutil.Process) -> bool:
-    """Not one whose parent has gone and that nobody has waited for."""
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def rank_processes(root: Path) -> list[psutil.Process]:

@@ -1,4 +1,5 @@
-"""Killed with SIGKILL at a random step and resumed, a run's curve is the uninterrupted one, bit for bit."""
+"""Killed with SIGKILL at a random step and resumed, a run's curve is the uninterrupted one, bit for bit; so it is in
+phases, with the models of its rewards, where the uninterrupted run had room for all."""
 
 from __future__ import annotations
 
@@ -10,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
-from tests.trainer.faults.runs import PATIENCE_S, arguments, curve, events
+from tests.trainer.faults.runs import PATIENCE_S, arguments, curve, events, finished
 from tests.trainer.fleet import Fleet, fleet, never_behind
+from tests.trainer.rewards.functions import Large
 from tests.trainer.rollouts.generate_server import Unmoved
 from tests.trainer.zygote import Zygote
 from tests.waiting import wait_until
@@ -20,8 +23,7 @@ from tests.waiting import wait_until
 
 def uninterrupted(zygote: Zygote, config: dict[str, Any], root: Path) -> Path:
     through = config | {"metrics": str(root / "through"), "checkpoint": None}
-    run = zygote.start(arguments(through, root, "through.yaml"), root / "said", RUN="through")
-    assert zygote.wait(run) == 0, (root / "said").read_text()
+    finished(zygote, through, root, "through.yaml", RUN="through")
     return root / "through"
 
 
@@ -33,8 +35,7 @@ def killed_and_resumed(zygote: Zygote, config: dict[str, Any], root: Path, kill_
     wait_until(lambda: len(curve(path)) >= kill_after and bool(events(path, "checkpoint")), PATIENCE_S)
     os.kill(run, signal.SIGKILL)
     assert zygote.wait(run) == -signal.SIGKILL
-    run = zygote.start(arguments(config, root), root / "said", RUN="resumed")
-    assert zygote.wait(run) == 0, (root / "said").read_text()
+    finished(zygote, config, root, RUN="resumed")
     return [event["step"] for event in events(path, "start")]
 
 
@@ -51,12 +52,15 @@ def reinforced(running: Fleet, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def repeats_itself(zygote: Zygote, config: dict[str, Any], root: Path, kill_after: int, *more: str) -> int:
-    """Killed and resumed, with a lineage of its own, it has these numbers of the uninterrupted run; the step that it
-    was resumed from."""
+def repeats_itself(
+    zygote: Zygote, config: dict[str, Any], root: Path, kill_after: int, *more: str, memory: Any = None
+) -> int:
+    """Killed and resumed, with a lineage and that section `memory` of its own, it has these numbers of the
+    uninterrupted run; the step that it was resumed from."""
     numbers = ("reward_mean", "answer_tokens_mean", *more)
     expected = curve(uninterrupted(zygote, config, root), *numbers)
     config["publish"]["lineage"] = "b"
+    config["memory"] = memory
     first, second = killed_and_resumed(zygote, config, root, kill_after)
     assert (first, second > 0) == (0, True)
     assert curve(config["metrics"], *numbers) == expected
@@ -144,3 +148,51 @@ def test_a_run_of_partial_rollouts(
             if headers["authorization"] == "Bearer resumed"
         ]
         assert all(any(prompt[-len(tokens) :] == tokens for prompt in asked) for tokens in unfinished)
+
+
+def budget(model: str, models: float, nbytes: int = 0) -> float:
+    """GiB: so often the model's weights, and so many bytes."""
+    weights = sum(tensor.nbytes for tensor in load_file(Path(model) / "model.safetensors").values())
+    return (models * weights + nbytes) / 2**30
+
+
+@pytest.mark.broad
+def test_a_checkpoint_is_taken_while_the_optimizer_is_away(
+    zygote: Zygote, config: dict[str, Any], tmp_path: Path, small_models: dict[str, str]
+) -> None:
+    """Evaluation brings the models of the rewards, the run's and its own, and sends the optimizer away; the checkpoint
+    comes right after it."""
+    large = [{"kind": "callable", "target": "tests.trainer.rewards.functions:large", "workers": 1}]
+    with fleet(small_models["qwen2"], tmp_path) as running, never_behind(running):
+        config |= reinforced(
+            running,
+            rewards=large,
+            data=config["data"] | {"held_out": 4},
+            eval=[{"every": 2, "prompts": 2, "rewards": large}],
+            checkpoint=config["checkpoint"] | {"every": 2},
+            steps=8,
+        )
+        room = budget(small_models["qwen2"], 3, 2 * Large.nbytes)  # weights, gradients and two moments are 4
+        memory = {"budget_gib": room, "directory": str(tmp_path)}
+        second = repeats_itself(zygote, config, tmp_path, random.randrange(3, 7), memory=memory)
+    assert second in range(2, 8, 2)
+    assert len(curve(config["metrics"])) == 8
+    for step in events(config["metrics"], "step")[1:]:
+        moved = {key.removeprefix("memory_ms/") for key in step if key.startswith("memory_ms/")}
+        assert {"train/actor_optimizer", "train/reward_model"} <= moved, "one came, the other left"
+
+
+@pytest.mark.broad
+def test_a_reference_that_makes_room_for_training_comes_back_for_its_pass(
+    zygote: Zygote, config: dict[str, Any], tmp_path: Path, small_models: dict[str, str]
+) -> None:
+    """Preferences are not sampled: the reference looks at a step's records when they are whole."""
+    config |= {"algorithm": {"name": "dpo"}, "data": {"kind": "arithmetic", "mistake": "off_by_one"}}
+    config |= {"steps": 4, "checkpoint": None}
+    expected = curve(uninterrupted(zygote, config, tmp_path))
+    config["memory"] = {"budget_gib": budget(small_models["qwen2"], 4.5), "directory": str(tmp_path)}  # 5 in all
+    finished(zygote, config, tmp_path, RUN="offloaded")
+    assert curve(config["metrics"]) == expected
+    assert len(expected) == 4
+    for step in events(config["metrics"], "step")[1:]:
+        assert {"memory_ms/inference/reference", "memory_ms/train/reference"} <= step.keys(), "it came, and left"
