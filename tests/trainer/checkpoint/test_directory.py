@@ -13,12 +13,12 @@ from trainer.checkpoint.directory import CheckpointDir, Retention
 from trainer.errors import CheckpointError, ResumeError
 
 
-def write(directory: CheckpointDir, step: int) -> Path:
+def write(directory: CheckpointDir, step: int, **more: float | None) -> Path:
     staged = directory.stage(step)
     (staged / "tensors").mkdir()
     (staged / "tensors" / "0.bin").write_bytes(bytes([step]) * 1000)
     (staged / "rank.json").write_text(f'{{"step": {step}}}')
-    return directory.commit(step, {"step": step})
+    return directory.commit(step, {"step": step, **more})
 
 
 @pytest.fixture
@@ -159,16 +159,13 @@ def test_the_policy(retention: Retention, kept: set[int]) -> None:
 def test_scores_are_read_from_the_checkpoints(tmp_path: Path) -> None:
     directory = CheckpointDir(tmp_path, Retention(last=1, best=1))
     for step, score in ((1, 0.2), (2, 0.8), (3, None), (4, 0.8), (5, 0.1)):
-        directory.stage(step)
-        directory.commit(step, {"score": score})
+        write(directory, step, score=score)
     assert [path.name for path in directory.steps()] == ["step-00000005", "step-00000002"]
 
 
 def test_one_without_a_readable_manifest_has_no_score(tmp_path: Path) -> None:
     directory = CheckpointDir(tmp_path, Retention(last=1, best=1))
-    directory.stage(1)
-    (directory.commit(1, {"score": 9.0}) / "MANIFEST").write_text("[]")
+    (write(directory, 1, score=9.0) / "MANIFEST").write_text("[]")
     for step in (2, 3):
-        directory.stage(step)
-        directory.commit(step, {"score": float(step)})
+        write(directory, step, score=float(step))
     assert [path.name for path in directory.steps()] == ["step-00000003"]
