@@ -55,14 +55,11 @@ def test_a_player_who_halves_the_range_wins_within_its_logarithm(number: int) ->
     assert (said(game.step("well")), game.step("well").reward) == ("Write a number.", -0.1)
 
 
-@pytest.mark.parametrize("key", ["hall", "attic", "cellar"])
-def test_bringing_the_key_and_opening_the_door_is_worth_one(key: str) -> None:
-    way = {
-        "hall": ([], []),
-        "attic": (["north", "up"], ["down", "south"]),
-        "cellar": (["east", "down"], ["up", "west"]),
-    }
-    there, back = way[key]
+@pytest.mark.parametrize(
+    ("key", "there", "back"),
+    [("hall", [], []), ("attic", ["north", "up"], ["down", "south"]), ("cellar", ["east", "down"], ["up", "west"])],
+)
+def test_bringing_the_key_and_opening_the_door_is_worth_one(key: str, there: list[str], back: list[str]) -> None:
     game, total = FindKey(), 0.0
     seen = game.reset(Task("", (), key))
     assert "You are in the hall." in said(seen)

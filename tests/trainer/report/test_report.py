@@ -104,11 +104,9 @@ def test_a_resumed_run_counts_each_step_as_it_went_the_last_time(tmp_path: Path)
 def test_a_torn_last_line_is_left_out_and_any_other_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "m.jsonl", start(), step(1), tail='{"event": "step", "st')
     assert list(read_events(path).steps) == [1]
-    broken = written(tmp_path / "b.jsonl", start(), tail="not json\n" + json.dumps(step(1)) + "\n")
-    with pytest.raises(ReportError, match="line 2"):
-        read_events(broken)
-    with pytest.raises(ReportError, match="line 1"):
-        read_events(written(tmp_path / "c.jsonl", tail='{"a": 1}\n' + json.dumps(step(1)) + "\n"))
+    for events, line, told in (([start()], "not json", "line 2"), ([], '{"a": 1}', "line 1")):
+        with pytest.raises(ReportError, match=told):
+            read_events(written(tmp_path / "b.jsonl", *events, tail=f"{line}\n{json.dumps(step(1))}\n"))
 
 
 def test_nothing_to_report_on_is_a_typed_error(tmp_path: Path) -> None:
