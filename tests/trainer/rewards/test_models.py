@@ -172,18 +172,12 @@ def test_math_that_no_solver_ends_is_killed() -> None:
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
-    from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
+    from transformers import Qwen2ForSequenceClassification
 
     path = tmp_path_factory.mktemp("classifier")
-    write_tiny_model(path, hidden_size=16, intermediate_size=16, num_hidden_layers=1)
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2}
-    config = Qwen2Config(vocab_size=len(tokenizer), num_labels=2, pad_token_id=tokenizer.eos_token_id or 0, **sizes)
-    for old in path.glob("*.safetensors"):
-        old.unlink()
-    Qwen2ForSequenceClassification(config).save_pretrained(path)
+    write_tiny_model(path, "qwen2", hidden_size=16, intermediate_size=16, num_hidden_layers=1)
+    torch.manual_seed(0)  # of the classifier's head
+    Qwen2ForSequenceClassification.from_pretrained(path, num_labels=2, pad_token_id=0).save_pretrained(path)
     return path
 
 
