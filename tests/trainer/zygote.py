@@ -30,18 +30,18 @@ class Zygote:
         self._runs[run.pid] = run
         return run.pid
 
-    def run(self, arguments: list[str], root: Path) -> tuple[int, str, str]:
+    def run(self, arguments: list[str], root: Path, **environment: str) -> tuple[int, str, str]:
         """Exit status, standard output and standard error of `trainer.main ARGUMENTS`."""
         said, errors = root / "standard-output", root / "standard-error"
         for file in (said, errors):
             file.unlink(missing_ok=True)
-        status = self.wait(self.start(arguments, said, errors))
+        status = self.wait(self.start(arguments, said, errors, **environment))
         return status, said.read_text(), errors.read_text()
 
-    def train(self, config: dict[str, Any], root: Path, name: str = "config") -> Path:
+    def train(self, config: dict[str, Any], root: Path, name: str = "config", **environment: str) -> Path:
         """The metrics of a run, which must succeed."""
         config = {"metrics": str(root / f"{name}.jsonl")} | config
-        status, _, errors = self.run(arguments(config, root, f"{name}.yaml"), root)
+        status, _, errors = self.run(arguments(config, root, f"{name}.yaml"), root, **environment)
         assert status == 0, errors
         return Path(config["metrics"])
 

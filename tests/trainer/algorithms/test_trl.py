@@ -17,8 +17,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from tests.trainer.algorithms import reference as plain
-from tests.trainer.algorithms.batches import BATCH, BEHAVIOUR, LONGEST, Trial, trial
-from tests.trainer.algorithms.preferences import preferences
+from tests.trainer.algorithms.batches import BATCH, BEHAVIOUR, LONGEST, Trial, preferences, trial
 from trainer.algorithms import build_algorithm
 from trainer.algorithms.base import OLD_LOGPROBS, REFERENCE_LOGPROBS
 from trainer.config import CorrectionConfig, DpoConfig, GrpoConfig, RlooConfig, SftConfig

@@ -10,7 +10,6 @@ from typing import Any
 import psutil
 import yaml
 
-from tests.trainer.zygote import Zygote
 from trainer.tiny_model import tiny_run
 
 PATIENCE_S = 90.0
@@ -19,12 +18,6 @@ PATIENCE_S = 90.0
 def arguments(config: dict[str, Any], root: Path, name: str = "config.yaml") -> list[str]:
     (root / name).write_text(yaml.safe_dump(tiny_run(config)))
     return ["--config", str(root / name)]
-
-
-def finished(zygote: Zygote, config: dict[str, Any], root: Path, name: str = "config.yaml", **environment: str) -> None:
-    """Of a run in a process of its own, the end, which is a good one."""
-    run = zygote.start(arguments(config, root, name), root / "said", **environment)
-    assert zygote.wait(run) == 0, (root / "said").read_text()
 
 
 def events(path: str | Path, name: str) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.trainer.faults.runs import PATIENCE_S, arguments, curve, events, finished
+from tests.trainer.faults.runs import PATIENCE_S, arguments, curve, events
 from tests.trainer.fleet import Fleet, fleet, never_behind
 from tests.trainer.rewards.functions import Large
 from tests.trainer.rollouts.generate_server import Unmoved
@@ -23,7 +23,7 @@ from tests.waiting import wait_until
 
 def uninterrupted(zygote: Zygote, config: dict[str, Any], root: Path) -> Path:
     through = config | {"metrics": str(root / "through"), "checkpoint": None}
-    finished(zygote, through, root, "through.yaml", RUN="through")
+    zygote.train(through, root, "through", RUN="through")
     return root / "through"
 
 
@@ -35,7 +35,7 @@ def killed_and_resumed(zygote: Zygote, config: dict[str, Any], root: Path, kill_
     wait_until(lambda: len(curve(path)) >= kill_after and bool(events(path, "checkpoint")), PATIENCE_S)
     os.kill(run, signal.SIGKILL)
     assert zygote.wait(run) == -signal.SIGKILL
-    finished(zygote, config, root, RUN="resumed")
+    zygote.train(config, root, RUN="resumed")
     return [event["step"] for event in events(path, "start")]
 
 
@@ -191,7 +191,7 @@ def test_a_reference_that_makes_room_for_training_comes_back_for_its_pass(
     config |= {"steps": 4, "checkpoint": None}
     expected = curve(uninterrupted(zygote, config, tmp_path))
     config["memory"] = {"budget_gib": budget(small_models["qwen2"], 4.5), "directory": str(tmp_path)}  # 5 in all
-    finished(zygote, config, tmp_path, RUN="offloaded")
+    zygote.train(config, tmp_path, RUN="offloaded")
     assert curve(config["metrics"]) == expected
     assert len(expected) == 4
     for step in events(config["metrics"], "step")[1:]:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.server.gateway.harness import ADMIN_KEY, RunningGateway, running_gateway
 from tests.trainer.data.writing import jsonl
-from tests.trainer.faults.runs import events, finished
+from tests.trainer.faults.runs import events
 from tests.trainer.fleet import Fleet, fleet, never_behind
 from tests.trainer.zygote import Zygote
 from trainer.data.records import take
@@ -64,7 +64,7 @@ def test_a_leap_takes_training_and_serving_back(
     """The step leaps, is repeated from the checkpoint, leaps again, and is left out with all that was drawn for it."""
     running, gateway = served
     run["checkpoint"] |= {"every": every}
-    finished(zygote, run, tmp_path, HOTSWAP_ADMIN_KEY=ADMIN_KEY)
+    zygote.train(run, tmp_path, HOTSWAP_ADMIN_KEY=ADMIN_KEY)
 
     good, path = (BAD_STEP - 1) // every * every, run["metrics"]
     first, second = events(path, "rollback")
