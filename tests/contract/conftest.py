@@ -20,7 +20,8 @@ from anyio.from_thread import start_blocking_portal
 from safetensors.numpy import save
 
 from server.instance.generate import RequestProblem, parse
-from tests.server.gateway.admin.test_admin import SETTINGS, Toy, arena, checkpoint, participating
+from tests.server.gateway.admin.conftest import arena
+from tests.server.gateway.admin.test_admin import SETTINGS, Toy, checkpoint, participating
 from tests.server.gateway.harness import ADMIN_KEY, MODEL, RunningGateway, running_gateway
 from tests.server.gateway.upstream import Link, Received, upstream
 from weightsync import ensure_arena

@@ -21,7 +21,7 @@ from tests.live import LiveServer
 from tests.server.follow.conftest import gateway  # noqa: F401 - a fixture
 from tests.server.follow.following import AT_ONCE, Follow
 from tests.server.follow.test_versions import assert_holds, part_bytes, s3  # noqa: F401 - a fixture
-from tests.server.gateway.admin.test_releases import Instances
+from tests.server.gateway.admin.test_admin import two_participants
 from tests.server.gateway.harness import KEYS, RunningGateway
 from tests.trainer.faults.runs import arguments
 from tests.trainer.fleet import fleet, keep, same_tensors
@@ -40,11 +40,10 @@ LORA: dict[str, Any] = {"name": "math", "rank": 4}
 @pytest.fixture
 def followed(gateway: RunningGateway, tmp_path: Path) -> Iterator[Follow]:  # noqa: F811
     """A fleet without a version, and its follower."""
-    made, instances = Follow(gateway, tmp_path), Instances(gateway)
+    made = Follow(gateway, tmp_path)
     made.store_policy(AT_ONCE)
-    instances.start()
-    yield made
-    instances.stop()
+    with two_participants(gateway):
+        yield made
     made.file.close()
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.server.follow.checkpoints import write
 from tests.server.follow.following import Follow
-from tests.server.gateway.admin.test_releases import Instances
+from tests.server.gateway.admin.test_admin import two_participants
 from tests.server.gateway.harness import KEYS, RunningGateway, running_gateway
 from tests.waiting import wait_until
 from weightsync.control.records import ActiveRecord
@@ -35,8 +35,6 @@ def follow(gateway: RunningGateway, tmp_path: Path) -> Iterator[Follow]:
     made = Follow(gateway, tmp_path)
     made.admin.call("POST", "/admin/weights", {"path": str(write(tmp_path / "base", 0.5)), "activate": False})
     gateway.store.put(KEYS.active, ActiveRecord(1, 1, None, "first", 0.0).to_json())
-    instances = Instances(gateway)
-    instances.start()
-    yield made
-    instances.stop()
+    with two_participants(gateway):
+        yield made
     made.file.close()

@@ -20,7 +20,7 @@ from server.instance.inflight import Inflight
 from server.instance.middleware import ProvenanceMiddleware
 from server.instance.provenance import traced
 from tests.server.gateway.harness import RunningGateway, admin, code, get, new_key, post, running_gateway
-from tests.server.gateway.upstream import Answer, Link, Received, Upstream, hang, read_answer, upstream
+from tests.server.gateway.upstream import Answer, Link, Received, Upstream, never_answer, read_answer, upstream
 from tests.waiting import eventually, wait_until
 
 SETTINGS = UpstreamSettings(scrape_interval_s=3600.0, hold_s=0.0)
@@ -99,7 +99,7 @@ async def test_tokens_over_the_limit(gateway: RunningGateway, answering: Upstrea
     assert code(never) == (400, "request_over_limit")
     assert remaining(never, "requests") == 100
     # With "hello" the estimate is 9 + 250 tokens.
-    answering.handler = hang
+    answering.handler = never_answer
     reader, writer = await gateway.connect()
     writer.write(post(body={"prompt": "hello", "max_tokens": 250}, headers=key))
     await eventually(lambda: bool(answering.requests))
@@ -160,7 +160,7 @@ async def test_places_come_back_however_a_request_ends(gateway: RunningGateway, 
     key = await key_with(gateway, concurrency=1)
     answering.handler = breaking
     assert not (await gateway.ask(post(headers=key))).complete
-    answering.handler = hang
+    answering.handler = never_answer
     seen = len(answering.requests)
     _, writer = await gateway.connect()
     writer.write(post(headers=key))

@@ -96,6 +96,17 @@ async def participating(
         await store.close()
 
 
+@contextlib.contextmanager
+def two_participants(gateway: RunningGateway) -> Iterator[None]:
+    """Instances "a" and "b", which take each version."""
+    with contextlib.ExitStack() as stack:
+        for name in ("a", "b"):
+            member = participating(gateway, Toy(), name)
+            gateway.store.run(member.__aenter__())
+            stack.callback(lambda member=member: gateway.store.run(member.__aexit__(None, None, None)))
+        yield
+
+
 def checkpoint(directory: Path, **shapes: tuple[int, ...]) -> str:
     directory.mkdir(exist_ok=True)
     tensors = {name: np.full(shape, 0.5, np.float32) for name, shape in (shapes or {"a": (4, 4), "b": (8,)}).items()}

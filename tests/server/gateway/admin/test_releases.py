@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ from typer.testing import CliRunner
 from server.cli.app import app
 from server.errors import CliError
 from server.gateway.release.records import ReleaseKeys, ReleaseRecord
-from tests.server.gateway.admin.test_admin import Toy, participating
+from tests.server.gateway.admin.test_admin import two_participants
 from tests.server.gateway.admin.test_approvals import ask
 from tests.server.gateway.harness import ADMIN_KEY, KEYS, RunningGateway, new_key, post
 from tests.server.gateway.upstream import upstream
@@ -34,11 +33,8 @@ def _a_canary_that_has_flipped_is_good_enough(monkeypatch: pytest.MonkeyPatch) -
 def gateway(gateway: RunningGateway) -> Iterator[RunningGateway]:
     """Version 1 is active on both instances."""
     gateway.store.put(KEYS.active, ActiveRecord(1, 1, None, "first", 0.0).to_json())
-    stack = contextlib.AsyncExitStack()
-    for name in ("a", "b"):
-        gateway.store.run(stack.enter_async_context(participating(gateway, Toy(), name)))
-    yield gateway
-    gateway.store.run(stack.aclose())
+    with two_participants(gateway):
+        yield gateway
 
 
 async def state(gateway: RunningGateway) -> dict[str, Any]:
