@@ -42,8 +42,13 @@ def distributed(
     parallel: ParallelConfig, seed: int, timeout_s: float = FaultsConfig.collective_timeout_s
 ) -> Iterator[None]:
     """Join the run's process groups (torchrun's environment variables; alone without them) for the body's duration.
-    `timeout_s` bounds a collective of the groups that compute."""
+    `timeout_s` bounds a collective of the groups that compute. Raises ConfigError if the launcher has started another
+    number of ranks."""
     on_cpu, timeout = shim.install(), timedelta(seconds=timeout_s)
+    # Before the ranks meet: one that has left with its error would end the others with theirs of a lost connection.
+    if (ranks := int(os.environ.get("WORLD_SIZE", "1"))) != parallel.world_size:
+        problem = f"{parallel.world_size} ranks, but the launcher has started {ranks}"
+        raise ConfigError("parallel", problem, "Start as many, or change the layout")
     use_device()
     if parallel.world_size == 1 and "RANK" not in os.environ:
         keep_to_loopback()
@@ -55,9 +60,6 @@ def distributed(
         mine = dist.PrefixStore(f"attempt-{attempt()}", store)
         dist.init_process_group("gloo" if on_cpu else "nccl", timeout=timeout, store=mine, rank=rank, world_size=world)
     try:
-        if (ranks := dist.get_world_size()) != parallel.world_size:
-            problem = f"{parallel.world_size} ranks, but the launcher has started {ranks}"
-            raise ConfigError("parallel", problem, "Start as many, or change the layout")
         split(parallel, seed, timeout_s)
         yield
     finally:
