@@ -76,6 +76,7 @@ def test_an_update_by_its_verbs_is_a_swap(client: Any, live: LiveServer, checkpo
         )
     assert live.active() > before
     assert client.generate(["3+4="], max_tokens=TOKENS)["completion_ids"] == [[102] * TOKENS]
+    assert live.rollback() == before
 
 
 @pytest.fixture(scope="module", params=ASYNCHRONOUS)

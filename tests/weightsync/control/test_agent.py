@@ -13,6 +13,7 @@ import pytest
 from tests.waiting import eventually, stays
 from tests.weightsync.fleet import KEYS, MODEL, Engine, Fleet
 from weightsync import Participant, StageResult
+from weightsync.control import agent_state
 from weightsync.control.records import ActiveRecord, InstanceRecord, SwapRecord, VersionRecord
 from weightsync.errors import DigestMismatch, StoreRefused
 
@@ -245,13 +246,19 @@ async def test_the_lease_before_ends_when_the_next_one_holds_the_record(fleet: F
     await eventually(lambda: fleet.participants["a"]._lease is not former and keepers() == 1)
 
 
-async def test_a_commit_of_what_is_being_staged_does_not_begin_it_again(fleet: Fleet) -> None:
-    """The fleet went on without this one, which was thought to be lost."""
+async def test_a_commit_of_what_is_being_staged_does_not_begin_it_again(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fleet went on without this one, which was thought to be lost. The commit is seen before the end of the swap:
+    of two watches the later event may come first, and then the staging is given up and begun again."""
+    decided, decide = list[agent_state.Action](), agent_state.decide
+    monkeypatch.setattr(agent_state, "decide", lambda *seen: (decided.append(decide(*seen)), decided[-1])[1])
     engine = await fleet.instance("a", Engine(hang=asyncio.Event()))
     store, swap = fleet.store(), opened(await fleet.publish())
     await store.put(KEYS.swap, swap.to_json())
     await eventually(lambda: engine.calls)
     await store.put(KEYS.active, ActiveRecord(swap.target, 1, None, swap.id, 0.0).to_json())
+    await eventually(lambda: isinstance(decided[-1], agent_state.Flip))
     await store.put(KEYS.swap, replace(swap, phase="done").to_json())
     engine.go_on()
     await eventually(lambda: engine.running == 1)
