@@ -120,7 +120,7 @@ def test_upgrades_change_no_job_that_runs() -> None:
 
 
 def command(name: str) -> list[str]:
-    """What is to be run in a gateway's pod, with one of SETS."""
+    """The command of a gateway's pod, rendered with one of SETS."""
     values = ["--values", str(SETS[name]), "--namespace", NAMESPACE]
     done = run("install", "hotswap", str(CHART), "--dry-run=client", *values)
     assert done.returncode == 0, done.stderr

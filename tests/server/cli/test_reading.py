@@ -54,7 +54,7 @@ def admin_url() -> Iterator[str]:
 
 
 def run(*words: str, **more: str) -> str:
-    """What the command says, having imported little and cut nothing off."""
+    """The output of a command, which imports little and cuts nothing off."""
     environment = {"HOTSWAP_ADMIN_KEY": "any", "COLUMNS": "80", "PATH": "", **more}
     command = [sys.executable, "-c", RUN, *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)

@@ -63,7 +63,7 @@ class Client:
         return await asyncio.wait_for(read_answer(self.reader), 30)
 
     async def rest(self) -> bytes:
-        """What comes until the gateway closes."""
+        """All bytes until the gateway closes the connection."""
         return await asyncio.wait_for(self.reader.read(), 30)
 
 

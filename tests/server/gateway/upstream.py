@@ -206,7 +206,7 @@ class Answer:
 
     @property
     def error(self) -> dict[str, Any]:
-        """What the gateway says of a request that it refuses, in the form of OpenAI's errors."""
+        """The gateway's answer to a request that it refuses, in the form of OpenAI's errors."""
         told: dict[str, Any] = orjson.loads(self.body)["error"]
         assert told.keys() >= {"message", "type", "param", "code"}
         return told

@@ -1,4 +1,4 @@
-"""What the client gets of an app that breaks off, by a swap or by what vLLM's code cannot take."""
+"""The client's view of an app that breaks off, by a swap or by a body that vLLM's code cannot take."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Fake:
 
 
 async def probed(canary: Fake, other: Fake | None = None, **settings: Any) -> ProbeResult:
-    """What a probe of `canary` finds; `other` runs the active version."""
+    """The verdict of a probe of `canary`; `other` runs the active version."""
     async with contextlib.AsyncExitStack() as stack:
         fleet = []
         for name, fake, version in (("i0", canary, 7), ("i1", other, 6)):

@@ -78,7 +78,7 @@ def chat(headers: str = "", **fields: Any) -> bytes:
 
 @contextlib.asynccontextmanager
 async def external(tmp_path: Path, handler: Handler, more: str = "") -> AsyncIterator[tuple[Upstream, RunningGateway]]:
-    """Somebody else's server, and a gateway in front of it."""
+    """A server of another operator, and a gateway in front of it."""
     async with upstream(handler) as up:
         file = config(tmp_path, up.port, more)
         with running_gateway(tmp_path, model="", models=file, run_coordinator=False) as gateway:

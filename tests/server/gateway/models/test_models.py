@@ -205,7 +205,7 @@ async def admin(gateway: RunningGateway, path: str) -> tuple[int, dict[str, Any]
 
 
 async def reload(gateway: RunningGateway, text: str) -> Answer:
-    """What is said to a file of models with this text."""
+    """The error message for a file of models with this text."""
     file = gateway.gateway.config.models
     assert file is not None
     file.write_text(text)
