@@ -111,6 +111,12 @@ def test_run_time_faults_are_one_line_too(zygote: Zygote, config: dict[str, Any]
     assert "Traceback" not in errors
 
 
+def test_a_number_of_ranks_that_the_cluster_sets_is_no_launcher(
+    zygote: Zygote, config: dict[str, Any], tmp_path: Path
+) -> None:
+    zygote.train(config | {"steps": 1}, tmp_path, WORLD_SIZE="8")
+
+
 def test_a_checkpoint_of_another_run_is_refused(zygote: Zygote, config: dict[str, Any], tmp_path: Path) -> None:
     config |= {"steps": 3, "save_to": str(tmp_path / "out")}
     assert zygote.run(arguments(config, tmp_path), tmp_path)[0] == 0

@@ -46,7 +46,8 @@ def distributed(
     number of ranks."""
     on_cpu, timeout = shim.install(), timedelta(seconds=timeout_s)
     # Before the ranks meet: one that has left with its error would end the others with theirs of a lost connection.
-    if (ranks := int(os.environ.get("WORLD_SIZE", "1"))) != parallel.world_size:
+    ranks = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1  # some clusters set the number on each node
+    if ranks != parallel.world_size:
         problem = f"{parallel.world_size} ranks, but the launcher has started {ranks}"
         raise ConfigError("parallel", problem, "Start as many, or change the layout")
     use_device()
