@@ -123,8 +123,13 @@ class HeldBundles:
         """Flip to `target`, which is `previous` or `staged`; what was staged besides is given up.
 
         A rollback flips to the version that ran before. Parts that ran beside it are garbage, unless they still run.
+        If the flip raises, what was staged is garbage, and what ran is live.
         """
-        self.replaced += target.commit(self.running)
+        try:
+            self.replaced += target.commit(self.running)
+        except BaseException:
+            self.give_up(staged, ())
+            raise
         dropped, former = [self.previous, staged], self.live
         if former is not None:
             dropped.append(Bundle(former.version, former.kept))

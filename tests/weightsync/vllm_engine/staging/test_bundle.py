@@ -135,8 +135,10 @@ def test_a_flip_that_fails_is_undone() -> None:
     last: Any = target.pieces["lora/x"].generation
     last.data.clear()
     with pytest.raises(AssertionError, match="released memory"):
-        target.commit(worker.held.running)
+        worker.held.commit(target, target)
     assert worker.model == {"": "a", "draft": "d", "lora/x": "l"}
+    freed, _ = worker.held.sweep()
+    assert freed == [target.pieces[name].generation for name in PARTS], "their memory is the next version's"
 
 
 @pytest.mark.parametrize("kind", [Pointed, Copied])
