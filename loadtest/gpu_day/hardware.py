@@ -26,6 +26,7 @@ from loadtest.gpu_day.device import Device
 from loadtest.gpu_day.report import Report, Skipped
 from loadtest.gpu_day.stack import LLAMA_8B, SMALL, Stack
 from loadtest.measure.machine import machine, memcpy_gbps
+from weightsync.memory.pinned import forget_error
 from weightsync.vllm_engine.device.mapping import CudaDriver, Memory, Range, RemapUnavailable
 
 NEEDED = ("numpy", "torch", "xxhash", "orjson")  # by the phases without vLLM
@@ -242,6 +243,7 @@ def _registered(
         seconds = time.perf_counter() - begun
         figures = {"register_status": status, "register_s": seconds, "register_gbps": source.nbytes / 1e9 / seconds}
         if status:
+            forget_error()
             report.say(name, **figures, reason="the driver did not register this mapping")
             return
     target.zero_()

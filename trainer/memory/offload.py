@@ -15,14 +15,14 @@ import ctypes
 import mmap
 import os
 import tempfile
-import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from trainer.errors import MemoryPlanError, OffloadError
 from trainer.memory.ledger import Base, Component
+from weightsync.memory.pinned import pinned
 
 Tensors = Callable[[], Iterable[torch.Tensor]]
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -193,7 +193,7 @@ class HostVault:
         kept = []
         try:
             for storage in storages:
-                host = pinned(storage.nbytes(), storage.device)
+                host = _on_host(storage.nbytes(), storage.device)
                 host.copy_(_as_tensor(storage), non_blocking=True)
                 kept.append(host)
             torch.cuda.synchronize()
@@ -211,17 +211,11 @@ class HostVault:
         self._kept = []
 
 
-def pinned(nbytes: int, device: torch.device) -> torch.Tensor:
-    """uint8 [nbytes] of host memory, which the device reads without a copy on the way. Raises RuntimeError.
-
-    Registered by hand: torch's own pinned allocator rounds up to powers of two, and keeps what is freed.
-    """
-    data = torch.empty(nbytes, dtype=torch.uint8)
-    if device.type == "cuda" and nbytes:
-        runtime: Any = torch.cuda.cudart()
-        if status := int(runtime.cudaHostRegister(data.data_ptr(), nbytes, 0)):
-            raise RuntimeError(f"cudaHostRegister of {nbytes >> 20} MB: status {status}; see `ulimit -l`")
-        weakref.finalize(data.untyped_storage(), runtime.cudaHostUnregister, data.data_ptr())
+def _on_host(nbytes: int, device: torch.device) -> torch.Tensor:
+    """uint8 [nbytes] in pinned memory. Raises RuntimeError."""
+    data, status = pinned(nbytes, device)
+    if status:
+        raise RuntimeError(f"cudaHostRegister of {nbytes >> 20} MB: status {status}; see `ulimit -l`")
     return data
 
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from trainer.errors import OffloadError
-from trainer.memory.offload import DiskVault, HostVault, StorageComponent, pinned
+from trainer.memory.offload import DiskVault, HostVault, StorageComponent
+from weightsync.memory.pinned import pinned
 
 MEASURED = """
 import json, sys, torch
@@ -230,7 +231,8 @@ class Runtime:
 def test_pinned_memory_is_as_large_as_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = Runtime(status=0)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    held = pinned((1 << 20) + 1, torch.device("cuda"))
+    held, status = pinned((1 << 20) + 1, torch.device("cuda"))
+    assert status == 0
     assert runtime.registered == {held.data_ptr(): (1 << 20) + 1}
     assert held.untyped_storage().nbytes() == (1 << 20) + 1
     del held
@@ -240,5 +242,8 @@ def test_pinned_memory_is_as_large_as_what_is_kept(monkeypatch: pytest.MonkeyPat
 def test_memory_that_cannot_be_pinned_is_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(status=2))
     monkeypatch.setattr("trainer.memory.offload.pinned", lambda n, _: pinned(n, torch.device("cuda")))
+    forgotten: list[None] = []
+    monkeypatch.setattr("weightsync.memory.pinned.forget_error", lambda: forgotten.append(None))
     with pytest.raises(OffloadError, match=r"status 2.*memory\.offload to disk"):
         HostVault().save([torch.ones(10).untyped_storage()])
+    assert forgotten == [None], "else the next kernel raises it"
