@@ -78,7 +78,7 @@ def worker(
                 get_model_loader(config.load_config).load_weights(model, config.model_config)
                 process_weights_after_loading(model, config.model_config, cpu)
             config.compilation_config.static_forward_context = {}
-            place = staging_device(cpu)
+            place = staging_device(cpu, 1.0)
             place.reserve(model)
             stager = Stager(model, config, config.model_config, place, allow_non_finite=allow_non_finite)
             yield Worker(model, config, stager)

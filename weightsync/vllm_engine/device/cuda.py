@@ -6,7 +6,8 @@ failed halfway is undone by copying the old one again.
 
 Device memory. The buffers are taken when the worker has loaded its model, before vLLM gives the rest to the KV cache.
 HOTSWAP_DEVICE_COPIES says how many versions they hold, from 0 to 3 (live, previous, staged); left out, as many as leave
-the KV cache its room (`copies_that_fit`). A version without a buffer there waits in pinned host memory. When one is
+the KV cache its room (`copies_that_fit`) in the part of the device that the instance was given. A buffer that cannot be
+had is asked for again at each staging. A version without a buffer there waits in pinned host memory. When one is
 staged and no buffer is free, the version that was committed longest ago moves to the host. So with one buffer every
 commit is a copy on the device, and a rollback one from the host; with none both come from the host.
 
@@ -26,8 +27,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from weightsync.format.fingerprint import Words
+from weightsync.format.fingerprint import Words, device_rectangle
+from weightsync.memory.pinned import pinned
 from weightsync.vllm_engine.device.generation import Flips, Generation, Memory, Pace
 from weightsync.vllm_engine.device.pool import Notes
 from weightsync.vllm_engine.model.layout import Layout, words_of
@@ -49,6 +50,7 @@ SHARES = {3: 0.5, 2: 0.6, 1: 0.75}
 PIECE_NBYTES = 32 << 20
 PIECES = 4  # of the ring: one is filled while others are under way
 ALIGN = 256
+SPARE = 32  # a buffer leaves a 32nd of the device to whatever else wants memory: cuBLAS, graphs, steps
 
 
 @dataclass
@@ -74,9 +76,7 @@ class DeviceBuffer:
         self.data = data
 
     def seal(self, _key: str, _notes: Notes) -> None:
-        """The staging thread queued the copies on its stream; the commit, on another one, must find them done."""
-        if self.data.is_cuda:
-            torch.cuda.current_stream(self.data.device).synchronize()
+        """Its copies may be on their way: a version is offered when its staging has ended, which waits for them."""
         self.built = True
 
     def release(self) -> None:
@@ -155,6 +155,7 @@ class DevicePool:
         self._spare: list[torch.Tensor] = []  # on the host
         self._held: list[DeviceBuffer] = []
         self._counter = itertools.count(1)
+        self._lacking = False
         self.commits = threading.Lock()  # held by a commit, and while a version changes its memory
         self.ms_per_byte: dict[bool, float] = {}  # of copies onto the live weights, from the device (True) or the host
 
@@ -186,23 +187,27 @@ class DevicePool:
         small = [slab for slab in self._free if slab.numel() < nbytes]
         self._slabs = [slab for slab in self._slabs if not any(slab is s for s in small)]
         del small
-        while len(self._slabs) < self._copies:
+        lacked, self._lacking = self._lacking, False
+        while len(self._slabs) < self._copies and not self._lacking:
             try:
-                slab = self._new_slab(nbytes)
+                require_memory(self._device, nbytes)
+                self._slabs.append(self._new_slab(nbytes))
             except torch.OutOfMemoryError:
-                log.warning(
-                    "the device has no %d MB for another copy of the weights: versions wait in host memory, and "
-                    "commits take longer. Lower --gpu-memory-utilization, or set %s",
-                    nbytes >> 20,
-                    COPIES_ENV,
-                )
-                self._copies = len(self._slabs)
-                return
-            self._slabs.append(slab)
+                self._lacking = True
+        if self._lacking and not lacked:
+            log.warning(
+                "the device has no %d MB for another copy of the weights: versions wait in host memory, and commits "
+                "take longer, until it has. Lower --gpu-memory-utilization, or set %s",
+                nbytes >> 20,
+                COPIES_ENV,
+            )
+
+    def measure_host(self) -> None:
+        """What copies from the host take, while there is device memory to copy to and nobody runs on it."""
+        self.ms_per_byte[False] = ms_per_byte_from_host(self._device)
 
     def measure(self) -> None:
-        """What copies take, before anybody runs on the device."""
-        self.ms_per_byte[False] = ms_per_byte_from_host(self._device)
+        """What copies on the device take, before anybody runs on it."""
         if self._slabs:
             self.ms_per_byte[True] = ms_per_byte_on_device(self._slabs[0])
 
@@ -243,7 +248,8 @@ class DevicePool:
         if self._runs(slab):
             return
         host = self._on_host(slab.numel())
-        host[: slab.numel()].copy_(slab)  # which waits for the device
+        for begin in range(0, slab.numel(), PIECE_NBYTES):  # the tokens of a step pass between two of them
+            host[begin : begin + PIECE_NBYTES].copy_(slab[begin : begin + PIECE_NBYTES])  # which waits for the device
         with self.commits:
             if self._runs(slab):  # a rollback committed it meanwhile
                 self._spare.append(host)
@@ -255,21 +261,27 @@ class DevicePool:
             if spare.numel() >= nbytes:
                 return self._spare.pop(index)
         self._spare.clear()
-        return pinned(nbytes, self._device)
+        return on_host(nbytes, self._device)
 
 
-def pinned(nbytes: int, device: torch.device) -> torch.Tensor:
-    """uint8 [nbytes] on the host, which the device reads without a copy on the way.
+def require_memory(device: torch.device, nbytes: int) -> None:
+    """Raises torch.OutOfMemoryError where the device cannot spare so much.
 
-    Registered by hand: torch's pinned allocator rounds up to powers of two, and keeps what is freed.
+    Torch is not asked: before it gives up it returns all that it has kept, and the steps ask the driver again.
     """
-    data = torch.empty(nbytes, dtype=torch.uint8)
-    if device.type == "cuda" and nbytes:
-        runtime: Any = torch.cuda.cudart()
-        if int(runtime.cudaHostRegister(data.data_ptr(), nbytes, 0)) == 0:
-            weakref.finalize(data.untyped_storage(), runtime.cudaHostUnregister, data.data_ptr())
-        else:
-            log.warning("%d MB of host memory cannot be pinned (see `ulimit -l`): copies are slower", nbytes >> 20)
+    if device.type != "cuda":
+        return
+    free, total = torch.cuda.mem_get_info(device)
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if free + kept - nbytes < total // SPARE:
+        raise torch.OutOfMemoryError(f"{nbytes >> 20} MB are asked of {free >> 20} MB that are free")
+
+
+def on_host(nbytes: int, device: torch.device) -> torch.Tensor:
+    """uint8 [nbytes] in pinned memory, or in any where that is refused."""
+    data, status = pinned(nbytes, device)
+    if status:
+        log.warning("%d MB of host memory cannot be pinned (see `ulimit -l`): copies are slower", nbytes >> 20)
     return data
 
 
@@ -296,7 +308,7 @@ class Ring:
 
     def _copy(self, target: torch.Tensor, source: Words) -> None:
         if not self._pieces:
-            whole = pinned(PIECES * self._nbytes, self._device)
+            whole = on_host(PIECES * self._nbytes, self._device)
             self._pieces = [whole[i * self._nbytes : (i + 1) * self._nbytes] for i in range(PIECES)]
         index, self._next = self._next, (self._next + 1) % PIECES
         if (done := self._done[index]) is not None:
@@ -305,7 +317,7 @@ class Ring:
         np.copyto(staged.numpy(), source)
         target.copy_(staged, non_blocking=True)
         if self._device.type == "cuda":
-            done = self._done[index] or torch.cuda.Event()
+            done = self._done[index] or torch.cuda.Event(blocking=True)
             done.record(torch.cuda.current_stream(self._device))
             self._done[index] = done
 
@@ -317,9 +329,12 @@ class Cuda:
     piece_nbytes = PIECE_NBYTES
     generation: type[CopyGeneration] = CopyGeneration
 
-    def __init__(self, device: torch.device, copies: int | None = None) -> None:
-        """`copies`: versions that lie on the device. Raises ValueError."""
-        self.device = device
+    def __init__(self, device: torch.device, copies: int | None = None, *, share: float = 1.0) -> None:
+        """`copies`: versions that lie on the device. `share`: the part of the device that the instance was given.
+
+        Raises ValueError.
+        """
+        self.device, self._share = device, share
         self.replaces = device.type == "cpu"  # captured graphs hold addresses and scalars; there are none on a CPU
         self._wanted = copies if copies is not None else wanted_copies()
         self._pool: DevicePool | None = None
@@ -333,18 +348,40 @@ class Cuda:
         """No pauses: copies on a stream of their own leave the steps alone."""
         return lambda _nbytes: None
 
-    def staging(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._stream)
+    @contextlib.contextmanager
+    def staging(self) -> Iterator[None]:
+        """On a stream of its own; however a staging ends, no work of it is left there."""
+        with torch.cuda.stream(self._stream):
+            try:
+                yield
+            finally:
+                if self._stream is not None:
+                    self._stream.synchronize()
 
     def reserve(self, model: torch.nn.Module) -> None:
         nbytes = storage_nbytes(model)
-        total = torch.cuda.get_device_properties(self.device).total_memory if self._stream is not None else 0
-        copies = copies_that_fit(nbytes, total) if self._wanted is None else self._wanted
+        copies = copies_that_fit(nbytes, self._room(nbytes)) if self._wanted is None else self._wanted
         log.info("%d MB of weights; %d copies of them on the device for swaps", nbytes >> 20, copies)
         self._pool = DevicePool(self.device, copies)
+        if self._stream is not None:
+            self._pool.measure_host()
+            self._warm_sums()
         self._pool.reserve(nbytes)
         if self._stream is not None:
             self._pool.measure()
+
+    def _room(self, nbytes: int) -> int:
+        """What weights of `nbytes`, which are there, their copies and the KV cache have together."""
+        if self._stream is None:
+            return 0
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        return min(int(self._share * total), free + nbytes)
+
+    def _warm_sums(self) -> None:
+        """Have the tables and the kernel of checksums on the device, before the KV cache takes what is left."""
+        with self.staging():
+            device_rectangle(torch.zeros(1, 1, dtype=torch.int16, device=self.device))
 
     def arranged(self, layout: Layout, _running: Mapping[str, Sequence[torch.Tensor]]) -> Layout:
         """As it is: what is copied may lie anywhere."""
@@ -378,7 +415,7 @@ class Cuda:
 
 def ms_per_byte_from_host(device: torch.device) -> float:
     """Of a copy out of pinned memory, measured now."""
-    host = pinned(PIECES * PIECE_NBYTES, device)
+    host = on_host(PIECES * PIECE_NBYTES, device)
     return _ms_per_byte(host, torch.empty_like(host, device=device))
 
 

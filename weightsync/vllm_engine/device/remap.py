@@ -249,6 +249,8 @@ class RemapPool(DevicePool):
         self._sets: dict[int, Memory] = {}  # by address
         self._shown = self._new_slab(0)
         self._slabs.append(self._shown)
+        # Of an exchange, taken now: one that is refused when half of the bytes have changed places leaves torn weights.
+        self._former = torch.empty(min(PIECE_NBYTES, sum(sizes)), dtype=torch.uint8, device=device)
         self.live = Range(driver, self._memory(self._shown))
         self.arrangement = Arrangement()  # of what is staged
 
@@ -305,7 +307,8 @@ class RemapPool(DevicePool):
         self._carry(shown, buffer)
         for begin in range(0, self.live.nbytes, PIECE_NBYTES):
             piece = slice(begin, min(begin + PIECE_NBYTES, self.live.nbytes))
-            former = shown[piece].clone()
+            former = self._former[: piece.stop - piece.start]
+            former.copy_(shown[piece])
             shown[piece].copy_(host[piece], non_blocking=True)
             host[piece].copy_(former)  # which waits for the device
         for other in self._held:
@@ -313,14 +316,16 @@ class RemapPool(DevicePool):
                 other.move(host)
         buffer.move(shown)
 
+    def measure_host(self) -> None:
+        """What an exchange takes: there and back."""
+        self.ms_per_byte[False] = 2 * ms_per_byte_from_host(self._device)
+
     def measure(self) -> None:
-        """What a flip takes, by one to what is there, and an exchange: before anybody runs on the device."""
+        """What a flip takes, by one to what is there, before anybody runs on the device."""
         memory, started = self._memory(self._shown), time.perf_counter()
         self._driver.wait()
         self.live.show(memory, memory)
         self.ms_per_byte[True] = (time.perf_counter() - started) * 1e3 / self.live.nbytes
-        if self._device.type == "cuda":
-            self.ms_per_byte[False] = 2 * ms_per_byte_from_host(self._device)  # there and back
 
 
 class Remap(Cuda):
@@ -333,11 +338,12 @@ class Remap(Cuda):
         device: torch.device,
         copies: int | None = None,
         *,
+        share: float = 1.0,
         driver: Driver | None = None,
         largest_handle: int = LARGEST_HANDLE,
     ) -> None:
         """`copies`: versions on the device, with the live one. Raises RemapUnavailable, ValueError."""
-        super().__init__(device, copies)
+        super().__init__(device, copies, share=share)
         self._driver = driver if driver is not None else CudaDriver(device)
         self._largest_handle = largest_handle
         self._moved: list[Span] = []
@@ -349,8 +355,7 @@ class Remap(Cuda):
         homes = homes_of(model)
         nbytes = max((home.span[1] for home in homes), default=0)
         sizes = handle_sizes(max(nbytes, 1), self._driver.granularity, self._largest_handle)
-        total = torch.cuda.get_device_properties(self.device).total_memory if self._stream is not None else 0
-        sets = sets_that_fit(sum(sizes), total, self._wanted)
+        sets = sets_that_fit(sum(sizes), self._room(nbytes), self._wanted)
         log.info("%d MB of weights; memory for %d versions of them to be mapped", nbytes >> 20, sets)
         try:
             pool = RemapPool(self.device, self._driver, sizes, sets)
@@ -363,6 +368,8 @@ class Remap(Cuda):
         del homes, moved
         if self._stream is not None:
             torch.cuda.empty_cache()
+            pool.measure_host()
+            self._warm_sums()
         pool.reserve(sum(sizes))
         if len(pool._slabs) < FEWEST_SETS:
             raise RemapUnavailable("the device has no memory for a second version; take smaller weights or more ranks")

@@ -67,7 +67,8 @@ def draft_stager(runner: Any, device: torch.device, *, allow_non_finite: bool = 
     method, draft = found
     if method == "mtp":
         raise PartNotServed(DRAFT, "an MTP head comes with each version of its target: publish the target with it")
-    place = staging_device(device, captured=True)  # the worker is ready when its parts are looked for
+    share = draft.vllm_config.cache_config.gpu_memory_utilization
+    place = staging_device(device, share, captured=True)  # the worker is ready when its parts are looked for
     place.reserve(draft.model)
     return Stager(
         draft.model,

@@ -97,11 +97,14 @@ class Garbage:
         self.replaced.clear()
 
 
-def staging_device(device: torch.device, *, captured: bool = False) -> StagingDevice:
-    """What stages for a model that runs on `device`; `captured`: graphs hold its addresses already."""
+def staging_device(device: torch.device, share: float, *, captured: bool = False) -> StagingDevice:
+    """What stages for a model that runs on `device`, of which the instance was given `share`.
+
+    `captured`: graphs hold the model's addresses already.
+    """
     if device.type == "cpu":
         return Cpu()
-    return Remap(device) if flips_by_remapping() and not captured else Cuda(device)
+    return (Remap if flips_by_remapping() and not captured else Cuda)(device, share=share)
 
 
 class Stager:

@@ -5,6 +5,7 @@ Those marked `gpu` need one: streams, graphs, and memory that the device reads.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 
@@ -22,6 +23,7 @@ from weightsync.vllm_engine.device.cuda import (
     DevicePool,
     Ring,
     copies_that_fit,
+    require_memory,
     storage_nbytes,
     wanted_copies,
 )
@@ -152,6 +154,51 @@ def test_what_the_device_cannot_hold_is_left_to_the_host(
     assert not buffer(generation).on_device
     generation.commit()
     assert value(module) == 1
+    caplog.clear()
+    assert not buffer(staged(pool, module, 2)).on_device
+    assert not caplog.text, "it is said once"
+    monkeypatch.setattr(cuda.torch, "empty", empty)
+    assert buffer(staged(pool, module, 3)).on_device, "the memory came back"
+
+
+def test_a_buffer_leaves_room_to_what_else_runs_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch is not even asked: before it gives up it returns what it keeps for the steps."""
+    device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (500, 3200))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 300)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 200)
+    require_memory(device, 500)
+    with pytest.raises(torch.OutOfMemoryError):
+        require_memory(device, 501)
+    require_memory(CPU, 1 << 60)
+
+
+def test_copies_are_counted_against_what_the_instance_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Cuda(CPU, share=0.45)
+    monkeypatch.setattr(place, "_stream", object())
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (70, 80))
+    assert (place._room(10), Cuda(CPU)._room(10)) == (36, 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (20, 80))
+    assert place._room(10) == 30, "another process has the rest"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_staging_leaves_no_work_behind(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """Its ring may be taken away, and its version be committed, as soon as its thread has ended."""
+
+    class Stream:
+        waited = False
+
+        def synchronize(self) -> None:
+            self.waited = True
+
+    place, stream = Cuda(CPU), Stream()
+    monkeypatch.setattr(place, "_stream", stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    with contextlib.suppress(RuntimeError), place.staging():
+        if fails:
+            raise RuntimeError
+    assert stream.waited
 
 
 def test_a_sleeping_worker_gives_the_memory_back_and_keeps_its_versions(device: torch.device) -> None:

@@ -161,6 +161,29 @@ def test_a_version_on_the_host_changes_places_with_the_live_one() -> None:
         assert staging.value() == generation.version
 
 
+def test_an_exchange_asks_for_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was refused memory when half of the bytes have changed places would leave weights of two versions."""
+    staging = Staging(2)
+    one, two, three = (staging.stage(version) for version in (1, 2, 3))
+    one.commit()
+    assert not buffer(three).on_device
+
+    empty = torch.empty
+
+    def out_of_memory(size: Any, **how: Any) -> torch.Tensor:
+        if size == 0:
+            return empty(size, **how)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch, "empty", out_of_memory)
+    monkeypatch.setattr(torch.Tensor, "clone", out_of_memory)
+    three.commit()
+    assert staging.value() == 3
+    one.commit()
+    two.commit()
+    assert staging.value() == 2
+
+
 def test_what_no_version_fills_goes_on_through_flips() -> None:
     """On sets, and with a version on the host."""
     staging = Staging(sets=2)
@@ -325,7 +348,7 @@ def test_the_way_of_flips_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not flips_by_remapping()
     monkeypatch.setenv(FLIP_ENV, "remap")
     assert flips_by_remapping()
-    assert not isinstance(staging_device(CPU), Remap), "a CPU points references"
+    assert not isinstance(staging_device(CPU, 1.0), Remap), "a CPU points references"
     monkeypatch.setenv(FLIP_ENV, "swap")
     with pytest.raises(ValueError, match="say copy or remap"):
         flips_by_remapping()
