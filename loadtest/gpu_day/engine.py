@@ -30,11 +30,12 @@ from weightsync import Publisher
 from weightsync.control.records import VersionRecord
 from weightsync.format.fingerprint import combine
 from weightsync.store import SyncStore
-from weightsync.vllm_engine.device.cuda import MOST_COPIES, CopyGeneration, Cuda
+from weightsync.vllm_engine.device.cuda import CopyGeneration, Cuda
 from weightsync.vllm_engine.device.generation import Generation, build_flips, running
 from weightsync.vllm_engine.device.mapping import RemapUnavailable
 from weightsync.vllm_engine.device.pool import Notes
 from weightsync.vllm_engine.device.remap import Remap
+from weightsync.vllm_engine.device.room import MOST_COPIES
 from weightsync.vllm_engine.model.layout import plan_layout
 from weightsync.vllm_engine.model.placement import pair_parameters
 from weightsync.vllm_engine.model.processing import Change
@@ -134,7 +135,8 @@ def placed(live: nn.Module, device: Device, way: str, copies: int = MOST_COPIES)
             place = Remap(device.torch, copies=copies, driver=None if device.cuda else HostDriver())
         except RemapUnavailable as error:
             raise Skipped(str(error)) from None
-    place.reserve(live)
+    with without_vllm():
+        place.reserve(live)
     return place
 
 

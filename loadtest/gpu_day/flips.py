@@ -192,9 +192,9 @@ def undo(report: Report, device: Device, small: bool) -> None:
     before = watched.look()
     broken = unpublished.generation(2)
     engine.breaks(broken)
-    raised = ""
+    raised, failed = "", engine.bundle(2, broken)
     try:
-        held.commit(engine.bundle(2, broken), None)
+        held.commit(failed, failed)
     except engine.FlipRefused as error:
         raised = str(error)
     after = watched.look()
@@ -205,7 +205,10 @@ def undo(report: Report, device: Device, small: bool) -> None:
     report.say("before_the_flip", same(before, expected[1]))
     report.say("the_graph_sees_the_old_version", same(after, expected[1]))
     report.say("every_byte_is_the_old_one", not (wrong := watched.live.wrong(1)), wrong=wrong[:5])
-    broken.release()
+    freed, _ = held.sweep()
+    report.say("its_buffer_is_given_back", len(freed) == 1 and freed[0] is broken)
+    for generation in freed:
+        generation.release()
     held.commit(engine.bundle(3, unpublished.generation(2)), None)
     seen = watched.look()
     device.wait()

@@ -70,7 +70,7 @@ def flipping(how: str, *, captured: bool = False) -> Iterator[None]:
         return
     from vllm.model_executor.layers import utils
 
-    def place(device: torch.device) -> Cuda:
+    def place(device: torch.device, _share: float) -> Cuda:
         found = (
             Cuda(device, copies=1)
             if how == "copied"

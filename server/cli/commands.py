@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +26,7 @@ from server.instance.config import InstanceConfig
 from server.options import Option, Setting
 from server.up.config import UpConfig
 from server.up.paths import resolve_model
-from weightsync.errors import TlsUnavailable
+from weightsync.errors import CheckpointError, TlsUnavailable
 
 app = typer.Typer()
 Work = Callable[[typer.Context, dict[str, Any]], None]
@@ -44,6 +45,11 @@ class DoctorReport:
     only: Annotated[tuple[str, ...], Option("run this check alone; may be given again")] = ()
     skip: Annotated[tuple[str, ...], Option("leave this check out; may be given again")] = ()
     as_json: Annotated[bool, Option("print JSON instead of a table", "--json")] = False
+    plan: Annotated[bool, Option("check nothing: print what copies of --model take from a GPU's KV cache")] = False
+    gpu_gib: Annotated[float | None, Option("memory of the GPU that --plan counts with; default: the first one's")] = (
+        None
+    )
+    sequence_tokens: Annotated[int, Option("tokens of a sequence that --plan counts with")] = 4096
 
 
 DOCTOR = (*options.settings("doctor", World), *options.settings("doctor", DoctorReport))
@@ -194,6 +200,9 @@ def doctor(context: typer.Context, given: dict[str, Any]) -> None:
         checks = report.chosen(asked.only, asked.skip)
     if (model := given.get("--model")) is not None:
         given["--model"] = resolve_model(str(model))
+    if asked.plan:
+        _show_plan(options.build(World, given), asked)
+        return
     with _quiet("hotswap.gateway"):  # what it says of its machine code is in the report
         results = report.diagnose(options.build(World, given), checks)
     if asked.as_json:
@@ -201,6 +210,23 @@ def doctor(context: typer.Context, given: dict[str, Any]) -> None:
     else:
         report.show(results, Console(highlight=False))
     raise typer.Exit(1 if report.failed(results) else 0)
+
+
+def _show_plan(world: World, asked: DoctorReport) -> None:
+    """What copies on the device take, for `--model` on each rank."""
+    from server.doctor import plan
+
+    with as_cli_error(ConfigError, CheckpointError):
+        if world.model_dir is None:
+            raise ConfigError("--plan: say with --model of which checkpoint.")
+        model = plan.Model.of(world.model_dir, world.tensor_parallel_size)
+        gpu = world.accelerator() if asked.gpu_gib is None else None
+        total = plan.require(gpu.nbytes if gpu is not None else int(asked.gpu_gib * 2**30) if asked.gpu_gib else None)
+        found = plan.rows(model, world.room(total), asked.sequence_tokens)
+    if asked.as_json:
+        print(json.dumps([asdict(row) for row in found]))
+    else:
+        Console(highlight=False).print(plan.table(found, asked.sequence_tokens))
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from weightsync.control.hosts import HOST_ENV, arena_key
 from weightsync.control.records import ArenaRecord
 from weightsync.errors import StoreError
 from weightsync.memory.arena import DEFAULT_ROOT, default_directory
+from weightsync.vllm_engine.device.room import UTILIZATION, Room
 
 RUN_TIMEOUT_S = 20.0
 MEASURED_NBYTES = 1 << 30  # of which a half is copied to the other: more than a cache of a GPU holds
@@ -50,12 +51,14 @@ def run_command(command: Sequence[str]) -> Ran:
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """The first GPU: its memory in bytes, and the ms that a byte of a copy takes there and from pinned host memory."""
+    """The first GPU: its memory in bytes, the ms that a byte of a copy takes there and from pinned host memory, and
+    what of the memory no process holds (None: all)."""
 
     name: str
     nbytes: int
     ms_per_byte: float
     ms_per_byte_from_host: float
+    free: int | None = None
 
 
 def find_accelerator() -> Accelerator | None:
@@ -70,9 +73,10 @@ def find_accelerator() -> Accelerator | None:
         return None
     device = torch.device("cuda:0")
     found = torch.cuda.get_device_properties(device)
+    free, total = torch.cuda.mem_get_info(device)
     data = torch.empty(MEASURED_NBYTES, dtype=torch.uint8, device=device)
     on_device, from_host = cuda.ms_per_byte_on_device(data), cuda.ms_per_byte_from_host(device)
-    return Accelerator(found.name, found.total_memory, on_device, from_host)
+    return Accelerator(found.name, total, on_device, from_host, free)
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,12 @@ class World:
     admin_port: Annotated[int | None, Option("its admin port, if it must be that one")] = None
     instances: Annotated[int, Option("vLLM instances on this host")] = 1
     tensor_parallel_size: Annotated[int, Option("GPUs that share the model of an instance")] = 1
+    gpu_memory_utilization: Annotated[float, Option("part of a GPU that an instance is given, as for vLLM")] = (
+        UTILIZATION
+    )
+    kv_cache_memory_bytes: Annotated[
+        int | None, Option("KV cache of each rank, as for vLLM; default: what is left")
+    ] = None
     keep_versions: Annotated[int, Option("versions kept staged, the active one included")] = 2
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     root: Path = Path("/")
@@ -116,6 +126,11 @@ class World:
             return self.path(absolute).read_text(errors="replace").strip()
         except OSError:
             return None
+
+    def room(self, total: int, free: int | None = None) -> Room:
+        """What an instance will have of a GPU of `total` bytes, of which `free` are free (None: all)."""
+        utilization, kv_cache = self.gpu_memory_utilization, self.kv_cache_memory_bytes
+        return Room.of(total, total if free is None else free, utilization=utilization, kv_cache=kv_cache)
 
     @property
     def has_gpu_build(self) -> bool:

@@ -96,7 +96,8 @@ class HotswapWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 "EPLB moves experts between ranks while versions are staged for the ranks that they were on; start "
                 "the instance without --enable-eplb"
             )
-        self._place = staging_device(device, vllm_config.cache_config.gpu_memory_utilization)
+        given = vllm_config.cache_config
+        self._place = staging_device(device, given.gpu_memory_utilization, given.kv_cache_memory_bytes)
         if isinstance(self._place, Remap) and vllm_config.model_config.enable_cumem_allocator:
             raise RemapUnavailable(
                 "vLLM's own allocator keeps the memory that the weights move out of; start the instance without "

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
+from server.doctor.plan import scratch_of
 from server.doctor.registry import Finding, check, fail, ok, skip, warn
 from server.doctor.world import Accelerator, World, size
 from weightsync.errors import CheckpointError
-from weightsync.publish.checkpoint import Checkpoint
+from weightsync.publish.checkpoint import Checkpoint, read_config
+from weightsync.vllm_engine.device.room import COPIES_ENV, wanted_copies
 
 WAITING = {
     3: "the live, the previous and the staged version are copied to buffers on the device",
@@ -15,6 +18,7 @@ WAITING = {
     1: "the version staged last is copied to a buffer on the device",
     0: "versions wait in pinned host memory",
 }
+LESS_CACHE = "lower --kv-cache-memory-bytes"
 MORE_ROOM = "Use more ranks (--tensor-parallel-size), or quantised weights"
 
 
@@ -24,7 +28,10 @@ def swap_pause(world: World) -> Iterator[Finding]:
         yield skip("--model says of which model")
         return
     try:
-        nbytes = -(-Checkpoint(world.model_dir).schema.nbytes // world.tensor_parallel_size)
+        checkpoint = Checkpoint(world.model_dir)
+        nbytes = -(-checkpoint.schema.nbytes // world.tensor_parallel_size)
+        config = json.loads(read_config(world.model_dir) or "{}")
+        scratch = scratch_of(checkpoint.schema, config) // world.tensor_parallel_size
         found = world.accelerator()
     except CheckpointError as error:
         yield skip(str(error))
@@ -32,24 +39,26 @@ def swap_pause(world: World) -> Iterator[Finding]:
         yield skip(f"the GPU could not be measured: {error}")
     else:
         if found is not None:
-            yield judge_pause(found, nbytes, world)
+            yield judge_pause(found, nbytes, world, scratch)
         elif world.has_gpu_build:
             yield skip("torch sees no GPU to measure (see `gpu`)")
         else:
             yield ok("on a CPU a commit points references at the staged version, which does not depend on its size")
 
 
-def judge_pause(gpu: Accelerator, nbytes: int, world: World) -> Finding:
-    """`nbytes`: of the weights on each rank."""
-    from weightsync.vllm_engine.device import cuda, mapping, remap
+def judge_pause(gpu: Accelerator, nbytes: int, world: World, scratch: int = 0) -> Finding:
+    """`nbytes`: of the weights on each rank; `scratch`: what a staging takes besides."""
+    from weightsync.vllm_engine.device import mapping, remap
 
-    text = f"{gpu.name}, {size(gpu.nbytes)}; weights of {size(nbytes)} on each of {world.tensor_parallel_size} rank(s)"
-    if nbytes >= gpu.nbytes:
+    given = world.room(gpu.nbytes, gpu.free)
+    text = f"{gpu.name}, {size(gpu.nbytes)}, of which an instance gets {size(given.nbytes)}; "
+    text += f"weights of {size(nbytes)} on each of {world.tensor_parallel_size} rank(s)"
+    if given.left(nbytes, 0, scratch) <= (given.kv_cache or 0):
         return fail(f"{text} do not fit", MORE_ROOM)
     try:
-        wanted = cuda.wanted_copies(world.environ)
+        wanted = wanted_copies(world.environ)
         if remap.flips_by_remapping(world.environ):
-            sets = remap.sets_that_fit(nbytes, gpu.nbytes, wanted)
+            sets = remap.sets_that_fit(nbytes, given, wanted, scratch=scratch)
             return ok(
                 f"{text}; {sets} versions lie on the device, the live one included. A commit remaps addresses, which "
                 "does not depend on the size: an instance measures it when it starts (`expected_flip_ms`). To exchange "
@@ -59,9 +68,9 @@ def judge_pause(gpu: Accelerator, nbytes: int, world: World) -> Finding:
         return fail(str(error), "Set the variable so, or unset it")
     except mapping.RemapUnavailable as error:
         return fail(f"{text}; {error}", MORE_ROOM)
-    copies = wanted if wanted is not None else cuda.copies_that_fit(nbytes, gpu.nbytes)
-    if (1 + copies) * nbytes >= gpu.nbytes:
-        return fail(f"{text}; {copies} copies of them do not fit", f"Set {cuda.COPIES_ENV}=auto, or fewer")
+    copies = wanted if wanted is not None else given.copies(nbytes, scratch)
+    if given.left(nbytes, copies, scratch) < (given.kv_cache or 0):
+        return fail(f"{text}; {copies} copies of them do not fit", f"Set {COPIES_ENV}=auto, or fewer, or {LESS_CACHE}")
     here, there = f"{nbytes * gpu.ms_per_byte:.1f} ms", f"{nbytes * gpu.ms_per_byte_from_host:.0f} ms"
     text += f"; room for {copies} copies: {WAITING[copies]}. A commit stalls decoding for about "
     if copies == 0:

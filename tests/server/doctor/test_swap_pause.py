@@ -13,8 +13,8 @@ from server.doctor.checks.swap_pause import judge_pause
 from server.doctor.registry import Status
 from server.doctor.world import Accelerator, World, find_accelerator
 from tests.server.doctor.worlds import checkpoint, findings, host, only
-from weightsync.vllm_engine.device.cuda import COPIES_ENV, copies_that_fit
 from weightsync.vllm_engine.device.mapping import FLIP_ENV
+from weightsync.vllm_engine.device.room import COPIES_ENV, Room
 
 GPU = Accelerator("GPU", 80_000, 1.0, 20.0)  # bytes, and ms for each
 
@@ -27,10 +27,10 @@ def world(tmp_path: Path, ranks: int = 1, **environ: str) -> World:
     ("nbytes", "status", "told"),
     [
         (10_000, "ok", ["3 copies", "the previous", "about 10000.0 ms"]),
-        (16_000, "ok", ["2 copies", "about 16000.0 ms", "while a version is staged for 320000 ms"]),
-        (30_000, "ok", ["1 copies", "about 30000.0 ms", "a rollback for 600000 ms"]),
+        (15_000, "ok", ["2 copies", "about 15000.0 ms", "while a version is staged for 300000 ms"]),
+        (29_000, "ok", ["1 copies", "about 29000.0 ms", "a rollback for 580000 ms"]),
         (40_000, "warn", ["0 copies", "pinned host memory", "about 800000 ms, and so does a rollback"]),
-        (80_000, "fail", ["do not fit"]),
+        (70_000, "fail", ["do not fit"]),
     ],
 )
 def test_the_pause_follows_from_where_versions_fit(
@@ -39,7 +39,19 @@ def test_the_pause_follows_from_where_versions_fit(
     found = only([judge_pause(GPU, nbytes, world(tmp_path))], status).found
     assert all(text in found for text in told), found
     if status != "fail":
-        assert f"{copies_that_fit(nbytes, GPU.nbytes)} copies" in found
+        assert f"{Room.of(GPU.nbytes, GPU.nbytes).copies(nbytes)} copies" in found, "as a worker counts"
+
+
+def test_the_pause_is_that_of_the_part_that_an_instance_is_given(tmp_path: Path) -> None:
+    """Another process on the device, a share of it, and a KV cache of a fixed size."""
+    half = host(tmp_path, gpu_memory_utilization=0.45)
+    assert "1 copies" in only([judge_pause(GPU, 12_000, half)], "ok").found
+    held = Accelerator("GPU", 80_000, 1.0, 20.0, free=36_000)
+    assert "1 copies" in only([judge_pause(held, 12_000, host(tmp_path))], "ok").found
+    fixed = host(tmp_path, kv_cache_memory_bytes=30_000)
+    assert "2 copies" in only([judge_pause(GPU, 12_000, fixed)], "ok").found
+    asked = host(tmp_path, kv_cache_memory_bytes=30_000, environ={COPIES_ENV: "3"})
+    assert "--kv-cache-memory-bytes" in only([judge_pause(GPU, 12_000, asked)], "fail").mend
 
 
 @pytest.mark.parametrize(

@@ -153,8 +153,9 @@ def test_an_allocator_that_keeps_what_the_weights_leave_is_refused(monkeypatch: 
     from weightsync.vllm_engine import backend
 
     place = Remap(torch.device("cpu"), copies=2, driver=HostDriver())
-    monkeypatch.setattr(backend, "staging_device", lambda _: place)
+    monkeypatch.setattr(backend, "staging_device", lambda *_: place)
     parallel, model = SimpleNamespace(enable_eplb=False), SimpleNamespace(enable_cumem_allocator=True)
-    config = SimpleNamespace(parallel_config=parallel, model_config=model)
+    cache = SimpleNamespace(gpu_memory_utilization=0.9, kv_cache_memory_bytes=None)
+    config = SimpleNamespace(parallel_config=parallel, model_config=model, cache_config=cache)
     with pytest.raises(RemapUnavailable, match="without --enable-sleep-mode"):
         backend.HotswapWeightTransferEngine(None, config, torch.device("cpu"), torch.nn.Linear(1, 1))

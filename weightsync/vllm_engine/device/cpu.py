@@ -80,6 +80,13 @@ class Cpu:
     def staging(self) -> AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
+    def scratch(self) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    @property
+    def copies(self) -> None:
+        """References change: nothing is copied."""
+
     def reserve(self, model: torch.nn.Module) -> None:
         """Nothing: pages are taken as they are needed."""
 

@@ -6,10 +6,13 @@ failed halfway is undone by copying the old one again.
 
 Device memory. The buffers are taken when the worker has loaded its model, before vLLM gives the rest to the KV cache.
 HOTSWAP_DEVICE_COPIES says how many versions they hold, from 0 to 3 (live, previous, staged); left out, as many as leave
-the KV cache its room (`copies_that_fit`) in the part of the device that the instance was given. A buffer that cannot be
+the KV cache its room (room.py) in the part of the device that the instance was given. A buffer that cannot be
 had is asked for again at each staging. A version without a buffer there waits in pinned host memory. When one is
 staged and no buffer is free, the version that was committed longest ago moves to the host. So with one buffer every
 commit is a copy on the device, and a rollback one from the host; with none both come from the host.
+
+A staging needs memory on the device besides, for its checksums and for a layer while vLLM processes it. It is taken
+together with the buffers, in a pool of its own: torch gives back what it keeps elsewhere whenever vLLM measures.
 
 The way there. Published bytes go through a ring of pinned memory, in pieces of 32 MiB and on a stream of their own, so
 that steps and copies do not wait for each other. The model's twin has no memory on the device: it is made on the host,
@@ -23,7 +26,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import os
+import sys
 import threading
 import time
 import weakref
@@ -39,17 +42,18 @@ from weightsync.format.fingerprint import Words, device_rectangle
 from weightsync.memory.pinned import pinned
 from weightsync.vllm_engine.device.generation import Flips, Generation, Memory, Pace
 from weightsync.vllm_engine.device.pool import Notes
+from weightsync.vllm_engine.device.room import COPIES_ENV, SCRATCH, UTILIZATION, Room, wanted_copies
 from weightsync.vllm_engine.model.layout import Layout, words_of
+from weightsync.vllm_engine.model.placement import layer_of
+from weightsync.vllm_engine.model.processing import find
 
 log = logging.getLogger(__name__)
 
-COPIES_ENV = "HOTSWAP_DEVICE_COPIES"
-MOST_COPIES = 3  # live, previous, staged
-# For each number of copies: the largest share of the device's memory that the weights and these copies may take.
-SHARES = {3: 0.5, 2: 0.6, 1: 0.75}
 PIECE_NBYTES = 32 << 20
 PIECES = 4  # of the ring: one is filled while others are under way
 ALIGN = 256
+ROW_NBYTES = 8192  # of the words that are summed to try the checksums
+SUM_NBYTES = 6 * PIECE_NBYTES  # what sums of a piece take at most: by torch, where Triton does not
 SPARE = 32  # a buffer leaves a 32nd of the device to whatever else wants memory: cuBLAS, graphs, steps
 
 
@@ -156,6 +160,7 @@ class DevicePool:
         self._held: list[DeviceBuffer] = []
         self._counter = itertools.count(1)
         self._lacking = False
+        self.scratch = 0  # bytes that torch keeps for what is built on the device
         self.commits = threading.Lock()  # held by a commit, and while a version changes its memory
         self.ms_per_byte: dict[bool, float] = {}  # of copies onto the live weights, from the device (True) or the host
 
@@ -175,6 +180,11 @@ class DevicePool:
         """Whether the live weights lie in it: never, they are copies of what does."""
         return False
 
+    @property
+    def _apart(self) -> int:
+        """Of what torch keeps, the bytes that no slab can lie in."""
+        return self.scratch
+
     def _new_slab(self, nbytes: int) -> torch.Tensor:
         """Raises torch.OutOfMemoryError."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
@@ -190,7 +200,7 @@ class DevicePool:
         lacked, self._lacking = self._lacking, False
         while len(self._slabs) < self._copies and not self._lacking:
             try:
-                require_memory(self._device, nbytes)
+                require_memory(self._device, nbytes, self._apart)
                 self._slabs.append(self._new_slab(nbytes))
             except torch.OutOfMemoryError:
                 self._lacking = True
@@ -202,9 +212,17 @@ class DevicePool:
                 COPIES_ENV,
             )
 
+    @property
+    def size(self) -> int:
+        """How many versions have room on the device."""
+        return len(self._slabs)
+
     def measure_host(self) -> None:
-        """What copies from the host take, while there is device memory to copy to and nobody runs on it."""
-        self.ms_per_byte[False] = ms_per_byte_from_host(self._device)
+        """What copies from the host take, before anybody runs on the device. Unknown where there is no memory left to
+        copy to."""
+        with contextlib.suppress(torch.OutOfMemoryError):
+            require_memory(self._device, PIECES * PIECE_NBYTES)
+            self.ms_per_byte[False] = ms_per_byte_from_host(self._device)
 
     def measure(self) -> None:
         """What copies on the device take, before anybody runs on it."""
@@ -231,6 +249,7 @@ class DevicePool:
 
     def vacate(self) -> None:
         """Give all device memory back; versions that are held move to the host. `reserve` takes it again."""
+        self.scratch = 0
         for buffer in self._held:
             if buffer.on_device:
                 self._to_host(buffer)
@@ -264,15 +283,16 @@ class DevicePool:
         return on_host(nbytes, self._device)
 
 
-def require_memory(device: torch.device, nbytes: int) -> None:
-    """Raises torch.OutOfMemoryError where the device cannot spare so much.
+def require_memory(device: torch.device, nbytes: int, apart: int = 0) -> None:
+    """Raises torch.OutOfMemoryError where the device cannot spare so much. `apart`: of what torch keeps, the bytes that
+    are for something else.
 
     Torch is not asked: before it gives up it returns all that it has kept, and the steps ask the driver again.
     """
     if device.type != "cuda":
         return
     free, total = torch.cuda.mem_get_info(device)
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    kept = max(0, torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) - apart)
     if free + kept - nbytes < total // SPARE:
         raise torch.OutOfMemoryError(f"{nbytes >> 20} MB are asked of {free >> 20} MB that are free")
 
@@ -329,17 +349,26 @@ class Cuda:
     piece_nbytes = PIECE_NBYTES
     generation: type[CopyGeneration] = CopyGeneration
 
-    def __init__(self, device: torch.device, copies: int | None = None, *, share: float = 1.0) -> None:
-        """`copies`: versions that lie on the device. `share`: the part of the device that the instance was given.
+    def __init__(
+        self,
+        device: torch.device,
+        copies: int | None = None,
+        *,
+        share: float = UTILIZATION,
+        kv_cache: int | None = None,
+    ) -> None:
+        """`copies`: versions that lie on the device. `share`: the part of the device that the instance was given;
+        `kv_cache`: the bytes of it that its KV cache is to have, None: whatever is left.
 
         Raises ValueError.
         """
-        self.device, self._share = device, share
+        self.device, self._share, self._kv_cache = device, share, kv_cache
         self.replaces = device.type == "cpu"  # captured graphs hold addresses and scalars; there are none on a CPU
         self._wanted = copies if copies is not None else wanted_copies()
         self._pool: DevicePool | None = None
         self._ring = Ring(device)
         self._stream: torch.cuda.Stream | None = None
+        self._scratch: torch.cuda.MemPool | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
             self._stream.wait_stream(torch.cuda.current_stream(device))
@@ -358,30 +387,75 @@ class Cuda:
                 if self._stream is not None:
                     self._stream.synchronize()
 
+    @contextlib.contextmanager
+    def scratch(self) -> Iterator[None]:
+        """What is made on the device meanwhile lies in the memory that was taken for it."""
+        if self._stream is None:
+            yield
+            return
+        if self._scratch is None:
+            self._scratch = torch.cuda.MemPool()
+        with torch.cuda.use_mem_pool(self._scratch, self.device):
+            yield
+
+    @property
+    def copies(self) -> int:
+        """Versions that lie on the device now, or have room there."""
+        return self._pool.size if self._pool is not None else 0
+
     def reserve(self, model: torch.nn.Module) -> None:
         nbytes = storage_nbytes(model)
-        copies = copies_that_fit(nbytes, self._room(nbytes)) if self._wanted is None else self._wanted
-        log.info("%d MB of weights; %d copies of them on the device for swaps", nbytes >> 20, copies)
+        copies = self._wanted
+        if copies is None:
+            copies = self._room(nbytes).copies(nbytes, self._scratch_nbytes(model))
         self._pool = DevicePool(self.device, copies)
         if self._stream is not None:
+            self._pool.scratch = self._take_scratch(self._scratch_nbytes(model))
             self._pool.measure_host()
-            self._warm_sums()
         self._pool.reserve(nbytes)
         if self._stream is not None:
             self._pool.measure()
+        self._tell(nbytes)
 
-    def _room(self, nbytes: int) -> int:
-        """What weights of `nbytes`, which are there, their copies and the KV cache have together."""
+    def _tell(self, nbytes: int) -> None:
+        """Write it into this process's log, whatever level vLLM gives its loggers."""
+        if self._stream is not None:
+            say = f"hotswap: {self.copies} versions of {nbytes >> 20} MB have room on {self.device} for swaps"
+            print(say, file=sys.stderr, flush=True)
+
+    def _room(self, nbytes: int) -> Room:
+        """For weights of `nbytes`, which are there, and the rest."""
         if self._stream is None:
-            return 0
+            return Room(0)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
-        return min(int(self._share * total), free + nbytes)
+        return Room.of(total, free, nbytes, utilization=self._share, kv_cache=self._kv_cache)
 
-    def _warm_sums(self) -> None:
-        """Have the tables and the kernel of checksums on the device, before the KV cache takes what is left."""
-        with self.staging():
-            device_rectangle(torch.zeros(1, 1, dtype=torch.int16, device=self.device))
+    def _scratch_nbytes(self, model: torch.nn.Module) -> int:
+        return scratch_nbytes(model) if self._stream is not None else 0
+
+    def _take_scratch(self, nbytes: int) -> int:
+        """Have it on the device, with the tables and the kernel of checksums, before the KV cache takes what is left.
+
+        It stays in its pool when it is free again. Returns what torch keeps there, in bytes.
+        """
+        before = torch.cuda.memory_reserved(self.device)
+        try:
+            with self.staging(), self.scratch():
+                require_memory(self.device, nbytes)
+                layer = torch.empty(
+                    nbytes, dtype=torch.uint8, device=self.device
+                )  # is there while its pieces are summed
+                piece = torch.zeros(PIECE_NBYTES // ROW_NBYTES, ROW_NBYTES // 2, dtype=torch.int16, device=self.device)
+                device_rectangle(piece)
+                del layer, piece
+        except torch.OutOfMemoryError:
+            log.warning(
+                "the device has no %d MB for what a staging makes there: it may be refused beside running steps. Lower "
+                "--gpu-memory-utilization",
+                (nbytes + SUM_NBYTES) >> 20,
+            )
+        return torch.cuda.memory_reserved(self.device) - before
 
     def arranged(self, layout: Layout, _running: Mapping[str, Sequence[torch.Tensor]]) -> Layout:
         """As it is: what is copied may lie anywhere."""
@@ -408,6 +482,7 @@ class Cuda:
 
     def vacate(self) -> None:
         """Give the device memory back, and the ring; the next staging takes them again."""
+        self._scratch = None
         if self._pool is not None:
             self._pool.vacate()
         self._ring = Ring(self.device)
@@ -436,19 +511,14 @@ def _ms_per_byte(source: torch.Tensor, target: torch.Tensor) -> float:
     return min(times) / source.numel()
 
 
-def wanted_copies(environ: Mapping[str, str] = os.environ) -> int | None:
-    """What HOTSWAP_DEVICE_COPIES says; None: as many as fit. Raises ValueError."""
-    text = environ.get(COPIES_ENV, "auto")
-    if text == "auto":
-        return None
-    if text not in [str(n) for n in range(MOST_COPIES + 1)]:
-        raise ValueError(f"{COPIES_ENV}={text!r}: say auto, or how many versions lie on the device (0 to 3)")
-    return int(text)
-
-
-def copies_that_fit(nbytes: int, total: int) -> int:
-    """How many copies of weights of `nbytes` a device of `total` bytes holds beside them and its KV cache."""
-    return next((copies for copies, share in SHARES.items() if (1 + copies) * nbytes <= share * total), 0)
+def scratch_nbytes(model: torch.nn.Module) -> int:
+    """What the largest of the layers that vLLM processes takes while it is staged."""
+    layers: dict[str, int] = {}
+    for name, module in find(model).items():
+        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        nbytes = sum(tensor.nbytes for tensor in tensors if not tensor.is_meta)
+        layers[layer_of(name)] = layers.get(layer_of(name), 0) + nbytes
+    return SCRATCH * max(layers.values(), default=0)
 
 
 def storage_nbytes(model: torch.nn.Module) -> int:

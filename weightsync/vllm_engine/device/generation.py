@@ -74,6 +74,13 @@ class StagingDevice(Protocol):
     def staging(self) -> AbstractContextManager[Any]:
         """What a staging goes on in, on its thread."""
 
+    def scratch(self) -> AbstractContextManager[Any]:
+        """Within a staging: what a version is built in, whose memory is free again when it is built."""
+
+    @property
+    def copies(self) -> int | None:
+        """How many versions lie on the device or have room there; None where a commit changes references."""
+
     def reserve(self, model: nn.Module, /) -> None:
         """Take device memory for versions of `model`, before the KV cache gets the rest."""
 

@@ -37,15 +37,11 @@ import torch
 
 from weightsync.vllm_engine.device.cuda import (
     ALIGN,
-    COPIES_ENV,
-    MOST_COPIES,
     PIECE_NBYTES,
     CopyGeneration,
     Cuda,
     DeviceBuffer,
     DevicePool,
-    copies_that_fit,
-    ms_per_byte_from_host,
 )
 from weightsync.vllm_engine.device.mapping import (
     FLIP_ENV,
@@ -58,6 +54,7 @@ from weightsync.vllm_engine.device.mapping import (
     handle_sizes,
 )
 from weightsync.vllm_engine.device.pool import Notes
+from weightsync.vllm_engine.device.room import COPIES_ENV, MOST_COPIES, UTILIZATION, Room
 from weightsync.vllm_engine.model.layout import Layout, extent
 
 log = logging.getLogger(__name__)
@@ -77,11 +74,11 @@ def flips_by_remapping(environ: Mapping[str, str] = os.environ) -> bool:
     return way == "remap"
 
 
-def sets_that_fit(nbytes: int, total: int, wanted: int | None = None) -> int:
-    """How many versions of `nbytes` lie on a device of `total` bytes, with the live one. Raises RemapUnavailable."""
+def sets_that_fit(nbytes: int, room: Room, wanted: int | None = None, *, scratch: int = 0) -> int:
+    """How many versions of `nbytes` lie on the device, with the live one. Raises RemapUnavailable."""
     if wanted is not None and wanted < FEWEST_SETS:
         raise RemapUnavailable(f"{COPIES_ENV}={wanted} leaves no memory to flip to; say 2 or 3")
-    sets = wanted or min(1 + copies_that_fit(nbytes, total), MOST_COPIES)
+    sets = wanted or min(1 + room.copies(nbytes, scratch), MOST_COPIES)
     if sets < FEWEST_SETS:
         raise RemapUnavailable("the weights take too much of the device for a second version; use more ranks")
     return sets
@@ -254,6 +251,11 @@ class RemapPool(DevicePool):
         self.live = Range(driver, self._memory(self._shown))
         self.arrangement = Arrangement()  # of what is staged
 
+    @property
+    def _apart(self) -> int:
+        """All of it: the memory of a set comes from the driver."""
+        return torch.cuda.memory_reserved(self._device) if self._device.type == "cuda" else 0
+
     def _new_slab(self, _nbytes: int) -> torch.Tensor:
         memory = Memory(self._driver, self._sizes)
         self._sets[memory.data.data_ptr()] = memory
@@ -318,7 +320,8 @@ class RemapPool(DevicePool):
 
     def measure_host(self) -> None:
         """What an exchange takes: there and back."""
-        self.ms_per_byte[False] = 2 * ms_per_byte_from_host(self._device)
+        super().measure_host()
+        self.ms_per_byte |= {on: 2 * ms for on, ms in self.ms_per_byte.items() if not on}
 
     def measure(self) -> None:
         """What a flip takes, by one to what is there, before anybody runs on the device."""
@@ -338,12 +341,13 @@ class Remap(Cuda):
         device: torch.device,
         copies: int | None = None,
         *,
-        share: float = 1.0,
+        share: float = UTILIZATION,
+        kv_cache: int | None = None,
         driver: Driver | None = None,
         largest_handle: int = LARGEST_HANDLE,
     ) -> None:
         """`copies`: versions on the device, with the live one. Raises RemapUnavailable, ValueError."""
-        super().__init__(device, copies, share=share)
+        super().__init__(device, copies, share=share, kv_cache=kv_cache)
         self._driver = driver if driver is not None else CudaDriver(device)
         self._largest_handle = largest_handle
         self._moved: list[Span] = []
@@ -355,8 +359,8 @@ class Remap(Cuda):
         homes = homes_of(model)
         nbytes = max((home.span[1] for home in homes), default=0)
         sizes = handle_sizes(max(nbytes, 1), self._driver.granularity, self._largest_handle)
-        sets = sets_that_fit(sum(sizes), self._room(nbytes), self._wanted)
-        log.info("%d MB of weights; memory for %d versions of them to be mapped", nbytes >> 20, sets)
+        scratch = self._scratch_nbytes(model)
+        sets = sets_that_fit(sum(sizes), self._room(nbytes), self._wanted, scratch=scratch)
         try:
             pool = RemapPool(self.device, self._driver, sizes, sets)
         except torch.OutOfMemoryError:
@@ -368,13 +372,14 @@ class Remap(Cuda):
         del homes, moved
         if self._stream is not None:
             torch.cuda.empty_cache()
+            pool.scratch = self._take_scratch(scratch)
             pool.measure_host()
-            self._warm_sums()
         pool.reserve(sum(sizes))
         if len(pool._slabs) < FEWEST_SETS:
             raise RemapUnavailable("the device has no memory for a second version; take smaller weights or more ranks")
         pool.measure()
         self._pool = self._mapped = pool
+        self._tell(nbytes)
 
     def arranged(self, layout: Layout, running: Mapping[str, Sequence[torch.Tensor]]) -> Layout:
         """`layout` as the live range is. Raises RemapUnavailable, by the name of a tensor that cannot flip so."""

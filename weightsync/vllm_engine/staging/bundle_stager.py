@@ -68,7 +68,7 @@ def draft_stager(runner: Any, device: torch.device, *, allow_non_finite: bool = 
     if method == "mtp":
         raise PartNotServed(DRAFT, "an MTP head comes with each version of its target: publish the target with it")
     share = draft.vllm_config.cache_config.gpu_memory_utilization
-    place = staging_device(device, share, captured=True)  # the worker is ready when its parts are looked for
+    place = staging_device(device, share, captured=True)  # the KV cache has its part when the draft is looked for
     place.reserve(draft.model)
     return Stager(
         draft.model,

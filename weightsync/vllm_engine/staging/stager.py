@@ -64,7 +64,8 @@ class StageReport:
 
     `sums` goes to `format.fingerprint.combine`: {tensor: [Tile.to_row(), ...]} of what this worker will run. `built`:
     "LAYOUT:DIGEST" of what vLLM's processing made, equal wherever the same layout was built right; "": it made nothing.
-    `expected_flip_ms`: how long the commit will stall decoding; None where it changes references.
+    `expected_flip_ms`: how long the commit will stall decoding; `copies`: how many versions have room on the device;
+    None where a commit changes references.
     """
 
     version: int
@@ -77,6 +78,7 @@ class StageReport:
     sums: TileSums = field(default_factory=dict)
     built: str = ""
     expected_flip_ms: float | None = None
+    copies: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -97,14 +99,17 @@ class Garbage:
         self.replaced.clear()
 
 
-def staging_device(device: torch.device, share: float, *, captured: bool = False) -> StagingDevice:
+def staging_device(
+    device: torch.device, share: float, kv_cache: int | None = None, *, captured: bool = False
+) -> StagingDevice:
     """What stages for a model that runs on `device`, of which the instance was given `share`.
 
-    `captured`: graphs hold the model's addresses already.
+    `kv_cache`: bytes that are to be left to its KV cache, None: whatever is left. `captured`: graphs hold the model's
+    addresses already.
     """
     if device.type == "cpu":
         return Cpu()
-    return (Remap if flips_by_remapping() and not captured else Cuda)(device, share=share)
+    return (Remap if flips_by_remapping() and not captured else Cuda)(device, share=share, kv_cache=kv_cache)
 
 
 class Stager:
@@ -199,6 +204,7 @@ class Stager:
             sums=self.generation.sums,
             built=self.generation.built,
             expected_flip_ms=self.place.expected_flip_ms(self.generation.slot) if self.generation.slot else None,
+            copies=self.place.copies,
         )
         if self._spares is None:
             self._spares = threading.Thread(target=self._reserve, name="hotswap-spares", daemon=True)
@@ -227,11 +233,13 @@ class Stager:
                 go_on(stop)
                 self._pace(nbytes)
 
-            layout = self._builder.prepare(reader, pace)
+            with self.place.scratch():
+                layout = self._builder.prepare(reader, pace)
             slot = self.place.acquire(Path(order.slot).parent, layout, key)
             try:
                 also = order.unread if self._rank == 0 else ()  # somebody must sum them
-                built, notes = self._complete(reader, slot, pace, also)
+                with self.place.scratch():
+                    built, notes = self._complete(reader, slot, pace, also)
                 if not slot.built:
                     slot.seal(key, notes)
                 flips = build_flips(self._pairs, layout, slot.data, built.private)
@@ -270,6 +278,11 @@ def describe(error: Exception) -> dict[str, str | None]:
     """The wire form of a staging failure: what broke and, where one is to blame, which tensor."""
     if isinstance(error, WeightSyncError):
         return error.to_json()
+    if isinstance(error, torch.OutOfMemoryError):
+        message = (
+            "the device has no memory left for what a staging makes there: free it, or lower --gpu-memory-utilization"
+        )
+        return {"code": "staging_failed", "message": f"{message} ({str(error).partition('. See')[0]})", "tensor": None}
     return {"code": "staging_failed", "message": str(error) or type(error).__name__, "tensor": None}
 
 

@@ -14,21 +14,22 @@ import pytest
 import torch
 from torch import nn
 
+from loadtest.gpu_day import engine
 from weightsync.vllm_engine.device import cuda
 from weightsync.vllm_engine.device.cuda import (
-    COPIES_ENV,
     CopyGeneration,
     Cuda,
     DeviceBuffer,
     DevicePool,
     Ring,
-    copies_that_fit,
     require_memory,
     storage_nbytes,
-    wanted_copies,
 )
 from weightsync.vllm_engine.device.generation import Flips
+from weightsync.vllm_engine.device.room import COPIES_ENV, Room, wanted_copies
 from weightsync.vllm_engine.model.layout import words_of
+from weightsync.vllm_engine.staging.bundle import HeldBundles
+from weightsync.vllm_engine.staging.stager import describe
 
 CPU = torch.device("cpu")
 DEVICES = [CPU, pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)]
@@ -89,6 +90,25 @@ def test_versions_wait_where_there_is_room(device: torch.device, copies: int) ->
     address = module.weight.data_ptr()
     swap_and_roll_back(lambda version: staged(pool, module, version), lambda: value(module), copies)
     assert module.weight.data_ptr() == address
+
+
+def test_failed_flips_leave_their_buffers_to_the_next_versions(device: torch.device) -> None:
+    """Three of them: as many as there are buffers."""
+    pool, module, held = DevicePool(device, 3), linear(device), HeldBundles()
+    first = staged(pool, module, 1)
+    held.commit(engine.bundle(1, first), None)
+    for version in (2, 3, 4):
+        broken = staged(pool, module, version)
+        assert buffer(broken).on_device
+        engine.breaks(broken)
+        bundle = engine.bundle(version, broken)
+        with pytest.raises(engine.FlipRefused):
+            held.commit(bundle, bundle)
+        assert value(module) == 1
+        for generation in held.sweep()[0]:
+            generation.release()
+    assert len(pool._held) == 1
+    assert pool._held[0] is buffer(first)
 
 
 def test_the_stall_of_a_commit_is_known_before_it(device: torch.device) -> None:
@@ -177,9 +197,76 @@ def test_copies_are_counted_against_what_the_instance_was_given(monkeypatch: pyt
     place = Cuda(CPU, share=0.45)
     monkeypatch.setattr(place, "_stream", object())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (70, 80))
-    assert (place._room(10), Cuda(CPU)._room(10)) == (36, 0)
+    assert (place._room(10), Cuda(CPU)._room(10)) == (Room(36), Room(0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (20, 80))
-    assert place._room(10) == 30, "another process has the rest"
+    assert place._room(10) == Room(30), "another process has the rest"
+
+
+def test_scratch_is_one_pool_until_the_worker_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch gives back what it keeps outside of a pool whenever vLLM measures, and the KV cache gets it."""
+    used: list[object] = []
+
+    def use(pool: object, _device: torch.device) -> contextlib.AbstractContextManager[None]:
+        used.append(pool)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "MemPool", object)
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", use)
+    place = Cuda(CPU, copies=1)
+    with place.scratch():
+        assert not used, "a CPU has none"
+    monkeypatch.setattr(place, "_stream", object())
+    for _ in range(2):
+        with place.scratch():
+            pass
+    place.vacate()
+    with place.scratch():
+        pass
+    assert used[0] is used[1]
+    assert used[2] is not used[0]
+
+
+def test_a_worker_says_how_many_copies_it_has_room_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beside the log, whose level hides what is no warning."""
+    place = Cuda(CPU, copies=2)
+    assert place.copies == 0
+    place.reserve(linear(CPU))
+    assert place.copies == 2
+    assert not capsys.readouterr().err, "a CPU points references"
+    monkeypatch.setattr(place, "_stream", object())
+    place._tell(5 << 20)
+    assert "2 versions of 5 MB have room" in capsys.readouterr().err
+
+
+def test_what_is_kept_for_scratch_is_no_room_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (500, 3200))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 300)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 100)
+    require_memory(torch.device("cuda"), 500, apart=100)
+    with pytest.raises(torch.OutOfMemoryError):
+        require_memory(torch.device("cuda"), 501, apart=100)
+
+
+def test_a_staging_without_device_memory_says_what_helps() -> None:
+    told = describe(
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB. See documentation for more")
+    )
+    assert told["code"] == "staging_failed"
+    assert "lower --gpu-memory-utilization (CUDA out of memory. Tried to allocate 2.00 MiB)" in (told["message"] or "")
+
+
+def test_a_device_without_memory_left_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft's buffers are asked for when the KV cache has its part: what cannot be had must not end the worker."""
+
+    def refused(*_: object) -> float:
+        raise torch.OutOfMemoryError
+
+    pool = DevicePool(CPU, 0)
+    monkeypatch.setattr(cuda, "ms_per_byte_from_host", refused)
+    pool.measure_host()
+    assert pool.ms_per_byte == {}
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -260,8 +347,16 @@ def test_the_ring_copies_any_matrix(device: torch.device, dtype: torch.dtype, sh
 
 
 def test_how_many_copies_fit() -> None:
-    total = 80
-    assert [copies_that_fit(nbytes, total) for nbytes in (10, 11, 16, 17, 30, 31)] == [3, 2, 2, 1, 1, 0]
+    room = Room(80)
+    assert [room.copies(nbytes) for nbytes in (11, 12, 17, 18, 32, 33)] == [3, 2, 2, 1, 1, 0]
+    assert room.copies(11, scratch=2) == 2
+
+
+def test_copies_leave_a_kv_cache_of_a_fixed_size_what_it_is_to_have() -> None:
+    """Of 160 bytes steps are counted with 10: 150 are for the KV cache, the weights and their copies."""
+    assert [Room(160, kv_cache=cache).copies(20) for cache in (70, 71, 91, 111, 131)] == [3, 2, 1, 0, 0]
+    assert Room(160, kv_cache=30).copies(20, scratch=41) == 2
+    assert (Room(160).left(20, 3), Room(160).left(20, 3, 41), Room(160).left(40, 3)) == (70, 29, -10)
 
 
 def test_the_number_of_copies_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,7 +397,7 @@ def test_a_captured_graph_computes_with_the_weights_of_each_commit() -> None:
 
 @pytest.mark.gpu
 def test_pinned_memory_is_what_the_device_reads() -> None:
-    data = cuda.pinned(1 << 20, torch.device("cuda"))
+    data = cuda.on_host(1 << 20, torch.device("cuda"))
     assert data.is_pinned()
     data.copy_(torch.from_numpy(np.arange(1 << 20, dtype=np.uint8)))
     assert torch.equal(data.to("cuda", non_blocking=True).cpu(), data)

@@ -17,7 +17,7 @@ from torch import nn
 
 from loadtest.models.mapped_memory import HostDriver
 from tests.weightsync.vllm_engine.device.test_cuda import buffer, swap_and_roll_back
-from weightsync.vllm_engine.device.cuda import COPIES_ENV, DevicePool
+from weightsync.vllm_engine.device.cuda import DevicePool
 from weightsync.vllm_engine.device.generation import Flips
 from weightsync.vllm_engine.device.mapping import FLIP_ENV, CudaDriver, DriverError, RemapUnavailable, handle_sizes
 from weightsync.vllm_engine.device.remap import (
@@ -27,6 +27,7 @@ from weightsync.vllm_engine.device.remap import (
     flips_by_remapping,
     without,
 )
+from weightsync.vllm_engine.device.room import COPIES_ENV
 from weightsync.vllm_engine.model.layout import Entry, Layout
 from weightsync.vllm_engine.model.processing import Change
 from weightsync.vllm_engine.staging.bundle import BASE, Bundle, HeldBundles, Piece
