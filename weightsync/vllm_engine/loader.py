@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import os
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
 from weightsync.errors import CheckpointError
 from weightsync.publish.checkpoint import Checkpoint
+from weightsync.vllm_engine.model.placement import load_group
 
 SHARED = {"has_own_lm_head": "lm_head", "has_own_embed_tokens": "embed_tokens"}
 
@@ -21,7 +26,9 @@ class PlaceholderLoader(DummyModelLoader):
     """Weights of one value, which takes a tenth of the time of vLLM's random ones: an instance starts sooner.
 
     What a checkpoint may lack, buffers and scales of one element, keeps the value that it was made with, as when vLLM
-    loads a checkpoint: a random scale of the KV cache may be negative, and vLLM then fails at its first step.
+    loads a checkpoint: a random scale of the KV cache may be negative, and vLLM then fails at its first step. Scales of
+    one element that the checkpoint has are loaded from it: captured graphs take them in as numbers, which no version
+    can change afterwards.
     """
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
@@ -41,8 +48,34 @@ class PlaceholderLoader(DummyModelLoader):
             delattr(parameter, GIVEN)
         for tensor, value in kept:
             tensor.data.copy_(value)
+        if any(isinstance(tensor, nn.Parameter) and tensor.numel() for tensor, _ in kept):
+            _load_numbers(model, model_config)
         if model_config.runner == "draft":
             _keep_what_is_its_own(model, str(model_config.model))
+
+
+def _load_numbers(model: nn.Module, model_config: Any) -> None:
+    """Have the model's own loader fill what the checkpoint has of one element, each of the tensors there a scale.
+
+    A configuration from elsewhere may name tensors otherwise than this checkpoint does: nothing is loaded then.
+    """
+    if getattr(model_config, "hf_config_path", None) not in (None, model_config.model):
+        return
+    try:
+        checkpoint = Checkpoint(str(model_config.model))
+    except CheckpointError:  # the directory has no weights
+        return
+    if numbers := dict(_numbers(checkpoint)):
+        load_group(model, numbers.items())
+
+
+def _numbers(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
+    """Its tensors of one element, by name."""
+    with checkpoint.opened() as files:
+        for name, file in files.items():
+            if math.prod(file.spec.shape) == 1:
+                data = bytearray(os.pread(file.fd, file.spec.nbytes, file.begin))
+                yield name, torch.frombuffer(data, dtype=getattr(torch, file.spec.dtype)).view(file.spec.shape)
 
 
 def _keep_what_is_its_own(model: nn.Module, checkpoint: str) -> None:

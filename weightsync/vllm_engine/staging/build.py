@@ -221,7 +221,10 @@ class Builder:
     def _adopt(self, made: list[Pair]) -> None:
         """Parameters that this version brought into being; the model that runs gets them when it is committed."""
         if not self._place.replaces:
-            raise UnsupportedModelError(f"{made[0].name!r} is new, and captured graphs lack it; restart on it")
+            raise UnsupportedModelError(
+                f"{made[0].name!r} is made when a version is loaded, and captured graphs lack it: versions of this "
+                "model are swapped on CPUs alone"
+            )
         self._pairs += made  # which the stager reads, too
         self._own |= {pair.name: pair for pair in made}
         self._shapes |= {pair.name: pair.parameter.shape for pair in made}
@@ -492,8 +495,12 @@ class Builder:
                     raise UnsupportedModelError(f"{leaf.path} was not there in the first version; restart on this one")
                 view.of(data).copy_(leaf.made)
             for scalar in scalars if not self._place.replaces else ():
-                if not same(scalar.holder[scalar.key], scalar.value):
-                    raise UnsupportedModelError(f"{scalar.path} changes, and captured graphs hold it; restart on it")
+                if not same(held := scalar.holder[scalar.key], scalar.value):
+                    raise UnsupportedModelError(
+                        f"{scalar.path} is {scalar.value} in this version, and captured graphs hold {held}, with which "
+                        "the instance started: publish versions with that number, or start an instance with --model on "
+                        "a checkpoint that has the other one"
+                    )
             built.scalars |= {scalar.path: scalar.value for scalar in scalars}
 
     def _load_layer(self, layer: str, placement: Placement, published: Published, built: Built) -> None:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.model_executor import model_loader
 
 from loadtest.architectures.tiny import make_versions
+from loadtest.models.checkpoints import TINY_SHAPE
 from loadtest.models.equality import differences, flipping, fresh, publish, swap, tensors_of
-from loadtest.models.kinds import KINDS, make_kind
+from loadtest.models.kinds import KINDS, Kind, make_kind
 from loadtest.models.vllm_worker import worker
 from tests.cpu import of_kinds
 from weightsync import Publisher
 from weightsync.format.fingerprint import combine
+from weightsync.vllm_engine.loader import PlaceholderLoader
 from weightsync.vllm_engine.model.processing import Change, NotInPlace, Processing, in_place
 
 pytestmark = pytest.mark.engine
@@ -66,13 +72,73 @@ def test_a_model_under_captured_graphs_equals_a_loaded_one(
         assert not [(step, wrong) for step, wrong in swap(w, publisher, versions, how) if wrong]
 
 
-@pytest.mark.parametrize(("kind", "why"), [("w8a8", "dnnl_handler is a"), ("w4a16", "_scale_float changes")])
+@pytest.mark.parametrize(("kind", "why"), [("w8a8", "dnnl_handler is a"), ("w4a16", "_scale_float is")])
 def test_what_captured_graphs_hold_is_not_replaced(kind: str, why: str, checkpoints: Any, publisher: Publisher) -> None:
     """A kernel that keeps its weights to itself, and a number that a graph took in."""
     record = publish(publisher, tensors_of(checkpoints(kind)[1]))
     refused = pytest.raises(AssertionError, match=f"(?=.*captured graphs)(?=.*{why})")
     with flipping("copied", captured=True), worker_of(kind, checkpoints(kind)[0]) as w, refused:
         w.stage(record)
+
+
+def _scales(tensors: Any, seed: int) -> Iterator[tuple[str, Any]]:
+    yield from tensors
+    for layer, name in itertools.product(range(TINY_SHAPE["num_hidden_layers"]), "kv"):
+        yield f"model.layers.{layer}.self_attn.{name}_scale", torch.tensor([(0.07, 0.07, 0.12)[seed]])
+
+
+def _scaled_cache() -> dict[str, Any]:
+    scheme = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+    return {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme}
+
+
+def test_captured_graphs_hold_the_scales_that_the_checkpoint_has(
+    publisher: Publisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An instance starts with them, so versions that have them can be served; others say what would help."""
+    monkeypatch.setitem(KINDS, "kv", Kind("LlamaConfig", edit=_scales, quantization=_scaled_cache))
+    monkeypatch.setitem(model_loader._LOAD_FORMAT_TO_MODEL_LOADER, "dummy", PlaceholderLoader)
+    first, second, other = (make_kind(tmp_path / str(seed), "kv", seed=seed) for seed in (0, 1, 2))
+    with flipping("copied", captured=True), worker(first) as w:
+        assert not [
+            (step, wrong) for step, wrong in swap(w, publisher, [*map(tensors_of, (first, second))], "") if wrong
+        ]
+        assert w.model.model.layers[0].self_attn.attn._k_scale_float == pytest.approx(0.07)
+        record = publish(publisher, tensors_of(other))
+        with pytest.raises(AssertionError, match=r"_k_scale_float is 0\.11.*graphs hold 0\.07.*--model on"):
+            w.stage(record)
+
+
+def test_layers_are_processed_in_scratch_and_versions_lie_elsewhere(
+    checkpoints: Any, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scratch stays with its pool for as long as a worker is awake: what is kept must not be made there."""
+    seen: list[tuple[str, bool]] = []
+    record = publish(publisher, tensors_of(checkpoints("moe")[0]))
+    with flipping("copied"), worker_of("moe", checkpoints("moe")[0]) as w:
+        place, inside = w.stager.place, [False]
+
+        @contextlib.contextmanager
+        def scratch() -> Iterator[None]:
+            inside[0] = True
+            yield
+            inside[0] = False
+
+        def noting(owner: Any, name: str) -> None:
+            call = getattr(owner, name)
+
+            def noted(*args: Any) -> Any:
+                seen.append((name, inside[0]))
+                return call(*args)
+
+            monkeypatch.setattr(owner, name, noted)
+
+        monkeypatch.setattr(place, "scratch", scratch)
+        noting(w.stager._builder._processing, "process")
+        noting(place, "acquire")
+        w.stage(record)
+    assert dict(seen) == {"process": True, "acquire": False}
+    assert seen.count(("process", True)) == len(seen) - 1
 
 
 @pytest.mark.parametrize("how", WAYS)
