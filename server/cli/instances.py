@@ -91,11 +91,13 @@ def show_instances(state_dir: Path | None, url: str | None = None, admin_key_fil
     """Print every instance with its state, versions and last swap times."""
     client = AdminClient(state_dir, url, admin_key_file)
     rows = client.call("GET", "/admin/instances")["instances"]
-    shown = table("instance", "state", "version", "epoch", "weights", "load", "stage, flip ms")
+    on_gpus = ["copies"] if any(r.get("device_copies") is not None for r in rows) else []
+    shown = table("instance", "state", "version", "epoch", "weights", "load", "stage, flip ms", *on_gpus)
     for r in rows:
         times = " ".join(f"{r[k]:.2f}" for k in ("stage_ms", "commit_ms") if r.get(k))
         cells = [r["id"], _state(r), r["active_version"], r["active_epoch"], (r["fingerprint"] or "")[:8]]
-        shown.add_row(*(str(c) if c is not None else "" for c in [*cells, f"{r['load']:g}", times]))
+        more = [r.get("device_copies") for _ in on_gpus]
+        shown.add_row(*(str(c) if c is not None else "" for c in [*cells, f"{r['load']:g}", times, *more]))
     console = Console(highlight=False)
     console.print(shown)
     for r in rows:

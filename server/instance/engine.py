@@ -156,7 +156,10 @@ class Engine:
         fingerprint = await asyncio.to_thread(_one_fingerprint, reports)
         flips = [r.get("expected_flip_ms") for r in itertools.chain.from_iterable(reports)]
         flip = max((ms for ms in flips if ms is not None), default=None)
-        return {**slowest, "fingerprint": fingerprint, "built": _one_build(reports), "expected_flip_ms": flip}
+        held = [r.get("copies") for r in itertools.chain.from_iterable(reports)]
+        copies = min((number for number in held if number is not None), default=None)
+        whole = {"fingerprint": fingerprint, "built": _one_build(reports), "expected_flip_ms": flip, "copies": copies}
+        return {**slowest, **whole}
 
     async def _until_staged(self, call: Awaitable[list[list[Any]]]) -> list[list[Any]]:
         """What all workers report once none of them stages any more."""

@@ -41,6 +41,7 @@ ACTIVE_VERSION = Gauge("hotswap_instance_active_version", "Weight version this i
 SWAPS = Counter("hotswap_instance_swaps", "Commits this instance flipped to")
 STAGE_SECONDS = Gauge("hotswap_instance_stage_seconds", "Duration of the last staging")
 COMMIT_SECONDS = Gauge("hotswap_instance_commit_seconds", "Duration of the last flip, between two batches")
+DEVICE_COPIES = Gauge("hotswap_instance_device_copies", "Versions that have room on each GPU of this instance")
 LONG_FLIP_MS = 50.0  # about a step: what is longer is said before the commit
 NOT_AS_PUBLISHED = {"digest_mismatch", "checksum_mismatch", "parts_mismatch"}
 POLL_S = 0.05
@@ -238,8 +239,16 @@ class Sidecar:
             log.warning("the commit of version %d will stall decoding for about %.0f ms", version.version, expected)
         if self._warm is not None:
             await asyncio.shield(self._warm)
-        built = report.get("built", "")
-        return StageResult(fingerprint, report["staging_gbps"] or None, path, built=built, expected_flip_ms=expected)
+        if (copies := report.get("copies")) is not None:
+            DEVICE_COPIES.set(copies)
+        return StageResult(
+            fingerprint,
+            report["staging_gbps"] or None,
+            path,
+            built=report.get("built", ""),
+            expected_flip_ms=expected,
+            device_copies=copies,
+        )
 
     async def _drop(self, version: VersionRecord) -> None:
         """What an aborted swap had staged is not taken for that version again.

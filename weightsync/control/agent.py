@@ -142,8 +142,8 @@ DRAIN_GRACE_S = 1.0  # over the time that `drain` was given
 class StageResult:
     """The result of a staging: its fingerprint, how fast (bytes of the version per second, in 1e9), and which way.
 
-    `stage_ms` and, if the callback does not say it, `staging_gbps` are measured around the callback. `built` and
-    `expected_flip_ms`: see `InstanceRecord`.
+    `stage_ms` and, if the callback does not say it, `staging_gbps` are measured around the callback. `built`,
+    `expected_flip_ms` and `device_copies`: see `InstanceRecord`.
     """
 
     fingerprint: str | None = None
@@ -152,6 +152,7 @@ class StageResult:
     stage_ms: float | None = None
     built: str = ""
     expected_flip_ms: float | None = None
+    device_copies: int | None = None
 
 
 @dataclass
@@ -460,6 +461,7 @@ class Participant:
             path=path,
             built=done.built,
             expected_flip_ms=done.expected_flip_ms,
+            device_copies=done.device_copies,
         )
         return done.fingerprint
 

@@ -469,7 +469,8 @@ class InstanceRecord(Record):
 
     `fingerprint` is that of the weights it runs, `staged_fingerprint` that of what it has staged. `built` is
     LAYOUT:DIGEST of what its engine made of the weights that it staged last, where that is not what was published;
-    `expected_flip_ms` how long their commit stalls decoding (None: it changes references).
+    `expected_flip_ms` how long their commit stalls decoding (None: it changes references). `device_copies` is how many
+    versions have room on each of its GPUs (None: it has none, or has staged nothing): others wait on the host.
     `max_num_seqs` is how many requests its engine runs at one time (None: it does not say). `key` is what its port asks
     of a gateway: whoever reads the store is a member; nobody shows it. `form` is that of the versions its engine can
     run (None: whatever fits its directory, before the first version). `restarts`: it can start itself anew in another
@@ -491,6 +492,7 @@ class InstanceRecord(Record):
     commit_ms: float | None = None
     built: str = ""
     expected_flip_ms: float | None = None
+    device_copies: int | None = None
     pid: int = 0
     model_dir: str = ""
     path: str = ""

@@ -444,6 +444,11 @@ METRICS: tuple[Declared, ...] = (
         _each(lambda i: i.record.active_epoch), _INSTANCE,
     ),
     Declared(
+        "gauge", "hotswap_instance_device_copies", "Versions that have room on each of its GPUs",
+        lambda g: {i.id: n for i in g.instances if (n := i.record.device_copies) is not None}, _INSTANCE,
+        " ([copies](weights.md#copies))",
+    ),
+    Declared(
         "gauge", "hotswap_instance_fresh", "1 if it runs the committed weights",
         lambda g: {i.id: g.fleet.is_fresh(i) for i in g.instances}, _INSTANCE,
     ),

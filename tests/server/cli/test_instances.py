@@ -73,6 +73,17 @@ async def test_list_drain_resume(gateway: RunningGateway) -> None:
         assert "about to stop by itself" in await run(gateway, "resume", "left")
 
 
+async def test_the_list_says_how_many_versions_have_room_on_gpus(gateway: RunningGateway) -> None:
+    async with upstream(Engine()) as up:
+        gateway.register(up, "on-a-cpu")
+        assert "copies" not in await run(gateway, "list")
+        gateway.register(up, "on-a-gpu", device_copies=0)
+        wait_until(lambda: len(gateway.gateway.default.fleet.serving) == 2)
+        out = (await run(gateway, "list")).splitlines()
+        assert next(line for line in out if "instance" in line).split()[-1] == "copies"
+        assert next(line for line in out if "on-a-gpu" in line).split()[-1] == "0"
+
+
 async def test_status_shows_shares_and_who_answers_for_whom(gateway: RunningGateway) -> None:
     split = SplitRecord((ShareRecord(2, 10.0, ("right",)),))
     gateway.store.put(KEYS.active, ActiveRecord(1, 1, None, "s", 0.0, split=split).to_json())

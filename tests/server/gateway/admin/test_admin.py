@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,7 +59,7 @@ class Toy:
             await self.hold.wait()
         if self.refuse is not None:
             raise self.refuse
-        return StageResult(fingerprint=version.fingerprint, path="toy", expected_flip_ms=3.5)
+        return StageResult(fingerprint=version.fingerprint, path="toy", expected_flip_ms=3.5, device_copies=2)
 
     async def commit(self, active: ActiveRecord, _: VersionRecord) -> CommitResult:
         self.committed.append(active.version)
@@ -155,7 +156,9 @@ async def test_push_activate_list_and_roll_back(gateway: RunningGateway, tmp_pat
         status, fleet = await admin(gateway, "GET", "/admin/instances")
         (row,) = fleet["instances"]
         assert (row["id"], row["state"], row["active_version"], row["in_flight"]) == ("i0", "SERVING", 1, 0)
-        assert row["expected_flip_ms"] == 3.5
+        assert (row["expected_flip_ms"], row["device_copies"]) == (3.5, 2)
+        page = (await gateway.ask(get("/metrics"))).body.decode()
+        assert re.search(r'^hotswap_instance_device_copies\{.*"i0".*\} 2', page, re.MULTILINE)
         await eventually(lambda: gateway.gateway.default.stats.swaps.ended["done"] == 3)
 
 
