@@ -96,11 +96,13 @@ def _run_rank(config: TrainerConfig, shape: ModelShape, parsed: argparse.Namespa
         with distributed(config.parallel, config.seed, config.faults.collective_timeout_s):
             _export(config, shape, parsed.export, parsed.step)
         return
+    from trainer.memory.build import open_serving
     with (
         distributed(config.parallel, config.seed, config.faults.collective_timeout_s),
         Faults(config.faults) as faults,
         closing(build_writers(config) if is_first() else silent()) as metrics,
-        closing(Run(config, shape, metrics)) as run,
+        closing(open_serving(config, shape)) as serving,
+        closing(Run(config, shape, metrics, serving)) as run,
     ):
         run.faults = faults
         train(run)

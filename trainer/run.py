@@ -32,7 +32,7 @@ from trainer.faults.supervision import Faults
 from trainer.megatron.engine import Engine, StepStats
 from trainer.megatron.hf_config import ModelShape
 from trainer.megatron.parallel import broadcast_json, is_rank_zero, on_rank_zero
-from trainer.memory.build import build_memory
+from trainer.memory.build import Serving, build_memory
 from trainer.memory.phases import Phases
 from trainer.metrics.throughput import Stopwatch, Throughput, peak_flops
 from trainer.metrics.writers import MetricsWriter
@@ -48,7 +48,8 @@ log = logging.getLogger(__name__)
 class Run:
     """Everything the loop needs. Built after `parallel.distributed`, on every rank; close it at the end."""
 
-    def __init__(self, config: TrainerConfig, shape: ModelShape, metrics: MetricsWriter) -> None:
+    def __init__(self, config: TrainerConfig, shape: ModelShape, metrics: MetricsWriter, serving: Serving) -> None:
+        """`serving` was opened before, so that its server may be asleep when the models are made."""
         self.config, self.shape = config, shape
         self.algorithm = build_algorithm(config.algorithm, config.rollout.max_tokens)
         self.engine = Engine(config, shape, self.algorithm)
@@ -71,7 +72,7 @@ class Run:
             self._publisher = WeightPublisher(config.publish, self.engine)
         if self.checkpoints is not None and self._rank_zero is not None:
             self.checkpoints.parts |= {**self._rank_zero.parts, "guard": self._guard}
-        self._phases = Phases(build_memory(config, self.engine, models=self._rank_zero))
+        self._phases = Phases(build_memory(config, self.engine, serving.components, self._rank_zero))
         experience = self._rank_zero.experience if self._rank_zero is not None else None
         self.experience = ExperienceMaker(config, self.engine, self._phases, experience)
 
@@ -231,7 +232,6 @@ class Run:
     def close(self) -> None:
         """Close everything, also when a part of it fails to close."""
         with contextlib.ExitStack() as last_first:
-            last_first.callback(self._phases.close)
             if self._publisher is not None:
                 last_first.callback(self._publisher.close)
             if self._rank_zero is not None:

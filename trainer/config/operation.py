@@ -264,18 +264,21 @@ class MemoryConfig:
     """Phases that share a device: what one does not need is offloaded before the next begins.
 
     `budget_gib` is what trainer and serving may hold of one device together (without a GPU: of this host's memory, all
-    ranks together; null: all there is); `reserve_gib` of it is kept for activations and buffers. `offload` is where to:
-    `host` (pinned memory; needs a GPU), `disk` (a file in `directory` that is gone with the process), or `auto`.
+    ranks together; null: all there is, of a GPU what other processes leave); `reserve_gib` of it is kept for
+    activations and buffers (null: on a GPU what the plan estimates, else nothing). `offload` is where to: `host`
+    (pinned memory; needs a GPU), `disk` (a file in `directory` that is gone with the process), or `auto`.
     """
 
     budget_gib: float | None = None
-    reserve_gib: float = 0.0
+    reserve_gib: float | None = None
     offload: Literal["auto", "host", "disk"] = "auto"
     directory: str = "/var/tmp"  # noqa: S108 - a file without a name, and not memory as /tmp may be
     serving: ServingMemory | None = None
 
     def __post_init__(self) -> None:
         positive(self, "budget_gib")
+        if self.reserve_gib is None:
+            return
         in_range(self, "reserve_gib", 0.0, 1e6)
         if self.budget_gib is not None and self.reserve_gib >= self.budget_gib:
             problem = f"{self.reserve_gib:g} leaves nothing of budget_gib ({self.budget_gib:g})"

@@ -1,8 +1,9 @@
-"""The components of a run, from its configuration and its engine."""
+"""The components of a run, from its configuration and its engine, and the device that they share with a server."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -10,13 +11,16 @@ import torch
 from trainer.config import MemoryConfig, TrainerConfig
 from trainer.errors import ConfigError, MemoryPlanError, TrainerError
 from trainer.megatron.engine import Engine
-from trainer.megatron.hf_config import load_shape
+from trainer.megatron.hf_config import ModelShape
 from trainer.megatron.optimizer import moment_bytes
-from trainer.megatron.parallel import broadcast_json, on_rank_zero
+from trainer.megatron.parallel import broadcast_json, gather_json, on_rank_zero
 from trainer.memory.ledger import GIB, Component, Ledger, Restartable, State, device_bytes
 from trainer.memory.offload import DiskVault, HostVault, StorageComponent, Vault, guard
 from trainer.memory.phases import Memory, NothingShared, SharedMemory
 from trainer.memory.serving import Fleet, ServingEngine
+from trainer.plan.estimate import Estimate, estimate
+from trainer.plan.recommend import Hardware
+from trainer.plan.report import LONGEST, workload_of
 
 PUBLISHED_BYTES = {"bfloat16": 2, "float32": 4}
 
@@ -32,30 +36,86 @@ class Models(Protocol):
     def wake(self) -> None: ...
 
 
+@dataclass(frozen=True)
+class Serving:
+    """The server that shares the device with the trainer, as this rank sees it: rank 0 gives the orders (`fleet`), the
+    others only count what it holds. Close it at the end."""
+
+    components: Sequence[Component] = ()
+    fleet: Fleet | None = None
+
+    def close(self) -> None:
+        """Leave the device to the server."""
+        if self.fleet is not None:
+            self.fleet.close()
+
+
+def open_serving(config: TrainerConfig, shape: ModelShape) -> Serving:
+    """What `memory.serving` says; nothing without it. Collective, before the engine is built: where the device has no
+    room for the trainer beside the server, the server sleeps from now on. Raises SleepTimeout."""
+    section = config.memory.serving if config.memory is not None else None
+    if config.memory is None or section is None:
+        return Serving()
+    fleet: Any = on_rank_zero(lambda: Fleet(section))
+    nbytes = int(section.engine_gib * GIB) if section.engine_gib is not None else _published(config, shape)
+    caches = int(section.kv_cache_gib * GIB)
+    awake = not broadcast_json(on_rank_zero(lambda: fleet.asleep()))
+    room = budget_bytes(config.memory, nbytes + caches if awake else 0) - reserve_bytes(config, shape)
+    if _trainer_bytes(config, shape) + nbytes + caches > room:
+        on_rank_zero(lambda: fleet.sleep())  # asleep already, its orders may be of a run that has ended: give them anew
+        awake = False
+    state: State = "instantiated" if awake else "destroyed"
+    engine = on_rank_zero(lambda: ServingEngine(fleet, nbytes, section.level))
+    counted = Restartable("kv_cache", caches, _nothing, _nothing, state)  # it comes and goes with the engine
+    return Serving([engine or Restartable("engine", nbytes, _nothing, _nothing, state), counted], fleet)
+
+
 def build_memory(
-    config: TrainerConfig,
-    engine: Engine,
-    serving: Sequence[Component] | None = None,
-    models: Models | None = None,
+    config: TrainerConfig, engine: Engine, serving: Sequence[Component] = (), models: Models | None = None
 ) -> Memory:
     """The memory manager of a run; one that does nothing unless the configuration has a section `memory`. Collective.
 
-    `serving`: what shares the device besides the trainer's own components; None: what `memory.serving` says. `models`:
-    those of the rewards (`RankZeroComponents` in trainer/run.py), on rank 0. Raises OverBudget when a phase cannot be
-    held, SleepTimeout when the fleet cannot be asked, ConfigError.
+    `serving`: what shares the device besides the trainer's own components (`open_serving`). `models`: those of the
+    rewards (`RankZeroComponents` in trainer/run.py), on rank 0. Raises OverBudget when a phase cannot be held,
+    ConfigError.
     """
     if config.memory is None:
         return NothingShared()
-    budget = config.memory.budget_gib
-    ledger = Ledger(int(budget * GIB) if budget is not None else device_bytes())
-    for owned in trainer_components(config.memory, engine):
-        ledger.add(owned)
-    close: Callable[[], None] = _nothing
-    if serving is None:
-        serving, close = _fleet(config)
-    for component in (*serving, *_reward_model(models)):
+    awake = sum(component.bytes for component in serving if component.state == "instantiated")
+    ledger = Ledger(budget_bytes(config.memory, awake))
+    for component in (*trainer_components(config.memory, engine), *serving, *_reward_model(models)):
         ledger.add(component)
-    return SharedMemory(ledger, int(config.memory.reserve_gib * GIB), close)
+    return SharedMemory(ledger, reserve_bytes(config, engine.shape))
+
+
+def budget_bytes(section: MemoryConfig, awake: int) -> int:
+    """What components may hold: `budget_gib`, or what there is for them, on the rank that has least. On a GPU that is
+    what nothing holds, what this process holds, and the server's part that is awake (`awake` bytes), less what CUDA and
+    NCCL take for themselves. Collective."""
+    if section.budget_gib is not None:
+        return int(section.budget_gib * GIB)
+    here = Hardware(1, device_bytes() + awake).room if torch.cuda.is_available() else device_bytes()
+    return int(min(gather_json(here)))
+
+
+def reserve_bytes(config: TrainerConfig, shape: ModelShape) -> int:
+    """What is kept of the budget: `reserve_gib`, or on a GPU the activations and logits that the plan estimates."""
+    assert config.memory is not None
+    if config.memory.reserve_gib is not None:
+        return int(config.memory.reserve_gib * GIB)
+    found = _estimate(config, shape)
+    return found.activations + found.logits if torch.cuda.is_available() else 0
+
+
+def _trainer_bytes(config: TrainerConfig, shape: ModelShape) -> int:
+    """What the trainer's components will hold of a device."""
+    found = _estimate(config, shape)
+    ranks = 1 if torch.cuda.is_available() else config.parallel.world_size
+    return ranks * (found.weights + found.gradients + found.optimizer)
+
+
+def _estimate(config: TrainerConfig, shape: ModelShape) -> Estimate:
+    return estimate(shape, config.parallel, workload_of(config, min(LONGEST, shape.max_positions)))
 
 
 def trainer_components(config: MemoryConfig, engine: Engine) -> Iterator[StorageComponent]:
@@ -101,28 +161,6 @@ def _expected(engine: Engine, name: str) -> int:
     return held + moment_bytes(optimizer)
 
 
-def _fleet(config: TrainerConfig) -> tuple[Sequence[Component], Callable[[], None]]:
-    """The serving side as this rank sees it: rank 0 gives the orders, the others only count it."""
-    assert config.memory is not None
-    section = config.memory.serving
-    if section is None:
-        return [], _nothing
-    kv_cache = int(section.kv_cache_gib * GIB)
-    engine = int(section.engine_gib * GIB) if section.engine_gib is not None else _published(config)
-    opened = on_rank_zero(lambda: _open(section, engine))
-    awake = broadcast_json(opened[1].state == "instantiated" if opened is not None else None)
-    state: State = "instantiated" if awake else "destroyed"
-    caches = Restartable("kv_cache", kv_cache, _nothing, _nothing, state)  # it comes and goes with the engine
-    if opened is not None:
-        return [opened[1], caches], opened[0].close
-    return [Restartable("engine", engine, _nothing, _nothing, state), caches], _nothing
-
-
-def _open(section: Any, engine: int) -> tuple[Fleet, ServingEngine]:
-    fleet = Fleet(section)
-    return fleet, ServingEngine(fleet, engine, section.level)
-
-
 def _reward_model(models: Models | None) -> Sequence[Component]:
     """What rewards hold, as rank 0 knows. They run on the CPU: where there is a GPU, that is not the shared memory."""
     nbytes: int = broadcast_json(models.nbytes if models is not None else 0)
@@ -139,9 +177,9 @@ def _wake(models: Models) -> None:
         raise MemoryPlanError(f"the models of the rewards did not come back: {error}") from error
 
 
-def _published(config: TrainerConfig) -> int:
+def _published(config: TrainerConfig, shape: ModelShape) -> int:
     dtype = config.publish.dtype if config.publish is not None else "bfloat16"
-    return load_shape(config.model.path).parameters * PUBLISHED_BYTES[dtype]
+    return shape.parameters * PUBLISHED_BYTES[dtype]
 
 
 def _nothing() -> None: ...

@@ -225,9 +225,11 @@ def private_bytes(pid: int | None = None) -> int:
 
 
 def device_bytes() -> int:
-    """All the memory of this rank's GPU; without one, of this host, or of the container if that is less."""
+    """What is free of this rank's GPU or held by this process; without one, the memory of this host, or of the
+    container if that is less."""
     if torch.cuda.is_available():
-        return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+        free, _ = torch.cuda.mem_get_info()
+        return int(free) + int(torch.cuda.memory_reserved())
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.exists() else "max"

@@ -59,7 +59,7 @@ class Plan:
             return
         parts = sorted(((s, n) for n, s in self.sizes.items() if n in NEEDS[worst]), reverse=True)
         told = ", ".join(f"{name} {gib(size)}" for size, name in parts if size)
-        kept = f" less {gib(self.reserve)} kept for activations" if self.reserve else ""
+        kept = f" less {gib(self.reserve)} kept for activations (memory.reserve_gib)" if self.reserve else ""
         problem = f"phase {worst} needs {gib(self.needed(worst))} ({told}), the budget is {gib(self.budget)}{kept}"
         advice = "Raise memory.budget_gib, shard over more ranks, or serve with a smaller KV cache"
         raise OverBudget(f"{problem}. {advice}.", needed=self.needed(worst), budget=room)
@@ -99,8 +99,6 @@ class Memory(Protocol):
         `memory_ms/PHASE`, and of it `memory_ms/PHASE/COMPONENT` for what left or came."""
         ...
 
-    def close(self) -> None: ...
-
 
 class NothingShared:
     """For schedules whose phases overlap, and runs that fit: everything stays where it is."""
@@ -108,14 +106,12 @@ class NothingShared:
     def enter(self, phase: Phase) -> dict[str, float]:
         return {}
 
-    def close(self) -> None: ...
-
 
 class SharedMemory:
     """The ledger of this rank, moved in step with the others'. Raises OverBudget, at once if a phase cannot fit."""
 
-    def __init__(self, ledger: Ledger, reserve: int = 0, close: Callable[[], None] = lambda: None) -> None:
-        self.ledger, self._reserve, self._close = ledger, reserve, close
+    def __init__(self, ledger: Ledger, reserve: int = 0) -> None:
+        self.ledger, self._reserve = ledger, reserve
         self.now: Phase | None = None
         self.plan().check()
 
@@ -139,10 +135,6 @@ class SharedMemory:
         self.now = phase
         took = {f"memory_ms/{phase}/{name}": round(self.ledger.ms[name], 3) for name in (*moves.away, *moves.bring)}
         return {f"memory_ms/{phase}": round((time.perf_counter() - began) * 1e3, 3), **took}
-
-    def close(self) -> None:
-        """Leave the device to whoever else uses it."""
-        self._close()
 
     def _everywhere(self, change: Callable[[str], None], names: tuple[str, ...]) -> None:
         """Change the components and wait for all ranks. If one failed, all raise."""
@@ -182,7 +174,3 @@ class Phases:
         """Milliseconds by phase and component since the last call."""
         took, self._took = self._took, {}
         return took
-
-    def close(self) -> None:
-        """Leave the device to whoever else uses it."""
-        self._memory.close()

@@ -11,12 +11,14 @@ import torch.distributed as dist
 
 from tests.trainer.batches import random_batch, sampled_batch
 from tests.trainer.cases import engine
-from trainer.config import MemoryConfig
+from trainer.config import MemoryConfig, TrainerConfig, strict
 from trainer.errors import TrainerError
+from trainer.megatron.hf_config import load_shape
 from trainer.megatron.parallel import gather_json
-from trainer.memory.build import build_memory
+from trainer.memory.build import build_memory, open_serving
 from trainer.memory.ledger import Restartable, private_bytes
 from trainer.memory.phases import SharedMemory
+from trainer.tiny_model import tiny_run
 
 GATEWAY = {"url": "http://unused"}
 
@@ -52,7 +54,6 @@ def phases(
             if isinstance(memory, SharedMemory):
                 result["held"].append(memory.ledger.held <= memory.ledger.budget)
         result["own"] = sum(t.untyped_storage().nbytes() for ts in built.storages().values() for t in ts)
-        memory.close()
         return result
 
 
@@ -88,3 +89,11 @@ def phases_refused(path: str, parallel: dict[str, int], directory: str) -> list[
         with told():
             memory._everywhere(memory.ledger.put_away, ("actor",))
     return problems
+
+
+def opened(path: str, parallel: dict[str, int], memory: dict[str, Any]) -> list[tuple[str, str]]:
+    """The server's components, with their states, when nothing of the trainer is there yet."""
+    given = {"data": {"kind": "arithmetic"}, "algorithm": {"name": "sft"}, "steps": 1, "model": {"path": path}}
+    config = strict.build(TrainerConfig, tiny_run(given | {"parallel": parallel, "memory": memory}))
+    serving = open_serving(config, load_shape(path))
+    return [(component.name, component.state) for component in serving.components]

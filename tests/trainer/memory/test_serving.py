@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from server.gateway import UpstreamSettings
 from server.sleeping import SleeperRecord, SleepOrder, ordered, orders, stay_asleep
 from tests.server.gateway.harness import ADMIN_KEY, KEYS, RunningGateway, running_gateway
+from tests.trainer.ranks import Ranks
 from tests.waiting import wait_until
 from trainer.config import ServingMemory
 from trainer.errors import ConfigError, MemoryPlanError, SleepTimeout
@@ -142,6 +144,29 @@ def test_closing_wakes_who_sleeps(gateway: RunningGateway, start: Starter) -> No
     fleet.sleep()
     fleet.close()
     wait_until(lambda: {i.record.id for i in gateway.gateway.default.fleet.serving} == {"a"})
+
+
+@pytest.mark.parametrize(("budget_gib", "room"), [(1.0, False), (1.1, True)])
+def test_a_server_makes_room_before_the_engine_is_built(
+    gateway: RunningGateway,
+    start: Starter,
+    two_ranks: Ranks,
+    tiny_model: str,
+    tmp_path: Path,
+    budget_gib: float,
+    room: bool,
+) -> None:
+    """On rank 0's order, which all ranks know of."""
+    instance = start("a")
+    key = tmp_path / "key"
+    key.touch(0o600)
+    key.write_text(ADMIN_KEY)
+    section = dataclasses.replace(config(gateway), engine_gib=0.5, kv_cache_gib=0.5, admin_key_file=str(key))
+    memory = {"budget_gib": budget_gib, "serving": dataclasses.asdict(section)}
+    found = two_ranks.call("opened", path=tiny_model, parallel={"data": 2}, memory=memory)
+    state = "instantiated" if room else "destroyed"
+    assert found == [[["engine", state], ["kv_cache", state]]] * 2
+    assert len(instance.slept) == (0 if room else 1)
 
 
 def test_what_cannot_be_asked_is_said(gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:
