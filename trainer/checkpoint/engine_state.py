@@ -4,8 +4,8 @@ schedule, and the random generators.
     DIRECTORY/actor/              Megatron's `torch_dist` format, which can be read back in another parallel layout
                                   (under `parallel.shard: full` what fsdp.py says)
     DIRECTORY/critic/             the same, if the algorithm has one
-    DIRECTORY/rank-00000.json     the generators of a rank; restored only on as many ranks (elsewhere exactness is
-                                  lost, training is not)
+    DIRECTORY/rank-00000.json     the generators of a rank; restored only on as many ranks, and those of the device
+                                  only on a device of its kind (elsewhere exactness is lost, training is not)
 
 Frozen weights are not saved: they are those of the checkpoint that the run started from. So is the reference model.
 
@@ -39,7 +39,7 @@ from trainer.errors import CheckpointError
 from trainer.megatron.convert import unwrap
 from trainer.megatron.engine import Engine
 from trainer.megatron.muon import Muon
-from trainer.megatron.parallel import control, gather_json
+from trainer.megatron.parallel import control, device, gather_json
 from trainer.megatron.roles import Role
 
 _SHARDING = {
@@ -241,6 +241,7 @@ def rng_state() -> dict[str, Any]:
     tracker = tp_random.get_cuda_rng_tracker().get_states()
     numpy = np.random.get_state(legacy=False)
     return {
+        "device": device().type,
         "python": random.getstate(),
         "numpy": {**numpy, "state": {**numpy["state"], "key": numpy["state"]["key"].tolist()}},
         "torch": _encode(torch.get_rng_state()),
@@ -250,15 +251,17 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Restore what `rng_state` returned."""
+    """Restore what `rng_state` returned. The generators of a GPU and of a CPU have states of other kinds: those of the
+    device stay as they are where the state is another kind of device's."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     numpy = state["numpy"]
     numpy["state"]["key"] = np.array(numpy["state"]["key"], dtype=np.uint32)
     np.random.set_state(numpy)
-    tracker = {name: _decode(value) for name, value in state["tracker"].items()}
-    tp_random.get_cuda_rng_tracker().set_states(tracker)
-    torch.cuda.set_rng_state(_decode(state["cuda"]))
+    if state.get("device", "cpu") == device().type:
+        tracker = {name: _decode(value) for name, value in state["tracker"].items()}
+        tp_random.get_cuda_rng_tracker().set_states(tracker)
+        torch.cuda.set_rng_state(_decode(state["cuda"]))
     torch.set_rng_state(_decode(state["torch"]))
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import errno
+import json
 import threading
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import torch
 import torch.distributed as dist
 
 import trainer.errors
@@ -154,3 +157,23 @@ def left_after_sigterm(path: str, directory: str) -> list[str]:
             finally:
                 StagedEngine.write = original  # type: ignore[method-assign]
     return said
+
+
+def resumed_elsewhere(path: str, directory: str) -> dict[str, Any]:
+    """A checkpoint that a GPU has written, as far as its generators tell: whether weights and the host's generator came
+    back, and whether those of the device were left as they were."""
+    target = Path(directory)
+    with engine({"model": {"path": path}}) as built:
+        engine_state.save(built, target)
+        file = target / "rank-00000.json"
+        state = json.loads(file.read_text())
+        gpus = base64.b64encode(bytes(16)).decode()  # seed and offset: a CPU's state has 5,056 bytes
+        tracker = dict.fromkeys(state["tracker"], gpus)
+        file.write_text(json.dumps(state | {"device": "cuda", "cuda": gpus, "tracker": tracker}))
+        saved = [p.detach().clone() for p in built.model[0].parameters()]
+        _steps(built, 0, 1)
+        torch.rand(3)
+        engine_state.load(built, target)
+        same = all(torch.equal(a, b) for a, b in zip(saved, built.model[0].parameters(), strict=True))
+        now = engine_state.rng_state()
+        return {"device": state["device"], "same": same, **{k: now[k] == state[k] for k in ("torch", "tracker")}}

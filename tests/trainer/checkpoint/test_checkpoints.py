@@ -73,6 +73,11 @@ def test_a_full_disk_is_named_and_survived_as_often_as_allowed(call: Call, tmp_p
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000002"]
 
 
+def test_a_checkpoint_of_another_kind_of_device_is_resumed(call: Call) -> None:
+    (found,) = call("resumed_elsewhere")
+    assert found == {"device": "cpu", "same": True, "torch": True, "tracker": True}
+
+
 def test_without_a_thread(call: Call) -> None:
     (found,) = call("saved_synchronously", parallel={})
     assert found[0] == found[1]
