@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.config import FaultsConfig, ParallelConfig
-from trainer.errors import Preempted, RankFailed, TrainerError
+from trainer.errors import ConfigError, Preempted, RankFailed, TrainerError
 from weightsync.control.hosts import keep_to_loopback
 
 if TYPE_CHECKING:  # torch is slow to import, and most processes that import this need none of it
@@ -85,15 +85,18 @@ def launch(module: str, arguments: list[str], parallel: ParallelConfig, faults: 
     A rank that fails ends all; it has printed why, so the agent's own report of it is left out, but for a rank that was
     killed: it could print nothing, and the others may be ended before they notice. All are started anew,
     up to `max_restarts` times, unless the fault is one that would only repeat itself. SIGTERM is passed on; ranks save
-    and leave within `grace_s`.
+    and leave within `grace_s`. Raises ConfigError where each rank would need a GPU of its own, and there are fewer.
     """
+    import torch
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     from trainer.rendezvous import register
 
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if 0 < (visible := torch.cuda.device_count()) < parallel.world_size:
+        problem = f"{parallel.world_size} ranks want a GPU each, and this host shows {visible}"
+        raise ConfigError("parallel", problem, "Change the layout, or correct CUDA_VISIBLE_DEVICES")
     keep_to_loopback()
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     config = LaunchConfig(

@@ -97,9 +97,15 @@ def device() -> torch.device:
 
 
 def use_device() -> None:
-    """Have this thread compute on the rank's own device."""
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    """Have this thread compute on the rank's own device: the one that it sees, or of several that of its number on this
+    host (LOCAL_RANK). Raises ConfigError where there is none of that number."""
+    if not torch.cuda.is_available():
+        return
+    rank, visible = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if visible > 1 and rank >= visible:
+        problem = f"this is rank {rank} of its host, which shows it {visible} GPUs"
+        raise ConfigError("parallel", problem, "Start a rank for each GPU, or correct CUDA_VISIBLE_DEVICES")
+    torch.cuda.set_device(rank if visible > 1 else 0)
 
 
 def control() -> Any:
