@@ -8,6 +8,7 @@ import shutil
 import string
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,13 @@ def test_an_image_for_gpus_has_transformer_engine_and_megatron_core_for_its_pyth
     assert (pins("cpu")["megatron-core"], pins("cuda")["megatron-core"]) == ("0.16.1", "0.19.2")
     (home,) = re.findall(r"CUDA_HOME=(\S+)", " ".join(of(chain("cuda", "build"), "ENV")))
     assert home == f"/opt/venv/lib/python{PYTHON['cuda']}/site-packages/nvidia/cu13"
+
+
+def test_an_installation_for_gpus_has_at_least_the_torch_that_the_tests_have() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (bound,) = [wanted.removeprefix("torch>=") for wanted in extras["cuda"] if re.match(r"torch\b", wanted)]
+    for name in ACCELERATORS:
+        assert pins(name)["torch"].startswith(f"{bound}."), "the trainer calls what torch has since then"
 
 
 @pytest.mark.broad
