@@ -15,6 +15,7 @@ import ctypes
 import mmap
 import os
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -133,7 +134,7 @@ class Vault(Protocol):
         ...
 
     def restore(self, storages: list[torch.UntypedStorage]) -> None:
-        """Into storages of the same sizes, in the same order, then forget. Raises OffloadError."""
+        """Into storages of the same sizes, in the same order, once. Raises OffloadError."""
         ...
 
     def forget(self) -> None:
@@ -184,16 +185,21 @@ class DiskVault:
 
 
 class HostVault:
-    """Pinned host memory, from where a GPU takes it back at the speed of the bus."""
+    """Pinned host memory, from where a GPU takes it back at the speed of the bus. What was pinned once serves every
+    offload until it is forgotten: the kernel takes far longer to find and pin pages than the bus to fill them."""
 
     def __init__(self) -> None:
         self._kept: list[torch.Tensor] = []
 
     def save(self, storages: list[torch.UntypedStorage]) -> None:
-        kept = []
+        kept, pinned_by_size = [], defaultdict[int, list[torch.Tensor]](list)
+        for host in self._kept:
+            pinned_by_size[host.nbytes].append(host)
+        self.forget()
         try:
             for storage in storages:
-                host = _on_host(storage.nbytes(), storage.device)
+                there = pinned_by_size[storage.nbytes()]
+                host = there.pop() if there else _on_host(storage.nbytes(), storage.device)
                 host.copy_(_as_tensor(storage), non_blocking=True)
                 kept.append(host)
             torch.cuda.synchronize()
@@ -205,7 +211,6 @@ class HostVault:
         for storage, host in zip(storages, self._kept, strict=True):
             _as_tensor(storage).copy_(host, non_blocking=True)
         torch.cuda.synchronize()
-        self.forget()
 
     def forget(self) -> None:
         self._kept = []

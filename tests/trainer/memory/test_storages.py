@@ -239,6 +239,29 @@ def test_pinned_memory_is_as_large_as_what_is_kept(monkeypatch: pytest.MonkeyPat
     assert runtime.registered == {}
 
 
+def test_memory_is_pinned_once_for_all_offloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An optimizer's states come in its second offload, among its weights; what is gone from a component goes then."""
+    runtime, vault = Runtime(status=0), HostVault()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr("trainer.memory.offload.pinned", lambda n, _: pinned(n, torch.device("cuda")))
+    weights, states = [torch.full((n,), float(n)) for n in (3, 5, 3)], torch.full((7,), 7.0)
+    known, made = set[int](), []
+    for tensors in (weights, [weights[0], states, *weights[1:]], [states, weights[0]]):
+        expected = [tensor.clone() for tensor in tensors]
+        vault.save([tensor.untyped_storage() for tensor in tensors])
+        for tensor in tensors:
+            tensor.zero_()
+        vault.restore([tensor.untyped_storage() for tensor in tensors])
+        assert all(torch.equal(a, b) for a, b in zip(expected, tensors, strict=True))
+        assert sorted(runtime.registered.values()) == sorted(tensor.nbytes for tensor in tensors)
+        made.append(len(set(runtime.registered) - known))
+        known |= set(runtime.registered)
+    assert made == [3, 1, 0]
+    vault.forget()
+    assert runtime.registered == {}
+
+
 def test_memory_that_cannot_be_pinned_is_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(status=2))
     monkeypatch.setattr("trainer.memory.offload.pinned", lambda n, _: pinned(n, torch.device("cuda")))
