@@ -106,14 +106,15 @@ def read_header(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def write_shards(directory: str | Path, tensors: Iterable[tuple[str, Any]], part: int) -> list[tuple[str, str, int]]:
-    """Write `tensors` as `model-PPPPP-NNNNN.safetensors`, each at most 4 GiB. Returns (tensor, file, bytes) of each."""
+    """Write `tensors` as `model-PPPPP-NNNNN.safetensors`, each at most 4 GiB. A file is collected on the host, so that
+    of a device one tensor is held at a time. Returns (tensor, file, bytes) of each."""
     written: list[tuple[str, str, int]] = []
     shard: dict[str, Any] = {}
     for name, tensor in tensors:
         if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > SHARD_BYTES:
             written += _write_shard(Path(directory), shard, part, len(written))
             shard = {}
-        shard[name] = tensor.detach().contiguous()
+        shard[name] = tensor.detach().cpu().contiguous()
     return written + (_write_shard(Path(directory), shard, part, len(written)) if shard else [])
 
 

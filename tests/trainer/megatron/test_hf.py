@@ -4,6 +4,8 @@ takes the place of another."""
 from __future__ import annotations
 
 import json
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +114,42 @@ def export(directory: Path, value: float, parts: int) -> None:
     tensors = [("a", torch.full((2,), value)), ("b", torch.full((2,), value))]
     written = [w for part in range(parts) for w in write_shards(directory, tensors[part::parts], part)]
     finish_checkpoint(directory, written, directory.parent / "like", "float32")
+
+
+class OnDevice:
+    """As much of a tensor on a GPU as an export asks of it."""
+
+    nbytes = 8
+
+    def __init__(self, value: float) -> None:
+        self._value = value
+
+    def detach(self) -> OnDevice:
+        return self
+
+    def contiguous(self) -> OnDevice:
+        return self
+
+    def cpu(self) -> torch.Tensor:
+        return torch.full((2,), self._value)
+
+
+def test_a_shard_is_collected_on_the_host(tmp_path: Path) -> None:
+    """A device that holds optimizer and gradients has no room for a file's copies besides."""
+    alive: list[weakref.ref[OnDevice]] = []
+
+    def tensors() -> Iterator[tuple[str, OnDevice]]:
+        for value in range(3):
+            assert [ref for ref in alive[:-1] if ref() is not None] == [], "one tensor at a time"
+            tensor = OnDevice(value)
+            alive.append(weakref.ref(tensor))
+            yield str(value), tensor
+            del tensor
+
+    ((_, file, _), *_) = write_shards(tmp_path, tensors(), 0)
+    assert {name: t.tolist() for name, t in load_file(tmp_path / file).items()} == {
+        str(value): [value, value] for value in range(3)
+    }
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 2)])
