@@ -13,6 +13,7 @@ from trainer.config import OptimizerConfig as OptimizerSection
 from trainer.config import TrainerConfig
 from trainer.megatron.hf_config import ModelShape
 from trainer.megatron.muon import Muon
+from weightsync.memory.pinned import pinned
 
 FP32 = 4  # bytes
 
@@ -29,7 +30,9 @@ def build_optimizer(
             part.optimizer = Muon(part, chunks, shape, section)
         elif section.offload:
             groups, defaults = part.optimizer.param_groups, part.optimizer.defaults
-            part.optimizer = None  # its pinned memory serves the next one
+            part.optimizer = None
+            if torch.cuda.is_available():
+                torch._C._host_emptyCache()  # of the pinned copies that it has made
             part.optimizer = HostAdam(groups, **defaults)
     return optimizer
 
@@ -68,7 +71,8 @@ class HostAdam(HybridDeviceOptimizer):  # type: ignore[misc]
 
     What Megatron's lacks is here: it has its states from the start, as checkpoints want them; its settings are none of
     a checkpoint's, so that a run may be resumed with it or without; weights that are fp32 on the device are loaded too;
-    and where there is no GPU, whose weights it would take to be in their place, it makes the same copies of them.
+    and its main weights are pinned in any precision, or the thread that computes would wait for each copy of them.
+    Without a GPU it makes the same copies of weights that are on the host already.
     """
 
     def __init__(self, groups: list[dict[str, Any]], **defaults: Any) -> None:
@@ -98,16 +102,16 @@ class HostAdam(HybridDeviceOptimizer):  # type: ignore[misc]
             self.param_to_inner_param[parameter].data.copy_(state["master_param"])
 
     def _get_sub_optimizer_param_groups(self, offload_fraction: float) -> Any:
-        if torch.cuda.is_available():
-            return super()._get_sub_optimizer_param_groups(offload_fraction)
-        copies = {
-            parameter: parameter.detach().to(torch.float32, copy=True)
-            for group in self.param_groups
-            for parameter in group["params"]
-        }
+        copies = {parameter: _main_weight(parameter) for group in self.param_groups for parameter in group["params"]}
         groups = [group | {"params": [copies[p] for p in group["params"]]} for group in self.param_groups]
         rounded = {parameter: copy for parameter, copy in copies.items() if parameter.dtype != torch.float32}
         return groups, [], copies, {copy: parameter for parameter, copy in copies.items()}, rounded
+
+
+def _main_weight(parameter: torch.Tensor) -> torch.Tensor:
+    """A copy of `parameter` on the host, in fp32, pinned where that is on a GPU."""
+    memory, _ = pinned(parameter.numel() * FP32, parameter.device)
+    return memory.view(torch.float32).view(parameter.shape).copy_(parameter.detach())
 
 
 _ADAMS = {"lr", "betas", "eps", "weight_decay"}

@@ -87,7 +87,8 @@ def _local(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def on_gpu(path: str, steps: int, **config: Any) -> dict[str, Any]:
-    """Losses of a GPU run, where Adam's states are, and the device memory in use after the last step."""
+    """Losses of a GPU run, where Adam's states and main weights are, whether those on the host are pinned, and the
+    device memory in use after the last step."""
     with engine({"model": {"path": path}, "optimizer": {"lr": 1e-2}} | config) as built:
         trained = []
         for step in range(steps):
@@ -95,7 +96,15 @@ def on_gpu(path: str, steps: int, **config: Any) -> dict[str, Any]:
             trained.append(built.step({name: field.to(device()) for name, field in batch.items()}).loss)
         parts = getattr(built.optimizer, "chained_optimizers", [built.optimizer])
         states = [state["exp_avg"].device.type for part in parts for state in part.optimizer.state.values()]
-        return {"losses": trained, "states": sorted(set(states)), "bytes": torch.cuda.memory_allocated()}
+        mains = [
+            w
+            for part in parts
+            for state in part.optimizer.state.values()
+            if (w := state.get("master_param")) is not None
+        ]
+        pinned = [w.is_pinned() for w in mains]
+        told = {"states": sorted(set(states)), "pinned": sorted(set(pinned)), "bytes": torch.cuda.memory_allocated()}
+        return {"losses": trained, **told}
 
 
 def saved(path: str, parallel: dict[str, Any], directory: str) -> list[str]:

@@ -18,11 +18,12 @@ def run(ranks: Ranks, path: str, model: dict[str, Any], **config: Any) -> dict[s
     return found
 
 
-def test_an_offloaded_optimizer_frees_the_device(one_rank: Ranks, models: dict[str, str]) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_an_offloaded_optimizer_frees_the_device(one_rank: Ranks, models: dict[str, str], dtype: str) -> None:
     optimizer = {"lr": 1e-2, "weight_decay": 0.1}
-    here = run(one_rank, models["qwen2"], {"dtype": "bfloat16"}, optimizer=optimizer)
-    host = run(one_rank, models["qwen2"], {"dtype": "bfloat16"}, optimizer=optimizer | {"offload": True})
-    assert (here["states"], host["states"]) == (["cuda"], ["cpu"])
+    here = run(one_rank, models["qwen2"], {"dtype": dtype}, optimizer=optimizer)
+    host = run(one_rank, models["qwen2"], {"dtype": dtype}, optimizer=optimizer | {"offload": True})
+    assert (here["states"], host["states"], host["pinned"]) == (["cuda"], ["cpu"], [True])
     assert host["losses"] == pytest.approx(here["losses"], rel=1e-3)
     assert host["bytes"] < here["bytes"]
 
