@@ -36,6 +36,7 @@ def _asked(arguments: list[str], parsed: argparse.Namespace) -> int:
         return _report(config, parsed.report)
     if parsed.plan:
         return _plan(config, parsed)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads(config)))  # before torch is imported, here and by the ranks
     shape = check(config)
     if parsed.ray is not None and not is_rank():
         from trainer.ray_ranks import absolute
@@ -73,6 +74,12 @@ def check(config: TrainerConfig) -> ModelShape:
     return shape
 
 
+def threads(config: TrainerConfig) -> int:
+    """How many threads a rank computes with: one, or its share of the host's cores if an optimizer works there."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", config.parallel.world_size))
+    return max(len(os.sched_getaffinity(0)) // here, 1) if config.optimizer.offload else 1
+
+
 def _check_writable(key: str, path: str) -> None:
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
@@ -86,17 +93,16 @@ def _run_rank(config: TrainerConfig, shape: ModelShape, parsed: argparse.Namespa
     quiet()
     if is_rank():
         die_with_parent()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     from trainer.faults.supervision import Faults
     from trainer.loop import train
     from trainer.megatron.parallel import distributed
+    from trainer.memory.build import open_serving
     from trainer.run import Run
 
     if parsed.export is not None:
         with distributed(config.parallel, config.seed, config.faults.collective_timeout_s):
             _export(config, shape, parsed.export, parsed.step)
         return
-    from trainer.memory.build import open_serving
     with (
         distributed(config.parallel, config.seed, config.faults.collective_timeout_s),
         Faults(config.faults) as faults,

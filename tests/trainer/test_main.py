@@ -17,7 +17,8 @@ import pytest
 from tests.trainer.faults.runs import arguments, curve
 from tests.trainer.zygote import Zygote
 from tests.waiting import wait_until
-from trainer.main import main
+from trainer.config import TrainerConfig, strict
+from trainer.main import main, threads
 
 
 @pytest.mark.broad
@@ -125,3 +126,17 @@ def test_a_checkpoint_of_another_run_is_refused(zygote: Zygote, config: dict[str
     assert "was written with seed 0, this run has 5" in errors
     assert "Traceback" not in errors
     assert main(arguments(config | {"model": {"path": str(tmp_path / "out")}, "steps": 0}, tmp_path)) == 2
+
+
+@pytest.mark.parametrize(("offload", "here", "expected"), [(False, None, 1), (True, None, 4), (True, "4", 2)])
+def test_an_optimizer_on_the_host_has_the_host_s_cores(
+    monkeypatch: pytest.MonkeyPatch, offload: bool, here: str | None, expected: int
+) -> None:
+    """Those of a rank's host, which a launcher on several hosts tells."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if here is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", here)
+    given: dict[str, Any] = {"model": {"path": "m"}, "data": {"kind": "arithmetic"}, "algorithm": {"name": "sft"}}
+    given |= {"steps": 1, "optimizer": {"offload": offload}, "parallel": {"data": 2}}
+    assert threads(strict.build(TrainerConfig, given)) == expected
