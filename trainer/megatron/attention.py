@@ -108,6 +108,8 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
     def _causal(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [B, T, heads, D], key and value [B, S, groups, D] -> [B, T, heads, D]; the queries are the last T of S
         positions."""
+        if query.is_cuda and query.dtype is torch.float32:
+            key, value = (_for_each_head(t, query.shape[2]) for t in (key, value))
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))
         seen, keys = q.shape[2], k.shape[2]
         mask: Any = None
@@ -144,6 +146,12 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
             enable_gqa=q.shape[1] != k.shape[1],
         )
         return q.new_zeros(q.shape).index_copy(0, ragged.queries, out).unflatten(0, (query.shape[1], query.shape[0]))
+
+
+def _for_each_head(groups: Tensor, heads: int) -> Tensor:
+    """[B, S, groups, D] -> [B, S, heads, D]. In float32 a GPU has one kernel that does not write out the scores, and
+    that takes no groups."""
+    return groups.repeat_interleave(heads // groups.shape[2], 2)
 
 
 def takes_ragged(query: Tensor) -> bool:

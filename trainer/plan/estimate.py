@@ -7,7 +7,8 @@ Weights that are frozen under adapters have neither.
 Activations are what the unfused layers of trainer/megatron keep for the backward pass, counted as in Korthikanti et al.
 (arXiv 2205.05198) for this decoder: RMSNorm, rotary attention without a score matrix, gated feed-forward.
 
-Not counted: the context of CUDA and NCCL (about 1 to 2 GiB), and what an allocator wastes.
+Not counted: the context of CUDA and NCCL (about 1 to 2 GiB), what an allocator wastes, and in float32 the keys and
+values that a GPU repeats for the query heads of each group.
 """
 
 from __future__ import annotations

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainer.config import FaultsConfig, ParallelConfig
 from trainer.errors import ConfigError
 from trainer.launch import launch
 from trainer.megatron import parallel
+from trainer.megatron.attention import CausalAttention, _for_each_head
 
 
 @pytest.mark.parametrize(("visible", "rank", "device"), [(1, "0", 0), (1, "3", 0), (4, "3", 3)])
@@ -40,3 +46,33 @@ def chosen(monkeypatch: pytest.MonkeyPatch, visible: int, rank: str) -> list[int
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     parallel.use_device()
     return taken
+
+
+@pytest.mark.parametrize("place", ["cpu", "cuda"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_float32_on_a_gpu_takes_a_kernel_that_knows_no_groups(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, place: str
+) -> None:
+    """The only other one writes out the scores."""
+    asked: list[tuple[int, bool]] = []
+
+    def attention(query: torch.Tensor, key: torch.Tensor, _: torch.Tensor, **options: Any) -> torch.Tensor:
+        asked.append((key.shape[1], options["enable_gqa"]))
+        return query
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    with FakeTensorMode():
+        query, key = (torch.empty(2, 5, heads, 8, dtype=dtype, device=place) for heads in (4, 2))
+        CausalAttention._causal(SimpleNamespace(scale=None), query, key, key)  # type: ignore[arg-type]
+    grouped = dtype is torch.bfloat16 or place == "cpu"
+    assert asked == [(2, True) if grouped else (4, False)]
+
+
+def test_repeated_keys_are_those_of_their_group() -> None:
+    key = torch.randn(2, 5, 2, 8)
+    query, value = torch.randn(2, 5, 4, 8), torch.randn(2, 5, 2, 8)
+    grouped, single = (
+        F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (query, k, v)), is_causal=True, enable_gqa=gqa)
+        for k, v, gqa in ((key, value, True), (_for_each_head(key, 4), _for_each_head(value, 4), False))
+    )
+    torch.testing.assert_close(single, grouped)
