@@ -2,7 +2,8 @@
 
 Weights are counted as Megatron places them, without building it. Gradients and optimizer states are counted as the
 engine allocates them: gradients in fp32; fp32 main weights and the moments sharded over data-parallel ranks (ZeRO,
-arXiv 1910.02054): Adam's two, and of a layer's matrices under Muon one; everything sharded under `shard: full`.
+arXiv 1910.02054): Adam's two, and of a layer's matrices under Muon one; everything that is trained sharded under
+`shard: full`, a reference whole.
 Weights that are frozen under adapters have neither.
 Activations are what the unfused layers of trainer/megatron keep for the backward pass, counted as in Korthikanti et al.
 (arXiv 2205.05198) for this decoder: RMSNorm, rotary attention without a score matrix, gated feed-forward.
@@ -95,14 +96,18 @@ def _stage(shape: ModelShape, parallel: ParallelConfig, work: Workload, stage: i
     adapters = Weights(0, 0, 0) if work.lora is None else adapter_weights(shape, parallel, work.lora)
     moved = weights if work.lora is None else adapters
     trained = 1 + work.critics
-    copies = trained + work.references
     size, full = BYTES[work.dtype], parallel.shard == "full"
 
     def held(part: Weights) -> int:
         return -(-part.total // (parallel.data * parallel.context)) if full else part.total
 
     return Estimate(
-        weights=(copies * held(weights) + trained * held(adapters) + (weights.largest if full else 0)) * size,
+        weights=size
+        * (
+            trained * (held(weights) + held(adapters))
+            + work.references * weights.total
+            + (weights.largest if full else 0)
+        ),
         gradients=trained * held(moved) * (size if full else FP32) + (moved.largest * size if full else 0),
         optimizer=trained * _optimizer_bytes(moved, parallel, work),
         activations=_activations(shape, parallel, work, stage),

@@ -42,6 +42,12 @@ def measured(path: str, parallel: dict[str, Any], rows: int = 2, length: int = 6
         }
 
 
+def reference_bytes(path: str, parallel: dict[str, Any]) -> int:
+    """Of this rank."""
+    with engine({"model": {"path": path}, "parallel": parallel, "algorithm": {"name": "dpo"}}) as built:
+        return sum(t.untyped_storage().nbytes() for t in built.storages()["reference"])
+
+
 def _kept_by(step: Any, built: Any) -> int:
     """Bytes of distinct storages that autograd keeps at one time, the weights aside."""
     weights = {p.untyped_storage().data_ptr() for chunk in built.model for p in chunk.parameters()}

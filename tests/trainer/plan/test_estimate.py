@@ -124,6 +124,16 @@ def test_adapters_hold_what_was_estimated(
     assert told.total < full.total
 
 
+def test_a_reference_is_whole_on_each_rank(two_ranks: Ranks, models: dict[str, str]) -> None:
+    """Nothing cuts what is not trained."""
+    layout: dict[str, Any] = {"data": 2, "shard": "full"}
+    found = two_ranks.call("reference_bytes", path=models["llama"], parallel=layout)
+    shape, parallel = load_shape(models["llama"]), ParallelConfig(**layout)
+    work = Workload(LENGTH, ROWS, dtype="float32")
+    alone, beside = (estimate(shape, parallel, dataclasses.replace(work, references=n)).weights for n in (0, 1))
+    assert found == [beside - alone] * 2
+
+
 SAVED: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"data": 2}),
     ("qwen3_moe", {}),
