@@ -34,6 +34,7 @@ from torch.futures import Future
 from trainer.errors import ResumeError
 from trainer.megatron import releases
 from trainer.megatron.parallel import control
+from weightsync.memory.pinned import pinned
 
 Piece = list[Any]
 """[name, offset or None, index or None, file, first byte, bytes]: where a shard lies; JSON."""
@@ -42,7 +43,7 @@ INDEX = ".metadata"
 
 class Buffers:
     """Host memory for copies of shards, kept from one checkpoint to the next: fresh pages would cost more than the
-    copy. Pinned where shards are on a GPU."""
+    copy. Pinned where shards are on a GPU, and as large as these: torch's own would be powers of two."""
 
     def __init__(self) -> None:
         self._tensors: dict[tuple[str, MetadataIndex], torch.Tensor] = {}
@@ -51,7 +52,8 @@ class Buffers:
         """A copy of `tensor`, complete after `synchronize`."""
         kept = self._tensors.get((owner, index))
         if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
-            kept = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+            memory, _ = pinned(tensor.nbytes, tensor.device)
+            kept = memory.view(tensor.dtype).view(tensor.shape)
             self._tensors[owner, index] = kept
         return kept.copy_(tensor, non_blocking=tensor.is_cuda)
 
