@@ -129,17 +129,22 @@ def on_stock(
     each_s: float = EACH_S,
 ) -> Measured:
     """Of vLLM's own server, which is started here."""
-    windows = Windows()
     server = StockVllm(models[0], MODEL, work / "stock.log", arguments)
     with server.running():
-        server.swap(models[1].resolve())
-        windows.private_mb.append(private_mb(server.pid))
+        return of_stock(server, models, streams, swaps, each_s=each_s)
 
-        def swap(number: int) -> None:
-            server.swap(models[number % 2].resolve())
 
-        gaps, lost = drive(server.url, server.pid, streams, swaps, swap, windows, each_s)
-        windows.private_mb.append(private_mb(server.pid))
+def of_stock(server: StockVllm, models: list[Path], streams: int, swaps: int, *, each_s: float = EACH_S) -> Measured:
+    """Of vLLM's own server, which is ready."""
+    windows = Windows()
+    server.swap(models[1].resolve())
+    windows.private_mb.append(private_mb(server.pid))
+
+    def swap(number: int) -> None:
+        server.swap(models[number % 2].resolve())
+
+    gaps, lost = drive(server.url, server.pid, streams, swaps, swap, windows, each_s)
+    windows.private_mb.append(private_mb(server.pid))
     return gaps, windows, lost
 
 

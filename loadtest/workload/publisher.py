@@ -17,9 +17,12 @@ from safetensors.torch import load_file
 
 from weightsync import Adapter, Publisher
 
+Tensors = dict[str, Any]
+
 
 def main(store: str, model: str, checkpoints: list[str]) -> None:
-    contents = [_in_memory(Path(path)) for path in checkpoints]
+    files = dict[tuple[int, int], Tensors]()
+    contents = [_in_memory(Path(path), files) for path in checkpoints]
     with Publisher(store, model=model) as publisher:
         for line in sys.stdin:
             number, *now = line.split()
@@ -32,13 +35,21 @@ def main(store: str, model: str, checkpoints: list[str]) -> None:
             print(orjson.dumps(said).decode(), flush=True)
 
 
-def _in_memory(path: Path) -> tuple[str, dict[str, Any], dict[str, Any] | None]:
-    """The part's name, its tensors (copied, not mapped from the file), and an adapter's configuration."""
+def _in_memory(path: Path, files: dict[tuple[int, int], Tensors]) -> tuple[str, Tensors, dict[str, Any] | None]:
+    """The part's name, its tensors (copied, not mapped from the file), and an adapter's configuration.
+
+    `files` by device and inode: one that several checkpoints link to is in memory once.
+    """
+    tensors: Tensors = {}
+    for file in sorted(path.glob("*.safetensors")):
+        found = file.stat()
+        if (known := (found.st_dev, found.st_ino)) not in files:
+            files[known] = {name: tensor.clone() for name, tensor in load_file(file).items()}
+        tensors |= files[known]
     described = path / "adapter_config.json"
-    adapter = described.exists()
-    tensors = load_file(path / ("adapter_model.safetensors" if adapter else "model.safetensors"))
-    part, config = (f"lora/{path.name}", orjson.loads(described.read_bytes())) if adapter else ("", None)
-    return part, {name: tensor.clone() for name, tensor in tensors.items()}, config
+    if not described.exists():
+        return "", tensors, None
+    return f"lora/{path.name}", tensors, orjson.loads(described.read_bytes())
 
 
 if __name__ == "__main__":
