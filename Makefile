@@ -64,7 +64,7 @@ soak: setup ## About an hour: ten thousand swaps under load, and an hour of rand
 
 # On a machine with CUDA; elsewhere tiny shapes on a CPU, which check the phases alone.
 gpu-day: $(VENV)/.run ## What only a GPU can show of swaps; figures in runs/gpu-day.json (docs/gpu.md)
-	$(PY) -m loadtest.gpu_day all --json runs/gpu-day.json
+	$(PY) -m loadtest.gpu_day --json runs/gpu-day.json
 
 check: lint types ## Format, lint and strict types
 lint: $(VENV)/.test

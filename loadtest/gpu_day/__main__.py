@@ -1,170 +1,139 @@
-"""Run one phase, or all: `python -m loadtest.gpu_day PHASE [--json FILE] [--small]`.
+"""Run the GPU day, or phases of it: `python -m loadtest.gpu_day [WHAT...] [--json FILE]`.
 
-Each check prints one JSON line. `all` runs every phase in a process of its own with a limit of time, and goes on behind
-one that fails. Exit status 1: something failed.
+WHAT is a call of the schedule (`call-1`) or a phase (`flip`; `undo:small` for tiny shapes); left out, all calls, one
+behind the other. Each check prints one JSON line as it is found. Exit status 1: something failed or was not begun.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ctypes
+import importlib
+import json
 import os
-import signal
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from loadtest.gpu_day.report import FAILED, PASSED, SKIPPED, Check, Report, collect, read_checks, status_of
+# Before torch is asked: it looks for devices through NVML then, and not with a context that no fork could use.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
-LIMIT_S = 480.0
-PR_SET_PDEATHSIG = 1
-LEAVES_S = 15.0  # for a phase behind its limit to end what it has started
+import numpy as np
+import torch
+
+from loadtest.gpu_day.calls import CALLS, Call, Day, Step, plan, summary
+from loadtest.gpu_day.device import Device
+from loadtest.gpu_day.hardware import nvidia_smi, there
+from loadtest.gpu_day.report import FAILED, Check, Report, collect
+from loadtest.measure.machine import machine
+from server.up import interrupts
+from weightsync.format import fingerprint
+
+LIMIT_S = 480.0  # of a phase that is asked for by itself
 PHASES = {
     "env": "hardware", "copy": "hardware", "flip": "flips", "tied": "flips", "undo": "flips", "race": "flips",
     "memory": "stagings", "stage": "stagings", "checksum": "stagings", "remap": "hardware",
-    "serve-small": "serving", "streams-small": "serving", "serve-fp8": "serving", "serve-8b": "serving",
-    "streams-8b": "serving",
+    "serve-small": "serving", "streams-small": "streams", "serve-fp8": "serving", "serve-8b": "serving",
+    "streams-8b": "streams",
 }  # fmt: skip
-"""In the order of `all`, and the modules that they are in."""
-WITH_VLLM = [name for name, module in PHASES.items() if module == "serving"]
+"""And the modules that they are in."""
+WITHOUT_VLLM = [name for name, module in PHASES.items() if module not in ("serving", "streams")]
+BACKENDS = {"FlashInfer": "flashinfer", "DeepGEMM": "deep_gemm"}
+"""What vLLM takes where it is installed, and what lays weights out in a way of its own."""
 
 
-def run(phase: str, small: bool) -> list[Check]:
+def run(phase: str, small: bool, work: Path | None = None) -> list[Check]:
     """The checks of one phase, in this process."""
-    import importlib
-
-    from loadtest.gpu_day.device import Device
-
-    report = Report(phase)
+    report = Report(phase, work) if work is not None else Report(phase)
     with report.running():
-        work: Callable[[Report, Device, bool], None] = getattr(
-            importlib.import_module(f"loadtest.gpu_day.{PHASES[phase]}"), phase.replace("-", "_")
+        module = importlib.import_module(f"loadtest.gpu_day.{PHASES[phase]}")
+        found: Callable[[Report, Device, bool], None] = getattr(module, phase.replace("-", "_"))
+        found(report, Device(), small)
+    return report.checks
+
+
+def _run_step(small: bool, work: Path, step: Step) -> None:
+    run(step.phase, small or step.small, work)
+
+
+def _warm(calls: Iterable[Call]) -> None:
+    """Load the kernels of checksums, if a phase wants them: each fork would do so anew, for seconds."""
+    if any(step.phase in WITHOUT_VLLM for call in calls for group in call.groups for chain in group for step in chain):
+        fingerprint.warm()
+        fingerprint.rows(
+            np.zeros(1, np.int16), 1, fingerprint.row_multipliers(0, 1), fingerprint.column_multipliers(0, 1)
         )
-        work(report, Device(), small)
-    return report.checks
 
 
-def run_apart(phase: str, small: bool | None, limit_s: float = LIMIT_S, command: Sequence[str] = ()) -> list[Check]:
-    """The checks of one phase in a process group of its own, which is ended at the limit; prints what it prints."""
-    flags = {True: ["--small"], False: ["--no-small"], None: []}[small]
-    command = command or [sys.executable, "-m", "loadtest.gpu_day", phase, *flags]
-    late, lines = threading.Event(), list[str]()
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, process_group=0, preexec_fn=_die_with_parent
-    ) as process:
-        assert process.stdout is not None
-
-        def at_limit() -> None:
-            late.set()
-            _end(process)
-
-        timer = threading.Timer(limit_s, at_limit)
-        timer.start()
-        try:
-            for line in process.stdout:
-                print(line, end="", flush=True)
-                lines.append(line)
-            status = process.wait()
-        except BaseException:  # whoever interrupts this process does not reach that group
-            _end(process)
-            raise
-        finally:
-            timer.cancel()
-    report = Report(phase)
-    report.checks = list(read_checks(iter(lines)))
-    if late.is_set():
-        report.say("completed", False, error=f"ended at its limit of {limit_s:g} s")
-    elif status and status_of(report.checks) != FAILED:
-        report.say("completed", False, error=f"ended with status {status}")
-    return report.checks
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """It, and all that it has started."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            os.killpg(process.pid, number)
-            process.wait(LEAVES_S)
-
-
-def _die_with_parent() -> None:
-    """In the child: a phase does not go on with the device when whoever runs all of them was killed."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def run_all(phases: Sequence[str], small: bool | None, limit_s: float, json: Path | None) -> dict[str, dict[str, Any]]:
-    """One after the other, whatever comes of them; what is known by then is in `json` after each."""
-    found: dict[str, dict[str, Any]] = {}
-    about = environment(small) if json is not None else {}
-    for phase in phases:
-        started = time.monotonic()
-        found[phase] = _outcome(run_apart(phase, small, limit_s), time.monotonic() - started)
-        if json is not None:
-            collect(json, about, {phase: found[phase]})
-    return found
-
-
-def _outcome(checks: list[Check], seconds: float) -> dict[str, Any]:
-    return {"status": status_of(checks), "seconds": round(seconds, 1), "checks": checks}
-
-
-def summary(found: dict[str, dict[str, Any]]) -> list[str]:
-    """A line for each phase: what became of it, and why it failed or was skipped."""
-    lines = []
-    for phase, outcome in found.items():
-        wrong = [check for check in outcome["checks"] if check.get("ok") is False]
-        why = [f"{check['check']}{': ' + check['error'] if 'error' in check else ''}" for check in wrong]
-        why += [check["reason"] for check in outcome["checks"] if check["check"] == SKIPPED]
-        lines.append(f"{outcome['status']:8}{phase:12}{outcome['seconds']:7.1f} s  {'; '.join(why)}".rstrip())
-    return lines
-
-
-def environment(small: bool | None) -> dict[str, Any]:
-    """Hardware and versions that the figures belong to."""
-    import torch
-
-    from loadtest.measure.machine import machine
-
+def about(small: bool) -> dict[str, Any]:
+    """Hardware and versions that the figures belong to, and backends of vLLM that they say nothing of."""
     cuda = torch.cuda.is_available()
-    device = torch.cuda.get_device_name(0) if cuda else "cpu"
-    return {"machine": machine(), "device": device, "cuda": torch.version.cuda, "small": _small(small)}
+    device = nvidia_smi().get("name", "unknown") if cuda else "cpu"
+    missing = [name for name, module in BACKENDS.items() if not there(module)]
+    return {"machine": machine(), "device": device, "cuda": torch.version.cuda, "small": small,
+            "backends_not_measured": missing}  # fmt: skip
 
 
-def _small(asked: bool | None) -> bool:
-    import torch
-
-    return asked if asked is not None else not torch.cuda.is_available()
+def chosen(what: Sequence[str], limit_s: float) -> dict[str, Call]:
+    """Calls by name; phases are one call, in which one runs behind the other. Raises ValueError."""
+    calls, steps = dict[str, Call](), list[Step]()
+    for name in what or CALLS:
+        phase, _, small = name.partition(":")
+        if name in CALLS:
+            calls[name] = CALLS[name]
+        elif phase in PHASES and small in ("", "small"):
+            steps.append(Step(phase, 0.0, limit_s, small=bool(small)))
+        else:
+            raise ValueError(f"{name} is no call and no phase: say one of {', '.join([*CALLS, *PHASES])}")
+    return calls | ({"phases": Call(((tuple(steps),),))} if steps else {})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m loadtest.gpu_day", description=__doc__)
-    parser.add_argument("phase", choices=[*PHASES, "all", "without-vllm", "with-vllm"])
-    parser.add_argument("--json", type=Path, help="write all checks, hardware and versions here")
+    parser.add_argument("what", nargs="*", help=f"calls or phases: {', '.join([*CALLS, *PHASES])}")
+    parser.add_argument("--json", type=Path, help="write checks, hardware and versions here, and logs beside it")
+    parser.add_argument("--work", type=Path, default=Path("runs") / "gpu-day", help="for checkpoints and logs")
     parser.add_argument(
         "--small", action=argparse.BooleanOptionalAction, help="tiny shapes; the default where there is no CUDA"
     )
-    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds that each phase of several may take")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of a phase that is asked for by itself")
+    parser.add_argument("--slower", type=float, default=1.0, help="stretches the limits, for less than an H100")
+    parser.add_argument("--began", type=float, help="when the first call began, as Python's time.monotonic tells it")
+    parser.add_argument("--plan", action="store_true", help="print what would run when, and end")
     options = parser.parse_args(argv)
-    if options.phase in PHASES:
-        started = time.monotonic()
-        checks = run(options.phase, _small(options.small))
-        found = {options.phase: _outcome(checks, time.monotonic() - started)}
+    try:
+        calls = chosen(options.what, options.limit)
+    except ValueError as error:
+        parser.error(str(error))
+    if options.plan:
+        print("\n".join(plan(calls)))
+        return 0
+    small = options.small if options.small is not None else not torch.cuda.is_available()
+    work, told, found = options.work.absolute(), about(small), dict[str, dict[str, Any]]()
+    known: dict[str, int] = {}
+    _warm(calls.values())
+
+    def tell(outcomes: dict[str, dict[str, Any]]) -> None:
+        for phase, outcome in outcomes.items():
+            for check in outcome["checks"][known.get(phase, 0) :]:
+                print(json.dumps(check), flush=True)
+            known[phase] = len(outcome["checks"])
         if options.json is not None:
-            collect(options.json, environment(options.small), found)
-    else:
-        chosen = {"all": list(PHASES), "with-vllm": WITH_VLLM}
-        phases = chosen.get(options.phase, [name for name in PHASES if name not in WITH_VLLM])
-        found = run_all(phases, options.small, options.limit, options.json)
-        print("\n".join(["", *summary(found)]), flush=True)
+            collect(options.json, told, outcomes)
+
+    began = options.began
+    for name, call in calls.items():
+        logs = options.json.with_name(f"{options.json.stem}-{name}.tar.gz") if options.json is not None else None
+        began = began if began is not None else time.monotonic()
+        day = Day(work / "logs" / name, partial(_run_step, small, work), tell, logs, began, options.slower)
+        found |= day.run(call)
+        began = None
+    print("\n".join(["", *summary(found)]), flush=True)
     return 1 if any(outcome["status"] == FAILED for outcome in found.values()) else 0
 
 
-__all__ = ["FAILED", "PASSED", "SKIPPED", "main", "run", "run_all", "run_apart", "summary"]
-
 if __name__ == "__main__":
+    interrupts.install()
     sys.exit(main())

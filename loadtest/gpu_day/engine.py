@@ -22,6 +22,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
+from loadtest.gpu_day.calls import ARENAS
 from loadtest.gpu_day.device import Device
 from loadtest.gpu_day.report import Skipped
 from loadtest.gpu_day.stack import DTYPE, Part, Shape, Stack, parts
@@ -30,7 +31,7 @@ from weightsync import Publisher
 from weightsync.control.records import VersionRecord
 from weightsync.format.fingerprint import combine
 from weightsync.store import SyncStore
-from weightsync.vllm_engine.device.cuda import CopyGeneration, Cuda
+from weightsync.vllm_engine.device.cuda import PIECE_NBYTES, CopyGeneration, Cuda, Ring
 from weightsync.vllm_engine.device.generation import Generation, build_flips, running
 from weightsync.vllm_engine.device.mapping import RemapUnavailable
 from weightsync.vllm_engine.device.pool import Notes
@@ -86,7 +87,7 @@ def arena(nbytes: int) -> Iterator[Path]:
     """A directory for slots of so many bytes in all: in shared memory, or on a disk where that is too small."""
     found = os.statvfs(SHM)
     root = SHM if found.f_bavail * found.f_frsize > nbytes else Path(tempfile.gettempdir())
-    directory = Path(tempfile.mkdtemp(prefix="hotswap-gpu-day-", dir=root))
+    directory = Path(tempfile.mkdtemp(prefix=f"{ARENAS}{os.getpgid(0)}-", dir=root))
     try:
         with patch.dict(os.environ, {"HOTSWAP_ARENA": str(directory)}):
             yield directory
@@ -144,12 +145,13 @@ class Side:
     """The staging side of a worker: a model that runs, its twin, and the stager over both."""
 
     def __init__(
-        self, live: nn.Module, twin: Callable[[], nn.Module], device: Device, *, copies: int = MOST_COPIES
+        self, live: nn.Module, twin: Callable[[], nn.Module], device: Device, *, piece_nbytes: int = PIECE_NBYTES
     ) -> None:
-        """`copies`: versions that lie on the device."""
+        """`piece_nbytes`: what is read, copied and summed at a time."""
         parallel = SimpleNamespace(rank=0, world_size=1, local_world_size=1)
-        place = placed(live, device, "copy", copies)
-        self.live = live
+        place = placed(live, device, "copy")
+        place.piece_nbytes, place._ring = piece_nbytes, Ring(device.torch, piece_nbytes)
+        self.live, self.place = live, place
         self.twin: nn.Module | None = None
 
         def skeleton(*_: Any) -> nn.Module:
@@ -179,6 +181,11 @@ class Side:
     def stage(self, record: VersionRecord, garbage: Garbage | None = None) -> Generation:
         self.start(record, garbage)
         return self.staged(record)
+
+    def buffers(self) -> list[int]:
+        """Bytes of each buffer for a version that the device has."""
+        pool = self.place._pool
+        return [slab.nbytes for slab in pool._slabs] if pool is not None else []
 
 
 class StagingFailed(Exception):

@@ -67,7 +67,7 @@ def env(report: Report, device: Device, small: bool) -> None:
             "multiprocessors": found.multi_processor_count,
             "capability": f"{found.major}.{found.minor}",
         }
-    report.say("device", **about, nvidia_smi=_nvidia_smi())
+    report.say("device", **about, nvidia_smi=nvidia_smi())
     report.say("versions", **machine(), cuda=torch.version.cuda, platform=sys.platform)
     free, rate = os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE / 1e9, memcpy_gbps((4 if small else 256) << 20)
     report.say("host", cores=len(os.sched_getaffinity(0)), memory_free_gb=free, memcpy_gbps=rate)
@@ -105,7 +105,7 @@ def _version(name: str) -> str | None:
     return None
 
 
-def _nvidia_smi() -> dict[str, str]:
+def nvidia_smi() -> dict[str, str]:
     """The first card as nvidia-smi tells it; empty where there is none."""
     command = ["nvidia-smi", f"--query-gpu={ASKED}", "--format=csv,noheader"]
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,20 @@ class Skipped(Exception):
 
 
 class Report:
-    """The checks of one phase, in order. One that is not ok fails the phase, and so does a phase without any."""
+    """The checks of one phase, in order. One that is not ok fails the phase, and so does a phase without any.
 
-    def __init__(self, phase: str) -> None:
-        self.phase = phase
+    `work` is where the phase may leave checkpoints and, in `work/logs`, what its processes print.
+    """
+
+    def __init__(self, phase: str, work: Path = Path("runs") / "gpu-day") -> None:
+        self.phase, self.work = phase, work
         self.checks: list[Check] = []
-        self._reason = ""
+
+    @property
+    def logs(self) -> Path:
+        found = self.work / "logs"
+        found.mkdir(parents=True, exist_ok=True)
+        return found
 
     def say(self, check: str, ok: bool | None = None, **figures: Any) -> bool:
         """Print and keep a check; `ok` is left out where figures say it all. Returns whether it did not fail."""
@@ -42,24 +50,19 @@ class Report:
         try:
             yield
         except Skipped as reason:
-            self._reason = str(reason)
-            self.say("skipped", reason=self._reason)
+            self.say(SKIPPED, reason=str(reason))
         except Exception as error:
             traceback.print_exc(file=sys.stderr)
             self.say("completed", False, error=f"{type(error).__name__}: {error}")
-
-    @property
-    def status(self) -> str:
-        return status_of(self.checks)
 
 
 def status_of(checks: list[Check]) -> str:
     if any(check.get("ok") is False for check in checks) or not checks:
         return FAILED
-    return SKIPPED if checks[-1]["check"] == "skipped" else PASSED
+    return SKIPPED if checks[-1]["check"] == SKIPPED else PASSED
 
 
-def read_checks(lines: Iterator[str]) -> Iterator[Check]:
+def read_checks(lines: Iterable[str]) -> Iterator[Check]:
     """Those among the lines that a phase printed."""
     for line in lines:
         if line.startswith('{"phase"'):
@@ -67,10 +70,15 @@ def read_checks(lines: Iterator[str]) -> Iterator[Check]:
 
 
 def collect(path: Path, about: dict[str, Any], phases: dict[str, Any]) -> None:
-    """Put what phases came to into the file, beside those that are there; `about` is of the latest."""
+    """Put what phases came to into the file, beside those that are there; `about` is of the latest.
+
+    The file is whole at any time: the process that writes it may be killed.
+    """
     before = json.loads(path.read_text())["phases"] if path.exists() else {}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**about, "phases": before | phases}, indent=1) + "\n")
+    written = path.with_name(f"{path.name}.new")
+    written.write_text(json.dumps({**about, "phases": {**before, **phases}}, indent=1) + "\n")
+    written.replace(path)
 
 
 def _rounded(value: Any) -> Any:

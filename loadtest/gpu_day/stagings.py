@@ -29,7 +29,8 @@ COPIES = 6.0  # of the weights, at most, with the twin that is given up after th
 OTHER_SHARE = 0.02  # of the weights, and
 OTHER_NBYTES = 64 << 20  # at least: outputs, sums, multipliers, libraries' workspaces
 Block = tuple[int, int]  # address and size
-ALONE_S, BESIDE = 2.0, 3
+ALONE_S, BESIDE = 2.0, 2
+PIECES_MIB = (4, 32)
 STEP_TOKENS = 16
 SMALLEST_STEPS = 20
 SUMMED_ROWS, SUMMED_COLS = 128256, 4096  # the embedding of Llama 3
@@ -71,8 +72,30 @@ def memory(report: Report, device: Device, small: bool) -> None:
                 **{f"{name}_when_staged_in_weights": value for name, value in staged.items()},
             )
         _judge(report, found, weights)
+        _give_back(report, device, side, held, versions)
         for kept in filter(None, (held.live, held.previous)):
             kept.pieces[engine.BASE].generation.release()
+
+
+def _give_back(
+    report: Report, device: Device, side: engine.Side, held: engine.HeldBundles, versions: engine.Versions
+) -> None:
+    """As before a worker sleeps: no buffer stays on the device, and what is held can still be committed, from the host;
+    the next staging takes the buffers again."""
+    buffers, allocated = side.buffers(), torch.cuda.memory_allocated(device.torch) if device.cuda else 0
+    side.stager.place.vacate()
+    freed = allocated - torch.cuda.memory_allocated(device.torch) if device.cuda else sum(buffers)
+    gone = not side.buffers() and freed >= sum(buffers) > 0
+    report.say("buffers_are_given_back", gone, buffers_mb=sum(buffers) / 1e6, freed_mb=freed / 1e6)
+    assert held.previous is not None
+    held.commit(held.previous, None)
+    device.wait()
+    report.say("rollback_from_the_host", not (wrong := side.live.wrong(SWAPS - 1)), wrong=wrong[:5])
+    generation = side.stage(versions.publish(SWAPS + 1), Garbage(*held.sweep()))  # type: ignore[arg-type]
+    held.commit(engine.bundle(SWAPS + 1, generation), None)
+    device.wait()
+    again: dict[str, Any] = {"buffers": len(side.buffers()), "wrong": (wrong := side.live.wrong(SWAPS + 1))[:5]}
+    report.say("buffers_are_taken_again", not wrong and len(side.buffers()) == len(buffers), **again)
 
 
 def _judge(report: Report, found: list[dict[str, int]], weights: int) -> None:
@@ -156,17 +179,26 @@ def _layers(device: Device) -> Shape:
 
 
 class Decoding:
-    """A thread that replays a step again and again on a stream of its own, as an engine between its steps."""
+    """A thread that runs a step again and again on a stream of its own, as an engine does.
+
+    A step copies its tokens to the device, replays a graph, and copies what was sampled back: small copies, which may
+    have to wait behind a piece of what is staged.
+    """
 
     def __init__(self, device: Device, live: Stack) -> None:
         self._device, self._stream = device, device.stream()
-        tokens = torch.arange(STEP_TOKENS, device=device.torch) % live.shape.vocab
-        self._step = Replayed(device, lambda: live(tokens))
-        self._stop, self._thread = threading.Event(), threading.Thread(target=self._run, name="decoding")
+        self._given = torch.arange(STEP_TOKENS, pin_memory=device.cuda) % live.shape.vocab
+        self._sampled = torch.zeros(STEP_TOKENS, dtype=torch.int64, pin_memory=device.cuda)
+        self._tokens = torch.zeros(STEP_TOKENS, dtype=torch.int64, device=device.torch)
+        self._step = Replayed(device, lambda: live(self._tokens).argmax(-1))
+        self._stop = threading.Event()
         self.ends: list[float] = []
         self.failed: BaseException | None = None
 
     def __enter__(self) -> Decoding:
+        self.ends.clear()
+        self._stop.clear()
+        self._thread = threading.Thread(target=self._run, name="decoding")
         self._thread.start()
         return self
 
@@ -180,17 +212,17 @@ class Decoding:
         try:
             with self._device.on(self._stream):
                 while not self._stop.is_set():
-                    self._step()
+                    self._tokens.copy_(self._given, non_blocking=True)
+                    self._sampled.copy_(self._step(), non_blocking=True)
                     if self._stream is not None:
                         self._stream.synchronize()
                     self.ends.append(time.perf_counter())
         except BaseException as error:
             self.failed = error
 
-    def between(self, begin: float, end: float) -> list[float]:
-        """Milliseconds of each step that ended in that time."""
-        ends = [at for at in list(self.ends) if begin <= at <= end]
-        return [(b - a) * 1e3 for a, b in itertools.pairwise(ends)]
+    def within(self, begin: float, end: float) -> list[float]:
+        """Milliseconds of each step that ran in that time, or in a part of it."""
+        return [(b - a) * 1e3 for a, b in itertools.pairwise(list(self.ends)) if b >= begin and a <= end]
 
     def wait(self, steps: int) -> None:
         """Until so many more are done."""
@@ -200,54 +232,64 @@ class Decoding:
 
 
 def stage(report: Report, device: Device, small: bool) -> None:
-    """Versions staged with nothing beside, then beside steps that are replayed; what was built, byte for byte."""
+    """Two versions staged in turn, by small and by large pieces: with nothing beside, then beside steps; what was
+    built, byte for byte."""
     shape = SMALL if small else _layers(device)
     live = Stack(shape, device.torch)
     live.load(0)
-    numbers = iter(range(1, 2 * BESIDE + 3))
     with engine.versions(shape, device) as versions:
         decoding = Decoding(device, live)  # captures before there are other threads
-        side = engine.Side(live, lambda: Stack(shape, engine.TWIN), device)
-        previous: list[Any] = []
+        begun = time.perf_counter()
+        records = [versions.publish(number) for number in (1, 2)]
+        report.say("published", weights_gb=shape.nbytes / 1e9, seconds=time.perf_counter() - begun)
+        for mib in PIECES_MIB:
+            _stage_by(report, device, decoding, live, records, mib, small)
 
-        def staged() -> tuple[int, Any, float, float]:
-            number = next(numbers)
-            begun = time.perf_counter()
-            record = versions.publish(number)
-            publish_s = time.perf_counter() - begun
-            garbage, previous[:] = Garbage(previous[:], []), []
-            begun = time.perf_counter()
-            generation = side.stage(record, garbage)  # raises where a sum is not the published one
-            seconds = time.perf_counter() - begun
-            previous.append(generation)
-            return number, generation, seconds, publish_s
 
-        number, generation, seconds, publish_s = staged()
-        nbytes = shape.nbytes
-        report.say("first", weights_gb=nbytes / 1e9, seconds=seconds, gbps=nbytes / 1e9 / seconds, publish_s=publish_s)
-        idle = [staged()[2] for _ in range(BESIDE)]
-        report.say("nothing_beside", gbps=nbytes / 1e9 / statistics.median(idle), seconds=idle)
-        beside, alone, during = [], [], []
-        with decoding:
-            for _ in range(BESIDE):
-                decoding.wait(SMALLEST_STEPS)
-                begun = time.perf_counter()
-                while time.perf_counter() - begun < (ALONE_S if not small else 0.0):
-                    decoding.wait(1)
-                alone += decoding.between(begun, time.perf_counter()) or decoding.between(0.0, time.perf_counter())
-                record_begun = time.perf_counter()
-                number, generation, seconds, publish_s = staged()
-                end = time.perf_counter()
-                beside.append(seconds)
-                during += decoding.between(record_begun + publish_s, end)
-        figures: dict[str, Any] = {f"alone_{k}": v for k, v in _steps(alone).items()}
-        figures |= {f"staging_{k}": v for k, v in _steps(during).items()}
-        report.say("beside_steps", gbps=nbytes / 1e9 / statistics.median(beside), seconds=beside, **figures)
-        generation.commit()
-        device.wait()
-        report.say("every_built_byte_is_right", not (wrong := live.wrong(number)), wrong=wrong[:5], version=number)
-        for kept in previous:
-            kept.release()
+def _stage_by(
+    report: Report, device: Device, decoding: Decoding, live: Stack, records: list[Any], mib: int, small: bool
+) -> None:
+    side = engine.Side(live, lambda: Stack(live.shape, engine.TWIN), device, piece_nbytes=mib << (10 if small else 20))
+    previous: list[Any] = []
+    turns = itertools.cycle(enumerate(records, 1))
+
+    def staged() -> tuple[int, Any, float, float]:
+        """Its number, the version, and when its staging began and ended."""
+        number, record = next(turns)
+        garbage, previous[:] = Garbage(previous[:], []), []
+        begun = time.perf_counter()
+        generation = side.stage(record, garbage)  # raises where a sum is not the published one
+        previous.append(generation)
+        return number, generation, begun, time.perf_counter()
+
+    def gbps(times: list[float]) -> float:
+        return live.shape.nbytes / 1e9 / statistics.median(times)
+
+    staged()  # the loaders are learnt from: it takes longer
+    idle = [end - begun for _, _, begun, end in (staged() for _ in range(BESIDE))]
+    report.say(f"alone_by_{mib}_mib", gbps=gbps(idle), seconds=idle)
+    beside, alone, during = [], [], []
+    with decoding:
+        for _ in range(BESIDE):
+            before = time.perf_counter()
+            decoding.wait(SMALLEST_STEPS)
+            while time.perf_counter() - before < (ALONE_S if not small else 0.0):
+                decoding.wait(1)
+            alone += decoding.within(before, time.perf_counter())
+            number, generation, begun, end = staged()
+            decoding.wait(1)
+            beside.append(end - begun)
+            during += decoding.within(begun, end)
+    figures: dict[str, Any] = {f"alone_{k}": v for k, v in _steps(alone).items()}
+    figures |= {f"staging_{k}": v for k, v in _steps(during).items()}
+    report.say(f"beside_steps_by_{mib}_mib", gbps=gbps(beside), seconds=beside, **figures)
+    generation.commit()
+    device.wait()
+    wrong = live.wrong(number)
+    report.say(f"every_byte_is_right_by_{mib}_mib", not wrong, wrong=wrong[:5], version=number)
+    for kept in previous:
+        kept.release()
+    side.stager.place.vacate()
 
 
 def _steps(ms: list[float]) -> dict[str, float | int]:

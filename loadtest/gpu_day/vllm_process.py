@@ -16,13 +16,13 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 TOKENS, LOGPROBS = 24, 4
 SWITCHES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-STAGE_POLL_S, TIMEOUT_S = 0.01, 400.0
+STAGE_POLL_S = 0.01
 Answers = list[dict[str, Any]]
 
 
@@ -30,34 +30,21 @@ class EngineFailed(Exception):
     """The process of an engine has ended, or did not stage a version; the message has its last words."""
 
 
-def ask(question: dict[str, Any]) -> dict[str, Any]:
-    """What an engine in a new process answers. Raises EngineFailed."""
+def ask(question: dict[str, Any], log: Path, environment: Mapping[str, str]) -> dict[str, Any]:
+    """What an engine in a new process answers, and the `seconds` that it took; its log stays. Raises EngineFailed."""
     switches = SWITCHES | ({"VLLM_PLUGINS": ""} if question["kind"] == "stock" else {})
+    begun = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
-        asked, answered, log = (Path(directory) / name for name in ("question", "answer", "log"))
+        asked, answered = (Path(directory) / name for name in ("question", "answer"))
         asked.write_text(json.dumps(question))
         command = [sys.executable, "-m", "loadtest.gpu_day.vllm_process", str(asked), str(answered)]
         with log.open("wb") as file:
-            process = subprocess.run(
-                command, stdout=file, stderr=file, env={**os.environ, **switches}, timeout=TIMEOUT_S, check=False
-            )
+            env = {**os.environ, **switches, **environment}
+            process = subprocess.run(command, stdout=file, stderr=file, env=env, check=False)
         if process.returncode or not answered.exists():
-            tail = log.read_text(errors="replace")[-3000:]
+            tail = log.read_text(errors="replace")[-1500:]
             raise EngineFailed(f"the {question['kind']} engine ended with status {process.returncode}:\n{tail}")
-        found: dict[str, Any] = json.loads(answered.read_text())
-    return found
-
-
-def stock(model: Path, prompts: list[list[int]], options: dict[str, Any]) -> Answers:
-    """Of an engine that has loaded `model` itself."""
-    answers: Answers = ask({"kind": "stock", "model": str(model), "prompts": prompts, "options": options})["answers"]
-    return answers
-
-
-def swapped(models: list[Path], prompts: list[list[int]], options: dict[str, Any], *, sleeps: bool) -> dict[str, Any]:
-    """Of an engine whose weights are swapped between two checkpoints: {step: answers}, and figures."""
-    paths = [str(model) for model in models]
-    return ask({"kind": "swapped", "models": paths, "prompts": prompts, "options": options, "sleeps": sleeps})
+        return {**json.loads(answered.read_text()), "seconds": time.monotonic() - begun}
 
 
 SWAPPED = {"first": 0, "second": 1, "rollback": 0, "failed flip": 0, "again": 1, "while staged": 1, "third": 0}
@@ -134,6 +121,14 @@ class Swapped:
         done = (time.perf_counter() - started) * 1e3
         return {"flip_ms": found["flip_ms"], "commit_ms": found["commit_ms"], "done_ms": done}
 
+    def vacate(self) -> float:
+        """Give the buffers of versions back; the GB that this process has less on the device then."""
+        import torch
+
+        before = torch.cuda.memory_allocated()
+        self._call("hotswap_vacate")
+        return (before - torch.cuda.memory_allocated()) / 1e9
+
     def break_staged(self) -> None:
         """Have the flip of what is staged fail behind its tensors."""
         from loadtest.gpu_day import engine
@@ -199,7 +194,8 @@ class Swapping:
         self._answer("third")
 
     def sleep(self, publish: Any) -> None:
-        """In place, as an instance does that was started with `--enable-sleep-mode`."""
+        """In place, as an instance does that was started with `--enable-sleep-mode`: buffers go first."""
+        self.figures["vacated_gb"] = self._side.vacate()
         self._side.llm.sleep(level=1)
         self.figures["asleep_gb"] = _used_gb()
         self._side.llm.wake_up()
