@@ -268,7 +268,8 @@ class DevicePool:
             return
         host = self._on_host(slab.numel())
         for begin in range(0, slab.numel(), PIECE_NBYTES):  # the tokens of a step pass between two of them
-            host[begin : begin + PIECE_NBYTES].copy_(slab[begin : begin + PIECE_NBYTES])  # which waits for the device
+            piece = slab[begin : begin + PIECE_NBYTES]
+            host[begin : begin + piece.numel()].copy_(piece)  # `host` may be larger; this waits for the device
         with self.commits:
             if self._runs(slab):  # a rollback committed it meanwhile
                 self._spare.append(host)

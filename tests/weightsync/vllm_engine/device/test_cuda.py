@@ -303,6 +303,19 @@ def test_a_sleeping_worker_gives_the_memory_back_and_keeps_its_versions(device: 
     assert buffer(staged(pool, module, 3)).on_device, "awake, it takes the memory again"
 
 
+def test_a_version_moves_into_host_memory_that_is_larger(device: torch.device) -> None:
+    """Buffers that are taken after a sleep are as large as a version, those of the start as large as the model."""
+    pool, module = DevicePool(device, 1), linear(device)
+    pool.reserve(2 * NBYTES)
+    first = staged(pool, module, 1)
+    pool.vacate()
+    first.release()
+    second = staged(pool, module, 2)
+    pool.vacate()
+    second.commit()
+    assert value(module) == 2
+
+
 def test_a_version_is_not_moved_while_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rollback to the version that makes room for the next one: the buffer is not written to before it is through."""
     pool, module = DevicePool(CPU, 1), linear(CPU)
