@@ -1,0 +1,83 @@
+"""Device memory, and pinned memory, that is short: where it runs out, a worker starts and swaps go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.gpu_emulated import standin
+from tests.gpu_emulated.forks import forked
+from tests.gpu_emulated.kinds import versions_of
+from tests.gpu_emulated.worker import Worker, publishing
+from weightsync.vllm_engine.device import cuda
+
+MIB = 1 << 20
+
+
+def flipped(worker: Worker, path: Path) -> list[str]:
+    """What is wrong after each of three versions, and a rollback."""
+    versions = versions_of(path)
+    references = [worker.built(tensors) for tensors in versions]
+    found = []
+    with publishing(versions) as publish:
+        records = []
+        for index, reference in enumerate(references):
+            records.append(publish(index))
+            worker.flip(records[-1])
+            found += worker.differences(reference)
+        worker.commit(records[1])
+        found += worker.differences(references[1])
+    return found
+
+
+@pytest.mark.parametrize("left", [8, 124, 200])
+def test_a_worker_starts_with_little_memory_left(checkpoint: Callable[[str], Path], left: int) -> None:
+    """Another process holds the rest of the device when buffers are reserved."""
+    path = checkpoint("dense")
+
+    def work() -> list[str]:
+        worker = Worker(path, copies="3", left=left * MIB)
+        standin.hold(0, 0)
+        return flipped(worker, path)
+
+    assert forked(work, late=1, poison=1, mib=4096) == []
+
+
+def test_copies_are_counted_against_the_part_that_the_instance_was_given(checkpoint: Callable[[str], Path]) -> None:
+    path = checkpoint("dense")
+
+    def buffers(share: float) -> int:
+        worker = Worker(path, copies="auto", share=share)
+        pool = worker.engine._place._pool
+        return len(pool._slabs) if pool is not None else 0
+
+    all_of_it, half, little = (forked(lambda share=share: buffers(share), mib=512) for share in (0.9, 0.45, 0.002))
+    assert (all_of_it, half, little) == (3, 3, 0)
+
+
+def test_host_memory_that_cannot_be_pinned(checkpoint: Callable[[str], Path]) -> None:
+    path = checkpoint("dense")
+    assert forked(lambda: flipped(Worker(path, copies="1"), path), late=1, poison=1, pin=0, mib=4096) == []
+
+
+@pytest.mark.parametrize("way", ["copy", "remap"])
+def test_versions_go_to_the_host_in_pieces(checkpoint: Callable[[str], Path], way: str) -> None:
+    """What a step copies back may stand behind one of them, and not behind a version."""
+    path, piece = checkpoint("dense"), 64 << 10
+
+    def work() -> list[object]:
+        cuda.PIECE_NBYTES = piece
+        worker = Worker(path, way=way)
+        versions = versions_of(path)
+        with publishing(versions) as publish:
+            worker.flip(publish(0))
+            worker.flip(publish(1))
+            standin.copied_to_host(0)
+            worker.stage(publish(2))  # one of the others moves to the host for it
+            return [worker.staged_on_device(), standin.ask("largest_to_host")]
+
+    on_device, largest = forked(work, mib=4096)
+    assert on_device
+    assert 0 < largest <= piece
