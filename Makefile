@@ -74,7 +74,7 @@ gpu-day: $(VENV)/.run ## What only a GPU can show of swaps; figures in runs/gpu-
 gpu-emulated: $(EMULATED)/.done ## Swaps of every kind of model on a GPU that is emulated (KIND=moe: of one; TEST=: a file, or one test)
 	$(MAKE) -s -C tests/gpu_emulated/standin SITE=$(abspath $(EMULATED))/lib/python3.12/site-packages OUT=$(STANDIN)
 	LD_PRELOAD=$(STANDIN)/libcudart.so.13 LD_LIBRARY_PATH=$(STANDIN) $(EMULATED)/bin/python -m pytest \
-	    -c tests/gpu_emulated/pytest.ini --rootdir . --confcutdir tests/gpu_emulated \
+	    -c tests/gpu_emulated/emulated.ini --rootdir . --confcutdir tests/gpu_emulated \
 	    $(if $(TEST),"$$TEST",tests/gpu_emulated) $(if $(KIND),-k "$$KIND")
 
 check: lint types ## Format, lint and strict types
