@@ -490,7 +490,7 @@ class Cuda:
 
 
 def ms_per_byte_from_host(device: torch.device) -> float:
-    """Of a copy out of pinned memory, measured now."""
+    """Of a copy out of pinned memory, measured now. Raises torch.OutOfMemoryError."""
     host = on_host(PIECES * PIECE_NBYTES, device)
     return _ms_per_byte(host, torch.empty_like(host, device=device))
 

@@ -303,6 +303,18 @@ def test_a_sleeping_worker_gives_the_memory_back_and_keeps_its_versions(device: 
     assert buffer(staged(pool, module, 3)).on_device, "awake, it takes the memory again"
 
 
+def test_a_full_device_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_device: torch.device) -> float:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(cuda, "ms_per_byte_from_host", refused)
+    pool, module = DevicePool(CPU, 0), linear(CPU)
+    pool.measure_host()
+    assert pool.ms_per_byte == {}
+    staged(pool, module, 1).commit()
+    assert pool.ms_per_byte[False] > 0
+
+
 def test_a_version_moves_into_host_memory_that_is_larger(device: torch.device) -> None:
     """Buffers that are taken after a sleep are as large as a version, those of the start as large as the model."""
     pool, module = DevicePool(device, 1), linear(device)
