@@ -16,7 +16,7 @@ from tests.gpu_emulated.worker import Worker, publishing
 from weightsync.vllm_engine.device import cuda, remap
 from weightsync.vllm_engine.device.generation import Generation
 
-MOST_LEFT = 96 << 20  # of a device that is too full for another buffer
+MOST_LEFT = 32 << 20  # of a device that is too full for another buffer
 Error = Callable[[], None]
 Work = Callable[[Path], list[str]]
 

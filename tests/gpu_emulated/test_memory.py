@@ -32,7 +32,7 @@ def flipped(worker: Worker, path: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("left", [8, 124, 200])
+@pytest.mark.parametrize("left", [64, 124, 200])
 def test_a_worker_starts_with_little_memory_left(checkpoint: Callable[[str], Path], left: int) -> None:
     """Another process holds the rest of the device when buffers are reserved."""
     path = checkpoint("dense")

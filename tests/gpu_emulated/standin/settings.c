@@ -41,7 +41,7 @@ __attribute__((constructor)) static void begin(void) {
 static long queued(void) {
     long found = 0;
     for (struct CUstream_st *s = streams; s; s = s->next)
-        for (struct op *op = s->first; op; op = op->next) found++;
+        for (struct op *op = s->first; op; op = op->next) found += !op->rubbish;
     return found;
 }
 
