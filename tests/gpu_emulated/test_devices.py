@@ -19,4 +19,4 @@ def test_a_worker_on_the_second_device(checkpoint: Callable[[str], Path], way: s
     def work() -> list[object]:
         return [swap(path, way=way, device=1), standin.ask("used0"), standin.ask("used1") > 0]
 
-    assert forked(work, devices=2, late=1, poison=1, mib=4096) == [[], 0, True]
+    assert forked(work, devices=2, late=1, poison=1, mib=8 << 10) == [[], 0, True]
