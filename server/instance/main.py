@@ -18,12 +18,14 @@ import httpx
 import uvicorn
 
 from server.errors import ConfigError
+from server.gpus import devices_asked, visible_devices
 from server.instance.hosts import check_nodes, run_follower
 from server.instance.middleware import PROBE, Admission
 from server.leaving import LeavingServer
 from weightsync.control.hosts import keep_to_loopback
 from weightsync.errors import UnsupportedVllm
 from weightsync.tls import ClusterTls
+from weightsync.vllm_engine import gpus
 from weightsync.vllm_engine.releases import find, for_cpus, release
 
 from .config import InstanceConfig, parse_vllm_args
@@ -46,6 +48,8 @@ def run_instance(config: InstanceConfig) -> None:
         release()
     except UnsupportedVllm as error:
         raise ConfigError(f"{error}.") from error
+    if not for_cpus() and devices_asked(config.vllm_args):
+        visible_devices(os.environ, gpus.look())
     if config.cluster_tls is not None:
         ClusterTls(config.cluster_tls)
     environment = dict(os.environ)

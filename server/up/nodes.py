@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from server.errors import CliError
+from server.gpus import tensor_parallel
 from server.up.config import UpConfig
-from server.up.processes import BIND_ENV, tensor_parallel
+from server.up.processes import BIND_ENV
 from server.up.served import Served
 from weightsync import ray_cluster
 from weightsync.control.hosts import HOST_ENV

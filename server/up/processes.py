@@ -1,10 +1,9 @@
-"""Child processes that die with their parent, log to files, and end as whole process groups; their cores and GPUs."""
+"""Child processes that die with their parent, log to files, and end as whole process groups; their cores."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import itertools
 import os
 import re
 import signal
@@ -14,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from server.errors import CliError
+from server.gpus import tensor_parallel
 
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
@@ -95,7 +94,6 @@ def cause_in(log: Path) -> str:
 
 BIND_ENV = "VLLM_CPU_OMP_THREADS_BIND"
 THREADS_ENV = "OMP_NUM_THREADS"
-DEVICES_ENV = "CUDA_VISIBLE_DEVICES"
 
 
 def share_of_cores(index: int, instances: int, vllm_args: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
@@ -118,57 +116,3 @@ def _part(cores: Sequence[int], index: int, parts: int) -> Sequence[int]:
     if len(cores) < parts:
         return [cores[index % len(cores)]]
     return cores[index * len(cores) // parts : (index + 1) * len(cores) // parts]
-
-
-def visible_devices(env: Mapping[str, str]) -> list[str] | None:
-    """The names of the GPUs that a process has in this environment, found without CUDA; None if NVML is not there."""
-    if (said := env.get(DEVICES_ENV)) is not None:
-        return [name for name in said.replace(" ", "").split(",") if name not in ("", "-1")]
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-        return [str(index) for index in range(pynvml.nvmlDeviceGetCount())]
-    except pynvml.NVMLError:  # no driver
-        return []
-
-
-def shares_of_devices(asked: Sequence[int], devices: Sequence[str]) -> list[dict[str, str]]:
-    """Environments that give instances the number of `devices` that each has asked for, one behind the other's.
-
-    A single instance keeps all of them: vLLM takes the first. Raises CliError when there are too few.
-    """
-    ends = list(itertools.accumulate(asked))
-    if ends[-1] > len(devices):
-        raise CliError(
-            f"too few GPUs: needed {ends[-1]} ({' + '.join(map(str, asked))}), visible {len(devices)} "
-            f"({', '.join(devices) or 'none'}). Start fewer instances or make more GPUs visible; one that several are "
-            f"to share stands in {DEVICES_ENV} once for each"
-        )
-    shares = [",".join(devices[end - count : end]) for count, end in zip(asked, ends, strict=True)]
-    return [{DEVICES_ENV: share} if share and len(asked) > 1 else {} for share in shares]
-
-
-def devices_asked(vllm_args: Sequence[str]) -> int:
-    """How many GPUs of this host the ranks of one engine take; 0 where Ray places them."""
-    if any(arg.rpartition("=")[2] == "ray" for arg in vllm_args):
-        return 0
-    ranks = tensor_parallel(vllm_args) * _asked(vllm_args, "-pp", "--pipeline-parallel-size")
-    replicas = _asked(vllm_args, "-dp", "--data-parallel-size")
-    replicas = _asked(vllm_args, "-dpl", "--data-parallel-size-local", otherwise=replicas)
-    return max(1, ranks * replicas // _asked(vllm_args, "-n", "--nnodes"))
-
-
-def tensor_parallel(vllm_args: Sequence[str]) -> int:
-    """The number of ranks asked of vLLM; 1 if it is not said in a form vLLM would take."""
-    return _asked(vllm_args, "-tp", "--tensor-parallel-size")
-
-
-def _asked(vllm_args: Sequence[str], *names: str, otherwise: int = 1) -> int:
-    words = [word for arg in vllm_args for word in arg.split("=", 1)]
-    for name, value in itertools.pairwise(words):
-        if name.replace("_", "-") in names and value.isdigit() and int(value) > 0:
-            otherwise = int(value)  # the last one counts, as for vLLM
-    return otherwise

@@ -26,20 +26,22 @@ import httpx
 from rich.console import Console
 
 from server import missing
-from server.errors import CliError, PortTaken, ProcessFailed
+from server.errors import CliError, ConfigError, PortTaken, ProcessFailed, as_cli_error
 from server.files import write_new_file
 from server.gateway.observe.tracing import traces_url
+from server.gpus import devices_asked, devices_of_each
 from server.ports import free_port, is_free
 from server.up import interrupts, resume
 from server.up.config import UpConfig
 from server.up.nodes import NodeChild, Nodes
 from server.up.paths import ServerInfo, default_state_dir
-from server.up.processes import Child, cause_in, devices_asked, share_of_cores, shares_of_devices, visible_devices
+from server.up.processes import Child, cause_in, share_of_cores
 from server.up.served import Served, served
 from server.up.state import StateDir, require_own
 from weightsync.control.hosts import this_host
 from weightsync.errors import ArenaError, PersistError, RayUnavailable, StoreError
 from weightsync.memory.arena import DEFAULT_ROOT
+from weightsync.vllm_engine import gpus
 from weightsync.vllm_engine.releases import for_cpus
 
 READY_TIMEOUT_S = 600.0
@@ -59,10 +61,11 @@ class Server:
 
     def __init__(self, config: UpConfig) -> None:
         self.models = served(config)
-        self._devices: list[dict[str, str]] = []  # of each instance; Ray gives them theirs
-        if config.ray is None and not for_cpus() and (devices := visible_devices(os.environ)) is not None:
+        self._devices: list[dict[str, str]] | None = None  # of each instance on GPUs; Ray gives them theirs
+        if config.ray is None and not for_cpus():
             asked = [devices_asked(model.vllm_args) for model in self.models for _ in range(model.instances)]
-            self._devices = shares_of_devices(asked, devices)
+            with as_cli_error(ConfigError):
+                self._devices = devices_of_each(asked, os.environ, gpus.look())
         self.name = name = self.models[0].name
         self.state_dir = (config.state_dir or default_state_dir(name)).resolve()
         self.config = replace(config, port=config.port or free_port(config.host))
@@ -179,8 +182,10 @@ class Server:
                 with interrupts.held():
                     self.placed |= self._nodes.start(place, self.store, model, index, args)
                 continue
-            cores = share_of_cores(place, len(every), model.vllm_args, os.environ)
-            env = self._devices[place] if self._devices else cores
+            if self._devices is not None:
+                env = self._devices[place]
+            else:
+                env = share_of_cores(place, len(every), model.vllm_args, os.environ)
             self._spawn(f"{model.named('instance')}-{index}", args, {**env, **self._instance_tracing()})
 
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S, say: Callable[[str], None] = lambda _: None) -> None:

@@ -9,6 +9,7 @@
     tether.py     the connection by which a worker on another host and its leader notice each other's end
     kernels.py    the kind of this CPU, and the library of kernels that vLLM has loaded for it
     releases.py   the releases of vLLM that all this is written against, and where they differ
+    gpus.py       the GPUs of this host, found without CUDA
 
 Of the folders, staging/ imports device/ and model/, and device/ imports model/; engine_core/ knows none of them.
 `tests/contract/test_vllm.py` names every private name of vLLM that is used here.

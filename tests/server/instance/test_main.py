@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 
+from server.errors import ConfigError
 from server.instance import main
+from server.instance.config import InstanceConfig
 from server.instance.main import SAMPLER_ENV, flashinfer_samples, prepare_environment, warm_up
 from server.instance.middleware import Admission
 from tests.lacking import program
 from tests.server.instance.asgi import head, part
+from weightsync.vllm_engine.gpus import Gpus
 
 
 @pytest.fixture
@@ -109,6 +112,15 @@ def test_a_build_for_cpus_is_left_alone(gpus: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(main, "for_cpus", lambda: True)
     prepare_environment()
     assert SAMPLER_ENV not in os.environ
+
+
+@pytest.mark.usefixtures("gpus")
+def test_without_a_gpu_nothing_is_imported_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM says after twenty seconds that it could not infer a device type."""
+    monkeypatch.setattr(main.gpus, "look", lambda: Gpus((), why_none="NVML: Driver Not Loaded"))
+    monkeypatch.setattr(main, "prepare_environment", lambda: pytest.fail("it goes on"))
+    with pytest.raises(ConfigError, match=r"no GPU is seen here \(NVML: Driver Not Loaded\)"):
+        main.run_instance(InstanceConfig(tmp_path, "toy", "sqlite:///nowhere"))
 
 
 @pytest.mark.usefixtures("gpus")

@@ -8,11 +8,9 @@ import json
 import os
 import re
 import socket
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -20,19 +18,22 @@ import pytest
 
 import weightsync
 from server.errors import CliError, ProcessFailed
+from server.gpus import DEVICES_ENV
 from server.ports import free_port
 from server.up import interrupts
 from server.up import server as up
 from server.up.config import UpConfig
 from server.up.paths import ServerInfo
-from server.up.processes import DEVICES_ENV, cause_in, devices_asked, share_of_cores, shares_of_devices, visible_devices
+from server.up.processes import BIND_ENV, THREADS_ENV, cause_in, share_of_cores
 from server.up.served import draft_dir, served
 from server.up.server import Server
+from tests.server.nvml import seven
 from tests.server.up.restarts import Child, save_checkpoint
 from tests.weightsync.tensors import model as model_of
 from trainer.config import FaultsConfig
 from weightsync import Publisher, SyncStore, ensure_arena, open_store
 from weightsync.control.records import ActiveRecord, InstanceRecord, Keys
+from weightsync.vllm_engine.gpus import Gpus
 
 STARTS = ("server.gateway", "server.cli instance", "weightsync.push")
 
@@ -71,80 +72,6 @@ def test_all_cores_are_shared_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 5, 6, 7, 11, 12, 13})
     parts = [share_of_cores(i, 3, (), {})["VLLM_CPU_OMP_THREADS_BIND"] for i in range(3)]
     assert ",".join(parts) == "3,5,6,7,11,12,13"
-
-
-@pytest.mark.parametrize(
-    ("args", "count"),
-    [
-        ((), 1),
-        (("-tp", "2"), 2),
-        (("--tensor-parallel-size=2", "--pipeline_parallel_size", "3"), 6),
-        (("-pp=2", "-dp", "2"), 4),
-        (("--data-parallel-size", "8", "--data-parallel-size-local", "2", "-tp=2"), 4),
-        (("-tp", "16", "--nnodes", "2"), 8),
-        (("-tp", "2", "--tensor-parallel-size", "4"), 4),
-        (("-tp", "2", "--distributed-executor-backend=ray"), 0),
-        (("-tp", "2", "--data-parallel-backend", "ray"), 0),
-    ],
-)
-def test_how_many_devices_an_engine_takes(args: tuple[str, ...], count: int) -> None:
-    assert devices_asked(args) == count
-
-
-NAMED = ["GPU-8a", "GPU-51", "MIG-c0", "MIG-0f"]
-
-
-@pytest.mark.parametrize(
-    ("asked", "devices", "shares"),
-    [
-        ([1, 1], ["0", "1"], ["0", "1"]),
-        ([2, 2], NAMED, ["GPU-8a,GPU-51", "MIG-c0,MIG-0f"]),
-        ([1, 2, 1], ["4", "5", "6", "7"], ["4", "5,6", "7"]),
-        ([1, 1], ["3", "3"], ["3", "3"]),
-        ([2, 2], ["0", "1", "2", "3", "4"], ["0,1", "2,3"]),
-        ([1], ["0", "1"], [None]),
-        ([0, 0], [], [None, None]),
-    ],
-)
-def test_each_instance_has_devices_of_its_own(asked: list[int], devices: list[str], shares: list[str | None]) -> None:
-    assert [share.get(DEVICES_ENV) for share in shares_of_devices(asked, devices)] == shares
-
-
-@pytest.mark.parametrize(
-    ("asked", "devices", "said"),
-    [
-        ([1, 1], ["GPU-8a"], "needed 2 (1 + 1), visible 1 (GPU-8a)"),
-        ([2, 1], ["0", "1"], "needed 3 (2 + 1), visible 2 (0, 1)"),
-        ([4], ["0", "1"], "needed 4 (4), visible 2"),
-        ([1], [], "needed 1 (1), visible 0 (none)"),
-    ],
-)
-def test_too_few_devices_are_refused_by_number(asked: list[int], devices: list[str], said: str) -> None:
-    with pytest.raises(CliError, match=re.escape(said)):
-        shares_of_devices(asked, devices)
-
-
-@pytest.mark.parametrize(
-    ("said", "names"), [("2,0", ["2", "0"]), (" GPU-8a, MIG-c0", ["GPU-8a", "MIG-c0"]), ("", []), ("-1", [])]
-)
-def test_devices_have_the_names_that_the_environment_gives(said: str, names: list[str]) -> None:
-    assert visible_devices({DEVICES_ENV: said}) == names
-
-
-def test_devices_without_names_are_counted_by_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Failed(Exception):
-        pass
-
-    def no_driver() -> None:
-        raise Failed
-
-    nvml = SimpleNamespace(NVMLError=Failed, nvmlInit=lambda: None, nvmlDeviceGetCount=lambda: 3)
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    assert visible_devices({}) == ["0", "1", "2"]
-    nvml.nvmlInit = no_driver
-    assert visible_devices({}) == []
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert visible_devices({}) is None
 
 
 @pytest.mark.parametrize(
@@ -365,18 +292,26 @@ def test_models_of_the_file_are_started_beside_that_of_the_command_line(
         several.stop()
 
 
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM for GPUs, on a host that has seven."""
+    monkeypatch.setattr(up, "for_cpus", lambda: False)
+    monkeypatch.setattr(up.gpus, "look", lambda: seven())
+    monkeypatch.delenv(DEVICES_ENV, raising=False)
+
+
+@pytest.mark.usefixtures("gpus")
 def test_instances_of_all_models_share_the_devices(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Counted over the models, in their order; a list that is too short starts nothing."""
     file = models_file(tmp_path, "name: b, checkpoint: HERE, instances: 2, vllm-args: [-tp, '2']")
     config = replace(server.config, models=file, instances=1, state_dir=tmp_path / "others")
-    monkeypatch.setattr(up, "for_cpus", lambda: False)
     monkeypatch.setenv(DEVICES_ENV, "GPU-8a,GPU-51,GPU-99,GPU-03")
     with pytest.raises(CliError, match=r"needed 5 \(1 \+ 2 \+ 2\), visible 4"):
         Server(config)
     assert not (tmp_path / "others").exists()
-    monkeypatch.setenv(DEVICES_ENV, "GPU-8a,GPU-51,GPU-99,GPU-03,7")
+    monkeypatch.setenv(DEVICES_ENV, "GPU-8a,GPU-51,GPU-99,GPU-03,6")
     several = Server(config)
     several.arena = server.arena
     try:
@@ -384,8 +319,35 @@ def test_instances_of_all_models_share_the_devices(
         given = {name: child.env.get(DEVICES_ENV) for name, child in several.children.items()}  # type: ignore[attr-defined]
     finally:
         several.stop()
-    instances = {"instance-0": "GPU-8a", "instance-b-0": "GPU-51,GPU-99", "instance-b-1": "GPU-03,7"}
+    instances = {"instance-0": "GPU-8a", "instance-b-0": "GPU-51,GPU-99", "instance-b-1": "GPU-03,6"}
     assert given == {"gateway": None, "publish": None, "publish-b": None, **instances}
+
+
+@pytest.mark.usefixtures("gpus")
+@pytest.mark.parametrize("known", [True, False])
+def test_no_shares_of_the_cpus_cores_where_gpus_compute(
+    server: Server, monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    """Of a host whose GPUs nothing can name, too."""
+    monkeypatch.setattr(up.gpus, "look", lambda: seven() if known else None)
+    two = Server(replace(server.config, state_dir=server.state_dir.with_name("two")))
+    two.arena = server.arena
+    try:
+        two.start()
+        given = [two.children[f"instance-{index}"].env for index in range(2)]  # type: ignore[attr-defined]
+    finally:
+        two.stop()
+    assert [{BIND_ENV, THREADS_ENV} & env.keys() for env in given] == [set(), set()]
+    assert [env.get(DEVICES_ENV) for env in given] == (["0", "1"] if known else [None, None])
+
+
+@pytest.mark.usefixtures("gpus")
+def test_nothing_is_started_where_no_gpu_is_seen(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(up.gpus, "look", lambda: Gpus((), why_none="NVML: Driver Not Loaded"))
+    config = replace(server.config, state_dir=server.state_dir.with_name("none"))
+    with pytest.raises(CliError, match=r"no GPU is seen here \(NVML: Driver Not Loaded\).*--gpus all"):
+        Server(config)
+    assert not server.state_dir.with_name("none").exists()
 
 
 def test_the_file_alone_says_what_is_started(tmp_path: Path) -> None:
