@@ -37,6 +37,8 @@ class Form:
 
 
 ITS_OWN = Form()
+CPU_KV_CACHE_GIB = 1.0
+KV_CACHE = "KV cache of each rank, GiB; default: 1 on a CPU, what vLLM finds free on a GPU"
 ANY = frozenset({"", "0.0.0.0", "::"})  # noqa: S104 - to be told from an address
 ACROSS_HOSTS = frozenset(
     {"--nnodes", "--node-rank", "--master-addr", "--data-parallel-address", "--distributed-executor-backend"}
@@ -50,10 +52,10 @@ class InstanceConfig:
     Beyond loopback it speaks mutual TLS alone, with the certificate in `cluster_tls`; `advertise` is the address under
     which gateways reach it, if that is not `host`. Raises ConfigError.
 
-    `vllm_args` are passed to vLLM as they are. `kv_cache_gib` bounds the KV cache on CPU, where vLLM would otherwise
-    take, and zero-fill, most of the machine's memory. `headless`: vLLM's workers of this host alone, for an instance
-    that another host leads. `allow_non_finite`: versions with NaN or infinities are not refused.
-    `trust`: versions that none of these keys and certificates has signed are refused.
+    `vllm_args` are passed to vLLM as they are. `kv_cache_gib` is the KV cache of each rank. Left out, a GPU's is what
+    vLLM finds free, and a CPU's 1 GiB: vLLM would take, and zero-fill, most of the machine's memory. `headless`: vLLM's
+    workers of this host alone, for an instance that another host leads. `allow_non_finite`: versions with NaN or
+    infinities are not refused. `trust`: versions that none of these keys and certificates has signed are refused.
     """
 
     model_dir: Annotated[Path, Option("checkpoint directory: config and tokenizer; weights come by version", "--model")]
@@ -64,7 +66,7 @@ class InstanceConfig:
     port: Annotated[int, Option("0: any free port")] = 0
     advertise: Annotated[str, Option("address that gateways connect to; default: --host")] = ""
     cluster_tls: ClusterTlsDirectory = None
-    kv_cache_gib: Annotated[float, Option("KV cache on CPU, GiB")] = 1.0
+    kv_cache_gib: Annotated[float | None, Option(KV_CACHE)] = None
     headless: Annotated[bool, Option("the workers of this host alone, for an instance that another host leads")] = False
     allow_non_finite: Annotated[bool, Option("stage versions with NaN or infinite weights, which are refused")] = False
     trust: Annotated[
@@ -84,6 +86,8 @@ class InstanceConfig:
             _check_trust(self.trust)
         if not self.instance_id:
             object.__setattr__(self, "instance_id", default_instance_id())
+        if self.kv_cache_gib is not None and self.kv_cache_gib <= 0:
+            raise ConfigError(f"--kv-cache-gib {self.kv_cache_gib:g}: must be more than 0.")
         if self.drain_s < 0:
             raise ConfigError(f"--drain {self.drain_s:g}: must not be negative.")
         if self.cluster_tls is None and not is_loopback(self.host):
@@ -117,10 +121,9 @@ class InstanceConfig:
             argv += ["--kv-events-config", '{"enable_kv_cache_events": true, "publisher": "null"}']  # prefixes.py
         argv += ["--headless"] if self.headless else []
         argv += ["--hf-config-path", str(self.form.config_dir)] if self.form.config_dir is not None else []
-        if cpu:
-            argv += ["--enforce-eager"]
-            if "--kv-cache-memory-bytes" not in self.vllm_args:
-                argv += ["--kv-cache-memory-bytes", str(int(self.kv_cache_gib * 2**30))]
+        argv += ["--enforce-eager"] if cpu else []
+        if (gib := self.kv_cache_gib or (CPU_KV_CACHE_GIB if cpu else None)) is not None:
+            argv += ["--kv-cache-memory-bytes", str(int(gib * 2**30))]  # of an option given again the last one counts
         return [*argv, *self.vllm_args]
 
 

@@ -78,18 +78,19 @@ def run_instance(config: InstanceConfig) -> None:
 
 def prepare_environment() -> None:
     """Switches that must be set before vLLM is imported, here and in the processes it starts."""
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # CPU: one engine process instead of two
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_MEDIA_CONNECTOR", "hotswap")  # media.py
     # The level that vLLM's server gives the root logger as it is made. ERROR by default, which drops our warnings.
     os.environ.setdefault("SAGEMAKER_CONTAINER_LOG_LEVEL", "WARNING")
-    # glibc gives threads heaps of their own, where what one freed is of no use to another. Each stager would build the
-    # layers that a kernel keeps for itself in other heaps, until the process held several times its versions.
-    os.environ.setdefault("MALLOC_ARENA_MAX", "1")
     os.environ["VLLM_SERVER_DEV_MODE"] = "0"  # its control routes have no authentication
     os.environ["HOTSWAP_INSTANCE_PID"] = str(os.getpid())
-    if not for_cpus() and SAMPLER_ENV not in os.environ and not flashinfer_samples():
+    if for_cpus():
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # one engine process instead of two
+        # glibc gives threads heaps of their own, where what one freed is of no use to another. Each stager would build
+        # the layers that a kernel keeps for itself in other heaps, until the process held several times its versions.
+        os.environ.setdefault("MALLOC_ARENA_MAX", "1")
+    elif SAMPLER_ENV not in os.environ and not flashinfer_samples():
         os.environ[SAMPLER_ENV] = "0"
         log.warning(
             "FlashInfer's sampler is off: it has no flashinfer-jit-cache here, and no CUDA toolkit (nvcc, curand.h, "

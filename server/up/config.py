@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from server.errors import CliError, ConfigError, as_cli_error
-from server.instance.config import ACROSS_HOSTS, check_vllm_args
+from server.instance.config import ACROSS_HOSTS, KV_CACHE, check_vllm_args
 from server.options import Option
 from weightsync.ray_cluster import parse_bundle
 
@@ -39,7 +39,7 @@ class UpConfig:
     admin_key_file: Annotated[Path | None, Option("file with the admin key; default: made on start")] = None
     api_key_file: Annotated[Path | None, Option("file with API keys, one a line; default: none asked")] = None
     train: Annotated[Path | None, Option("also run this trainer configuration")] = None
-    kv_cache_gib: Annotated[float, Option("KV cache on CPU, GiB, of each instance")] = 1.0
+    kv_cache_gib: Annotated[float | None, Option(KV_CACHE)] = None
     instances: Annotated[int, Option("vLLM instances, each with GPUs of its own; on a CPU they share the weights")] = 1
     store: Annotated[str | None, Option("etcd://HOST:PORT/...; default: a SQLite file")] = None
     ray: Annotated[str | None, Option("address of a Ray cluster, or auto: instances run on its nodes")] = None
@@ -61,6 +61,8 @@ class UpConfig:
             check_vllm_args(self.vllm_args)
         if self.model is None and self.models is None:
             raise CliError("--model: name a checkpoint, or with --models a file of models that have one")
+        if self.kv_cache_gib is not None and self.kv_cache_gib <= 0:
+            raise CliError(f"--kv-cache-gib {self.kv_cache_gib:g}: must be more than 0")
         if self.instances < 1:
             raise CliError(f"--instances {self.instances}: at least 1 is needed to answer anything")
         if self.store is not None and not self.store.startswith("etcd://"):

@@ -26,7 +26,7 @@ class Served:
     name: str
     checkpoint: Path
     instances: int
-    kv_cache_gib: float
+    kv_cache_gib: float | None
     vllm_args: tuple[str, ...]
     tag: str = ""
 

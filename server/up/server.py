@@ -382,7 +382,8 @@ class Server:
         args = ["server.cli", "instance", "--model", str(model.checkpoint), "--name", model.name]
         args += ["--store", self.store, "--instance-id", self.instance_id(index, model)]
         args += ["--otlp-traces-endpoint", traces_url(c.otlp_endpoint)] if c.otlp_endpoint else []
-        return [*args, "--kv-cache-gib", str(model.kv_cache_gib), *model.vllm_args]
+        args += ["--kv-cache-gib", str(model.kv_cache_gib)] if model.kv_cache_gib is not None else []
+        return [*args, *model.vllm_args]
 
     def _instance_tracing(self) -> dict[str, str]:
         """What vLLM's own tracing reads from the environment: it speaks gRPC unless told otherwise."""

@@ -134,7 +134,9 @@ timeoutSeconds: 10
 - --host=0.0.0.0
 - --advertise=$(POD_IP)
 - --port=8001
-- --kv-cache-gib={{ $v.rollout.kvCacheGib }}
+{{- with $v.rollout.kvCacheGib | default (ternary "" 4 (gt (int $v.rollout.gpus) 0)) }}
+- --kv-cache-gib={{ . }}
+{{- end }}
 - --drain={{ $v.rollout.drain }}
 {{- include "hotswap.groupArgs" . }}
 {{- range $v.rollout.extraArgs }}

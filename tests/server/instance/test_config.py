@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -47,11 +48,33 @@ def test_the_address_that_gateways_are_told(fields: dict[str, Any], address: str
         ({"host": "example.org"}, "give --cluster-tls DIR"),
         ({"host": "0.0.0.0", "cluster_tls": TLS}, "--advertise ADDRESS"),
         ({"host": "::", "advertise": "::", "cluster_tls": TLS}, "--advertise ADDRESS"),
+        ({"kv_cache_gib": 0.0}, "--kv-cache-gib 0: must be more than 0"),
     ],
 )
 def test_what_it_refuses(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         config(**fields)
+
+
+@pytest.mark.parametrize(
+    ("cpu", "gib", "args", "nbytes"),
+    [
+        (True, None, (), 1 << 30),
+        (False, None, (), None),
+        (True, 0.5, (), 1 << 29),
+        (False, 2.5, (), 5 << 29),  # where instances share a GPU
+        (False, 2.5, ("--kv-cache-memory-bytes=7",), 7),
+        (True, None, ("--kv-cache-memory-bytes", "7"), 7),
+    ],
+)
+def test_the_kv_cache_has_the_size_that_was_asked_for(
+    cpu: bool, gib: float | None, args: tuple[str, ...], nbytes: int | None
+) -> None:
+    argv = [
+        word for arg in config(kv_cache_gib=gib, vllm_args=args).vllm_argv(cpu=cpu, port=1) for word in arg.split("=")
+    ]
+    told = [int(value) for name, value in itertools.pairwise(argv) if name == "--kv-cache-memory-bytes"]
+    assert told[-1:] == ([nbytes] if nbytes is not None else [])
 
 
 def test_whether_it_spans_hosts() -> None:

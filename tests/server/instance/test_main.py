@@ -108,10 +108,18 @@ def test_what_the_user_says_of_the_sampler_counts(
     assert not caplog.text
 
 
-def test_a_build_for_cpus_is_left_alone(gpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(main, "for_cpus", lambda: True)
+FOR_CPUS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "MALLOC_ARENA_MAX": "1"}
+
+
+@pytest.mark.parametrize("cpus", [True, False])
+def test_a_build_has_the_settings_of_its_device(gpus: Path, monkeypatch: pytest.MonkeyPatch, cpus: bool) -> None:
+    """On a GPU the threads of an engine would share one heap, and each start would warn of the random state."""
+    monkeypatch.setattr(main, "for_cpus", lambda: cpus)
+    for name in FOR_CPUS:
+        monkeypatch.delenv(name, raising=False)
     prepare_environment()
-    assert SAMPLER_ENV not in os.environ
+    assert {name: os.environ.get(name) for name in FOR_CPUS} == (FOR_CPUS if cpus else dict.fromkeys(FOR_CPUS))
+    assert (SAMPLER_ENV in os.environ) is not cpus
 
 
 @pytest.mark.usefixtures("gpus")

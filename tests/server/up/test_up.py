@@ -79,6 +79,7 @@ def test_all_cores_are_shared_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"model": None}, "--models"),
         ({"instances": 0}, "--instances"),
+        ({"kv_cache_gib": 0.0}, "--kv-cache-gib"),
         ({"store": "sqlite:///x.db"}, "--store"),
         ({"store": "http://x"}, "--store"),
         ({"store": "etcd://h:1", "fresh": True}, "--fresh"),
@@ -277,7 +278,7 @@ def test_models_of_the_file_are_started_beside_that_of_the_command_line(
     several.arena = server.arena
     tag = several.models[1].tag
     assert [(m.name, m.instances, m.kv_cache_gib, m.vllm_args) for m in several.models] == [
-        ("toy", 1, 1.0, ("--seed=1",)),
+        ("toy", 1, None, ("--seed=1",)),
         ("a/b", 2, 0.5, ("--seed=1", "--max-model-len", "64")),
     ]
     several.start()
@@ -285,6 +286,9 @@ def test_models_of_the_file_are_started_beside_that_of_the_command_line(
         started = ["gateway", "publish", f"publish-{tag}", "instance-0", f"instance-{tag}-0", f"instance-{tag}-1"]
         assert list(several.children) == started
         assert several.instance_id(1, several.models[1]) == f"instance-{tag}-1"
+        args = [several.children[name].args for name in ("instance-0", f"instance-{tag}-0")]  # type: ignore[attr-defined]
+        assert "--kv-cache-gib" not in args[0], "the default is the instance's own: another on a CPU than on a GPU"
+        assert args[1][args[1].index("--kv-cache-gib") + 1] == "0.5"
         several.children[f"publish-{tag}"].alive = several.children[f"instance-{tag}-1"].alive = False  # type: ignore[misc]
         several.restart_ended()
         assert list(several._restart_at) == [f"instance-{tag}-1"]
