@@ -101,12 +101,19 @@ def show_instances(state_dir: Path | None, url: str | None = None, admin_key_fil
     console = Console(highlight=False)
     console.print(shown)
     for r in rows:
+        if r.get("devices"):
+            console.print(f"{r['id']}: on {', '.join(map(_device, r['devices']))}", markup=False, soft_wrap=True)
         for trouble in _troubles(r):
             console.print(f"{r['id']}: {trouble}", markup=False)
     asked = {r["active_version"] for r in rows if r["eligible"]}
     for version, percent in percentages(client.call("GET", "/admin/weights/active")).items():
         lost = "" if version in asked else "; nobody runs it now, so others answer them"
         console.print(f"version {version} has {percent:g} % of the requests{lost}")
+
+
+def _device(found: dict[str, Any]) -> str:
+    name = found["uuid"] if found["index"] is None else f"GPU {found['index']} ({found['uuid']})"
+    return f"{name} of {found['host']}" if found["host"] else name
 
 
 def _troubles(row: dict[str, Any]) -> Iterator[str]:

@@ -32,7 +32,7 @@ from server.instance.provenance import pooled, traced
 from server.instance.requests import bound_renderer, bound_scoring, known_ids
 from server.instance.routed_experts import Recording
 from server.instance.slices import Reads, joined_reads
-from weightsync.control.records import VersionRecord
+from weightsync.control.records import DeviceRecord, VersionRecord
 from weightsync.errors import WeightSyncError
 from weightsync.memory.parts import LORA, LORA_URL, combined
 from weightsync.vllm_engine.engine_core.prefixes import Changes
@@ -63,6 +63,7 @@ class Engine:
     """vLLM's `AsyncLLM` with the swap calls. `active` is (version, epoch) of the last commit, or None before it.
 
     `hosts`: the name of each rank's host, "" where there is one; `tethers` says when one of the others has ended.
+    `devices`: the ranks' GPUs.
     """
 
     def __init__(self, client: Any, tethers: Tethers, grammars: Limits = DEFAULT) -> None:
@@ -70,6 +71,7 @@ class Engine:
         self._ranks = Ranks(client)
         self.active: tuple[int, int] | None = None
         self.hosts: tuple[str, ...] = ("",)
+        self.devices: tuple[DeviceRecord, ...] = ()
         self.adapters = Adapters()
         self.inflight = Inflight()
         vocabulary = client.model_config.get_vocab_size()
@@ -111,6 +113,10 @@ class Engine:
         hosts = await self._answer(self._ranks.workers("hotswap_attach", dict(tether)))
         self.hosts = tuple(itertools.chain.from_iterable(hosts))
         check_hosts(self.hosts, int(config.parallel_config.nnodes))
+        devices = itertools.chain.from_iterable(await self._answer(self._ranks.workers("hotswap_device")))
+        self.devices = tuple(
+            DeviceRecord(*device, host) for device, host in zip(devices, self.hosts, strict=True) if device is not None
+        )
 
     async def reads(self, schema: list[list[Any]]) -> Reads | None:
         """What the ranks on each host read of versions with this schema; None: not all can say. Raises RankFailed,

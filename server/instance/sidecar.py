@@ -94,7 +94,8 @@ class Sidecar:
         await self._engine.prepare(schema, self._tether, allow_non_finite=self._config.allow_non_finite)
         await self._say_needs(schema)
         store = open_store(self._config.store)
-        self._participant = self._new_participant(store, replace(self._record, max_num_seqs=self._engine.max_num_seqs))
+        record = replace(self._record, max_num_seqs=self._engine.max_num_seqs, devices=self._engine.devices)
+        self._participant = self._new_participant(store, record)
         self._admission.admits = lambda: self._participant is not None and self._participant.admits
         vital = (partial(self._live, store), self._end_with_engine)
         if self._warm_up is not None:

@@ -464,6 +464,19 @@ class DiskRecord(Record):
 
 
 @dataclass(frozen=True)
+class DeviceRecord(Record):
+    """A GPU, or with a `uuid` that begins with "MIG-" a part of one, that a rank computes on.
+
+    `index` is that of the whole GPU on its host, as the driver counts (None: not known). `host` is "" where there is
+    one.
+    """
+
+    uuid: str
+    index: int | None = None
+    host: str = ""
+
+
+@dataclass(frozen=True)
 class InstanceRecord(Record):
     """One serving instance, written by itself under its lease. `swap_id` is the last swap it answered for.
 
@@ -475,6 +488,7 @@ class InstanceRecord(Record):
     of a gateway: whoever reads the store is a member; nobody shows it. `form` is that of the versions its engine can
     run (None: whatever fits its directory, before the first version). `restarts`: it can start itself anew in another
     form. `leaves_at`: when it leaves, and others go on with its streams (unix seconds; None: it was not told to).
+    `devices` are the GPUs of its ranks, in their order; there are none on a CPU.
     """
 
     id: str
@@ -500,6 +514,7 @@ class InstanceRecord(Record):
     form: str | None = None
     restarts: bool = True
     leaves_at: float | None = None
+    devices: tuple[DeviceRecord, ...] = ()
     key: str = dataclasses.field(default="", repr=False)
 
 

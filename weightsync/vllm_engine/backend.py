@@ -1,9 +1,9 @@
 """The `hotswap` weight-transfer backend: what vLLM creates in each worker, and the worker methods the instance calls.
 
 It speaks vLLM's four-phase protocol (`start_weight_update`, `update_weights`, `finish_weight_update`), and, for the
-swap transaction, `hotswap_attach` and `hotswap_reads` (once), `hotswap_stage`, `hotswap_report`, `hotswap_commit` and
-`hotswap_drop` as worker RPCs. Staging returns at once; a commit only changes references (and copies adapters), so it
-fits between two batches.
+swap transaction, `hotswap_attach`, `hotswap_device` and `hotswap_reads` (once), `hotswap_stage`, `hotswap_report`,
+`hotswap_commit` and `hotswap_drop` as worker RPCs. Staging returns at once; a commit only changes references (and
+copies adapters), so it fits between two batches.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from weightsync.control.hosts import this_host
 from weightsync.format.manifest import schema_of
-from weightsync.vllm_engine import kernels
+from weightsync.vllm_engine import gpus, kernels
 from weightsync.vllm_engine.device.mapping import RemapUnavailable
 from weightsync.vllm_engine.device.remap import Remap
 from weightsync.vllm_engine.engine_core import core, routing
@@ -246,6 +246,11 @@ class WorkerMethods:
         if tether and host != tether["host"]:
             hold(Tether(**tether), self.rank, host)
         return host
+
+    def hotswap_device(self) -> tuple[str, int | None] | None:
+        """The GPU of this worker: its UUID and its index on this host; None on a CPU."""
+        device = self.weight_transfer_engine.device
+        return gpus.of_device(str(torch.cuda.get_device_properties(device).uuid)) if device.type == "cuda" else None
 
     def hotswap_reads(self, schema: list[list[Any]]) -> tuple[str, str] | None:
         """What this worker reads of versions of the base with this schema: (slices as text; the tensors that nothing is

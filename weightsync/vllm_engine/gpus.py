@@ -59,6 +59,13 @@ def look() -> Gpus | None:
         return Gpus((), why_none=f"NVML: {error}")
 
 
+def of_device(bare: str) -> tuple[str, int | None]:
+    """(UUID, index) of the device that CUDA tells of by this UUID, without "GPU-" or "MIG-"; None: NVML knows none."""
+    seen = look()
+    gpu = seen.by_uuid(bare) if seen is not None else None
+    return (gpu.uuid, gpu.index) if gpu is not None else (f"GPU-{bare}", None)
+
+
 def _found(nvml: Any) -> Iterator[Gpu]:
     for index in range(nvml.nvmlDeviceGetCount()):
         whole = nvml.nvmlDeviceGetHandleByIndex(index)

@@ -136,6 +136,12 @@ def _each(of: Callable[[Instance], float]) -> Callable[[CountedModel], Mapping[A
     return lambda g: {i.id: of(i) for i in g.instances}
 
 
+def _devices(g: CountedModel) -> Mapping[Any, Value]:
+    """By instance, rank, UUID, index and host."""
+    ranks = ((i.id, rank, device) for i in g.instances for rank, device in enumerate(i.record.devices))
+    return {(i, rank, d.uuid, "" if d.index is None else d.index, d.host): 1 for i, rank, d in ranks}
+
+
 def _tokens(of: Callable[[Tokens], int]) -> Callable[[CountedModel], Mapping[Any, Value]]:
     """A count of tokens for each route."""
     return lambda g: {route: of(tokens) for route, tokens in g.stats.tokens.items()}
@@ -434,6 +440,10 @@ METRICS: tuple[Declared, ...] = (
     Declared(
         "gauge", "hotswap_instance_state", "1 for the state it is in",
         _states(get_args(InstanceState), lambda i: i.state), _INSTANCE | {"state": ""},
+    ),
+    Declared(
+        "gauge", "hotswap_instance_device", "1 for the GPU of each rank", _devices,
+        _INSTANCE | {"rank": "", "uuid": "", "device": "the index on its host", "host": ""},
     ),
     Declared(
         "gauge", "hotswap_instance_active_version", "Version it serves",

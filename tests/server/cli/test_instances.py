@@ -17,7 +17,7 @@ from server.up.paths import ServerInfo
 from tests.server.gateway.harness import ADMIN_KEY, KEYS, RunningGateway, post, running_gateway
 from tests.server.gateway.upstream import Link, Received, upstream
 from tests.waiting import eventually, wait_until
-from weightsync.control.records import ActiveRecord, ErrorInfo, ShareRecord, SplitRecord
+from weightsync.control.records import ActiveRecord, DeviceRecord, ErrorInfo, ShareRecord, SplitRecord
 
 
 @pytest.fixture
@@ -82,6 +82,21 @@ async def test_the_list_says_how_many_versions_have_room_on_gpus(gateway: Runnin
         out = (await run(gateway, "list")).splitlines()
         assert next(line for line in out if "instance" in line).split()[-1] == "copies"
         assert next(line for line in out if "on-a-gpu" in line).split()[-1] == "0"
+
+
+async def test_each_instance_is_listed_with_its_gpus(gateway: RunningGateway) -> None:
+    ranks = (DeviceRecord("GPU-8a", 0, "a"), DeviceRecord("GPU-51", 0, "b"))
+    async with upstream(Engine()) as up:
+        gateway.register(up, "one", devices=(DeviceRecord("GPU-99", 2),))
+        gateway.register(up, "apart", devices=ranks)
+        gateway.register(up, "unknown", devices=(DeviceRecord("GPU-03"),))
+        gateway.register(up, "cpu")
+        lines = (await run(gateway, "list")).splitlines()
+    assert [line for line in lines if ": on " in line] == [
+        "one: on GPU 2 (GPU-99)",
+        "apart: on GPU 0 (GPU-8a) of a, GPU 0 (GPU-51) of b",
+        "unknown: on GPU-03",
+    ]
 
 
 async def test_status_shows_shares_and_who_answers_for_whom(gateway: RunningGateway) -> None:

@@ -15,7 +15,7 @@ from tests.server.console.play import Script, admin_page, put_swaps, put_version
 from tests.server.gateway.harness import KEYS, MODEL, RunningGateway
 from weightsync.control import chain
 from weightsync.control.chain import LedgerEntry
-from weightsync.control.records import ActiveRecord, PauseRecord, ShareRecord, SplitRecord, SwapRecord
+from weightsync.control.records import ActiveRecord, DeviceRecord, PauseRecord, ShareRecord, SplitRecord, SwapRecord
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -26,11 +26,14 @@ async def test_the_fleet_is_shown_and_follows(console: Watched, gateway: Running
     assert row.split("\t")[:3] == ["i0", "SERVING", "v1"]
     address = gateway.gateway.default.fleet.instances["i0"].record.address
     await asyncio.to_thread(
-        gateway.register, address, "i0", "STAGED", staged_version=2, fingerprint="0123456789abcdef", commit_ms=0.625
-    )
+        gateway.register, address, "i0", "STAGED", staged_version=2, fingerprint="0123456789abcdef", commit_ms=0.625,
+        devices=(DeviceRecord("GPU-8a", 3), DeviceRecord("GPU-51", 2)),
+    )  # fmt: skip
     await console.wait_text("#instances", "STAGED")
     cells = await console.page.locator("#instances tbody tr > *").all_inner_texts()
     assert cells[1:5] == ["STAGED", "v1", "v2", "0123456789"]
+    assert cells[7] == "3, 2"
+    assert await console.page.locator("#instances tbody td span[title]").get_attribute("title") == "GPU-8a, GPU-51"
     assert "0.63" in cells[-2] or "0.62" in cells[-2]
     await asyncio.to_thread(gateway.unregister, "i0")
     await console.wait_text("#instances", "No instance is registered.")

@@ -10,7 +10,7 @@ from typing import Any
 from server.instance.config import InstanceConfig
 from server.instance.middleware import Admission
 from server.instance.sidecar import Sidecar
-from weightsync.control.records import VersionRecord
+from weightsync.control.records import DeviceRecord, VersionRecord
 
 ADDRESS = "http://127.0.0.1:1"
 
@@ -26,6 +26,7 @@ class Engine:
 
     max_num_seqs = 4
     hosts = ("",)
+    devices = (DeviceRecord("GPU-8a", 0),)
 
     def __init__(self, *, dead: bool = False, sleeps_in_place: bool = False) -> None:
         self.dead, self.sleeps_in_place = dead, sleeps_in_place

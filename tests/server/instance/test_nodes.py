@@ -23,7 +23,7 @@ from server.instance.slices import Reads, Saying, joined_reads
 from tests.cluster_tls import Authority
 from tests.waiting import eventually
 from weightsync import Store
-from weightsync.control.records import CopyRecord, ErrorInfo, Keys, PartRecord, VersionRecord
+from weightsync.control.records import CopyRecord, DeviceRecord, ErrorInfo, Keys, PartRecord, VersionRecord
 from weightsync.errors import CopyUnavailable
 from weightsync.format.manifest import schema_of
 from weightsync.format.slices import Slices
@@ -159,6 +159,8 @@ class Client:
         method, _, args, _ = call
         if method == "hotswap_attach":
             return self._hosts
+        if method == "hotswap_device":
+            return [(f"GPU-{rank}", 7) for rank, _ in enumerate(self._hosts)]
         if method == "hotswap_stage":
             self.orders.append(args[0])
         if method.startswith("hotswap"):
@@ -178,6 +180,12 @@ async def test_workers_are_told_of_places_only_if_there_are_several_hosts() -> N
         await engine.stage(VERSION, WAIT_S, dict.fromkeys(hosts, VERSION))
         (order,) = client.orders
         assert ("places" in order) == ("places" in order["parts"][0]) == ("a" in hosts)
+
+
+async def test_the_gpu_of_each_rank_is_known_with_its_host() -> None:
+    engine = Engine(Client(["a", "b"]), Tethers())
+    await engine.prepare([], {})
+    assert engine.devices == (DeviceRecord("GPU-0", 7, "a"), DeviceRecord("GPU-1", 7, "b"))
 
 
 async def test_a_rank_that_refuses_a_version_is_named_with_its_host() -> None:

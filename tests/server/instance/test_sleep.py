@@ -148,6 +148,9 @@ async def test_an_engine_with_sleep_mode_sleeps_in_place_and_catches_up(store: S
     sidecar = sidecar_of(config_of(tmp_path), engine, admission)
     async with sidecar.running():
         await serves(store, 1)
+        said = await store.get(KEYS.instance("i"))
+        assert said is not None
+        assert InstanceRecord.from_json(said.value).devices == engine.devices
         await store.put(orders(KEYS) + "i", ORDER.to_json())
         record = await asleep(store)
         assert (record.level, record.in_place) == (1, True)

@@ -22,6 +22,7 @@ const COLUMNS = [
   { head: "Fingerprint", value: (i) => i.fingerprint, render: (i) => fingerprintCell(i.fingerprint) },
   { head: "Asked", value: (i) => (i.eligible ? "yes" : "no") },
   { head: "Health", value: health },
+  { head: "GPUs", value: devices, render: (i) => el("span", { title: uuids(i) || null }, devices(i)) },
   { head: "In flight", kind: "number", value: (i) => i.in_flight },
   { head: "Running", kind: "number", value: signal("num_requests_running") },
   { head: "Waiting", kind: "number", value: signal("num_requests_waiting") },
@@ -40,6 +41,14 @@ export class FleetView {
   update(instances) {
     this.table.update([...instances].sort((a, b) => (a.id < b.id ? -1 : 1)));
   }
+}
+
+function devices(instance) {
+  return (instance.devices ?? []).map((device) => device.index ?? device.uuid).join(", ") || "–";
+}
+
+function uuids(instance) {
+  return (instance.devices ?? []).map((device) => [device.host, device.uuid].filter(Boolean).join(" ")).join(", ");
 }
 
 function percent(share) {

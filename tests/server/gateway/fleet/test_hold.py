@@ -16,7 +16,7 @@ from server.gateway.fleet.retries import Patience, WaitingRoom
 from tests.server.gateway.harness import KEYS, RunningGateway, code, get, post, running_gateway
 from tests.server.gateway.upstream import Answer, Link, Received, upstream
 from tests.waiting import eventually
-from weightsync.control.records import ActiveRecord, SwapRecord
+from weightsync.control.records import ActiveRecord, DeviceRecord, SwapRecord
 
 LONG = UpstreamSettings(scrape_interval_s=3600.0, hold_s=60.0, max_held=2)
 SHORT = UpstreamSettings(scrape_interval_s=3600.0, hold_s=0.1)
@@ -195,9 +195,15 @@ async def test_what_metrics_say(gateway: RunningGateway) -> None:
             'hotswap_gateway_held{model="toy"} 1.0',
             'hotswap_instance_fresh{instance_id="stale",model="toy"} 0.0',
         } <= await metrics(gateway)
-        gateway.register(up, "fresh", active_version=2, active_epoch=2)
+        ranks = (DeviceRecord("GPU-8a", 1), DeviceRecord("MIG-51", 0, "b"))
+        gateway.register(up, "fresh", active_version=2, active_epoch=2, devices=ranks)
         assert (await answer).status == 200
+        of_rank = (
+            'hotswap_instance_device{{device="{}",host="{}",instance_id="fresh",model="toy",rank="{}",uuid="{}"}} 1.0'
+        )
         assert await metrics(gateway) >= {
+            of_rank.format(1, "", 0, "GPU-8a"),
+            of_rank.format(0, "b", 1, "MIG-51"),
             'hotswap_gateway_held{model="toy"} 0.0',
             'hotswap_gateway_holds_total{for="fleet",model="toy",outcome="served"} 1.0',
             'hotswap_gateway_hold_seconds_count{model="toy"} 1.0',
