@@ -16,6 +16,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
+from server.errors import ConfigError
+from server.gpus import visible_devices
 from server.options import ClusterTlsDirectory, Option
 from weightsync import open_store
 from weightsync.control.hosts import HOST_ENV, arena_key
@@ -23,6 +25,7 @@ from weightsync.control.records import ArenaRecord
 from weightsync.errors import StoreError
 from weightsync.memory.arena import DEFAULT_ROOT, default_directory
 from weightsync.vllm_engine.device.room import UTILIZATION, Room
+from weightsync.vllm_engine.gpus import Gpu, Gpus, look
 
 RUN_TIMEOUT_S = 20.0
 MEASURED_NBYTES = 1 << 30  # of which a half is copied to the other: more than a cache of a GPU holds
@@ -51,13 +54,13 @@ def run_command(command: Sequence[str]) -> Ran:
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """The first GPU: its memory in bytes, the ms that a byte of a copy takes there and from pinned host memory, and
-    what of the memory no process holds (None: all)."""
+    """The first GPU: its memory in bytes, the ms that a byte of a copy takes there and from pinned host memory (None
+    where they could not be measured), and what of the memory no process holds (None: all)."""
 
     name: str
     nbytes: int
-    ms_per_byte: float
-    ms_per_byte_from_host: float
+    ms_per_byte: float | None = None
+    ms_per_byte_from_host: float | None = None
     free: int | None = None
 
 
@@ -84,7 +87,8 @@ class World:
     """This host and what is to run on it. None: not asked for, so what needs it is skipped or takes its default.
 
     `root` stands for `/` where `/proc` and `/sys` are read. `accelerator` measures the first GPU; None if there is none
-    that torch uses. `limit` gives the soft limit of a resource (-1: none).
+    that torch uses. `gpus` are all that NVML tells of; None if its package is not installed. `limit` gives the soft
+    limit of a resource (-1: none).
     """
 
     store: Annotated[str | None, Option("store URL to check", env="HOTSWAP_STORE")] = None
@@ -114,6 +118,7 @@ class World:
     shm: Path = DEFAULT_ROOT
     run: Callable[[Sequence[str]], Ran] = run_command
     accelerator: Callable[[], Accelerator | None] = find_accelerator
+    gpus: Callable[[], Gpus | None] = look
     limit: Callable[[int], int] = lambda which: resource.getrlimit(which)[0]
 
     def path(self, absolute: str) -> Path:
@@ -131,6 +136,21 @@ class World:
         """What an instance will have of a GPU of `total` bytes, of which `free` are free (None: all)."""
         utilization, kv_cache = self.gpu_memory_utilization, self.kv_cache_memory_bytes
         return Room.of(total, total if free is None else free, utilization=utilization, kv_cache=kv_cache)
+
+    @property
+    def ranks(self) -> int:
+        """The ranks of all instances on this host; on GPUs each takes one."""
+        return self.instances * self.tensor_parallel_size
+
+    def gpus_taken(self) -> list[Gpu]:
+        """Those that the ranks of all instances would have, each once; none where they are not known."""
+        if (seen := self.gpus()) is None:
+            return []
+        try:
+            names = visible_devices(self.environ, seen) or []
+        except ConfigError:  # the check `gpu` says what is wrong
+            return []
+        return [gpu for name in dict.fromkeys(names[: self.ranks]) if (gpu := seen.named(name)) is not None]
 
     @property
     def has_gpu_build(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import resource
@@ -26,15 +27,17 @@ LAYOUTS_OF_MORE = 5  # instances that are not at the same version for a moment h
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes in shared memory on one host. `layouts` is 0 on GPUs, where they lie in device memory."""
+    """Bytes in shared memory on one host, and on GPUs what their workers pin: then `layouts` is 0."""
 
     slot_nbytes: int
     slots: int
     layout_nbytes: int
     layouts: int
+    pinned_nbytes: int = 0
 
     @property
     def nbytes(self) -> int:
+        """In shared memory."""
         return self.slot_nbytes * self.slots + self.layout_nbytes * self.layouts
 
     def __str__(self) -> str:
@@ -48,7 +51,26 @@ def need_of(world: World) -> Need | None:
         return None
     schema = Checkpoint(world.model_dir).schema
     layouts = 0 if world.has_gpu_build else LAYOUTS_OF_ONE if world.instances == 1 else LAYOUTS_OF_MORE
-    return Need(Layout.of(schema).total_nbytes, world.keep_versions + 1, schema.nbytes, layouts)
+    pinned = pinned_nbytes(world, schema.nbytes) if world.has_gpu_build else 0
+    return Need(Layout.of(schema).total_nbytes, world.keep_versions + 1, schema.nbytes, layouts, pinned)
+
+
+def pinned_nbytes(world: World, nbytes: int) -> int:
+    """What the workers of all instances pin of a host with GPUs: a ring each, and its part of the versions, of `nbytes`
+    in all ranks, that have no room on the device."""
+    from weightsync.vllm_engine.device import cuda, mapping, remap, room
+
+    each = -(-nbytes // world.tensor_parallel_size)
+    given = world.room(min((gpu.nbytes for gpu in world.gpus_taken()), default=0))
+    try:
+        wanted = room.wanted_copies(world.environ)
+        if remap.flips_by_remapping(world.environ):
+            there = remap.sets_that_fit(each, given, wanted)
+        else:
+            there = wanted if wanted is not None else given.copies(each)
+    except (ValueError, mapping.RemapUnavailable):  # `swap-pause` says what is wrong
+        there = 0
+    return world.ranks * (cuda.PIECES * cuda.PIECE_NBYTES + (room.MOST_COPIES - there) * each)
 
 
 ENLARGE = (
@@ -103,9 +125,10 @@ def memory_limit(world: World) -> Iterator[Finding]:
     except CheckpointError as error:
         yield skip(str(error))
         return
-    if need is not None and have <= need.nbytes:
+    if need is not None and have <= need.nbytes + need.pinned_nbytes:
         mend = "Raise the limit (memory of the container or pod): pages in shared memory count, and so do the processes"
-        yield fail(f"{text}; {need} alone are {size(need.nbytes)}", mend)
+        pinned = f", and the {size(need.pinned_nbytes)} that workers of GPUs pin" if need.pinned_nbytes else ""
+        yield fail(f"{text}; {need}{pinned} alone are {size(need.nbytes + need.pinned_nbytes)}", mend)
     else:
         yield ok(text)
 
@@ -222,13 +245,25 @@ def open_files(world: World) -> Iterator[Finding]:
         yield fail(f"{have:,}: too few even for the engine's own files", mend)
 
 
-@check("locked-memory", "how much memory may be pinned, which RDMA does with whole slots")
+@check("locked-memory", "how much memory may be pinned: RDMA does so with whole slots, GPUs with versions that wait")
 def locked_memory(world: World) -> Iterator[Finding]:
     have = world.limit(resource.RLIMIT_MEMLOCK)
+    mend = "ulimit -l unlimited (LimitMEMLOCK=infinity; in a container --ulimit memlock=-1 or CAP_IPC_LOCK)"
     if have == resource.RLIM_INFINITY:
         yield ok("no limit")
     elif devices(world):
-        mend = "ulimit -l unlimited (LimitMEMLOCK=infinity; in a container --ulimit memlock=-1 or CAP_IPC_LOCK)"
         yield fail(f"{size(have)}: slots cannot be registered with the RDMA devices here", mend)
-    else:
+    elif not world.has_gpu_build:
         yield ok(f"{size(have)}; nothing here pins memory")
+    else:
+        yield _judge_pinned(world, have, mend)
+
+
+def _judge_pinned(world: World, have: int, mend: str) -> Finding:
+    need = None
+    with contextlib.suppress(CheckpointError):  # `shared-memory` says what is wrong with it
+        need = need_of(world)
+    nbytes = need.pinned_nbytes if need is not None else pinned_nbytes(world, 0)
+    model = "" if need is not None else ", and versions without room on the device (see --model)"
+    text = f"{size(have)}; workers of GPUs pin {size(nbytes)}{model}"
+    return ok(text) if have >= nbytes else warn(f"{text}: where that is refused, copies are slower", mend)

@@ -10,9 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from server.doctor.registry import Finding, check, fail, ok, skip, warn
-from server.doctor.world import World, torch_cuda, version_of
+from server.doctor.world import World, size, torch_cuda, version_of
+from server.errors import ConfigError
+from server.gpus import DEVICES_ENV, visible_devices
 from server.missing import NO_VISION
 from weightsync.vllm_engine import VLLM_VERSIONS
+from weightsync.vllm_engine.gpus import Gpus
 from weightsync.vllm_engine.releases import PACKAGES
 
 LISTS = Path(__file__).parents[3] / "requirements"
@@ -100,42 +103,64 @@ def judge_compiled(built_from: str, sources: str, pure: str, compiler: str | Non
     return warn(state, f"`make setup` (it uses {compiler})")
 
 
-QUERY = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
 # The oldest Linux driver for any minor release of a major one (CUDA release notes, "minor version compatibility").
 OLDEST_DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
+BUILDS = "`make clean && make setup ACCEL=cuda` installs the builds for GPUs"
 
 
-@check("gpu", "GPUs, their driver, and the CUDA of the installed torch")
+@check("gpu", "GPUs, their driver and the CUDA of the installed torch; how many are needed, and whether they are free")
 def gpu(world: World) -> Iterator[Finding]:
     yield from judge_gpu(world, torch_cuda())
 
 
 def judge_gpu(world: World, cuda: str | None) -> Iterator[Finding]:
     """`cuda`: the release that torch was built with; None for its CPU build."""
-    ran = world.run(QUERY)
-    if ran.status is None:
-        yield _no_driver(world, cuda)
-    elif ran.status != 0 or not ran.said:
-        yield fail(f"nvidia-smi: {ran.said or 'says nothing'}", "Load or reinstall the NVIDIA driver of this kernel")
-    else:
-        rows = [[cell.strip() for cell in line.split(",")] for line in ran.said.splitlines()]
-        names = ", ".join(f"{name} ({memory})" for name, memory, *_ in rows)
-        yield _fits(names, rows[0][-1], cuda)
+    seen = world.gpus()
+    if seen is None or not seen.devices:
+        yield _none_seen(world, cuda, seen)
+        return
+    names = "; ".join(f"{g.uuid if g.is_part else g.index}: {g.name}, {size(g.nbytes)}" for g in seen.devices)
+    yield _fits(names, seen.driver, cuda)
+    if cuda is not None:
+        yield from _enough(world, seen)
 
 
-def _no_driver(world: World, cuda: str | None) -> Finding:
-    if world.path("/proc/driver/nvidia/version").exists():
-        return fail("there is a driver, but no nvidia-smi on PATH", "Install nvidia-utils of the driver's release")
+def _none_seen(world: World, cuda: str | None, seen: Gpus | None) -> Finding:
+    driver = world.read("/proc/driver/nvidia/version")
     if cuda is None:
-        return skip("no NVIDIA driver here, and torch is its CPU build")
+        nothing = skip("no NVIDIA driver here, and torch is its CPU build")
+        return warn("an NVIDIA driver is here, but torch is its CPU build", BUILDS) if driver else nothing
+    text = f"torch is built for CUDA {cuda}, and no GPU is seen"
+    if seen is None:
+        return fail(f"{text}: nvidia-ml-py is not installed", "scripts/install.sh VENV requirements/cuda.txt")
     mend = "Start the container with --gpus all, install the driver, or set up again with `make setup ACCEL=cpu`"
-    return fail(f"torch is built for CUDA {cuda}, and there is no nvidia-smi here", mend)
+    return fail(f"{text} ({seen.why_none})", "Reload or reinstall the NVIDIA driver of this kernel" if driver else mend)
+
+
+def _enough(world: World, seen: Gpus) -> Iterator[Finding]:
+    """For the ranks of all instances: whether there are so many, and how free they are."""
+    try:
+        names = visible_devices(world.environ, seen) or []
+    except ConfigError as error:
+        yield fail(f"{DEVICES_ENV} cannot be used", str(error))
+        return
+    if world.ranks > len(names):
+        needed = f"{world.instances} instance(s) of {world.tensor_parallel_size} rank(s) need {world.ranks} GPUs"
+        mend = f"Start fewer instances, or make more GPUs visible; one that several share stands in {DEVICES_ENV} twice"
+        yield fail(f"{needed}, and {len(names)} are visible ({', '.join(names)})", mend)
+    share = world.gpu_memory_utilization
+    for taken in (g for g in world.gpus_taken() if g.free_nbytes < share * g.nbytes):
+        yield warn(
+            f"{size(taken.free_nbytes)} of {size(taken.nbytes)} are free on {taken.index} ({taken.uuid}): an instance "
+            f"wants {share:.0%} when it starts",
+            "End what holds the rest (`nvidia-smi` lists it; a server that runs is no fault), or give "
+            "--gpu-memory-utilization",
+        )
 
 
 def _fits(names: str, driver: str, cuda: str | None) -> Finding:
     if cuda is None:
-        mend = "`make clean && make setup ACCEL=cuda` installs the builds for GPUs"
-        return warn(f"{names}, driver {driver}; but torch is its CPU build", mend)
+        return warn(f"{names}, driver {driver}; but torch is its CPU build", BUILDS)
     oldest = OLDEST_DRIVER.get(int(cuda.split(".")[0]))
     found = f"{names}, driver {driver}, torch for CUDA {cuda}"
     if oldest is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 
 from server.doctor.plan import scratch_of
 from server.doctor.registry import Finding, check, fail, ok, skip, warn
@@ -36,7 +37,7 @@ def swap_pause(world: World) -> Iterator[Finding]:
     except CheckpointError as error:
         yield skip(str(error))
     except RuntimeError as error:  # torch's: an occupied device above all
-        yield skip(f"the GPU could not be measured: {error}")
+        yield _unmeasured(world, nbytes, scratch, error)
     else:
         if found is not None:
             yield judge_pause(found, nbytes, world, scratch)
@@ -44,6 +45,20 @@ def swap_pause(world: World) -> Iterator[Finding]:
             yield skip("torch sees no GPU to measure (see `gpu`)")
         else:
             yield ok("on a CPU a commit points references at the staged version, which does not depend on its size")
+
+
+def _unmeasured(world: World, nbytes: int, scratch: int, error: RuntimeError) -> Finding:
+    """Where versions wait follows from sizes, which the driver tells of a device that others fill."""
+    why = f"times could not be measured: {str(error).partition('. ')[0]}"
+    first = next(iter(world.gpus_taken()), None)
+    if first is None or not first.nbytes:
+        return skip(why)
+    found = judge_pause(Accelerator(first.name, first.nbytes), nbytes, world, scratch)
+    return replace(found, found=f"{found.found} ({why})")
+
+
+def _ms(nbytes: int, per_byte: float | None, digits: int = 0) -> str:
+    return f"{nbytes * per_byte:.{digits}f} ms" if per_byte is not None else "an unknown time"
 
 
 def judge_pause(gpu: Accelerator, nbytes: int, world: World, scratch: int = 0) -> Finding:
@@ -62,7 +77,7 @@ def judge_pause(gpu: Accelerator, nbytes: int, world: World, scratch: int = 0) -
             return ok(
                 f"{text}; {sets} versions lie on the device, the live one included. A commit remaps addresses, which "
                 "does not depend on the size: an instance measures it when it starts (`expected_flip_ms`). To exchange "
-                f"the live version with one on the host takes {2 * nbytes * gpu.ms_per_byte_from_host:.0f} ms"
+                f"the live version with one on the host takes {_ms(2 * nbytes, gpu.ms_per_byte_from_host)}"
             )
     except ValueError as error:
         return fail(str(error), "Set the variable so, or unset it")
@@ -71,8 +86,9 @@ def judge_pause(gpu: Accelerator, nbytes: int, world: World, scratch: int = 0) -
     copies = wanted if wanted is not None else given.copies(nbytes, scratch)
     if given.left(nbytes, copies, scratch) < (given.kv_cache or 0):
         return fail(f"{text}; {copies} copies of them do not fit", f"Set {COPIES_ENV}=auto, or fewer, or {LESS_CACHE}")
-    here, there = f"{nbytes * gpu.ms_per_byte:.1f} ms", f"{nbytes * gpu.ms_per_byte_from_host:.0f} ms"
-    text += f"; room for {copies} copies: {WAITING[copies]}. A commit stalls decoding for about "
+    about = "about " if gpu.ms_per_byte is not None else ""
+    here, there = _ms(nbytes, gpu.ms_per_byte, 1), _ms(nbytes, gpu.ms_per_byte_from_host)
+    text += f"; room for {copies} copies: {WAITING[copies]}. A commit stalls decoding for {about}"
     if copies == 0:
         return warn(f"{text}{there}, and so does a rollback", MORE_ROOM)
     rollback = {1: f"; a rollback for {there}", 2: f"; a rollback while a version is staged for {there}", 3: ""}[copies]

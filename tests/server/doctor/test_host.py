@@ -7,38 +7,87 @@ from pathlib import Path
 
 import pytest
 
-from server.doctor.checks.memory import judge_numa
+from server.doctor import world as worlds
+from server.doctor.checks.memory import judge_numa, pinned_nbytes
 from server.doctor.checks.network import judge_transports
 from server.doctor.checks.software import judge_compiled, judge_gpu, judge_sandbox
 from server.doctor.registry import Status
 from server.doctor.world import cuda_in, run_command
+from server.gpus import DEVICES_ENV
 from tests.server.doctor.worlds import checkpoint, findings, host, only, says, statuses
-
-H100 = "NVIDIA H100 80GB HBM3, 81559 MiB, {}"
+from tests.server.nvml import of
+from weightsync.vllm_engine.device.cuda import COPIES_ENV
+from weightsync.vllm_engine.device.mapping import FLIP_ENV
+from weightsync.vllm_engine.gpus import Gpus
 
 
 @pytest.mark.parametrize(
-    ("status", "said", "cuda", "expected", "hint"),
+    ("driver", "cuda", "expected", "hint"),
     [
-        (0, H100.format("580.95.05"), "13.0", "ok", ""),
-        (0, H100.format("570.86.10"), "13.0", "fail", "580.65"),
-        (0, H100.format("535.54.03"), "12.8", "ok", ""),
-        (0, H100.format("580.95.05"), None, "warn", "ACCEL=cuda"),
-        (0, H100.format("580.95.05"), "14.1", "warn", "release notes"),
-        (9, "couldn't communicate with the NVIDIA driver", "13.0", "fail", "reinstall"),
-        (None, "no such file", "13.0", "fail", "--gpus all"),
-        (None, "no such file", None, "skip", ""),
+        ("580.95.05", "13.0", "ok", ""),
+        ("570.86.10", "13.0", "fail", "580.65"),
+        ("535.54.03", "12.8", "ok", ""),
+        ("580.95.05", None, "warn", "ACCEL=cuda"),
+        ("580.95.05", "14.1", "warn", "release notes"),
     ],
 )
 def test_a_driver_must_run_the_cuda_of_torch(
-    tmp_path: Path, status: int | None, said: str, cuda: str | None, expected: Status, hint: str
+    tmp_path: Path, driver: str, cuda: str | None, expected: Status, hint: str
 ) -> None:
-    assert hint in only(judge_gpu(host(tmp_path, run=says(status, said)), cuda), expected).mend
+    found = only(judge_gpu(host(tmp_path, gpus=lambda: of("GPU-8a", driver=driver)), cuda), expected)
+    assert hint in found.mend
+    assert "0: NVIDIA H100 80GB HBM3, 80.0 GiB" in found.found
 
 
-def test_a_driver_without_its_tools_is_told(tmp_path: Path) -> None:
-    world = host(tmp_path, {"/proc/driver/nvidia/version": "NVRM version"})
-    assert "no nvidia-smi" in only(judge_gpu(world, None), "fail").found
+DRIVER = {"/proc/driver/nvidia/version": "NVRM version"}
+
+
+@pytest.mark.parametrize(
+    ("files", "seen", "cuda", "expected", "told"),
+    [
+        ({}, Gpus((), why_none="NVML: Driver Not Loaded"), "13.0", "fail", ["Driver Not Loaded", "--gpus all"]),
+        (DRIVER, Gpus((), why_none="the driver has no GPU"), "13.0", "fail", ["has no GPU", "reinstall"]),
+        ({}, None, "13.0", "fail", ["nvidia-ml-py", "cuda.txt"]),
+        ({}, None, None, "skip", ["CPU build"]),
+        (DRIVER, None, None, "warn", ["CPU build", "ACCEL=cuda"]),
+    ],
+)
+def test_a_host_where_no_gpu_is_seen(
+    tmp_path: Path, files: dict[str, str], seen: Gpus | None, cuda: str | None, expected: Status, told: list[str]
+) -> None:
+    found = only(judge_gpu(host(tmp_path, files, gpus=lambda: seen), cuda), expected)
+    assert all(text in f"{found.found} {found.mend}" for text in told), found
+
+
+@pytest.mark.parametrize(
+    ("instances", "ranks", "names", "told"),
+    [
+        (2, 1, None, ""),
+        (2, 2, None, "2 instance(s) of 2 rank(s) need 4 GPUs, and 2 are visible (0, 1)"),
+        (2, 1, "GPU-51", "need 2 GPUs, and 1 are visible (GPU-51)"),
+        (2, 1, "1,1", ""),
+        (1, 1, "GPU-99", "cannot be used"),
+        (1, 1, "", "cannot be used"),
+    ],
+)
+def test_each_rank_needs_a_gpu(tmp_path: Path, instances: int, ranks: int, names: str | None, told: str) -> None:
+    environ = {DEVICES_ENV: names} if names is not None else {}
+    given = {"instances": instances, "tensor_parallel_size": ranks, "environ": environ}
+    found = list(judge_gpu(host(tmp_path, gpus=lambda: of("GPU-8a", "GPU-51"), **given), "13.0"))
+    assert statuses(found) == (["ok", "fail"] if told else ["ok"])
+    assert told in found[-1].found
+
+
+def test_a_gpu_that_others_fill_is_told_if_it_is_to_be_used(tmp_path: Path) -> None:
+    def seen() -> Gpus:
+        free, full = (of("GPU-8a", "GPU-51", free=nbytes).devices for nbytes in (79 << 30, 40 << 30))
+        return Gpus((free[0], full[1]), "580.95.05")
+
+    assert statuses(judge_gpu(host(tmp_path, gpus=seen), "13.0")) == ["ok"]
+    found = list(judge_gpu(host(tmp_path, gpus=seen, instances=2), "13.0"))
+    assert statuses(found) == ["ok", "warn"]
+    assert "40.0 GiB of 80.0 GiB are free on 1 (GPU-51)" in found[1].found
+    assert "--gpu-memory-utilization" in found[1].mend
 
 
 @pytest.mark.parametrize(
@@ -95,6 +144,48 @@ def test_locked_memory_matters_where_there_is_an_rdma_device(tmp_path: Path) -> 
     assert "unlimited" in only(findings("locked-memory", host(tmp_path, limit=limits.__getitem__)), "fail").mend
     limits[resource.RLIMIT_MEMLOCK] = resource.RLIM_INFINITY
     only(findings("locked-memory", host(tmp_path, limit=limits.__getitem__)), "ok")
+
+
+def test_workers_of_gpus_pin_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ring each, of 128 MiB, and the versions without room on the device: with this limit of none, or all three."""
+    monkeypatch.setattr(worlds, "torch_cuda", lambda: "13.0")
+    given = {"gpus": lambda: of("GPU-8a", "GPU-51"), "limit": lambda which: 129 << 20}
+    assert "pin 128 MiB" in only(findings("locked-memory", host(tmp_path, **given)), "ok").found
+    assert "pin 256 MiB" in only(findings("locked-memory", host(tmp_path, **given, instances=2)), "warn").found
+    given |= {"model_dir": checkpoint(tmp_path / "m", 1)}
+    assert "pin 128 MiB" in only(findings("locked-memory", host(tmp_path, **given)), "ok").found
+    crowded = host(tmp_path, **given, environ={COPIES_ENV: "0"})
+    assert "pin 131 MiB" in only(findings("locked-memory", crowded), "warn").found
+
+
+@pytest.mark.parametrize(
+    ("environ", "instances", "ranks", "nbytes"),
+    [
+        ({}, 1, 1, 0),
+        ({COPIES_ENV: "1"}, 1, 1, 200),
+        ({COPIES_ENV: "0"}, 1, 1, 300),
+        ({COPIES_ENV: "0"}, 2, 1, 600),
+        ({COPIES_ENV: "0"}, 1, 2, 300),
+        ({FLIP_ENV: "remap", COPIES_ENV: "2"}, 1, 1, 100),
+        ({COPIES_ENV: "nonsense"}, 1, 1, 300),
+    ],
+)
+def test_versions_without_room_on_the_device_are_in_the_hosts_memory(
+    tmp_path: Path, environ: dict[str, str], instances: int, ranks: int, nbytes: int
+) -> None:
+    given = {"environ": environ, "instances": instances, "tensor_parallel_size": ranks}
+    world = host(tmp_path, gpus=lambda: of("GPU-8a", "GPU-51"), **given)
+    assert pinned_nbytes(world, 100) == instances * ranks * (128 << 20) + nbytes
+
+
+def test_what_workers_of_gpus_pin_counts_against_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three slots of 1 MiB, beside a ring, fit; three versions more do not."""
+    monkeypatch.setattr(worlds, "torch_cuda", lambda: "13.0")
+    files = {"/proc/meminfo": f"MemTotal: {133 << 10} kB\n"}
+    given = {"model_dir": checkpoint(tmp_path / "m", 1), "gpus": lambda: of("GPU-8a")}
+    only(findings("memory-limit", host(tmp_path, files, **given)), "ok")
+    found = only(findings("memory-limit", host(tmp_path, files, **given, environ={COPIES_ENV: "0"})), "fail").found
+    assert "131 MiB that workers of GPUs pin" in found
 
 
 def rdma_device(root: Path, state: str = "4: ACTIVE", *, verbs: bool = True, node: bool = True) -> None:

@@ -13,6 +13,7 @@ from server.doctor.checks.swap_pause import judge_pause
 from server.doctor.registry import Status
 from server.doctor.world import Accelerator, World, find_accelerator
 from tests.server.doctor.worlds import checkpoint, findings, host, only
+from tests.server.nvml import of
 from weightsync.vllm_engine.device.mapping import FLIP_ENV
 from weightsync.vllm_engine.device.room import COPIES_ENV, Room
 
@@ -105,8 +106,23 @@ def test_a_gpu_that_cannot_be_measured_is_told(tmp_path: Path, monkeypatch: pyte
     assert "sees no GPU" in only(findings("swap-pause", host(tmp_path, model_dir=model)), "skip").found
 
 
+def test_a_gpu_that_a_server_fills_is_judged_by_its_size(tmp_path: Path) -> None:
+    """Its times cannot be measured, and where versions wait can be told."""
+
+    def occupied() -> Accelerator:
+        raise torch.OutOfMemoryError("no memory left. GPU 0 has a total capacity of 1 GiB")
+
+    given: dict[str, Any] = {"model_dir": checkpoint(tmp_path / "m"), "accelerator": occupied}
+    found = only(findings("swap-pause", host(tmp_path, **given, gpus=lambda: of("GPU-8a", free=0))), "ok").found
+    assert "room for 3 copies" in found
+    assert "stalls decoding for an unknown time" in found
+    assert found.endswith("(times could not be measured: no memory left)")
+
+
 @pytest.mark.gpu
 def test_this_gpu_is_measured() -> None:
     found = find_accelerator()
     assert found is not None
+    assert found.ms_per_byte is not None
+    assert found.ms_per_byte_from_host is not None
     assert 0 < found.ms_per_byte < found.ms_per_byte_from_host

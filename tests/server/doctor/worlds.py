@@ -20,6 +20,7 @@ def host(root: Path, files: Mapping[str, str] = {}, **given: Any) -> World:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     settings: dict[str, Any] = {"root": root, "environ": {}, "run": says(None, "No such file or directory")}
+    settings["gpus"] = lambda: None
     return World(**settings | given)
 
 
