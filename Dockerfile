@@ -29,7 +29,8 @@ RUN apt-get update \
  && rm -rf /var/lib/apt/lists/*
 
 # The compiler of the gateway's request path (server/gateway/compiled.py) stays here; only /opt/venv goes on.
-# The pinned list is resolved as a whole, so nothing is added to it (see its first lines).
+# The pinned list is resolved as a whole, so nothing is added to it (see its first lines), but for kernels of FlashInfer's
+# release, compiled, of its own index: the image has no CUDA toolkit to compile them at a request.
 FROM runtime-cpu AS build-cpu
 RUN apt-get update \
  && apt-get install -y --no-install-recommends gcc libc6-dev \
@@ -49,6 +50,7 @@ WORKDIR /src
 RUN --mount=type=cache,target=/root/.cache \
     scripts/install.sh /opt/venv requirements/${ACCEL}.txt $(ls requirements/fp8-${ACCEL}.txt 2>/dev/null) \
     ${EXTRAS:+requirements/${EXTRAS}.txt} \
+ && if [ "$ACCEL" = cuda ]; then /opt/venv/bin/python -m flashinfer download-kernels; fi \
  && grep -E '^(mypy|ast-serialize|librt|pathspec|types-)' requirements/test.txt > /mypy.txt \
  && /opt/venv/bin/pip install --no-deps --target /opt/mypy -r /mypy.txt \
  && /opt/venv/bin/pip uninstall -y uv

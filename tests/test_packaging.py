@@ -103,6 +103,15 @@ def pins(name: str) -> dict[str, str]:
     return dict(line.split("==") for line in lines if not line.startswith("#"))
 
 
+def test_an_image_for_gpus_has_the_kernels_that_it_cannot_compile() -> None:
+    """FlashInfer looks for nvcc at the first request that needs a kernel which is not there."""
+    image = " ".join(of(chain("cuda", list(stages("cuda"))[-1]), "RUN"))
+    assert "nvcc" not in image
+    (install,) = [run for run in of(stages("cuda")["build"][1], "RUN") if "scripts/install.sh" in run]
+    fetch = 'if [ "$ACCEL" = cuda ]; then /opt/venv/bin/python -m flashinfer download-kernels; fi'
+    assert install.index("scripts/install.sh") < install.index(fetch) < install.index("uninstall -y uv")
+
+
 def test_an_image_for_gpus_has_transformer_engine_and_megatron_core_for_its_python() -> None:
     (install,) = [run for run in of(stages("cuda")["build"][1], "RUN") if "scripts/install.sh" in run]
     assert "$(ls requirements/fp8-${ACCEL}.txt 2>/dev/null)" in install

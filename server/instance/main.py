@@ -5,13 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import shutil
 import socket
-import subprocess
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -31,11 +27,10 @@ from weightsync.vllm_engine.releases import find, for_cpus, release
 from .config import InstanceConfig, parse_vllm_args
 from .fork_server import fork_from_here
 from .forms import form_to_start_with, tell_failure
+from .kernels import SAMPLER_ENV, flashinfer_samples
 from .rest import rest, start_over
 
 log = logging.getLogger("hotswap.instance")
-
-SAMPLER_ENV = "VLLM_USE_FLASHINFER_SAMPLER"
 
 
 def run_instance(config: InstanceConfig) -> None:
@@ -90,31 +85,13 @@ def prepare_environment() -> None:
         # glibc gives threads heaps of their own, where what one freed is of no use to another. Each stager would build
         # the layers that a kernel keeps for itself in other heaps, until the process held several times its versions.
         os.environ.setdefault("MALLOC_ARENA_MAX", "1")
-    elif SAMPLER_ENV not in os.environ and not flashinfer_samples():
+    elif SAMPLER_ENV not in os.environ and not flashinfer_samples(os.environ):
         os.environ[SAMPLER_ENV] = "0"
         log.warning(
             "FlashInfer's sampler is off: it has no flashinfer-jit-cache here, and no CUDA toolkit (nvcc, curand.h, "
             "libcudart, ninja, c++) to compile with. vLLM's own takes its place; %s=1 turns it on all the same",
             SAMPLER_ENV,
         )
-
-
-def flashinfer_samples() -> bool:
-    """Whether FlashInfer's sampler is there compiled, or can be compiled and linked as FlashInfer would do it.
-
-    vLLM does not ask, and an engine ends at its first request with top_p or top_k where that fails.
-    """
-    if find_spec("flashinfer") is None:
-        return False
-    if find_spec("flashinfer_jit_cache") is not None:
-        return True
-    found, env = shutil.which("nvcc"), os.environ
-    home = env.get("CUDA_HOME") or env.get("CUDA_PATH") or (str(Path(found).parents[1]) if found else "/usr/local/cuda")
-    compiler, linker = env.get("FLASHINFER_NVCC", f"{home}/bin/nvcc"), env.get("CXX", "c++")
-    if not all(map(shutil.which, (compiler, linker, "ninja"))) or not Path(home, "include", "curand.h").exists():
-        return False
-    libraries = [f"-L{home}/lib64", f"-L{home}/lib64/stubs", "-lcudart", "-lcuda"]
-    return subprocess.run([linker, "-shared", "-o", os.devnull, *libraries], capture_output=True).returncode == 0
 
 
 async def serve(config: InstanceConfig) -> bool:
@@ -177,12 +154,15 @@ async def warm_up(app: Admission, model: str) -> None:
     They come as probes do, for this instance admits nobody yet.
     """
     sampled = {"temperature": 0.8, "top_p": 0.9, "top_k": 4}
+    penalties = {"presence_penalty": 0.1, "frequency_penalty": 0.1, "repetition_penalty": 1.1}
     asks: list[tuple[str, dict[str, Any]]] = [
         ("/v1/completions", {"prompt": [0], "logprobs": 1}),  # log-probabilities alone cost 1.4 s the first time
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
     ]
     if not for_cpus():  # accelerators have kernels of their own for it
         asks.append(("/v1/completions", {"prompt": [0], **sampled}))
+        asks.append(("/v1/completions", {"prompt": [0], "seed": 1, **penalties}))
+        asks.append(("/v1/completions", {"prompt": [0], "structured_outputs": {"regex": "[0-9]+"}}))
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with httpx.AsyncClient(
         transport=transport,

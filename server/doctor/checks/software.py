@@ -6,11 +6,11 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from server.doctor.registry import Finding, check, fail, ok, skip, warn
-from server.doctor.world import World, size, torch_cuda, version_of
+from server.doctor.world import World, file_system, size, torch_cuda, version_of
 from server.errors import ConfigError
 from server.gpus import DEVICES_ENV, visible_devices
 from server.missing import NO_VISION
@@ -172,6 +172,40 @@ def _fits(names: str, driver: str, cuda: str | None) -> Finding:
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".") if part.isdigit())
+
+
+@check("kernels", "on GPUs what an engine compiles at its first requests: compilers, and directories that keep it")
+def kernels(world: World) -> Iterator[Finding]:
+    if not world.has_gpu_build:
+        yield skip("on a CPU nothing is compiled while requests are served")
+        return
+    from server.instance.kernels import SAMPLER_ENV, c_compiler, caches, flashinfer_samples
+
+    if (compiler := c_compiler(world.environ)) is None:
+        yield fail("no C compiler: Triton makes with it what launches its kernels", "apt-get install gcc libc6-dev")
+    elif SAMPLER_ENV not in world.environ and not flashinfer_samples(world.environ):
+        text = "FlashInfer's sampler is not compiled and cannot be: instances sample with vLLM's own"
+        yield warn(text, "`python -m flashinfer download-kernels` in this environment, or a CUDA toolkit in CUDA_HOME")
+    elif world.environ.get(SAMPLER_ENV) == "1" and not flashinfer_samples(world.environ):
+        text = f"{SAMPLER_ENV}=1, and FlashInfer's sampler cannot be compiled: a request with top_p ends an engine"
+        yield fail(text, f"Unset {SAMPLER_ENV}, or `python -m flashinfer download-kernels` in this environment")
+    else:
+        yield ok(f"C compiler {compiler}")
+    yield from judge_caches(world, caches(world.environ))
+
+
+def judge_caches(world: World, places: Mapping[str, Path]) -> Iterator[Finding]:
+    """`places`: by what keeps there what it has compiled."""
+    for name, place in places.items():
+        there = next(path for path in (place, *place.parents) if path.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            mend = "Let this user write there, or set HOME to a directory that is kept"
+            yield fail(f"{name} cannot keep what it compiles in {place}", mend)
+        elif file_system(world, there) == "tmpfs":
+            mend = "Set HOME and VLLM_CACHE_ROOT to directories on a disk that is kept"
+            yield warn(f"{name} keeps what it compiles in memory ({place}), so that it is compiled anew", mend)
+        else:
+            yield ok(f"{name} keeps what it compiles in {place}")
 
 
 INSTALL = "`make setup`, or apt-get install bubblewrap; needed only for rewards that run a model's code"

@@ -10,10 +10,11 @@ import pytest
 from server.doctor import world as worlds
 from server.doctor.checks.memory import judge_numa, pinned_nbytes
 from server.doctor.checks.network import judge_transports
-from server.doctor.checks.software import judge_compiled, judge_gpu, judge_sandbox
+from server.doctor.checks.software import judge_caches, judge_compiled, judge_gpu, judge_sandbox
 from server.doctor.registry import Status
 from server.doctor.world import cuda_in, run_command
 from server.gpus import DEVICES_ENV
+from server.instance.kernels import SAMPLER_ENV, caches
 from tests.server.doctor.worlds import checkpoint, findings, host, only, says, statuses
 from tests.server.nvml import of
 from weightsync.vllm_engine.device.cuda import COPIES_ENV
@@ -271,3 +272,71 @@ def test_transports() -> None:
     assert statuses(judge_transports({"tcp": "", "nixl": ""})) == ["ok"]
     assert statuses(judge_transports({"tcp": "", "nixl": "not installed"})) == ["ok", "skip"]
     assert "not installed" in only(judge_transports({"nixl": "not installed"}), "warn").found
+
+
+def program(path: Path) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("compiler", "jit_cache", "sampler", "expected", "told"),
+    [
+        (True, True, None, "ok", "C compiler"),
+        (False, True, None, "fail", "no C compiler"),
+        (True, False, None, "warn", "vLLM's own"),
+        (True, False, "0", "ok", "C compiler"),
+        (True, False, "1", "fail", "ends an engine"),
+    ],
+)
+def test_what_is_compiled_at_the_first_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: bool, jit_cache: bool, sampler: str | None,
+    expected: Status, told: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(worlds, "torch_cuda", lambda: "13.0")
+    for package in ("flashinfer", *(["flashinfer_jit_cache"] if jit_cache else [])):
+        (tmp_path / "packages" / package).mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    bin_ = program(tmp_path / "bin" / "gcc").parent if compiler else tmp_path
+    environ = {"PATH": str(bin_), "HOME": str(tmp_path)} | ({SAMPLER_ENV: sampler} if sampler is not None else {})
+    first, *kept = findings("kernels", host(tmp_path, environ=environ))
+    assert first.status == expected
+    assert told in first.found
+    assert statuses(kept) == ["ok"] * 4
+    assert f"vLLM keeps what it compiles in {tmp_path}/.cache/vllm" in kept[0].found
+
+
+def test_where_what_was_compiled_is_kept(tmp_path: Path) -> None:
+    disk, memory = tmp_path / "disk", tmp_path / "memory"
+    for place in (disk, memory):
+        place.mkdir()
+    program(tmp_path / "file")
+    mounts = {"/proc/mounts": f"root {tmp_path} ext4 rw 0 0\ntmp {memory} tmpfs rw 0 0\n"}
+    places = {"a": disk / "new" / "one", "b": memory, "c": tmp_path / "file" / "below"}
+    found = list(judge_caches(host(tmp_path / "root", mounts), places))
+    assert statuses(found) == ["ok", "warn", "fail"]
+    assert "b keeps what it compiles in memory" in found[1].found
+
+
+def test_on_a_cpu_no_kernels_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worlds, "torch_cuda", lambda: None)
+    only(findings("kernels", host(tmp_path)), "skip")
+
+
+@pytest.mark.parametrize(
+    ("env", "name", "place"),
+    [
+        ({}, "vLLM", "/home/u/.cache/vllm"),
+        ({"XDG_CACHE_HOME": "/c"}, "vLLM", "/c/vllm"),
+        ({"VLLM_CACHE_ROOT": "/v", "XDG_CACHE_HOME": "/c"}, "vLLM", "/v"),
+        ({}, "Triton", "/home/u/.triton/cache"),
+        ({"TRITON_HOME": "/t"}, "Triton", "/t/.triton/cache"),
+        ({"TRITON_CACHE_DIR": "/d", "TRITON_HOME": "/t"}, "Triton", "/d"),
+        ({"FLASHINFER_WORKSPACE_BASE": "/f"}, "FlashInfer", "/f/.cache/flashinfer"),
+        ({"TILELANG_CACHE_DIR": "/l"}, "TileLang", "/l"),
+    ],
+)
+def test_the_directories_are_those_that_each_would_take(env: dict[str, str], name: str, place: str) -> None:
+    assert caches({"HOME": "/home/u", **env})[name] == Path(place)

@@ -13,7 +13,8 @@ import pytest
 from server.errors import ConfigError
 from server.instance import main
 from server.instance.config import InstanceConfig
-from server.instance.main import SAMPLER_ENV, flashinfer_samples, prepare_environment, warm_up
+from server.instance.kernels import SAMPLER_ENV, flashinfer_samples
+from server.instance.main import prepare_environment, warm_up
 from server.instance.middleware import Admission
 from tests.lacking import program
 from tests.server.instance.asgi import head, part
@@ -65,7 +66,7 @@ def test_the_toolkit_of_the_nvcc_on_the_path(gpus: Path, monkeypatch: pytest.Mon
     monkeypatch.delenv("CUDA_HOME")
     toolkit(gpus / "other")
     monkeypatch.setenv("PATH", f"{gpus / 'other' / 'bin'}:{os.environ['PATH']}")
-    assert flashinfer_samples()
+    assert flashinfer_samples(os.environ)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +134,8 @@ def test_without_a_gpu_nothing_is_imported_first(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.usefixtures("gpus")
 async def test_the_warm_up_samples_as_clients_do() -> None:
-    """Kernels for temperature, top_p and top_k are compiled, or fail, before the instance serves."""
+    """What samples by temperature, top_p, top_k, a seed, penalties or a grammar is compiled, or fails, before the
+    instance serves."""
     asked: list[tuple[str, dict[str, Any]]] = []
 
     async def engine(scope: Any, receive: Any, send: Any) -> None:
@@ -143,5 +145,6 @@ async def test_the_warm_up_samples_as_clients_do() -> None:
 
     await warm_up(Admission(engine), "toy")
     assert {path for path, _ in asked} == {"/v1/completions", "/v1/chat/completions"}
-    assert any({"temperature", "top_p", "top_k"} <= body.keys() for _, body in asked)
+    kinds: list[set[str]] = [{"temperature", "top_p", "top_k"}, {"seed", "repetition_penalty"}, {"structured_outputs"}]
+    assert [kind for kind in kinds if not any(kind <= body.keys() for _, body in asked)] == []
     assert all(body["model"] == "toy" for _, body in asked)
