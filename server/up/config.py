@@ -41,6 +41,9 @@ class UpConfig:
     train: Annotated[Path | None, Option("also run this trainer configuration")] = None
     kv_cache_gib: Annotated[float | None, Option(KV_CACHE)] = None
     instances: Annotated[int, Option("vLLM instances, each with GPUs of its own; on a CPU they share the weights")] = 1
+    ready_timeout_s: Annotated[
+        float, Option("seconds in which every instance must come to serve; large models that are compiled take longer")
+    ] = 600.0
     store: Annotated[str | None, Option("etcd://HOST:PORT/...; default: a SQLite file")] = None
     ray: Annotated[str | None, Option("address of a Ray cluster, or auto: instances run on its nodes")] = None
     ray_bundle: Annotated[
@@ -65,6 +68,8 @@ class UpConfig:
             raise CliError(f"--kv-cache-gib {self.kv_cache_gib:g}: must be more than 0")
         if self.instances < 1:
             raise CliError(f"--instances {self.instances}: at least 1 is needed to answer anything")
+        if self.ready_timeout_s <= 0:
+            raise CliError(f"--ready-timeout {self.ready_timeout_s:g}: must be more than 0")
         if self.store is not None and not self.store.startswith("etcd://"):
             raise CliError("--store: only etcd://... is taken here; without it a SQLite store is made")
         if self.store is not None and self.fresh:

@@ -15,7 +15,7 @@ from pathlib import Path
 from server.errors import CliError
 from server.gpus import tensor_parallel
 from server.up.config import UpConfig
-from server.up.processes import BIND_ENV
+from server.up.processes import BIND_ENV, cause_in
 from server.up.served import Served
 from weightsync import ray_cluster
 from weightsync.control.hosts import HOST_ENV
@@ -37,6 +37,10 @@ class NodeChild(NodeProcess):
             return "no node of the cluster has room for it; `ray status` shows what it waits for"
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
         return "\n".join(text.splitlines()[-lines:])
+
+    def cause(self) -> str:
+        """The last error in its log, as `cause_in`."""
+        return cause_in(self.log)
 
     def stop(self, grace_s: float = 10.0) -> None:
         super().stop(grace_s)

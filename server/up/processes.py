@@ -42,6 +42,7 @@ class Child:
 
     def start(self) -> None:
         with self.log.open("ab") as log:
+            self._begins = log.tell()
             self.process = subprocess.Popen(
                 [sys.executable, "-m", *self._args],
                 stdin=subprocess.DEVNULL,
@@ -67,6 +68,10 @@ class Child:
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
         return "\n".join(text.splitlines()[-lines:])
 
+    def cause(self) -> str:
+        """The last error in its log since its start, as `cause_in`."""
+        return cause_in(self.log, self._begins)
+
     def stop(self, grace_s: float = 10.0) -> None:
         """SIGTERM to the process, then SIGKILL to what is left of its group."""
         if self.alive:
@@ -83,10 +88,12 @@ class Child:
 _ERROR = re.compile(r"(?:\((\w+) pid=\d+\) )?(?:[A-Z]+ [\d: -]+\[\S+\] )?([\w.]*(?:Error|Exception): .+)")
 
 
-def cause_in(log: Path) -> str:
-    """The last error in a log; "" if there is none. One of vLLM's workers, or else of its engine, comes before that of
-    the process which tells that they have ended."""
-    text = log.read_text(errors="replace") if log.exists() else ""
+def cause_in(log: Path, begin: int = 0) -> str:
+    """The last error in a log, behind the byte `begin`; "" if there is none.
+
+    One of vLLM's workers, or else of its engine, comes before that of the process which tells that they have ended.
+    """
+    text = log.read_bytes()[begin:].decode(errors="replace") if log.exists() else ""
     found = [match for line in text.splitlines() if (match := _ERROR.match(line)) and "root cause" not in match[2]]
     sources = ("Worker", "EngineCore", "")
     return next((m[2] for source in sources for m in reversed(found) if (m[1] or "").startswith(source)), "")

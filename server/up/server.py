@@ -35,7 +35,7 @@ from server.up import interrupts, resume
 from server.up.config import UpConfig
 from server.up.nodes import NodeChild, Nodes
 from server.up.paths import ServerInfo, default_state_dir
-from server.up.processes import Child, cause_in, share_of_cores
+from server.up.processes import Child, share_of_cores
 from server.up.served import Served, served
 from server.up.state import StateDir, require_own
 from weightsync.control.hosts import this_host
@@ -44,7 +44,6 @@ from weightsync.memory.arena import DEFAULT_ROOT
 from weightsync.vllm_engine import gpus
 from weightsync.vllm_engine.releases import for_cpus
 
-READY_TIMEOUT_S = 600.0
 RESTART_PAUSE_S = 2.0
 LEAVES_S, TRAINER_LEAVES_S = 10.0, 130.0  # after SIGTERM; a trainer saves first, within its faults.grace_s (120 s)
 PERSIST_S = 600.0  # for the copy of the active version at a stop
@@ -81,6 +80,7 @@ class Server:
         self._nodes: Nodes | None = None  # of a Ray cluster
         self.said: tuple[str, ...] = ()  # what the operator should know of what it goes on with
         self._restart_at: dict[str, float] = {}
+        self._left: set[str] = set()  # what has ended, and is not to be started again
         self._errors: dict[str, str] = {}  # of instances that do not serve yet, by id
         self._store_seen: tuple[int, int] | None = None
         self._arena_lock: int | None = None  # shared with other servers in the same arena, if the store is
@@ -188,8 +188,12 @@ class Server:
                 env = share_of_cores(place, len(every), model.vllm_args, os.environ)
             self._spawn(f"{model.named('instance')}-{index}", args, {**env, **self._instance_tracing()})
 
-    def wait_ready(self, timeout_s: float = READY_TIMEOUT_S, say: Callable[[str], None] = lambda _: None) -> None:
-        """Block until every instance serves; `say` gets each new error of one. Raises ProcessFailed, with reasons."""
+    def wait_ready(self, timeout_s: float | None = None, say: Callable[[str], None] = lambda _: None) -> None:
+        """Block until every instance serves; `say` gets each new error of one. Raises ProcessFailed, with reasons.
+
+        `timeout_s`: another one than that of the configuration.
+        """
+        timeout_s = self.config.ready_timeout_s if timeout_s is None else timeout_s
         deadline, told = time.monotonic() + timeout_s, dict[str, str]()
         key_file = str(self.admin_key_file)
         info = ServerInfo(self.url, self.admin_url, self.name, self.store, key_file, os.getpid(), "starting")
@@ -200,18 +204,19 @@ class Server:
             told |= self._errors
             for child in self._everything().values():
                 if not child.alive and not (_kind(child.name) == "publish" and child.returncode == 0):
-                    cause = f"{found}\n" if (found := cause_in(child.log)) else ""
+                    cause = f"{found}\n" if (found := child.cause()) else ""
                     raise ProcessFailed(f"{child.name} ended early: {cause}the end of {child.log}:\n{child.tail()}")
             if time.monotonic() > deadline:
                 why = "".join(f"{name}: {error}\n" for name, error in self._errors.items())
                 raise ProcessFailed(
-                    f"not ready after {timeout_s:.0f} s. {why}The logs are in {self.state_dir / 'logs'}"
+                    f"not ready after {timeout_s:.0f} s (--ready-timeout). {why}"
+                    f"The logs are in {self.state_dir / 'logs'}"
                 )
             time.sleep(0.1)
         replace(info, state="ready").write(self.state_dir)
 
     def watch(self) -> None:
-        """Restart what dies, until interrupted; a trainer that ends by itself is left ended."""
+        """Restart what dies, until interrupted; a trainer that ends by itself is left ended, and told."""
         while True:
             self.restart_ended()
             self._look_at_store()
@@ -221,10 +226,14 @@ class Server:
         """Start what has ended, each after a pause of its own; to be called again and again."""
         now = time.monotonic()
         for name, child in self._everything().items():
-            if child.alive or not _is_lasting(name):
+            if child.alive or name in self._left:
                 continue
-            if name not in self._restart_at:
-                print(f"hotswap: {name} ended with {child.returncode}; restarting", file=sys.stderr)
+            if not _is_lasting(name):
+                self._left.add(name)
+                if child.returncode:
+                    print(f"hotswap: {_end_of(child)}. Its log is {child.log}", file=sys.stderr)
+            elif name not in self._restart_at:
+                print(f"hotswap: {_end_of(child)}; restarting", file=sys.stderr)
                 self._restart_at[name] = now + RESTART_PAUSE_S
             elif now >= self._restart_at[name]:
                 with interrupts.held():
@@ -353,6 +362,7 @@ class Server:
             log = self.state_dir / "logs" / f"{name}.log"
             child = Child(name, args, log, environment, [self.state.inherited])
             self.children[name] = child
+            self._left.discard(name)
         return child
 
     def _gateway_args(self) -> list[str]:
@@ -429,6 +439,11 @@ def run_up(config: UpConfig) -> None:
 
 def _kind(name: str) -> str:
     return name.partition("-")[0]
+
+
+def _end_of(child: Child | NodeChild) -> str:
+    cause = child.cause()
+    return f"{child.name} ended with {child.returncode}" + (f" ({cause})" if cause else "")
 
 
 def _is_lasting(name: str) -> bool:

@@ -56,6 +56,9 @@ class Child:
         self.calls: list[str] = []
         self.grace_s = 0.0
 
+    def cause(self) -> str:
+        return ""
+
     def start(self) -> None:
         self.calls.append("start")
         self.alive = True

@@ -25,6 +25,7 @@ from server.up import server as up
 from server.up.config import UpConfig
 from server.up.paths import ServerInfo
 from server.up.processes import BIND_ENV, THREADS_ENV, cause_in, share_of_cores
+from server.up.processes import Child as RealChild
 from server.up.served import draft_dir, served
 from server.up.server import Server
 from tests.server.nvml import seven
@@ -80,6 +81,7 @@ def test_all_cores_are_shared_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"model": None}, "--models"),
         ({"instances": 0}, "--instances"),
         ({"kv_cache_gib": 0.0}, "--kv-cache-gib"),
+        ({"ready_timeout_s": 0.0}, "--ready-timeout"),
         ({"store": "sqlite:///x.db"}, "--store"),
         ({"store": "http://x"}, "--store"),
         ({"store": "etcd://h:1", "fresh": True}, "--fresh"),
@@ -162,6 +164,33 @@ def test_what_ends_is_started_again_after_a_pause_of_its_own(
     assert capsys.readouterr().err.count("restarting") == 2
 
 
+def test_what_ended_is_told_with_its_cause(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A trainer, too, which is left ended; a publication that is through, and a training run, are not told."""
+    server.start()
+    server.train(Path("run.yaml"))
+    for name, status, cause in (("publish", 0, ""), ("instance-0", -9, ""), ("trainer", 1, "ValueError: no data")):
+        child: Any = server.children[name]
+        child.alive, child.returncode, child.log, child.cause = False, status, tmp_path / "log", lambda c=cause: c
+    for _ in range(2):
+        server.restart_ended()
+    assert capsys.readouterr().err.splitlines() == [
+        "hotswap: instance-0 ended with -9; restarting",
+        f"hotswap: trainer ended with 1 (ValueError: no data). Its log is {tmp_path / 'log'}",
+    ]
+
+
+def test_the_cause_is_that_of_the_last_run(tmp_path: Path) -> None:
+    """The log of a process that is started again goes on."""
+    log = tmp_path / "log"
+    child = RealChild("child", ["tests.no_such_module"], log)
+    child.process.wait()
+    log.write_text("ValueError: of the first run\n")
+    assert child.cause() == "ValueError: of the first run"
+    child.start()
+    child.process.wait()
+    assert child.cause() == ""
+
+
 ENGINE_DIED = """\
 INFO: all is well
 (EngineCore pid=7) ERROR 11-27 06:52:18 [core.py:946] EngineCore failed to start.
@@ -207,6 +236,7 @@ def test_what_ended_early_is_told_with_its_cause_first(server: Server, tmp_path:
     (log := tmp_path / "instance-1.log").write_text(ENGINE_DIED)
     instance: Any = server.children["instance-1"]
     instance.alive, instance.log, instance.tail = False, log, lambda: "its end"
+    instance.cause = lambda: cause_in(log)
     with pytest.raises(ProcessFailed) as failed:
         server.wait_ready()
     first, *rest = str(failed.value).splitlines()
@@ -248,7 +278,8 @@ def test_what_keeps_an_instance_from_serving_is_said_once_and_at_the_end(
         if line == "instance-0: no memory":
             monkeypatch.setattr(up.time, "monotonic", lambda: float("inf"))
 
-    with pytest.raises(ProcessFailed, match=r"not ready .*\. instance-0: no memory\nThe logs are in .*logs"):
+    server.config = replace(server.config, ready_timeout_s=1234.0)
+    with pytest.raises(ProcessFailed, match=r"after 1234 s .*\. instance-0: no memory\nThe logs are in .*logs"):
         server.wait_ready(say=say)
     assert said == ["instance-0: no room", "instance-0: no memory"]
     monkeypatch.setattr(up.httpx, "get", Answers([("instance-0", None, True), ("instance-1", None, True)]).get)
