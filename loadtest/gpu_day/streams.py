@@ -23,7 +23,7 @@ from loadtest.gpu_day.device import Device
 from loadtest.gpu_day.models import LLAMA, PROMPTS, QWEN, TOKENIZED, Model, checkpoints, nbytes_of
 from loadtest.gpu_day.report import Report
 from loadtest.gpu_day.serving import GRAPHS, STREAMS, require_vllm, sleeps_here
-from weightsync.vllm_engine.device.cuda import COPIES_ENV
+from weightsync.vllm_engine.device.room import COPIES_ENV
 
 ANSWER = 32
 SWAPS, WARM_UP = 2, 2

@@ -115,7 +115,9 @@ class Engine:
         check_hosts(self.hosts, int(config.parallel_config.nnodes))
         devices = itertools.chain.from_iterable(await self._answer(self._ranks.workers("hotswap_device")))
         self.devices = tuple(
-            DeviceRecord(*device, host) for device, host in zip(devices, self.hosts, strict=True) if device is not None
+            DeviceRecord(device[0], device[1], host)
+            for device, host in zip(devices, self.hosts, strict=True)
+            if device is not None
         )
 
     async def reads(self, schema: list[list[Any]]) -> Reads | None:

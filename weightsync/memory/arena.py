@@ -239,7 +239,7 @@ MAPPINGS = Mappings(write=True)
 READ_MAPPINGS = Mappings(write=False)
 
 
-def prefault(mapping: mmap.mmap, *, write: bool) -> None:
+def prefault(mapping: mmap.mmap | memoryview, *, write: bool) -> None:
     """Fault in every page now, off the interpreter lock, instead of one by one in the copy that follows."""
     view = memoryview(mapping)
     address = address_of(view)
