@@ -44,9 +44,9 @@ BACKENDS = {"FlashInfer": "flashinfer", "DeepGEMM": "deep_gemm"}
 """What vLLM takes where it is installed, and what lays weights out in a way of its own."""
 
 
-def run(phase: str, small: bool, work: Path | None = None) -> list[Check]:
+def run(phase: str, small: bool, work: Path | None = None, logs: Path | None = None) -> list[Check]:
     """The checks of one phase, in this process."""
-    report = Report(phase, work) if work is not None else Report(phase)
+    report = Report(phase, work, logs) if work is not None else Report(phase)
     with report.running():
         module = importlib.import_module(f"loadtest.gpu_day.{PHASES[phase]}")
         found: Callable[[Report, Device, bool], None] = getattr(module, phase.replace("-", "_"))
@@ -54,8 +54,8 @@ def run(phase: str, small: bool, work: Path | None = None) -> list[Check]:
     return report.checks
 
 
-def _run_step(small: bool, work: Path, step: Step) -> None:
-    run(step.phase, small or step.small, work)
+def _run_step(small: bool, work: Path, logs: Path, step: Step) -> None:
+    run(step.phase, small or step.small, work, logs)
 
 
 def _warm(calls: Iterable[Call]) -> None:
@@ -125,9 +125,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     began = options.began
     for name, call in calls.items():
-        logs = options.json.with_name(f"{options.json.stem}-{name}.tar.gz") if options.json is not None else None
+        archive = options.json.with_name(f"{options.json.stem}-{name}.tar.gz") if options.json is not None else None
         began = began if began is not None else time.monotonic()
-        day = Day(work / "logs" / name, partial(_run_step, small, work), tell, logs, began, options.slower)
+        logs = work / "logs" / name
+        day = Day(logs, partial(_run_step, small, work, logs), tell, archive, began, options.slower)
         found |= day.run(call)
         began = None
     print("\n".join(["", *summary(found)]), flush=True)

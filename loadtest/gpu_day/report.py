@@ -21,18 +21,18 @@ class Skipped(Exception):
 class Report:
     """The checks of one phase, in order. One that is not ok fails the phase, and so does a phase without any.
 
-    `work` is where the phase may leave checkpoints and, in `work/logs`, what its processes print.
+    `work` is where the phase may leave checkpoints; `logs`, in `work` if it is not given, is for what its processes
+    print.
     """
 
-    def __init__(self, phase: str, work: Path = Path("runs") / "gpu-day") -> None:
-        self.phase, self.work = phase, work
+    def __init__(self, phase: str, work: Path = Path("runs") / "gpu-day", logs: Path | None = None) -> None:
+        self.phase, self.work, self._logs = phase, work, logs if logs is not None else work / "logs"
         self.checks: list[Check] = []
 
     @property
     def logs(self) -> Path:
-        found = self.work / "logs"
-        found.mkdir(parents=True, exist_ok=True)
-        return found
+        self._logs.mkdir(parents=True, exist_ok=True)
+        return self._logs
 
     def say(self, check: str, ok: bool | None = None, **figures: Any) -> bool:
         """Print and keep a check; `ok` is left out where figures say it all. Returns whether it did not fail."""

@@ -7,7 +7,7 @@ runs beside. Their times do: read those of `serve-8b`, whose engines run one beh
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +94,9 @@ def _against_fresh_engines(report: Report, device: Device, models: list[Path], *
         seconds = [each["seconds"] for each in found]
         report.say("fresh_engines", seconds=seconds, weights_gb=nbytes_of(models[0]) / 1e9, at_once=at_once)
         report.say("the_two_answer_differently", expected[0] != expected[1])
-        for way, future in swapped.items():
-            _judge(report, way, future, expected, sleeps=sleeps and way == "copy")
+        ways = {future: way for way, future in swapped.items()}
+        for future in as_completed(ways):
+            _judge(report, ways[future], future, expected, sleeps=sleeps and ways[future] == "copy")
 
 
 def _judge(

@@ -9,8 +9,10 @@ the bit, or the weights are not.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -246,6 +248,7 @@ def main(asked: Path, answered: Path) -> None:
 
     from loadtest.models.equality import flipping
 
+    faulthandler.register(signal.SIGTERM, chain=True)  # at its limit: the log says where it was
     question = json.loads(asked.read_text())
     with flipping("pointed" if torch.cuda.is_available() else "copied"):
         if question["kind"] == "stock":

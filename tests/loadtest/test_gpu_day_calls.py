@@ -163,7 +163,7 @@ def test_what_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
 def test_all_goes_on_after_a_failure_and_tells_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fake(small: bool, _work: Path, step: Step) -> None:
+    def fake(small: bool, _work: Path, _logs: Path, step: Step) -> None:
         report = Report(step.phase)
         if step.phase == "remap":
             report.say(SKIPPED, reason="no GPU")
