@@ -15,10 +15,12 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from loadtest.gpu_day import engine
@@ -26,6 +28,7 @@ from loadtest.gpu_day.device import Device
 from loadtest.gpu_day.report import Report, Skipped
 from loadtest.gpu_day.stack import LLAMA_8B, SMALL, Stack
 from loadtest.measure.machine import machine, memcpy_gbps
+from weightsync.format.manifest import digest_of
 from weightsync.memory.pinned import forget_error
 from weightsync.vllm_engine.device.mapping import CudaDriver, Memory, Range, RemapUnavailable
 
@@ -52,6 +55,7 @@ ASKED = "driver_version,name,memory.total,pcie.link.gen.current,pcie.link.width.
 READ_ONLY, HOST_TO_DEVICE = 0x08, 1  # cudaHostRegisterReadOnly, cudaMemcpyHostToDevice
 PIECES_MIB = (16, 32, 64)
 COPIED = 4 << 30
+DIGESTING = (1, 8)  # threads
 GIB, HANDLES, REMAPS = 1 << 30, 16, 10
 
 
@@ -70,7 +74,8 @@ def env(report: Report, device: Device, small: bool) -> None:
     report.say("device", **about, nvidia_smi=nvidia_smi())
     report.say("versions", **machine(), cuda=torch.version.cuda, platform=sys.platform)
     free, rate = os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE / 1e9, memcpy_gbps((4 if small else 256) << 20)
-    report.say("host", cores=len(os.sched_getaffinity(0)), memory_free_gb=free, memcpy_gbps=rate)
+    digests = {f"digest_{n}_gbps": _digest_gbps((4 if small else 256) << 20, n) for n in DIGESTING}
+    report.say("host", cores=len(os.sched_getaffinity(0)), memory_free_gb=free, memcpy_gbps=rate, **digests)
     for name, path in (("shm", engine.SHM), ("temporary", Path(tempfile.gettempdir()))):
         usage = shutil.disk_usage(path)
         report.say(f"{name}_directory", path=str(path), total_gb=usage.total / 1e9, free_gb=usage.free / 1e9)
@@ -80,6 +85,17 @@ def env(report: Report, device: Device, small: bool) -> None:
     for name in WANTED:
         found = there(name)
         report.say(f"found_{name}", found=found, version=_version(name))
+
+
+def _digest_gbps(nbytes: int, threads: int) -> float:
+    """As that many threads digest what is published, each something else; the best of three."""
+    pieces, times = [np.ones(nbytes // threads, np.uint8) for _ in range(threads)], []
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(3):
+            begun = time.perf_counter()
+            list(pool.map(digest_of, pieces))
+            times.append(time.perf_counter() - begun)
+    return sum(piece.nbytes for piece in pieces) / 1e9 / min(times)
 
 
 def _import(name: str) -> str:
@@ -281,20 +297,26 @@ def _on_device(report: Report, device: Device, small: bool) -> None:
 
 
 def remap(report: Report, device: Device, small: bool) -> None:
-    """What a flip would cost that maps other memory at the addresses of the weights, and whether a graph follows."""
+    """What a flip costs the driver that maps other memory at the addresses of the weights, in handles of 1 GiB and in a
+    single one, and whether a graph follows."""
     if not device.cuda:
         raise Skipped("addresses are remapped on CUDA alone")
     try:
         driver = CudaDriver(device.torch)
     except RemapUnavailable as error:
         raise Skipped(str(error)) from None
-    handles = min(HANDLES, int(device.free_nbytes() * 0.4) // GIB)
-    ours, theirs = (Memory(driver, [GIB] * handles) for _ in range(2))
+    gib = min(HANDLES, int(device.free_nbytes() * 0.4) // GIB)
+    for handles in (gib, 1):
+        _remap(report, device, driver, gib, handles)
+
+
+def _remap(report: Report, device: Device, driver: CudaDriver, gib: int, handles: int) -> None:
+    ours, theirs = (Memory(driver, [gib // handles * GIB] * handles) for _ in range(2))
     place = Range(driver, ours)
     words = place.data.view(torch.int64)
     total = torch.empty((), dtype=torch.int64, device=device.torch)
     graph = torch.cuda.CUDAGraph()
-    first = words[:: GIB // words.element_size()]  # one of each handle
+    first = words[:: GIB // words.element_size()]  # one of each GiB
     torch.sum(first, dim=0, out=total)
     device.wait()
     with torch.cuda.graph(graph):
@@ -312,15 +334,14 @@ def remap(report: Report, device: Device, small: bool) -> None:
         milliseconds.append((time.perf_counter() - begun) * 1e3)
         graph.replay()
         device.wait()
-        seen.append(int(total) == expected * handles)
-    report.say("graph_sees_remapped_memory", all(seen), turns=len(seen), gib=handles)
+        seen.append(int(total) == expected * gib)
+    report.say("graph_sees_remapped_memory", all(seen), turns=len(seen), gib=gib, handles=handles)
     aliases = [
         bool((memory.data.view(torch.int64)[:: GIB // 8] == value).all()) for memory, value in ((ours, 1), (theirs, 2))
     ]
     report.say("its_own_addresses_show_the_same", all(aliases))
-    report.say(
-        "remap", gib=handles, handles=handles, median_ms=statistics.median(milliseconds), max_ms=max(milliseconds)
-    )
+    median, longest = statistics.median(milliseconds), max(milliseconds)
+    report.say("remap", gib=gib, handles=handles, median_ms=median, max_ms=longest)
 
 
 def _bindings(name: str) -> Any:

