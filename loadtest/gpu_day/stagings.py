@@ -24,12 +24,13 @@ from weightsync.format.fingerprint import MASK, torch_rectangle
 from weightsync.vllm_engine.staging.stager import Garbage
 
 SWAPS = 5
-LAYERS = 8  # of the shape of 8 B, in what is published: the rest would show the same
+LAYERS = 4  # of the shape of 8 B, in what is published: the rest would show the same
 COPIES = 6.0  # of the weights, at most, with the twin that is given up after the first staging
 OTHER_SHARE = 0.02  # of the weights, and
 OTHER_NBYTES = 64 << 20  # at least: outputs, sums, multipliers, libraries' workspaces
 Block = tuple[int, int]  # address and size
-ALONE_S, BESIDE = 2.0, 2
+ALONE_S = 2.0
+ALONE, BESIDE = (2, 1), (3, 1)  # versions
 PIECES_MIB = (4, 32)
 STEP_TOKENS = 16
 SMALLEST_STEPS = 20
@@ -232,15 +233,15 @@ class Decoding:
 
 
 def stage(report: Report, device: Device, small: bool) -> None:
-    """Two versions staged in turn, by small and by large pieces: with nothing beside, then beside steps; what was
-    built, byte for byte."""
+    """Versions staged in turn, by small and by large pieces: with nothing beside, then beside steps, the first of those
+    out of a slot that was never read before; what was built, byte for byte."""
     shape = SMALL if small else _layers(device)
     live = Stack(shape, device.torch)
     live.load(0)
     with engine.versions(shape, device) as versions:
         decoding = Decoding(device, live)  # captures before there are other threads
         begun = time.perf_counter()
-        records = [versions.publish(number) for number in (1, 2)]
+        records = [versions.publish(number) for number in (1, 2, 3)]
         report.say("published", weights_gb=shape.nbytes / 1e9, seconds=time.perf_counter() - begun)
         for mib in PIECES_MIB:
             _stage_by(report, device, decoding, live, records, mib, small)
@@ -251,11 +252,10 @@ def _stage_by(
 ) -> None:
     side = engine.Side(live, lambda: Stack(live.shape, engine.TWIN), device, piece_nbytes=mib << (10 if small else 20))
     previous: list[Any] = []
-    turns = itertools.cycle(enumerate(records, 1))
 
-    def staged() -> tuple[int, Any, float, float]:
+    def staged(number: int) -> tuple[int, Any, float, float]:
         """Its number, the version, and when its staging began and ended."""
-        number, record = next(turns)
+        record = records[number - 1]
         garbage, previous[:] = Garbage(previous[:], []), []
         begun = time.perf_counter()
         generation = side.stage(record, garbage)  # raises where a sum is not the published one
@@ -265,18 +265,18 @@ def _stage_by(
     def gbps(times: list[float]) -> float:
         return live.shape.nbytes / 1e9 / statistics.median(times)
 
-    staged()  # the loaders are learnt from: it takes longer
-    idle = [end - begun for _, _, begun, end in (staged() for _ in range(BESIDE))]
+    staged(1)  # the loaders are learnt from: it takes longer
+    idle = [end - begun for _, _, begun, end in (staged(number) for number in ALONE)]
     report.say(f"alone_by_{mib}_mib", gbps=gbps(idle), seconds=idle)
     beside, alone, during = [], [], []
     with decoding:
-        for _ in range(BESIDE):
+        for turn in BESIDE:
             before = time.perf_counter()
             decoding.wait(SMALLEST_STEPS)
             while time.perf_counter() - before < (ALONE_S if not small else 0.0):
                 decoding.wait(1)
             alone += decoding.within(before, time.perf_counter())
-            number, generation, begun, end = staged()
+            number, generation, begun, end = staged(turn)
             decoding.wait(1)
             beside.append(end - begun)
             during += decoding.within(begun, end)

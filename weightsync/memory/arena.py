@@ -17,7 +17,7 @@ import os
 import stat
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ClassVar
 
@@ -199,6 +199,7 @@ class Mappings:
         self._write = write
         self._maps: dict[tuple[int, int], tuple[Path, mmap.mmap]] = {}
         self._faulted: set[tuple[int, int]] = set()
+        self._last: dict[int, Callable[[], None]] = {}  # by map
         self._lock = threading.Lock()
 
     def get(self, path: Path, locked_fd: int, *, populate: bool = True) -> mmap.mmap:
@@ -208,6 +209,7 @@ class Mappings:
         with self._lock:
             if key not in self._maps or len(self._maps[key][1]) != found.st_size:
                 self._forget_deleted()
+                self._forget(key)
                 self._maps[key] = (path, self._map(locked_fd, found.st_size))
                 self._faulted.discard(key)
             mapping = self._maps[key][1]
@@ -215,6 +217,11 @@ class Mappings:
                 prefault(mapping, write=self._write)
                 self._faulted.add(key)
         return mapping
+
+    def at_end(self, mapping: mmap.mmap, work: Callable[[], None]) -> None:
+        """Have `work` called before this map is forgotten."""
+        with self._lock:
+            self._last[id(mapping)] = work
 
     def _map(self, locked_fd: int, size: int) -> mmap.mmap:
         """Through a description of its own: a map keeps the one it was made from open, and the lock with it."""
@@ -231,8 +238,12 @@ class Mappings:
             except FileNotFoundError:
                 found = None
             if found is None or (found.st_dev, found.st_ino) != key:
-                del self._maps[key]
-                self._faulted.discard(key)
+                self._forget(key)
+
+    def _forget(self, key: tuple[int, int]) -> None:
+        _, mapping = self._maps.pop(key, (None, None))
+        self._last.pop(id(mapping), lambda: None)()
+        self._faulted.discard(key)
 
 
 MAPPINGS = Mappings(write=True)

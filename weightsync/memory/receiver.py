@@ -38,10 +38,11 @@ class SlotReader:
     """A version, read-only. The slot stays locked until the reader is closed and the last view of it is gone."""
 
     def __init__(self, path: Path, fd: int, mapping: mmap.mmap) -> None:
-        """`fd` holds the shared lock, and goes with the last view."""
+        """`fd` holds the shared lock, and goes with the last view. `mapping` is this process's, for its whole life."""
         self.path = path
         self.manifest: Manifest
         self._fd = fd
+        self.mapping = mapping
         window = _window(mapping)
         weakref.finalize(window, _unlock, fd, os.getpid()).atexit = False
         self._view: memoryview | None = memoryview(window).cast("B").toreadonly()

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from weightsync.format.fingerprint import Words
+from weightsync.memory.receiver import SlotReader
 from weightsync.vllm_engine.device.generation import Generation, Memory, Pace
 from weightsync.vllm_engine.device.pool import LayoutPool
 from weightsync.vllm_engine.model.layout import Layout, words_of
@@ -69,6 +70,7 @@ class Cpu:
     device = twin = torch.device("cpu")
     replaces = True
     piece_nbytes = PIECE_NBYTES
+    digesting_threads = 0  # bytes are digested while they are in the cache
     generation = Generation
 
     def __init__(self) -> None:
@@ -78,6 +80,9 @@ class Cpu:
         return Pacer(model)
 
     def staging(self) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def reading(self, _reader: SlotReader) -> AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
     def scratch(self) -> AbstractContextManager[Any]:

@@ -14,9 +14,10 @@ commit is a copy on the device, and a rollback one from the host; with none both
 A staging needs memory on the device besides, for its checksums and for a layer while vLLM processes it. It is taken
 together with the buffers, in a pool of its own: torch gives back what it keeps elsewhere whenever vLLM measures.
 
-The way there. Published bytes go through a ring of pinned memory, in pieces of 32 MiB and on a stream of their own, so
-that steps and copies do not wait for each other. The model's twin has no memory on the device: it is made on the host,
-where memory that is never touched is not taken.
+The way there. The device reads published bytes out of the slot itself, in pieces and on a stream of its own, so that
+steps and copies do not wait for each other; threads beside digest them meanwhile. What it cannot read so (columns of a
+matrix, other types, slots that are not pinned) goes through a ring of pinned memory. The model's twin has no memory on
+the device: it is made on the host, where memory that is never touched is not taken.
 
 All of this runs on a CPU, too, but for streams, events and pinning: the tests drive it there.
 """
@@ -26,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 import sys
 import threading
 import time
@@ -39,7 +41,8 @@ import numpy as np
 import torch
 
 from weightsync.format.fingerprint import Words, device_rectangle
-from weightsync.memory.pinned import pinned
+from weightsync.memory.pinned import PinnedMap, PinnedMaps, pinned
+from weightsync.memory.receiver import SlotReader
 from weightsync.vllm_engine.device.generation import Flips, Generation, Memory, Pace
 from weightsync.vllm_engine.device.pool import Notes
 from weightsync.vllm_engine.device.room import COPIES_ENV, SCRATCH, UTILIZATION, Room, wanted_copies
@@ -51,6 +54,7 @@ log = logging.getLogger(__name__)
 
 PIECE_NBYTES = 32 << 20
 PIECES = 4  # of the ring: one is filled while others are under way
+MOST_DIGESTING = 16  # threads
 ALIGN = 256
 ROW_NBYTES = 8192  # of the words that are summed to try the checksums
 SUM_NBYTES = 6 * PIECE_NBYTES  # what sums of a piece take at most: by torch, where Triton does not
@@ -350,6 +354,11 @@ class Cuda:
     piece_nbytes = PIECE_NBYTES
     generation: type[CopyGeneration] = CopyGeneration
 
+    @property
+    def digesting_threads(self) -> int:
+        """Half of the cores: a thread digests 3 GB in a second, and the device reads 50."""
+        return max(1, min(MOST_DIGESTING, (os.cpu_count() or 1) // 2))
+
     def __init__(
         self,
         device: torch.device,
@@ -368,6 +377,8 @@ class Cuda:
         self._wanted = copies if copies is not None else wanted_copies()
         self._pool: DevicePool | None = None
         self._ring = Ring(device)
+        self._maps = PinnedMaps(device)
+        self._slot: PinnedMap | None = None
         self._stream: torch.cuda.Stream | None = None
         self._scratch: torch.cuda.MemPool | None = None
         if device.type == "cuda":
@@ -387,6 +398,17 @@ class Cuda:
             finally:
                 if self._stream is not None:
                     self._stream.synchronize()
+
+    @contextlib.contextmanager
+    def reading(self, reader: SlotReader) -> Iterator[None]:
+        """The device reads the slot itself, if it takes that memory."""
+        self._slot = None if reader.is_part else self._maps.of(reader.mapping)  # pinning would fill what is not there
+        try:
+            yield
+        finally:
+            self._slot = None
+            if self._stream is not None:
+                self._stream.synchronize()
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[None]:
@@ -471,10 +493,10 @@ class Cuda:
         """Nothing: the buffers are there."""
 
     def copy(self, target: torch.Tensor, source: Words) -> None:
-        if target.device == self.device:
-            self._ring.copy(target, source)
-        else:
+        if target.device != self.device:
             np.copyto(words_of(target).numpy(), source)
+        elif self._slot is None or not self._slot.copy(target, source):
+            self._ring.copy(target, source)
 
     def expected_flip_ms(self, memory: Memory) -> float | None:
         assert isinstance(memory, DeviceBuffer)

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from weightsync.format.fingerprint import Words
+from weightsync.memory.receiver import SlotReader
 from weightsync.vllm_engine.device.pool import Notes
 from weightsync.vllm_engine.model.layout import Layout
 from weightsync.vllm_engine.model.linear import LinearFn, packed_linear, plain_linear
@@ -65,6 +66,10 @@ class StagingDevice(Protocol):
         """How much is read, copied and summed at a time."""
 
     @property
+    def digesting_threads(self) -> int:
+        """How many threads of this host digest published bytes beside the copies; 0: what copies them does."""
+
+    @property
     def generation(self) -> type[Generation]:
         """A version whose commit suits the device."""
 
@@ -73,6 +78,9 @@ class StagingDevice(Protocol):
 
     def staging(self) -> AbstractContextManager[Any]:
         """What a staging goes on in, on its thread."""
+
+    def reading(self, reader: SlotReader, /) -> AbstractContextManager[Any]:
+        """Within a staging: what copies out of this slot go on in. None of them is under way when it ends."""
 
     def scratch(self) -> AbstractContextManager[Any]:
         """Within a staging: what a version is built in, whose memory is free again when it is built."""
@@ -97,7 +105,8 @@ class StagingDevice(Protocol):
         """After the first version: get ready for others."""
 
     def copy(self, target: torch.Tensor, source: Words, /) -> None:
-        """Queue a copy of words on the host onto a matrix of as many. The source may change once this returns."""
+        """Queue a copy of words on the host onto a matrix of as many. The source may change once this returns, but for
+        what lies in the slot that is `reading`."""
 
     def expected_flip_ms(self, memory: Memory, /) -> float | None:
         """How long a commit of what lies there will stall decoding; None where references change, or unknown."""

@@ -143,6 +143,7 @@ class Builder:
         self._twin, self._pairs, self._place, self._processing = twin, pairs, place, processing
         self._rank, self._world, self._share = rank, world, share
         self._allow_non_finite = allow_non_finite
+        self._threads = -(-place.digesting_threads // share[1])
         self._own = {s.name: s for s in pairs if s.name == s.source}
         self._processed = {name for name, pair in self._own.items() if pair.role == "processed"}
         self._processed_in: dict[str, list[str]] = {}
@@ -183,8 +184,8 @@ class Builder:
             self._learnt = (digest, placement)
         return self.layout
 
-    def _published(self, reader: SlotReader, pace: Pace) -> Published:
-        return Published(reader, pace, allow_non_finite=self._allow_non_finite, share=self._share)
+    def _published(self, reader: SlotReader, pace: Pace, threads: int = 0) -> Published:
+        return Published(reader, pace, allow_non_finite=self._allow_non_finite, share=self._share, threads=threads)
 
     def reads(self, schema: Schema) -> Reads:
         """What this worker reads of versions with this schema, learnt as for a staging, over memory that nobody fills.
@@ -238,8 +239,13 @@ class Builder:
         UnsupportedModelError.
         """
         self.prepare(reader, pace)
-        published, built = self._published(reader, pace), Built()
-        placement = self._placement
+        with self._published(reader, pace, self._threads) as published:
+            return self._build(published, data, reader, also)
+
+    def _build(
+        self, published: Published, data: torch.Tensor | None, reader: SlotReader, also: Collection[str]
+    ) -> Built:
+        built, placement = Built(), self._placement
         for entry in self._entries(placement) if data is not None else ():
             assert data is not None
             self._fill(entry, placement, published, data, built)

@@ -1,14 +1,18 @@
 """A published slot as the builder reads it: views and words of rectangles, each byte digested once.
 
 Bytes are digested, and looked through for values that are not finite, just before they are used, while they are in the
-cache. What is used before `finish` is trusted only after it. Of a slot of which this host has a part, what is read is
-digested chunk by chunk and compared at once: bytes that are not here cannot be taken for the version's.
+cache; or, where a device copies them itself, on threads beside. What is used before `finish` is trusted only after it.
+Of a slot of which this host has a part, what is read is digested chunk by chunk and compared at once: bytes that are
+not here cannot be taken for the version's.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 import warnings
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from types import TracebackType
 
 import numpy as np
 import torch
@@ -21,6 +25,9 @@ from weightsync.memory.receiver import SlotReader
 from weightsync.vllm_engine.device.generation import Pace
 from weightsync.vllm_engine.model.placement import Box, Rect, matrix
 
+BLOCK_NBYTES = 1 << 20  # stays in a core's cache while it is read three times
+WAIT_S = 0.01
+
 
 class Published:
     """`pace` is called with the bytes about to be read. What is read before `finish` is trusted only after it.
@@ -28,10 +35,18 @@ class Published:
     Bytes that are NaN or infinite raise NotFinite as they are read, unless `allow_non_finite`. `share`: (index, of how
     many): workers on one host look at every so many-th tensor each, as an instance stages a version only if all do.
     Of a part of a slot each worker looks at all that it reads itself, and nobody at the rest.
+
+    `threads`: how many look at whole slots, from now on; 0: the one that calls `read` does. They end with the context.
     """
 
     def __init__(
-        self, reader: SlotReader, pace: Pace, *, allow_non_finite: bool = False, share: tuple[int, int] = (0, 1)
+        self,
+        reader: SlotReader,
+        pace: Pace,
+        *,
+        allow_non_finite: bool = False,
+        share: tuple[int, int] = (0, 1),
+        threads: int = 0,
     ) -> None:
         self._reader, self._pace = reader, pace
         self.allow_non_finite = allow_non_finite
@@ -43,6 +58,21 @@ class Published:
         self._hashers = {name: xxhash.xxh3_128() for name in mine}
         self._digested = dict.fromkeys(self._entries, 0)
         self._words: dict[str, Words] = {}
+        self._ended = threading.Event()
+        self._pool = ThreadPoolExecutor(threads, "hotswap-digests") if threads and self._hashers else None
+        self._looked: list[Future[None]] = []
+        if self._pool is not None:
+            self._looked = [self._pool.submit(self._look, name) for name in self._hashers]
+
+    def __enter__(self) -> Published:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
 
     @property
     def schema(self) -> Schema:
@@ -111,13 +141,24 @@ class Published:
             return self._read_parts(name, box.row * self.row_nbytes(name), end)
         begin = self._digested[name]
         self._pace(max(end - begin, 0))
-        if end > begin and name in self._hashers:
-            with self._reader.buffer(name) as view, view[begin:end] as piece:
-                self._hashers[name].update(piece)
-                if not (self.allow_non_finite or is_finite(piece, entry.dtype)):
-                    raise NotFinite(name, entry.dtype)
+        if end > begin and name in self._hashers and self._pool is None:
+            self._digest(name, begin, end)
         self._digested[name] = max(begin, end)
         return None
+
+    def _digest(self, name: str, begin: int, end: int) -> None:
+        dtype = self._entries[name].dtype
+        with self._reader.buffer(name) as view, view[begin:end] as piece:
+            self._hashers[name].update(piece)
+            if not (self.allow_non_finite or is_finite(piece, dtype)):
+                raise NotFinite(name, dtype)
+
+    def _look(self, name: str) -> None:
+        """Digest a tensor, on a thread beside."""
+        for begin in range(0, nbytes := self._entries[name].nbytes, BLOCK_NBYTES):
+            if self._ended.is_set():
+                return
+            self._digest(name, begin, min(begin + BLOCK_NBYTES, nbytes))
 
     def _read_parts(self, name: str, begin: int, end: int) -> None:
         """Digest the chunks that have the bytes [begin, end) of a tensor, and forget that they were to be."""
@@ -143,6 +184,11 @@ class Published:
 
     def finish(self) -> None:
         """Digest what was not read, and compare. Raises DigestMismatch, NotFinite."""
+        for looked in self._looked:
+            while not looked.done():
+                self._pace(0)  # the staging may have been cancelled
+                wait([looked], WAIT_S)
+            looked.result()
         for name, hasher in self._hashers.items():
             self.read(name, self.whole(name))
             if (found := hasher.hexdigest()) != (expected := self._entries[name].digest):

@@ -238,7 +238,7 @@ class Stager:
             slot = self.place.acquire(Path(order.slot).parent, layout, key)
             try:
                 also = order.unread if self._rank == 0 else ()  # somebody must sum them
-                with self.place.scratch():
+                with self.place.reading(reader), self.place.scratch():
                     built, notes = self._complete(reader, slot, pace, also)
                 if not slot.built:
                     slot.seal(key, notes)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from loadtest.gpu_day import engine
+from weightsync import Publisher, SlotReader
 from weightsync.vllm_engine.device import cuda
 from weightsync.vllm_engine.device.cuda import (
     CopyGeneration,
@@ -369,6 +370,27 @@ def test_the_ring_copies_any_matrix(device: torch.device, dtype: torch.dtype, sh
         assert torch.equal(wide[:, 3 : 3 + shape[1]].cpu(), words)
         assert not wide[:, :3].any()
         assert not wide[:, 3 + shape[1] :].any()
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_the_device_reads_a_slot_itself_if_all_of_it_is_there(
+    publisher: Publisher, monkeypatch: pytest.MonkeyPatch, part: bool
+) -> None:
+    """And what lies elsewhere goes through the ring, as everything does when no slot is read."""
+    publisher.publish({"w": torch.randn(64, 8)}, activate=False)
+    place, rung = Cuda(CPU), list[int]()
+    monkeypatch.setattr(place._ring, "copy", lambda _, source: rung.append(source.nbytes))
+    with SlotReader.open(publisher.versions()[-1].slot) as reader:
+        monkeypatch.setattr(reader, "is_part", part)
+        words, target = np.frombuffer(reader.buffer("w"), np.int16).reshape(64, 16), torch.zeros(64, 8)
+        with place.reading(reader):
+            place.copy(target, words)
+            assert bool(rung) is part
+            assert torch.equal(target, torch.zeros(64, 8)) is part
+            place.copy(target, words.copy())
+        place.copy(target, words)
+        assert rung == [words.nbytes] * (3 if part else 2)
+        assert part or np.array_equal(target.view(torch.int16).numpy(), words)
 
 
 def test_how_many_copies_fit() -> None:

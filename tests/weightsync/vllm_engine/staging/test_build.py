@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import threading
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -13,11 +16,11 @@ import torch
 from loadtest.models.mapped_memory import HostDriver
 from weightsync import Publisher, SlotReader
 from weightsync.control.records import VersionRecord
-from weightsync.errors import ChecksumMismatch, NotFinite
+from weightsync.errors import ChecksumMismatch, DigestMismatch, NotFinite, StagingCancelled
 from weightsync.format.fingerprint import combine
 from weightsync.vllm_engine.device.cpu import Cpu
 from weightsync.vllm_engine.device.cuda import Cuda
-from weightsync.vllm_engine.device.generation import build_flips
+from weightsync.vllm_engine.device.generation import Pace, build_flips
 from weightsync.vllm_engine.device.pool import LayoutPool, Notes
 from weightsync.vllm_engine.device.remap import Remap
 from weightsync.vllm_engine.model import layout as layouts
@@ -144,13 +147,20 @@ def test_buffers_that_loaders_fill_swap_and_others_stay(publisher: Publisher, tm
     assert torch.equal(live.layers[1].scaled, scaled * 2)
 
 
-def build(record: VersionRecord, *, allow_non_finite: bool = False) -> Builder:
+PLACES = {"cpu": Cpu, "device": lambda: Cuda(torch.device("cpu"))}
+"""Published bytes are digested as they are used, or on threads beside."""
+
+
+def build(
+    record: VersionRecord, place: str = "cpu", *, allow_non_finite: bool = False, pace: Pace = lambda _: None
+) -> Builder:
     """Builds a `Model` in memory of its own."""
-    twin = Model()
-    builder = Builder(twin, pair_parameters(Model(), twin), Cpu(), allow_non_finite=allow_non_finite)
+    twin, where = Model(), PLACES[place]()
+    builder = Builder(twin, pair_parameters(Model(), twin), where, allow_non_finite=allow_non_finite)
     with SlotReader.open(record.slot) as reader:
         layout = builder.prepare(reader, lambda _: None)
-        builder.build(reader, torch.zeros(layout.nbytes, dtype=torch.uint8), lambda _: None)
+        with where.reading(reader):
+            builder.build(reader, torch.zeros(layout.nbytes, dtype=torch.uint8), pace)
     return builder
 
 
@@ -165,14 +175,44 @@ def test_what_cannot_be_told_from_the_slot_is_summed_as_published(record: Versio
 
 @pytest.mark.parametrize("name", ["layers.0.q", "layers.0.norm", "layers.1.scaled", "layers.1.plain"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_weights_that_are_not_finite_are_named(publisher: Publisher, name: str, value: float) -> None:
+@pytest.mark.parametrize("place", PLACES)
+def test_weights_that_are_not_finite_are_named(publisher: Publisher, name: str, value: float, place: str) -> None:
     """However they get to their place."""
     bad = {**TENSORS, name: TENSORS[name].clone()}
     bad[name].view(-1)[-1] = value
     publisher.publish(bad, activate=False)
     with pytest.raises(NotFinite, match=name):
-        build(publisher.versions()[-1])
-    build(publisher.versions()[-1], allow_non_finite=True)
+        build(publisher.versions()[-1], place)
+    build(publisher.versions()[-1], place, allow_non_finite=True)
+
+
+@pytest.mark.parametrize("name", ["layers.0.k", "layers.1.scaled", "spare"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_changed_byte_is_named(record: VersionRecord, name: str, place: str) -> None:
+    """Wherever the tensor goes, if anywhere."""
+    with SlotReader.open(record.slot) as reader, Path(record.slot).open("r+b") as file:
+        file.seek(reader.entry(name).offset)
+        file.write(bytes([reader.buffer(name)[0] ^ 1]))
+    with pytest.raises(DigestMismatch, match=name):
+        build(record, place)
+
+
+@pytest.mark.parametrize("after", range(7))
+def test_a_cancelled_staging_leaves_no_thread_that_reads(record: VersionRecord, after: int) -> None:
+    """Whether it is cancelled while it copies, or while it waits for the digests."""
+    asked = itertools.count()
+
+    def pace(_: int) -> None:
+        if next(asked) >= after:
+            raise StagingCancelled
+
+    def wait(found: Any, timeout: float) -> None:
+        pace(0)
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(StagingCancelled):
+        patch.setattr("weightsync.vllm_engine.staging.published.wait", wait)
+        build(record, "device", pace=pace)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("hotswap-digests")]
 
 
 def test_weights_that_overflow_in_the_type_they_are_served_in(publisher: Publisher) -> None:
