@@ -37,7 +37,8 @@ ARENAS = "hotswap-gpu-day-"  # and the process group of the phase: the directori
 
 @dataclass(frozen=True)
 class Step:
-    """A phase. It takes `expected_s` on an H100, which must be left for it to begin, and is ended after `limit_s`."""
+    """A phase. It takes `expected_s` on a Hopper GPU with 16 cores, which must be left for it to begin, and is ended
+    after `limit_s`."""
 
     phase: str
     expected_s: float
@@ -68,11 +69,11 @@ class Call:
 
 CALLS = {
     "call-1": Call((
-        ((Step("env", 3, 10), Step("flip", 15, 30), Step("remap", 3, 10), Step("checksum", 8, 20),
-          Step("stage", 25, 55)),),
-        ((Step("undo", 3, 15, small=True), Step("tied", 8, 20), Step("race", 8, 25), Step("memory", 25, 45)),
-         (Step("serve-small", 75, 105),)),
-    ), seconds=190, starts_s=20),
+        ((Step("env", 2, 10), Step("flip", 8, 25), Step("remap", 3, 10), Step("checksum", 4, 15),
+          Step("stage", 30, 55)),),
+        ((Step("undo", 3, 15, small=True), Step("tied", 9, 20), Step("race", 8, 25), Step("memory", 40, 65)),
+         (Step("serve-small", 90, 130),)),
+    ), seconds=205, starts_s=12),
     "call-2": Call((((Step("streams-small", 85, 115),),), ((Step("serve-fp8", 45, 75),),)), seconds=175, starts_s=10),
     "call-3": Call((((Step("streams-8b", 150, 180),),),), seconds=200, starts_s=10),
 }  # fmt: skip

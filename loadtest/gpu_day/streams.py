@@ -26,7 +26,8 @@ from loadtest.gpu_day.serving import GRAPHS, STREAMS, require_vllm, sleeps_here
 from weightsync.vllm_engine.device.room import COPIES_ENV
 
 ANSWER = 32
-SWAPS, WARM_UP = 2, 2
+SWAPS = 2
+WARM_UP = 1  # the first version and this one: the slot of the next swap is new
 KV_GIB = 2
 SHARE = "0.2"  # of the device, asked to be free by each of the two servers
 STEPS_NBYTES = 8 << 30  # what both servers need besides weights and KV cache, at most

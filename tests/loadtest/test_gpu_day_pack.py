@@ -20,7 +20,8 @@ from loadtest.gpu_day.pack import __main__ as pack
 from loadtest.gpu_day.pack import fatbin, unpack
 
 PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
-FILES = {"vllm/__init__.py": b"", "a/one.py": b"ONE = 1\n", "a/two.so": os.urandom(2000), "b/three.txt": b"3"}
+FILES = {"vllm/__init__.py": b"", "a/one.py": b"ONE = 1\n", "a/two.so": os.urandom(2000), "b/three.txt": b"3",
+         f"{unpack.INFOS}/modelinfos/x.json": b"{}"}  # fmt: skip
 
 
 @pytest.fixture
@@ -42,8 +43,10 @@ def run_unpack(packed: Path, *arguments: str | Path, gpu: str = "") -> subproces
     if gpu:
         (programs / "nvidia-smi").write_text(f"#!/bin/sh\necho {gpu}\n")
         (programs / "nvidia-smi").chmod(0o755)
+    temporary = packed.parent / "temporary"
+    temporary.mkdir(exist_ok=True)
     command = [sys.executable, "-I", str(packed / "unpack.py"), *map(str, arguments)]
-    environment = {"PATH": f"{programs}:/usr/bin:/bin"}
+    environment = {"PATH": f"{programs}:/usr/bin:/bin", "TMPDIR": str(temporary)}
     return subprocess.run(command, capture_output=True, text=True, cwd=packed.parent, env=environment)
 
 
@@ -64,17 +67,48 @@ def test_a_pack_is_unpacked_once_and_whole(packed: Path, tmp_path: Path) -> None
 
 
 def test_the_day_runs_with_what_was_unpacked(packed: Path, tmp_path: Path) -> None:
-    """The package of the checkout in which it is called; the seconds count from the beginning of the unpacking."""
+    """The package of the checkout in which it is called; the seconds count from the beginning of the unpacking. vLLM
+    finds in its cache what the pack knows of models."""
     program = tmp_path / "loadtest" / "gpu_day" / "__main__.py"
     program.parent.mkdir(parents=True)
     program.write_text(
-        "import json, os, sys, a.one; print(json.dumps([sys.argv[1:], os.environ['VLLM_USE_DEEP_GEMM']]))"
+        "import json, os, sys, a.one; cache = os.environ['VLLM_CACHE_ROOT']; "
+        "print(json.dumps([sys.argv[1:], os.environ['VLLM_USE_DEEP_GEMM'], open(f'{cache}/modelinfos/x.json').read()]))"
     )
     done = run_unpack(packed, "--site", tmp_path / "site", "call-1", "--json", "x.json")
     assert done.returncode == 0, done.stderr
-    (option, began, *what), switch = json.loads(done.stdout.splitlines()[-1])
-    assert (option, what, switch) == ("--began", ["call-1", "--json", "x.json"], "0")
+    (option, began, *what), switch, known = json.loads(done.stdout.splitlines()[-1])
+    assert (option, what, switch, known) == ("--began", ["call-1", "--json", "x.json"], "0", "{}")
     assert float(began) > 0
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_the_pack_knows_of_models_what_the_vllm_of_this_environment_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], there: bool
+) -> None:
+    models = tmp_path / "vllm" / "model_executor" / "models"
+    models.mkdir(parents=True)
+    for package in (models, *models.parents[:2]):
+        (package / "__init__.py").touch()
+    if there:
+        (models / "registry.py").write_text(
+            "import os, pathlib\n"
+            "class Known(dict):\n"
+            "    def __missing__(self, name):\n"
+            "        self.name = name\n"
+            "        return self\n"
+            "    def inspect_model_cls(self):\n"
+            "        cache = pathlib.Path(os.environ['VLLM_CACHE_ROOT']) / 'modelinfos'\n"
+            "        cache.mkdir(parents=True, exist_ok=True)\n"
+            "        (cache / self.name).write_text('{}')\n"
+            "class ModelRegistry:\n"
+            "    models = Known()\n"
+        )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    pack.add_model_infos(tmp_path / "site")
+    found = {path.name for path in (tmp_path / "site").glob(f"{unpack.INFOS}/modelinfos/*")}
+    assert found == (set(pack.CLASSES) if there else set())
+    assert ("vLLM's knowledge of models is left out" in capsys.readouterr().err) is not there
 
 
 def damage(packed: Path) -> None:

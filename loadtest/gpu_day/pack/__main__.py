@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 import lzma
+import os
 import shutil
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.gpu_day.pack import fatbin
-from loadtest.gpu_day.pack.unpack import MANIFEST, PackError
+from loadtest.gpu_day.pack.unpack import INFOS, MANIFEST, PackError
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[3]
 PINS = ROOT / "requirements" / "cuda.txt"
@@ -39,6 +40,7 @@ DROPPED = (
     "*/tests/*", "*/test/*", "*.pyi", "*.pyc", "*/py.typed", "*.c", "*.h", "*.hpp", "*.cpp", "*.pyx", "*.a",
 )  # fmt: skip
 """Neither imported at start nor loaded on sm_90; DeepGEMM asks for a newer torch."""
+CLASSES = ("Qwen3ForCausalLM", "LlamaForCausalLM", "Qwen3MoeForCausalLM")  # of the phases' models
 WRITTEN_AT = 1_700_000_000  # of all files in the archives: the same contents have the same digest
 
 
@@ -126,6 +128,19 @@ def add_entry_points(site: Path) -> None:
     (folder / "entry_points.txt").write_text(text)
 
 
+def add_model_infos(site: Path) -> None:
+    """What vLLM would start a process for, for half a minute, whenever it meets a class of models on a new machine.
+
+    The vLLM of this environment says it, if there is one; vLLM takes it where its source is the same.
+    """
+    code = "from vllm.model_executor.models.registry import ModelRegistry as known\n"
+    code += f"for name in {CLASSES!r}: known.models[name].inspect_model_cls()"
+    environment = {**os.environ, "VLLM_CACHE_ROOT": str(site / INFOS), "VLLM_PLUGINS": ""}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    if done.returncode:
+        print(f"pack: vLLM's knowledge of models is left out: {done.stderr.strip()[-200:]}", file=sys.stderr)
+
+
 def write(site: Path, target: Path, arch: int, count: int, **more: Any) -> dict[str, Any]:
     """Make `target` anew: the files of `site` in `count` archives of about one size, and what unpacks them. Returns the
     manifest; `more` goes into it."""
@@ -176,6 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 install(wheel, site)
             libraries = thin(site, options.arch, ptx=options.ptx, heads=tuple(options.heads))
             add_entry_points(site)
+            add_model_infos(site)
             about = {"packages": [wheel.name for wheel in wheels], "libraries": libraries}
             manifest = write(site, options.directory, options.arch, options.parts, **about)
     except PackError as error:

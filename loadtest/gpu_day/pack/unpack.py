@@ -37,6 +37,7 @@ ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "4",
     "VLLM_USE_DEEP_GEMM": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }  # fmt: skip
+INFOS = "model-infos"  # in the packages: vLLM's cache as the pack has it
 CACHES = {"TRITON_CACHE_DIR": "triton", "NUMBA_CACHE_DIR": "numba", "VLLM_CACHE_ROOT": "vllm"}
 
 
@@ -146,6 +147,8 @@ def _run(site: Path, began: float, what: Sequence[str]) -> NoReturn:
     """In this process's place."""
     temporary = Path(tempfile.gettempdir())
     caches = {name: str(temporary / f"gpu-{folder}") for name, folder in CACHES.items()}
+    if (site / INFOS).is_dir():
+        shutil.copytree(site / INFOS, caches["VLLM_CACHE_ROOT"], dirs_exist_ok=True)
     paths = os.pathsep.join([str(site), os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, **ENVIRONMENT, **caches, "PYTHONPATH": paths}
     command = [sys.executable, "-m", "loadtest.gpu_day", "--began", str(began), *what]
