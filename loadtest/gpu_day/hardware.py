@@ -74,7 +74,7 @@ def env(report: Report, device: Device, small: bool) -> None:
     report.say("device", **about, nvidia_smi=nvidia_smi())
     report.say("versions", **machine(), cuda=torch.version.cuda, platform=sys.platform)
     free, rate = os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE / 1e9, memcpy_gbps((4 if small else 256) << 20)
-    digests = {f"digest_{n}_gbps": _digest_gbps((4 if small else 256) << 20, n) for n in DIGESTING}
+    digests: dict[str, Any] = {f"digest_{n}_gbps": _digest_gbps((4 if small else 256) << 20, n) for n in DIGESTING}
     report.say("host", cores=len(os.sched_getaffinity(0)), memory_free_gb=free, memcpy_gbps=rate, **digests)
     for name, path in (("shm", engine.SHM), ("temporary", Path(tempfile.gettempdir()))):
         usage = shutil.disk_usage(path)
