@@ -1,4 +1,5 @@
-"""vLLM's processes on CPUs: forked from one that has imported vLLM, instead of new ones that import it again.
+"""vLLM's processes on CPUs, and instances: forked from one that has imported vLLM, instead of new ones that import it
+again.
 
 On CPUs some libraries must be loaded before all others (LD_PRELOAD), and a fork has what its parent has, so vLLM starts
 a new Python there. That Python takes seven seconds of a core to import what the instance has imported. So an instance
@@ -31,6 +32,11 @@ ENGINE = (
     "vllm.entrypoints.launchers.api_server.entry", "vllm.v1.engine.async_llm", "vllm.v1.engine.core",
     "vllm.v1.executor.multiproc_executor", "vllm.v1.executor.uniproc_executor", "vllm.v1.worker.cpu_worker",
     "weightsync.vllm_engine.backend", "weightsync.vllm_engine.engine_core.core", "weightsync.vllm_engine.loader",
+)  # fmt: skip
+INSTANCE = (
+    "server.cli.app", "server.instance.engine", "server.instance.generate", "server.instance.grammars.guard",
+    "server.instance.hosts", "server.instance.media", "server.instance.middleware", "server.instance.openapi",
+    "server.instance.replay", "server.instance.sidecar", "transformers", "weightsync.vllm_engine.staging.stager",
 )  # fmt: skip
 OPENMP = ("libgomp", "libiomp", "libomp")
 AS_IMPORTED = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CPP_DYNAMIC_THREADS": "1"}
@@ -101,6 +107,17 @@ def import_engine() -> None:
             importlib.import_module(name)
         except ImportError as error:  # the start itself will say what is wrong
             log.warning("could not import %s ahead: %s", name, error)
+
+
+def prepare() -> None:
+    """In the process that `hotswap up` forks instances from (server/up/forks.py): import what each would import. On an
+    accelerator it never has a context, which no fork could use."""
+    begin_with_libraries()
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    importlib.import_module("server.instance.main").prepare_environment()
+    import_engine()
+    for name in INSTANCE:
+        importlib.import_module(name)
 
 
 def fork_from_here() -> None:

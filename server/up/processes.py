@@ -10,10 +10,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from server.gpus import tensor_parallel
+
+if TYPE_CHECKING:
+    from server.up.forks import Forked, Forks
 
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
@@ -34,15 +38,20 @@ class Child:
         log: Path,
         env: Mapping[str, str] | None = None,
         inherited: Sequence[int] = (),
+        forks: Callable[[], Forks] | None = None,
     ) -> None:
-        """`inherited`: descriptors that it has open too, for as long as it lives."""
-        self.name, self.log = name, log
+        """`inherited`: descriptors that it has open too, for as long as it lives. `forks`: what it is forked from."""
+        self.name, self.log, self._forks = name, log, forks
+        self.process: subprocess.Popen[bytes] | Forked
         self._args, self._env, self._inherited = list(args), {**os.environ, **(env or {})}, tuple(inherited)
         self.start()
 
     def start(self) -> None:
         with self.log.open("ab") as log:
             self._begins = log.tell()
+            if self._forks is not None:
+                self.process = self._forks().start(self._args, self._env, self.log, self._inherited)
+                return
             self.process = subprocess.Popen(
                 [sys.executable, "-m", *self._args],
                 stdin=subprocess.DEVNULL,

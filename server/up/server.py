@@ -31,8 +31,9 @@ from server.files import write_new_file
 from server.gateway.observe.tracing import traces_url
 from server.gpus import devices_asked, devices_of_each
 from server.ports import free_port, is_free
-from server.up import interrupts, resume
+from server.up import forks, interrupts, resume
 from server.up.config import UpConfig
+from server.up.forks import Forks
 from server.up.nodes import NodeChild, Nodes
 from server.up.paths import ServerInfo, default_state_dir
 from server.up.processes import Child, share_of_cores
@@ -44,7 +45,8 @@ from weightsync.memory.arena import DEFAULT_ROOT
 from weightsync.vllm_engine import gpus
 from weightsync.vllm_engine.releases import for_cpus
 
-RESTART_PAUSE_S = 2.0
+RESTART_PAUSE_S = 2.0  # between two starts of a process
+FORKED = "server.instance.fork_server:prepare"
 LEAVES_S, TRAINER_LEAVES_S = 10.0, 130.0  # after SIGTERM; a trainer saves first, within its faults.grace_s (120 s)
 PERSIST_S = 600.0  # for the copy of the active version at a stop
 USERS = ".users"  # the file in an arena that its servers hold a shared lock on
@@ -79,7 +81,9 @@ class Server:
         self.placed: dict[str, NodeChild] = {}  # on nodes of a Ray cluster
         self._nodes: Nodes | None = None  # of a Ray cluster
         self.said: tuple[str, ...] = ()  # what the operator should know of what it goes on with
+        self._fork_server: Forks | None = None
         self._restart_at: dict[str, float] = {}
+        self._begun: dict[str, float] = {}  # when each process was last started
         self._left: set[str] = set()  # what has ended, and is not to be started again
         self._errors: dict[str, str] = {}  # of instances that do not serve yet, by id
         self._store_seen: tuple[int, int] | None = None
@@ -186,7 +190,9 @@ class Server:
                 env = self._devices[place]
             else:
                 env = share_of_cores(place, len(every), model.vllm_args, os.environ)
-            self._spawn(f"{model.named('instance')}-{index}", args, {**env, **self._instance_tracing()})
+            self._spawn(
+                f"{model.named('instance')}-{index}", args, {**env, **self._instance_tracing()}, forks=self._forks
+            )
 
     def wait_ready(self, timeout_s: float | None = None, say: Callable[[str], None] = lambda _: None) -> None:
         """Block until every instance serves; `say` gets each new error of one. Raises ProcessFailed, with reasons.
@@ -223,7 +229,7 @@ class Server:
             time.sleep(0.2)
 
     def restart_ended(self) -> None:
-        """Start what has ended, each after a pause of its own; to be called again and again."""
+        """Start what has ended, RESTART_PAUSE_S after its last start; to be called again and again."""
         now = time.monotonic()
         for name, child in self._everything().items():
             if child.alive or name in self._left:
@@ -234,11 +240,12 @@ class Server:
                     print(f"hotswap: {_end_of(child)}. Its log is {child.log}", file=sys.stderr)
             elif name not in self._restart_at:
                 print(f"hotswap: {_end_of(child)}; restarting", file=sys.stderr)
-                self._restart_at[name] = now + RESTART_PAUSE_S
+                self._restart_at[name] = max(now, self._begun.get(name, now) + RESTART_PAUSE_S)
             elif now >= self._restart_at[name]:
                 with interrupts.held():
                     child.stop()  # what it may have left of its group
                     child.start()
+                    self._begun[name] = now
                     del self._restart_at[name]
 
     def train(self, config: Path) -> Child:
@@ -252,9 +259,14 @@ class Server:
         """
         if not self.state.held:
             return
+        if self._fork_server is not None and not self._fork_server.ready:
+            self._fork_server.stop()  # no instance has begun yet
         copying = [child for child in self.children.values() if _kind(child.name) == "persist"]
         for child in reversed([c for c in self._everything().values() if c not in copying]):
             child.stop(TRAINER_LEAVES_S if child.name == "trainer" else LEAVES_S)
+        if self._fork_server is not None:
+            self._fork_server.stop()
+            self._fork_server = None
         if copying:
             say("waiting for the copies on disk; killed now, the next start goes on from shared memory")
         for child in copying:
@@ -355,15 +367,30 @@ class Server:
     def _everything(self) -> dict[str, Child | NodeChild]:
         return {**self.children, **self.placed}
 
-    def _spawn(self, name: str, args: list[str], env: Mapping[str, str] | None = None) -> Child:
+    def _spawn(
+        self,
+        name: str,
+        args: list[str],
+        env: Mapping[str, str] | None = None,
+        *,
+        forks: Callable[[], Forks] | None = None,
+    ) -> Child:
         environment = {"HOTSWAP_STORE": self.store, "HOTSWAP_ARENA": str(self.arena), "HOTSWAP_URL": self.url}
         environment |= env or {}
         with interrupts.held():
             log = self.state_dir / "logs" / f"{name}.log"
-            child = Child(name, args, log, environment, [self.state.inherited])
+            child = Child(name, args, log, environment, [self.state.inherited], forks)
             self.children[name] = child
+            self._begun[name] = time.monotonic()
             self._left.discard(name)
         return child
+
+    def _forks(self) -> Forks:
+        """What instances are forked from; a new one where the last has ended."""
+        if self._fork_server is None or self._fork_server.look():
+            log = self.state_dir / "logs" / "forks.log"
+            self._fork_server = forks.begin(FORKED, log, inherited=[self.state.inherited])
+        return self._fork_server
 
     def _gateway_args(self) -> list[str]:
         c = self.config

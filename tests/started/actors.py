@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from pathlib import Path
 from typing import Any
 
 WARM = {"instance": "engines", "trainer.main": "trainers"}
@@ -26,19 +27,26 @@ def forked(kind: str, args: list[str], env: dict[str, str]) -> Any:
     """Its output comes through pipes, as an actor expects it; they end with it."""
     from tests import warm
 
-    class Forked(warm.WarmProcess):
+    class Piped:
         def __init__(self) -> None:
             (out, self._out), (err, self._err) = os.pipe(), os.pipe()
             self.stdout, self.stderr = os.fdopen(out, "rb"), os.fdopen(err, "rb")
-            log, errors = (f"/proc/{os.getpid()}/fd/{fd}" for fd in (self._out, self._err))
-            started = warm.warm(kind).start(args, env, log, errors=errors)  # type: ignore[arg-type]
-            super().__init__(warm.warm(kind), started.pid, args)
+            log, errors = (Path(f"/proc/{os.getpid()}/fd/{fd}") for fd in (self._out, self._err))
+            self._process, self._open = warm.warm(kind).start(args, env, log, errors=errors), True
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._process, name)
 
         def poll(self) -> int | None:
-            ran = self.returncode is None
-            if super().poll() is not None and ran:
+            status = self._process.poll()
+            if status is not None and self._open:
+                self._open = False
                 os.close(self._out)
                 os.close(self._err)
-            return self.returncode
+            return status
 
-    return Forked()
+        def wait(self, timeout: float | None = None) -> int | None:
+            self._process.wait(timeout)
+            return self.poll()
+
+    return Piped()

@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from server.up.forks import Forked
 from tests.trainer.faults.runs import arguments
-from tests.warm import TRAINERS, WarmProcess, warm
+from tests.warm import TRAINERS, warm
 
 PATIENCE_S = 300.0
 
@@ -21,7 +22,7 @@ class Zygote:
     """Starts runs."""
 
     def __init__(self) -> None:
-        self._runs: dict[int, WarmProcess] = {}
+        self._runs: dict[int, Forked] = {}
 
     def start(self, arguments: list[str], said: Path, errors: Path | None = None, **environment: str) -> int:
         """The process id of `trainer.main ARGUMENTS`; what it says goes to a file, its errors to another if given."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+from pathlib import Path
 from typing import Any
 
 from server.gateway.admin.publishing import Pusher
-from tests.warm import SYNC, WarmProcess, warm
+from tests.warm import SYNC, warm
 
 
 class Forked:
@@ -22,13 +23,12 @@ class Forked:
     def __init__(self, options: tuple[str, ...], pass_fds: tuple[int, ...]) -> None:
         args = ["weightsync.push", *options]
         theirs, ours = zip(*(os.pipe() if number == 0 else os.pipe()[::-1] for number in range(3)), strict=True)
-        order = {"args": args, "env": dict(os.environ), "cwd": os.getcwd(), "log": os.devnull, "errors": os.devnull}
-        started = warm(SYNC).ask(order | {"inherited": (0, 1, 2, *pass_fds)}, (*theirs, *pass_fds))
+        passed = dict(zip((0, 1, 2, *pass_fds), (*theirs, *pass_fds), strict=True))
+        self._process = warm(SYNC).start(args, dict(os.environ), Path(os.devnull), passed)
         for descriptor in theirs:
             os.close(descriptor)
         self._files = tuple(os.fdopen(ours[number], mode) for number, mode in enumerate(("wb", "rb", "rb")))
-        self._process = WarmProcess(warm(SYNC), started, args)
-        self.pid, self.terminate, self.kill = started, self._process.terminate, self._process.kill
+        self.pid, self.terminate, self.kill = self._process.pid, self._process.terminate, self._process.kill
 
     def __del__(self) -> None:
         for file in self._files:

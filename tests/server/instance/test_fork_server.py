@@ -11,13 +11,14 @@ import psutil
 import pytest
 
 from server.instance import fork_server
+from server.up.forks import Forked
 from tests.waiting import wait_until
-from tests.warm import ENGINES, WarmProcess, warm
+from tests.warm import ENGINES, warm
 
 pytestmark = pytest.mark.engine
 
 
-def program(what: str, log: Path) -> WarmProcess:
+def program(what: str, log: Path) -> Forked:
     return warm(ENGINES).start(["tests.server.instance.forked", what], dict(os.environ), log)
 
 

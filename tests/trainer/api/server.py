@@ -16,10 +16,11 @@ import tinker
 from tinker import types
 
 from server.ports import free_port
+from server.up.forks import Forked
 from tests.trainer.fleet import Fleet, fleet
 from tests.trainer.test_publish import publish_once
 from tests.waiting import wait_until
-from tests.warm import TRAINERS, WarmProcess, warm
+from tests.warm import TRAINERS, warm
 from trainer.config import ParallelConfig
 
 KEY = "tml-somebody"
@@ -52,7 +53,7 @@ class ApiServer:
             "port": self.port,
         } | more
         self._ranks = 1 if launched else ParallelConfig(**more.get("parallel", {})).world_size
-        self._processes: list[WarmProcess] = []
+        self._processes: list[Forked] = []
         self._services: list[tinker.ServiceClient] = []
 
     @contextlib.contextmanager
@@ -67,7 +68,7 @@ class ApiServer:
             self.kill()
 
     @property
-    def process(self) -> WarmProcess:
+    def process(self) -> Forked:
         """Rank 0, or its launcher."""
         return self._processes[0]
 

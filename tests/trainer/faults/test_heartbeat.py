@@ -15,9 +15,10 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
+from server.up.forks import Forked
 from tests.trainer.ranks import Ranks as Cases
 from tests.waiting import wait_until
-from tests.warm import TRAINERS, WarmProcess, warm
+from tests.warm import TRAINERS, warm
 from trainer.faults.heartbeat import DONE, Beat, Watched, hang, silence, watched_by
 
 
@@ -29,7 +30,7 @@ class Ranks:
         self._root.mkdir()
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.store.port)}
-        self.processes: list[WarmProcess] = []
+        self.processes: list[Forked] = []
         for rank in map(str, range(world)):
             said, errors = self._root / f"{rank}.said", self._root / f"{rank}.errors"
             arguments = ["tests.trainer.faults.beating", rank, str(world), what]

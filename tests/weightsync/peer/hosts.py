@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from server.up.forks import Forked
 from tests.waiting import eventually, wait_until
-from tests.warm import SYNC, WarmProcess, warm
+from tests.warm import SYNC, warm
 from tests.weightsync.fleet import Engine
 from weightsync import Publisher, SlotReader, StageResult, Store, SyncStore
 from weightsync.control.hosts import local_path
@@ -35,7 +36,7 @@ class Hosts:
     def __init__(self, store_url: str, directory: Path, monkeypatch: pytest.MonkeyPatch, model: str = MODEL) -> None:
         self.model, self._keys = model, Keys(model)
         self.store_url, self._logs, self._monkeypatch = store_url, directory, monkeypatch
-        self.peers: dict[str, WarmProcess] = {}
+        self.peers: dict[str, Forked] = {}
         self.arenas: dict[str, Path] = {}
         self._publishers: list[Publisher] = []
         self._of: dict[str, Publisher] = {}
@@ -49,7 +50,7 @@ class Hosts:
     def environment(self, host: str) -> dict[str, str]:
         return {"HOTSWAP_HOST": host, "HOTSWAP_ARENA": str(self.arena(host)), "HOTSWAP_STORE": self.store_url}
 
-    def start(self, names: str, *options: object) -> WarmProcess:
+    def start(self, names: str, *options: object) -> Forked:
         """A peer on each host, whose names are letters; the process of the last one."""
         for host in names:
             arguments = ["tests.weightsync.peer.hurried", "--model", self.model, "--transport", "tcp"]
