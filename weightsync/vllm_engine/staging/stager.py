@@ -231,7 +231,8 @@ class Stager:
 
             def pace(nbytes: int) -> None:
                 go_on(stop)
-                self._pace(nbytes)
+                if self._spares is not None:  # nobody is served before the first version: what runs is a warm-up
+                    self._pace(nbytes)
 
             with self.place.scratch():
                 layout = self._builder.prepare(reader, pace)

@@ -367,9 +367,12 @@ def test_a_staging_that_is_stopped_ends_with_the_next_piece_and_can_be_begun_aga
     tmp_path: Path, publisher: Publisher
 ) -> None:
     checkpoint = checkpoint_of(tmp_path, "qwen2", "bfloat16")
-    record = publish(publisher, tensors_of(checkpoint))
-    orders = [PartOrder(BASE, record.version, record.slot, record.manifest_digest)]
+    first, later = (publish(publisher, {n: t * by for n, t in tensors_of(checkpoint).items()}) for by in (1, 2))
     pieces: list[int] = []
+
+    def never(_: int) -> None:
+        pytest.fail("nobody is served before the first version: there is nothing to give way to")
+
     with worker(checkpoint) as w:
         stager = BundleStager(w.stager, SimpleNamespace(), torch.device("cpu"))
 
@@ -377,14 +380,16 @@ def test_a_staging_that_is_stopped_ends_with_the_next_piece_and_can_be_begun_aga
             pieces.append(nbytes)
             stager.stop()
 
-        for pace in (stop, pieces.append):
+        for pace, record in ((never, first), (stop, later), (pieces.append, later)):
             w.stager._pace = pace  # type: ignore[assignment]
+            orders = [PartOrder(BASE, record.version, record.slot, record.manifest_digest)]
             stager.start(record.version, orders, None, [], Garbage([], []))
             stager.wait()
             if pace is stop:
                 assert stager.report.error is not None
                 assert (stager.report.error["code"], stager.bundle, len(pieces)) == ("staging_cancelled", None, 1)
-        assert stager.report.error is None
+            else:
+                assert stager.report.error is None
         assert combine([stager.report.to_dict()["sums"]]) == record.fingerprint
         stager.take().pieces[BASE].generation.release()
 
