@@ -59,6 +59,16 @@ def fleet(
 
 
 @app.command()
+def restart(
+    json: Json = None, kills: Annotated[int, typer.Option(help="of the instance")] = 5, small: Small = False
+) -> None:
+    """From the death of an instance to the next one's first token, beside stock vLLM's start."""
+    from loadtest.serving.restarts import run
+
+    run(json, kills=kills, small=small)
+
+
+@app.command()
 def phases(
     json: Json = None,
     level: Annotated[int, typer.Option(min=1, max=2, help="how deep the server sleeps while the trainer trains")] = 2,
