@@ -86,16 +86,15 @@ def connected(kind: str) -> Forks:
 
 def install() -> None:
     """Instances that this process starts are forked from now on."""
-    cold = processes.Child.start
+    cold = processes.Child._process
 
-    def start(self: Any) -> None:
+    def process(self: Any) -> Any:
         if self._args[:2] == ["server.cli", "instance"] and "--headless" not in self._args:
             env = self._env | {TEST: os.environ.get(TEST, "")}  # of the test that has it started again
-            self.process = warm(ENGINES).start(self._args, env, self.log, self._inherited)
-        else:
-            cold(self)
+            return warm(ENGINES).start(self._args, env, self.log, self._inherited)
+        return cold(self)
 
-    processes.Child.start = start  # type: ignore[method-assign]
+    processes.Child._process = process  # type: ignore[method-assign]
 
 
 def prepare_engines() -> None:

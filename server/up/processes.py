@@ -42,17 +42,18 @@ class Child:
     ) -> None:
         """`inherited`: descriptors that it has open too, for as long as it lives. `forks`: what it is forked from."""
         self.name, self.log, self._forks = name, log, forks
-        self.process: subprocess.Popen[bytes] | Forked
         self._args, self._env, self._inherited = list(args), {**os.environ, **(env or {})}, tuple(inherited)
         self.start()
 
     def start(self) -> None:
+        self._begins = self.log.stat().st_size if self.log.exists() else 0
+        self.process = self._process()
+
+    def _process(self) -> subprocess.Popen[bytes] | Forked:
+        if self._forks is not None:
+            return self._forks().start(self._args, self._env, self.log, self._inherited)
         with self.log.open("ab") as log:
-            self._begins = log.tell()
-            if self._forks is not None:
-                self.process = self._forks().start(self._args, self._env, self.log, self._inherited)
-                return
-            self.process = subprocess.Popen(
+            return subprocess.Popen(
                 [sys.executable, "-m", *self._args],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
