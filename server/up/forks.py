@@ -34,7 +34,7 @@ from server.up.processes import die_with_parent
 
 MOST = 1 << 20  # bytes of a packet
 DESCRIPTORS = 16
-POLL_S = 0.05
+POLL_S = 0.01
 
 
 class Forked:
@@ -49,10 +49,10 @@ class Forked:
     @property
     def pid(self) -> int:
         """Waits for it. Raises ProcessLookupError where the fork server has ended and forked nothing."""
-        while self.started is None:
-            if self.poll() is not None:
-                raise ProcessLookupError(f"{' '.join(self.args)} was never started: the fork server has ended")
+        while self.poll() is None and self.started is None:
             time.sleep(POLL_S)
+        if self.started is None:
+            raise ProcessLookupError(f"{' '.join(self.args)} was never started: the fork server has ended")
         return self.started
 
     def poll(self) -> int | None:
@@ -65,7 +65,7 @@ class Forked:
         while (status := self.poll()) is None:
             if deadline is not None and time.monotonic() > deadline:
                 raise subprocess.TimeoutExpired(list(self.args), timeout or 0.0)
-            time.sleep(0.01)
+            time.sleep(POLL_S)
         return status
 
     def send_signal(self, number: int) -> None:

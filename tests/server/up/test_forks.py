@@ -64,6 +64,15 @@ def test_its_status_is_that_of_its_program(server: Forks, tmp_path: Path, code: 
     assert process.wait(60) == status, (tmp_path / "log").read_text()
 
 
+def test_one_that_has_ended_had_an_id(server: Forks, tmp_path: Path) -> None:
+    """Its start and its end may be told at once."""
+    process = server.start(["this"], dict(os.environ), tmp_path / "log")
+    wait_until(lambda: (tmp_path / "log").exists() and "Namespaces" in (tmp_path / "log").read_text())
+    later = server.start(["this"], dict(os.environ), tmp_path / "log")
+    assert later.wait(60) == 0
+    assert process.pid > 0
+
+
 def test_a_program_leaves_in_order(server: Forks, tmp_path: Path) -> None:
     """What it has registered for its end runs, and threads are waited for."""
     code = "import atexit, threading, time; atexit.register(print, 'last'); "
