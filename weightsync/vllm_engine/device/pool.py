@@ -176,12 +176,14 @@ class LayoutPool:
 
     def _create(self) -> Path:
         number = 1 + max([int(p.name.rsplit("-", 1)[1]) for p in self._files()], default=-1)
-        path = self._directory / f"{self._prefix}{number:03d}"
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        path, new = (self._directory / f"{self._prefix}{name}" for name in (f"{number:03d}", "new"))
+        new.unlink(missing_ok=True)  # of a process that was killed here
+        fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(fd, 0, self._file_nbytes)
+            new.rename(path)  # a slot is there as a whole
         except OSError as error:
-            path.unlink()
+            new.unlink()
             raise LayoutPoolError(
                 f"no room for {self._nbytes / 1e9:.2f} GB in {self._directory} ({error.strerror}): enlarge the shared "
                 "memory mount or retire old versions"

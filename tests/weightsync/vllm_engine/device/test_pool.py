@@ -58,6 +58,26 @@ def test_what_a_killed_builder_left_is_built_again(tmp_path: Path) -> None:
     assert not slot.built
 
 
+def test_a_process_that_is_killed_while_it_makes_a_slot_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def killed(fd: int, begin: int, nbytes: int) -> None:
+        os.ftruncate(fd, nbytes // 2)
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", killed)
+        with pytest.raises(Killed):
+            LayoutPool(tmp_path, "f", 64).reserve(1)
+    pool = LayoutPool(tmp_path, "f", 64)
+    pool.reserve(2)
+    assert {pool.acquire(key).data.numel() for key in ("v1", "v2")} == {64}
+    assert len(list(tmp_path.glob("layout-f-*[0-9]"))) == 2
+
+
 def test_a_full_shared_memory_is_a_typed_error() -> None:
     room = 1 << 20
     with small_file_system(room) as directory:
