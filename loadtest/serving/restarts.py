@@ -53,10 +53,10 @@ class Found:
     imports: list[float] = field(default_factory=list)
 
 
-def run(json: Path | None, *, kills: int = 5, small: bool = False) -> dict[str, Any]:
-    """Measure, print the table, and write the figures to `json`."""
-    work = Path("runs") / ("restart-small" if small else "restart")
-    (checkpoint,) = bench_checkpoints(Path("runs") / "bench", "dense", small=small, count=1)
+def run(json: Path | None, *, kills: int = 5, small: bool = False, runs: Path = Path("runs")) -> dict[str, Any]:
+    """Measure, print the table, and write the figures to `json`. Checkpoints and logs go to `runs`."""
+    work = runs / ("restart-small" if small else "restart")
+    (checkpoint,) = bench_checkpoints(runs / "bench", "dense", small=small, count=1)
     config = UpConfig(
         model=str(checkpoint), name=MODEL, port=0, throwaway=True, state_dir=work / "state", vllm_args=VLLM_ARGS
     )
