@@ -94,7 +94,9 @@ class Up:
         return list(AdminClient(self.state_dir).call("GET", "/admin/swaps")["swaps"])
 
     def child(self, module: str) -> psutil.Process:
-        (found,) = [p for p in self.family()[0].children() if module in " ".join(p.cmdline())]
+        """Not what that has forked in turn, which has its command line."""
+        ours = {p.pid: p for p in self.family() if module in command_of(p)}
+        (found,) = [p for p in ours.values() if p.ppid() not in ours]
         return found
 
     def ready(self) -> bool:
@@ -111,6 +113,13 @@ class Up:
         answer = self.ask()
         answer.raise_for_status()
         return dict(answer.json()["choices"][0])
+
+
+def command_of(process: psutil.Process) -> str:
+    """Its command line; "" of one that has ended."""
+    with contextlib.suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
 
 
 def all_ended(processes: list[psutil.Process]) -> bool:
@@ -138,7 +147,7 @@ def test_killed_in_part_killed_whole_and_stopped(up: Up, checkpoints: dict[str, 
     history = up.history()
     assert [swap["version"] for swap in history] == [2, 1]
 
-    for module in ("server.cli instance", "server.gateway"):
+    for module in ("server.cli instance", "server.up.forks", "server.gateway"):
         victim = up.child(module)
         family = [victim, *victim.children(recursive=True)]
         os.kill(victim.pid, signal.SIGKILL)
