@@ -1,5 +1,6 @@
-"""What a run of the tests says: progress and failures; at the end the slowest tests and files, and how to repeat what
-failed. What processes say beside the tests, between two of them, goes to a file, which stays if a test has failed."""
+"""What a run of the tests says: progress, and each failure as it occurs; at the end the failures' output, the slowest
+tests and files, and how to repeat what failed. What processes say beside the tests goes to a file, which stays if a
+test has failed."""
 
 from __future__ import annotations
 
@@ -30,6 +31,22 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[_stderr], config.stash[_beside] = os.dup(2), Path(name)
         os.dup2(file, 2)
         os.close(file)
+        config.pluginmanager.register(_Failures(config))
+
+
+class _Failures:
+    """Names each failure at once: a run that is ended, or loses a worker, has no summary."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    @pytest.hookimpl(trylast=True)  # after the letter of the test
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+            assert isinstance(reporter, pytest.TerminalReporter)
+            place = report.longreprtext.rstrip().rpartition("\n")[2]
+            reporter.write(f"\nfailed: {report.nodeid} ({report.when}, {place})\n")
 
 
 @pytest.hookimpl(wrapper=True)
