@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from weightsync.vllm_engine.staging.stager import Garbage, StageOrder, Stager, staging_device
+from weightsync.vllm_engine.staging.stager import DEFAULT, Garbage, Rules, StageOrder, Stager, staging_device
 
 
 @dataclass
@@ -42,7 +42,7 @@ def worker(
     world: int = 1,
     stage: int = 0,
     stages: int = 1,
-    allow_non_finite: bool = False,
+    rules: Rules = DEFAULT,
     **options: Any,
 ) -> Iterator[Worker]:
     """A model with dummy weights and its stager. `rank` of `world` tensor-parallel ranks, in `stage` of `stages` of a
@@ -80,7 +80,7 @@ def worker(
             config.compilation_config.static_forward_context = {}
             place = staging_device(cpu, 1.0)
             place.reserve(model)
-            stager = Stager(model, config, config.model_config, place, allow_non_finite=allow_non_finite)
+            stager = Stager(model, config, config.model_config, place, rules=rules)
             yield Worker(model, config, stager)
     finally:
         parallel_state._TP, parallel_state._PP, parallel_state._EP = saved

@@ -1,8 +1,9 @@
 """What a client of 16 streams sees of a weight swap: with none, with hotswap, and with vLLM's own pause and reload.
 
 All in one run on one machine: windows without and with swaps alternate on one server, so that its drift touches both
-alike; then the same streams run against a stock vLLM server. A swap window lasts from the start of publishing (the
-weights are copied into shared memory by another process) to a second after the commit.
+alike; then the same streams run against a server that stages in the other way, fast or smooth, and against stock vLLM.
+A swap window lasts from the start of publishing (the weights are copied into shared memory by another process) to a
+second after the commit, and the quiet window after it as long: a longer one has a longer longest gap.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import argparse
 import json as jsonlib
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.measure.gaps import Gaps, Swaps, summary
+from loadtest.measure.gaps import Gaps, Swaps, Window, summary
 from loadtest.measure.machine import machine, memcpy_gbps
 from loadtest.models.kinds import BENCHED, bench_checkpoints
 from loadtest.workload.children import publishing, streaming
@@ -30,11 +31,14 @@ from server.cli.admin import AdminClient
 from server.up import interrupts
 from server.up.config import UpConfig
 from server.up.server import Server
+from weightsync.vllm_engine.device.pacing import Staging
 
 MODEL = "bench"
+STAGINGS: tuple[Staging, ...] = ("fast", "smooth")
 SETTLE_S = 1.0
 WARM_UP = 4
-EACH_S = 9.0
+QUIET_S, EACH_S = 3.0, 9.0
+SMOOTH_EACH_S = 24.0
 VLLM_ARGS = ("--max-model-len", "2048", "--max-num-seqs", "64", "--kv-cache-memory-bytes", str(3 << 30))
 
 
@@ -42,7 +46,10 @@ VLLM_ARGS = ("--max-model-len", "2048", "--max-num-seqs", "64", "--kv-cache-memo
 class Windows(Swaps):
     """What the swaps of one server showed; times in ms unless their names say otherwise."""
 
+    publishing: list[Window] = field(default_factory=list)
+    staging: list[Window] = field(default_factory=list)  # and the commit
     stage_ms: list[float] = field(default_factory=list)
+    step_loss: list[float | None] = field(default_factory=list)
     publish_ms: list[float] = field(default_factory=list)
     private_mb: list[float] = field(default_factory=list)
     engine_cpu_s: float = 0.0  # of the quiet windows: the processes that run the model, and no others
@@ -53,22 +60,41 @@ Measured = tuple[Gaps, Windows, dict[str, int]]
 
 
 def run(
-    json: Path | None, *, streams: int = 16, swaps: int = 6, small: bool = False, kind: str = "dense"
+    json: Path | None,
+    *,
+    streams: int = 16,
+    swaps: int = 6,
+    small: bool = False,
+    kind: str = "dense",
+    staging: Sequence[Staging] = STAGINGS,
 ) -> dict[str, Any]:
-    """Measure a model of `kind` (`model_kinds.BENCHED`), print the table, and write the figures to `json`."""
+    """Measure a model of `kind` (`model_kinds.BENCHED`), print the tables, and write the figures to `json`.
+
+    They are those of the first of `staging`, and under "staging" those of each.
+    """
     work = Path("runs") / ("bench-small" if small else "bench")
     models = bench_checkpoints(work, kind, small=small)
     memcpy = memcpy_gbps()
-    config = UpConfig(
-        model=str(models[0]), name=MODEL, port=0, throwaway=True, state_dir=work / "state", vllm_args=VLLM_ARGS
-    )
-    with Server(config) as server:
-        ours = on_hotswap(server, models, streams, swaps)
+    ours = {}
+    for way in staging:
+        config = UpConfig(
+            model=str(models[0]),
+            name=MODEL,
+            port=0,
+            throwaway=True,
+            state_dir=work / "state",
+            vllm_args=(*VLLM_ARGS, "--staging", way),
+        )
+        with Server(config) as server:
+            each_s = SMOOTH_EACH_S if way == "smooth" else EACH_S
+            ours[way] = on_hotswap(server, models, streams, swaps, each_s=each_s)
     stock = on_stock(models, work, streams, swaps)  # as many: attention costs more as the answers grow
-    figures = figures_of(ours, stock) | {"memcpy_gbps": memcpy}
+    found = {way: figures_of(measured, stock) for way, measured in ours.items()}
+    figures = found[staging[0]] | {"staging": found, "memcpy_gbps": memcpy}
     figures |= {"machine": machine(), "streams": streams, "swaps": swaps}
     figures["model"] = {"kind": kind, "parameters": _parameters(models[0]), "bytes": _nbytes(models[0])}
-    _print(figures)
+    for way in staging:
+        _print(way, found[way])
     if json is not None:
         json.parent.mkdir(parents=True, exist_ok=True)
         json.write_text(jsonlib.dumps(figures, indent=1))
@@ -97,13 +123,17 @@ def on_hotswap(
 
 def swap_once(admin: AdminClient, publish: Callable[[int], dict[str, Any]], number: int, windows: Windows) -> None:
     """Publishes checkpoint `number`, swaps it in, and notes what both took."""
+    begun = time.monotonic()
     published = publish(number)
+    windows.publishing.append((begun, time.monotonic()))
     admin.call("POST", "/admin/weights/activate", {"version": published["version"]})
+    windows.staging.append((windows.publishing[-1][1], time.monotonic()))
     (record,) = admin.call("GET", "/admin/instances")["instances"]
     windows.publish_ms.append(published["publish_ms"])
     windows.commit_ms.append(record["commit_ms"])
     windows.staging_gbps.append(record["staging_gbps"])
     windows.stage_ms.append(record["stage_ms"])
+    windows.step_loss.append(record.get("step_loss"))  # a checkout that is compared may not say it
     windows.kernels = record["path"]
 
 
@@ -152,18 +182,19 @@ def drive(
     url: str, pid: int, streams: int, swaps: int, swap: Callable[[int], None], windows: Windows, each_s: float
 ) -> tuple[Gaps, dict[str, int]]:
     """Run the streams; alternate quiet and swap windows of about the same length. `pid` started the engine."""
-    seconds = 8.0 + swaps * each_s
+    seconds, quiet = 8.0 + swaps * each_s, QUIET_S
     with streaming(url, MODEL, streams, seconds) as client:
         ends = time.monotonic() + seconds - 4.0
         for number in range(swaps):
             start, used = time.monotonic(), engine_cpu_s(pid)
-            time.sleep(3.0)
+            time.sleep(quiet)
             windows.engine_cpu_s += engine_cpu_s(pid) - used
             windows.quiet.append((start, time.monotonic()))
             start = time.monotonic()
             swap(number)
             time.sleep(SETTLE_S)
             windows.swapping.append((start, time.monotonic()))
+            quiet = max(QUIET_S, time.monotonic() - start)
             if time.monotonic() > ends:
                 break
         output, _ = client.communicate(timeout=seconds + 120)
@@ -176,6 +207,7 @@ def figures_of(ours: Measured, stock: Measured) -> dict[str, Any]:
     (gaps, windows, lost), (stock_gaps, stock_windows, stock_lost) = ours, stock
     stall = stall_ms(gaps, windows)
     stock_stall = stall_ms(stock_gaps, stock_windows)
+    losses = [loss for loss in windows.step_loss if loss is not None]
     return {
         "gap_ms": {
             "none": summary(gaps.within(windows.quiet)),
@@ -194,6 +226,11 @@ def figures_of(ours: Measured, stock: Measured) -> dict[str, Any]:
         "commit_ms_max": max(windows.commit_ms),
         "staging_gbps": statistics.median(windows.staging_gbps),
         "stage_ms": statistics.median(windows.stage_ms),
+        "step_loss": statistics.median(losses) if losses else None,
+        "longest_by_phase_ms": {
+            "publishing": _ms(gaps.longest(windows.publishing)),
+            "staging": _ms(gaps.longest(windows.staging)),
+        },
         "publish_ms": statistics.median(windows.publish_ms),
         "goodput_kept": gaps.tokens_per_s(windows.swapping) / gaps.tokens_per_s(windows.quiet),
         "goodput_kept_vllm": stock_gaps.tokens_per_s(stock_windows.swapping)
@@ -237,8 +274,9 @@ def _nbytes(path: Path) -> int:
     return sum(file.stat().st_size for file in path.glob("*.safetensors"))
 
 
-def _print(figures: dict[str, Any]) -> None:
-    table = Table("inter-token gap, ms", "p50", "p99", "max", "longest per swap", title="what 16 streams see of a swap")
+def _print(staging: str, figures: dict[str, Any]) -> None:
+    columns = ("p50", "p99", "max", "longest per swap")
+    table = Table("inter-token gap, ms", *columns, title=f"what streams see of a swap, staging {staging}")
     names = {"none": "no swap", "hotswap": "hotswap", "none_stock": "no swap (stock vLLM)", "vllm": "vLLM pause/reload"}
     for key, name in names.items():
         gap = figures["gap_ms"][key]
@@ -246,8 +284,8 @@ def _print(figures: dict[str, Any]) -> None:
         table.add_row(name, *(f"{gap[p]:.1f}" for p in ("p50", "p99", "max")), " ".join(f"{v:.0f}" for v in longest))
     console = Console()
     console.print(table)
-    for key in ("stall_ms", "stall_ratio", "commit_ms", "commit_ms_max", "stage_ms", "staging_gbps", "memcpy_gbps",
-                "publish_ms", "goodput_kept", "goodput_kept_vllm", "tokens_per_s",
+    for key in ("stall_ms", "stall_ratio", "commit_ms", "commit_ms_max", "stage_ms", "staging_gbps", "step_loss",
+                "longest_by_phase_ms", "publish_ms", "goodput_kept", "goodput_kept_vllm", "tokens_per_s",
                 "engine_cpu_ms_per_token", "private_mb", "kernels",
                 "lost"):  # fmt: skip
         console.print(f"{key}: {figures[key]}")
@@ -261,5 +299,13 @@ if __name__ == "__main__":
     parser.add_argument("--swaps", type=int, default=6)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--model-kind", choices=sorted(BENCHED), default="dense")
+    parser.add_argument("--staging", choices=STAGINGS, nargs="+", default=STAGINGS)
     options = parser.parse_args()
-    run(options.json, streams=options.streams, swaps=options.swaps, small=options.small, kind=options.model_kind)
+    run(
+        options.json,
+        streams=options.streams,
+        swaps=options.swaps,
+        small=options.small,
+        kind=options.model_kind,
+        staging=options.staging,
+    )

@@ -19,6 +19,7 @@ from server.errors import ConfigError
 from server.instance.grammars.trials import DEFAULT, Limits
 from server.options import ClusterTlsDirectory, Option
 from weightsync.tls import is_loopback
+from weightsync.vllm_engine.device.pacing import Staging
 from weightsync.vllm_engine.releases import find
 
 
@@ -55,7 +56,8 @@ class InstanceConfig:
     `vllm_args` are passed to vLLM as they are. `kv_cache_gib` is the KV cache of each rank. Left out, a GPU's is what
     vLLM finds free, and a CPU's 1 GiB: vLLM would take, and zero-fill, most of the machine's memory. `headless`: vLLM's
     workers of this host alone, for an instance that another host leads. `allow_non_finite`: versions with NaN or
-    infinities are not refused. `trust`: versions that none of these keys and certificates has signed are refused.
+    infinities are not refused. `staging`: whether staging on a CPU bounds what each step of decoding loses. `trust`:
+    versions that none of these keys and certificates has signed are refused.
     """
 
     model_dir: Annotated[Path, Option("checkpoint directory: config and tokenizer; weights come by version", "--model")]
@@ -69,6 +71,7 @@ class InstanceConfig:
     kv_cache_gib: Annotated[float | None, Option(KV_CACHE)] = None
     headless: Annotated[bool, Option("the workers of this host alone, for an instance that another host leads")] = False
     allow_non_finite: Annotated[bool, Option("stage versions with NaN or infinite weights, which are refused")] = False
+    staging: Annotated[Staging, Option("on a CPU: fast, or smooth, which takes a tenth of each step at most")] = "fast"
     trust: Annotated[
         tuple[Path, ...], Option("public key or certificate that must have signed versions; may be given again")
     ] = ()

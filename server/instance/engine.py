@@ -35,6 +35,7 @@ from server.instance.slices import Reads, joined_reads
 from weightsync.control.records import DeviceRecord, VersionRecord
 from weightsync.errors import WeightSyncError
 from weightsync.memory.parts import LORA, LORA_URL, combined
+from weightsync.vllm_engine.device.pacing import Staging
 from weightsync.vllm_engine.engine_core.prefixes import Changes
 
 T = TypeVar("T")
@@ -98,17 +99,22 @@ class Engine:
         return self.active[0] if self.active else None
 
     async def prepare(
-        self, schema: list[list[Any]], tether: Mapping[str, object], *, allow_non_finite: bool = False
+        self,
+        schema: list[list[Any]],
+        tether: Mapping[str, object],
+        *,
+        allow_non_finite: bool = False,
+        staging: Staging = "fast",
     ) -> None:
         """Build the staging side in every worker. `schema`: [name, dtype, shape] of each tensor a version must have.
 
         `tether`: what workers on other hosts connect to, {} where there are none. `allow_non_finite`: versions with NaN
-        or infinities are staged too. Raises ConfigError when the hosts cannot be told apart or the ranks cannot flip
-        between two batches, EngineDied.
+        or infinities are staged too. `staging`: as of `InstanceConfig`. Raises ConfigError when the hosts cannot be
+        told apart or the ranks cannot flip between two batches, EngineDied.
         """
         config = self.client.vllm_config
         check_ranks(config)
-        info = {"schema": schema, "allow_non_finite": allow_non_finite}
+        info = {"schema": schema, "allow_non_finite": allow_non_finite, "staging": staging}
         await self._answer(self._ranks.workers("init_weight_transfer_engine", info))
         hosts = await self._answer(self._ranks.workers("hotswap_attach", dict(tether)))
         self.hosts = tuple(itertools.chain.from_iterable(hosts))
@@ -166,8 +172,15 @@ class Engine:
         flip = max((ms for ms in flips if ms is not None), default=None)
         held = [r.get("copies") for r in itertools.chain.from_iterable(reports)]
         copies = min((number for number in held if number is not None), default=None)
-        whole = {"fingerprint": fingerprint, "built": _one_build(reports), "expected_flip_ms": flip, "copies": copies}
-        return {**slowest, **whole}
+        losses = [r.get("step_loss") for r in itertools.chain.from_iterable(reports)]
+        return {
+            **slowest,
+            "fingerprint": fingerprint,
+            "built": _one_build(reports),
+            "expected_flip_ms": flip,
+            "copies": copies,
+            "step_loss": max((loss for loss in losses if loss is not None), default=None),
+        }
 
     async def _until_staged(self, call: Awaitable[list[list[Any]]]) -> list[list[Any]]:
         """What all workers report once none of them stages any more."""

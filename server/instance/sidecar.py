@@ -91,7 +91,12 @@ class Sidecar:
         """Take part while the context is open; leave the fleet before it closes."""
         tensors = self._config.form.tensors
         schema = orjson.loads(tensors) if tensors else reference_schema(self._config.model_dir)
-        await self._engine.prepare(schema, self._tether, allow_non_finite=self._config.allow_non_finite)
+        await self._engine.prepare(
+            schema,
+            self._tether,
+            allow_non_finite=self._config.allow_non_finite,
+            staging=self._config.staging,
+        )
         await self._say_needs(schema)
         store = open_store(self._config.store)
         record = replace(self._record, max_num_seqs=self._engine.max_num_seqs, devices=self._engine.devices)
@@ -249,6 +254,7 @@ class Sidecar:
             built=report.get("built", ""),
             expected_flip_ms=expected,
             device_copies=copies,
+            step_loss=report.get("step_loss"),
         )
 
     async def _drop(self, version: VersionRecord) -> None:

@@ -143,7 +143,7 @@ class StageResult:
     """The result of a staging: its fingerprint, how fast (bytes of the version per second, in 1e9), and which way.
 
     `stage_ms` and, if the callback does not say it, `staging_gbps` are measured around the callback. `built`,
-    `expected_flip_ms` and `device_copies`: see `InstanceRecord`.
+    `expected_flip_ms`, `device_copies` and `step_loss`: see `InstanceRecord`.
     """
 
     fingerprint: str | None = None
@@ -153,6 +153,7 @@ class StageResult:
     built: str = ""
     expected_flip_ms: float | None = None
     device_copies: int | None = None
+    step_loss: float | None = None
 
 
 @dataclass
@@ -462,6 +463,7 @@ class Participant:
             built=done.built,
             expected_flip_ms=done.expected_flip_ms,
             device_copies=done.device_copies,
+            step_loss=done.step_loss,
         )
         return done.fingerprint
 

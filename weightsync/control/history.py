@@ -136,6 +136,7 @@ def _flip(instance: InstanceRecord, swap: SwapRecord, committed: ActiveRecord | 
         fingerprint=instance.fingerprint,
         stage_ms=instance.stage_ms if staged else None,
         staging_gbps=instance.staging_gbps if staged else None,
+        step_loss=instance.step_loss if staged else None,
         stall_ms=instance.commit_ms if staged and followed else None,
     )
 

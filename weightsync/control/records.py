@@ -484,6 +484,7 @@ class InstanceRecord(Record):
     LAYOUT:DIGEST of what its engine made of the weights that it staged last, where that is not what was published;
     `expected_flip_ms` how long their commit stalls decoding (None: it changes references). `device_copies` is how many
     versions have room on each of its GPUs (None: it has none, or has staged nothing): others wait on the host.
+    `step_loss` is by what part of their length steps were longer beside the last staging (None: there were none).
     `max_num_seqs` is how many requests its engine runs at one time (None: it does not say). `key` is what its port asks
     of a gateway: whoever reads the store is a member; nobody shows it. `form` is that of the versions its engine can
     run (None: whatever fits its directory, before the first version). `restarts`: it can start itself anew in another
@@ -503,6 +504,7 @@ class InstanceRecord(Record):
     error: ErrorInfo | None = None
     stage_ms: float | None = None
     staging_gbps: float | None = None
+    step_loss: float | None = None
     commit_ms: float | None = None
     built: str = ""
     expected_flip_ms: float | None = None
@@ -522,7 +524,8 @@ class InstanceRecord(Record):
 class FlipRecord(Record):
     """An instance's part in a swap: what it runs afterwards, and what the swap cost it (ms, GB/s; None: nothing).
 
-    `stall_ms` is how long its engine decoded nothing for the flip.
+    `stall_ms` is how long its engine decoded nothing for the flip, `step_loss` by what part of their length steps were
+    longer beside the staging.
     """
 
     instance: str
@@ -530,6 +533,7 @@ class FlipRecord(Record):
     fingerprint: str | None = None
     stage_ms: float | None = None
     staging_gbps: float | None = None
+    step_loss: float | None = None
     stall_ms: float | None = None
 
 

@@ -24,6 +24,7 @@ from weightsync.control.hosts import this_host
 from weightsync.format.manifest import schema_of
 from weightsync.vllm_engine import gpus, kernels
 from weightsync.vllm_engine.device.mapping import RemapUnavailable
+from weightsync.vllm_engine.device.pacing import Staging
 from weightsync.vllm_engine.device.remap import Remap
 from weightsync.vllm_engine.engine_core import core, routing
 from weightsync.vllm_engine.engine_core.seeds import rewind_by_state
@@ -32,7 +33,7 @@ from weightsync.vllm_engine.staging.build import Reads
 from weightsync.vllm_engine.staging.bundle import BASE, Bundle, HeldBundles, PartOrder
 from weightsync.vllm_engine.staging.bundle_stager import BundleReport, BundleStager, prediction_head
 from weightsync.vllm_engine.staging.lora import mend_kernels
-from weightsync.vllm_engine.staging.stager import Garbage, Stager, staging_device
+from weightsync.vllm_engine.staging.stager import Garbage, Rules, Stager, staging_device
 from weightsync.vllm_engine.tether import Tether, hold
 
 log = logging.getLogger("hotswap.instance")
@@ -46,11 +47,13 @@ class NotStagedError(RuntimeError):
 class InitInfo(WeightTransferInitInfo):
     """`schema`: [name, dtype, shape] of every tensor a version must have; empty accepts what the model accepts.
 
-    `allow_non_finite`: weights with NaN or infinities are staged, which are refused otherwise.
+    `allow_non_finite`: weights with NaN or infinities are staged, which are refused otherwise. `staging`: whether
+    a staging is to be fast or smooth (device/pacing.py).
     """
 
     schema: list[list[Any]] = field(default_factory=list)
     allow_non_finite: bool = False
+    staging: Staging = "fast"
 
 
 @dataclass
@@ -110,18 +113,18 @@ class HotswapWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self._schema = schema_of((n, d, s) for n, d, s in init_info.schema) if init_info.schema else None
-        self._allow_non_finite = init_info.allow_non_finite
+        self._rules = Rules(init_info.allow_non_finite, init_info.staging)
         self.attach(None)
         self._held = HeldBundles()
         self._unwanted: int | None = None
 
     def attach(self, runner: Any) -> None:
         """`runner`: vLLM's model runner, which holds what else can be swapped here: a draft model, LoRA adapters."""
-        allow, head = self._allow_non_finite, prediction_head(runner)
+        head = prediction_head(runner)
         if head is not None or not hasattr(self, "_base"):
             model = self.model, self.vllm_config, self.model_config, self._place
-            self._base = Stager(*model, head=head, allow_non_finite=allow)
-        self._stager = BundleStager(self._base, runner, self.device, allow_non_finite=allow)
+            self._base = Stager(*model, head=head, rules=self._rules)
+        self._stager = BundleStager(self._base, runner, self.device, self._rules)
 
     def reads(self, schema: list[list[Any]]) -> Reads:
         """What this worker reads of versions with this schema. Raises MissingTensor, UnsupportedModelError."""

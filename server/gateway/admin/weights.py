@@ -397,13 +397,15 @@ def _described(swap: SwapRecord) -> dict[str, Any]:
 
 
 def _told(swap: PastSwapRecord) -> dict[str, Any]:
-    """`prepare_ms` until the commit or the end, `commit_ms` until all confirmed, `stall_ms` of the worst instance."""
+    """`prepare_ms` until the commit or the end, `commit_ms` until all confirmed, `stall_ms` and `step_loss` of the
+    worst instance."""
     committed_at = swap.committed_at
     return {
         **asdict(swap),
         "prepare_ms": ((committed_at or swap.ended_at) - swap.opened_at) * 1e3,
         "commit_ms": (swap.ended_at - committed_at) * 1e3 if committed_at is not None else None,
         "stall_ms": max((f.stall_ms for f in swap.flips if f.stall_ms is not None), default=None),
+        "step_loss": max((f.step_loss for f in swap.flips if f.step_loss is not None), default=None),
     }
 
 

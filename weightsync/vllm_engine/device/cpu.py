@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,54 +13,13 @@ import torch
 
 from weightsync.format.fingerprint import Words
 from weightsync.memory.receiver import SlotReader
-from weightsync.vllm_engine.device.generation import Generation, Memory, Pace
+from weightsync.vllm_engine.device.generation import Generation, Memory
+from weightsync.vllm_engine.device.pacing import CpuPacer, Staging
 from weightsync.vllm_engine.device.pool import LayoutPool
 from weightsync.vllm_engine.model.layout import Layout, words_of
 
 VERSIONS_HELD = 3  # live, previous and staged: one layout slot each, shared by all instances of the host
 PIECE_NBYTES = 1 << 20  # a piece is digested, copied and summed while it is in the cache
-
-# Decoding goes first. The stager gives the memory bus and the interpreter back for a moment with every piece (1 MB).
-# The work takes 0.16 s of a core for 0.8 GB, the pauses about 0.5 s: staging goes at 1 GB/s beside 16 streams
-# (loadtest/swaps/stall.py, 0.4 B), and at 4 to 5 GB/s with none (loadtest/swaps/staging.py).
-YIELD_BYTES = 64 << 10
-YIELD_RATE = 2e9  # bytes per second of pause
-LONGEST_YIELD_S = 0.002
-IDLE_AFTER_S = 0.05  # without a step: sampling, scheduling and a slow client's next request fit in between
-
-
-class Pacer:
-    """Called with the bytes that are about to be read; sleeps for as long as decoding is to be left alone.
-
-    At full speed while nothing decodes, in small bites while something does.
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._owed = 0
-        self._running = False
-        self._stepped_at = float("-inf")
-        model.register_forward_pre_hook(self._begin)
-        model.register_forward_hook(self._end, always_call=True)
-
-    @property
-    def decoding(self) -> bool:
-        """Whether a step runs, or one ended a moment ago."""
-        return self._running or time.monotonic() - self._stepped_at < IDLE_AFTER_S
-
-    def __call__(self, nbytes: int) -> None:
-        self._owed += nbytes
-        if self._owed < YIELD_BYTES:
-            return
-        if self.decoding:
-            time.sleep(min(LONGEST_YIELD_S, self._owed / YIELD_RATE))
-        self._owed = 0
-
-    def _begin(self, *_: Any) -> None:
-        self._running = True
-
-    def _end(self, *_: Any) -> None:
-        self._running = False
-        self._stepped_at = time.monotonic()
 
 
 class Cpu:
@@ -76,8 +34,8 @@ class Cpu:
     def __init__(self) -> None:
         self._pool: LayoutPool | None = None
 
-    def pacer(self, model: torch.nn.Module) -> Pace:
-        return Pacer(model)
+    def pacer(self, model: torch.nn.Module, staging: Staging) -> CpuPacer:
+        return CpuPacer(model, staging)
 
     def staging(self) -> AbstractContextManager[Any]:
         return contextlib.nullcontext()

@@ -43,7 +43,8 @@ import torch
 from weightsync.format.fingerprint import Words, device_rectangle
 from weightsync.memory.pinned import PinnedMap, PinnedMaps, pinned
 from weightsync.memory.receiver import SlotReader
-from weightsync.vllm_engine.device.generation import Flips, Generation, Memory, Pace
+from weightsync.vllm_engine.device.generation import Flips, Generation, Memory
+from weightsync.vllm_engine.device.pacing import Staging, Unpaced
 from weightsync.vllm_engine.device.pool import Notes
 from weightsync.vllm_engine.device.room import COPIES_ENV, SCRATCH, UTILIZATION, Room, wanted_copies
 from weightsync.vllm_engine.model.layout import Layout, words_of
@@ -385,9 +386,9 @@ class Cuda:
             self._stream = torch.cuda.Stream(device)
             self._stream.wait_stream(torch.cuda.current_stream(device))
 
-    def pacer(self, _model: torch.nn.Module) -> Pace:
-        """No pauses: copies on a stream of their own leave the steps alone."""
-        return lambda _nbytes: None
+    def pacer(self, _model: torch.nn.Module, _staging: Staging) -> Unpaced:
+        """Copies on a stream of their own leave the steps alone."""
+        return Unpaced()
 
     @contextlib.contextmanager
     def staging(self) -> Iterator[None]:

@@ -20,6 +20,7 @@ from torch import nn
 
 from weightsync.format.fingerprint import Words
 from weightsync.memory.receiver import SlotReader
+from weightsync.vllm_engine.device.pacing import Pacer, Staging
 from weightsync.vllm_engine.device.pool import Notes
 from weightsync.vllm_engine.model.layout import Layout
 from weightsync.vllm_engine.model.linear import LinearFn, packed_linear, plain_linear
@@ -73,8 +74,8 @@ class StagingDevice(Protocol):
     def generation(self) -> type[Generation]:
         """A version whose commit suits the device."""
 
-    def pacer(self, model: nn.Module, /) -> Pace:
-        """What a staging calls with the bytes that it is about to read, beside the running `model`."""
+    def pacer(self, model: nn.Module, staging: Staging, /) -> Pacer:
+        """What a staging calls between its pieces, beside the running `model`."""
 
     def staging(self) -> AbstractContextManager[Any]:
         """What a staging goes on in, on its thread."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import types
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -254,8 +254,9 @@ class Processing:
 
     # processing -------------------------------------------------------------------------------------------------
 
-    def process(self, layer: str) -> None:
-        """Run vLLM's processing on a loaded layer of the twin, attention last, as vLLM's loaders do."""
+    def process(self, layer: str, pause: Callable[[], None] = lambda: None) -> None:
+        """Run vLLM's processing on a loaded layer of the twin, attention last, as vLLM's loaders do. `pause` is called
+        after each of its modules."""
         from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
         names = self.layers[layer]
@@ -270,6 +271,7 @@ class Processing:
                     module.process_weights_after_loading(self._dtype)
                 if hasattr(module, "update_param_tp_status"):
                     module.update_param_tp_status()
+                pause()
 
     def harvest(self, layer: str) -> dict[str, list[Change]]:
         """Return what loading and processing made of each module of the layer, and drop the twin's.

@@ -13,7 +13,7 @@ import json
 import math
 import mmap
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -278,14 +278,18 @@ class Builder:
         self._sum_unused(placement, published, built, also)
         return built.sums()
 
-    def digest(self, data: torch.Tensor, built: Built) -> str:
+    def digest(self, data: torch.Tensor, built: Built, pace: Pace) -> str:
         """Of what processing made of a version: the tensors in `data` and the scalars; "" where it made nothing.
 
         Published bytes do not determine it, so no checksum covers it. It is equal wherever the same code runs on the
         same kind of processor.
         """
         moved = {path for layer in self.plan.moved.values() for path in layer.moves}
-        sums = {path: sum_of(view.of(data)) for path, view in self.layout.views.items() if path not in moved}
+        sums = {}
+        for path, view in self.layout.views.items():
+            if path not in moved:
+                pace(0)
+                sums[path] = sum_of(view.of(data))
         found = {path: int(total) & MASK for path, total in sums.items()}
         text = json.dumps([found, built.scalars], sort_keys=True)
         return xxhash.xxh3_64_hexdigest(text.encode()) if found or built.scalars else ""
@@ -487,7 +491,7 @@ class Builder:
     ) -> None:
         """Have vLLM load and process a layer; what other instances can map goes into the slot."""
         self._load_layer(layer, placement, published, built)
-        for root, changes in self._processing_of(layer).items():
+        for root, changes in self._processing_of(layer, published.pause).items():
             if root in self.plan.private:
                 built.changes += changes
                 continue
@@ -526,10 +530,10 @@ class Builder:
                 built.parts.append((rect.name, published.part(rect, 0), total))
         self._load([name for name in names if name in placement.opaque], placement, published)
 
-    def _processing_of(self, layer: str) -> dict[str, list[Change]]:
+    def _processing_of(self, layer: str, pause: Callable[[], None] = lambda: None) -> dict[str, list[Change]]:
         """Have vLLM process a filled layer, and return what came of it by module."""
         assert self._processing is not None
-        self._processing.process(layer)
+        self._processing.process(layer, pause)
         return self._processing.harvest(layer)
 
     # summing ----------------------------------------------------------------------------------------------------------

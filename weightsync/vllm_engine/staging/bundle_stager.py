@@ -22,7 +22,9 @@ from weightsync.vllm_engine.model.placement import Served
 from weightsync.vllm_engine.staging.bundle import Bundle, Flippable, PartOrder, Piece, on_this_host
 from weightsync.vllm_engine.staging.lora import LoraHost
 from weightsync.vllm_engine.staging.stager import (
+    DEFAULT,
     Garbage,
+    Rules,
     StageOrder,
     Stager,
     StageReport,
@@ -57,7 +59,7 @@ def prediction_head(runner: Any) -> Served | None:
     return found[1] if found is not None and found[0] == "mtp" else None
 
 
-def draft_stager(runner: Any, device: torch.device, *, allow_non_finite: bool = False) -> Stager:
+def draft_stager(runner: Any, device: torch.device, rules: Rules = DEFAULT) -> Stager:
     """A stager over the draft of vLLM's model runner. Raises PartNotServed where it has none of its own."""
     found = drafter(runner)
     if found is None:
@@ -76,7 +78,7 @@ def draft_stager(runner: Any, device: torch.device, *, allow_non_finite: bool = 
         draft.model_config,
         place,
         elsewhere={id(module) for module in runner.get_model().modules()},
-        allow_non_finite=allow_non_finite,
+        rules=rules,
     )
 
 
@@ -96,6 +98,7 @@ class BundleReport:
         """`path` is "retained" when nothing had to be built; `parts`: {name: report} of draft and adapters."""
         base = self.pieces.get(BASE, StageReport(self.version).to_dict())
         built = [self.pieces[name] for name in self.fresh if self.pieces[name]["staging_gbps"]]
+        losses = [p["step_loss"] for p in built if p["step_loss"] is not None]
         nbytes = sum(p["staging_gbps"] * p["stage_ms"] for p in built)
         done = {
             "version": self.version,
@@ -103,6 +106,7 @@ class BundleReport:
             "error": self.error,
             "stage_ms": self.stage_ms,
             "staging_gbps": nbytes / self.stage_ms if self.stage_ms else 0.0,
+            "step_loss": max(losses, default=None),
             "parts": {name: piece for name, piece in self.pieces.items() if name != BASE},
         }
         return {**base, **done, **({} if self.fresh else {"path": "retained"})}
@@ -111,9 +115,9 @@ class BundleReport:
 class BundleStager:
     """One staging at a time; `wait` returns when it is over, `bundle` is then what was staged, if it went well."""
 
-    def __init__(self, base: Stager, runner: Any, device: torch.device, *, allow_non_finite: bool = False) -> None:
+    def __init__(self, base: Stager, runner: Any, device: torch.device, rules: Rules = DEFAULT) -> None:
         self._stagers = {BASE: base}
-        self._runner, self._device, self._allow_non_finite = runner, device, allow_non_finite
+        self._runner, self._device, self._rules = runner, device, rules
         self._missing: dict[str, PartNotServed] = {}
         self._host: LoraHost | None = None
         self._thread: threading.Thread | None = None
@@ -125,11 +129,11 @@ class BundleStager:
     def _find_parts(self) -> None:
         """What this worker has besides the base; what it has not is refused with its reason when a version has it."""
         try:
-            self._stagers[DRAFT] = draft_stager(self._runner, self._device, allow_non_finite=self._allow_non_finite)
+            self._stagers[DRAFT] = draft_stager(self._runner, self._device, self._rules)
         except PartNotServed as error:
             self._missing[DRAFT] = error
         try:
-            self._host = LoraHost(self._runner, allow_non_finite=self._allow_non_finite)
+            self._host = LoraHost(self._runner, allow_non_finite=self._rules.allow_non_finite)
         except PartNotServed as error:
             self._missing[LORA] = error
 

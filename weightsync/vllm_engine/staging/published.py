@@ -146,6 +146,10 @@ class Published:
         self._digested[name] = max(begin, end)
         return None
 
+    def pause(self) -> None:
+        """Between two pieces of work in which nothing is read."""
+        self._pace(0)
+
     def _digest(self, name: str, begin: int, end: int) -> None:
         dtype = self._entries[name].dtype
         with self._reader.buffer(name) as view, view[begin:end] as piece:
@@ -186,7 +190,7 @@ class Published:
         """Digest what was not read, and compare. Raises DigestMismatch, NotFinite."""
         for looked in self._looked:
             while not looked.done():
-                self._pace(0)  # the staging may have been cancelled
+                self.pause()  # the staging may have been cancelled
                 wait([looked], WAIT_S)
             looked.result()
         for name, hasher in self._hashers.items():

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from weightsync.memory.receiver import SlotReader
 from weightsync.vllm_engine.device.cpu import Cpu
 from weightsync.vllm_engine.device.cuda import Cuda
 from weightsync.vllm_engine.device.generation import Generation, Memory, Pace, StagingDevice, build_flips
+from weightsync.vllm_engine.device.pacing import Staging
 from weightsync.vllm_engine.device.pool import Notes
 from weightsync.vllm_engine.device.remap import Remap, flips_by_remapping
 from weightsync.vllm_engine.model.placement import Served, WithHead, build_skeleton, pair_parameters
@@ -65,7 +67,8 @@ class StageReport:
     `sums` goes to `format.fingerprint.combine`: {tensor: [Tile.to_row(), ...]} of what this worker will run. `built`:
     "LAYOUT:DIGEST" of what vLLM's processing made, equal wherever the same layout was built right; "": it made nothing.
     `expected_flip_ms`: how long the commit will stall decoding; `copies`: how many versions have room on the device;
-    None where a commit changes references.
+    None where a commit changes references. `step_loss`: by what part of their length the model's steps were longer
+    beside the staging; None: there were none to compare.
     """
 
     version: int
@@ -79,9 +82,21 @@ class StageReport:
     built: str = ""
     expected_flip_ms: float | None = None
     copies: int | None = None
+    step_loss: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Of all stagings of a worker. `allow_non_finite`: NaN and infinities are staged. `staging`: see pacing.py."""
+
+    allow_non_finite: bool = False
+    staging: Staging = "fast"
+
+
+DEFAULT = Rules()
 
 
 @dataclass
@@ -124,12 +139,12 @@ class Stager:
         *,
         head: Served | None = None,
         elsewhere: Collection[int] = (),
-        allow_non_finite: bool = False,
+        rules: Rules = DEFAULT,
     ) -> None:
         """`head` comes in the checkpoints of `model`. `elsewhere`: ids of modules that others fill."""
         fingerprint.warm()
         self.place = place
-        self._pace = place.pacer(model)
+        self._pacer = place.pacer(model, rules.staging)
         twin = build_skeleton(vllm_config, model_config, place.twin)
         if head is not None:
             model, twin = WithHead(model, head.model), WithHead(twin, head.skeleton(place.twin))
@@ -145,9 +160,9 @@ class Stager:
             rank=parallel.rank,
             world=parallel.world_size,
             share=(parallel.rank % parallel.local_world_size, parallel.local_world_size),
-            allow_non_finite=allow_non_finite,
+            allow_non_finite=rules.allow_non_finite,
         )
-        self._key_suffix = "-unchecked" if allow_non_finite else ""  # who looks for NaN builds a slot of its own
+        self._key_suffix = "-unchecked" if rules.allow_non_finite else ""  # who looks for NaN builds a slot of its own
         self._thread: threading.Thread | None = None
         self._spares: threading.Thread | None = None
         self.report = StageReport(version=0)
@@ -189,6 +204,7 @@ class Stager:
             while self._spares is not None and self._spares.is_alive():
                 self._spares.join(LOOK_S)
                 go_on(stop)
+            self._pacer.start(partial(go_on, stop))
             with self.place.staging():
                 self.generation, nbytes = self._build(order, stop)
         except Exception as error:  # reported to the coordinator: the old version goes on serving
@@ -205,6 +221,7 @@ class Stager:
             built=self.generation.built,
             expected_flip_ms=self.place.expected_flip_ms(self.generation.slot) if self.generation.slot else None,
             copies=self.place.copies,
+            step_loss=self._pacer.step_loss,
         )
         if self._spares is None:
             self._spares = threading.Thread(target=self._reserve, name="hotswap-spares", daemon=True)
@@ -232,7 +249,7 @@ class Stager:
             def pace(nbytes: int) -> None:
                 go_on(stop)
                 if self._spares is not None:  # nobody is served before the first version: what runs is a warm-up
-                    self._pace(nbytes)
+                    self._pacer(nbytes)
 
             with self.place.scratch():
                 layout = self._builder.prepare(reader, pace)
@@ -266,7 +283,7 @@ class Stager:
             return Built(), found
         reader.populate()
         built = self._builder.build(reader, None if slot.built else slot.data, pace, also)
-        digest = found.built if slot.built else self._builder.digest(slot.data, built)
+        digest = found.built if slot.built else self._builder.digest(slot.data, built, pace)
         return built, Notes(joined(found.sums, built.sums()), found.scalars | built.scalars, digest)
 
 

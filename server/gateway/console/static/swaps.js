@@ -107,6 +107,7 @@ function flip(part) {
   const told = [];
   if (part.stall_ms !== null) told.push(`stall ${number(part.stall_ms, 2)} ms`);
   if (part.staging_gbps !== null) told.push(`${number(part.staging_gbps, 2)} GB/s`);
+  if (part.step_loss !== null) told.push(`steps ${number(100 * part.step_loss, 0)} % longer meanwhile`);
   return `${part.instance}${told.length ? ` (${told.join(", ")})` : ""}`;
 }
 

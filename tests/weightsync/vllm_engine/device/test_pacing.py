@@ -1,25 +1,35 @@
-"""A staging gives way to decoding, and to nothing else."""
+"""A staging gives way to decoding, and to nothing else; a smooth one takes a tenth of each step at most."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from weightsync.vllm_engine.device import cpu
-from weightsync.vllm_engine.device.cpu import LONGEST_YIELD_S, YIELD_BYTES, Pacer
+from weightsync.errors import StagingCancelled
+from weightsync.vllm_engine.device import pacing
+from weightsync.vllm_engine.device.pacing import (
+    BOUND,
+    IDLE_AFTER_S,
+    LONGEST_YIELD_S,
+    YIELD_BYTES,
+    YIELD_RATE,
+    CpuPacer,
+    Staging,
+)
 
 
 class Model(torch.nn.Module):
     """Says what the pacer sees in the middle of a step."""
 
-    pacer: Pacer
+    pacer: CpuPacer
     seen: bool | None = None
 
     def forward(self, fail: bool) -> None:
-        self.seen = self.pacer.decoding
+        self.seen = self.pacer.steps.decoding
         if fail:
             raise RuntimeError("a step that failed")
 
@@ -28,16 +38,16 @@ class Model(torch.nn.Module):
 def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
     found: Any = SimpleNamespace(now=100.0, slept=[])
     found.monotonic, found.sleep = (lambda: found.now), found.slept.append
-    monkeypatch.setattr(cpu, "time", found)
+    monkeypatch.setattr(pacing, "time", found)
     return found
 
 
 @pytest.mark.parametrize("fail", [False, True])
 def test_it_sleeps_during_a_step_and_a_moment_after(clock: Any, fail: bool) -> None:
     model = Model()
-    model.pacer = pacer = Pacer(model)
+    model.pacer = pacer = CpuPacer(model)
     pacer(10 * YIELD_BYTES)
-    assert (pacer.decoding, clock.slept) == (False, [])
+    assert (pacer.steps.decoding, clock.slept) == (False, [])
     if fail:
         with pytest.raises(RuntimeError):
             model(fail)
@@ -48,7 +58,163 @@ def test_it_sleeps_during_a_step_and_a_moment_after(clock: Any, fail: bool) -> N
     assert clock.slept == [], "small reads add up first"
     pacer(YIELD_BYTES // 2)
     pacer(100 * YIELD_BYTES)
-    assert clock.slept == [YIELD_BYTES / cpu.YIELD_RATE, LONGEST_YIELD_S]
-    clock.now += 2 * cpu.IDLE_AFTER_S
+    assert clock.slept == [YIELD_BYTES / YIELD_RATE, LONGEST_YIELD_S]
+    clock.now += 2 * IDLE_AFTER_S
     pacer(10 * YIELD_BYTES)
-    assert (pacer.decoding, len(clock.slept)) == (False, 2)
+    assert (pacer.steps.decoding, len(clock.slept)) == (False, 2)
+
+
+class Decoding:
+    """A model whose steps follow each other on a clock of its own. Each second of work of a staging makes the step in
+    which it falls `price` seconds longer."""
+
+    GAP_S = 0.002  # from the end of a step to the start of the next
+    TICK_S = 0.0001
+
+    def __init__(self, lengths: Callable[[int], tuple[int, float]], price: float) -> None:
+        self.now, self.price, self._lengths = 100.0, price, lengths
+        self._model = torch.nn.Module()
+        self._hooks: Any = None
+        self.steps: list[tuple[float, float]] = []  # (length alone, length)
+        self.busy = True
+
+    def attach(self, staging: Staging) -> CpuPacer:
+        pacer = CpuPacer(self._model, staging)
+        (self._begin,), (self._end,) = self._model._forward_pre_hooks.values(), self._model._forward_hooks.values()
+        self._next()
+        return pacer
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.advance(seconds, works=False)
+
+    def advance(self, seconds: float, works: bool) -> None:
+        for _ in range(round(seconds / self.TICK_S)):
+            self.now += self.TICK_S
+            if self.busy and works:
+                self._ends += self.price * self.TICK_S
+            if self.busy and self.now >= self._ends:
+                self._end(self._model)
+                self.steps.append((self._alone, self.now - self._began))
+                self.now += self.GAP_S
+                self._next()
+
+    def _next(self) -> None:
+        tokens, self._alone = self._lengths(len(self.steps))
+        self._began, self._ends = self.now, self.now + self._alone
+        self._begin(self._model, (), {"positions": torch.empty(tokens)})
+
+    def stage(self, pacer: CpuPacer, pieces: int, piece_s: float, go_on: Callable[[], None] = lambda: None) -> float:
+        """Returns the seconds that a staging of so many pieces took."""
+        started = self.now
+        pacer.start(go_on)
+        for _ in range(pieces):
+            pacer(1 << 20)
+            self.advance(piece_s, works=True)
+        pacer(0)
+        return self.now - started
+
+
+def steady(seconds: float) -> Callable[[int], tuple[int, float]]:
+    return lambda _number: (16, seconds)
+
+
+def mixed(seconds: float) -> Callable[[int], tuple[int, float]]:
+    """Every fourth step has a prompt in it, of a length that comes once."""
+    return lambda number: (16, seconds) if number % 4 else (64 + number, 3 * seconds)
+
+
+@pytest.fixture
+def decoding(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Decoding]:
+    def make(lengths: Callable[[int], tuple[int, float]], price: float) -> Decoding:
+        found = Decoding(lengths, price)
+        monkeypatch.setattr(pacing, "time", found)
+        return found
+
+    return make
+
+
+def losses(decoding: Decoding, first: int) -> list[float]:
+    return [length / alone - 1 for alone, length in decoding.steps[first:]]
+
+
+@pytest.mark.parametrize("lengths", [steady, mixed])
+@pytest.mark.parametrize("price", [0.4, 1.0, 3.0])
+@pytest.mark.parametrize("seconds", [0.03, 0.1, 0.6])
+def test_a_smooth_staging_takes_a_tenth_of_a_step(
+    decoding: Callable[..., Decoding], seconds: float, price: float, lengths: Any
+) -> None:
+    machine = decoding(lengths(seconds), price)
+    pacer = machine.attach("smooth")
+    machine.sleep(20 * seconds)
+    machine.stage(pacer, 800, 0.0004)
+    first = len(machine.steps)
+    machine.stage(pacer, 800, 0.0004)  # it knows the price by now
+    found = losses(machine, first)
+    piece = 0.0004 * price / seconds
+    assert max(found) < BOUND * 1.3 + 2 * piece
+    assert sum(found) / len(found) > BOUND / 3 or machine.price < 0.5, "it uses what it may"
+    assert 0 < (pacer.step_loss or 0) < BOUND * 1.2 + 2 * piece
+
+
+def test_the_price_is_learnt_within_a_few_steps(decoding: Callable[..., Decoding]) -> None:
+    machine = decoding(steady(0.1), 3.5)
+    pacer = machine.attach("smooth")
+    machine.sleep(1.0)
+    first = len(machine.steps)
+    machine.stage(pacer, 400, 0.0004)
+    found = losses(machine, first)
+    assert max(found) < 2 * BOUND, "more than a price of 2 allows is taken at first"
+    assert max(found[6:]) < BOUND * 1.3
+
+
+def test_a_piece_that_takes_too_long_is_made_up_for(decoding: Callable[..., Decoding]) -> None:
+    """A layer that vLLM processes as a whole."""
+    machine = decoding(steady(0.05), 1.0)
+    pacer = machine.attach("smooth")
+    machine.sleep(1.0)
+    first = len(machine.steps)
+    machine.stage(pacer, 30, 0.03)
+    found = losses(machine, first)
+    assert sum(found) / len(found) < BOUND * 1.2
+    assert max(found) < 0.03 / 0.05 + BOUND, "no two of them are in one step"
+
+
+def test_a_fast_staging_says_what_it_cost(decoding: Callable[..., Decoding]) -> None:
+    seconds = {}
+    for staging in ("fast", "smooth"):
+        machine = decoding(steady(0.1), 1.0)
+        pacer = machine.attach(staging)
+        machine.sleep(1.0)
+        first = len(machine.steps)
+        seconds[staging] = machine.stage(pacer, 800, 0.0004)
+        found = losses(machine, first)
+        assert pacer.step_loss == pytest.approx(sum(found) / len(found), rel=0.3)
+    assert seconds["smooth"] > 2 * seconds["fast"]
+
+
+def test_nothing_is_said_of_steps_that_were_not_there(decoding: Callable[..., Decoding]) -> None:
+    machine = decoding(steady(0.1), 1.0)
+    pacer = machine.attach("smooth")
+    machine.busy = False
+    machine._end(machine._model)
+    machine.sleep(1.0)
+    assert machine.stage(pacer, 100, 0.0004) == pytest.approx(100 * 0.0004), "nothing decodes: at full speed"
+    assert pacer.step_loss is None
+
+
+def test_a_staging_that_waits_for_a_step_can_be_cancelled(decoding: Callable[..., Decoding]) -> None:
+    machine = decoding(steady(5.0), 1.0)
+    pacer = machine.attach("smooth")
+    machine.sleep(12.0)
+    began = machine.now
+
+    def go_on() -> None:
+        if machine.now > began + 1.0:
+            raise StagingCancelled
+
+    with pytest.raises(StagingCancelled):
+        machine.stage(pacer, 5000, 0.0004, go_on)
+    assert machine.now < began + 1.1, "before the step has ended"

@@ -37,7 +37,7 @@ from weightsync.vllm_engine.model.placement import (
 )
 from weightsync.vllm_engine.staging.bundle import BASE, PartOrder
 from weightsync.vllm_engine.staging.bundle_stager import BundleStager
-from weightsync.vllm_engine.staging.stager import Garbage, joined
+from weightsync.vllm_engine.staging.stager import Garbage, Rules, joined
 
 pytestmark = pytest.mark.engine
 SMALL = {"hidden_size": 64, "intermediate_size": 160, "vocab_size": 320, "head_dim": 16}
@@ -156,7 +156,7 @@ def test_not_a_number_keeps_its_bits(tmp_path: Path, publisher: Publisher) -> No
     signalling, with_payload = 0x7F81, 0x7FC1
     bias.view(torch.int16)[:2] = torch.tensor([signalling, with_payload], dtype=torch.int16)
     record = publish(publisher, tensors)
-    with worker(checkpoint, allow_non_finite=True) as w:
+    with worker(checkpoint, rules=Rules(allow_non_finite=True)) as w:
         w.stage(record).release()
         assert combine([w.stager.report.sums]) == record.fingerprint
 
@@ -404,7 +404,7 @@ def test_what_was_built_without_looking_for_nan_is_not_taken_by_who_looks(
     tensors["model.layers.1.self_attn.v_proj.weight"][3, 3] = torch.nan
     record = publish(publisher, tensors)
     with (
-        worker(checkpoint, dtype="float32", allow_non_finite=True) as lenient,
+        worker(checkpoint, dtype="float32", rules=Rules(allow_non_finite=True)) as lenient,
         worker(checkpoint, dtype="float32") as strict,
     ):
         assert lenient.stage(record).slot.built
