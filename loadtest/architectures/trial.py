@@ -16,12 +16,13 @@ import types
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 from unittest.mock import patch
 
 from pydantic import ValidationError
 
 from loadtest.architectures.tiny import NoCheckpoint, make_versions
+from loadtest.forks import fork
 
 Outcome = Literal["proven", "refused", "wrong", "not started", "no checkpoint"]
 WAYS = ("pointed", "copied")
@@ -130,10 +131,7 @@ def forked(architecture: str, log: Path) -> Trial:
     """In a process of its own: a crash, a hang or too much memory ends that one alone."""
     began = time.monotonic()
     read, write = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(read)
-        _child(architecture, write, log)
+    child = fork(lambda: _child(architecture, read, write, log))
     os.close(write)
     answer = b""
     with _alarm(child), os.fdopen(read, "rb") as pipe:
@@ -163,23 +161,15 @@ def _alarm(child: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, previous)
 
 
-def _child(architecture: str, write: int, log: Path) -> Any:
+def _child(architecture: str, read: int, write: int, log: Path) -> None:
+    os.close(read)
     gc.freeze()  # of the parent's garbage some (gRPC's) waits for threads as it goes, which are not here
-    status = 1
-    try:
-        resource.setrlimit(resource.RLIMIT_DATA, (LIMIT_BYTES, LIMIT_BYTES))
-        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        os.dup2(out, 1)
-        os.dup2(out, 2)
-        trial = attempt(architecture)
-        os.write(write, json.dumps(asdict(trial)).encode())
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+    resource.setrlimit(resource.RLIMIT_DATA, (LIMIT_BYTES, LIMIT_BYTES))
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    trial = attempt(architecture)
+    os.write(write, json.dumps(asdict(trial)).encode())
 
 
 def warm() -> None:

@@ -19,12 +19,12 @@ import sys
 import tarfile
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from loadtest.forks import fork
 from loadtest.gpu_day.report import FAILED, SKIPPED, Check, read_checks, status_of
 from server.up.processes import die_with_parent
 
@@ -114,9 +114,7 @@ class Running:
         output, log = (logs / f"{step.phase}.{kind}" for kind in ("jsonl", "log"))
         sys.stdout.flush()
         sys.stderr.flush()
-        self._pid = os.fork()
-        if not self._pid:
-            _become(step, work, output, log)
+        self._pid = fork(lambda: _become(step, work, output, log))
         with contextlib.suppress(ProcessLookupError, PermissionError):  # as the child does: the first one wins
             os.setpgid(self._pid, self._pid)
         output.touch()
@@ -169,25 +167,16 @@ class Running:
                 shutil.rmtree(arena, ignore_errors=True)
 
 
-def _become(step: Step, work: Callable[[Step], Any], output: Path, log: Path) -> NoReturn:
+def _become(step: Step, work: Callable[[Step], Any], output: Path, log: Path) -> None:
     """The child."""
-    status = 1
-    try:
-        os.setpgid(0, 0)
-        die_with_parent()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)
-        for path, descriptor in ((Path(os.devnull), 0), (output, 1), (log, 2)):
-            os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644), descriptor)
-        sys.stdout, sys.stderr = (os.fdopen(n, "w", buffering=1, closefd=False) for n in (1, 2))
-        work(step)
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+    os.setpgid(0, 0)
+    die_with_parent()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    for path, descriptor in ((Path(os.devnull), 0), (output, 1), (log, 2)):
+        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644), descriptor)
+    sys.stdout, sys.stderr = (os.fdopen(n, "w", buffering=1, closefd=False) for n in (1, 2))
+    work(step)
 
 
 @dataclass

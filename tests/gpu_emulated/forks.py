@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from loadtest.forks import fork
 from tests.gpu_emulated import operators, standin
 
 
@@ -37,9 +38,7 @@ def forked(work: Callable[[], Any], **settings: int) -> Any:
     """What `work` returns, by JSON, computed on a stand-in with these settings. Raises ProcessDied, WorkFailed."""
     with tempfile.TemporaryDirectory() as folder:
         result, said = Path(folder, "result"), Path(folder, "said")
-        child = os.fork()
-        if not child:
-            _run(work, settings, result, said)
+        child = fork(lambda: _run(work, settings, result, said))
         try:
             _, status = os.waitpid(child, 0)
         except BaseException:  # a time limit, or an interrupt
@@ -56,28 +55,19 @@ def forked(work: Callable[[], Any], **settings: int) -> Any:
 
 
 def _run(work: Callable[[], Any], settings: standin.Settings, result: Path, said: Path) -> None:
-    """Never returns."""
-    status = 1
+    """In the fork."""
+    log = os.open(said, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.stdout = sys.stderr = os.fdopen(2, "w", closefd=False)
+    faulthandler.enable(sys.stderr)
+    standin.configure(settings)
+    operators.everywhere()
     try:
-        log = os.open(said, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        sys.stdout = sys.stderr = os.fdopen(2, "w", closefd=False)
-        faulthandler.enable(sys.stderr)
-        standin.configure(settings)
-        operators.everywhere()
-        try:
-            answer = ["done", work()]
-            if operators.failures:
-                raise operators.failures[0]
-        except Exception as error:
-            traceback.print_exc()
-            answer = ["failed", f"{type(error).__name__}: {error}"]
-        result.write_text(json.dumps(answer))
-        status = 0
-    except BaseException:
+        answer = ["done", work()]
+        if operators.failures:
+            raise operators.failures[0]
+    except Exception as error:
         traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        answer = ["failed", f"{type(error).__name__}: {error}"]
+    result.write_text(json.dumps(answer))
