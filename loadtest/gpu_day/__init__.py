@@ -1,4 +1,4 @@
-"""What only a GPU can show of swaps, as phases of minutes: `python -m loadtest.gpu_day`; docs/gpu.md.
+"""Checks of swaps that only a GPU can settle, in phases of minutes: `python -m loadtest.gpu_day`; docs/gpu.md.
 
     __main__.py    the command
     calls.py       the schedule, and what runs it: phases in forks, each with a limit

@@ -41,7 +41,7 @@ PHASES = {
 """And the modules that they are in."""
 WITHOUT_VLLM = [name for name, module in PHASES.items() if module not in ("serving", "streams")]
 BACKENDS = {"FlashInfer": "flashinfer", "DeepGEMM": "deep_gemm"}
-"""What vLLM takes where it is installed, and what lays weights out in a way of its own."""
+"""Libraries that vLLM uses where they are installed, and that lay weights out in a way of their own."""
 
 
 def run(phase: str, small: bool, work: Path | None = None, logs: Path | None = None) -> list[Check]:

@@ -159,7 +159,7 @@ class Running:
             os.killpg(self._pid, number)
 
     def _clean(self) -> None:
-        """What it has left behind: processes of its group, and slots in memory or on a disk."""
+        """Remove what the phase has left behind: processes of its group, and slots in memory or on a disk."""
         self._signal(signal.SIGKILL)
         self._output.close()
         for root in (Path("/dev/shm"), Path(tempfile.gettempdir())):  # noqa: S108 - where engine.arena is

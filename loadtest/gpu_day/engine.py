@@ -70,7 +70,7 @@ STUBS = {
 
 @contextlib.contextmanager
 def without_vllm() -> Iterator[None]:
-    """What the stager asks of vLLM is answered by stubs; any other import of vLLM fails, as where it is missing."""
+    """Stubs stand in for the parts of vLLM that the stager uses. Any other import of vLLM fails, as without vLLM."""
     stubs: dict[str, Any] = {**STUBS, "vllm": None}
     saved = {name: sys.modules[name] for name in stubs if name in sys.modules}
     sys.modules.update(stubs)
@@ -228,7 +228,7 @@ class Unpublished:
 
 
 class FlipRefused(Exception):
-    """What a generation that `breaks` raises."""
+    """Raised by a commit that `breaks` has made to fail."""
 
 
 class _Refuses(dict[str, Any]):
@@ -247,7 +247,7 @@ def staged_tensors(generation: Generation) -> list[torch.Tensor]:
 
 
 def reserved_tensors(side: Side) -> list[torch.Tensor]:
-    """What the stager's pool and builder hold themselves, besides what generations hold."""
+    """The tensors that the stager's pool and builder hold themselves, besides those that generations hold."""
     return list(_tensors_in([side.stager.place, side.stager._builder], set()))
 
 

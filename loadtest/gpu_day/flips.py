@@ -38,7 +38,7 @@ class Observed:
         return self.step.kept(), self.sums.kept()
 
     def loaded(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a look shows when the version was loaded into the model, without any flip."""
+        """Load the version into the model, without any flip. Returns the outputs and sums that a look shows then."""
         self.live.load(number)
         seen = self.look()
         self.device.wait()

@@ -60,7 +60,7 @@ GIB, HANDLES, REMAPS = 1 << 30, 16, 10
 
 
 def env(report: Report, device: Device, small: bool) -> None:
-    """What the other phases need, and what their figures belong to."""
+    """Report the things that the other phases need, and the hardware and versions that their figures belong to."""
     about: dict[str, Any] = {"device": "cpu"}
     if device.cuda:
         found = torch.cuda.get_device_properties(device.torch)
@@ -297,8 +297,10 @@ def _on_device(report: Report, device: Device, small: bool) -> None:
 
 
 def remap(report: Report, device: Device, small: bool) -> None:
-    """What a flip costs the driver that maps other memory at the addresses of the weights, in handles of 1 GiB and in a
-    single one, and whether a graph follows."""
+    """Map other memory at addresses that a graph reads, as a flip does, in handles of 1 GiB and in a single one.
+
+    Reports the driver's time for that, and whether the graph sees the new memory.
+    """
     if not device.cuda:
         raise Skipped("addresses are remapped on CUDA alone")
     try:

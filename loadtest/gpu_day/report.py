@@ -46,7 +46,7 @@ class Report:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """What the phase raises becomes its last check."""
+        """An exception of the phase becomes its last check."""
         try:
             yield
         except Skipped as reason:

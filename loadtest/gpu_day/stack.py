@@ -65,7 +65,7 @@ class Part:
         return tensor[self.row : self.row + self.shape[0]]
 
     def value(self, version: int, device: torch.device) -> torch.Tensor:
-        """What `version` gives it: the same on every call, on devices of one kind."""
+        """The tensor's value in `version`: the same on every call, on devices of one kind."""
         generator = torch.Generator(device).manual_seed(zlib.crc32(f"{version}/{self.name}".encode()))
         drawn = torch.randn(self.shape, generator=generator, dtype=self.dtype, device=device)
         if len(self.shape) == 1:

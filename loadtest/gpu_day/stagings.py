@@ -164,7 +164,7 @@ def _blocks(device: Device) -> Iterator[Block]:
 
 
 def _allocator(device: Device, weights: int) -> dict[str, float]:
-    """What torch's allocator says, in multiples of the weights."""
+    """The figures of torch's allocator, in multiples of the weights."""
     if not device.cuda:
         return {}
     figures = {

@@ -33,7 +33,7 @@ class EngineFailed(Exception):
 
 
 def ask(question: dict[str, Any], log: Path, environment: Mapping[str, str]) -> dict[str, Any]:
-    """What an engine in a new process answers, and the `seconds` that it took; its log stays. Raises EngineFailed."""
+    """Ask an engine in a new process. Returns its answer and its `seconds`; its log stays. Raises EngineFailed."""
     switches = SWITCHES | ({"VLLM_PLUGINS": ""} if question["kind"] == "stock" else {})
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
@@ -155,7 +155,7 @@ def _swap(question: dict[str, Any]) -> dict[str, Any]:
 
 
 class Swapping:
-    """What the engine answered after each step, and figures of them."""
+    """Takes the engine through its steps, and keeps its answers after each one and figures of them."""
 
     def __init__(self, question: dict[str, Any]) -> None:
         self._side = Swapped(question["models"][0], question["options"])

@@ -5,8 +5,8 @@ what it is ordered to. FD is a connection, with which it ends, or a socket that 
 process is `python -m ARGS` as it is otherwise: a group, a log, an environment and descriptors of its own. It is told to
 end when the connection that ordered it ends, and when the fork server does.
 
-Orders and answers are JSON, a packet each. Nothing waits for an answer but who wants a process id or an exit status: a
-fork server that still imports has its orders queued.
+Orders and answers are JSON, a packet each. Only a caller that wants a process id or an exit status waits for an
+answer: a fork server that still imports has its orders queued.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ POLL_S = 0.01
 
 
 class Forked:
-    """What is used of a subprocess.Popen, of a process that a fork server has forked."""
+    """A process that a fork server has forked, with those parts of a subprocess.Popen that callers use."""
 
     def __init__(self, forks: Forks, number: int, args: Sequence[str]) -> None:
         self._forks, self._number, self.args = forks, number, args
@@ -81,7 +81,7 @@ class Forked:
 
 
 class Forks:
-    """A connection to a fork server. What it has forked for this one gets `ends` when the connection ends."""
+    """A connection to a fork server. The processes forked for it get the signal `ends` when the connection ends."""
 
     def __init__(self, connection: socket.socket, server: subprocess.Popen[bytes] | None = None) -> None:
         """`server`: the process, if it serves this connection alone."""

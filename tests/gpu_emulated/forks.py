@@ -35,7 +35,7 @@ class WorkFailed(Exception):
 
 
 def forked(work: Callable[[], Any], **settings: int) -> Any:
-    """What `work` returns, by JSON, computed on a stand-in with these settings. Raises ProcessDied, WorkFailed."""
+    """Do `work` on a stand-in with these settings. Returns its result, by JSON. Raises ProcessDied, WorkFailed."""
     with tempfile.TemporaryDirectory() as folder:
         result, said = Path(folder, "result"), Path(folder, "said")
         child = fork(lambda: _run(work, settings, result, said))

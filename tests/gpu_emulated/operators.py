@@ -105,7 +105,7 @@ class Operators(TorchDispatchMode):
 
 
 class _NeedsValues(Exception):
-    """What an operator gives cannot be said before it has run."""
+    """The result of an operator cannot be said before it has run."""
 
 
 def _native(func: Any, args: Any, kwargs: Any) -> Any:
@@ -153,7 +153,7 @@ def _computed(func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
 
 
 def _queued(func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
-    """What `func` will give, while its work is queued. Raises _NeedsValues."""
+    """Queue the work of `func`. Returns the result that it will have. Raises _NeedsValues."""
     devices = _devices_of(args, kwargs)
     if len(devices) > 1 or _goes_to(func, kwargs, "cpu"):
         raise _NeedsValues("it copies to another device, or to memory of torch's own choice")
@@ -328,7 +328,7 @@ def _on(device: torch.device) -> Iterator[None]:
 
 
 def _watch(tensor: torch.Tensor) -> None:
-    """Tell the stand-in when torch gives its memory back. What a graph allocates while it is captured is its own."""
+    """Tell the stand-in when torch gives its memory back. Memory allocated under a capture belongs to the graph."""
     storage = tensor.untyped_storage()
     if not storage.nbytes() or storage._cdata in _watched or torch.cuda.is_current_stream_capturing():
         return

@@ -1,4 +1,4 @@
-"""What is done to a worker with each kind of model, and what is wrong after each step."""
+"""The steps that a worker goes through with each kind of model, and the faults found after each one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LEFT = 96 << 20
 
 
 class FlipFailed(Exception):
-    """What a commit raises that was made to fail."""
+    """Raised by a commit that was made to fail."""
 
 
 class _Refuses(dict[str, Any]):
@@ -68,13 +68,13 @@ class Swaps:
         return record
 
     def _commit(self, record: VersionRecord) -> list[str]:
-        """What is not as `record` says afterwards."""
+        """Commit `record`. Returns the differences from it afterwards."""
         self._worker.commit(record)
         self._runs = record
         return self._wrong()
 
     def _wrong(self) -> list[str]:
-        """What is not as the version that runs says; the versions must differ from each other, too."""
+        """The differences from the version that runs; a next version that is equal to it counts as one, too."""
         assert self._runs is not None
         index = self._index[self._runs.version]
         other = self._references[(index + 1) % len(self._references)]

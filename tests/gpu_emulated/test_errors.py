@@ -204,7 +204,7 @@ ERRORS: list[tuple[Work, Error]] = [
 
 
 def done(work: Work, path: Path, error: Error) -> list[str]:
-    """What was noticed, adversarially."""
+    """Do `work` with this error, on a stand-in that runs late and poisons memory. Returns what was noticed."""
 
     def wrongly() -> list[str]:
         error()

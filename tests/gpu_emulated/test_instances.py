@@ -1,4 +1,4 @@
-"""What `hotswap up` forks instances from: it never has a context on a device, and each fork has devices of its own."""
+"""The fork server of `hotswap up` never has a context on a device, and each of its forks has devices of its own."""
 
 from __future__ import annotations
 

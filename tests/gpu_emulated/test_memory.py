@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 
 def flipped(worker: Worker, path: Path) -> list[str]:
-    """What is wrong after each of three versions, and a rollback."""
+    """Flip to each of three versions, and roll back once. Returns the differences found after each flip."""
     versions = versions_of(path)
     references = [worker.built(tensors) for tensors in versions]
     found = []
@@ -64,7 +64,7 @@ def test_host_memory_that_cannot_be_pinned(checkpoint: Callable[[str], Path]) ->
 
 @pytest.mark.parametrize("way", ["copy", "remap"])
 def test_versions_go_to_the_host_in_pieces(checkpoint: Callable[[str], Path], way: str) -> None:
-    """What a step copies back may stand behind one of them, and not behind a version."""
+    """A copy of a step to the host may have to wait for one piece, and not for a version."""
     path, piece = checkpoint("dense"), 64 << 10
 
     def work() -> list[object]:

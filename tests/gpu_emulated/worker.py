@@ -1,5 +1,5 @@
-"""What a vLLM worker has on the emulated GPU, without an engine around it: a model, Hotswap's weight-transfer engine,
-and a step that was captured as a graph."""
+"""The parts of a vLLM worker on the emulated GPU, without an engine around it: a model, Hotswap's weight-transfer
+engine, and a step that was captured as a graph."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 @contextlib.contextmanager
 def publishing(versions: Sequence[Tensors]) -> Iterator[Callable[[int], VersionRecord]]:
-    """What publishes the tensors of `versions[index]` as a new version, in a store and an arena of its own."""
+    """A function that publishes the tensors in `versions[index]` as a version, in a store and an arena of its own."""
     with gpu_day.arena(ARENA_NBYTES) as directory:
         url = f"sqlite://{directory}/store.db"
         SyncStore(url).close()

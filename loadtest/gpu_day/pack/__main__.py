@@ -1,7 +1,8 @@
-"""What vLLM and Hotswap import on a machine with one GPU and without a network: `python -m loadtest.gpu_day.pack DIR`.
+"""Pack the imports of vLLM and Hotswap for a GPU machine without a network: `python -m loadtest.gpu_day.pack DIR`.
 
-The machine has Python 3.12, torch with CUDA, and the tracked files of this checkout. It gets wheels, unpacked and
-thinned out, as archives that as many processes unpack, and `unpack.py`, which checks them. Only pip is asked.
+The machine has one GPU, Python 3.12, torch with CUDA, and the tracked files of this checkout. It gets wheels,
+unpacked and thinned out, as archives that as many processes unpack, and `unpack.py`, which checks them. Only pip is
+asked.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ WRITTEN_AT = 1_700_000_000  # of all files in the archives: the same contents ha
 
 
 def requirements(vllm: str) -> list[str]:
-    """What is packed, pinned. Raises PackError for a package whose release is in no list."""
+    """The pinned packages of the pack. Raises PackError for a package whose release is in no list."""
     lines = (line.strip() for line in PINS.read_text().splitlines())
     pins = dict(line.split("==") for line in lines if "==" in line and not line.startswith("#")) | {"vllm": vllm}
     wanted = [line.partition("#")[0].strip() for line in (HERE / "packages.txt").read_text().splitlines()]
@@ -83,7 +84,7 @@ def _download(wanted: Sequence[str], directory: Path) -> None:
 
 
 def install(wheel: Path, site: Path) -> None:
-    """What pip would put beside other packages, less DROPPED; commands and headers are left out."""
+    """Put the files of `wheel` into `site` as pip would, less DROPPED; commands and headers are left out."""
     with zipfile.ZipFile(wheel) as archive:
         for member in archive.infolist():
             name = member.filename
@@ -118,7 +119,7 @@ def thin(site: Path, arch: int, *, ptx: bool, heads: tuple[str, ...]) -> dict[st
 
 
 def add_entry_points(site: Path) -> None:
-    """What makes this checkout an installed package: vLLM finds plug-ins by it."""
+    """Write the metadata that makes this checkout an installed package: vLLM finds plug-ins by it."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     folder = site / f"{project['name']}-{project['version']}.dist-info"
     folder.mkdir()
@@ -129,9 +130,9 @@ def add_entry_points(site: Path) -> None:
 
 
 def add_model_infos(site: Path) -> None:
-    """What vLLM would start a process for, for half a minute, whenever it meets a class of models on a new machine.
+    """Add what vLLM finds out about a class of models: on a new machine that takes a process and half a minute.
 
-    The vLLM of this environment says it, if there is one; vLLM takes it where its source is the same.
+    The vLLM of this environment writes it, if there is one. The packed vLLM takes it where its source is the same.
     """
     code = "from vllm.model_executor.models.registry import ModelRegistry as known\n"
     code += f"for name in {CLASSES!r}: known.models[name].inspect_model_cls()"

@@ -2,8 +2,8 @@
 
 A library that nvcc made has a section `.nv_fatbin` of containers, one for each source file, with one entry for each
 architecture: ELF (cubin) or PTX. The driver takes the cubin of its own architecture, else the newest PTX that is not
-newer than the device. What it never takes can be zeros: offsets, headers and relocations stay, and zeros compress to
-nothing.
+newer than the device. Code that the driver never takes can be zeros: offsets, headers and relocations stay, and zeros
+compress to nothing.
 
 Layout, as nvcc 13.0 writes it: container = magic 0xBA55ED50, u16 version, u16 header size, u64 size of the entries
 behind it. Entry = u16 kind (1 PTX, 2 ELF), u16, u32 header size, u64 payload size, u32 compressed size, u32, u16 minor,

@@ -15,9 +15,9 @@ A staging needs memory on the device besides, for its checksums and for a layer 
 together with the buffers, in a pool of its own: torch gives back what it keeps elsewhere whenever vLLM measures.
 
 The way there. The device reads published bytes out of the slot itself, in pieces and on a stream of its own, so that
-steps and copies do not wait for each other; threads beside digest them meanwhile. What it cannot read so (columns of a
-matrix, other types, slots that are not pinned) goes through a ring of pinned memory. The model's twin has no memory on
-the device: it is made on the host, where memory that is never touched is not taken.
+steps and copies do not wait for each other; threads beside digest them meanwhile. Bytes that the device cannot read so
+(columns of a matrix, other types, slots that are not pinned) go through a ring of pinned memory. The model's twin has
+no memory on the device: it is made on the host, where memory that is never touched is not taken.
 
 All of this runs on a CPU, too, but for streams, events and pinning: the tests drive it there.
 """
@@ -223,14 +223,14 @@ class DevicePool:
         return len(self._slabs)
 
     def measure_host(self) -> None:
-        """What copies from the host take, before anybody runs on the device. Unknown where there is no memory left to
-        copy to."""
+        """Measure copies from the host, before any step runs on the device. Their time stays unknown where there is no
+        memory left to copy to."""
         with contextlib.suppress(torch.OutOfMemoryError):
             require_memory(self._device, PIECES * PIECE_NBYTES)
             self.ms_per_byte[False] = ms_per_byte_from_host(self._device)
 
     def measure(self) -> None:
-        """What copies on the device take, before anybody runs on it."""
+        """Measure copies on the device, before any step runs on it."""
         if self._slabs:
             self.ms_per_byte[True] = ms_per_byte_on_device(self._slabs[0])
 
@@ -413,7 +413,7 @@ class Cuda:
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[None]:
-        """What is made on the device meanwhile lies in the memory that was taken for it."""
+        """Tensors that are made on the device meanwhile lie in the memory that was taken for them."""
         if self._stream is None:
             yield
             return
@@ -536,7 +536,7 @@ def _ms_per_byte(source: torch.Tensor, target: torch.Tensor) -> float:
 
 
 def scratch_nbytes(model: torch.nn.Module) -> int:
-    """What the largest of the layers that vLLM processes takes while it is staged."""
+    """The bytes that the largest of the layers that vLLM processes takes while it is staged."""
     layers: dict[str, int] = {}
     for name, module in find(model).items():
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
@@ -546,7 +546,7 @@ def scratch_nbytes(model: torch.nn.Module) -> int:
 
 
 def storage_nbytes(model: torch.nn.Module) -> int:
-    """What the parameters and buffers take, tied ones once."""
+    """The bytes that parameters and buffers take, tied ones once."""
     tensors = [*model.parameters(), *model.buffers()]
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if not t.is_meta}
     return sum(-(-nbytes // ALIGN) * ALIGN for nbytes in storages.values())

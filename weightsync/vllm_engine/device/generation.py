@@ -44,7 +44,7 @@ class Memory(Protocol):
         """The version `key` is complete."""
 
     def release(self) -> None:
-        """Nobody runs on it any more."""
+        """Give the memory up: this worker no longer runs on it."""
 
 
 class StagingDevice(Protocol):
@@ -75,16 +75,16 @@ class StagingDevice(Protocol):
         """A version whose commit suits the device."""
 
     def pacer(self, model: nn.Module, staging: Staging, /) -> Pacer:
-        """What a staging calls between its pieces, beside the running `model`."""
+        """A pacer, which a staging calls between its pieces, beside the running `model`."""
 
     def staging(self) -> AbstractContextManager[Any]:
-        """What a staging goes on in, on its thread."""
+        """The context in which a staging goes on, on its thread."""
 
     def reading(self, reader: SlotReader, /) -> AbstractContextManager[Any]:
-        """Within a staging: what copies out of this slot go on in. None of them is under way when it ends."""
+        """Within a staging: the context of copies out of this slot. No such copy is under way when the context ends."""
 
     def scratch(self) -> AbstractContextManager[Any]:
-        """Within a staging: what a version is built in, whose memory is free again when it is built."""
+        """Within a staging: the context in which a version is built. Its memory is free again once that is done."""
 
     @property
     def copies(self) -> int | None:
@@ -125,7 +125,7 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @dataclass
 class Flips:
-    """What a commit does: (live tensor, staged tensor) pairs, no live tensor twice, and changes of attributes."""
+    """The work of a commit: (live tensor, staged tensor) pairs, no live tensor twice, and changes of attributes."""
 
     tensors: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)

@@ -50,7 +50,7 @@ class Driver(Protocol):
         """The memory goes when it is mapped nowhere any more."""
 
     def map(self, address: int, nbytes: int, handle: Any, /) -> None:
-        """Put memory behind addresses. Nobody can use it before `allow`."""
+        """Put memory behind addresses. The device can use it from `allow` on."""
 
     def allow(self, address: int, nbytes: int, /) -> None:
         """Let the device read and write what is mapped there."""
@@ -132,7 +132,7 @@ class CudaDriver:
         torch.cuda.synchronize(self._device)
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """What the driver returns behind its status. Raises DriverError, torch.OutOfMemoryError."""
+        """Call the driver. Returns the value behind its status, or None. Raises DriverError, torch.OutOfMemoryError."""
         self._enter()
         status, *values = getattr(self._driver, name)(*arguments)
         if status == self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:

@@ -42,7 +42,7 @@ KEPT = 0.85  # of the weight of a period when the next one is measured
 
 
 class Pacer(Protocol):
-    """What a staging calls between its pieces."""
+    """A staging calls it between its pieces."""
 
     def start(self, go_on: Callable[[], None]) -> None:
         """A staging begins, on this thread; `go_on` raises when it is to end."""
@@ -121,7 +121,7 @@ def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 class Loss:
-    """What steps lose beside a staging. `price`: the seconds by which a second of its work lengthens them."""
+    """The loss of steps beside a staging. `price`: the seconds by which a second of its work lengthens them."""
 
     def __init__(self) -> None:
         self._alone: deque[Period] = deque(maxlen=REMEMBERED)

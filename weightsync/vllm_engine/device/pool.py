@@ -1,9 +1,9 @@
 """Layout slots: files in shared memory that hold one version in kernel layout, built once per host and mapped by all.
 
-A slot is a header page, the data, and notes for whoever maps it: the sums of its parts, and scalars. Who builds
-it holds an exclusive `flock`, who runs on it a shared one; the kernel drops both when a process dies, so a slot whose
-builder or users were killed is simply free again. Mappings are kept for the life of the process: a page is faulted in
-once, not once per version.
+A slot is a header page, the data, and notes for the processes that map it: the sums of its parts, and scalars. The
+builder of a slot holds an exclusive `flock`, and each process that runs on it a shared one. The kernel drops both when
+a process dies, so a slot whose builder or users were killed is simply free again. Mappings are kept for the life of the
+process: a page is faulted in once, not once per version.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class LayoutPoolError(ArenaError):
 
 @dataclass
 class Notes:
-    """What a version has besides its bytes: the sums of its parts, and scalars that vLLM's processing made, by path.
+    """Facts about a version besides its bytes: the sums of its parts, and scalars that vLLM's processing made, by path.
 
     `built`: a digest of all that processing made.
     """

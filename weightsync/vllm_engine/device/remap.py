@@ -12,8 +12,8 @@ stays where it is. It has its place in the range, too: what a version gives it l
 version that would flip a tensor of which nothing was known then is refused, by its name. An address that a kernel took
 down as a number before that is not noticed.
 
-What lies where. The memory of a version has the arrangement of the range, so the builder's layout is rearranged to it
-(`Remap.arranged`). What versions do not fill belongs to the model, and a commit carries it from the memory that ran.
+Arrangement. The memory of a version has the arrangement of the range, so the builder's layout is rearranged to it
+(`Remap.arranged`). Bytes that versions do not fill belong to the model: a commit carries them from the memory that ran.
 
 Sets. HOTSWAP_DEVICE_COPIES says how many versions lie on the device, 2 or 3, and the live one is among them: that is
 one less in all than with copies. When a version is staged and no set is free, the one that was committed longest ago
@@ -67,7 +67,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # live and staged
 
 
 def flips_by_remapping(environ: Mapping[str, str] = os.environ) -> bool:
-    """What HOTSWAP_DEVICE_FLIP says. Raises ValueError."""
+    """Whether HOTSWAP_DEVICE_FLIP chooses this way. Raises ValueError."""
     way = environ.get(FLIP_ENV, WAYS[0])
     if way not in WAYS:
         raise ValueError(f"{FLIP_ENV}={way!r}: say {' or '.join(WAYS)}")
@@ -197,9 +197,9 @@ def _point(tensors: list[torch.Tensor], storage: torch.UntypedStorage, nbytes: i
 
 @dataclass(frozen=True)
 class Arrangement:
-    """What the layout of a version leaves to others, in spans of the range.
+    """Spans of the range with bytes that the layout of a version does not fill.
 
-    `carried`: what no version fills; it belongs to the model. `around`: what lies between the elements of a tensor.
+    `carried`: filled by no version; they belong to the model. `around`: between the elements of a tensor.
     `echoes`: (from, to) where a second running tensor gets the same contents.
     """
 
@@ -236,7 +236,7 @@ class RemapGeneration(CopyGeneration):
 class RemapPool(DevicePool):
     """The live range, and sets of memory for it: one of them is mapped there.
 
-    Versions beyond the sets lie on the host. Who shows a version holds `commits`.
+    Versions beyond the sets lie on the host. The caller of `show` holds `commits`.
     """
 
     def __init__(self, device: torch.device, driver: Driver, sizes: Sequence[int], sets: int) -> None:
@@ -319,12 +319,12 @@ class RemapPool(DevicePool):
         buffer.move(shown)
 
     def measure_host(self) -> None:
-        """What an exchange takes: there and back."""
+        """Measure the copies of an exchange: from the host, and back."""
         super().measure_host()
         self.ms_per_byte |= {on: 2 * ms for on, ms in self.ms_per_byte.items() if not on}
 
     def measure(self) -> None:
-        """What a flip takes, by one to what is there, before anybody runs on the device."""
+        """Measure a flip, by one to the memory that is mapped now, before any step runs on the device."""
         memory, started = self._memory(self._shown), time.perf_counter()
         self._driver.wait()
         self.live.show(memory, memory)
@@ -422,7 +422,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def without(spans: Iterable[Span], taken: Iterable[Span]) -> Iterator[Span]:
-    """What is left of `spans`, neighbours joined."""
+    """The parts of `spans` outside of `taken`, neighbours joined."""
     cuts = sorted(taken)
     joined: list[Span] = []
     for begin, end in sorted(spans):

@@ -21,7 +21,7 @@ SCRATCH = 3  # a layer as it is loaded, as it is processed, and what its process
 
 @dataclass(frozen=True)
 class Room:
-    """What one instance has of a device for its weights, copies, scratch, steps and KV cache together.
+    """The memory that one instance has on a device for its weights, copies, scratch, steps and KV cache together.
 
     `kv_cache`: bytes that the KV cache is to have (--kv-cache-memory-bytes); None: whatever the rest leaves.
     """
@@ -41,7 +41,7 @@ class Room:
 
     @property
     def steps(self) -> int:
-        """What steps and graphs are counted with."""
+        """The bytes that steps and graphs are counted with."""
         return self.nbytes // STEPS
 
     def copies(self, weights: int, scratch: int = 0) -> int:
@@ -56,12 +56,12 @@ class Room:
         return next((n for n, share in SHARES.items() if (1 + n) * weights <= share * room), 0)
 
     def left(self, weights: int, copies: int, scratch: int = 0) -> int:
-        """What the KV cache gets beside so many copies; negative where they do not fit."""
+        """The bytes that the KV cache gets beside so many copies; negative where they do not fit."""
         return self.nbytes - self.steps - scratch - (1 + copies) * weights
 
 
 def wanted_copies(environ: Mapping[str, str] = os.environ) -> int | None:
-    """What HOTSWAP_DEVICE_COPIES says; None: as many as fit. Raises ValueError."""
+    """The number in HOTSWAP_DEVICE_COPIES; None: as many as fit. Raises ValueError."""
     text = environ.get(COPIES_ENV, "auto")
     if text == "auto":
         return None
