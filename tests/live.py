@@ -29,7 +29,7 @@ from weightsync.store import SyncStore
 STARTS = ("server.gateway", "server.cli instance", "weightsync.push", "weightsync.persist")  # for scripts/reach.py
 LOGS: dict[int | None, Log] = {}  # by the port of a live server: what its clients in this process see
 tap(lambda url: LOGS.get(url.port), httpx2)
-VLLM_ARGS = ("--max-model-len", "1024", "--max-num-seqs", "32", "--grammar-seconds", "1")
+VLLM_ARGS = ("--max-model-len", "1024", "--max-num-seqs", "32", "--grammar-seconds", "2")
 
 
 def flags(options: dict[str, Any]) -> tuple[str, ...]:

@@ -77,7 +77,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
             terminalreporter.section(f"slowest {what}, of {len(seconds)} that took {seconds.total():.0f} s in all")
             for name, took in seconds.most_common(SHOWN):
                 terminalreporter.write_line(f"{took:8.1f}  {name}")
-    if os.environ.get(RECORD):
+    if os.environ.get(RECORD) and "PYTEST_CURRENT_TEST" not in os.environ:  # not by a run that a test has started
         tiers.record(spent)
     _say_how_to_repeat(terminalreporter)
     if (beside := config.stash.get(_beside, None)) is not None:

@@ -34,7 +34,7 @@ def test_grpo_with_a_reference_is_the_same_in_every_layout(
     one_rank: Ranks, every_model: dict[str, str], model: str, parallel: dict[str, Any]
 ) -> None:
     alone = alike(one_rank, "grpo", every_model[model], parallel, rel=1e-3)
-    assert alone[-1]["kl"] > 2 * alone[0]["kl"] > 0  # it moves away from the reference
+    assert alone[-1]["kl"] > alone[0]["kl"] > 0  # it moves away from the reference
     assert 0 < alone[0]["clip_ratio"] < 1
 
 
