@@ -3,12 +3,14 @@
 All in one run on one machine: windows without and with swaps alternate on one server, so that its drift touches both
 alike; then the same streams run against a server that stages in the other way, fast or smooth, and against stock vLLM.
 A swap window lasts from the start of publishing (the weights are copied into shared memory by another process) to a
-second after the commit, and the quiet window after it as long: a longer one has a longer longest gap.
+second after the commit, and the quiet window after it as long: a longer one has a longer longest gap. Each swap window
+is compared with the quiet ones before and after it: steps grow with the answers.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json as jsonlib
 import statistics
 import time
@@ -25,7 +27,7 @@ from rich.table import Table
 from loadtest.measure.gaps import Gaps, Swaps, Window, summary
 from loadtest.measure.machine import machine, memcpy_gbps
 from loadtest.models.kinds import BENCHED, bench_checkpoints
-from loadtest.workload.children import publishing, streaming
+from loadtest.workload.children import last_line, publishing, streaming
 from loadtest.workload.stock_vllm import StockVllm
 from server.cli.admin import AdminClient
 from server.up import interrupts
@@ -34,11 +36,11 @@ from server.up.server import Server
 from weightsync.vllm_engine.device.pacing import Staging
 
 MODEL = "bench"
-STAGINGS: tuple[Staging, ...] = ("fast", "smooth")
+STAGINGS: tuple[Staging, ...] = ("smooth", "fast")  # the default first
 SETTLE_S = 1.0
 WARM_UP = 4
 QUIET_S, EACH_S = 3.0, 9.0
-SMOOTH_EACH_S = 24.0
+SMOOTH_EACH_S = 60.0
 VLLM_ARGS = ("--max-model-len", "2048", "--max-num-seqs", "64", "--kv-cache-memory-bytes", str(3 << 30))
 
 
@@ -52,7 +54,7 @@ class Windows(Swaps):
     step_loss: list[float | None] = field(default_factory=list)
     publish_ms: list[float] = field(default_factory=list)
     private_mb: list[float] = field(default_factory=list)
-    engine_cpu_s: float = 0.0  # of the quiet windows: the processes that run the model, and no others
+    engine_cpu_s: list[float] = field(default_factory=list)  # of quiet windows: the processes that run the model alone
     kernels: str = ""
 
 
@@ -182,23 +184,23 @@ def drive(
     url: str, pid: int, streams: int, swaps: int, swap: Callable[[int], None], windows: Windows, each_s: float
 ) -> tuple[Gaps, dict[str, int]]:
     """Run the streams; alternate quiet and swap windows of about the same length. `pid` started the engine."""
-    seconds, quiet = 8.0 + swaps * each_s, QUIET_S
-    with streaming(url, MODEL, streams, seconds) as client:
-        ends = time.monotonic() + seconds - 4.0
-        for number in range(swaps):
+    seconds, quiet = QUIET_S + swaps * each_s, QUIET_S
+    with streaming(url, MODEL, streams, 2 * seconds + 60.0) as client:  # they are ended before
+        ends = time.monotonic() + seconds
+        for number in range(swaps + 1):
             start, used = time.monotonic(), engine_cpu_s(pid)
             time.sleep(quiet)
-            windows.engine_cpu_s += engine_cpu_s(pid) - used
+            windows.engine_cpu_s.append(engine_cpu_s(pid) - used)
             windows.quiet.append((start, time.monotonic()))
+            if number == swaps or time.monotonic() > ends:
+                break
             start = time.monotonic()
             swap(number)
             time.sleep(SETTLE_S)
             windows.swapping.append((start, time.monotonic()))
             quiet = max(QUIET_S, time.monotonic() - start)
-            if time.monotonic() > ends:
-                break
-        output, _ = client.communicate(timeout=seconds + 120)
-    result = jsonlib.loads(output.strip().splitlines()[-1])
+        client.terminate()
+        result = last_line(client, 120.0)
     return Gaps.of(result["arrivals"]), {k: result[k] for k in ("failed", "truncated")}
 
 
@@ -243,6 +245,12 @@ def figures_of(ours: Measured, stock: Measured) -> dict[str, Any]:
             "hotswap": cpu_ms_per_token(gaps, windows),
             "vllm": cpu_ms_per_token(stock_gaps, stock_windows),
         },
+        "first_window": {  # of answers that are as long on both sides
+            "tokens_per_s": gaps.tokens_per_s(windows.quiet[:1]),
+            "tokens_per_s_vllm": stock_gaps.tokens_per_s(stock_windows.quiet[:1]),
+            "engine_cpu_ms_per_token": cpu_ms_per_token(gaps, windows, 1),
+            "engine_cpu_ms_per_token_vllm": cpu_ms_per_token(stock_gaps, stock_windows, 1),
+        },
         "private_mb": {"hotswap": windows.private_mb, "vllm": stock_windows.private_mb},
         "kernels": windows.kernels,
         "lost": {"hotswap": lost, "vllm": stock_lost},
@@ -250,14 +258,19 @@ def figures_of(ours: Measured, stock: Measured) -> dict[str, Any]:
 
 
 def stall_ms(gaps: Gaps, windows: Windows) -> float:
-    """What a swap adds: the median over swaps of the longest gap, less the median longest gap of quiet windows."""
-    return (statistics.median(gaps.longest(windows.swapping)) - statistics.median(gaps.longest(windows.quiet))) * 1e3
+    """What a swap adds: the median over swaps of the longest gap, less the mean of the longest before and after it."""
+    quiet = gaps.longest(windows.quiet)
+    beside = map(statistics.fmean, itertools.pairwise(quiet))
+    added = (gap - usual for gap, usual in zip(gaps.longest(windows.swapping), beside, strict=True))
+    return 1e3 * statistics.median(added)
 
 
-def cpu_ms_per_token(gaps: Gaps, windows: Windows) -> float:
-    """Without a swap. Other work on the machine hardly changes it, while it changes the tokens per second."""
-    seconds = sum(end - start for start, end in windows.quiet)
-    return windows.engine_cpu_s * 1e3 / (gaps.tokens_per_s(windows.quiet) * seconds)
+def cpu_ms_per_token(gaps: Gaps, windows: Windows, first: int | None = None) -> float:
+    """Without a swap, in all quiet windows or the `first` ones. Other work on the machine hardly changes it, while it
+    changes the tokens per second."""
+    quiet = windows.quiet[:first]
+    seconds = sum(end - start for start, end in quiet)
+    return sum(windows.engine_cpu_s[:first]) * 1e3 / (gaps.tokens_per_s(quiet) * seconds)
 
 
 def _ms(values: list[float]) -> list[float]:
@@ -286,7 +299,7 @@ def _print(staging: str, figures: dict[str, Any]) -> None:
     console.print(table)
     for key in ("stall_ms", "stall_ratio", "commit_ms", "commit_ms_max", "stage_ms", "staging_gbps", "step_loss",
                 "longest_by_phase_ms", "publish_ms", "goodput_kept", "goodput_kept_vllm", "tokens_per_s",
-                "engine_cpu_ms_per_token", "private_mb", "kernels",
+                "engine_cpu_ms_per_token", "first_window", "private_mb", "kernels",
                 "lost"):  # fmt: skip
         console.print(f"{key}: {figures[key]}")
 

@@ -2,12 +2,14 @@
 
 `python -m loadtest.workload.streams URL MODEL STREAMS SECONDS` prints one JSON line when all streams are running. At
 the end it prints `{"arrivals": [[t, ...], ...], "first_seen": {version: t}, "failed": n, "truncated": n}`: arrivals per
-stream, and the first token of each version anywhere, in seconds on the system's monotonic clock.
+stream, and the first token of each version anywhere, in seconds on the system's monotonic clock. SIGTERM ends the
+streams before their time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 import time
 from dataclasses import dataclass, field
@@ -16,6 +18,20 @@ import orjson
 from openai import AsyncOpenAI
 
 TOKENS = 1500
+
+
+@dataclass
+class Until:
+    """When the streams end."""
+
+    at: float
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() >= self.at
+
+    def end(self) -> None:
+        self.at = time.monotonic()
 
 
 @dataclass
@@ -28,10 +44,10 @@ class Record:
     truncated: int = 0
 
 
-async def stream(client: AsyncOpenAI, model: str, number: int, until: float, record: Record) -> None:
+async def stream(client: AsyncOpenAI, model: str, number: int, until: Until, record: Record) -> None:
     """Ask again and again; each arrival of a chunk with text is a token. NaN marks where a new answer begins."""
     prompt = [(number * 7 + j) % 500 + 3 for j in range(16)]
-    while time.monotonic() < until:
+    while not until.over:
         record.arrivals.append(float("nan"))
         try:
             tokens = await answer(client, model, prompt, until, record)
@@ -41,7 +57,7 @@ async def stream(client: AsyncOpenAI, model: str, number: int, until: float, rec
             return
 
 
-async def answer(client: AsyncOpenAI, model: str, prompt: list[int], until: float, record: Record) -> int | None:
+async def answer(client: AsyncOpenAI, model: str, prompt: list[int], until: Until, record: Record) -> int | None:
     """One streamed answer; the tokens the server counted, or None when the time was up before its end."""
     chunks = await client.completions.create(
         model=model,
@@ -60,7 +76,7 @@ async def answer(client: AsyncOpenAI, model: str, prompt: list[int], until: floa
                 record.first_seen.setdefault(version, record.arrivals[-1])
         if chunk.usage:
             tokens = chunk.usage.completion_tokens
-        if time.monotonic() >= until:
+        if until.over:
             await chunks.close()
             return None
     return tokens
@@ -69,7 +85,8 @@ async def answer(client: AsyncOpenAI, model: str, prompt: list[int], until: floa
 async def main(url: str, model: str, streams: int, seconds: float) -> None:
     client = AsyncOpenAI(base_url=url + "/v1", api_key="unused", max_retries=0, timeout=600)
     records = [Record() for _ in range(streams)]
-    until = time.monotonic() + seconds
+    until = Until(time.monotonic() + seconds)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, until.end)
     tasks = [asyncio.create_task(stream(client, model, i, until, r)) for i, r in enumerate(records)]
     while any(len(r.arrivals) < 3 and not r.failed for r in records):  # noqa: ASYNC110 - a benchmark's start
         await asyncio.sleep(0.02)

@@ -71,7 +71,7 @@ class InstanceConfig:
     kv_cache_gib: Annotated[float | None, Option(KV_CACHE)] = None
     headless: Annotated[bool, Option("the workers of this host alone, for an instance that another host leads")] = False
     allow_non_finite: Annotated[bool, Option("stage versions with NaN or infinite weights, which are refused")] = False
-    staging: Annotated[Staging, Option("on a CPU: fast, or smooth, which takes a tenth of each step at most")] = "fast"
+    staging: Annotated[Staging, Option("on a CPU: smooth takes a tenth of each step; fast does not wait")] = "smooth"
     trust: Annotated[
         tuple[Path, ...], Option("public key or certificate that must have signed versions; may be given again")
     ] = ()

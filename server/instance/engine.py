@@ -104,7 +104,7 @@ class Engine:
         tether: Mapping[str, object],
         *,
         allow_non_finite: bool = False,
-        staging: Staging = "fast",
+        staging: Staging = "smooth",
     ) -> None:
         """Build the staging side in every worker. `schema`: [name, dtype, shape] of each tensor a version must have.
 

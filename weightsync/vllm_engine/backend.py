@@ -53,7 +53,7 @@ class InitInfo(WeightTransferInitInfo):
 
     schema: list[list[Any]] = field(default_factory=list)
     allow_non_finite: bool = False
-    staging: Staging = "fast"
+    staging: Staging = "smooth"
 
 
 @dataclass

@@ -163,7 +163,7 @@ class Loss:
 class CpuPacer:
     """At full speed while nothing decodes; beside steps in small bites, and, if `staging` is smooth, within BOUND."""
 
-    def __init__(self, model: torch.nn.Module, staging: Staging = "fast") -> None:
+    def __init__(self, model: torch.nn.Module, staging: Staging = "smooth") -> None:
         self.steps = Steps(model)
         self._smooth = staging == "smooth"
         self._loss = Loss()

@@ -93,7 +93,7 @@ class Rules:
     """Of all stagings of a worker. `allow_non_finite`: NaN and infinities are staged. `staging`: see pacing.py."""
 
     allow_non_finite: bool = False
-    staging: Staging = "fast"
+    staging: Staging = "smooth"
 
 
 DEFAULT = Rules()
