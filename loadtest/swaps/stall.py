@@ -183,7 +183,8 @@ def of_stock(server: StockVllm, models: list[Path], streams: int, swaps: int, *,
 def drive(
     url: str, pid: int, streams: int, swaps: int, swap: Callable[[int], None], windows: Windows, each_s: float
 ) -> tuple[Gaps, dict[str, int]]:
-    """Run the streams; alternate quiet and swap windows of about the same length. `pid` started the engine."""
+    """Run the streams; alternate quiet and swap windows, as long as each other where `each_s` has room for that. `pid`
+    started the engine."""
     seconds, quiet = QUIET_S + swaps * each_s, QUIET_S
     with streaming(url, MODEL, streams, 2 * seconds + 60.0) as client:  # they are ended before
         ends = time.monotonic() + seconds
@@ -198,7 +199,8 @@ def drive(
             swap(number)
             time.sleep(SETTLE_S)
             windows.swapping.append((start, time.monotonic()))
-            quiet = max(QUIET_S, time.monotonic() - start)
+            took = time.monotonic() - start
+            quiet = max(QUIET_S, min(took, each_s - took))
         client.terminate()
         result = last_line(client, 120.0)
     return Gaps.of(result["arrivals"]), {k: result[k] for k in ("failed", "truncated")}

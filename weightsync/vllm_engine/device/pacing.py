@@ -1,10 +1,10 @@
 """How a staging on a CPU shares the machine with decoding.
 
 A staging takes memory bandwidth, the interpreter and, where cores are few, a core from the model's steps. `fast` pauses
-with every piece that it reads. `smooth` also bounds the loss of each step: the staging works in a step until that has
-made the step BOUND longer, then waits for the next one. By how much a second of work lengthens a step is measured, on
-periods of the model with work of the staging and without. A period lasts from the start of a step to the start of the
-next; only those of as many tokens are compared.
+with every piece that it reads. `smooth` bounds the loss of the steps: the staging works for such a part of the time as
+makes them BOUND longer. By how much a second of its work lengthens a step is measured, on periods of the model with
+work of the staging and without. A period lasts from the start of a step to the start of the next; only those of as many
+tokens are compared.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Staging = Literal["fast", "smooth"]
 # Decoding goes first. The stager gives the memory bus and the interpreter back for a moment with every piece (1 MB).
 # The work takes 0.16 s of a core for 0.8 GB, the pauses about 0.5 s: staging goes at 1 GB/s beside 16 streams
 # (loadtest/swaps/stall.py, 0.4 B), and at 4 to 5 GB/s with none (loadtest/swaps/staging.py).
-YIELD_BYTES = 64 << 10
 YIELD_RATE = 2e9  # bytes per second of pause
+SHORTEST_PAUSE_S = (64 << 10) / YIELD_RATE
 LONGEST_YIELD_S = 0.002
 IDLE_AFTER_S = 0.05  # without a step: sampling, scheduling and a slow client's next request fit in between
 
@@ -161,38 +161,32 @@ class Loss:
 
 
 class CpuPacer:
-    """At full speed while nothing decodes; beside steps in small bites, and, if `staging` is smooth, within BOUND."""
+    """At full speed while nothing decodes; beside steps in small bites, or, if `staging` is smooth, within BOUND."""
 
     def __init__(self, model: torch.nn.Module, staging: Staging = "smooth") -> None:
         self.steps = Steps(model)
         self._smooth = staging == "smooth"
         self._loss = Loss()
         self._go_on: Callable[[], None] = lambda: None
-        self._owed = 0
         self._since = 0.0  # it works
         self._worked: list[tuple[float, float]] = []  # from, until; what no period has counted yet
-        self._step, self._left = 0, 0.0  # the step that `_left` was renewed for, and the seconds of work left in it
+        self._owed = 0.0  # seconds of pause
 
     def start(self, go_on: Callable[[], None]) -> None:
         self._go_on = go_on
         self._count()
         self._loss.start()
         self._worked.clear()
-        self._owed, self._left = 0, 0.0
-        self._step, self._since = self.steps.begun, time.monotonic()
+        self._owed, self._since = 0.0, time.monotonic()
 
     def __call__(self, nbytes: int) -> None:
         now = time.monotonic()
         self._worked.append((self._since, now))
-        self._left -= now - self._since
         self._count()
-        self._owed += nbytes
-        if self._owed >= YIELD_BYTES:
-            if self.steps.decoding:
-                time.sleep(min(LONGEST_YIELD_S, self._owed / YIELD_RATE))
-            self._owed = 0
-        if self._smooth:
-            self._wait()
+        self._owed += (now - self._since) * (self._loss.price / BOUND - 1) if self._smooth else nbytes / YIELD_RATE
+        if self._owed >= SHORTEST_PAUSE_S or self._leaves_alone():
+            self._pause()
+            self._owed = 0.0
         self._since = time.monotonic()
 
     @property
@@ -206,21 +200,16 @@ class CpuPacer:
             self._loss.add(period, sum(seconds for seconds in within if seconds > 0))
             self._worked = [(begin, end) for begin, end in self._worked if end > period.end]
 
-    def _wait(self) -> None:
-        """Until this step, or one of the next, has room for more work. A piece that took too long is made up for."""
-        while self.steps.decoding:
-            if (begun := self.steps.begun) != self._step:
-                self._step = begun
-                self._count()
-                room = self._room() if begun % ALONE_EACH else 0.0
-                self._left = min(self._left + room, room)
-            if self._left > 0:
-                return
-            time.sleep(LOOK_S)
-            self._go_on()
-        self._left = 0.0
+    def _leaves_alone(self) -> bool:
+        """Whether the present step is one to compare others with, or none is known that it can be compared with."""
+        if not self._smooth:
+            return False
+        return self.steps.begun % ALONE_EACH == 0 or self._loss.expected(self.steps.tokens) is None
 
-    def _room(self) -> float:
-        """The seconds of work that lengthen the present step by BOUND; none while its length alone is not known."""
-        alone = self._loss.expected(self.steps.tokens)
-        return BOUND * alone / self._loss.price if alone is not None else 0.0
+    def _pause(self) -> None:
+        owed = self._owed if self._smooth else min(self._owed, LONGEST_YIELD_S)
+        until = time.monotonic() + owed
+        while self.steps.decoding and ((left := until - time.monotonic()) > 0 or self._leaves_alone()):
+            time.sleep(min(left, LOOK_S) if left > 0 else LOOK_S)
+            self._go_on()
+            self._count()

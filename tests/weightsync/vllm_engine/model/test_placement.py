@@ -21,6 +21,7 @@ from weightsync.control.records import VersionRecord
 from weightsync.errors import ChecksumMismatch, DigestMismatch, MissingTensor
 from weightsync.format.fingerprint import combine
 from weightsync.vllm_engine.device import cpu
+from weightsync.vllm_engine.device.pacing import Unpaced
 from weightsync.vllm_engine.kernels import CpuKind
 from weightsync.vllm_engine.model import placement
 from weightsync.vllm_engine.model.linear import pack_into
@@ -370,6 +371,13 @@ def test_a_staging_that_is_stopped_ends_with_the_next_piece_and_can_be_begun_aga
     first, later = (publish(publisher, {n: t * by for n, t in tensors_of(checkpoint).items()}) for by in (1, 2))
     pieces: list[int] = []
 
+    class Told(Unpaced):
+        def __init__(self, pace: Callable[[int], None]) -> None:
+            self._pace = pace
+
+        def __call__(self, nbytes: int) -> None:
+            self._pace(nbytes)
+
     def never(_: int) -> None:
         pytest.fail("nobody is served before the first version: there is nothing to give way to")
 
@@ -381,7 +389,7 @@ def test_a_staging_that_is_stopped_ends_with_the_next_piece_and_can_be_begun_aga
             stager.stop()
 
         for pace, record in ((never, first), (stop, later), (pieces.append, later)):
-            w.stager._pace = pace  # type: ignore[assignment]
+            w.stager._pacer = Told(pace)
             orders = [PartOrder(BASE, record.version, record.slot, record.manifest_digest)]
             stager.start(record.version, orders, None, [], Garbage([], []))
             stager.wait()

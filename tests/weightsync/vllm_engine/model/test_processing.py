@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,8 +22,10 @@ from loadtest.models.vllm_worker import worker
 from tests.cpu import of_kinds
 from weightsync import Publisher
 from weightsync.format.fingerprint import combine
+from weightsync.vllm_engine.device.pacing import Unpaced
 from weightsync.vllm_engine.loader import PlaceholderLoader
 from weightsync.vllm_engine.model.processing import Change, NotInPlace, Processing, in_place
+from weightsync.vllm_engine.staging.stager import Garbage, StageOrder
 
 pytestmark = pytest.mark.engine
 WAYS = ("pointed", "copied", "remapped")
@@ -200,8 +203,8 @@ def test_a_digest_tells_what_processing_made(
     record = publish(publisher, tensors_of(checkpoints("awq")[0]))
     process, fault = Processing.process, SimpleNamespace(on=False)
 
-    def once_wrong(self: Processing, layer: str) -> None:
-        process(self, layer)
+    def once_wrong(self: Processing, layer: str, *pause: Any) -> None:
+        process(self, layer, *pause)
         if fault.on:
             made = (p for name in self.layers[layer] for p in self.modules[name]._parameters.values())
             next(p for p in made if p is not None and p.numel()).data.view(-1).view(torch.uint8)[0] ^= 1
@@ -217,6 +220,36 @@ def test_a_digest_tells_what_processing_made(
     assert found[0].built.count(":") == 1
     assert found[0].built == found[1].built != found[2].built
     assert all(combine([report.sums]) == record.fingerprint for report in found)
+
+
+def test_a_layer_that_vllm_processes_is_processed_in_pieces(checkpoints: Any, publisher: Publisher) -> None:
+    """A staging can wait, or be stopped, between any two of its operators; then another one begins anew."""
+    first, later = (publish(publisher, tensors_of(path)) for path in checkpoints("awq"))
+
+    class StopsIn(Unpaced):
+        """Ends the staging at the `last` pause in which nothing is read."""
+
+        def __init__(self, last: int) -> None:
+            self.left, self.stop = last, threading.Event()
+
+        def __call__(self, nbytes: int) -> None:
+            self.left -= not nbytes
+            if not self.left:
+                self.stop.set()
+
+    with worker(checkpoints("awq")[0]) as w:
+        w.stage(first).commit()
+        outcomes = []
+        for pacer in (StopsIn(30), StopsIn(31), StopsIn(0)):
+            w.stager._pacer = pacer
+            order = StageOrder(later.version, later.slot, later.manifest_digest)
+            w.stager.start(order, Garbage([], []), pacer.stop)
+            w.stager.wait()
+            outcomes.append((w.stager.report.error or {}).get("code"))
+        assert outcomes == ["staging_cancelled", "staging_cancelled", None]
+        assert -pacer.left > 100, "operators of every layer"
+        assert combine([w.stager.report.sums]) == later.fingerprint
+        w.stager.take().release()
 
 
 def online_int8() -> str:
