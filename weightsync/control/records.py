@@ -533,8 +533,8 @@ class FlipRecord(Record):
     fingerprint: str | None = None
     stage_ms: float | None = None
     staging_gbps: float | None = None
-    step_loss: float | None = None
     stall_ms: float | None = None
+    step_loss: float | None = None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from weightsync.control.records import ActiveRecord, FlipRecord, PastSwapRecord,
 MARKUP = "<img src=x onerror=alert(1)><script>alert(2)</script><b>bold</b> [a](javascript:alert(3)) &amp;"
 
 
-FLIPS = (FlipRecord("a", 2, "ff", 90.0, 1.5, 0.5), FlipRecord("b", 2, "ff", 80.0, 1.6, 0.75))
+FLIPS = (FlipRecord("a", 2, "ff", 90.0, 1.5, 0.5, 0.12), FlipRecord("b", 2, "ff", 80.0, 1.6, 0.75))
 DONE = PastSwapRecord(
     "x", 2, "done", "rolling", 1.0, 1.3, 1.25, 2, 1, canary="a", probe="passed", verified=True, flips=FLIPS
 )

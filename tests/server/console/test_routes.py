@@ -35,7 +35,7 @@ async def test_past_swaps_are_told_with_what_each_cost(gateway: RunningGateway) 
     assert await ask(gateway, "/admin/swaps") == {"model": MODEL, "swaps": []}
     put_swaps(gateway)
     newest, oldest = (await ask(gateway, "/admin/swaps"))["swaps"]
-    assert (oldest["stall_ms"], oldest["verified"]) == (0.75, True)
+    assert (oldest["stall_ms"], oldest["step_loss"], oldest["verified"]) == (0.75, 0.12, True)
     assert oldest["prepare_ms"] == pytest.approx(250)
     assert oldest["commit_ms"] == pytest.approx(50)
     assert [flip["instance"] for flip in oldest["flips"]] == ["a", "b"]
