@@ -1,6 +1,6 @@
-"""What a run of the tests says: progress, and each failure as it occurs; at the end the failures' output, the slowest
-tests and files, and how to repeat what failed. What processes say beside the tests goes to a file, which stays if a
-test has failed."""
+"""The output of a run of the tests: progress, and each failure as it occurs; at the end the failures' output, the
+slowest tests and files, and the commands that repeat the failures. Other output of the processes that the tests start
+goes to a file, which stays if a test has failed."""
 
 from __future__ import annotations
 

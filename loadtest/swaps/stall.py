@@ -260,7 +260,7 @@ def figures_of(ours: Measured, stock: Measured) -> dict[str, Any]:
 
 
 def stall_ms(gaps: Gaps, windows: Windows) -> float:
-    """What a swap adds: the median over swaps of the longest gap, less the mean of the longest before and after it."""
+    """The stall of a swap: its longest gap, less the mean of the longest before and after it; the median over swaps."""
     quiet = gaps.longest(windows.quiet)
     beside = map(statistics.fmean, itertools.pairwise(quiet))
     added = (gap - usual for gap, usual in zip(gaps.longest(windows.swapping), beside, strict=True))

@@ -112,15 +112,13 @@ class Decoding:
         self._began, self._ends = self.now, self.now + self._alone
         self._begin(self._model, (), {"positions": torch.empty(tokens)})
 
-    def stage(self, pacer: CpuPacer, pieces: int, piece_s: float, go_on: Callable[[], None] = lambda: None) -> float:
-        """Returns the seconds that a staging of so many pieces took."""
-        started = self.now
+    def stage(self, pacer: CpuPacer, pieces: int, piece_s: float, go_on: Callable[[], None] = lambda: None) -> None:
+        """A staging of so many pieces."""
         pacer.start(go_on)
         for _ in range(pieces):
             pacer(1 << 20)
             self.advance(piece_s, works=True)
         pacer(0)
-        return self.now - started
 
 
 def steady(seconds: float) -> Callable[[int], tuple[int, float]]:
@@ -142,8 +140,11 @@ def decoding(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Decoding]:
     return make
 
 
-def losses(decoding: Decoding, first: int) -> list[float]:
-    return [length / alone - 1 for alone, length in decoding.steps[first:]]
+def losses(machine: Decoding, pacer: CpuPacer, pieces: int, piece_s: float) -> list[float]:
+    """Of the steps beside a staging, by what part of its length each was longer."""
+    first = len(machine.steps)
+    machine.stage(pacer, pieces, piece_s)
+    return [length / alone - 1 for alone, length in machine.steps[first:]]
 
 
 @pytest.mark.parametrize("lengths", [steady, mixed])
@@ -157,9 +158,7 @@ def test_a_smooth_staging_takes_a_tenth_of_a_step(
     machine.sleep(20 * seconds)
     pieces = 800 if seconds < 0.5 else 2400
     machine.stage(pacer, pieces, 0.0004)
-    first = len(machine.steps)
-    machine.stage(pacer, pieces, 0.0004)  # it knows the price by now
-    found = losses(machine, first)
+    found = losses(machine, pacer, pieces, 0.0004)  # it knows the price by now
     piece = 0.0004 * price / seconds
     assert max(found) < BOUND * 1.3 + 2 * piece
     assert sum(found) / len(found) > BOUND / 3 or machine.price < 0.5, "it uses what it may"
@@ -170,9 +169,7 @@ def test_the_price_is_learnt_within_a_few_steps(decoding: Callable[..., Decoding
     machine = decoding(steady(0.1), 3.5)
     pacer = machine.attach("smooth")
     machine.sleep(1.0)
-    first = len(machine.steps)
-    machine.stage(pacer, 400, 0.0004)
-    found = losses(machine, first)
+    found = losses(machine, pacer, 400, 0.0004)
     assert max(found) < 2.5 * BOUND, "more than a price of 2 allows is taken at first"
     assert max(found[6:]) < BOUND * 1.3
 
@@ -182,9 +179,7 @@ def test_a_piece_that_takes_too_long_is_made_up_for(decoding: Callable[..., Deco
     machine = decoding(steady(0.05), 1.0)
     pacer = machine.attach("smooth")
     machine.sleep(1.0)
-    first = len(machine.steps)
-    machine.stage(pacer, 30, 0.03)
-    found = losses(machine, first)
+    found = losses(machine, pacer, 30, 0.03)
     assert sum(found) / len(found) < BOUND * 1.2
     assert max(found) < 0.03 / 0.05 + BOUND, "no two of them are in one step"
 
@@ -195,9 +190,9 @@ def test_a_fast_staging_says_what_it_cost(decoding: Callable[..., Decoding]) -> 
         machine = decoding(steady(0.1), 1.0)
         pacer = machine.attach(staging)
         machine.sleep(1.0)
-        first = len(machine.steps)
-        seconds[staging] = machine.stage(pacer, 800, 0.0004)
-        found = losses(machine, first)
+        began = machine.now
+        found = losses(machine, pacer, 800, 0.0004)
+        seconds[staging] = machine.now - began
         assert pacer.step_loss == pytest.approx(sum(found) / len(found), rel=0.3)
     assert seconds["smooth"] > 2 * seconds["fast"]
 
@@ -208,7 +203,9 @@ def test_nothing_is_said_of_steps_that_were_not_there(decoding: Callable[..., De
     machine.busy = False
     machine._end(machine._model)
     machine.sleep(1.0)
-    assert machine.stage(pacer, 100, 0.0004) == pytest.approx(100 * 0.0004), "nothing decodes: at full speed"
+    began = machine.now
+    machine.stage(pacer, 100, 0.0004)
+    assert machine.now - began == pytest.approx(100 * 0.0004), "nothing decodes: at full speed"
     assert pacer.step_loss is None
 
 
