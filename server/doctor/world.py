@@ -252,8 +252,14 @@ async def _recorded(url: str, host: str) -> Path | None:
         await store.close()
 
 
-def held_nbytes(arena: Path) -> int:
-    """What the slots and layouts in an arena take."""
+def held_nbytes(path: Path) -> int:
+    """What a file takes, or the files in an arena. One that is removed meanwhile takes nothing."""
     with contextlib.suppress(OSError):
-        return sum(path.stat().st_blocks * 512 for path in arena.iterdir() if path.is_file())
+        return sum(map(_nbytes, path.iterdir())) if path.is_dir() else _nbytes(path)
+    return 0
+
+
+def _nbytes(path: Path) -> int:
+    with contextlib.suppress(OSError):
+        return path.stat().st_blocks * 512 if path.is_file() else 0
     return 0

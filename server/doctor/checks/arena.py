@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections.abc import Iterator
@@ -20,10 +21,10 @@ def arena(world: World) -> Iterator[Finding]:
     directory = arena_directory(world)
     place = next(path for path in (directory, *directory.parents) if path.exists())
     kind = file_system(world, place)
-    if place != directory:
-        yield _can_be_made(directory, place)
-    else:
+    try:
         yield _private(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        yield _can_be_made(directory, place)
     if kind is not None and kind not in IN_MEMORY:
         mend = "Choose a directory on a tmpfs, such as one in /dev/shm (HOTSWAP_ARENA)"
         yield warn(f"{place} is on {kind}: slots would be written to a disk", mend)
@@ -35,7 +36,7 @@ def leftovers(world: World) -> Iterator[Finding]:
     if not dead:
         yield ok(f"nothing in {world.shm}")
         return
-    nbytes = sum(held_nbytes(path) or path.stat().st_blocks * 512 for path in dead)
+    nbytes = sum(held_nbytes(path) for path in dead)
     names = " ".join(str(path) for path in dead)
     mend = (
         "A `hotswap up` that was killed goes on with its arena: start it again, with its state directory. Else, if no "
@@ -70,15 +71,28 @@ def _dead_arenas(world: World) -> list[Path]:
     used = {arena_directory(world), *arenas_in_environments(world)}
     used |= {world.shm / path.relative_to(world.shm).parts[0] for path in mapped_below(world, world.shm)}
     locked = locked_files(world)
-    return [
-        path
-        for path in sorted(world.shm.glob("hotswap-*"))
-        if path.is_dir() and path not in used and path.stat().st_uid == os.geteuid()
-        and not any(file.stat().st_ino in locked for file in path.iterdir())
-    ]  # fmt: skip
+    found = [path for path in sorted(world.shm.glob("hotswap-*")) if path.is_dir() and path not in used]
+    return [path for path in found if _is_mine(path) and not locked & _inodes(path)]
 
 
 def _dead_segments(world: World) -> list[Path]:
     mapped = mapped_below(world, world.shm)
     found = [path for prefix in PREFIXES for path in sorted(world.shm.glob(f"{prefix}*"))]
-    return [path for path in found if path not in mapped and path.stat().st_uid == os.geteuid()]
+    return [path for path in found if path not in mapped and _is_mine(path)]
+
+
+# Other processes remove their arenas and segments while this one looks at them.
+
+
+def _is_mine(path: Path) -> bool:
+    """Whether a path is there, and of this user."""
+    with contextlib.suppress(FileNotFoundError):
+        return path.stat().st_uid == os.geteuid()
+    return False
+
+
+def _inodes(directory: Path) -> set[int]:
+    """Of the files in a directory; none if it has been removed."""
+    with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
+        return {entry.inode() for entry in entries}
+    return set()

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -147,3 +148,25 @@ def test_leftovers_are_those_that_nobody_locks_maps_or_was_told_of(shm: Path) ->
         told.wait()
     assert found.mend.endswith(f"rm -r {shm}/hotswap-dead {shm}/psm_dead {shm}/vllm_dist_dead")
     assert "16 KiB" in found.found
+
+
+def test_arenas_and_segments_that_others_remove_meanwhile_break_no_check(shm: Path) -> None:
+    ended = threading.Event()
+
+    def make_and_remove() -> None:
+        while not ended.is_set():
+            (shm / "hotswap-brief").mkdir()
+            for path in (shm / "hotswap-brief/slot-1-000", shm / "psm_brief"):
+                path.write_bytes(b"x")
+                path.unlink()
+            (shm / "hotswap-brief").rmdir()
+
+    other = threading.Thread(target=make_and_remove)
+    other.start()
+    try:
+        for name in ("leftovers", "arena", "shared-memory") * 8:
+            assert findings(name, World(shm=shm, environ={}, arena=shm / "hotswap-brief"))
+            assert findings(name, World(shm=shm, environ={}))
+    finally:
+        ended.set()
+        other.join()
