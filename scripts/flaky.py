@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from server.up.processes import die_with_parent
+from weightsync.dying import with_me
 
 SHOWN = 60  # lines at the end of a failed run's output
 
@@ -50,7 +50,7 @@ def main() -> int:
 def busy(count: int) -> Iterator[None]:
     """So many processes that do nothing else than to use a core each."""
     spin = [sys.executable, "-c", "while True: pass"]
-    loops = [subprocess.Popen(spin, preexec_fn=die_with_parent) for _ in range(count)]
+    loops = [subprocess.Popen(spin, preexec_fn=with_me()) for _ in range(count)]
     try:
         yield
     finally:

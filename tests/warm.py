@@ -24,6 +24,7 @@ from typing import Any
 from server.up import processes
 from server.up.forks import Forks
 from tests.started.sitecustomize import TEST
+from weightsync.dying import with_me
 
 ENGINES, TRAINERS, SYNC, BARE = "engines", "trainers", "sync", "bare"
 MODULES = {
@@ -65,7 +66,7 @@ def shared(kind: str) -> str:
                 [sys.executable, "-m", "server.up.forks", *what],
                 pass_fds=[listener.fileno()],
                 stdin=subprocess.DEVNULL,
-                preexec_fn=processes.die_with_parent,
+                preexec_fn=with_me(),
             )
         os.environ[variable] = address
         atexit.register(shutil.rmtree, os.path.dirname(address), ignore_errors=True)

@@ -15,7 +15,6 @@ file `leave` tells the two apart.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import math
 import os
@@ -33,6 +32,7 @@ from typing import TYPE_CHECKING
 from trainer.config import FaultsConfig, ParallelConfig
 from trainer.errors import ConfigError, Preempted, RankFailed, TrainerError
 from weightsync.control.hosts import keep_to_loopback
+from weightsync.dying import die_with
 
 if TYPE_CHECKING:  # torch is slow to import, and most processes that import this need none of it
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -54,9 +54,7 @@ def is_first() -> bool:
 
 def die_with_parent() -> None:
     """A rank whose launcher is killed must not train on alone. Linux only; elsewhere the launcher's agent ends it."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    die_with(os.getppid(), signal.SIGKILL)
 
 
 def status_of(run: Callable[[], int]) -> int:

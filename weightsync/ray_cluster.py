@@ -12,7 +12,6 @@ cluster sends them. No secret is among them: passwords and certificates are name
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import re
@@ -25,10 +24,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from weightsync.control.hosts import HOST_ENV
+from weightsync.dying import die_with
 from weightsync.errors import RayUnavailable
 
 ADDRESS = "{address of the node}"  # in an argument: where others reach the node
@@ -38,8 +39,6 @@ LOOK_S = 0.5  # that an actor waits for news, before it says that there are none
 KEPT = 1 << 20  # bytes printed that nobody has asked for yet
 CONNECT_S, ANSWER_S = 10.0, 5.0
 LOST = -signal.SIGKILL  # the status of a process whose node or actor is gone
-PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True)
@@ -267,7 +266,7 @@ class _Keeper:
             cwd=place if Path(place).is_dir() else None,
             env=environment,
             start_new_session=True,
-            preexec_fn=_as_usual,
+            preexec_fn=partial(_as_usual, os.getpid()),
         )
         self._news = threading.Condition()
         self._printed = [bytearray(), bytearray()]
@@ -321,10 +320,10 @@ class _Keeper:
         return {path.name: path.read_text() for path in Path(self._directory.name).iterdir()}
 
 
-def _as_usual() -> None:
+def _as_usual(parent: int) -> None:
     """In the child, before exec: signals as a shell gives them, which Ray's processes block and ignore some of."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    die_with(parent)
 
 
 def _this_node() -> Node:

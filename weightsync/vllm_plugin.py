@@ -11,11 +11,11 @@ import os
 import platform
 import signal
 
+from weightsync.dying import die_with
 from weightsync.vllm_engine.releases import known
 
 BACKEND = "hotswap"
 OWNER_ENV = "HOTSWAP_INSTANCE_PID"
-PR_SET_PDEATHSIG = 1
 SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18  # of Linux on x86-64
 
 
@@ -66,4 +66,4 @@ def _die_with_owner() -> None:
     """
     owner = os.environ.get(OWNER_ENV)
     if owner is not None and owner != str(os.getpid()):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with(os.getppid(), signal.SIGKILL)

@@ -31,7 +31,7 @@ from loadtest.hosts.namespaces import CannotShape, Hosts, obstacle, until
 from loadtest.measure.machine import machine
 from loadtest.models.checkpoints import TINY_SHAPE
 from server.up import interrupts
-from server.up.processes import die_with_parent
+from weightsync.dying import with_me
 
 STOP_S = 120.0
 LOAD_S = 5.0
@@ -158,9 +158,7 @@ def _run(layout: Layout, work: Path, minutes: float, seed: int, clients: int, ho
 def _load(program: str, words: list[str], urls: list[str]) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", f"loadtest.chaos.{program}", *words, *urls]
     with interrupts.held():
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, text=True, env=os.environ, preexec_fn=die_with_parent
-        )
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=os.environ, preexec_fn=with_me())
     try:
         yield process
     finally:

@@ -26,8 +26,9 @@ from loadtest.hosts.etcd import Members
 from loadtest.hosts.namespaces import Hosts
 from loadtest.models.checkpoints import make_constant_checkpoint
 from server.up import interrupts
-from server.up.processes import die_with_parent, share_of_cores
+from server.up.processes import share_of_cores
 from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, PastSwapRecord, SwapRecord
+from weightsync.dying import with_me
 from weightsync.errors import RecordError, StoreError
 from weightsync.store import SyncStore
 
@@ -56,7 +57,7 @@ class Supervised:
     def start(self) -> None:
         with interrupts.held(), self.log.open("ab") as log:
             said = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-            how: dict[str, Any] = {"start_new_session": True, "preexec_fn": die_with_parent}
+            how: dict[str, Any] = {"start_new_session": True, "preexec_fn": with_me()}
             self._process = self._hosts.run(self.host, self._argv, env=self._env, **said, **how)
         self._broken = False
 

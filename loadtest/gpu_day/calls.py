@@ -26,7 +26,6 @@ from typing import Any
 
 from loadtest.forks import fork
 from loadtest.gpu_day.report import FAILED, SKIPPED, Check, read_checks, status_of
-from server.up.processes import die_with_parent
 
 LEAVES_S = 6.0  # between SIGTERM and SIGKILL: a server stops its processes
 WRITES_S = 3.0  # for the logs, at the end
@@ -170,7 +169,6 @@ class Running:
 def _become(step: Step, work: Callable[[Step], Any], output: Path, log: Path) -> None:
     """The child."""
     os.setpgid(0, 0)
-    die_with_parent()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     for path, descriptor in ((Path(os.devnull), 0), (output, 1), (log, 2)):

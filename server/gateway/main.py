@@ -24,6 +24,7 @@ from server.gateway.fleet import routing
 from server.gateway.models.file import ModelsFile
 from server.gateway.observe.logs import configure
 from server.gateway.workers import Place, Supervisor
+from weightsync.dying import die_with
 from weightsync.store import open_store
 from weightsync.tls import ClusterTls, FollowedContext, is_loopback
 
@@ -141,7 +142,7 @@ def run(config: GatewayConfig, argv: Sequence[str] = ()) -> None:
 
 def bind_beside(config: GatewayConfig, place: Place) -> tuple[GatewayConfig, list[socket.socket]]:
     """What `bind` does, for one of several workers."""
-    place.die_with_parent()
+    die_with(place.parent)  # in order: SIGTERM
     public, admin = _shared(config.host, place.port), socket.socket(fileno=place.admin)
     public.listen(BACKLOG)
     config = replace(config, port=place.port, admin_port=admin.getsockname()[1])

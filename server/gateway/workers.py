@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import logging
 import os
 import signal
@@ -26,7 +25,6 @@ from typing import Any
 import orjson
 
 VARIABLE = "HOTSWAP_GATEWAY_WORKER"
-PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +59,6 @@ class Place:
         """What this process was told, None if it is no worker. Nothing it starts is told the same."""
         told = os.environ.pop(VARIABLE, None)
         return None if told is None else cls(**orjson.loads(told))
-
-    def die_with_parent(self) -> None:
-        """Ends in order when the supervisor is gone, even if that was killed."""
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != self.parent:  # it went before this was asked for
-            raise SystemExit(0)
 
 
 log = logging.getLogger("hotswap.gateway")

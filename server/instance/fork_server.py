@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import gc
 import importlib
 import importlib.util
@@ -25,6 +24,7 @@ from multiprocessing import context, forkserver, util
 from pathlib import Path
 from typing import Any, NoReturn
 
+from weightsync.dying import die_with
 from weightsync.vllm_engine.releases import for_cpus
 
 log = logging.getLogger("hotswap.instance")
@@ -40,7 +40,6 @@ INSTANCE = (
 )  # fmt: skip
 OPENMP = ("libgomp", "libiomp", "libomp")
 AS_IMPORTED = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CPP_DYNAMIC_THREADS": "1"}
-PR_SET_PDEATHSIG = 1
 END_S = 2.0
 
 
@@ -142,10 +141,9 @@ def fork_from_here() -> None:
 
 
 def _serve(listener: int, alive: int, parent: int) -> NoReturn:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with(parent, signal.SIGKILL)
     try:
-        if os.getppid() == parent:
-            forkserver.main(listener, alive, [])
+        forkserver.main(listener, alive, [])
     finally:
         os._exit(0)
 

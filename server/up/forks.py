@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from server.up.processes import die_with_parent
+from weightsync.dying import die_with, with_me
 
 MOST = 1 << 20  # bytes of a packet
 DESCRIPTORS = 16
@@ -179,7 +179,7 @@ def begin(prepare: str, log: Path, env: Mapping[str, str] | None = None, inherit
             env={**os.environ, **(env or {})},
             start_new_session=True,
             pass_fds=[theirs.fileno(), *inherited],
-            preexec_fn=die_with_parent,
+            preexec_fn=with_me(),
         )
     return Forks(ours, server)
 
@@ -263,7 +263,9 @@ class ForkServer:
             if order["process"] in connection.running:
                 _signal(connection.running[order["process"]], order["signal"])
             return None
+        server = os.getpid()
         if not (forked := os.fork()):
+            die_with(server)
             self._leave()
             return {**order, "descriptors": descriptors}
         connection.running[order["start"]] = forked
@@ -284,13 +286,15 @@ class ForkServer:
 
 
 def _signal(pid: int, number: int, *, group: bool = False) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        (os.killpg if group else os.kill)(pid, number)
+    """A process has no group of its own before it has become what was ordered, and has begun nothing by then."""
+    for send in (os.killpg, os.kill) if group else (os.kill,):
+        with contextlib.suppress(ProcessLookupError):
+            send(pid, number)
+            return
 
 
 def become(order: Mapping[str, Any]) -> None:
     """In the fork: the process that was ordered. Returns, or raises, as its program does."""
-    die_with_parent()
     os.setsid()
     for descriptor, file in ((1, order["log"]), (2, order["errors"])):
         opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -316,7 +320,8 @@ def main(descriptor: int, prepare: str, ends: int = signal.SIGTERM) -> None:
 
         setproctitle.getproctitle()  # it finds the memory of the title only while the environment is what it was
     module, _, function = prepare.partition(":")
-    order = ForkServer(socket.socket(fileno=descriptor), ends).serve(getattr(importlib.import_module(module), function))
+    own = socket.socket(fileno=descriptor)  # open until an exception of the import stands in the log
+    order = ForkServer(own, ends).serve(getattr(importlib.import_module(module), function))
     if order is not None:
         become(order)
 

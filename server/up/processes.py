@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
 import signal
@@ -15,17 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from server.gpus import tensor_parallel
+from weightsync.dying import with_me
 
 if TYPE_CHECKING:
     from server.up.forks import Forked, Forks
-
-PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
-
-
-def die_with_parent() -> None:
-    """In the child, before exec: a parent killed with SIGKILL cannot clean up, so the kernel does."""
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class Child:
@@ -61,7 +53,7 @@ class Child:
                 env=self._env,
                 start_new_session=True,
                 pass_fds=self._inherited,
-                preexec_fn=die_with_parent,
+                preexec_fn=with_me(),
             )
 
     @property

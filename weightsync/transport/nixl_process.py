@@ -7,7 +7,6 @@ ends when the socket does. Its parent kills it when a read has failed: NIXL can 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import mmap
 import os
@@ -22,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from weightsync.dying import die_with
 from weightsync.memory.arena import address_of
 from weightsync.transport.addresses import interface_of
 
@@ -31,7 +31,6 @@ BATCH = 512  # pieces of one Read
 BACKEND = "UCX"
 MEMORY = "DRAM"
 MODULES = ("nixl_cu13", "nixl_cu12")  # `nixl` itself is only the choice between the two
-PR_SET_PDEATHSIG = 1
 POLL_MS = 1  # while something is read
 PROGRESS_US = 100_000  # the most that the library's thread waits for an event
 
@@ -287,9 +286,7 @@ def main() -> None:
     settings = msgspec.json.decode(sys.argv[1], type=Settings)
     channel = socket.socket(fileno=int(sys.argv[2]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's is for the parent
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != settings.parent:  # it died before that
-        return
+    die_with(settings.parent, signal.SIGKILL)
     try:
         agent = Agent(settings)
     except Exception as error:  # whatever the library raises when it does not work here

@@ -10,8 +10,17 @@ from pathlib import Path
 
 def prepare() -> None:
     """Waits for a file `go` beside the log."""
-    go = Path(os.readlink("/proc/self/fd/1")).with_name("go")
-    while not go.exists():
+    _wait_for("go")
+
+
+def prepare_slow_forks() -> None:
+    """Each fork waits for a file `go` beside the log, before it is anything."""
+    os.register_at_fork(after_in_child=lambda: _wait_for("go"))
+
+
+def _wait_for(name: str) -> None:
+    path = Path(os.readlink("/proc/self/fd/1")).with_name(name)
+    while not path.exists():
         time.sleep(0.01)
 
 

@@ -133,6 +133,18 @@ def test_it_ends_with_what_has_begun_it(tmp_path: Path) -> None:
         wait_until(lambda one=one: not one.is_running() or one.status() == psutil.STATUS_ZOMBIE)
 
 
+def test_a_fork_that_is_nothing_yet_ends_too(tmp_path: Path) -> None:
+    """It has no group to send a signal to, and has asked the kernel for none."""
+    server = forks.begin(f"{PROGRAM}:prepare_slow_forks", tmp_path / "forks.log")
+    forked = psutil.Process(server.start(ENDLESS, dict(os.environ), tmp_path / "log").pid)
+    of_forked = psutil.Process(forked.ppid())
+    server._socket.close()
+    wait_until(lambda: not of_forked.is_running() or of_forked.status() == psutil.STATUS_ZOMBIE)
+    (tmp_path / "go").touch()
+    wait_until(lambda: not forked.is_running() or forked.status() == psutil.STATUS_ZOMBIE)
+    server.stop()
+
+
 def test_what_was_ordered_by_an_interrupted_call_is_killed(
     server: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
