@@ -75,10 +75,15 @@ class Ports:
     port: int
     admin_port: int
     store: SyncStore
+    scheme = "http"  # of the admin port
 
     @property
     def url(self) -> str:
         return f"http://{self.host}:{self.port}"
+
+    @property
+    def admin_url(self) -> str:
+        return f"{self.scheme}://{self.host}:{self.admin_port}"
 
     async def connect(self, *, admin: bool = False) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         return await asyncio.open_connection(self.host, self.admin_port if admin else self.port)
@@ -106,12 +111,6 @@ class GatewayProcess(Ports):
 
     log: Path
     process: subprocess.Popen[bytes]
-
-    scheme: str = "http"  # of the admin port
-
-    @property
-    def admin_url(self) -> str:
-        return f"{self.scheme}://{self.host}:{self.admin_port}"
 
     def is_up(self) -> bool:
         with contextlib.suppress(httpx.TransportError):
@@ -190,6 +189,15 @@ def code(answer: Answer) -> tuple[int, str]:
     return answer.status, orjson.loads(answer.body)["error"]["code"]
 
 
+async def ask(
+    gateway: RunningGateway, method: str, path: str, key: str = ADMIN, /, **body: Any
+) -> tuple[int, dict[str, Any]]:
+    """Asks `/admin{path}`: its status, and the answer or the error. `key`: a header line."""
+    answer = await gateway.ask(request(method, f"/admin{path}", body or b"", key), admin=True)
+    found = orjson.loads(answer.body)
+    return answer.status, found.get("error", found)
+
+
 async def admin(gateway: RunningGateway, method: str, path: str, key: str = ADMIN_KEY, **fields: Any) -> Answer:
     """Asks `/admin/keys{path}`."""
     raw = request(method, f"/admin/keys{path}", fields or b"", f"Authorization: Bearer {key}\r\n")
@@ -207,12 +215,12 @@ async def new_key(gateway: RunningGateway, **fields: Any) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def gateway_process(
-    directory: Path, *options: str, key: str = ADMIN_KEY, ports: tuple[int, int] | None = None
+    directory: Path, *options: str, key: str = ADMIN_KEY, ports: tuple[int, int] | None = None, model: str = MODEL
 ) -> Iterator[GatewayProcess]:
     """One that answers, with its store in `directory`; `options` are the command's."""
     port, admin_port = ports or (free_port(), free_port())
     store, log = f"sqlite://{directory / 'store.db'}", directory / "gateway.log"
-    command = [sys.executable, "-m", "server.gateway", "--store", store, "--model", MODEL, "--port", str(port)]
+    command = [sys.executable, "-m", "server.gateway", "--store", store, "--model", model, "--port", str(port)]
     command += ["--admin-port", str(admin_port), *options]
     with log.open("ab") as out:
         env = os.environ | {"HOTSWAP_ADMIN_KEY": key}

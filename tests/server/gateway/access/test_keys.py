@@ -19,15 +19,13 @@ from typing import Any
 
 import orjson
 import pytest
-from typer.testing import CliRunner
 
-from server.cli.app import app
-from server.errors import CliError, Forbidden, Unauthorized, Unavailable
+from server.errors import CliError, Unauthorized, Unavailable
 from server.gateway import UpstreamSettings
 from server.gateway.access.keys import KeyRing, Principal
 from server.gateway.access.records import ADMIN, DOOR, INFER, KEYS_PREFIX, DoorRecord, KeyRecord, digest_of
 from server.key_limits import KeyLimits
-from server.up.paths import ServerInfo
+from tests.server.gateway.commands import command
 from tests.server.gateway.harness import ADMIN_KEY, RunningGateway, admin, code, get, new_key, post, running_gateway
 from tests.server.gateway.upstream import Answer, upstream
 from tests.waiting import eventually, wait_until
@@ -62,7 +60,8 @@ async def test_the_first_key_closes_inference_and_revoking_it_does_not_open_it(g
         assert (await gateway.ask(post())).status == 200
         key_id, key = await new_key(gateway)
         assert code(await gateway.ask(post())) == (401, "missing_api_key")
-        assert (await gateway.ask(post(headers=key))).status == 200
+        for line in (key, key.replace("Authorization: Bearer ", "authorization: bearer  ")):
+            assert (await gateway.ask(post(headers=line))).status == 200
         await admin(gateway, "DELETE", f"/{key_id}")
         await becomes(gateway, key, 401, "revoked_api_key")
         assert code(await gateway.ask(post())) == (401, "missing_api_key")
@@ -382,24 +381,19 @@ def test_nothing_is_open_before_the_store_was_read() -> None:
         ring.authorize(None, ADMIN)
 
 
-def test_records_that_cannot_be_read_close_it_while_they_are_there() -> None:
-    ring = KeyRing({}, required=False)
-    ring.use_records([], unread=True)
-    assert not ring.open_inference
-    ring.use_records([], unread=True, door=DoorRecord(open=True, since=1.0))
-    assert not ring.open_inference
-    ring.use_records([])
-    assert ring.open_inference
-
-
-def test_a_key_without_its_door_record_closes_whatever_became_of_it() -> None:
-    ring = KeyRing({}, required=False)  # a release that knew no door wrote the store
-    ring.use_records([record("a", "one", revoked_at=5.0)])
-    assert not ring.open_inference
-    ring.use_records([record("a", "one", revoked_at=5.0)], door=DoorRecord(open=True, since=1.0))
-    assert ring.open_inference
-    ring.use_records([record("a", "one")], door=DoorRecord(open=True, since=1.0))
-    assert not ring.open_inference
+def test_what_the_store_holds_opens_or_closes_inference() -> None:
+    ring, opened = KeyRing({}, required=False), DoorRecord(open=True, since=1.0)
+    revoked = record("a", "one", revoked_at=5.0)
+    for records, unread, door, is_open in (
+        ([], True, None, False),
+        ([], True, opened, False),
+        ([], False, None, True),
+        ([revoked], False, None, False),  # a release that knew no door wrote the store
+        ([revoked], False, opened, True),
+        ([record("a", "one")], False, opened, False),
+    ):
+        ring.use_records(records, unread=unread, door=door)
+        assert ring.open_inference == is_open, (records, unread, door)
 
 
 def test_a_key_works_until_the_moment_it_expires(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,14 +420,9 @@ def test_the_old_key_ends_with_its_grace_or_with_the_record() -> None:
         ring.authorize(b"one", INFER)
 
 
-def test_scopes_and_standing_are_told_to_who_has_the_key() -> None:
+def test_a_key_has_the_rank_of_its_record() -> None:
     ring = KeyRing({}, required=True)
-    ring.use_records([record("a", "one", revoked_at=5.0), record("b", "two", limits=KeyLimits(priority=2, weight=3))])
-    with pytest.raises(Unauthorized) as caught:
-        ring.authorize(b"one", INFER)
-    assert caught.value.code == "revoked_api_key"
-    with pytest.raises(Forbidden):
-        ring.authorize(b"two", ADMIN)
+    ring.use_records([record("b", "two", limits=KeyLimits(priority=2, weight=3))])
     principal = ring.authorize(b"two", INFER)
     assert (principal.priority, principal.weight, principal.limits) == (2, 3, None)
 
@@ -441,31 +430,11 @@ def test_scopes_and_standing_are_told_to_who_has_the_key() -> None:
 # the command
 
 
-@pytest.fixture
-def state_dir(gateway: RunningGateway, tmp_path: Path) -> Path:
-    key_file = tmp_path / "cli.key"
-    key_file.write_text(ADMIN_KEY)
-    url = f"http://{gateway.host}:{gateway.admin_port}"
-    store = f"sqlite://{tmp_path}/store.db"
-    ServerInfo(url=url, admin_url=url, model="toy", store=store, admin_key_file=str(key_file), pid=1).write(tmp_path)
-    return tmp_path
-
-
-def run(state_dir: Path, *arguments: object) -> str:
-    done = CliRunner().invoke(
-        app, ["keys", *map(str, arguments), "--state-dir", str(state_dir)], env={"COLUMNS": "250", "TERM": "dumb"}
-    )
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    assert done.exit_code == 0, done.output
-    return done.stdout
-
-
-async def test_the_command(gateway: RunningGateway, state_dir: Path) -> None:
-    assert "asks for no key" in await asyncio.to_thread(run, state_dir, "list")
+async def test_the_command(gateway: RunningGateway) -> None:
+    assert "asks for no key" in command(gateway, "keys", "list")
     options = ("--requests-per-min", 60, "--tokens-per-min", 5000, "--concurrency", 3, "--max-output-tokens", 100)
     create = ("create", "somebody", *options, "--priority", 1, "--weight", 2, "--expires", "30d", "--json")
-    made = json.loads(await asyncio.to_thread(run, state_dir, *create))
+    made = json.loads(command(gateway, "keys", *create))
     assert made["limits"] == {
         "requests_per_min": 60, "tokens_per_min": 5000, "tokens_per_month": None, "concurrency": 3,
         "max_output_tokens": 100, "priority": 1, "weight": 2,
@@ -474,18 +443,18 @@ async def test_the_command(gateway: RunningGateway, state_dir: Path) -> None:
     await eventually(lambda: made["id"] in gateway.gateway.keys.limits)
     assert (await gateway.ask(post(headers=f"X-Api-Key: {made['key']}\r\n"))).status == 503
     update = ("update", made["id"], "--requests-per-min", "none", "--disable", "--expires", "none")
-    assert "is disabled" in await asyncio.to_thread(run, state_dir, *update)
-    shown = json.loads(await asyncio.to_thread(run, state_dir, "show", made["id"]))
+    assert "is disabled" in command(gateway, "keys", *update)
+    shown = json.loads(command(gateway, "keys", "show", made["id"]))
     assert (shown["limits"]["requests_per_min"], shown["expires_at"], shown["state"]) == (None, None, "disabled")
-    rotated = (await asyncio.to_thread(run, state_dir, "rotate", made["id"], "--grace", "1h")).strip()
+    rotated = command(gateway, "keys", "rotate", made["id"], "--grace", "1h").strip()
     assert re.fullmatch(rf"hs-{made['id']}-\S+", rotated)
-    listed = await asyncio.to_thread(run, state_dir, "list")
+    listed = command(gateway, "keys", "list")
     assert "somebody" in listed
     assert rotated not in listed
-    assert "forgotten" in await asyncio.to_thread(run, state_dir, "revoke", made["id"], "--forget")
-    assert json.loads(await asyncio.to_thread(run, state_dir, "list", "--json"))["keys"] == []
-    assert "none of these works" in await asyncio.to_thread(run, state_dir, "list")
-    assert "asks for no key" in await asyncio.to_thread(run, state_dir, "open")
+    assert "forgotten" in command(gateway, "keys", "revoke", made["id"], "--forget")
+    assert json.loads(command(gateway, "keys", "list", "--json"))["keys"] == []
+    assert "none of these works" in command(gateway, "keys", "list")
+    assert "asks for no key" in command(gateway, "keys", "open")
     assert gateway.gateway.keys.open_inference
 
 
@@ -500,32 +469,28 @@ async def test_the_command(gateway: RunningGateway, state_dir: Path) -> None:
         (("revoke", "nobody"), "no key 'nobody'"),
     ],
 )
-def test_the_command_says_what_is_wrong(state_dir: Path, arguments: tuple[str, ...], says: str) -> None:
+def test_the_command_says_what_is_wrong(gateway: RunningGateway, arguments: tuple[str, ...], says: str) -> None:
     with pytest.raises(CliError, match=re.escape(says)):
-        run(state_dir, *arguments)
+        command(gateway, "keys", *arguments)
 
 
-async def test_the_command_says_that_the_first_key_closes_inference_and_asks(state_dir: Path) -> None:
-    create = ["keys", "create", "x", "--state-dir", str(state_dir)]
-    runner = CliRunner()
-    role = await asyncio.to_thread(runner.invoke, app, [*create, "--scope", "viewer"])
-    assert "first key" not in role.stderr
+def test_the_command_says_that_the_first_key_closes_inference_and_asks(gateway: RunningGateway) -> None:
+    env = os.environ | {"HOTSWAP_ADMIN_URL": gateway.admin_url, "HOTSWAP_ADMIN_KEY": ADMIN_KEY}
     ours, theirs = pty.openpty()
     os.write(ours, b"n\n")
-    command = [sys.executable, "-m", "server.cli", *create]
     about: dict[str, Any] = {"stdin": theirs, "stdout": theirs, "stderr": subprocess.PIPE, "text": True, "timeout": 120}
-    asked = await asyncio.to_thread(subprocess.run, command, **about, check=False)
-    assert asked.returncode == 1
-    assert "those without get 401" in asked.stderr
-    assert len(json.loads(run(state_dir, "list", "--json"))["keys"]) == 1, "one was made all the same"
-    made = await asyncio.to_thread(subprocess.run, [*command, "--yes"], **about, check=False)
-    assert made.returncode == 0
-    assert "those without get 401" in made.stderr
-    again = await asyncio.to_thread(subprocess.run, command, **about, check=False)
-    assert again.returncode == 0
-    assert "401" not in again.stderr
+    for options, status, closes in (
+        (("--scope", "viewer"), 0, False),
+        ((), 1, True),
+        (("--yes",), 0, True),
+        ((), 0, False),
+    ):
+        create = [sys.executable, "-m", "server.cli", "keys", "create", "x", *options]
+        done = subprocess.run(create, **about, env=env, check=False)
+        assert (done.returncode, "those without get 401" in done.stderr) == (status, closes)
+    assert len(json.loads(command(gateway, "keys", "list", "--json"))["keys"]) == 3, "one was made all the same"
     shown = os.read(ours, 65536).decode()
     assert shown.count("Make it? [y/N]") == 1
-    assert len(re.findall(r"hs-\S+", shown)) == 2
+    assert len(re.findall(r"hs-\S+", shown)) == 3
     for fd in (ours, theirs):
         os.close(fd)

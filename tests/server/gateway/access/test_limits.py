@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import openai
 import orjson
 import pytest
 from fastapi import FastAPI
@@ -20,7 +19,16 @@ from server.instance.inflight import Inflight
 from server.instance.middleware import ProvenanceMiddleware
 from server.instance.provenance import traced
 from tests.server.gateway.harness import RunningGateway, admin, code, get, new_key, post, running_gateway
-from tests.server.gateway.upstream import Answer, Link, Received, Upstream, never_answer, read_answer, upstream
+from tests.server.gateway.upstream import (
+    Answer,
+    Link,
+    Received,
+    Upstream,
+    answering,
+    never_answer,
+    streaming,
+    upstream,
+)
 from tests.waiting import eventually, wait_until
 
 SETTINGS = UpstreamSettings(scrape_interval_s=3600.0, hold_s=0.0)
@@ -34,13 +42,9 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway
         yield g
 
 
-async def answer_used(link: Link, _: Received) -> None:
-    await link.json(USED)
-
-
 @pytest.fixture
-async def answering(gateway: RunningGateway) -> AsyncIterator[Upstream]:
-    async with gateway.instance(answer_used) as up:
+async def instance(gateway: RunningGateway) -> AsyncIterator[Upstream]:
+    async with gateway.instance(answering(USED)) as up:
         yield up
         gateway.unregister()
 
@@ -54,7 +58,7 @@ def remaining(answer: Answer, kind: str) -> int:
     return int(answer.headers[f"x-ratelimit-remaining-{kind}"])
 
 
-async def test_requests_are_counted_down_and_then_refused(gateway: RunningGateway, answering: Upstream) -> None:
+async def test_requests_are_counted_down_and_then_refused(gateway: RunningGateway, instance: Upstream) -> None:
     key = await key_with(gateway, requests_per_min=3)
     before = gateway.gateway.stats.limited["requests"]
     answers = [await gateway.ask(post(headers=key)) for _ in range(5)]
@@ -66,11 +70,11 @@ async def test_requests_are_counted_down_and_then_refused(gateway: RunningGatewa
     error = orjson.loads(answers[3].body)["error"]
     assert (error["type"], error["code"]) == ("rate_limit_exceeded", "requests_limit")
     assert 1 <= int(answers[3].headers["retry-after"]) <= 61
-    assert len(answering.requests) == 3
+    assert len(instance.requests) == 3
     assert gateway.gateway.stats.limited["requests"] == before + 2
 
 
-async def test_one_keys_limit_is_not_anothers(gateway: RunningGateway, answering: Upstream) -> None:
+async def test_one_keys_limit_is_not_anothers(gateway: RunningGateway, instance: Upstream) -> None:
     one, two = await key_with(gateway, requests_per_min=1), await key_with(gateway, requests_per_min=1)
     free = await key_with(gateway)
     assert (await gateway.ask(post(headers=one))).status == 200
@@ -82,7 +86,7 @@ async def test_one_keys_limit_is_not_anothers(gateway: RunningGateway, answering
         assert not [name for name in answer.headers if name.startswith("x-ratelimit")]
 
 
-async def test_tokens_are_estimated_and_then_settled(gateway: RunningGateway, answering: Upstream) -> None:
+async def test_tokens_are_estimated_and_then_settled(gateway: RunningGateway, instance: Upstream) -> None:
     key = await key_with(gateway, tokens_per_min=1000)
     body = {"prompt": "x" * 100, "max_tokens": 200}
     estimate = len(orjson.dumps(body)) // 4 + 1 + 200
@@ -93,56 +97,42 @@ async def test_tokens_are_estimated_and_then_settled(gateway: RunningGateway, an
     assert remaining(second, "tokens") == 1000 - 7 - estimate  # of the first, what it really took
 
 
-async def test_tokens_over_the_limit(gateway: RunningGateway, answering: Upstream) -> None:
+async def test_tokens_over_the_limit(gateway: RunningGateway, instance: Upstream) -> None:
     key = await key_with(gateway, tokens_per_min=300, requests_per_min=100)
     never = await gateway.ask(post(body={"prompt": "x", "max_tokens": 300}, headers=key))
     assert code(never) == (400, "request_over_limit")
     assert remaining(never, "requests") == 100
     # With "hello" the estimate is 9 + 250 tokens.
-    answering.handler = never_answer
-    reader, writer = await gateway.connect()
-    writer.write(post(body={"prompt": "hello", "max_tokens": 250}, headers=key))
-    await eventually(lambda: bool(answering.requests))
-    refused = await gateway.ask(post(body={"prompt": "hello", "max_tokens": 250}, headers=key))
-    assert code(refused) == (429, "tokens_limit")
-    writer.close()
-    await reader.read()
+    instance.handler = never_answer
+    raw = post(body={"prompt": "hello", "max_tokens": 250}, headers=key)
+    async with gateway.client(raw):
+        await eventually(lambda: bool(instance.requests))
+        assert code(await gateway.ask(raw)) == (429, "tokens_limit")
     # The client that left is charged what its prompt was taken for, and the rest is given back.
     await eventually(lambda: not gateway.gateway.default.stats.inflight)
-    answering.handler = answer_used
-    assert (await gateway.ask(post(body={"prompt": "hello", "max_tokens": 250}, headers=key))).status == 200
+    instance.handler = answering(USED)
+    assert (await gateway.ask(raw)).status == 200
 
 
-def stalling(until: asyncio.Event) -> Any:
-    async def handler(link: Link, _: Received) -> None:
-        await until.wait()
-        await link.json(USED)
-
-    return handler
-
-
-async def test_a_failed_request_costs_no_tokens(gateway: RunningGateway, answering: Upstream) -> None:
-    async def failing(link: Link, _: Received) -> None:
-        await link.json(b'{"error":{"message":"no"}}', b"400 Bad Request")
-
+async def test_a_failed_request_costs_no_tokens(gateway: RunningGateway, instance: Upstream) -> None:
     key = await key_with(gateway, tokens_per_min=500)
-    answering.handler = failing
+    instance.handler = answering(b'{"error":{"message":"no"}}', b"400 Bad Request")
     for _ in range(10):
         assert (await gateway.ask(post(body={"prompt": "x", "max_tokens": 400}, headers=key))).status == 400
     gateway.unregister()
     refused = await gateway.ask(post(body={"prompt": "x", "max_tokens": 400}, headers=key))
     assert code(refused) == (503, "no_instance")
     assert "x-ratelimit-remaining-tokens" in refused.headers
-    gateway.register(answering)
+    gateway.register(instance)
     assert (await gateway.ask(post(body={"prompt": "x", "max_tokens": 400}, headers=key))).status == 400
 
 
-async def test_concurrency(gateway: RunningGateway, answering: Upstream) -> None:
+async def test_concurrency(gateway: RunningGateway, instance: Upstream) -> None:
     go_on = asyncio.Event()
-    answering.handler = stalling(go_on)
+    instance.handler = streaming(go_on)
     key = await key_with(gateway, concurrency=2)
     asked = [asyncio.create_task(gateway.ask(post(headers=key))) for _ in range(2)]
-    await eventually(lambda: len(answering.requests) == 2)
+    await eventually(lambda: len(instance.requests) == 2)
     refused = await gateway.ask(post(headers=key))
     assert code(refused) == (429, "concurrency_limit")
     assert refused.headers["retry-after"] == "1"
@@ -151,42 +141,30 @@ async def test_concurrency(gateway: RunningGateway, answering: Upstream) -> None
     assert (await gateway.ask(post(headers=key))).status == 200
 
 
-async def test_places_come_back_however_a_request_ends(gateway: RunningGateway, answering: Upstream) -> None:
-    async def breaking(link: Link, _: Received) -> None:
-        await link.sse_head()
-        await link.chunk(b"data: {}\n\n")
-        link.cut()
-
+async def test_places_come_back_however_a_request_ends(gateway: RunningGateway, instance: Upstream) -> None:
     key = await key_with(gateway, concurrency=1)
-    answering.handler = breaking
+    instance.handler = streaming(b"data: {}\n\n", cut=True)
     assert not (await gateway.ask(post(headers=key))).complete
-    answering.handler = never_answer
-    seen = len(answering.requests)
-    _, writer = await gateway.connect()
-    writer.write(post(headers=key))
-    await eventually(lambda: len(answering.requests) > seen)
-    writer.close()
+    instance.handler = never_answer
+    seen = len(instance.requests)
+    async with gateway.client(post(headers=key)):
+        await eventually(lambda: len(instance.requests) > seen)
     bad = await gateway.ask(post(body=b"not json", headers=key))
     assert code(bad) == (400, "invalid_json")
     await eventually(lambda: not gateway.gateway.default.stats.inflight)
-    answering.handler = answer_used
+    instance.handler = answering(USED)
     assert (await gateway.ask(post(headers=key))).status == 200
     gateway.unregister()
     for _ in range(2):
         assert code(await gateway.ask(post(headers=key))) == (503, "no_instance")
-    gateway.register(answering)
+    gateway.register(instance)
 
 
-async def test_a_streams_usage_is_settled(gateway: RunningGateway, answering: Upstream) -> None:
-    async def streaming(link: Link, _: Received) -> None:
-        await link.sse_head()
-        await link.chunk(b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n')
-        await link.chunk(b'data: {"choices":[],"usage":{"prompt_tokens":10,"completion_tokens":90}}\n\n')
-        await link.chunk(b"data: [DONE]\n\n")
-        await link.end()
-
+async def test_a_streams_usage_is_settled(gateway: RunningGateway, instance: Upstream) -> None:
+    said = b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
+    counted = b'data: {"choices":[],"usage":{"prompt_tokens":10,"completion_tokens":90}}\n\n'
     key = await key_with(gateway, tokens_per_min=10_000)
-    answering.handler = streaming
+    instance.handler = streaming(said, counted, b"data: [DONE]\n\n")
     body = {"messages": [], "stream": True, "max_completion_tokens": 5000}
     assert (await gateway.ask(post(CHAT, body, key))).complete
     answer = await gateway.ask(get("/v1/models", key))  # costs nothing, and says where the key stands
@@ -219,7 +197,7 @@ def generating(tokens: int) -> Any:
 
 @pytest.mark.parametrize("interval", [1, 3, 100, 1000])
 async def test_a_stream_that_is_hung_up_costs_what_was_sent(
-    gateway: RunningGateway, answering: Upstream, interval: int
+    gateway: RunningGateway, instance: Upstream, interval: int
 ) -> None:
     app, sent = generating(4000), 4000 // interval * interval
 
@@ -242,23 +220,21 @@ async def test_a_stream_that_is_hung_up_costs_what_was_sent(
         asked.cancel()
 
     key = await key_with(gateway, tokens_per_min=50_000)
-    answering.handler = handler
-    reader, writer = await gateway.connect()
+    instance.handler = handler
     body = {"prompt_token_ids": [5, 6, 7], "max_tokens": 4500, "stream_interval": interval}
-    writer.write(post("/generate", body, key))
     last = b',%d],"logprobs"' if interval > 1 else b'[%d],"logprobs"'
-    async for line in reader:
-        if last % sent in line:
-            break
-    writer.close()
+    async with gateway.client(post("/generate", body, key)) as client:
+        async for line in client.reader:
+            if last % sent in line:
+                break
     await eventually(lambda: not gateway.gateway.default.stats.inflight)
-    answering.handler = answer_used
+    instance.handler = answering(USED)
     cost = 50_000 - remaining(await gateway.ask(get("/v1/models", key)), "tokens")
     prompt = 3 if interval > 1 else len(orjson.dumps(body)) // 4 + 1  # a token an event: an estimate
     assert cost == pytest.approx(prompt + sent, abs=0 if interval > 1 else 0.01 * sent)
 
 
-async def test_a_batch_costs_an_answer_to_each_conversation(gateway: RunningGateway, answering: Upstream) -> None:
+async def test_a_batch_costs_an_answer_to_each_conversation(gateway: RunningGateway, instance: Upstream) -> None:
     key = await key_with(gateway, tokens_per_min=1000)
     body = {"messages": [[{"role": "user", "content": "hi"}]] * 60, "max_tokens": 200}
     assert code(await gateway.ask(post(f"{CHAT}/batch", body, key))) == (400, "request_over_limit")
@@ -284,12 +260,12 @@ async def test_a_batch_costs_an_answer_to_each_conversation(gateway: RunningGate
     ],
 )  # fmt: skip
 async def test_the_bound_on_answers_is_written_in(
-    gateway: RunningGateway, answering: Upstream, path: str, body: bytes, arrives: bytes | None
+    gateway: RunningGateway, instance: Upstream, path: str, body: bytes, arrives: bytes | None
 ) -> None:
     answer = await gateway.ask(post(path, body, await key_with(gateway, max_output_tokens=50)))
     assert answer.status == 200
-    assert answering.requests[-1].body == (body if arrives is None else arrives)
-    orjson.loads(answering.requests[-1].body)
+    assert instance.requests[-1].body == (body if arrives is None else arrives)
+    orjson.loads(instance.requests[-1].body)
 
 
 @pytest.mark.parametrize(
@@ -311,20 +287,20 @@ async def test_the_bound_on_answers_is_written_in(
     ],
 )
 async def test_more_than_the_bound_is_refused(
-    gateway: RunningGateway, answering: Upstream, path: str, body: bytes, expected: str
+    gateway: RunningGateway, instance: Upstream, path: str, body: bytes, expected: str
 ) -> None:
     answer = await gateway.ask(post(path, body, await key_with(gateway, max_output_tokens=50)))
     assert code(answer) == (400, expected)
-    assert not answering.requests
+    assert not instance.requests
 
 
-async def test_the_usual_bound_of_a_route_is_lowered_too(gateway: RunningGateway, answering: Upstream) -> None:
+async def test_the_usual_bound_of_a_route_is_lowered_too(gateway: RunningGateway, instance: Upstream) -> None:
     key = await key_with(gateway, max_output_tokens=5)
     await gateway.ask(post("/v1/completions", b'{"prompt":"x","hotswap":{"policy":"keep"}}', key))
-    assert answering.requests[-1].body == b'{"prompt":"x","max_tokens":5}'
+    assert instance.requests[-1].body == b'{"prompt":"x","max_tokens":5}'
 
 
-async def test_limits_can_be_changed_while_requests_come_in(gateway: RunningGateway, answering: Upstream) -> None:
+async def test_limits_can_be_changed_while_requests_come_in(gateway: RunningGateway, instance: Upstream) -> None:
     key_id, key = await new_key(gateway, limits={"requests_per_min": 2})
     assert [(await gateway.ask(post(headers=key))).status for _ in range(3)] == [200, 200, 429]
     assert (await admin(gateway, "PATCH", f"/{key_id}", limits={"requests_per_min": 4})).status == 200
@@ -335,17 +311,7 @@ async def test_limits_can_be_changed_while_requests_come_in(gateway: RunningGate
     assert (await gateway.ask(post(headers=key))).status == 200
 
 
-async def test_the_sdk_sees_a_rate_limit_error(gateway: RunningGateway, answering: Upstream) -> None:
-    key = (await key_with(gateway, requests_per_min=1)).split()[2]
-    async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=key, max_retries=0) as client:
-        raw = await client.completions.with_raw_response.create(model="toy", prompt="x")
-        assert raw.headers["x-ratelimit-remaining-requests"] == "0"
-        with pytest.raises(openai.RateLimitError) as caught:
-            await client.completions.create(model="toy", prompt="x")
-    assert caught.value.code == "requests_limit"
-
-
-async def test_hits_are_in_the_metrics_without_keys(gateway: RunningGateway, answering: Upstream) -> None:
+async def test_hits_are_in_the_metrics_without_keys(gateway: RunningGateway, instance: Upstream) -> None:
     key_id, key = await new_key(gateway, limits={"requests_per_min": 1})
     for _ in range(3):
         await gateway.ask(post(headers=key))
@@ -356,26 +322,24 @@ async def test_hits_are_in_the_metrics_without_keys(gateway: RunningGateway, ans
 
 
 async def test_a_request_in_flight_keeps_its_place_when_limits_come_and_go(
-    gateway: RunningGateway, answering: Upstream
+    gateway: RunningGateway, instance: Upstream
 ) -> None:
     go_on = asyncio.Event()
-    answering.handler = stalling(go_on)
+    instance.handler = streaming(go_on)
     key_id, key = await new_key(gateway, limits={"requests_per_min": 100})
-    reader, writer = await gateway.connect()
-    writer.write(post(headers=key))
-    await eventually(lambda: bool(answering.requests))
-    await admin(gateway, "PATCH", f"/{key_id}", limits={"concurrency": 1, "tokens_per_min": 1000})
-    wait_until(lambda: gateway.gateway.keys.limits[key_id].concurrency == 1)
-    assert code(await gateway.ask(post(headers=key))) == (429, "concurrency_limit")
-    go_on.set()
-    assert (await read_answer(reader)).status == 200
-    writer.close()
+    async with gateway.client(post(headers=key)) as client:
+        await eventually(lambda: bool(instance.requests))
+        await admin(gateway, "PATCH", f"/{key_id}", limits={"concurrency": 1, "tokens_per_min": 1000})
+        wait_until(lambda: gateway.gateway.keys.limits[key_id].concurrency == 1)
+        assert code(await gateway.ask(post(headers=key))) == (429, "concurrency_limit")
+        go_on.set()
+        assert (await client.answer()).status == 200
     answer = await gateway.ask(post(headers=key))
     assert (answer.status, remaining(answer, "tokens")) == (200, 1000 - 1 - 16)
 
 
 async def test_limits_outlive_a_restart(tmp_path: Path) -> None:
-    async with upstream(answer_used) as up:
+    async with upstream(answering(USED)) as up:
         with running_gateway(tmp_path, upstream=SETTINGS) as first:
             first.register(up)
             _, key = await new_key(first, limits={"requests_per_min": 5})

@@ -1,18 +1,40 @@
-"""What a key uses: the sliding window against a plain list of what was taken, estimates, headers, and what it costs."""
+"""What a key uses: the window of a minute against a plain list, estimates, headers, costs, and budgets of a month."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from pathlib import Path
 
+import openai
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from openai.types.chat import ChatCompletionUserMessageParam
 
 from server.errors import BadRequest
+from server.gateway.access import limits as meters
+from server.gateway.access.budgets import Budgets, SpentRecord
 from server.gateway.access.keys import Principal
-from server.gateway.access.limits import BYTES_PER_TOKEN, MOST, SLOTS, USUAL_OUTPUT, Limits, RateLimited, Window, reckon
+from server.gateway.access.limits import (
+    BYTES_PER_TOKEN,
+    MOST,
+    SLOTS,
+    USUAL_OUTPUT,
+    Limits,
+    Month,
+    RateLimited,
+    Window,
+    reckon,
+    this_month,
+)
 from server.gateway.wire.bodies import NONE, Usage, check_object
 from server.key_limits import KeyLimits
+from tests.server.gateway.harness import RunningGateway, admin, new_key, post, running_gateway
+from tests.server.gateway.upstream import answering, upstream
+from tests.waiting import eventually
+from weightsync.store import open_store
 
 STEPS = st.lists(st.tuples(st.integers(0, 90), st.integers(0, 9), st.booleans()), max_size=60)
 CHAT = "/v1/chat/completions"
@@ -54,21 +76,6 @@ def test_an_excess_counts_from_when_it_is_known() -> None:
     assert window.used == 25
     window.advance(1111)
     assert window.used == 0
-
-
-@given(st.integers(1, 50), st.lists(st.integers(0, 20), min_size=1, max_size=100))
-def test_no_minute_holds_more_than_the_limit(limit: int, waits: list[int]) -> None:
-    now, admitted = 0, []
-    window = Window(limit, now)
-    for wait in waits:
-        now += wait
-        window.advance(now)
-        for _ in range(limit):
-            if window.used < window.allotted:
-                window.take(1)
-                admitted.append(now)
-    for start in admitted:
-        assert sum(start <= at < start + 60 for at in admitted) <= limit
 
 
 @pytest.mark.parametrize(
@@ -127,14 +134,6 @@ def test_a_keys_own_bound_is_what_an_answer_may_take() -> None:
     assert reckon(check_object(b"{}"), CHAT, 2, 50).output == 50
     assert reckon(check_object(b'{"max_tokens":7}'), CHAT, 2, 50).output == 7
     assert reckon(check_object(b"{}"), "/v1/completions", 2, 50).output == 16
-
-
-def test_a_request_of_many_prompts_takes_what_all_of_them_may_cost(clock: Clock) -> None:
-    limits, p = Limits(Counter()), principal(tokens_per_min=400)
-    body = b'{"prompt":[' + b",".join([b"[5]"] * 60) + b'],"max_tokens":200}'
-    with pytest.raises(BadRequest) as caught:
-        limits.admit(p, check_object(body), "/v1/completions", body)
-    assert caught.value.code == "request_over_limit"
 
 
 def test_a_long_stream_counts_as_it_grows(clock: Clock) -> None:
@@ -319,3 +318,95 @@ def test_meters_of_idle_keys_are_forgotten(clock: Clock) -> None:
     grants[0].settle(None, 200)
     limits.forget_idle()
     assert [meter.key for meter in limits.meters()] == ["2"]
+
+
+# budgets of a month
+
+COSTLY = {"prompt": "a", "max_tokens": 20}
+COSTS_100 = b'{"choices":[],"usage":{"prompt_tokens":60,"total_tokens":100,"completion_tokens":40}}'
+
+
+async def spent(gateway: RunningGateway, key_id: str) -> int:
+    shown = orjson.loads((await admin(gateway, "GET", f"/{key_id}")).body)
+    assert shown["spent"]["month"] == this_month(time.time())[0]
+    return int(shown["spent"]["tokens"])
+
+
+async def test_a_budget_outlives_restarts_and_is_one_for_all_gateways(tmp_path: Path) -> None:
+    async with upstream(answering(COSTS_100)) as up:
+        with running_gateway(tmp_path, run_coordinator=False) as gateway:
+            gateway.register(up)
+            key_id, key = await new_key(gateway, limits={"tokens_per_month": 350})
+            for used in (100, 200):
+                answer = await gateway.ask(post("/v1/completions", COSTLY, key))
+                assert answer.headers["x-ratelimit-limit-month-tokens"] == "350"
+                assert await spent(gateway, key_id) == used
+            with running_gateway(tmp_path, run_coordinator=False) as other:
+                await eventually(lambda: key_id in other.gateway.keys.limits)
+                await eventually(lambda: len(other.gateway.default.fleet.serving) == 1)
+                place = f"gateway/spent/{this_month(time.time())[0]}/{key_id}"
+                await eventually(lambda: other.gateway.budgets._saved.get(place) == 200)
+                assert (await other.ask(post("/v1/completions", COSTLY, key))).status == 200
+                await eventually(lambda: gateway.gateway.budgets._saved.get(place) == 300)
+                used_up = await gateway.ask(post("/v1/completions", {**COSTLY, "max_tokens": 45}, key))
+                assert used_up.status == 429
+        with running_gateway(tmp_path, run_coordinator=False) as gateway:
+            await eventually(lambda: len(gateway.gateway.default.fleet.serving) == 1)
+            assert await spent(gateway, key_id) == 300
+            client = openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=key.split()[-1], max_retries=0)
+            message = ChatCompletionUserMessageParam(role="user", content="a")
+            with pytest.raises(openai.RateLimitError) as refused:
+                await client.chat.completions.create(model="toy", messages=[message], max_tokens=45)
+            await client.close()
+            error = refused.value
+            assert (error.type, error.code) == ("insufficient_quota", "insufficient_quota")
+            assert "resets at" in error.message
+            until = this_month(time.time())[1]
+            assert 0 <= int(error.response.headers["retry-after"]) - (until - time.time()) < 5
+            listed = orjson.loads((await admin(gateway, "GET", "")).body)["keys"][0]
+            told = [listed["spent"][name] for name in ("tokens", "left", "resets_at")]
+            assert told == [300, 50, until]
+
+
+def test_months_of_the_calendar() -> None:
+    assert this_month(0.0) == ("1970-01", 31 * 86400.0)
+    assert this_month(1764547199.0) == ("2025-11", 1764547200.0)
+    assert this_month(1764547200.0)[0] == "2025-12"
+    assert this_month(1767225599.0) == ("2025-12", 1767225600.0)
+
+
+async def test_the_month_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Calendar:
+        now = 1764547100.0
+        time = staticmethod(lambda: Calendar.now)
+
+    monkeypatch.setattr(meters, "time", Calendar)
+    month = Month(100, "month_tokens", lambda prompt, answer: prompt + answer)
+    month.take(80)
+    month.end(0, 80, 90)
+    month.take(10)
+    assert (month.used, month.remaining(), month.unsaved) == (100, 0, {"2025-11": 90})
+    Calendar.now = 1764547200.0
+    month.advance(0)
+    assert (month.used, month.remaining()) == (10, 90), "what runs still counts, in the month in which it ends"
+    month.end(0, 10, 7)
+    assert month.unsaved == {"2025-11": 90, "2025-12": 7}
+
+
+async def test_two_gateways_add_to_one_record(tmp_path: Path) -> None:
+    store = open_store(f"sqlite://{tmp_path}/store.db")
+    budgets = []
+    for _ in range(2):
+        gateway = Limits({"month_tokens": 0})
+        budgets.append(Budgets(store, gateway))
+        for _ in range(3):
+            grant = gateway.admit(principal(tokens_per_month=10_000), NONE, "/v1/completions", b"{}")
+            assert grant is not None
+            grant.settle(Usage(10, 5), 200)
+    await budgets[0].save()
+    await budgets[1].save()
+    await budgets[0].save()
+    found = await store.get(f"gateway/spent/{this_month(time.time())[0]}/p")
+    assert found is not None
+    assert SpentRecord.from_json(found.value).tokens == 90
+    await store.close()

@@ -1,19 +1,32 @@
-"""Roles on the admin port: each route asks for the least one that the table names, before it reads a body."""
+"""Roles on the admin port, and the tokens of an OpenID Connect issuer on loopback that stand for them."""
 
 from __future__ import annotations
 
+import json
+import threading
+import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
+import jwt
 import orjson
 import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
+from server.errors import ConfigError, Forbidden, HttpError, Unauthorized, Unavailable
 from server.gateway import GatewayConfig
-from server.gateway.access import roles
-from server.gateway.access.records import ADMIN, INFER, ROLES, Role, granted
+from server.gateway.access import oidc, roles
+from server.gateway.access.keys import KeyRing
+from server.gateway.access.oidc import AdminAccess
+from server.gateway.access.records import INFER, ROLES, Role, granted
 from server.gateway.app import build_app, routes_of
+from server.gateway.config import OidcSettings
 from server.gateway.middleware import is_public
-from tests.server.gateway.harness import ADMIN_KEY, RunningGateway, get, new_key, post, request, running_gateway
+from server.gateway.openapi import document
+from tests.server.gateway.harness import ADMIN, RunningGateway, get, new_key, post, request, running_gateway
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +44,7 @@ async def status(gateway: RunningGateway, method: str, path: str, header: str) -
 def test_a_role_has_the_rights_of_the_lower_ones() -> None:
     assert granted((INFER,)) == {INFER}
     assert granted(("operator", INFER)) == {INFER, "operator", "viewer"}
-    assert granted((ADMIN,)) == set(ROLES)
+    assert granted(("admin",)) == set(ROLES)
 
 
 def test_the_table_has_every_route_and_no_other(tmp_path: Path) -> None:
@@ -82,14 +95,205 @@ async def test_a_key_for_inference_alone_reads_nothing_and_a_role_alone_infers_n
     assert (await gateway.ask(get("/healthz"), admin=True)).status == 200
 
 
-async def test_the_admin_key_file_is_an_admin(gateway: RunningGateway) -> None:
-    assert (await status(gateway, "POST", "/admin/keys", f"X-Api-Key: {ADMIN_KEY}\r\n"))[1] == "invalid_parameter"
-
-
 def test_the_document_names_the_role_of_each_route(tmp_path: Path) -> None:
-    from server.gateway.openapi import document
-
     app = build_app(GatewayConfig(store=f"sqlite://{tmp_path}/store.db", model="m"))
     told = orjson.loads(document.admin(app))
     assert told["paths"]["/admin/keys"]["post"]["security"] == [{"bearer": ["admin"]}, {"apiKey": ["admin"]}]
     assert told["paths"]["/healthz"]["get"]["security"] == []
+
+
+# tokens of an OpenID Connect issuer
+
+AUDIENCE = "hotswap-admin"
+RSA = {name: rsa.generate_private_key(65537, 2048) for name in ("first", "second", "stranger")}
+ELLIPTIC = ec.generate_private_key(ec.SECP256R1())
+
+
+class Issuer:
+    """Discovery and keys over HTTP, as OpenID Connect Discovery 1.0 has them; tokens signed with PyJWT."""
+
+    def __init__(self) -> None:
+        self.keys: list[dict[str, Any]] = [public("first")]
+        self.claimed: str | None = None  # what its document says it is, if not the truth
+        self.fetched: list[str] = []
+        self.broken = False
+        issuer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                issuer.fetched.append(self.path)
+                document = {"issuer": issuer.claimed or issuer.url, "jwks_uri": f"{issuer.url}/keys"}
+                answers = {"/.well-known/openid-configuration": document, "/keys": {"keys": issuer.keys}}
+                body = json.dumps(answers.get(self.path, {})).encode()
+                self.send_response(500 if issuer.broken else 200)
+                self.send_header("content-length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def token(self, key: str = "first", *, kid: str | None = None, algorithm: str = "RS256", **claims: Any) -> bytes:
+        now = time.time()
+        told = {"iss": self.url, "sub": "ada", "aud": AUDIENCE, "exp": now + 60, "roles": ["sre"], **claims}
+        told = {name: value for name, value in told.items() if value is not None}
+        return jwt.encode(told, RSA[key], algorithm, headers={"kid": kid or key}).encode()
+
+
+def public(name: str, **more: Any) -> dict[str, Any]:
+    return {**json.loads(jwt.algorithms.RSAAlgorithm.to_jwk(RSA[name].public_key())), "kid": name, "use": "sig", **more}
+
+
+@pytest.fixture
+def issuer() -> Iterator[Issuer]:
+    running = Issuer()
+    yield running
+    running.server.shutdown()
+    running.server.server_close()
+
+
+def access(issuer: Issuer, **settings: Any) -> AdminAccess:
+    given = {"issuer": issuer.url, "audience": AUDIENCE, "roles": ("sre=operator", "ml=publisher"), **settings}
+    return AdminAccess(KeyRing({}, required=False), OidcSettings(**given))
+
+
+async def refusal(admitting: AdminAccess, token: bytes, role: str = "viewer") -> tuple[int, str]:
+    with pytest.raises(HttpError) as refused:
+        await admitting.authorize(token, role)
+    assert token.decode() not in refused.value.message
+    return refused.value.status, refused.value.code
+
+
+async def test_a_token_has_the_role_that_its_claims_stand_for(issuer: Issuer) -> None:
+    admitting = access(issuer)
+    ada = await admitting.authorize(issuer.token(), "operator")
+    assert (ada.name, ada.who) == ("ada", f"oidc ada ({issuer.url})")
+    assert ada.scopes == {"viewer", "operator"}
+    with pytest.raises(Forbidden):
+        await admitting.authorize(issuer.token(), "publisher")
+    both = await admitting.authorize(issuer.token(roles=["sre", "ml", "x"]), "publisher")
+    assert both.digest == ada.digest  # the same person
+    assert (await admitting.authorize(issuer.token(sub="bob"), "viewer")).digest != ada.digest
+    assert await refusal(admitting, issuer.token(roles=["x"])) == (403, "no_role")
+    assert await refusal(admitting, issuer.token(roles=None)) == (403, "no_role")
+
+
+@pytest.mark.parametrize(
+    ("claim", "claims"),
+    [
+        ("realm_access.roles", {"realm_access": {"roles": ["ml"]}}),
+        ("scope", {"scope": "openid ml"}),
+        ("https://example.com/roles", {"https://example.com/roles": "ml"}),
+    ],
+)
+async def test_the_claim_may_lie_within_an_object_or_be_a_text(issuer: Issuer, claim: str, claims: Any) -> None:
+    admitted = await access(issuer, claim=claim).authorize(issuer.token(**claims), "publisher")
+    assert "admin" not in admitted.scopes
+
+
+async def test_tokens_that_are_not_for_here(issuer: Issuer) -> None:
+    admitting, now = access(issuer), time.time()
+    refused = {
+        "expired_token": issuer.token(exp=now - 31),
+        "immature_token": issuer.token(nbf=now + 40),
+        "wrong_audience": issuer.token(aud="another"),
+        "wrong_issuer": issuer.token(iss="https://example.com"),
+    }
+    for code, token in refused.items():
+        assert await refusal(admitting, token) == (401, code)
+    for claim in ("exp", "sub", "aud", "iss"):
+        assert (await refusal(admitting, issuer.token(**{claim: None})))[0] == 401
+    assert await refusal(admitting, issuer.token(sub="a\nb")) == (401, "invalid_token")
+    await admitting.authorize(issuer.token(exp=now - 20), "viewer")  # the leeway
+
+
+async def test_signatures_that_prove_nothing(issuer: Issuer) -> None:
+    """By a stranger's key; by none; by HS256 under the text of the public key; by a key that is for something else."""
+    admitting = access(issuer)
+    assert await refusal(admitting, issuer.token("stranger", kid="first")) == (401, "invalid_token")
+    assert await refusal(admitting, issuer.token("stranger")) == (401, "invalid_token")
+    header, payload, _ = issuer.token().split(b".")
+    unsigned = jwt.encode({"iss": issuer.url, "sub": "ada", "aud": AUDIENCE}, "", "none", headers={"kid": "first"})
+    assert await refusal(admitting, unsigned.encode()) == (401, "invalid_token")
+    form = serialization.PublicFormat.SubjectPublicKeyInfo
+    pem = RSA["first"].public_key().public_bytes(serialization.Encoding.PEM, form)
+    hmac = jwt.algorithms.HMACAlgorithm(jwt.algorithms.HMACAlgorithm.SHA256)
+    forged_head = jwt.utils.base64url_encode(b'{"alg":"HS256","typ":"JWT","kid":"first"}')
+    forged = forged_head + b"." + payload
+    forged += b"." + jwt.utils.base64url_encode(hmac.sign(forged, pem))
+    assert await refusal(admitting, forged) == (401, "invalid_token")
+    assert await refusal(admitting, header + b"." + payload + b".AAAA") == (401, "invalid_token")
+    assert await refusal(admitting, issuer.token(algorithm="RS512")) == (401, "invalid_token")
+    assert await refusal(access(issuer, algorithms=("RS512",)), issuer.token()) == (401, "invalid_token")
+    issuer.keys = [public("first", use="enc")]
+    assert await refusal(access(issuer), issuer.token()) == (401, "invalid_token")
+
+
+async def test_other_kinds_of_keys(issuer: Issuer) -> None:
+    row = {**json.loads(jwt.algorithms.ECAlgorithm.to_jwk(ELLIPTIC.public_key())), "kid": "e"}
+    issuer.keys = [{"kty": "oct", "k": "c2VjcmV0", "kid": "o"}, {"kty": "EC", "crv": "none", "kid": "b"}, row]
+    claims = {"iss": issuer.url, "sub": "ada", "aud": AUDIENCE, "exp": time.time() + 60, "roles": "ml"}
+    admitting = access(issuer)
+    await admitting.authorize(jwt.encode(claims, ELLIPTIC, "ES256").encode(), "publisher")  # no id: the only one
+    await admitting.authorize(jwt.encode(claims, ELLIPTIC, "ES256", headers={"kid": "e"}).encode(), "publisher")
+
+
+async def test_rotation_and_an_issuer_that_is_away(issuer: Issuer, monkeypatch: pytest.MonkeyPatch) -> None:
+    admitting = access(issuer)
+    for _ in range(3):
+        await admitting.authorize(issuer.token(), "viewer")
+    assert issuer.fetched == [oidc.DISCOVERY, "/keys"]
+    issuer.keys = [public("second")]
+    assert await refusal(admitting, issuer.token("second")) == (401, "invalid_token")
+    assert len(issuer.fetched) == 2  # not again at once, whatever tokens are made up
+    monkeypatch.setattr(oidc, "REFETCH_S", 0.0)
+    await admitting.authorize(issuer.token("second"), "viewer")
+    assert await refusal(admitting, issuer.token("first")) == (401, "invalid_token")
+    issuer.broken = True
+    monkeypatch.setattr(oidc, "KEYS_S", 0.0)
+    await admitting.authorize(issuer.token("second"), "viewer")  # the last keys count for a while
+    monkeypatch.setattr(oidc, "STALE_S", 0.0)
+    with pytest.raises(Unavailable):
+        await admitting.authorize(issuer.token("second"), "viewer")
+
+
+async def test_a_document_of_another_issuer_is_not_believed(issuer: Issuer) -> None:
+    issuer.claimed = "https://example.com"
+    assert await refusal(access(issuer), issuer.token()) == (503, "oidc_unavailable")
+
+
+async def test_over_the_admin_port_beside_keys(issuer: Issuer, tmp_path: Path) -> None:
+    settings = OidcSettings(issuer=issuer.url, audience=AUDIENCE, roles=("sre=operator",))
+    with running_gateway(tmp_path, oidc=settings) as gateway:
+        bearer = f"Authorization: Bearer {issuer.token().decode()}\r\n"
+        assert (await gateway.ask(get("/admin/weights", bearer), admin=True)).status == 200
+        refused = await gateway.ask(post("/admin/keys", {"name": "x"}, bearer), admin=True)
+        assert refused.refusal == (403, "insufficient_scope")
+        assert (await gateway.ask(post("/admin/keys", {"name": "x"}, ADMIN), admin=True)).status == 200
+        assert (await gateway.ask(post(headers=bearer))).status == 401  # inference takes keys alone
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"issuer": "http://example.com", "audience": "a", "roles": ("a=admin",)},
+        {"issuer": "https://example.com", "roles": ("a=admin",)},
+        {"issuer": "https://example.com", "audience": "a"},
+        {"issuer": "https://example.com", "audience": "a", "roles": ("a=root",)},
+        {"issuer": "https://example.com", "audience": "a", "roles": ("admin",)},
+        {"audience": "a"},
+        {"issuer": "https://example.com", "audience": "a", "roles": ("a=admin",), "leeway_s": 301.0},
+    ],
+)
+def test_settings_that_would_admit_too_many(given: Any) -> None:
+    with pytest.raises(ConfigError, match="--oidc-"):
+        OidcSettings(**given)
+
+
+async def test_without_an_issuer_a_token_is_an_unknown_key(issuer: Issuer) -> None:
+    with pytest.raises((Unauthorized, Unavailable)):
+        await AdminAccess(KeyRing({}, required=False), OidcSettings()).authorize(issuer.token(), "viewer")

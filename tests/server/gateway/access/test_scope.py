@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,12 +34,6 @@ def key_file(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def gateway(tmp_path: Path, key_file: Path) -> Iterator[RunningGateway]:
-    with running_gateway(tmp_path, upstream=SETTINGS, api_key_file=key_file) as g:
-        yield g
-
-
 async def scope_of(gateway: RunningGateway, headers: str) -> str:
     async with gateway.instance() as up:
         assert (await gateway.ask(post(headers=headers))).status == 200
@@ -50,14 +44,15 @@ def bearer(key: str) -> str:
     return f"Authorization: Bearer {key}\r\n"
 
 
-async def test_each_key_has_its_own(gateway: RunningGateway, tmp_path: Path, key_file: Path) -> None:
-    scopes = [await scope_of(gateway, bearer(key)) for key in (*KEYS, ADMIN_KEY)]
-    assert len(set(scopes)) == 3
-    assert all(re.fullmatch("[0-9a-f]{32}", scope) for scope in scopes)
-    assert await scope_of(gateway, f"X-Api-Key: {KEYS[0]}\r\n") == scopes[0]
-    for key, scope in zip(KEYS, scopes, strict=False):
-        assert scope not in hashlib.sha256(key.encode()).hexdigest()
-    with running_gateway(tmp_path, upstream=SETTINGS, api_key_file=key_file) as another:
+async def test_each_key_has_its_own(tmp_path: Path, key_file: Path) -> None:
+    settings: dict[str, Any] = {"upstream": SETTINGS, "api_key_file": key_file}
+    with running_gateway(tmp_path, **settings) as gateway, running_gateway(tmp_path, **settings) as another:
+        scopes = [await scope_of(gateway, bearer(key)) for key in (*KEYS, ADMIN_KEY)]
+        assert len(set(scopes)) == 3
+        assert all(re.fullmatch("[0-9a-f]{32}", scope) for scope in scopes)
+        assert await scope_of(gateway, f"X-Api-Key: {KEYS[0]}\r\n") == scopes[0]
+        for key, scope in zip(KEYS, scopes, strict=False):
+            assert scope not in hashlib.sha256(key.encode()).hexdigest()
         assert [await scope_of(another, bearer(key)) for key in KEYS] == scopes[:2]
 
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import subprocess
-import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,10 +22,7 @@ from server.gateway.access.sharing import TTL_S, Division, Other, Plan, Share, S
 from server.gateway.observe.stats import ProcessStats
 from server.key_limits import KeyLimits
 from tests.etcd import Etcd
-from tests.server.gateway.harness import ADMIN_KEY, KEYS
-from tests.server.gateway.upstream import Link, Received, Upstream, upstream
 from tests.waiting import eventually, stays
-from weightsync.control.records import InstanceRecord
 from weightsync.errors import Conflict
 from weightsync.store import Store, open_store
 
@@ -264,72 +258,3 @@ async def test_records_of_no_known_form_are_left_alone(clock: Clock, store: Mode
         async with gateways(lambda: Client(store), 1, 60) as (two,):
             await eventually(lambda: one.quota.allotted == two.quota.allotted == 30)
             assert store.get(USAGE_ROUND) is not None
-
-
-# two gateways as they are run
-
-
-@contextlib.contextmanager
-def processes(directory: Path, number: int) -> Iterator[list[tuple[str, str]]]:
-    """Gateway processes on one store: (public URL, admin URL) of each."""
-    command = [sys.executable, "-m", "tests.server.gateway.process", str(directory)]
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(number)]
-    try:
-        urls = []
-        for process in running:
-            assert process.stdout is not None
-            port, admin_port = process.stdout.readline().split()
-            urls.append((f"http://127.0.0.1:{port}", f"http://127.0.0.1:{admin_port}"))
-        yield urls
-    finally:
-        for process in running:
-            process.terminate()
-        for process in running:
-            process.communicate(timeout=60)
-
-
-async def register(store: Store, up: Upstream) -> None:
-    record = InstanceRecord(id="i0", address=up.address, state="SERVING", active_version=1, active_epoch=1)
-    await store.put(KEYS.instance("i0"), record.to_json())
-
-
-async def answer(link: Link, _: Received) -> None:
-    await link.json(b'{"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":4}}')
-
-
-async def test_two_processes_keep_one_limit(tmp_path: Path) -> None:
-    """Only processes show that a gateway takes part from its start to its end."""
-    store = open_store(f"sqlite://{tmp_path}/store.db")
-    passed: list[tuple[float, float]] = []  # asked and answered at
-    limit = 40
-
-    async def ask(url: str) -> None:
-        begun = time.monotonic()
-        reply = await client.post(f"{url}/v1/completions", json={}, headers=headers)
-        assert reply.status_code in (200, 401, 429, 503)  # 401, 503: key and instance are not known yet
-        if reply.status_code == 200:
-            passed.append((begun, time.monotonic()))
-        else:
-            await asyncio.sleep(0.02)
-
-    try:
-        with processes(tmp_path, 2) as urls:
-            async with upstream(answer) as up, httpx.AsyncClient(timeout=60) as client:
-                await register(store, up)
-                body = {"name": "shared", "limits": {"requests_per_min": limit}}
-                made = await client.post(f"{urls[0][1]}/admin/keys", json=body, headers=bearer(ADMIN_KEY))
-                headers = bearer(made.json()["key"])
-                turn = 0
-                while len(passed) < limit:  # three in four at the one
-                    turn += 1
-                    await ask(urls[0 if turn % 4 else 1][0])
-                for url, _ in urls * 10:
-                    await ask(url)
-    finally:
-        await store.close()
-    for _, end in passed:
-        assert sum(end - 60 < begun and answered <= end for begun, answered in passed) <= limit
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key}"}
