@@ -7,6 +7,7 @@ import contextlib
 import re
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,16 @@ from server.errors import HttpError
 from server.gateway import UpstreamSettings
 from server.gateway.admin.error_map import STATUS, from_fields, to_http
 from server.gateway.admin.publishing import Pusher
-from tests.server.gateway.harness import ADMIN, ADMIN_KEY, RunningGateway, code, get, post, request, running_gateway
-from tests.server.gateway.upstream import Handler, Link, Received, upstream
+from tests.server.gateway.harness import (
+    ADMIN,
+    RunningGateway,
+    ask,
+    code,
+    get,
+    post,
+    running_gateway,
+)
+from tests.server.gateway.upstream import Handler, Link, Received, answering, upstream
 from tests.waiting import eventually
 from tests.weightsync.fleet import Engine
 from weightsync import ensure_arena, open_store
@@ -30,16 +39,12 @@ from weightsync.control.agent import CommitResult, Participant, StageResult
 from weightsync.control.records import ActiveRecord, InstanceRecord, VersionRecord
 from weightsync.errors import ArenaFull, ShapeMismatch, StoreUnavailable, WeightSyncError
 
-API_KEY = "an-inference-key-of-the-tests"
 SETTINGS = UpstreamSettings(scrape_interval_s=3600.0)
 
 
 @pytest.fixture
 def gateway(tmp_path: Path, arena: Path) -> Iterator[RunningGateway]:
-    keys = tmp_path / "api.keys"
-    keys.write_text(f"# who\n{API_KEY} somebody\n")
-    keys.chmod(0o600)
-    with running_gateway(tmp_path, upstream=SETTINGS, api_key_file=keys, swap_deadline_s=20.0) as g:
+    with running_gateway(tmp_path, upstream=SETTINGS, swap_deadline_s=20.0) as g:
         g.store.run(ensure_arena(g.store.store, arena))
         yield g
 
@@ -77,10 +82,6 @@ def answering_as(toy: Toy) -> Handler:
     return answer
 
 
-async def answers_nothing(link: Link, _: Received) -> None:
-    await link.json(b"{}", status=b"500 Internal Server Error")
-
-
 @contextlib.asynccontextmanager
 async def participating(
     gateway: RunningGateway, toy: Toy | Engine, name: str = "i0", address: str = "http://127.0.0.1:1"
@@ -115,14 +116,6 @@ def checkpoint(directory: Path, **shapes: tuple[int, ...]) -> str:
     return str(directory)
 
 
-async def admin(
-    gateway: RunningGateway, method: str, path: str, body: Any = None, key: str = ADMIN_KEY
-) -> tuple[int, dict[str, Any]]:
-    raw = request(method, path, b"" if body is None else body, f"Authorization: Bearer {key}\r\n")
-    answer = await gateway.ask(raw, admin=True)
-    return answer.status, orjson.loads(answer.body)
-
-
 # the life of a version
 
 
@@ -130,30 +123,30 @@ async def test_push_activate_list_and_roll_back(gateway: RunningGateway, tmp_pat
     toy = Toy()
     path = checkpoint(tmp_path / "model")
     async with participating(gateway, toy):
-        status, first = await admin(gateway, "POST", "/admin/weights", {"path": path, "activate": True})
+        status, first = await ask(gateway, "POST", "/weights", path=path, activate=True)
         assert (status, first["version"], first["swap"]["ok"]) == (200, 1, True)
         assert first["swap"]["prepare_ms"] >= 0
         assert list(first["swap"]["instances"]) == ["i0"]
 
-        status, second = await admin(gateway, "POST", "/admin/weights", {"path": path, "activate": False})
+        status, second = await ask(gateway, "POST", "/weights", path=path, activate=False)
         assert (status, second) == (200, {"version": 2, "swap": None})
         assert toy.committed == [1]
 
-        status, swap = await admin(gateway, "POST", "/admin/weights/activate", {"version": 2})
+        status, swap = await ask(gateway, "POST", "/weights/activate", version=2)
         assert (status, swap.get("version"), swap.get("previous")) == (200, 2, 1), swap
 
-        status, listed = await admin(gateway, "GET", "/admin/weights")
+        status, listed = await ask(gateway, "GET", "/weights")
         assert [(v["version"], v["state"]) for v in listed["versions"]] == [(1, "ready"), (2, "ready")]
         assert listed["active"]["version"] == 2
 
-        status, back = await admin(gateway, "POST", "/admin/weights/rollback")
+        status, back = await ask(gateway, "POST", "/weights/rollback")
         assert (status, back["version"]) == (200, 1)
         assert toy.committed == [1, 2, 1]
 
-        status, active = await admin(gateway, "GET", "/admin/weights/active")
+        status, active = await ask(gateway, "GET", "/weights/active")
         assert (active["version"], active["epoch"], active["previous"]) == (1, 3, 2)
 
-        status, fleet = await admin(gateway, "GET", "/admin/instances")
+        status, fleet = await ask(gateway, "GET", "/instances")
         (row,) = fleet["instances"]
         assert (row["id"], row["state"], row["active_version"], row["in_flight"]) == ("i0", "SERVING", 1, 0)
         assert (row["expected_flip_ms"], row["device_copies"]) == (3.5, 2)
@@ -164,19 +157,19 @@ async def test_push_activate_list_and_roll_back(gateway: RunningGateway, tmp_pat
 
 async def test_a_rolling_swap_and_a_rollback_to_a_named_version(gateway: RunningGateway, tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "model")
-    assert (await admin(gateway, "GET", "/admin/swap"))[1] == {"model": "toy", "swap": None}
+    assert (await ask(gateway, "GET", "/swap"))[1] == {"model": "toy", "swap": None}
     toy = Toy()
     async with upstream(answering_as(toy)) as instance, participating(gateway, toy, address=instance.address):
         for version in (1, 2, 3):
             body = {"path": path, "mode": "rolling", "drain_s": 0, "deadline_s": 10}
-            status, pushed = await admin(gateway, "POST", "/admin/weights", body)
+            status, pushed = await ask(gateway, "POST", "/weights", **body)
             assert (status, pushed["swap"]["version"]) == (200, version), pushed
         swap = pushed["swap"]
         assert (swap["mode"], swap["canary"], swap["probe"]) == ("rolling", "i0", "passed")
-        status, found = await admin(gateway, "GET", "/admin/swap")
+        status, found = await ask(gateway, "GET", "/swap")
         last = found["swap"]
         assert (last["id"], last["phase"], last["in_flight"]) == (swap["id"], "done", False)
-        status, back = await admin(gateway, "POST", "/admin/weights/rollback", {"version": 2, "mode": "together"})
+        status, back = await ask(gateway, "POST", "/weights/rollback", version=2, mode="together")
         assert (status, back["version"], back["mode"], back["probe"]) == (200, 2, "together", None)
 
 
@@ -184,50 +177,50 @@ async def test_versions_share_the_traffic_by_the_admin_port(gateway: RunningGate
     path = checkpoint(tmp_path / "model")
     async with participating(gateway, one := Toy()):
         for activate in (True, False):
-            assert (await admin(gateway, "POST", "/admin/weights", {"path": path, "activate": activate}))[0] == 200
-        status, alone = await admin(gateway, "POST", "/admin/weights/split", halves(1, 2))
-        assert (status, alone["error"]["code"]) == (409, "not_enough_instances")
-        assert (alone["error"]["needed"], alone["error"]["have"]) == (2, 1)
+            assert (await ask(gateway, "POST", "/weights", path=path, activate=activate))[0] == 200
+        status, alone = await ask(gateway, "POST", "/weights/split", **halves(1, 2))
+        assert (status, alone["code"]) == (409, "not_enough_instances")
+        assert (alone["needed"], alone["have"]) == (2, 1)
         async with participating(gateway, two := Toy(), "i1"):
-            status, done = await admin(gateway, "POST", "/admin/weights/split", halves(1, 2, sticky="header:X-User"))
+            status, done = await ask(gateway, "POST", "/weights/split", **halves(1, 2, sticky="header:X-User"))
             assert (status, done["version"], done["split"]["sticky"]) == (200, 1, "header:x-user"), done
             assert (one.committed[-1], two.committed[-1]) == (2, 1)
             await eventually(lambda: gateway.gateway.default.fleet.splits.percents == {1: 50.0, 2: 50.0})
-            active = (await admin(gateway, "GET", "/admin/weights/active"))[1]
+            active = (await ask(gateway, "GET", "/weights/active"))[1]
             assert active["split"]["shares"] == done["split"]["shares"]
             assert [(s["version"], s["instances"]) for s in active["split"]["shares"]] == [(2, ["i0"])]
-            status, ended = await admin(gateway, "DELETE", "/admin/weights/split")
+            status, ended = await ask(gateway, "DELETE", "/weights/split")
             assert (status, ended["version"], ended["split"]) == (200, 1, None)
             assert (one.committed[-1], two.committed[-1]) == (1, 1)
-            status, nothing = await admin(gateway, "DELETE", "/admin/weights/split")
-            assert (status, nothing["error"]["code"]) == (409, "no_split")
-            swaps = (await admin(gateway, "GET", "/admin/swaps"))[1]["swaps"]
+            status, nothing = await ask(gateway, "DELETE", "/weights/split")
+            assert (status, nothing["code"]) == (409, "no_split")
+            swaps = (await ask(gateway, "GET", "/swaps"))[1]["swaps"]
             assert [swap["split"] is not None for swap in swaps] == [False, True, False]
 
 
 async def test_a_failed_probe_is_in_the_answer_and_in_the_swap(gateway: RunningGateway, tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "model")
-    async with upstream(answers_nothing) as instance, participating(gateway, Toy(), address=instance.address):
-        assert (await admin(gateway, "POST", "/admin/weights", {"path": path}))[0] == 200
-        status, answer = await admin(gateway, "POST", "/admin/weights", {"path": path, "mode": "rolling"})
-        assert (status, answer["error"]["code"]) == (409, "swap_aborted")
-        reason = answer["error"]["reason"]
+    fails = answering(b"{}", b"500 Internal Server Error")
+    async with upstream(fails) as instance, participating(gateway, Toy(), address=instance.address):
+        assert (await ask(gateway, "POST", "/weights", path=path))[0] == 200
+        status, answer = await ask(gateway, "POST", "/weights", path=path, mode="rolling")
+        assert (status, answer["code"]) == (409, "swap_aborted")
+        reason = answer["reason"]
         assert reason.startswith("the probe of canary i0 failed: prompt default 1 was answered with status 500")
-        status, found = await admin(gateway, "GET", "/admin/swap")
+        status, found = await ask(gateway, "GET", "/swap")
         assert (found["swap"]["phase"], found["swap"]["probe"]) == ("aborted", "failed")
         assert found["swap"]["drain_s"] == 30, "unless told otherwise, streams may end before a canary tries anything"
         assert found["swap"]["reason"] == reason
-        assert (await admin(gateway, "GET", "/admin/weights/active"))[1]["version"] == 1
+        assert (await ask(gateway, "GET", "/weights/active"))[1]["version"] == 1
 
 
 async def test_a_push_outlives_the_client_that_asked(gateway: RunningGateway, tmp_path: Path) -> None:
     toy = Toy(hold=asyncio.Event())
     async with participating(gateway, toy):
-        _, writer = await gateway.connect(admin=True)
-        body = orjson.dumps({"path": checkpoint(tmp_path / "model")})
-        writer.write(post("/admin/weights", body, ADMIN))
-        await eventually(lambda: toy.staged == [1], 30)
-        writer.transport.abort()
+        raw = post("/admin/weights", {"path": checkpoint(tmp_path / "model")}, ADMIN)
+        async with gateway.client(raw, admin=True) as client:
+            await eventually(lambda: toy.staged == [1], 30)
+            client.writer.transport.abort()
         assert toy.hold is not None
         toy.hold.set()
         await eventually(lambda: toy.committed == [1])
@@ -240,46 +233,43 @@ async def test_a_refused_version_is_409_and_changes_nothing(gateway: RunningGate
     toy = Toy()
     path = checkpoint(tmp_path / "model")
     async with participating(gateway, toy):
-        assert (await admin(gateway, "POST", "/admin/weights", {"path": path}))[0] == 200
+        assert (await ask(gateway, "POST", "/weights", path=path))[0] == 200
         toy.refuse = ShapeMismatch("a", [4, 4], [2, 2])
-        status, answer = await admin(gateway, "POST", "/admin/weights", {"path": path})
+        status, answer = await ask(gateway, "POST", "/weights", path=path)
         assert status == 409
-        assert (answer["error"]["code"], answer["error"]["tensor"]) == ("swap_aborted", "a")
-        assert "[2, 2]" in answer["error"]["message"]
-        assert (await admin(gateway, "GET", "/admin/weights/active"))[1]["version"] == 1
+        assert (answer["code"], answer["tensor"]) == ("swap_aborted", "a")
+        assert "[2, 2]" in answer["message"]
+        assert (await ask(gateway, "GET", "/weights/active"))[1]["version"] == 1
         await eventually(lambda: gateway.gateway.default.stats.swaps.ended["aborted"] == 1)
 
 
 async def test_wrong_checkpoints_are_named(gateway: RunningGateway, tmp_path: Path) -> None:
-    async def push(path: Path | str) -> tuple[int, dict[str, Any]]:
-        status, answer = await admin(gateway, "POST", "/admin/weights", {"path": str(path), "activate": False})
-        return status, answer.get("error", answer)
-
-    assert (await push(checkpoint(tmp_path / "good")))[0] == 200
-    status, error = await push(checkpoint(tmp_path / "other", a=(4, 5), b=(8,)))
+    push = partial(ask, gateway, "POST", "/weights", activate=False)
+    assert (await push(path=checkpoint(tmp_path / "good")))[0] == 200
+    status, error = await push(path=checkpoint(tmp_path / "other", a=(4, 5), b=(8,)))
     assert (status, error["code"], error["tensor"]) == (422, "shape_mismatch", "a")
     assert (error["expected"], error["got"]) == ([4, 4], [4, 5])
     assert "[4, 5]" in error["message"]
     assert "[4, 4]" in error["message"]
     truncated = Path(checkpoint(tmp_path / "cut")) / "model.safetensors"
     truncated.write_bytes(truncated.read_bytes()[:-7])
-    status, error = await push(tmp_path / "cut")
+    status, error = await push(path=str(tmp_path / "cut"))
     assert (status, error["code"]) == (400, "checkpoint_error")
     assert "model.safetensors" in error["message"]
-    status, error = await push(tmp_path / "nowhere")
+    status, error = await push(path=str(tmp_path / "nowhere"))
     assert (status, error["code"]) == (400, "checkpoint_error")
-    status, error = await push("relative/path")
+    status, error = await push(path="relative/path")
     assert (status, error["code"]) == (400, "bad_path")
-    assert len((await admin(gateway, "GET", "/admin/weights"))[1]["versions"]) == 1
+    assert len((await ask(gateway, "GET", "/weights"))[1]["versions"]) == 1
 
 
 async def test_unknown_versions_and_no_way_back(gateway: RunningGateway) -> None:
-    _, nothing = await admin(gateway, "GET", "/admin/weights/active")
+    _, nothing = await ask(gateway, "GET", "/weights/active")
     assert nothing == {"model": "toy", "version": None, "epoch": 0, "previous": None}
-    status, answer = await admin(gateway, "POST", "/admin/weights/activate", {"version": 7})
-    assert (status, answer["error"]["code"], answer["error"]["version"]) == (404, "unknown_version", 7)
-    status, answer = await admin(gateway, "POST", "/admin/weights/rollback")
-    assert (status, answer["error"]["code"]) == (409, "swap_aborted")
+    status, answer = await ask(gateway, "POST", "/weights/activate", version=7)
+    assert (status, answer["code"], answer["version"]) == (404, "unknown_version", 7)
+    status, answer = await ask(gateway, "POST", "/weights/rollback")
+    assert (status, answer["code"]) == (409, "swap_aborted")
 
 
 def halves(first: int, second: int, percent: float = 50, **more: Any) -> dict[str, Any]:
@@ -316,97 +306,19 @@ def real_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("real_processes")
 async def test_a_push_that_takes_too_long_is_ended(tmp_path: Path, arena: Path) -> None:
     with running_gateway(tmp_path, upstream=SETTINGS, push_timeout_s=0.01) as gateway:
-        status, answer = await admin(gateway, "POST", "/admin/weights", {"path": checkpoint(tmp_path / "model")})
-        assert (status, answer["error"]["code"]) == (504, "push_timeout")
-        assert (await admin(gateway, "GET", "/admin/weights"))[1]["versions"] == []
+        status, answer = await ask(gateway, "POST", "/weights", path=checkpoint(tmp_path / "model"))
+        assert (status, answer["code"]) == (504, "push_timeout")
+        assert (await ask(gateway, "GET", "/weights"))[1]["versions"] == []
         assert not [p for p in psutil.Process().children() if "weightsync.push" in p.cmdline()]
 
 
 @pytest.mark.usefixtures("real_processes")
 async def test_stopping_the_gateway_ends_its_push(tmp_path: Path, arena: Path) -> None:
     with running_gateway(tmp_path, upstream=SETTINGS) as gateway:
-        _, writer = await gateway.connect(admin=True)
-        body = orjson.dumps({"path": checkpoint(tmp_path / "model")})
-        writer.write(post("/admin/weights", body, ADMIN))
-        await eventually(lambda: any("weightsync.push" in p.cmdline() for p in psutil.Process().children()))
-        writer.close()
+        raw = post("/admin/weights", {"path": checkpoint(tmp_path / "model")}, ADMIN)
+        async with gateway.client(raw, admin=True):
+            await eventually(lambda: any("weightsync.push" in p.cmdline() for p in psutil.Process().children()))
     assert not [p for p in psutil.Process().children() if "weightsync.push" in p.cmdline()]
-
-
-async def test_a_lost_store_is_503(gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def lost(*_: object) -> None:
-        raise StoreUnavailable("/x/store.db", "disk I/O error", "Check the disk")
-
-    for name in ("get", "list"):
-        monkeypatch.setattr(gateway.gateway.default.store, name, lost)
-    for path in ("/admin/weights", "/admin/weights/active"):
-        status, answer = await admin(gateway, "GET", path)
-        assert (status, answer["error"]["code"]) == (503, "store_unavailable")
-        assert "Check the disk" in answer["error"]["message"]
-
-
-# keys
-
-ADMIN_ROUTES = [
-    ("GET", "/admin/weights"),
-    ("POST", "/admin/weights"),
-    ("POST", "/admin/weights/activate"),
-    ("POST", "/admin/weights/rollback"),
-    ("POST", "/admin/weights/split"),
-    ("GET", "/admin/weights/active"),
-    ("GET", "/admin/instances"),
-    ("POST", "/pause"),
-    ("GET", "/admin"),
-    ("GET", "/admin/nothing"),
-    ("GET", "/%61dmin/weights"),
-    ("GET", "/admin%2fweights"),
-]
-
-
-@pytest.mark.parametrize(("method", "path"), ADMIN_ROUTES)
-async def test_nothing_under_admin_without_an_admin_key(gateway: RunningGateway, method: str, path: str) -> None:
-    for headers, status, expected in (
-        ("", 401, "missing_api_key"),
-        ("Authorization: Basic eDp5\r\n", 401, "invalid_api_key"),  # the password is the key
-        ("Authorization: Basic e\r\n", 401, "missing_api_key"),
-        ("Authorization: Bearer wrong-wrong-wrong-wrong\r\n", 401, "invalid_api_key"),
-        (f"Authorization: Bearer {ADMIN_KEY}x\r\n", 401, "invalid_api_key"),
-        (f"Authorization: Bearer {API_KEY}\r\n", 403, "insufficient_scope"),
-    ):
-        answer = await gateway.ask(request(method, path, b"{", headers), admin=True)
-        assert code(answer) == (status, expected), headers
-        assert ("www-authenticate" in answer.headers) == (status == 401)
-
-
-@pytest.mark.parametrize(("method", "path"), ADMIN_ROUTES)
-async def test_the_public_port_has_none_of_it(gateway: RunningGateway, method: str, path: str) -> None:
-    for key in ("", ADMIN):
-        assert code(await gateway.ask(request(method, path, b"{}", key))) == (404, "not_found")
-
-
-async def test_the_admin_port_has_health_and_metrics_and_inference_behind_its_key(gateway: RunningGateway) -> None:
-    for path in ("/healthz", "/metrics"):
-        assert (await gateway.ask(get(path), admin=True)).status == 200
-    for path in ("/v1/chat/completions", "/v1/completions", "/generate"):
-        assert (await gateway.ask(post(path, headers=ADMIN), admin=True)).status == 503  # past the key: no instance
-    assert (await gateway.ask(get("/v1/models", ADMIN), admin=True)).status == 503
-    for raw in (get("/v1/models"), post("/v1/chat/completions"), post("/generate")):
-        assert (await gateway.ask(raw, admin=True)).status == 401
-    assert (await gateway.ask(post("/v1/nowhere", headers=ADMIN), admin=True)).status == 404
-    assert (await gateway.ask(post("/v1/nowhere"), admin=True)).status == 401
-
-
-async def test_inference_asks_for_a_key_where_there_are_some(gateway: RunningGateway) -> None:
-    for headers, status in (
-        ("", 401),
-        ("Authorization: Bearer nobody-has-this-key\r\n", 401),
-        (f"Authorization: Bearer {API_KEY}\r\n", 503),  # past the key: there is no instance
-        (f"authorization: bearer  {API_KEY}\r\n", 503),
-        (f"X-Api-Key: {API_KEY}\r\n", 503),
-        (ADMIN, 503),
-    ):
-        assert (await gateway.ask(post(headers=headers))).status == status, headers
-    assert (await gateway.ask(get("/healthz"))).status == 200
 
 
 # the table
@@ -431,7 +343,8 @@ def test_what_an_error_knows_is_in_the_body() -> None:
     full = to_http(ArenaFull("/dev/shm/x", 10, 3))
     assert (full.status, full.details["needed"], full.details["free"]) == (507, 10, 3)
     lost = to_http(StoreUnavailable("/x", "gone", "look"))
-    assert (lost.status, lost.headers()["retry-after"]) == (503, "1")
+    assert (lost.status, lost.headers()["retry-after"], lost.code) == (503, "1", "store_unavailable")
+    assert "look" in lost.message
 
 
 def test_a_code_from_a_newer_release_is_500() -> None:

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
-import orjson
 import pytest
-from typer.testing import CliRunner
 
-from server.cli.app import app
 from server.errors import CliError
 from server.gateway.access.approvals import PENDING, POLICY, Approvals, PendingRecord, PolicyRecord
 from server.gateway.access.records import By
-from tests.server.gateway.harness import ADMIN, ADMIN_KEY, KEYS, MODEL, RunningGateway, new_key, request
+from tests.server.gateway.commands import command
+from tests.server.gateway.harness import KEYS, MODEL, RunningGateway, ask, new_key
 from weightsync.control import chain
 from weightsync.control.activation import Approval
 from weightsync.control.records import ActiveRecord
 from weightsync.errors import Conflict
-
-
-async def ask(
-    gateway: RunningGateway, method: str, path: str, key: str = ADMIN, **body: Any
-) -> tuple[int, dict[str, Any]]:
-    """Status, and the answer or the error. `key`: a header line."""
-    answer = await gateway.ask(request(method, f"/admin{path}", body or b"", key), admin=True)
-    found = orjson.loads(answer.body)
-    return answer.status, found.get("error", found)
 
 
 async def policy(gateway: RunningGateway, *approvals: str) -> None:
@@ -169,8 +159,6 @@ async def test_a_policy_that_cannot_be_read_lets_nothing_pass(gateway: RunningGa
 
 
 async def test_of_two_who_approve_at_once_one_does(gateway: RunningGateway) -> None:
-    import asyncio
-
     await policy(gateway, "activate")
     _, one = await new_key(gateway, scopes=["operator"])
     waiting = (await ask(gateway, "POST", "/weights/activate", one, version=1))[1]["pending"]["id"]
@@ -180,17 +168,8 @@ async def test_of_two_who_approve_at_once_one_does(gateway: RunningGateway) -> N
     assert [e.action for e in ledger(gateway)].count("activate") == 1
 
 
-def test_the_commands(gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOTSWAP_ADMIN_KEY", ADMIN_KEY)
-    monkeypatch.setenv("HOTSWAP_ADMIN_URL", f"http://{gateway.host}:{gateway.admin_port}")
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*words: str) -> str:
-        done = CliRunner().invoke(app, list(words))
-        if done.exception is not None:
-            raise done.exception
-        return done.output
-
+def test_the_commands(gateway: RunningGateway) -> None:
+    run = partial(command, gateway)
     assert "for: nothing" in run("policy")
     assert "for: release, within 3600 s" in run("policy", "--approve", "release")
     assert "for: nothing" in run("policy", "--nothing")
@@ -206,8 +185,7 @@ def test_the_commands(gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch) 
         run("approve", pending)
     with pytest.raises(CliError, match="is not the id"):
         run("approve", "../keys")
-    monkeypatch.setenv("HOTSWAP_ADMIN_KEY", key)
-    assert "version 1 is active" in run("approve", pending)
-    run("weights", "activate", "2")
+    assert "version 1 is active" in run("approve", pending, key=key)
+    run("weights", "activate", "2", key=key)
     pending = json.loads(run("approve", "--json"))["pending"][0]["id"]
     assert "is refused" in run("approve", pending, "--refuse")

@@ -16,7 +16,8 @@ from server.cli.app import app
 from server.errors import CliError
 from server.gateway import GatewayConfig
 from server.gateway.observe.tracing import _event
-from tests.server.gateway.harness import ADMIN, ADMIN_KEY, RunningGateway, admin, get, new_key, post
+from tests.server.gateway.commands import command
+from tests.server.gateway.harness import ADMIN, RunningGateway, admin, get, new_key, post
 from tests.waiting import eventually
 from weightsync.control import chain
 from weightsync.control.chain import LedgerEntry, entry_key
@@ -154,13 +155,8 @@ def test_export_and_verify(tmp_path: Path) -> None:
     assert (code, json.loads(told)["number"]) == (1, 2)
 
 
-def test_the_command_lists_what_a_gateway_has(gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOTSWAP_ADMIN_KEY", ADMIN_KEY)
-    monkeypatch.setenv("HOTSWAP_ADMIN_URL", f"http://{gateway.host}:{gateway.admin_port}")
-    made = CliRunner().invoke(app, ["keys", "create", "x", "--scope", "viewer", "--reason", "a & b"])
-    assert made.exit_code == 0, made.output
-    listed = CliRunner().invoke(app, ["ledger", "list", "--json"])
-    (entry,) = json.loads(listed.output)["entries"]
+def test_the_command_lists_what_a_gateway_has(gateway: RunningGateway) -> None:
+    command(gateway, "keys", "create", "x", "--scope", "viewer", "--reason", "a & b")
+    (entry,) = json.loads(command(gateway, "ledger", "list", "--json"))["entries"]
     assert (entry["action"], entry["reason"]) == ("key_create", "a & b")
-    shown = CliRunner().invoke(app, ["ledger", "list"]).output
-    assert "key_create" in shown.replace("\n", "")
+    assert "key_create" in command(gateway, "ledger", "list")

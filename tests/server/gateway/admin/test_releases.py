@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from server.cli.app import app
 from server.errors import CliError
 from server.gateway.release.records import ReleaseKeys, ReleaseRecord
 from tests.server.gateway.admin.test_admin import two_participants
-from tests.server.gateway.admin.test_approvals import ask
-from tests.server.gateway.harness import ADMIN_KEY, KEYS, RunningGateway, new_key, post
+from tests.server.gateway.commands import command
+from tests.server.gateway.harness import KEYS, RunningGateway, ask, new_key
 from tests.server.gateway.upstream import upstream
 from tests.waiting import wait_until
 from weightsync.control import chain
@@ -131,10 +130,8 @@ async def test_no_role_chooses_what_the_gateway_opens(gateway: RunningGateway, t
                 refused = (403, "insufficient_scope") if role == "viewer" else (400, "bad_policy")
                 assert (status, said["code"]) == refused
                 assert role == "viewer" or "--reward" in said["message"]
-        body = {"path": str(tmp_path), "sign_key": str(secret)}
-        answer = await gateway.ask(post("/admin/weights", body, key), admin=True)
-        code = "insufficient_scope" if role in ("viewer", "operator") else "unknown_sign_key"
-        assert json.loads(answer.body)["error"]["code"] == code
+        _, said = await ask(gateway, "POST", "/weights", key, path=str(tmp_path), sign_key=str(secret))
+        assert said["code"] == ("insufficient_scope" if role in ("viewer", "operator") else "unknown_sign_key")
         assert (await state(gateway))["release"] is None
         assert trap.connections == 0
 
@@ -163,16 +160,8 @@ async def test_policies_are_stored_by_name(gateway: RunningGateway) -> None:
 
 
 def test_the_command(gateway: RunningGateway, tmp_path: Path) -> None:
-    (key := tmp_path / "admin.key").write_text(ADMIN_KEY)
-    place = ["--url", f"http://127.0.0.1:{gateway.admin_port}", "--admin-key-file", str(key)]
-    file = tmp_path / "policy.yaml"
-    file.write_text(POLICY)
-
-    def run(*words: str) -> str:
-        done = CliRunner().invoke(app, ["release", *words, *place], env={"COLUMNS": "200"})
-        assert done.exit_code == 0, done.output
-        return done.output
-
+    run = partial(command, gateway, "release")
+    (file := tmp_path / "policy.yaml").write_text(POLICY)
     assert "no version was released yet" in run("status")
     assert "no policy is stored" in run("policies")
     assert "has 1 step(s)" in run("policies", "careful", "--put", str(file))
@@ -189,5 +178,5 @@ def test_the_command(gateway: RunningGateway, tmp_path: Path) -> None:
     assert "rolled back: cancelled by admin key: late" in run("status")
     assert "is deleted" in run("policies", "careful", "--delete")
     for words in (["policies", "--put", str(file)], ["policies", "other"], ["start", "2", "--file", "/nowhere"]):
-        failed = CliRunner().invoke(app, ["release", *words, *place])
-        assert isinstance(failed.exception, CliError)
+        with pytest.raises(CliError):
+            run(*words)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import orjson
 import pytest
 
 from server.gateway import UpstreamSettings
-from tests.server.gateway.harness import ADMIN, RunningGateway, get, post, running_gateway
+from server.gateway.access import roles
+from tests.server.gateway.harness import ADMIN, ADMIN_KEY, RunningGateway, get, post, request, running_gateway
 from tests.server.gateway.upstream import Link, Received
 
 API_KEY = "a-key-for-inference-only"
@@ -20,6 +22,8 @@ FORWARDED = [
     post("/v1/chat/completions/batch", headers=INFER),
     post("/generative_scoring", headers=INFER),
     post("/v1/completions", headers=INFER),
+    post("/v1/chat/completions", headers=INFER),
+    post("/generate", headers=INFER),
     get("/v1/models", INFER),
 ]
 # What TRL's VLLMClient asks besides, on the same base URL.
@@ -43,6 +47,8 @@ async def echo(link: Link, received: Received) -> None:
 
 @pytest.mark.parametrize("admin", [False, True])
 async def test_health_and_load_are_asked_for_without_a_key(gateway: RunningGateway, admin: bool) -> None:
+    for path in ("/healthz", "/metrics"):
+        assert (await gateway.ask(get(path), admin=admin)).status == 200
     for raw in (get("/health"), get("/ping"), post("/ping")):
         assert (await gateway.ask(raw, admin=admin)).status == 503  # no instance
     async with gateway.instance(echo):
@@ -83,12 +89,32 @@ async def test_routes_between_machines_need_the_admin_port_and_its_key(gateway: 
 )
 async def test_what_is_not_served_says_where_to_ask(gateway: RunningGateway, path: str, where: str) -> None:
     answer = await gateway.ask(post(path))
-    error = orjson.loads(answer.body)["error"]
-    assert (answer.status, error["code"]) == (404, "not_found")
-    assert where in error["message"]
+    assert answer.refusal == (404, "not_found")
+    assert where in answer.error["message"]
+    assert (await gateway.ask(post("/v1/nowhere", headers=ADMIN), admin=True)).status == 404
+    assert (await gateway.ask(post("/v1/nowhere"), admin=True)).status == 401
 
 
 async def test_the_group_that_trainers_look_for_is_refused_before_they_join_it(gateway: RunningGateway) -> None:
     answer = await gateway.ask(get("/server_info", ADMIN), admin=True)
     assert answer.status == 501
     assert b"weightsync.Publisher" in answer.body
+
+
+NOWHERE = ("GET /admin", "GET /admin/nothing", "GET /%61dmin/weights", "GET /admin%2fweights")
+
+
+@pytest.mark.parametrize("route", [*roles.NEEDED, *NOWHERE])
+async def test_nothing_under_admin_without_an_admin_key(gateway: RunningGateway, route: str) -> None:
+    method, path = re.sub(r"\{\w+\}", "x", route).split()
+    for headers, status, expected in (
+        ("", 401, "missing_api_key"),
+        ("Authorization: Basic eDp5\r\n", 401, "invalid_api_key"),  # the password is the key
+        ("Authorization: Basic e\r\n", 401, "missing_api_key"),
+        ("Authorization: Bearer wrong-wrong-wrong-wrong\r\n", 401, "invalid_api_key"),
+        (f"Authorization: Bearer {ADMIN_KEY}x\r\n", 401, "invalid_api_key"),
+        (INFER, 403, "insufficient_scope"),
+    ):
+        answer = await gateway.ask(request(method, path, b"{", headers), admin=True)
+        assert answer.refusal == (status, expected), headers
+        assert ("www-authenticate" in answer.headers) == (status == 401)

@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
-from typer.testing import CliRunner
 
-from server.cli.app import app
+from server.errors import CliError
 from server.gateway.config import QueueSettings, UpstreamSettings
-from tests.server.gateway.harness import ADMIN_KEY, RunningGateway, get, new_key, post, running_gateway
-from tests.server.gateway.upstream import Answer, Link, Received, upstream
+from tests.server.gateway.commands import command
+from tests.server.gateway.harness import ADMIN, RunningGateway, get, new_key, post, running_gateway
+from tests.server.gateway.harness import ask as control
+from tests.server.gateway.upstream import Answer, Handler, Link, Received, upstream
 from tests.waiting import eventually
 from weightsync import Adapter, Publisher
 from weightsync.control.records import Keys, PartRecord, VersionRecord
 from weightsync.errors import BadPart, SwapAborted
 
-ADMIN = f"Authorization: Bearer {ADMIN_KEY}\r\n"
 TWO = """\
 models:
   - name: small
@@ -32,10 +32,12 @@ aliases:
 """
 
 
-def answers(name: str, *, models: tuple[str, ...] = ()) -> Any:
-    """An instance that says which model it was asked for."""
+def answers(name: str, *, models: tuple[str, ...] = (), after: asyncio.Event | None = None) -> Handler:
+    """An instance that says which model it was asked for, once `after` is set."""
 
     async def handle(link: Link, asked: Received) -> None:
+        if after is not None:
+            await after.wait()
         if asked.target == "/v1/models":
             data = [{"id": each, "object": "model", "owned_by": "vllm"} for each in (name, *models)]
             await link.json(orjson.dumps({"object": "list", "data": data}))
@@ -158,9 +160,8 @@ async def test_a_full_queue_falls_back_and_a_lost_answer_does_not(file: Path) ->
     async def slow(link: Link, asked: Received) -> None:
         if b"die" in asked.body:
             link.cut()
-            return
-        await release.wait()
-        await answers("small")(link, asked)
+        else:
+            await answers("small", after=release)(link, asked)
 
     settings = {"model": "", "models": file, "run_coordinator": False, "queue": QueueSettings(max_entries=0)}
     with running_gateway(file.parent, **settings, upstream=UpstreamSettings(max_in_flight=1)) as gateway:
@@ -199,13 +200,8 @@ async def test_a_key_of_certain_models_sees_no_other(gateway: RunningGateway) ->
         assert (await ask(gateway, key))[0].status == 404, "the default model is not the key's"
 
 
-async def admin(gateway: RunningGateway, path: str) -> tuple[int, dict[str, Any]]:
-    answer = await gateway.ask(get(path, ADMIN), admin=True)
-    return answer.status, orjson.loads(answer.body)
-
-
 async def reload(gateway: RunningGateway, text: str) -> Answer:
-    """The error message for a file of models with this text."""
+    """The answer to a file of models with this text."""
     file = gateway.gateway.config.models
     assert file is not None
     file.write_text(text)
@@ -213,12 +209,12 @@ async def reload(gateway: RunningGateway, text: str) -> Answer:
 
 
 async def test_control_routes_say_which_model(gateway: RunningGateway) -> None:
-    status, body = await admin(gateway, "/admin/weights")
-    assert (status, body["error"]["code"]) == (400, "model_needed")
-    status, body = await admin(gateway, "/admin/weights?model=big")
+    status, body = await control(gateway, "GET", "/weights")
+    assert (status, body["code"]) == (400, "model_needed")
+    status, body = await control(gateway, "GET", "/weights?model=big")
     assert (status, body["model"]) == (200, "big")
-    assert (await admin(gateway, "/admin/instances?model=fast"))[0] == 404
-    status, body = await admin(gateway, "/admin/models")
+    assert (await control(gateway, "GET", "/instances?model=fast"))[0] == 404
+    _, body = await control(gateway, "GET", "/models")
     assert [(row["name"], row["default"]) for row in body["models"]] == [("small", True), ("big", False)]
     assert body["aliases"] == {"fast": ["small", "big"]}
 
@@ -233,13 +229,8 @@ async def test_the_file_is_read_anew_without_losing_a_request(gateway: RunningGa
             statuses.append(answer.status)
 
     finish = asyncio.Event()
-
-    async def slow(link: Link, asked: Received) -> None:
-        await finish.wait()
-        await answers("small")(link, asked)
-
     async with (
-        gateway.instance(slow, "s", model="small") as small,
+        gateway.instance(answers("small", after=finish), "s", model="small") as small,
         gateway.instance(answers("big"), "b", model="big") as big,
         upstream(answers("third")) as third,
     ):
@@ -271,12 +262,7 @@ async def test_the_file_is_read_anew_without_losing_a_request(gateway: RunningGa
 
 async def test_a_model_that_goes_answers_what_it_has(gateway: RunningGateway) -> None:
     finish = asyncio.Event()
-
-    async def slow(link: Link, asked: Received) -> None:
-        await finish.wait()
-        await answers("big")(link, asked)
-
-    async with gateway.instance(slow, "b", model="big") as big:
+    async with gateway.instance(answers("big", after=finish), "b", model="big") as big:
         going = asyncio.create_task(ask(gateway, model="big"))
         await eventually(lambda: len(big.requests) == 1)
         assert (await reload(gateway, "models: [{name: small}]\n")).status == 200
@@ -286,16 +272,16 @@ async def test_a_model_that_goes_answers_what_it_has(gateway: RunningGateway) ->
         await eventually(lambda: not gateway.gateway._retiring)
 
 
-def test_commands_say_which_model(gateway: RunningGateway) -> None:
-    url = f"http://127.0.0.1:{gateway.admin_port}"
-    env = {"HOTSWAP_ADMIN_URL": url, "HOTSWAP_ADMIN_KEY": ADMIN_KEY}
-    for command in (["weights", "list"], ["instances", "list"], ["release", "status"]):
-        assert "Say which model" in str(CliRunner().invoke(app, command, env=env).exception)
-        assert CliRunner().invoke(app, [*command, "--model", "big"], env=env).exit_code == 0
-        assert CliRunner().invoke(app, command, env=env | {"HOTSWAP_MODEL": "small"}).exit_code == 0
-    made = CliRunner().invoke(app, ["keys", "create", "me", "--model", "big", "--tokens-per-month", "9"], env=env)
-    assert made.exit_code == 0, made.exception
-    (key,) = orjson.loads(CliRunner().invoke(app, ["keys", "list", "--json"], env=env).output)["keys"]
+def test_commands_say_which_model(gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    for words in (["weights", "list"], ["instances", "list"], ["release", "status"]):
+        with pytest.raises(CliError, match="Say which model"):
+            command(gateway, *words)
+        command(gateway, *words, "--model", "big")
+        with monkeypatch.context() as patch:
+            patch.setenv("HOTSWAP_MODEL", "small")
+            command(gateway, *words)
+    command(gateway, "keys", "create", "me", "--model", "big", "--tokens-per-month", "9")
+    (key,) = orjson.loads(command(gateway, "keys", "list", "--json"))["keys"]
     assert (key["models"], key["spent"]["tokens"], key["spent"]["left"]) == (["big"], 0, 9)
-    shown = " ".join(CliRunner().invoke(app, ["keys", "list"], env=env).output.split())
+    shown = " ".join(command(gateway, "keys", "list").split())
     assert all(word in shown for word in ("big", "tokens/month", "used;", "resets"))
