@@ -5,21 +5,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gzip
 import re
 from collections.abc import AsyncIterator, Iterator
 
-import orjson
 import psutil
 import pytest
 
 from server.gateway import GatewayConfig
 from server.gateway.app import build_app
 from server.gateway.middleware import is_public
-from server.gateway.routes import public_names
+from server.gateway.routes import admin_names, public_names
 from tests.server.gateway.harness import KEYS, MODEL, GatewayProcess, gateway_process, get, post
 from tests.server.gateway.hostile.test_hostile import FRAMINGS, NOT_HTTP, framed
-from tests.server.gateway.upstream import Answer, Link, Received, Upstream, read_answer, upstream
+from tests.server.gateway.upstream import Answer, Received, Upstream, cut, read_answer, upstream
 from tests.waiting import eventually
 from weightsync.control.records import InstanceRecord
 
@@ -83,11 +81,14 @@ def reached(up: Upstream) -> list[Received]:
 # control routes
 
 
+OF_VLLM = "/sleep /wake_up /scale_elastic_ep /start_profile /v1/load_lora_adapter /invocations /docs"
+
+
 def control_paths() -> list[str]:
-    """Every path of the app that is not public, with its parameters filled in."""
+    """Every path that is not public, with its parameters filled in, and some that vLLM has besides."""
     app = build_app(GatewayConfig("sqlite:///nowhere.db", MODEL))
     paths = {re.sub(r"\{\w+\}", "x", str(getattr(route, "path", "/"))) for route in app.routes}
-    return sorted(path for path in paths if not is_public(path))
+    return sorted([*(path for path in paths if not is_public(path)), *admin_names(), *OF_VLLM.split()])
 
 
 SPELLINGS = (
@@ -120,27 +121,12 @@ async def test_no_control_route_under_any_spelling_on_the_public_port(
             for method in ("GET", "POST"):
                 writer.write(f"{method} {target} HTTP/1.1\r\nHost: t\r\n{key}Content-Length: 2\r\n\r\n{{}}".encode())
                 got = await asyncio.wait_for(read_answer(reader), 30)
-                assert got.status in (400, 404), (method, target, got)
+                assert got.status == 404 or (got.status == 400 and target != path), (method, target, got)
                 if got.headers.get("connection") == "close":
                     writer.close()
                     reader, writer = await gateway.connect()
     writer.close()
     assert reached(behind) == []
-
-
-async def test_scopes_hold_on_both_ports(gateway: GatewayProcess, behind: Upstream) -> None:
-    for key, admin, path, status in (
-        (INFER_KEY, True, "/admin/weights", 403),
-        (INFER_KEY, True, "/openapi.json", 403),
-        ("x" * 30, True, "/admin/weights", 401),
-        ("x" * 30, False, "/v1/models", 401),
-        ("", False, "/v1/models", 401),
-        (INFER_KEY, False, "/v1/models", 200),
-        (INFER_KEY, False, "/admin/weights", 404),
-    ):
-        got = await gateway.ask(get(path, f"Authorization: Bearer {key}\r\n"), admin=admin)
-        assert got.status == status, (path, got)
-    assert [r.target for r in reached(behind)] == ["/v1/models"]
 
 
 # headers
@@ -184,48 +170,6 @@ async def test_what_reaches_an_instance_is_on_a_list(gateway: GatewayProcess, be
     assert "PLANTED" not in request.raw_head.decode("latin-1")
 
 
-# bodies
-
-BAD_BODIES = {
-    "gzip": gzip.compress(b'{"a":"' + b"x" * 10**7 + b'"}'),
-    "deep list": b'{"a":' + b"[" * 500_000,
-    "UTF-16": '{"a": 1}'.encode("utf-16"),
-    "an overlong slash in UTF-8": b'{"a": "\xc0\xaf"}',
-    "surrogates in UTF-8": b'{"a": "\xed\xa0\x80"}',
-    "a byte order mark": b'\xef\xbb\xbf{"a": 1}',
-}
-
-
-@pytest.mark.parametrize("name", BAD_BODIES)
-async def test_bodies_that_are_no_json_go_nowhere(gateway: GatewayProcess, behind: Upstream, name: str) -> None:
-    before = rss(gateway)
-    got = await gateway.ask(post(body=BAD_BODIES[name], headers=AUTH + "Content-Encoding: gzip\r\n"))
-    assert got.refusal == (400, "invalid_json")
-    assert reached(behind) == []
-    assert rss(gateway) - before < MOST_GROWTH
-
-
-NUMBERS = (b"1e999999", b"-1e-999999", b"9" * 5000, b"-" + b"9" * 5000, b"0." + b"1" * 5000, b"1E+400", b"-0", b'"5"')
-
-
-async def test_numbers_of_any_size_are_answered(gateway: GatewayProcess, behind: Upstream) -> None:
-    """In what the gateway reads for itself, with a key that has limits: a typed answer, and no fault of its own."""
-    limits = {"requests_per_min": 10_000, "tokens_per_min": 10**9, "max_output_tokens": 100}
-    made = await gateway.ask(
-        post("/admin/keys", {"name": "limited", "limits": limits}, f"Authorization: Bearer {ADMIN_KEY}\r\n"), admin=True
-    )
-    assert made.status == 200, made.body
-    key = orjson.loads(made.body)["key"]
-    for number in NUMBERS:
-        for field in ("max_tokens", "n", "max_completion_tokens"):
-            body = b'{"prompt": "x", "%b": %b}' % (field.encode(), number)
-            got = await gateway.ask(post(body=body, headers=f"Authorization: Bearer {key}\r\n"))
-            assert got.status in (200, 400), (field, number[:20], got)
-        got = await gateway.ask(post(body=b'{"hotswap": {"version": %b}}' % number, headers=AUTH))
-        assert got.status in (400, 409), (number[:20], got)
-    assert key not in gateway.log.read_text()
-
-
 # time and memory
 
 
@@ -258,14 +202,9 @@ async def test_hundreds_of_slow_clients_cost_little(gateway: GatewayProcess, beh
     assert rss(gateway) - before < MOST_GROWTH
 
 
-CHUNKED = framed(f"{AUTH}Transfer-Encoding: chunked\r\n\r\n")
 ENDLESS = {
-    "chunk extensions": (CHUNKED + b"2;", b"x" * 4096),
-    "trailers": (CHUNKED + b"2\r\n{}\r\n0\r\n", b"X-Trailer: " + b"x" * 4000 + b"\r\n"),
-    "leading zeros of a size": (CHUNKED, b"0" * 4096),
-    "header lines": (b"GET /healthz HTTP/1.1\r\n", b"X-More: " + b"x" * 4000 + b"\r\n"),
     "line ends before a request": (b"", b"\r\n" * 2048),
-    "chunks of a byte": (CHUNKED, b"1\r\n \r\n" * 1024),
+    "chunks of a byte": (framed(f"{AUTH}Transfer-Encoding: chunked\r\n\r\n"), b"1\r\n \r\n" * 1024),
 }
 
 
@@ -314,10 +253,6 @@ async def test_memory_is_back_after_thousands_of_bad_requests(gateway: GatewayPr
 
 async def test_prompts_and_keys_are_in_no_log(gateway: GatewayProcess, behind: Upstream) -> None:
     """Whatever becomes of the request; what was printed is looked through when the process has ended."""
-
-    async def die(link: Link, _: Received) -> None:
-        raise ConnectionError
-
     for headers in (AUTH, "Authorization: Bearer PLANTED-guess\r\n", "X-Api-Key: PLANTED-guess\r\n", ""):
         for body in (
             b'{"prompt": "PLANTED"',
@@ -329,5 +264,5 @@ async def test_prompts_and_keys_are_in_no_log(gateway: GatewayProcess, behind: U
         await gateway.ask(get("/healthz?token=PLANTED", headers))
         await gateway.ask(get("/admin/weights?key=PLANTED", headers), admin=True)
         await gateway.ask(get("/PLANTED", headers))
-    behind.handler = die
+    behind.handler = cut
     assert (await gateway.ask(post(body={"prompt": PROMPT}, headers=AUTH))).status in (502, 503)

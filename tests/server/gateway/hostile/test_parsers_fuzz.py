@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from server.errors import ConfigError, HttpError
+from server.errors import BadRequest, ConfigError, HttpError
 from server.gateway import GatewayConfig, Limits, terms
 from server.gateway.access.key_sources import load_keys
 from server.gateway.access.limits import bounded, reckon
@@ -111,9 +111,20 @@ def test_bodies(body: bytes) -> None:
         body.decode()
 
 
-number = st.sampled_from(
-    [b"1e999", b"9" * 400, b"-1", b"1.0", b"true", b"null", b'"5"', b"[]", b"{}"]
-) | st.integers().map(lambda n: b"%d" % n)
+number = (
+    st.sampled_from([b"true", b"null", b'"5"', b"[]", b"{}"])
+    | st.sampled_from(b"-1 -0 1.0 1e999 1e999999 -1e-999999 1E+400".split())
+    | st.sampled_from([b"9" * 400, b"9" * 4000, b"-" + b"9" * 4000, b"0." + b"1" * 4000])
+    | st.integers().map(lambda n: b"%d" % n)
+)
+
+
+@FUZZ
+@given(number)
+def test_versions_in_bodies(value: bytes) -> None:
+    with contextlib.suppress(BadRequest):
+        asked, _ = terms.read({}, b'{"hotswap": {"version": %b}}' % value, in_body=True)
+        assert asked.need is None or asked.need.version is not None
 
 
 @FUZZ
