@@ -249,18 +249,6 @@ async def test_an_answer_that_names_itself_can_be_rated_at_once(gateway: Running
     assert reader.said[0].id == "gen-77"
 
 
-def test_what_is_waiting_is_kept_when_the_gateway_stops(tmp_path: Path) -> None:
-    async def ask(gateway: RunningGateway) -> None:
-        async with gateway.instance(continued.Fleet(continued.chat(TOKENS)).handle):
-            for _ in range(5):
-                assert (await gateway.ask(post("/v1/chat/completions", CHAT))).status == 200
-
-    with running_gateway(tmp_path, answers=AnswerSettings(anonymous=True, segment_s=3600.0)) as gateway:
-        asyncio.run(ask(gateway))
-    (segment,) = (tmp_path / "answers").iterdir()
-    assert len(segment.read_bytes().splitlines()) == 5
-
-
 async def test_a_key_in_a_file_opts_in_at_the_end_of_its_line(tmp_path: Path) -> None:
     file, hashed = tmp_path / "api.keys", hashlib.sha256(b"a-key-that-is-hashed").hexdigest()
     file.write_text(f"a-key-in-the-clear --collect\nsha256:{hashed} its owner --collect\na-key-that-does-not owner\n")
@@ -271,9 +259,7 @@ async def test_a_key_in_a_file_opts_in_at_the_end_of_its_line(tmp_path: Path) ->
         async with gateway.instance(fleet.handle):
             gateway.gateway.desk.add(reader := Reader("reader", all_keys=False))
             for key in ("a-key-that-does-not", "a-key-in-the-clear", "a-key-that-is-hashed"):
-                answer = await gateway.ask(
-                    post("/v1/chat/completions", CHAT, headers=f"authorization: Bearer {key}\r\n")
-                )
+                answer = await gateway.ask(post("/v1/chat/completions", CHAT, f"authorization: Bearer {key}\r\n"))
                 assert answer.status == 200, answer.body
             await eventually(lambda: len(reader.answers) == 2, 10)
             assert [answer.about.key for answer in reader.answers] == ["key-1", "its owner"]

@@ -31,11 +31,11 @@ SAME = (
 WHERE = "import server.gateway.wire.relay as r; print(r.__file__)"
 
 
-def run(*arguments: str, timeout_s: float = 280, **environment: str) -> str:
+def run(*arguments: str, timeout_s: float = 280, cwd: Path = ROOT, **environment: str) -> str:
     done = subprocess.run(
         [sys.executable, *arguments],
         env=os.environ | environment,
-        cwd=ROOT,
+        cwd=cwd,
         capture_output=True,
         text=True,
         timeout=timeout_s,
@@ -51,27 +51,20 @@ def built() -> None:
         run("-m", "server.gateway.compiled")
 
 
-def test_it_is_used_when_it_fits() -> None:
-    assert run("-c", WHERE).strip().endswith(".so")
-
-
 def test_python_runs_the_sources_when_asked_to() -> None:
     assert run("-c", WHERE, HOTSWAP_PURE="1").strip().endswith("relay.py")
 
 
-def test_an_edited_source_is_what_runs(tmp_path: Path) -> None:
+def test_it_is_used_until_a_source_is_edited(tmp_path: Path) -> None:
     copy = tmp_path / "server"
     shutil.copytree(ROOT / "server", copy)
     (tmp_path / "weightsync").symlink_to(ROOT / "weightsync")
     relay = copy / "gateway" / "wire" / "relay.py"
-    here = [sys.executable, "-c", WHERE]
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    before = subprocess.run(here, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert before.stdout.strip().endswith(".so")
+    assert run("-c", WHERE, cwd=tmp_path, PYTHONPATH=str(tmp_path)).strip().endswith(".so")
     relay.write_text(relay.read_text() + "\n# edited\n")
-    after = subprocess.run(here, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert after.stdout.strip() == str(relay)
-    assert "make setup" in after.stderr
+    place, *said = run("-c", WHERE, cwd=tmp_path, PYTHONPATH=str(tmp_path)).splitlines()
+    assert place == str(relay)
+    assert "make setup" in "".join(said)
 
 
 @pytest.mark.parametrize("source", compiled.sources(), ids=lambda p: p.stem)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import orjson
 import pytest
@@ -81,24 +82,15 @@ async def test_a_fault_in_connecting_ends_the_request(gateway: RunningGateway, m
 async def test_an_answer_to_a_fault_of_the_app_has_its_id_and_its_line(
     gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Told:
-        def __init__(self) -> None:
-            self.ends: list[Finished] = []
-
-        def begin(self, _: object) -> None: ...
-
-        def end(self, finished: Finished) -> None:
-            self.ends.append(finished)
-
     async def fail(_: object, *__: object) -> bytes:
         raise Fault
 
-    told = Told()
-    gateway.gateway.stats.watchers.append(told)
+    ends: list[Finished] = []
+    gateway.gateway.stats.watchers.append(SimpleNamespace(begin=lambda _: None, end=ends.append))
     monkeypatch.setattr(type(gateway.gateway.document), "get", fail)
     got = await gateway.ask(get("/openapi.json"))
     assert got.refusal == (500, "internal_error")
-    (line,) = told.ends
+    (line,) = ends
     assert (line.request_id, line.status) == (got.headers["x-request-id"], 500)
 
 

@@ -13,10 +13,9 @@ from server.gateway import UpstreamSettings
 from server.gateway.openapi.document import PATH
 from server.gateway.routes import public_names
 from tests.schemathesis.run import schemathesis
-from tests.server.gateway.harness import ADMIN_KEY, RunningGateway, get, running_gateway
+from tests.server.gateway.harness import ADMIN, RunningGateway, get, request, running_gateway
 from tests.server.gateway.upstream import Link, Received, answering
 
-KEY = f"Authorization: Bearer {ADMIN_KEY}\r\n"
 COMPLETION = {
     "type": "object",
     "properties": {"prompt": {"type": "string"}, "more": {"$ref": "#/components/schemas/M"}},
@@ -118,7 +117,7 @@ async def test_an_instance_that_tells_nothing_is_not_pressed(gateway: RunningGat
 
 async def test_the_admin_document_is_behind_the_key(gateway: RunningGateway) -> None:
     assert (await gateway.ask(get("/openapi.json"), admin=True)).status == 401
-    answer = await gateway.ask(get("/openapi.json", KEY), admin=True)
+    answer = await gateway.ask(get("/openapi.json", ADMIN), admin=True)
     told = orjson.loads(answer.body)
     assert {"/admin/weights", "/admin/keys", "/pause"} <= set(told["paths"])
     for reference in references(told):
@@ -129,8 +128,7 @@ async def test_the_admin_document_is_behind_the_key(gateway: RunningGateway) -> 
 
 
 async def test_allow_names_the_methods_of_all_routes_at_a_path(gateway: RunningGateway) -> None:
-    raw = f"PUT /admin/weights HTTP/1.1\r\nHost: t\r\n{KEY}Content-Length: 0\r\n\r\n".encode()
-    answer = await gateway.ask(raw, admin=True)
+    answer = await gateway.ask(request("PUT", "/admin/weights", headers=ADMIN), admin=True)
     assert (answer.status, answer.headers["allow"]) == (405, "GET, POST")
 
 
@@ -139,8 +137,7 @@ async def test_schemathesis_finds_nothing_on_the_admin_port(gateway: RunningGate
     """Every control route, with data that breaks the rules and data that does not: the store is empty, but for one
     instance."""
     async with gateway.instance(tell):
-        url = f"http://{gateway.host}:{gateway.admin_port}/openapi.json"
-        key = ("--header", f"Authorization: Bearer {ADMIN_KEY}")
+        url, key = f"{gateway.admin_url}/openapi.json", ("--header", ADMIN.strip())
         report = await asyncio.to_thread(
             schemathesis, url, "admin.toml", *key, "--phases", "coverage,fuzzing", "--max-examples", "3"
         )

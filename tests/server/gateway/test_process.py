@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import hashlib
 import signal
 import ssl
@@ -18,18 +17,13 @@ import httpx
 import openai
 import orjson
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
-from loadtest.gateway.contenders import CONTENDERS, Cores, compiled, running, started
 from server.errors import ConfigError
 from server.gateway import GatewayConfig, Limits, UpstreamSettings
 from server.gateway.__main__ import configured, main
 from server.gateway.access.key_sources import load_keys
 from server.gateway.access.records import ADMIN, INFER
-from server.ports import free_port
+from tests.cluster_tls import Authority
 from tests.server.gateway.harness import RunningGateway, gateway_process, running_gateway
 from tests.server.gateway.upstream import answering, streaming
 
@@ -44,28 +38,6 @@ def test_nothing_large_is_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-# one process for these: the benchmark's upstream behind it
-
-
-@pytest.fixture(scope="module")
-def base_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    port = free_port()
-    upstream = running([str(compiled("upstream")), str(port)], tmp_path_factory.mktemp("upstream") / "log")
-    with upstream, started(CONTENDERS[0], port, Cores.available()) as gateway:
-        yield f"http://127.0.0.1:{gateway.port}"
-
-
-def test_the_sdk_streams_and_lists(base_url: str) -> None:
-    client = openai.OpenAI(base_url=f"{base_url}/v1", api_key="EMPTY", max_retries=0)
-    assert [model.id for model in client.models.list()] == ["mock"]
-    messages = [{"role": "user", "content": "hi"}]
-    whole = client.chat.completions.create(model="mock", messages=messages)  # type: ignore[arg-type]
-    assert whole.usage is not None
-    assert whole.usage.completion_tokens == len((whole.choices[0].message.content or "").split()) == 200
-    stream = client.chat.completions.create(model="mock", messages=messages, max_tokens=5, stream=True)  # type: ignore[call-overload]
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == " token" * 5
 
 
 # errors, as the SDK shows them
@@ -89,20 +61,12 @@ async def complete(client: openai.AsyncOpenAI, **options: object) -> object:
     return await client.completions.create(model="toy", prompt="x", **options)  # type: ignore[call-overload]
 
 
-async def ask_with_a_wrong_key(client: openai.AsyncOpenAI) -> object:
-    return await complete(client.with_options(api_key="wrong-wrong-wrong-wrong"))
-
-
-async def list_files(client: openai.AsyncOpenAI) -> object:
-    return await client.files.list()
-
-
 @pytest.mark.parametrize(
     ("ask", "error", "status", "code", "says"),
     [
         (complete, openai.InternalServerError, 503, "no_instance", "hotswap instance"),
-        (ask_with_a_wrong_key, openai.AuthenticationError, 401, "invalid_api_key", "key"),
-        (list_files, openai.NotFoundError, 404, "not_found", "/v1/files"),
+        (lambda sdk: complete(sdk.copy(api_key="w" * 20)), openai.AuthenticationError, 401, "invalid_api_key", "key"),
+        (lambda sdk: sdk.files.list(), openai.NotFoundError, 404, "not_found", "/v1/files"),
     ],
 )
 async def test_sdk_raises_its_own_errors(
@@ -152,21 +116,6 @@ def test_a_generated_admin_key_works_and_is_private(tmp_path: Path) -> None:
     assert key not in running.log.read_text()
 
 
-def self_signed(directory: Path) -> tuple[Path, Path]:
-    """A new certificate and its key, in `directory`."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
-    now = datetime.datetime.now(datetime.UTC)
-    cert = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-    valid = cert.not_valid_before(now).not_valid_after(now + datetime.timedelta(days=1))
-    signed = valid.sign(key, hashes.SHA256())
-    pem = serialization.Encoding.PEM
-    private_form = serialization.PrivateFormat.PKCS8
-    (directory / "c.pem").write_bytes(signed.public_bytes(pem))
-    (directory / "k.pem").write_bytes(key.private_bytes(pem, private_form, serialization.NoEncryption()))
-    return directory / "c.pem", directory / "k.pem"
-
-
 def presented(gateway: RunningGateway) -> bytes:
     """The certificate a client gets now."""
     pem = ssl.get_server_certificate((gateway.host, gateway.port), timeout=10)
@@ -175,7 +124,8 @@ def presented(gateway: RunningGateway) -> bytes:
 
 def test_a_renewed_certificate_needs_no_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weightsync.tls.INTERVAL_S", 0.0)
-    cert, key = self_signed(tmp_path)
+    authority = Authority(tmp_path / "authority")
+    cert, key = authority.issue("now")
     with running_gateway(tmp_path, ssl_certfile=cert, ssl_keyfile=key) as gateway:
         first = presented(gateway)
         url = f"https://{gateway.host}:{gateway.port}"
@@ -183,8 +133,7 @@ def test_a_renewed_certificate_needs_no_restart(tmp_path: Path, monkeypatch: pyt
             assert client.get("/healthz").status_code == 200
             answer = client.post("/v1/completions", content=b"{")
             assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
-            (tmp_path / "next").mkdir()
-            new_cert, new_key = self_signed(tmp_path / "next")
+            new_cert, new_key = authority.issue("next")
             new_cert.rename(cert)  # the key has not come yet
             assert presented(gateway) == first
             new_key.rename(key)
@@ -266,27 +215,23 @@ def test_a_generated_key_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "mode", "says"),
+    ("name", "text", "mode", "says"),
     [
-        ("short\n", 0o600, "16 characters"),
-        ("", 0o600, "no key"),
-        ("# only a comment\n", 0o600, "no key"),
-        ("long-enough-to-be-a-key\n", 0o644, "chmod 600"),
+        ("api.keys", "short\n", 0o600, "16 characters"),
+        ("api.keys", "", 0o600, "no key"),
+        ("api.keys", "# only a comment\n", 0o600, "no key"),
+        ("api.keys", "long-enough-to-be-a-key\n", 0o644, "chmod 600"),
+        ("admin.key", "", 0o600, ""),
+        ("admin.key", "short", 0o600, "16 characters"),
+        ("admin.key", "long-enough-to-be-a-key", 0o640, "chmod 600"),
     ],
 )
-def test_unfit_key_files_are_refused(tmp_path: Path, text: str, mode: int, says: str) -> None:
-    file = private(tmp_path / "keys", text)
+def test_unfit_key_files_are_refused(tmp_path: Path, name: str, text: str, mode: int, says: str) -> None:
+    file = private(tmp_path / name, text)
     file.chmod(mode)
+    given: dict[str, object] = {} if name == "admin.key" else {"admin_key": "0123456789abcdef", "api_key_file": file}
     with pytest.raises(ConfigError, match=says):
-        load_keys(config(tmp_path, admin_key="0123456789abcdef", api_key_file=file))
-
-
-@pytest.mark.parametrize(("text", "mode"), [("", 0o600), ("short", 0o600), ("long-enough-to-be-a-key", 0o640)])
-def test_unfit_admin_key_files_are_refused(tmp_path: Path, text: str, mode: int) -> None:
-    file = private(tmp_path / "admin.key", text)
-    file.chmod(mode)
-    with pytest.raises(ConfigError):
-        load_keys(config(tmp_path))
+        load_keys(config(tmp_path, **given))
 
 
 def test_a_short_admin_key_is_refused(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from tests.server.gateway.harness import (
     post,
     running_gateway,
 )
-from tests.server.gateway.upstream import Link, Received, answering, upstream
+from tests.server.gateway.upstream import Link, Moody, Received, answering, upstream
 from tests.waiting import eventually, wait_until
 from weightsync.control.records import InstanceRecord, SwapRecord
 from weightsync.errors import TlsUnavailable
@@ -180,17 +180,13 @@ async def test_others_are_asked_instead(
 async def test_health_and_load_are_asked_over_tls(
     authority: Authority, member: ClusterTls, stranger: ClusterTls, tmp_path: Path
 ) -> None:
-    page = b'vllm:num_requests_running{x="1"} 3.0\n'
-
-    async def handler(link: Link, received: Received) -> None:
-        await link.json(page if received.target == "/metrics" else b"{}")
-
+    well = Moody(page=b'vllm:num_requests_running{x="1"} 3.0\n')
     settings = UpstreamSettings(scrape_interval_s=0.02, scrape_timeout_s=10.0)
     files = authority.mount(tmp_path / "gateway")
     with running_gateway(tmp_path, cluster_tls=files, upstream=settings) as gateway:
         async with (
-            gateway.instance(handler, "good", member.server_context()),
-            gateway.instance(handler, "bad", stranger.server_context()) as bad,
+            gateway.instance(well, "good", member.server_context()),
+            gateway.instance(well, "bad", stranger.server_context()) as bad,
         ):
             fleet = gateway.gateway.default.fleet
             await eventually(lambda: fleet.instances["good"].signals is not None, 30)

@@ -138,27 +138,20 @@ async def test_drift_is_measured_against_an_instance_with_the_active_version() -
     assert (await probed(Fake(7, shift=-0.2), other, max_logprob_drift=0.25)).ok
     text = (ProbePrompt("text", "one two", max_tokens=1),)
     assert (await probed(Fake(7), Fake(6), max_logprob_drift=0.05, prompts=text)).ok
-
-
-async def test_drift_without_anybody_to_compare_with() -> None:
-    result = await probed(Fake(7), max_logprob_drift=0.05)
-    assert "no other instance runs version 6" in result.detail
+    assert "no other instance runs version 6" in (await probed(Fake(7), max_logprob_drift=0.05)).detail
 
 
 # the file
 
 
-def write(path: Path, text: str) -> Path:
-    path.write_text(text)
-    return path
-
-
 def test_files_in_yaml_and_jsonl(tmp_path: Path) -> None:
     text = "- {prompt: '6 * 7 =', expect: '42', name: sum}\n- {prompt: [1, 2], max_tokens: 3, min_mean_logprob: -2}\n"
-    one, two = load_probes(write(tmp_path / "probes.yaml", text))
+    (file := tmp_path / "probes.yaml").write_text(text)
+    one, two = load_probes(file)
     assert one == ProbePrompt("sum", "6 * 7 =", 8, "42", None)
     assert two == ProbePrompt("#2", (1, 2), 3, None, -2)
-    (line,) = load_probes(write(tmp_path / "p.jsonl", '{"prompt": "x", "expect": {"regex": "^a.c$"}}\n\n'))
+    (file := tmp_path / "p.jsonl").write_text('{"prompt": "x", "expect": {"regex": "^a.c$"}}\n\n')
+    (line,) = load_probes(file)
     assert line.expect == re.compile("^a.c$")
     assert load_probes(None) == DEFAULT_PROMPTS
 
@@ -187,7 +180,7 @@ def test_files_in_yaml_and_jsonl(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_files_are_named(tmp_path: Path, name: str, text: str, words: str) -> None:
-    path = write(tmp_path / name, text)
+    (path := tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=re.escape(words)) as caught:
         load_probes(path)
     assert str(path) in str(caught.value)

@@ -49,7 +49,7 @@ class Client(httpx.AsyncClient):
 
     def __init__(self, gateway: RunningGateway) -> None:
         # As `requests` makes of http://:KEY@host, for upstream's clients that have no setting for a key.
-        super().__init__(base_url=f"http://{gateway.host}:{gateway.admin_port}", auth=("", ADMIN_KEY), trust_env=False)
+        super().__init__(base_url=gateway.admin_url, auth=("", ADMIN_KEY), trust_env=False)
 
     async def call(self, path: str, body: Any = None) -> tuple[int, dict[str, Any]]:
         answer = await self.post(path, json=body, timeout=60)
@@ -75,6 +75,8 @@ def read(gateway: RunningGateway, version: int) -> dict[str, float]:
 
 
 # vLLM
+
+RANKS = {"master_address": "10.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
 
 
 async def test_four_phases_are_one_swap(gateway: RunningGateway, tmp_path: Path) -> None:
@@ -137,12 +139,7 @@ async def test_a_refused_swap_is_an_error_at_finish(gateway: RunningGateway, tmp
 @pytest.mark.parametrize(
     ("path", "body", "status", "code"),
     [
-        (
-            "/init_weight_transfer_engine",
-            {"init_info": {"master_address": "10.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}},
-            501,
-            "nccl_unsupported",
-        ),
+        ("/init_weight_transfer_engine", {"init_info": RANKS}, 501, "nccl_unsupported"),
         ("/init_weight_transfer_engine", {"init_info": {"novelty": 1}}, 400, "invalid_parameter"),
         ("/update_weights", {"update_info": {"names": ["a"], "dtype_names": ["f"], "shapes": [[1]]}}, 501, None),
         ("/update_weights", {"update_info": {"ipc_handles_pickled": "gASV"}}, 422, "pickle_refused"),
@@ -218,6 +215,8 @@ async def test_vllm_pause_and_resume(gateway: RunningGateway) -> None:
 
 
 # SGLang
+
+PICKLED = base64.b64encode(pickle.dumps([("a", 1)])).decode()
 
 
 async def test_from_disk(gateway: RunningGateway, tmp_path: Path) -> None:
@@ -307,12 +306,7 @@ async def test_continuing_with_half_an_update_is_an_error_and_continues(
     [
         ("/update_weights_from_tensor", {"serialized_named_tensors": ["gASV"]}, 422, "pickle_refused"),
         ("/update_weights_from_tensor", {**bucket(), "load_format": "flattened_bucket"}, 422, "pickle_refused"),
-        (
-            "/update_weights_from_tensor",
-            {**bucket(), "serialized_named_tensors": [base64.b64encode(pickle.dumps([("a", 1)])).decode()]},
-            422,
-            "pickle_refused",
-        ),
+        ("/update_weights_from_tensor", {**bucket(), "serialized_named_tensors": [PICKLED]}, 422, "pickle_refused"),
         ("/update_weights_from_tensor", {**bucket(a=1.0), "abort_all_requests": True}, 400, "abort_unsupported"),
         ("/update_weights_from_tensor", {**bucket(), "selector": "draft"}, 501, "draft_unsupported"),
         ("/update_weights_from_disk", {"model_path": "/x", "load_format": "pt"}, 501, "bad_load_format"),

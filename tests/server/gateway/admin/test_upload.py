@@ -56,13 +56,9 @@ def gateway(tmp_path: Path, arena: Path) -> Iterator[RunningGateway]:
         yield g
 
 
-def admin_url(gateway: RunningGateway) -> str:
-    return f"http://{gateway.host}:{gateway.admin_port}"
-
-
 @pytest.fixture
 def remote(gateway: RunningGateway) -> RemotePublisher:
-    return RemotePublisher(admin_url(gateway), ADMIN_KEY, MODEL, timeout_s=30.0)
+    return RemotePublisher(gateway.admin_url, ADMIN_KEY, MODEL, timeout_s=30.0)
 
 
 def weights(seed: int = 0, rows: int = 700) -> Tensors:
@@ -117,7 +113,7 @@ def test_the_first_version_goes_in_full_and_the_next_as_a_difference(
 def test_a_version_that_was_sent_is_signed_by_who_made_it(gateway: RunningGateway, tmp_path: Path) -> None:
     """In full and as a difference; what was altered on its way is not what was signed."""
     private, public = pair(tmp_path, "trainer")
-    remote = RemotePublisher(admin_url(gateway), ADMIN_KEY, MODEL, timeout_s=30.0, sign=private)
+    remote = RemotePublisher(gateway.admin_url, ADMIN_KEY, MODEL, timeout_s=30.0, sign=private)
     trust = Trust([public])
     for number, tensors in ((1, weights()), (2, nudged(weights()))):
         assert remote.publish(tensors, metadata={"a": "b"}, activate=False) == number
@@ -125,7 +121,7 @@ def test_a_version_that_was_sent_is_signed_by_who_made_it(gateway: RunningGatewa
     one, two = versions(gateway)
     with pytest.raises(VersionRefused, match="not those that were signed"):
         trust.check(MODEL, replace(two, signature=one.signature))
-    RemotePublisher(admin_url(gateway), ADMIN_KEY, MODEL).publish(weights(3), activate=False)
+    RemotePublisher(gateway.admin_url, ADMIN_KEY, MODEL).publish(weights(3), activate=False)
     with pytest.raises(VersionRefused, match="is not signed"):
         trust.check(MODEL, versions(gateway)[-1])
 
@@ -215,7 +211,7 @@ def raw_upload() -> bytes:
 def send(gateway: RunningGateway, body: bytes, **query: Any) -> httpx.Response:
     headers = {"authorization": f"Bearer {ADMIN_KEY}", "content-type": "application/octet-stream"}
     query = {"upload_id": "an-upload-of-a-test", **query}
-    url = f"{admin_url(gateway)}/admin/weights/upload"
+    url = f"{gateway.admin_url}/admin/weights/upload"
     return httpx.post(url, content=body, params=query, headers=headers, timeout=60.0)
 
 
@@ -272,7 +268,7 @@ def test_other_tensors_come_with_a_configuration(
     monkeypatch.setattr("server.gateway.admin.weights.SLACK", 100_000)
     config = {"model_type": "llama", "vocab_size": 16}
     remote.publish(weights(), config=config, wait=False)
-    plain = RemotePublisher(admin_url(gateway), ADMIN_KEY, MODEL, timeout_s=30.0, compress=False)
+    plain = RemotePublisher(gateway.admin_url, ADMIN_KEY, MODEL, timeout_s=30.0, compress=False)
     other = weights() | {"lm_head.weight": np.zeros((2100, 256), np.float16)}
     with pytest.raises(RemoteError) as refused:
         plain.publish(other, activate=False)
@@ -299,11 +295,11 @@ def form_of(gateway: RunningGateway, digest: str) -> FormRecord:
 
 def test_another_model_is_refused(gateway: RunningGateway) -> None:
     with pytest.raises(RemoteError, match="for model 'other'"):
-        RemotePublisher(admin_url(gateway), ADMIN_KEY, "other").publish(weights(), activate=False)
+        RemotePublisher(gateway.admin_url, ADMIN_KEY, "other").publish(weights(), activate=False)
 
 
 def test_uploads_need_the_admin_key_and_the_admin_port(gateway: RunningGateway) -> None:
-    for url, key, status in ((admin_url(gateway), "wrong", 401), (gateway.url, ADMIN_KEY, 404)):
+    for url, key, status in ((gateway.admin_url, "wrong", 401), (gateway.url, ADMIN_KEY, 404)):
         with pytest.raises(RemoteError) as refused:
             RemotePublisher(url, key, MODEL).publish(weights(), activate=False)
         assert refused.value.status == status
@@ -313,7 +309,7 @@ def test_parameters_are_checked(gateway: RunningGateway) -> None:
     assert send(gateway, b"", upload_id="no").status_code == 400
     assert send(gateway, b"", mode="sideways").status_code == 400
     headers = {"authorization": f"Bearer {ADMIN_KEY}"}
-    answer = httpx.post(f"{admin_url(gateway)}/admin/weights/upload?upload_id=12345678", json={}, headers=headers)
+    answer = httpx.post(f"{gateway.admin_url}/admin/weights/upload?upload_id=12345678", json={}, headers=headers)
     assert answer.json()["error"]["code"] == "bad_content_type"
 
 

@@ -372,18 +372,14 @@ def test_a_chunk_that_goes_through_as_it_is_means_what_the_parser_reads(pieces: 
         assert relayed(pieces, continued=continued) == found
 
 
-@pytest.mark.parametrize("data", [b"5\r\nhello\r\n", b"10\r\n" + b"x" * 16 + b"\r\n", b"1\r\n\n\r\n"])
-def test_whole_chunks_are_known(data: bytes) -> None:
-    size, _, rest = data.partition(b"\r\n")
-    assert data[whole_chunk(data) : -2] == rest[:-2]
-    assert whole_chunk(data) == len(size) + 2
+WHOLE = {b"5\r\nhello\r\n": 3, b"10\r\n" + b"x" * 16 + b"\r\n": 4, b"1\r\n\n\r\n": 3}
+NOT_WHOLE = [
+    b"", b"\r\n", b"\r\n\r\n", b"0\r\n\r\n", b"5\r\nhello", b"4\r\nhello\r\n", b"6\r\nhello\r\n",
+    b"A\r\n0123456789\r\n", b"05\r\nhello\r\n", b"+5\r\nhello\r\n", b" 5\r\nhello\r\n", b"5 \r\nhello\r\n",
+    b"5\r\nhello\r\n0\r\n\r\n",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "data",
-    [b"", b"\r\n", b"\r\n\r\n", b"0\r\n\r\n", b"5\r\nhello", b"4\r\nhello\r\n", b"6\r\nhello\r\n",
-     b"A\r\n0123456789\r\n", b"05\r\nhello\r\n",
-     b"+5\r\nhello\r\n", b" 5\r\nhello\r\n", b"5 \r\nhello\r\n", b"5\r\nhello\r\n0\r\n\r\n"],
-)  # fmt: skip
-def test_what_is_not_exactly_one_chunk_is_left_to_the_parser(data: bytes) -> None:
-    assert whole_chunk(data) == 0
+@pytest.mark.parametrize(("data", "size"), [*WHOLE.items(), *((data, 0) for data in NOT_WHOLE)])
+def test_exactly_one_chunk_is_known_by_its_line_and_others_are_left_to_the_parser(data: bytes, size: int) -> None:
+    assert whole_chunk(data) == size

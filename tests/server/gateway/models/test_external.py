@@ -14,7 +14,7 @@ import pytest
 
 from server.errors import ConfigError
 from server.gateway.models import file as models_file
-from tests.server.gateway.harness import ADMIN_KEY, RunningGateway, get, new_key, post, running_gateway
+from tests.server.gateway.harness import ADMIN, RunningGateway, get, new_key, post, running_gateway
 from tests.server.gateway.upstream import (
     Handler,
     Link,
@@ -27,7 +27,6 @@ from tests.server.gateway.upstream import (
 )
 from tests.waiting import eventually
 
-ADMIN = f"Authorization: Bearer {ADMIN_KEY}\r\n"
 SECRET = "sk-upstream-secret-0123456789"
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
 
