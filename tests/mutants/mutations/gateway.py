@@ -123,8 +123,6 @@ MUTATIONS: list[Mutation] = [
     *of(FLEET + "affinity.py", GW + "fleet/test_affinity.py", changes=[
         ("return SIZES[k] / hint.size", "return 1.0"),
         ("if len(self._young) >= self._limit:", "if len(self._young) > self._limit:"),
-    ]),
-    *of(FLEET + "affinity.py", GW + "fleet/test_prefixes.py", changes=[
         ("if now - self._aged_at >= SENT_S:", "if now - self._aged_at > SENT_S:"),
         ("if since == _HELD and prefix not in kept]", "if since == _HELD]"),
         ("        self.held -= since == _HELD\n", ""),
@@ -147,7 +145,7 @@ MUTATIONS: list[Mutation] = [
         ("any(i not in tried and i.health.admits(now) for i in meets)", "any(i not in tried for i in meets)"),
         ("candidates = well or candidates  #", "candidates = well  #"),
     ]),
-    *of(GATEWAY + "exchange.py", GW + "fleet/test_losses.py", changes=[
+    *of(GATEWAY + "exchange.py", GW + "fleet/test_failover.py", changes=[
         ("if relay.refused == LOST or (relay.refused and self._resent):", "if relay.refused == LOST:"),
         ("or self._losses >= retries.LOSSES:", "or self._losses > retries.LOSSES:"),
         ("            self._losses += 1\n        elif why", "        elif why"),

@@ -1,9 +1,10 @@
-"""Streams whose instance dies: every place to be cut in, who goes on, and the ends where nobody does."""
+"""Instances that die of a request or in its stream: every place to be cut in, which goes on, and when none does."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -19,15 +20,18 @@ from server.gateway.fleet.instance import Instance
 from server.gateway.fleet.retries import GONE_S, Continuation, go_on, silent
 from server.gateway.fleet.routing import Need
 from server.gateway.wire.journal import ReplayMemory
-from server.resume import RESUMABLE, RESUME
-from tests.server.continued import END, HEAD, STAMPED, Fleet, chat, event, framed
+from server.instance.middleware import Admission
+from server.resume import RESUMABLE, RESUME, RESUMED
+from tests.server.continued import END, HEAD, STAMPED, Fleet, chat, framed
+from tests.server.gateway.fleet.test_fleet import CHAT, HALF_A_HEAD
 from tests.server.gateway.harness import RunningGateway, post, running_gateway
-from tests.server.gateway.upstream import Answer, Link, Received, read_answer, upstream
+from tests.server.gateway.upstream import Answer, Handler, Link, Received, answering, cut, sending, upstream
+from tests.server.instance.asgi import head, part, sent_by
 from tests.waiting import eventually
 from weightsync.control.agent import LAST_RETRY_S
 from weightsync.control.records import InstanceRecord
 
-CHAT = "/v1/chat/completions"
+ASKS = post(CHAT, {"stream": True})
 TOKENS = [11, 12, 13]
 # Instances break here on purpose, again and again: none is ejected for it, and nobody is waited for.
 HARDY = HealthSettings(eject_after=10**9, min_requests=10**9)
@@ -111,7 +115,7 @@ async def test_long_streams_cut_anywhere(gateway: RunningGateway, usage: bool) -
         for _ in range(24):
             fleet.resumes.clear()
             fleet.cuts = [chance.randrange(len(framed(fleet.events)) - 200)]
-            answer = await gateway.ask(post(CHAT, {"stream": True}))
+            answer = await gateway.ask(ASKS)
             assert answer.complete
             assert answer.body == b"".join(fleet.events)
             (resume,) = fleet.resumes
@@ -130,13 +134,11 @@ async def test_an_instance_that_begins_to_talk_nonsense(gateway: RunningGateway)
         await arrived.wait()
         await link.send(b"no size\r\n")
 
-    async with gateway.instance(derail, "a"), gateway.instance(fleet.handle, "b", state="STAGING"):
-        reader, writer = await gateway.connect()
-        writer.write(post(CHAT, {"stream": True}))
-        got = await asyncio.wait_for(reader.readuntil(fleet.events[1]), 10)
+    here, there = gateway.instance(derail, "a"), gateway.instance(fleet.handle, "b", state="STAGING")
+    async with here, there, gateway.client(ASKS) as client:
+        got = await asyncio.wait_for(client.reader.readuntil(fleet.events[1]), 10)
         arrived.set()
-        got += await asyncio.wait_for(reader.readuntil(END), 10)
-        writer.close()
+        got += await asyncio.wait_for(client.reader.readuntil(END), 10)
     assert got.count(b"data: ") == len(fleet.events)
     assert b"event: error" not in got
     assert [r.tokens for r in fleet.resumes] == [TOKENS[:1]]
@@ -153,13 +155,10 @@ async def test_the_third_instance_that_dies_is_the_last(gateway: RunningGateway)
 
 async def test_the_connection_serves_on(gateway: RunningGateway) -> None:
     fleet = Fleet(chat(TOKENS), cuts=[300])
-    async with serving(gateway, fleet):
-        reader, writer = await gateway.connect()
+    async with serving(gateway, fleet), gateway.client() as client:
         for _ in range(3):
-            writer.write(post(CHAT, {"stream": True}))
-            answer = await asyncio.wait_for(read_answer(reader), 10)
-            assert answer.body == b"".join(fleet.events)
-        writer.close()
+            client.writer.write(ASKS)
+            assert (await client.answer()).body == b"".join(fleet.events)
     assert len(fleet.asked) == 4
 
 
@@ -174,8 +173,6 @@ async def test_http_1_0(gateway: RunningGateway) -> None:
 async def test_clients_see_none_of_the_talk_between_gateway_and_instance(gateway: RunningGateway) -> None:
     answer = await ask(gateway, Fleet(chat(TOKENS), cuts=[300]))
     assert not [name for name in answer.headers if "resum" in name]
-    refused = await gateway.ask(post(CHAT, {}, f"{RESUME.decode()}: 2\r\n"))
-    assert refused.status == 400
 
 
 # who goes on
@@ -246,27 +243,24 @@ async def test_what_is_no_continuation_never_reaches_the_client(gateway: Running
 
 
 async def test_somebody_is_waited_for(tmp_path: Path) -> None:
-    patient = UpstreamSettings(scrape_interval_s=3600.0, hold_s=60.0, health=HARDY)
     fleet = Fleet(chat(TOKENS), cuts=[300])
-    with running_gateway(tmp_path, upstream=patient) as g:
+    with running_gateway(tmp_path, upstream=replace(settings(), hold_s=60.0)) as g:
         async with serving(g, fleet, 1), upstream(fleet.handle) as other:
-            asking = asyncio.create_task(g.ask(post(CHAT, {"stream": True})))
+            asking = asyncio.create_task(g.ask(ASKS))
             await eventually(lambda: g.gateway.default.stats.upstream_failures["upstream_died"] == 1)
             g.register(other, "i9")
             assert (await asking).body == b"".join(fleet.events)
 
 
 async def test_a_client_that_leaves_meanwhile_leaves_nothing(tmp_path: Path) -> None:
-    patient = UpstreamSettings(scrape_interval_s=3600.0, hold_s=60.0, health=HARDY)
     fleet = Fleet(chat(TOKENS), cuts=[300], version=5)
-    with running_gateway(tmp_path, upstream=patient) as g:
+    with running_gateway(tmp_path, upstream=replace(settings(), hold_s=60.0)) as g:
         async with serving(g, fleet, 5, 6):
-            _, writer = await g.connect()
-            writer.write(post(CHAT, {"stream": True}, "x-hotswap-version: 5\r\n"))
-            await eventually(lambda: g.gateway.default.stats.upstream_failures["upstream_died"] == 1)
-            g.unregister("i0")
-            writer.close()
+            async with g.client(post(CHAT, {"stream": True}, "x-hotswap-version: 5\r\n")):
+                await eventually(lambda: g.gateway.default.stats.upstream_failures["upstream_died"] == 1)
+                g.unregister("i0")
             await eventually(lambda: g.gateway.default.stats.inflight == 0)
+            assert g.gateway.default.stats.disconnects["held"] == 1
             assert g.gateway.default.fleet.replay.used == 0
             assert len(g.gateway.default.fleet.room) == 0
 
@@ -285,7 +279,7 @@ async def test_a_stream_whose_instance_has_left_the_store_and_is_silent(
         await link.gone()
 
     async with gateway.instance(freeze, "frozen"), upstream(fleet.handle) as well:
-        asking = asyncio.create_task(gateway.ask(post(CHAT, {"stream": True})))
+        asking = asyncio.create_task(gateway.ask(ASKS))
         await cut_off.wait()
         gateway.register(well, "well")
         gateway.unregister("frozen")
@@ -308,19 +302,19 @@ async def test_an_instance_that_registers_again_has_what_it_had(tmp_path: Path) 
     async with upstream(slow) as up:
         with running_gateway(tmp_path, upstream=up_settings) as g:
             g.register(up)
-            first = asyncio.create_task(g.ask(post(CHAT, {"stream": True})))
+            first = asyncio.create_task(g.ask(ASKS))
             await arrived.wait()
             g.unregister()
             g.register(up)
             assert g.gateway.default.fleet.instances["i0"].working == 1
-            second = asyncio.create_task(g.ask(post(CHAT, {"stream": True})))
+            second = asyncio.create_task(g.ask(ASKS))
             await eventually(lambda: g.gateway.default.gate.queue.waiting == 1)
             assert len(up.requests) == 1
             go_on.set()
             answers = [await asyncio.wait_for(each, 10) for each in (first, second)]
             await eventually(lambda: g.gateway.default.fleet.instances["i0"].working == 0)
             connections = up.connections
-            assert (await g.ask(post(CHAT, {"stream": True}))).complete
+            assert (await g.ask(ASKS)).complete
             assert up.connections == connections, "its connections are kept again"
     assert [answer.body for answer in answers] == [b"".join(fleet.events)] * 2
 
@@ -398,28 +392,11 @@ async def test_a_stream_that_the_instance_cannot_promise_to_continue(gateway: Ru
         link.writer.close()
 
     async with gateway.instance(unstamped, "a") as up, gateway.instance(unstamped, "b") as other:
-        answer = await gateway.ask(post(CHAT, {"stream": True}))
-    assert error_code(answer) == "upstream_died"
+        answer = await gateway.ask(ASKS)
+    assert answer.body.startswith(b"data: 1\n\nevent: error\n")
+    assert (error_code(answer), answer.complete) == ("upstream_died", False)
     assert len(up.requests) + len(other.requests) == 1
     assert failovers(gateway)["not_resumable"] == before + 1
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        b"data: no JSON\n\n",
-        event({"choices": [{"token_ids": [-1]}], "weight_version": 1}),
-        event({"error": {"code": "x"}}),
-        event({"choices": [{"token_ids": [4]}]}),
-    ],
-)
-async def test_events_that_nobody_could_continue(gateway: RunningGateway, said: bytes) -> None:
-    events = [*chat(TOKENS)[:2], said]
-    fleet = Fleet([*events, b"data: [DONE]\n\n"], cuts=[len(framed(events))])
-    answer = await ask(gateway, fleet)
-    assert answer.body.startswith(b"".join(events))
-    assert error_code(answer) == "upstream_died"
-    assert not fleet.resumes
 
 
 async def test_memory_is_bounded(tmp_path: Path) -> None:
@@ -434,3 +411,111 @@ async def test_memory_is_bounded(tmp_path: Path) -> None:
             assert error_code(answer) == "upstream_died"
         assert not fleet.resumes
         assert g.gateway.default.fleet.replay.used == 0
+
+
+# a request that kills instances reaches two of them at most
+
+EVENTS = chat(TOKENS)
+INSTANCES = 5
+
+
+async def cut_in_the_stream(link: Link, request: Received) -> None:
+    """After the first token, of a stream that others may go on with."""
+    resumed = RESUMED + b": 1\r\n" if RESUME.decode() in request.headers else b""
+    await link.send(HEAD % (STAMPED % 1 + resumed) + framed(EVENTS[:2]))
+    link.cut()
+
+
+async def streamed(link: Link, request: Received) -> None:
+    if RESUME.decode() in request.headers:
+        await link.send(HEAD % (STAMPED % 1 + RESUMED + b": 1\r\n") + framed(EVENTS[2:]) + END)
+    else:
+        await link.send(HEAD % (STAMPED % 1) + framed(EVENTS) + END)
+
+
+refused = answering(b"{}", b"409 Conflict", b"x-hotswap-refused: version\r\n")
+dead_before = answering(b"{}", b"503 Service Unavailable", b"x-hotswap-refused: engine\r\n")
+NOT_BEGUN: tuple[Handler, ...] = (refused, dead_before)
+nonsense = sending(b"no HTTP\r\n\r\n")
+failed = answering(b'{"error":{"message":"m","type":"t","code":"c"}}', b"500 Internal Server Error")
+engine_lost = answering(b"{}", b"503 Service Unavailable", b"x-hotswap-refused: lost\r\n")
+cut_in_the_body = sending(b'HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 40\r\n\r\n{"a"')
+BEGUN: tuple[Handler, ...] = (
+    cut, HALF_A_HEAD, nonsense, failed, engine_lost, cut_in_the_body, cut_in_the_stream, answering(), streamed,
+)  # fmt: skip
+DEADLY: tuple[Handler, ...] = (cut, engine_lost, cut_in_the_stream)
+
+
+class Hosts:
+    """Instances that answer by chance; `begun` has the numbers of those that began with a request, by its name."""
+
+    def __init__(self, seed: int, likely: tuple[Handler, ...]) -> None:
+        self.chance, self.likely = random.Random(seed), likely
+        self.begun: dict[str, set[int]] = defaultdict(set)
+
+    def one(self, number: int) -> Handler:
+        async def handle(link: Link, request: Received) -> None:
+            does = self.chance.choice((*BEGUN, *NOT_BEGUN, *self.likely * 3))
+            if does not in NOT_BEGUN:
+                body = request.body[int(request.headers.get(RESUME.decode(), 0)) :]
+                self.begun[orjson.loads(body)["user"]].add(number)
+            await does(link, request)
+
+        return handle
+
+
+@pytest.mark.parametrize("likely", [(), DEADLY, (refused, engine_lost), (cut_in_the_stream,)])
+@pytest.mark.parametrize("route", [CHAT, "/v1/completions", "/generate", "/v1/responses"])
+async def test_a_request_reaches_two_instances_at_most(
+    gateway: RunningGateway, route: str, likely: tuple[Handler, ...]
+) -> None:
+    hosts = Hosts(len(likely), likely)
+    async with AsyncExitStack() as stack:
+        for number in range(INSTANCES):
+            await stack.enter_async_context(gateway.instance(hosts.one(number), f"i{number}"))
+        asked = [post(route, {"stream": n % 2 == 0, "user": f"r{n}"}) for n in range(60)]
+        for few in range(0, len(asked), 6):  # several at a time, so that some get pooled connections
+            await asyncio.gather(*(gateway.ask(request) for request in asked[few : few + 6]))
+    assert hosts.begun
+    assert max(map(len, hosts.begun.values())) <= 2
+    if likely == DEADLY and route != "/v1/responses":
+        assert max(map(len, hosts.begun.values())) == 2  # one more try is made
+
+
+async def test_an_instance_that_is_gone_after_it_cut_a_pooled_connection_counts_as_killed(
+    gateway: RunningGateway,
+) -> None:
+    """The request may have killed it: the second try is that of a request that was lost, and there is no third."""
+    async with AsyncExitStack() as stack:
+
+        async def handle(link: Link, request: Received) -> None:
+            if first.connections == len(first.requests) == 1:
+                await link.json()
+                return
+            for number, other in enumerate(others):
+                gateway.register(other, f"i{number}")
+            first.close()
+            link.cut()
+
+        first = await stack.enter_async_context(upstream(handle))
+        others = [await stack.enter_async_context(upstream(cut)) for _ in range(2)]
+        gateway.register(first, "first")
+        assert (await gateway.ask(post())).status == 200
+        assert (await gateway.ask(post())).status == 502
+    assert [len(first.requests), sum(len(other.requests) for other in others)] == [2, 1]
+
+
+@pytest.mark.parametrize(("dies", "why"), [(False, b"engine"), (True, b"lost")])
+async def test_an_instance_says_whether_its_engine_had_the_request(dies: bool, why: bytes) -> None:
+    """Dead before it came, or dead of it for all that is known."""
+    state = {"dead": not dies}
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        state["dead"] = True
+        await send(head(b"text/plain", 500))
+        await send(part(b"EngineDeadError", more=False))
+
+    refusal, answer = await sent_by(Admission(app, dead=lambda: state["dead"]), "/v1/completions")
+    assert refusal["status"] == 503
+    assert (b"x-hotswap-refused", why) in refusal["headers"]
+    assert orjson.loads(answer["body"])["error"]["code"] == "engine_died"

@@ -15,7 +15,19 @@ import pytest
 from server.gateway import HealthSettings, UpstreamSettings
 from server.gateway.fleet.retries import MIN_PER_S, WINDOW_S
 from tests.server.gateway.harness import ADMIN, RunningGateway, code, get, post, request, running_gateway
-from tests.server.gateway.upstream import Answer, Handler, Link, Moody, Received, Upstream, answer_json, cut, upstream
+from tests.server.gateway.upstream import (
+    Answer,
+    Handler,
+    Moody,
+    Received,
+    Upstream,
+    answer_json,
+    answering,
+    cut,
+    sending,
+    streaming,
+    upstream,
+)
 from tests.waiting import eventually, wait_until
 
 QUIET = UpstreamSettings(connect_timeout_s=60.0, read_idle_timeout_s=60.0, scrape_interval_s=3600.0)
@@ -28,6 +40,7 @@ QUICK = UpstreamSettings(  # ejections end at once, and trials follow each other
 FORGIVING = UpstreamSettings(scrape_interval_s=3600.0, health=HealthSettings(eject_after=10**6, min_requests=10**6))
 LONG = HealthSettings().eject_after
 CHAT = "/v1/chat/completions"
+HALF_A_HEAD = sending(b"HTTP/1.1 200 OK\r\ncontent-")
 
 
 @pytest.fixture
@@ -69,29 +82,7 @@ async def seen(gateway: RunningGateway, instance_id: str) -> dict[str, Any]:
     return next(i for i in body["instances"] if i["id"] == instance_id)
 
 
-def status(line: bytes, extra: bytes = b"") -> Handler:
-    async def handler(link: Link, _: Received) -> None:
-        await link.json(b'{"error":{}}', line, extra)
-
-    return handler
-
-
 # affinity
-
-
-async def test_a_prompt_s_beginning_decides_who_is_asked(gateway: RunningGateway) -> None:
-    async with fleet(gateway, *[answer_json] * 3) as ups:
-        for question in range(6):
-            for application in range(8):
-                assert (await ask(gateway, chat(application, question))).status == 200
-        homes = [
-            {n for n, up in enumerate(ups) if any(r.body == chat(a, q) for r in asked(up) for q in range(6))}
-            for a in range(8)
-        ]
-        assert all(len(home) == 1 for home in homes), homes
-        assert len(set.union(*homes)) > 1, "and not all of them go to one instance"
-        picks = gateway.gateway.default.fleet.picks
-        assert (picks["load"], picks["prefix"]) == (8, 40)
 
 
 async def test_a_session_stays_and_moves_when_its_instance_goes(gateway: RunningGateway) -> None:
@@ -121,7 +112,7 @@ async def test_one_instance_costs_no_thought(gateway: RunningGateway, monkeypatc
 
 
 async def test_who_fails_is_left_out_and_who_is_well_is_not(gateway: RunningGateway) -> None:
-    async with fleet(gateway, status(b"500 Internal Server Error"), answer_json) as (bad, good):
+    async with fleet(gateway, answering(status=b"500 Internal Server Error"), answer_json) as (bad, good):
         statuses = Counter([(await ask(gateway)).status for _ in range(4 * LONG)])
         assert statuses == {500: LONG, 200: 3 * LONG}
         assert (len(asked(bad)), len(asked(good))) == (LONG, 3 * LONG)
@@ -162,7 +153,7 @@ async def test_who_is_left_out_is_tried_again(gateway: RunningGateway) -> None:
 async def test_what_is_no_fault_of_the_instance_does_not_count(
     gateway: RunningGateway, line: bytes, extra: bytes
 ) -> None:
-    async with fleet(gateway, status(line, extra), answer_json) as (odd, _):
+    async with fleet(gateway, answering(status=line, extra=extra), answer_json) as (odd, _):
         while len(asked(odd)) < 3 * LONG:
             await ask(gateway)
         assert not gateway.gateway.default.fleet.unwell
@@ -215,23 +206,19 @@ async def test_what_was_lost_before_the_first_byte_goes_to_another(gateway: Runn
         assert gateway.gateway.default.stats.upstream_failures["upstream_died"] == len(asked(bad))
 
 
-async def half_a_head(link: Link, _: Received) -> None:
-    await link.send(b"HTTP/1.1 200 OK\r\ncontent-")
-    link.cut()
-
-
 @pytest.mark.parametrize(
-    ("path", "breaks", "tries"),
+    ("path", "breaks", "instances", "tries"),
     [
-        pytest.param(CHAT, cut, 2, id="lost twice: it may be what kills instances"),
-        pytest.param("/v1/responses", cut, 1, id="it outlives its connection"),
-        pytest.param(CHAT, half_a_head, 1, id="its answer has begun"),
+        pytest.param(CHAT, cut, 3, 2, id="lost twice: it may be what kills instances"),
+        pytest.param(CHAT, cut, 1, 1, id="there is no other instance"),
+        pytest.param("/v1/responses", cut, 3, 1, id="it outlives its connection"),
+        pytest.param(CHAT, HALF_A_HEAD, 3, 1, id="its answer has begun"),
     ],
 )
 async def test_how_often_a_request_that_breaks_is_tried(
-    gateway: RunningGateway, path: str, breaks: Handler, tries: int
+    gateway: RunningGateway, path: str, breaks: Handler, instances: int, tries: int
 ) -> None:
-    async with fleet(gateway, breaks, breaks, breaks) as ups:
+    async with fleet(gateway, *[breaks] * instances) as ups:
         answer = await ask(gateway, chat(0), path=path)
         assert sum(len(asked(up)) for up in ups) == tries
         assert code(answer) == (502, "upstream_died")
@@ -258,22 +245,12 @@ async def test_a_drained_instance_keeps_what_it_has_and_gets_nothing_new(
     gateway: RunningGateway, tmp_path: Path
 ) -> None:
     release = asyncio.Event()
-
-    async def stream(link: Link, received: Received) -> None:
-        if b"stream" not in received.body:
-            await link.json()
-            return
-        await link.sse_head()
-        await link.chunk(b"data: one\n\n")
-        await release.wait()
-        await link.chunk(b"data: two\n\n")
-        await link.end()
-
+    stream = streaming(b"data: one\n\n", release, b"data: two\n\n")
     async with fleet(gateway, stream, answer_json) as (a, b):
         with running_gateway(tmp_path, upstream=QUIET, run_coordinator=False) as other:
             wait_until(lambda: len(other.gateway.default.fleet.serving) == 2)
             gateway.register(b, "i1", state="STARTING")  # so that the stream begins at i0
-            streaming = asyncio.create_task(ask(gateway, b'{"stream": true}'))
+            streamed = asyncio.create_task(ask(gateway, b'{"stream": true}'))
             await eventually(lambda: len(asked(a)) == 1)
             gateway.register(b, "i1")
             assert await admin(gateway, "POST", "/admin/instances/i0/drain") == (200, {"id": "i0", "draining": True})
@@ -285,7 +262,7 @@ async def test_a_drained_instance_keeps_what_it_has_and_gets_nothing_new(
             row = await seen(gateway, "i0")
             assert (row["draining"], row["eligible"], row["in_flight"]) == (True, False, 1)
             release.set()
-            answer = await streaming
+            answer = await streamed
             assert (answer.complete, answer.body) == (True, b"data: one\n\ndata: two\n\n")
             assert await admin(other, "POST", "/admin/instances/i0/resume") == (200, {"id": "i0", "draining": False})
             await eventually(lambda: len(gateway.gateway.default.fleet.serving) == 2)

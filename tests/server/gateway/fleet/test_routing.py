@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import get_args
@@ -15,6 +16,7 @@ from server.gateway import UpstreamSettings
 from server.gateway.fleet import affinity, routing
 from server.gateway.fleet.affinity import NO_HINT, Hint
 from server.gateway.fleet.instance import Instance, Signals, pressure
+from server.gateway.fleet.routing import C
 from tests.server.gateway.harness import post, running_gateway
 from weightsync.control.records import (
     ActiveRecord,
@@ -25,7 +27,7 @@ from weightsync.control.records import (
     SwapRecord,
 )
 
-OWN = "tests.server.gateway.fleet.policies"
+OWN = __name__
 PROMPT = Hint([11, 22], 512, 0)
 SESSION = Hint([], 0, 7)
 
@@ -248,6 +250,38 @@ def test_who_is_fresh(
 ) -> None:
     swap = SwapRecord("s", 4, phase, ("a",), deadline=0.0, opened_at=0.0) if phase else None
     assert routing.fresh(record, active, swap) is fresh
+
+
+# policies of a module of the user's, which is this one
+
+NO_POLICY = "a name is none"
+
+
+class Alternating:
+    """By name, one after the other: it keeps state."""
+
+    def __init__(self) -> None:
+        self.turn = 0
+
+    def __call__(self, candidates: Sequence[C], now: float, hint: Hint) -> C:
+        self.turn += 1
+        return sorted(candidates, key=lambda candidate: candidate.id)[self.turn % len(candidates)]
+
+
+class Needy:
+    """It cannot be made without arguments."""
+
+    def __init__(self, something: int) -> None: ...
+
+
+def raises(candidates: Sequence[C], now: float, hint: Hint) -> C:
+    """A policy with a fault."""
+    raise RuntimeError("a fault")
+
+
+def invents(candidates: Sequence[C], now: float, hint: Hint) -> str:
+    """A policy that names no candidate."""
+    return "nobody"
 
 
 def test_policies_that_look_at_no_prefix() -> None:

@@ -6,20 +6,22 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 
-from server.answers.parse import About, parse
+from server.answers.desk import about_of
+from server.answers.parse import parse
 from server.gateway import UpstreamSettings
 from server.gateway.fleet import shadow
 from server.gateway.fleet.shadow import Repeated
 from server.gateway.fleet.view import Fleet
 from server.gateway.wire.bodies import Usage
 from tests.server.gateway.harness import KEYS, RunningGateway, get, new_key, post, running_gateway
-from tests.server.gateway.upstream import Handler, Link, Received, Upstream, cut, never_answer, read_answer, upstream
+from tests.server.gateway.upstream import Handler, Link, Received, Upstream, answering, cut, never_answer, sending
 from tests.waiting import eventually
 from weightsync.control.records import ActiveRecord, ShareRecord, SplitRecord
 
@@ -43,11 +45,13 @@ def saying(version: int, text: str) -> Handler:
     return answer
 
 
+@dataclass
 class Trial:
     """Version 12 has all requests, and a share of them is repeated on version 13."""
 
-    def __init__(self, gateway: RunningGateway, live: Upstream, tried: Upstream) -> None:
-        self.gateway, self.live, self.tried = gateway, live, tried
+    gateway: RunningGateway
+    live: Upstream
+    tried: Upstream
 
     @property
     def fleet(self) -> Fleet:
@@ -66,11 +70,10 @@ class Trial:
     async def ask(self, count: int, headers: str = "", **body: Any) -> Counter[int]:
         """Statuses of requests one after the other; no client is answered by the version that is tried out."""
         found: Counter[int] = Counter()
-        reader, writer = await self.gateway.connect()
-        with contextlib.closing(writer):
+        async with self.gateway.client() as client:
             for _ in range(count):
-                writer.write(post(body={"prompt": "x", **body}, headers=headers))
-                answer = await asyncio.wait_for(read_answer(reader), 20)
+                client.writer.write(post(body={"prompt": "x", **body}, headers=headers))
+                answer = await client.answer()
                 assert b"tried" not in answer.body
                 found[answer.status] += 1
         return found
@@ -79,25 +82,15 @@ class Trial:
 @contextlib.asynccontextmanager
 async def trial(directory: Path, **settings: Any) -> AsyncIterator[Trial]:
     with running_gateway(directory, run_coordinator=False, **settings) as gateway:
-        async with upstream(saying(12, "live")) as live, upstream(saying(13, "tried")) as tried:
-            gateway.register(live, "i12", active_version=12)
-            gateway.register(tried, "i13", active_version=13)
+        first = gateway.instance(saying(12, "live"), "i12", active_version=12)
+        second = gateway.instance(saying(13, "tried"), "i13", active_version=13)
+        async with first as live, second as tried:
             yield Trial(gateway, live, tried)
 
 
 def text_of(answer: Repeated) -> str:
     """As a judge reads it."""
-    told, principal = answer.finished, answer.capture.principal
-    about = About(
-        told.request_id,
-        told.route,
-        told.status,
-        told.key,
-        principal.id,
-        told.ended,
-        told.duration_s,
-        streamed=told.streamed,
-    )
+    about = about_of(answer.finished, answer.capture.principal)
     return parse(answer.capture.body, b"".join(answer.capture.pieces), about).choices[0].text
 
 
@@ -172,18 +165,14 @@ async def test_a_repetition_counts_in_no_limit(tmp_path: Path) -> None:
         await eventually(lambda: t.outcomes == {"answered": 5})
 
 
-async def talks_nonsense(link: Link, _: Received) -> None:
-    await link.send(b"this is no HTTP\r\n\r\n" * 1000)
-
-
 async def never_ends(link: Link, _: Received) -> None:
     await link.sse_head()
     while True:
         await link.chunk(b"data: %b\n\n" % (b"x" * 65536))
 
 
-async def fails(link: Link, _: Received) -> None:
-    await link.json(b"{}", status=b"500 Internal Server Error")
+talks_nonsense = sending(b"this is no HTTP\r\n\r\n" * 1000)
+fails = answering(status=b"500 Internal Server Error")
 
 
 @pytest.mark.parametrize("broken", [never_answer, cut, talks_nonsense, never_ends, fails])

@@ -18,7 +18,7 @@ from server.gateway.fleet.routing import Need, fresh
 from server.gateway.fleet.splits import Splits
 from server.gateway.wire.head import RequestHead
 from tests.server.gateway.harness import KEYS, RunningGateway, get, post, running_gateway
-from tests.server.gateway.upstream import Link, Received, Upstream, cut, read_answer
+from tests.server.gateway.upstream import Link, Received, Upstream, answering, cut
 from tests.waiting import eventually
 from weightsync.control.records import ActiveRecord, InstanceRecord, ShareRecord, SplitRecord, SwapRecord
 
@@ -143,10 +143,8 @@ def test_others_answer_for_a_version_that_nobody_runs() -> None:
     splits = split(lost=(13,), v12=90.0, v13=10.0)
     assert Counter(chosen(splits, Asks()) for _ in range(100)) == {12: 100}
     assert splits.elsewhere == {13: 10}
-    sticks, whole = (
-        split("session", lost=(13,), v11=60.0, v12=30.0, v13=10.0),
-        split("session", v11=60.0, v12=30.0, v13=10.0),
-    )
+    sticks = split("session", lost=(13,), v11=60.0, v12=30.0, v13=10.0)
+    whole = split("session", v11=60.0, v12=30.0, v13=10.0)
     for n in range(300):
         user = b"user-%d" % n
         before, after = chosen(whole, asks(session=user)), chosen(sticks, asks(session=user))
@@ -189,20 +187,12 @@ def test_each_instance_is_fresh_with_the_version_of_its_share() -> None:
 # through a gateway
 
 
+@dataclass
 class Instances:
     """Two upstreams that say which version they run, registered as the instances of a split."""
 
-    def __init__(self, gateway: RunningGateway, stack: contextlib.AsyncExitStack) -> None:
-        self.gateway, self._stack = gateway, stack
-        self.upstreams: dict[int, Upstream] = {}
-
-    async def start(self, version: int) -> None:
-        async def says_version(link: Link, _: Received) -> None:
-            await link.json(extra=b"x-hotswap-weight-version: %d\r\n" % version)
-
-        instance = self.gateway.instance(says_version, f"i{version}", active_version=version)
-        self.upstreams[version] = await self._stack.enter_async_context(instance)
-        self._stack.callback(self.gateway.unregister, f"i{version}")
+    gateway: RunningGateway
+    upstreams: dict[int, Upstream] = field(default_factory=dict)
 
     async def commit(self, sticky: str = "", **percents: float) -> None:
         active, fleet = committed(sticky, **percents), self.gateway.gateway.default.fleet
@@ -212,11 +202,10 @@ class Instances:
     async def ask(self, count: int, headers: str = "") -> Counter[str]:
         """Requests one after the other on one connection: by version, and by status where there is none."""
         found: Counter[str] = Counter()
-        reader, writer = await self.gateway.connect()
-        with contextlib.closing(writer):
+        async with self.gateway.client() as client:
             for _ in range(count):
-                writer.write(post(headers=headers))
-                answer = await asyncio.wait_for(read_answer(reader), 10)
+                client.writer.write(post(headers=headers))
+                answer = await client.answer()
                 found[answer.headers.get("x-hotswap-weight-version", str(answer.status))] += 1
         return found
 
@@ -231,11 +220,12 @@ def gateway(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[RunningG
 @pytest.fixture
 async def instances(gateway: RunningGateway) -> AsyncIterator[Instances]:
     async with contextlib.AsyncExitStack() as stack:
-        found = Instances(gateway, stack)
+        found = Instances(gateway)
         for version in (12, 13):
-            await found.start(version)
+            says_version = answering(extra=b"x-hotswap-weight-version: %d\r\n" % version)
+            instance = gateway.instance(says_version, f"i{version}", active_version=version)
+            found.upstreams[version] = await stack.enter_async_context(instance)
         yield found
-        gateway.store.delete(KEYS.active)
 
 
 async def test_a_gateway_divides_requests(instances: Instances) -> None:
@@ -273,14 +263,12 @@ async def test_shares_change_and_end_without_a_failed_request(instances: Instanc
 
 async def test_others_answer_when_a_version_has_nobody_left(instances: Instances) -> None:
     await instances.commit("session", v12=50.0, v13=50.0)
-    upstream_of = instances.upstreams[13]
+    instances.upstreams[13].handler = cut  # its engine dies with each request
     for _ in range(3):
-        upstream_of.handler = cut  # its engine dies with each request
         assert set(await instances.ask(2, "x-session-id: s-1\r\n")) <= {"12", "13"}
     instances.gateway.unregister("i13")
     assert await instances.ask(60) == {"12": 60}
     assert instances.gateway.gateway.default.fleet.splits.elsewhere[13] >= 30
-    instances.gateway.register(upstream_of, "i13", active_version=13)
 
 
 @pytest.mark.parametrize("gateway", [UpstreamSettings(max_in_flight=1)], indirect=True)
