@@ -9,11 +9,11 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from loadtest.gateway.contenders import Place, hotswap, pinned, rss_mb, running
-from server.errors import HttpError
 from server.gateway import Limits, UpstreamSettings
 from server.gateway.admission import Request
 from server.gateway.config import QueueSettings
@@ -39,14 +39,6 @@ PATIENT = UpstreamSettings(connect_timeout_s=60.0, read_idle_timeout_s=10.0, scr
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
     with running_gateway(tmp_path_factory.mktemp("gateway"), upstream=PATIENT) as g:
-        yield g
-
-
-@pytest.fixture
-def hasty(tmp_path: Path) -> Iterator[RunningGateway]:
-    """A gateway without patience for its clients."""
-    limits = Limits(stalled_client_s=0.5)
-    with running_gateway(tmp_path, upstream=PATIENT, limits=limits) as g:
         yield g
 
 
@@ -139,7 +131,7 @@ async def test_a_slow_reader_holds_the_instance_back(gateway: RunningGateway) ->
         await eventually(lambda: gateway.gateway.default.stats.inflight == 0)
 
 
-async def test_a_client_that_never_reads_is_dropped(hasty: RunningGateway, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_client_that_never_reads_is_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def handler(link: Link, _: Received) -> None:
         await link.send(b"HTTP/1.1 200 OK\r\ncontent-length: 1000000000\r\n\r\n")
         with contextlib.suppress(ConnectionError):
@@ -148,61 +140,33 @@ async def test_a_client_that_never_reads_is_dropped(hasty: RunningGateway, caplo
         gone.set()
 
     gone = asyncio.Event()
-    async with hasty.instance(handler), hasty.client(post()):
-        await asyncio.wait_for(gone.wait(), 20)
-        assert hasty.gateway.default.stats.disconnects["stalled"] == 1
-        await eventually(lambda: not [c for c in hasty.gateway.clients if waiting(c)], 20)
-        await eventually(lambda: hasty.gateway.default.stats.inflight == 0)
+    with running_gateway(tmp_path, upstream=PATIENT, limits=Limits(stalled_client_s=0.5)) as hasty:
+        async with hasty.instance(handler), hasty.client(post()):
+            await asyncio.wait_for(gone.wait(), 20)
+            assert hasty.gateway.default.stats.disconnects["stalled"] == 1
+            await eventually(lambda: not [c for c in hasty.gateway.clients if waiting(c)], 20)
+            await eventually(lambda: hasty.gateway.default.stats.inflight == 0)
     assert "Exception" not in caplog.text
 
 
-async def test_a_slow_instance_is_not_a_stalled_client(hasty: RunningGateway) -> None:
-    async def handler(link: Link, _: Received) -> None:
-        await link.sse_head()
-        await asyncio.sleep(1.2)  # over stalled_client_s
-        await link.chunk(b"data: 1\n\n")
-        await link.end()
-
-    async with hasty.instance(handler):
-        answer = await hasty.ask(post())
-    assert (answer.body, answer.complete) == (b"data: 1\n\n", True)
-
-
-class Reader:
-    """A client that notes what it is told."""
-
-    def __init__(self) -> None:
-        self.cuts = 0
-        self.refusals: list[HttpError] = []
-
-    def send(self, data: bytes) -> None: ...
-
-    def write(self, data: bytes, *, last: bool = False) -> None: ...
-
-    def body_done(self) -> None: ...
-
-    def answered(self, *, keep_alive: bool) -> None: ...
-
-    def refuse(self, error: HttpError) -> None:
-        self.refusals.append(error)
-
-    def cut(self) -> None:
-        self.cuts += 1
+def refusals(client: Mock) -> list[tuple[int, str]]:
+    """Status and code of each error with which an exchange refused its client."""
+    return [(call.args[0].status, call.args[0].code) for call in client.refuse.call_args_list]
 
 
 @asynccontextmanager
 async def before_silence(
     tmp_path: Path,
-) -> AsyncIterator[tuple[Upstream, Stats, Callable[[], tuple[Exchange, Reader]]]]:
+) -> AsyncIterator[tuple[Upstream, Stats, Callable[[], tuple[Exchange, Mock]]]]:
     """The only instance takes requests and says nothing; what begins one."""
     stats = Stats()
     store = open_store(f"sqlite://{tmp_path / 'store.db'}")
     fleet = Fleet(store, "toy", PATIENT, stats)
     served = Served("toy", fleet, Gate(fleet, QueueSettings()), stats)
 
-    def begun() -> tuple[Exchange, Reader]:
+    def begun() -> tuple[Exchange, Mock]:
         (target,) = find(b"/v1/completions")
-        client = Reader()
+        client = Mock()
         request = Request(target, RequestHead(b"r", b""), b"{}", None, (served,), http10=False, keep_alive=True)
         exchange = Exchange(client, request)
         exchange.start()
@@ -228,7 +192,8 @@ async def test_how_long_each_side_may_stand_still(tmp_path: Path) -> None:
         stalled.sweep(at + 20.0, stalled_client_s=20.0)
         assert stalled.state is not State.ENDED
         stalled.sweep(at + 20.5, stalled_client_s=20.0)
-        assert (stalled.state, stalled.status, client.cuts, stats.disconnects["stalled"]) == (State.ENDED, 499, 1, 1)
+        assert (stalled.state, stalled.status, stats.disconnects["stalled"]) == (State.ENDED, 499, 1)
+        client.cut.assert_called_once()
 
         silent, client = begun()
         await eventually(lambda: len(up.requests) == 2)
@@ -236,8 +201,9 @@ async def test_how_long_each_side_may_stand_still(tmp_path: Path) -> None:
         silent.sweep(at + 10.0, stalled_client_s=1.0)
         assert silent.state is not State.ENDED
         silent.sweep(at + 10.5, stalled_client_s=1000.0)
-        assert (silent.state, silent.status, client.cuts, stats.disconnects["stalled"]) == (State.ENDED, 504, 0, 1)
-        assert [(error.status, error.code) for error in client.refusals] == [(504, "upstream_timeout")]
+        assert (silent.state, silent.status, stats.disconnects["stalled"]) == (State.ENDED, 504, 1)
+        client.cut.assert_not_called()
+        assert refusals(client) == [(504, "upstream_timeout")]
 
 
 @pytest.mark.parametrize(("after_s", "again"), [(0.0, True), (STALE_S, False)])
@@ -255,8 +221,7 @@ async def test_a_kept_connection_that_ends_late_was_not_closed_already(
             await eventually(lambda: len(up.requests) == 2)
             exchange.cancel()
         assert stats.stale_retries == again
-        codes = [(error.status, error.code) for error in client.refusals]
-        assert codes == ([] if again else [(502, "upstream_died")])
+        assert refusals(client) == ([] if again else [(502, "upstream_died")])
 
 
 async def test_pipelined_requests_get_one_answer_and_a_close(gateway: RunningGateway) -> None:

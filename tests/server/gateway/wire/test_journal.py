@@ -139,7 +139,17 @@ def test_comments_are_no_events_of_the_answer() -> None:
     assert (journal.resume(1).tokens, journal.resume(1).lead) == ([4], 1)
 
 
-@pytest.mark.parametrize("tail", [b"data: {\n\n", b"data: []\n\n", event({"error": {}}), b'data: {"error":"x"}\n\n'])
+@pytest.mark.parametrize(
+    "tail",
+    [
+        b"data: {\n\n",
+        b"data: []\n\n",
+        event({"error": {}}),
+        b'data: {"error":"x"}\n\n',
+        event({"choices": [{"token_ids": [-1]}], "weight_version": 1}),
+        event({"choices": [{"token_ids": [4]}]}),
+    ],
+)
 def test_what_cannot_be_read_cannot_be_continued(tail: bytes) -> None:
     memory = ReplayMemory(2**20, 2**20)
     journal = opened(memory)
@@ -208,7 +218,3 @@ def test_an_event_without_an_end_is_not_held_for_ever() -> None:
     assert len(out) == 100_000
     assert not journal.broken()
     assert memory.used == 0
-
-
-def test_nothing_is_kept_where_nothing_may_be() -> None:
-    assert ReplayMemory(0, 2**20).open(0) is None

@@ -1,21 +1,22 @@
-"""Forwarding: what goes up, what comes back, and what happens when the instance misbehaves."""
+"""Forwarding: what goes up, what comes back, in which order it is written, and what a bad instance leads to."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import cast
 
-import orjson
 import pytest
 
 from server.gateway import Limits, UpstreamSettings
 from server.gateway.connection import GatewayProtocol
+from server.gateway.wire.pool import Outbox
 from tests.server.gateway.harness import ADMIN_KEY, RunningGateway, get, post, running_gateway
 from tests.server.gateway.upstream import Link, Received, answering, sending, streaming, upstream
-from tests.waiting import eventually
 
 PATIENT = UpstreamSettings(connect_timeout_s=60.0, read_idle_timeout_s=60.0, scrape_interval_s=3600.0, hold_s=0.0)
 
@@ -24,10 +25,6 @@ PATIENT = UpstreamSettings(connect_timeout_s=60.0, read_idle_timeout_s=60.0, scr
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
     with running_gateway(tmp_path_factory.mktemp("gateway"), upstream=PATIENT, limits=Limits(max_body=100_000)) as g:
         yield g
-
-
-async def lose(link: Link, _: Received) -> None:
-    link.cut()
 
 
 @pytest.fixture(autouse=True)
@@ -165,19 +162,6 @@ async def test_informational_answers_are_swallowed(gateway: RunningGateway) -> N
 # failures
 
 
-async def test_no_instance_is_503_with_retry_after(gateway: RunningGateway) -> None:
-    answer = await gateway.ask(post())
-    assert answer.refusal == (503, "no_instance")
-    assert int(answer.headers["retry-after"]) > 0
-
-
-async def test_unroutable_instances_are_named(gateway: RunningGateway) -> None:
-    gateway.register("http://127.0.0.1:1", state="TORN")
-    answer = await gateway.ask(post())
-    assert answer.status == 503
-    assert "i0 is TORN" in answer.error["message"]
-
-
 async def test_an_instance_that_accepts_nobody_is_503_in_time(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as stack:
         for _ in range(8):  # fills the queue of a listener that never accepts
@@ -236,31 +220,20 @@ async def test_what_comes_in_the_turn_of_an_answer_s_end_is_answered_behind_it(
             assert (await asyncio.wait_for(client.reader.readline(), 5)).startswith(said)
 
 
-async def test_death_before_the_first_byte_is_502_and_not_retried(gateway: RunningGateway) -> None:
-    async with gateway.instance(lose) as up:
-        answer = await gateway.ask(post())
-    assert answer.refusal == (502, "upstream_died")
-    assert len(up.requests) == 1
-
-
-MALFORMED = [
-    b"garbage\r\n\r\n",
-    b"HTTP/1.1 200 OK\r\nbad header\r\n\r\n",
-    b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\ntransfer-encoding: chunked\r\n\r\n",
-    b"HTTP/1.1 200 OK\r\ntransfer-encoding: gzip\r\n\r\n",
-    b"HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n",
-    b"HTTP/1.1 200 OK\r\n" + b"a: " + b"b" * 70_000,
-    b"HTTP/1.1 999 Odd\r\ncontent-length: 0\r\n\r\n",
-]
-
-
-@pytest.mark.parametrize("raw", MALFORMED)
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"garbage\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nbad header\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\ntransfer-encoding: chunked\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: gzip\r\n\r\n",
+        b"HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\na: " + b"b" * 70_000,
+        b"HTTP/1.1 999 Odd\r\ncontent-length: 0\r\n\r\n",
+    ],
+)
 async def test_malformed_heads_are_502(gateway: RunningGateway, raw: bytes) -> None:
-    async def handler(link: Link, _: Received) -> None:
-        await link.send(raw)
-        await link.gone()
-
-    async with gateway.instance(handler):
+    async with gateway.instance(sending(raw)):
         assert (await gateway.ask(post())).refusal == (502, "bad_upstream")
 
 
@@ -275,16 +248,6 @@ async def test_bytes_after_a_complete_answer_cost_the_connection_only(gateway: R
             answer = await gateway.ask(post())
             assert answer.body == b"ok"
     assert up.connections == 2
-
-
-async def test_a_stream_cut_short_ends_with_an_error_event(gateway: RunningGateway) -> None:
-    async with gateway.instance(streaming(b"data: 1\n\n", cut=True)):
-        answer = await gateway.ask(post())
-    first, event = answer.body.split(b"\n\n")[:2]
-    assert first == b"data: 1"
-    assert event.startswith(b"event: error\ndata: ")
-    assert orjson.loads(event.removeprefix(b"event: error\ndata: "))["error"]["code"] == "upstream_died"
-    assert not answer.complete
 
 
 async def test_no_event_is_added_inside_an_unfinished_one(gateway: RunningGateway) -> None:
@@ -308,27 +271,56 @@ async def test_a_cut_body_is_recognisable(gateway: RunningGateway, begin: bytes)
     assert answer.status == 502 or not answer.complete
 
 
-async def test_requests_are_spread_over_instances(gateway: RunningGateway) -> None:
-    async def hold(link: Link, _: Received) -> None:
-        await held.wait()
-        await link.json()
-
-    held = asyncio.Event()
-    async with gateway.instance(hold) as a, gateway.instance(hold, "b", state="STAGED") as b:
-        asks = [asyncio.create_task(gateway.ask(post())) for _ in range(6)]
-        await eventually(lambda: len(a.requests) + len(b.requests) == 6)
-        held.set()
-        assert all(answer.status == 200 for answer in await asyncio.gather(*asks))
-    assert (len(a.requests), len(b.requests)) == (3, 3)
-
-
 async def test_get_routes_and_response_ids(gateway: RunningGateway) -> None:
     async with gateway.instance() as up:
         assert (await gateway.ask(get("/v1/models?ignored=1"))).status == 200
         assert (await gateway.ask(get("/v1/responses/resp_1-a?stream=true"))).status == 200
         assert (await gateway.ask(post("/v1/responses/resp_1-a/cancel", b""))).status == 200
-    assert [r.target for r in up.requests] == [
-        "/v1/models",
-        "/v1/responses/resp_1-a?stream=true",
-        "/v1/responses/resp_1-a/cancel",
-    ]
+    response = "/v1/responses/resp_1-a"
+    assert [r.target for r in up.requests] == ["/v1/models", f"{response}?stream=true", f"{response}/cancel"]
+
+
+# the writes of one turn of the loop: in order, then the work behind them, all before the loop waits again
+
+
+class Wire(asyncio.Transport):
+    def __init__(self, done: list[str], *, closing: bool = False) -> None:
+        super().__init__()
+        self._done, self._closing = done, closing
+
+    def is_closing(self) -> bool:
+        return self._closing
+
+    def writelines(self, list_of_data: Iterable[bytes]) -> None:  # type: ignore[override]
+        self._done.append(b"".join(list_of_data).decode())
+
+
+async def test_work_is_done_behind_all_writes_of_the_turn() -> None:
+    outbox, done = Outbox(), cast(list[str], [])
+    outbox.put(Wire(done), (b"first ", b"answer"))
+    outbox.afterwards(lambda: done.append("counted"))
+    outbox.put(Wire(done, closing=True), (b"nobody reads this",))
+    outbox.put(Wire(done), (b"second answer",))
+    assert done == []
+    await asyncio.sleep(0)
+    assert done == ["first answer", "second answer", "counted"]
+
+
+async def test_work_that_fails_keeps_no_other_from_being_done(caplog: pytest.LogCaptureFixture) -> None:
+    outbox, done = Outbox(), cast(list[str], [])
+
+    def fails() -> None:
+        raise ZeroDivisionError
+
+    def makes_more() -> None:
+        outbox.put(Wire(done), (b"more",))
+        outbox.afterwards(lambda: done.append("more counted"))
+
+    for work in (fails, makes_more, lambda: done.append("counted")):
+        outbox.afterwards(work)
+    with caplog.at_level(logging.ERROR, "hotswap.gateway"):
+        await asyncio.sleep(0)
+    assert done == ["counted"]
+    assert "behind an answer" in caplog.text
+    await asyncio.sleep(0)
+    assert done == ["counted", "more", "more counted"]
