@@ -12,13 +12,12 @@ import orjson
 import pytest
 
 from server.gateway import QueueSettings, UpstreamSettings
+from tests.server.gateway.fleet.test_hold import metrics
 from tests.server.gateway.harness import Client, RunningGateway, get, post, running_gateway
 from tests.server.gateway.upstream import Link, Received, Upstream, upstream
 from tests.waiting import eventually
 
 QUIET = UpstreamSettings(scrape_interval_s=3600.0)
-KEYS = ("key-of-the-first-tester", "key-of-the-second-tester")
-FIRST, SECOND = (f"Authorization: Bearer {key}\r\n" for key in KEYS)
 
 
 @dataclass
@@ -64,16 +63,6 @@ async def slow() -> AsyncIterator[Slow]:
 def gateway(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[RunningGateway]:
     settings = getattr(request, "param", QueueSettings())
     with running_gateway(tmp_path, upstream=QUIET, run_coordinator=False, queue=settings) as g:
-        yield g
-
-
-@pytest.fixture
-def keyed(tmp_path: Path) -> Iterator[RunningGateway]:
-    """A gateway for the two keys."""
-    file = tmp_path / "keys"
-    file.write_text("\n".join(KEYS))
-    file.chmod(0o600)
-    with running_gateway(tmp_path, upstream=QUIET, run_coordinator=False, api_key_file=file) as g:
         yield g
 
 
@@ -156,19 +145,6 @@ async def test_the_wish_in_the_body(gateway: RunningGateway) -> None:
             assert (await gateway.ask(post(headers=line + "\r\n"))).status == 400
 
 
-async def test_a_burst_of_one_key_does_not_hold_up_another(keyed: RunningGateway) -> None:
-    async with slow() as s:
-        keyed.register(s.up, max_num_seqs=1)
-        keyed.gateway.default.fleet.instances["i0"].window.limit = 1
-        asked = [await ask(keyed, "a0", FIRST)]
-        asked += [await in_line(keyed, f"a{i}", FIRST) for i in range(1, 9)]
-        asked += [await in_line(keyed, f"b{i}", SECOND) for i in range(2)]
-        await s.finish(asked)
-        assert s.prompts.index("b0") <= 2
-        assert s.prompts.index("b1") <= 4
-        assert [p for p in s.prompts if p[0] == "a"] == [f"a{i}" for i in range(9)]
-
-
 async def test_what_an_answer_really_cost_is_charged_to_its_key(gateway: RunningGateway) -> None:
     async with slow() as s:
         s.answer = b'{"choices":[],"usage":{"prompt_tokens":5000,"total_tokens":5001,"completion_tokens":1}}'
@@ -185,8 +161,13 @@ async def test_what_an_answer_really_cost_is_charged_to_its_key(gateway: Running
         await s.finish(asked)
 
 
-async def test_a_client_that_hangs_up_has_had_its_prompt(keyed: RunningGateway) -> None:
-    """Whoever breaks off every answer is charged for what the instance read, and does not go first for it."""
+async def test_a_client_that_hangs_up_has_had_its_prompt(tmp_path: Path) -> None:
+    """The key that breaks off every answer is charged for what the instance read, and does not go first for it."""
+    keys = ("key-of-the-first-tester", "key-of-the-second-tester")
+    first, second = (f"Authorization: Bearer {key}\r\n" for key in keys)
+    file = tmp_path / "keys"
+    file.write_text("\n".join(keys))
+    file.chmod(0o600)
     arrived: list[str] = []
     begin = asyncio.Event()
 
@@ -203,15 +184,16 @@ async def test_a_client_that_hangs_up_has_had_its_prompt(keyed: RunningGateway) 
         await asked.reader.readuntil(b"data: ")
         asked.writer.close()
 
-    async with keyed.instance(handler, max_num_seqs=1):
-        keyed.gateway.default.fleet.instances["i0"].window.limit = 1
-        reading = [await ask(keyed, "is read", SECOND)]
-        hanging = [await in_line(keyed, "hangs up" + "x" * 20_000, FIRST) for _ in range(7)]
-        reading += [await in_line(keyed, "is read", SECOND) for _ in range(7)]
-        breaking = [asyncio.create_task(break_off(each)) for each in hanging]
-        begin.set()
-        assert [(await each.answer()).status for each in reading] == [200] * 8
-        await asyncio.gather(*breaking)
+    with running_gateway(tmp_path, upstream=QUIET, run_coordinator=False, api_key_file=file) as keyed:
+        async with keyed.instance(handler, max_num_seqs=1):
+            keyed.gateway.default.fleet.instances["i0"].window.limit = 1
+            reading = [await ask(keyed, "is read", second)]
+            hanging = [await in_line(keyed, "hangs up" + "x" * 20_000, first) for _ in range(7)]
+            reading += [await in_line(keyed, "is read", second) for _ in range(7)]
+            breaking = [asyncio.create_task(break_off(each)) for each in hanging]
+            begin.set()
+            assert [(await each.answer()).status for each in reading] == [200] * 8
+            await asyncio.gather(*breaking)
     assert "hangs up " * 3 not in " ".join(arrived[:-3]) + " ", "they take turns"
 
 
@@ -238,25 +220,18 @@ async def test_a_client_that_leaves_the_engine_makes_room(gateway: RunningGatewa
 
 
 @pytest.mark.parametrize("gateway", [QueueSettings(max_entries=2)], indirect=True)
-async def test_a_full_line(gateway: RunningGateway) -> None:
+async def test_a_full_line_sends_away_the_less_urgent_and_then_the_newest(gateway: RunningGateway) -> None:
     async with slow() as s:
         asked = await fill(gateway, s)
-        asked += [await in_line(gateway, str(i)) for i in range(2)]
+        patient = await in_line(gateway, "patient", "X-Hotswap-Priority: 1\r\n")
+        asked.append(await in_line(gateway, "first"))
+        asked.append(await ask(gateway, "second"))
+        assert (await patient.answer()).refusal == (503, "overloaded")
         over = await (await ask(gateway, "over")).answer()
         assert over.refusal == (429, "queue_full")
         assert int(over.headers["retry-after"]) >= 1
         late = await ask(gateway, "late", "X-Hotswap-Priority: 1\r\n")
         assert (await late.answer()).refusal == (503, "overloaded")
-        await s.finish(asked)
-
-
-@pytest.mark.parametrize("gateway", [QueueSettings(max_entries=1)], indirect=True)
-async def test_the_less_urgent_is_sent_away_for_the_more_urgent(gateway: RunningGateway) -> None:
-    async with slow() as s:
-        asked = await fill(gateway, s)
-        patient = await in_line(gateway, "patient", "X-Hotswap-Priority: 1\r\n")
-        asked.append(await ask(gateway, "plain"))
-        assert (await patient.answer()).refusal == (503, "overloaded")
         await s.finish(asked)
 
 
@@ -278,14 +253,6 @@ async def test_a_deadline_counts_while_no_instance_serves_too(gateway: RunningGa
         hasty = await ask(gateway, "hasty", "X-Hotswap-Deadline-S: 0.05\r\n")
         assert (await hasty.answer()).refusal == (503, "no_instance")
         assert gateway.gateway.default.stats.holds == {("fleet", "refused"): 1}
-
-
-@pytest.mark.parametrize("gateway", [QueueSettings(max_wait_s=0.05)], indirect=True)
-async def test_the_longest_wait_is_over(gateway: RunningGateway) -> None:
-    async with slow() as s:
-        _kept = await fill(gateway, s)
-        waits = await ask(gateway, "x")
-        assert (await waits.answer()).refusal == (504, "queue_timeout")
 
 
 @pytest.mark.parametrize("gateway", [QueueSettings(max_wait_s=0.3)], indirect=True)
@@ -374,17 +341,6 @@ async def test_a_retry_keeps_its_place(gateway: RunningGateway) -> None:
         await s.finish([first, retried, waits])
 
 
-async def test_no_limit_where_none_is_wanted(tmp_path: Path) -> None:
-    settings = UpstreamSettings(scrape_interval_s=3600.0, max_in_flight=0)
-    with running_gateway(tmp_path, upstream=settings, run_coordinator=False) as gateway:
-        async with slow() as s:
-            gateway.register(s.up, max_num_seqs=1)
-            asked = [await ask(gateway, str(i)) for i in range(20)]
-            await eventually(lambda: len(s.gates) == 20)
-            await s.finish(asked)
-            assert not gateway.gateway.default.gate.outcomes
-
-
 async def test_the_line_moves_on_while_the_gateway_ends(gateway: RunningGateway) -> None:
     async with slow() as s:
         asked = [*await fill(gateway, s), await in_line(gateway, "x")]
@@ -409,7 +365,3 @@ async def test_what_metrics_say(gateway: RunningGateway) -> None:
             'hotswap_gateway_queue_wait_seconds_count{model="toy",priority="4"} 1.0',
             'hotswap_gateway_queue_aside{model="toy"} 0.0',
         }
-
-
-async def metrics(gateway: RunningGateway) -> set[str]:
-    return set((await gateway.ask(get("/metrics"))).body.decode().splitlines())
