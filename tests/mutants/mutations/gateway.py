@@ -255,7 +255,7 @@ MUTATIONS: list[Mutation] = [
         ("return self.false_alarms / max(1, tests)", "return self.false_alarms"),
         ("if shares != sorted(shares):", "if False:"),
     ]),
-    *of(GATEWAY + "release/progress.py", f"{GW}release/test_progress.py", changes=[
+    *of(GATEWAY + "release/progress.py", f"{GW}release/test_runner.py", changes=[
         ("if world.active != record.stable or set(world.shares) - {record.version}:", "if world.active != record.stable:"),
         ("if not world.ready:", "if False:"),
         ("if has != wanted:", "if has is None:"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -43,40 +42,34 @@ GOOD = {
 
 
 @pytest.mark.parametrize(
-    ("bound", "candidate", "stable", "state"),
+    ("condition", "candidate", "stable", "state"),
     [
-        ({"max": 0.1}, share(10, 1000), None, "kept"),
-        ({"max": 0.1}, share(110, 1000), None, "open"),
-        ({"max": 0.1}, share(200, 1000), None, "harmed"),
-        ({"min": 0.5}, share(700, 1000), None, "kept"),
-        ({"min": 0.5}, share(300, 1000), None, "harmed"),
-        ({"max_increase": 0.05}, share(300, 1000), share(1000, 10000), "harmed"),
-        ({"max_increase": 0.05}, share(100, 1000), share(1000, 10000), "open"),
-        ({"max_increase": 0.1}, share(100, 1000), share(1000, 10000), "kept"),
-        ({"max_increase": "100%"}, share(300, 1000), share(1000, 10000), "harmed"),
-        ({"max_decrease": 0.05}, share(100, 1000), share(3000, 10000), "harmed"),
-        ({"max_decrease": 0.05}, share(400, 1000), share(3000, 10000), "kept"),
-        ({"max_decrease": 0.05}, share(240, 1000), share(3000, 10000), "open"),
-        ({"max_change": 0.1}, share(100, 1000), share(5000, 10000), "harmed"),
-        ({"max_change": 0.1}, share(900, 1000), share(5000, 10000), "harmed"),
-        ({"max_change": 0.1}, share(500, 1000), share(5000, 10000), "kept"),
-        ({"max": 0.1}, share(0, 99), None, "blind"),
-        ({"max_increase": 0.1}, share(0, 5000), share(0, 99), "blind"),
-        ({"max": 0.1}, share(99, 99), None, "harmed"),  # too few to pass, and enough to be sure of the harm
+        (Condition("errors", max=0.1), share(10, 1000), None, "kept"),
+        (Condition("errors", max=0.1), share(110, 1000), None, "open"),
+        (Condition("errors", max=0.1), share(200, 1000), None, "harmed"),
+        (Condition("errors", min=0.5), share(700, 1000), None, "kept"),
+        (Condition("errors", min=0.5), share(300, 1000), None, "harmed"),
+        (Condition("errors", max_increase=0.05), share(300, 1000), share(1000, 10000), "harmed"),
+        (Condition("errors", max_increase=0.05), share(100, 1000), share(1000, 10000), "open"),
+        (Condition("errors", max_increase=0.1), share(100, 1000), share(1000, 10000), "kept"),
+        (Condition("errors", max_increase="100%"), share(300, 1000), share(1000, 10000), "harmed"),
+        (Condition("errors", max_decrease=0.05), share(100, 1000), share(3000, 10000), "harmed"),
+        (Condition("errors", max_decrease=0.05), share(400, 1000), share(3000, 10000), "kept"),
+        (Condition("errors", max_decrease=0.05), share(240, 1000), share(3000, 10000), "open"),
+        (Condition("errors", max_change=0.1), share(100, 1000), share(5000, 10000), "harmed"),
+        (Condition("errors", max_change=0.1), share(900, 1000), share(5000, 10000), "harmed"),
+        (Condition("errors", max_change=0.1), share(500, 1000), share(5000, 10000), "kept"),
+        (Condition("errors", max=0.1), share(0, 99), None, "blind"),
+        (Condition("errors", max_increase=0.1), share(0, 5000), share(0, 99), "blind"),
+        (Condition("errors", max=0.1), share(99, 99), None, "harmed"),  # too few to pass, enough to show harm
+        (Condition("first_token_s", max_increase="20%"), around(0.55, 1000), around(0.5, 5000), "kept"),
+        (Condition("first_token_s", max_increase="20%"), around(0.65, 1000), around(0.5, 5000), "harmed"),
+        (Condition("logprob", max_decrease="20%"), around(-1.1, 1000), around(-1.0, 5000), "kept"),  # negative ones
+        (Condition("logprob", max_decrease="20%"), around(-1.4, 1000), around(-1.0, 5000), "harmed"),
     ],
 )
-def test_the_state_of_a_condition(bound: dict[str, Any], candidate: Tally, stable: Tally | None, state: str) -> None:
-    evidence = Evidence(candidate, stable or Tally())
-    assert examine(Condition("errors", **bound), evidence, 0.01).state == state
-
-
-def test_a_percentage_is_of_the_stable_versions_mean() -> None:
-    condition = Condition("first_token_s", max_increase="20%")
-    assert examine(condition, Evidence(around(0.55, 1000), around(0.5, 5000)), 0.01).state == "kept"
-    assert examine(condition, Evidence(around(0.65, 1000), around(0.5, 5000)), 0.01).state == "harmed"
-    falls = Condition("logprob", max_decrease="20%")  # log-probs are negative
-    assert examine(falls, Evidence(around(-1.1, 1000), around(-1.0, 5000)), 0.01).state == "kept"
-    assert examine(falls, Evidence(around(-1.4, 1000), around(-1.0, 5000)), 0.01).state == "harmed"
+def test_the_state_of_a_condition(condition: Condition, candidate: Tally, stable: Tally | None, state: str) -> None:
+    assert examine(condition, Evidence(candidate, stable or Tally()), 0.01).state == state
 
 
 def test_a_step_lasts_and_is_over() -> None:

@@ -40,6 +40,7 @@ class Instances(httpx.AsyncBaseTransport):
     def __init__(self) -> None:
         self.asked: list[tuple[httpx.Request, Any]] = []
         self.faults: dict[str, httpx.Response] = {}
+        self.client = httpx.AsyncClient(transport=self)
         self._real = httpx.AsyncHTTPTransport()
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
@@ -58,10 +59,10 @@ class Instances(httpx.AsyncBaseTransport):
 
 
 @pytest.fixture
-async def instances() -> AsyncIterator[tuple[Instances, httpx.AsyncClient]]:
-    transport = Instances()
-    async with httpx.AsyncClient(transport=transport) as client:
-        yield transport, client
+async def instances() -> AsyncIterator[Instances]:
+    found = Instances()
+    async with found.client:
+        yield found
 
 
 def evaluator(client: httpx.AsyncClient, url: str, root: Path, lines: list[Any], **bounds: Any) -> Evaluator:
@@ -81,25 +82,22 @@ OFF_BY_ONE = [{"prompt": "1+2=", "expected": "4"}, {"prompt": "2+2=", "expected"
 
 
 async def test_the_mean_of_the_rewards_must_reach_the_bound(
-    reward_server: str, instances: tuple[Instances, httpx.AsyncClient], tmp_path: Path
+    reward_server: str, instances: Instances, tmp_path: Path
 ) -> None:
-    asked, client = instances
+    client = instances.client
     failing = await evaluator(client, reward_server, tmp_path, SUMS, min=0.5, samples=2).verdict(CANDIDATE, None)
     assert failing == "sums: math 0, which is below 0.5"
-    (first, body), _ = asked.asked
+    (first, body), _ = instances.asked
     assert (body["n"], body["temperature"], body["max_tokens"], body["model"]) == (2, 0.0, 256, "m")
     assert first.headers["authorization"] == "Bearer secret"
     assert first.headers["x-hotswap-probe"] == "1"
     assert await evaluator(client, reward_server, tmp_path, OFF_BY_ONE, min=0.5).verdict(CANDIDATE, None) == ""
 
 
-async def test_it_is_compared_with_the_stable_version(
-    reward_server: str, instances: tuple[Instances, httpx.AsyncClient], tmp_path: Path
-) -> None:
-    _, client = instances
-    worse = evaluator(client, reward_server, tmp_path, SUMS, max_decrease=0.5)
+async def test_it_is_compared_with_the_stable_version(reward_server: str, instances: Instances, tmp_path: Path) -> None:
+    worse = evaluator(instances.client, reward_server, tmp_path, SUMS, max_decrease=0.5)
     assert await worse.verdict(CANDIDATE, STABLE) == "sums: math 0, and 1 of the stable version: over 0.5 less"
-    same = evaluator(client, reward_server, tmp_path, OFF_BY_ONE, max_decrease=0.0)
+    same = evaluator(instances.client, reward_server, tmp_path, OFF_BY_ONE, max_decrease=0.0)
     assert await same.verdict(CANDIDATE, STABLE) == ""
     with pytest.raises(ScoringFailed, match="nothing to compare"):
         await same.verdict(CANDIDATE, None)
@@ -114,12 +112,11 @@ async def test_it_is_compared_with_the_stable_version(
     ],
 )
 async def test_a_candidate_that_does_not_answer_has_no_verdict(
-    fault: httpx.Response, said: str, instances: tuple[Instances, httpx.AsyncClient], tmp_path: Path
+    fault: httpx.Response, said: str, instances: Instances, tmp_path: Path
 ) -> None:
-    transport, client = instances
-    transport.faults["new"] = fault
+    instances.faults["new"] = fault
     with pytest.raises(ScoringFailed, match=said):
-        await evaluator(client, "http://127.0.0.1:1", tmp_path, SUMS, min=0.5).verdict(CANDIDATE, None)
+        await evaluator(instances.client, "http://127.0.0.1:1", tmp_path, SUMS, min=0.5).verdict(CANDIDATE, None)
 
 
 async def test_an_answer_without_a_score_says_why(reward_server: str) -> None:
