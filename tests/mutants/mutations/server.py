@@ -45,7 +45,7 @@ MUTATIONS: list[Mutation] = [
         ("if name == self._name and", "if"),
         ("if time.monotonic() >= self._fresh_until:", "if True:"),
     ]),
-    *of("server/instance/grammars/bounds.py", "tests/server/instance/test_grammars.py", changes=[
+    *of("server/instance/grammars/bounds.py", "tests/server/instance/test_bounds.py", changes=[
         ("if depth > MOST_DEPTH:", "if depth >= MOST_DEPTH:"),
         ("        if nodes > MOST_NODES:", "        if nodes >= MOST_NODES:"),
         ("    return inner\n", "    return repeats\n"),
@@ -55,7 +55,7 @@ MUTATIONS: list[Mutation] = [
         ("            left += first.get(rule, ())\n", "            pass\n"),
         ("        seen.add(reference)\n", "        seen = {reference}\n"),
     ]),
-    *of("server/instance/requests.py", "tests/server/instance/test_sizes.py", changes=[
+    *of("server/instance/requests.py", "tests/server/instance/test_bounds.py", changes=[
         ("max(ids) < vocabulary:", "max(ids) <= vocabulary:"),
         ("if ids and not 0 <= min(ids) <= max(ids)", "if ids and not max(ids)"),
         ("(prompt.get(\"encoder_prompt\"), prompt.get(\"decoder_prompt\"))", "(prompt.get(\"decoder_prompt\"),)"),

@@ -1,13 +1,16 @@
-"""A sidecar without a server, and an engine that answers it at once."""
+"""A sidecar without a server, an engine that answers it at once, and engine cores that the real engine asks."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from server.instance import engine as real
 from server.instance.config import InstanceConfig
+from server.instance.hosts import Tethers
 from server.instance.middleware import Admission
 from server.instance.sidecar import Sidecar
 from weightsync.control.records import DeviceRecord, VersionRecord
@@ -72,3 +75,62 @@ def sidecar_of(
     warm_up: Callable[[], Awaitable[None]] | None = None,
 ) -> Sidecar:
     return Sidecar(config, engine or Engine(), admission or Admission(None), ADDRESS, warm_up=warm_up)
+
+
+def report(**fields: Any) -> dict[str, Any]:
+    """A worker's, of a version that it has staged."""
+    sums = {"w": [[2, 2, 0, 2, 0, 2, 7]]}
+    return {"running": False, "error": None, "stage_ms": 1.0, "sums": sums, "parts": {}, "version": 2} | fields
+
+
+class Core:
+    """One engine core with a worker on each of `hosts`; where a host has no name, a worker has no GPU.
+
+    Its workers say one of `reports` after the other (the last for ever): all the same one, or those of a list.
+    """
+
+    def __init__(
+        self, *reports: Any, flip: Callable[[], dict[str, float]] | None = None, hosts: Sequence[str] = ("",)
+    ) -> None:
+        self.reports, self.calls, self.orders = list(reports) or [report()], list[str](), list[Any]()
+        self.flip = flip or (lambda: {"flip_ms": 1.0, "commit_ms": 2.0, "crossed": {}})
+        self.hosts = hosts
+
+    async def call(self, utility: str, *args: Any) -> Any:
+        await asyncio.sleep(0)
+        method = args[0] if utility == "collective_rpc" else utility
+        self.calls.append(method)
+        if method == "hotswap_attach":
+            return list(self.hosts)
+        if method == "hotswap_device":
+            return [(f"GPU-{rank}", 7) if host else None for rank, host in enumerate(self.hosts)]
+        if method == "hotswap_commit":
+            return self.flip()
+        if method == "hotswap_drop":
+            cancelled = {"code": "staging_cancelled", "message": "", "tensor": None}
+            self.reports = [*self.reports[:1], report(error=cancelled)]
+        if method == "hotswap_stage":
+            self.orders.append(args[2][0])
+        if method in ("hotswap_stage", "hotswap_report"):
+            said = self.reports.pop(0) if len(self.reports) > 1 else self.reports[0]
+            return said if isinstance(said, list) else [said] * len(self.hosts)
+        return [""] * len(self.hosts)
+
+
+def engine_of(*cores: Core, moe: bool = False, tethers: Tethers | None = None) -> real.Engine:
+    """The engine over these cores, one for each data-parallel rank."""
+    ranks = {str(rank).encode(): core for rank, core in enumerate(cores)}
+
+    async def call(method: str, *args: Any, engine: bytes) -> Any:
+        return await ranks[engine].call(method, *args)
+
+    parallel = SimpleNamespace(nnodes=len(set(cores[0].hosts)), data_parallel_size=len(cores))
+    client = SimpleNamespace(
+        errored=False,
+        model_config=SimpleNamespace(get_vocab_size=lambda: 8),
+        generate=None,
+        encode=None,
+        vllm_config=SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(is_moe=moe)),
+        engine_core=SimpleNamespace(core_engines=list(ranks), _call_utility_async=call),
+    )
+    return real.Engine(client, tethers or Tethers())

@@ -28,7 +28,7 @@ from server.instance.grammars import bounds
 from server.instance.grammars.guard import Backend, bounded_parser, tried
 from server.instance.grammars.trials import HELPER, Grammar, GrammarRefused, GrammarsBusy, Limits, Trials
 from server.instance.provenance import Trace, current_trace
-from tests.server.instance.test_grammars import USUAL
+from tests.server.instance.test_bounds import USUAL
 from tests.waiting import wait_until
 
 SLOW = "|".join(f"(.*{'abcdefgh'[n % 8]}.{{{1000 + n}}})" for n in range(400))

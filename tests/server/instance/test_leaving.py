@@ -1,4 +1,4 @@
-"""SIGTERM to a gateway and to an instance's server: who sends requests is told first, and what is in flight ends."""
+"""SIGTERM to a gateway and to an instance's server: their clients are told first, and what is in flight ends."""
 
 from __future__ import annotations
 
@@ -17,40 +17,20 @@ import pytest
 from server.gateway.config import Limits
 from server.instance.middleware import Admission
 from server.instance.sidecar import TELL_S, Sidecar
-from tests.server.gateway.harness import KEYS, GatewayProcess, gateway_process, get, post, running_gateway
-from tests.server.gateway.upstream import Answer, Link, Received, read_answer, upstream
+from tests.server.gateway.harness import KEYS, Client, GatewayProcess, gateway_process, get, post, running_gateway
+from tests.server.gateway.upstream import Answer, Link, Received, answer_json, streaming, upstream
 from tests.server.instance.engines import Engine, config_of, sidecar_of
 from tests.waiting import eventually
 from weightsync.control.records import InstanceRecord
 from weightsync.errors import StoreUnavailable
-from weightsync.store import SyncStore
 
 # gateway
 
 
-class Kept:
-    """A connection that its client goes on using."""
-
-    def __init__(self, port: int) -> None:
-        self._port = port
-
-    async def __aenter__(self) -> Kept:
-        self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._port)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._writer.close()
-
-    def write(self, raw: bytes) -> None:
-        self._writer.write(raw)
-
-    async def ask(self, raw: bytes) -> Answer:
-        self.write(raw)
-        return await asyncio.wait_for(read_answer(self._reader), 60)
-
-    async def closed(self) -> bool:
-        """Whether the gateway closes it, having sent nothing more."""
-        return await asyncio.wait_for(self._reader.read(1), 60) == b""
+async def asked(client: Client, raw: bytes) -> Answer:
+    """The answer on a connection that its client goes on using."""
+    client.writer.write(raw)
+    return await client.answer()
 
 
 async def ready(gateway: GatewayProcess) -> tuple[int, str]:
@@ -60,7 +40,7 @@ async def ready(gateway: GatewayProcess) -> tuple[int, str]:
 
 
 async def until_ready(gateway: GatewayProcess, state: tuple[int, str] | None) -> None:
-    """None: until nobody listens any more."""
+    """None: until it listens no more."""
 
     async def reached() -> bool:
         try:
@@ -74,43 +54,35 @@ async def until_ready(gateway: GatewayProcess, state: tuple[int, str] | None) ->
 async def test_a_gateway_is_unready_first_and_stops_when_its_streams_have_ended(tmp_path: Path) -> None:
     release = asyncio.Event()
 
-    async def stream(link: Link, received: Received) -> None:
-        if b"stream" not in received.body:
-            await link.json()
-            return
-        await link.sse_head()
-        await link.chunk(b"data: one\n\n")
-        await release.wait()
-        await link.chunk(b"data: two\n\n")
-        await link.end()
+    async def answer(link: Link, received: Received) -> None:
+        streams = b"stream" in received.body
+        await (streaming(b"data: one\n\n", release, b"data: two\n\n") if streams else answer_json)(link, received)
 
-    async with upstream(stream) as up, AsyncExitStack() as stack:
-        store = SyncStore(f"sqlite://{tmp_path}/store.db")
+    async with upstream(answer) as up, AsyncExitStack() as stack:
         record = InstanceRecord("i0", up.address, "SERVING", active_version=1, active_epoch=1)
-        store.put(KEYS.instance("i0"), record.to_json())
-        store.close()
         with gateway_process(tmp_path, "--no-coordinator", "--leave", "300") as gateway:
-            port, process = gateway.port, gateway.process
+            process = gateway.process
+            gateway.store.put(KEYS.instance("i0"), record.to_json())
             await until_ready(gateway, (200, "ready"))
-            kept = await stack.enter_async_context(Kept(port))
-            streaming = asyncio.create_task(kept.ask(post(body=b'{"stream": true}')))
+            kept = await stack.enter_async_context(gateway.client())
+            streaming_on = asyncio.create_task(asked(kept, post(body=b'{"stream": true}')))
             await eventually(lambda: any(b"stream" in r.body for r in up.requests))
             process.send_signal(signal.SIGTERM)
             await until_ready(gateway, (503, "leaving"))
-            async with Kept(port) as late:
-                served = await late.ask(post())
+            async with gateway.client(post()) as late:
+                served = await late.answer()
                 assert (served.status, served.headers["connection"]) == (200, "close"), "served, and sent elsewhere"
-                assert await late.closed()
+                assert await late.rest() == b""
             process.send_signal(signal.SIGTERM)  # a second one ends the wait
             await until_ready(gateway, None)
             assert process.poll() is None
             release.set()
-            answer = await streaming
-            assert (answer.complete, answer.body) == (True, b"data: one\n\ndata: two\n\n")
-            assert "connection" not in answer.headers
-            last = await kept.ask(post())
+            streamed = await streaming_on
+            assert (streamed.complete, streamed.body) == (True, b"data: one\n\ndata: two\n\n")
+            assert "connection" not in streamed.headers
+            last = await asked(kept, post())
             assert (last.status, last.headers["connection"]) == (200, "close"), "nothing had told it to go elsewhere"
-            assert await kept.closed()
+            assert await kept.rest() == b""
             await asyncio.to_thread(process.wait, 60)
 
 
@@ -123,30 +95,32 @@ async def test_a_gateway_without_a_delay_just_stops(tmp_path: Path) -> None:
 
 async def test_answers_of_the_app_say_that_a_gateway_leaves_too(tmp_path: Path) -> None:
     with running_gateway(tmp_path) as gateway:
-        async with Kept(gateway.port) as kept:
-            assert "connection" not in (await kept.ask(get("/healthz"))).headers
+        async with gateway.client() as kept:
+            assert "connection" not in (await asked(kept, get("/healthz"))).headers
             gateway.gateway.leaving = True
-            answer = await kept.ask(get("/healthz"))
+            answer = await asked(kept, get("/healthz"))
             assert (answer.status, answer.headers["connection"]) == (200, "close")
-            assert await kept.closed()
+            assert await kept.rest() == b""
 
 
 @pytest.mark.parametrize(
-    "begun", [b"GET /healthz HT", b"POST /healthz HTTP/1.1\r\nHost: t\r\nContent-Length: 2\r\n\r\nx"]
+    ("begun", "rest", "status"),
+    [
+        (b"GET /healthz HT", b"TP/1.1\r\nHost: t\r\n\r\n", 200),
+        (b"POST /healthz HTTP/1.1\r\nHost: t\r\nContent-Length: 2\r\n\r\nx", b"x", 405),
+    ],
 )
-async def test_a_request_to_the_app_that_was_arriving_does_not_hold_up_the_end(tmp_path: Path, begun: bytes) -> None:
+async def test_a_request_to_the_app_that_was_arriving_does_not_hold_up_the_end(
+    tmp_path: Path, begun: bytes, rest: bytes, status: int
+) -> None:
     with running_gateway(tmp_path, limits=Limits(keep_alive_s=600.0)) as gateway:
-        async with Kept(gateway.port) as kept:
-            kept.write(begun)
+        async with gateway.client(begun) as kept:
             await eventually(lambda: any(client._reading for client in list(gateway.gateway.clients)))
             gateway.stop()
             await eventually(lambda: any(client._stopping for client in list(gateway.gateway.clients)))
-            assert (await kept.ask(b"TP/1.1\r\nHost: t\r\n\r\n" if begun.endswith(b"HT") else b"x")).status in (
-                200,
-                405,
-            )
+            assert (await asked(kept, rest)).status == status
             async with asyncio.timeout(10):
-                assert await kept.closed()
+                assert await kept.rest() == b""
 
 
 # any server

@@ -11,19 +11,19 @@ import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from server.errors import ConfigError
-from server.instance.engine import Engine, EngineDied, StagingFailed
+from server.instance.engine import EngineDied
 from server.instance.hosts import Tethers, check_hosts, check_nodes, located, placed
 from server.instance.slices import Reads, Saying, joined_reads
 from tests.cluster_tls import Authority
+from tests.server.instance.engines import Core, engine_of
 from tests.waiting import eventually
 from weightsync import Store
-from weightsync.control.records import CopyRecord, DeviceRecord, ErrorInfo, Keys, PartRecord, VersionRecord
+from weightsync.control.records import CopyRecord, ErrorInfo, Keys, PartRecord, VersionRecord
 from weightsync.errors import CopyUnavailable
 from weightsync.format.manifest import schema_of
 from weightsync.format.slices import Slices
@@ -139,64 +139,6 @@ async def test_a_host_without_a_peer_is_named_when_the_time_is_up(published: Sto
         await located(published, KEYS, VERSION, ("a", "b"), 1.0)  # enough to read what a says
 
 
-# the engine ----------------------------------------------------------------------------------------------------------
-
-
-class Client:
-    """vLLM's `AsyncLLM` with workers that answer as they are told, or never."""
-
-    def __init__(self, hosts: list[str], reports: list[dict[str, Any]] | None = None) -> None:
-        self.errored, self.orders, self._hosts, self._reports = False, list[Any](), hosts, reports
-        parallel = SimpleNamespace(nnodes=len(set(hosts)), data_parallel_size=1)
-        self.vllm_config = SimpleNamespace(parallel_config=parallel)
-        self.model_config = SimpleNamespace(get_vocab_size=lambda: 512)
-        self.generate = self.encode = None
-        self.engine_core = SimpleNamespace(core_engines=[b"0"], _call_utility_async=self._call)
-
-    async def _call(self, utility: str, *call: Any, engine: bytes) -> Any:
-        if utility != "collective_rpc":
-            return await asyncio.Event().wait()
-        method, _, args, _ = call
-        if method == "hotswap_attach":
-            return self._hosts
-        if method == "hotswap_device":
-            return [(f"GPU-{rank}", 7) for rank, _ in enumerate(self._hosts)]
-        if method == "hotswap_stage":
-            self.orders.append(args[0])
-        if method.startswith("hotswap"):
-            return self._reports if self._reports is not None else await asyncio.Event().wait()
-        return [None]
-
-
-def report(**fields: Any) -> dict[str, Any]:
-    return {"running": False, "error": None, "stage_ms": 1.0, "sums": {}, "parts": {}} | fields
-
-
-async def test_workers_are_told_of_places_only_if_there_are_several_hosts() -> None:
-    for hosts in (["", ""], ["a", "b"]):
-        client = Client(hosts, [report(), report()])
-        engine = Engine(client, Tethers())
-        await engine.prepare([], {})
-        await engine.stage(VERSION, WAIT_S, dict.fromkeys(hosts, VERSION))
-        (order,) = client.orders
-        assert ("places" in order) == ("places" in order["parts"][0]) == ("a" in hosts)
-
-
-async def test_the_gpu_of_each_rank_is_known_with_its_host() -> None:
-    engine = Engine(Client(["a", "b"]), Tethers())
-    await engine.prepare([], {})
-    assert engine.devices == (DeviceRecord("GPU-0", 7, "a"), DeviceRecord("GPU-1", 7, "b"))
-
-
-async def test_a_rank_that_refuses_a_version_is_named_with_its_host() -> None:
-    error = {"code": "digest_mismatch", "message": "its bytes changed", "tensor": "t"}
-    engine = Engine(Client(["a", "b"], [report(), report(error=error)]), Tethers())
-    await engine.prepare([], {})
-    with pytest.raises(StagingFailed, match="rank 1 on host b: its bytes changed") as caught:
-        await engine.stage(VERSION, WAIT_S, {"a": VERSION, "b": VERSION})
-    assert (caught.value.code, caught.value.tensor) == ("digest_mismatch", "t")
-
-
 # the tether ----------------------------------------------------------------------------------------------------------
 
 
@@ -219,9 +161,12 @@ def leader(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("call", ["flip", "stage"])
-async def test_a_worker_that_ends_is_named_by_whoever_waits_for_it(call: str) -> None:
-    tethers = Tethers()
-    engine = Engine(Client(["a", "b"]), tethers)
+async def test_a_worker_that_ends_is_named_in_the_error_of_each_call(
+    monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    core, tethers = Core(hosts=("a", "b")), Tethers()
+    monkeypatch.setattr(core, "call", lambda *_: asyncio.Event().wait())
+    engine = engine_of(core, tethers=tethers)
     async with tethers.listening(2, None) as end:
         process = worker(end)
         await held(process)

@@ -1,19 +1,24 @@
-"""Spans of weight versions in answers, on recorded engine outputs."""
+"""Answers as the middleware changes them: spans of weight versions, and errors where an app breaks off."""
 
 from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import AsyncIterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import orjson
 import pytest
+from fastapi import FastAPI, Request
+from pydantic import BaseModel, model_validator
+from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.engine.exceptions import EngineGenerateError
 
-from server.instance.config import InstanceConfig
-from server.instance.inflight import Inflight, VersionMismatch, WeightsChanged, Wish
-from server.instance.middleware import ProvenanceMiddleware
+from server.instance.grammars.trials import GrammarRefused, GrammarsBusy
+from server.instance.inflight import Inflight, Problem, VersionMismatch, WeightsChanged, Wish
+from server.instance.middleware import ProvenanceMiddleware, answer_faults
 from server.instance.provenance import MOST_SCORES, Trace, annotate, annotate_chunk, current_trace, pooled, traced
 from tests.server.instance.asgi import head, part, sent_by
 
@@ -36,15 +41,11 @@ def payload(event: bytes) -> dict[str, Any]:
     return dict(orjson.loads(event.removeprefix(b"data: ").strip()))
 
 
-def test_chunk_names_the_version_of_its_token() -> None:
-    body = payload(annotate_chunk(chunk(), trace_of(Span("7", 0, 3))))
+def test_a_chunk_names_the_version_of_its_tokens_and_lists_both_if_there_are_two() -> None:
+    trace = trace_of(Span("7", 0, 3))
+    body = payload(annotate_chunk(chunk(), trace))
     assert body["weight_version"] == 7
     assert "weight_versions" not in body["choices"][0]
-
-
-def test_chunk_with_tokens_of_two_versions_lists_both() -> None:
-    trace = trace_of(Span("7", 0, 3))
-    annotate_chunk(chunk(), trace)
     trace.record(0, [Output(0, [Span("7", 0, 4), Span("9", 4, 6)])])
     body = payload(annotate_chunk(chunk(), trace))
     assert body["weight_version"] == 9
@@ -143,12 +144,6 @@ async def test_other_routes_are_passed_through_with_the_active_version() -> None
     assert dict(start["headers"])[b"x-hotswap-weight-version"] == b"5"
 
 
-async def test_error_bodies_are_passed_through() -> None:
-    body = b'{"error":{"message":"no"}}'
-    _, answer = await run(body, b"application/json")
-    assert answer["body"] == body
-
-
 async def embed(wish: Wish, *, swapped_to: int = 1, active: int = 1) -> tuple[list[str], dict[str, Any]]:
     """What one embedding request gives under `wish`, and what the engine is told; a swap may come while it runs."""
     inflight, told = Inflight(), SimpleNamespace(extra_kwargs={"hotswap": {"scope": "a client's own"}, "other": 1})
@@ -192,14 +187,6 @@ async def test_the_engine_is_told_the_class_whatever_the_body_says(own: dict[str
     assert told == [engine, engine]
 
 
-def test_the_scheduler_goes_by_priority_unless_it_is_told_otherwise(tmp_path: Path) -> None:
-    for own in ((), ("--scheduling-policy", "fcfs")):
-        config = InstanceConfig(tmp_path, "m", "sqlite:///unused.db", "i", vllm_args=own)
-        argv = config.vllm_argv(cpu=True, port=1)
-        last = len(argv) - argv[::-1].index("--scheduling-policy")  # argparse takes the last one
-        assert argv[last] == (own[1] if own else "priority")
-
-
 async def test_embeddings_of_a_version_that_is_not_here_are_refused() -> None:
     with pytest.raises(VersionMismatch):
         await embed(Wish(min_version=3))
@@ -208,33 +195,29 @@ async def test_embeddings_of_a_version_that_is_not_here_are_refused() -> None:
 @pytest.mark.parametrize(
     ("cause", "after", "told"),
     [
-        (AttributeError("'str' object has no attribute 'get'"), 0, "VLLMValidationError"),
-        (AttributeError("'str' object has no attribute 'get'"), 1, "EngineGenerateError"),  # it had been taken
-        (OverflowError("top_k"), 0, "VLLMValidationError"),
-        (MemoryError(), 0, "EngineGenerateError"),
+        (AttributeError("'str' object has no attribute 'get'"), 0, VLLMValidationError),
+        (AttributeError("'str' object has no attribute 'get'"), 1, EngineGenerateError),  # it had been taken
+        (OverflowError("top_k"), 0, VLLMValidationError),
+        (MemoryError(), 0, EngineGenerateError),
     ],
 )
 @pytest.mark.parametrize("wrapped", [traced, pooled])
 async def test_what_vllm_fails_over_before_it_has_the_request_is_the_client_s(
-    wrapped: Any, cause: Exception, after: int, told: str
+    wrapped: Any, cause: Exception, after: int, told: type[Exception]
 ) -> None:
-    from vllm.v1.engine.exceptions import EngineGenerateError
-
     async def fails(*_: Any, **__: Any) -> AsyncIterator[Any]:
         for _ in range(after):
             yield SimpleNamespace(outputs=[], prompt_token_ids=[])
         raise EngineGenerateError from cause
 
     params = SimpleNamespace(n=1, extra_args=None, extra_kwargs=None)
-    with pytest.raises(Exception) as caught:  # noqa: PT011 - its type is looked at below
+    with pytest.raises(told):
         async for _ in wrapped(fails, Inflight())("prompt", params, "id"):
             pass
-    assert type(caught.value).__name__ == told
 
 
 def test_the_scores_of_all_prompts_of_a_request_are_bounded() -> None:
     """At the bound it is taken; one token more is not, whichever prompt it is in."""
-    from vllm.exceptions import VLLMValidationError
 
     def asks(tokens: int, each: int | None) -> tuple[Any, Any]:
         return {"prompt_token_ids": [1] * tokens}, SimpleNamespace(n=1, extra_args=None, prompt_logprobs=each)
@@ -245,3 +228,187 @@ def test_the_scores_of_all_prompts_of_a_request_are_bounded() -> None:
     trace.open_for(*asks(1000, None))
     with pytest.raises(VLLMValidationError, match="fewer prompts"):
         trace.open_for(*asks(1, 0))
+
+
+# an app that breaks off, by a swap or by a body that vLLM's code cannot take
+
+EVENT = b'event: x\ndata: {"type":"x"}\n\n'
+
+
+async def broken(
+    problem: Problem | None, *parts: bytes, fallback: bool = False, begun: bool = True
+) -> list[dict[str, Any]]:
+    """What is sent for an app that streams `parts`, then raises; `fallback`: the framework answers 500 first.
+
+    `begun`: the engine has answered before the first part.
+    """
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        trace = current_trace.get()
+        assert trace is not None
+        trace.begun = begun
+        if parts or fallback:
+            await send(head() if parts else head(b"text/plain", 500))
+        for body in parts:
+            await send(part(body))
+        trace.problem = problem
+        if fallback:
+            await send(part(b"Internal Server Error", more=False))
+        raise RuntimeError("broke off")
+
+    return await answered(app)
+
+
+async def answered(app: Any) -> list[dict[str, Any]]:
+    return await sent_by(ProvenanceMiddleware(app, lambda: 5), "/v1/responses")
+
+
+async def test_a_stream_that_a_swap_broke_ends_in_order_with_the_error_as_an_event() -> None:
+    start, first, last = await broken(WeightsChanged(), EVENT)
+    assert start["status"] == 200
+    assert first["more_body"]
+    assert not last.get("more_body")
+    name, data = last["body"].decode().strip().split("\n")
+    assert name == "event: error"
+    told = orjson.loads(data.removeprefix("data: "))
+    assert (told["type"], told["error"]["code"]) == ("error", "weights_changed")
+
+
+async def test_before_the_first_byte_it_is_a_whole_answer() -> None:
+    start, body = await broken(VersionMismatch(4), fallback=True)
+    assert start["status"] == 409
+    assert dict(start["headers"])[b"x-hotswap-refused"] == b"version"
+    assert orjson.loads(body["body"])["error"]["code"] == "version_mismatch"
+
+
+@pytest.mark.parametrize(("problem", "status"), [(GrammarRefused("x"), 400), (GrammarsBusy("y"), 429)])
+async def test_what_is_refused_before_the_engine_answers_has_its_own_status_in_streams_too(
+    problem: Problem, status: int
+) -> None:
+    """/v1/responses sends events of its own before it asks the engine."""
+    start, body = await broken(problem, EVENT, EVENT, begun=False)
+    assert start["status"] == status
+    assert orjson.loads(body["body"])["error"]["code"] == problem.code
+    assert (b"retry-after", b"2") in start["headers"] or status == 400
+
+
+async def test_what_came_before_the_engine_answered_is_sent_once() -> None:
+    events = [b'event: x\ndata: {"type":"x%d"}\n\n' % number for number in range(4)]
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        trace = current_trace.get()
+        assert trace is not None
+        await send(head())
+        for number, event in enumerate(events):
+            trace.begun = number >= 2
+            await send(part(event))
+        await send(part(more=False))
+
+    assert b"".join(message.get("body", b"") for message in await answered(app)) == b"".join(events)
+
+
+async def test_a_stream_without_the_engine_is_sent_whole() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        for message in (head(), part(EVENT), part(EVENT), part(more=False)):
+            await send(message)
+
+    start, body = await answered(app)
+    assert (start["type"], body["type"]) == ("http.response.start", "http.response.body")
+    assert body["body"].count(b"event: x") == 2
+
+
+@pytest.mark.parametrize("parts", [(), (EVENT,)])
+async def test_other_faults_are_raised_on(parts: tuple[bytes, ...]) -> None:
+    with pytest.raises(RuntimeError, match="broke off"):
+        await broken(None, *parts)
+
+
+@pytest.mark.parametrize(
+    ("field", "told"),
+    [("true", True), ('"yes"', True), ("1", True), ("false", False), (None, False), ("null", None), ('"so"', None)],
+)
+async def test_the_body_says_whether_spans_are_wanted_as_vllm_has_them(field: str | None, told: bool | None) -> None:
+    """Cut anywhere; None: refused."""
+    body = b'{"prompt": "return_weight_versions"%b}' % (
+        b"" if field is None else b', "return_weight_versions": %b' % field.encode()
+    )
+    parts = [body[at : at + 7] for at in range(0, len(body), 7)]
+    seen: list[bool] = []
+    app = FastAPI()
+
+    @app.post("/v1/completions")
+    async def route(request: Request) -> None:
+        await request.json()
+        trace = current_trace.get()
+        assert trace is not None
+        seen.append(trace.as_vllm)
+
+    start, answer = await sent_by(ProvenanceMiddleware(app, lambda: 5), "/v1/completions", *parts)
+    if told is not None:
+        assert (start["status"], seen) == (200, [told])
+        return
+    assert (start["status"], seen) == (400, [])
+    error = orjson.loads(answer["body"])["error"]
+    assert (error["code"], error["param"]) == ("invalid_parameter", "return_weight_versions")
+
+
+# what vLLM's code fails over, as long as the engine has not answered
+
+
+class Body(BaseModel):
+    number: int = 0
+    text: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def look(cls, data: dict[str, Any]) -> dict[str, Any]:
+        data.get("text", {}).get("key")  # as vLLM's validators do
+        return data
+
+
+def failing() -> Any:
+    made = FastAPI()
+    made.state.args = SimpleNamespace(log_error_stack=False)
+    init_exception_handler(made)
+    made.middleware_stack = made.build_middleware_stack()  # as sagemaker_standards_bootstrap does in vLLM's build_app
+    answer_faults(made)
+
+    @made.post("/v1/completions")
+    async def completions(body: Body) -> dict[str, Any]:
+        trace = current_trace.get()
+        assert trace is not None
+        trace.begun = body.number > 0
+        raise {0: KeyError("x"), 1: KeyError("y"), -1: OverflowError(), -2: RecursionError("deep")}[body.number]
+
+    return ProvenanceMiddleware(made, lambda: 1)
+
+
+async def post(body: bytes, path: str = "/v1/completions") -> httpx.Response:
+    transport = httpx.ASGITransport(app=failing(), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        return await client.post(path, content=body, headers={"content-type": "application/json"})
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        (b'{"text": "x"}', 400, "'str' object has no attribute 'get'"),
+        (b'{"number": 0}', 400, "KeyError: 'x'"),
+        (b'{"number": -1}', 400, ""),  # vLLM's own
+        (b'{"number": -2}', 400, "deep"),
+        (b'{"number": 1}', 500, "y"),  # the engine had answered: no fault of the request's
+        (b'{"number": ' + b"9" * 5000 + b"}", 400, "parsing the body"),
+    ],
+)
+async def test_the_fault_has_its_type(body: bytes, status: int, says: str) -> None:
+    answer = await post(body)
+    assert answer.status_code == status
+    assert set(answer.json()) == {"error"}  # nothing of an answer's is written into it
+    error = answer.json()["error"]
+    assert says in error["message"]
+    assert error["type"]
+
+
+async def test_a_route_that_is_not_there_is_typed_too() -> None:
+    answer = await post(b"{}", "/nowhere")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, 404)

@@ -127,7 +127,7 @@ def test_what_cannot_be_recorded_is_refused(mixture: bool, said: str) -> None:
     "body", [b'{"routed_experts_prompt_start": 4}', b'["routed_experts"]', b'{"routed_experts": tru']
 )
 def test_who_asks_for_no_routing(body: bytes) -> None:
-    """The last one is refused by vLLM. What a field may say is in test_middleware.py."""
+    """The last one is refused by vLLM. What a field may say is in test_provenance.py."""
     assert wants(body, FIELD) is False
 
 

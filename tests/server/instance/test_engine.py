@@ -1,67 +1,25 @@
-"""A swap hears every data-parallel rank of an instance: a double of vLLM's client, with engine cores that differ."""
+"""An instance's engine: a swap hears every worker, a worker that refuses is named, and adapters follow the commits.
+
+A double of vLLM's client stands for the engine cores.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from server.errors import ConfigError
-from server.instance.engine import Engine, StagingFailed
-from server.instance.hosts import RankFailed, Tethers
+from server.instance.engine import FIRST_ID, Adapters, StagingFailed
+from server.instance.hosts import RankFailed
+from tests.server.instance.engines import Core, engine_of, report, version
 from tests.waiting import eventually
-from weightsync.control.records import VersionRecord
+from weightsync.control.records import DeviceRecord, PartRecord, VersionRecord
 
-VERSION = VersionRecord(2, "ready", "/arena/base", 1, "d", None, None, "p", 1, 0.0, "", 1)
+VERSION = version()
 OTHER_SUMS = {"w": [[2, 2, 0, 2, 0, 2, 99]]}
 WAIT_S = 30.0
-
-
-def report(**fields: Any) -> dict[str, Any]:
-    sums = {"w": [[2, 2, 0, 2, 0, 2, 7]]}
-    return {"running": False, "error": None, "stage_ms": 1.0, "sums": sums, "parts": {}, "version": 2} | fields
-
-
-class Core:
-    """One engine core with one worker: what it reports, one after the other (the last for ever), and how it flips."""
-
-    def __init__(self, *reports: dict[str, Any], flip: Callable[[], dict[str, float]] | None = None) -> None:
-        self.reports, self.calls = list(reports) or [report()], list[str]()
-        self.flip = flip or (lambda: {"flip_ms": 1.0, "commit_ms": 2.0, "crossed": {}})
-
-    async def call(self, utility: str, *args: Any) -> Any:
-        await asyncio.sleep(0)
-        method = args[0] if utility == "collective_rpc" else utility
-        self.calls.append(method)
-        if method == "hotswap_commit":
-            return self.flip()
-        if method == "hotswap_drop":
-            cancelled = {"code": "staging_cancelled", "message": "", "tensor": None}
-            self.reports = [*self.reports[:1], report(error=cancelled)]
-        if method in ("hotswap_stage", "hotswap_report"):
-            return [self.reports.pop(0) if len(self.reports) > 1 else self.reports[0]]
-        return [None] if method == "hotswap_device" else [""]
-
-
-def engine_of(*cores: Core, moe: bool = False) -> Engine:
-    ranks = {str(rank).encode(): core for rank, core in enumerate(cores)}
-
-    async def call(method: str, *args: Any, engine: bytes) -> Any:
-        return await ranks[engine].call(method, *args)
-
-    parallel = SimpleNamespace(nnodes=1, data_parallel_size=len(cores))
-    client = SimpleNamespace(
-        errored=False,
-        model_config=SimpleNamespace(get_vocab_size=lambda: 8),
-        generate=None,
-        encode=None,
-        vllm_config=SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(is_moe=moe)),
-        engine_core=SimpleNamespace(core_engines=list(ranks), _call_utility_async=call),
-    )
-    return Engine(client, Tethers())
 
 
 async def test_a_version_is_staged_when_every_rank_has_staged_it() -> None:
@@ -125,12 +83,6 @@ async def test_a_commit_is_one_only_when_every_rank_has_flipped() -> None:
     assert engine.active is None
 
 
-async def test_a_version_is_dropped_by_every_rank() -> None:
-    cores = Core(), Core()
-    await engine_of(*cores).drop(2, previous=True)
-    assert [core.calls for core in cores] == [["hotswap_drop"], ["hotswap_drop"]]
-
-
 @pytest.mark.parametrize("turns", range(8))
 async def test_a_staging_that_is_cancelled_ends_when_every_rank_has_stopped(turns: int) -> None:
     """At whatever point it is cancelled, no rank is told to stage after it was told to stop."""
@@ -171,3 +123,98 @@ async def test_ranks_that_compute_a_batch_together_are_refused() -> None:
     await engine_of(Core(), moe=True).prepare([], {})
     with pytest.raises(ConfigError, match="an instance for each rank"):
         await engine_of(Core(), Core(), moe=True).prepare([], {})
+
+
+# several hosts
+
+
+@pytest.mark.parametrize(
+    ("hosts", "devices"),
+    [(("", ""), ()), (("a", "b"), (DeviceRecord("GPU-0", 7, "a"), DeviceRecord("GPU-1", 7, "b")))],
+)
+async def test_places_and_gpus_are_told_with_their_host_if_there_are_several(
+    hosts: tuple[str, ...], devices: tuple[DeviceRecord, ...]
+) -> None:
+    core, staged = Core(hosts=hosts), with_parts(2, "lora/x")
+    engine = engine_of(core)
+    await engine.prepare([], {})
+    assert engine.devices == devices
+    await engine.stage(staged, WAIT_S, dict.fromkeys(hosts, staged))
+    (order,) = core.orders
+    assert ("places" in order) == ("places" in order["parts"][0]) == ("a" in hosts)
+
+
+async def test_a_worker_that_refuses_a_version_is_named_with_its_host() -> None:
+    error = {"code": "digest_mismatch", "message": "its bytes changed", "tensor": "t"}
+    engine = engine_of(Core([report(), report(error=error)], hosts=("a", "b")))
+    await engine.prepare([], {})
+    with pytest.raises(StagingFailed, match="rank 1 on host b: its bytes changed") as caught:
+        await engine.stage(VERSION, WAIT_S, {"a": VERSION, "b": VERSION})
+    assert (caught.value.code, caught.value.tensor) == ("digest_mismatch", "t")
+
+
+# adapters
+
+
+def with_parts(number: int, *parts: str) -> VersionRecord:
+    records = tuple(PartRecord(name, number, f"slot-{name}-{number}", f"digest-{number}", 1) for name in parts)
+    return version(number, parts=records)
+
+
+def commit(adapters: Adapters, number: int) -> None:
+    adapters.withdraw(number)
+    adapters.offer(number)
+
+
+def test_names_follow_the_commits() -> None:
+    table: dict[str, Any] = {"own": "an adapter that vLLM was started with"}
+    adapters = Adapters()
+    adapters.bind(table)
+    adapters.orders(with_parts(1, "lora/x", "draft"))
+    assert set(table) == {"own"}, "offered before its commit"
+    commit(adapters, 1)
+    assert set(table) == {"own", "x"}
+    adapters.orders(with_parts(2, "lora/y"))
+    adapters.withdraw(2)
+    assert set(table) == {"own"}, "new requests still got an adapter that the next version does not have"
+    adapters.offer(2)
+    assert set(table) == {"own", "y"}
+    commit(adapters, 1)
+    assert set(table) == {"own", "x"}
+    assert adapters.find("x").lora_path == "hotswap:lora/x"
+    assert adapters.find("y") is adapters.find(None) is None
+
+
+def test_a_name_keeps_its_id() -> None:
+    """Requests in flight refer to it."""
+    adapters = Adapters()
+    first = {o["name"]: o for o in adapters.orders(with_parts(1, "draft", "lora/x", "lora/y"))}
+    again = {o["name"]: o for o in adapters.orders(with_parts(2, "lora/y", "lora/z"))}
+    assert first["lora/y"]["lora_id"] == again["lora/y"]["lora_id"]
+    ids = [first["lora/x"]["lora_id"], first["lora/y"]["lora_id"], again["lora/z"]["lora_id"]]
+    assert len(set(ids)) == 3
+    assert min(ids) >= FIRST_ID
+    assert first["draft"]["lora_id"] == 0
+    commit(adapters, 2)
+    assert adapters.find("z").lora_int_id == again["lora/z"]["lora_id"]
+
+
+def test_a_table_that_is_bound_late_has_what_was_offered() -> None:
+    adapters = Adapters()
+    adapters.orders(with_parts(1, "lora/x"))
+    commit(adapters, 1)
+    table: dict[str, Any] = {}
+    adapters.bind(table)
+    assert set(table) == {"x"}
+
+
+def test_no_adapter_takes_the_name_of_the_model() -> None:
+    table: dict[str, Any] = {}
+    adapters = Adapters()
+    adapters.bind(table, ["tiny"])
+    adapters.orders(with_parts(1, "lora/tiny", "lora/x"))
+    commit(adapters, 1)
+    assert set(table) == {"x"}
+    assert adapters.find("tiny") is None
+    commit(adapters, 2)
+    assert not table

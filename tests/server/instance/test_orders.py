@@ -1,24 +1,28 @@
-"""Orders to sleep: the admin routes, who follows them, and how an instance with sleep mode obeys."""
+"""Orders to pause and to sleep: the admin routes, their leases, and how an instance follows them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import contextlib
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from server.errors import NotFound
 from server.gateway import UpstreamSettings
+from server.gateway.admin.fleet import PauseLeases
 from server.instance.config import InstanceConfig
 from server.instance.middleware import Admission
 from server.instance.rest import rest
 from server.sleeping import SleeperRecord, SleepOrder, ordered, orders, sleepers, stay_asleep
 from tests.server.asking import call
 from tests.server.gateway.harness import KEYS, MODEL, RunningGateway, running_gateway
-from tests.server.gateway.upstream import answer_json, upstream
 from tests.server.instance.engines import Engine, config_of, sidecar_of, version
 from tests.waiting import eventually, stays
+from weightsync import open_store
+from weightsync.control.agent import PauseFollower
 from weightsync.control.records import ActiveRecord, InstanceRecord
 from weightsync.store import Store
 
@@ -33,14 +37,111 @@ def gateway(tmp_path: Path) -> Iterator[RunningGateway]:
         yield running
 
 
+# pauses
+
+
+class Paused:
+    """Follows the pauses of a store as an instance does."""
+
+    def __init__(self, store: Store) -> None:
+        self.paused = False
+        self.follower = PauseFollower(store, KEYS, self._pause, self._resume)
+
+    async def _pause(self) -> None:
+        self.paused = True
+
+    async def _resume(self) -> None:
+        self.paused = False
+
+    async def reaches(self, paused: bool) -> None:
+        await eventually(lambda: self.paused is paused)
+
+
+@contextlib.asynccontextmanager
+async def following(url: str) -> AsyncIterator[Paused]:
+    store = open_store(url)
+    engine = Paused(store)
+    task = asyncio.create_task(engine.follower.run())
+    try:
+        yield engine
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await store.close()
+
+
+async def test_pause_renew_and_resume(gateway: RunningGateway) -> None:
+    async with following(gateway.gateway.config.store) as engine:
+        status, pause = await call(gateway, "POST", "/admin/pause", {"ttl_s": 60, "requested_by": "trainer-7"})
+        assert (status, pause["ttl_s"]) == (200, 60)
+        await engine.reaches(True)
+        status, found = await call(gateway, "GET", "/admin/pause")
+        assert (found["paused"], [p["requested_by"] for p in found["pauses"]]) == (True, ["trainer-7"])
+        status, renewed = await call(gateway, "POST", f"/admin/pause/{pause['id']}/renew")
+        assert (status, renewed) == (200, pause)
+
+        _, second = await call(gateway, "POST", "/admin/pause")
+        assert second["ttl_s"] == 30
+        status, answer = await call(gateway, "DELETE", f"/admin/pause/{pause['id']}")
+        assert (status, answer) == (200, {"id": pause["id"], "paused": True})
+        assert engine.paused, "another pause holds"
+        assert (await call(gateway, "DELETE", f"/admin/pause/{second['id']}"))[1]["paused"] is False
+        await engine.reaches(False)
+        assert (await call(gateway, "GET", "/admin/pause"))[1] == {"paused": False, "pauses": []}
+        for method, path in (("DELETE", f"/admin/pause/{pause['id']}"), ("POST", f"/admin/pause/{pause['id']}/renew")):
+            status, answer = await call(gateway, method, path)
+            assert (status, answer["error"]["code"]) == (404, "unknown_pause"), "it is over"
+
+
+@pytest.mark.parametrize("body", [{"ttl_s": 0.5}, {"ttl_s": 601}, {"ttl_s": "9"}, {"requested_by": ""}, {"for": 3}])
+async def test_bad_pauses_are_400(gateway: RunningGateway, body: dict[str, Any]) -> None:
+    status, answer = await call(gateway, "POST", "/admin/pause", body)
+    assert (status, answer["error"]["code"]) == (400, "invalid_parameter")
+    assert (await call(gateway, "DELETE", "/admin/pause/..%2f..%2factive"))[0] in (400, 404)
+    assert (await call(gateway, "GET", "/admin/pause"))[1]["pauses"] == []
+
+
+async def test_a_pause_ends_by_itself_unless_it_is_renewed(store: Store) -> None:
+    leases = PauseLeases(store, MODEL)
+    async with following(store.url) as engine:
+        kept, left = await leases.take("a", 2.0), await leases.take("b", 2.0)
+        await engine.reaches(True)
+
+        async def one_is_left() -> bool:
+            await leases.renew(kept.id)
+            return len(await leases.holding()) == 1
+
+        await eventually(one_is_left)
+        assert [record.id for record in await leases.holding()] == [kept.id]
+        assert engine.paused
+        with pytest.raises(NotFound):
+            await leases.renew(left.id)
+        await engine.reaches(False)
+        with pytest.raises(NotFound):
+            await leases.end(kept.id)
+
+
+async def test_one_name_ends_and_renews_its_own_pauses_only(store: Store) -> None:
+    leases = PauseLeases(store, MODEL)
+    other = await leases.take("other", 60.0)
+    for _ in range(2):
+        await leases.take("mine", 60.0)
+    await leases.renew_all("mine")
+    assert await leases.end_all("mine") == 2
+    assert [record.id for record in await leases.holding()] == [other.id]
+    assert await leases.end_all("mine") == 0
+
+
+# orders to sleep
+
+
 def sleeping_record(gateway: RunningGateway, instance_id: str) -> SleepOrder | None:
     found = gateway.store.get(orders(KEYS) + instance_id)
     return SleepOrder.from_json(found.value) if found is not None else None
 
 
 async def test_sleep_is_ordered_seen_and_ended(gateway: RunningGateway) -> None:
-    async with upstream(answer_json) as up:
-        gateway.register(up, "i0")
+    async with gateway.instance() as up:
         status, body = await call(gateway, "POST", "/admin/instances/i0/sleep", {"level": 1, "drain_s": 3})
         assert (status, body) == (200, {"id": "i0", "level": 1, "state": "falling_asleep"})
         order = sleeping_record(gateway, "i0")
@@ -65,8 +166,7 @@ async def test_sleep_is_ordered_seen_and_ended(gateway: RunningGateway) -> None:
 
 async def test_an_order_that_is_not_renewed_ends_by_itself(gateway: RunningGateway) -> None:
     """A trainer that dies cannot leave the fleet asleep; one that lives renews by ordering again."""
-    async with upstream(answer_json) as up:
-        gateway.register(up, "i0")
+    async with gateway.instance():
         await call(gateway, "POST", "/admin/instances/i0/sleep", {"ttl_s": 1})
         await call(gateway, "POST", "/admin/instances/i0/sleep", {"ttl_s": 3600})
         await stays(lambda: sleeping_record(gateway, "i0"), 1.5, "the renewed order, without the first one's lease")
@@ -82,8 +182,7 @@ async def test_nobody_sleeps_who_is_not_there(gateway: RunningGateway, what: str
 
 @pytest.mark.parametrize("body", [{"level": 3}, {"level": "1"}, {"ttl_s": 0}, {"drain_s": -1}, {"deep": True}])
 async def test_orders_are_strict(gateway: RunningGateway, body: dict[str, Any]) -> None:
-    async with upstream(answer_json) as up:
-        gateway.register(up, "i0")
+    async with gateway.instance():
         assert (await call(gateway, "POST", "/admin/instances/i0/sleep", body))[0] == 400
         assert sleeping_record(gateway, "i0") is None
 
