@@ -15,7 +15,7 @@ from server.errors import CliError
 from server.gateway import UpstreamSettings
 from server.up.paths import ServerInfo
 from tests.server.gateway.harness import ADMIN_KEY, KEYS, RunningGateway, post, running_gateway
-from tests.server.gateway.upstream import Link, Received, upstream
+from tests.server.gateway.upstream import Link, Received
 from tests.waiting import eventually, wait_until
 from weightsync.control.records import ActiveRecord, DeviceRecord, ErrorInfo, ShareRecord, SplitRecord
 
@@ -57,9 +57,7 @@ class Engine:
 
 
 async def test_list_drain_resume(gateway: RunningGateway) -> None:
-    engine = Engine()
-    async with upstream(engine) as up:
-        gateway.register(up, "left")
+    async with gateway.instance(Engine(), "left") as up:
         gateway.register(up, "right", state="STARTING")
         out = await run(gateway, "list")
         assert "left" in out
@@ -74,8 +72,7 @@ async def test_list_drain_resume(gateway: RunningGateway) -> None:
 
 
 async def test_the_list_says_how_many_versions_have_room_on_gpus(gateway: RunningGateway) -> None:
-    async with upstream(Engine()) as up:
-        gateway.register(up, "on-a-cpu")
+    async with gateway.instance(Engine(), "on-a-cpu") as up:
         assert "copies" not in await run(gateway, "list")
         gateway.register(up, "on-a-gpu", device_copies=0)
         wait_until(lambda: len(gateway.gateway.default.fleet.serving) == 2)
@@ -86,8 +83,7 @@ async def test_the_list_says_how_many_versions_have_room_on_gpus(gateway: Runnin
 
 async def test_each_instance_is_listed_with_its_gpus(gateway: RunningGateway) -> None:
     ranks = (DeviceRecord("GPU-8a", 0, "a"), DeviceRecord("GPU-51", 0, "b"))
-    async with upstream(Engine()) as up:
-        gateway.register(up, "one", devices=(DeviceRecord("GPU-99", 2),))
+    async with gateway.instance(Engine(), "one", devices=(DeviceRecord("GPU-99", 2),)) as up:
         gateway.register(up, "apart", devices=ranks)
         gateway.register(up, "unknown", devices=(DeviceRecord("GPU-03"),))
         gateway.register(up, "cpu")
@@ -102,8 +98,7 @@ async def test_each_instance_is_listed_with_its_gpus(gateway: RunningGateway) ->
 async def test_status_shows_shares_and_who_answers_for_whom(gateway: RunningGateway) -> None:
     split = SplitRecord((ShareRecord(2, 10.0, ("right",)),))
     gateway.store.put(KEYS.active, ActiveRecord(1, 1, None, "s", 0.0, split=split).to_json())
-    async with upstream(Engine()) as up:
-        gateway.register(up, "left")
+    async with gateway.instance(Engine(), "left") as up:
         out = await run(gateway, "list")
         assert "version 1 has 90 % of the requests\n" in out
         assert "version 2 has 10 % of the requests; nobody runs it now, so others answer them" in out
@@ -115,9 +110,8 @@ async def test_status_shows_shares_and_who_answers_for_whom(gateway: RunningGate
 async def test_status_says_what_keeps_a_server_that_starts_from_serving(
     gateway: RunningGateway, tmp_path: Path
 ) -> None:
-    async with upstream() as up:
-        error = ErrorInfo("checksum_mismatch", "tensor 'x' has checksum 1 as built")
-        gateway.register(up, "instance-0", state="STARTING", error=error)
+    error = ErrorInfo("checksum_mismatch", "tensor 'x' has checksum 1 as built")
+    async with gateway.instance(instance_id="instance-0", state="STARTING", error=error):
         url = f"http://127.0.0.1:{gateway.admin_port}"
         for state, said in (("starting", True), ("ready", False)):
             ServerInfo(url, url, "toy", "", "/dev/null", 1, state).write(tmp_path)
@@ -129,8 +123,7 @@ async def test_status_says_what_keeps_a_server_that_starts_from_serving(
 
 async def test_drain_waits_for_what_is_there(gateway: RunningGateway) -> None:
     engine = Engine()
-    async with upstream(engine) as up:
-        gateway.register(up, "left")
+    async with gateway.instance(engine, "left"):
         request = asyncio.create_task(gateway.ask(post()))
         await eventually(lambda: engine.running == 1)
         with pytest.raises(CliError, match="still has 1 request"):

@@ -44,10 +44,11 @@ def state_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 
 def run(*arguments: object) -> tuple[int, str]:
-    done = CliRunner().invoke(app, ["weights", *map(str, arguments)], terminal_width=200)
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    return done.exit_code, done.output
+    """The exit status, and all that is said: the error of a command that fails, too."""
+    done = CliRunner().invoke(app, ["weights", *map(str, arguments)], env={"COLUMNS": "200"}, terminal_width=200)
+    failed = None if isinstance(done.exception, SystemExit) else done.exception
+    assert failed is None or isinstance(failed, CliError)
+    return done.exit_code, done.output + str(failed or "")
 
 
 def slot_of(state_dir: Path, version: int) -> Path:
@@ -61,19 +62,12 @@ def test_records_are_found_without_a_state_directory(state_dir: Path, monkeypatc
     monkeypatch.setenv("HOTSWAP_STORE", f"sqlite://{state_dir / 'store.db'}")
     assert "version 2 is as published" in run("verify", "--name", "demo")[1]
     assert "versions 1 and 2: 1 of 2 tensors differ" in run("diff", "1", "2", "--name", "demo")[1]
-    with pytest.raises(CliError, match="say which one with --name"):
-        run("verify")
+    assert "say which one with --name" in run("verify")[1]
 
 
-def test_verify_says_what_was_read(state_dir: Path) -> None:
+def test_verify_says_what_was_read_and_names_the_tensor_that_differs(state_dir: Path) -> None:
     status, out = run("verify", "--state-dir", state_dir)
     assert (status, "version 2 is as published: 2 tensors, 148 bytes" in out) == (0, True)
-    status, out = run("verify", "1", "--json", "--state-dir", state_dir)
-    report = json.loads(out)
-    assert (status, report["ok"], report["version"], report["problems"]) == (0, True, 1, [])
-
-
-def test_verify_fails_and_names_the_tensor(state_dir: Path) -> None:
     path = slot_of(state_dir, 2)
     with SlotReader.open(path) as slot:
         place = slot.entry("b.weight").offset + 3
@@ -85,7 +79,9 @@ def test_verify_fails_and_names_the_tensor(state_dir: Path) -> None:
     assert "digest_mismatch: tensor 'b.weight'" in out
     status, out = run("verify", "--json", "--state-dir", state_dir)
     assert (status, json.loads(out)["problems"][0]["tensor"]) == (1, "b.weight")
-    assert run("verify", "1", "--state-dir", state_dir)[0] == 0
+    status, out = run("verify", "1", "--json", "--state-dir", state_dir)
+    report = json.loads(out)
+    assert (status, report["ok"], report["version"], report["problems"]) == (0, True, 1, [])
 
 
 def test_diff_shows_what_changed(state_dir: Path) -> None:
@@ -101,8 +97,7 @@ def test_diff_shows_what_changed(state_dir: Path) -> None:
 
 def test_a_version_that_is_not_held_is_said_so(state_dir: Path) -> None:
     for arguments in (("verify", 9), ("diff", 1, 9)):
-        with pytest.raises(CliError, match="version 9 does not exist"):
-            run(*arguments, "--state-dir", state_dir)
+        assert "version 9 does not exist" in run(*arguments, "--state-dir", state_dir)[1]
 
 
 @pytest.mark.parametrize(
@@ -169,8 +164,7 @@ def test_a_split_is_shown_and_ended(state_dir: Path, monkeypatch: pytest.MonkeyP
     run("split", "--end", "--state-dir", state_dir)
     assert asked.pop() == ("DELETE", "/admin/weights/split", None, None)
     for wrong in ((), ("3=90", "4=10", "--end"), ("3", "4=10"), ("3=90", "x=10"), ("3=50", "3=50")):
-        with pytest.raises(CliError):
-            run("split", *wrong, "--state-dir", state_dir)
+        assert run("split", *wrong, "--state-dir", state_dir)[0] == 1
 
 
 def test_a_url_and_a_key_are_enough_where_no_server_was_started(
@@ -193,16 +187,10 @@ def test_a_version_is_exported(state_dir: Path) -> None:
     status, said = run("export", 2, target, "--model-dir", home, "--state-dir", state_dir)
     assert (status, "version 2: 2 tensors, 148 bytes" in said) == (0, True)
     assert sorted(path.name for path in target.iterdir()) == ["config.json", "model.safetensors"]
-    with pytest.raises(CliError, match="not an empty directory"):
-        run("export", 1, target, "--model-dir", home, "--state-dir", state_dir)
+    assert "not an empty directory" in run("export", 1, target, "--model-dir", home, "--state-dir", state_dir)[1]
 
 
 # of a bucket
-
-
-def asked(*arguments: object) -> tuple[int, str]:
-    done = CliRunner().invoke(app, ["weights", *map(str, arguments)], env={"COLUMNS": "200"})
-    return done.exit_code, done.output + str(done.exception or "")
 
 
 @pytest.fixture
@@ -217,12 +205,12 @@ def url(tmp_path: Path) -> str:
 
 
 def test_the_list_says_what_each_version_is(url: str) -> None:
-    status, out = asked("list", "--bucket", url)
+    status, out = run("list", "--bucket", url)
     assert status == 0
     one, two, three = (line.split() for line in out.splitlines() if line.strip()[:1].isdigit())
     assert (one[:3], two[:4]) == (["1", "base", "full"], ["2", "base", "delta", "1"])
     assert three[:3] == ["3", "lora/math", "full"]
-    rows = orjson.loads(asked("list", "--bucket", url, "--json")[1])
+    rows = orjson.loads(run("list", "--bucket", url, "--json")[1])
     versions = [Bucket(url).read(number) for number in (1, 2, 3)]
     assert [row["nbytes"] for row in rows] == [version.nbytes for version in versions]
     assert [row["digest"] for row in rows] == [version.header.target_digest for version in versions]
@@ -230,36 +218,36 @@ def test_the_list_says_what_each_version_is(url: str) -> None:
 
 
 def test_verify_reads_every_byte_and_names_what_is_damaged(url: str) -> None:
-    status, out = asked("verify", "--bucket", url)
+    status, out = run("verify", "--bucket", url)
     assert (status, "version 3 is as published" in out, "versions 1, 2, 3" in out) == (0, True, True)
     part = Bucket(url).read(1).parts[0].path
     path = Path(url.removeprefix("file://")) / part
     path.write_bytes(path.read_bytes()[:-1] + b"?")
-    status, out = asked("verify", 2, "--bucket", url)
+    status, out = run("verify", 2, "--bucket", url)
     assert status == 1
     assert part in out
-    status, out = asked("verify", 9, "--bucket", url)
+    status, out = run("verify", 9, "--bucket", url)
     assert (status, "version 9 is no longer in" in out) == (1, True)
-    status, out = asked("verify", "--bucket", f"{url}-empty")
+    status, out = run("verify", "--bucket", f"{url}-empty")
     assert (status, "has no version yet" in out) == (1, True)
-    assert asked("verify", "--bucket", url, "--trust", "key.pem")[0] == 1
+    assert run("verify", "--bucket", url, "--trust", "key.pem")[0] == 1
 
 
 def test_a_record_that_cannot_be_read_is_listed_as_damaged(url: str) -> None:
     path = Path(url.removeprefix("file://")) / "versions" / f"{2:012}.json"
     path.write_bytes(path.read_bytes()[:-3])
-    status, out = asked("list", "--bucket", url)
+    status, out = run("list", "--bucket", url)
     assert status == 1
     assert "damaged" in out
     assert f"{2:012}.json" in out
 
 
 def test_remove_keeps_what_others_need(url: str) -> None:
-    status, out = asked("remove", 1, "--bucket", url)
+    status, out = run("remove", 1, "--bucket", url)
     assert (status, "versions 2 need it" in out) == (1, True)
     publisher(url, keep=9).publish(weights(5))
     before = files(url)
-    assert asked("remove", 3, "--bucket", url)[0] == 1  # the newest version has its adapter
+    assert run("remove", 3, "--bucket", url)[0] == 1  # the newest version has its adapter
     assert files(url) == before
-    assert asked("remove", 2, "--bucket", url) == (0, "version 2 is removed\n")
+    assert run("remove", 2, "--bucket", url) == (0, "version 2 is removed\n")
     assert Bucket(url).numbers() == [1, 3, 4]
