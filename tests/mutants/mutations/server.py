@@ -11,7 +11,7 @@ MUTATIONS: list[Mutation] = [
         ("for event in answer.split(b\"\\n\\n\")[:-1]:", "for event in answer.split(b\"\\n\\n\"):"),
         ("record.choices.sort(key=lambda choice: choice.index)", "pass"),
     ]),
-    *of("server/answers/measures.py", ANSWERS + "test_measures.py", changes=[
+    *of("server/answers/measures.py", ANSWERS + "test_parse.py", changes=[
         ("if 400 <= about.status < 500:", "if 400 < about.status < 500:"),
         ("tokens > len(answer.choices)", "tokens >= len(answer.choices)"),
         ("text[:OPENING]", "text"),
