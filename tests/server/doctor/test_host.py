@@ -198,11 +198,8 @@ def rdma_device(root: Path, state: str = "4: ACTIVE", *, verbs: bool = True, nod
     host(root, files)
 
 
-def test_no_rdma_device_is_no_fault(tmp_path: Path) -> None:
-    assert "TCP" in only(findings("rdma", host(tmp_path)), "skip").found
-
-
 def test_rdma_ports_and_access(tmp_path: Path) -> None:
+    assert "TCP" in only(findings("rdma", host(tmp_path)), "skip").found
     rdma_device(tmp_path / "well")
     found = findings("rdma", host(tmp_path / "well"))
     assert statuses(found) == ["ok", "ok"]

@@ -1,20 +1,120 @@
-"""Certificates really made: expired, early, of another authority, with another key or name."""
+"""Ports really taken, by strangers and by ours; listeners with and without TLS; certificates of every kind."""
 
 from __future__ import annotations
 
 import datetime
+import ssl
+import subprocess
+import sys
+from asyncio import to_thread
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from server.doctor.checks.ports import speaks_tls
+from server.doctor.processes import is_ours
 from server.doctor.registry import Status
-from server.doctor.world import World
+from server.doctor.world import World, is_loopback
+from server.ports import free_port
+from tests.etcd import Tls
 from tests.server.doctor.worlds import findings, only, statuses
+from tests.server.gateway.upstream import upstream
 from weightsync.tls import ENVIRONMENT
+
+STARTS = ()  # `up` starts nothing here
+LISTENS = """
+import socket, sys
+port = int(sys.argv[3]) if "--port" in sys.argv else 0
+listener = socket.create_server((sys.argv[1], port))
+print(listener.getsockname()[1], flush=True)
+input()
+"""
+
+
+@contextmanager
+def listening(place: Path, module: str, host: str, *arguments: str) -> Iterator[int]:
+    """A process that is called `python -m MODULE` and listens there; its port."""
+    code = place / f"{module.replace('.', '/')}.py"
+    code.parent.mkdir(parents=True, exist_ok=True)
+    code.write_text(LISTENS)
+    command = [sys.executable, "-m", module, host, *arguments]
+    with subprocess.Popen(command, cwd=place, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield int(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+def test_a_port_is_free_or_its_process_is_named(tmp_path: Path) -> None:
+    assert statuses(findings("ports", World(port=free_port(), admin_port=free_port()))) == ["ok", "ok"]
+    with listening(tmp_path, "stranger", "127.0.0.1") as port:
+        found = only(findings("ports", World(port=port)), "fail")
+        assert "python" in found.found
+        assert "process " in found.found
+        assert "--admin-port" in findings("ports", World(port=0, admin_port=port))[1].mend
+    with listening(tmp_path, "server.gateway", "127.0.0.1") as port:
+        assert "ours" in only(findings("ports", World(port=port)), "ok").found
+    assert "ip addr" in only(findings("ports", World(host="192.0.2.1")), "fail").mend, "an address of another host"
+
+
+@pytest.fixture
+def only_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what this test starts is looked at, no server that other tests share or that other people run."""
+    children = psutil.Process().children
+    before = set(children(recursive=True))
+    monkeypatch.setattr(psutil, "process_iter", lambda: [p for p in children(recursive=True) if p not in before])
+
+
+@pytest.mark.usefixtures("only_children")
+def test_what_listens_beyond_loopback_without_tls_is_found(tmp_path: Path) -> None:
+    only(findings("listeners", World()), "skip")
+    with ExitStack() as stack:
+        stack.enter_context(listening(tmp_path, "stranger", "0.0.0.0"))
+        only(findings("listeners", World()), "skip")
+        stack.enter_context(listening(tmp_path, "weightsync.peer", "127.0.0.1"))
+        only(findings("listeners", World()), "ok")
+        port = stack.enter_context(listening(tmp_path, "server.gateway", "0.0.0.0"))
+        found = only(findings("listeners", World()), "fail")
+        assert f"0.0.0.0:{port}" in found.found
+        assert "server.gateway" in found.found
+
+
+@pytest.mark.usefixtures("only_children")
+def test_the_public_port_without_tls_is_a_warning(tmp_path: Path) -> None:
+    with listening(tmp_path, "server.gateway", "0.0.0.0", "--port", str(free_port())):
+        assert "--ssl-certfile" in only(findings("listeners", World()), "warn").mend
+
+
+@pytest.mark.parametrize("ask", [False, True])
+async def test_a_tls_listener_is_known_by_its_answer(tmp_path: Path, ask: bool) -> None:
+    """Also by one that wants a certificate of each client."""
+    tls = Tls(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tls.server_cert, tls.server_key)
+    if ask:
+        context.load_verify_locations(tls.ca)
+        context.verify_mode = ssl.CERT_REQUIRED
+    async with upstream(tls=context) as up:
+        assert await to_thread(speaks_tls, "0.0.0.0", up.port)
+
+
+def test_addresses_and_command_lines() -> None:
+    assert all(map(is_loopback, ("127.0.0.1", "127.3.2.1", "::1", "[::1]", "localhost", "::ffff:127.0.0.1")))
+    assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "etcd-0.etcd", "fe80::1%eth0")))
+    assert is_ours(["python", "-m", "server.cli", "instance"])
+    assert is_ours(["/venv/bin/python", "/venv/bin/hotswap", "up"])
+    assert not is_ours(["vi", "server/gateway/config.py"])
+
+
+# certificates: expired, early, of another authority, with another key or name
 
 DAY = datetime.timedelta(days=1)
 BOTH = (ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH)
