@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from server.gateway.access.key_sources import KeyStore, NewKey
 from server.gateway.access.keys import KeyRing
 from server.gateway.access.records import INFER, By
@@ -77,6 +79,25 @@ class Child:
         async with opened(options["--store"]) as store:
             with disk.lock():
                 return await Persister(store, Keys(options["--model"]), disk).run(stopped)
+
+
+class Answers:
+    """What the gateway says of instances, one look after the other: the id of each, its error, whether it serves. The
+    last look is said again and again."""
+
+    def __init__(
+        self, *looks: Sequence[tuple[str, str | None, bool]], asleep: Sequence[str] = (), readyz: int = 200
+    ) -> None:
+        self.looks, self.asleep, self.readyz = list(looks), asleep, readyz
+
+    def get(self, url: str, **_: Any) -> httpx.Response:
+        body: dict[str, Any] = {"asleep": [{"id": name} for name in self.asleep]}
+        if url.endswith("/admin/instances"):
+            look = self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
+            errors = {name: {"code": "c", "message": error} if error is not None else None for name, error, _ in look}
+            body = {"instances": [{"id": name, "error": errors[name], "eligible": ok} for name, _, ok in look]}
+        status = self.readyz if url.endswith("/readyz") else 200
+        return httpx.Response(status, json=body, request=httpx.Request("GET", url))
 
 
 @dataclass

@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 
 from server.cli.admin import AdminClient
-from server.errors import CliError
 from server.ports import free_port
-from server.up.config import UpConfig
 from server.up.paths import ServerInfo
 from tests.etcd import Etcd
 from tests.live import VLLM_ARGS
@@ -24,20 +22,6 @@ from tests.waiting import wait_until
 
 N1, N2, N3 = (f"127.0.0.{i}" for i in (11, 12, 13))
 TOKENS = 900
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({}, "etcd"),
-        ({"store": "etcd://h", "ray_bundle": "CPU"}, "CPU=8,GPU=2"),
-        ({"store": "etcd://h", "ray_bundle": "CPU=0"}, "above 0"),
-        ({"store": "etcd://h", "vllm_args": ("--nnodes=2",)}, "one node"),
-    ],
-)
-def test_what_cannot_work_on_nodes_is_refused(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(CliError, match=said):
-        UpConfig(model="m", ray="auto", **settings)
 
 
 def test_a_cluster_that_is_not_there_is_said_before_anything_is_started(

@@ -1,20 +1,24 @@
-"""What `hotswap up` goes on with after an end of any kind."""
+"""What `hotswap up` goes on with after an end of any kind: killed at any line of a start, a copy, a swap or a stop."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import re
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from server.errors import CliError, StateLost, Unauthorized
+from tests.server.up import restarts
 from tests.server.up.restarts import KEYS, MODEL, Child, Up, committed, flip, frozen, run, save_checkpoint, swap_until
 from tests.weightsync.tensors import model
 from weightsync import Publisher, SyncStore
 from weightsync.control.records import CounterRecord, InstanceRecord
+from weightsync.persist.disk import Disk
 from weightsync.publish.checkpoint import Checkpoint
 
 NOBODY = 2**22 + 1  # no process has such an id
@@ -292,3 +296,80 @@ def test_several_models_go_on_each_with_its_own_versions(server: Up, tmp_path: P
     assert "versions 1 to 2 of toy" in server.told[0]
     assert "versions 1 to 1 of org/other" in server.told[0]
     assert (server.served(), server.served("org/other")) == ((1, 1.0), (1, 7.0))
+
+
+# killed at any line
+
+
+@pytest.mark.parametrize("every", [397, pytest.param(31, marks=pytest.mark.broad)])
+@pytest.mark.parametrize("before", ["nothing", "memory", "disk", "fresh"])
+def test_a_start_may_be_killed_at_any_line(server: Up, before: str, every: int) -> None:
+    key, lines = "", 1
+    while True:
+        if before == "nothing":
+            shutil.rmtree(server.state_dir, ignore_errors=True)
+        elif not server.state_dir.exists() or server.active().version == 1:
+            server.start()
+            server.trained(2.0)
+            key = server.make_key()
+            server.stop()
+        if before in ("memory", "fresh"):
+            server.start()
+            server.kill()
+        if not restarts.killed_at(server.new(fresh=before == "fresh").start, restarts.STARTING, lines):
+            return
+        started = server.start()
+        if before == "nothing" or server.active().version == 1:
+            assert before in ("nothing", "fresh")
+            assert server.served() == (1, 1.0)
+            assert server.door(None) == "anonymous"  # a discard takes all or nothing
+        else:
+            assert server.served() == (2, 2.0)
+            assert server.door(key) == "somebody"
+            assert server.trained(3.0, commit=False) == 3
+            server.forget(3)
+        assert len(started.admin_key) > 16
+        server.stop()
+        lines += every
+
+
+@pytest.mark.parametrize("share", [40, pytest.param(6, marks=pytest.mark.broad)])
+@pytest.mark.parametrize("loses", ["processes", "power"])
+@pytest.mark.parametrize(
+    ("work", "files", "every"),
+    [("persist", restarts.PERSISTING, 23), ("swap", restarts.SWAPPING, 211), ("stop", restarts.STOPPING, 23)],
+)
+def test_a_run_may_be_killed_at_any_line(
+    server: Up, work: str, files: Sequence[str], every: int, loses: str, share: int
+) -> None:
+    """While it copies, swaps or stops. The tensors of each version are its number."""
+    server.start()
+    key, newest, lines, was_killed = server.make_key(), 1, 1, True
+    while was_killed:
+        server.stop()
+        started = server.start()
+        before, target = server.active().version, server.trained(newest + 1, commit=work != "swap")
+        works: dict[str, Callable[[], object]] = {
+            "persist": started.children["persist"].stop,
+            "swap": lambda: asyncio.run(restarts.swapped(started.store, target)),  # noqa: B023 - called at once
+            "stop": started.stop,
+        }
+        was_killed = restarts.killed_at(works[work], files, lines)
+        committed = server.active().version
+        copies = {kept.version: kept for kept in Disk(server.state_dir / "versions").kept()}
+        for kept in copies.values():
+            kept.verify()
+        (server.kill if loses == "processes" else server.lose_power)()
+        goes_on = server.start()
+        run(swap_until(goes_on.store, lambda swap: swap.phase in ("done", "aborted")))
+        if loses == "power" and committed not in copies:
+            assert goes_on.said[0].startswith(f"version {committed} is lost")
+            committed = before
+        assert server.served() == (committed, float(committed))
+        assert server.door(key) == "somebody"
+        with pytest.raises(Unauthorized):
+            server.door(None)
+        assert server.trained(target + 1, commit=False) == target + 1
+        server.forget(target + 1)
+        newest = target
+        lines += every * share

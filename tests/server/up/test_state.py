@@ -9,7 +9,6 @@ import signal
 import socket
 from pathlib import Path
 
-import httpx
 import pytest
 
 from server.errors import CliError, OtherCheckpoint, PortTaken, StateTaken
@@ -17,7 +16,7 @@ from server.up import server as up
 from server.up.paths import ServerInfo
 from server.up.processes import Child as RealChild
 from server.up.state import StateDir
-from tests.server.up.restarts import MODEL, Up, frozen, save_checkpoint
+from tests.server.up.restarts import MODEL, Answers, Up, frozen, save_checkpoint
 from tests.waiting import wait_until
 
 
@@ -99,7 +98,8 @@ def test_what_is_in_the_way_in_the_state_directory_is_one_line(
     assert server.server.children == {}
 
 
-def test_fresh_discards_all_but_the_admin_key_and_says_what(server: Up, shm: Path) -> None:
+def test_fresh_discards_all_but_the_admin_key_and_says_what(server: Up, tmp_path: Path) -> None:
+    """It may begin with another checkpoint."""
     started = server.start()
     server.trained(2.0)
     server.make_key()
@@ -107,21 +107,15 @@ def test_fresh_discards_all_but_the_admin_key_and_says_what(server: Up, shm: Pat
     server.stop()
     server.start()
     server.kill()
-    started = server.start(fresh=True)
+    started = server.start(fresh=True, model=str(save_checkpoint(tmp_path / "other", 9.0)))
     assert server.told == [
         "discarding 1 API key(s), inference closed to who has none, versions 1 to 2 and a history of 2 swap(s)"
     ]
-    assert server.served() == (1, 1.0)
+    assert server.served() == (1, 9.0)
     assert server.door(None) == "anonymous"
     assert started.admin_key == admin_key
     assert not list((server.state_dir / "versions").glob("[0-9]*"))
     assert len(server.slots) == 1
-
-
-def test_fresh_begins_with_another_checkpoint(server: Up, tmp_path: Path) -> None:
-    server.ran()
-    server.start(fresh=True, model=str(save_checkpoint(tmp_path / "other", 9.0)))
-    assert server.served() == (1, 9.0)
 
 
 def test_a_discard_that_was_begun_comes_to_its_end(server: Up, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,16 +240,9 @@ def test_it_is_ready_when_each_instance_serves_or_sleeps_as_it_was_ordered_to(
     server: Up, eligible: list[int], asleep: list[int], readyz: int, ready: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = server.start(instances=2)
-
-    def answer(url: str, **_: object) -> httpx.Response:
-        body = {
-            "instances": [{"id": f"instance-{i}", "error": None, "eligible": i in eligible} for i in range(2)],
-            "asleep": [{"id": f"instance-{i}"} for i in asleep],
-        }
-        status = readyz if url.endswith("/readyz") else 200
-        return httpx.Response(status, json=body, request=httpx.Request("GET", url))
-
-    monkeypatch.setattr(up.httpx, "get", answer)
+    looks = [(f"instance-{i}", None, i in eligible) for i in range(2)]
+    asleep_now = [f"instance-{i}" for i in asleep]
+    monkeypatch.setattr(up.httpx, "get", Answers(looks, asleep=asleep_now, readyz=readyz).get)
     assert started._ready() is ready
 
 

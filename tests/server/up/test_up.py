@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 import weightsync
@@ -29,7 +28,7 @@ from server.up.processes import Child as RealChild
 from server.up.served import draft_dir, served
 from server.up.server import Server
 from tests.server.nvml import seven
-from tests.server.up.restarts import Child, save_checkpoint
+from tests.server.up.restarts import Answers, Child, save_checkpoint
 from tests.weightsync.tensors import model as model_of
 from trainer.config import FaultsConfig
 from weightsync import Publisher, SyncStore, ensure_arena, open_store
@@ -85,6 +84,10 @@ def test_all_cores_are_shared_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"store": "sqlite:///x.db"}, "--store"),
         ({"store": "http://x"}, "--store"),
         ({"store": "etcd://h:1", "fresh": True}, "--fresh"),
+        ({"ray": "auto"}, "etcd"),
+        ({"ray": "auto", "store": "etcd://h", "ray_bundle": "CPU"}, "CPU=8,GPU=2"),
+        ({"ray": "auto", "store": "etcd://h", "ray_bundle": "CPU=0"}, "above 0"),
+        ({"ray": "auto", "store": "etcd://h", "vllm_args": ("--nnodes=2",)}, "one node"),
     ],
 )
 def test_what_cannot_work_is_refused(settings: dict[str, Any], said: str) -> None:
@@ -115,13 +118,6 @@ def test_the_admin_port_is_the_next_one_if_it_is_free(model: Path, tmp_path: Pat
     assert server.admin_url.endswith(f":{server.admin_port}")
 
 
-def test_server_json_says_where_the_admin_port_is(tmp_path: Path) -> None:
-    info = ServerInfo("http://h:1", "http://127.0.0.1:2", "toy", "sqlite:///x", "/key", 1)
-    info.write(tmp_path)
-    assert ServerInfo.read(tmp_path) == info
-    assert json.loads((tmp_path / "server.json").read_text())["admin_url"] == "http://127.0.0.1:2"
-
-
 @pytest.fixture
 def server(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setattr(up, "Child", Child)
@@ -131,6 +127,18 @@ def server(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     yield server
     server.stop()
     assert not server.arena.exists()
+
+
+@contextlib.contextmanager
+def another(server: Server, **settings: Any) -> Iterator[Server]:
+    """A server with these settings, started in the memory of `server`."""
+    found = Server(replace(server.config, **settings))
+    found.arena = server.arena
+    try:
+        found.start()
+        yield found
+    finally:
+        found.stop()
 
 
 def test_a_trainer_is_given_the_time_that_it_takes_to_save(server: Server) -> None:
@@ -242,21 +250,6 @@ def test_what_ended_early_is_told_with_its_cause_first(server: Server, tmp_path:
     assert rest == [f"the end of {log}:", "its end"]
 
 
-class Answers:
-    """What the gateway says of instances, one look after the other; the last one again and again."""
-
-    def __init__(self, *looks: list[tuple[str, str | None, bool]]) -> None:
-        self.looks = list(looks)
-
-    def get(self, url: str, **_: Any) -> httpx.Response:
-        body: dict[str, Any] = {"asleep": []}
-        if url.endswith("/admin/instances"):
-            look = self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
-            errors = {name: {"code": "c", "message": error} if error is not None else None for name, error, _ in look}
-            body = {"instances": [{"id": name, "error": errors[name], "eligible": ok} for name, _, ok in look]}
-        return httpx.Response(200, json=body, request=httpx.Request("GET", url))
-
-
 def test_what_keeps_an_instance_from_serving_is_said_once_and_at_the_end(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,16 +295,12 @@ def test_models_of_the_file_are_started_beside_that_of_the_command_line(
         "name: a/b, checkpoint: HERE, instances: 2, kv-cache-gib: 0.5, vllm-args: [--max-model-len, '64']",
         "name: elsewhere",
     )
-    config = replace(server.config, name="toy", models=file, instances=1, vllm_args=("--seed=1",))
-    several = Server(config)
-    several.arena = server.arena
-    tag = several.models[1].tag
-    assert [(m.name, m.instances, m.kv_cache_gib, m.vllm_args) for m in several.models] == [
-        ("toy", 1, None, ("--seed=1",)),
-        ("a/b", 2, 0.5, ("--seed=1", "--max-model-len", "64")),
-    ]
-    several.start()
-    try:
+    with another(server, name="toy", models=file, instances=1, vllm_args=("--seed=1",)) as several:
+        tag = several.models[1].tag
+        assert [(m.name, m.instances, m.kv_cache_gib, m.vllm_args) for m in several.models] == [
+            ("toy", 1, None, ("--seed=1",)),
+            ("a/b", 2, 0.5, ("--seed=1", "--max-model-len", "64")),
+        ]
         started = ["gateway", "publish", f"publish-{tag}", "instance-0", f"instance-{tag}-0", f"instance-{tag}-1"]
         assert list(several.children) == started
         assert several.instance_id(1, several.models[1]) == f"instance-{tag}-1"
@@ -321,8 +310,6 @@ def test_models_of_the_file_are_started_beside_that_of_the_command_line(
         several.children[f"publish-{tag}"].alive = several.children[f"instance-{tag}-1"].alive = False  # type: ignore[misc]
         several.restart_ended()
         assert list(several._restart_at) == [f"instance-{tag}-1"]
-    finally:
-        several.stop()
 
 
 @pytest.fixture
@@ -339,19 +326,14 @@ def test_instances_of_all_models_share_the_devices(
 ) -> None:
     """Counted over the models, in their order; a list that is too short starts nothing."""
     file = models_file(tmp_path, "name: b, checkpoint: HERE, instances: 2, vllm-args: [-tp, '2']")
-    config = replace(server.config, models=file, instances=1, state_dir=tmp_path / "others")
+    others: dict[str, Any] = {"models": file, "instances": 1, "state_dir": tmp_path / "others"}
     monkeypatch.setenv(DEVICES_ENV, "GPU-8a,GPU-51,GPU-99,GPU-03")
     with pytest.raises(CliError, match=r"needed 5 \(1 \+ 2 \+ 2\), visible 4"):
-        Server(config)
+        Server(replace(server.config, **others))
     assert not (tmp_path / "others").exists()
     monkeypatch.setenv(DEVICES_ENV, "GPU-8a,GPU-51,GPU-99,GPU-03,6")
-    several = Server(config)
-    several.arena = server.arena
-    try:
-        several.start()
+    with another(server, **others) as several:
         given = {name: child.env.get(DEVICES_ENV) for name, child in several.children.items()}  # type: ignore[attr-defined]
-    finally:
-        several.stop()
     instances = {"instance-0": "GPU-8a", "instance-b-0": "GPU-51,GPU-99", "instance-b-1": "GPU-03,6"}
     assert given == {"gateway": None, "publish": None, "publish-b": None, **instances}
 
@@ -363,13 +345,8 @@ def test_no_shares_of_the_cpus_cores_where_gpus_compute(
 ) -> None:
     """Of a host whose GPUs nothing can name, too."""
     monkeypatch.setattr(up.gpus, "look", lambda: seven() if known else None)
-    two = Server(replace(server.config, state_dir=server.state_dir.with_name("two")))
-    two.arena = server.arena
-    try:
-        two.start()
+    with another(server, state_dir=server.state_dir.with_name("two")) as two:
         given = [two.children[f"instance-{index}"].env for index in range(2)]  # type: ignore[attr-defined]
-    finally:
-        two.stop()
     assert [{BIND_ENV, THREADS_ENV} & env.keys() for env in given] == [set(), set()]
     assert [env.get(DEVICES_ENV) for env in given] == (["0", "1"] if known else [None, None])
 
