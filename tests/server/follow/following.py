@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +78,17 @@ class Follow:
             self.until(lambda _: False)
         self.again(source)
 
-    def command(self, source: str) -> list[str]:
-        """The process that follows `source`, with a cache of its own."""
+    @contextlib.contextmanager
+    def process(self, source: str, stderr: int | None = None) -> Iterator[subprocess.Popen[str]]:
+        """A process that follows `source`, with a cache of its own; it is killed at the end."""
         command = [sys.executable, "-m", "server.cli", "follow", source, "--interval", "0.05", "--settle", "0"]
         command += ["--url", str(self.place[0]), "--admin-key-file", str(self.place[1])]
-        return [*command, "--cache-dir", str(self.root / "process")]
+        command += ["--cache-dir", str(self.root / "process")]
+        with subprocess.Popen(command, stderr=stderr, text=True, env=os.environ | {"COLUMNS": "200"}) as process:
+            try:
+                yield process
+            finally:
+                process.kill()
 
     def until(self, condition: Callable[[FollowState], object]) -> FollowState:
         """Takes steps until the state is so."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import urllib.request
@@ -294,30 +293,20 @@ def test_where_no_version_is_active_the_first_one_is_activated(gateway: RunningG
 
 
 def test_the_process_is_killed_between_publication_and_release(follow: Follow) -> None:
-    """It waits for a policy that nobody has stored, is killed, and goes on."""
-    command = follow.command(f"dir://{follow.runs}")
+    """It waits for a policy that is not stored, is killed, and goes on."""
+    source = f"dir://{follow.runs}"
     write(follow.runs / "step-1")
-
-    def begin() -> subprocess.Popen[str]:
-        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"COLUMNS": "200"})
-
-    process = begin()
-    try:
+    with follow.process(source, subprocess.PIPE) as process:
         assert process.stderr is not None
         said = next(line for line in process.stderr if "no policy" in line)
         assert "WARNING" in said
-        process.kill()
-        process.wait()
-        follow.store_policy(AT_ONCE)
-        process = begin()
+    follow.store_policy(AT_ONCE)
+    with follow.process(source) as process:
         wait_until(lambda: follow.active == 2, process=process)
         state = follow.root / "process" / "state.json"
         wait_until(lambda: "released" in state.read_text(), process=process)
         process.terminate()
         assert process.wait(30) == 0
-    finally:
-        process.kill()
-        process.wait()
     assert (follow.sources(), len(follow.deeds("release"))) == (["base", "step-1"], 1)
 
 

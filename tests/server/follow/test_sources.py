@@ -61,18 +61,13 @@ def test_directories_by_name_or_by_time(tmp_path: Path) -> None:
     assert names(opened(tmp_path / "step-9")) == ["step-9"]
 
 
-def test_a_directory_is_read_where_it_is(tmp_path: Path) -> None:
-    source = opened(write(tmp_path / "run" / "step-1").parent)
+def test_a_directory_is_read_where_it_is_and_its_identity_changes_with_its_content(tmp_path: Path) -> None:
+    source = opened(write(tmp_path / "run" / "step-1", 1.0).parent)
     assert source.fetch(first(source), tmp_path / "cache", NOBODY) == tmp_path / "run" / "step-1"
     assert set(first(source).files) == {"config.json", "model.safetensors"}
-
-
-def test_an_identity_changes_with_the_content(tmp_path: Path) -> None:
-    source = opened(tmp_path)
-    write(tmp_path / "step-1", 1.0)
     before = first(source).identity
     assert first(source).identity == before
-    write(tmp_path / "step-1", 2.0)
+    write(tmp_path / "run" / "step-1", 2.0)
     assert first(source).identity != before
 
 

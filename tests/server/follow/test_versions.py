@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -229,19 +227,11 @@ def test_through_s3_with_conditional_puts_and_a_killed_follower(follow: Follow, 
         two.publish(step(5.0))
     follow.until_tried("version 4", "released")
     assert_holds(follow, 5, step(4.0))
-    command = follow.command(f"versions+{s3}")
     one.publish(step(6.0))
-    processes = [subprocess.Popen(command, env=dict(os.environ))]
-    try:
+    with follow.process(f"versions+{s3}") as process:
         fetched = follow.root / "process" / "fetched"
-        wait_until(lambda: list(fetched.glob("*/*/*")) if fetched.exists() else None, 60.0, process=processes[0])
-        processes[0].kill()
-        processes[0].wait()
-        processes.append(subprocess.Popen(command, env=dict(os.environ)))
-        wait_until(lambda: (follow.active or 0) == 6, 60.0, process=processes[1])
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+        wait_until(lambda: list(fetched.glob("*/*/*")) if fetched.exists() else None, 60.0, process=process)
+    with follow.process(f"versions+{s3}") as process:
+        wait_until(lambda: follow.active == 6, 60.0, process=process)
     assert_holds(follow, 6, step(6.0))
     shutil.rmtree(follow.root / "process")
