@@ -10,15 +10,15 @@ from typing import Any
 
 import orjson
 
-from tests.server.gateway.harness import ADMIN_KEY, Ports, get, post
+from tests.server.gateway.harness import ADMIN_KEY, Ports, request
 
 AUTH = f"Authorization: Bearer {ADMIN_KEY}\r\n"
 
 
 async def call(gateway: Ports, method: str, path: str, body: Any = None) -> tuple[int, dict[str, Any]]:
     """Status and body of the answer."""
-    raw = get(path, AUTH) if method == "GET" else post(path, b"" if body is None else orjson.dumps(body), AUTH)
-    answer = await gateway.ask(raw.replace(b"POST", method.encode(), 1), admin=True)
+    raw = request(method, path, b"" if body is None else orjson.dumps(body), AUTH)
+    answer = await gateway.ask(raw, admin=True)
     return answer.status, dict(orjson.loads(answer.body))
 
 

@@ -59,23 +59,15 @@ async def test_a_swap_in_the_middle_changes_colour_and_mark(public: Watched, scr
     assert "From here on weight version 7 answers." in await public.text("#announcements")
 
 
-async def test_what_the_model_writes_is_text_and_never_markup(public: Watched, script: Script) -> None:
-    script.pieces = [(MARKUP[:20], 1), (MARKUP[20:], 2)]
-    await say(public, MARKUP)
-    texts = public.page.locator("#chat-log .text")
-    assert await texts.all_text_contents() == [MARKUP, MARKUP]
-    assert await public.page.locator("#chat-log :is(img, script, b, a)").count() == 0
-
-
-async def test_an_error_that_holds_markup_is_text_too(public: Watched, script: Script) -> None:
+async def test_what_a_model_or_an_error_says_is_text_and_never_markup(public: Watched, script: Script) -> None:
     script.error = {"message": f"No. {MARKUP}", "type": "conflict_error", "param": None, "code": "version_unavailable"}
     await say(public)
-    error = await public.text("#chat-log .error")
-    assert error == f"No. {MARKUP} [409 version_unavailable]"
+    assert await public.text("#chat-log .error") == f"No. {MARKUP} [409 version_unavailable]"
+    script.error, script.pieces = None, [(MARKUP[:20], 1), (MARKUP[20:], 2)]
+    await say(public, MARKUP)
+    assert script.bodies[-1]["messages"] == [{"role": "user", "content": MARKUP}], "without the one that failed"
+    assert (await public.page.locator("#chat-log .text").all_text_contents())[-2:] == [MARKUP, MARKUP]
     assert await public.page.locator("#chat-log :is(img, script, b, a)").count() == 0
-    script.error = None
-    await say(public, "Again")
-    assert script.bodies[-1]["messages"] == [{"role": "user", "content": "Again"}]
 
 
 async def test_stop_ends_the_request_at_the_instance(public: Watched, script: Script) -> None:

@@ -111,10 +111,8 @@ async def test_a_client_that_has_a_file_is_not_sent_it_again(gateway: RunningGat
 
 
 async def test_a_head_request_gets_the_head(gateway: RunningGateway) -> None:
-    reader, writer = await gateway.connect()
-    writer.write(b"HEAD /console HTTP/1.1\r\nHost: t\r\nConnection: close\r\n\r\n")
-    data = await reader.read()
-    writer.close()
+    async with gateway.client(b"HEAD /console HTTP/1.1\r\nHost: t\r\nConnection: close\r\n\r\n") as client:
+        data = await client.rest()
     assert data.startswith(b"HTTP/1.1 200 ")
     assert data.endswith(b"\r\n\r\n")
     assert b"content-length: %d\r\n" % len((files.STATIC / files.PUBLIC_PAGE).read_bytes()) in data.lower()

@@ -15,6 +15,7 @@ from playwright.async_api import TimeoutError as PlaywrightTimeout
 
 from tests.live import LiveServer
 from tests.server.console.browser import TIMEOUT_MS, Watched, watched
+from tests.server.console.play import ask, sign_in
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session")]
 LONG = "900"  # tokens: long enough for a swap to come in the middle
@@ -27,16 +28,9 @@ async def console(browser: Browser, live: LiveServer) -> AsyncIterator[Watched]:
         page.check()
 
 
-async def sign_in(page: Watched, live: LiveServer) -> None:
-    await page.page.get_by_label("Admin key").fill(live.processes.admin_key)
-    await page.page.keyboard.press("Enter")
-    await page.wait_text("#key-message", "The key works.")
-
-
-async def ask(page: Watched, tokens: str) -> None:
+async def ask_for(page: Watched, tokens: str) -> None:
     await page.page.get_by_label("Tokens at most").fill(tokens)
-    await page.page.get_by_label("Your message").fill("go on")
-    await page.page.keyboard.press("Enter")
+    await ask(page, "go on")
 
 
 async def order(live: LiveServer, path: str) -> None:
@@ -46,11 +40,10 @@ async def order(live: LiveServer, path: str) -> None:
 
 @contextlib.asynccontextmanager
 async def begun(console: Watched, live: LiveServer, version: int) -> AsyncIterator[None]:
-    """An answer of which the page shows a beginning by `version`; no engine generates meanwhile, so it is not over
-    before anybody has clicked twice."""
+    """An answer of which the page shows a beginning by `version`. No engine generates meanwhile, or it would end."""
     await order(live, "/pause")
     try:
-        await ask(console, LONG)
+        await ask_for(console, LONG)
         beginning = console.page.locator(f"#chat-log .run[data-version=v{version}]")
         while not await beginning.count():
             await order(live, "/resume")
@@ -67,7 +60,7 @@ async def test_a_swap_in_the_middle_of_an_answer_is_seen_and_undone(
 ) -> None:
     first = await asyncio.to_thread(live.push, checkpoints["say-1"])
     second = await asyncio.to_thread(live.push, checkpoints["say-2"])
-    await sign_in(console, live)
+    await sign_in(console, live.processes.admin_key)
     await console.wait_text("#active", f"v{second}")
     async with begun(console, live, second):
         rollback = console.page.get_by_role("button", name="Roll back", exact=True)
@@ -106,12 +99,12 @@ async def check_row(page: Watched, version: int, before: int) -> None:
 
 
 async def test_the_fleet_and_the_throughput_are_those_of_the_engine(console: Watched, live: LiveServer) -> None:
-    await sign_in(console, live)
+    await sign_in(console, live.processes.admin_key)
     record = await asyncio.to_thread(live.instance)
     row = console.page.locator("#instances tbody tr").first
     await expect(row).to_contain_text(record["fingerprint"][:10], timeout=TIMEOUT_MS)
     await expect(row).to_contain_text("SERVING", timeout=TIMEOUT_MS)
-    await ask(console, LONG)
+    await ask_for(console, LONG)
     label = re.compile(r"tokens/s: now .* between [\d.]+ and [1-9]")
     await expect(console.page.locator("#throughput svg")).to_have_attribute("aria-label", label, timeout=TIMEOUT_MS)
 
@@ -120,7 +113,7 @@ async def test_the_public_page_streams_from_the_engine(browser: Browser, live: L
     active = await asyncio.to_thread(live.active)
     async with watched(browser, f"{live.url}/console") as page:
         await page.wait_text("#model", live.name)
-        await ask(page, "5")
+        await ask_for(page, "5")
         await page.wait_text("#chat-log .facts", "ended by length")
         facts = await page.text("#chat-log .facts")
         assert f"written by v{active}" in facts

@@ -15,7 +15,7 @@ from playwright.async_api import Browser, Page, Route, expect
 from tests.server.console.browser import TIMEOUT_MS, Watched, watched
 from tests.server.console.play import Script, admin_page, put_versions, sign_in
 from tests.server.gateway.harness import ADMIN_KEY, RunningGateway, new_key, running_gateway
-from tests.server.gateway.upstream import Link, Received, Upstream, upstream
+from tests.server.gateway.upstream import Link, Received, Upstream, sending, upstream
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -150,14 +150,10 @@ def posts(up: Upstream) -> list[Received]:
 
 
 @asynccontextmanager
-async def page_of(browser: Browser, html: bytes = b"<!doctype html><title>elsewhere</title>") -> AsyncIterator[Page]:
+async def page_of(browser: Browser) -> AsyncIterator[Page]:
     """A page that another server has given out: one of this machine, under another port."""
-
-    async def give(link: Link, _: Received) -> None:
-        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/html\r\ncontent-length: %d\r\n\r\n"
-        await link.send(head % len(html) + html)
-
-    async with upstream(give) as site:
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/html\r\nconnection: close\r\n\r\n"
+    async with upstream(sending(head + b"<!doctype html><title>elsewhere</title>")) as site:
         context = await browser.new_context()
         page = await context.new_page()
         await page.goto(f"http://localhost:{site.port}/")
@@ -200,9 +196,8 @@ async def test_an_allowed_page_asks_with_its_key_and_reads_the_answer(browser: B
 
 
 async def test_another_page_reads_nothing_and_without_keys_does_nothing(browser: Browser, tmp_path: Path) -> None:
-    async with upstream(instance) as up, page_of(browser) as page:
-        with running_gateway(tmp_path, run_coordinator=False, allowed_origins=("https://else.example",)) as gateway:
-            gateway.register(up)
+    with running_gateway(tmp_path, run_coordinator=False, allowed_origins=("https://else.example",)) as gateway:
+        async with gateway.instance(instance) as up, page_of(browser) as page:
             _, line = await new_key(gateway)
             answer = await ask(page, gateway, line.split()[-1], "/v1/completions", BODY)
             assert answer["status"] == 0, "its browser has asked, and was not told that it may"
@@ -210,9 +205,8 @@ async def test_another_page_reads_nothing_and_without_keys_does_nothing(browser:
 
 
 async def test_a_foreign_page_cannot_post_to_an_open_gateway(browser: Browser, tmp_path: Path) -> None:
-    async with upstream(instance) as up:
-        with running_gateway(tmp_path, run_coordinator=False) as gateway:
-            gateway.register(up)
+    with running_gateway(tmp_path, run_coordinator=False) as gateway:
+        async with gateway.instance(instance) as up:
             context = await browser.new_context()
             page = await context.new_page()
             await page.route("http://evil.example/", lambda route: route.fulfill(body="<title>evil</title>"))
