@@ -44,6 +44,15 @@ def etcd() -> Iterator[Etcd]:
 
 
 @pytest.fixture
+def server(request: pytest.FixtureRequest, arena_directory: Path) -> Iterator[Etcd]:
+    """An etcd that this test may harm, with the flags that it names."""
+    own = Etcd(flags=getattr(request, "param", ()))
+    yield own
+    own.thaw()
+    own.close()
+
+
+@pytest.fixture
 def store_url(request: pytest.FixtureRequest, tmp_path: Path, arena_directory: Path) -> Iterator[str]:
     """An empty store."""
     if getattr(request, "param", "sqlite") == "etcd":

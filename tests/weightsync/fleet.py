@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tests.weightsync.tensors import model
 from weightsync import CommitResult, Coordinator, Participant, Publisher, SlotReader, StageResult, Store, open_store
 from weightsync.control.coordinator import Probe
-from weightsync.control.lease import LEADER_TTL_S
+from weightsync.control.lease import LEADER_TTL_S, LeaseKeeper
 from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, Record, VersionRecord
 from weightsync.publish.publisher import Version
 
@@ -114,6 +114,11 @@ class Fleet:
     async def publish(self, value: float = 0.0, **options: Any) -> Version:
         """A version whose tensors all have this value; nobody asks for it, unless `options` say so."""
         return await asyncio.to_thread(self.publisher.publish, model(value), **{"activate": False, **options})
+
+    def lease(self, name: str) -> LeaseKeeper:
+        found = self.participants[name]._lease
+        assert found is not None
+        return found
 
     async def read(self, key: str, kind: type[R]) -> R:
         found = await self._records.get(key)

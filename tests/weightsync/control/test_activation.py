@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -21,35 +20,30 @@ STORES = ("sqlite", "etcd")
 KEYS = Keys("demo")
 
 
-@pytest.fixture
-def records(store_url: str) -> Iterator[SyncStore]:
-    opened = SyncStore(store_url)
-    yield opened
-    opened.close()
-
-
 @pytest.mark.parametrize("ask", ["activate", "rollback"])
-def test_a_publisher_that_was_replaced_cannot_ask_for_a_version(store_url: str, records: SyncStore, ask: str) -> None:
-    with Publisher(store_url, model="demo") as stale:
-        first = stale.publish(model(0.0), activate=False)
-        with Publisher(store_url, model="demo") as holder:
-            second = holder.publish(model(1.0), wait=False)
-            records.put(KEYS.active, ActiveRecord(second, 1, first, "s", 0.0, "").to_json())
-            with pytest.raises(StalePublisher, match="lineage 'trainer' was taken over"):
-                stale.activate(first, wait=False) if ask == "activate" else stale.rollback(wait=False)
-            assert wanted(records) == second
-            holder.rollback(wait=False)
-            assert wanted(records) == first
+def test_a_publisher_that_was_replaced_cannot_ask_for_a_version(
+    store_url: str, publisher: Publisher, store_sync: SyncStore, ask: str
+) -> None:
+    first = publisher.publish(model(0.0), activate=False)
+    with Publisher(store_url, model="demo") as holder:
+        second = holder.publish(model(1.0), wait=False)
+        store_sync.put(KEYS.active, ActiveRecord(second, 1, first, "s", 0.0, "").to_json())
+        with pytest.raises(StalePublisher, match="lineage 'trainer' was taken over"):
+            publisher.activate(first, wait=False) if ask == "activate" else publisher.rollback(wait=False)
+        assert wanted(store_sync) == second
+        holder.rollback(wait=False)
+        assert wanted(store_sync) == first
 
 
-def test_an_operator_may_ask_for_any_ready_version_whoever_publishes(store_url: str, records: SyncStore) -> None:
-    with Publisher(store_url, model="demo") as trainer:
-        first, second = trainer.publish(model(0.0), activate=False), trainer.publish(model(1.0), wait=False)
-        target = activation.new_target(first, "operator", 5.0)
-        records.run(activation.request(records.store, KEYS, target))
-        assert wanted(records) == first
-        trainer.activate(second, wait=False)
-        assert wanted(records) == second
+def test_an_operator_may_ask_for_any_ready_version_while_a_trainer_publishes(
+    publisher: Publisher, store_sync: SyncStore
+) -> None:
+    first, second = publisher.publish(model(0.0), activate=False), publisher.publish(model(1.0), wait=False)
+    target = activation.new_target(first, "operator", 5.0)
+    store_sync.run(activation.request(store_sync.store, KEYS, target))
+    assert wanted(store_sync) == first
+    publisher.activate(second, wait=False)
+    assert wanted(store_sync) == second
 
 
 def test_a_version_that_is_retired_meanwhile_is_not_asked_for() -> None:
@@ -74,28 +68,27 @@ class RetiresOnRead(Client):
 
 
 def test_a_form_goes_with_the_last_version_that_has_it(
-    store_url: str, records: SyncStore, monkeypatch: pytest.MonkeyPatch
+    publisher: Publisher, store_sync: SyncStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(activation, "TOMBSTONES_KEPT", 1)
 
     def kept() -> tuple[list[int], list[str]]:
         """Records of versions, and the tensors of the forms, after what is superseded has been retired."""
-        records.run(activation.retire(records.store, KEYS, spare=0))
-        forms = [FormRecord.from_json(kv.value) for kv in records.list(KEYS.forms)[0]]
+        store_sync.run(activation.retire(store_sync.store, KEYS, spare=0))
+        forms = [FormRecord.from_json(kv.value) for kv in store_sync.list(KEYS.forms)[0]]
         names = {name for form in forms for name in Schema.from_json(form.tensors.encode()).tensors}
         return [v.version for v in publisher.versions()], sorted(names)
 
-    with Publisher(store_url, model="demo") as publisher:
-        publisher.publish(model(0.0), config={}, wait=False)
-        for number, name in enumerate("xxy"):
-            publisher.publish(model(number, name), config={}, activate=False)
-        assert kept() == ([1, 2, 3, 4], ["w", "x", "y"])
-        assert kept() == ([1, 4], ["w", "y"])
-        publisher.publish(model(9.0, "x"), config={}, activate=False)
-        assert kept() == ([1, 4, 5], ["w", "x", "y"])
-        assert kept() == ([1, 5], ["w", "x"])
-        publisher.publish(model(1.0), activate=False)
-        assert kept() == ([1, 5, 6], ["w", "x"])
+    publisher.publish(model(0.0), config={}, wait=False)
+    for number, name in enumerate("xxy"):
+        publisher.publish(model(number, name), config={}, activate=False)
+    assert kept() == ([1, 2, 3, 4], ["w", "x", "y"])
+    assert kept() == ([1, 4], ["w", "y"])
+    publisher.publish(model(9.0, "x"), config={}, activate=False)
+    assert kept() == ([1, 4, 5], ["w", "x", "y"])
+    assert kept() == ([1, 5], ["w", "x"])
+    publisher.publish(model(1.0), activate=False)
+    assert kept() == ([1, 5, 6], ["w", "x"])
 
 
 def test_a_form_that_a_publisher_writes_anew_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +122,7 @@ def model(value: float, name: str = "w") -> dict[str, np.ndarray]:
     return {name: np.full((4, 4), value, np.float32)}
 
 
-def wanted(records: SyncStore) -> int:
-    found = records.get(KEYS.target)
+def wanted(store_sync: SyncStore) -> int:
+    found = store_sync.get(KEYS.target)
     assert found is not None
     return TargetRecord.from_json(found.value).version

@@ -1,4 +1,4 @@
-"""The ledger on every store: whole whoever writes and dies, and a changed chain is noticed where it was changed."""
+"""The ledger and the history of swaps on every store: a changed ledger is noticed where it was changed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 import uuid
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,11 +15,12 @@ import pytest
 
 from tests.waiting import eventually
 from tests.weightsync.control.children import running
-from tests.weightsync.fleet import KEYS, MODEL, Engine, Fleet
+from tests.weightsync.fleet import KEYS, MODEL, Fleet
 from weightsync import Store, open_store
-from weightsync.control import chain
+from weightsync.control import activation, chain, history
 from weightsync.control.chain import HEAD, HeadRecord, LedgerEntry, append, archive, entry_key, recent, verify
-from weightsync.control.placement import split_of
+from weightsync.control.history import History, past_swaps
+from weightsync.control.records import Keys, PastSwapRecord
 from weightsync.errors import Conflict, LedgerUnavailable, RecordError
 
 STORES = ("sqlite", "etcd")
@@ -250,31 +252,6 @@ async def _ended(store: Store, swaps: int) -> list[LedgerEntry] | None:
     return found if sum(e.action in ("done", "abort") for e in found) == swaps else None
 
 
-async def test_a_split_is_in_it_with_the_shares(fleet: Fleet) -> None:
-    coordinator, store = fleet.coordinator(), fleet.store()
-    await fleet.instances("ab")
-    for value in (1.0, 2.0):
-        await fleet.publish(value)
-    await coordinator.activate(1)
-    active, split = split_of({1: 75.0, 2: 25.0}, 1)
-    report = await coordinator.activate(active, split=split, requested_by="key ops (1)", reason="try it")
-    assert report.ok, report.reason
-    asked, committed, _ = (await entries(store))[-3:]
-    shares = "version 1: 75 %, version 2: 25 %"
-    assert (asked.action, asked.who, asked.reason, asked.outcome) == ("split", "key ops (1)", "try it", shares)
-    assert (committed.action, shares in committed.outcome) == ("commit", True)
-
-
-async def test_a_refused_version_is_in_it_with_the_reason(fleet: Fleet) -> None:
-    coordinator, store = fleet.coordinator(), fleet.store()
-    await fleet.instance("a", Engine(builds="ffff"))
-    version = await fleet.publish(1.0)
-    assert not (await coordinator.activate(version)).ok
-    *_, last = await entries(store)
-    assert (last.action, last.version) == ("abort", 1)
-    assert "other weights than were published" in last.outcome
-
-
 # processes that are killed
 
 
@@ -321,3 +298,69 @@ async def test_a_leader_killed_before_its_commit_leaves_no_commit_without_its_en
     assert [e.action for e in found] == ["publish", "activate", "commit", "done"]
     assert (found[2].swap, found[2].model) == ((await fleet.active()).swap_id, MODEL)
     assert (await verify(store)).ok
+
+
+# the history of swaps
+
+
+OLD = PastSwapRecord("x", 1, "done", "together", 1.0, 2.0)
+
+
+async def test_a_swap_is_kept_with_its_times_and_what_it_came_to(fleet: Fleet) -> None:
+    coordinator = fleet.coordinator()
+    await fleet.instances("ab")
+    first = await coordinator.activate(await fleet.publish(1.0))
+    await coordinator.activate(await fleet.publish(2.0))
+    second, oldest = await past_swaps(fleet.store(), KEYS)
+    assert (oldest.id, oldest.outcome, oldest.version, oldest.previous, oldest.epoch) == (first.id, "done", 1, None, 1)
+    assert (second.version, second.previous, second.epoch, second.mode) == (2, 1, 2, "together")
+    assert second.committed_at is not None
+    assert second.opened_at <= second.committed_at <= second.ended_at
+    assert (second.verified, second.probe, second.reason, second.requested_by) == (True, None, None, "coordinator")
+    assert second.fingerprint
+    assert [(f.instance, f.version, f.stall_ms) for f in second.flips] == [("a", 2, 0.5), ("b", 2, 0.5)]
+    assert {f.fingerprint for f in second.flips} == {second.fingerprint}
+
+
+async def test_a_request_for_what_is_not_ready_any_more_is_kept(fleet: Fleet) -> None:
+    version = await fleet.publish()
+    store = fleet.store()
+    await activation.request(store, KEYS, activation.new_target(version, "somebody", 5.0))
+    await store.delete(KEYS.version(version))
+    fleet.coordinator()
+    kept = await eventually(lambda: past_swaps(store, KEYS), 20)
+    assert (kept[0].outcome, kept[0].requested_by, kept[0].flips) == ("aborted", "somebody", ())
+    assert "does not exist" in (kept[0].reason or "")
+
+
+async def test_the_oldest_make_way(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "KEPT", 3)
+    store = fleet.store()
+    for number in range(1, 10):  # more were kept before
+        await store.put(KEYS.past_swap(number), OLD.to_json())
+    coordinator = await fleet.serving("a")
+    assert [s.epoch for s in await past_swaps(store, KEYS)] == [1, None, None]
+    await coordinator.activate(await fleet.publish(2.0))
+    for _ in range(4):
+        await coordinator.rollback()
+    await eventually(lambda: fleet.engines["a"].running == 2)
+    assert [s.epoch for s in await past_swaps(store, KEYS)] == [6, 5, 4]
+
+
+async def test_one_that_cannot_be_read_hides_no_other_and_those_of_a_similar_name_are_not_its(fleet: Fleet) -> None:
+    store = fleet.store()
+    await store.put(KEYS.past_swap(1), b"{}")
+    await store.put(KEYS.past_swap(2), OLD.to_json())
+    await store.put(Keys("demo/7").past_swap(41), replace(OLD, id="y").to_json())
+    assert [s.id for s in await past_swaps(store, KEYS)] == ["x"]
+    await fleet.serving("a")
+    assert await store.get(KEYS.past_swap(3)) is not None
+
+
+async def test_a_conflict_moves_nothing_on() -> None:
+    """What was not written is written again under the same number."""
+    past = History(KEYS, [1, 2])
+    first: Mapping[str, bytes | None] = past.additions(OLD)
+    assert past.additions(OLD) == first == {KEYS.past_swap(3): OLD.to_json()}
+    past.added()
+    assert past.additions(OLD) == {KEYS.past_swap(4): OLD.to_json()}

@@ -1,4 +1,4 @@
-"""Swaps of a small fleet: real store, slots, coordinator and participants; only the engines are toys."""
+"""Swaps of a small fleet: real store, slots, coordinator and participants; only the engines are toys. Some on etcd."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.etcd import Etcd
 from tests.waiting import eventually, stays
-from tests.weightsync.fleet import KEYS, Engine, Fleet, before_the_commit
+from tests.weightsync.fleet import KEYS, Engine, Fleet, before_the_commit, running_fleet
 from weightsync import CommitResult, SwapReport
 from weightsync.control import activation, chain
 from weightsync.control.history import past_swaps
-from weightsync.control.records import ActiveRecord, SwapMode, SwapRecord, TargetRecord, VersionRecord
-from weightsync.errors import DigestMismatch, SwapAborted, SwapTimeout, UnknownVersion, WatchCompacted
+from weightsync.control.records import ActiveRecord, InstanceRecord, SwapMode, SwapRecord, TargetRecord, VersionRecord
+from weightsync.errors import DigestMismatch, StoreRefused, SwapAborted, SwapTimeout, UnknownVersion, WatchCompacted
 from weightsync.store.protocol import Event
 
 
@@ -34,6 +35,10 @@ async def test_a_version_is_committed_on_all_instances(fleet: Fleet) -> None:
     assert report.prepare_ms > 0
     assert {i.active_version for i in report.instances.values()} == {version}
     assert {(i.state, i.active_epoch, i.path) for i in report.instances.values()} == {("SERVING", 1, "toy")}
+    assert all(i.stage_ms and i.staging_gbps for i in report.instances.values())
+    swap, record = await fleet.read(KEYS.swap, SwapRecord), await fleet.read(KEYS.version(1), VersionRecord)
+    assert {i.swap_id for i in report.instances.values()} == {swap.id}
+    assert {i.fingerprint for i in report.instances.values()} == {record.fingerprint or record.manifest_digest}
     assert [e.running for e in engines] == [version] * 3
     assert [e.calls for e in engines] == [[("stage", 1), ("commit", 1)]] * 3
 
@@ -51,17 +56,6 @@ async def test_one_record_that_cannot_be_read_does_not_end_the_swaps(fleet: Flee
     assert engine.running == bad + 1
     with pytest.raises(UnknownVersion):
         await coordinator.activate(bad)
-
-
-async def test_a_publisher_waits_for_its_own_swap(fleet: Fleet) -> None:
-    fleet.coordinator()
-    engine = await fleet.instance("a")
-    for step in range(3):
-        version = await fleet.publish(step, activate=True, step=step, timeout_s=10)
-        assert (await fleet.active()).version == version
-    await eventually(lambda: engine.running == version)
-    assert await asyncio.to_thread(fleet.publisher.rollback, timeout_s=10) == version - 1
-    await eventually(lambda: engine.running == version - 1)
 
 
 async def test_a_publisher_waits_through_an_outage_of_the_store(fleet: Fleet, tmp_path: Path) -> None:
@@ -107,14 +101,19 @@ async def test_one_refusal_aborts_for_all_and_names_the_tensor(fleet: Fleet) -> 
     assert [good.running, bad.running] == [2, 2]
 
 
-async def test_the_publisher_of_a_bad_version_hears_why(fleet: Fleet) -> None:
-    fleet.coordinator()
-    engine = await fleet.instance("a", Engine(on_stage=refuse))
+async def test_the_publisher_of_a_bad_version_hears_why_and_the_history_keeps_it(fleet: Fleet) -> None:
+    await fleet.serving("a")
+    engine = fleet.engines["a"]
+    engine.on_stage = refuse
     with pytest.raises(SwapAborted, match=r"instance a: tensor 'model\.norm\.weight'") as aborted:
         await fleet.publish(activate=True, timeout_s=10)
     assert aborted.value.tensor == "model.norm.weight"
-    assert engine.running is None
-    assert await fleet.store().get(KEYS.active) is None
+    assert (engine.running, (await fleet.active()).version) == (1, 1)
+    last = (await past_swaps(fleet.store(), KEYS))[0]
+    assert (last.outcome, last.version, last.previous, last.tensor) == ("aborted", 2, 1, "model.norm.weight")
+    assert (last.epoch, last.committed_at, last.verified) == (None, None, None)
+    assert "instance a" in (last.reason or "")
+    assert [(f.version, f.stall_ms) for f in last.flips] == [(1, None)]
 
 
 async def test_one_that_dies_while_staging_aborts_when_its_lease_ends(fleet: Fleet) -> None:
@@ -124,42 +123,31 @@ async def test_one_that_dies_while_staging_aborts_when_its_lease_ends(fleet: Fle
     swap = asyncio.create_task(coordinator.activate(await fleet.publish()))
     await eventually(lambda: fleet.participants["b"].record.state == "STAGING")
     dies = fleet.participants["b"]  # as with SIGKILL: it says nothing more, and its lease runs out
-    assert dies._task is not None
-    assert dies._lease is not None
-    assert dies._lease._task is not None
-    dies._task.cancel()
-    dies._lease._task.cancel()
+    for task in (dies._task, fleet.lease("b")._task):
+        assert task is not None
+        task.cancel()
     report = await swap
     assert (report.ok, report.reason) == (False, "instance b is gone")
     assert (await coordinator.activate(1)).ok
     assert good.running == 1
 
 
-async def test_one_that_cannot_flip_is_torn_and_the_commit_stands(fleet: Fleet) -> None:
-    coordinator = fleet.coordinator()
-    good, bad = await fleet.instances("ab")
-    bad.on_commit = out_of_memory
-    report = await coordinator.activate(await fleet.publish())
-    assert (report.ok, report.reason, report.not_flipped) == (True, "not flipped: b", ("b",))
-    torn = report.instances["b"]
-    assert (torn.state, torn.active_epoch) == ("TORN", 0)
-    assert torn.error is not None
-    assert torn.error.message == "RuntimeError: out of memory"
-    assert good.running == 1
-    assert (await coordinator.activate(await fleet.publish())).instances.keys() == {"a"}
-
-
 @pytest.mark.parametrize("mode", ["together", "rolling"])
-async def test_a_publisher_hears_which_instances_could_not_flip(fleet: Fleet, mode: SwapMode) -> None:
-    fleet.coordinator()
-    good, bad = await fleet.instances("ab")
+async def test_one_that_cannot_flip_is_torn_and_its_publisher_hears_of_it(fleet: Fleet, mode: SwapMode) -> None:
+    coordinator = fleet.coordinator()
+    good, bad, later = await fleet.instances("abc")
     first = await fleet.publish(activate=True, timeout_s=10)
     assert (first, first.not_flipped) == (1, ())
     bad.on_commit = out_of_memory
     second = await fleet.publish(1.0, activate=True, mode=mode, timeout_s=10)
-    assert (second, second.not_flipped, good.running) == (2, ("b",), 2)
+    assert (second, second.not_flipped, good.running, later.running) == (2, ("b",), 2, 2)
+    torn = await fleet.read(KEYS.instance("b"), InstanceRecord)
+    assert (torn.state, torn.active_epoch) == ("TORN", 1)
+    assert torn.error is not None
+    assert torn.error.message == "RuntimeError: out of memory"
     assert json.loads(json.dumps({"version": copy.copy(second)})) == {"version": first + 1}
     assert copy.copy(second).not_flipped == ("b",)
+    assert (await coordinator.activate(await fleet.publish())).instances.keys() == {"a", "c"}
 
 
 async def test_if_no_instance_can_flip_the_version_before_is_committed_again(fleet: Fleet) -> None:
@@ -222,16 +210,6 @@ async def test_a_new_coordinator_finishes_a_commit(fleet: Fleet) -> None:
     assert engine.running == version
 
 
-async def test_two_coordinators_do_not_get_in_each_others_way(fleet: Fleet) -> None:
-    first, second = fleet.coordinator(), fleet.coordinator()
-    engines = await fleet.instances("ab")
-    for i in range(10):
-        report = await (first, second)[i % 2].activate(await fleet.publish(i))
-        assert (report.ok, report.epoch) == (True, i + 1)
-    assert [e.running for e in engines] == [10, 10]
-    assert [c for c in engines[0].calls if c[0] == "commit"] == [("commit", v) for v in range(1, 11)]
-
-
 async def test_of_many_wishes_the_newest_wins_and_every_one_is_answered(fleet: Fleet) -> None:
     coordinator = fleet.coordinator()
     engine = await fleet.instance("a")
@@ -260,12 +238,14 @@ async def test_old_versions_are_retired_and_needed_ones_are_not(fleet: Fleet) ->
     assert len(fleet.publisher.arena.slots("demo")) <= 4
 
 
-async def test_many_swaps_in_a_row_leave_nothing_behind(fleet: Fleet) -> None:
-    coordinator = fleet.coordinator()
+async def test_many_swaps_by_two_coordinators_leave_nothing_behind(fleet: Fleet) -> None:
+    coordinators = [fleet.coordinator(), fleet.coordinator()]
     engine = await fleet.instance("a")
     for i in range(60):
-        assert (await coordinator.activate(await fleet.publish(i))).ok
+        report = await coordinators[i % 2].activate(await fleet.publish(i))
+        assert (report.ok, report.epoch) == (True, i + 1)
     assert engine.running == 60
+    assert [c for c in engine.calls if c[0] == "commit"] == [("commit", v) for v in range(1, 61)]
     assert len(fleet.publisher.arena.slots("demo")) <= 3
     keys = [kv.key for kv in (await fleet.store().list(""))[0]]
     others = [key for key in keys if not key.startswith((KEYS.history, chain.PREFIX))]
@@ -314,9 +294,10 @@ async def test_whoever_waits_for_a_version_hears_that_it_was_aborted(fleet: Flee
 
 @pytest.mark.parametrize("mode", ["together", "rolling"])
 async def test_a_publisher_chooses_the_mode(fleet: Fleet, mode: str) -> None:
+    """It waits for its own swap."""
     fleet.coordinator()
-    await fleet.instance("a")
-    await fleet.publish(activate=True, timeout_s=10)
+    engine = await fleet.instance("a")
+    assert await fleet.publish(activate=True, timeout_s=10) == (await fleet.active()).version == 1
     version = await fleet.publish()
     options = {"mode": mode, "drain_s": 1.0, "timeout_s": 10}
     await asyncio.to_thread(fleet.publisher.activate, version, **options)  # type: ignore[arg-type]
@@ -324,6 +305,9 @@ async def test_a_publisher_chooses_the_mode(fleet: Fleet, mode: str) -> None:
     assert (swap.phase, swap.mode, swap.drain_s) == ("done", mode, 1.0)
     assert swap.canary == ("a" if mode == "rolling" else None)
     assert await asyncio.to_thread(fleet.publisher.rollback, **options) == 1  # type: ignore[arg-type]
+    back = await fleet.read(KEYS.swap, SwapRecord)
+    assert ((await fleet.active()).version, back.canary) == (1, swap.canary)
+    await eventually(lambda: engine.running == 1)
 
 
 async def test_whoever_waits_learns_the_outcome_though_the_events_are_gone(
@@ -380,3 +364,60 @@ async def test_who_says_anything_between_decision_and_commit_is_looked_at_again(
     assert (await coordinator.activate(1)).ok
     assert engines[0].running == 1
     await eventually(lambda: fleet.engines["c"].running == 1)
+
+
+# on etcd
+
+
+async def test_a_swap_outlives_a_kill_and_restart_of_etcd(server: Etcd) -> None:
+    url = server.url("fleet")
+    async with running_fleet(url) as fleet:
+        fleet.coordinator()
+        engine = await fleet.instance("a", Engine(hang=asyncio.Event()), ttl_s=30)
+        publishing = asyncio.create_task(fleet.publish(activate=True, timeout_s=60))
+        await eventually(lambda: engine.calls)
+        await asyncio.to_thread(server.restart)
+        engine.go_on()
+        assert await publishing == 1
+        await eventually(lambda: engine.running == 1)
+        assert await fleet.publish(activate=True, timeout_s=60) == engine.running == 2
+
+
+async def test_a_lease_that_ends_between_decision_and_commit(
+    etcd: Etcd, arena_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """etcd deletes the record by itself, and no compare sees that. The instance lives, registers anew and follows."""
+    url = etcd.url("ended")
+    async with running_fleet(url) as fleet:
+        store = fleet.coordinator()._store
+        engines = [await fleet.instance(name, ttl_s=6) for name in ("a", "b")]
+        before_the_commit(store, monkeypatch, lambda: store.revoke(fleet.lease("b").id))
+        assert await fleet.publish(activate=True, timeout_s=30) == 1
+        await eventually(lambda: [e.running for e in engines] == [1, 1])
+
+
+@pytest.mark.parametrize("server", [("--max-txn-ops=12",)], indirect=True)
+async def test_a_commit_is_no_larger_for_a_larger_fleet(server: Etcd) -> None:
+    async with running_fleet(server.url("large")) as fleet:
+        fleet.coordinator()
+        engines = await fleet.instances("abcdefghijklmn")
+        for value in (1.0, 2.0, 3.0, 4.0):  # with the fourth, a version retires
+            version = await fleet.publish(value, activate=True, timeout_s=30)
+            assert {engine.running for engine in engines} == {version}
+
+
+async def test_a_commit_that_the_store_refuses_aborts_the_swap_and_says_why(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody flips, and the next swap is committed."""
+    coordinator, engine = fleet.coordinator(), await fleet.instance("a")
+
+    async def refuse() -> None:
+        raise StoreRefused("etcd://x", "request is too large", "Start etcd with a larger --max-request-bytes")
+
+    before_the_commit(coordinator._store, monkeypatch, refuse)
+    with pytest.raises(SwapAborted, match="--max-request-bytes"):
+        await fleet.publish(activate=True, timeout_s=30)
+    assert await fleet.store().get(KEYS.active) is None
+    assert engine.running is None
+    assert await fleet.publish(activate=True, timeout_s=30) == engine.running

@@ -1,16 +1,17 @@
-"""Names of slots among several hosts, and what is done with those of other hosts."""
+"""Names of slots among several hosts, what is done with those of other hosts, and where ranks of one host listen."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.weightsync.tensors import model
-from weightsync import Adapter, Publisher
-from weightsync.control.hosts import arena_key, check_host, host_of, local_path, slot_name, this_host
-from weightsync.control.records import ArenaRecord, CopyRecord, ErrorInfo, Keys, PartRecord
+from weightsync import Adapter, Publisher, Store
+from weightsync.control.hosts import arena_key, check_host, host_of, keep_to_loopback, local_path, slot_name, this_host
+from weightsync.control.records import ArenaRecord, CopyRecord, Keys, PartRecord
 from weightsync.errors import ArenaUnavailable, DeltaBaseMismatch, HostNameError, ManifestError, RecordError
 from weightsync.format.delta import Base, DeltaHeader
 from weightsync.format.versions import Records, opened
@@ -20,6 +21,7 @@ from weightsync.push import _base_slot
 
 KEYS = Keys("demo")
 DIGEST = "0123456789abcdef0123456789abcdef"
+ADAPTER = Adapter({"x.lora_A.weight": np.ones((2, 8), np.float32)}, {"r": 2})
 
 
 def copy(host: str, digest: str = DIGEST, state: str = "ready", slot: str = "/dev/shm/x/slot-9") -> CopyRecord:
@@ -57,14 +59,9 @@ def test_what_is_no_slot_name(slot: str) -> None:
         host_of(slot)
 
 
-def test_a_copy_record_survives_the_store(store_url: str) -> None:
-    record = CopyRecord("b", "//b/x", DIGEST, 7, "failed", "b:1", 2.0, ErrorInfo("code", "why"), "base")
-    assert CopyRecord.from_json(record.to_json()) == record
+async def test_copies_of_one_model_and_host(store: Store) -> None:
     assert parse_key(KEYS, KEYS.copy(DIGEST, "b")) == (DIGEST, "b")
     assert parse_key(KEYS, Keys("demo/small").copy(DIGEST, "b")) is None
-
-
-async def test_copies_of_one_model_and_host(store) -> None:  # type: ignore[no-untyped-def]
     other = "f" * 32
     for record in (copy("a"), copy("b"), copy("b", other, "fetching")):
         await store.put(KEYS.copy(record.digest, record.host), record.to_json())
@@ -88,8 +85,7 @@ def test_a_publisher_on_a_named_host(store_url: str, monkeypatch: pytest.MonkeyP
     with Publisher(store_url, model="demo", keep=1) as publisher:
         for number in range(8):  # more than are kept: slots are reused
             publisher.publish(model(number), activate=False)
-        adapter = Adapter({"x.lora_A.weight": np.ones((2, 8), np.float32)}, {"r": 2})
-        publisher.publish(adapter, part="lora/x", onto=8, activate=False)
+        publisher.publish(ADAPTER, part="lora/x", onto=8, activate=False)
         newest = max((v for v in publisher.versions() if v.state == "ready"), key=lambda v: v.version)
         arena = publisher._store.get("arenas/a")
         assert arena is not None
@@ -107,7 +103,6 @@ def test_a_publisher_on_a_named_host(store_url: str, monkeypatch: pytest.MonkeyP
 
 def test_what_other_hosts_have_copies_of_is_carried_on(store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part published on b goes with the base that lies on a, if some host has that whole; else there is no base."""
-    adapter = Adapter({"x.lora_A.weight": np.ones((2, 8), np.float32)}, {"r": 2})
     monkeypatch.setenv("HOTSWAP_HOST", "a")
     with Publisher(store_url, model="demo", lineage="base") as publisher:
         first = publisher.publish(model(1.0), activate=False)
@@ -115,9 +110,9 @@ def test_what_other_hosts_have_copies_of_is_carried_on(store_url: str, monkeypat
     monkeypatch.setenv("HOTSWAP_HOST", "b")
     with Publisher(store_url, model="demo", lineage="tuner") as publisher:
         with pytest.raises(Exception, match="no base model"):
-            publisher.publish(adapter, part="lora/x", onto=first, activate=False)
+            publisher.publish(ADAPTER, part="lora/x", onto=first, activate=False)
         publisher._store.put(KEYS.copy(base.manifest_digest, "c"), copy("c", base.manifest_digest).to_json())
-        second = publisher.publish(adapter, part="lora/x", onto=first, activate=False)
+        second = publisher.publish(ADAPTER, part="lora/x", onto=first, activate=False)
         record = next(v for v in publisher.versions() if v.version == second)
     assert record.slot == base.slot
     assert [host_of(part.slot) for part in record.parts] == ["b"]
@@ -170,3 +165,10 @@ def test_bytes_of_a_slot_follow_from_its_contents(store_url: str, arena_director
     for name, tensor in tensors.items():
         image[layout.offsets[name] : layout.offsets[name] + tensor.nbytes] = bytes(tensor.nbytes)
     assert not any(image)
+
+
+def test_the_interfaces_of_the_environment_go_before_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth1")
+    keep_to_loopback()
+    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "eth1")

@@ -37,12 +37,8 @@ def test_a_pause_holds_for_its_time_after_it_was_last_seen() -> None:
     assert pauses.wanted(22.9)
     pauses.see([], now=19.0)
     assert not pauses.wanted(19.0)
-
-
-def test_a_record_that_cannot_be_read_pauses_nothing() -> None:
-    pauses = Pauses()
     pauses.see([KeyValue(KEYS.pause("a"), b"{}", 1, 1)], now=0.0)
-    assert not pauses.wanted(0.0)
+    assert not pauses.wanted(0.0), "a record that cannot be read pauses nothing"
 
 
 async def test_instances_pause_while_any_pause_is_held(fleet: Fleet) -> None:
@@ -57,11 +53,13 @@ async def test_instances_pause_while_any_pause_is_held(fleet: Fleet) -> None:
     assert [e.calls for e in engines] == [[("pause", 0), ("resume", 0)]] * 2
 
 
-async def test_one_that_joins_a_paused_fleet_pauses(fleet: Fleet) -> None:
+async def test_one_that_joins_a_paused_fleet_pauses_until_it_leaves(fleet: Fleet) -> None:
     await hold(fleet.store(), "p", 600)
     engine = await fleet.instance("late")
     await eventually(lambda: engine.paused)
     assert fleet.participants["late"].paused
+    await fleet.participants["late"].stop()
+    assert not engine.paused
 
 
 async def test_a_pause_ends_with_its_owner(fleet: Fleet, shortest_lease_s: float) -> None:
@@ -82,27 +80,15 @@ async def test_one_that_loses_the_store_resumes_when_the_time_of_the_pause_is_ov
     assert not (tmp_path / "store.db").exists()
 
 
-async def test_one_whose_store_does_not_answer_resumes_too(arena_directory: Path) -> None:
+async def test_one_whose_store_does_not_answer_resumes_too(server: Etcd) -> None:
     """A frozen etcd refuses nothing and says nothing."""
-    server = Etcd()
-    try:
-        async with running_fleet(server.url("fleet")) as fleet:
-            engine = await fleet.instance("a")
-            await hold(fleet.store(), "p", 1.0)
-            await eventually(lambda: engine.paused)
-            server.freeze()
-            await eventually(lambda: not engine.paused, 30)
-            server.thaw()
-    finally:
-        server.close()
-
-
-async def test_one_that_leaves_does_not_leave_its_engine_paused(fleet: Fleet) -> None:
-    engine = await fleet.instance("a")
-    await hold(fleet.store(), "p", 600)
-    await eventually(lambda: engine.paused)
-    await fleet.participants["a"].stop()
-    assert not engine.paused
+    async with running_fleet(server.url("fleet")) as fleet:
+        engine = await fleet.instance("a")
+        await hold(fleet.store(), "p", 1.0)
+        await eventually(lambda: engine.paused)
+        server.freeze()
+        await eventually(lambda: not engine.paused, 30)
+        server.thaw()
 
 
 async def test_a_resume_that_fails_is_tried_again(fleet: Fleet) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
@@ -87,34 +88,27 @@ async def on_trial(fleet: Fleet, names: str) -> tuple[Coordinator, Probing, asyn
 async def test_a_canary_that_fails_its_probe_goes_back(
     fleet: Fleet, result: ProbeResult | Exception, reason: str
 ) -> None:
+    """The commit record stays as it was; the history and the ledger have one entry of each kind."""
     coordinator = await fleet.serving("ab", probe=Probing(fleet, result))
-    canary, other = fleet.engines.values()
-    report = await coordinator.activate(await fleet.publish(1.0), mode="rolling")
-    assert (report.ok, report.epoch) == (False, 1)
-    assert reason in (report.reason or "")
-    await eventually(lambda: ("drop", 2) in canary.calls and ("drop", 2) in other.calls)
-    assert [canary.running, other.running] == [1, 1]
-    assert ("commit", 2) not in other.calls
-    await eventually(lambda: {p.record.state for p in fleet.participants.values()} == {"SERVING"})
-    assert {p.record.active_epoch for p in fleet.participants.values()} == {1}
-    assert (await coordinator.activate(2)).ok
-    assert [canary.running, other.running] == [2, 2]
-
-
-async def test_a_failed_trial_leaves_the_commit_record_and_one_entry_of_each_kind(fleet: Fleet) -> None:
-    coordinator = fleet.coordinator(probe=Probing(fleet, ProbeResult(False, "odd")))
-    await fleet.instances("ab")
-    store = fleet.store()
-    assert (await coordinator.activate(await fleet.publish())).ok
+    (canary, other), store = fleet.engines.values(), fleet.store()
     assert (await coordinator.activate(await fleet.publish())).ok
     before = await fleet.active()
-    assert not (await coordinator.activate(await fleet.publish(), mode="rolling", requested_by="somebody")).ok
-    assert await fleet.active() == before
-    assert [(s.version, s.outcome) for s in await past_swaps(store, KEYS)][:2] == [(3, "aborted"), (2, "done")]
-    newest = [(e.action, e.version) for e in await recent(store, 2)]
-    assert newest == [("abort", 3), ("activate", 3)]
+    report = await coordinator.activate(await fleet.publish(1.0), mode="rolling")
+    assert (report.ok, report.epoch, await fleet.active()) == (False, 2, before)
+    assert reason in (report.reason or "")
+    last, earlier = (await past_swaps(store, KEYS))[:2]
+    assert (last.mode, last.canary, last.probe) == ("rolling", "a", "failed")
+    assert [(s.version, s.outcome) for s in (last, earlier)] == [(3, "aborted"), (2, "done")]
+    assert [(e.action, e.version) for e in await recent(store, 2)] == [("abort", 3), ("activate", 3)]
+    await eventually(lambda: ("drop", 3) in canary.calls and ("drop", 3) in other.calls)
+    assert [canary.running, other.running] == [2, 2]
+    assert ("commit", 3) not in other.calls
+    await eventually(lambda: {p.record.state for p in fleet.participants.values()} == {"SERVING"})
+    assert {p.record.active_epoch for p in fleet.participants.values()} == {2}
     back = await coordinator.rollback()
     assert (back.ok, back.version) == (True, 1), "the way back is what it was"
+    assert (await coordinator.activate(3)).ok
+    assert [canary.running, other.running] == [3, 3]
 
 
 async def test_a_rollback_asked_for_during_a_trial_follows_it(fleet: Fleet) -> None:
@@ -153,14 +147,6 @@ async def test_one_instance_is_its_own_canary(fleet: Fleet) -> None:
     assert (engine.running, len(probing.seen)) == (2, 1)
     back = await coordinator.rollback(mode="rolling")
     assert (back.ok, back.version, engine.running, len(probing.seen)) == (True, 1, 1, 2)
-
-
-async def test_a_canary_that_does_not_become_idle_flips_when_its_time_is_up(fleet: Fleet) -> None:
-    coordinator = fleet.coordinator()
-    engine = await fleet.instance("a", Engine(streams=asyncio.Event()))
-    await coordinator.activate(await fleet.publish())
-    assert (await coordinator.activate(await fleet.publish(), mode="rolling", drain_s=0.2)).ok
-    assert engine.running == 2
 
 
 async def test_a_swap_that_aborts_while_the_canary_drains_ends_the_drain(fleet: Fleet) -> None:
@@ -207,23 +193,16 @@ async def test_one_that_joins_while_a_rolling_swap_is_under_way_ends_on_the_comm
     await eventually(lambda: late.running == 2 and fleet.participants["a"].record.active_epoch == 2)
 
 
-@pytest.mark.parametrize(
-    ("torn", "ok", "reason", "others"),
-    [("a", False, "instance a is TORN", 1), ("b", True, "not flipped: b", 2)],
-    ids=["the canary", "one in its turn"],
-)
-async def test_one_that_tears_ends_a_trial_and_holds_up_no_commit(
-    fleet: Fleet, torn: str, ok: bool, reason: str, others: int
-) -> None:
+async def test_a_canary_that_tears_ends_its_trial(fleet: Fleet) -> None:
     coordinator = await fleet.serving("abc")
 
     def fail() -> None:
         raise RuntimeError("out of memory")
 
-    fleet.engines[torn].on_commit = fail
+    fleet.engines["a"].on_commit = fail
     report = await coordinator.activate(await fleet.publish(), mode="rolling")
-    assert (report.ok, report.reason) == (ok, reason)
-    assert {engine.running for name, engine in fleet.engines.items() if name != torn} == {others}
+    assert (report.ok, report.reason) == (False, "instance a is TORN")
+    assert {engine.running for name, engine in fleet.engines.items() if name != "a"} == {1}
 
 
 @pytest.mark.parametrize("mode", ["together", "rolling"])
@@ -235,18 +214,21 @@ async def test_weights_that_are_not_those_that_were_published_are_never_flipped_
     assert not report.ok
     assert "instance b built other weights than were published (fingerprint other" in (report.reason or "")
     assert [e.running for e in engines] == [1, 1]
+    swap = (await past_swaps(fleet.store(), KEYS))[0]
+    assert (swap.outcome, swap.verified) == ("aborted", False)
+    (entry,) = await recent(fleet.store(), 1)
+    assert (entry.action, entry.version, entry.outcome) == ("abort", 2, report.reason)
 
 
 async def test_a_canary_that_loses_its_lease_on_trial_goes_back(fleet: Fleet) -> None:
     """It was too slow to renew it: to the fleet it is gone, and what it runs was never committed."""
     coordinator, probing, swap = await on_trial(fleet, "ab")
     canary, other = fleet.engines.values()
-    lease = fleet.participants["a"]._lease
-    assert lease is not None
-    await fleet.store().revoke(lease.id)
+    await fleet.store().revoke(fleet.lease("a").id)
     assert (await swap).reason == "instance a is gone"
     await eventually(lambda: canary.running == 1 and fleet.participants["a"].record.state == "SERVING")
     assert other.running == 1
+    await eventually(lambda: probing.cancelled)
     probing.go.set()
     assert (await coordinator.activate(2, mode="rolling")).ok
 
@@ -262,15 +244,17 @@ async def test_the_drain_of_one_swap_is_not_that_of_the_next(fleet: Fleet) -> No
     assert engine.calls == [("drain", 30), ("drain", 50)]
 
 
-async def test_a_drain_that_fails_is_no_reason_not_to_flip(fleet: Fleet) -> None:
-    class Deaf(Engine):
-        async def drain(self, seconds: float) -> None:
-            raise RuntimeError("cannot count streams")
+class Deaf(Engine):
+    async def drain(self, seconds: float) -> None:
+        raise RuntimeError("cannot count streams")
 
+
+@pytest.mark.parametrize("made", [lambda: Engine(streams=asyncio.Event()), Deaf], ids=["never idle", "cannot drain"])
+async def test_a_canary_that_cannot_drain_in_time_flips(fleet: Fleet, made: Callable[[], Engine]) -> None:
     coordinator = fleet.coordinator()
-    engine = await fleet.instance("a", Deaf())
+    engine = await fleet.instance("a", made())
     await coordinator.activate(await fleet.publish())
-    assert (await coordinator.activate(await fleet.publish(), mode="rolling", drain_s=5)).ok
+    assert (await coordinator.activate(await fleet.publish(), mode="rolling", drain_s=0.2)).ok
     assert engine.running == 2
 
 
@@ -283,7 +267,7 @@ async def test_a_flip_whose_weights_read_back_otherwise_is_torn(fleet: Fleet) ->
     coordinator = fleet.coordinator()
     await fleet.instance("a", Misread())
     report = await coordinator.activate(await fleet.publish())
-    assert (report.ok, report.reason) == (True, "not flipped: a")
+    assert (report.ok, report.reason, report.not_flipped) == (True, "not flipped: a", ("a",))
     torn = report.instances["a"]
     assert (torn.state, torn.error.code if torn.error else None) == ("TORN", "fingerprint_mismatch")
 

@@ -84,6 +84,7 @@ def test_when_all_have_staged_it_commits() -> None:
     assert commit.kind == "commit"
     assert commit.active == ActiveRecord(2, 6, 1, "swap-2", 100.0)
     assert commit.swap == replace(SWAP, phase="commit")
+    assert step(swap=replace(SWAP, participants=()), instances={}).kind == "commit", "a fleet of none"
 
 
 def test_the_first_commit_and_the_commit_of_what_is_active() -> None:
@@ -92,7 +93,14 @@ def test_the_first_commit_and_the_commit_of_what_is_active() -> None:
 
 
 @pytest.mark.parametrize(
-    "late", [{"state": "STAGING"}, {"staged_version": 1}, {"swap_id": "other"}, {"state": "SERVING", "swap_id": None}]
+    "late",
+    [
+        {"state": "STAGING"},
+        {"staged_version": 1},
+        {"swap_id": "other"},
+        {"state": "SERVING", "swap_id": None},
+        {"state": "SERVING", "swap_id": "swap-1", "error": ErrorInfo("c", "of an earlier swap")},
+    ],
 )
 def test_it_waits_for_the_last_one_until_the_deadline(late: dict[str, object]) -> None:
     assert decide(view(instances=instances(**late))) == Wait(110.0)
@@ -124,20 +132,6 @@ def test_an_error_aborts_and_its_tensor_is_named() -> None:
     assert (aborted.kind, aborted.swap.reason, aborted.swap.tensor) == ("abort", "instance b: bytes changed", "w")
 
 
-def test_an_error_of_an_earlier_swap_does_not_count() -> None:
-    stale = instances(state="SERVING", swap_id="swap-1", error=ErrorInfo("c", "old"))
-    assert decide(view(instances=stale)) == Wait(110.0)
-
-
-def test_fingerprints_are_compared_among_those_that_build_the_same_way() -> None:
-    assert step(instances=instances(staged_fingerprint="g", path="shadow")).kind == "commit"
-    assert step(instances=instances(staged_fingerprint=None)).kind == "commit"
-
-
-def test_a_fleet_of_none_commits() -> None:
-    assert step(swap=replace(SWAP, participants=()), instances={}).kind == "commit"
-
-
 COMMITTED = ActiveRecord(2, 6, 1, "swap-2", 105.0)
 
 
@@ -146,17 +140,22 @@ def confirmed(**changes: object) -> dict[str, InstanceRecord]:
     return {**flipped, "b": replace(flipped["b"], **changes)}  # type: ignore[arg-type]
 
 
-def test_a_commit_is_done_when_all_have_flipped() -> None:
+@pytest.mark.parametrize(
+    ("fleet", "now", "reason"),
+    [
+        (confirmed(), 105.0, None),
+        (confirmed(state="TORN", active_epoch=5), 105.0, "not flipped: b"),
+        ({"a": confirmed()["a"]}, 105.0, "not flipped: b"),
+        (STAGED, 105.0 + CONFIRM_S, "no confirmation from a, b"),
+    ],
+)
+def test_a_commit_is_done_when_all_have_flipped_that_could(
+    fleet: dict[str, InstanceRecord], now: float, reason: str | None
+) -> None:
     swap = replace(SWAP, phase="commit")
     assert decide(view(swap=swap, active=COMMITTED)) == Wait(105.0 + CONFIRM_S)
-    done = step(swap=swap, active=COMMITTED, instances=confirmed())
-    assert (done.kind, done.swap.phase, done.swap.reason) == ("finish", "done", None)
-
-
-@pytest.mark.parametrize("fleet", [confirmed(state="TORN", active_epoch=5), {"a": confirmed()["a"]}])
-def test_a_commit_stands_though_one_could_not_follow(fleet: dict[str, InstanceRecord]) -> None:
-    done = step(swap=replace(SWAP, phase="commit"), active=COMMITTED, instances=fleet)
-    assert (done.swap.phase, done.swap.reason) == ("done", "not flipped: b")
+    done = step(swap=swap, active=COMMITTED, instances=fleet, now=now)
+    assert (done.kind, done.swap.phase, done.swap.reason) == ("finish", "done", reason)
 
 
 BROKEN = {name: replace(i, state="TORN", error=ErrorInfo("c", "no memory")) for name, i in STAGED.items()}
@@ -201,11 +200,6 @@ def test_a_commit_stands_where_one_serves_it_or_nothing_was_torn(
     assert done.swap.reason == f"not flipped: {', '.join(missing)}"
     assert not_flipped(done.swap, COMMITTED, fleet) == tuple(missing)
     assert not_flipped(done.swap, replace(COMMITTED, swap_id="later"), fleet) == ()
-
-
-def test_a_commit_does_not_wait_for_ever() -> None:
-    done = step(swap=replace(SWAP, phase="commit"), active=COMMITTED, now=105.0 + CONFIRM_S)
-    assert done.swap.reason == "no confirmation from a, b"
 
 
 ROLLING = replace(SWAP, mode="rolling", drain_s=3.0)
@@ -301,7 +295,9 @@ def test_a_trial_aborts_at_once_when_it_cannot_succeed(fleet: dict[str, Instance
     assert reason in (aborted.swap.reason or "")
 
 
-def test_fingerprints_are_compared_with_the_published_one() -> None:
+def test_fingerprints_are_compared_with_the_published_one_or_among_those_that_build_the_same_way() -> None:
+    assert step(instances=instances(staged_fingerprint="g", path="shadow")).kind == "commit"
+    assert step(instances=instances(staged_fingerprint=None)).kind == "commit"
     assert step(target_fingerprint="f").active == ActiveRecord(2, 6, 1, "swap-2", 100.0, "f")
     odd = step(target_fingerprint="f", instances=instances(staged_fingerprint="g", path="shadow"))
     assert (odd.kind, "instance b built other weights than were published" in (odd.swap.reason or "")) == (
@@ -309,6 +305,8 @@ def test_fingerprints_are_compared_with_the_published_one() -> None:
         True,
     )
     assert step(target_fingerprint="f", instances=instances(staged_fingerprint=None)).kind == "commit"
+    waiting = {"a": replace(STAGED["a"], state="STAGING", staged_version=None), "b": STAGED["b"]}
+    assert step(target_fingerprint="other", instances=waiting).kind == "abort", "it waits for no other"
 
 
 def test_instances_must_make_the_same_of_a_version() -> None:
@@ -324,11 +322,6 @@ def test_instances_must_make_the_same_of_a_version() -> None:
     odd = built("l1:d1", "l1:d2")
     assert odd.kind == "abort"
     assert "instances a and b made different weights of the same version" in (odd.swap.reason or "")
-
-
-def test_an_odd_fingerprint_does_not_wait_for_the_others() -> None:
-    waiting = {"a": replace(STAGED["a"], state="STAGING", staged_version=None), "b": STAGED["b"]}
-    assert step(target_fingerprint="other", instances=waiting).kind == "abort"
 
 
 def test_who_flip_in_turn_are_given_their_time_each() -> None:
