@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +19,9 @@ from server.sleeping import orders, sleepers
 from tests.etcd import Etcd
 from tests.waiting import eventually
 from tests.weightsync.fleet import MODEL, Engine
+from tests.weightsync.store.test_etcd import opened
 from tests.weightsync.tensors import model
-from weightsync import Coordinator, Participant, Publisher, Store, open_store
+from weightsync import Coordinator, Participant, Publisher, Store
 from weightsync.control.activation import previous_version
 from weightsync.control.records import InstanceRecord, Keys
 from weightsync.errors import StoreRefused
@@ -42,13 +43,8 @@ class Guarded:
     def url(self, role: str, namespace: str = "prod") -> str:
         return self.server.url(namespace, user=role, password_file=self.passwords / role)
 
-    @contextlib.asynccontextmanager
-    async def store(self, role: str, namespace: str = "prod") -> AsyncIterator[Store]:
-        store = open_store(self.url(role, namespace))
-        try:
-            yield store
-        finally:
-            await store.close()
+    def store(self, role: str, namespace: str = "prod") -> contextlib.AbstractAsyncContextManager[Store]:
+        return opened(self.url(role, namespace))
 
 
 @pytest.fixture(scope="module")

@@ -123,9 +123,13 @@ async def test_a_full_file_system_loses_nothing_that_was_there(store: SqliteStor
 
 async def test_a_store_that_goes_away_and_comes_back(store: SqliteStore, path: Path, tmp_path: Path) -> None:
     await store.put("a", b"1")
-    path.parent.rename(tmp_path / "away")
-    with pytest.raises(StoreUnavailable, match="not there any more"):
-        await store.put("a", b"2")
+    async with contextlib.aclosing(store.watch("b/", 1)) as watch:
+        waiting = asyncio.ensure_future(anext(watch))
+        await stays(lambda: not waiting.done(), 0.05)
+        path.parent.rename(tmp_path / "away")
+        for call in (store.put("a", b"2"), asyncio.wait_for(waiting, 10)):
+            with pytest.raises(StoreUnavailable, match="not there any more"):
+                await call
     (tmp_path / "away").rename(path.parent)
     assert (await store.get("a")).value == b"1"  # type: ignore[union-attr]
     await store.put("a", b"3")
@@ -274,13 +278,3 @@ def _count(database: Database, name: str, reads: Counter[str]) -> None:
         return read(*arguments)
 
     setattr(database, name, counted)
-
-
-async def test_a_watch_is_told_when_its_store_has_gone(store: SqliteStore, path: Path, tmp_path: Path) -> None:
-    async with contextlib.aclosing(store.watch("a/", 1)) as watch:
-        waiting = asyncio.ensure_future(anext(watch))
-        await stays(lambda: not waiting.done(), 0.05)
-        path.parent.rename(tmp_path / "away")
-        with pytest.raises(StoreUnavailable, match="not there any more"):
-            await asyncio.wait_for(waiting, 10)
-    (tmp_path / "away").rename(path.parent)
