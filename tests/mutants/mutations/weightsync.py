@@ -198,7 +198,7 @@ MUTATIONS: list[Mutation] = [
     *of("weightsync/peer/plan.py", WS + "peer/test_plan.py", changes=[
         ("return free | lacks", "return free"),
     ]),
-    *of("weightsync/peer/service.py", WS + "peer/test_supply.py", changes=[
+    *of("weightsync/peer/service.py", WS + "peer/test_shelf.py", changes=[
         ("if not copy.is_source]", "]"),
     ]),
     *of("weightsync/persist/__main__.py", WS + "persist/test_persist.py", changes=[

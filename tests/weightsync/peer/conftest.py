@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.weightsync.peer.hosts import Hosts
-from tests.weightsync.peer.reading import Reader
-from tests.weightsync.peer.served import Served, slot_served
+from tests.weightsync.peer.served import Reader, Served, slot_served
 from weightsync.transport import Transport, open_transport
 
 

@@ -22,11 +22,13 @@ from tests.weightsync.fleet import Engine
 from weightsync import Publisher, SlotReader, StageResult, Store, SyncStore
 from weightsync.control.hosts import local_path
 from weightsync.control.records import CopyRecord, InstanceRecord, Keys, VersionRecord
+from weightsync.memory.arena import SlotLock
 from weightsync.peer.copies import parsed, wait_for_slots
 
 MODEL = "demo"
 KEYS = Keys(MODEL)
 CHUNK = 64 << 10
+SLOW = ("--limit-gbps", 0.008)  # 1 MB/s: time to do something while it fetches
 T = TypeVar("T")
 
 
@@ -158,8 +160,7 @@ def newest(publisher: Publisher) -> VersionRecord:
 
 def bytes_of(copy: CopyRecord) -> bytes:
     """All of a copy's slot, which must be a sound one."""
-    path = local_path(copy.slot, copy.host)
-    assert path is not None
+    path = path_of(copy)
     with SlotReader.open(path, manifest_digest=copy.digest) as reader:
         reader.verify_all()
     return path.read_bytes()
@@ -169,6 +170,14 @@ def path_of(copy: CopyRecord) -> Path:
     path = local_path(copy.slot, copy.host)
     assert path is not None
     return path
+
+
+def is_free(path: Path) -> bool:
+    """Whether no process holds the slot."""
+    lock = SlotLock.try_exclusive(path)
+    if lock is not None:
+        lock.release()
+    return lock is not None
 
 
 async def serving(store: Store, version: int, instance: str, wait_s: float) -> InstanceRecord:

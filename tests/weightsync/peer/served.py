@@ -1,45 +1,50 @@
-"""A holder in the process of the test: a control server and a transport with one published slot."""
+"""A holder in the process of the test, with one published slot, and a host that fetches from it, driven by hand."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.weightsync.peer.hosts import CHUNK, MODEL, newest, random_model
+from tests.waiting import eventually
+from tests.weightsync.peer.hosts import CHUNK, MODEL, is_free, newest, random_model
 from weightsync import Publisher
 from weightsync.control.hosts import local_path, slot_name
 from weightsync.control.records import CopyRecord, VersionRecord
+from weightsync.errors import TransferTimedOut
 from weightsync.memory.arena import Arena
+from weightsync.peer.chunks import Head
 from weightsync.peer.control import Control, PeerClient, listen, serving
+from weightsync.peer.fetch import Fetch, first_answer
+from weightsync.peer.holders import Background, LeftOut, Sources
 from weightsync.peer.messages import Key
 from weightsync.peer.metrics import PeerMetrics
 from weightsync.peer.serve import Tickets
-from weightsync.peer.shelf import Regions, Shelf
-from weightsync.transport import open_transport
+from weightsync.peer.settings import Pace
+from weightsync.peer.shelf import Copy, Regions, Shelf
+from weightsync.transport import Link, Piece, Region, Transport, open_transport
 from weightsync.transport.addresses import Address
 
 
+@dataclass
 class Served:
     """Host `a`, and a client that is host `b`."""
 
-    def __init__(
-        self,
-        tickets: Tickets,
-        metrics: PeerMetrics,
-        address: str,
-        record: VersionRecord,
-        path: Path,
-        client: PeerClient,
-    ) -> None:
-        self.tickets, self.metrics, self.address, self.record = tickets, metrics, address, record
-        self.path, self.client, self.key = path, client, Key(record.manifest_digest)
-        self.rates: dict[str, float] = {}  # what readers said
+    tickets: Tickets
+    metrics: PeerMetrics
+    address: str
+    record: VersionRecord
+    path: Path
+    client: PeerClient
+    rates: dict[str, float]  # what readers said
+
+    @property
+    def key(self) -> Key:
+        return Key(self.record.manifest_digest)
 
     @property
     def copy(self) -> CopyRecord:
@@ -51,14 +56,7 @@ class Served:
         return int(self.metrics.readers._value.get())
 
     def is_held(self) -> bool:
-        fd = os.open(self.path, os.O_RDONLY)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(fd)
-        return False
+        return not is_free(self.path)
 
 
 @contextlib.asynccontextmanager
@@ -81,6 +79,70 @@ async def slot_served(store_url: str, directory: Path, monkeypatch: pytest.Monke
             serving(Control(tickets, metrics).app, listener, None),
             PeerClient(MODEL, "b", "tcp", None) as client,
         ):
-            served = Served(tickets, metrics, address, record, path, client)
-            served.rates = rates
-            yield served
+            yield Served(tickets, metrics, address, record, path, client, rates)
+
+
+GUARD_S = 60.0
+
+
+class Wrapped:
+    """A transport whose next `stalls` reads time out, and with which `connecting` is called before each link."""
+
+    def __init__(self, inner: Transport) -> None:
+        self._inner, self.stalls = inner, 0
+        self.connecting: Callable[[], None] = lambda: None
+        self.closed: list[Link] = []
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+    def connect(self, endpoint: bytes) -> Link:
+        self.connecting()
+        return WrappedLink(self, self._inner.connect(endpoint))
+
+
+class WrappedLink:
+    def __init__(self, owner: Wrapped, inner: Link) -> None:
+        self._owner, self._inner = owner, inner
+
+    def read(self, into: Region, remote: bytes, pieces: Sequence[Piece], timeout_s: float) -> None:
+        if self._owner.stalls > 0:
+            self._owner.stalls -= 1
+            raise TransferTimedOut("a", timeout_s)
+        self._inner.read(into, remote, pieces, timeout_s)
+
+    def close(self) -> None:
+        self._owner.closed.append(self)
+        self._inner.close()
+
+
+class Reader:
+    """Host `b`, which fetches. `offered` is what the store says."""
+
+    def __init__(self, served: Served, transport: Transport, directory: Path) -> None:
+        self.served, self.offered, self.wrapped = served, [served.copy], Wrapped(transport)
+        self.shelf, self._pool = Shelf(Arena(directory), MODEL, Regions(transport)), ThreadPoolExecutor(4)
+        self.left_out, self.background = LeftOut(), Background()
+        self.sources = Sources(
+            served.client,
+            self.wrapped,  # type: ignore[arg-type]
+            served.key,
+            lambda: self.offered,
+            self.left_out,
+            self.background,
+            seed="b",
+            patient=True,
+        )
+
+    async def claim(self) -> Copy:
+        first = await first_answer(self.sources)
+        raw = await self.served.client.manifest("a", self.served.address, first.opened.ticket)
+        head = Head.parse(raw, self.served.key.digest)
+        return self.shelf.claim(self.served.key, "", head.shape or first.shape, head)[0]
+
+    def fetch(self, copy: Copy) -> Fetch:
+        return Fetch(copy, lambda: copy.journal.done, self.sources, PeerMetrics(), self._pool, Pace(), "b")
+
+
+async def nobody_reads(served: Served) -> None:
+    await eventually(lambda: not served.readers(), GUARD_S)

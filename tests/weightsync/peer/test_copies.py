@@ -1,8 +1,10 @@
-"""What an instance is given to open: the slots of its own host, waited for while the peer fetches them."""
+"""Records of copies: what an instance is given to open on its own host, and what peers read of each other's."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,22 +15,23 @@ from tests.waiting import eventually
 from tests.weightsync.fleet import running_fleet
 from tests.weightsync.peer.hosts import KEYS, MODEL, Fetching, Hosts, newest, path_of, random_model
 from weightsync import Adapter, Publisher, Store
-from weightsync.control.hosts import slot_name
-from weightsync.control.records import CopyRecord, CopyState, ErrorInfo, VersionRecord
+from weightsync.control.records import CopyRecord, ErrorInfo, VersionRecord
 from weightsync.errors import CopyUnavailable
-from weightsync.peer.copies import wait_for_slots
+from weightsync.peer.copies import Announcer, CopyBoard, copies_elsewhere, own_copies, parse_key, wait_for_slots
+from weightsync.peer.messages import Key
 
 STORES = ["sqlite", "etcd"]
+GUARD_S = 60.0
+X, Y = "x" * 32, "y" * 32
 
 
-def copy_of(
-    record: VersionRecord, host: str, slot: str, state: CopyState = "ready", error: ErrorInfo | None = None
-) -> CopyRecord:
-    return CopyRecord(host, slot_name(slot, host), record.manifest_digest, 1, state, "x:1", 1.0, error)
+def copy(host: str, digest: str = X, **fields: object) -> CopyRecord:
+    values = {"slot": f"//{host}/slot", "nbytes": 1, "state": "ready", "address": "127.0.0.1:1", "since": 0.0} | fields
+    return CopyRecord(host=host, digest=digest, **values)  # type: ignore[arg-type]
 
 
-async def say(store: Store, copy: CopyRecord) -> None:
-    await store.put(KEYS.copy(copy.digest, copy.host), copy.to_json())
+async def put(store: Store, record: CopyRecord) -> None:
+    await store.put(KEYS.copy(record.digest, record.host), record.to_json())
 
 
 @pytest.fixture
@@ -55,24 +58,25 @@ async def test_a_slot_of_this_host_is_opened_where_it_is(store: Store, record: V
 
 async def test_a_slot_lost_in_a_restart_of_the_host_is_fetched_again(store: Store, record: VersionRecord) -> None:
     Path(record.slot.removeprefix("//a")).unlink()  # noqa: ASYNC240 - in memory
-    await say(store, copy_of(record, "a", "/dev/shm/again"))
+    await put(store, copy("a", record.manifest_digest, slot="//a/dev/shm/again"))
     assert (await wait_for_slots(store, KEYS, record, "a", 30.0)).slot == "/dev/shm/again"
 
 
 async def test_it_waits_until_the_copy_is_whole(store: Store, record: VersionRecord) -> None:
-    await say(store, copy_of(record, "b", "/dev/shm/here", state="fetching"))
+    await put(store, copy("b", record.manifest_digest, slot="//b/dev/shm/here", state="fetching"))
     waiting = asyncio.create_task(wait_for_slots(store, KEYS, record, "b", 60.0))
-    await say(store, copy_of(record, "bb", "/dev/shm/elsewhere"))  # a host whose name begins with this one's
+    other = copy("bb", record.manifest_digest, slot="//bb/dev/shm/elsewhere")  # whose name begins with this one's
+    await put(store, other)
     done, _ = await asyncio.wait({waiting}, timeout=0.3)
     assert not done
-    await say(store, copy_of(record, "b", "/dev/shm/here"))
+    await put(store, copy("b", record.manifest_digest, slot="//b/dev/shm/here"))
     assert (await asyncio.wait_for(waiting, 30)).slot == "/dev/shm/here"
 
 
 async def test_what_the_peer_failed_with_is_told(store: Store, record: VersionRecord) -> None:
     error = ErrorInfo("arena_full", "a slot needs more than there is")
     waiting = asyncio.create_task(wait_for_slots(store, KEYS, record, "b", 60.0))
-    await say(store, copy_of(record, "b", "/dev/shm/here", state="failed", error=error))
+    await put(store, copy("b", record.manifest_digest, slot="//b/dev/shm/here", state="failed", error=error))
     with pytest.raises(CopyUnavailable, match="could not fetch it; a slot needs more") as caught:
         await asyncio.wait_for(waiting, 30)
     assert caught.value.cause == "arena_full"
@@ -82,7 +86,7 @@ async def test_without_a_peer_it_ends_in_time(store: Store, record: VersionRecor
     with pytest.raises(CopyUnavailable, match=r"after 0\.2 s; no peer of b has begun"):
         await wait_for_slots(store, KEYS, record, "b", 0.2)
     error = ErrorInfo("no_holder", "nobody has it")
-    await say(store, copy_of(record, "b", "/dev/shm/here", state="fetching", error=error))
+    await put(store, copy("b", record.manifest_digest, slot="//b/dev/shm/here", state="fetching", error=error))
     with pytest.raises(CopyUnavailable, match="nobody has it") as caught:
         await wait_for_slots(store, KEYS, record, "b", 0.2)
     assert caught.value.cause == "no_holder"
@@ -119,3 +123,94 @@ async def test_instances_of_other_hosts_swap_with_those_of_the_publisher(hosts: 
     digests = [record.manifest_digest, *(part.manifest_digest for part in record.parts)]
     slots = [on_b.slot, *(part.slot for part in on_b.parts)]
     assert slots == [str(path_of(hosts.copies(digest)["b"])) for digest in digests]
+
+
+# what peers read of each other's records
+
+
+async def seen(board: CopyBoard, found: Callable[[], bool]) -> None:
+    async with asyncio.timeout(GUARD_S):
+        while not found():
+            board.changed.clear()
+            await board.changed.wait()
+
+
+def offered(board: CopyBoard, digest: str, delta_of: str = "") -> set[str]:
+    return {record.host for record in board.offered(Key(digest, delta_of))}
+
+
+async def test_the_board_follows_what_is_fetched_and_nothing_else(store: Store) -> None:
+    board = CopyBoard(KEYS, "me")
+    for record in (copy("a"), copy("me"), copy("b", slot=""), copy("a", Y), copy("c", delta_of=Y)):
+        await put(store, record)
+    following = asyncio.create_task(board.follow(store))
+    board.keep_to({X})
+    await seen(board, lambda: offered(board, X) == {"a", "c"})
+    assert offered(board, Y) == set()
+    assert offered(board, X, delta_of=Y) == {"c"}
+    await store.delete(KEYS.copy(X, "c"))
+    await put(store, copy("d"))
+    await seen(board, lambda: offered(board, X) == {"a", "d"})
+    board.keep_to({Y})
+    await seen(board, lambda: offered(board, Y) == {"a"})
+    assert offered(board, X) == set()
+    following.cancel()
+
+
+async def test_what_is_not_wanted_any_more_when_the_store_is_back_is_forgotten(store: Store) -> None:
+    board = CopyBoard(KEYS, "me")
+    await put(store, copy("a"))
+    following = asyncio.create_task(board.follow(store))
+    board.keep_to({X})
+    await seen(board, lambda: offered(board, X) == {"a"})
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    assert offered(board, X) == {"a"}  # what is being read goes on without the store
+    board.keep_to(set())
+    following = asyncio.create_task(board.follow(store))
+    await eventually(lambda: not board._asked.is_set(), GUARD_S)
+    assert offered(board, X) == set()
+    following.cancel()
+
+
+async def test_a_record_that_cannot_be_read_keeps_nobody_from_the_others(store: Store) -> None:
+    """Another release has a field more, and somebody writes another's name."""
+    newer = json.dumps(json.loads(copy("newer").to_json()) | {"moon": "full"}).encode()
+    await store.put(KEYS.copy(X, "newer"), newer)
+    await store.put(KEYS.copy(X, "liar"), copy("a").to_json())
+    await put(store, copy("a", rack="r1"))
+    board = CopyBoard(KEYS, "me")
+    following = asyncio.create_task(board.follow(store))
+    board.keep_to({X})
+    await seen(board, lambda: offered(board, X) == {"a"})
+    await put(store, copy("b"))
+    await store.put(KEYS.copy(X, "newer"), newer)
+    await seen(board, lambda: offered(board, X) == {"a", "b"})
+    assert {record.host for record in await copies_elsewhere(store, KEYS, [X, Y], "b")} == {"a"}
+    assert set(await own_copies(store, KEYS, "a")) == {X}
+    following.cancel()
+
+
+async def test_what_an_earlier_process_said_is_taken_back(store: Store, shortest_lease_s: float) -> None:
+    for record in (copy("me"), copy("me", Y), copy("other")):
+        await put(store, record)
+    announcer = Announcer(store, KEYS, "me", max(10.0, shortest_lease_s))
+    await announcer.begin()
+    await announcer.say([copy("me", Y, since=1.0)], [X, Y])
+    found = {
+        kv.key: CopyRecord.from_json(kv.value).since
+        for kv in (await store.list(KEYS.copies))[0]
+        if parse_key(KEYS, kv.key)
+    }
+    assert found == {KEYS.copy(Y, "me"): 1.0, KEYS.copy(X, "other"): 0.0}
+    first = announcer.lease
+    await announcer.begin()  # as after the store was away
+    assert first is not None
+    assert first.lost.is_set()
+    await announcer.say([copy("me", Y, since=1.0)], [X, Y])
+    found_at = await store.get(KEYS.copy(Y, "me"))
+    assert announcer.lease is not None
+    assert found_at is not None
+    assert found_at.lease == announcer.lease.id
+    await announcer.end()
+    assert await store.get(KEYS.copy(Y, "me")) is None

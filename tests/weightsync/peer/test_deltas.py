@@ -175,8 +175,7 @@ def test_a_small_step_travels_as_a_difference(hosts: Hosts) -> None:
 
 def test_another_model_travels_in_full(hosts: Hosts) -> None:
     """The difference would be no smaller."""
-    hosts.start("a", *ALWAYS)
-    hosts.start("b", *ALWAYS)
+    hosts.start("ab", *ALWAYS)
     hosts.wait_copy("b", hosts.published("a"))
     copy = hosts.arrived("b", hosts.published("a", random_model(2)))
     assert hosts.copies(copy.digest)["a"].delta_of is None
@@ -185,8 +184,7 @@ def test_another_model_travels_in_full(hosts: Hosts) -> None:
 
 def test_a_damaged_difference_is_not_applied(hosts: Hosts) -> None:
     """The base at b has changed since it was fetched: the version comes in full."""
-    hosts.start("a", *ALWAYS)
-    hosts.start("b", *ALWAYS)
+    hosts.start("ab", *ALWAYS)
     first = random_model(1)
     base = hosts.wait_copy("b", hosts.published("a", first))
     with open(base.slot.removeprefix("//b"), "r+b") as slot:

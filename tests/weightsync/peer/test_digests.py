@@ -13,9 +13,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.weightsync.peer.hosts import CHUNK, MODEL, Hosts, newest, random_model
-from tests.weightsync.peer.reading import GUARD_S, Reader
-from tests.weightsync.peer.served import Served, slot_served
+from tests.weightsync.peer.hosts import CHUNK, MODEL, newest
+from tests.weightsync.peer.served import GUARD_S, Reader, Served, slot_served
 from weightsync import Publisher, SlotReader
 from weightsync.errors import ManifestError, PublishError
 from weightsync.format.manifest import CUTS, Cuts, Layout, Manifest, Schema, TensorEntry, TensorSpec, cut_ends
@@ -131,13 +130,6 @@ async def test_what_the_release_before_published_or_holds_is_fetched(
             _finish(copy, copy.head, pool)
         assert bytes(copy.mapped.view) == served.path.read_bytes()
         await reader.background.end(GUARD_S)
-
-
-def test_versions_of_both_releases_travel(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
-    hosts.start("ab")
-    for seed in (1, 2):
-        hosts.arrived("b", hosts.published("a", random_model(seed)))
-        without_cuts(monkeypatch)
 
 
 def test_what_was_signed_elsewhere_keeps_its_metadata(store_url: str, arena_directory: Path) -> None:

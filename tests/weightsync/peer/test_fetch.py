@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 
 from tests.waiting import eventually, stays
-from tests.weightsync.peer.reading import GUARD_S, Reader, nobody_reads
-from tests.weightsync.peer.served import Served
+from tests.weightsync.peer.served import GUARD_S, Reader, Served, nobody_reads
 from weightsync.control.records import CopyRecord
 from weightsync.errors import PeerRefused, PeerUnreachable, WeightSyncError
 from weightsync.peer import holders
@@ -59,6 +58,14 @@ def test_a_holder_that_stalled_is_left_out_while_others_have_what_is_missing(mon
     out.leave("a", 60)  # for wrong bytes: however much it is needed
     now += 59
     assert not out.is_able("a", needed=True)
+    out.stalled("b")
+    now += FIRST_TRY_S  # nobody else had what was missing
+    out.leave("b", BUSY_S)
+    now += BUSY_S
+    assert out.is_able("b", needed=True)
+    assert not out.is_able("b", needed=False), "one that stalled and is busy now is left out no shorter"
+    now += STALLED_S
+    assert out.is_able("b", needed=False)
 
 
 async def test_a_fetch_waits_while_the_store_knows_of_a_holder_and_fails_when_it_does_not(
@@ -264,17 +271,3 @@ async def test_a_ticket_that_comes_late_is_given_back(
     await reader.sources.close()
     go_on.set()
     await nobody_reads(served)
-
-
-def test_a_holder_that_stalled_and_is_busy_now_is_left_out_no_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr("weightsync.peer.holders.time.monotonic", lambda: now)
-    out = LeftOut()
-    out.stalled("a")
-    now += FIRST_TRY_S  # nobody else had what was missing
-    out.leave("a", BUSY_S)
-    now += BUSY_S
-    assert out.is_able("a", needed=True)
-    assert not out.is_able("a", needed=False)
-    now += STALLED_S
-    assert out.is_able("a", needed=False)

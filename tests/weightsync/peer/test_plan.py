@@ -40,8 +40,14 @@ def situations(draw: st.DrawFn) -> Situation:
     return planner, holders, done, [Assignment(chunk, draw(st.sampled_from(hosts))) for chunk in flying]
 
 
+def had(holder: Holder, chunks: int) -> set[int]:
+    return set(Bitmap.full(chunks) if holder.have is None else holder.have)
+
+
 @given(situations())
-def test_a_chunk_is_read_once_at_a_time_from_who_has_it(situation: Situation) -> None:
+def test_a_chunk_is_read_once_at_a_time_from_a_holder_of_it_and_no_place_stays_free_without_need(
+    situation: Situation,
+) -> None:
     planner, holders, done, flying = situation
     begun = planner.next(holders, done, flying)
     chunks = [read.chunk for read in [*flying, *begun]]
@@ -49,22 +55,15 @@ def test_a_chunk_is_read_once_at_a_time_from_who_has_it(situation: Situation) ->
     by_name = {holder.host: holder for holder in holders}
     for read in begun:
         assert read.chunk not in done
-        have = by_name[read.host].have
-        assert have is None or read.chunk in have
-
-
-@given(situations())
-def test_limits_are_kept_and_no_place_stays_free_without_need(situation: Situation) -> None:
-    planner, holders, done, flying = situation
-    begun = planner.next(holders, done, flying)
+        assert read.chunk in had(by_name[read.host], planner.chunks)
     reads = Counter(read.host for read in [*flying, *begun])
     assert all(reads[read.host] <= planner.per_holder for read in begun)
     assert not begun or len(flying) + len(begun) <= planner.total
     if len(flying) + len(begun) < planner.total:
-        left = set(done.missing()) - {read.chunk for read in [*flying, *begun]}
+        left = set(done.missing()) - set(chunks)
         for holder in holders:
             if reads[holder.host] < planner.per_holder:
-                assert not left & set(Bitmap.full(planner.chunks) if holder.have is None else holder.have)
+                assert not left & had(holder, planner.chunks)
 
 
 @given(situations())
@@ -73,25 +72,18 @@ def test_the_rarest_chunk_goes_first(situation: Situation) -> None:
     begun = planner.next(holders, done, flying)
     taken = {read.chunk for read in flying}
     reads = Counter(read.host for read in flying)
-
-    def have(holder: Holder) -> set[int]:
-        return set(Bitmap.full(planner.chunks) if holder.have is None else holder.have)
-
+    told = [holder.have for holder in holders if holder.have is not None]  # a holder of all tells no chunks apart
     for read in begun:
-        open_now = [holder for holder in holders if reads[holder.host] < planner.per_holder]
-        offered = set().union(*map(have, open_now)) - set(done) - taken
-        count = {chunk: sum(_copies(chunk, holder) for holder in holders) for chunk in offered}
+        open_now = {h.host: h for h in holders if reads[h.host] < planner.per_holder}
+        has = {name: had(holder, planner.chunks) for name, holder in open_now.items()}
+        offered = set().union(*has.values()) - set(done) - taken
+        count = {chunk: sum(chunk in have for have in told) for chunk in offered}
         assert count[read.chunk] == min(count.values())
-        best = min((h.distance, h.active + reads[h.host]) for h in open_now if read.chunk in have(h))
-        of = next(holder for holder in open_now if holder.host == read.host)
+        best = min((h.distance, h.active + reads[h.host]) for h in open_now.values() if read.chunk in has[h.host])
+        of = open_now[read.host]
         assert (of.distance, of.active + reads[of.host]) == best
         taken.add(read.chunk)
         reads[read.host] += 1
-
-
-def _copies(chunk: int, holder: Holder) -> int:
-    """Those that `holder` tells of; holders of everything do not tell chunks apart."""
-    return int(holder.have is not None and chunk in holder.have)
 
 
 @settings(deadline=None, max_examples=40)
@@ -153,18 +145,13 @@ def test_everybody_is_chosen_when_there_is_room(there: int, limit: int) -> None:
     assert len(choose(holders, "me", limit)) == min(there, limit)
 
 
-@given(CHUNKS.flatmap(bitmaps))
-def test_bitmaps_come_back_as_they_went(bitmap: Bitmap) -> None:
+@given(CHUNKS.flatmap(bitmaps), st.data())
+def test_bitmaps_come_back_as_they_went_and_chunks_are_added_and_taken_out(bitmap: Bitmap, data: st.DataObject) -> None:
     assert Bitmap.decoded(bitmap.encoded(), bitmap.chunks) == bitmap
     assert sorted([*bitmap, *bitmap.missing()]) == list(range(bitmap.chunks))
     assert len(bitmap) == len(list(bitmap))
     assert bitmap.complete == (len(bitmap) == bitmap.chunks)
-
-
-@given(CHUNKS.flatmap(bitmaps), st.data())
-def test_chunks_are_added_and_taken_out(bitmap: Bitmap, data: st.DataObject) -> None:
-    chunk = data.draw(st.integers(0, bitmap.chunks - 1))
-    before = set(bitmap)
+    chunk, before = data.draw(st.integers(0, bitmap.chunks - 1)), set(bitmap)
     bitmap.add(chunk)
     assert set(bitmap) == before | {chunk}
     bitmap.discard(chunk)
@@ -176,14 +163,6 @@ def test_chunks_are_added_and_taken_out(bitmap: Bitmap, data: st.DataObject) -> 
 def test_what_is_no_bitmap_of_these_chunks_is_refused(text: str) -> None:
     with pytest.raises(BadBitmap, match="same release"):
         Bitmap.decoded(text, 6)
-
-
-def test_busier_holders_come_later() -> None:
-    holders = [Holder("busy", 0, None, active=5), Holder("idle", 0, None, active=0)]
-    reads = Planner(64, "me", 8, 4).next(holders, Bitmap(64), [])
-    assert {read.host for read in reads} == {"idle"}
-    reads = Planner(64, "me", 8, 4).next([replace(holders[0], distance=1), holders[1]], Bitmap(64), [])
-    assert {read.host for read in reads} == {"idle"}
 
 
 def test_of_equally_rare_chunks_those_that_are_near_come_first() -> None:

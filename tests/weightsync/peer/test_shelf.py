@@ -1,16 +1,28 @@
-"""What a fetch leaves behind for the next process: read strictly, trusted in nothing."""
+"""A peer's shelf, what a fetch leaves there for the next process, and the supply of it, without the peer's process."""
 
 from __future__ import annotations
 
+import asyncio
+import errno
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from weightsync.errors import ManifestError
+from tests.waiting import eventually
+from tests.weightsync.peer.hosts import MODEL
+from weightsync import Store
+from weightsync.control.hosts import slot_name
+from weightsync.control.records import CopyRecord, PartRecord, VersionRecord
+from weightsync.errors import ArenaFull, DigestMismatch, ManifestError, PeerRefused
 from weightsync.memory.arena import Arena
 from weightsync.peer.chunks import Bitmap, Head, Shape, digests_of
-from weightsync.peer.messages import Key
+from weightsync.peer.control import PeerClient
+from weightsync.peer.messages import Key, Open
+from weightsync.peer.metrics import PeerMetrics
+from weightsync.peer.service import Peer, Supply
+from weightsync.peer.settings import PeerSettings
 from weightsync.peer.shelf import Journal, Regions, Shelf
 from weightsync.transport import Transport
 
@@ -129,3 +141,171 @@ def test_sizes_that_another_host_cannot_mean(nbytes: int, chunk: int, digests: i
 def test_a_manifest_that_is_not_the_one_asked_for(raw: bytes) -> None:
     with pytest.raises(ManifestError):
         Head.parse(raw, "0" * 32)
+
+
+# the supply
+
+
+GUARD_S = 60.0
+PART = PartRecord("", 1, "//a/slot", "d" * 32, 1)
+
+
+@pytest.fixture
+async def peer(store: Store, arena_directory: Path, transport: Transport) -> AsyncIterator[Peer]:
+    settings = PeerSettings(store.url, MODEL, "me", chunk_nbytes=CHUNK)
+    async with PeerClient(MODEL, "me", "tcp", None) as client:
+        yield Peer(settings, store, Arena(arena_directory), transport, client, "127.0.0.1:1")
+
+
+async def test_a_copy_that_is_dropped_is_read_no_more(peer: Peer) -> None:
+    """Its slot takes another version next, and its readers would blame this host for wrong bytes."""
+    copy, _ = peer._shelf.claim(KEY, "", SHAPE, None)
+    copy.mapped.view[:] = CONTENT
+    copy.whole = True
+    opened = await peer._tickets.open(Open(MODEL, KEY.digest, "b", ("tcp",), KEY.delta_of), told=True)
+    assert (await peer._tickets.have(opened.ticket)).have == "all"
+    peer._shelf.drop(KEY)
+    with pytest.raises(PeerRefused, match="ticket has ended"):
+        await peer._tickets.have(opened.ticket)
+
+
+async def test_a_difference_that_is_being_written_keeps_its_slot(peer: Peer) -> None:
+    """A newer one of the part is made meanwhile; the slot would be another's while a thread still writes there."""
+    copy, _ = peer._shelf.claim(KEY, "", SHAPE, None)
+    peer._shelf.drop_deltas("", "n" * 32)
+    assert peer._shelf.copies == {KEY: copy}
+    copy.whole = True
+    peer._shelf.drop_deltas("", KEY.digest)
+    assert peer._shelf.copies == {KEY: copy}
+    peer._shelf.drop_deltas("", "n" * 32)
+    assert peer._shelf.copies == {}
+
+
+async def test_a_slot_that_cannot_be_opened_holds_up_nothing_else(
+    peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = VersionRecord(1, "ready", slot_name(tmp_path, "me"), 1, "d" * 32, None, None, "p", 1, 0.0, "", 1)
+
+    def publish(key: Key, path: Path) -> bool:
+        raise OSError(errno.EMFILE, "as told")
+
+    monkeypatch.setattr(peer._shelf, "publish", publish)
+    await peer._offers.offer(version, [version])
+    assert not peer._offers.preparing
+
+
+async def test_a_slot_whose_publisher_was_killed_before_it_had_pages_is_not_offered(peer: Peer, tmp_path: Path) -> None:
+    empty = tmp_path / "slot-empty"
+    empty.touch()
+    assert not peer._shelf.publish(KEY, empty)
+
+
+class Failing:
+    """In place of Bring: it fails with `error`. `others`: whether other hosts have what it brings, at each question."""
+
+    waiting = None
+
+    def __init__(self, error: Exception, *others: bool) -> None:
+        self._error, self._others, self.asked = error, list(others), 0
+
+    async def slot(self, key: Key, part: PartRecord, begun: Callable[[], None]) -> str:
+        self.asked += 1
+        raise self._error
+
+    def has_others(self, key: Key) -> bool:
+        return self._others.pop(0)
+
+    def keep_to(self, wanted: set[Key]) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Coming(Failing):
+    """What it brings is whole, and it has not said so yet."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer, self.go_on = peer, asyncio.Event()
+
+    async def slot(self, key: Key, part: PartRecord, begun: Callable[[], None]) -> str:
+        copy, _ = self._peer._shelf.claim(key, "", SHAPE, None)
+        copy.whole = True
+        await self.go_on.wait()
+        return "full"
+
+
+async def test_a_fetch_that_is_about_to_end_may_say_so(peer: Peer) -> None:
+    coming, metrics, said = Coming(peer), PeerMetrics(), asyncio.Event()
+    supply = Supply(peer._shelf, coming, metrics, said.set)  # type: ignore[arg-type]
+    async with asyncio.timeout(GUARD_S):
+
+        async def has_it() -> bool:
+            await supply.steer([PART])
+            return peer._shelf.has(Key(PART.manifest_digest))
+
+        await eventually(has_it)
+        await supply.steer([PART])
+        coming.go_on.set()
+        await said.wait()
+    assert metrics.fetch_seconds.labels("full")._sum.get() > 0
+    await supply.end()
+
+
+async def failed(supply: Supply) -> bool:
+    """Whether it has, after one more turn."""
+    await supply.steer([PART])
+    return bool(supply.turns.failed)
+
+
+async def test_a_fault_of_the_peers_own_is_said_and_not_tried_again_at_once(peer: Peer) -> None:
+    broken = Failing(KeyError("no such thing"))
+    supply = Supply(peer._shelf, broken, PeerMetrics(), lambda: None)  # type: ignore[arg-type]
+    await eventually(lambda: failed(supply), GUARD_S)
+    assert supply.turns.problems[Key(PART.manifest_digest)].code == "internal_error"
+    for _ in range(3):
+        await supply.steer([PART])
+        await asyncio.sleep(0)
+    assert broken.asked == 1
+    await supply.end()
+
+
+async def test_a_share_of_this_host_does_not_make_room(peer: Peer) -> None:
+    """Other copies do; nobody else may have what ranks of this host wrote, until all of it is here."""
+    peer._shelf.claim(Key("f" * 32), "", SHAPE, None)
+    share, _ = peer._shelf.claim(Key("s" * 32), "", SHAPE, None)
+    share.journal.share = True
+    full = Failing(ArenaFull("/arena", 1, 0))
+    supply = Supply(peer._shelf, full, PeerMetrics(), lambda: None)  # type: ignore[arg-type]
+    await eventually(lambda: failed(supply), GUARD_S)
+    assert list(peer._shelf.copies) == [share.key]
+    share.whole = True
+    assert supply._make_room(Key(PART.manifest_digest))
+    assert peer._shelf.copies == {}
+    await supply.end()
+
+
+async def test_wrong_contents_fail_a_fetch_only_when_no_other_host_has_it(peer: Peer) -> None:
+    """An instance refuses a swap as soon as its peer has failed: one bad host of several must not cost it that."""
+    wrong, metrics = Failing(DigestMismatch("a.weight", "0", "1"), True, False), PeerMetrics()
+    supply = Supply(peer._shelf, wrong, metrics, lambda: None)  # type: ignore[arg-type]
+    seen = []
+
+    async def has_failed() -> bool:
+        seen.append((wrong.asked, await failed(supply)))
+        return seen[-1][1]
+
+    await eventually(has_failed, GUARD_S)
+    assert (1, False) in seen
+    assert wrong.asked == 2
+    assert metrics.failures.labels("digest_mismatch")._value.get() == 1
+    await supply.end()
+
+
+async def test_who_is_left_out_is_no_other_host(peer: Peer) -> None:
+    bring, key = peer._supply._bring, Key(PART.manifest_digest)
+    assert not bring.has_others(key)
+    records = {h: CopyRecord(h, f"//{h}/slot", key.digest, 1, "ready", "127.0.0.1:1", 0.0) for h in ("a", "b")}
+    bring._board._records[key.digest] = records
+    bring._leave(key, "a", 60)
+    assert bring.has_others(key)
+    bring._leave(key, "b", 60)
+    assert not bring.has_others(key)

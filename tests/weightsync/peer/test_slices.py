@@ -6,11 +6,10 @@ import asyncio
 from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.waiting import wait_until
-from tests.weightsync.peer.hosts import CHUNK, KEYS, MODEL, Hosts, bytes_of, path_of, random_model
+from tests.weightsync.peer.hosts import CHUNK, KEYS, MODEL, SLOW, Hosts, bytes_of, path_of, random_model
 from weightsync import SlotReader, Store
 from weightsync.control.records import CopyHostRecord, CopyRecord, ErrorInfo, InstanceRecord, Keys, VersionRecord
 from weightsync.errors import CopyUnavailable, DigestMismatch, ManifestError
@@ -25,18 +24,16 @@ from weightsync.peer.shelf import Regions, Shelf
 from weightsync.peer.slices import Needs, PartCopyRecord, SlicesRecord, part_copy_key, slices_prefix
 from weightsync.transport import Transport
 
-SLOW = ("--limit-gbps", 0.008)  # 1 MB/s: time to do something while it fetches
-
-
-def schema_of(model: dict[str, np.ndarray]) -> Schema:
-    return Schema({name: TensorSpec(str(array.dtype), array.shape) for name, array in model.items()})
-
-
-def some_of(model: dict[str, np.ndarray], names: Iterable[str]) -> Slices:
-    return Slices.of(schema_of(model), [(name, 0, model[name].nbytes) for name in names])
-
-
+WEIGHTS = random_model(1)
+SCHEMA = Schema({name: TensorSpec(str(array.dtype), array.shape) for name, array in WEIGHTS.items()})
 FIRST, SECOND = ("layer.0", "layer.1"), ("layer.2", "layer.3")
+
+
+def some_of(names: Iterable[str]) -> Slices:
+    return Slices.of(SCHEMA, [(name, 0, WEIGHTS[name].nbytes) for name in names])
+
+
+HALF = some_of(FIRST)
 
 
 def say(hosts: Hosts, host: str, slices: Slices | None, instance: str = "i") -> None:
@@ -58,16 +55,12 @@ def part_of(hosts: Hosts, host: str, digest: str, slices: Slices) -> PartCopyRec
 
 def chunk_bytes(record: VersionRecord, slices: Slices) -> int:
     """What the chunks that have something of these slices have, in all."""
-    chunks = slices.chunks(record_nbytes(record), CHUNK)
-    last = record_nbytes(record) // CHUNK
-    return sum(min(CHUNK, record_nbytes(record) - n * CHUNK) for n in range(last + 1) if chunks >> n & 1)
+    nbytes = Path(record.slot.removeprefix("//a")).stat().st_size
+    chunks = slices.chunks(nbytes, CHUNK)
+    return sum(min(CHUNK, nbytes - at) for n, at in enumerate(range(0, nbytes, CHUNK)) if chunks >> n & 1)
 
 
-def record_nbytes(record: VersionRecord) -> int:
-    return Path(record.slot.removeprefix("//a")).stat().st_size
-
-
-def check(part: PartCopyRecord, model: dict[str, np.ndarray], names: Iterable[str]) -> None:
+def check(part: PartCopyRecord, names: Iterable[str]) -> None:
     """These tensors are there, as they were published; and nobody takes the file for a slot."""
     path = Path(part.slot.removeprefix(f"//{part.host}"))
     with pytest.raises(ManifestError, match="only slices"):
@@ -78,37 +71,34 @@ def check(part: PartCopyRecord, model: dict[str, np.ndarray], names: Iterable[st
         assert reader.is_part
         for name in names:
             reader.verify(name)
-            assert bytes(reader.buffer(name)) == model[name].tobytes()
+            assert bytes(reader.buffer(name)) == WEIGHTS[name].tobytes()
 
 
 # which bytes, and which chunks ----------------------------------------------------------------------------------------
 
 
 def test_slices_are_the_chunks_that_have_some_of_them() -> None:
-    model = random_model(1)
-    head = schema_of(model)
-    layout = Layout.of(head)
+    layout = Layout.of(SCHEMA)
     row = 4096 * 5
-    slices = Slices.of(head, [("layer.2", row, row + 10), ("layer.0", 0, 0)])
+    slices = Slices.of(SCHEMA, [("layer.2", row, row + 10), ("layer.0", 0, 0)])
     at = layout.offsets["layer.2"] + row
     for size in (4096, 3 * 4096, CHUNK, 1 << 20):
         chunks = slices.chunks(layout.total_nbytes, size)
         wanted = 1 << at // size | 1 << (at + 9) // size
         assert chunks & wanted == wanted
         assert chunks.bit_count() <= 2 + 4096 // size  # a block of 4 KiB may lie in two
-    everything = some_of(model, model).chunks(layout.total_nbytes, CHUNK)
+    everything = some_of(WEIGHTS).chunks(layout.total_nbytes, CHUNK)
     header = (1 << layout.header_nbytes // CHUNK) - 1
     assert everything | header == (1 << -(-layout.total_nbytes // CHUNK)) - 1
 
 
 def test_slices_are_joined_told_apart_and_written() -> None:
-    model = random_model(1)
-    first, second = some_of(model, FIRST), some_of(model, SECOND)
+    first, second = HALF, some_of(SECOND)
     both = first.joined(second)
     assert both.blocks == first.blocks | second.blocks
     assert len({first.digest, second.digest, both.digest}) == 3
     assert Slices.from_text(both.to_text()) == both
-    assert some_of(model, (*FIRST, *SECOND)).digest == both.digest
+    assert some_of((*FIRST, *SECOND)).digest == both.digest
     for text in ("", "x", f"{first.schema} 4096 ?", f"{first.schema} 1 AA==", first.to_text() + "A" * MOST_BLOCKS):
         with pytest.raises(ManifestError):
             Slices.from_text(text)
@@ -136,10 +126,9 @@ async def tell(store: Store, slices: str, instance: str, host: str = "b") -> Non
 
 
 async def test_all_instances_of_a_host_count(store: Store) -> None:
-    model = random_model(1)
-    schema = schema_of(model).digest
+    schema = SCHEMA.digest
     assert (await needs_of(store)).of(schema) is None  # nobody has said anything
-    first, second = some_of(model, FIRST), some_of(model, ("layer.2",))
+    first, second = HALF, some_of(("layer.2",))
     await tell(store, first.to_text(), "i0")
     needs = await needs_of(store)
     assert (needs.of(schema), needs.group, needs.met(schema)) == (first, first.digest, (first.digest,))
@@ -157,65 +146,55 @@ async def test_all_instances_of_a_host_count(store: Store) -> None:
 
 
 async def test_an_instance_that_says_nothing_anywhere_needs_everything(store: Store) -> None:
-    model = random_model(1)
-    slices = some_of(model, FIRST)
-    await tell(store, slices.to_text(), "i0")
+    await tell(store, HALF.to_text(), "i0")
     await store.put(KEYS.instance("i0"), InstanceRecord("i0", "http://x:1").to_json())
-    assert (await needs_of(store)).of(slices.schema) == slices
+    assert (await needs_of(store)).of(HALF.schema) == HALF
     await store.put(KEYS.instance("old"), InstanceRecord("old", "http://x:2").to_json())
-    assert (await needs_of(store)).of(slices.schema) is None
+    assert (await needs_of(store)).of(HALF.schema) is None
     await tell(store, "", "old", host="c")  # on another host
-    assert (await needs_of(store)).of(slices.schema) == slices
+    assert (await needs_of(store)).of(HALF.schema) == HALF
 
 
 async def test_a_host_whose_instances_have_gone_keeps_to_what_they_needed(store: Store) -> None:
-    slices = some_of(random_model(1), FIRST)
-    await tell(store, slices.to_text(), "i0")
+    await tell(store, HALF.to_text(), "i0")
     needs = Needs(KEYS, "b", asyncio.Event().set)
     following = asyncio.create_task(needs.follow(store, await needs.read(store)))
     try:
         await needs.look(store, "")
         await store.delete(slices_prefix(KEYS, "b") + "i0")
         await tell(store, "", "other", host="b")
-        while needs.of(slices.schema) is not None:  # noqa: ASYNC110
+        while needs.of(HALF.schema) is not None:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await store.delete(slices_prefix(KEYS, "b") + "other")
-        await tell(store, slices.to_text(), "i1")
-        while needs.of(slices.schema) != slices:  # noqa: ASYNC110
+        await tell(store, HALF.to_text(), "i1")
+        while needs.of(HALF.schema) != HALF:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await store.delete(slices_prefix(KEYS, "b") + "i1")
-        assert (await needs.read(store), needs.of(slices.schema))[1] == slices
+        assert (await needs.read(store), needs.of(HALF.schema))[1] == HALF
     finally:
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
-
-
-def test_records_of_the_release_before_are_read() -> None:
-    assert CopyHostRecord.from_json(b'{"host":"b","rack":"r"}') == CopyHostRecord("b", "r")
-    assert CopyHostRecord("b", "r").to_json() == b'{"host":"b","rack":"r"}'
 
 
 # by real peers --------------------------------------------------------------------------------------------------------
 
 
 def test_a_host_fetches_what_is_needed_there_and_the_rest_when_that_grows(hosts: Hosts) -> None:
-    model = random_model(1)
-    half = some_of(model, FIRST)
-    say(hosts, "b", half)
+    say(hosts, "b", HALF)
     hosts.start("abc")
     wait_until(lambda: len(hosts.store.list(KEYS.copy_hosts)[0]) == 3)
-    record = hosts.publish("a", model)
-    part = part_of(hosts, "b", record.manifest_digest, half)
-    check(part, model, FIRST)
+    record = hosts.publish("a", WEIGHTS)
+    part = part_of(hosts, "b", record.manifest_digest, HALF)
+    check(part, FIRST)
     received = hosts.received("b")
-    assert received == chunk_bytes(record, half)
-    assert 0.4 < received / record_nbytes(record) < 0.6
+    assert received == chunk_bytes(record, HALF)
     assert hosts.copies(record.manifest_digest)["b"].state == "fetching"  # a holder of some chunks, for all others
     whole = hosts.wait_copy("c", record.manifest_digest)
     assert hosts.received("c") == whole.nbytes
-    say(hosts, "b", some_of(model, ("layer.3",)), "another")
-    both = some_of(model, (*FIRST, "layer.3"))
-    check(part_of(hosts, "b", record.manifest_digest, both), model, (*FIRST, "layer.3"))
+    assert 0.4 < received / whole.nbytes < 0.6
+    say(hosts, "b", some_of(("layer.3",)), "another")
+    both = some_of((*FIRST, "layer.3"))
+    check(part_of(hosts, "b", record.manifest_digest, both), (*FIRST, "layer.3"))
     assert hosts.received("b") == chunk_bytes(record, both)
     say(hosts, "b", None, "another")
     copy = hosts.wait_copy("b", record.manifest_digest)
@@ -226,61 +205,57 @@ def test_a_host_fetches_what_is_needed_there_and_the_rest_when_that_grows(hosts:
 
 def test_a_peer_that_is_killed_goes_on_with_a_part(hosts: Hosts) -> None:
     """In the middle of the fetch, and after it while an instance reads what is there."""
-    model = random_model(1)
-    half = some_of(model, FIRST)
-    say(hosts, "b", half)
+    say(hosts, "b", HALF)
     hosts.start("a")
     hosts.start("b", *SLOW)
-    record = hosts.publish("a", model)
+    record = hosts.publish("a", WEIGHTS)
     digest = record.manifest_digest
     hosts.wait_copy("b", digest, "fetching")
     wait_until(lambda: hosts.received("b") >= 4 * CHUNK)
     hosts.kill("b")
     hosts.start("b")
-    part = part_of(hosts, "b", digest, half)
+    part = part_of(hosts, "b", digest, HALF)
     resumed = hosts.metric("b", "hotswap_peer_chunks_resumed_total")
     assert resumed >= 4
-    assert hosts.received("b") <= chunk_bytes(record, half) - (resumed - 1) * CHUNK
-    check(part, model, FIRST)
+    assert hosts.received("b") <= chunk_bytes(record, HALF) - (resumed - 1) * CHUNK
+    check(part, FIRST)
     path = Path(part.slot.removeprefix("//b"))
     with SlotReader.open(path, manifest_digest=digest, part=True) as held:
         hosts.kill("b")
         wait_until(lambda: "b" not in hosts.copies(digest))
         hosts.start("b")
-        assert part_of(hosts, "b", digest, half).slot == part.slot
+        assert part_of(hosts, "b", digest, HALF).slot == part.slot
         assert hosts.received("b") == 0
         say(hosts, "b", None)
         copy = hosts.wait_copy("b", digest)
         assert path_of(copy) == path
         assert bytes_of(copy) == bytes_of(hosts.copies(digest)["a"])
-        assert bytes(held.buffer("layer.0")) == model["layer.0"].tobytes()
+        assert bytes(held.buffer("layer.0")) == WEIGHTS["layer.0"].tobytes()
 
 
 def test_hosts_that_need_the_same_feed_each_other(hosts: Hosts) -> None:
     """Two halves on two hosts each: the source sends each byte about once, and nobody reads what it does not need."""
-    model = random_model(1)
     halves = {"b": FIRST, "c": FIRST, "d": SECOND, "e": SECOND}
     for host, names in halves.items():
-        say(hosts, host, some_of(model, names))
+        say(hosts, host, some_of(names))
     hosts.start("abcde")
     wait_until(
         lambda: len({CopyHostRecord.from_json(kv.value).slices for kv in hosts.store.list(KEYS.copy_hosts)[0]}) == 3
     )
-    record = hosts.publish("a", model)
+    record = hosts.publish("a", WEIGHTS)
     for host, names in halves.items():
-        check(part_of(hosts, host, record.manifest_digest, some_of(model, names)), model, names)
+        check(part_of(hosts, host, record.manifest_digest, some_of(names)), names)
     for host, names in halves.items():
-        assert hosts.received(host) == chunk_bytes(record, some_of(model, names))
+        assert hosts.received(host) == chunk_bytes(record, some_of(names))
 
 
 async def test_an_instance_waits_until_its_peer_has_what_it_needs(hosts: Hosts, store: Store) -> None:
-    model = random_model(1)
-    half, more = some_of(model, FIRST), some_of(model, (*FIRST, "layer.2"))
-    say(hosts, "b", half)
+    more = some_of((*FIRST, "layer.2"))
+    say(hosts, "b", HALF)
     hosts.start("ab")
-    record = await asyncio.to_thread(hosts.publish, "a", model)
-    found = await wait_for_slots(store, KEYS, record, "b", 60.0, half.digest)
-    assert found.slot == (await asyncio.to_thread(part_of, hosts, "b", record.manifest_digest, half)).slot[3:]
+    record = await asyncio.to_thread(hosts.publish, "a", WEIGHTS)
+    found = await wait_for_slots(store, KEYS, record, "b", 60.0, HALF.digest)
+    assert found.slot == (await asyncio.to_thread(part_of, hosts, "b", record.manifest_digest, HALF)).slot[3:]
     for wanted in ("", more.digest):
         with pytest.raises(CopyUnavailable):
             await wait_for_slots(store, KEYS, record, "b", 0.5, wanted)
@@ -290,32 +265,29 @@ async def test_an_instance_waits_until_its_peer_has_what_it_needs(hosts: Hosts, 
 
 
 async def test_what_the_peer_cannot_fetch_for_another_instance_holds_nobody_up(store: Store) -> None:
-    half = some_of(random_model(1), FIRST)
     record = VersionRecord(1, "ready", "//a/dev/shm/x/slot-1", 1, "d" * 32, None, None, "p", 1, 0.0, "", 1)
     copy = CopyRecord("b", "//b/x/slot-9", "d" * 32, 1, "failed", "b:1", 1.0, ErrorInfo("arena_full", "no room"))
     await store.put(KEYS.copy("d" * 32, "b"), copy.to_json())
     with pytest.raises(CopyUnavailable, match="no room"):
-        await wait_for_slots(store, KEYS, record, "b", 10.0, half.digest)
-    part = PartCopyRecord("b", "//b/x/slot-9", "d" * 32, (half.digest,))
+        await wait_for_slots(store, KEYS, record, "b", 10.0, HALF.digest)
+    part = PartCopyRecord("b", "//b/x/slot-9", "d" * 32, (HALF.digest,))
     await store.put(part_copy_key(KEYS, "d" * 32, "b"), part.to_json())
-    assert (await wait_for_slots(store, KEYS, record, "b", 10.0, half.digest)).slot == "/x/slot-9"
+    assert (await wait_for_slots(store, KEYS, record, "b", 10.0, HALF.digest)).slot == "/x/slot-9"
     with pytest.raises(CopyUnavailable, match="no room"):
         await wait_for_slots(store, KEYS, record, "b", 10.0, "another")
 
 
 def test_who_looks_for_versions_on_a_host_does_not_take_a_part(hosts: Hosts) -> None:
-    model = random_model(1)
-    half = some_of(model, FIRST)
-    say(hosts, "b", half)
+    say(hosts, "b", HALF)
     hosts.start("ab")
-    record = hosts.publish("a", model)
-    part = part_of(hosts, "b", record.manifest_digest, half)
+    record = hosts.publish("a", WEIGHTS)
+    part = part_of(hosts, "b", record.manifest_digest, HALF)
     path = Path(part.slot.removeprefix("//b"))
     with SlotReader.open(path, part=True) as reader, pytest.raises(DigestMismatch):
         reader.verify_all()  # the rest is not here, and says so
     head = Head.of_part(memoryview(path.read_bytes()), record.manifest_digest)
     assert head is not None
-    assert parts_of(head.manifest).keys() == model.keys()
+    assert parts_of(head.manifest).keys() == WEIGHTS.keys()
     assert Head.of_part(memoryview(path.read_bytes()), "0" * 32) is None
     found = {copy.host: copy for copy in hosts.copies(record.manifest_digest).values()}
     assert {host: copy.state for host, copy in found.items()} == {"a": "ready", "b": "fetching"}
@@ -328,22 +300,20 @@ def test_who_looks_for_versions_on_a_host_does_not_take_a_part(hosts: Hosts) -> 
 
 def test_without_digests_of_chunks_everything_is_fetched(tmp_path: Path, transport: Transport) -> None:
     """As of a release that did not take them: what has arrived can then be trusted only as a whole."""
-    model = random_model(1, 256 << 10)
-    half, schema = some_of(model, FIRST), schema_of(model)
-    layout = Layout.of(schema)
+    layout = Layout.of(SCHEMA)
     entries = {
         name: TensorEntry(spec.dtype, spec.shape, layout.offsets[name], spec.nbytes, "0" * 32)
-        for name, spec in schema.tensors.items()
+        for name, spec in SCHEMA.tensors.items()
     }
-    parts = sum(len(cut_ends(layout.offsets[name], spec.nbytes, 1 << 16)) for name, spec in schema.tensors.items())
+    parts = sum(len(cut_ends(layout.offsets[name], spec.nbytes, 1 << 16)) for name, spec in SCHEMA.tensors.items())
     for metadata in ({}, {CUTS: Cuts(1 << 16, ("0" * 32,) * parts).to_text()}):
         manifest = Manifest(1, MODEL, entries, metadata=metadata)
         head = Head.parse(manifest.to_json(), manifest.digest)
         shelf = Shelf(Arena(tmp_path / str(len(metadata))), MODEL, Regions(transport))
-        shelf.needs = lambda found: half if found == schema.digest else None
+        shelf.needs = lambda found: HALF if found == SCHEMA.digest else None
         shape = head.shape or Shape(layout.total_nbytes, 1 << 16, ("0" * 32,) * -(-layout.total_nbytes // (1 << 16)))
         copy, _ = shelf.claim(Key(manifest.digest), "", shape, head)
-        needed = half.chunks(shape.nbytes, shape.chunk_nbytes) if metadata else Bitmap.full(shape.chunks).bits
+        needed = HALF.chunks(shape.nbytes, shape.chunk_nbytes) if metadata else Bitmap.full(shape.chunks).bits
         assert shelf.settled(copy).bits == Bitmap.full(shape.chunks).bits & ~needed
         copy.is_open = True
         assert not shelf.has(copy.key)

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from tests.waiting import wait_until
-from tests.weightsync.peer.hosts import KEYS, MODEL, Hosts, bytes_of, newest
+from tests.weightsync.peer.hosts import KEYS, MODEL, Hosts, bytes_of, is_free, newest
 from tests.weightsync.peer.spreading import accepted, model, spread
 from weightsync import Publisher, SlotReader, open_store
 from weightsync.control.chain import ENTRIES
 from weightsync.control.records import ActiveRecord, CopyRecord, VersionRecord
 from weightsync.errors import StoreUnavailable
-from weightsync.memory.arena import Arena, SlotLock
+from weightsync.memory.arena import Arena
 from weightsync.peer.chunks import Bitmap
 from weightsync.peer.messages import Key
 from weightsync.peer.shelf import Journal, Regions, Shelf
@@ -37,14 +37,6 @@ def publish(hosts: Hosts, publisher: Publisher, transport: Transport, seed: int)
 
 def slots(hosts: Hosts, host: str) -> list[Path]:
     return sorted(hosts.arena(host).glob("slot-*"))
-
-
-def is_free(path: Path) -> bool:
-    """Whether nobody holds the slot."""
-    lock = SlotLock.try_exclusive(path)
-    if lock is not None:
-        lock.release()
-    return lock is not None
 
 
 def require_whole(hosts: Hosts, publisher: Publisher, version: int, names: str, seed: int) -> None:
