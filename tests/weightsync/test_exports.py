@@ -13,10 +13,6 @@ from weightsync import errors
 CLASSES = [e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, errors.WeightSyncError)]
 
 
-def test_every_exported_name_has_a_home() -> None:
-    assert set(weightsync._HOME) == set(weightsync.__all__)
-
-
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="Publicher"):
         weightsync.Publicher  # noqa: B018
