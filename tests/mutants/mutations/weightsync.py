@@ -129,18 +129,14 @@ MUTATIONS: list[Mutation] = [
         ("or _overlap(unique)", ""),
         ("row, col = divmod(self._at, self._cols)", "row, col = 0, self._at % self._cols"),
         ("for name in sorted(checksums))", "for name in checksums)"),
-    ]),
-    *of("weightsync/format/fingerprint.py", WS + "format/test_finite.py", changes=[
         ("words.max() < limit | sign", "words.max() <= limit | sign"),
         ("words.view(signed).max() < limit)", "words.view(signed).max() <= limit)"),
         ("(np.uint8, 0x7F, np.int8)", "(np.uint8, 0x7E, np.int8)"),
         ("(np.uint64, 0x7FF0 << 48, np.int64)", "(np.uint64, 0x7FF8 << 48, np.int64)"),
     ]),
-    *of("weightsync/format/versions.py", WS + "format/test_verify.py", changes=[
+    *of("weightsync/format/versions.py", WS + "format/test_versions.py", changes=[
         ("if checksum != entry.checksum:", "if False:"),
         ("        slot.verify(name)\n", ""),
-    ]),
-    *of("weightsync/format/versions.py", WS + "format/test_diff.py", changes=[
         ("use = sound & (before != 0)", "use = before != 0", "what is not finite gives a ratio that is not finite, which is left out further down"),
         ("finite += int(np.count_nonzero(sound))", "finite += len(x)"),
     ]),
@@ -228,7 +224,7 @@ MUTATIONS: list[Mutation] = [
     *of("weightsync/bucket/reader.py", WS + "bucket/test_bucket.py", changes=[
         ("if not held(other):", "if False:"),
     ]),
-    *of("weightsync/bucket/carrier.py", WS + "bucket/test_carrier.py", changes=[
+    *of("weightsync/bucket/carrier.py", WS + "bucket/test_bucket.py", changes=[
         ("before = self._waiting.pop(order.part, None)", "before = None"),
         ("if self._process.poll() is not None:", "if False:"),
     ]),

@@ -1,21 +1,33 @@
-"""A bucket of versions: whole or not there, deltas with their bases, two publishers, kills, and what goes when."""
+"""A bucket of versions: whole or not there, deltas with their bases, two publishers, kills, and what goes when.
+
+A process of its own carries versions out of slots, whatever is killed; the newest goes first.
+"""
 
 from __future__ import annotations
 
+import io
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 
+from tests.waiting import wait_until
 from tests.weightsync.format.test_signing import pair
-from weightsync import Adapter, BucketPublisher
+from weightsync import Adapter, BucketPublisher, Publisher, SlotReader
 from weightsync.bucket import reader
 from weightsync.bucket.__main__ import main
+from weightsync.bucket.carrier import Carrier, Desk, Order
+from weightsync.bucket.metrics import PublisherMetrics
 from weightsync.bucket.objects import Bucket, StoredVersion, directory_of, redacted
 from weightsync.errors import (
     BadPart,
@@ -323,12 +335,7 @@ def test_each_part_has_a_succession_of_its_own_and_records_say_where_the_others_
     dict(changed.tensors)["layers.0.lora_A.weight"][0, 0] = 2.0
     assert pub.publish(changed, part="lora/a") == 4
     versions = [pub.bucket.read(number) for number in pub.bucket.numbers()]
-    assert [(version.part, version.base) for version in versions] == [
-        ("", None),
-        ("lora/a", None),
-        ("", 1),
-        ("lora/a", 2),
-    ]
+    assert [(v.part, v.base) for v in versions] == [("", None), ("lora/a", None), ("", 1), ("lora/a", 2)]
     assert [version.others for version in versions] == [{}, {"": 1}, {"lora/a": 2}, {"": 3}]
     assert [v.number for v in reader.needed(pub.bucket, versions[3], lambda _: False)] == [1, 2, 3, 4]
     assert [v.number for v in reader.needed(pub.bucket, versions[3], lambda v: v.number in (2, 3))] == [4]
@@ -400,3 +407,109 @@ def test_what_names_no_bucket_and_what_is_secret() -> None:
         publisher("memory://x", keep=0)
     told = redacted("https://user:pass@host/path?sig=abc, no: 's3://key:secret@bucket/run?x=1'")
     assert told == "https://host/path, no: 's3://bucket/run'"
+
+
+# carriers -------------------------------------------------------------------------------------------------------------
+
+
+def ready(publisher: Publisher, tensors: Any, step: int) -> tuple[str, str]:
+    """Slot and manifest digest of a version of these tensors."""
+    version = publisher.publish(tensors, step=step, activate=False)
+    record = next(v for v in publisher.versions() if v.version == version)
+    return record.slot, record.manifest_digest
+
+
+def test_slots_become_versions_and_differences(publisher: Publisher, url: str) -> None:
+    first = weights()
+    with closing(Carrier(url, model="demo")) as carrier:
+        carrier.hand(*ready(publisher, first, 1), source="a test")
+        (one,) = carrier.finish(120.0)
+        carrier.hand(*ready(publisher, nudged(first), 2))
+        (two,) = carrier.finish(120.0)
+    versions = [Bucket(url).read(number) for number in (1, 2)]
+    assert [(one.number, one.full, one.error), (two.number, two.full, two.error)] == [(1, True, ""), (2, False, "")]
+    assert [version.base for version in versions] == [None, 1]
+    assert [version.nbytes for version in versions] == [one.sent, two.sent]
+    assert [(v.header.step, v.header.source) for v in versions] == [(1, "a test"), (2, "")]
+    assert len(reader.verify(Bucket(url), versions[1])[0]) == 2
+
+
+def test_a_slot_that_is_another_by_now_is_refused(publisher: Publisher, url: str) -> None:
+    with closing(Carrier(url, model="demo")) as carrier:
+        slot, _ = ready(publisher, weights(), 1)
+        with pytest.raises(BucketError, match="slot"):
+            carrier.hand(slot, "0" * 32)
+        assert carrier.finish(0.0) == []
+
+
+def test_what_cannot_be_written_is_said_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no directory")
+    with pytest.raises(BucketUnavailable, match="cannot be used"):
+        Carrier(f"file://{tmp_path}/file/run", model="demo")
+    with pytest.raises(BucketError, match="metrics cannot be served at nowhere"):
+        Carrier(f"file://{tmp_path}/run", model="demo", metrics="nowhere:x")
+
+
+def test_a_carrier_that_was_killed_is_told_and_started_anew(publisher: Publisher, url: str) -> None:
+    first = weights()
+    with closing(Carrier(url, model="demo")) as carrier:
+        carrier.hand(*ready(publisher, first, 1))
+        assert [outcome.error for outcome in carrier.finish(120.0)] == [""]
+        carrier._process.kill()
+        carrier._process.wait()
+        carrier.hand(*ready(publisher, nudged(first), 2))
+        (outcome,) = carrier.finish(120.0)
+    assert (outcome.number, outcome.full, outcome.error) == (2, True, "")
+
+
+LEFT_ALONE = """
+import os, signal, sys
+from weightsync.bucket.carrier import Carrier
+print(Carrier(sys.argv[1], model="demo")._process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_carrier_ends_with_whoever_started_it(url: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LEFT_ALONE, url], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == -signal.SIGKILL
+    wait_until(lambda: not Path(f"/proc/{int(done.stdout)}/fd/0").exists(), 60.0)
+
+
+class Held:
+    """A BucketPublisher that puts nothing there before it may."""
+
+    def __init__(self) -> None:
+        self.metrics, self.last = PublisherMetrics(), dict[str, Any]()
+        self.begun, self.may = threading.Event(), threading.Event()
+        self.slots: list[SlotReader] = []
+
+    def publish_slot(self, slot: SlotReader, *, part: str, source: str) -> int:
+        self.begun.set()
+        assert self.may.wait(60.0)
+        self.slots.append(slot)
+        self.last = {"number": len(self.slots), "sent": 1, "full": True, "seconds": 0.5}
+        return len(self.slots)
+
+
+def test_a_newer_version_takes_the_place_of_one_that_waits() -> None:
+    publisher, answers, closed = Held(), io.BytesIO(), list[int]()
+    desk = Desk(publisher, answers)  # type: ignore[arg-type]
+    threading.Thread(target=desk.work, daemon=True).start()
+
+    def order(number: int, part: str = "") -> Order:
+        slot: Any = SimpleNamespace(number=number, close=lambda: closed.append(number))
+        return Order(slot, part, "", 0.0)
+
+    desk.take(order(1))
+    assert publisher.begun.wait(60.0)
+    for number, part in ((2, ""), (3, "lora/x"), (4, "")):
+        desk.take(order(number, part))
+    assert closed == [2]
+    publisher.may.set()
+    wait_until(lambda: len(publisher.slots) == 3 and answers.getvalue().count(b"\n") == 4, 60.0)
+    assert [slot.number for slot in publisher.slots] == [1, 3, 4]  # type: ignore[attr-defined]
+    outcomes = [orjson.loads(line)["outcome"] for line in answers.getvalue().splitlines()]
+    assert [(o["number"], o["skipped"]) for o in outcomes] == [(0, True), (1, False), (2, False), (3, False)]

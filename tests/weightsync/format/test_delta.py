@@ -17,8 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from weightsync import Publisher, SlotReader
-from weightsync.control.records import VersionRecord
-from weightsync.errors import DeltaBaseMismatch, DeltaError, DigestMismatch, WeightSyncError
+from weightsync.errors import DeltaBaseMismatch, DeltaError, DigestMismatch
 from weightsync.format import delta_codec
 from weightsync.format.delta import Base, DeltaHeader, DeltaReader, DeltaWriter, apply_delta, end_of, is_worthwhile
 from weightsync.format.delta_codec import BLOCK, DENSE, FULL, HEAD, RAW, SAME, SPARSE
@@ -112,15 +111,6 @@ def test_every_version_survives(pair: tuple[Tensors, Tensors], threads: int) -> 
     base, target = pair
     assert_same(applied(encoded(target, base, threads), base, threads), target)
     assert_same(applied(encoded(target, None, threads), None, threads), target)
-
-
-def test_not_a_number_keeps_its_payload() -> None:
-    base = tensors_of(a=("bfloat16", np.full(5000, 0x3F80, np.uint16)), b=("float32", np.zeros(3000, np.uint32)))
-    new_a, new_b = base["a"][1].view(np.uint16).copy(), base["b"][1].view(np.uint32).copy()
-    new_a[::7], new_b[::5] = 0x7FC3, 0x7F800001  # a quiet and a signalling one
-    new_b[1] = 0x80000000  # minus zero
-    target = tensors_of(a=("bfloat16", new_a), b=("float32", new_b))
-    assert_same(applied(encoded(target, base), base), target)
 
 
 def change(share: float, elements: int = BLOCK, seed: int = 1) -> tuple[Tensors, Tensors]:
@@ -300,19 +290,14 @@ def test_differences_without_a_base_are_refused() -> None:
         applied(sealed(HEAD.pack(SAME, 0, 0, 0, 0, 0), base=None), None)
 
 
-def published(publisher: Publisher, base: Tensors, target: Tensors) -> tuple[VersionRecord, DeltaHeader, bytes]:
-    """A version with the words of `base`, and a delta from it to those of `target`."""
-    publisher.publish({"w": base["w"][1].view(np.uint16)}, activate=False)
-    (record,) = publisher.versions()
-    words = tensors_of(w=("uint16", target["w"][1]))
-    header = replace(header_of(words), base=Base(record.version, record.manifest_digest))
-    with SlotReader.open(record.slot) as slot:
-        return record, header, b"".join(DeltaWriter(header, reading(words), slot.buffer))
-
-
 def test_a_delta_becomes_a_version_in_a_slot_and_twice_the_same(publisher: Publisher) -> None:
     base, target = change(0.02, elements=3 * BLOCK + 17)
-    first, header, raw = published(publisher, base, target)
+    publisher.publish({"w": base["w"][1].view(np.uint16)}, activate=False)
+    (first,) = publisher.versions()
+    words = tensors_of(w=("uint16", target["w"][1]))
+    header = replace(header_of(words), base=Base(first.version, first.manifest_digest))
+    with SlotReader.open(first.slot) as slot:
+        raw = b"".join(DeltaWriter(header, reading(words), slot.buffer))
     for _ in range(2):
         with SlotReader.open(first.slot) as slot, publisher.begin(header.schema, base=first.version) as draft:
             apply_delta(DeltaReader(io.BytesIO(raw)), slot, draft)
@@ -322,19 +307,6 @@ def test_a_delta_becomes_a_version_in_a_slot_and_twice_the_same(publisher: Publi
             slot.verify_all()
             assert bytes(slot.buffer("w")) == target["w"][1].tobytes()
             assert slot.entry("w").digest == header.tensors["w"][1]
-
-
-def test_a_refused_delta_leaves_no_version(publisher: Publisher) -> None:
-    record, header, raw = published(publisher, *change(0.02))
-    damaged = bytearray(raw)
-    damaged[-70] ^= 4
-    with (
-        SlotReader.open(record.slot) as slot,
-        publisher.begin(header.schema, base=record.version) as draft,
-        pytest.raises(WeightSyncError),
-    ):
-        apply_delta(DeltaReader(io.BytesIO(bytes(damaged))), slot, draft)
-    assert publisher.versions() == [record]
 
 
 # what no writer writes, one byte at a time ---------------------------------------------------------------------------

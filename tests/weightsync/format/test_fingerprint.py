@@ -1,15 +1,24 @@
+"""Checksums of words, by every kernel, and the fingerprints made of them; and which words are NaN or infinite."""
+
 from __future__ import annotations
 
 import importlib.util
+import os
 import random
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tests.lacking import unable
 from weightsync import Publisher, SlotReader
 from weightsync import format as format_package
 from weightsync.errors import ChecksumMismatch, PartsMismatch
@@ -27,6 +36,7 @@ from weightsync.format.fingerprint import (
     device_rectangle,
     fingerprint_of,
     grid,
+    is_finite,
     pack_rectangle,
     packed_rectangle,
     rectangle,
@@ -147,7 +157,6 @@ def test_bytes_may_come_in_any_pieces() -> None:
 
 
 def test_the_torch_form_is_the_same() -> None:
-    torch = pytest.importorskip("torch")
     for kind in (np.int16, np.uint8):
         w = words(37, 50, kind=kind)
         tensor = torch.from_numpy(w)
@@ -160,7 +169,6 @@ def test_a_kernel_of_tritons_is_taken_when_it_sums_as_torch_does(
     what: str, taken: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is compiled on the machine: one that cannot be, or is wrong there, must not fail every staging."""
-    import torch
 
     def kernel(*given: torch.Tensor) -> torch.Tensor:
         if what == "broken":
@@ -283,3 +291,119 @@ def test_packing_and_summing_in_one_pass(kernels: str, kind: type, rows: int, co
 def test_what_cannot_be_packed_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot be packed"):
         pack_rectangle(words(32, 34), np.zeros((1, 17, 32), np.int32))
+
+
+# Triton's kernel: what it computes, by Triton's interpreter, and that it compiles -------------------------------------
+
+INTERPRET = """
+import sys
+import numpy as np, torch
+from weightsync.format import checksum_triton
+given = np.load(sys.argv[1])
+for i in range(len(given.files) // 3):
+    w, a, b = (torch.from_numpy(given[f"{kind}{i}"]) for kind in "wab")
+    apart = w.repeat_interleave(2, dim=1)[:, ::2]  # words that do not lie side by side
+    print(*(int(checksum_triton.rectangle(words, a, b)) & 0xFFFFFFFF for words in (w, apart)))
+"""
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from weightsync.format import checksum_triton
+names = dict(a="*i32", b="*i16", total="*i64", rows="i32", cols="i32", row_stride="i64", col_stride="i64")
+for words in ("*i16", "*u8"):
+    sizes = dict(ROWS=checksum_triton.TILE_ROWS, COLS=checksum_triton.TILE_COLS)
+    signature = dict(words=words, **names, **dict.fromkeys(sizes, "constexpr"))
+    source = ASTSource(checksum_triton._sum_tiles, signature=signature, constexprs=sizes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    print("atom.global" in compiled.asm["ptx"], bool(compiled.asm["cubin"]))
+"""
+
+
+@pytest.fixture
+def triton() -> None:
+    """Triton decides at its import whether it interprets, so its kernel runs in processes of their own."""
+    if importlib.util.find_spec("triton") is None:
+        unable("Triton is not installed, as is right on a CPU")
+
+
+def run(program: str, cache: Path, *arguments: str, **environ: str) -> list[str]:
+    """The lines that it prints."""
+    command = [sys.executable, "-c", program, *arguments]
+    variables = {**os.environ, "TRITON_CACHE_DIR": str(cache), **environ}
+    return subprocess.run(command, env=variables, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
+
+
+def test_tritons_kernel_sums_as_the_definition(triton: None, tmp_path: Path) -> None:
+    """Tiles that are full and not, parts of rows, bytes, nothing at all, and multipliers that are made each time."""
+    late = fingerprint.CACHED_MULTIPLIERS
+    matrix = words(40, 1100)
+    cases = [
+        (matrix, 0, 0), (matrix[3:20, 7:-9], 5, 11), (matrix[:, 1::2], 0, 0), (words(1, 5000, 1), 0, 3),
+        (words(300, 2, 2), 1, 0), (words(17, 513, 3, np.uint8), late, 2), (words(1, 1, 4), 0, late), (matrix[:0], 0, 0),
+        (np.full((33, 600), -32768, np.int16), 0, 0),
+    ]  # fmt: skip
+    given = {}
+    for i, (w, row, col) in enumerate(cases):
+        given[f"w{i}"], given[f"a{i}"] = w, row_multipliers(row, row + w.shape[0])
+        given[f"b{i}"] = column_multipliers(col, col + w.shape[1])
+    np.savez(tmp_path / "given.npz", **given)  # type: ignore[arg-type]
+    lines = run(INTERPRET, tmp_path, str(tmp_path / "given.npz"), TRITON_INTERPRET="1")
+    expected = [rectangle(np.ascontiguousarray(w), row, col) for w, row, col in cases]
+    assert [line.split() for line in lines] == [[str(total)] * 2 for total in expected]
+
+
+def test_tritons_kernel_compiles_for_a_gpu_that_is_not_there(triton: None, tmp_path: Path) -> None:
+    assert run(COMPILE, tmp_path, TRITON_INTERPRET="0") == ["True True"] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [np.int16, np.uint8])
+def test_on_cuda_tritons_kernel_sums(triton: None, kind: type) -> None:
+    assert fingerprint._triton_kernel(torch.device("cuda", 0)) is not None
+    w = words(300, 1001, kind=kind)
+    total = device_rectangle(torch.from_numpy(w).cuda(), 3, 8)
+    assert total.dtype is torch.int64
+    assert int(total) & MASK == rectangle(w, 3, 8)
+
+
+# NaN and infinities ---------------------------------------------------------------------------------------------------
+
+TYPES = ["float64", "float32", "bfloat16", "float16", "float8_e5m2", "float8_e4m3fn"]
+WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.view(torch.uint8).numpy().tobytes())
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_every_word_is_judged_as_torch_judges_it(dtype: str) -> None:
+    """All words of the narrow types; of the wide ones those around every limit, and many others."""
+    kind = getattr(torch, dtype)
+    word = WORDS[kind.itemsize]
+    if kind.itemsize <= 2:
+        words = torch.arange(1 << (8 * kind.itemsize)).to(word)
+    else:
+        info = torch.iinfo(word)
+        edges = [torch.tensor(v, dtype=kind).view(word).item() for v in (torch.inf, -torch.inf, 0.0, -0.0, torch.nan)]
+        near = [min(max(edge + step, info.min), info.max) for edge in edges for step in range(-3, 4)]
+        words = torch.tensor([*near, info.min, info.max, *range(-100, 100)], dtype=word)
+    expected = torch.isfinite(words.view(kind).float() if kind.itemsize == 1 else words.view(kind))
+    for one, finite in zip(words, expected.tolist(), strict=True):
+        assert is_finite(bits(one.reshape(1)), dtype) == finite, one
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@given(at=st.integers(0, 999), sign=st.sampled_from([1.0, -1.0]))
+def test_one_among_many(dtype: str, at: int, sign: float) -> None:
+    values = torch.randn(1000).to(getattr(torch, dtype))
+    assert is_finite(bits(values), dtype)
+    values[at] = sign * torch.nan
+    assert not is_finite(bits(values), dtype)
+
+
+def test_what_has_neither() -> None:
+    assert is_finite(b"\xff" * 64, "int8")
+    assert is_finite(b"\xff" * 64, "uint8")
+    assert is_finite(b"", "float32")
