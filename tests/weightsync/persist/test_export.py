@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM
 
+from loadtest.models.checkpoints import make_checkpoint
 from weightsync import Publisher, SyncStore
 from weightsync.control.records import DiskRecord, Keys
 from weightsync.errors import BadPart, PersistError, UnknownVersion
@@ -24,20 +25,8 @@ CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_pr
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A tiny model with tied embeddings in bf16, as `save_pretrained` leaves it, and a file of a tokenizer."""
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    )
-    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "source")
-    (tmp_path / "source" / "tokenizer.json").write_text("{}")
-    return tmp_path / "source"
+    """A tiny model with tied embeddings in bf16, as `save_pretrained` leaves it, and a tokenizer."""
+    return make_checkpoint(tmp_path / "source", tie_word_embeddings=True)
 
 
 def logits(directory: Path) -> torch.Tensor:
@@ -81,10 +70,8 @@ def test_an_adapter_is_exported_as_peft_has_it(store_url: str, publisher: Publis
     base = {"w": torch.zeros(3)}
     version = publisher.publish(base, parts={"lora/math": Adapter(adapter, CONFIG)}, activate=False)
     export(store_url, "demo", version, tmp_path / "out", part="lora/math")
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "adapter_config.json",
-        "adapter_model.safetensors",
-    ]
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names == ["adapter_config.json", "adapter_model.safetensors"]
     stored = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert stored.keys() == adapter.keys()
     assert all(torch.equal(stored[name], tensor) for name, tensor in adapter.items())
@@ -98,10 +85,9 @@ def test_nothing_is_overwritten_or_left_half(source: Path, store_url: str, tmp_p
     full, empty = tmp_path / "full", tmp_path / "empty"
     full.mkdir()
     (full / "mine").write_text("kept")
-    with pytest.raises(PersistError, match="not an empty directory"):
-        export(store_url, "demo", version, full)
-    with pytest.raises(PersistError, match="not an empty directory"):
-        export(store_url, "demo", version, full / "mine")
+    for taken in (full, full / "mine"):
+        with pytest.raises(PersistError, match="not an empty directory"):
+            export(store_url, "demo", version, taken)
     assert (full / "mine").read_text() == "kept"
     with pytest.raises(UnknownVersion):
         export(store_url, "demo", 9, empty)

@@ -161,16 +161,20 @@ async def test_each_commit_is_followed_by_a_copy(host: Host) -> None:
 
 async def test_what_was_committed_last_is_there_after_a_power_loss(host: Host) -> None:
     assert await host.restored() is None  # nothing was ever committed
-    await host.keep(1, 2, 3)
+    await host.keep(1, 2)
+    host.publish(3)
+    await host.store.put(KEYS.version(3), replace(host.version(3), signature="an envelope").to_json())
+    assert await host.persist()
     before = {number: host.version(number) for number in (1, 2, 3)}
     active = host.publisher.active()
     host.power_loss()
+    await host.store.delete(KEYS.version(3))  # this record comes from the disk, too
     assert await host.restored() == Restored(3, "disk", 2, (1,))
     assert host.publisher.active() == active
     for number in (2, 3):
         record = host.version(number)
         assert record.manifest_digest == before[number].manifest_digest
-        assert (record.version, record.fingerprint) == (number, before[number].fingerprint)
+        assert (record.fingerprint, record.signature) == (before[number].fingerprint, before[number].signature)
         assert host.values(number) == {number}
     assert host.version(1).state == "retired"
     assert await host.restored() == Restored(3, "memory", 2)
