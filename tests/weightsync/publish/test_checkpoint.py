@@ -1,8 +1,12 @@
-"""Checkpoints are read strictly: what is not exactly a checkpoint is refused, with the file and the tensor named."""
+"""Checkpoints are read strictly: what is not exactly a checkpoint is refused, with the file and the tensor named. The
+command that publishes them is run as users and the gateway run it, in a process of its own."""
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,19 +20,24 @@ from safetensors.torch import save_file
 
 from tests.weightsync.tensors import model, read_back, save_safetensors, write_raw
 from weightsync import Publisher
-from weightsync.errors import CheckpointError
+from weightsync.control.records import VersionRecord
+from weightsync.errors import CheckpointError, StalePublisher
 from weightsync.format.manifest import TensorSpec
 from weightsync.publish.checkpoint import INDEX, Checkpoint, read_header
 from weightsync.push import main
+from weightsync.push import push as pushed
 
 F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+SECOND_SHARD = ["model.layers.2.mlp.weight", "model.layers.3.mlp.weight", "model.norm.weight"]
 
 
 def sharded(path: Path) -> dict[str, np.ndarray]:
     """A checkpoint in two shards with an index."""
     tensors = model(1.5, layers=4)
-    names = sorted(tensors)
-    parts = {"model-00001-of-00002.safetensors": names[:3], "model-00002-of-00002.safetensors": names[3:]}
+    first = sorted(tensors.keys() - SECOND_SHARD)
+    parts = {"model-00001-of-00002.safetensors": first, "model-00002-of-00002.safetensors": SECOND_SHARD}
     for file, part in parts.items():
         save_safetensors(path / file, {name: tensors[name] for name in part})
     weight_map = {name: file for file, part in parts.items() for name in part}
@@ -132,28 +141,23 @@ def test_a_file_cut_off_while_it_is_read(tmp_path: Path, publisher: Publisher) -
     assert publisher.versions() == []
 
 
-def test_a_shard_that_is_missing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("names", "problem", "tensor"),
+    [
+        ([], "missing", None),
+        (SECOND_SHARD[1:], "in the index but not in this shard", "model.layers.2.mlp.weight"),
+        ([*SECOND_SHARD, "stray"], "'stray' is in this shard but not in the index", "stray"),
+    ],
+)
+def test_a_shard_with_other_tensors(tmp_path: Path, names: list[str], problem: str, tensor: str | None) -> None:
     sharded(tmp_path)
-    (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"00002-of-00002.*missing"):
+    shard = tmp_path / "model-00002-of-00002.safetensors"
+    shard.unlink()
+    if names:
+        save_safetensors(shard, dict.fromkeys(names, np.zeros(1, np.float32)))
+    with pytest.raises(CheckpointError, match=rf"00002-of-00002.*{problem}") as refused:
         Checkpoint(tmp_path)
-
-
-def test_a_tensor_of_the_index_that_no_shard_has(tmp_path: Path) -> None:
-    sharded(tmp_path)
-    save_safetensors(tmp_path / "model-00002-of-00002.safetensors", {"model.norm.weight": np.zeros(8, np.float32)})
-    with pytest.raises(CheckpointError, match="in the index but not in this shard") as refused:
-        Checkpoint(tmp_path)
-    assert refused.value.tensor == "model.layers.2.mlp.weight"
-
-
-def test_a_tensor_that_the_index_does_not_know(tmp_path: Path) -> None:
-    tensors = sharded(tmp_path)
-    names = sorted(tensors)[3:]
-    extra = {name: tensors[name] for name in names} | {"stray": np.zeros(1, np.float32)}
-    save_safetensors(tmp_path / "model-00002-of-00002.safetensors", extra)
-    with pytest.raises(CheckpointError, match="'stray' is in this shard but not in the index"):
-        Checkpoint(tmp_path)
+    assert refused.value.tensor == tensor
 
 
 def test_a_tensor_in_two_files(tmp_path: Path) -> None:
@@ -243,3 +247,95 @@ def test_messages_have_nothing_of_a_file_that_is_no_checkpoint(tmp_path: Path, f
     number = int.from_bytes(secret, "little")
     assert str(number) not in said
     assert "root" not in said
+
+
+# the command ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    path = tmp_path / "checkpoint"
+    path.mkdir()
+    save_safetensors(path / "model.safetensors", model(3.0))
+    return path
+
+
+def push(*arguments: object) -> tuple[int, Any]:
+    command = [sys.executable, "-m", "weightsync.push", "--json", "--model", "demo", *map(str, arguments)]
+    run = subprocess.run(command, capture_output=True, timeout=60, check=False)
+    return run.returncode, json.loads(run.stdout)
+
+
+def test_a_checkpoint_becomes_a_version(checkpoint: Path, store_url: str) -> None:
+    status, done = push("--store", store_url, "--no-activate", "--step", 7, checkpoint)
+    assert (status, done["version"], done["active"], done["tensors"]) == (0, 1, False, 4)
+    with Publisher(store_url, model="demo") as publisher:
+        (record,) = publisher.versions()
+        assert (record.step, record.source, record.publisher) == (7, str(checkpoint), "push")
+        assert read_back(record)["model.norm.weight"][0] == 3.0
+
+
+def test_a_small_checkpoint_needs_no_large_import(checkpoint: Path, store_url: str) -> None:
+    code = (
+        "import sys; from weightsync.push import main; done = main(sys.argv[1:]); print(*sys.modules); sys.exit(done)"
+    )
+    arguments = ["--store", store_url, "--model", "demo", "--no-activate", "--json", str(checkpoint)]
+    run = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, timeout=60, check=True)
+    loaded = set(run.stdout.decode().splitlines()[-1].split())
+    assert "numpy" in loaded
+    assert not loaded & {"numba", "torch", "transformers", "vllm", "safetensors"}
+
+
+def test_a_waiting_process_gets_its_options_later(checkpoint: Path, store_url: str) -> None:
+    command = [sys.executable, "-m", "weightsync.push", "--wait"]
+    arguments = ["--store", store_url, "--model", "demo", "--no-activate", "--json", str(checkpoint)]
+    run = subprocess.run(command, input=json.dumps(arguments) + "\n", capture_output=True, timeout=60, text=True)
+    assert (run.returncode, json.loads(run.stdout)["version"]) == (0, 1)
+    assert subprocess.run(command, input="", capture_output=True, timeout=60, text=True).returncode == 0
+
+
+def test_what_goes_wrong_is_typed(checkpoint: Path, store_url: str, tmp_path: Path) -> None:
+    status, done = push("--store", store_url, "--no-activate", tmp_path / "nowhere")
+    assert (status, done["error"]["code"], done["version"]) == (1, "checkpoint_error", None)
+    status, done = push("--store", f"sqlite://{tmp_path}/none.db", checkpoint)
+    assert (status, done["error"]["code"]) == (1, "store_unavailable")
+    status, done = push("--store", store_url, "--timeout", 0.2, checkpoint)  # nobody is there to swap it in
+    assert (status, done["error"]["code"], done["version"]) == (1, "swap_timeout", 1)
+
+
+def test_a_checkpoint_that_does_not_fit_names_the_tensor(
+    checkpoint: Path, publisher: Publisher, store_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    publisher.publish(model(width=16), activate=False)
+    assert main(["--store", store_url, "--model", "demo", "--json", str(checkpoint)]) == 1
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert (error["code"], error["tensor"]) == ("shape_mismatch", "model.embed_tokens.weight")
+    assert [v.version for v in publisher.versions()] == [1]
+
+
+def test_an_upload_given_to_two_processes_at_once_becomes_one_version(
+    checkpoint: Path, store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both look for a version of the upload before either has claimed one."""
+    once: dict[str, Any] = {"upload_id": "one", "store": store_url, "model": "demo", "activate": False}
+
+    class Overtaken(Publisher):
+        def versions(self) -> list[VersionRecord]:
+            found = super().versions()
+            if not found:
+                monkeypatch.setattr("weightsync.push.Publisher", Publisher)
+                assert pushed(checkpoint, **once) == 1
+            return found
+
+    monkeypatch.setattr("weightsync.push.Publisher", Overtaken)
+    with pytest.raises(StalePublisher):
+        pushed(checkpoint, **once)
+    with Publisher(store_url, model="demo") as reader:
+        assert [v.version for v in reader.versions()] == [1]
+
+
+def test_people_get_sentences(checkpoint: Path, store_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--store", store_url, "--model", "demo", "--no-activate", str(checkpoint)]) == 0
+    assert capsys.readouterr().out.startswith("version 1 is ready: 4 tensors")
+    assert main(["--store", store_url, "--model", "demo", str(checkpoint / "x")]) == 1
+    assert capsys.readouterr().err.startswith("error: ")

@@ -10,10 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import weightsync
 from weightsync.errors import QuantizationError
 from weightsync.format.manifest import Schema
-from weightsync.memory.receiver import SlotReader
 from weightsync.publish import quantize
 from weightsync.publish.checkpoint import Checkpoint
 from weightsync.publish.publisher import as_schema
@@ -130,8 +128,7 @@ def test_a_served_models_schema_says_how_it_was_quantised(quantizer: Quantizer) 
     made = dict(quantizer.tensors(model().items()))
     assert quantizer.schema(schema_of(model())) == schema_of(made)
     again = dict(Quantizer.like(schema_of(made)).tensors(model().items()))
-    assert again.keys() == made.keys()
-    assert all(again[name].dtype is made[name].dtype for name in made)
+    assert schema_of(again) == schema_of(made)
     assert all(torch.equal(again[name].view(torch.uint8), made[name].view(torch.uint8)) for name in made)
 
 
@@ -208,17 +205,3 @@ def test_what_cannot_be_quantised_leaves_nothing_behind(
         assert quantize.main() == 1
         assert said in capsys.readouterr().err
         assert not (tmp_path / "new").exists()
-
-
-def test_a_training_loop_publishes_as_the_model_is_served(publisher: weightsync.Publisher) -> None:
-    """The two lines of the documentation, after the first version has come from a quantised checkpoint."""
-    assert publisher.schema() is None
-    expected = dict(Quantizer("w4a16", group_size=32).tensors(model().items()))
-    publisher.publish(expected, activate=False)
-
-    quantizer = weightsync.Quantizer.like(publisher.schema())
-    publisher.publish(quantizer.tensors(model().items()), activate=False)
-
-    first, second = (record.slot for record in publisher.versions())
-    with SlotReader.open(first) as one, SlotReader.open(second) as other:
-        assert one.manifest.tensors == other.manifest.tensors
