@@ -1,4 +1,7 @@
-"""Peers in processes of their own, which are killed, frozen and thawed with all that they have started."""
+"""Peers in processes of their own, which are killed, frozen and thawed with all that they have started.
+
+A peer runs this module: NAME SEED NBYTES TLS_DIRECTORY.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ import psutil
 
 from tests.lacking import lacking
 from tests.waiting import wait_until
-from weightsync.transport import Piece, Region, Transport, available
+from weightsync.tls import ClusterTls
+from weightsync.transport import Piece, Region, Transport, available, open_transport
 
 MIB = 1 << 20
 NBYTES = 16 * MIB
@@ -50,7 +54,7 @@ class Peer:
     def __init__(self, name: str, seed: int = 1, nbytes: int = NBYTES, tls: str = "") -> None:
         self.content = content(seed, nbytes)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.weightsync.transport.peer_process", name, str(seed), str(nbytes), tls],
+            [sys.executable, "-m", "tests.weightsync.transport.peers", name, str(seed), str(nbytes), tls],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -152,3 +156,17 @@ def read_all(transport: Transport, peer: Peer) -> bytes:
     finally:
         link.close()
         into.close()
+
+
+def serve(name: str, seed: str, nbytes: str, tls: str) -> None:
+    """Serves bytes, and says where for every line of its input, until that ends."""
+    data = buffer(int(nbytes))
+    data[:] = content(int(seed), int(nbytes))
+    with open_transport(name, listen=LISTEN, tls=ClusterTls(tls) if tls else None) as transport:
+        region = transport.register(data, writable=False)
+        for _ in sys.stdin:
+            print(transport.endpoint.hex(), region.descriptor.hex(), flush=True)
+
+
+if __name__ == "__main__":
+    serve(*sys.argv[1:])

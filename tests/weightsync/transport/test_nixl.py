@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.weightsync.transport.peers import (
-    LISTEN,
-    MIB,
-    READ_TIMEOUT_S,
-    Peer,
-    buffer,
-    content,
-    read_all,
-    require,
-    whole,
-)
+from tests.weightsync.transport.peers import LISTEN, MIB, READ_TIMEOUT_S, Peer, buffer, read_all, require, whole
 from weightsync.errors import TransportUnavailable
 from weightsync.transport import Piece, nixl_process
 from weightsync.transport.addresses import Address
@@ -83,7 +74,7 @@ def test_a_buffer_is_registered_once(transport: NixlTransport, peer: Peer, monke
 def test_a_crash_of_either_process_is_mended(transport: NixlTransport) -> None:
     """As by a fault in the library: the one that reads, the one that serves, and again."""
     data, target = buffer(MIB), buffer(MIB)
-    data[:] = content(5, MIB)
+    data[:] = os.urandom(MIB)
     served, into = transport.register(data, writable=False), transport.register(target, writable=True)
     for crashed in (transport.reading, transport.serving, transport.reading):
         psutil.Process(crashed.worker().pid).kill()

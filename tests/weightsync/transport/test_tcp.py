@@ -86,12 +86,9 @@ def test_a_stranger_is_not_let_in_though_it_has_the_token(authority: Authority, 
             transport.connect(peer.endpoint)
 
 
-def test_it_does_not_listen_beyond_loopback_without_tls() -> None:
+def test_other_networks_without_tls_a_port_that_is_taken_and_a_strange_name_are_refused() -> None:
     with pytest.raises(TransportUnavailable, match="without TLS"):
         open_transport("tcp", listen="0.0.0.0", tls=None)
-
-
-def test_a_port_that_is_taken_or_a_strange_name_is_refused() -> None:
     with plain() as transport, pytest.raises(TransportUnavailable, match="cannot listen"):
         open_transport("tcp", listen=f"{LISTEN}:{found_at(transport).port}", tls=None)
     with pytest.raises(ValueError, match="choose auto"):
