@@ -1,4 +1,5 @@
-"""Staging as on an accelerator, driven on a CPU: buffers, the ring, and versions that move between device and host.
+"""Generations, whose commits flip references on a CPU and contents on an accelerator; and staging as on the latter,
+driven on a CPU: buffers, the ring, and versions that move between device and host.
 
 Those marked `gpu` need one: streams, graphs, and memory that the device reads.
 """
@@ -8,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,9 +29,11 @@ from weightsync.vllm_engine.device.cuda import (
     require_memory,
     storage_nbytes,
 )
-from weightsync.vllm_engine.device.generation import Flips
+from weightsync.vllm_engine.device.generation import Flips, Generation, build_flips
 from weightsync.vllm_engine.device.room import COPIES_ENV, Room, wanted_copies
-from weightsync.vllm_engine.model.layout import words_of
+from weightsync.vllm_engine.model.layout import plan_layout, words_of
+from weightsync.vllm_engine.model.placement import UnsupportedModelError, pair_parameters
+from weightsync.vllm_engine.model.processing import GONE, Change
 from weightsync.vllm_engine.staging.bundle import HeldBundles
 from weightsync.vllm_engine.staging.stager import describe
 
@@ -59,6 +64,88 @@ def staged(pool: DevicePool, module: nn.Linear, version: int) -> CopyGeneration:
 def value(module: nn.Linear) -> float:
     assert len(set(module.weight.flatten().tolist())) == 1
     return float(module.weight[0, 0])
+
+
+# generations ----------------------------------------------------------------------------------------------------------
+
+KINDS = [Generation, CopyGeneration]
+
+
+def flips(module: nn.Linear, value: float) -> Flips:
+    return Flips([(module.weight, torch.full((2, 3), value))])
+
+
+def test_what_a_flip_replaced_is_handed_to_the_caller() -> None:
+    module = linear(CPU)
+    kernel = object()
+    module.__dict__["kernel"] = "before"
+    one = Generation(1, "d1", Flips(flips(module, 1.0).tensors, [Change("kernel", module.__dict__, "kernel", kernel)]))
+    two = Generation(2, "d2", Flips([], [Change("kernel", module.__dict__, "kernel", GONE)]))
+    before, former = one.commit()
+    assert before.shape == (2, 3)
+    assert former == "before"
+    assert module.__dict__["kernel"] is kernel
+    assert two.commit() == [kernel]
+    assert "kernel" not in module.__dict__
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_flip_that_failed_halfway_is_undone_by_the_version_before(kind: type[Generation]) -> None:
+    """What is staged never changes, so committing the old version again puts all of it back."""
+
+    refuses: Any = MappingProxyType({})
+    module = linear(CPU)
+    one, two = (kind(v, f"d{v}", flips(module, float(v))) for v in (1, 2))
+    two.flips.changes.append(Change("broken", refuses, "broken", 1))
+    one.commit()
+    with pytest.raises(TypeError, match="item assignment"):
+        two.commit()
+    assert value(module) == 2
+    one.commit()
+    assert value(module) == 1
+
+
+def two_layers(width: int = 2) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(2))).requires_grad_(False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tied_weight_is_flipped_once_for_both_of_its_modules(kind: type[Generation]) -> None:
+    live, twin = two_layers(), two_layers()
+    twin[1].weight = twin[0].weight
+    assert {s.name: s.source for s in pair_parameters(live, twin)} == {"0.weight": "0.weight", "1.weight": "0.weight"}
+    live[1].weight = live[0].weight
+    address, holder = live[0].weight.data_ptr(), live[0].weight
+    pairs = pair_parameters(live, twin)
+    layout = plan_layout(pairs, CPU, 0, 1)
+    for version in (1, 2, 1):
+        data = torch.zeros(layout.nbytes, dtype=torch.uint8)
+        layout.plain["0.weight"].view(data).fill_(version)
+        found = build_flips(pairs, layout, data, {})
+        assert len(found.tensors) == 1
+        kind(version, "d", found).commit()
+        assert value(live[0]) == value(live[1]) == version
+        assert holder is live[0].weight, "holders of the tensor follow"
+        assert (holder.data_ptr() == address) == (kind is CopyGeneration)
+
+
+def test_a_tied_tensor_that_a_version_has_twice_is_refused_unless_both_are_equal() -> None:
+    """The running model looks up and multiplies by one tensor: the head's bytes would be the embedding's, too."""
+    live, twin = two_layers(), two_layers()
+    live[1].weight = live[0].weight
+    pairs = pair_parameters(live, twin)
+    layout = plan_layout(pairs, CPU, 0, 1)
+    data = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    for name in ("0.weight", "1.weight"):
+        layout.plain[name].view(data).fill_(7)
+    Generation(1, "d", build_flips(pairs, layout, data, {})).commit()
+    assert value(live[0]) == 7
+    layout.plain["1.weight"].view(data)[0, 0] = 8
+    with pytest.raises(UnsupportedModelError, match=r"'0.weight' and '1.weight' are one tensor"):
+        build_flips(pairs, layout, data, {})
+
+
+# buffers --------------------------------------------------------------------------------------------------------------
 
 
 def buffer(generation: CopyGeneration) -> DeviceBuffer:
@@ -182,15 +269,18 @@ def test_what_the_device_cannot_hold_is_left_to_the_host(
     assert buffer(staged(pool, module, 3)).on_device, "the memory came back"
 
 
-def test_a_buffer_leaves_room_to_what_else_runs_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch is not even asked: before it gives up it returns what it keeps for the steps."""
+@pytest.mark.parametrize(("allocated", "scratch"), [(200, 0), (100, 100)])
+def test_a_buffer_leaves_room_to_what_else_runs_on_the_device(
+    monkeypatch: pytest.MonkeyPatch, allocated: int, scratch: int
+) -> None:
+    """Torch is not even asked: before it gives up it returns what it keeps for the steps. Scratch is no room."""
     device = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (500, 3200))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 300)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 200)
-    require_memory(device, 500)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: allocated)
+    require_memory(device, 500, apart=scratch)
     with pytest.raises(torch.OutOfMemoryError):
-        require_memory(device, 501)
+        require_memory(device, 501, apart=scratch)
     require_memory(CPU, 1 << 60)
 
 
@@ -241,15 +331,6 @@ def test_a_worker_says_how_many_copies_it_has_room_for(
     assert "2 versions of 5 MB have room" in capsys.readouterr().err
 
 
-def test_what_is_kept_for_scratch_is_no_room_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (500, 3200))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 300)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 100)
-    require_memory(torch.device("cuda"), 500, apart=100)
-    with pytest.raises(torch.OutOfMemoryError):
-        require_memory(torch.device("cuda"), 501, apart=100)
-
-
 def test_a_staging_without_device_memory_says_what_helps() -> None:
     told = describe(
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB. See documentation for more")
@@ -258,35 +339,16 @@ def test_a_staging_without_device_memory_says_what_helps() -> None:
     assert "lower --gpu-memory-utilization (CUDA out of memory. Tried to allocate 2.00 MiB)" in (told["message"] or "")
 
 
-def test_a_device_without_memory_left_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A draft's buffers are asked for when the KV cache has its part: what cannot be had must not end the worker."""
-
-    def refused(*_: object) -> float:
-        raise torch.OutOfMemoryError
-
-    pool = DevicePool(CPU, 0)
-    monkeypatch.setattr(cuda, "ms_per_byte_from_host", refused)
-    pool.measure_host()
-    assert pool.ms_per_byte == {}
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_staging_leaves_no_work_behind(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     """Its ring may be taken away, and its version be committed, as soon as its thread has ended."""
-
-    class Stream:
-        waited = False
-
-        def synchronize(self) -> None:
-            self.waited = True
-
-    place, stream = Cuda(CPU), Stream()
-    monkeypatch.setattr(place, "_stream", stream)
+    place, waited = Cuda(CPU), list[bool]()
+    monkeypatch.setattr(place, "_stream", SimpleNamespace(synchronize=lambda: waited.append(True)))
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     with contextlib.suppress(RuntimeError), place.staging():
         if fails:
             raise RuntimeError
-    assert stream.waited
+    assert waited
 
 
 def test_a_sleeping_worker_gives_the_memory_back_and_keeps_its_versions(device: torch.device) -> None:
@@ -305,6 +367,8 @@ def test_a_sleeping_worker_gives_the_memory_back_and_keeps_its_versions(device: 
 
 
 def test_a_full_device_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft's buffers are asked for when the KV cache has its part: what cannot be had must not end the worker."""
+
     def refused(_device: torch.device) -> float:
         raise torch.OutOfMemoryError
 
@@ -417,7 +481,7 @@ def test_the_number_of_copies_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_tied_weights_count_once() -> None:
-    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    model = two_layers(64)
     both = storage_nbytes(model)
     model[1].weight = model[0].weight
     assert (both, storage_nbytes(model)) == (2 * 64 * 64 * 4, 64 * 64 * 4)

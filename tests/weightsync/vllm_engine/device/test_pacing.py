@@ -70,6 +70,9 @@ def test_it_sleeps_during_a_step_and_a_moment_after(clock: Any, fail: bool) -> N
     assert (pacer.steps.decoding, len(clock.slept)) == (False, 2)
 
 
+Lengths = Callable[[int], tuple[int, float]]  # the tokens and the seconds of a step, by its number
+
+
 class Decoding:
     """A model whose steps follow each other on a clock of its own. Each second of work of a staging makes the step in
     which it falls `price` seconds longer."""
@@ -77,18 +80,16 @@ class Decoding:
     GAP_S = 0.002  # from the end of a step to the start of the next
     TICK_S = 0.0001
 
-    def __init__(self, lengths: Callable[[int], tuple[int, float]], price: float) -> None:
+    def __init__(self, lengths: Lengths, price: float) -> None:
         self.now, self.price, self._lengths = 100.0, price, lengths
         self._model = torch.nn.Module()
-        self._hooks: Any = None
         self.steps: list[tuple[float, float]] = []  # (length alone, length)
         self.busy = True
 
-    def attach(self, staging: Staging) -> CpuPacer:
-        pacer = CpuPacer(self._model, staging)
+    def attach(self, staging: Staging) -> None:
+        self.pacer = CpuPacer(self._model, staging)
         (self._begin,), (self._end,) = self._model._forward_pre_hooks.values(), self._model._forward_hooks.values()
         self._next()
-        return pacer
 
     def monotonic(self) -> float:
         return self.now
@@ -112,39 +113,37 @@ class Decoding:
         self._began, self._ends = self.now, self.now + self._alone
         self._begin(self._model, (), {"positions": torch.empty(tokens)})
 
-    def stage(self, pacer: CpuPacer, pieces: int, piece_s: float, go_on: Callable[[], None] = lambda: None) -> None:
-        """A staging of so many pieces."""
-        pacer.start(go_on)
+    def stage(self, pieces: int, piece_s: float = 0.0004, go_on: Callable[[], None] = lambda: None) -> list[float]:
+        """A staging of so many pieces. Returns by what part of its length each step beside it was longer."""
+        first = len(self.steps)
+        self.pacer.start(go_on)
         for _ in range(pieces):
-            pacer(1 << 20)
+            self.pacer(1 << 20)
             self.advance(piece_s, works=True)
-        pacer(0)
+        self.pacer(0)
+        return [length / alone - 1 for alone, length in self.steps[first:]]
 
 
-def steady(seconds: float) -> Callable[[int], tuple[int, float]]:
+def steady(seconds: float) -> Lengths:
     return lambda _number: (16, seconds)
 
 
-def mixed(seconds: float) -> Callable[[int], tuple[int, float]]:
+def mixed(seconds: float) -> Lengths:
     """Every fourth step has a prompt in it, of a length that comes once."""
     return lambda number: (16, seconds) if number % 4 else (64 + number, 3 * seconds)
 
 
 @pytest.fixture
 def decoding(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Decoding]:
-    def make(lengths: Callable[[int], tuple[int, float]], price: float) -> Decoding:
+    def make(lengths: Lengths, price: float = 1.0, *, staging: Staging = "smooth", since: float = 1.0) -> Decoding:
+        """A machine that decodes for so many seconds already."""
         found = Decoding(lengths, price)
         monkeypatch.setattr(pacing, "time", found)
+        found.attach(staging)
+        found.sleep(since)
         return found
 
     return make
-
-
-def losses(machine: Decoding, pacer: CpuPacer, pieces: int, piece_s: float) -> list[float]:
-    """Of the steps beside a staging, by what part of its length each was longer."""
-    first = len(machine.steps)
-    machine.stage(pacer, pieces, piece_s)
-    return [length / alone - 1 for alone, length in machine.steps[first:]]
 
 
 @pytest.mark.parametrize("lengths", [steady, mixed])
@@ -153,33 +152,25 @@ def losses(machine: Decoding, pacer: CpuPacer, pieces: int, piece_s: float) -> l
 def test_a_smooth_staging_takes_a_tenth_of_a_step(
     decoding: Callable[..., Decoding], seconds: float, price: float, lengths: Any
 ) -> None:
-    machine = decoding(lengths(seconds), price)
-    pacer = machine.attach("smooth")
-    machine.sleep(20 * seconds)
+    machine = decoding(lengths(seconds), price, since=20 * seconds)
     pieces = 800 if seconds < 0.5 else 2400
-    machine.stage(pacer, pieces, 0.0004)
-    found = losses(machine, pacer, pieces, 0.0004)  # it knows the price by now
+    machine.stage(pieces)
+    found = machine.stage(pieces)  # it knows the price by now
     piece = 0.0004 * price / seconds
     assert max(found) < BOUND * 1.3 + 2 * piece
     assert sum(found) / len(found) > BOUND / 3 or machine.price < 0.5, "it uses what it may"
-    assert 0 < (pacer.step_loss or 0) < BOUND * 1.2 + 2 * piece
+    assert 0 < (machine.pacer.step_loss or 0) < BOUND * 1.2 + 2 * piece
 
 
 def test_the_price_is_learnt_within_a_few_steps(decoding: Callable[..., Decoding]) -> None:
-    machine = decoding(steady(0.1), 3.5)
-    pacer = machine.attach("smooth")
-    machine.sleep(1.0)
-    found = losses(machine, pacer, 400, 0.0004)
+    found = decoding(steady(0.1), price=3.5).stage(400)
     assert max(found) < 2.5 * BOUND, "more than a price of 2 allows is taken at first"
     assert max(found[6:]) < BOUND * 1.3
 
 
 def test_a_piece_that_takes_too_long_is_made_up_for(decoding: Callable[..., Decoding]) -> None:
     """A layer that vLLM processes as a whole."""
-    machine = decoding(steady(0.05), 1.0)
-    pacer = machine.attach("smooth")
-    machine.sleep(1.0)
-    found = losses(machine, pacer, 30, 0.03)
+    found = decoding(steady(0.05)).stage(30, 0.03)
     assert sum(found) / len(found) < BOUND * 1.2
     assert max(found) < 0.03 / 0.05 + BOUND, "no two of them are in one step"
 
@@ -187,32 +178,27 @@ def test_a_piece_that_takes_too_long_is_made_up_for(decoding: Callable[..., Deco
 def test_a_fast_staging_says_what_it_cost(decoding: Callable[..., Decoding]) -> None:
     seconds = {}
     for staging in ("fast", "smooth"):
-        machine = decoding(steady(0.1), 1.0)
-        pacer = machine.attach(staging)
-        machine.sleep(1.0)
+        machine = decoding(steady(0.1), staging=staging)
         began = machine.now
-        found = losses(machine, pacer, 800, 0.0004)
+        found = machine.stage(800)
         seconds[staging] = machine.now - began
-        assert pacer.step_loss == pytest.approx(sum(found) / len(found), rel=0.3)
+        assert machine.pacer.step_loss == pytest.approx(sum(found) / len(found), rel=0.3)
     assert seconds["smooth"] > 2 * seconds["fast"]
 
 
 def test_nothing_is_said_of_steps_that_were_not_there(decoding: Callable[..., Decoding]) -> None:
-    machine = decoding(steady(0.1), 1.0)
-    pacer = machine.attach("smooth")
+    machine = decoding(steady(0.1), since=0.0)
     machine.busy = False
     machine._end(machine._model)
     machine.sleep(1.0)
     began = machine.now
-    machine.stage(pacer, 100, 0.0004)
+    machine.stage(100)
     assert machine.now - began == pytest.approx(100 * 0.0004), "nothing decodes: at full speed"
-    assert pacer.step_loss is None
+    assert machine.pacer.step_loss is None
 
 
 def test_a_staging_that_waits_for_a_step_can_be_cancelled(decoding: Callable[..., Decoding]) -> None:
-    machine = decoding(steady(5.0), 1.0)
-    pacer = machine.attach("smooth")
-    machine.sleep(12.0)
+    machine = decoding(steady(5.0), since=12.0)
     began = machine.now
 
     def go_on() -> None:
@@ -220,5 +206,5 @@ def test_a_staging_that_waits_for_a_step_can_be_cancelled(decoding: Callable[...
             raise StagingCancelled
 
     with pytest.raises(StagingCancelled):
-        machine.stage(pacer, 5000, 0.0004, go_on)
+        machine.stage(5000, go_on=go_on)
     assert machine.now < began + 1.1, "before the step has ended"

@@ -1,14 +1,17 @@
 """Flips by remapping, driven on a CPU: memory that is really mapped and unmapped at the addresses of the weights.
 
-`HostDriver` refuses what CUDA's driver refuses, and who reads an address that was taken away dies.
+`HostDriver` refuses what CUDA's driver refuses, and a read at an address that was taken away ends the process. The
+calls of CUDA's driver are in the form in which cuda.bindings takes and answers them.
 """
 
 from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Callable
+from enum import IntEnum
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,14 +22,17 @@ from loadtest.models.mapped_memory import HostDriver
 from tests.weightsync.vllm_engine.device.test_cuda import buffer, swap_and_roll_back
 from weightsync.vllm_engine.device.cuda import DevicePool
 from weightsync.vllm_engine.device.generation import Flips
-from weightsync.vllm_engine.device.mapping import FLIP_ENV, CudaDriver, DriverError, RemapUnavailable, handle_sizes
-from weightsync.vllm_engine.device.remap import (
-    Remap,
-    RemapGeneration,
-    RemapPool,
-    flips_by_remapping,
-    without,
+from weightsync.vllm_engine.device.mapping import (
+    FLIP_ENV,
+    CudaDriver,
+    Driver,
+    DriverError,
+    Memory,
+    Range,
+    RemapUnavailable,
+    handle_sizes,
 )
+from weightsync.vllm_engine.device.remap import Remap, RemapGeneration, RemapPool, flips_by_remapping, without
 from weightsync.vllm_engine.device.room import COPIES_ENV
 from weightsync.vllm_engine.model.layout import Entry, Layout
 from weightsync.vllm_engine.model.processing import Change
@@ -76,6 +82,12 @@ class Staging:
 
     def moved(self, tensor: torch.Tensor) -> bool:
         return 0 <= tensor.data_ptr() - self.pool.live.address < self.pool.live.nbytes
+
+    def run(self, *generations: RemapGeneration) -> None:
+        """Commit one after the other: each runs then."""
+        for generation in generations:
+            generation.commit()
+            assert self.value() == generation.version
 
     def value(self) -> float:
         assert self.model.linear.weight.data_ptr() == self.address
@@ -132,8 +144,7 @@ def test_a_mapping_that_fails_halfway_leaves_the_old_version(
         held.commit(Bundle(2, {BASE: Piece(two, {})}), None)
     assert staging.value() == 1
     assert held.live is bundle
-    two.commit()
-    assert staging.value() == 2
+    staging.run(two)
 
 
 def test_a_flip_that_fails_behind_the_mapping_is_undone() -> None:
@@ -151,15 +162,11 @@ def test_a_version_on_the_host_changes_places_with_the_live_one() -> None:
     staging = Staging(sets=2)
     one, two = staging.stage(1), staging.stage(2)
     assert (buffer(one).on_device, buffer(two).on_device) == (True, False)
-    one.commit()
-    two.commit()
-    assert staging.value() == 2
+    staging.run(one, two)
     assert (buffer(one).on_device, buffer(two).on_device) == (False, True)
     three = staging.stage(3)
     assert buffer(three).on_device, "the set of the weights that were loaded is nobody's"
-    for generation in (one, three, two, one):
-        generation.commit()
-        assert staging.value() == generation.version
+    staging.run(one, three, two, one)
 
 
 def test_an_exchange_asks_for_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,11 +185,7 @@ def test_an_exchange_asks_for_no_memory(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(torch, "empty", out_of_memory)
     monkeypatch.setattr(torch.Tensor, "clone", out_of_memory)
-    three.commit()
-    assert staging.value() == 3
-    one.commit()
-    two.commit()
-    assert staging.value() == 2
+    staging.run(three, one, two)
 
 
 def test_what_no_version_fills_goes_on_through_flips() -> None:
@@ -199,9 +202,9 @@ def test_a_version_that_a_rollback_takes_meanwhile_does_not_move(monkeypatch: py
     """It was chosen to make room, and its bytes are on their way to the host, when it becomes the live one again."""
     staging = Staging(sets=2)
     one = staging.stage(1)
-    one.commit()
+    staging.run(one)
     two = staging.stage(2)
-    two.commit()
+    staging.run(two)
     on_host = DevicePool._on_host
 
     def rolled_back(self: DevicePool, nbytes: int) -> torch.Tensor:
@@ -214,26 +217,21 @@ def test_a_version_that_a_rollback_takes_meanwhile_does_not_move(monkeypatch: py
     assert buffer(one).on_device
     assert not buffer(three).on_device
     assert staging.value() == 1
-    for generation in (two, three):
-        generation.commit()
-        assert staging.value() == generation.version
+    staging.run(two, three)
 
 
 def test_a_worker_that_gives_memory_back_keeps_what_runs_and_its_versions() -> None:
     staging = Staging()
     one, two = staging.stage(1), staging.stage(2)
-    one.commit()
-    two.commit()
+    staging.run(one, two)
     staging.place.vacate()
     gc.collect()
     assert len(staging.driver.handles) == len(staging.pool._sizes), "that of the live version"
     assert staging.value() == 2
     assert not buffer(one).on_device
-    one.commit()
-    assert staging.value() == 1
+    staging.run(one)
     assert buffer(staging.stage(3)).on_device, "awake, it takes the memory again"
-    two.commit()
-    assert staging.value() == 2
+    staging.run(two)
 
 
 def test_memory_and_addresses_go_with_the_last_tensor() -> None:
@@ -307,9 +305,7 @@ def test_what_something_outside_of_python_holds_stays_and_is_copied() -> None:
     assert staging.moved(model.counter)
     assert not staging.moved(model.linear.weight)
     one, two = staging.stage(1), staging.stage(2)
-    for generation in (one, two, one):
-        generation.commit()
-        assert staging.value() == generation.version
+    staging.run(one, two, one)
     (gradient,) = torch.autograd.grad(graph, x)
     assert bool((gradient == 1).all())
 
@@ -341,7 +337,7 @@ def test_a_second_running_tensor_of_one_source_gets_the_same() -> None:
     assert bool((other.weight == 6).all())
 
 
-# settings, sizes, the driver ------------------------------------------------------------------------------------------
+# settings and sizes ---------------------------------------------------------------------------------------------------
 
 
 def test_the_way_of_flips_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,12 +380,6 @@ def test_memory_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch, caplo
     assert COPIES_ENV in caplog.text
 
 
-def test_a_machine_without_bindings_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
-    with pytest.raises(RemapUnavailable, match="install cuda-bindings"):
-        CudaDriver(torch.device("cuda"))
-
-
 def test_handles_are_large_and_hold_all_of_it() -> None:
     assert handle_sizes(1, 4) == [4]
     assert handle_sizes(21, 4, 8) == [8, 8, 8]
@@ -403,3 +393,169 @@ def test_what_is_left_of_spans() -> None:
     assert list(without([(0, 4096)], [(0, 1024), (2048, 4096)])) == [(1024, 2048)]
     assert list(without([(0, 100), (256, 300)], [])) == [(0, 300)], "padding between them is nobody's"
     assert list(without([(0, 100)], [(0, 100)])) == []
+
+
+# CUDA's driver --------------------------------------------------------------------------------------------------------
+
+
+class Status(IntEnum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_INVALID_VALUE = 1
+    CUDA_ERROR_OUT_OF_MEMORY = 2
+
+
+class Bindings:
+    """As `cuda.bindings.driver`: each call answers (status, values...). Enumerations are their own names here."""
+
+    CUresult = Status
+    CUmemLocationType = SimpleNamespace(CU_MEM_LOCATION_TYPE_DEVICE="device")
+    CUmemAllocationType = SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED="pinned")
+    CUmemAccess_flags = SimpleNamespace(CU_MEM_ACCESS_FLAGS_PROT_READWRITE="read and write")
+    CUmemAllocationGranularity_flags = SimpleNamespace(CU_MEM_ALLOC_GRANULARITY_RECOMMENDED="recommended")
+    CUdevice_attribute = SimpleNamespace(CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED="maps")
+
+    def __init__(self, *, maps: int = 1) -> None:
+        self.host, self._maps, self.context, self.room = HostDriver(), maps, 0, 100
+
+    def CUmemAllocationProp(self) -> Any:
+        return SimpleNamespace(location=SimpleNamespace())
+
+    CUmemAccessDesc = CUmemAllocationProp
+
+    def cuCtxGetCurrent(self) -> Any:
+        return Status.CUDA_SUCCESS, self.context
+
+    def cuDeviceGet(self, ordinal: int) -> Any:
+        return Status.CUDA_SUCCESS, f"device {ordinal}"
+
+    def cuDevicePrimaryCtxRetain(self, device: str) -> Any:
+        return Status.CUDA_SUCCESS, int(device.split()[1]) + 7
+
+    def cuCtxSetCurrent(self, context: int) -> Any:
+        self.context = context
+        return (Status.CUDA_SUCCESS,)
+
+    def cuDeviceGetAttribute(self, attribute: str, device: int) -> Any:
+        assert (attribute, device) == ("maps", 3)
+        return Status.CUDA_SUCCESS, self._maps
+
+    def cuMemGetAllocationGranularity(self, kind: Any, option: str) -> Any:
+        self._is_ours(kind)
+        assert option == "recommended"
+        return Status.CUDA_SUCCESS, self.host.granularity
+
+    def cuMemAddressReserve(self, nbytes: int, alignment: int, address: int, flags: int) -> Any:
+        assert (alignment, address, flags) == (0, 0, 0)
+        return Status.CUDA_SUCCESS, self.host.reserve(nbytes)
+
+    def cuMemAddressFree(self, address: int, nbytes: int) -> Any:
+        return self._answer(self.host.free, address, nbytes)
+
+    def cuMemCreate(self, nbytes: int, kind: Any, flags: int) -> Any:
+        self._is_ours(kind)
+        assert flags == 0
+        if not self.room:
+            return Status.CUDA_ERROR_OUT_OF_MEMORY, None
+        self.room -= 1
+        return Status.CUDA_SUCCESS, self.host.create(nbytes)
+
+    def cuMemRelease(self, handle: int) -> Any:
+        return self._answer(self.host.release, handle)
+
+    def cuMemMap(self, address: int, nbytes: int, offset: int, handle: int, flags: int) -> Any:
+        assert (offset, flags) == (0, 0)
+        return self._answer(self.host.map, address, nbytes, handle)
+
+    def cuMemSetAccess(self, address: int, nbytes: int, access: list[Any], count: int) -> Any:
+        (one,) = access
+        assert (count, one.flags, one.location.type, one.location.id) == (1, "read and write", "device", 3)
+        return self._answer(self.host.allow, address, nbytes)
+
+    def cuMemUnmap(self, address: int, nbytes: int) -> Any:
+        return self._answer(self.host.unmap, address, nbytes)
+
+    def _is_ours(self, kind: Any) -> None:
+        assert (kind.type, kind.location.type, kind.location.id) == ("pinned", "device", 3)
+
+    def _answer(self, call: Callable[..., None], *arguments: int) -> tuple[Status]:
+        try:
+            call(*arguments)
+        except DriverError:
+            return (Status.CUDA_ERROR_INVALID_VALUE,)
+        return (Status.CUDA_SUCCESS,)
+
+
+def of_bindings() -> CudaDriver:
+    return CudaDriver(torch.device("cuda", 3))
+
+
+@pytest.fixture
+def bindings(monkeypatch: pytest.MonkeyPatch) -> Bindings:
+    found = Bindings()
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", found)  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(CudaDriver, "bytes_at", lambda _, address, nbytes: found.host.bytes_at(address, nbytes))
+    return found
+
+
+@pytest.fixture(params=["model", "bindings", pytest.param("device", marks=pytest.mark.gpu)])
+def driver(request: pytest.FixtureRequest) -> Driver:
+    if request.param == "bindings":
+        request.getfixturevalue("bindings")
+        return of_bindings()
+    return HostDriver() if request.param == "model" else CudaDriver(torch.device("cuda"))
+
+
+def test_a_range_is_mapped_as_a_whole(driver: Driver) -> None:
+    page = driver.granularity
+    one, two = (Memory(driver, [page, 2 * page]) for _ in range(2))
+    one.data.fill_(1)
+    two.data.fill_(2)
+    place = Range(driver, one)
+    assert bool((place.data == 1).all())
+    driver.wait()
+    place.show(two, one)
+    assert bool((place.data == 2).all())
+    place.data.fill_(3)
+    assert bool((two.data == 3).all())
+    place.show(one, two)
+    assert bool((place.data == 1).all())
+
+
+def test_memory_is_given_back(bindings: Bindings) -> None:
+    ours, host = of_bindings(), bindings.host
+    assert ours.granularity == host.granularity
+    memory = Memory(ours, [ours.granularity] * 2)
+    place = Range(ours, memory)
+    assert len(host.handles) == 2
+    del memory, place
+    assert (host.handles, host.mapped, host.reserved) == ({}, {}, {})
+
+
+def test_a_thread_without_a_context_gets_torchs(bindings: Bindings) -> None:
+    ours = of_bindings()
+    bindings.context = 0
+    ours.reserve(bindings.host.granularity)
+    assert bindings.context == 10
+
+
+def test_what_the_driver_refuses_is_told(bindings: Bindings) -> None:
+    ours = of_bindings()
+    with pytest.raises(DriverError, match="cuMemUnmap"):
+        ours.unmap(4096, bindings.host.granularity)
+    bindings.room = 1
+    with pytest.raises(torch.OutOfMemoryError):
+        Memory(ours, [bindings.host.granularity] * 2)
+    assert not bindings.host.handles, "what it got before is given back"
+
+
+def test_a_device_that_maps_nothing_is_told(bindings: Bindings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", Bindings(maps=0))  # type: ignore[arg-type]
+    with pytest.raises(RemapUnavailable, match="does not map memory"):
+        of_bindings()
+
+
+def test_a_machine_without_bindings_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
+    with pytest.raises(RemapUnavailable, match="install cuda-bindings"):
+        CudaDriver(torch.device("cuda"))
