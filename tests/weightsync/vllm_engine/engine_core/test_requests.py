@@ -1,24 +1,39 @@
-"""Requests at a commit: their namespaces in the prefix cache, on vLLM's own objects, and which of them it ends."""
+"""Requests at a commit: their namespaces in the prefix cache, on vLLM's own objects, and which of them it ends.
+
+And answers gone on with at another engine, in vLLM's own output processor: text, stop strings, positions, spans.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+from vllm.v1.outputs import LogprobsLists
+from vllm.v1.request import Request
 
+from weightsync.vllm_engine.engine_core import core, requests
 from weightsync.vllm_engine.engine_core.requests import allows, ends, enter, go_private, namespace, wish_of
 
 pytestmark = pytest.mark.engine
+core.install()
 BLOCK = 4
+TEXT = "a né漢字 \U0001f600x字 end\U0001f680.\n"
+PROMPT = list("né ".encode())
 
 
 def request(version: str = "1", own: str = "1:s|", tokens: int = 12, first: int = 0) -> Any:
-    from vllm import SamplingParams
-    from vllm.utils.hashing import sha256
-    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-    from vllm.v1.request import Request
-
     init_none_hash(sha256)
     hasher = get_request_block_hasher(BLOCK, sha256)
     params, prompt = SamplingParams(max_tokens=64), list(range(first, first + tokens))
@@ -103,3 +118,122 @@ def test_requests_that_pool_have_a_scope_too() -> None:
     pooling = SimpleNamespace(extra_kwargs={"hotswap": {"scope": "s"}})
     assert wish_of(SimpleNamespace(sampling_params=None, pooling_params=pooling)) == {"scope": "s"}
     assert wish_of(SimpleNamespace(sampling_params=None, pooling_params=None)) == {}
+
+
+# answers gone on with -------------------------------------------------------------------------------------------------
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    """A token for every byte: most characters here take several."""
+    tokenizer = Tokenizer(models.BPE(vocab={letter: b for b, letter in bytes_to_unicode().items()}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def byte_fallback() -> PreTrainedTokenizerFast:
+    """Bytes as SentencePiece spells them, with the space it puts before a text."""
+    vocab = {f"<0x{b:02X}>": b for b in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+@dataclass
+class Told:
+    """What a client has of an answer."""
+
+    texts: list[str] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    decoded: list[Any] = field(default_factory=list)  # as log-probabilities have them
+    spans: list[tuple[str, int, int]] = field(default_factory=list)
+    end: tuple[Any, Any] = (None, None)
+    replayed: Any = None
+
+    def take(self, output: Any) -> None:
+        (choice,) = output.outputs
+        self.replayed = choice.hotswap_replay or self.replayed
+        self.texts.append(choice.text)
+        self.ids += choice.token_ids
+        self.decoded += [p[t].decoded_token for p, t in zip(choice.logprobs or (), choice.token_ids, strict=False)]
+        self.spans = [(s.version, s.start, s.end) for s in choice.weight_versions or ()]
+        self.end = choice.finish_reason, choice.stop_reason
+
+
+def generate(tokenizer: Any, params: dict[str, Any], tokens: list[int], versions: list[str], done: Told | None) -> Told:
+    """An engine that answers `tokens`, by `versions`; after what `done` has, if anything."""
+    told = Told()
+    extra: dict[str, Any] = {}
+    if done is not None:
+        spans = [(int(v), start) for v, start, _ in done.spans]
+        extra = {"tokens": done.ids, "spans": spans, "prompt": [(2, 5), (len(PROMPT), 6)], "ended": False}
+    sampling = SamplingParams(output_kind=RequestOutputKind.DELTA, max_tokens=500, **params)
+    sampling.extra_args = {"hotswap": {"replay": extra}}
+    processor = OutputProcessor(tokenizer, log_stats=False)
+    queue = RequestOutputCollector(RequestOutputKind.DELTA, "r")
+    request = EngineCoreRequest("r", list(PROMPT), None, sampling, None, 0.0, None, None, None, external_req_id="r")
+    processor.add_request(request, None, None, 0, queue)
+    for token, version in zip(tokens, versions, strict=True):
+        scores = LogprobsLists(np.array([[token, 7]]), np.array([[-1.0, -2.0]]), np.array([1]))
+        output = EngineCoreOutput("r", [token])
+        output.new_logprobs = scores if params.get("logprobs") is not None else None
+        processor.process_outputs([output], weight_version=version)
+        if (made := queue.get_nowait()) is not None:
+            told.take(made)
+        if told.end[0] is not None:
+            break
+    return told
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"stop": ["x字 e"]},
+        {"stop": ["x字 e", "\U0001f600"], "include_stop_str_in_output": True},
+        {"stop": ["né", "\n"], "min_tokens": 9},
+        {"stop": ["never found in here"]},
+        {"logprobs": 1},
+        {"logprobs": 1, "stop": ["\U0001f680"]},
+        {"stream_interval": 3},
+        {"skip_special_tokens": False, "spaces_between_special_tokens": False},
+        {"detokenize": False},
+    ],
+)
+@pytest.mark.parametrize("make", [byte_level, byte_fallback])
+def test_cut_after_any_token_the_answer_is_what_it_would_have_been(make: Any, params: dict[str, Any]) -> None:
+    tokenizer, tokens = make(), list(TEXT.encode())
+    versions = ["5"] * 7 + ["6"] * (len(tokens) - 7)
+    whole = generate(tokenizer, params, tokens, versions, None)
+    for cut in range(1, len(whole.ids)):
+        first = generate(tokenizer, params, tokens[:cut], versions[:cut], None)
+        have = len(first.ids)
+        rest = generate(tokenizer, params, tokens[have:], versions[have:], first)
+        assert rest.replayed.text == "".join(first.texts)
+        assert list(rest.replayed.token_ids) == first.ids
+        assert "".join(first.texts + rest.texts) == "".join(whole.texts)
+        assert first.ids + rest.ids == whole.ids
+        assert first.decoded + rest.decoded == whole.decoded
+        assert rest.spans == whole.spans
+        assert rest.end == whole.end
+        assert rest.replayed.hotswap_prompt == [(2, "5"), (len(PROMPT), "6")]
+
+
+@pytest.mark.parametrize(("ended", "written", "left"), [(False, [7, 8, 9], 7), (True, [7, 8], 1)])
+def test_the_engine_gets_the_tokens_behind_the_prompt(ended: bool, written: list[int], left: int) -> None:
+    params = SamplingParams(max_tokens=10, min_tokens=2)
+    params.extra_args = {"hotswap": {"replay": {"tokens": [7, 8, 9], "ended": ended}}}
+    request = SimpleNamespace(prompt_token_ids=[1, 2], sampling_params=params, pooling_params=None)
+    requests.extend(request, requests.replay_of(request))
+    assert request.prompt_token_ids == [1, 2, *written]
+    assert (request.sampling_params.max_tokens, request.sampling_params.min_tokens) == (left, 0)
+    assert params.max_tokens == 10
+
+
+def test_others_are_left_alone() -> None:
+    request = SimpleNamespace(
+        sampling_params=SamplingParams(extra_args={"hotswap": {"scope": "s"}}), pooling_params=None
+    )
+    assert not requests.replay_of(request)

@@ -104,15 +104,6 @@ def test_an_answer_has_the_rows_of_its_passes() -> None:
     assert engine.answers["a"] == [1] * 15
 
 
-def test_a_prompt_from_the_cache_has_the_rows_of_the_pass_that_computed_it() -> None:
-    engine = Engine()
-    engine.add("a", 10)
-    engine.step(1, a=10)
-    engine.add("b", 10, cached=2 * BLOCK)
-    engine.step(2, b=2)
-    assert engine.answers["b"] == [1] * 8 + [2] * 2
-
-
 def test_what_other_weights_compute_is_not_found_under_the_old_version() -> None:
     """A commit in the middle of a prompt: blocks that had a hash before they were computed get another one."""
     engine = Engine()

@@ -1,7 +1,9 @@
-"""Which kernel multiplies by a matrix, and what it computes; and which tensors are built together."""
+"""Which kernel multiplies by a matrix, and what it computes; what vLLM's kernels for adapters compute in a worker of
+ours; which tensors are built together; and which processing is recognised as moving words alone."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +12,11 @@ import torch
 from tests.cpu import bf16_only
 from weightsync.vllm_engine.kernels import FLAGS, CpuKind, cpu_kind
 from weightsync.vllm_engine.model import linear
-from weightsync.vllm_engine.model.linear import choose_kernel, onednn_takes
+from weightsync.vllm_engine.model.linear import WORD, choose_kernel, onednn_takes, pack_into
+from weightsync.vllm_engine.model.moves import SHORT, Move, Moved, random_words, recognise
 from weightsync.vllm_engine.model.placement import group_by_layer, layer_of
+from weightsync.vllm_engine.model.processing import Leaf
+from weightsync.vllm_engine.staging.lora import mend_kernels
 
 pytestmark = pytest.mark.engine
 KINDS = [torch.bfloat16, torch.float32]
@@ -57,7 +62,7 @@ def test_the_kernels_compute_what_stock_vllm_computes(dtype: torch.dtype, bias: 
         ours = linear.plain_linear
         if kernel == "packed":
             packed = torch.empty_like(weight)
-            linear.pack_into(packed, weight, linear.lanes(out, inner, dtype))
+            pack_into(packed, weight, linear.lanes(out, inner, dtype))
             ours = linear.packed_linear(packed)
         elif kernel == "private":
             ours = linear.private_linear(weight)
@@ -113,3 +118,122 @@ def test_groups_follow_decoder_layers() -> None:
     groups = group_by_layer([*rest, f"{layer}0.mlp.x", f"{layer}1.y", f"{layer}0.z"])
     assert groups == [[f"{layer}0.mlp.x", f"{layer}0.z"], [f"{layer}1.y"], rest]
     assert layer_of("language_model.model.layers.12.mlp.experts.3.w1") == "language_model.model.layers.12"
+
+
+# moves of words -------------------------------------------------------------------------------------------------------
+
+
+def packed(tensor: torch.Tensor, lanes: int, word: int = WORD) -> torch.Tensor:
+    """Each matrix of it, packed on its own."""
+    made = torch.empty_like(tensor)
+    for target, source in zip(made.view(-1, *tensor.shape[-2:]), tensor.view(-1, *tensor.shape[-2:]), strict=True):
+        pack_into(target, source, lanes, word)
+    return made
+
+
+def leaf(made: torch.Tensor) -> Leaf:
+    return Leaf("layer.x", torch.empty_like(made), made)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "lanes", "word"),
+    [(dtype, lanes, WORD) for dtype in (torch.bfloat16, torch.float32) for lanes in (0, 16, 32, 48, 64)]
+    + [(torch.bfloat16, lanes, SHORT) for lanes in (16, 32)],
+)
+def test_orders_of_words(dtype: torch.dtype, lanes: int, word: int) -> None:
+    """Pairs of 16-bit weights, single ones and 32-bit weights, side by side or as they were."""
+    loaded = random_words({f"layer.{name}": torch.empty(3, 192, 64, dtype=dtype) for name in "ab"})
+    assert all(torch.isfinite(tensor).all() for tensor in loaded.values())
+    made = packed(loaded["layer.b"], lanes, word) if lanes else loaded["layer.b"].clone()
+    assert recognise(loaded, [leaf(made)]) == {"layer.x": Move("layer.b", lanes, word)}
+
+
+def test_a_transposed_matrix_is_one_block() -> None:
+    loaded = random_words({"layer.a": torch.empty(2, 64, 64, dtype=torch.bfloat16)})
+    made = loaded["layer.a"].transpose(1, 2).contiguous()
+    assert recognise(loaded, [leaf(made)]) == {"layer.x": Move("layer.a", 64, SHORT)}
+
+
+def test_bytes_are_not_packed() -> None:
+    """Their checksums are of single bytes, which a packed order would tear apart."""
+    loaded = random_words({"layer.a": torch.empty(3, 64, 64, dtype=torch.int8)})
+    assert recognise(loaded, [leaf(packed(loaded["layer.a"], 16))]) is None
+
+
+def test_anything_else_is_not_recognised() -> None:
+    loaded = random_words({"layer.a": torch.empty(2, 64, 64, dtype=torch.bfloat16)})
+    a = loaded["layer.a"]
+    one_other = packed(a, 32)
+    one_other.view(torch.int16).flatten()[-1] ^= 1
+    swapped = packed(a, 32)[[1, 0]].contiguous()
+    for made in (one_other, swapped, a.transpose(0, 2).contiguous(), a.transpose(1, 2), a.float(), a[:1].clone(), -a):
+        assert recognise(loaded, [leaf(made)]) is None
+    assert recognise(loaded, [leaf(a), leaf(one_other)]) is None
+
+
+def test_a_layer_of_the_same_form() -> None:
+    moved = Moved({"m.layers.1.x": Move("m.layers.1.w", 16)}, {"m.layers.1.n": 4})
+    assert moved.at("m.layers.1", "m.layers.12") == Moved(
+        {"m.layers.12.x": Move("m.layers.12.w", 16)}, {"m.layers.12.n": 4}
+    )
+
+
+# adapters -------------------------------------------------------------------------------------------------------------
+
+IN, OUT, RANK = 16, 32, 4
+DOWN, UP = torch.randn(2, 1, RANK, IN), torch.randn(2, 1, OUT, RANK)  # of two adapters: all places are taken
+
+
+@pytest.fixture
+def mended(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Mends vLLM's kernels for the time of a test."""
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    wrapper = punica_cpu.PunicaWrapperCPU
+    for owner, name in ((lora_ops, "bgmv_shrink"), (punica_cpu, "bgmv_shrink"), (wrapper, "add_lora_logits")):
+        plain = getattr(getattr(owner, name), "__wrapped__", getattr(owner, name))
+        monkeypatch.setattr(owner, name, plain)
+    return lambda: mend_kernels(SimpleNamespace(lora_config=object(), device=torch.device("cpu")))
+
+
+def wrapper_of(sequences: tuple[int, ...], *, prefill: bool = True) -> Any:
+    """vLLM's own, for tokens of adapters 1 and 2, or of none (0)."""
+    from vllm.lora.layers.utils import LoRAMapping
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+    wrapper = PunicaWrapperCPU(64, 8, "cpu")
+    wrapper.update_metadata(LoRAMapping(sequences, sequences, prefill), [1, 2], 2, OUT)
+    return wrapper
+
+
+@pytest.mark.parametrize("prefill", [True, False])
+def test_a_token_of_the_base_model_gets_nothing_of_an_adapter_beside_it(mended: Any, prefill: bool) -> None:
+    tokens = torch.randn(2, IN)
+
+    def answered() -> torch.Tensor:
+        found = torch.zeros(2, OUT)
+        wrapper_of((1, 0), prefill=prefill).add_lora_linear(found, tokens, (DOWN,), (UP,), 1.0, (OUT,))
+        return found
+
+    assert answered()[1].any(), "vLLM's kernels know of no adapter now: nothing is to be mended any more"
+    mended()
+    found = answered()
+    torch.testing.assert_close(found[0], UP[0, 0] @ (DOWN[0, 0] @ tokens[0]), rtol=1e-4, atol=1e-4)
+    assert not found[1].any()
+
+
+def test_prompts_have_log_probs_where_adapters_reach_the_head(mended: Any) -> None:
+    """Two sequences get a token, and a prompt of five tokens its log-probs, which ended the engine."""
+    wrapper = wrapper_of((1, 2))
+    prompt, sequences = torch.randn(5, IN), torch.randn(2, IN)
+    with pytest.raises(RuntimeError, match="does not broadcast"):
+        wrapper.add_lora_logits(torch.zeros(5, OUT), prompt, DOWN, UP, 1.0)
+    mended()
+    logits = torch.zeros(5, OUT)
+    wrapper.add_lora_logits(logits, prompt, DOWN, UP, 1.0)
+    assert not logits.any()
+    logits = torch.zeros(2, OUT)
+    wrapper.add_lora_logits(logits, sequences, DOWN, UP, 1.0)
+    expected = torch.stack([UP[i, 0] @ (DOWN[i, 0] @ sequences[i]) for i in range(2)])
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)

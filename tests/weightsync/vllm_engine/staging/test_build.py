@@ -1,9 +1,14 @@
-"""Building in a layout slot, on a model of one's own: opaque parameters, other devices, spare slots."""
+"""Building in a layout slot, on a model of one's own: opaque parameters, other devices. And the slots: built once,
+shared, reused, spare, and built anew after a builder that was killed."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import os
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from importlib import metadata
@@ -14,6 +19,7 @@ import pytest
 import torch
 
 from loadtest.models.mapped_memory import HostDriver
+from tests.weightsync.memory.test_arena import small_file_system
 from weightsync import Publisher, SlotReader
 from weightsync.control.records import VersionRecord
 from weightsync.errors import ChecksumMismatch, DigestMismatch, NotFinite, StagingCancelled
@@ -21,7 +27,7 @@ from weightsync.format.fingerprint import combine
 from weightsync.vllm_engine.device.cpu import Cpu
 from weightsync.vllm_engine.device.cuda import Cuda
 from weightsync.vllm_engine.device.generation import Pace, build_flips
-from weightsync.vllm_engine.device.pool import LayoutPool, Notes
+from weightsync.vllm_engine.device.pool import LayoutPool, LayoutPoolError, Notes
 from weightsync.vllm_engine.device.remap import Remap
 from weightsync.vllm_engine.model import layout as layouts
 from weightsync.vllm_engine.model.layout import plan_layout
@@ -75,33 +81,6 @@ def record(publisher: Publisher) -> VersionRecord:
     return publisher.versions()[-1]
 
 
-GPU = pytest.param("captured", "cuda", marks=pytest.mark.gpu)
-
-
-@pytest.mark.parametrize(("kind", "device"), [("shared", "cpu"), ("device", "cpu"), ("captured", "cpu"), GPU])
-def test_every_kind_of_parameter(record: VersionRecord, tmp_path: Path, kind: str, device: str) -> None:
-    where = torch.device(device)
-    place: Cpu | Cuda = Cpu() if kind == "shared" else Cuda(where, copies=1)
-    place.replaces = kind != "captured"  # as under captured graphs, whatever the device
-    live, twin = Model().to(where), Model()
-    builder = Builder(twin, pair_parameters(live, twin), place)
-    with SlotReader.open(record.slot) as reader:
-        layout = builder.prepare(reader, lambda _: None)
-        data = place.acquire(tmp_path, layout, "v").data.fill_(0xAA)
-        for _ in range(2):
-            built = builder.build(reader, data, lambda _: None)
-            assert combine([built.sums()]) == record.fingerprint
-        assert combine([builder.check(reader, data)]) == record.fingerprint
-        found = {entry.source: entry.view(data).cpu().clone() for entry in layout.entries}
-        data[layout.plain["layers.0.qk"].offset + 3] ^= 1
-        assert combine([builder.check(reader, data)]) != record.fingerprint
-    q, k, norm, scaled, plain, _ = TENSORS.values()
-    assert torch.equal(found["layers.0.qk"], torch.cat([q, k, torch.zeros(1, 8)]))
-    assert torch.equal(found["layers.0.norm"], norm.float())
-    assert torch.equal(found["layers.1.scaled"], scaled * 2)
-    assert torch.equal(found["layers.1.plain"], plain)
-
-
 class WithBuffers(Model):
     """One buffer that the checkpoint fills, and one that it does not."""
 
@@ -117,34 +96,50 @@ class WithBuffers(Model):
         return super().load_weights(found.items())
 
 
-@pytest.mark.parametrize("kind", ["pointed", "mapped", "mapped under graphs"])
-def test_buffers_that_loaders_fill_swap_and_others_stay(publisher: Publisher, tmp_path: Path, kind: str) -> None:
-    """Built where the device has a version lie, and flipped to as it flips."""
+GPU = pytest.param("copied", True, "cuda", marks=pytest.mark.gpu)
+KINDS = [
+    ("pointed", False, "cpu"),
+    *[(kind, graphs, "cpu") for kind in ("copied", "mapped") for graphs in (False, True)],
+]
+
+
+@pytest.mark.parametrize(("kind", "captured", "device"), [*KINDS, GPU])
+def test_every_kind_of_parameter_and_buffer(
+    publisher: Publisher, tmp_path: Path, kind: str, captured: bool, device: str
+) -> None:
+    """Built where the device has a version lie, twice, and flipped to as it flips. `captured`: as under graphs."""
     publisher.publish({**TENSORS, "layers.0.scalar": torch.tensor([1.0, 2.0, 3.0])}, activate=False)
-    record, live, twin = publisher.versions()[-1], WithBuffers(), WithBuffers()
+    where, driver = torch.device(device), HostDriver()
+    record, live, twin = publisher.versions()[-1], WithBuffers().to(where), WithBuffers()
     live.layers[0].table.fill_(7)
-    holder, driver = live.layers[0].scalar, HostDriver()
-    mapped = Remap(torch.device("cpu"), copies=2, driver=driver, largest_handle=driver.granularity)
-    place: Cpu | Remap = Cpu() if kind == "pointed" else mapped
-    place.replaces = kind != "mapped under graphs"
+    holder = live.layers[0].scalar
+    place: Cpu | Cuda | Remap = Cpu() if kind == "pointed" else Cuda(where, copies=1)
+    if kind == "mapped":
+        place = Remap(where, copies=2, driver=driver, largest_handle=driver.granularity)
+    place.replaces = not captured
     place.reserve(live)
     pairs = pair_parameters(live, twin)
     builder = Builder(twin, pairs, place)
     with SlotReader.open(record.slot) as reader:
         layout = builder.prepare(reader, lambda _: None)
         slot = place.acquire(tmp_path, layout, "v")
-        built = builder.build(reader, slot.data, lambda _: None)
-        assert combine([built.sums()]) == record.fingerprint
+        slot.data.fill_(0xAA)
+        for _ in range(2):
+            built = builder.build(reader, slot.data, lambda _: None)
+            assert combine([built.sums()]) == record.fingerprint
         slot.seal("v", Notes())
         place.generation(1, "d", build_flips(pairs, layout, slot.data, {}), slot).commit()
+        q, k, norm, scaled, plain, _ = TENSORS.values()
+        assert holder is live.layers[0].scalar
+        assert holder.tolist() == [1.0, 2.0, 3.0]
+        assert live.layers[0].table.tolist() == [7.0, 7.0, 7.0]
+        assert torch.equal(live.layers[0].qk.cpu(), torch.cat([q, k, torch.zeros(1, 8)]))
+        assert torch.equal(live.layers[0].norm.cpu(), norm.float())
+        assert torch.equal(live.layers[1].scaled.cpu(), scaled * 2)
+        assert torch.equal(live.layers[1].plain.cpu(), plain)
         assert combine([builder.check(reader, slot.data)]) == record.fingerprint
-    q, k, norm, scaled, *_ = TENSORS.values()
-    assert holder is live.layers[0].scalar
-    assert holder.tolist() == [1.0, 2.0, 3.0]
-    assert live.layers[0].table.tolist() == [7.0, 7.0, 7.0]
-    assert torch.equal(live.layers[0].norm, norm.float())
-    assert torch.equal(live.layers[0].qk[:8], torch.cat([q, k]))
-    assert torch.equal(live.layers[1].scaled, scaled * 2)
+        slot.data[layout.plain["layers.0.qk"].offset + 3] ^= 1
+        assert combine([builder.check(reader, slot.data)]) != record.fingerprint
 
 
 PLACES = {"cpu": Cpu, "device": lambda: Cuda(torch.device("cpu"))}
@@ -153,7 +148,7 @@ PLACES = {"cpu": Cpu, "device": lambda: Cuda(torch.device("cpu"))}
 
 def build(
     record: VersionRecord, place: str = "cpu", *, allow_non_finite: bool = False, pace: Pace = lambda _: None
-) -> Builder:
+) -> None:
     """Builds a `Model` in memory of its own."""
     twin, where = Model(), PLACES[place]()
     builder = Builder(twin, pair_parameters(Model(), twin), where, allow_non_finite=allow_non_finite)
@@ -161,16 +156,6 @@ def build(
         layout = builder.prepare(reader, lambda _: None)
         with where.reading(reader):
             builder.build(reader, torch.zeros(layout.nbytes, dtype=torch.uint8), pace)
-    return builder
-
-
-def test_what_cannot_be_told_from_the_slot_is_summed_as_published(record: VersionRecord) -> None:
-    builder = build(record)
-    assert builder._learnt is not None
-    placement = builder._learnt[1]
-    assert placement.opaque.keys() == {"layers.1.scaled"}
-    assert set(placement.opaque["layers.1.scaled"]) == {"layers.1.scaled", "layers.1.plain"}
-    assert set(placement.unused) == {"layers.1.scaled", "spare"}
 
 
 @pytest.mark.parametrize("name", ["layers.0.q", "layers.0.norm", "layers.1.scaled", "layers.1.plain"])
@@ -235,6 +220,9 @@ def test_a_wrong_sum_is_named(record: VersionRecord) -> None:
             compare({"layers.0.q": [[*good[:-1], good[-1] ^ 1]]}, reader.manifest.tensors)
 
 
+# layout slots ---------------------------------------------------------------------------------------------------------
+
+
 def pool_of(directory: Path) -> LayoutPool:
     """As a new instance opens it."""
     layout = plan_layout(pair_parameters(Model(), Model()), torch.device("cpu"), 0, 1)
@@ -275,3 +263,76 @@ def test_spare_slots(tmp_path: Path) -> None:
     assert sorted(tmp_path.glob("layout-f-[0-9]*")) == files
     assert not slots[0].built
     assert first.notes == Notes()
+
+
+def test_slot_is_built_once_and_shared(tmp_path: Path) -> None:
+    pool, other = LayoutPool(tmp_path, "f", 1000), LayoutPool(tmp_path, "f", 1000)
+    slot = pool.acquire("v1")
+    assert not slot.built
+    slot.data.fill_(7)
+    notes = Notes({"w": [[1, 2, 0, 1, 0, 2, 7]]}, {"attn._k_scale_float": 0.5})
+    slot.seal("v1", notes)
+    again = other.acquire("v1")
+    assert again.built
+    assert int(again.data.sum()) == 7000
+    assert again.notes == notes
+    assert len(list(tmp_path.glob("layout-f-[0-9]*"))) == 1
+
+
+def test_slots_in_use_are_kept_and_released_ones_reused(tmp_path: Path) -> None:
+    pool = LayoutPool(tmp_path, "f", 64)
+    slots = []
+    for key in ("v1", "v2", "v3"):
+        slots.append(pool.acquire(key))
+        slots[-1].seal(key, Notes())
+    assert len({s.path for s in slots}) == 3
+    slots[0].release()
+    fourth = pool.acquire("v4")
+    assert fourth.path == slots[0].path
+    assert pool.acquire("v2").path == slots[1].path
+
+
+def test_what_a_killed_builder_left_is_built_again(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from weightsync.vllm_engine.device.pool import LayoutPool\n"
+        "slot = LayoutPool(Path(sys.argv[1]), 'f', 64).acquire('v1'); print('building', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as builder:
+        assert builder.stdout is not None
+        assert builder.stdout.readline() == "building\n"
+        pool = LayoutPool(tmp_path, "f", 64)
+        with pytest.raises(LayoutPoolError, match="building v1"):
+            pool.acquire("v1", timeout_s=0.05)
+        os.kill(builder.pid, signal.SIGKILL)
+        builder.wait()
+        slot = pool.acquire("v1")
+    assert not slot.built
+
+
+def test_a_process_that_is_killed_while_it_makes_a_slot_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def killed(fd: int, begin: int, nbytes: int) -> None:
+        os.ftruncate(fd, nbytes // 2)
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", killed)
+        with pytest.raises(Killed):
+            LayoutPool(tmp_path, "f", 64).reserve(1)
+    pool = LayoutPool(tmp_path, "f", 64)
+    pool.reserve(2)
+    assert {pool.acquire(key).data.numel() for key in ("v1", "v2")} == {64}
+    assert len(list(tmp_path.glob("layout-f-*[0-9]"))) == 2
+
+
+def test_a_full_shared_memory_is_a_typed_error() -> None:
+    room = 1 << 20
+    with small_file_system(room) as directory:
+        pool = LayoutPool(directory, "f", 2 * room)
+        with pytest.raises(LayoutPoolError, match="no room"):
+            pool.acquire("v1")
+        assert not list(directory.glob("layout-f-[0-9]*"))

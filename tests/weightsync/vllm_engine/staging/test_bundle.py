@@ -1,14 +1,20 @@
-"""Base, draft model and adapters as one: random swaps of random parts, with flips by reference and by copy."""
+"""Base, draft model and adapters as one: random swaps of random parts, with flips by reference and by copy; and which
+slot a worker opens for a part when the workers of its instance are on several hosts."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from weightsync.vllm_engine.staging.bundle import Bundle, HeldBundles, PartOrder, Piece
+from tests.weightsync.tensors import model
+from weightsync import Publisher
+from weightsync.control.records import VersionRecord
+from weightsync.errors import CopyUnavailable
+from weightsync.vllm_engine.staging.bundle import Bundle, HeldBundles, PartOrder, Piece, on_this_host
 
 PARTS = ("", "draft", "lora/x")
 
@@ -158,3 +164,50 @@ def test_a_version_that_is_forgotten_is_built_anew_and_nothing_that_runs_is_free
     assert worker.built == built + 1, "the draft model is that of the version which runs"
     worker.commit(target)
     assert worker.model == {"": "b", "draft": "d", "lora/x": "dummy"}
+
+
+# slots of this host ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def here(record: VersionRecord, monkeypatch: pytest.MonkeyPatch) -> VersionRecord:
+    """A published version, whose arena is now that of a worker on host b."""
+    monkeypatch.setenv("HOTSWAP_HOST", "b")
+    return record
+
+
+def order(record: VersionRecord, **places: Path | str) -> PartOrder:
+    """As the leader on host a gives it."""
+    there = {host: str(path) for host, path in places.items()}
+    return PartOrder("", record.version, "/leaders/own", record.manifest_digest, places=there)
+
+
+def test_on_the_one_host_the_order_says_where_the_slot_is(here: VersionRecord) -> None:
+    plain = order(here)
+    assert on_this_host(plain) is plain
+
+
+def test_of_several_hosts_a_worker_takes_the_slot_of_its_own(here: VersionRecord) -> None:
+    assert on_this_host(order(here, a="/a/slot", b=here.slot)).slot == here.slot
+
+
+def test_a_copy_that_has_moved_in_the_arena_is_found_by_its_digest(here: VersionRecord) -> None:
+    moved = Path(here.slot).rename(Path(here.slot).with_name("slot-elsewhere-007"))
+    assert on_this_host(order(here, b=here.slot)).slot == str(moved)
+
+
+def test_a_slot_with_other_bytes_is_not_taken(publisher: Publisher, here: VersionRecord) -> None:
+    publisher.publish(model(2.0), wait=False)
+    other = publisher.versions()[-1]
+    assert on_this_host(order(here, b=other.slot)).slot == here.slot
+
+
+def test_what_is_not_here_any_more_is_refused_with_the_name_of_the_host(here: VersionRecord) -> None:
+    Path(here.slot).unlink()
+    with pytest.raises(CopyUnavailable, match=r"not on host b: no slot in .* activate the version again"):
+        on_this_host(order(here, b=here.slot))
+
+
+def test_a_worker_on_a_host_that_the_leader_does_not_know(here: VersionRecord) -> None:
+    with pytest.raises(CopyUnavailable, match="not on host b: its leader knows a, c alone: set HOTSWAP_HOST"):
+        on_this_host(order(here, a="/a/slot", c="/c/slot"))
