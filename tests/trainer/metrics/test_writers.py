@@ -14,7 +14,7 @@ import yaml
 from rich.console import Console
 
 from tests.waiting import wait_until
-from trainer.config import TrainerConfig, WandbConfig, WatchConfig, load
+from trainer.config import TrainerConfig, WandbConfig, load
 from trainer.errors import ConfigError
 from trainer.metrics import build_writers, chosen_progress
 from trainer.metrics.dashboards import TensorBoard, Wandb, tag, tagged
@@ -53,17 +53,6 @@ def test_tags_group_numbers_by_what_they_are_about() -> None:
     }  # fmt: skip
 
 
-def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
-    writer = TensorBoard(str(tmp_path))
-    for event, values in (("start", START), ("step", STEP), ("eval", EVAL), ("done", {"step": 1, "seconds": 2})):
-        writer.write(event, values)
-    writer.close()
-    found = scalars(tmp_path)
-    assert found["train/loss"] == [(1, 0.5)]
-    assert found["eval/held_out/accuracy"] == [(1, 0.75)]
-    assert found["time/rollout_ms"] == [(1, 12.0)]
-
-
 def test_tensorboard_of_a_resumed_run_shows_each_step_once(tmp_path: Path) -> None:
     killed = TensorBoard(str(tmp_path))
     killed.write("start", START)
@@ -74,8 +63,12 @@ def test_tensorboard_of_a_resumed_run_shows_each_step_once(tmp_path: Path) -> No
     resumed.write("start", START | {"step": 2})
     for step in (3, 4):
         resumed.write("step", STEP | {"step": step, "loss": 2.0})
+    for event, values in (("eval", EVAL | {"step": 4}), ("done", {"step": 4, "seconds": 2})):
+        resumed.write(event, values)
     resumed.close()
-    assert scalars(tmp_path)["train/loss"] == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
+    found = scalars(tmp_path)
+    assert found["train/loss"] == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
+    assert found["eval/held_out/accuracy"] == [(4, 0.75)]
 
 
 # A `.wandb` file is in LevelDB's log format: blocks of 32 KiB, each piece with checksum, length and type.
@@ -83,24 +76,16 @@ BLOCK, FILE_HEADER, PIECE_HEADER = 32768, 7, 7
 FULL, LAST = 1, 4
 
 
-def records(path: Path) -> Iterator[Any]:
-    """W&B's own protobuf messages."""
+def written(path: Path) -> list[Any]:
+    """W&B's own messages of a run that has ended: another process may still write them when the run's own has done with
+    it."""
     from wandb.proto import wandb_internal_pb2
 
-    for data in _messages(path.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        yield record
-
-
-def written(path: Path, timeout_s: float = 60.0) -> list[Any]:
-    """All records of a run that has ended: another process may still write them when the run's own has done with it."""
-
     def whole() -> list[Any]:
-        found = list(records(path))
+        found = [wandb_internal_pb2.Record.FromString(data) for data in _messages(path.read_bytes())]
         return found if any(record.WhichOneof("record_type") == "exit" for record in found) else []
 
-    return wait_until(whole, timeout_s, "the run's end")
+    return wait_until(whole, 60, "the run's end")
 
 
 def _messages(content: bytes) -> Iterator[bytes]:
@@ -194,7 +179,6 @@ def test_progress_is_chosen_by_the_terminal(tmp_path: Path, monkeypatch: pytest.
     assert isinstance(chosen_progress(config(tmp_path, progress="lines")), Lines)
     monkeypatch.setattr("sys.stderr", io.StringIO())
     assert chosen_progress(config(tmp_path)) is None
-    assert WatchConfig().progress == "auto"
 
 
 class Terminal(io.StringIO):
