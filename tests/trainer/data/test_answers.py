@@ -71,24 +71,24 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> str:
     return asyncio.run(written(tmp_path_factory.mktemp("gateway"), ASKED))
 
 
+Learnt = Callable[..., list[tuple[str, ...]]]
+
+
 @pytest.fixture
-def learnt(open_data: Open, tokenizer: Tokenizer, log: str) -> Callable[..., list[tuple[str, ...]]]:
+def learnt(open_data: Open, tokenizer: Tokenizer, log: str) -> Learnt:
     """Prompt, and what is to be learnt of it as texts, of each record."""
 
     def text(ids: tuple[int, ...]) -> str:
         assert ids[-1] == tokenizer.eos_id
         return tokenizer.decode(list(ids[:-1]))
 
-    def read(learn: str, **filters: Any) -> list[tuple[str, ...]]:
-        data: FileDataset = open_data(log, kind="answers", learn=learn, **filters)
+    def read(learn: str, of: str = log, **filters: Any) -> list[tuple[str, ...]]:
+        data: FileDataset = open_data(of, kind="answers", learn=learn, **filters)
         found = [data[index] for index in range(len(data))]
         parts = [(r.target_ids, r.chosen_ids, r.rejected_ids) for r in found]
         return [(r.prompt, *(text(ids) for ids in each if ids)) for r, each in zip(found, parts, strict=True)]
 
     return read
-
-
-Learnt = Callable[..., list[tuple[str, ...]]]
 
 
 @pytest.mark.parametrize(
@@ -125,9 +125,7 @@ def test_filters_that_leave_nothing_say_so(learnt: Learnt, filters: dict[str, An
         learnt("prompts", **filters)
 
 
-async def test_an_answer_that_was_liked_is_preferred_over_one_that_was_not(
-    tmp_path: Path, open_data: Open, tokenizer: Tokenizer
-) -> None:
+async def test_an_answer_that_was_liked_is_preferred_over_one_that_was_not(tmp_path: Path, learnt: Learnt) -> None:
     asked: list[tuple[str, dict[str, Any], dict[str, Any] | None, str]] = [
         ("4", {"user": "40"}, {"score": 0.2}, "ada"),
         ("4", {"user": "41", "suffix": "length"}, {"score": 1.0}, "ada"),  # it was cut
@@ -136,10 +134,7 @@ async def test_an_answer_that_was_liked_is_preferred_over_one_that_was_not(
         ("4", {"user": "43"}, {"score": 0.1}, "bob"),  # the same again
         ("5", {"user": "50"}, {"score": 0.1}, "ada"),  # nothing to compare with
     ]
-    data = open_data(await written(tmp_path, asked), kind="answers", learn="preferences")
-    (found,) = [data[index] for index in range(len(data))]
-    chosen, rejected = (tokenizer.decode(list(ids[:-1])) for ids in (found.chosen_ids, found.rejected_ids))
-    assert (found.prompt, chosen, rejected) == ("4", "43", "40")
+    assert learnt("preferences", await written(tmp_path, asked)) == [("4", "43", "40")]
 
 
 def test_what_was_asked_with_an_answer_is_there_for_rewards(open_data: Open, log: str) -> None:

@@ -92,27 +92,28 @@ def parse(value: dict[str, Any], tokenizer: Tokenizer, **options: Any) -> Record
     return Parser(JsonlData(path="unused", **options), tokenizer, ANY)(value).record(0)
 
 
-def test_keys_are_the_configurations(tokenizer: Tokenizer) -> None:
-    value = {"q": "1+1=", "a": "3", "truth": {"text": 2}, "tests": ["x"], "other": 1, "extra": {"n": None}}
-    keys = {"prompt_key": "q", "target_key": "a", "answer_key": "truth.text", "extra_keys": ("tests",)}
-    record = parse(value, tokenizer, **keys)
-    assert record.prompt == "1+1="
-    assert tokenizer.decode(record.target_ids) == "3"
-    assert record.target_ids[-1] == tokenizer.eos_id
-    assert record.answer == "2"
-    assert record.extra == {"tests": ["x"], "n": None}
+NAMED = {"q": "1+1=", "a": "3", "truth": {"text": 2}, "tests": ["x"], "other": 1, "extra": {"n": None}}
+KEYS = {"prompt_key": "q", "target_key": "a", "answer_key": "truth.text", "extra_keys": ("tests",)}
 
 
-def test_the_answer_is_the_target_unless_it_is_given(tokenizer: Tokenizer) -> None:
-    assert parse({"prompt": "1+1=", "target": "2"}, tokenizer).answer == "2"
-    assert parse({"prompt": "1+1=", "target": "3", "answer": "2"}, tokenizer).answer == "2"
-    assert parse({"prompt": "1+1="}, tokenizer) == Record(0, "1+1=", "", tokenizer.prompt("1+1="), ())
-
-
-def test_preferences_end_both_answers(tokenizer: Tokenizer) -> None:
-    record = parse({"prompt": "1+1=", "chosen": "2", "rejected": "11"}, tokenizer)
-    assert [tokenizer.decode(ids) for ids in (record.chosen_ids, record.rejected_ids)] == ["2", "11"]
-    assert record.chosen_ids[-1] == record.rejected_ids[-1] == tokenizer.eos_id
+@pytest.mark.parametrize(
+    ("value", "options", "answer", "learnt", "more"),
+    [
+        ({"prompt": "1+1="}, {}, "", {}, {}),
+        ({"prompt": "1+1=", "target": "2"}, {}, "2", {"target_ids": "2"}, {}),
+        ({"prompt": "1+1=", "target": "3", "answer": "2"}, {}, "2", {"target_ids": "3"}, {}),
+        ({"prompt": "1+1=", "chosen": "2", "rejected": "11"}, {}, "", {"chosen_ids": "2", "rejected_ids": "11"}, {}),
+        (NAMED, KEYS, "2", {"target_ids": "3"}, {"extra": {"tests": ["x"], "n": None}}),
+    ],
+    ids=["prompt", "target", "answer", "preference", "keys"],
+)
+def test_a_record_of_texts(
+    tokenizer: Tokenizer, value: Any, options: Any, answer: str, learnt: dict[str, str], more: dict[str, Any]
+) -> None:
+    """What is to be learnt ends as an answer does."""
+    ids: dict[str, Any] = {part: tokenizer.continuation(text) for part, text in learnt.items()}
+    expected = Record(0, "1+1=", answer, tokenizer.prompt("1+1="), **{"target_ids": (), **ids, **more})
+    assert parse(value, tokenizer, **options) == expected
 
 
 def test_messages_become_what_transformers_makes_of_them(chatty: Tokenizer) -> None:
@@ -128,23 +129,17 @@ def test_messages_become_what_transformers_makes_of_them(chatty: Tokenizer) -> N
     assert ids[0] == chatty.eos_id
 
 
-def test_the_last_answer_of_a_conversation_is_the_target(chatty: Tokenizer) -> None:
-    record = parse({"messages": [USER, {"role": "assistant", "content": "3"}]}, chatty, prompt_key="messages")
-    assert record.prompt == chatty.chat([USER])[0]
+def test_the_last_answer_of_a_conversation_is_what_is_learnt(chatty: Tokenizer) -> None:
+    good, bad = {"role": "assistant", "content": "3"}, {"role": "assistant", "content": "12"}
+    record = parse({"messages": [USER, good]}, chatty, prompt_key="messages")
+    assert (record.prompt, record.prompt_ids) == chatty.chat([USER])
     assert record.target_ids == chatty.continuation("3")
     asked = parse({"messages": [USER], "answer": "3"}, chatty, prompt_key="messages")
     assert (asked.prompt_ids, asked.target_ids, asked.answer) == (record.prompt_ids, (), "3")
-
-
-def test_a_text_can_be_made_the_users_message(chatty: Tokenizer) -> None:
-    assert parse({"prompt": "1+2="}, chatty, chat_template=True).prompt_ids == chatty.chat([USER])[1]
-
-
-def test_preferences_between_conversations(chatty: Tokenizer) -> None:
-    good, bad = {"role": "assistant", "content": "3"}, {"role": "assistant", "content": "12"}
-    record = parse({"chosen": [USER, good], "rejected": [USER, bad]}, chatty)
-    assert record.prompt == chatty.chat([USER])[0]
-    assert (record.chosen_ids, record.rejected_ids) == (chatty.continuation("3"), chatty.continuation("12"))
+    assert parse({"prompt": "1+2="}, chatty, chat_template=True).prompt_ids == record.prompt_ids
+    preference = parse({"chosen": [USER, good], "rejected": [USER, bad]}, chatty)
+    assert preference.prompt == record.prompt
+    assert (preference.chosen_ids, preference.rejected_ids) == (record.target_ids, chatty.continuation("12"))
     with pytest.raises(BadRecord, match="do not begin with the same messages"):
         parse({"chosen": [USER, good], "rejected": [good, bad]}, chatty)
 
@@ -243,12 +238,6 @@ def test_processes_that_tokenise_know_what_a_run_needs(open_data: Open, tmp_path
     assert (len(data), data.summary()["bad_records"]) == (2, 2)
 
 
-def test_a_record_that_is_too_long_by_the_configuration_is_no_bad_one(open_data: Open, tmp_path: Path) -> None:
-    path = jsonl(tmp_path / "a.jsonl", [ANSWERED, ANSWERED | {"target": "1234567"}])
-    data = open_data(path, needs=Needs("target", longest=8), max_length=8)
-    assert (len(data), data.summary()["bad_records"], data.summary()["too_long"]) == (1, 0, 1)
-
-
 def test_lines_are_numbered_through_all_parts_of_a_file(
     open_data: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,10 +254,11 @@ def test_only_the_first_bad_records_are_named(open_data: Open, tmp_path: Path) -
     assert len(said["bad"]) == 20
 
 
-def test_records_that_are_too_long_are_left_out_and_counted(open_data: Open, tmp_path: Path) -> None:
+def test_records_that_are_too_long_by_the_configuration_are_left_out_and_are_no_bad_ones(
+    open_data: Open, tmp_path: Path
+) -> None:
     records = [{"prompt": "1" * n, "target": "2" * n} for n in range(1, 11)]
-    data = open_data(jsonl(tmp_path / "a.jsonl", records), max_length=9)
+    data = open_data(jsonl(tmp_path / "a.jsonl", records), needs=Needs("target", longest=9), max_length=9)
     assert len(data) == 4
-    assert data.summary()["too_long"] == 6
-    assert data.summary()["bad_records"] == 0
-    assert data.summary()["tokens"] == 3 + 5 + 7 + 9
+    said = data.summary()
+    assert (said["too_long"], said["bad_records"], said["tokens"]) == (6, 0, 3 + 5 + 7 + 9)
