@@ -7,16 +7,17 @@ import contextlib
 import json
 import re
 import shutil
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
 from safetensors.torch import load_file
 
+from tests.trainer.rollouts.generate_server import serve_app
 from trainer.config import ClassifierReward, GatewayConfig, JudgeReward, MathReward, RegexReward, RewardConfig
 from trainer.errors import ConfigError
 from trainer.plan.report import file_bytes
@@ -51,23 +52,7 @@ def boxed() -> Iterator[Scorer]:
         yield scorer
 
 
-MATH = [
-    ("It is $\\frac{1}{2}$.", "0.5", 1.0),
-    ("so \\boxed{2x + x}", "$3x$", 1.0),
-    ("The answer is 42.", "42", 1.0),
-    ("The answer is 43.", "42", 0.0),
-    ("$\\{1, 2\\}$", "$\\{2, 1\\}$", 1.0),
-    ("\\boxed{\\sqrt{8}}", "$2\\sqrt{2}$", 1.0),
-    ("no idea", "7", 0.0),
-]
-
-
-def test_math_compares_meanings(math: Scorer) -> None:
-    found = asked(math, *((answer, expected) for answer, expected, _ in MATH))
-    assert [s.failures for s in found] == [{}] * len(MATH)
-    assert [s.total for s in found] == [value for _, _, value in MATH]
-
-
+UNBOXED = [("It is $\\frac{1}{2}$.", "0.5"), ("The answer is 42.", "42"), ("$\\{1, 2\\}$", "$\\{2, 1\\}$")]
 # How data sets write golds, each with an answer that means the same. A number out of one of these is another answer.
 SEVERAL = [
     ("(1, 2)", "(1,2)"),
@@ -104,6 +89,8 @@ SEVERAL = [
     ("3R^2", "3 R^2"),
 ]
 SINGLE = [
+    ("$3x$", "2x + x"),
+    ("$2\\sqrt{2}$", "\\sqrt{8}"),
     ("x=5", "5"),
     ("-3", "-3.0"),
     ("0.5", "\\frac12"),
@@ -135,17 +122,18 @@ SINGLE = [
 def test_math_reads_a_gold_whole(math: Scorer, boxed: Scorer) -> None:
     """A right answer is worth 1; a number out of a gold of several is worth 0, in a box and in a sentence."""
     right = [(f"So it is \\boxed{{{answer}}}.", gold) for gold, answer in SEVERAL + SINGLE]
-    wrong = [
+    wrong = [("The answer is 43.", "42"), ("no idea", "7")]
+    wrong += [
         (said.format(number), gold)
         for gold, _ in SEVERAL
         for number in re.findall(r"-?\d+(?:\.\d+)?", gold)
         for said in ("So it is \\boxed{{{}}}.", "The answer is {}.")
     ]
     assert len(wrong) > 100
-    found = asked(math, *right, *wrong)
+    found = asked(math, *right, *UNBOXED, *wrong)
     assert [s.failures for s in found if s.failures] == []
-    values = dict(zip([*right, *wrong], (s.total for s in found), strict=True))
-    assert [pair for pair in right if values[pair] != 1.0] == []
+    values = dict(zip([*right, *UNBOXED, *wrong], (s.total for s in found), strict=True))
+    assert [pair for pair in right + UNBOXED if values[pair] != 1.0] == []
     assert [pair for pair in wrong if values[pair] != 0.0] == []
     assert [s.total for s in asked(boxed, *right)] == [1.0] * len(right)
 
@@ -246,53 +234,42 @@ def test_a_classifier_that_cannot_be_loaded_is_named(classifier: Path, tmp_path:
         build_scorer([ClassifierReward(path=str(classifier), label=5)])
 
 
-class Judging(BaseHTTPRequestHandler):
-    """Rates by what the answer says; fails where it says so, once or always."""
-
-    asked: list[dict[str, Any]] = []  # noqa: RUF012
-    busy = 1
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        Judging.asked.append(body | {"key": self.headers.get("authorization")})
-        text = body["messages"][0]["content"]
-        status = 503 if "[busy]" in text and Judging.busy else 400 if "[refused]" in text else 200
-        Judging.busy -= status == 503
-        reply = "none" if "[mute]" in text else "I would say 2/10... no, 7" if "[good]" in text else "99"
-        content = json.dumps(
-            {"choices": [{"message": {"content": reply}}]} if status == 200 else {"error": {}}
-        ).encode()
-        self.send_response(status)
-        self.send_header("content-length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, format: str, *args: Any) -> None: ...
-
-
 @pytest.fixture(scope="module")
-def judge_url() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Judging)
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
+def judge() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Rates by what the answer says; fails where it says so, once or always. Its URL, and what it was asked."""
+    app, asked, failures = FastAPI(), list[dict[str, Any]](), [503]
+
+    async def rate(request: Request) -> JSONResponse:
+        asked.append(await request.json() | {"key": request.headers.get("authorization")})
+        text = asked[-1]["messages"][0]["content"]
+        if "[refused]" in text or ("[busy]" in text and failures):
+            return JSONResponse({"error": {}}, 400 if "[refused]" in text else failures.pop())
+        reply = "none" if "[mute]" in text else "I would say 2/10... no, 7" if "[good]" in text else "99"
+        return JSONResponse({"choices": [{"message": {"content": reply}}]})
+
+    app.post("/v1/chat/completions")(rate)
+    with serve_app(app) as url:
+        yield url, asked
 
 
-def test_a_judge_is_asked_through_the_gateway(judge_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_judge_is_asked_through_the_gateway(
+    judge: tuple[str, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, asked = judge
     monkeypatch.setenv("JUDGE_KEY", "secret")
-    gateway = GatewayConfig(url=judge_url, api_key_env="JUDGE_KEY")
+    gateway = GatewayConfig(url=url, api_key_env="JUDGE_KEY")
     pairs = [("[good] {answer}", "07"), ("great", "07"), ("[busy][good]", "07"), ("[mute]", "07"), ("[refused]", "07")]
     found = scores(JudgeReward(model="m"), *pairs, gateway=gateway)
     assert [round(s.total, 6) for s in found] == [0.7, 1.0, 0.7, 0.0, 0.0]
     assert "no number" in found[3].failures["judge"]
     assert "HTTP 400" in found[4].failures["judge"]
-    first = next(body for body in Judging.asked if "{answer}" in body["messages"][0]["content"])
+    first = next(body for body in asked if "{answer}" in body["messages"][0]["content"])
     assert first["key"] == "Bearer secret"
     assert first["temperature"] == 0.0
     assert "07" in first["messages"][0]["content"]
 
 
-def test_a_judge_needs_a_server(judge_url: str) -> None:
+def test_a_judge_needs_a_server() -> None:
     with pytest.raises(ConfigError, match="no gateway"):
         build_scorer([JudgeReward(model="m")])
     down = scores(JudgeReward(model="m", url="http://127.0.0.1:9", timeout_s=1.0), ("x", "y"))[0]

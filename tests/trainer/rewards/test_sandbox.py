@@ -98,7 +98,6 @@ def test_a_program_leaves_no_dead_process_behind_however_it_ends() -> None:
 import asyncio, ctypes, psutil
 from trainer.errors import RewardTimeout
 from trainer.rewards.sandbox import Limits, Sandbox
-from trainer.rewards.sandboxed import canonical
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans become ours, as they do number one's
 case = {"setup": "import time; time.sleep(600)", "expression": "1"}
 sandbox = Sandbox(Limits(case_timeout_s=60.0, timeout_s=1.0))
@@ -118,7 +117,6 @@ def test_a_sandbox_ends_with_whoever_asked(scorer: Scorer) -> None:
     script = """
 import asyncio
 from trainer.rewards.sandbox import Limits, Sandbox
-from trainer.rewards.sandboxed import canonical
 limits = Limits(case_timeout_s=600.0, timeout_s=600.0)
 asyncio.run(Sandbox(limits).run("", [{"setup": "import time; time.sleep(600)", "expression": "1"}]))
 """
@@ -250,11 +248,16 @@ def test_what_cheats_or_breaks_gains_nothing_and_the_next_is_served(scorer: Scor
 LIBC = "import ctypes, os, socket\nlibc = ctypes.CDLL(None, use_errno=True)"
 
 
+def run(program: str, expression: str = "f(2)", setup: str = "", mib: int = 256, **limits: Any) -> dict[str, Any]:
+    """What a sandbox says of an expression behind a program."""
+    allowed = Limits(memory_bytes=mib << 20, disk_bytes=4 << 20, **limits)
+    (outcome,) = asyncio.run(Sandbox(allowed).run(program, [{"setup": setup, "expression": expression}]))
+    return outcome
+
+
 def seen(scorer: Scorer, expression: str, setup: str = LIBC) -> Any:
     """What a program finds out about its surroundings: the value of an expression, told as the result of a call."""
-    limits = Limits(case_timeout_s=2.0, memory_bytes=256 << 20, disk_bytes=4 << 20)
-    asked = {"setup": setup, "expression": f"repr({expression})"}
-    outcome = asyncio.run(Sandbox(limits).run("", [asked]))[0]
+    outcome = run("", f"repr({expression})", setup, case_timeout_s=2.0)
     return outcome.get("value", outcome.get("error"))
 
 
@@ -298,9 +301,7 @@ SHARED_HOG = HOGS.replace("bytearray(mib << 20)", "__import__('mmap').mmap(-1, m
 
 @pytest.mark.parametrize("program", [HOGS, SHARED_HOG], ids=["private", "shared"])
 def test_memory_of_all_processes_together_is_bounded(scorer: Scorer, program: str) -> None:
-    limits = Limits(case_timeout_s=20.0, timeout_s=25.0, memory_bytes=256 << 20, disk_bytes=4 << 20)
-    (outcome,) = asyncio.run(Sandbox(limits).run(program, [{"setup": "", "expression": "f(2)"}]))
-    assert "268435456 bytes of memory together" in outcome["error"]
+    assert "268435456 bytes of memory together" in run(program, case_timeout_s=20.0, timeout_s=25.0)["error"]
 
 
 def test_many_small_processes_are_not_too_much_memory(scorer: Scorer) -> None:
@@ -313,9 +314,7 @@ for _ in range(6):
         os._exit(0)
 f = lambda x: 2 * x
 """
-    limits = Limits(case_timeout_s=5.0, memory_bytes=40 << 20, disk_bytes=4 << 20)
-    (outcome,) = asyncio.run(Sandbox(limits).run(program, [{"setup": "", "expression": "f(2)"}]))
-    assert outcome == {"case": 0, "value": "4"}
+    assert run(program, mib=40, case_timeout_s=5.0) == {"case": 0, "value": "4"}
 
 
 COLLIDING = "{" + ",".join(str(i * ((1 << 61) - 1)) for i in range(1, 20_000)) + "}"
@@ -400,9 +399,9 @@ def test_no_environment_no_privileges_no_other_processes(scorer: Scorer) -> None
         assert "secret" not in seen(scorer, "dict(os.environ)")
     finally:
         del os.environ["HOTSWAP_TEST_SECRET"]
-    status = seen(scorer, "open('/proc/self/status').read()")
-    assert "CapEff:\\t0000000000000000" in status.replace("\\\\", "\\")
-    assert "NoNewPrivs:\\t1" in status.replace("\\\\", "\\")
+    status = seen(scorer, "open('/proc/self/status').read()").replace("\\\\", "\\")
+    assert "CapEff:\\t0000000000000000" in status
+    assert "NoNewPrivs:\\t1" in status
     processes = json.loads(seen(scorer, "sorted(int(p) for p in os.listdir('/proc') if p.isdigit())").strip("'\""))
     assert max(processes) < 20
     assert "Error" in seen(scorer, "os.setuid(0)") or "True" in seen(scorer, "os.getuid() != 0")

@@ -1,13 +1,14 @@
-"""Rules, users' functions, weighted sums; what becomes of a reward that fails."""
+"""Rules, users' functions, weighted sums, rewards that see all samples of a prompt; what becomes of one that fails."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import itertools
-import os
+import json
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +16,45 @@ import psutil
 import pytest
 
 from tests.trainer.faults.runs import is_gone
+from tests.trainer.rollouts.client import client
+from tests.trainer.rollouts.generate_server import GenerateServer
 from tests.waiting import eventually, wait_until
-from trainer.config import CallableReward, ExactMatchReward, FormatReward, GroupReward, RegexReward, RewardConfig
+from trainer.config import (
+    CallableReward,
+    EvalConfig,
+    ExactMatchReward,
+    FormatReward,
+    GroupReward,
+    RegexReward,
+    RewardConfig,
+)
+from trainer.data.records import Record
+from trainer.data.tokenizer import Tokenizer
 from trainer.errors import ConfigError, RewardError, RewardWorkerDied
-from trainer.rewards import Reward, RewardRequest, Score, Scorer, build_scorer
+from trainer.metrics.rollouts import rollout_metrics
+from trainer.rewards import ComparingReward, RewardRequest, SampleGroup, Score, Scorer, Weighted, build_scorer
 from trainer.rewards.pool import WorkerPool
 from trainer.rewards.worker import _batches
+from trainer.rollouts.sampling import RolloutSampler
 from trainer.worker_process import WorkerProcess, start_worker
 
 HERE = "tests.trainer.rewards.functions"
 
 
 def ask(scorer: Scorer, *answers: str) -> list[Score]:
-    async def all_of_them() -> list[Score]:
-        requests = (RewardRequest("3+4=", answer, "07", {"bonus": 0.5}) for answer in answers)
-        return await asyncio.gather(*(scorer(request) for request in requests))
+    """The scores of one prompt's answers; the last one was cut off."""
 
-    return asyncio.run(all_of_them())
+    async def asked() -> list[Score]:
+        requests = [
+            RewardRequest(
+                "3+4=", answer, "07", {"bonus": 0.5}, ({"role": "assistant", "content": answer},), len(answer),
+                truncated=answer == answers[-1],
+            )
+            for answer in answers
+        ]  # fmt: skip
+        return await scorer.compared(requests, await asyncio.gather(*(scorer(request) for request in requests)))
+
+    return asyncio.run(asked())
 
 
 def scoring(*configs: RewardConfig) -> contextlib.closing[Scorer]:
@@ -119,28 +142,15 @@ def test_what_the_user_can_correct_is_said_before_the_run(configs: list[RewardCo
 def test_a_reward_that_fails_gives_its_configured_value_and_the_next_is_served(tmp_path: Path) -> None:
     left = tmp_path / "pid"
     with misbehaving(timeout_s=1.0, on_failure=-1.0, workers=2) as scorer:
-        bad = ["raise", "hang", "loop", "die", f"leave {left}", "close"]
-        scores = ask(scorer, *bad[:-1], "fine")
-        assert [s.total for s in scores] == [-1.0] * 5 + [1.0]
-        told = ["KeyError('missing')", "took over 1 s", "took over 1 s", "status 3", "took over 1 s"]
+        bad = ["raise", "hang", "loop", "die", "no number", f"leave {left}"]
+        scores = ask(scorer, *bad, "fine")
+        assert [s.total for s in scores] == [-1.0] * 6 + [1.0]
+        told = ["KeyError('missing')", "took over 1 s", "took over 1 s", "status 3", "finite", "took over 1 s"]
         assert [reason for s, reason in zip(scores, told, strict=False) if reason not in s.failures["callable"]] == []
         wait_until(lambda: is_gone(int(left.read_text())))
-        assert scorer.stats()["reward_failures/callable"] == 5
-        ask(scorer, bad[-1])
+        assert scorer.stats()["reward_failures/callable"] == 6
+        ask(scorer, "close")
         assert [s.total for s in ask(scorer, *["fine"] * 8)] == [1.0] * 8
-
-
-def test_a_value_that_is_not_finite_is_a_failure() -> None:
-    with scoring(CallableReward(target=f"{HERE}:not_a_number", workers=1)) as scorer:
-        (result,) = ask(scorer, "07")
-    assert result.total == 0.0
-    assert "finite" in result.failures["callable"]
-
-
-def test_coroutines_share_a_worker_and_one_that_blocks_it_costs_the_others_nothing() -> None:
-    with misbehaving(target=f"{HERE}:blocks_the_loop", timeout_s=1.0) as scorer:
-        scores = ask(scorer, *["fine"] * 4, "block", *["fine"] * 4)
-    assert [s.total for s in scores] == [1.0] * 4 + [0.0] + [1.0] * 4
 
 
 def test_answers_that_wait_are_valued_together() -> None:
@@ -160,9 +170,13 @@ def test_answers_that_wait_are_valued_together() -> None:
     assert all(len(batch) == 4 for batch in rest[:-1])
 
 
-@pytest.mark.parametrize("fault", ["raise", "hang", "die"])
-def test_an_answer_that_spoils_its_batch_costs_the_others_nothing(fault: str) -> None:
-    with misbehaving(target=f"{HERE}:together", timeout_s=1.5 if fault == "hang" else 60.0) as scorer:
+@pytest.mark.parametrize(
+    ("target", "fault"),
+    [("blocks_the_loop", "block"), ("together", "raise"), ("together", "hang"), ("together", "die")],
+)
+def test_an_answer_that_spoils_those_beside_it_costs_them_nothing(target: str, fault: str) -> None:
+    """Coroutines share a worker, and so do the answers of a batch."""
+    with misbehaving(target=f"{HERE}:{target}", timeout_s=1.5 if fault in ("block", "hang") else 60.0) as scorer:
         spoilt = ask(scorer, *["fine"] * 6, fault, *["fine"] * 6)
     assert [bool(s.failures) for s in spoilt] == [False] * 6 + [True] + [False] * 6
     assert all(s.total >= 1.0 for s in spoilt if not s.failures)
@@ -175,17 +189,12 @@ def test_a_coroutine_that_is_late_is_cancelled_without_its_worker() -> None:
         assert psutil.Process().children(recursive=True) == children
 
 
-def test_a_sample_waits_no_longer_than_its_deadline() -> None:
-    with misbehaving(timeout_s=30.0, deadline_s=0.5) as scorer:
-        scores = ask(scorer, "hang", "fine", "fine")
-    assert [s.total for s in scores] == [0.0] * 3
-    assert "within 0.5 s" in scores[1].failures["callable"]
-
-
 def test_who_gives_up_waiting_leaves_the_next_one_a_worker_that_is_free() -> None:
-    """The deadline ends a sample's wait in the middle of its evaluation; the worker is busy for longer."""
+    """The deadline ends a sample's wait, before its evaluation or in the middle; the worker is busy for longer."""
     with misbehaving(timeout_s=1.0, deadline_s=0.5) as scorer:
-        assert "within 0.5 s" in ask(scorer, "hang")[0].failures["callable"]
+        for score in ask(scorer, "hang", "fine", "fine"):
+            assert score.total == 0.0
+            assert "within 0.5 s" in score.failures["callable"]
 
         # A second later the worker is killed; a sample that was sent there meanwhile would be taken for the culprit.
         def is_fine() -> bool:
@@ -293,12 +302,93 @@ def test_nothing_is_left_when_it_is_closed() -> None:
     assert not any(psutil.pid_exists(pid) for pid in started)
     with pytest.raises(RewardError, match="closed"):
         ask(scorer, "x")
-    assert os.getpid()  # this process was spared
 
 
-def test_a_reward_without_a_value_is_never_built() -> None:
-    class Mute(Reward):
-        """It scores nothing."""
+def compare(configs: Sequence[RewardConfig], *answers: str) -> list[Score]:
+    with scoring(*configs) as scorer:
+        return ask(scorer, *answers)
 
-    with pytest.raises(TypeError, match="__call__"):
-        Mute()  # type: ignore[abstract]
+
+def test_a_group_reward_is_one_more_part_of_each_score() -> None:
+    ranked = GroupReward(target=f"{HERE}:ranked", weight=-0.5, name="length", workers=1)
+    scores = compare([ranked, ExactMatchReward(weight=2.0)], "07", "0000007", "7")
+    assert [score.parts for score in scores] == [
+        {"exact_match": 1, "length": 1}, {"exact_match": 0, "length": 2}, {"exact_match": 0, "length": 0},
+    ]  # fmt: skip
+    assert [score.total for score in scores] == [1.5, -1.0, 0.0]
+    assert [score.full for score in scores] == [True, False, False], "right is right, whatever its siblings are"
+
+
+def test_it_sees_every_sample_and_may_be_a_coroutine() -> None:
+    scores = compare([ExactMatchReward(weight=2.0), GroupReward(target=f"{HERE}:seen", workers=1)], "07", "8")
+    assert [score.failures for score in scores] == [{}, {}]
+    assert [score.total for score in scores] == [3.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        ("raise", "KeyError"),
+        ("hang", "took over 1 s"),
+        ("die", "status 3"),
+        ("one number", "a list with a number for each sample"),
+        ("too few", "1 numbers for 2 samples"),
+        ("infinite", "finite"),
+    ],
+)
+def test_one_that_fails_has_no_value_for_any_sample(fault: str, why: str) -> None:
+    reward = GroupReward(target=f"{HERE}:ranked", timeout_s=1.0, workers=1)
+    scores = compare([ExactMatchReward(), reward, replace(reward, on_failure=-1.0, name="instead")], fault, "07")
+    for score in scores:
+        assert score.missing == ["group"]
+        assert why in score.failures["group"]
+    assert [score.total for score in scores] == [-1.0, 0.0]
+
+
+def test_a_target_names_a_function() -> None:
+    with pytest.raises(ConfigError, match="names no function"):
+        GroupReward(target="module")
+
+
+class Away(ComparingReward):
+    """Fails until it was asked so often."""
+
+    def __init__(self, until: int) -> None:
+        self.asked, self.until = 0, until
+
+    async def __call__(self, group: SampleGroup, /) -> list[float]:
+        self.asked += 1
+        if self.asked <= self.until:
+            raise ConnectionError("nobody there")
+        return [float(sample.tokens) for sample in group.samples]
+
+
+Rollouts = Callable[[ComparingReward], RolloutSampler]
+
+
+@pytest.fixture
+def rollouts(server: GenerateServer, tokenizer: Tokenizer) -> Rollouts:
+    return lambda reward: client(server.url, tokenizer, Scorer({"length": Weighted(reward)}), max_tokens=8)
+
+
+def test_it_is_asked_again_and_an_outage_leaves_the_group_out(rollouts: Rollouts, record: Record) -> None:
+    with rollouts(Away(1)) as running:
+        group = running.submit(record, 4, 0).result(timeout=60)
+        assert group.rewards == [float(trajectory.policy_tokens) for trajectory in group.trajectories]
+        assert "trajectories_without_reward" not in running.stats()
+    assert rollout_metrics([group], 0)["reward/length"] == sum(group.rewards) / 4
+    assert type(group).from_json(json.loads(json.dumps(group.to_json()))) == group, "a checkpoint keeps it"
+    with rollouts(Away(1000)) as running:
+        assert running.submit(record, 4, 0).result(timeout=60).trajectories == (), "never trained on as 0"
+        stats = running.stats()
+    assert stats["trajectories_without_reward"] == 4
+    assert stats["reward_failures/length"] == 2
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_an_evaluation_compares_nothing(rollouts: Rollouts, record: Record, samples: int) -> None:
+    reward = Away(0)
+    with rollouts(reward) as running:
+        (group,) = running.evaluate([record], EvalConfig(samples=samples))
+    assert group.scores == (Score(0),) * samples
+    assert reward.asked == 0
