@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -102,12 +101,6 @@ async def slow_add(a: int) -> str:
 def fails(text: str) -> str:
     """Fails."""
     raise ValueError(f"no {text}")
-
-
-def sleeps(seconds: float) -> str:
-    """Sleeps."""
-    time.sleep(seconds)
-    return "awake"
 
 
 def floods(megabytes: int) -> str:

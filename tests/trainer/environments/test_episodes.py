@@ -1,80 +1,71 @@
-"""Episodes through a model: turns, tokens and rewards; and what becomes of environments that fail."""
+"""Episodes through a model: turns, tokens and rewards; what becomes of environments that fail; the shipped games: their
+rules, and the example of the page played in the trainer's processes."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.trainer.environments.functions import hosting
+from tests.trainer.rollouts.client import client
 from tests.trainer.rollouts.generate_server import GenerateServer
-from trainer.config import (
-    CallableEnvironment,
-    ExactMatchReward,
-    FunctionTool,
-    GatewayConfig,
-    RolloutConfig,
-    ToolsEnvironment,
-)
+from trainer.config import CallableEnvironment, EnvironmentConfig, FunctionTool, JsonlData, ToolsEnvironment
+from trainer.config.strict import convert
+from trainer.data import build_dataset
 from trainer.data.records import Record
 from trainer.data.tokenizer import Tokenizer
 from trainer.environments import EnvironmentHost, Episode, Observation, Task
+from trainer.environments.games import FindKey, GuessNumber
 from trainer.errors import ConfigError, EnvironmentFailed, EpisodeInterrupted, RolloutError
 from trainer.rewards import Reward, RewardRequest, Scorer, Weighted, build_scorer
-from trainer.rollouts.sampling import ENVIRONMENT, RolloutSampler
+from trainer.rollouts.sampling import ENVIRONMENT
 from trainer.trajectory import TrajectoryGroup
 from trainer.worker_process import WorkerProcess
 
 HERE = "tests.trainer.environments.functions"
-
-
+PAGE = (Path(__file__).parents[3] / "docs" / "trainer" / "environments.md").read_text()
+GAMES = "trainer.environments.games"
 Play = Callable[..., tuple[TrajectoryGroup, dict[str, float]]]
 
 
 @pytest.fixture
-def play(server: GenerateServer, tokenizer: Tokenizer) -> Play:
+def play(server: GenerateServer, tokenizer: Tokenizer, record: Record) -> Play:
     """A group of n episodes, and what was counted meanwhile. The environment's class, and what else it is told, are
     `config`; its `options` are the class's."""
 
     def played(n: int, scorer: Scorer | None = None, **config: Any) -> tuple[TrajectoryGroup, dict[str, float]]:
         environment = CallableEnvironment(**{"target": f"{HERE}:Countdown", "workers": 1, **config})
-        scorer = scorer or build_scorer([ExactMatchReward()])
-        gateway, rollout = GatewayConfig(url=server.url), RolloutConfig(max_tokens=64)
-        with RolloutSampler(gateway, rollout, scorer, tokenizer, 3, environment) as running:
-            record = Record(0, "1+2=", "03", tokenizer.prompt("1+2="), ())
+        with client(server.url, tokenizer, scorer, environment, max_tokens=64) as running:
             return running.submit(record, n, 0).result(timeout=120), running.stats()
 
     return played
 
 
 def test_an_episode_is_one_trajectory(play: Play, server: GenerateServer, tokenizer: Tokenizer) -> None:
-    group, _ = play(3)
+    """A weight goes into the reward of each turn."""
+    group, _ = play(3, weight=0.5)
     assert group.prompt_ids == tokenizer.prompt("1+2=")
     for trajectory, score in zip(group.trajectories, group.scores, strict=True):
         assert [turn.of_policy for turn in trajectory.turns] == [True, False] * 2 + [True]
         assert [tokenizer.decode(turn.token_ids) for turn in trajectory.turns[1::2]] == ["2+", "1+"]
-        assert [turn.reward for turn in trajectory.turns] == [1, 0, 1, 0, 1]
+        assert [turn.reward for turn in trajectory.turns] == [0.5, 0, 0.5, 0, 0.5]
         assert score.parts[ENVIRONMENT] == 3
-        assert score.total == 3 + score.parts["exact_match"]
+        assert score.total == 1.5 + score.parts["exact_match"]
+        by_token = [reward for reward in trajectory.rewards(score.total) if reward]
+        assert by_token == [0.5, 0.5, 0.5 + score.parts["exact_match"]]
     for body in server.requests[-3:]:
         assert body["max_tokens"] < 64, "the turns before count"
     prompts = [tuple(body["prompt_token_ids"]) for body in server.requests]
     whole = {group.prompt_ids + t.token_ids for t in group.trajectories}
     assert all(any(w[: len(p)] == p for w in whole) for p in prompts[-9:]), "nothing is tokenised a second time"
-
-
-def test_a_weight_goes_into_the_reward_of_each_turn(play: Play) -> None:
-    group, _ = play(1, weight=0.5)
-    (trajectory,), (score,) = group.trajectories, group.scores
-    assert [turn.reward for turn in trajectory.turns] == [0.5, 0, 0.5, 0, 0.5]
-    assert score.parts[ENVIRONMENT] == 3
-    assert score.total == 1.5 + score.parts["exact_match"]
-    by_token = [reward for reward in trajectory.rewards(score.total) if reward]
-    assert by_token == [0.5, 0.5, 0.5 + score.parts["exact_match"]]
 
 
 def test_turns_and_tokens_are_bounded(play: Play) -> None:
@@ -161,7 +152,7 @@ def test_a_group_that_lacks_some_is_counted(play: Play, tmp_path: Path) -> None:
     assert "groups_lost" not in stats
 
 
-def test_tools_give_nothing_of_their_own(server: GenerateServer, tokenizer: Tokenizer) -> None:
+def test_tools_give_nothing_of_their_own(server: GenerateServer, tokenizer: Tokenizer, record: Record) -> None:
     """So an answer is right when its rewards say so."""
     tools = ToolsEnvironment(tools=(FunctionTool(target=f"{HERE}:add"),), describe=False, workers=1)
 
@@ -169,9 +160,7 @@ def test_tools_give_nothing_of_their_own(server: GenerateServer, tokenizer: Toke
         async def __call__(self, request: RewardRequest, /) -> float:
             return 1.0
 
-    scorer, gateway = Scorer({"content": Weighted(Content())}), GatewayConfig(url=server.url)
-    record = Record(0, "1+2=", "03", tokenizer.prompt("1+2="), ())
-    with RolloutSampler(gateway, RolloutConfig(max_tokens=8), scorer, tokenizer, 3, tools) as running:
+    with client(server.url, tokenizer, Scorer({"content": Weighted(Content())}), tools, max_tokens=8) as running:
         group = running.submit(record, 2, 0).result(timeout=120)
     assert [(score.parts, score.full) for score in group.scores] == [({"content": 1.0}, True)] * 2
 
@@ -222,3 +211,93 @@ def test_an_outage_of_a_reward_teaches_nothing(play: Play) -> None:
     assert play(1, Scorer({"away": Weighted(Away(1))}))[0].scores[0].parts["away"] == 1.0
     group, stats = play(2, Scorer({"away": Weighted(Away(1000))}))
     assert (group.trajectories, stats["trajectories_without_reward"]) == ((), 2)
+
+
+def blocks(section: str) -> tuple[str, str]:
+    """The Python and the YAML of a section of the page."""
+    text = PAGE.split(f"\n## {section}\n")[1].split("\n## ")[0]
+    (script,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    (settings,) = re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return script, settings
+
+
+def said(seen: Observation) -> str:
+    return " ".join(message["content"] for message in seen.messages)
+
+
+@pytest.mark.parametrize("number", [1, 37, 64])
+def test_a_player_who_halves_the_range_wins_within_its_logarithm(number: int) -> None:
+    game = GuessNumber(highest=64, cost=0.1)
+    assert "1 to 64" in said(game.reset(Task("", (), str(number))))
+    low, high, rewards = 1, 64, list[float]()
+    while not rewards or rewards[-1] != 1.0:
+        middle = (low + high) // 2
+        seen = game.step(f"I say {middle}.")
+        rewards.append(seen.reward)
+        if not seen.done:
+            low, high = (middle + 1, high) if said(seen) == "Too low." else (low, middle - 1)
+    assert seen.done
+    assert len(rewards) <= 7
+    assert rewards[:-1] == [-0.1] * (len(rewards) - 1)
+    assert (said(game.step("well")), game.step("well").reward) == ("Write a number.", -0.1)
+
+
+@pytest.mark.parametrize(
+    ("key", "there", "back"),
+    [("hall", [], []), ("attic", ["north", "up"], ["down", "south"]), ("cellar", ["east", "down"], ["up", "west"])],
+)
+def test_bringing_the_key_and_opening_the_door_is_worth_one(key: str, there: list[str], back: list[str]) -> None:
+    game, total = FindKey(), 0.0
+    seen = game.reset(Task("", (), key))
+    assert "You are in the hall." in said(seen)
+    assert "does not work" in said(game.step("open door")), "there is no key yet"
+    for command in [*(f"go {d}" for d in there), "take key", *(f"go {d}" for d in back), "Open door "]:
+        assert not seen.done
+        seen = game.step(command)
+        total += seen.reward
+    assert seen.done
+    assert total == pytest.approx(1.0)
+
+
+def test_walking_and_asking_again_earn_nothing() -> None:
+    game = FindKey()
+    game.reset(Task("", (), "library"))
+    assert [game.step(c).reward for c in ("go up", "dance", "take key", "go north")] == [0.0] * 4
+    assert game.step("take key").reward == pytest.approx(1 / 3)
+    assert game.step("go south").reward == pytest.approx(1 / 3)
+    assert [game.step(c).reward for c in ("take key", "go north", "go south")] == [0.0] * 3
+
+
+@pytest.mark.parametrize(("name", "answer"), [("GuessNumber", "101"), ("GuessNumber", "x"), ("FindKey", "garden")])
+async def test_a_record_that_fits_no_game_fails_its_episode(name: str, answer: str) -> None:
+    async with hosting(CallableEnvironment(target=f"{GAMES}:{name}", workers=1)) as host:
+        with pytest.raises(EnvironmentFailed, match="ValueError"):
+            await host.begin(Task("", (), answer))
+
+
+async def test_the_page_s_own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, settings = blocks("Your own")
+    (tmp_path / "countdown.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    async with hosting(convert(EnvironmentConfig, yaml.safe_load(settings)["environment"], "environment")) as host:
+        episode, first = await host.begin(Task("", (), "30"))
+        assert "from 10," in said(first)
+        assert said(await episode.step("9")) == "No. 10 is next."
+        seen = [await episode.step(str(number)) for number in range(10, -1, -1)]
+    assert [s.done for s in seen] == [False] * 10 + [True]
+    assert sum(s.reward for s in seen) == pytest.approx(1.0)
+
+
+def test_the_page_s_example_is_played(server: GenerateServer, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    script, settings = blocks("Games")
+    exec(script.replace("numbers.jsonl", str(tmp_path / "numbers.jsonl")), {})
+    assert len([json.loads(line) for line in (tmp_path / "numbers.jsonl").read_text().splitlines()]) == 50
+    config: Any = yaml.safe_load(settings)
+    config["data"] |= {"path": str(tmp_path / "numbers.jsonl"), "cache_dir": str(tmp_path)}
+    environment = convert(EnvironmentConfig, config["environment"], "environment")
+    dataset = build_dataset(convert(JsonlData, config["data"], "data"), tokenizer, 0)
+    with client(server.url, tokenizer, build_scorer([]), environment, max_tokens=200) as running:
+        group = running.submit(dataset[0], 2, 0).result(timeout=60)
+    for trajectory, score in zip(group.trajectories, group.scores, strict=True):
+        assert score.parts[ENVIRONMENT] == pytest.approx(sum(turn.reward for turn in trajectory.turns))
+        assert trajectory.turns[0].reward in (1.0, -0.05)
