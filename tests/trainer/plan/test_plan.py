@@ -1,4 +1,5 @@
-"""Which layout is recommended, by the tables; what is refused, and why; and `hotswap train --plan`."""
+"""Which layout is recommended, by the tables; what is refused, and why; `hotswap train --plan`; and the estimator
+against what the engine really holds, measured on real ranks in every kind of layout."""
 
 from __future__ import annotations
 
@@ -11,42 +12,35 @@ from typing import Any
 import pytest
 import yaml
 
-from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig, load, strict
-from trainer.errors import ConfigError, NoLayout
+from tests.trainer.ranks import Ranks
+from trainer.config import LoraConfig, OptimizerConfig, ParallelConfig, TrainerConfig, load, strict
+from trainer.errors import NoLayout
 from trainer.main import main
 from trainer.megatron.hf_config import ModelShape, load_shape
 from trainer.memory.ledger import GIB
-from trainer.plan import Hardware, PlanOptions, Workload, estimate, recommend
+from trainer.plan import Hardware, Workload, estimate, recommend
+from trainer.plan.estimate import adapter_weights, bytes_to_save, rank_weights
 from trainer.plan.recommend import Choice, candidates
 from trainer.plan.report import as_yaml, reward_models, workload_of
+from trainer.tiny_model import write_tiny_model
 
 WORK = Workload(length=4096, micro_batch=1)
-# Published sizes of the families' models.
-KNOWN: dict[str, dict[str, Any]] = {
-    "1.5B": {"layers": 28, "hidden": 1536, "ffn": 8960, "heads": 12, "kv": 2, "vocab": 151936},
-    "8B": {"layers": 32, "hidden": 4096, "ffn": 14336, "heads": 32, "kv": 8, "vocab": 128256},
-    "70B": {"layers": 80, "hidden": 8192, "ffn": 28672, "heads": 64, "kv": 8, "vocab": 128256},
-    "405B": {"layers": 126, "hidden": 16384, "ffn": 53248, "heads": 128, "kv": 8, "vocab": 128256},
-    "30B-A3B": {"layers": 48, "hidden": 2048, "ffn": 6144, "heads": 32, "kv": 4, "vocab": 151936, "experts": 128},
+NAMES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+KNOWN = {  # published: these sizes, and the vocabulary's
+    "1.5B": (28, 1536, 8960, 12, 2, 151936),
+    "8B": (32, 4096, 14336, 32, 8, 128256),
+    "70B": (80, 8192, 28672, 64, 8, 128256),
+    "405B": (126, 16384, 53248, 128, 8, 128256),
+    "30B-A3B": (48, 2048, 6144, 32, 4, 151936),
 }
+MIXTURES = {"30B-A3B": {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}}
 
 
-def write_config(directory: Path, name: str) -> str:
-    k = KNOWN[name]
+def write_config(directory: Path, name: str, length: int = 8192) -> str:
     directory.mkdir(exist_ok=True)
-    config: dict[str, Any] = {
-        "architectures": ["Qwen3MoeForCausalLM" if "experts" in k else "LlamaForCausalLM"],
-        "num_hidden_layers": k["layers"],
-        "hidden_size": k["hidden"],
-        "intermediate_size": k["ffn"],
-        "num_attention_heads": k["heads"],
-        "num_key_value_heads": k["kv"],
-        "vocab_size": k["vocab"],
-        "max_position_embeddings": 8192,
-        "head_dim": 128,
-    }
-    if "experts" in k:
-        config |= {"num_experts": k["experts"], "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    config: dict[str, Any] = dict(zip((*NAMES, "vocab_size"), KNOWN[name], strict=True)) | MIXTURES.get(name, {})
+    config["architectures"] = ["Qwen3MoeForCausalLM" if name in MIXTURES else "LlamaForCausalLM"]
+    config |= {"max_position_embeddings": length, "head_dim": 128}
     (directory / "config.json").write_text(json.dumps(config))
     return str(directory)
 
@@ -143,14 +137,8 @@ def test_more_ranks_never_need_more_of_each(tmp_path: Path) -> None:
 
 
 def settings(path: str, **more: Any) -> dict[str, Any]:
-    return {
-        "model": {"path": path, "dtype": "bfloat16"},
-        "data": {"kind": "arithmetic"},
-        "algorithm": {"name": "sft"},
-        "steps": 1,
-        "micro_batch": 1,
-        "packing": None,
-    } | more
+    about = {"model": {"path": path, "dtype": "bfloat16"}, "data": {"kind": "arithmetic"}, "algorithm": {"name": "sft"}}
+    return about | {"steps": 1, "micro_batch": 1, "packing": None} | more
 
 
 def built(**more: Any) -> TrainerConfig:
@@ -227,11 +215,8 @@ def test_the_classifiers_of_rewards_and_of_evaluations_are_told(tmp_path: Path, 
     (tmp_path / "classifier" / "model.safetensors").write_bytes(b" " * (3 << 20))
     judge = {"kind": "classifier", "path": str(tmp_path / "classifier"), "workers": 2}
     more: dict[str, Any] = {"gateway": {"url": "http://unused"}, "rewards": [{"kind": "exact_match"}, judge]}
-    more["eval"] = [
-        {},
-        {"name": "judged", "rewards": [judge, judge]},
-        {"name": "far", "rewards": [judge | {"path": "/x"}]},
-    ]
+    far = {"name": "far", "rewards": [judge | {"path": "/x"}]}
+    more["eval"] = [{}, {"name": "judged", "rewards": [judge, judge]}, far]
     written = settings(write_config(tmp_path / "model", "1.5B"), **more)
     found = reward_models(strict.build(TrainerConfig, written))
     assert found == {"rewards": 6 << 20, "eval judged": 12 << 20, "eval far": 0}
@@ -259,9 +244,7 @@ def test_the_command_prints_a_plan_and_its_yaml_can_be_used(tmp_path: Path, plan
 
 
 def test_a_cut_sequence_is_in_the_yaml_with_the_reason(tmp_path: Path, plan: Plan) -> None:
-    path = write_config(tmp_path / "model", "8B")
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 131072}))
+    path = write_config(tmp_path / "model", "8B", length=131072)
     out = plan(settings(path), "--gpus", "64", "--length", "131072")
     choice = recommend(load_shape(path), Hardware(64, 80 * GIB), Workload(length=131072))
     assert f"context: {choice.parallel.context}" in out
@@ -283,6 +266,7 @@ def test_an_offloaded_optimizer_is_in_the_yaml(tmp_path: Path) -> None:
         (["--gpus", "1", "--gpu-memory", "40"], "no layout fits on 1 GPUs"),
         (["--gpus", "0"], "--gpus: must be positive"),
         (["--gpu-memory", "-3"], "--gpu-memory: must be positive"),
+        (["--length", "0"], "--length: must be positive"),
     ],
     ids=str,
 )
@@ -295,6 +279,129 @@ def test_the_impossible_is_refused_with_the_reason(
     assert told in capsys.readouterr().err
 
 
-def test_what_is_not_positive_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--length"):
-        PlanOptions(length=0)
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+ROWS, LENGTH = 2, 64
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("models")
+    for family in ("llama", "qwen2", "qwen3", "qwen3_moe"):
+        write_tiny_model(root / family, family, **SIZES)
+    write_tiny_model(root / "llama-tied", "llama", tie_word_embeddings=True, **SIZES)
+    return {path.name: str(path) for path in root.iterdir()}
+
+
+BROAD = pytest.mark.broad
+
+
+@pytest.mark.parametrize(
+    ("family", "parallel", "how", "kept"),
+    [
+        ("llama", {}, {}, 0.05),
+        ("llama-tied", {}, {}, 0.05),
+        ("qwen2", {}, {}, 0.05),
+        ("qwen3", {}, {}, 0.05),
+        ("qwen3_moe", {}, {}, 0.05),
+        ("llama", {}, {"dtype": "bfloat16"}, 0.05),
+        ("llama", {}, {"recompute": "full"}, 0.15),
+        ("llama", {"tensor": 2}, {}, 0.08),
+        ("llama", {"tensor": 2, "sequence": True}, {}, 0.08),
+        ("llama-tied", {"pipeline": 2}, {}, 0.08),
+        ("llama", {"context": 2}, {}, 0.08),
+        ("llama", {}, {"optimizer": "muon"}, 0.05),
+        ("llama-tied", {"pipeline": 2}, {"optimizer": "muon"}, 0.08),
+        pytest.param("llama", {"pipeline": 2}, {}, 0.08, marks=BROAD),
+        pytest.param("llama", {"data": 2}, {}, 0.08, marks=BROAD),
+        pytest.param("qwen3_moe", {"data": 2, "expert": 2}, {}, 0.08, marks=BROAD),
+        pytest.param("qwen2", {}, {"optimizer": "muon", "dtype": "bfloat16"}, 0.05, marks=BROAD),
+        pytest.param("qwen3_moe", {}, {"optimizer": "muon", "dtype": "bfloat16"}, 0.05, marks=BROAD),
+        pytest.param("qwen3", {"tensor": 2}, {"optimizer": "muon", "dtype": "bfloat16"}, 0.08, marks=BROAD),
+        pytest.param("qwen3_moe", {"data": 2, "expert": 2}, {"optimizer": "muon"}, 0.08, marks=BROAD),
+    ],
+    ids=str,
+)
+def test_every_layout_holds_what_was_estimated(
+    one_rank: Ranks, models: dict[str, str], family: str, parallel: dict[str, Any], how: dict[str, str], kept: float
+) -> None:
+    """Counts must be equal; what padding and step counters add may be a hundredth; `kept` bounds the error of
+    activations. Muon has one moment for the layers' matrices."""
+    shape, layout = load_shape(models[family]), ParallelConfig(**parallel)
+    ranks = one_rank.sharing(layout.world_size)
+    given: dict[str, Any] = {"dtype": "float32", "optimizer": "adamw"} | how
+    model = {name: value for name, value in given.items() if name != "optimizer"}
+    config = {"model": model, "optimizer": {"name": given["optimizer"]}}
+    found = ranks.call("measured", path=models[family], parallel=parallel, rows=ROWS, length=LENGTH, **config)
+    work = Workload(LENGTH, ROWS, sequences=ROWS * layout.data, **given)
+    for rank in found:
+        assert rank["parameters"] == rank_weights(shape, layout, rank["stage"]).total
+    fullest = max(found, key=lambda rank: rank["weights"] + rank["kept"])
+    told = estimate(shape, layout, work)
+    assert told.weights == fullest["weights"]
+    assert told.gradients == pytest.approx(fullest["gradients"], rel=0.01)
+    assert told.optimizer == pytest.approx(fullest["optimizer"], rel=0.01)
+    assert told.activations == pytest.approx(fullest["kept"], rel=kept)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("family", "parallel"),
+    [("llama", {}), ("qwen3_moe", {}), ("llama", {"tensor": 2}), ("qwen3_moe", {"data": 2, "expert": 2})],
+    ids=str,
+)
+def test_adapters_hold_what_was_estimated(
+    one_rank: Ranks, models: dict[str, str], family: str, parallel: dict[str, Any]
+) -> None:
+    shape, layout, lora = load_shape(models[family]), ParallelConfig(**parallel), LoraConfig(rank=8)
+    ranks = one_rank.sharing(layout.world_size)
+    arguments: dict[str, Any] = {"rows": ROWS, "length": LENGTH, "lora": {"rank": 8}}
+    found = ranks.call("measured", path=models[family], parallel=parallel, **arguments)[0]
+    told = estimate(shape, layout, Workload(LENGTH, ROWS, sequences=ROWS * layout.data, dtype="float32", lora=lora))
+    adapters = adapter_weights(shape, layout, lora)
+    assert found["parameters"] == rank_weights(shape, layout, 0).total + adapters.total
+    assert told.weights == found["weights"]
+    assert told.gradients == 4 * adapters.total == pytest.approx(found["gradients"], rel=0.05)  # which is padded
+    assert told.optimizer == pytest.approx(found["optimizer"], rel=0.05)
+    full = estimate(shape, layout, Workload(LENGTH, ROWS, sequences=ROWS * layout.data, dtype="float32"))
+    assert told.total < full.total
+
+
+def test_a_reference_is_whole_on_each_rank(two_ranks: Ranks, models: dict[str, str]) -> None:
+    """Nothing cuts what is not trained."""
+    layout: dict[str, Any] = {"data": 2, "shard": "full"}
+    found = two_ranks.call("reference_bytes", path=models["llama"], parallel=layout)
+    shape, parallel = load_shape(models["llama"]), ParallelConfig(**layout)
+    work = Workload(LENGTH, ROWS, dtype="float32")
+    alone, beside = (estimate(shape, parallel, dataclasses.replace(work, references=n)).weights for n in (0, 1))
+    assert found == [beside - alone] * 2
+
+
+SAVED: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"data": 2}),
+    ("qwen3_moe", {}),
+    ("qwen3_moe", {"data": 2, "expert": 2}),
+    ("llama", {"data": 2, "shard": "full"}),
+]
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("family", "parallel"), SAVED, ids=str)
+@pytest.mark.parametrize("copied", [True, False], ids=["copied", "at-once"])
+def test_a_checkpoint_takes_no_more_than_was_estimated(
+    one_rank: Ranks, models: dict[str, str], family: str, parallel: dict[str, Any], copied: bool
+) -> None:
+    """Of replicas the first gathers the optimizer states, and the others gather nothing."""
+    shape, layout = load_shape(models[family]), ParallelConfig(**parallel)
+    arguments: dict[str, Any] = {"parallel": parallel, "copied": copied, "dtype": "bfloat16"}
+    first, *others = one_rank.sharing(layout.world_size).call("saving", path=models[family], **arguments)
+    told = bytes_to_save(shape, layout, Workload(LENGTH), copied=copied)
+    assert 0.85 * told <= first < 1.02 * told + 1e5
+    if parallel == {"data": 2}:
+        assert others[0] < first / 2
