@@ -33,11 +33,14 @@ from trainer.tiny_model import tiny_run
 
 
 @contextlib.contextmanager
-def engine(config: dict[str, Any]) -> Iterator[Engine]:
-    """Built from the configuration, which need not say what every engine in these tests has in common."""
+def engine(path: str, parallel: dict[str, Any] | None = None, **config: Any) -> Iterator[Engine]:
+    """Of the model at `path`, built from the configuration, which need not say what every engine in these tests has in
+    common."""
     common: dict[str, Any] = {"data": {"kind": "arithmetic"}, "algorithm": {"name": "sft"}, "steps": 10}
+    common |= {"gateway": {"url": "http://unused"}, "parallel": parallel or {}}
     if "publish" not in config:
         common["rollout"] = {"fixed_sampler": True}
+    config["model"] = {"path": path} | config.get("model", {})
     parsed = strict.build(TrainerConfig, tiny_run(common | config))
     split(parsed.parallel, parsed.seed)
     try:
@@ -103,7 +106,7 @@ def numbers(stats: StepStats) -> dict[str, float]:
 
 def parity(path: str, parallel: dict[str, int], dtype: str = "float32") -> dict[str, Any]:
     """Differences to transformers' logits and log-probs, and whether an export returns the very bytes of the file."""
-    with engine({"model": {"path": path, "dtype": dtype}, "parallel": parallel}) as built:
+    with engine(path, parallel, model={"dtype": dtype}) as built:
         fields = random_batch(built.shape.vocab)
         inputs, labels = fields[TOKENS][:, :-1], fields[TOKENS][:, 1:]
         expected = load_file(Path(path) / "expected.st")["logits"]
@@ -138,7 +141,7 @@ def losses(
     **config: Any,
 ) -> list[list[float]]:
     """[loss, grad_norm] of each step on fixed batches; optionally saves after a step, or starts from what was saved."""
-    with engine({"model": {"path": path}, "parallel": parallel, "optimizer": {"lr": 1e-2}} | config) as built:
+    with engine(path, parallel, **{"optimizer": {"lr": 1e-2}} | config) as built:
         first = 0
         if resume:
             engine_state.load(built, Path(directory))
@@ -155,23 +158,23 @@ def losses(
 def grpo(path: str, parallel: dict[str, int], **more: Any) -> list[dict[str, float]]:
     """All numbers of three GRPO steps with a KL term to the initial weights, in two minibatches each."""
     algorithm = {"name": "grpo", "kl_coef": 0.1, "minibatches": 2}
-    config = {"algorithm": algorithm, "gateway": {"url": "http://unused"}, "optimizer": {"lr": 1e-2}, "micro_batch": 2}
-    with engine({"model": {"path": path}, "parallel": parallel} | config | more) as built:
+    config = {"algorithm": algorithm, "optimizer": {"lr": 1e-2}, "micro_batch": 2}
+    with engine(path, parallel, **config | more) as built:
         return [numbers(built.step(sampled_batch(built.shape.vocab, seed=step))) for step in range(3)]
 
 
 @contextlib.contextmanager
 def publishing(
-    path: str, parallel: dict[str, int], store: str, dtype: str, **more: Any
+    path: str, parallel: dict[str, int], store: str, dtype: str, lora: dict[str, Any] | None = None, **more: Any
 ) -> Iterator[tuple[Engine, WeightPublisher]]:
-    section = {"model": "tiny", "store": store, "dtype": dtype, "timeout_s": 20, **more}
-    with engine({"model": {"path": path}, "parallel": parallel, "publish": section}) as built:
+    """An engine and its publisher; without a store, to a bucket alone."""
+    section: dict[str, Any] = (
+        {"model": "tiny", "dtype": dtype, "timeout_s": 20} | ({"store": store} if store else {}) | more
+    )
+    with engine(path, parallel, publish=section, lora=lora) as built:
         assert built.config.publish is not None
-        publisher = WeightPublisher(built.config.publish, built)
-        try:
+        with contextlib.closing(WeightPublisher(built.config.publish, built)) as publisher:
             yield built, publisher
-        finally:
-            publisher.close()
 
 
 def publish(
@@ -208,17 +211,9 @@ def publish_taken_over(path: str, store: str) -> None:
 
 from tests.trainer.cases.algorithms import *  # noqa: E402, F403
 from tests.trainer.cases.api import *  # noqa: E402, F403
-from tests.trainer.cases.bucket import *  # noqa: E402, F403
-from tests.trainer.cases.control import *  # noqa: E402, F403
-from tests.trainer.cases.faults import *  # noqa: E402, F403
-from tests.trainer.cases.hostile import *  # noqa: E402, F403
-from tests.trainer.cases.hosts import *  # noqa: E402, F403
+from tests.trainer.cases.checkpoints import *  # noqa: E402, F403
 from tests.trainer.cases.layouts import *  # noqa: E402, F403
-from tests.trainer.cases.logprobs import *  # noqa: E402, F403
 from tests.trainer.cases.lora import *  # noqa: E402, F403
 from tests.trainer.cases.memory import *  # noqa: E402, F403
-from tests.trainer.cases.muon import *  # noqa: E402, F403
 from tests.trainer.cases.packing import *  # noqa: E402, F403 - cases of their own file
-from tests.trainer.cases.plan import *  # noqa: E402, F403
-from tests.trainer.cases.router import *  # noqa: E402, F403
-from tests.trainer.cases.tools import *  # noqa: E402, F403
+from tests.trainer.cases.publishers import *  # noqa: E402, F403

@@ -16,14 +16,18 @@ from torch.nn.attention import varlen
 
 from tests.trainer.cases import engine, unsplit
 from tests.trainer.rollouts.trajectories import answer
-from trainer.batch import Sequence, assemble, lay_out, plan_rows
-from trainer.config import PackingConfig, ParallelConfig
+from trainer.batch import Sequence, assemble, lay_out, plan_rows, take_back
+from trainer.checkpoint import engine_state
+from trainer.config import JsonlData, PackingConfig, ParallelConfig
+from trainer.data import build_dataset
 from trainer.data.records import Record
+from trainer.data.tokenizer import Tokenizer
 from trainer.megatron import attention
 from trainer.megatron.attention import Blocks, CausalAttention, ContextParallelAttention, local_positions
 from trainer.megatron.engine import Engine
 from trainer.megatron.parallel import split
 from trainer.rewards.scorer import Score
+from trainer.rollouts.experience import Experience
 from trainer.trajectory import TrajectoryGroup
 
 
@@ -32,20 +36,10 @@ def packed_attention(segments: list[list[int]], groups: int, *, ragged: bool = F
     many scores each computes. `ragged`: by the way of GPUs."""
     as_on_a_gpu = _ragged_on_cpu() if ragged else []
     as_on_a_gpu.clear()
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.tensor(segments)
-    (rows, width), heads, size = ids.shape, 4, 8
-    shapes = [(width, rows, heads, size), (width, rows, groups, size), (width, rows, groups, size)]
-    inputs = [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
-    module = CausalAttention.__new__(CausalAttention)
-    torch.nn.Module.__init__(module)
-    module.scale = 0.3
-    weights = _weights(ids, heads * size, generator)
-
-    def run(output: torch.Tensor) -> list[torch.Tensor]:
-        return [output, *torch.autograd.grad((output * weights).sum(), inputs)]
-
-    mine, expected = run(module(*inputs, ids)), run(_dense(inputs, ids, 0.3))
+    ids, inputs, weights = _drawn(segments, groups)
+    module = _attention(CausalAttention)
+    mine = _with_gradients(module(*inputs, ids), inputs, weights)
+    expected = _with_gradients(_dense(inputs, ids, 0.3), inputs, weights)
     computed = (
         sum(as_on_a_gpu[:1]) if ragged else sum(b.index.numel() * b.index.shape[1] for b in Blocks.of(ids).buckets)
     )
@@ -60,10 +54,25 @@ def packed_attention(segments: list[list[int]], groups: int, *, ragged: bool = F
     }
 
 
-def _weights(ids: torch.Tensor, size: int, generator: torch.Generator) -> torch.Tensor:
-    """[T, B, size], to take a gradient by; 0 at padding."""
-    shape = (ids.shape[1], ids.shape[0], size)
-    return torch.randn(shape, generator=generator, dtype=torch.float64) * (ids > 0).t()[..., None]
+def _drawn(segments: list[list[int]], groups: int) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+    """The segments; queries, keys and values; and [T, B, heads * D] to take a gradient by, which is 0 at padding."""
+    generator, ids = torch.Generator().manual_seed(0), torch.tensor(segments)
+    (rows, width), heads, size = ids.shape, 4, 8
+    shapes = [(width, rows, heads, size), (width, rows, groups, size), (width, rows, groups, size)]
+    inputs = [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
+    weights = torch.randn((width, rows, heads * size), generator=generator, dtype=torch.float64)
+    return ids, inputs, weights * (ids > 0).t()[..., None]
+
+
+def _attention(kind: Any) -> Any:
+    module = kind.__new__(kind)
+    torch.nn.Module.__init__(module)
+    module.scale = 0.3
+    return module
+
+
+def _with_gradients(output: torch.Tensor, inputs: list[torch.Tensor], weights: torch.Tensor) -> list[torch.Tensor]:
+    return [output, *torch.autograd.grad((output * weights).sum(), inputs)]
 
 
 def _dense(inputs: list[torch.Tensor], ids: torch.Tensor, scale: float) -> torch.Tensor:
@@ -126,24 +135,16 @@ def context_attention(segments: list[list[int]], groups: int, *, packed: bool, r
     as_on_a_gpu = _ragged_on_cpu() if ragged else []
     as_on_a_gpu.clear()
     split(ParallelConfig(context=dist.get_world_size()), 0)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.tensor(segments)
-    (rows, width), heads, size = ids.shape, 4, 8
-    shapes = [(width, rows, heads, size), (width, rows, groups, size), (width, rows, groups, size)]
-    inputs = [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
-    weights = _weights(ids, heads * size, generator)
-    whole = _dense(inputs, ids, 0.3)
-    expected = [whole, *torch.autograd.grad((whole * weights).sum(), inputs)]
+    ids, inputs, weights = _drawn(segments, groups)
+    expected = _with_gradients(_dense(inputs, ids, 0.3), inputs, weights)
 
-    module, scores = ContextParallelAttention.__new__(ContextParallelAttention), []
-    torch.nn.Module.__init__(module)
-    module.scale = 0.3
+    module, scores = _attention(ContextParallelAttention), list[int]()
     plain = module._causal
     module._causal = lambda q, k, v: scores.append(q.shape[0] * q.shape[1] * k.shape[1]) or plain(q, k, v)
-    mine = local_positions(width, ids.device)
+    mine = local_positions(ids.shape[1], ids.device)
     local = [t.detach()[mine].requires_grad_() for t in inputs]
     output = module(*local, ids if packed else None)
-    found = [output, *torch.autograd.grad((output * weights[mine]).sum(), local)]
+    found = _with_gradients(output, local, weights[mine])
     unsplit()
     real = (ids > 0).t()[mine]
     return {
@@ -158,15 +159,12 @@ def packed_training(
 ) -> dict[str, Any]:
     """The same steps on packed and on unpacked rows: their numbers, the log-probs before the first, the weights after
     the last (the largest difference), and how many cells each layout of the first batch has."""
-    from trainer.batch import take_back
-
     results: dict[str, Any] = {}
     weights: dict[str, dict[str, torch.Tensor]] = {}
     logprobs: dict[str, list[torch.Tensor]] = {}
     for name, packing in (("plain", None), ("packed", PackingConfig(max_tokens))):
-        gateway = {"url": "http://unused"}
-        sections = {"algorithm": algorithm, "gateway": gateway, "optimizer": {"lr": 1e-2}, "micro_batch": 4}
-        with engine({"model": {"path": path}, "parallel": parallel} | sections | config) as built:
+        sections = {"algorithm": algorithm, "optimizer": {"lr": 1e-2}, "micro_batch": 4}
+        with engine(path, parallel, **sections | config) as built:
             steps = [_sequences(built, seed) for seed in range(3)]
             layout = {"ranks": built.config.parallel.data, "minibatches": built.algorithm.minibatches}
             rows = plan_rows(steps[0], max_tokens, **layout) if packing else [[i] for i in range(len(steps[0]))]
@@ -206,15 +204,9 @@ def _sequences(built: Engine, seed: int) -> list[Sequence]:
 def from_files(path: str, parallel: dict[str, int], data: str, directory: str, steps: list[int]) -> dict[str, Any]:
     """[loss, grad_norm] of steps [first, last) of packed fine-tuning on a file, and the prompts they used; what came
     before is read from `directory`, what follows can go on from there."""
-    from trainer.checkpoint import engine_state
-    from trainer.config import JsonlData
-    from trainer.data import build_dataset
-    from trainer.data.tokenizer import Tokenizer
-    from trainer.rollouts.experience import Experience
-
     files = {"kind": "jsonl", "path": data, "cache_dir": directory}
-    sections = {"data": files, "packing": {"max_tokens": 40}, "batch": 12, "optimizer": {"lr": 1e-2}}
-    with engine({"model": {"path": path}, "parallel": parallel} | sections) as built:
+    sections = {"packing": {"max_tokens": 40}, "batch": 12, "optimizer": {"lr": 1e-2}}
+    with engine(path, parallel, data=files, **sections) as built:
         c = built.config
         assert isinstance(c.data, JsonlData)
         experience = Experience(c, built.algorithm, build_dataset(c.data, Tokenizer(path), c.seed), None, 64)

@@ -1,29 +1,82 @@
-"""Ranks that are told that they are on several hosts, so that they share no memory, and publish together.
+"""Cases about publishing, for the ranks of tests/trainer/ranks.py: into a bucket; and by ranks that are told that they
+are on several hosts, so that they share no memory, and publish together.
 
-What these cases change of the code is not undone: a case has its own processes.
+What the latter change of the code is not undone: a case has its own processes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
+import numpy
 import torch.distributed as dist
 
 import trainer.several_hosts
 import weightsync.format.manifest
 from tests.trainer.batches import random_batch
 from tests.trainer.cases import publishing
+from tests.trainer.cases.lora import write_adapter
 from trainer.errors import TrainerError
+from trainer.megatron.hf_files import write_shards
 from weightsync import Share
+from weightsync.bucket.publisher import BucketPublisher
 from weightsync.errors import PublishError, StoreUnavailable, TransportUnavailable
 from weightsync.memory.ledger import Ledger
 from weightsync.publish.shares import Offer
 from weightsync.publish.spread import Gatherer, HostShare
 from weightsync.transport import open_transport
+
+BUCKET: dict[str, Any] = {"model": "toy", "timeout_s": 100}
+
+
+def publish_to_bucket(
+    path: str,
+    parallel: dict[str, int],
+    url: str,
+    steps: int,
+    directory: str,
+    store: str = "",
+    lora: dict[str, Any] | None = None,
+) -> list[dict[str, Any]]:
+    """The initial weights, then those after each of `steps` steps, each once the bucket has the one before; the last as
+    a checkpoint in `directory`. What became of each."""
+    outcomes: list[dict[str, Any]] = []
+    section = BUCKET | ({"model": "tiny"} if store else {})
+    with publishing(path, parallel, store, "float32", lora, **section, bucket={"url": url}) as (built, publisher):
+        for step in range(steps + 1):
+            if step:
+                built.step(random_batch(built.shape.vocab, seed=step))
+            outcomes += publisher.publish(step).carried
+            outcomes += publisher.finish()
+        if lora:
+            write_adapter(built, directory)
+        else:
+            write_shards(directory, built.export("float32"), built.part)
+    return outcomes
+
+
+def publish_beside_another(path: str, url: str) -> list[Any]:
+    """What a publisher is told once another one has published there."""
+    with publishing(path, {}, "", "float32", **BUCKET, bucket={"url": url}) as (_, publisher):
+        BucketPublisher(url, model="toy").publish({"x": numpy.zeros(3, "float32")})
+        publisher.publish(0)
+        (outcome,) = publisher.finish()
+        return [outcome["error"], outcome["code"]]
+
+
+def bucket_metrics(path: str, url: str, listen: str) -> str:
+    """What Prometheus reads when a version has been carried."""
+    with publishing(path, {}, "", "float32", **BUCKET, bucket={"url": url, "metrics": listen}) as (_, publisher):
+        publisher.publish(0)
+        publisher.finish()
+        with urllib.request.urlopen(f"http://{listen}/metrics", timeout=30) as page:
+            text: str = page.read().decode()
+            return text
 
 
 @contextlib.contextmanager
