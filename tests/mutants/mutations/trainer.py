@@ -49,7 +49,7 @@ MUTATIONS: list[Mutation] = [
         ("mask + (0.0,) * len(between) + learned", "mask + (1.0,) * len(between) + learned"),
         ("if len(found) > 1:", "if len(found) > 2:"),
     ]),
-    *of("trainer/api/finetuning/steps.py", JOBS + "test_steps.py", changes=[
+    *of("trainer/api/finetuning/steps.py", JOBS + "test_examples.py", changes=[
         ("self.learning_rate * (1 - step / self.steps)", "self.learning_rate"),
         ("math.ceil(self.rows / self.batch)", "self.rows // self.batch"),
         ("shuffled(self.rows, self.seed, epoch, within", "shuffled(self.rows, self.seed, 0, within"),

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import tinker
 
-from tests.trainer.api.server import ApiServer, serving
+from tests.trainer.api.server import ApiServer, new, serving
 from tests.trainer.fleet import Fleet
 
 
@@ -21,3 +22,13 @@ def both(
 @pytest.fixture(scope="module")
 def api(both: tuple[ApiServer, Fleet]) -> ApiServer:
     return both[0]
+
+
+@pytest.fixture(scope="module")
+def service(api: ApiServer) -> tinker.ServiceClient:
+    return api.service()
+
+
+@pytest.fixture
+def client(service: tinker.ServiceClient) -> tinker.TrainingClient:
+    return new(service)

@@ -17,6 +17,7 @@ from tinker import types
 
 from server.ports import free_port
 from server.up.forks import Forked
+from tests.live import LiveServer
 from tests.trainer.fleet import Fleet, fleet
 from tests.trainer.test_publish import publish_once
 from tests.waiting import wait_until
@@ -41,7 +42,7 @@ class ApiServer:
         launched: bool = False,
         **more: Any,
     ) -> None:
-        self.root, self.port = root, free_port()
+        self.root, self.log, self.port = root, root / "api.log", free_port()
         self.url = f"{'https' if 'ssl_certfile' in more else 'http'}://127.0.0.1:{self.port}"
         self.verify: ssl.SSLContext | bool = True
         served = {"model": name, "store": store, "dtype": dtype}
@@ -82,10 +83,6 @@ class ApiServer:
             env = os.environ | (meeting | {"RANK": rank, "LOCAL_RANK": rank} if self._ranks > 1 else {})
             self._processes.append(warm(TRAINERS).start(["trainer.api", "--config", str(file)], env, self.log))
         wait_until(self.answers, 240, what=lambda: self.log.read_text())
-
-    @property
-    def log(self) -> Path:
-        return self.root / "api.log"
 
     def kill(self) -> None:
         """As a power failure would."""
@@ -134,6 +131,17 @@ def serving(root: Path, model: str, **more: Any) -> Iterator[tuple[ApiServer, Fl
         publish_once(model, running.store_url, None)
         with ApiServer(root, model, running.server.url, running.store_url, **more).running() as api:
             yield api, running
+
+
+@contextlib.contextmanager
+def live(root: Path, model: Path, engine: tuple[str, ...], **more: Any) -> Iterator[tuple[LiveServer, ApiServer, str]]:
+    """`hotswap up` with a real engine, the training API before it, and a key for both."""
+    server = LiveServer(model, root / "state", engine, name="demo")
+    with server.running():
+        made = server.admin.post("/admin/keys", json={"name": "somebody"})
+        assert made.is_success, made.text
+        with ApiServer(root, str(model), server.url, server.processes.store, "demo", **more).running() as api:
+            yield server, api, "tml-" + made.json()["key"]
 
 
 def datum(tokens: list[int], **inputs: Any) -> types.Datum:

@@ -16,9 +16,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.live import LiveServer
 from tests.packages import site
-from tests.trainer.api.server import ApiServer
+from tests.trainer.api.server import ApiServer, live
 from trainer.tiny_model import write_tiny_model
 
 PAGE = Path(__file__).parents[3] / "docs" / "trainer" / "cookbook.md"
@@ -47,13 +46,12 @@ class Workplace:
         (self.root / path).parent.mkdir(parents=True, exist_ok=True)
         (self.root / path).write_text("".join(json.dumps(record) + "\n" for record in records))
 
+    def rows(self, path: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.root / path).read_text().splitlines()]
+
     def column(self, path: str, name: str) -> list[float]:
         """One metric of every step that has it."""
-        rows = [json.loads(line) for line in (self.root / path / "metrics.jsonl").read_text().splitlines()]
-        return [row[name] for row in rows if name in row]
-
-    def checkpoints(self, path: str) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.root / path / "checkpoints.jsonl").read_text().splitlines()]
+        return [row[name] for row in self.rows(f"{path}/metrics.jsonl") if name in row]
 
 
 @pytest.fixture(scope="module")
@@ -62,12 +60,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
     model = root / NAME
     write_tiny_model(model, characters=CHARACTERS, max_position_embeddings=1024)
     pretrain(model)
-    server = LiveServer(model, root / "state", ENGINE, name="demo")
-    with server.running():
-        key = "tml-" + server.admin.post("/admin/keys", json={"name": "cookbook"}).json()["key"]
-        api = ApiServer(root, str(model), server.url, server.processes.store, "demo", base_model=NAME)
-        with api.running():
-            yield Workplace(root, api, key)
+    with live(root, model, ENGINE, base_model=NAME) as (_, api, key):
+        yield Workplace(root, api, key)
 
 
 def pretrain(model: Path) -> None:
@@ -105,7 +99,7 @@ def test_both_loops_of_the_page(place: Workplace) -> None:
     assert held_out[-1] < held_out[0]
     assert len(rewards) == 12
     assert max(rewards) > min(rewards), "no answer was rewarded otherwise than another"
-    assert place.checkpoints("logs/rl")[-1]["name"] == "final"
+    assert place.rows("logs/rl/checkpoints.jsonl")[-1]["name"] == "final"
 
 
 def test_the_recipes_of_one_file(place: Workplace) -> None:
@@ -120,7 +114,7 @@ def test_the_recipes_of_one_file(place: Workplace) -> None:
     sizes = ("batch_size=8", "learning_rate=3e-3", "save_every=3")
     place.run("-m", f"{recipes}.sl_loop", *common, *sizes, "log_path=one/sl")
     losses = place.column("one/sl", "train_mean_nll")
-    state = place.checkpoints("one/sl")[-1]["state_path"]
+    state = place.rows("one/sl/checkpoints.jsonl")[-1]["state_path"]
     place.lines("one/rl/checkpoints.jsonl", [{"name": "learned", "batch": 0, "state_path": state}])
     more = ("batch_size=2", "group_size=8", "learning_rate=2e-3", "max_tokens=20", "loss_fn=importance_sampling")
     place.run("-m", f"{recipes}.rl_loop", *common, *more, "log_path=one/rl")
@@ -128,6 +122,6 @@ def test_the_recipes_of_one_file(place: Workplace) -> None:
     print(f"nll {losses[0]:.3f} -> {losses[-1]:.3f}, rewards {rewards}")
     assert losses[-1] < losses[0]
     assert len(rewards) == 4
-    last = place.checkpoints("one/rl")[-1]
+    last = place.rows("one/rl/checkpoints.jsonl")[-1]
     assert (last["name"], last["batch"]) == ("final", 4)
     assert last["sampler_path"].endswith("/sampler_weights/final")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,37 +21,33 @@ from tests.waiting import wait_until
 PASS, STEP = "forward_backward", "optim_step"
 
 
-def uninterrupted(service: tinker.ServiceClient) -> tuple[list[float], float]:
-    """The losses of three steps on two batches each, and the one after them."""
-    client = new(service)
-    losses = []
-    for _ in range(3):
-        passes = [client.forward_backward(data, "cross_entropy") for data in (sums(), sums()[:5])]
-        client.optim_step(types.AdamParams(learning_rate=1e-3)).result()
-        losses += [passed.result().metrics["loss:sum"] for passed in passes]
-    return losses, loss_of(client)
-
-
-@pytest.mark.parametrize("killed", ["between two passes", "before the step", "after the step"])
-def test_killed_between_requests(api: ApiServer, killed: str) -> None:
-    """Gradients that were acknowledged count, as do steps: the losses are those of a server that was not killed."""
-    service = api.service()
-    expected = uninterrupted(service)
+def trained(
+    service: tinker.ServiceClient, happens: Callable[[int, str], object] = lambda _step, _moment: None
+) -> tuple[list[float], float]:
+    """The losses of three steps on two batches each, and the one after them. `happens` is called at each moment."""
     client, losses = new(service), []
     for step in range(3):
         for data, moment in ((sums(), "between two passes"), (sums()[:5], "before the step")):
             losses.append(client.forward_backward(data, "cross_entropy").result().metrics["loss:sum"])
-            if (step, killed) == (1, moment):
-                api.restart()
+            happens(step, moment)
         client.optim_step(types.AdamParams(learning_rate=1e-3)).result()
-        if (step, killed) == (1, "after the step"):
+        happens(step, "after the step")
+    return losses, loss_of(client)
+
+
+@pytest.mark.parametrize("killed", ["between two passes", "before the step", "after the step"])
+def test_killed_between_requests(api: ApiServer, service: tinker.ServiceClient, killed: str) -> None:
+    """Gradients that were acknowledged count, as do steps: the losses are those of a server that was not killed."""
+
+    def happens(step: int, moment: str) -> None:
+        if (step, moment) == (1, killed):
             api.restart()
-    assert (losses, loss_of(client)) == expected
+
+    assert trained(service, happens) == trained(service)
 
 
-def test_killed_in_the_middle_of_a_pass(api: ApiServer) -> None:
+def test_killed_in_the_middle_of_a_pass(api: ApiServer, service: tinker.ServiceClient) -> None:
     """The SDK waits for the answers through the restart: the pass is executed again, and the step after it once."""
-    service = api.service()
     data = sums() * 100
     calm, client = new(service), new(service)
     expected = learn(calm, data, 2), loss_of(calm)
@@ -73,9 +70,10 @@ def test_killed_in_the_middle_of_a_pass(api: ApiServer) -> None:
     assert open_requests() == []
 
 
-def test_a_request_whose_acknowledgement_was_lost_is_not_executed_again(api: ApiServer) -> None:
+def test_a_request_whose_acknowledgement_was_lost_is_not_executed_again(
+    api: ApiServer, service: tinker.ServiceClient
+) -> None:
     """The client sends the step once more after the restart, and hears what it would have heard."""
-    service = api.service()
     calm, client = new(service), new(service)
     learn(calm, sums(), 1)
     client.forward_backward(sums(), "cross_entropy").result()
@@ -90,10 +88,8 @@ def test_a_request_whose_acknowledgement_was_lost_is_not_executed_again(api: Api
     assert loss_of(client) == loss_of(calm)
 
 
-def test_what_was_refused_stays_refused(api: ApiServer) -> None:
+def test_what_was_refused_stays_refused(api: ApiServer, client: tinker.TrainingClient) -> None:
     """A gradient that is not finite is dropped, and does not come back with the restart."""
-    service = api.service()
-    client = new(service)
     before = loss_of(client)
     broken = [
         types.Datum(d.model_input, {**d.loss_fn_inputs, "weights": [3e38] * d.model_input.length}) for d in sums()
@@ -107,9 +103,9 @@ def test_what_was_refused_stays_refused(api: ApiServer) -> None:
     assert loss_of(client) == before
 
 
-def test_checkpoints_and_samplers_outlive_the_server(api: ApiServer) -> None:
-    service = api.service()
-    client = new(service)
+def test_checkpoints_and_samplers_outlive_the_server(
+    api: ApiServer, service: tinker.ServiceClient, client: tinker.TrainingClient
+) -> None:
     learn(client, sums(), 2)
     path, expected = client.save_state("kept").result().path, loss_of(client)
     sampler = client.save_weights_and_get_sampling_client().result()
@@ -162,9 +158,8 @@ def test_a_directory_has_one_server_and_so_has_a_port(api: ApiServer, tmp_path: 
         assert second.process.wait(30) == 2
 
 
-def test_a_server_that_is_asked_to_end_says_so_to_who_waits(api: ApiServer) -> None:
+def test_a_server_that_is_asked_to_end_says_so_to_who_waits(api: ApiServer, client: tinker.TrainingClient) -> None:
     """With its exit status 0; and the SDK goes on after the next start."""
-    client = new(api.service())
     passed = client.forward_backward(sums() * 100, "cross_entropy")
     waiting = "SELECT seq FROM requests WHERE done IS NULL ORDER BY seq DESC"
     ((last,), *_) = wait_until(lambda: api.journal(waiting), what="a part of it is on disk")

@@ -20,8 +20,8 @@ import torch
 from tinker import types
 from transformers import AutoModelForCausalLM
 
-from tests.live import LiveServer
 from tests.trainer.api.server import ApiServer, datum, learn, sums
+from tests.trainer.api.server import live as running
 from tests.trainer.test_mixture import ENGINE
 from tests.waiting import wait_until
 from trainer.tiny_model import write_tiny_model
@@ -35,15 +35,9 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ApiServer, 
     """The training API, and a key for it."""
     root = tmp_path_factory.mktemp("live")
     write_tiny_model(root / "model", max_position_embeddings=1024)
-    server = LiveServer(
-        root / "model", root / "state", (*ENGINE, "--enable-lora", "--max-lora-rank", "16"), name="demo"
-    )
-    with server.running():
-        made = server.admin.post("/admin/keys", json={"name": "somebody"})
-        assert made.is_success, made.text
-        api = ApiServer(root, str(root / "model"), server.url, server.processes.store, "demo", limits={"served": 3})
-        with api.running():
-            yield api, "tml-" + made.json()["key"]
+    flags = (*ENGINE, "--enable-lora", "--max-lora-rank", "16")
+    with running(root, root / "model", flags, limits={"served": 3}) as (_, api, key):
+        yield api, key
 
 
 def run_example(page: str) -> dict[str, Any]:
@@ -140,12 +134,12 @@ class Streams:
         self._url, self._headers, self._stop = url, {"authorization": f"Bearer {key}"}, threading.Event()
 
     @contextlib.contextmanager
-    def running(self, count: int = 3) -> Iterator[Streams]:
+    def running(self, count: int = 3) -> Iterator[None]:
         threads = [threading.Thread(target=self._run, daemon=True) for _ in range(count)]
         for thread in threads:
             thread.start()
         try:
-            yield self
+            yield
         finally:
             self._stop.set()
             for thread in threads:
@@ -182,13 +176,11 @@ def test_all_weights_are_a_version_of_the_server_while_it_streams(tmp_path: Path
     """What is sampled are the tokens of the checkpoint that was saved; streams go on over each swap."""
     model, prompt, tokens = tmp_path / "model", [4, 13, 5, 14], 8
     write_tiny_model(model, max_position_embeddings=1024)
-    server = LiveServer(model, tmp_path / "state", ENGINE, name="demo")
     params = types.SamplingParams(max_tokens=tokens, temperature=0.0, stop=[])
-    with server.running():
-        key = server.admin.post("/admin/keys", json={"name": "somebody"}).json()["key"]
-        api = ApiServer(tmp_path, str(model), server.url, server.processes.store, "demo", full=True)
-        with api.running(), Streams(server.url, key).running() as streams:
-            service = api.service("tml-" + key)
+    with running(tmp_path, model, ENGINE, full=True) as (server, api, key):
+        streams = Streams(server.url, key.removeprefix("tml-"))
+        with streams.running():
+            service = api.service(key)
             client = service.create_lora_training_client(base_model="demo", rank=0).result()
             begun = server.active()
             losses = learn(client, sums(), 8)

@@ -28,13 +28,13 @@ def _clip(ratio: Tensor, low: float, high: float) -> Tensor:
     return torch.tensor([min(max(r, low), high) for r in ratio.tolist()], dtype=ratio.dtype)
 
 
-def _ppo(low: float, high: float) -> Reference:
-    def loss(p: Tensor, q: Tensor, a: Tensor) -> Tensor:
-        ratio = (p - q).exp()
-        inside = torch.where(ratio < low, low, torch.where(ratio > high, high, ratio))
-        return -torch.where(ratio * a < inside * a, ratio * a, inside * a)
+def _bounded(ratio: Tensor, a: Tensor, low: float, high: float) -> Tensor:
+    inside = torch.where(ratio < low, low, torch.where(ratio > high, high, ratio))
+    return -torch.where(ratio * a < inside * a, ratio * a, inside * a)
 
-    return loss
+
+def _ppo(low: float, high: float) -> Reference:
+    return lambda p, q, a: _bounded((p - q).exp(), a, low, high)
 
 
 def _gspo(low: float, high: float) -> Reference:
@@ -43,8 +43,7 @@ def _gspo(low: float, high: float) -> Reference:
     def loss(p: Tensor, q: Tensor, a: Tensor) -> Tensor:
         marked = torch.tensor(marks(len(p)), dtype=torch.bool)
         ratio = torch.prod((p.exp() / q.exp())[marked]).pow(1 / int(marked.sum())).detach() * p.exp() / p.exp().detach()
-        inside = torch.where(ratio < low, low, torch.where(ratio > high, high, ratio))
-        return -torch.where(ratio * a < inside * a, ratio * a, inside * a)
+        return _bounded(ratio, a, low, high)
 
     return loss
 
@@ -85,13 +84,12 @@ def marks(length: int) -> list[float]:
 
 
 def data_for(loss: str, seed: int) -> list[types.Datum]:
-    if loss == "cross_entropy":
-        return [datum(tokens, weights=a) for tokens, _, a in numbers(seed)]
-    if loss == "gspo":
-        masks = [{"sequence_ratio_mask": marks(len(a))} for _, _, a in numbers(seed)]
-        found = zip(numbers(seed), masks, strict=True)
-        return [datum(tokens, logprobs=q, advantages=a, **mask) for (tokens, q, a), mask in found]
-    return [datum(tokens, logprobs=q, advantages=a) for tokens, q, a in numbers(seed)]
+    found = []
+    for tokens, q, a in numbers(seed):
+        inputs = {"weights": a} if loss == "cross_entropy" else {"logprobs": q, "advantages": a}
+        mask = {"sequence_ratio_mask": marks(len(a))} if loss == "gspo" else {}
+        found.append(datum(tokens, **inputs, **mask))
+    return found
 
 
 @pytest.mark.parametrize("micro_tokens", [8192, 16], ids=["at-once", "in-parts"])

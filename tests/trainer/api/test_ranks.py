@@ -164,7 +164,7 @@ def test_a_rank_that_is_killed(tmp_path: Path, tiny_model: str) -> None:
             stepped = client.optim_step(types.AdamParams(learning_rate=1e-3))
             wait_until(lambda: _in_a_pass(api, client), 240, what=lambda: f"both on disk: {_open(api, client)}")
             with ThreadPoolExecutor(1) as asking:
-                about = {"request_id": f"{client.model_id}:{_sequence(api, client)}"}
+                about = {"request_id": f"{client.model_id}:{_open(api, client)[0][1]}"}
                 answer = asking.submit(api.post, "retrieve_future", json=about)
                 killed = rank_process(api.process.pid, rank)
                 os.kill(killed.pid, signal.SIGKILL)
@@ -173,7 +173,7 @@ def test_a_rank_that_is_killed(tmp_path: Path, tiny_model: str) -> None:
                     assert answer.result().json()["error"]["code"] == "server_ended"
                 else:
                     assert isinstance(answer.exception(), httpx.HTTPError)
-            assert _open(api, client)[0] == PASS
+            assert _open(api, client)[0][0] == PASS
             losses.append(passed.result(timeout=240).metrics["loss:sum"])
             stepped.result(timeout=240)
             assert not killed.is_running()
@@ -197,20 +197,15 @@ def test_a_rank_that_is_killed(tmp_path: Path, tiny_model: str) -> None:
     assert "Traceback" not in said, said
 
 
-def _open(api: ApiServer, client: tinker.TrainingClient) -> list[str]:
-    found = api.journal("SELECT kind FROM requests WHERE done IS NULL AND model = ? ORDER BY seq", client.model_id)
-    return [kind for (kind,) in found]
+def _open(api: ApiServer, client: tinker.TrainingClient) -> list[tuple[str, int]]:
+    """What is not done, by kind and number."""
+    return api.journal("SELECT kind, seq FROM requests WHERE done IS NULL AND model = ? ORDER BY seq", client.model_id)
 
 
 def _in_a_pass(api: ApiServer, client: tinker.TrainingClient) -> bool:
     """And the step after it is on disk, too. (The SDK cuts a large pass into several requests.)"""
-    kinds = _open(api, client)
+    kinds = [kind for kind, _ in _open(api, client)]
     return kinds[:1] == [PASS] and kinds[-1:] == ["optim_step"]
-
-
-def _sequence(api: ApiServer, client: tinker.TrainingClient) -> int:
-    ((found,),) = api.journal("SELECT MIN(seq) FROM requests WHERE done IS NULL AND model = ?", client.model_id)
-    return int(found)
 
 
 def test_ranks_that_the_layout_does_not_have(tmp_path: Path, tiny_model: str) -> None:

@@ -27,11 +27,6 @@ pytestmark = pytest.mark.contract
 SERVING = {"limits": {"rank": 16, "models": 60, "resident": 2, "served": 2}}
 
 
-@pytest.fixture(scope="module")
-def service(api: ApiServer) -> tinker.ServiceClient:
-    return api.service()
-
-
 def test_a_supervised_loop_lowers_the_loss(service: tinker.ServiceClient) -> None:
     client = new(service, rank=8)
     losses = learn(client, sums(), 30)
@@ -67,16 +62,6 @@ def test_a_custom_loss_is_the_built_in_one_where_they_are_the_same(service: tink
     assert said[0] == pytest.approx(said[1], rel=1e-6)
 
 
-def test_the_step_is_adamw_with_the_parameters_of_the_request(service: tinker.ServiceClient) -> None:
-    """A step of nothing changes nothing; a clipped gradient is as large as it may be, and Adam does not care."""
-    client = new(service)
-    before = loss_of(client)
-    client.forward_backward(sums(), "cross_entropy")
-    norm = client.optim_step(types.AdamParams(learning_rate=0.0)).result().metrics
-    assert (norm or {})["grad_norm"] > 0
-    assert loss_of(client) == before
-
-
 def test_clients_do_not_disturb_each_other(service: tinker.ServiceClient, api: ApiServer) -> None:
     """More of them than stay in memory, of several ranks, by turns: each learns as it does alone."""
     other = sums()[::-1][:7]
@@ -99,8 +84,7 @@ def test_clients_do_not_disturb_each_other(service: tinker.ServiceClient, api: A
         stranger.create_training_client_from_state(f"tinker://{first.model_id}/weights/any").result()
 
 
-def test_a_state_goes_on_where_it_was(service: tinker.ServiceClient) -> None:
-    client = new(service)
+def test_a_state_goes_on_where_it_was(service: tinker.ServiceClient, client: tinker.TrainingClient) -> None:
     learn(client, sums(), 4)
     path = client.save_state("four", user_metadata={"by": "test"}).result().path
     expected = learn(client, sums(), 3)
@@ -121,9 +105,8 @@ def test_a_state_goes_on_where_it_was(service: tinker.ServiceClient) -> None:
     assert rest.list_checkpoints(client.model_id).result().checkpoints == []
 
 
-def test_a_state_that_is_not_whole_is_refused(service: tinker.ServiceClient, api: ApiServer) -> None:
+def test_a_state_that_is_not_whole_is_refused(client: tinker.TrainingClient, api: ApiServer) -> None:
     """The one who wanted it goes on as before."""
-    client = new(service)
     learn(client, sums(), 1)
     expected = loss_of(client)
     for number, (name, damage, says) in enumerate(
@@ -143,11 +126,10 @@ def test_a_state_that_is_not_whole_is_refused(service: tinker.ServiceClient, api
 
 
 def test_a_saved_adapter_is_a_part_of_a_version_and_is_asked_by_its_name(
-    both: tuple[ApiServer, Fleet], service: tinker.ServiceClient
+    both: tuple[ApiServer, Fleet], service: tinker.ServiceClient, client: tinker.TrainingClient
 ) -> None:
     """Three snapshots have two names by turns, and no answer may come from the one that had the name before."""
     _, running = both
-    client = new(service)
     samplers = []
     for _ in range(2):
         learn(client, sums(), 1)
@@ -257,14 +239,15 @@ def test_other_requests_that_cannot_be_done(service: tinker.ServiceClient) -> No
     with pytest.warns(FutureWarning), pytest.raises(tinker.RequestFailedError, match=r"rank 4 .* trains .* rank 2"):
         narrow.load_state(path).result()
     sampler = service.create_sampling_client(base_model="tiny").result()
-    with pytest.raises(tinker.RequestFailedError, match="exceed the context of 128"):
-        sampler.sample(types.ModelInput.from_ints([3]), 1, types.SamplingParams(max_tokens=1000)).result()
-    with pytest.raises(tinker.RequestFailedError, match="is empty"):
-        sampler.sample(types.ModelInput.empty(), 1, types.SamplingParams(max_tokens=1)).result()
+    long, empty = types.ModelInput.from_ints([3]), types.ModelInput.empty()
+    for prompt, tokens, says in ((long, 1000, "exceed the context of 128"), (empty, 1, "is empty")):
+        with pytest.raises(tinker.RequestFailedError, match=says):
+            sampler.sample(prompt, 1, types.SamplingParams(max_tokens=tokens)).result()
 
 
-def test_a_repeated_request_is_executed_once(service: tinker.ServiceClient, api: ApiServer) -> None:
-    client = new(service)
+def test_a_repeated_request_is_executed_once(
+    service: tinker.ServiceClient, client: tinker.TrainingClient, api: ApiServer
+) -> None:
     given = types.ForwardBackwardInput(data=sums(), loss_fn="cross_entropy")
     request = types.ForwardBackwardRequest(forward_backward_input=given, model_id=client.model_id, seq_id=1)
     content = forward_backward_request_to_proto(request).SerializeToString()
@@ -282,8 +265,7 @@ def test_a_repeated_request_is_executed_once(service: tinker.ServiceClient, api:
     assert (changed.status_code, changed.json()["error"]["code"]) == (400, "sequence_reused")
 
 
-def test_requests_that_no_sdk_sends(service: tinker.ServiceClient, api: ApiServer) -> None:
-    client = new(service)
+def test_requests_that_no_sdk_sends(client: tinker.TrainingClient, api: ApiServer) -> None:
     own, future = {"model_id": client.model_id, "seq_id": 1}, {"request_id": f"{client.model_id}:0"}
     cases: list[tuple[int, str, dict[str, Any]]] = [
         (400, "forward_backward", {"content": b"\xff\xff"}),

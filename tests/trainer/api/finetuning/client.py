@@ -11,8 +11,6 @@ import openai
 from tests.trainer.api.server import ApiServer
 from tests.waiting import wait_until
 
-ENDED = ("succeeded", "failed", "cancelled")
-
 
 def sdk(api: ApiServer, key: str = "somebody") -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{api.url}/v1", api_key=key, max_retries=0)
@@ -47,11 +45,12 @@ def upload(client: openai.OpenAI, lines: list[Any] | bytes, name: str = "example
 
 def ended(client: openai.OpenAI, job: str, timeout_s: float = 60) -> Any:
     """The job once it has ended."""
-    return wait_until(
-        lambda: found if (found := client.fine_tuning.jobs.retrieve(job)).status in ENDED else None,
-        timeout_s,
-        what=lambda: str(client.fine_tuning.jobs.list_events(job).data),
-    )
+
+    def found() -> Any:
+        now = client.fine_tuning.jobs.retrieve(job)
+        return now if now.status in ("succeeded", "failed", "cancelled") else None
+
+    return wait_until(found, timeout_s, what=lambda: str(client.fine_tuning.jobs.list_events(job).data))
 
 
 def losses(client: openai.OpenAI, job: str) -> dict[int, float]:

@@ -1,4 +1,5 @@
-"""Lines of training files: what is learned of them, and what the bad ones are told."""
+"""Lines of training files: what is learned of them, and what the bad ones are told; which of them the steps of a job
+take, and the gradient of its loss by log-probs."""
 
 from __future__ import annotations
 
@@ -7,12 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from tests.trainer.api.finetuning.client import preferences, sums
 from tests.trainer.data.writing import LLAMA, byte_tokenizer, published
+from trainer.algorithms.base import REFERENCE_LOGPROBS
+from trainer.algorithms.offline import Dpo, Sft
 from trainer.api.errors import BadRequest
 from trainer.api.finetuning.examples import BadLine, Lines, Reader, check_file, method_of
+from trainer.api.finetuning.steps import Plan, derivatives
+from trainer.batch import MASK, Sequence, collate
+from trainer.config import DpoConfig, SftConfig
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import DataError
 from trainer.tiny_model import write_tiny_model
@@ -140,6 +147,9 @@ def test_a_model_without_a_template_takes_prompts(directory: Path, tmp_path: Pat
         plain.sequences(sums(1)[0])
 
 
+BROKEN_CALL = {"function": {"name": "f", "arguments": "{"}}
+
+
 @pytest.mark.parametrize(
     ("value", "advice"),
     [
@@ -160,12 +170,7 @@ def test_a_model_without_a_template_takes_prompts(directory: Path, tmp_path: Pat
         (chat(says("user", "1"), says("assistant", "2"), tools=["add"]), "'tools' is no list"),
         (chat(says("user", "1"), says("assistant", "2", function_call={})), "write tool_calls"),
         (chat(says("user", "1"), says("assistant", None, tool_calls=[{}])), "without a function"),
-        (
-            chat(
-                says("user", "1"), says("assistant", None, tool_calls=[{"function": {"name": "f", "arguments": "{"}}])
-            ),
-            "no JSON object in a text",
-        ),
+        (chat(says("user", "1"), says("assistant", None, tool_calls=[BROKEN_CALL])), "no JSON object in a text"),
         ({"prompt": "1"}, "'completion' is no text"),
         (preferences()[0] | {"input": []}, "'input' is no object"),
         (preferences()[0] | {"preferred_output": []}, "'preferred_output' is no list of one message"),
@@ -210,3 +215,36 @@ def test_lines_are_read_by_their_place_and_named_by_their_number(tmp_path: Path)
     lines = Lines(write(tmp_path / "f", ["", *sums(2), "", sums(3)[2]]))
     assert [lines.read(i) for i in range(len(lines))] == sums(3)
     assert list(lines.numbers) == [2, 3, 5]
+
+
+def test_the_gradient_of_supervised_is_one_by_the_learned_tokens() -> None:
+    fields = collate([Sequence((1, 2), (3, 4, 5), mask=(1.0, 0.0, 1.0)), Sequence((1,), (2,))])
+    measured, weights_BT = derivatives(Sft(SftConfig()), torch.full_like(fields[MASK], -2.0), fields)
+    assert measured["loss"] == pytest.approx(2.0)
+    assert torch.equal(weights_BT, torch.tensor([[0, 1, 0, 1], [1, 0, 0, 0]]) / 3)
+
+
+def test_the_gradient_of_preferences_is_the_losss() -> None:
+    """Two pairs of other lengths, against finite differences."""
+    pairs = [Sequence((1, 2), (3,) * n, together=pair) for pair, n in ((0, 2), (0, 4), (1, 3), (1, 1))]
+    draw, fields, dpo = torch.Generator().manual_seed(1), collate(pairs), Dpo(DpoConfig(beta=0.7))
+    fields = {name: values.double() for name, values in fields.items()}
+    policy_BT, fields[REFERENCE_LOGPROBS] = (-torch.rand(4, 5, generator=draw, dtype=torch.double) for _ in range(2))
+    measured, weights_BT = derivatives(dpo, policy_BT, fields)
+    assert set(measured) >= {"loss", "preference_accuracy", "reward_margin"}
+    for place in range(policy_BT.numel()):
+        nudged = policy_BT.clone()
+        nudged.view(-1)[place] += 1e-6
+        slope = (derivatives(dpo, nudged, fields)[0]["loss"] - measured["loss"]) / 1e-6
+        assert -slope == pytest.approx(float(weights_BT.reshape(-1)[place]), abs=1e-5)
+    assert weights_BT[fields[MASK] == 0].abs().max() == 0
+
+
+def test_each_epoch_takes_every_example_once_in_an_order_of_its_own() -> None:
+    plan = Plan(rows=7, epochs=3, batch=3, learning_rate=0.9, seed=4)
+    assert (plan.steps_per_epoch, plan.steps) == (3, 9)
+    taken = [plan.of_step(step) for step in range(plan.steps)]
+    epochs = [[row for rows, _ in taken[first : first + 3] for row in rows] for first in (0, 3, 6)]
+    assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert [rate for _, rate in taken] == pytest.approx([0.1 * left for left in range(9, 0, -1)])
