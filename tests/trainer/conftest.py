@@ -109,6 +109,24 @@ def every_model(small_models: dict[str, str], models: dict[str, str]) -> dict[st
 
 
 @pytest.fixture(scope="session")
+def qwen2(small_models: dict[str, str]) -> str:
+    """The directory of a small model."""
+    return small_models["qwen2"]
+
+
+@pytest.fixture(scope="session")
+def deep(models: dict[str, str]) -> str:
+    """The directory of a small model with four layers."""
+    return models["qwen2"]
+
+
+@pytest.fixture
+def path(every_model: dict[str, str], model: str) -> str:
+    """The directory of the model that a test is parametrized with."""
+    return every_model[model]
+
+
+@pytest.fixture(scope="session")
 def one_rank() -> Iterator[Ranks]:
     with Ranks(1) as ranks:
         yield ranks
@@ -153,10 +171,10 @@ def server(tiny_model: str) -> Iterator[GenerateServer]:
 
 
 @pytest.fixture
-def config(small_models: dict[str, str], tmp_path: Path) -> dict[str, Any]:
+def config(qwen2: str, tmp_path: Path) -> dict[str, Any]:
     """Fine-tuning of the smallest model, with a learning rate that depends on where the run is."""
     return {
-        "model": {"path": small_models["qwen2"]},
+        "model": {"path": qwen2},
         "data": {"kind": "arithmetic", "noise": 0.3},
         "algorithm": {"name": "sft"},
         "steps": 12,

@@ -10,8 +10,10 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from tests.trainer.rollouts.generate_server import GenerateServer, serve
 from weightsync.control.agent import CommitResult, Participant, StageResult
@@ -39,6 +41,12 @@ class Fleet:
         self._staged: dict[int, dict[str, torch.Tensor]] = {}
         self._ready = threading.Event()
         self._stopping: asyncio.Event
+
+    @property
+    def sections(self) -> dict[str, Any]:
+        """Of a run that samples from the instance and publishes to it."""
+        publish = {"model": self.model, "store": self.store_url, "dtype": "float32"}
+        return {"gateway": {"url": self.server.url}, "publish": publish}
 
     async def run(self) -> None:
         store: Store = open_store(self.store_url)
@@ -91,6 +99,11 @@ def same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
         tensor.dtype is other[name].dtype and torch.equal(_bits(tensor), _bits(other[name]))
         for name, tensor in one.items()
     )
+
+
+def exported(directory: Path) -> dict[str, torch.Tensor]:
+    """What every rank has written of a checkpoint."""
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,11 +23,10 @@ from tests.server.follow.following import AT_ONCE, Follow
 from tests.server.follow.test_versions import assert_holds, part_bytes, s3  # noqa: F401 - a fixture
 from tests.server.gateway.admin.test_admin import two_participants
 from tests.server.gateway.harness import KEYS, RunningGateway
-from tests.trainer.faults.runs import arguments
-from tests.trainer.fleet import fleet, keep, same_tensors
+from tests.trainer.faults.runs import arguments, fine_tuning
+from tests.trainer.fleet import exported, fleet, keep, same_tensors
 from tests.trainer.ranks import Ranks
 from tests.trainer.test_mixture import ENGINE, PROMPTS
-from tests.trainer.test_publish import exported
 from tests.trainer.zygote import Zygote
 from tests.waiting import wait_until
 from trainer.tiny_model import write_tiny_model
@@ -50,8 +49,8 @@ def followed(gateway: RunningGateway, tmp_path: Path) -> Iterator[Follow]:  # no
 def configured(root: Path, model: str, url: str, **more: Any) -> list[str]:
     """The arguments of a run of fine-tuning with a bucket and no store."""
     publish = {"model": KEYS.model, "dtype": "float32", "bucket": {"url": url}} | more.pop("publish", {})
-    config = {"model": {"path": model}, "data": {"kind": "arithmetic"}, "algorithm": {"name": "sft"}, "steps": 3}
-    return arguments(config | {"publish": publish} | more, root)
+    settings: dict[str, Any] = {"steps": 3, "publish": publish} | more
+    return arguments(fine_tuning(model, **settings), root)
 
 
 def told(said: str, event: str) -> list[dict[str, Any]]:
@@ -82,15 +81,10 @@ def no_store(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", ["url", pytest.param("s3", marks=pytest.mark.broad)])
 def test_a_run_without_a_store_reaches_a_fleet_that_follows_its_bucket(
-    zygote: Zygote,
-    small_models: dict[str, str],
-    tmp_path: Path,
-    kind: str,
-    request: pytest.FixtureRequest,
-    followed: Follow,
+    zygote: Zygote, qwen2: str, tmp_path: Path, kind: str, request: pytest.FixtureRequest, followed: Follow
 ) -> None:
     before, saved, url = scratch(), tmp_path / "saved", request.getfixturevalue(kind)
-    status, said, errors = zygote.run(configured(tmp_path, small_models["qwen2"], url, save_to=str(saved)), tmp_path)
+    status, said, errors = zygote.run(configured(tmp_path, qwen2, url, save_to=str(saved)), tmp_path)
     assert (status, errors) == (0, "")
     outcomes = told(said, "carried")
     assert len(outcomes) == 3
@@ -108,9 +102,9 @@ def test_a_run_without_a_store_reaches_a_fleet_that_follows_its_bucket(
 
 @pytest.mark.parametrize("parallel", [{}, {"tensor": 2}], ids=["one", "tensor"])
 def test_every_layout_puts_the_same_versions_there_and_later_ones_are_differences(
-    one_rank: Ranks, small_models: dict[str, str], tmp_path: Path, url: str, parallel: dict[str, int], followed: Follow
+    one_rank: Ranks, qwen2: str, tmp_path: Path, url: str, parallel: dict[str, int], followed: Follow
 ) -> None:
-    about = {"path": small_models["qwen2"], "parallel": parallel, "url": url, "directory": str(tmp_path)}
+    about = {"path": qwen2, "parallel": parallel, "url": url, "directory": str(tmp_path)}
     outcomes = one_rank.spread(parallel).call("publish_to_bucket", steps=2, **about)
     assert all(outcome == outcomes[0] for outcome in outcomes)
     assert [outcome["number"] for outcome in outcomes[0]] == [1, 2, 3]
@@ -118,13 +112,11 @@ def test_every_layout_puts_the_same_versions_there_and_later_ones_are_difference
     assert_holds(followed, released(followed, url, 3), {n: t.numpy() for n, t in exported(tmp_path).items()})
 
 
-def test_a_store_and_a_bucket_get_the_same_version(
-    one_rank: Ranks, small_models: dict[str, str], tmp_path: Path, url: str
-) -> None:
-    with fleet(small_models["qwen2"], tmp_path) as running:
+def test_a_store_and_a_bucket_get_the_same_version(one_rank: Ranks, qwen2: str, tmp_path: Path, url: str) -> None:
+    with fleet(qwen2, tmp_path) as running:
         received = keep(running)
         about = {"url": url, "steps": 1, "directory": str(tmp_path), "store": running.store_url}
-        (outcomes,) = one_rank.call("publish_to_bucket", path=small_models["qwen2"], parallel={}, **about)
+        (outcomes,) = one_rank.call("publish_to_bucket", path=qwen2, parallel={}, **about)
         assert [outcome["number"] for outcome in outcomes] == [1, 2]
         assert len(running.versions) == len(received) == 2
     trained = exported(tmp_path)
@@ -149,13 +141,13 @@ def test_an_adapter_goes_alone_and_is_served_over_the_base_that_is_there(
 
 
 def test_a_bucket_that_cannot_be_written_ends_a_run_before_it_trains(
-    zygote: Zygote, small_models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    zygote: Zygote, qwen2: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     account = {"ENDPOINT_URL": f"http://127.0.0.1:{free_port()}", "ACCESS_KEY_ID": "tester", "MAX_ATTEMPTS": "1"}
     for name, value in (account | {"SECRET_ACCESS_KEY": "hidden"}).items():
         monkeypatch.setenv(f"AWS_{name}", value)
     before = scratch()
-    status, said, errors = zygote.run(configured(tmp_path, small_models["qwen2"], "s3://away/run"), tmp_path)
+    status, said, errors = zygote.run(configured(tmp_path, qwen2, "s3://away/run"), tmp_path)
     assert status == 2
     assert errors.startswith("error: publish.bucket: s3://away/run cannot be used")
     assert "hotswap doctor --bucket" in errors
@@ -166,13 +158,13 @@ def test_a_bucket_that_cannot_be_written_ends_a_run_before_it_trains(
 
 @pytest.mark.parametrize("allowed", [0, 5])
 def test_a_bucket_that_fails_on_the_way_counts_as_a_failed_publish(
-    zygote: Zygote, small_models: dict[str, str], tmp_path: Path, url: str, allowed: int
+    zygote: Zygote, qwen2: str, tmp_path: Path, url: str, allowed: int
 ) -> None:
     """A file is where its blocks would go."""
     (tmp_path / "bucket" / "run").mkdir(parents=True)
     (tmp_path / "bucket" / "run" / "data").write_text("in the way of the blocks")
     publish = {"bucket": {"url": url}, "max_failures": allowed}
-    status, said, errors = zygote.run(configured(tmp_path, small_models["qwen2"], url, publish=publish), tmp_path)
+    status, said, errors = zygote.run(configured(tmp_path, qwen2, url, publish=publish), tmp_path)
     if allowed:
         assert (status, errors) == (0, "")
         assert len(told(said, "step")) == 3
@@ -186,15 +178,15 @@ def test_a_bucket_that_fails_on_the_way_counts_as_a_failed_publish(
     assert [event for event in told(said, "carried") if not event["skipped"]] == []
 
 
-def test_a_second_trainer_in_one_bucket_ends_the_first(one_rank: Ranks, small_models: dict[str, str], url: str) -> None:
-    ((error, code),) = one_rank.call("publish_beside_another", path=small_models["qwen2"], url=url)
+def test_a_second_trainer_in_one_bucket_ends_the_first(one_rank: Ranks, qwen2: str, url: str) -> None:
+    ((error, code),) = one_rank.call("publish_beside_another", path=qwen2, url=url)
     assert "another publisher has published version 1" in error
     assert code == "bucket_taken"
 
 
-def test_prometheus_finds_what_was_carried(one_rank: Ranks, small_models: dict[str, str], url: str) -> None:
+def test_prometheus_finds_what_was_carried(one_rank: Ranks, qwen2: str, url: str) -> None:
     port = free_port()
-    (page,) = one_rank.call("bucket_metrics", path=small_models["qwen2"], url=url, listen=f"127.0.0.1:{port}")
+    (page,) = one_rank.call("bucket_metrics", path=qwen2, url=url, listen=f"127.0.0.1:{port}")
     assert 'hotswap_bucket_versions_total{kind="full"} 1.0' in page
     assert "hotswap_bucket_newest_version 1.0" in page
     assert "hotswap_bucket_lag_seconds 0.0" in page

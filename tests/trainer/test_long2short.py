@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.trainer.faults.runs import arguments
+from tests.trainer.faults.runs import arguments, fine_tuning
 from tests.trainer.rollouts.generate_server import GenerateServer
 from tests.trainer.rollouts.trajectories import answer
 from trainer.config import JsonlData
@@ -69,16 +70,13 @@ def test_data_for_fine_tuning_and_preferences(
     """A reward that any answer with a `1` in it has; what is written, the trainer reads."""
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"{i}+{i}=", "answer": "1"}) + "\n" for i in range(8)))
-    config = {
-        "model": {"path": tiny_model},
+    config: dict[str, Any] = {
         "data": {"kind": "jsonl", "path": str(data), "cache_dir": str(tmp_path / "cache"), "workers": 1},
-        "algorithm": {"name": "sft"},
-        "steps": 1,
         "gateway": {"url": server.url},
         "rollout": {"max_tokens": 8},
         "rewards": [{"kind": "regex", "pattern": "1", "workers": 1}],
     }
-    common = [*arguments(config, tmp_path), "--records", "8", "--samples", "16"]
+    common = [*arguments(fine_tuning(tiny_model, **config), tmp_path), "--records", "8", "--samples", "16"]
     tokenizer = Tokenizer(tiny_model)
 
     assert main(["sample", *common, "--into", str(tmp_path / "sft.jsonl")]) == 0
@@ -99,6 +97,5 @@ def test_data_for_fine_tuning_and_preferences(
 
 
 def test_without_a_gateway_it_says_so(tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = {"model": {"path": tiny_model}, "data": {"kind": "arithmetic"}, "algorithm": {"name": "sft"}, "steps": 1}
-    assert main(["sample", *arguments(config, tmp_path), "--into", str(tmp_path / "out")]) == 2
+    assert main(["sample", *arguments(fine_tuning(tiny_model), tmp_path), "--into", str(tmp_path / "out")]) == 2
     assert "gateway" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.trainer.faults.runs import arguments, curve
+from tests.trainer.faults.runs import arguments, curve, fine_tuning
 from tests.trainer.zygote import Zygote
 from tests.waiting import wait_until
 from trainer.config import TrainerConfig, strict
@@ -137,6 +137,5 @@ def test_an_optimizer_on_the_host_has_the_host_s_cores(
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if here is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", here)
-    given: dict[str, Any] = {"model": {"path": "m"}, "data": {"kind": "arithmetic"}, "algorithm": {"name": "sft"}}
-    given |= {"steps": 1, "optimizer": {"offload": offload}, "parallel": {"data": 2}}
+    given = fine_tuning("m", optimizer={"offload": offload}, parallel={"data": 2})
     assert threads(strict.build(TrainerConfig, given)) == expected

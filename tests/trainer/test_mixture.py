@@ -9,26 +9,20 @@ from typing import Any
 
 import pytest
 import yaml
-from safetensors.torch import load_file
 
 from tests import stock
 from tests.live import LiveServer
-from tests.trainer.faults.runs import events
+from tests.trainer.faults.runs import events, example
+from tests.trainer.fleet import exported
 from tests.trainer.zygote import Zygote
 from tests.waiting import wait_until
 from trainer.tiny_model import tiny_run, write_tiny_model
 
 pytestmark = [pytest.mark.broad, pytest.mark.engine, pytest.mark.usefixtures("quiet_engines")]
 
-CONFIGS = Path(__file__).parents[2] / "trainer" / "configs"
 ENGINE = ("--dtype", "float32", "--max-model-len", "256")
 PROMPTS = [[5, 13, 3, 13, 8, 14], [3, 13, 3, 13, 4, 14], [8, 13, 7, 13, 6, 14]]  # 2+0+5=, 0+0+1=, 5+4+3=
 LAST = 10  # steps: 1,280 samples of 160 prompts
-
-
-def example(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((CONFIGS / name).read_text())
-    return found
 
 
 def mistaken(zygote: Zygote, root: Path, family: str = "qwen2", **more: Any) -> Path:
@@ -67,11 +61,6 @@ def check_learned(metrics: Path, active: int) -> None:
     assert max(current) < 1e-4
 
 
-def weights(directory: Path) -> dict[str, Any]:
-    """What a checkpoint holds, a file or more of every rank."""
-    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
 @pytest.mark.timeout(900)
 def test_a_mixture_learns_from_rewards_while_it_is_swapped_every_step(zygote: Zygote, tmp_path: Path) -> None:
     """`hotswap up` and `hotswap train`, with the configuration that is the example."""
@@ -85,7 +74,7 @@ def test_a_mixture_learns_from_rewards_while_it_is_swapped_every_step(zygote: Zy
         active = live.active()
 
     check_learned(metrics, active)
-    start, end = weights(begun), weights(improved)
+    start, end = exported(begun), exported(improved)
     assert start.keys() == end.keys()
     assert not [name for name in start if start[name].equal(end[name])], "every expert and router was trained"
     assert said == stock.answers(improved, PROMPTS, 4, dtype="float32"), "what serves is what was saved"

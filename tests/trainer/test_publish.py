@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 import weightsync
-from tests.trainer.faults.runs import arguments
-from tests.trainer.fleet import Fleet, fleet, keep, same_tensors
+from tests.trainer.faults.runs import arguments, fine_tuning
+from tests.trainer.fleet import Fleet, exported, fleet, keep, same_tensors
 from tests.trainer.ranks import Ranks
 from tests.trainer.zygote import Zygote
 from weightsync.publish.quantize import KEPT, Quantizer
@@ -22,78 +23,62 @@ def served(running: Fleet) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in running.server.model.state_dict().items()}
 
 
+@pytest.fixture
+def running(qwen2: str, tmp_path: Path) -> Iterator[Fleet]:
+    with fleet(qwen2, tmp_path) as made:
+        yield made
+
+
 def test_training_reaches_the_server(one_rank: Ranks, small_models: dict[str, str], tmp_path: Path) -> None:
-    with fleet(small_models["qwen3"], tmp_path) as running:
+    path = small_models["qwen3"]
+    with fleet(path, tmp_path) as running:
         before = served(running)
-        versions = one_rank.call("publish", path=small_models["qwen3"], parallel={}, store=running.store_url, steps=3)[
-            0
-        ]
+        (versions,) = one_rank.call("publish", path=path, parallel={}, store=running.store_url, steps=3)
         assert running.versions == versions == sorted(set(versions))
         assert running.server.version == versions[-1]
         assert sum(not torch.equal(before[name], tensor) for name, tensor in served(running).items()) == len(before)
 
 
-def test_bfloat16_is_what_the_wire_carries(one_rank: Ranks, small_models: dict[str, str], tmp_path: Path) -> None:
-    with fleet(small_models["qwen3"], tmp_path) as running:
-        before = served(running)
-        arguments = {"path": small_models["qwen3"], "parallel": {}, "store": running.store_url, "dtype": "bfloat16"}
-        one_rank.call("publish", **arguments)
-        for name, tensor in served(running).items():
-            assert torch.equal(tensor, before[name].to(torch.bfloat16).float())
+def test_bfloat16_is_what_the_wire_carries(one_rank: Ranks, qwen2: str, running: Fleet) -> None:
+    before = served(running)
+    one_rank.call("publish", path=qwen2, parallel={}, store=running.store_url, dtype="bfloat16")
+    for name, tensor in served(running).items():
+        assert torch.equal(tensor, before[name].to(torch.bfloat16).float())
 
 
-def test_a_refused_version_leaves_the_old_one(two_ranks: Ranks, small_models: dict[str, str], tmp_path: Path) -> None:
-    with fleet(small_models["qwen2"], tmp_path) as running:
-        arguments: dict[str, Any] = {"path": small_models["qwen2"], "parallel": {"data": 2}, "store": running.store_url}
-        before = served(running)
-        running.refuse = True
-        lead, other = two_ranks.call("complaint", of="publish", **arguments)
-        assert lead[0] == "PublishError"
-        assert "made to refuse" in lead[1]
-        assert other[0] == "RankFailed"
-        assert all(torch.equal(before[name], tensor) for name, tensor in served(running).items())
-        assert running.versions == []
+def test_a_refused_version_leaves_the_old_one(two_ranks: Ranks, qwen2: str, running: Fleet) -> None:
+    before = served(running)
+    running.refuse = True
+    about = {"path": qwen2, "parallel": {"data": 2}, "store": running.store_url}
+    lead, other = two_ranks.call("complaint", of="publish", **about)
+    assert (lead[0], other[0]) == ("PublishError", "RankFailed")
+    assert "made to refuse" in lead[1]
+    assert all(torch.equal(before[name], tensor) for name, tensor in served(running).items())
+    assert running.versions == []
 
 
-def test_a_taken_over_lineage_is_final(one_rank: Ranks, small_models: dict[str, str], tmp_path: Path) -> None:
-    with fleet(small_models["qwen2"], tmp_path) as running:
-        arguments = {"of": "publish_taken_over", "path": small_models["qwen2"], "store": running.store_url}
-        kind, message, final = one_rank.call("complaint", **arguments)[0]
-        assert (kind, final) == ("PublishError", True)
-        assert "taken over" in message
-
-
-def trained_while_refused(
-    zygote: Zygote, running: Fleet, root: Path, model: str, max_failures: int
-) -> tuple[int, str, list[str]]:
-    """Exit status, standard error and events of a run whose versions are all refused."""
-    config = {
-        "model": {"path": model},
-        "data": {"kind": "arithmetic"},
-        "algorithm": {"name": "sft"},
-        "steps": 3,
-        "publish": {"model": "tiny", "store": running.store_url, "dtype": "float32", "max_failures": max_failures},
-    }
-    status, said, errors = zygote.run(arguments(config, root), root)
-    return status, errors, [json.loads(line)["event"] for line in said.splitlines()]
+def test_a_taken_over_lineage_is_final(one_rank: Ranks, qwen2: str, running: Fleet) -> None:
+    ((*found, final),) = one_rank.call("complaint", of="publish_taken_over", path=qwen2, store=running.store_url)
+    assert (found[0], final) == ("PublishError", True)
+    assert "taken over" in found[1]
 
 
 def test_failed_publishes_are_survived_as_often_as_allowed(
-    zygote: Zygote, small_models: dict[str, str], tmp_path: Path
+    zygote: Zygote, qwen2: str, running: Fleet, tmp_path: Path
 ) -> None:
-    with fleet(small_models["qwen2"], tmp_path) as running:
-        running.refuse = True
-        status, said, events = trained_while_refused(zygote, running, tmp_path, small_models["qwen2"], max_failures=1)
-        assert status == 1
-        assert events == ["start", "publish_failed", "step"]
-        assert said.startswith("error: ")
-        assert "made to refuse" in said
-        assert len(said.splitlines()) == 1
+    running.refuse = True
+    publish = running.sections["publish"] | {"max_failures": 1}
+    status, said, errors = zygote.run(arguments(fine_tuning(qwen2, 3, publish=publish), tmp_path), tmp_path)
+    assert status == 1
+    assert [json.loads(line)["event"] for line in said.splitlines()] == ["start", "publish_failed", "step"]
+    assert errors.startswith("error: ")
+    assert "made to refuse" in errors
+    assert len(errors.splitlines()) == 1
 
 
-def test_no_store_says_what_to_do(one_rank: Ranks, small_models: dict[str, str], tmp_path: Path) -> None:
-    arguments = {"path": small_models["qwen2"], "parallel": {}, "store": f"sqlite:///{tmp_path}/absent.db"}
-    kind, message, _ = one_rank.call("complaint", of="publish", **arguments)[0]
+def test_no_store_says_what_to_do(one_rank: Ranks, qwen2: str, tmp_path: Path) -> None:
+    about = {"path": qwen2, "parallel": {}, "store": f"sqlite:///{tmp_path}/absent.db"}
+    ((kind, message, _),) = one_rank.call("complaint", of="publish", **about)
     assert kind == "PublishError"
     assert "hotswap up" in message
 
@@ -113,44 +98,28 @@ SERVED = Quantizer("w4a16", group_size=16)
     ],
 )
 def test_a_quantisation_that_is_not_the_servers_is_refused_before_the_first_publish(
-    two_ranks: Ranks,
-    small_models: dict[str, str],
-    tmp_path: Path,
-    quantize: dict[str, Any] | None,
-    served: Quantizer | None,
-    key: str,
-    said: str,
+    two_ranks: Ranks, qwen2: str, running: Fleet, quantize: Any, served: Quantizer | None, key: str, said: str
 ) -> None:
-    path, store = small_models["qwen2"], f"sqlite:///{tmp_path}/store.db"
-    with fleet(path, tmp_path) as running:
-        keep(running)
-        publish_once(path, store, served)
-        arguments: dict[str, Any] = {"path": path, "parallel": {"tensor": 2}, "store": store, "dtype": "bfloat16"}
-        lead, other = two_ranks.call("complaint", of="publish", **arguments, quantize=quantize)
-        assert lead[0] == "ConfigError"
-        assert lead[1].startswith(key)
-        assert said in lead[1]
-        assert other[0] == "RankFailed"
-        assert len(running.versions) == 1
+    keep(running)
+    publish_once(qwen2, running.store_url, served)
+    about = {"path": qwen2, "parallel": {"tensor": 2}, "store": running.store_url, "dtype": "bfloat16"}
+    lead, other = two_ranks.call("complaint", of="publish", **about, quantize=quantize)
+    assert (lead[0], other[0]) == ("ConfigError", "RankFailed")
+    assert lead[1].startswith(key)
+    assert said in lead[1]
+    assert len(running.versions) == 1
 
 
 @pytest.mark.parametrize("served", [SERVED, Quantizer("int8", keep=(*KEPT, "o_proj"), scale_dtype="bfloat16")], ids=str)
 def test_the_served_models_quantisation_is_found(
-    two_ranks: Ranks, small_models: dict[str, str], tmp_path: Path, served: Quantizer
+    two_ranks: Ranks, qwen2: str, running: Fleet, tmp_path: Path, served: Quantizer
 ) -> None:
-    """A checkpoint that somebody else quantised, some layers of which they left out, says all that is needed."""
-    path, store = small_models["qwen2"], f"sqlite:///{tmp_path}/store.db"
-    with fleet(path, tmp_path) as running:
-        received = keep(running)
-        publish_once(path, store, served)
-        arguments: dict[str, Any] = {"path": path, "store": store, "directory": str(tmp_path)}
-        two_ranks.call("publish_quantized", **arguments, parallel={"tensor": 2}, quantize={"scheme": "served"})
+    """A checkpoint that another tool quantised, some layers of which it left out, says all that is needed."""
+    received = keep(running)
+    publish_once(qwen2, running.store_url, served)
+    about: dict[str, Any] = {"path": qwen2, "parallel": {"tensor": 2}, "quantize": {"scheme": "served"}}
+    two_ranks.call("publish_quantized", **about, store=running.store_url, directory=str(tmp_path))
     assert same_tensors(received[-1], dict(served.tensors(exported(tmp_path).items())))
-
-
-def exported(directory: Path) -> dict[str, torch.Tensor]:
-    """What every rank has written of a checkpoint."""
-    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def publish_once(path: str, store: str, quantizer: Quantizer | None) -> None:

@@ -16,13 +16,13 @@ import yaml
 
 from loadtest.training.learning.recipes import ENVIRONMENT
 from tests.live import LiveServer
+from tests.trainer.faults.runs import CONFIGS, example
 from tests.trainer.zygote import Zygote
 from trainer.config import strict
 from trainer.tiny_model import write_tiny_model
 
 pytestmark = [pytest.mark.broad, pytest.mark.engine]
 
-CONFIGS = Path(__file__).parents[2] / "trainer" / "configs"
 ENGINE = ("--dtype", "float32", "--max-model-len", "2048", "--enable-lora", "--max-lora-rank", "16")
 STEPS = 2
 ELSEWHERE = {"grpo_moe": "test_mixture.py", "api": "api/", "rewards": "rewards/test_server.py"}  # which run their like
@@ -77,7 +77,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 def configured(name: str, live: LiveServer, root: Path) -> dict[str, Any]:
     """A recipe with a tiny model's sizes, and pointed at this test's server, files and directories."""
-    config: dict[str, Any] = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+    config = example(f"{name}.yaml")
     model, case = live.processes.config.model, CASES[name]
     config |= {"steps": STEPS, "batch": 2, "metrics": str(root / "metrics.jsonl"), "save_to": str(root / "saved")}
     config["model"]["path"] = model
@@ -136,15 +136,11 @@ def test_a_recipe_trains_publishes_and_saves(zygote: Zygote, live: LiveServer, t
     assert set(found) == {(name, step) for name in sets for step in (0, STEPS)}
     if "publish" in config:
         assert live.active() == before + 1 + STEPS, "a version before the first step, and one after each"
-        part = [p["name"] for v in _versions(live) if v["version"] == live.active() for p in v.get("parts", [])]
+        versions: list[dict[str, Any]] = live.admin.get("/admin/weights").json()["versions"]
+        part = [p["name"] for v in versions if v["version"] == live.active() for p in v.get("parts", [])]
         assert (f"lora/{config['lora']['name']}" in part) if "lora" in config else True
     saved = tmp_path / "saved" / ("adapter_model.safetensors" if "lora" in config else "config.json")
     assert saved.exists()
     assert ("checkpoint" in config) == (tmp_path / "checkpoints").exists()
     if name == "distill":
         assert all(math.isfinite(step["teacher_kl"]) for step in steps)
-
-
-def _versions(live: LiveServer) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = live.admin.get("/admin/weights").json()["versions"]
-    return found

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.trainer.faults.runs import arguments
+from server.ports import free_port
+from tests.trainer.faults.runs import arguments, fine_tuning
 from tests.trainer.fleet import fleet, keep, same_tensors
 from tests.trainer.ranks import Ranks
 from tests.waiting import wait_until
@@ -35,12 +35,7 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("model", "parallel", "hosts"), CASES)
 def test_a_run_on_several_hosts_publishes_what_one_rank_does(
-    one_rank: Ranks,
-    small_models: dict[str, str],
-    tmp_path: Path,
-    model: str,
-    parallel: dict[str, Any],
-    hosts: list[str],
+    one_rank: Ranks, small_models: dict[str, str], tmp_path: Path, model: str, parallel: Any, hosts: list[str]
 ) -> None:
     path = small_models[model]
     with fleet(path, tmp_path) as running:
@@ -74,10 +69,10 @@ def check_same(received: list[dict[str, torch.Tensor]]) -> None:
     ],
 )
 def test_a_share_that_does_not_come_costs_one_version(
-    two_ranks: Ranks, small_models: dict[str, str], tmp_path: Path, broken: str, said: str
+    two_ranks: Ranks, qwen2: str, tmp_path: Path, broken: str, said: str
 ) -> None:
-    with fleet(small_models["qwen2"], tmp_path) as running:
-        arguments = {"path": small_models["qwen2"], "store": running.store_url, "parallel": {"tensor": 2}}
+    with fleet(qwen2, tmp_path) as running:
+        arguments = {"path": qwen2, "store": running.store_url, "parallel": {"tensor": 2}}
         lead, other = two_ranks.call("publish_broken", broken=broken, hosts=TWO, **arguments)
         assert running.versions == [int(lead[2])]
     assert (lead[0], other[0]) == ("PublishError", "RankFailed")
@@ -109,7 +104,7 @@ def peers(store_url: str, directory: Path, monkeypatch: pytest.MonkeyPatch, name
 )
 def test_what_ranks_write_stays_on_their_hosts(
     one_rank: Ranks,
-    small_models: dict[str, str],
+    qwen2: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     parallel: dict[str, Any],
@@ -118,16 +113,16 @@ def test_what_ranks_write_stays_on_their_hosts(
 ) -> None:
     """The host of rank 0 reads hardly anything unless tensors are cut across hosts, and a third host, which reads from
     both, serves what one host would have published."""
-    path, received, ranks = small_models["qwen2"], list[dict[str, torch.Tensor]](), one_rank.spread(parallel)
+    received, ranks = list[dict[str, torch.Tensor]](), one_rank.spread(parallel)
     for at, hosts in (("several", list(names)), ("one", [""] * len(names))):
         root = tmp_path / at
         root.mkdir()
         host = "c" if at == "several" else ""
         with contextlib.ExitStack() as stack:
-            running = stack.enter_context(fleet(path, root, host=host))
+            running = stack.enter_context(fleet(qwen2, root, host=host))
             kept = keep(running)
             there = stack.enter_context(peers(running.store_url, root, monkeypatch, "abc" if host else ""))
-            arguments = {"path": path, "store": running.store_url, "steps": 2, "parallel": parallel}
+            arguments = {"path": qwen2, "store": running.store_url, "steps": 2, "parallel": parallel}
             answers = ranks.call("publish_from_hosts", hosts=hosts, **arguments)
             received += kept
             if not host:
@@ -151,7 +146,7 @@ def test_what_ranks_write_stays_on_their_hosts(
 )
 def test_one_version_is_reported_as_failed_and_a_third_host_gets_those_that_are_there(
     two_ranks: Ranks,
-    small_models: dict[str, str],
+    qwen2: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     broken: str,
@@ -159,9 +154,8 @@ def test_one_version_is_reported_as_failed_and_a_third_host_gets_those_that_are_
     there: int,
 ) -> None:
     """No rank knows of a version whose commit was not answered; hosts keep its shares all the same."""
-    path = small_models["qwen2"]
-    with fleet(path, tmp_path, host="c") as running, peers(running.store_url, tmp_path, monkeypatch, "abc"):
-        arguments = {"path": path, "store": running.store_url, "parallel": {"pipeline": 2}}
+    with fleet(qwen2, tmp_path, host="c") as running, peers(running.store_url, tmp_path, monkeypatch, "abc"):
+        arguments = {"path": qwen2, "store": running.store_url, "parallel": {"pipeline": 2}}
         lead, other = two_ranks.call("publish_broken", broken=broken, hosts=["a", "b"], **arguments)
         newest = int(lead[2])
         assert running.versions == list(range(newest - there, newest + 1))
@@ -170,19 +164,11 @@ def test_one_version_is_reported_as_failed_and_a_third_host_gets_those_that_are_
 
 
 @pytest.mark.broad
-def test_a_run_that_another_launcher_starts_on_two_hosts(small_models: dict[str, str], tmp_path: Path) -> None:
+def test_a_run_that_another_launcher_starts_on_two_hosts(qwen2: str, tmp_path: Path) -> None:
     """Each rank is a process with a host's name of its own; each publishes after every step."""
-    with fleet(small_models["qwen2"], tmp_path) as running, socket.create_server(("127.0.0.1", 0)) as free:
-        config = {
-            "model": {"path": small_models["qwen2"]},
-            "data": {"kind": "arithmetic"},
-            "algorithm": {"name": "sft"},
-            "parallel": {"tensor": 2},
-            "steps": 2,
-            "publish": {"model": "tiny", "store": running.store_url, "dtype": "float32"},
-        }
-        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
-        free.close()
+    with fleet(qwen2, tmp_path) as running:
+        config = fine_tuning(qwen2, 2, parallel={"tensor": 2}, publish=running.sections["publish"])
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
         ranks = [
             subprocess.Popen(
                 [sys.executable, "-m", "trainer.main", *arguments(config, tmp_path)],
@@ -217,9 +203,9 @@ ALONE = "one of several hosts', cannot pass on its share"
     ids=["no certificates", "out of reach", "no name"],
 )
 def test_a_host_that_cannot_take_part_ends_the_run_on_all(
-    two_ranks: Ranks, small_models: dict[str, str], tmp_path: Path, how: dict[str, Any], said: str
+    two_ranks: Ranks, qwen2: str, tmp_path: Path, how: dict[str, Any], said: str
 ) -> None:
-    arguments = {"path": small_models["qwen2"], "store": f"sqlite:///{tmp_path}/absent.db"}
+    arguments = {"path": qwen2, "store": f"sqlite:///{tmp_path}/absent.db"}
     arguments |= {"hosts": TWO, "master": "127.0.0.1", "address": None} | how
     lead, other = two_ranks.call("complaint", of="publish_towards", **arguments)
     assert (lead[0], other[0]) == ("ConfigError", "RankFailed")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from server.up.forks import Forked
-from tests.trainer.faults.runs import arguments
+from tests.trainer.faults.runs import SUMS, arguments, fine_tuning
 from tests.warm import TRAINERS, warm
 
 PATIENCE_S = 300.0
@@ -45,6 +45,13 @@ class Zygote:
         status, _, errors = self.run(arguments(config, root, f"{name}.yaml"), root, **environment)
         assert status == 0, errors
         return Path(config["metrics"])
+
+    def taught(self, model: str, directory: Path, **data: Any) -> str:
+        """What a model becomes by fine-tuning on sums, in a new directory."""
+        optimizer = {"lr": 2e-3, "warmup_steps": 10, "decay": "cosine"}
+        more = {"data": SUMS | data, "batch": 64, "optimizer": optimizer, "save_to": str(directory)}
+        self.train(fine_tuning(model, steps=80, **more), directory.parent, directory.name)
+        return str(directory)
 
     def wait(self, pid: int) -> int:
         """Its exit status, negative for a signal."""

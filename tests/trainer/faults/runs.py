@@ -10,9 +10,24 @@ from typing import Any
 import psutil
 import yaml
 
+import trainer
 from trainer.tiny_model import tiny_run
 
 PATIENCE_S = 90.0
+SUMS = {"kind": "arithmetic", "operands": 2, "largest": 4, "held_out": 10}
+CONFIGS = Path(trainer.__file__).parent / "configs"
+
+
+def example(name: str) -> dict[str, Any]:
+    """A recipe of trainer/configs."""
+    found: dict[str, Any] = yaml.safe_load((CONFIGS / name).read_text())
+    return found
+
+
+def fine_tuning(model: str, steps: int = 1, **more: Any) -> dict[str, Any]:
+    """The configuration of a run that learns sums."""
+    config = {"model": {"path": model}, "data": {"kind": "arithmetic"}, "algorithm": {"name": "sft"}, "steps": steps}
+    return config | more
 
 
 def arguments(config: dict[str, Any], root: Path, name: str = "config.yaml") -> list[str]:

@@ -79,22 +79,18 @@ def test_fine_tuning(zygote: Zygote, config: dict[str, Any], tmp_path: Path) -> 
     assert len(expected) == 100
 
 
-def test_reinforcement_learning(
-    zygote: Zygote, config: dict[str, Any], tmp_path: Path, small_models: dict[str, str]
-) -> None:
+def test_reinforcement_learning(zygote: Zygote, config: dict[str, Any], tmp_path: Path, qwen2: str) -> None:
     """With a server that samples by nothing but weights and seed, rewards and rollouts repeat themselves too."""
-    with fleet(small_models["qwen2"], tmp_path) as running, never_behind(running):
+    with fleet(qwen2, tmp_path) as running, never_behind(running):
         repeats_itself(zygote, config | reinforced(running, steps=9), tmp_path, random.randrange(4, 7))
 
 
 @pytest.mark.broad
-def test_an_asynchronous_run(
-    zygote: Zygote, config: dict[str, Any], tmp_path: Path, small_models: dict[str, str]
-) -> None:
+def test_an_asynchronous_run(zygote: Zygote, config: dict[str, Any], tmp_path: Path, qwen2: str) -> None:
     """Which weights write an answer depends on the moment. Where an answer depends on its request alone, and no more
     groups are ahead than a step takes, all the rest repeats itself: what was finished is trained on and not asked for
     again, what was in flight is."""
-    with fleet(small_models["qwen2"], tmp_path, kind=Unmoved) as running:
+    with fleet(qwen2, tmp_path, kind=Unmoved) as running:
         config |= reinforced(
             running,
             rollout={"max_tokens": 4, "request": "group"},
@@ -118,11 +114,11 @@ def test_an_asynchronous_run(
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("schedule", ["colocated", "one-step-off"])
 def test_a_run_of_partial_rollouts(
-    zygote: Zygote, config: dict[str, Any], tmp_path: Path, small_models: dict[str, str], schedule: str
+    zygote: Zygote, config: dict[str, Any], tmp_path: Path, qwen2: str, schedule: str
 ) -> None:
     """Answers of up to four rounds, problems by their success, groups that are sent back: which groups a step gets
     depends on none of it being fast. What was begun goes on from the tokens in the checkpoint."""
-    with fleet(small_models["qwen2"], tmp_path, kind=Unmoved) as running:
+    with fleet(qwen2, tmp_path, kind=Unmoved) as running:
         config |= reinforced(
             running,
             algorithm={"name": "grpo", "samples_per_prompt": 4, "drop_zero_std": True},
@@ -158,12 +154,12 @@ def budget(model: str, models: float, nbytes: int = 0) -> float:
 
 @pytest.mark.broad
 def test_a_checkpoint_is_taken_while_the_optimizer_is_away(
-    zygote: Zygote, config: dict[str, Any], tmp_path: Path, small_models: dict[str, str]
+    zygote: Zygote, config: dict[str, Any], tmp_path: Path, qwen2: str
 ) -> None:
     """Evaluation brings the models of the rewards, the run's and its own, and sends the optimizer away; the checkpoint
     comes right after it."""
     large = [{"kind": "callable", "target": "tests.trainer.rewards.functions:large", "workers": 1}]
-    with fleet(small_models["qwen2"], tmp_path) as running, never_behind(running):
+    with fleet(qwen2, tmp_path) as running, never_behind(running):
         config |= reinforced(
             running,
             rewards=large,
@@ -172,7 +168,7 @@ def test_a_checkpoint_is_taken_while_the_optimizer_is_away(
             checkpoint=config["checkpoint"] | {"every": 2},
             steps=8,
         )
-        room = budget(small_models["qwen2"], 3, 2 * Large.nbytes)  # weights, gradients and two moments are 4
+        room = budget(qwen2, 3, 2 * Large.nbytes)  # weights, gradients and two moments are 4
         memory = {"budget_gib": room, "directory": str(tmp_path)}
         second = repeats_itself(zygote, config, tmp_path, random.randrange(3, 7), memory=memory)
     assert second in range(2, 8, 2)
@@ -184,13 +180,13 @@ def test_a_checkpoint_is_taken_while_the_optimizer_is_away(
 
 @pytest.mark.broad
 def test_a_reference_that_makes_room_for_training_comes_back_for_its_pass(
-    zygote: Zygote, config: dict[str, Any], tmp_path: Path, small_models: dict[str, str]
+    zygote: Zygote, config: dict[str, Any], tmp_path: Path, qwen2: str
 ) -> None:
     """Preferences are not sampled: the reference looks at a step's records when they are whole."""
     config |= {"algorithm": {"name": "dpo"}, "data": {"kind": "arithmetic", "mistake": "off_by_one"}}
     config |= {"steps": 4, "checkpoint": None}
     expected = curve(uninterrupted(zygote, config, tmp_path))
-    config["memory"] = {"budget_gib": budget(small_models["qwen2"], 4.5), "directory": str(tmp_path)}  # 5 in all
+    config["memory"] = {"budget_gib": budget(qwen2, 4.5), "directory": str(tmp_path)}  # 5 in all
     zygote.train(config, tmp_path, RUN="offloaded")
     assert curve(config["metrics"]) == expected
     assert len(expected) == 4

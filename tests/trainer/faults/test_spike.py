@@ -24,10 +24,10 @@ BAD_NUMBER = BATCH * (BAD_STEP - 1) + 2
 
 
 @pytest.fixture
-def served(small_models: dict[str, str], tmp_path: Path) -> Iterator[tuple[Fleet, RunningGateway]]:
+def served(qwen2: str, tmp_path: Path) -> Iterator[tuple[Fleet, RunningGateway]]:
     """An instance, and the gateway in front of the same store."""
     with (
-        fleet(small_models["qwen2"], tmp_path) as running,
+        fleet(qwen2, tmp_path) as running,
         running_gateway(tmp_path, model="tiny", store=running.store_url) as gateway,
         never_behind(running),
     ):
@@ -40,19 +40,21 @@ def run(config: dict[str, Any], served: tuple[Fleet, RunningGateway], tmp_path: 
     running, gateway = served
     (bad,) = take(RECORDS, 0, BAD_NUMBER, 1)
     records = [{"prompt": f"{n}=", "answer": "", "extra": {"scale": 1e6 if n == bad else 1.0}} for n in range(RECORDS)]
-    return config | {
-        "data": {"kind": "jsonl", "path": str(jsonl(tmp_path / "data.jsonl", records)), "workers": 0},
-        "algorithm": {"name": "grpo", "samples_per_prompt": 4, "scale_rewards": False},
-        "rewards": [{"kind": "callable", "target": "tests.trainer.rewards.functions:scaled"}],
-        "rollout": {"max_tokens": 4},
-        "gateway": {"url": running.server.url},
-        "publish": {"model": "tiny", "store": running.store_url, "dtype": "float32"},
-        "telemetry": {"admin_url": f"http://127.0.0.1:{gateway.admin_port}"},
-        "faults": {"on_diverged": "rollback", "spike_sigma": 10.0},
-        "optimizer": {"lr": 1e-3},
-        "steps": STEPS,
-        "batch": BATCH,
-    }
+    return (
+        config
+        | running.sections
+        | {
+            "data": {"kind": "jsonl", "path": str(jsonl(tmp_path / "data.jsonl", records)), "workers": 0},
+            "algorithm": {"name": "grpo", "samples_per_prompt": 4, "scale_rewards": False},
+            "rewards": [{"kind": "callable", "target": "tests.trainer.rewards.functions:scaled"}],
+            "rollout": {"max_tokens": 4},
+            "telemetry": {"admin_url": f"http://127.0.0.1:{gateway.admin_port}"},
+            "faults": {"on_diverged": "rollback", "spike_sigma": 10.0},
+            "optimizer": {"lr": 1e-3},
+            "steps": STEPS,
+            "batch": BATCH,
+        }
+    )
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,14 @@ from transformers import AutoModelForCausalLM
 from trainer.data.tokenizer import Tokenizer
 
 
+@torch.no_grad()
+def logprobs(model: AutoModelForCausalLM, ids: list[int]) -> list[float]:
+    """What a model says of all tokens but the first."""
+    distributions = torch.log_softmax(model(torch.tensor([ids])).logits[0, :-1].double(), -1)
+    found: list[float] = distributions.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+    return found
+
+
 class TeacherServer:
     """`failures` are status codes to answer first. `longest`: longer prompts are refused. `broken` changes an answer.
     Without `tokenizes` there is no /tokenize."""
@@ -32,12 +40,8 @@ class TeacherServer:
         self.app.post("/v1/completions")(self.completions)
         self.app.post("/tokenize")(self.tokenize)
 
-    @torch.no_grad()
     def logprobs(self, ids: list[int]) -> list[float]:
-        """Of all tokens but the first."""
-        distributions = torch.log_softmax(self.model(torch.tensor([ids])).logits[0, :-1].double(), -1)
-        found: list[float] = distributions.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
-        return found
+        return logprobs(self.model, ids)
 
     async def tokenize(self, request: Request) -> Response:
         if not self.tokenizes:

@@ -12,28 +12,16 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.faults.runs import arguments, events
-from tests.trainer.fleet import Fleet, fleet
+from tests.trainer.faults.runs import SUMS, events
+from tests.trainer.fleet import Fleet, exported, fleet, same_tensors
 from tests.trainer.zygote import Zygote
-
-DATA = {"kind": "arithmetic", "operands": 2, "largest": 4, "held_out": 10}
 
 
 @pytest.fixture(scope="module")
 def mistaken(zygote: Zygote, tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model that has learned the mistake."""
-    root = tmp_path_factory.mktemp("mistaken")
-    config = {
-        "model": {"path": tiny_model},
-        "data": DATA | {"mistake": "off_by_one", "noise": 0.8},
-        "algorithm": {"name": "sft"},
-        "steps": 80,
-        "batch": 64,
-        "optimizer": {"lr": 2e-3, "warmup_steps": 10, "decay": "cosine"},
-        "save_to": str(root / "model"),
-    }
-    zygote.train(config, root)
-    return str(root / "model")
+    directory = tmp_path_factory.mktemp("mistaken") / "model"
+    return zygote.taught(tiny_model, directory, mistake="off_by_one", noise=0.8)
 
 
 @pytest.fixture(scope="module")
@@ -44,15 +32,14 @@ def served(mistaken: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 def reinforced(model: str, served: Fleet, **changes: Any) -> dict[str, Any]:
     return {
+        **served.sections,
         "model": {"path": model},
-        "data": DATA,
+        "data": SUMS,
         "algorithm": {"name": "grpo", "samples_per_prompt": 8},
         "steps": 30,
         "batch": 15,  # every problem there is, so that a step's rewards do not depend on which it got
         "optimizer": {"lr": 5e-4},
         "rollout": {"max_tokens": 4, "request": "group"},
-        "gateway": {"url": served.server.url},
-        "publish": {"model": served.model, "store": served.store_url, "dtype": "float32"},
         "eval": [{"every": 100, "prompts": 10}],
     } | changes
 
@@ -101,48 +88,11 @@ def test_models_look_at_rollouts_as_they_come_and_all_is_counted(
     assert sum(step["filtered_groups"] for step in trained) > 0
 
 
-@pytest.mark.broad
-@pytest.mark.timeout(300)
-def test_an_asynchronous_run_goes_on_where_it_stood(
-    zygote: Zygote, mistaken: str, served: Fleet, tmp_path: Path
-) -> None:
-    schedule = {"name": "async", "max_lag": 2}
-    checkpoint = {"path": str(tmp_path / "checkpoints"), "every": 3}
-    config = reinforced(mistaken, served, schedule=schedule, checkpoint=checkpoint, steps=3, eval=[])
-    zygote.train(config, tmp_path)
-    saved = next((tmp_path / "checkpoints").glob("step-*/parts/rollouts.json"))
-    state = json.loads(saved.read_text())
-    assert state["drawn"] == 3 * 15 + len(state["pending"])  # used or kept, none lost
-    metrics = zygote.train(config | {"steps": 6}, tmp_path, "resumed")
-    assert [step["step"] for step in events(metrics, "step")] == [4, 5, 6]
-    again = json.loads((tmp_path / "checkpoints/step-00000006/parts/rollouts.json").read_text())
-    assert again["drawn"] == 6 * 15 + len(again["pending"])
-
-
-@pytest.mark.timeout(120)
-def test_sampling_ahead_needs_an_algorithm_that_samples(zygote: Zygote, tiny_model: str, tmp_path: Path) -> None:
-    config = {"model": {"path": tiny_model}, "data": DATA, "algorithm": {"name": "sft"}, "steps": 1}
-    status, _, errors = zygote.run(arguments(config | {"schedule": {"name": "async"}}, tmp_path), tmp_path)
-    assert status == 2
-    assert "schedule: async samples ahead, but sft learns from its records. Leave schedule out" in errors
-
-
-def weights(directory: Path) -> dict[str, Any]:
-    from safetensors.numpy import load_file
-
-    return load_file(directory / "model.safetensors")
-
-
-def same(one: Path, other: Path) -> bool:
-    left, right = weights(one), weights(other)
-    return left.keys() == right.keys() and all((left[name] == right[name]).all() for name in left)
-
-
 @pytest.mark.timeout(300)
 def test_sets_are_evaluated_each_in_its_own_way_and_the_best_weights_stay(
     zygote: Zygote, mistaken: str, served: Fleet, tmp_path: Path
 ) -> None:
-    off_by_one = {"data": DATA | {"mistake": "off_by_one", "noise": 1.0, "held_out": 0, "largest": 2}}
+    off_by_one = {"data": SUMS | {"mistake": "off_by_one", "noise": 1.0, "held_out": 0, "largest": 2}}
     sets = [
         {"name": "sampled", "every": 1, "prompts": 10, "samples": 4, "temperature": 0.7, "pass_at": [1, 2]},
         {
@@ -176,17 +126,17 @@ def test_sets_are_evaluated_each_in_its_own_way_and_the_best_weights_stay(
     record = json.loads((final / "best/best.json").read_text())
     assert record == {"step": best, "by": "sampled/pass_at_2", "value": scores[best]}
     assert {path.name for path in final.iterdir() if path.is_dir()} == {"best", "step-2", "step-4"}
-    assert not same(final / "step-2", final / "step-4")
+    assert not same_tensors(exported(final / "step-2"), exported(final / "step-4"))
     kept = {int(path.name.removeprefix("step-")) for path in (tmp_path / "checkpoints").glob("step-*")}
     assert kept == {best, 5}
 
     path = tmp_path / "config.yaml"
     for which, expected in (([], final), (["--step", str(best)], final / "best")):
-        exported = tmp_path / f"exported-{expected.name}"
-        status, said, errors = zygote.run(["--config", str(path), "--export", str(exported), *which], tmp_path)
+        directory = tmp_path / f"exported-{expected.name}"
+        status, said, errors = zygote.run(["--config", str(path), "--export", str(directory), *which], tmp_path)
         assert status == 0, errors
         assert f"the weights of step {best if which else 5}" in said
-        assert same(exported, expected)
+        assert same_tensors(exported(directory), exported(expected))
     status, _, errors = zygote.run(["--config", str(path), "--export", str(tmp_path / "no"), "--step", "99"], tmp_path)
     assert status == 2
     assert "has no checkpoint of step 99. Name a step that was kept." in errors
