@@ -13,7 +13,7 @@ import yaml
 
 import trainer
 from trainer.api import config as api_config
-from trainer.config import GrpoConfig, PackingConfig, load
+from trainer.config import PackingConfig, load
 from trainer.config.strict import read
 from trainer.errors import ConfigError
 from trainer.rewards.server import RewardServerConfig
@@ -27,7 +27,11 @@ MINIMAL: dict[str, Any] = {
 }
 PUBLISH: dict[str, Any] = {"publish": {"model": "m", "store": "sqlite:///store.db"}}
 GRPO: dict[str, Any] = {"algorithm": {"name": "grpo"}, "gateway": {"url": "http://localhost:1"}} | PUBLISH
+THIRD: dict[str, Any] = GRPO | {"publish": PUBLISH["publish"] | {"every": 3}}
 BEST: dict[str, Any] = GRPO | {"eval": [{}], "save_to": "s", "save_best": True}
+QUANTIZED: dict[str, Any] = {"publish": PUBLISH["publish"] | {"quantize": {"scheme": "served"}}}
+MUON: dict[str, Any] = {"optimizer": {"name": "muon"}}
+ADMIN: dict[str, Any] = {"admin_url": "http://127.0.0.1:8001"}
 
 
 def bucket(url: str, **more: Any) -> dict[str, Any]:
@@ -35,27 +39,18 @@ def bucket(url: str, **more: Any) -> dict[str, Any]:
     return {"publish": {"model": "m", "bucket": {"url": url, **more}}}
 
 
+def curriculum(**section: Any) -> dict[str, Any]:
+    return GRPO | {"order": {"curriculum": {"records": 9} | section}}
+
+
+def serving(**section: Any) -> dict[str, Any]:
+    return {"memory": {"serving": ADMIN | section}}
+
+
 def parse(tmp_path: Path, changes: dict[str, Any], *overrides: str) -> trainer.TrainerConfig:
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(MINIMAL | changes))
     return load(path, list(overrides))
-
-
-def test_defaults_fill_what_is_left_out(tmp_path: Path) -> None:
-    config = parse(tmp_path, {})
-    assert config.parallel.world_size == 1
-    assert config.publish is None
-
-
-def test_the_tag_chooses_the_section(tmp_path: Path) -> None:
-    config = parse(tmp_path, GRPO | {"algorithm": {"name": "grpo", "clip_high": 0.3}})
-    assert isinstance(config.algorithm, GrpoConfig)
-    assert config.algorithm.clip_high == 0.3
-
-
-def test_a_run_may_sample_from_weights_that_stay_as_they_are(tmp_path: Path) -> None:
-    config = parse(tmp_path, GRPO | {"publish": None, "rollout": {"fixed_sampler": True}})
-    assert config.publish is None
 
 
 def test_overrides_reach_into_sections_that_are_not_there(tmp_path: Path) -> None:
@@ -79,35 +74,24 @@ def test_overrides_reach_into_sections_that_are_not_there(tmp_path: Path) -> Non
         ({"model": "m"}, "model", "mapping"),
         ({"model": {"path": "m", "dtype": "float8"}}, "model.dtype", "one of float32, bfloat16"),
         ({"model": {"path": "m", "dtype": "float32", "fp32_head": True}}, "model.fp32_head", "Leave it out"),
+        ({"model": {"path": "m", "dtype": "float32", "fp8": "hybrid"}}, "model.fp8", "Set dtype to bfloat16"),
         ({"algorithm": {"name": "trpo"}}, "algorithm.name", "one of: custom, distill, dpo, grpo"),
         ({"algorithm": {"name": "sft", "clip_low": 0.2}}, "algorithm.clip_low", "unknown key"),
         ({"algorithm": {"name": "grpo"}}, "gateway", "Add gateway"),
         (GRPO | {"algorithm": {"name": "grpo", "samples_per_prompt": 1}}, "algorithm.samples_per_prompt", "at least 2"),
         (GRPO | {"publish": None}, "publish", "Add publish: {model: NAME}, or set rollout.fixed_sampler"),
         (GRPO | {"rollout": {"fixed_sampler": True}}, "rollout.fixed_sampler", "Leave one out"),
-        (
-            GRPO | {"publish": PUBLISH["publish"] | {"every": 3}, "schedule": {"name": "async", "max_lag": 2}},
-            "schedule.max_lag",
-            "Raise it to publish.every",
-        ),
+        (THIRD | {"schedule": {"name": "async", "max_lag": 2}}, "schedule.max_lag", "Raise it to publish.every"),
         (GRPO | {"rollout": {"temperature": 0.7}}, "rollout.temperature", "Leave it at 1.0"),
         (GRPO | {"rollout": {"token_budget": 0}}, "rollout.token_budget", "positive"),
         (GRPO | {"rollout": {"max_tokens": 8, "token_budget": 8}}, "rollout.token_budget", "Lower it"),
         (GRPO | {"schedule": {"name": "one-step-off", "oversample": -1}}, "schedule.oversample", "range"),
         (GRPO | {"schedule": {"name": "async", "oversample": 1}}, "schedule.oversample", "unknown key"),
         (GRPO | {"order": {"prioritize": True, "floor": 0}}, "order.floor", "range"),
-        (GRPO | {"order": {"curriculum": {"records": 9}}}, "order.curriculum.first", "missing"),
-        (GRPO | {"order": {"curriculum": {"records": 0, "first": 0}}}, "order.curriculum.records", "positive"),
-        (
-            GRPO | {"order": {"curriculum": {"records": 9, "first": 5, "last": 5, "field": "level"}}},
-            "order.curriculum.last",
-            "easy to hard",
-        ),
-        (
-            GRPO | {"order": {"curriculum": {"records": 9, "first": 1, "last": 5}}},
-            "order.curriculum.first",
-            "name a field",
-        ),
+        (curriculum(), "order.curriculum.first", "missing"),
+        (curriculum(records=0, first=0), "order.curriculum.records", "positive"),
+        (curriculum(first=5, last=5, field="level"), "order.curriculum.last", "easy to hard"),
+        (curriculum(first=1, last=5), "order.curriculum.first", "name a field"),
         ({"order": {"prioritize": True}}, "order", "measures none"),
         (GRPO | {"rewards": []}, "rewards", "at least one"),
         (GRPO | {"rewards": [{"kind": "regex"}]}, "rewards[0].pattern", "regular expression"),
@@ -129,7 +113,7 @@ def test_overrides_reach_into_sections_that_are_not_there(tmp_path: Path) -> Non
         (BEST | {"best": "held_out/pass_at_2"}, "best", "held_out/accuracy, held_out/reward_mean"),
         (GRPO | {"checkpoint": {"path": "c", "keep_best": 1}}, "checkpoint.keep_best", "nothing is evaluated"),
         (BEST | {"publish": None, "rollout": {"fixed_sampler": True}}, "save_best", "Add publish"),
-        (BEST | {"publish": PUBLISH["publish"] | {"every": 3}}, "eval.every", "multiple of 3"),
+        (BEST | THIRD, "eval.every", "multiple of 3"),
         ({"gateway": {"url": "localhost"}}, "gateway.url", "http://host:port"),
         ({"optimizer": {"lr": 0}}, "optimizer.lr", "positive"),
         ({"optimizer": {"lr": 1e-4, "min_lr": 1e-3}}, "optimizer.min_lr", "range"),
@@ -146,15 +130,38 @@ def test_overrides_reach_into_sections_that_are_not_there(tmp_path: Path) -> Non
         ({"lora": {"name": "a/b"}}, "lora.name", "Use letters"),
         ({"lora": {"name": "m"}, "publish": {"model": "m", "store": "s"}}, "lora.name", "Choose another"),
         ({"lora": {}, "model": {"path": "m", "dtype": "bfloat16", "fp8": "hybrid"}}, "lora", "model.fp8"),
-        (
-            {"lora": {}, "publish": {"model": "m", "store": "s", "quantize": {"scheme": "served"}}},
-            "publish.quantize",
-            "Leave it out",
-        ),
+        (QUANTIZED | {"lora": {}}, "publish.quantize", "Leave it out"),
         (GRPO | {"packing": {"max_tokens": 16}}, "packing.max_tokens", "longest prompt and answer"),
         ({"data": {"kind": "arithmetic", "held_out": 99}}, "data.held_out", "range"),
         ({"data": {"kind": "arithmetic", "noise": 2}}, "data.noise", "range"),
         ({"parallel": {"tensor": 0}}, "parallel.tensor", "positive"),
+        ({"parallel": {"context": 0}}, "parallel.context", "positive"),
+        ({"parallel": {"virtual_pipeline": 2}}, "parallel.virtual_pipeline", "Raise pipeline"),
+        ({"parallel": {"sequence": True}}, "parallel.sequence", "Raise tensor"),
+        ({"parallel": {"expert": 2}}, "parallel.expert", "Choose a divisor"),
+        ({"parallel": {"data": 4, "expert": 2, "expert_tensor": 4}}, "parallel.expert", "Choose a divisor"),
+        ({"parallel": {"shard": "full"}}, "parallel.shard", "Raise data"),
+        ({"parallel": {"data": 2, "tensor": 2, "shard": "full"}}, "parallel.shard", "Set tensor to 1"),
+        ({"parallel": {"data": 2, "pipeline": 2, "shard": "full"}}, "parallel.shard", "Set pipeline to 1"),
+        ({"optimizer": {"name": "muon", "offload": True}}, "optimizer.offload", "Set it to false"),
+        ({"optimizer": {"name": "muon", "momentum": 2.0}}, "optimizer.momentum", "range"),
+        ({"optimizer": {"name": "muon", "ns_steps": 0}}, "optimizer.ns_steps", "range"),
+        ({"optimizer": {"momentum": 0.9}}, "optimizer.momentum", "leave them out"),
+        ({"optimizer": {"name": "lion"}}, "optimizer.name", "one of adamw, muon"),
+        (MUON | {"parallel": {"data": 2, "shard": "full"}}, "optimizer.name", "or name to adamw"),
+        (MUON | {"lora": {}}, "optimizer.name", "Set it to adamw"),
+        ({"schedule": {"name": "async"}}, "schedule", "sft learns from its records. Leave schedule out"),
+        (GRPO | {"schedule": {"name": "async"}, "memory": {}}, "memory", "under async they overlap"),
+        ({"memory": {}, "parallel": {"data": 2, "shard": "full"}}, "memory", "parallel.shard full owns its storages"),
+        ({"memory": {"budget_gib": 0}}, "memory.budget_gib", "must be positive"),
+        ({"memory": {"budget_gib": 2, "reserve_gib": 2}}, "memory.reserve_gib", "2 leaves nothing of budget_gib"),
+        ({"memory": {"offload": "nvme"}}, "memory.offload", "one of auto, host, disk"),
+        (serving(admin_url="8001"), "memory.serving.admin_url", "is not an HTTP address"),
+        (serving(level=3), "memory.serving.level", "one of 1, 2"),
+        (serving(ttl_s=1), "memory.serving.ttl_s", "must be in"),
+        (serving(engin_gib=3), "memory.serving.engin_gib", "engine_gib"),
+        ({"telemetry": ADMIN | {"ca_file": "/a"}}, "telemetry.admin_url", "not encrypted"),
+        ({"gateway": {"url": "https://h", "ca_file": "a", "cluster_tls": "b"}}, "gateway.ca_file", "Leave one out"),
         ({"publish": {"model": "m"}}, "publish.store", "HOTSWAP_STORE"),
         (bucket("models/run"), "publish.bucket.url", "Write one of fsspec's"),
         (bucket("s3://key:secret@models/run"), "publish.bucket.url", "AWS_ACCESS_KEY_ID"),

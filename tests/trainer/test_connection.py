@@ -1,24 +1,31 @@
-"""The trainer's clients over TLS, with keys and certificates from files that are replaced under them."""
+"""The trainer's clients of a gateway: metrics that are posted, versions that serving goes back to, and TLS.
+
+Keys and certificates come from files that are replaced under the clients.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ssl
+import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import orjson
 import pytest
 
 from tests.cluster_tls import Authority
+from tests.server.gateway.harness import ADMIN_KEY, running_gateway
+from tests.waiting import wait_until
 from trainer.config import GatewayConfig, JudgeReward, ServingMemory, TelemetryConfig
-from trainer.connection import roll_back_serving, verify
+from trainer.connection import ROLLBACK_ROUTE, roll_back_serving, verify
 from trainer.errors import ConfigError, GatewayUnreachable, PublishError
 from trainer.memory.serving import Fleet
-from trainer.metrics.dashboards import HttpMetrics
+from trainer.metrics.dashboards import ROUTE, WAITING, HttpMetrics, point
+from trainer.metrics.writers import Tee
 from trainer.rewards import RewardRequest
 from trainer.rewards.models import Judge
 from trainer.rollouts.generate import GenerateClient, Request
@@ -32,12 +39,14 @@ ANSWERS: dict[str, Any] = {
     "/admin/instances": {"instances": [{"id": "i0", "eligible": True}]},
 }
 ASK = Request(prompt_ids=(1,), n=1, max_tokens=1, temperature=1.0)
+NOWHERE = "http://127.0.0.1:9"
 
 
 @pytest.fixture(autouse=True)
-def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An admin key, and files that are looked at for every request."""
+    monkeypatch.setenv("HOTSWAP_ADMIN_KEY", ADMIN_KEY)
     monkeypatch.setattr("weightsync.tls.INTERVAL_S", 0.0)
-    monkeypatch.delenv("HOTSWAP_ADMIN_KEY", raising=False)
 
 
 @pytest.fixture
@@ -46,30 +55,49 @@ def authority(tmp_path: Path) -> Authority:
 
 
 class Server(ThreadingHTTPServer):
-    """A gateway of a few answers; `keys` are those it was shown, by path."""
+    """A gateway of a few answers. `asked` are the requests: path, key and body. A path answers with its `statuses`
+    first, then with 200. No answer is sent while `open` is not set."""
 
     daemon_threads = True
 
-    def __init__(self, tls: ssl.SSLContext) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.tls = tls
-        self.keys: list[tuple[str, str]] = []
-        self.url = f"https://127.0.0.1:{self.server_port}"
+        self.asked: list[tuple[str, str, Any]] = []
+        self.statuses: dict[str, list[int]] = {}
+        self.open = threading.Event()
+        self.open.set()
+        self.url = f"{'http' if tls is None else 'https'}://127.0.0.1:{self.server_port}"
 
     def get_request(self) -> tuple[Any, Any]:
         connection, address = super().get_request()
-        return self.tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False), address
+        if self.tls is not None:
+            connection = self.tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        return connection, address
 
     def handle_error(self, request: Any, client_address: Any) -> None: ...
+
+    def bodies(self, path: str) -> list[Any]:
+        """What a path was asked."""
+        return [body for asked, _, body in self.asked if asked == path]
+
+    @property
+    def keys(self) -> list[tuple[str, str]]:
+        """The keys that were shown, by path."""
+        return [(path, key) for path, key, _ in self.asked]
 
 
 class Handler(BaseHTTPRequestHandler):
     def answer(self) -> None:
         assert isinstance(self.server, Server)
-        self.rfile.read(int(self.headers.get("content-length", 0)))
-        self.server.keys.append((self.path, self.headers.get("authorization", "")))
-        body = orjson.dumps(ANSWERS.get(self.path, {}))
-        self.send_response(200)
+        asked = self.rfile.read(int(self.headers.get("content-length", 0)))
+        self.server.open.wait(30)
+        self.server.asked.append((self.path, self.headers.get("authorization", ""), orjson.loads(asked or b"null")))
+        statuses = self.server.statuses.get(self.path)
+        status = statuses.pop(0) if statuses else 200
+        refusal = {"error": {"message": "version 1 is retired"}}
+        body = orjson.dumps(ANSWERS.get(self.path, {}) if status == 200 else refusal)
+        self.send_response(status)
         if self.path == "/generate":
             body = b"event: token\ndata: " + body + b"\n\n"
             self.send_header("content-type", "text/event-stream")
@@ -83,16 +111,23 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def serving(tls: ssl.SSLContext) -> Iterator[Server]:
+def serving(tls: ssl.SSLContext | None = None) -> Iterator[Server]:
     server = Server(tls)
-    thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:
         yield server
     finally:
+        server.open.set()
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+@pytest.fixture
+def gateway() -> Iterator[Server]:
+    with serving() as running:
+        yield running
 
 
 @pytest.fixture
@@ -105,6 +140,90 @@ def server(authority: Authority, tmp_path: Path) -> Iterator[Server]:
 @pytest.fixture
 def member(authority: Authority, tmp_path: Path) -> str:
     return str(authority.mount(tmp_path / "trainer"))
+
+
+def test_a_step_is_its_numbers_under_the_names_the_console_draws() -> None:
+    shown = {"step": 3, "version": 7, "loss": 1.5}
+    values = shown | {"reward_mean": 0.25, "algorithm": "grpo", "kl": float("nan"), "on": True}
+    assert point("step", values) == shown | {"reward": 0.25}
+    evaluation = point("eval", {"step": 3, "accuracy": 0.5, "reward_mean": 0.4})
+    assert evaluation == {"step": 3, "accuracy": 0.5, "eval_reward": 0.4}
+    many = point("step", {f"m{i}": i for i in range(100)} | {"step": 1, "loss": 2.0})
+    assert len(many) == 64
+    assert (many["step"], many["loss"]) == (1, 2.0)
+
+
+def test_steps_and_evaluations_are_posted_and_nothing_else(gateway: Server) -> None:
+    """Beside another writer, which gets every event too."""
+    seen: list[str] = []
+
+    class Lines:
+        def write(self, event: str, values: dict[str, Any]) -> None:
+            seen.append(event)
+
+        def close(self) -> None:
+            seen.append("closed")
+
+    metrics = Tee(Lines(), HttpMetrics(TelemetryConfig(gateway.url)))
+    metrics.write("start", {"step": 0, "steps": 9})
+    metrics.write("step", {"step": 1, "loss": 2.0})
+    metrics.write("eval", {"step": 1, "set": "sums", "accuracy": 0.5})
+    metrics.write("eval", {"step": 1, "version": 7, "set": "products", "accuracy": 0.25})
+    metrics.write("checkpoint", {"step": 1, "ms": 3})
+    metrics.close()
+    assert gateway.bodies(ROUTE) == [
+        {"step": 1, "loss": 2.0},
+        {"step": 1, "accuracy": 0.5},
+        {"step": 1, "products/accuracy": 0.25},
+    ]
+    assert set(gateway.keys) == {(ROUTE, f"Bearer {ADMIN_KEY}")}
+    assert seen == ["start", "step", "eval", "eval", "checkpoint", "closed"]
+
+
+def test_a_gateway_that_hangs_holds_up_nothing_and_the_newest_are_kept(gateway: Server) -> None:
+    gateway.open.clear()
+    metrics = HttpMetrics(TelemetryConfig(gateway.url))
+    for step in range(5 * WAITING):
+        metrics.write("step", {"step": step, "loss": 0.0})
+    gateway.open.set()
+    wait_until(lambda: {"step": 5 * WAITING - 1, "loss": 0.0} in gateway.bodies(ROUTE), 30)
+    metrics.close()
+    assert len(gateway.asked) <= WAITING + 2
+
+
+def test_a_gateway_that_is_away_or_refuses_is_logged_once(gateway: Server, caplog: pytest.LogCaptureFixture) -> None:
+    gateway.statuses[ROUTE] = [503] * 3
+    metrics = HttpMetrics(TelemetryConfig(gateway.url))
+    for step in (1, 2, 3):
+        metrics.write("step", {"step": step, "loss": 0.0})
+    wait_until(lambda: len(gateway.asked) == 3)
+    metrics.close()
+    away = HttpMetrics(TelemetryConfig(NOWHERE))
+    began = time.monotonic()
+    away.write("step", {"step": 1, "loss": 0.0})
+    away.close()
+    assert time.monotonic() - began < 30
+    assert len([r for r in caplog.records if "does not take" in r.message]) == 2
+
+
+def test_a_real_gateway_takes_them(tmp_path: Path) -> None:
+    with running_gateway(tmp_path) as gateway:
+        metrics = HttpMetrics(TelemetryConfig(f"http://127.0.0.1:{gateway.admin_port}"))
+        metrics.write("step", {"step": 1, "loss": 2.0, "reward_mean": 0.5, "reward/exact_match": 0.5, "version": 3})
+        metrics.write("eval", {"step": 1, "set": "held_out", "accuracy": 0.75, "reward_mean": 0.5})
+        metrics.close()
+        (kept,) = gateway.gateway.default.training.points
+    assert (kept["loss"], kept["reward"], kept["accuracy"], kept["version"]) == (2.0, 0.5, 0.75, 3)
+
+
+def test_serving_goes_back_through_the_admin_port(gateway: Server) -> None:
+    roll_back_serving(TelemetryConfig(gateway.url), 3, 5.0)
+    assert gateway.asked == [(ROLLBACK_ROUTE, f"Bearer {ADMIN_KEY}", {"version": 3})]
+    gateway.statuses[ROLLBACK_ROUTE] = [409]
+    with pytest.raises(PublishError, match=r"would not go back to version 3.*is retired"):
+        roll_back_serving(TelemetryConfig(gateway.url), 3, 5.0)
+    with pytest.raises(PublishError, match="does not answer"):
+        roll_back_serving(TelemetryConfig(NOWHERE), 3, 5.0)
 
 
 async def test_rollouts_over_mutual_tls_with_a_key_that_is_replaced(
@@ -140,7 +259,10 @@ async def test_rollouts_from_a_server_whose_authority_is_in_a_file(authority: Au
             await client.close()
 
 
-def test_the_admin_port_over_mutual_tls(server: Server, member: str, tmp_path: Path) -> None:
+def test_the_admin_port_over_mutual_tls(
+    server: Server, member: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HOTSWAP_ADMIN_KEY")
     key = tmp_path / "admin.key"
     key.write_text("first")
     config = TelemetryConfig(server.url, admin_key_file=str(key), cluster_tls=member)
@@ -152,12 +274,8 @@ def test_the_admin_port_over_mutual_tls(server: Server, member: str, tmp_path: P
     fleet = Fleet(ServingMemory(server.url, admin_key_file=str(key), cluster_tls=member))
     assert not fleet.asleep()
     fleet.close()
-    rest = [("/admin/instances", "Bearer second"), ("/admin/sleep", "Bearer second"), ("/admin/sleep", "Bearer second")]
-    assert server.keys == [
-        ("/admin/weights/rollback", "Bearer first"),
-        ("/admin/training/metrics", "Bearer second"),
-        *rest,
-    ]
+    later = (ROUTE, "/admin/instances", "/admin/sleep", "/admin/sleep")
+    assert server.keys == [(ROLLBACK_ROUTE, "Bearer first"), *((path, "Bearer second") for path in later)]
     with pytest.raises(PublishError, match="CERTIFICATE_VERIFY_FAILED"):
         roll_back_serving(TelemetryConfig(server.url, admin_key_file=str(key)), 3, 30.0)
 
@@ -174,10 +292,6 @@ async def test_a_judge_behind_the_gateway(server: Server, member: str, tmp_path:
 
 
 def test_what_cannot_work_is_said_at_the_start(tmp_path: Path, authority: Authority, member: str) -> None:
-    with pytest.raises(ConfigError, match=r"ca_file.*beside cluster_tls"):
-        GatewayConfig("https://h", ca_file="/a", cluster_tls="/b")
-    with pytest.raises(ConfigError, match="not encrypted"):
-        TelemetryConfig("http://h", ca_file="/a")
     with pytest.raises(ConfigError, match=r"no tls.crt"):
         verify(GatewayConfig("https://h", cluster_tls=str(tmp_path / "nowhere")))
     with pytest.raises(ConfigError, match="ca_file"):
@@ -185,3 +299,13 @@ def test_what_cannot_work_is_said_at_the_start(tmp_path: Path, authority: Author
     with pytest.raises(ConfigError, match=r"api_key_file.*cannot read"):
         GenerateClient(GatewayConfig("https://h", api_key_file=str(tmp_path / "nowhere")))
     assert verify(GatewayConfig("https://h")) is True
+
+
+def test_the_key_is_read_from_a_file_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOTSWAP_ADMIN_KEY")
+    (tmp_path / "key").write_text("a-key-in-a-file\n")
+    assert TelemetryConfig("http://h", admin_key_file=str(tmp_path / "key")).admin_key() == "a-key-in-a-file"
+    with pytest.raises(ConfigError, match="no admin key"):
+        TelemetryConfig("http://h").admin_key()
+    with pytest.raises(ConfigError, match="cannot read"):
+        TelemetryConfig("http://h", admin_key_file="/nowhere/key").admin_key()

@@ -10,23 +10,21 @@ from typing import Any
 
 
 def apply() -> None:
-    if poison := os.environ.get("HOTSWAP_TEST_POISON"):
-        step, times = map(int, poison.split("x"))
-        _poison(step, times)
-
-
-def _poison(step: int, times: int) -> None:
-    """Whatever the engine computes from is broken, as if memory were; it finds out by itself."""
+    """The engine computes from broken weights, as if memory were, and finds out by itself."""
+    if not (poison := os.environ.get("HOTSWAP_TEST_POISON")):
+        return
     import torch
 
     from trainer.faults.heartbeat import here
     from trainer.megatron.engine import Engine
 
-    original, left = Engine.step, [times]
+    step, left = map(int, poison.split("x"))
+    original = Engine.step
 
     def poisoned(self: Engine, fields: Any) -> Any:
-        if here().step == step and left[0]:
-            left[0] -= 1
+        nonlocal left
+        if here().step == step and left:
+            left -= 1
             with torch.no_grad():
                 next(self.model[0].parameters()).fill_(float("nan"))
         return original(self, fields)

@@ -1,60 +1,79 @@
-"""Numbers that go wrong: back to the last good version, in training and in serving."""
+"""Numbers that go wrong: which those are, and back to the last good version, in training and in serving."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+import math
+import random
+from collections.abc import Callable
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
 
 from tests.trainer.faults.runs import arguments, curve, events
 from tests.trainer.fleet import fleet
+from tests.trainer.test_connection import serving
 from tests.trainer.zygote import Zygote
-from trainer.config import TelemetryConfig
-from trainer.connection import roll_back_serving
-from trainer.errors import PublishError
-
-KEY = {"HOTSWAP_ADMIN_KEY": "secret"}
+from trainer.config import FaultsConfig
+from trainer.connection import ROLLBACK_ROUTE
+from trainer.faults.guard import Guard
 
 
-@pytest.fixture
-def admin(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, list[dict[str, Any]], list[int]]]:
-    """An admin port: its address, what it was asked, and the statuses it answers with (then 200)."""
-    asked: list[dict[str, Any]] = []
-    statuses: list[int] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            if self.path == "/admin/weights/rollback":
-                asked.append({"key": self.headers["authorization"], **body})
-            self.send_response(statuses.pop(0) if statuses and "rollback" in self.path else 200)
-            self.end_headers()
-            self.wfile.write(b'{"error": {"message": "version 1 is retired"}}')
-
-        def log_message(self, *_: object) -> None: ...
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    monkeypatch.setenv(*next(iter(KEY.items())))
-    yield f"http://127.0.0.1:{server.server_port}", asked, statuses
-    server.shutdown()
-    server.server_close()
+def guard(**options: object) -> Guard:
+    return Guard(FaultsConfig(**{"spike_sigma": 6.0, **options}))  # type: ignore[arg-type]
 
 
-def test_serving_goes_back_through_the_admin_port(admin: tuple[str, list[dict[str, Any]], list[int]]) -> None:
-    url, asked, statuses = admin
-    roll_back_serving(TelemetryConfig(admin_url=url), 3, 5.0)
-    assert asked == [{"key": "Bearer secret", "version": 3}]
-    statuses.append(409)
-    with pytest.raises(PublishError, match=r"would not go back to version 3.*is retired"):
-        roll_back_serving(TelemetryConfig(admin_url=url), 3, 5.0)
-    with pytest.raises(PublishError, match="does not answer"):
-        roll_back_serving(TelemetryConfig(admin_url="http://127.0.0.1:9"), 3, 5.0)
+def after(watching: Guard, count: int, level: float = 2.0) -> Guard:
+    noise = random.Random(0)
+    for _ in range(count):
+        assert watching.problem(loss=level + noise.uniform(-0.1, 0.1), grad_norm=1.0) == ""
+    return watching
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_named_at_once(value: float) -> None:
+    assert "loss is" in Guard(FaultsConfig()).problem(loss=value, grad_norm=1.0)
+    assert "grad_norm is" in guard().problem(loss=1.0, grad_norm=value)
+
+
+def test_a_leap_of_either_number() -> None:
+    assert "loss leapt to 9" in after(guard(), 20).problem(loss=9.0, grad_norm=1.0)
+    assert "grad_norm leapt to 9" in after(guard(), 20).problem(loss=2.0, grad_norm=9.0)
+
+
+def test_what_is_no_leap() -> None:
+    assert after(guard(), 7).problem(loss=9.0, grad_norm=1.0) == ""  # too little seen
+    assert after(guard(), 20).problem(loss=-9.0, grad_norm=1.0) == ""  # downwards
+    assert after(guard(spike_sigma=0.0), 20).problem(loss=9.0, grad_norm=1.0) == ""  # not watched
+    steady = guard()
+    for step in range(100):  # a slow drift takes the window with it
+        assert steady.problem(loss=1 + step / 100, grad_norm=1.0) == ""
+
+
+def test_patience_and_suspicion() -> None:
+    watching = after(guard(spike_patience=2), 20)
+    assert watching.problem(loss=9.0, grad_norm=1.0) == ""
+    assert watching.suspicious
+    assert "leapt" in watching.problem(loss=9.0, grad_norm=1.0)
+    watching = after(guard(spike_patience=2), 20)
+    watching.problem(loss=9.0, grad_norm=1.0)
+    watching.problem(loss=2.0, grad_norm=1.0)
+    assert not watching.suspicious, "one alone is forgotten"
+
+
+def test_leaps_do_not_become_usual() -> None:
+    watching = after(guard(spike_patience=50), 20)
+    for _ in range(49):
+        assert watching.problem(loss=9.0, grad_norm=1.0) == ""
+    assert "leapt" in watching.problem(loss=9.0, grad_norm=1.0)
+
+
+def test_its_state_survives_a_checkpoint() -> None:
+    state = json.loads(json.dumps(after(guard(), 20).state_dict()))
+    restored = guard()
+    restored.load_state_dict(state)
+    assert "leapt" in restored.problem(loss=9.0, grad_norm=1.0)
 
 
 Training = Callable[..., tuple[int, str]]
@@ -65,11 +84,9 @@ def train(zygote: Zygote, config: dict[str, Any], tmp_path: Path) -> Training:
     """A run whose weights become NaN before a step's pass, as often as it says there."""
 
     def run(poison: str = "", **changes: Any) -> tuple[int, str]:
-        started = zygote.start(
-            arguments(config | changes, tmp_path), tmp_path / "said", HOTSWAP_TEST_POISON=poison, **KEY
-        )
-        status = zygote.wait(started)
-        return status, (tmp_path / "said").read_text()
+        asked, said = arguments(config | changes, tmp_path), tmp_path / "said"
+        started = zygote.start(asked, said, HOTSWAP_TEST_POISON=poison, HOTSWAP_ADMIN_KEY="secret")
+        return zygote.wait(started), said.read_text()
 
     return run
 
@@ -106,25 +123,17 @@ def test_there_is_an_end_to_it(train: Training, config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("held", [True, False], ids=["version-held", "version-gone"])
-def test_serving_follows(
-    train: Training,
-    config: dict[str, Any],
-    small_models: dict[str, str],
-    admin: tuple[str, list[dict[str, Any]], list[int]],
-    tmp_path: Path,
-    held: bool,
-) -> None:
+def test_serving_follows(train: Training, config: dict[str, Any], qwen2: str, tmp_path: Path, held: bool) -> None:
     """Versions published since the checkpoint are bad too. The gateway is asked for the checkpoint's; one that no
     longer has it gets the same weights as a new version."""
-    url, asked, statuses = admin
-    statuses += [] if held else [404]
-    with fleet(small_models["qwen2"], tmp_path) as running:
-        publish = {"model": "tiny", "store": running.store_url, "dtype": "float32"}
-        status, said = train(
-            "8x1", faults={"on_diverged": "rollback"}, publish=publish, telemetry={"admin_url": url}, steps=9
-        )
+    with fleet(qwen2, tmp_path) as running, serving() as admin:
+        admin.statuses[ROLLBACK_ROUTE] = [] if held else [404]
+        config["publish"] = running.sections["publish"]
+        config["telemetry"] = {"admin_url": admin.url}
+        status, said = train("8x1", faults={"on_diverged": "rollback"}, steps=9)
     assert status == 0, said
     (event,) = events(config["metrics"], "rollback")
     versions = {e["step"]: e["version"] for e in events(config["metrics"], "step")[:7]}
-    assert asked == [{"key": "Bearer secret", "version": versions[6]}]
+    asked = [request for request in admin.asked if request[0] == ROLLBACK_ROUTE]
+    assert asked == [(ROLLBACK_ROUTE, "Bearer secret", {"version": versions[6]})]
     assert event["version"] == (versions[6] if held else versions[7] + 1)

@@ -1,4 +1,4 @@
-"""What each phase needs, whether it fits, and what makes room; what the section `memory` refuses."""
+"""What each phase needs, whether it fits, and what makes room; how much of a device there is."""
 
 from __future__ import annotations
 
@@ -6,11 +6,18 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
 
-from trainer.config import TrainerConfig, strict
-from trainer.errors import ConfigError, MemoryPlanError, OverBudget
-from trainer.memory.ledger import Base, Ledger, Restartable, State
+from tests.trainer.faults.runs import fine_tuning
+from trainer.config import MemoryConfig, TrainerConfig, strict
+from trainer.errors import MemoryPlanError, OverBudget
+from trainer.megatron.hf_config import load_shape
+from trainer.memory import build
+from trainer.memory.build import budget_bytes, reserve_bytes
+from trainer.memory.ledger import GIB, Ledger, Restartable, State
 from trainer.memory.phases import CYCLE, NEEDS, Moves, Plan
+from trainer.plan import estimate
+from trainer.plan.report import workload_of
 
 SIZES = {
     "actor": 40,
@@ -26,10 +33,10 @@ EVERYTHING = frozenset(SIZES)
 
 
 def test_a_phase_that_cannot_fit_is_refused_with_the_numbers() -> None:
-    Plan({n: s << 30 for n, s in SIZES.items()}, 200 << 30).check()
+    Plan({n: s * GIB for n, s in SIZES.items()}, 200 * GIB).check()
     with pytest.raises(OverBudget) as refused:
-        Plan({n: s << 30 for n, s in SIZES.items()}, 220 << 30, reserve=21 << 30).check()
-    assert (refused.value.needed, refused.value.budget) == (200 << 30, 199 << 30)
+        Plan({n: s * GIB for n, s in SIZES.items()}, 220 * GIB, reserve=21 * GIB).check()
+    assert (refused.value.needed, refused.value.budget) == (200 * GIB, 199 * GIB)
     told = str(refused.value)
     for number in ("phase train", "200.00 GiB", "actor_optimizer 60.00 GiB", "220.00 GiB less 21.00 GiB"):
         assert number in told
@@ -114,12 +121,7 @@ def test_a_change_that_fails_leaves_the_state_as_it_was() -> None:
     assert ledger["a"].state == "instantiated"
 
 
-def test_a_component_says_what_it_cannot_do_and_cannot_be_built_without_an_end() -> None:
-    class Endless(Base):
-        """It never gives anything back."""
-
-    with pytest.raises(TypeError, match="_destroy"):
-        Endless("a")  # type: ignore[abstract]
+def test_a_component_says_what_it_cannot_do() -> None:
     stopped, log = component("a", 1)
     stopped.state = "offloaded"  # by whatever mistake
     with pytest.raises(MemoryPlanError, match="a is kept nowhere"):
@@ -127,43 +129,37 @@ def test_a_component_says_what_it_cannot_do_and_cannot_be_built_without_an_end()
     assert log == []
 
 
-ASYNC = {
-    "schedule": {"name": "async"},
-    "algorithm": {"name": "grpo"},
-    "gateway": {"url": "http://unused"},
-    "rollout": {"fixed_sampler": True},
-}
-SERVING = {"admin_url": "http://127.0.0.1:8001"}
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """80 GiB, of which other processes hold 20 and this one 10; another rank has 3 GiB less."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (50 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 10 * GIB)
+    monkeypatch.setattr(build, "gather_json", lambda mine: [mine, mine - 3 * GIB])
 
 
-def build(memory: dict[str, Any], **more: Any) -> TrainerConfig:
-    config: dict[str, Any] = {"model": {"path": "m"}, "data": {"kind": "arithmetic"}, "algorithm": {"name": "sft"}}
-    return strict.build(TrainerConfig, config | {"steps": 1, "memory": memory} | more)
+def configured(path: str, **memory: Any) -> TrainerConfig:
+    return strict.build(TrainerConfig, fine_tuning(path, memory=memory))
 
 
-def test_a_whole_section() -> None:
-    memory = build({"budget_gib": 70, "reserve_gib": 12, "serving": SERVING | {"level": 1}}).memory
-    assert memory is not None
-    assert memory.serving is not None
-    assert (memory.budget_gib, memory.serving.level, memory.serving.ttl_s, memory.offload) == (70.0, 1, 60.0, "auto")
+@pytest.mark.usefixtures("gpu")
+def test_a_gpu_s_budget_is_what_others_leave_less_what_libraries_take() -> None:
+    """What this process holds counts, and a server that is awake; 2 GiB are CUDA's and NCCL's."""
+    assert budget_bytes(MemoryConfig(), 0) == (50 + 10 - 2 - 3) * GIB
+    assert budget_bytes(MemoryConfig(), 20 * GIB) == (50 + 10 + 20 - 2 - 3) * GIB
+    assert budget_bytes(MemoryConfig(budget_gib=70), 20 * GIB) == 70 * GIB
 
 
-@pytest.mark.parametrize(
-    ("memory", "more", "told"),
-    [
-        ({}, ASYNC, "memory: phases share the device, but under async they overlap"),
-        ({}, {"parallel": {"data": 2, "shard": "full"}}, "memory: parallel.shard full owns its storages"),
-        ({"budget_gib": 0}, {}, "memory.budget_gib: must be positive"),
-        ({"budget_gib": 2, "reserve_gib": 2}, {}, "reserve_gib: 2 leaves nothing of budget_gib"),
-        ({"offload": "nvme"}, {}, "memory.offload"),
-        ({"serving": {"admin_url": "8001"}}, {}, "is not an HTTP address"),
-        ({"serving": SERVING | {"level": 3}}, {}, "memory.serving.level"),
-        ({"serving": SERVING | {"ttl_s": 1}}, {}, "memory.serving.ttl_s: must be in"),
-        ({"serving": SERVING | {"engin_gib": 3}}, {}, "engine_gib"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_is_refused_by_name(memory: dict[str, Any], more: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        build(memory, **more)
-    assert told in str(refused.value)
+@pytest.mark.usefixtures("gpu")
+def test_a_gpu_keeps_room_for_activations(tiny_model: str) -> None:
+    """Of components alone a device may be full; the first forward pass would not fit then."""
+    config, shape = configured(tiny_model), load_shape(tiny_model)
+    found = estimate(shape, config.parallel, workload_of(config, min(4096, shape.max_positions)))
+    assert reserve_bytes(config, shape) == found.activations + found.logits > 0
+    assert reserve_bytes(configured(tiny_model, reserve_gib=0), shape) == 0
+
+
+def test_a_host_gives_all_that_it_has(tiny_model: str) -> None:
+    """Activations come and go in the memory that the budget leaves."""
+    assert reserve_bytes(configured(tiny_model), load_shape(tiny_model)) == 0
+    assert reserve_bytes(configured(tiny_model, reserve_gib=2), load_shape(tiny_model)) == 2 * GIB

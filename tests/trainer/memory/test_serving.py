@@ -16,7 +16,7 @@ from tests.server.gateway.harness import ADMIN_KEY, KEYS, RunningGateway, runnin
 from tests.trainer.ranks import Ranks
 from tests.waiting import wait_until
 from trainer.config import ServingMemory
-from trainer.errors import ConfigError, MemoryPlanError, SleepTimeout
+from trainer.errors import ConfigError, SleepTimeout
 from trainer.memory.serving import Fleet, ServingEngine
 from trainer.rewards.scorer import LoopThread
 from weightsync import open_store
@@ -184,10 +184,3 @@ def test_what_cannot_be_asked_is_said(gateway: RunningGateway, monkeypatch: pyte
     monkeypatch.delenv("HOTSWAP_ADMIN_KEY")
     with pytest.raises(ConfigError, match=r"memory\.serving.*admin_key_file"):
         Fleet(config(gateway))
-
-
-def test_a_serving_engine_knows_one_way_to_leave(gateway: RunningGateway, start: Starter) -> None:
-    start("a")
-    engine = ServingEngine(Fleet(config(gateway)), 1000, 2)
-    with pytest.raises(MemoryPlanError, match="cannot reload engine: it is instantiated"):
-        engine.reload()

@@ -151,12 +151,6 @@ def test_the_copy_of_a_gpu_s_bytes_is_there_until_they_are_written(tmp_path: Pat
     assert [(tensor == value).all().item() for value, tensor in enumerate(back, 1)] == [True, True]
 
 
-def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
-    held = component(tmp_path / "gone", [torch.zeros(3)])
-    with pytest.raises(OffloadError, match=r"gone .*memory\.directory"):
-        held.offload()
-
-
 def test_a_file_that_was_cut_short_is_noticed(tmp_path: Path) -> None:
     vault = DiskVault(str(tmp_path))
     held = StorageComponent("model", lambda: [tensor], vault)
@@ -169,10 +163,11 @@ def test_a_file_that_was_cut_short_is_noticed(tmp_path: Path) -> None:
     assert held.state == "offloaded"
 
 
-def test_shared_memory_is_left_alone(tmp_path: Path) -> None:
-    held = component(tmp_path, [torch.zeros(100).share_memory_()])
+def test_what_cannot_be_offloaded_is_said(tmp_path: Path) -> None:
+    with pytest.raises(OffloadError, match=r"gone .*memory\.directory"):
+        component(tmp_path / "gone", [torch.zeros(3)]).offload()
     with pytest.raises(OffloadError, match="shared memory"):
-        held.offload()
+        component(tmp_path, [torch.zeros(100).share_memory_()]).offload()
 
 
 def test_memory_on_a_gpu_is_offloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
