@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.conftest import SMALL
 from tests.trainer.ranks import Ranks
 from trainer.megatron.hf_config import load_shape
-from trainer.tiny_model import write_tiny_model
 
 EVERY = ["dpo", "gspo", "async", "rloo", "kimi", "reinforce", "ppo", "custom", "distill"]
 
@@ -34,54 +32,40 @@ def check(found: dict[str, Any], expected: dict[str, Any]) -> None:
             assert mine == near, name
 
 
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "tensor": {"tensor": 2},
-    "sequence": {"tensor": 2, "sequence": True},
-    "pipeline": {"pipeline": 2},
-    "data": {"data": 2},
-    "context": {"context": 2},
-}
+BROAD = pytest.mark.broad
+FULL = {"data": 2, "shard": "full"}
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("parallel", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(
+    ("parallel", "names", "packed"),
+    [
+        pytest.param({"tensor": 2}, EVERY, False, id="tensor"),
+        pytest.param({"pipeline": 2}, EVERY, False, id="pipeline"),
+        pytest.param({"tensor": 2, "sequence": True}, EVERY, False, id="sequence", marks=BROAD),
+        pytest.param({"data": 2}, EVERY, False, id="data", marks=BROAD),
+        pytest.param({"context": 2}, EVERY, False, id="context", marks=BROAD),
+        pytest.param(FULL, ["dpo"], False, id="full-dpo"),
+        pytest.param(FULL, ["ppo"], False, id="full-ppo"),
+        pytest.param({}, EVERY, True, id="packed", marks=BROAD),
+        pytest.param({"data": 2}, EVERY, True, id="packed-data", marks=BROAD),
+    ],
+)
 def test_every_algorithm_is_the_same_in_every_layout(
-    two_ranks: Ranks, small_models: dict[str, str], serial: dict[str, Any], parallel: dict[str, Any]
+    one_rank: Ranks, small_models: dict[str, str], serial: Any, parallel: Any, names: list[str], packed: bool
 ) -> None:
-    ranks = two_ranks.call("algorithms", path=small_models["qwen3-tied"], parallel=parallel, names=EVERY)
-    assert ranks[0] == ranks[1]
+    """Of weights that are fully sharded, one at a time: torch's device meshes outlive no engine's process groups."""
+    about = {"path": small_models["qwen3-tied"], "parallel": parallel, "names": names, "packed": packed}
+    ranks = one_rank.spread(parallel).call("algorithms", **about)
+    assert all(rank == ranks[0] for rank in ranks)
     check(ranks[0], serial)
 
 
 @pytest.mark.broad
-def test_and_with_interleaved_pipeline_stages(one_rank: Ranks, two_ranks: Ranks, tmp_path: Path) -> None:
+def test_and_with_interleaved_pipeline_stages(one_rank: Ranks, two_ranks: Ranks, deep: str) -> None:
     """Two stages of two chunks each; the critic's head is on the last chunk."""
-    path, parallel = str(tmp_path / "deep"), {"pipeline": 2, "virtual_pipeline": 2}
-    write_tiny_model(path, "qwen3", **SMALL | {"num_hidden_layers": 4})
-    alone, ranks = (
-        ranks.call("algorithms", path=path, parallel=layout, names=["dpo", "ppo"])[0]
-        for ranks, layout in ((one_rank, {}), (two_ranks, parallel))
-    )
-    check(ranks, alone)
-
-
-@pytest.mark.parametrize("name", ["dpo", "ppo"])
-def test_and_with_weights_fully_sharded(
-    two_ranks: Ranks, small_models: dict[str, str], serial: dict[str, Any], name: str
-) -> None:
-    """One at a time: torch's device meshes do not survive the process groups of a first engine."""
-    parallel = {"data": 2, "shard": "full"}
-    check(two_ranks.call("algorithms", path=small_models["qwen3-tied"], parallel=parallel, names=[name])[0], serial)
-
-
-@pytest.mark.broad
-@pytest.mark.parametrize("parallel", [{}, {"data": 2}], ids=["serial", "data"])
-def test_packing_changes_nothing(
-    one_rank: Ranks, two_ranks: Ranks, small_models: dict[str, str], serial: dict[str, Any], parallel: dict[str, Any]
-) -> None:
-    ranks = two_ranks if parallel else one_rank
-    found = ranks.call("algorithms", path=small_models["qwen3-tied"], parallel=parallel, names=EVERY, packed=True)
-    check(found[0], serial)
+    about = {"path": deep, "names": ["dpo", "ppo"]}
+    alone = one_rank.call("algorithms", parallel={}, **about)[0]
+    check(two_ranks.call("algorithms", parallel={"pipeline": 2, "virtual_pipeline": 2}, **about)[0], alone)
 
 
 def test_the_steps_say_what_happened(serial: dict[str, Any]) -> None:
@@ -94,8 +78,8 @@ def test_the_steps_say_what_happened(serial: dict[str, Any]) -> None:
     assert serial["gspo"][1]["kl"] > 0
 
 
-def test_the_critic_learns_alone_at_first(one_rank: Ranks, small_models: dict[str, str]) -> None:
-    seen = one_rank.call("critic_warmup", path=small_models["qwen2"])[0]
+def test_the_critic_learns_alone_at_first(one_rank: Ranks, qwen2: str) -> None:
+    seen = one_rank.call("critic_warmup", path=qwen2)[0]
     assert seen["untrained"] == 0.0
     actor, critic = ([w[name] for w in seen["weights"]] for name in ("actor", "critic"))
     assert actor[0] == actor[1] == actor[2] != actor[3]
@@ -122,10 +106,10 @@ def test_the_critic_goes_on_where_it_was(
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_each_step_of_kimi_begins_with_a_new_optimizer(
-    one_rank: Ranks, two_ranks: Ranks, small_models: dict[str, str], name: str
+    one_rank: Ranks, two_ranks: Ranks, qwen2: str, name: str
 ) -> None:
     """The second step leads where an optimizer leads that has seen no first one; not so without `reset_optimizer`."""
-    common: dict[str, Any] = {"path": small_models["qwen2"], "optimizer": {"name": name, "lr": 3e-3}}
+    common: dict[str, Any] = {"path": qwen2, "optimizer": {"name": name, "lr": 3e-3}}
     for ranks, parallel in ((one_rank, {}), (two_ranks, {"data": 2})):
         for moved, apart in ranks.call("second_step", parallel=parallel, **common):
             assert apart == 0.0 < moved
@@ -146,12 +130,11 @@ def test_what_a_step_needs_can_be_computed_in_parts(one_rank: Ranks, small_model
 
 @pytest.mark.parametrize(("dtype", "weight", "optimizer"), [("float32", 4, 8), ("bfloat16", 2, 12)])
 def test_every_byte_of_a_role_is_listed_once(
-    one_rank: Ranks, small_models: dict[str, str], dtype: str, weight: int, optimizer: int
+    one_rank: Ranks, qwen2: str, dtype: str, weight: int, optimizer: int
 ) -> None:
     """Weights and fp32 gradients are the model's; Adam's two states, and fp32 weights where the model's are not, the
     optimizer's."""
-    path = small_models["qwen2"]
-    found, parameters = one_rank.call("role_storages", path=path, dtype=dtype)[0], load_shape(path).parameters
+    found, parameters = one_rank.call("role_storages", path=qwen2, dtype=dtype)[0], load_shape(qwen2).parameters
     assert found["distinct"]
     assert sorted(found["after"]) == ["actor", "actor_optimizer", "critic", "critic_optimizer", "reference"]
     after = {name: size / parameters for name, size in found["after"].items()}

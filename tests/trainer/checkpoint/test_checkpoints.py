@@ -12,29 +12,29 @@ import pytest
 from tests.trainer.ranks import Ranks
 
 PPO = {"algorithm": {"name": "ppo", "critic_lr": 1e-2}, "gateway": {"url": "http://unused"}}
+FULLY_SHARDED = {"data": 2, "shard": "full"}
 
 
 Call = Callable[..., list[Any]]
 
 
 @pytest.fixture
-def call(one_rank: Ranks, small_models: dict[str, str], tmp_path: Path) -> Call:
+def call(one_rank: Ranks, qwen2: str, tmp_path: Path) -> Call:
     """What each rank says of a case, of one rank unless `parallel` has two; in a directory of the test's own."""
 
     def called(case: str, **arguments: Any) -> list[Any]:
         ranks = one_rank.sharing(2 if arguments.get("parallel") else 1)
-        return ranks.call(case, path=small_models["qwen2"], **{"directory": str(tmp_path)} | arguments)
+        return ranks.call(case, path=qwen2, **{"directory": str(tmp_path)} | arguments)
 
     return called
 
 
 @pytest.fixture(scope="module")
-def saved(two_ranks: Ranks, small_models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def saved(two_ranks: Ranks, qwen2: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """An actor and a critic over two tensor-parallel ranks."""
     directory = str(tmp_path_factory.mktemp("ppo"))
-    found = two_ranks.call(
-        "saved_while_training", path=small_models["qwen2"], parallel={"tensor": 2}, directory=directory, **PPO
-    )
+    about = {"parallel": {"tensor": 2}, "directory": directory, **PPO}
+    found = two_ranks.call("saved_while_training", path=qwen2, **about)
     return {"directory": directory, "ranks": found}
 
 
@@ -55,8 +55,9 @@ def test_actor_and_critic_resume_in_another_layout(call: Call, saved: dict[str, 
         assert mine == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
-def test_a_torn_or_missing_shard_is_named_and_the_one_before_used(call: Call) -> None:
-    lead, other = call("torn", parallel={"tensor": 2})
+@pytest.mark.parametrize("parallel", [{"tensor": 2}, FULLY_SHARDED], ids=["megatron", "full"])
+def test_a_torn_or_missing_shard_is_named_and_the_one_before_used(call: Call, parallel: dict[str, Any]) -> None:
+    lead, other = call("torn", parallel=parallel)
     assert lead["found"][:2] == other["found"][:2] == [{"step": 2}, {"step": 1}]
     assert "ResumeError: no whole checkpoint" in lead["found"][2]
     assert "step-00000002/actor/__1_" in lead["found"][2]
@@ -112,7 +113,7 @@ FULL = EXPECTED | {
 
 @pytest.mark.parametrize(
     ("parallel", "expected"),
-    [({"tensor": 2}, MEGATRON), ({"data": 2, "shard": "full"}, FULL)],
+    [({"tensor": 2}, MEGATRON), (FULLY_SHARDED, FULL)],
     ids=["megatron", "full"],
 )
 def test_a_prepared_checkpoint_is_refused_and_runs_nothing(

@@ -94,18 +94,14 @@ DAMAGES: dict[str, Damage] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_a_torn_checkpoint_is_named_and_the_one_before_used(
+def test_a_torn_checkpoint_is_named_and_the_one_before_used_if_there_is_one(
     directory: CheckpointDir, damage: Damage, caplog: pytest.LogCaptureFixture
 ) -> None:
     damage(directory.path / "step-00000003")
     with caplog.at_level(logging.WARNING):
         assert newest_step(directory) == 2
     assert "step-00000003" in caplog.text
-
-
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_all_torn_is_refused(directory: CheckpointDir, damage: Damage) -> None:
-    for path in directory.steps():
+    for path in directory.steps()[1:]:
         damage(path)
     with pytest.raises(ResumeError, match="step-00000003"):
         directory.newest()

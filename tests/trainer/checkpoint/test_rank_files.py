@@ -1,4 +1,4 @@
-"""Shares of ranks, the thread that writes, and the other parts of a run's state."""
+"""Shares of ranks, the memory of their copies, the thread that writes, and the other parts of a run's state."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from trainer.checkpoint import parts
+from trainer.checkpoint import parts, shards
 from trainer.checkpoint.directory import CheckpointDir
 from trainer.checkpoint.rank_files import Background, RankFiles, collect, put
+from trainer.checkpoint.shards import Buffers
 from trainer.errors import CheckpointError, ResumeError
 
 
@@ -104,3 +107,20 @@ def test_a_part_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     parts.write({"parts/cursor.json": b'{"other": 1}'}, tmp_path)
     with pytest.raises(ResumeError, match=r"cursor.json does not fit"):
         parts.restore({"cursor": Cursor(0)}, tmp_path)
+
+
+def test_a_copy_is_pinned_once_and_as_large_as_its_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan counts it to the byte. Shards have all kinds of shapes: none at all, and no numbers."""
+    asked: list[tuple[int, str]] = []
+
+    def memory(nbytes: int, device: torch.device) -> tuple[torch.Tensor, int]:
+        asked.append((nbytes, device.type))
+        return torch.empty(nbytes, dtype=torch.uint8), 0
+
+    monkeypatch.setattr(shards, "pinned", memory)
+    buffers, index = Buffers(), MetadataIndex("weight")
+    for shape, dtype in (((3, 5), torch.bfloat16), ((), torch.float32), ((0, 4), torch.float32)):
+        for value in (1.0, 2.0):
+            tensor = torch.full(shape, value, dtype=dtype)
+            assert torch.equal(buffers.copy("actor", index, tensor), tensor)
+    assert asked == [(30, "cpu"), (4, "cpu"), (0, "cpu")]

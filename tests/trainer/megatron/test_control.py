@@ -19,9 +19,9 @@ def test_a_lead_may_take_longer_than_a_collective(one_rank: Ranks, world: int) -
         assert rank["waited_s"] > 2 * TIMEOUT_S
 
 
-def test_a_rank_is_sent_the_rows_that_it_trains_on(one_rank: Ranks, small_models: dict[str, str]) -> None:
+def test_a_rank_is_sent_the_rows_that_it_trains_on(one_rank: Ranks, qwen2: str) -> None:
     found = {
-        data: one_rank.sharing(data).call("received_in_a_step", path=small_models["qwen2"], parallel={"data": data})
+        data: one_rank.sharing(data).call("received_in_a_step", path=qwen2, parallel={"data": data})
         for data in (1, 2, 4)
     }
     (alone,) = found[1]

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.trainer.batches import random_batch
-from tests.trainer.megatron.layouts import CUT_FOUR, CUT_TWO, INTERLEAVED, SPREAD, named
+from tests.trainer.megatron.layouts import CUT_FOUR, CUT_TWO, INTERLEAVED, SPREAD, Layout, named
 from tests.trainer.ranks import Ranks
 from trainer.batch import TOKENS
 from trainer.megatron.hf_config import load_shape
@@ -28,10 +28,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.sample(14)
 @pytest.mark.parametrize(("model", "parallel"), CASES, ids=named(CASES))
-def test_ranks_equal_transformers(
-    one_rank: Ranks, every_model: dict[str, str], model: str, parallel: dict[str, Any]
-) -> None:
-    path = every_model[model]
+def test_ranks_equal_transformers(one_rank: Ranks, path: str, parallel: Layout) -> None:
     results = one_rank.spread(parallel).call("parity", path=path, parallel=parallel)
     schema = load_shape(path).schema("float32")
     names, elements = sorted(name for name, _, _ in schema), load_shape(path).parameters

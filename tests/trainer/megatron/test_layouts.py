@@ -2,54 +2,46 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from tests.trainer.megatron.layouts import CUT_FOUR, CUT_TWO, FULL, INTERLEAVED, SEQUENCE, SPREAD, alike, named
+from tests.trainer.megatron.layouts import CUT_FOUR, CUT_TWO, FULL, INTERLEAVED, SEQUENCE, SPREAD, Layout, alike, named
 from tests.trainer.ranks import Ranks
 
-PLAIN: list[dict[str, Any]] = [{"pipeline": 2}, {"tensor": 2}, {"data": 2}]
+PLAIN: list[Layout] = [{"pipeline": 2}, {"tensor": 2}, {"data": 2}]
 SIMPLE = [(model, layout) for model in ("llama", "qwen3-tied") for layout in PLAIN]
 CASES = [*SIMPLE, *CUT_TWO, *CUT_FOUR, ("qwen3-tied", {"tensor": 2, "pipeline": 2})]
-DENSE_CUTS = {"sequence": SEQUENCE, "context": {"context": 2}, "interleaved": INTERLEAVED, "full": FULL}
+DENSE_CUTS: list[Layout] = [SEQUENCE, {"context": 2}, INTERLEAVED, FULL]
 
 
 @pytest.mark.sample(6)
 @pytest.mark.parametrize(("model", "parallel"), CASES, ids=named(CASES))
-def test_training_is_the_same_in_every_layout(
-    one_rank: Ranks, every_model: dict[str, str], model: str, parallel: dict[str, Any]
-) -> None:
-    alone = alike(one_rank, "losses", every_model[model], parallel, cut={"micro_batch": 2})
+def test_training_is_the_same_in_every_layout(one_rank: Ranks, path: str, parallel: Layout) -> None:
+    alone = alike(one_rank, "losses", path, parallel, cut={"micro_batch": 2})
     assert alone[-1][0] != alone[0][0]
 
 
-@pytest.mark.sample(1)
+NUMBERS: list[tuple[str, str, Layout]] = [
+    *(("grpo", "qwen3", layout) for layout in PLAIN),
+    ("grpo", "mixtral", SPREAD),
+    *(("packed", "qwen2", layout) for layout in DENSE_CUTS),
+    *(("ppo", "qwen2", layout) for layout in ({"pipeline": 2}, *DENSE_CUTS)),
+]
+
+
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
-    ("model", "parallel"),
-    [("qwen3", {"tensor": 2}), ("qwen3", {"pipeline": 2}), ("qwen3", {"data": 2}), ("mixtral", SPREAD)],
-    ids=["tensor2", "pipeline2", "data2", "experts2"],
+    ("case", "model", "parallel"), NUMBERS, ids=named([(case, layout) for case, _, layout in NUMBERS])
 )
-def test_grpo_with_a_reference_is_the_same_in_every_layout(
-    one_rank: Ranks, every_model: dict[str, str], model: str, parallel: dict[str, Any]
+def test_algorithms_and_packed_rows_are_the_same_in_every_layout(
+    one_rank: Ranks, path: str, case: str, parallel: Layout
 ) -> None:
-    alone = alike(one_rank, "grpo", every_model[model], parallel, rel=1e-3)
-    assert alone[-1]["kl"] > alone[0]["kl"] > 0  # it moves away from the reference
-    assert 0 < alone[0]["clip_ratio"] < 1
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("parallel", [{"pipeline": 2}, *DENSE_CUTS.values()], ids=["pipeline", *DENSE_CUTS])
-def test_ppo_with_critic_and_reference_is_the_same_in_every_layout(
-    one_rank: Ranks, models: dict[str, str], parallel: dict[str, Any]
-) -> None:
-    alone = alike(one_rank, "ppo", models["qwen2"], parallel, rel=1e-3)
-    assert alone[1]["value_mean"] != 0.0
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("parallel", DENSE_CUTS.values(), ids=DENSE_CUTS.keys())
-def test_packed_rows_are_the_same_in_every_layout(
-    one_rank: Ranks, models: dict[str, str], parallel: dict[str, Any]
-) -> None:
-    alike(one_rank, "packed", models["qwen2"], parallel, rows=True, cut={"rows": False})
+    """GRPO with a reference, PPO with critic and reference, and sequences end to end."""
+    if case == "packed":
+        alike(one_rank, case, path, parallel, rows=True, cut={"rows": False})
+        return
+    alone = alike(one_rank, case, path, parallel, rel=1e-3)
+    if case == "grpo":
+        assert alone[-1]["kl"] > alone[0]["kl"] > 0  # it moves away from the reference
+        assert 0 < alone[0]["clip_ratio"] < 1
+    else:
+        assert alone[1]["value_mean"] != 0.0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.trainer.faults.runs import arguments
-from tests.trainer.megatron.layouts import FULL, SEQUENCE, SPREAD, goes_on
+from tests.trainer.megatron.layouts import FULL, SEQUENCE, SPREAD, Layout, goes_on
 from tests.trainer.megatron.test_lora_layouts import LORA
 from tests.trainer.ranks import Ranks
 from tests.trainer.zygote import Zygote
@@ -20,12 +20,10 @@ HARD: dict[str, Any] = {"optimizer": {"lr": 3e-2, "warmup_steps": 2, "decay": "c
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_only_the_adapter_has_gradients_and_optimizer_states(
-    one_rank: Ranks, small_models: dict[str, str], dtype: str
-) -> None:
-    model = {"path": small_models["qwen2"], "dtype": dtype}
+def test_only_the_adapter_has_gradients_and_optimizer_states(one_rank: Ranks, qwen2: str, dtype: str) -> None:
+    model = {"path": qwen2, "dtype": dtype}
     optimizer = {"lr": 3e-2, "weight_decay": 0.1}
-    found = one_rank.call("held", path=small_models["qwen2"], lora=LORA, model=model, optimizer=optimizer)[0]
+    found = one_rank.call("held", path=qwen2, lora=LORA, model=model, optimizer=optimizer)[0]
     assert found["elements"] == found["states"] == LAYERS * PER_LAYER * LORA["rank"]
     assert found["elements"] <= found["gradients"] < 1.2 * found["elements"]  # buffers are padded
     assert found["graded"] == found["trained"]
@@ -56,8 +54,8 @@ def test_the_reference_is_the_actor_without_its_adapter(
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_inputs_drop_out_in_training_alone(one_rank: Ranks, small_models: dict[str, str], recompute: str) -> None:
-    arguments: dict[str, Any] = {"path": small_models["qwen2"], "recompute": recompute}
+def test_inputs_drop_out_in_training_alone(one_rank: Ranks, qwen2: str, recompute: str) -> None:
+    arguments: dict[str, Any] = {"path": qwen2, "recompute": recompute}
     dropping = one_rank.call("repeated", lora=LORA | {"dropout": 0.5}, **arguments)[0]
     whole = one_rank.call("repeated", lora=LORA, **arguments)[0]
     assert dropping["said"][0] == dropping["said"][1] == whole["said"][0]
@@ -66,12 +64,11 @@ def test_inputs_drop_out_in_training_alone(one_rank: Ranks, small_models: dict[s
     assert whole["norms"][0] > 0
 
 
-def test_recomputed_layers_have_the_same_gradients(one_rank: Ranks, small_models: dict[str, str]) -> None:
+def test_recomputed_layers_have_the_same_gradients(one_rank: Ranks, qwen2: str) -> None:
     """With dropout, too: the second pass draws what the first one drew."""
-    path = small_models["qwen2"]
-    arguments: dict[str, Any] = {"path": path, "parallel": {}, **HARD}
+    arguments: dict[str, Any] = {"path": qwen2, "parallel": {}, **HARD}
     for lora in (LORA, LORA | {"dropout": 0.3}):
-        models = [{"path": path, "recompute": how} for how in ("none", "full")]
+        models = [{"path": qwen2, "recompute": how} for how in ("none", "full")]
         kept, again = (one_rank.call("losses", lora=lora, model=model, **arguments)[0] for model in models)
         assert again == [pytest.approx(step, rel=1e-5) for step in kept]
         assert min(norm for _, norm in kept) > 0
@@ -89,9 +86,9 @@ def test_recomputed_layers_have_the_same_gradients(one_rank: Ranks, small_models
     ],
 )
 def test_an_adapter_and_its_optimizer_are_resumed(
-    one_rank: Ranks, models: dict[str, str], tmp_path: Path, model: str, saved: Any, others: list[Any]
+    one_rank: Ranks, tmp_path: Path, path: str, saved: Layout, others: list[Any]
 ) -> None:
-    goes_on(one_rank, models[model], tmp_path, saved, *others, rel=5e-4, lora=LORA, **HARD)
+    goes_on(one_rank, path, tmp_path, saved, *others, rel=5e-4, lora=LORA, **HARD)
     kept = read_index(tmp_path / "actor" / INDEX).state_dict_metadata
     assert any("_lora." in name for name in kept)
     assert [name for name in kept if name.endswith("weight")] == []  # the frozen ones

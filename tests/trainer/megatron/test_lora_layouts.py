@@ -13,65 +13,49 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.trainer.batches import random_batch
-from tests.trainer.megatron.layouts import CUT_FOUR, CUT_TWO, FULL, SEQUENCE, SPREAD, TWO, alike, named
+from tests.trainer.megatron.layouts import CUT_FOUR, CUT_TWO, FULL, SEQUENCE, SPREAD, TWO, Layout, alike, named
 from tests.trainer.ranks import Ranks
 from trainer.batch import MASK, TOKENS
 
 LORA: dict[str, Any] = {"rank": 4, "alpha": 6.0}
 SOME: dict[str, Any] = LORA | {"target_modules": ["q_proj", "v_proj", "up_proj"]}
 HARD: dict[str, Any] = {"optimizer": {"lr": 3e-2}, "micro_batch": 2}
-CASES = [*TWO, *CUT_FOUR]
 DENSE = [{"tensor": 2}, SEQUENCE, {"pipeline": 2}, {"context": 2}, FULL]
-ONLY: list[tuple[str, dict[str, Any], list[str]]] = [
-    ("qwen3_moe", SPREAD, ["q_proj", "o_proj"]),
-    ("qwen3_moe", SPREAD, ["gate_proj", "down_proj"]),
-    ("mixtral", SEQUENCE, ["up_proj"]),
-    ("qwen2", SEQUENCE, ["v_proj", "down_proj"]),
+CASES: list[tuple[str, Layout, dict[str, Any]]] = [
+    *((model, layout, dict[str, Any]()) for model, layout in (*TWO, *CUT_FOUR)),
+    ("qwen3_moe", SPREAD, {"target_modules": ["q_proj", "o_proj"]}),
+    ("mixtral", SEQUENCE, {"target_modules": ["up_proj"]}),
+    ("qwen2", SEQUENCE, {"target_modules": ["v_proj", "down_proj"]}),
+    ("qwen3_moe", SPREAD, {"target_modules": ["gate_proj", "down_proj"]}),
 ]
 
 
-@pytest.mark.sample(6)
-@pytest.mark.parametrize(("model", "parallel"), CASES, ids=named(CASES))
-def test_an_adapter_is_trained_alike(
-    one_rank: Ranks, models: dict[str, str], model: str, parallel: dict[str, Any]
-) -> None:
-    alone = alike(one_rank, "losses", models[model], parallel, rel=5e-4, lora=LORA, **HARD)
+@pytest.mark.sample(8)
+@pytest.mark.parametrize(("model", "parallel", "some"), CASES, ids=named([case[:2] for case in CASES]))
+def test_an_adapter_is_trained_alike(one_rank: Ranks, path: str, parallel: Layout, some: dict[str, Any]) -> None:
+    """Over all layers, and over a choice of them."""
+    alone = alike(one_rank, "losses", path, parallel, rel=5e-4, lora=LORA | some, **HARD)
     assert alone[-1] != alone[0]
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("model", "parallel"), [TWO[0], CUT_TWO[1], CUT_TWO[5]], ids=named([TWO[0], *CUT_TWO[1:6:4]]))
-def test_ranks_that_hold_the_same_matrix_keep_it_the_same(
-    two_ranks: Ranks, models: dict[str, str], model: str, parallel: dict[str, Any]
-) -> None:
+def test_ranks_that_hold_the_same_matrix_keep_it_the_same(two_ranks: Ranks, path: str, parallel: Layout) -> None:
     """With dropout, too: where all have the same input, they drop the same of it."""
-    first, second = two_ranks.call("replicas", path=models[model], parallel=parallel, lora=LORA | {"dropout": 0.4})
+    first, second = two_ranks.call("replicas", path=path, parallel=parallel, lora=LORA | {"dropout": 0.4})
     assert first == second
     assert any(number for name, matrix in first.items() if name.endswith(".B") for number in matrix)
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize(("model", "parallel", "targets"), ONLY)
-def test_any_choice_of_layers_is_trained_alike(
-    one_rank: Ranks, models: dict[str, str], model: str, parallel: dict[str, Any], targets: list[str]
-) -> None:
-    lora = LORA | {"target_modules": targets}
-    alone = alike(one_rank, "losses", models[model], parallel, rel=5e-4, lora=lora, **HARD)
-    assert alone[-1] != alone[0]
-
-
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("parallel", DENSE, ids=lambda layout: "-".join(layout))
-def test_algorithms_and_packed_rows_are_the_same_in_every_layout(
-    one_rank: Ranks, models: dict[str, str], parallel: dict[str, Any]
-) -> None:
+def test_algorithms_and_packed_rows_are_the_same_in_every_layout(one_rank: Ranks, deep: str, parallel: Layout) -> None:
     """GRPO with a KL term to the base, PPO whose critic has adapters of its own, and sequences end to end."""
-    path = models["qwen2"]
-    grpo = alike(one_rank, "grpo", path, parallel, rel=1e-3, lora=LORA)
+    grpo = alike(one_rank, "grpo", deep, parallel, rel=1e-3, lora=LORA)
     assert grpo[0]["kl"] < grpo[-1]["kl"]
-    ppo = alike(one_rank, "ppo", path, parallel, rel=1e-3, lora=LORA)
+    ppo = alike(one_rank, "ppo", deep, parallel, rel=1e-3, lora=LORA)
     assert ppo[1]["value_mean"] != 0.0
-    alike(one_rank, "packed", path, parallel, rel=5e-4, rows=True, cut={"rows": False}, lora=LORA)
+    alike(one_rank, "packed", deep, parallel, rel=5e-4, rows=True, cut={"rows": False}, lora=LORA)
 
 
 def expected(path: str, adapter: Path) -> tuple[torch.Tensor, float, dict[str, torch.Tensor]]:
@@ -94,7 +78,7 @@ SAVED += [("qwen2", layout, LORA) for layout in DENSE]
 @pytest.mark.sample(5)
 @pytest.mark.parametrize(("model", "parallel", "lora"), SAVED)
 def test_peft_computes_the_same_with_the_saved_adapter(
-    one_rank: Ranks, every_model: dict[str, str], tmp_path: Path, model: str, parallel: dict[str, Any], lora: Any
+    one_rank: Ranks, every_model: dict[str, str], tmp_path: Path, model: str, parallel: Layout, lora: Any
 ) -> None:
     """Each rank's share of the adapter, of its gradients, and of the merged model is where it belongs."""
     path = every_model[model]
@@ -117,7 +101,7 @@ def test_peft_computes_the_same_with_the_saved_adapter(
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("model", "parallel"), [("mixtral", {}), ("qwen3_moe", SPREAD), ("mixtral", CUT_TWO[5][1])])
 def test_an_adapter_over_experts_merges_into_them(
-    one_rank: Ranks, models: dict[str, str], tmp_path: Path, model: str, parallel: dict[str, Any]
+    one_rank: Ranks, models: dict[str, str], tmp_path: Path, model: str, parallel: Layout
 ) -> None:
     """transformers keeps experts fused, which PEFT's per-expert names do not reach: the merged model is the judge."""
     one_rank.spread(parallel).call("adapted", path=models[model], parallel=parallel, lora=LORA, directory=str(tmp_path))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.trainer.data.writing import jsonl, problems
-from tests.trainer.megatron.layouts import FULL, INTERLEAVED, SEQUENCE, SPREAD
+from tests.trainer.megatron.layouts import FULL, INTERLEAVED, SEQUENCE, SPREAD, Layout
 from tests.trainer.ranks import Ranks
 
 GRPO = {"name": "grpo", "samples_per_prompt": 3, "kl_coef": 0.1, "minibatches": 2}
@@ -70,9 +70,8 @@ def test_so_does_every_layout(two_ranks: Ranks, small_models: dict[str, str], la
     ids=["recomputed in part", "recomputed", "experts are chosen as without packing", "whole groups for stages"],
 )
 def test_so_do_recomputed_layers_experts_and_interleaved_stages(
-    one_rank: Ranks, every_model: dict[str, str], model: str, parallel: dict[str, Any], recompute: str
+    one_rank: Ranks, path: str, parallel: Layout, recompute: str
 ) -> None:
-    path = every_model[model]
     config = {"parallel": parallel, "algorithm": {"name": "sft"}, "model": {"path": path, "recompute": recompute}}
     check(one_rank.spread(parallel).call("packed_training", path=path, **config))
 

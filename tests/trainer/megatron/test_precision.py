@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.megatron.layouts import FULL, SEQUENCE, SPREAD
+from tests.trainer.megatron.layouts import FULL, SEQUENCE, SPREAD, Layout
 from tests.trainer.ranks import Ranks
 
 
@@ -16,17 +16,15 @@ def losses_of(ranks: Ranks, path: str, model: dict[str, Any], **config: Any) -> 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.02), ("float16", 0.002)])
-def test_half_precision_trains_close_to_float32(
-    one_rank: Ranks, models: dict[str, str], dtype: str, tolerance: float
-) -> None:
-    exact = losses_of(one_rank, models["qwen2"], {})
-    half = losses_of(one_rank, models["qwen2"], {"dtype": dtype})
+def test_half_precision_trains_close_to_float32(one_rank: Ranks, deep: str, dtype: str, tolerance: float) -> None:
+    exact = losses_of(one_rank, deep, {})
+    half = losses_of(one_rank, deep, {"dtype": dtype})
     assert [loss for loss, _ in half] == [pytest.approx(loss, rel=tolerance) for loss, _ in exact]
     assert half != exact
 
 
-def test_an_overflow_lowers_the_loss_scale_and_moves_nothing_else(one_rank: Ranks, models: dict[str, str]) -> None:
-    steps = one_rank.call("overflow", path=models["qwen2"], loss_scale=131072.0, steps=8)[0]
+def test_an_overflow_lowers_the_loss_scale_and_moves_nothing_else(one_rank: Ranks, deep: str) -> None:
+    steps = one_rank.call("overflow", path=deep, loss_scale=131072.0, steps=8)[0]
     overflowed = [step["overflows"] for step in steps]
     assert overflowed[0] == 1.0
     assert overflowed[-1] == 0.0
@@ -39,11 +37,8 @@ def test_an_overflow_lowers_the_loss_scale_and_moves_nothing_else(one_rank: Rank
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_optimizer_on_the_host_computes_the_same_numbers(
-    two_ranks: Ranks, models: dict[str, str], dtype: str
-) -> None:
-    path = models["qwen2"]
-    common = {"path": path, "parallel": {"data": 2}, "model": {"path": path, "dtype": dtype}}
+def test_an_optimizer_on_the_host_computes_the_same_numbers(two_ranks: Ranks, deep: str, dtype: str) -> None:
+    common = {"path": deep, "parallel": {"data": 2}, "model": {"path": deep, "dtype": dtype}}
     optimizer = {"lr": 1e-2, "weight_decay": 0.1}
     here = two_ranks.call("losses", **common, optimizer=optimizer)[0]
     ranks = two_ranks.call("losses", **common, optimizer=optimizer | {"offload": True})
@@ -52,23 +47,20 @@ def test_an_optimizer_on_the_host_computes_the_same_numbers(
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("parallel", [{}, {"tensor": 2}], ids=["alone", "tensor"])
-def test_a_head_in_fp32_is_another_and_as_close(
-    one_rank: Ranks, two_ranks: Ranks, models: dict[str, str], parallel: dict[str, Any]
-) -> None:
-    path, ranks = models["qwen2"], two_ranks if parallel else one_rank
-    how = {"path": path, "dtype": "bfloat16"}
+def test_a_head_in_fp32_is_another_and_as_close(one_rank: Ranks, two_ranks: Ranks, deep: str, parallel: Layout) -> None:
+    ranks = two_ranks if parallel else one_rank
+    how = {"path": deep, "dtype": "bfloat16"}
     rounded, exact = (
-        ranks.call("losses", path=path, parallel=parallel, model=how | head)[0] for head in ({}, {"fp32_head": True})
+        ranks.call("losses", path=deep, parallel=parallel, model=how | head)[0] for head in ({}, {"fp32_head": True})
     )
-    full = one_rank.known("losses", path=path, parallel={})[0]
+    full = one_rank.known("losses", path=deep, parallel={})[0]
     assert exact != rounded
     assert exact == [pytest.approx(step, rel=3e-2) for step in full]
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("model", ["qwen2", "mixtral"])
-def test_recompute_keeps_less_and_computes_the_same(one_rank: Ranks, models: dict[str, str], model: str) -> None:
-    path = models[model]
+def test_recompute_keeps_less_and_computes_the_same(one_rank: Ranks, path: str) -> None:
     plain = losses_of(one_rank, path, {})
     kept = {}
     for recompute in ("none", "selective", "full"):
@@ -81,7 +73,7 @@ def test_recompute_keeps_less_and_computes_the_same(one_rank: Ranks, models: dic
 
 @pytest.mark.broad
 def test_every_cut_makes_a_rank_hold_less(one_rank: Ranks, two_ranks: Ranks, models: dict[str, str]) -> None:
-    def held(model: str, parallel: dict[str, Any]) -> dict[str, Any]:
+    def held(model: str, parallel: Layout) -> dict[str, Any]:
         ranks = two_ranks if parallel else one_rank
         found: dict[str, Any] = ranks.call("footprint", path=models[model], parallel=parallel)[-1]
         return found
@@ -111,9 +103,9 @@ def test_every_cut_makes_a_rank_hold_less(one_rank: Ranks, two_ranks: Ranks, mod
     ids=["fp8", "fp8-experts", "full-float16", "full-offload", "gloo-and-spread-experts"],
 )
 def test_what_cannot_be_done_is_refused(
-    one_rank: Ranks, models: dict[str, str], model: str, config: dict[str, Any], key: str, says: str
+    one_rank: Ranks, path: str, config: dict[str, Any], key: str, says: str
 ) -> None:
-    path, parallel = models[model], config.get("parallel", {})
+    parallel = config.get("parallel", {})
     config = config | {"parallel": parallel, "model": {"path": path} | config.get("model", {})}
     for kind, message, _ in one_rank.spread(parallel).call("complaint", of="losses", path=path, **config):
         assert (kind, message.partition(":")[0]) == ("ConfigError", key)

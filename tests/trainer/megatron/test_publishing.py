@@ -9,10 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.trainer.fleet import fleet, keep, same_tensors
-from tests.trainer.megatron.layouts import CUT_FOUR, CUT_TWO, FULL, SEQUENCE, SPREAD, TWO, named
+from tests.trainer.fleet import exported, fleet, keep, same_tensors
+from tests.trainer.megatron.layouts import CUT_FOUR, CUT_TWO, FULL, SEQUENCE, SPREAD, TWO, Layout, named
 from tests.trainer.ranks import Ranks
-from tests.trainer.test_publish import exported
 from weightsync.publish.quantize import Quantizer
 
 CASES = TWO + CUT_FOUR
@@ -38,10 +37,9 @@ def test_every_layout_publishes_the_loaded_bytes(
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("model", "parallel"), CUT_TWO[-2:], ids=named(CUT_TWO[-2:]))
 def test_trained_weights_arrive_whole(
-    two_ranks: Ranks, one_rank: Ranks, models: dict[str, str], tmp_path: Path, model: str, parallel: dict[str, Any]
+    two_ranks: Ranks, one_rank: Ranks, tmp_path: Path, path: str, parallel: Layout
 ) -> None:
     """Every tensor of a mixture moves in training, and reaches the instance as one rank alone would have sent it."""
-    path = models[model]
     with fleet(path, tmp_path) as running:
         received = keep(running)
         for ranks, layout in ((one_rank, {}), (two_ranks, parallel)):
@@ -74,12 +72,12 @@ QUANTIZED: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize("quantize", SCHEMES, ids=lambda scheme: scheme["scheme"])
 @pytest.mark.parametrize(("model", "parallel"), QUANTIZED, ids=named(QUANTIZED))
 def test_quantised_versions_are_those_of_the_export(
-    one_rank: Ranks, models: dict[str, str], tmp_path: Path, model: str, parallel: dict[str, Any], quantize: Any
+    one_rank: Ranks, tmp_path: Path, path: str, parallel: Layout, quantize: Any
 ) -> None:
     """Bit for bit what `Quantizer` makes of the whole bfloat16 tensors, whatever ranks cut through them."""
-    with fleet(models[model], tmp_path) as running:
+    with fleet(path, tmp_path) as running:
         received = keep(running)
-        arguments = {"path": models[model], "store": running.store_url, "directory": str(tmp_path)}
+        arguments = {"path": path, "store": running.store_url, "directory": str(tmp_path)}
         written = one_rank.spread(parallel).call("publish_quantized", **arguments, parallel=parallel, quantize=quantize)
     whole, (found,) = exported(tmp_path), received
     expected = dict(Quantizer(**quantize).tensors(whole.items()))

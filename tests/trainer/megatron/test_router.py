@@ -8,7 +8,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from tests.trainer.megatron.layouts import INTERLEAVED, SEQUENCE, SPREAD, alike, named
+from tests.trainer.megatron.layouts import INTERLEAVED, SEQUENCE, SPREAD, Layout, alike, named
 from tests.trainer.ranks import Ranks
 from trainer.megatron import router
 
@@ -34,21 +34,17 @@ NAMES = named([(model, layout | how) for model, layout, how in LAYOUTS])
     ],
     ids=["mixtral", "qwen3_moe", "of-tokens", "of-answers"],
 )
-def test_losses_and_their_gradient_are_the_formulas(
-    one_rank: Ranks, models: dict[str, str], model: str, algorithm: dict[str, Any]
-) -> None:
+def test_losses_and_their_gradient_are_the_formulas(one_rank: Ranks, path: str, algorithm: dict[str, Any]) -> None:
     """Over tokens that are no padding; beside the algorithm's mean loss, whatever that is a mean of."""
-    found = one_rank.call("auxiliary", path=models[model], balance=0.3, z=0.1, algorithm=algorithm)[0]
+    found = one_rank.call("auxiliary", path=path, balance=0.3, z=0.1, algorithm=algorithm)[0]
     assert found["metrics"] == pytest.approx(found["formulas"], rel=1e-5)
     assert found["difference"] < 1e-5 < 0.01 * found["size"]
 
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(("model", "parallel", "how"), LAYOUTS, ids=NAMES)
-def test_they_are_the_same_in_every_layout(
-    one_rank: Ranks, models: dict[str, str], model: str, parallel: Any, how: Any
-) -> None:
-    alike(one_rank, "balanced", models[model], parallel, rel=3e-4, cut=how, **LOSSES)
+def test_they_are_the_same_in_every_layout(one_rank: Ranks, path: str, parallel: Layout, how: Any) -> None:
+    alike(one_rank, "balanced", path, parallel, rel=3e-4, cut=how, **LOSSES)
 
 
 def test_a_loss_that_was_not_asked_for_is_summed_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,9 +60,9 @@ def test_a_loss_that_was_not_asked_for_is_summed_on_the_device(monkeypatch: pyte
     assert summed == ["meta"] * 6
 
 
-def test_a_dense_model_has_no_routers(one_rank: Ranks, models: dict[str, str]) -> None:
+def test_a_dense_model_has_no_routers(one_rank: Ranks, deep: str) -> None:
     for key in LOSSES:
-        arguments = {"path": models["qwen2"], "parallel": {}, "model": {"path": models["qwen2"], key: 0.1}}
+        arguments = {"path": deep, "parallel": {}, "model": {"path": deep, key: 0.1}}
         ((kind, said, _),) = one_rank.call("complaint", of="losses", **arguments)
         assert (kind, said.partition(":")[0]) == ("ConfigError", f"model.{key}")
 
@@ -83,11 +79,11 @@ def test_tokens_go_where_they_were_sent(one_rank: Ranks, models: dict[str, str])
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize(("model", "parallel", "how"), LAYOUTS, ids=NAMES)
 def test_recorded_routing_is_the_same_in_every_layout(
-    one_rank: Ranks, models: dict[str, str], model: str, parallel: Any, how: Any, packed: bool
+    one_rank: Ranks, path: str, parallel: Layout, how: Any, packed: bool
 ) -> None:
     """Also where layers are computed again in the backward pass, when other micro-batches have gone forward."""
-    found = one_rank.spread(parallel).call("replayed", path=models[model], parallel=parallel, packed=packed, **how)
-    expected = one_rank.known("replayed", path=models[model], parallel={})[0]
+    found = one_rank.spread(parallel).call("replayed", path=path, parallel=parallel, packed=packed, **how)
+    expected = one_rank.known("replayed", path=path, parallel={})[0]
     for rank in found:
         assert rank["trained"] == [pytest.approx(step, rel=3e-4) for step in expected["trained"]]
     assert found[0]["logprobs"] == pytest.approx(expected["logprobs"], rel=1e-3)

@@ -19,10 +19,9 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_other_targets_at_a_tool_s_tokens_change_no_gradient(
-    one_rank: Ranks, small_models: dict[str, str], algorithm: str, packed: bool
+    one_rank: Ranks, qwen2: str, algorithm: str, packed: bool
 ) -> None:
-    path, section = small_models["qwen2"], ALGORITHMS[algorithm]
-    (found,) = one_rank.call("gradients", path=path, algorithm=section, packed=packed)
+    (found,) = one_rank.call("gradients", path=qwen2, algorithm=ALGORITHMS[algorithm], packed=packed)
     assert found["tools"] == 0.0, "not a bit of it"
     assert found["reaches_tools"] == 0.0
     assert found["policy"] > 0.01 * found["largest"] > 0, "the same change where it must count"
