@@ -57,14 +57,6 @@ def test_ranks_and_micro_batches_change_nothing(ranks: int, micro_batch: int, pa
 RECORDS = [Record(0, "", "", (1, 2, 3), (4, 5)), Record(1, "", "", (6,), (7, 8, 9))]
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
-def test_fine_tuning_equals_the_sum_over_tokens(packed: bool) -> None:
-    algorithm = Sft(SftConfig())
-    t = Trial(algorithm, algorithm.sequences(RECORDS, []), packed=packed)
-    output = t.check(torch.cat([-p for p in t.logprobs]).sum() / 5)
-    assert output.tokens == 5
-
-
 @pytest.mark.parametrize(("on_prompt", "tokens"), [(False, 5), (True, 7)])
 def test_fine_tuning_is_cross_entropy(on_prompt: bool, tokens: int) -> None:
     algorithm = Sft(SftConfig(on_prompt=on_prompt))

@@ -48,10 +48,11 @@ def trainer(kind: str, **attributes: Any) -> Any:
         warnings.simplefilter("ignore")
         made = object.__new__(getattr(importlib.import_module("trl"), kind))
     made.accelerator = Accelerator()
-    made.model = types.SimpleNamespace(training=True)
+    made.model = torch.nn.Identity()  # in training
     made._metrics = {"train": defaultdict(list)}
     made.current_gradient_accumulation_steps = 1
     made.aux_loss_enabled = False
+    made._total_train_tokens, made._tp_size = 0, 1
     for name, value in attributes.items():
         setattr(made, name, value)
     return made
@@ -193,7 +194,6 @@ def test_dpo(config: DpoConfig) -> None:
     theirs = trainer(
         "DPOTrainer",
         args=types.SimpleNamespace(gradient_checkpointing_kwargs=None, gradient_checkpointing=False),
-        model=torch.nn.Identity(),
         ld_alpha=None,
         precompute_ref_logps=True,
         f_divergence_type="reverse_kl",
@@ -202,8 +202,6 @@ def test_dpo(config: DpoConfig) -> None:
         loss_types=[config.loss],
         loss_weights=[1.0],
         use_weighting=False,
-        _total_train_tokens=0,
-        _tp_size=1,
     )
     sums = torch.stack([t.given[REFERENCE_LOGPROBS][i].sum() for i in order]).chunk(2)
     inputs = {
@@ -226,9 +224,6 @@ def test_sft() -> None:
         args=types.SimpleNamespace(loss_type="nll", average_tokens_across_devices=False),
         compute_loss_func=None,
         label_smoother=None,
-        model=torch.nn.Identity(),
-        _total_train_tokens=0,
-        _tp_size=1,
     )
     ids = padded([torch.tensor(s.prompt + s.continuation) for s in t.sequences])
     labels = pad_sequence([torch.tensor((-100, *s.continuation)) for s in t.sequences], True, -100)
