@@ -215,21 +215,19 @@ def test_nothing_is_oversampled_for_the_last_step() -> None:
     assert schedule.pending == []
 
 
+def stepped(schedule: Schedule, server: Sampler, versions: range) -> list[tuple[list[int], int]]:
+    """By step: the groups that it took, and how many were drawn by then."""
+    found = []
+    for server.version in versions:
+        found.append((numbers(schedule.take(server.version, 99)), schedule.feed.drawn))
+    return found
+
+
 @pytest.mark.parametrize("stop", [1, 3, 5])
 def test_oversampling_goes_on_where_it_stood(stop: int) -> None:
-    through = AtOnce(teaches=by_turns)
-    expected = []
-    schedule = filtered(through, 1.0)
-    for through.version in range(8):
-        expected.append((numbers(schedule.take(through.version, 99)), schedule.feed.drawn))
-    before, found = AtOnce(teaches=by_turns), []
-    schedule = filtered(before, 1.0)
-    for before.version in range(stop):
-        found.append((numbers(schedule.take(before.version, 99)), schedule.feed.drawn))
-    saved = json.loads(json.dumps(schedule.state_dict()))
-    after = AtOnce(teaches=by_turns)
-    schedule = filtered(after, 1.0)
-    schedule.load_state_dict(saved)
-    for after.version in range(stop, 8):
-        found.append((numbers(schedule.take(after.version, 99)), schedule.feed.drawn))
-    assert found == expected
+    through, before, after = (AtOnce(teaches=by_turns) for _ in range(3))
+    expected = stepped(filtered(through, 1.0), through, range(8))
+    stopped, resumed = filtered(before, 1.0), filtered(after, 1.0)
+    found = stepped(stopped, before, range(stop))
+    resumed.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
+    assert found + stepped(resumed, after, range(stop, 8)) == expected

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import closing
-from typing import Any
 
 import pytest
 from fastapi import FastAPI, Request
@@ -21,11 +20,10 @@ from trainer.config import EvalConfig, ExactMatchReward, GatewayConfig, RegexRew
 from trainer.data.records import Record
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import ConfigError, GatewayUnreachable, RolloutError
-from trainer.metrics.rollouts import rollout_metrics
 from trainer.rewards import Reward, RewardRequest, Scorer, Weighted, build_scorer
 from trainer.rollouts.generate import repeats
 from trainer.rollouts.sampling import RolloutSampler
-from trainer.trajectory import StepsOfVersions, TrajectoryGroup, VersionSpan
+from trainer.trajectory import TrajectoryGroup, VersionSpan
 
 
 def take(running: RolloutSampler, problems: list[Record], n: int, first: int = 0) -> list[TrajectoryGroup]:
@@ -34,14 +32,10 @@ def take(running: RolloutSampler, problems: list[Record], n: int, first: int = 0
     return [future.result(timeout=60) for future in futures]
 
 
-def rollouts(server: GenerateServer, tokenizer: Tokenizer, scorer: Scorer | None = None, **more: Any) -> RolloutSampler:
-    return client(server.url, tokenizer, scorer, **more)
-
-
 def test_samples_come_back_in_order_with_logprobs_and_versions(server: GenerateServer, tokenizer: Tokenizer) -> None:
     server.version = 7
     problems = records(tokenizer, "1+2=", "3+4=", "5+5=")
-    with rollouts(server, tokenizer, max_tokens=4) as running:
+    with client(server.url, tokenizer, max_tokens=4) as running:
         groups = take(running, problems, 5)
     assert [group.prompt_ids for group in groups] == [record.prompt_ids for record in problems]
     for group in groups:
@@ -55,35 +49,35 @@ def test_samples_come_back_in_order_with_logprobs_and_versions(server: GenerateS
 def test_an_adapter_is_asked_for_by_name_until_an_instance_has_it(server: GenerateServer, tokenizer: Tokenizer) -> None:
     """The commit record of its first version is there a moment before the instances have it."""
     server.failures, server.code = [404, 404], "model_not_found"
-    with rollouts(server, tokenizer, model="sums") as running:
+    with client(server.url, tokenizer, model="sums") as running:
         take(running, records(tokenizer, "1+2="), 1)
         assert server.requests[-1]["model"] == "sums"
         running.evaluate(records(tokenizer, "3+4="), EvalConfig())
     assert server.requests[-1]["model"] == "sums"
     assert server.failures == []
     server.failures, server.code = [404], "test"
-    with rollouts(server, tokenizer) as running, pytest.raises(RolloutError, match="404"):
+    with client(server.url, tokenizer) as running, pytest.raises(RolloutError, match="404"):
         take(running, records(tokenizer, "1+2="), 1)
     assert "model" not in server.requests[-1]
 
 
 def test_the_request_is_tokens_in_tokens_out(server: GenerateServer, tokenizer: Tokenizer) -> None:
-    with rollouts(server, tokenizer, max_tokens=3, request="group", on_swap="recompute") as running:
+    with client(server.url, tokenizer, max_tokens=3, request="group", on_swap="recompute", seeded=False) as running:
         take(running, records(tokenizer, "1+2="), 2)
     body = server.requests[-1]
     assert body["prompt_token_ids"] == list(tokenizer.prompt("1+2="))
     assert (body["n"], body["max_tokens"], body["temperature"], body["logprobs"]) == (2, 3, 1.0, True)
-    assert "prompt" not in body
+    assert not {"prompt", "seed"} & body.keys()
     assert body["hotswap"] == {"policy": "recompute"}
 
 
 def test_samples_are_asked_for_one_by_one_or_a_group_at_once(server: GenerateServer, tokenizer: Tokenizer) -> None:
     problems = records(tokenizer, "1+2=")
-    with rollouts(server, tokenizer, request="group") as running:
+    with client(server.url, tokenizer, request="group") as running:
         take(running, problems, 4)
         assert server.requests[-1]["n"] == 4
         base = server.requests[-1]["seed"]
-    with rollouts(server, tokenizer, request="sample") as running:
+    with client(server.url, tokenizer, request="sample") as running:
         (group,) = take(running, problems, 4)
     alone = server.requests[-4:]
     assert [body["n"] for body in alone] == [1] * 4
@@ -93,20 +87,14 @@ def test_samples_are_asked_for_one_by_one_or_a_group_at_once(server: GenerateSer
 
 def test_seeds_repeat_by_record_and_differ_between_records(server: GenerateServer, tokenizer: Tokenizer) -> None:
     problems = records(tokenizer, "1+2=", "3+4=")
-    with rollouts(server, tokenizer) as running:
+    with client(server.url, tokenizer) as running:
         first, again, other = (take(running, problems, 4, first) for first in (1, 1, 9))
     assert first == again
     assert first != other
 
 
-def test_unseeded_requests_carry_no_seed(server: GenerateServer, tokenizer: Tokenizer) -> None:
-    with rollouts(server, tokenizer, seeded=False) as running:
-        take(running, records(tokenizer, "1+2="), 2)
-    assert "seed" not in server.requests[-1]
-
-
 def test_greedy_is_one_sample_at_temperature_zero(server: GenerateServer, tokenizer: Tokenizer) -> None:
-    with rollouts(server, tokenizer) as running:
+    with client(server.url, tokenizer) as running:
         first, again = (running.evaluate(records(tokenizer, "1+2="), EvalConfig()) for _ in range(2))
     assert first == again
     assert (server.requests[-1]["n"], server.requests[-1]["temperature"]) == (1, 0.0)
@@ -119,7 +107,7 @@ def test_an_evaluation_has_its_own_temperature_top_p_and_rewards_and_the_same_se
     before = len(server.requests)
     own = build_scorer([RegexReward(pattern="x*")])
     problems = records(tokenizer, "1+2=", "3+4=")
-    with closing(own), rollouts(server, tokenizer, request="group") as running:
+    with closing(own), client(server.url, tokenizer, request="group") as running:
         first, again = (running.evaluate(problems, config, own) for _ in range(2))
         trained = take(running, problems, 3)
     assert first == again
@@ -134,7 +122,7 @@ def test_an_evaluation_has_its_own_temperature_top_p_and_rewards_and_the_same_se
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_what_may_pass_is_retried(server: GenerateServer, tokenizer: Tokenizer, status: int) -> None:
     server.failures = [status, status]
-    with rollouts(server, tokenizer) as running:
+    with client(server.url, tokenizer) as running:
         assert len(take(running, records(tokenizer, "1+2="), 2)) == 1
     assert server.failures == []
 
@@ -143,7 +131,7 @@ def test_what_may_pass_is_retried(server: GenerateServer, tokenizer: Tokenizer, 
 def test_a_refusal_is_not_retried_and_says_why(server: GenerateServer, tokenizer: Tokenizer, status: int) -> None:
     server.failures = [status, 500]
     with (
-        rollouts(server, tokenizer, request="group") as running,
+        client(server.url, tokenizer, request="group") as running,
         pytest.raises(RolloutError, match=f"made to fail with {status}") as error,
     ):
         take(running, records(tokenizer, "1+2="), 2)
@@ -159,12 +147,12 @@ def test_an_answer_that_a_swap_did_not_wait_for_is_asked_for_again(
     wrong then, however often it happens; other conflicts are refusals."""
     server.failures = [409, 409, 409]
     monkeypatch.setattr(server, "code", "weights_changed")
-    with rollouts(server, tokenizer, retry_s=0.05, on_swap="finish") as running:
+    with client(server.url, tokenizer, retry_s=0.05, on_swap="finish") as running:
         assert len(take(running, records(tokenizer, "1+2="), 1)) == 1
     assert server.failures == []
     monkeypatch.setattr(server, "code", "version_unavailable")
     server.failures = [409]
-    with rollouts(server, tokenizer, on_swap="finish") as running, pytest.raises(RolloutError) as error:
+    with client(server.url, tokenizer, on_swap="finish") as running, pytest.raises(RolloutError) as error:
         take(running, records(tokenizer, "1+2="), 1)
     assert error.value.status == 409
 
@@ -250,7 +238,7 @@ def test_a_failing_reward_is_counted_and_the_rollout_goes_on(server: GenerateSer
             raise ZeroDivisionError
 
     scorer = Scorer({"broken": Weighted(Broken(), on_failure=-1.0)})
-    with rollouts(server, tokenizer, scorer) as running:
+    with client(server.url, tokenizer, scorer) as running:
         groups = take(running, records(tokenizer, "1+2=", "3+4="), 2)
         assert running.stats()["reward_failures/broken"] == 4
     assert [group.rewards for group in groups] == [[-1.0, -1.0]] * 2
@@ -270,7 +258,7 @@ def test_a_finished_sample_is_scored_while_others_decode(
 
     scorer, before = Scorer({"watching": Weighted(Watching())}), server.answered
     monkeypatch.setattr(server, "ready", lambda: server.answered == before or bool(scored))
-    with rollouts(server, tokenizer, scorer) as running:
+    with client(server.url, tokenizer, scorer) as running:
         take(running, records(tokenizer, "1+2="), 16)
     assert server.answered == before + 16
 
@@ -287,7 +275,7 @@ def test_what_a_stream_brought_is_kept_when_it_breaks(
     monkeypatch.setattr(server, "requests", [])
     monkeypatch.setattr(server, "ready", lambda: server.requests[-1]["max_tokens"] == 64 or server.swap(4))
     server.version = 3
-    with rollouts(server, tokenizer, max_tokens=64, request=request_by) as running:
+    with client(server.url, tokenizer, max_tokens=64, request=request_by) as running:
         (group,) = take(running, records(tokenizer, "1+2="), 2)
     first, *_, last = server.requests
     assert first["max_tokens"] == 64
@@ -305,20 +293,9 @@ def test_what_a_stream_brought_is_kept_when_it_breaks(
 
 
 def test_leaving_cancels_what_is_in_flight(server: GenerateServer, tokenizer: Tokenizer) -> None:
-    running = rollouts(server, tokenizer)
+    running = client(server.url, tokenizer)
     server.failures = [503] * 100  # would be retried for seconds
     started = running.submit(records(tokenizer, "1+2=")[0], 4, 0)
     running.close()
     server.failures = []
     assert started.cancelled()
-
-
-def test_version_lag_counts_tokens(server: GenerateServer, tokenizer: Tokenizer) -> None:
-    server.version = 5
-    with rollouts(server, tokenizer) as running:
-        groups: list[TrajectoryGroup] = take(running, records(tokenizer, "1+2="), 4)
-    steps = StepsOfVersions()
-    steps.published(5, step=40)
-    metrics = rollout_metrics([group.dated(steps) for group in groups], step=43)
-    assert (metrics["version_lag_mean"], metrics["version_lag_max"]) == (3.0, 3.0)
-    assert metrics["reward_mean"] == metrics["reward/exact_match"]

@@ -98,6 +98,9 @@ def test_what_the_environment_wrote_is_not_the_teachers_to_judge(
 def test_a_teacher_that_is_busy_or_away_for_a_moment_is_asked_again(
     taught: Make, teacher: TeacherServer, record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with pytest.raises(ConfigError) as error:
+        taught(api_key_env="TEACHER_KEY")
+    assert error.value.key == "algorithm.teacher.api_key_env"
     monkeypatch.setenv("TEACHER_KEY", "secret")
     with taught(api_key_env="TEACHER_KEY") as running:
         teacher.failures = [503, 429, 500]

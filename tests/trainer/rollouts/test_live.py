@@ -1,4 +1,4 @@
-"""Routing that a real engine recorded, replayed in training."""
+"""Rollouts from a real engine: its routing is replayed in training, and a partial rollout crosses swaps."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from transformers import AutoModelForCausalLM
 from tests.live import LiveServer
 from tests.trainer.ranks import Ranks
 from tests.trainer.rollouts.client import client, records
+from tests.trainer.rollouts.teacher_server import logprobs
 from tests.waiting import wait_until
 from trainer.data.tokenizer import Tokenizer
 from trainer.routing import of_trajectory
 from trainer.tiny_model import write_tiny_model
-from trainer.trajectory import TrajectoryGroup
+from trainer.trajectory import Partial, TrajectoryGroup
 
 pytestmark = [pytest.mark.broad, pytest.mark.engine, pytest.mark.usefixtures("quiet_engines")]
 PATIENCE_S = 300
@@ -34,6 +35,8 @@ DRAFTS = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 
 ENGINE = ("--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "16", "--max-num-batched-tokens", "64")
 RECORDING = ("--enable-return-routed-experts", "--speculative-config", DRAFTS)
 BLOCK, ROW_BYTES = 32, 4  # tokens; two layers, two experts of a byte each
+BUDGET, ROUNDS = 8, 3
+RANDOM = 48  # samples of random weights, which end one in sixteen at each token
 PROMPT = [3 + (i * i) % 12 for i in range(100)]  # two chunks
 
 
@@ -174,3 +177,45 @@ def crossing(live: LiveServer, other: Path) -> list[tuple[list[int], dict[str, A
     spans = [answer["weight_versions"] for answer in answers]
     assert all(len(found) > 1 for found in spans), f"the swap came before or after an answer: {spans}"
     return [*((p, a, before) for p, a in zip(prompts, answers, strict=True)), (prompts[0], again, before)]
+
+
+@pytest.mark.timeout(600)
+def test_every_token_comes_from_the_weights_that_served_in_its_round(tmp_path: Path) -> None:
+    """Three rounds under three versions. The log-probs that were kept are those of each version's own weights, given
+    all the tokens before."""
+    weights = [tmp_path / f"weights-{number}" for number in range(ROUNDS)]
+    for seed, directory in enumerate(weights):
+        write_tiny_model(directory, seed=seed, max_position_embeddings=1024)
+    tokenizer = Tokenizer(weights[0])
+    (record,) = records(tokenizer, "1+2=")
+    live = LiveServer(weights[0], tmp_path / "state", ("--dtype", "float32", "--max-model-len", "256"))
+    versions = [1]
+    with live.running(), client(live.url, tokenizer, max_tokens=BUDGET * ROUNDS, token_budget=BUDGET) as running:
+        going = running.round(record, RANDOM, 0)
+        for directory in weights[1:]:
+            assert isinstance(going.result(PATIENCE_S), Partial)
+            versions.append(live.push(directory))
+            wait_until(lambda: writes(live) == versions[-1], what="the instance flips")
+            going = running.round(record, RANDOM, 0, going)
+        group = going.result(PATIENCE_S)
+    assert isinstance(group, TrajectoryGroup)
+    models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in weights]
+    first = len(group.prompt_ids) - 1  # the place of the first sampled token's log-prob
+    lengths = [len(trajectory.token_ids) for trajectory in group.trajectories]
+    assert max(lengths) > (ROUNDS - 1) * BUDGET, "none went through all rounds"
+    for trajectory in group.trajectories:
+        ends = [*range(BUDGET, len(trajectory.token_ids), BUDGET), len(trajectory.token_ids)]
+        written = enumerate(zip(versions, ends, strict=False))
+        spans = [(version, place * BUDGET, end) for place, (version, end) in written]
+        assert [(span.version, span.start, span.end) for span in trajectory.versions] == spans
+        for (_, start, end), model in zip(spans, models, strict=False):
+            expected = logprobs(model, [*group.prompt_ids, *trajectory.token_ids])[first + start : first + end]
+            assert trajectory.logprobs[start:end] == pytest.approx(expected, abs=1e-3)
+    long = max(group.trajectories, key=lambda trajectory: len(trajectory.token_ids))
+    wrong = logprobs(models[0], [*group.prompt_ids, *long.token_ids])[first + BUDGET :]
+    assert max(abs(a - b) for a, b in zip(long.logprobs[BUDGET:], wrong, strict=True)) > 0.1, "versions are alike"
+
+
+def writes(live: LiveServer) -> int:
+    """The version that answers now."""
+    return int(live.generate([5], 1)["choices"][0]["weight_versions"][-1]["version"])
