@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from trainer.config import CodeTasksData
-from trainer.data.problems import CHARACTERS, COPIES, CodeTasks, all_problems, program
+from trainer.config import ArithmeticData, CodeReward, CodeTasksData
+from trainer.data.problems import CHARACTERS, COPIES, Arithmetic, CodeTasks, all_problems, program
 from trainer.data.records import Record
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import ConfigError
+from trainer.rewards import RewardRequest, build_scorer
 from trainer.tiny_model import write_tiny_model
 
 
@@ -90,9 +91,6 @@ def test_held_out_problems_are_never_trained_on_and_right(tokenizer: Tokenizer) 
 
 
 def test_every_record_of_the_arithmetic_task_is_a_preference_too(tmp_path: Path) -> None:
-    from trainer.config import ArithmeticData
-    from trainer.data.problems import Arithmetic
-
     write_tiny_model(tmp_path, hidden_size=16, intermediate_size=16, num_hidden_layers=1)
     tokenizer = Tokenizer(tmp_path)
     for mistake in ("random", "off_by_one", "carry"):
@@ -105,10 +103,6 @@ def test_every_record_of_the_arithmetic_task_is_a_preference_too(tmp_path: Path)
 
 
 def test_the_sandbox_tells_the_mistake_from_the_right_program(tokenizer: Tokenizer) -> None:
-    from trainer.config import CodeReward
-    from trainer.rewards import build_scorer
-    from trainer.rewards.scorer import RewardRequest
-
     scorer = build_scorer([CodeReward(timeout_s=60.0, case_timeout_s=30.0)])
     scorer.open()
     data = CodeTasks(CodeTasksData(), tokenizer, seed=0)
