@@ -1,5 +1,5 @@
-"""The benchmarks of transfers, deltas, late joiners and feeding, on a few bytes and a tiny model. And what hosts made of
-namespaces leave behind."""
+"""The benchmarks of transfers, deltas, late joiners and feeding, on a few bytes and a tiny model. And what hosts leave
+behind."""
 
 from __future__ import annotations
 
