@@ -1,4 +1,5 @@
-"""The phases of the GPU day on a CPU: each on tiny shapes, and what it does when something is wrong."""
+"""The GPU day on a CPU: its phases on tiny shapes, and what they do when something is wrong; and what runs them, in
+forks, at once and one behind the other, ended at their limits."""
 
 from __future__ import annotations
 
@@ -9,27 +10,33 @@ import importlib
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+import tarfile
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from loadtest.gpu_day import __main__ as gpu_day
-from loadtest.gpu_day import hardware, models, serving, stagings, vllm_process
+from loadtest.gpu_day import calls, hardware, models, serving, stagings, vllm_process
+from loadtest.gpu_day.calls import CALLS, Call, Day, Step
 from loadtest.gpu_day.device import Device, Replayed
-from loadtest.gpu_day.report import FAILED, PASSED, SKIPPED, Report, Skipped, status_of
+from loadtest.gpu_day.report import FAILED, PASSED, SKIPPED, Report, Skipped, collect, status_of
 from loadtest.gpu_day.streams import copies_beside
 from loadtest.workload import publisher
+from tests.waiting import wait_until
 from weightsync.vllm_engine.device.cuda import CopyGeneration, DevicePool
 from weightsync.vllm_engine.staging.bundle import Bundle, HeldBundles
 
 ROOT = Path(__file__).parents[2]
 CUDA_ALONE = ("remap", "checksum")
-Checks = dict[str, dict[str, Any]]
+Checks = Outcomes = dict[str, dict[str, Any]]
 
 
 def by_name(checks: list[dict[str, Any]]) -> Checks:
@@ -115,14 +122,11 @@ def test_a_flip_that_is_not_undone_fails(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found["every_byte_is_the_old_one"]["ok"] is False
 
 
-def test_memory_that_grows_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HeldBundles, "sweep", lambda self: ([], []))
-    monkeypatch.setattr(stagings, "OTHER_NBYTES", 0)
-    found = by_name(gpu_day.run("memory", small=True))
-    assert found["memory_does_not_grow"]["ok"] is False
-
-
-def test_buffers_that_are_kept_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_grows_and_buffers_that_are_kept_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(HeldBundles, "sweep", lambda self: ([], []))
+        patch.setattr(stagings, "OTHER_NBYTES", 0)
+        assert by_name(gpu_day.run("memory", small=True))["memory_does_not_grow"]["ok"] is False
     monkeypatch.setattr(DevicePool, "vacate", lambda self: None)
     assert by_name(gpu_day.run("memory", small=True))["buffers_are_given_back"]["ok"] is False
 
@@ -146,10 +150,9 @@ def test_a_phase_that_raises(monkeypatch: pytest.MonkeyPatch, raised: Exception,
     assert str(raised) in json.dumps(checks[-1])
 
 
-@pytest.mark.parametrize("phase", gpu_day.PHASES)
-def test_every_phase_is_there(phase: str) -> None:
-    module = importlib.import_module(f"loadtest.gpu_day.{gpu_day.PHASES[phase]}")
-    assert callable(getattr(module, phase.replace("-", "_")))
+def test_every_phase_is_there() -> None:
+    for phase, module in gpu_day.PHASES.items():
+        assert callable(getattr(importlib.import_module(f"loadtest.gpu_day.{module}"), phase.replace("-", "_"))), phase
 
 
 def test_times_and_replays_on_a_cpu() -> None:
@@ -232,8 +235,185 @@ def test_swapped_engines_are_compared_with_stock_ones(
 @pytest.mark.parametrize("phase", ["serve-small", "streams-8b", "serve-fp8"])
 def test_a_phase_with_vllm(phase: str, tmp_path: Path) -> None:
     """On a CPU `serve-8b` is `serve-small` over the tiny model of `streams-8b`, and `streams-small` the reverse."""
-    command = [sys.executable, "-m", "loadtest.gpu_day", phase, "--small", "--json", "found.json", "--limit", "800"]
-    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True, stdout=-1)
-    found = json.loads((tmp_path / "found.json").read_text())["phases"][phase]
-    assert found["status"] == (SKIPPED if phase == "serve-fp8" else PASSED), found
-    assert done.returncode == 0, done.stdout
+    check_command(tmp_path, [phase])
+
+
+def check_command(directory: Path, phases: list[str]) -> None:
+    command = [sys.executable, "-m", "loadtest.gpu_day", *phases, "--small", "--json", "found.json", "--limit", "800"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((directory / "found.json").read_text())["phases"]
+    skipped = {*CUDA_ALONE, "serve-fp8"}
+    expected = {phase: SKIPPED if phase in skipped else PASSED for phase in phases}
+    assert {phase: outcome["status"] for phase, outcome in found.items()} == expected, found
+
+
+# what runs them -------------------------------------------------------------------------------------------------------
+
+
+def step(phase: str, *, expected_s: float = 0.0, limit_s: float = 60.0) -> Step:
+    return Step(phase, expected_s, limit_s)
+
+
+def day(tmp_path: Path, work: Callable[[Step], Any], told: list[Outcomes] | None = None, **more: Any) -> Day:
+    return Day(tmp_path / "logs", work, (told if told is not None else []).append, **more)
+
+
+def run(tmp_path: Path, work: Callable[[Step], Any], *steps: Step, **more: Any) -> Outcomes:
+    return day(tmp_path, work, **more).run(Call(((steps,),)))
+
+
+def one_check(step: Step) -> None:
+    Report(step.phase).say("one", True)
+
+
+def goes_on(step: Step) -> None:
+    while True:
+        signal.pause()
+
+
+def test_a_phase_that_dies_has_failed_with_what_it_had_said(tmp_path: Path) -> None:
+    def aborts(step: Step) -> None:
+        one_check(step)
+        print("not a check")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def raises(step: Step) -> None:
+        one_check(step)
+        raise OSError("no room")
+
+    found = run(tmp_path, lambda step: {"a": aborts, "b": raises, "c": one_check}[step.phase](step), *map(step, "abc"))
+    assert [outcome["status"] for outcome in found.values()] == [FAILED, FAILED, PASSED]
+    assert [check["check"] for check in found["a"]["checks"]] == ["one", "completed"]
+    assert found["a"]["checks"][-1]["error"] == "ended with status -9"
+    assert "OSError: no room" in (tmp_path / "logs" / "b.log").read_text()
+    assert status_of([]) == FAILED
+
+
+def test_a_phase_is_ended_at_its_limit_with_all_that_it_has_left(tmp_path: Path) -> None:
+    """A process of its group, and its slots in shared memory; what it had said is told while it runs, and kept."""
+    left, told = tmp_path / "left", list[Outcomes]()
+
+    def leaves_much(step: Step) -> None:
+        child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+        arena = Path("/dev/shm") / f"{calls.ARENAS}{os.getpgid(0)}-slots"
+        arena.mkdir()
+        left.write_text(f"{child.pid} {arena}")
+        one_check(step)
+        goes_on(step)
+
+    work = {"late": leaves_much, "next": one_check}
+    found = run(tmp_path, lambda s: work[s.phase](s), step("late", limit_s=3.0), step("next"), told=told)
+    assert [check["check"] for check in found["late"]["checks"]] == ["one", "completed"]
+    assert found["late"]["checks"][-1]["error"] == "ended at its limit of 3 s"
+    assert found["next"]["status"] == PASSED
+    assert told[0]["late"]["status"] == "running"
+    pid, arena = left.read_text().split()
+    assert not Path(arena).exists()
+
+    def ended() -> bool:
+        return not psutil.pid_exists(int(pid)) or psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE
+
+    wait_until(ended)
+
+
+def test_chains_run_at_once_and_their_phases_in_order(tmp_path: Path) -> None:
+    def meets(step: Step) -> None:
+        """Each first phase waits for the other chain's; a second one finds the first of its chain ended."""
+        chain, number = step.phase
+        if number == "2":
+            assert (tmp_path / f"{chain}1-ended").exists()
+        (tmp_path / step.phase).touch()
+        wait_until((tmp_path / f"{'b' if chain == 'a' else 'a'}1").exists)
+        (tmp_path / f"{step.phase}-ended").touch()
+        one_check(step)
+
+    group = ((step("a1"), step("a2")), (step("b1"), step("b2")))
+    kept = tmp_path / "kept" / "logs.tar.gz"
+    found = day(tmp_path, meets, archive=kept).run(Call((group, ((step("a3"),),))))
+    assert {phase: outcome["status"] for phase, outcome in found.items()} == dict.fromkeys(
+        ("a1", "a2", "a3", "b1", "b2"), PASSED
+    )
+    with tarfile.open(kept) as logs:
+        assert {"a3.log", "b2.jsonl"} <= set(logs.getnames())
+
+
+def test_nothing_begins_that_cannot_be_through(tmp_path: Path) -> None:
+    long, told = step("long", expected_s=100.0, limit_s=200.0), list[Outcomes]()
+    work = day(tmp_path, one_check, told, began=time.monotonic() - 50.0)
+    found = work.run(Call((((long, step("short")),),), seconds=140.0))
+    assert found["long"]["status"] == FAILED
+    assert found["long"]["checks"][0]["error"].startswith("not begun: it takes 100 s, and ")
+    assert found["short"]["status"] == PASSED
+    assert list(told[0]) == ["long"]
+
+
+def test_a_phase_has_no_more_than_the_call_has_left(tmp_path: Path) -> None:
+    seconds = calls.LEAVES_S + calls.WRITES_S + 1.0
+    found = day(tmp_path, goes_on).run(Call((((step("late", limit_s=1e6),),),), seconds=seconds))
+    assert found["late"]["checks"][-1]["error"] == "ended at its limit of 1 s"
+
+
+# the schedule ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_schedule_fits_into_its_calls(capsys: pytest.CaptureFixture[str]) -> None:
+    steps = [step for call in CALLS.values() for group in call.groups for chain in group for step in chain]
+    assert {step.phase for step in steps} == gpu_day.PHASES.keys() - {"copy", "serve-8b"}
+    assert all(step.expected_s <= step.limit_s for step in steps)
+    for call in CALLS.values():
+        assert call.expected_s + calls.LEAVES_S + calls.WRITES_S <= call.seconds
+    assert gpu_day.main(["--plan"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [line for line in printed if not line.startswith(" ")] == [
+        f"{name}: ended after {call.seconds:g} s, {call.expected_s:g} s expected" for name, call in CALLS.items()
+    ]
+    assert [line.split()[0] for line in printed if line.startswith(" ")] == [
+        "unpack,", *(step.name for step in steps[:10]), "unpack,", *(step.name for step in steps[10:12]), "unpack,",
+        steps[12].name,
+    ]  # fmt: skip
+
+
+def test_what_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_day.chosen([], 1.0) == CALLS
+    asked = gpu_day.chosen(["flip", "call-2", "undo:small"], 7.0)
+    assert list(asked) == ["call-2", "phases"]
+    assert asked["phases"].groups == (((Step("flip", 0.0, 7.0), Step("undo", 0.0, 7.0, small=True)),),)
+    for wrong in ("flop", "flip:large"):
+        with pytest.raises(SystemExit):
+            gpu_day.main([wrong])
+        assert f"{wrong} is no call and no phase: say one of call-1, " in capsys.readouterr().err
+
+
+def test_all_goes_on_after_a_failure_and_tells_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fake(small: bool, _work: Path, _logs: Path, step: Step) -> None:
+        report = Report(step.phase)
+        if step.phase == "remap":
+            report.say(SKIPPED, reason="no GPU")
+        else:
+            report.say("x", step.phase != "flip", small=small, **({"error": "torn"} if step.phase == "flip" else {}))
+
+    monkeypatch.setattr(gpu_day, "_run_step", fake)
+    collected = tmp_path / "found.json"
+    arguments = ["flip", "remap", "tied", "--json", str(collected), "--work", str(tmp_path)]
+    assert gpu_day.main(arguments) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [json.loads(line)["phase"] for line in lines[:3]] == ["flip", "remap", "tied"]
+    assert [line.split()[:2] for line in lines[4:]] == [[FAILED, "flip"], [SKIPPED, "remap"], [PASSED, "tied"]]
+    assert "torn" in lines[4]
+    written = json.loads(collected.read_text())
+    assert (written["machine"]["torch"], written["small"], written["device"]) == (torch.__version__, True, "cpu")
+    assert set(written["backends_not_measured"]) <= set(gpu_day.BACKENDS)
+    assert written["phases"]["flip"]["status"] == FAILED
+    assert (tmp_path / "found-phases.tar.gz").exists()
+    collect(collected, written, {"tied": {"status": FAILED}})
+    assert set(json.loads(collected.read_text())["phases"]) == {"flip", "remap", "tied"}, "what was collected stays"
+
+
+@pytest.mark.broad
+def test_phases_without_vllm_in_forks(tmp_path: Path) -> None:
+    """There vLLM cannot be imported at all: what the stager asks it, the stubs answer."""
+    check_command(tmp_path, gpu_day.WITHOUT_VLLM)
