@@ -13,42 +13,24 @@ import httpx
 import orjson
 import pytest
 
-from loadtest.gateway import against, prefix_knowledge
+from loadtest.gateway import against, contenders, prefix_knowledge
 from loadtest.gateway.bench import DIRECT, run
 from loadtest.gateway.cancel import STATES, disconnect_ms, observing
-from loadtest.gateway.contenders import (
-    CHUNKS,
-    CONTENDERS,
-    FULL,
-    KEY,
-    ROUTER,
-    CannotBuild,
-    CannotStart,
-    Contender,
-    Cores,
-    Load,
-    Running,
-    answers,
-    body,
-    compiled,
-    cpu_s,
-    running,
-    started,
-)
+from loadtest.gateway.contenders import CHUNKS, FULL, Load, Running, body, compiled, started
 from loadtest.gateway.markdown import tables
 from loadtest.gateway.measure import figures, run_load
 from loadtest.gateway.report import Result, as_json, targets
 from server.ports import free_port
 from tests.waiting import wait_until
 
-CORES = Cores.available()
+CORES = contenders.Cores.available()
 STREAMS = Load("paced", body(stream=True, max_tokens=CHUNKS, seed=1), clients=4, seconds=0.3, warm_s=0.0)
 
 
 @pytest.fixture(scope="module")
 def upstream(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     log = tmp_path_factory.mktemp("mock") / "log"
-    with running([str(compiled("upstream"))], log) as process:
+    with contenders.running([str(compiled("upstream"))], log) as process:
         yield int(wait_until(log.read_text, process=process))  # the port, once it listens
 
 
@@ -60,17 +42,15 @@ def whole(upstream: int) -> Iterator[Running]:
         yield gateway
 
 
-def test_no_compiler_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(CannotBuild, match="apt-get install gcc"):
-        compiled("client", tmp_path / "build")
-
-
-def test_a_program_is_compiled_once(tmp_path: Path) -> None:
+def test_a_program_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a compiler the error says what to install."""
     program = compiled("client", tmp_path)
     made = program.stat().st_mtime_ns
     assert compiled("client", tmp_path).stat().st_mtime_ns == made
     assert [p.name for p in tmp_path.iterdir()] == [program.name]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(contenders.CannotBuild, match="apt-get install gcc"):
+        compiled("client", tmp_path / "build")
 
 
 def test_the_client_counts_what_the_upstream_sends(upstream: int) -> None:
@@ -80,7 +60,10 @@ def test_the_client_counts_what_the_upstream_sends(upstream: int) -> None:
     streams, events = seen.client["all_requests"], seen.client["all_events"]
     assert streams * (CHUNKS + 2) <= events <= (streams + STREAMS.clients) * (CHUNKS + 2)
     assert 0 < seen.quantiles["ttft_us"][0] <= seen.quantiles["latency_us"][0]
-    assert seen.quantiles["latency_us"][0] > CHUNKS * 900  # paced by a millisecond, whoever reads late
+    assert seen.quantiles["latency_us"][0] > CHUNKS * 900  # paced by a millisecond, however late it is read
+    found = figures("paced", seen, seen)  # over the direct ones
+    assert found["added_ttft_us_p50"] == 0.0
+    assert found["ttft_us_p50"] > 0.0
 
 
 def test_large_prompts_arrive_whole(upstream: int) -> None:
@@ -127,14 +110,16 @@ def test_the_whole_run_writes_its_figures(tmp_path: Path) -> None:
 def test_everything_is_on(whole: Running) -> None:
     url = f"http://127.0.0.1:{whole.port}/v1/chat/completions"
     assert httpx.post(url, content=body()).status_code == 401
-    answer = httpx.post(url, content=body(stream=True, max_tokens=3), headers={"authorization": f"Bearer {KEY}"})
+    answer = httpx.post(
+        url, content=body(stream=True, max_tokens=3), headers={"authorization": f"Bearer {contenders.KEY}"}
+    )
     assert int(answer.headers["x-ratelimit-remaining-tokens"]) > 0
     assert answer.text.count('"token_ids":[1234]') == 3  # it asks for streams that it could continue elsewhere
 
 
 def test_a_contender_that_does_not_start_says_why(upstream: int) -> None:
-    broken = Contender("broken", lambda _: ["python3", "-c", "raise SystemExit('no licence')"])
-    with pytest.raises(CannotStart, match="no licence"), started(broken, upstream, CORES):
+    broken = contenders.Contender("broken", lambda _: ["python3", "-c", "raise SystemExit('no licence')"])
+    with pytest.raises(contenders.CannotStart, match="no licence"), started(broken, upstream, CORES):
         pass
 
 
@@ -155,7 +140,7 @@ def result(**values: float) -> Result:
 def test_targets_compare_with_the_router() -> None:
     mine = {"requests_per_core_s": 15_500.0, "cpu_us_per_chunk": 17.0, "large_requests_per_s": 6e3, "rss_mb": 90.0}
     router = {"requests_per_core_s": 10_000.0, "cpu_us_per_chunk": 17.0, "large_requests_per_s": 3e3}
-    found = {t.name: t for t in targets({FULL: result(**mine), ROUTER: result(**router)})}
+    found = {t.name: t for t in targets({FULL: result(**mine), contenders.ROUTER: result(**router)})}
     ratio = found["requests per second of core, over vllm-router's"]
     assert (ratio.measured, ratio.met) == (1.55, False)
     assert found["CPU of a paced chunk, over vllm-router's"].met
@@ -180,22 +165,8 @@ def test_who_failed_is_in_the_file() -> None:
 
 
 def test_each_contender_is_pinned() -> None:
-    assert all(c.requirement is None or "==" in c.requirement for c in CONTENDERS)
-    assert {FULL, ROUTER} <= {c.name for c in CONTENDERS}
-
-
-def test_cpu_is_counted(tmp_path: Path) -> None:
-    with running(["python3", "-c", "while True: pass"], tmp_path / "log") as spinning:
-        before = cpu_s(spinning.pid)
-        while cpu_s(spinning.pid) < before + 0.05:
-            assert spinning.poll() is None
-
-
-def test_figures_are_over_the_direct_ones(upstream: int) -> None:
-    direct = run_load(STREAMS, Running(DIRECT, upstream, None, ""), CORES)
-    found = figures("paced", direct, direct)
-    assert found["added_ttft_us_p50"] == 0.0
-    assert found["ttft_us_p50"] > 0.0
+    assert all(c.requirement is None or "==" in c.requirement for c in contenders.CONTENDERS)
+    assert {FULL, contenders.ROUTER} <= {c.name for c in contenders.CONTENDERS}
 
 
 def test_the_published_tables_are_those_of_the_published_figures() -> None:
@@ -216,7 +187,7 @@ def test_two_versions_share_the_requests_of_one_of_the_two(upstream: int, whole:
     split, _ = against.splits()
     with started(split, upstream, CORES) as shared:
         for side, answered in ((shared, {"1": 10, "2": 10}), (whole, {})):
-            assert all(answers(side.port) for _ in range(19))  # one has been asked already
+            assert all(contenders.answers(side.port) for _ in range(19))  # one has been asked already
             with urllib.request.urlopen(f"http://127.0.0.1:{side.port}/metrics") as answer:
                 text = answer.read().decode()
             found = re.findall(r'^hotswap_split_requests_total\{.*version="(\d)"\} (\d+)', text, re.MULTILINE)
@@ -227,7 +198,7 @@ def test_compiled_and_not_are_not_compared(tmp_path: Path) -> None:
     made = tmp_path / "server/gateway/_compiled"
     if not (against.HERE / "server/gateway/_compiled").exists():
         made.mkdir(parents=True)
-    with pytest.raises(CannotStart, match="is compiled"):
+    with pytest.raises(contenders.CannotStart, match="is compiled"):
         against.checkouts(tmp_path)
 
 

@@ -14,14 +14,7 @@ from loadtest.simulation.clock import Clock
 from loadtest.simulation.schedules import World
 from loadtest.simulation.store import ModelStore, Puts
 from weightsync.control import agent_state
-from weightsync.control.records import (
-    ActiveRecord,
-    PauseRecord,
-    ShareRecord,
-    SplitRecord,
-    TargetRecord,
-    VersionRecord,
-)
+from weightsync.control.records import ActiveRecord, PauseRecord, ShareRecord, SplitRecord, TargetRecord, VersionRecord
 
 from .swap_actors import FORMS, KEYS, Candidate, Faults, Gateway, Instance, Request
 
