@@ -7,17 +7,43 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib.util
 import itertools
 from pathlib import Path
 
+from tests.packages import unpacked
+
 ROOT = Path(__file__).parents[2]
 OURS = ("weightsync", "server", "trainer", "loadtest", "scripts", "tests")
+
+
+def installed(package: str) -> Path:
+    """The folder that holds it."""
+    spec = importlib.util.find_spec(package)
+    assert spec is not None
+    return Path(next(iter(spec.submodule_search_locations or ()))).parent
+
+
+def sources(package: str, distribution: str, release: str, own: str) -> Sources:
+    """`own`: the release that is installed."""
+    return Sources(release, installed(package) if release == own else unpacked(distribution, release))
 
 
 def has(release: Sources, name: str, *texts: str) -> None:
     """Each of `texts` stands in the source of `name`."""
     source = release.source(name)
     assert not [text for text in texts if text not in source], name
+
+
+def takes(release: Sources, name: str, parameters: str) -> None:
+    """A function's parameters are these: "a, b"; "a, b, ..." are its first ones, and "..., a, b" are among them."""
+    found, wanted = release.parameters(name), parameters.split(", ")
+    if wanted[0] == "...":
+        assert set(wanted[1:]) <= set(found), name
+    elif wanted[-1] == "...":
+        assert found[: len(wanted) - 1] == wanted[:-1], name
+    else:
+        assert found == wanted, name
 
 
 @functools.cache
@@ -41,7 +67,7 @@ class Sources:
     """
 
     def __init__(self, version: str, root: Path) -> None:
-        self.version, self._root = version, root
+        self.version, self.root = version, root
 
     def has(self, name: str) -> bool:
         """Whether there is such a name, or such a module in the package."""
@@ -139,7 +165,7 @@ class Sources:
             return False
 
     def _file(self, module: str) -> Path:
-        path = self._root.joinpath(*module.split("."))
+        path = self.root.joinpath(*module.split("."))
         found = next((f for f in (path.with_suffix(".py"), path / "__init__.py") if f.exists()), None)
         if found is None:
             raise LookupError(f"{self.version} has no module {module}")

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 
 from tests.contract import stubs
 from tests.contract.conftest import Served, calls, check, gap
+from tests.contract.release import installed
 from tests.live import LiveServer
 from tests.server.gateway.admin.test_admin import checkpoint
 
@@ -81,10 +81,7 @@ def test_an_update_by_its_verbs_is_a_swap(client: Any, live: LiveServer, checkpo
 
 @pytest.fixture(scope="module", params=ASYNCHRONOUS)
 def asynchronous(request: pytest.FixtureRequest, served: Served) -> Any:
-    spec = importlib.util.find_spec("trl")
-    assert spec is not None
-    assert spec.origin is not None
-    return stubs.load(Path(spec.origin).parents[1], [request.param], stubs.TRL)[0].VLLMClient(served.admin)
+    return stubs.load(installed("trl"), [request.param], stubs.TRL)[0].VLLMClient(served.admin)
 
 
 def test_an_asynchronous_trainer_swaps_weights(asynchronous: Any, served: Served, tmp_path: Path) -> None:

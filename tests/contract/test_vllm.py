@@ -7,7 +7,6 @@ names what moved; code asks `weightsync/vllm_engine/releases.py` for what is els
 from __future__ import annotations
 
 import builtins
-import importlib.util
 import inspect
 from importlib.metadata import distributions, entry_points
 from pathlib import Path
@@ -18,9 +17,8 @@ import pytest
 from server import api
 from server.instance import openapi
 from server.instance.config import _INSTEAD
-from tests.contract.release import Sources, has, imported
+from tests.contract.release import Sources, has, imported, installed, sources, takes
 from tests.cpu import LIBRARIES, bf16_only
-from tests.packages import unpacked
 from weightsync import vllm_plugin
 from weightsync.errors import UnsupportedVllm
 from weightsync.vllm_engine import VLLM_VERSIONS, releases
@@ -29,20 +27,9 @@ from weightsync.vllm_engine.kernels import FLAGS, CpuKind, cpu_kind, loaded_libr
 pytestmark = pytest.mark.engine
 
 
-def installed_sources() -> Sources:
-    spec = importlib.util.find_spec("vllm")
-    assert spec is not None
-    assert spec.submodule_search_locations
-    return Sources(releases.release(), Path(spec.submodule_search_locations[0]).parent)
-
-
 @pytest.fixture(scope="module", params=VLLM_VERSIONS)
 def vllm(request: pytest.FixtureRequest) -> Sources:
-    return (
-        installed_sources()
-        if request.param == releases.release()
-        else Sources(request.param, unpacked("vllm", request.param))
-    )
+    return sources("vllm", "vllm", request.param, releases.release())
 
 
 def test_release() -> None:
@@ -94,15 +81,14 @@ def test_loading_and_processing(vllm: Sources) -> None:
     """What processing.py, placement.py and loader.py call or imitate."""
     loader, layers = "vllm.model_executor.model_loader", "vllm.model_executor.layers"
     has(vllm, loader, '"dummy": DummyModelLoader')
-    assert vllm.parameters(f"{loader}.dummy_loader:DummyModelLoader.load_weights") == ["self", "model", "model_config"]
+    takes(vllm, f"{loader}.dummy_loader:DummyModelLoader.load_weights", "self, model, model_config")
     has(vllm, f"{loader}.weight_utils:initialize_single_dummy_weight", 'getattr(param, "dummy_weight_value", None)')
-    quantised = f"{layers}.quantization.base_config:QuantizeMethodBase.process_weights_after_loading"
-    assert vllm.parameters(quantised) == ["self", "layer"]
-    assert vllm.parameters(f"{layers}.attention:is_deferred_attention_layer") == ["layer"]
-    assert vllm.parameters(f"{layers}.attention:Attention.process_weights_after_loading") == ["self", "act_dtype"]
+    takes(vllm, f"{layers}.quantization.base_config:QuantizeMethodBase.process_weights_after_loading", "self, layer")
+    takes(vllm, f"{layers}.attention:is_deferred_attention_layer", "layer")
+    takes(vllm, f"{layers}.attention:Attention.process_weights_after_loading", "self, act_dtype")
     assert vllm.bases(f"{layers}.linear:UnquantizedLinearMethod") == ["LinearMethodBase"]
     assert vllm.bases(f"{layers}.vocab_parallel_embedding:UnquantizedEmbeddingMethod") == ["QuantizeMethodBase"]
-    assert vllm.parameters(f"{loader}.reload.layerwise:_get_original_loader") == ["tensor"]
+    takes(vllm, f"{loader}.reload.layerwise:_get_original_loader", "tensor")
     has(vllm, f"{loader}.reload.layerwise", "LAYERWISE_INFO: WeakKeyDictionary")
     assert not vllm.parameters(f"{loader}.mtp_validation:disable_mtp_completeness_check")
     has(
@@ -127,42 +113,40 @@ def test_processes(vllm: Sources) -> None:
 def test_weight_transfer(vllm: Sources) -> None:
     """The side of the workers (backend.py); that of trainers is not used."""
     base = "vllm.distributed.weight_transfer.base:WeightTransferEngine"
-    for method, given in {
-        "init_transfer_engine": ["init_info"], "start_weight_update": [], "update_weights": ["update_info"],
-        "receive_weights": ["update_info"], "finish_weight_update": [], "drain_pending": [], "shutdown": [],
-        "parse_update_info": ["update_dict"],
-    }.items():  # fmt: skip
-        assert vllm.parameters(f"{base}.{method}") == ["self", *given], method
-    assert {"init_info_cls", "update_info_cls", "supports_draft_weight_update", "defers_processing"} <= vllm.attributes(
-        base
-    )
+    takes(vllm, f"{base}.init_transfer_engine", "self, init_info")
+    takes(vllm, f"{base}.parse_update_info", "self, update_dict")
+    for method in ("update_weights", "receive_weights"):
+        takes(vllm, f"{base}.{method}", "self, update_info")
+    for method in ("start_weight_update", "finish_weight_update", "drain_pending", "shutdown"):
+        takes(vllm, f"{base}.{method}", "self")
+    fields = {"init_info_cls", "update_info_cls", "supports_draft_weight_update", "defers_processing"}
+    assert fields <= vllm.attributes(base)
     has(vllm, f"{base}.__init__", "self.model = ", "self.vllm_config = ", "self.model_config = ", "self.device = ")
-    assert vllm.parameters("vllm.v1.worker.gpu_worker:Worker.init_weight_transfer_engine") == ["self", "init_info"]
+    takes(vllm, "vllm.v1.worker.gpu_worker:Worker.init_weight_transfer_engine", "self, init_info")
     has(vllm, "vllm.v1.worker.gpu_worker:Worker", "self.weight_transfer_engine")
     has(vllm, "vllm.v1.worker.worker_base", "worker_extension_cls")
 
 
 def test_engine_core(vllm: Sources) -> None:
     core, scheduler = "vllm.v1.engine.core:EngineCore", "vllm.v1.core.sched.scheduler:Scheduler"
-    assert vllm.parameters(f"{core}._attach_weight_version") == ["self", "outputs"]
-    assert vllm.parameters(f"{core}.preprocess_add_request") == ["self", "request"]
-    assert vllm.parameters(f"{core}.add_request") == ["self", "request", "request_wave"]
-    assert vllm.parameters(f"{core}.set_weight_version") == ["self", "weight_version"]
-    assert {"method", "args"} <= set(vllm.parameters(f"{core}.collective_rpc"))
+    takes(vllm, f"{core}._attach_weight_version", "self, outputs")
+    takes(vllm, f"{core}.preprocess_add_request", "self, request")
+    takes(vllm, f"{core}.add_request", "self, request, request_wave")
+    takes(vllm, f"{core}.set_weight_version", "self, weight_version")
+    takes(vllm, f"{core}.collective_rpc", "..., method, args")
     has(vllm, core, "self._weight_version", "self.batch_queue", "batch_queue.pop()", "self._attach_weight_version(")
     has(
         vllm, scheduler, "self.waiting = ", "self.kv_holding_waiting = ", "self.running: list",
         "self.hash_block_size = ", "self.prev_step_scheduled_req_ids", "self.requests: dict[str, Request]",
     )  # fmt: skip
-    preempt = ["self", "request", "timestamp", "drop_stale_output"]
-    assert vllm.parameters(f"{scheduler}._preempt_request") == preempt
+    takes(vllm, f"{scheduler}._preempt_request", "self, request, timestamp, drop_stale_output")
     steps = ("self._preempt_request(", "drop_stale_output=True", "self.prev_step_scheduled_req_ids.clear()")
     has(vllm, f"{scheduler}.reset_prefix_cache", *steps)  # core.py does with one request what this does with all
 
 
 def test_kv_events(vllm: Sources) -> None:
     scheduler, events = "vllm.v1.core.sched.scheduler:Scheduler", "vllm.distributed.kv_events"
-    assert vllm.parameters(f"{scheduler}.add_request") == ["self", "request"]
+    takes(vllm, f"{scheduler}.add_request", "self, request")
     has(
         vllm, f"{scheduler}.__init__", "self.enable_kv_cache_events = ", "self.kv_event_publisher = ",
         "self.kv_cache_manager = ", "self.kv_cache_config = ",
@@ -176,15 +160,14 @@ def test_kv_events(vllm: Sources) -> None:
     has(vllm, f"{events}:BlockRemoved", "block_hashes:", "medium:", "group_idx:")
     has(vllm, f"{events}:EventBatch", "ts: float", "events: list[Any]")
     manager, pool = "vllm.v1.core.kv_cache_manager:KVCacheManager", "vllm.v1.core.block_pool:BlockPool"
-    assert vllm.parameters(f"{manager}.take_events") == ["self"]
+    takes(vllm, f"{manager}.take_events", "self")
     has(vllm, f"{manager}.__init__", "self.enable_caching = ", "self.coordinator = ", "self.block_pool = ")
     has(vllm, "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator", "self.single_type_managers = ")
     has(vllm, "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.__init__", "self.block_size = ")
-    assert vllm.parameters(f"{pool}.get_cached_block") == ["self", "block_hash", "kv_cache_group_ids"]
+    takes(vllm, f"{pool}.get_cached_block", "self, block_hash, kv_cache_group_ids")
     has(vllm, f"{pool}.__init__", "self.medium = ")
-    assert vllm.parameters("vllm.v1.core.kv_cache_utils:maybe_convert_block_hash") == ["hash_bytes"]
-    resolve = vllm.parameters("vllm.v1.core.kv_cache_utils:resolve_block_hashes")
-    assert resolve[:3] == ["block_hashes", "hash_block_size", "block_size"]
+    takes(vllm, "vllm.v1.core.kv_cache_utils:maybe_convert_block_hash", "hash_bytes")
+    takes(vllm, "vllm.v1.core.kv_cache_utils:resolve_block_hashes", "block_hashes, hash_block_size, block_size, ...")
     config = "vllm.config.kv_events:KVEventsConfig"
     assert {"enable_kv_cache_events", "publisher"} <= vllm.attributes(config)
     has(vllm, "vllm.engine.arg_utils", '"--kv-events-config"')
@@ -202,34 +185,30 @@ def test_encoded_images(vllm: Sources) -> None:
 
 def test_zeroed_blocks(vllm: Sources) -> None:
     scheduler = "vllm.v1.core.sched.scheduler:Scheduler"
-    assert vllm.parameters(f"{scheduler}._get_new_block_ids_to_zero") == ["self"]
+    takes(vllm, f"{scheduler}._get_new_block_ids_to_zero", "self")
     has(vllm, scheduler, "new_block_ids_to_zero=self._get_new_block_ids_to_zero()", "self.needs_kv_cache_zeroing = ")
-    assert vllm.parameters("vllm.v1.core.kv_cache_manager:KVCacheManager.take_new_block_ids") == ["self"]
+    takes(vllm, "vllm.v1.core.kv_cache_manager:KVCacheManager.take_new_block_ids", "self")
     config = "vllm.v1.kv_cache_interface:KVCacheConfig"
     assert {"num_blocks", "kv_cache_groups", "needs_kv_cache_zeroing"} <= vllm.attributes(config)
     runners = ("vllm.v1.worker.cpu_model_runner:CPUModelRunner", "vllm.v1.worker.gpu_model_runner:GPUModelRunner")
     for runner in runners:
-        assert vllm.parameters(f"{runner}._zero_block_ids") == ["self", "block_ids"]
+        takes(vllm, f"{runner}._zero_block_ids", "self, block_ids")
     has(vllm, runners[1], "self._zero_block_ids(scheduler_output.new_block_ids_to_zero)")
-    has(
-        vllm, "vllm.v1.worker.gpu.model_runner:GPUModelRunner", "zero_block_ids(scheduler_output.new_block_ids_to_zero)"
-    )
+    second = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
+    has(vllm, second, "zero_block_ids(scheduler_output.new_block_ids_to_zero)")
 
 
 def test_requests_and_outputs(vllm: Sources) -> None:
     processor = "vllm.v1.engine.output_processor"
     assert {"version", "start", "end"} <= vllm.attributes("vllm.outputs:WeightVersionSpan")
-    assert vllm.parameters(f"{processor}:RequestState._weight_version_spans") == ["self"]
-    assert vllm.parameters(f"{processor}:RequestState._new_completion_output") == [
-        "self", "token_ids", "finish_reason", "stop_reason",
-    ]  # fmt: skip
+    takes(vllm, f"{processor}:RequestState._weight_version_spans", "self")
+    takes(vllm, f"{processor}:RequestState._new_completion_output", "self, token_ids, finish_reason, stop_reason")
     names = ("self.weight_version_starts", "self.sent_tokens_offset", "self.detokenizer", "self.logprobs_processor")
     has(vllm, f"{processor}:RequestState", *names)
-    assert vllm.parameters(f"{processor}:OutputProcessor.add_request")[:2] == ["self", "request"]
-    given = ["self", "engine_core_outputs", "engine_core_timestamp", "iteration_stats", "weight_version"]
-    assert vllm.parameters(f"{processor}:OutputProcessor.process_outputs") == given
-    update = "vllm.v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs"
-    assert vllm.parameters(update) == ["self", "logprobs_lists"]
+    takes(vllm, f"{processor}:OutputProcessor.add_request", "self, request, ...")
+    given = "self, engine_core_outputs, engine_core_timestamp, iteration_stats, weight_version"
+    takes(vllm, f"{processor}:OutputProcessor.process_outputs", given)
+    takes(vllm, "vllm.v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs", "self, logprobs_lists")
     lists = vllm.source("vllm.v1.outputs:LogprobsLists")
     fields = ("logprob_token_ids: ", "logprobs: ", "sampled_token_ranks: ")
     assert sorted(fields, key=lists.index) == list(fields)
@@ -244,32 +223,30 @@ def test_requests_and_outputs(vllm: Sources) -> None:
 def test_model_building(vllm: Sources) -> None:
     layers = "vllm.model_executor.layers"
     has(vllm, f"{layers}.rotary_embedding", "_ROPE_DICT: dict")
-    assert {"vllm_config", "model_config"} <= set(
-        vllm.parameters("vllm.model_executor.model_loader.utils:initialize_model")
-    )
+    takes(vllm, "vllm.model_executor.model_loader.utils:initialize_model", "..., vllm_config, model_config")
     has(vllm, f"{layers}.vocab_parallel_embedding:VocabParallelEmbedding.__init__", "self.org_vocab_size")
     has(vllm, f"{layers}.vocab_parallel_embedding:VocabParallelEmbedding.weight_loader", "fill_(0)")
     has(vllm, "vllm.config.compilation:CompilationConfig", "static_forward_context", "static_all_moe_layers")
     for method in ("linear:UnquantizedLinearMethod", "vocab_parallel_embedding:UnquantizedEmbeddingMethod"):
         has(vllm, f"{layers}.{method}.process_weights_after_loading", "dispatch_cpu_unquantized_gemm")
-    assert vllm.parameters("vllm.model_executor.model_loader:get_model_loader") == ["load_config"]
+    takes(vllm, "vllm.model_executor.model_loader:get_model_loader", "load_config")
     process = "vllm.model_executor.model_loader.utils:process_weights_after_loading"
-    assert vllm.parameters(process)[:3] == ["model", "model_config", "target_device"]
+    takes(vllm, process, "model, model_config, target_device, ...")
     assert {"_TP", "_PP"} <= vllm.attributes("vllm.distributed.parallel_state")
 
 
 def test_linear_kernels(vllm: Sources) -> None:
     ops, utils = "vllm._custom_ops", "vllm.model_executor.layers.utils"
-    assert vllm.parameters(f"{ops}:weight_packed_linear_cpu") == ["x", "packed_weight", "n", "bias"]
-    assert vllm.parameters(f"{ops}:create_onednn_mm")[:2] == ["weight", "primitive_cache_size"]
-    assert vllm.parameters(f"{utils}:check_cpu_sgl_kernel") == ["n", "k", "dtype"]
+    takes(vllm, f"{ops}:weight_packed_linear_cpu", "x, packed_weight, n, bias")
+    takes(vllm, f"{ops}:create_onednn_mm", "weight, primitive_cache_size, ...")
+    takes(vllm, f"{utils}:check_cpu_sgl_kernel", "n, k, dtype")
     source = vllm.source(f"{utils}:dispatch_cpu_unquantized_gemm")
     assert source.index("check_cpu_sgl_kernel(N, K, dtype)") < source.index("create_onednn_mm(origin_weight.t(), 32)")
 
 
 def test_seeds(vllm: Sources) -> None:
     runner = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
-    assert vllm.parameters(f"{runner}._sample")[:2] == ["self", "logits"]
+    takes(vllm, f"{runner}._sample", "self, logits, ...")
     has(vllm, runner, "self._sample(", "self._bookkeeping_sync(", "self.discard_request_mask = ")
     steps = ("self.discard_request_mask.np[:num_reqs]", "self.input_batch.generators.get(int(i))")
     has(vllm, f"{runner}._bookkeeping_sync", *steps, "gen.set_offset(gen.get_offset() - 4)")
@@ -278,41 +255,37 @@ def test_seeds(vllm: Sources) -> None:
 def test_recorded_routing(vllm: Sources) -> None:
     """What routing.py feeds on a CPU, and what it tells vLLM's recorder of commits."""
     package, runner = "vllm.distributed.aux_output_connector", "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
-    has(
-        vllm, "vllm.config:VllmConfig._verify_aux_output_compatibility", "self.use_v2_model_runner", "self.model_config"
-    )
+    verify = "vllm.config:VllmConfig._verify_aux_output_compatibility"
+    has(vllm, verify, "self.use_v2_model_runner", "self.model_config")
     scheduler = f"{package}.connector:AuxOutputSchedulerConnector"
-    assert vllm.parameters(f"{scheduler}.build_connector_meta") == ["self", "scheduler_output", "requests"]
+    takes(vllm, f"{scheduler}.build_connector_meta", "self, scheduler_output, requests")
     has(vllm, scheduler, "self._finished_requests", "self._sent_hash_counts")
     worker = f"{package}.worker:AuxOutputWorkerConnector"
-    assert vllm.parameters(f"{worker}.begin_step") == ["self", "metadata"]
-    assert vllm.parameters(f"{worker}.prepare_output") == ["self", "input_batch"]
-    assert vllm.parameters(f"{worker}._publish_blocks") == ["self", "batches", "retain_keys", "release_keys"]
-    assert vllm.parameters(f"{worker}._teardown") == ["self", "request_ids"]
+    takes(vllm, f"{worker}.begin_step", "self, metadata")
+    takes(vllm, f"{worker}.prepare_output", "self, input_batch")
+    takes(vllm, f"{worker}._publish_blocks", "self, batches, retain_keys, release_keys")
+    takes(vllm, f"{worker}._teardown", "self, request_ids")
     has(vllm, worker, "self._buffer", "self._lock", "self._generation", "self._requests", "self._pending_outputs")
     used = ("input_batch.req_ids", "input_batch.query_start_loc_np", "input_batch.num_computed_tokens_np")
     has(vllm, f"{worker}.prepare_output", *used)
-    pending = f"{package}.worker:PendingAuxOutput"
-    assert vllm.parameters(f"{pending}.enqueue_cpu_copy") == ["self", "num_sampled", "num_rejected"]
+    takes(vllm, f"{package}.worker:PendingAuxOutput.enqueue_cpu_copy", "self, num_sampled, num_rejected")
     has(vllm, f"{package}.routed_experts:RoutedExpertsBuffer", "self._requests")
-    assert vllm.parameters(f"{scheduler}.take_output") == ["self", "request", "output"]
+    takes(vllm, f"{scheduler}.take_output", "self, request, output")
     has(vllm, worker, "self._store = BackgroundBlockObjectStore(")
-    has(
-        vllm, f"{package}.store:BackgroundBlockObjectStore", "self._store = store", "self._store.get_concatenated(keys)"
-    )
+    background = f"{package}.store:BackgroundBlockObjectStore"
+    has(vllm, background, "self._store = store", "self._store.get_concatenated(keys)")
     store = f"{package}.store:BlockObjectStore"
-    assert vllm.parameters(f"{store}._evict_to_fit") == ["self", "protected"]
-    assert vllm.parameters(f"{store}.get_concatenated") == ["self", "keys"]
+    takes(vllm, f"{store}._evict_to_fit", "self, protected")
+    takes(vllm, f"{store}.get_concatenated", "self, keys")
     has(vllm, store, "self._lru: OrderedDict", "self._references: dict", "self._free_slots: list", "self.num_slots = ")
     has(vllm, store, "_UNALLOCATED_SLOT = ", "self._evict_to_fit(")
     has(vllm, "vllm.v1.outputs:ModelRunnerOutput", "aux_output_connector_output")
     has(vllm, "vllm.v1.core.sched.output:SchedulerOutput", "aux_output_connector_metadata")
-    assert vllm.parameters(f"{runner}.sample_tokens") == ["self", "grammar_output"]
-    assert vllm.parameters(f"{runner}.execute_model")[:2] == ["self", "scheduler_output"]
+    takes(vllm, f"{runner}.sample_tokens", "self, grammar_output")
+    takes(vllm, f"{runner}.execute_model", "self, scheduler_output, ...")
     has(vllm, runner, "self.execute_model_state = ExecuteModelState(", "self.kv_cache_config = ")
     has(vllm, "vllm.v1.worker.gpu_model_runner:ExecuteModelState", "scheduler_output: ")
-    cpu = "vllm.v1.worker.cpu_model_runner:CPUModelRunner.initialize_kv_cache"
-    assert vllm.parameters(cpu)[:2] == ["self", "kv_cache_config"]
+    takes(vllm, "vllm.v1.worker.cpu_model_runner:CPUModelRunner.initialize_kv_cache", "self, kv_cache_config, ...")
     has(vllm, "vllm.v1.worker.gpu.model_runner:GPUModelRunner.__init__", "self.aux_output_connector: ")
     asked = {"routed_experts_prompt_start", "skip_reading_prefix_cache"}
     assert asked <= set(vllm.attributes("vllm.sampling_params:SamplingParams"))
@@ -321,20 +294,20 @@ def test_recorded_routing(vllm: Sources) -> None:
 
 def test_serving(vllm: Sources) -> None:
     launchers, client = "vllm.entrypoints.launchers", "vllm.v1.engine.core_client"
-    assert vllm.parameters(f"{launchers}.app:build_app")[:3] == ["args", "supported_tasks", "model_config"]
+    takes(vllm, f"{launchers}.app:build_app", "args, supported_tasks, model_config, ...")
     state = f"{launchers}.api_server.app_state:init_app_state"
-    assert vllm.parameters(state)[:4] == ["engine_client", "state", "args", "supported_tasks"]
+    takes(vllm, state, "engine_client, state, args, supported_tasks, ...")
     has(vllm, state, "state.openai_serving_models = ", "state.online_renderer = ")
     routers = "vllm.entrypoints.generate.api_router"
     has(vllm, routers, "state.openai_serving_chat = ", "state.serving_generative_scoring = ")
-    assert vllm.parameters(f"{launchers}.api_server.entry:build_async_engine_client")[0] == "args"
-    assert vllm.parameters("vllm.entrypoints.cli.serve:run_headless") == ["args"]
+    takes(vllm, f"{launchers}.api_server.entry:build_async_engine_client", "args, ...")
+    takes(vllm, "vllm.entrypoints.cli.serve:run_headless", "args")
     llm = "vllm.v1.engine.async_llm:AsyncLLM"
-    assert vllm.parameters(f"{llm}.generate")[:4] == ["self", "prompt", "sampling_params", "request_id"]
-    assert vllm.parameters(f"{llm}.encode")[:4] == ["self", "prompt", "pooling_params", "request_id"]
-    assert vllm.parameters(f"{llm}.pause_generation") == ["self", "mode", "clear_cache"]
-    assert vllm.parameters(f"{llm}.sleep")[:2] == ["self", "level"]
-    assert vllm.parameters(f"{client}:AsyncMPClient._call_utility_async") == ["self", "method", "args", "engine"]
+    takes(vllm, f"{llm}.generate", "self, prompt, sampling_params, request_id, ...")
+    takes(vllm, f"{llm}.encode", "self, prompt, pooling_params, request_id, ...")
+    takes(vllm, f"{llm}.pause_generation", "self, mode, clear_cache")
+    takes(vllm, f"{llm}.sleep", "self, level, ...")
+    takes(vllm, f"{client}:AsyncMPClient._call_utility_async", "self, method, args, engine")
     assert "_call_utility_async" not in vllm.attributes(f"{client}:DPLBAsyncMPClient")
     has(vllm, f"{client}:MPClient", "self.core_engines: list[")
     call = '"collective_rpc", method, timeout, args, kwargs'
@@ -344,37 +317,30 @@ def test_serving(vllm: Sources) -> None:
 
 def test_bounds_of_requests(vllm: Sources) -> None:
     renderer = "vllm.renderers.base:BaseRenderer"
-    assert vllm.parameters(f"{renderer}.tokenize_prompt_async") == ["self", "prompt", "params"]
-    assert vllm.parameters(f"{renderer}.render_cmpl_async")[:2] == ["self", "prompts"]
-    scoring = "vllm.entrypoints.generate.generative_scoring.serving"
-    score = f"{scoring}:ServingGenerativeScoring.create_generative_scoring"
-    assert vllm.parameters(score)[:2] == ["self", "request"]
-    assert {"allowed_media_domains", "connection"} <= set(
-        vllm.parameters("vllm.multimodal.media:MediaConnector.__init__")
-    )
+    takes(vllm, f"{renderer}.tokenize_prompt_async", "self, prompt, params")
+    takes(vllm, f"{renderer}.render_cmpl_async", "self, prompts, ...")
+    score = "vllm.entrypoints.generate.generative_scoring.serving:ServingGenerativeScoring.create_generative_scoring"
+    takes(vllm, score, "self, request, ...")
+    takes(vllm, "vllm.multimodal.media:MediaConnector.__init__", "..., allowed_media_domains, connection")
     for method in ("get_async_client", "get_sync_client"):
-        assert vllm.parameters(f"vllm.connections:HTTPConnection.{method}") == ["self"]
+        takes(vllm, f"vllm.connections:HTTPConnection.{method}", "self")
 
 
 def test_structured_output(vllm: Sources) -> None:
     output = "vllm.v1.structured_output"
     manager = f"{output}:StructuredOutputManager"
-    assert vllm.parameters(f"{manager}.grammar_init") == ["self", "request"]
+    takes(vllm, f"{manager}.grammar_init", "self, request")
     has(vllm, manager, "self.backend: ", "self._grammar_bitmask")
     # Copies of the manager, one for each library, may each remember which one is theirs; nothing else sets it.
     assert vllm.source(manager).count("self.backend_name = ") in (0, 1)
     has(vllm, "vllm.sampling_params:StructuredOutputsParams", "_backend: ")
-    grammar = f"{output}.backend_guidance:GuidanceGrammar"
-    assert vllm.parameters(f"{grammar}.fill_bitmask") == ["self", "bitmask", "idx"]
-    assert vllm.parameters(f"{output}.request:get_structured_output_key") == ["params"]
-    assert vllm.parameters(f"{output}.backend_guidance:serialize_guidance_grammar") == [
-        "request_type", "grammar_spec", "disable_any_whitespace", "disable_additional_properties",
-    ]  # fmt: skip
+    takes(vllm, f"{output}.backend_guidance:GuidanceGrammar.fill_bitmask", "self, bitmask, idx")
+    takes(vllm, f"{output}.request:get_structured_output_key", "params")
+    given = "request_type, grammar_spec, disable_any_whitespace, disable_additional_properties"
+    takes(vllm, f"{output}.backend_guidance:serialize_guidance_grammar", given)
     for library in ("xgrammar", "guidance"):
-        lacks = f"{output}.backend_{library}:has_{library}_unsupported_json_features"
-        assert vllm.parameters(lacks) == ["schema"]
-    parser = "vllm.parser.abstract_parser:Parser.adjust_request"
-    assert vllm.parameters(parser) == ["self", "request"]
+        takes(vllm, f"{output}.backend_{library}:has_{library}_unsupported_json_features", "schema")
+    takes(vllm, "vllm.parser.abstract_parser:Parser.adjust_request", "self, request")
 
 
 def test_refused_options(vllm: Sources) -> None:
@@ -387,13 +353,13 @@ def test_refused_options(vllm: Sources) -> None:
 
 def test_draft_models(vllm: Sources) -> None:
     proposer = "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer"
-    assert vllm.parameters(f"{proposer}._create_draft_vllm_config") == ["self"]
+    takes(vllm, f"{proposer}._create_draft_vllm_config", "self")
     interface = vllm.source("vllm.model_executor.models.interfaces:SupportsEagleBase")
     for flag, part in (("has_own_lm_head", "lm_head"), ("has_own_embed_tokens", "embeddings")):
         assert f"{flag}: bool = False" in interface
         has(vllm, f"{proposer}._maybe_share_{part}", f"self.model.{flag}")
     has(vllm, "vllm.config.scheduler", 'RunnerType = Literal["generate", "pooling", "draft"]')
-    assert vllm.parameters("vllm.compilation.backends:set_model_tag") == ["tag", "is_encoder"]
+    takes(vllm, "vllm.compilation.backends:set_model_tag", "tag, is_encoder")
     has(vllm, f"{proposer}.load_model", "self.model = self._get_model()")
     has(vllm, "vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_draft_model", '"drafter"')
 
@@ -411,13 +377,9 @@ def test_draft_models_of_the_second_model_runner(vllm: Sources) -> None:
 
 def test_device_memory_is_taken_before_the_kv_cache(vllm: Sources) -> None:
     """The engine is made when the model is loaded; all that is gone from the device since then is not for the cache."""
-    worker = "vllm.v1.worker.gpu_worker:Worker"
-    has(vllm, f"{worker}.load_model", "WeightTransferEngineFactory.create_engine(")
-    has(
-        vllm,
-        "vllm.utils.mem_utils:memory_profiling",
-        "result.before_create.free_memory - result.after_profile.free_memory",
-    )
+    has(vllm, "vllm.v1.worker.gpu_worker:Worker.load_model", "WeightTransferEngineFactory.create_engine(")
+    gone = "result.before_create.free_memory - result.after_profile.free_memory"
+    has(vllm, "vllm.utils.mem_utils:memory_profiling", gone)
     has(vllm, "vllm.config.parallel:ParallelConfig", "enable_eplb: bool")
     has(vllm, "vllm.config.model:ModelConfig", "enable_cumem_allocator: bool")
 
@@ -425,35 +387,33 @@ def test_device_memory_is_taken_before_the_kv_cache(vllm: Sources) -> None:
 def test_adapters(vllm: Sources) -> None:
     lora = "vllm.lora"
     worker = f"{lora}.worker_manager:LRUCacheWorkerLoRAManager"
-    assert vllm.parameters(f"{worker}._load_adapter") == ["self", "lora_request"]
+    takes(vllm, f"{worker}._load_adapter", "self, lora_request")
     has(vllm, f"{worker}.add_adapter", "self._load_adapter(lora_request)")
-    mixin = "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin.load_lora_model"
-    has(vllm, mixin, "self.lora_manager = ")
+    has(vllm, "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin.load_lora_model", "self.lora_manager = ")
     manager = f"{lora}.model_manager:LoRAModelManager"
     has(
         vllm, manager, "_registered_adapters[", "_active_adapters[", "lora_index_to_id[", "self.packed_modules",
         "self.modules",
     )  # fmt: skip
-    assert vllm.parameters(f"{manager}._create_merged_loras_inplace") == ["self", "lora_model"]
-    assert vllm.parameters(f"{manager}._get_lora_layer_weights") == ["self", "lora_model", "module_name"]
-    assert vllm.parameters(f"{manager}._validate_moe_lora_format") == ["self", "lora_model"]
+    takes(vllm, f"{manager}._create_merged_loras_inplace", "self, lora_model")
+    takes(vllm, f"{manager}._get_lora_layer_weights", "self, lora_model, module_name")
+    takes(vllm, f"{manager}._validate_moe_lora_format", "self, lora_model")
     assert vllm.bases(f"{lora}.model_manager:LRUCacheLoRAModelManager") == ["LoRAModelManager"]
-    load = vllm.parameters(f"{lora}.lora_model:LoRAModel.from_lora_tensors")
-    assert {"lora_model_id", "tensors", "peft_helper", "weights_mapper"} <= set(load)
+    load = f"{lora}.lora_model:LoRAModel.from_lora_tensors"
+    takes(vllm, load, "..., lora_model_id, tensors, peft_helper, weights_mapper")
     helper = f"{lora}.peft_helper:PEFTHelper"
-    assert vllm.parameters(f"{helper}.from_dict") == ["config_dict"]
-    assert vllm.parameters(f"{helper}.get_rank_and_scaling") == ["self", "module_name"]
-    assert vllm.parameters(f"{lora}.utils:parse_fine_tuned_lora_name") == ["name", "weights_mapper"]
+    takes(vllm, f"{helper}.from_dict", "config_dict")
+    takes(vllm, f"{helper}.get_rank_and_scaling", "self, module_name")
+    takes(vllm, f"{lora}.utils:parse_fine_tuned_lora_name", "name, weights_mapper")
     layer = f"{lora}.layers.base_linear:BaseLinearLayerWithLoRA"
-    assert vllm.parameters(f"{layer}.set_lora") == ["self", "index", "lora_a", "lora_b"]
+    takes(vllm, f"{layer}.set_lora", "self, index, lora_a, lora_b")
     has(vllm, f"{layer}.__init__", "self.base_layer")
     head = f"{lora}.punica_wrapper.punica_cpu:PunicaWrapperCPU.add_lora_logits"
-    assert vllm.parameters(head)[:3] == ["self", "y", "x"]
+    takes(vllm, head, "self, y, x, ...")
     has(vllm, head, "bgmv_shrink(x, lora_a_stacked, buffer, self.sampler_indices, scale)")
-    assert vllm.parameters(f"{lora}.ops.torch_ops.lora_ops:bgmv_shrink") == [
-        "inputs", "lora_b_weights", "output_tensor", "lora_indices_tensor", "scaling",
-    ]  # fmt: skip
-    has(vllm, f"{lora}.ops.torch_ops.lora_ops:sgmv_shrink", "bgmv_shrink(inputs,")
+    ops = f"{lora}.ops.torch_ops.lora_ops"
+    takes(vllm, f"{ops}:bgmv_shrink", "inputs, lora_b_weights, output_tensor, lora_indices_tensor, scaling")
+    has(vllm, f"{ops}:sgmv_shrink", "bgmv_shrink(inputs,")
     has(vllm, f"{lora}.punica_wrapper.punica_cpu:PunicaWrapperCPU._shrink_decode", "bgmv_shrink(")
     assert {"lora_name", "lora_int_id", "lora_path"} <= vllm.attributes(f"{lora}.request:LoRARequest")
     has(vllm, "vllm.entrypoints.openai.models.serving:OpenAIServingModels.__init__", "self.lora_requests: dict")
@@ -461,11 +421,9 @@ def test_adapters(vllm: Sources) -> None:
 
 def test_requests_ended_by_commits(vllm: Sources) -> None:
     core = "vllm.v1.engine.core:EngineCoreProc"
-    ended = ["self", "req_ids", "client_index"]
-    assert vllm.parameters(f"{core}._send_abort_outputs_to_client") == ended
-    assert vllm.parameters(f"{core}._send_abort_outputs")[0] == "self"
-    scheduler = "vllm.v1.core.sched.scheduler:Scheduler.finish_requests"
-    assert vllm.parameters(scheduler)[:3] == ["self", "request_ids", "finished_status"]
+    takes(vllm, f"{core}._send_abort_outputs_to_client", "self, req_ids, client_index")
+    takes(vllm, f"{core}._send_abort_outputs", "self, ...")
+    takes(vllm, "vllm.v1.core.sched.scheduler:Scheduler.finish_requests", "self, request_ids, finished_status, ...")
     assert "extra_kwargs" in vllm.attributes("vllm.pooling_params:PoolingParams")
 
 
@@ -482,15 +440,15 @@ def test_what_only_some_releases_have(vllm: Sources) -> None:
 def test_sources_say_what_the_objects_are() -> None:
     from vllm.lora.model_manager import LRUCacheLoRAModelManager
 
-    sources, found = installed_sources(), LRUCacheLoRAModelManager._create_merged_loras_inplace
+    here, found = Sources("", installed("vllm")), LRUCacheLoRAModelManager._create_merged_loras_inplace
     name = "vllm.lora.model_manager:LRUCacheLoRAModelManager._create_merged_loras_inplace"  # of the base
-    assert sources.parameters(name) == list(inspect.signature(found).parameters)
-    assert inspect.cleandoc(sources.source(name)) == inspect.cleandoc(inspect.getsource(found))
-    assert sources.has("vllm:SamplingParams")  # imported on demand
+    assert here.parameters(name) == list(inspect.signature(found).parameters)
+    assert inspect.cleandoc(here.source(name)) == inspect.cleandoc(inspect.getsource(found))
+    assert here.has("vllm:SamplingParams")  # imported on demand
     for name in ("vllm.nowhere:x", "vllm.outputs:Nothing", "vllm.outputs:CompletionOutput.nothing"):
-        assert not sources.has(name)
+        assert not here.has(name)
         with pytest.raises(LookupError):
-            sources.source(name)
+            here.source(name)
 
 
 def test_names_of_this_build() -> None:

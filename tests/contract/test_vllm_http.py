@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ import requests
 
 from tests.contract import stubs
 from tests.contract.conftest import BUCKET, Served, calls
+from tests.contract.release import sources
 from tests.contract.routes import answered, declared
-from tests.packages import unpacked
 from tests.server.gateway.admin.test_admin import checkpoint
 from weightsync.vllm_engine import VLLM_VERSIONS, releases
 
@@ -49,10 +48,7 @@ def release(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def root(release: str) -> Path:
     """What holds its package."""
-    spec = importlib.util.find_spec("vllm")
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parents[1] if release == releases.release() else unpacked("vllm", release)
+    return sources("vllm", "vllm", release, releases.release()).root
 
 
 def test_every_route_is_here_or_has_a_reason(root: Path, release: str) -> None:
