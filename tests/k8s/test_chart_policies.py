@@ -7,16 +7,16 @@ from decimal import Decimal
 
 import pytest
 
-from tests.k8s.helm import NAMES, Pod, environment, matches, release
+from tests.k8s.helm import NAMES, Release, environment, matches, release
 
 SERVES = {"gateway", "instance", "peer", "etcd"}  # containers that others send requests to
 UNITS = {"": 1, "m": Decimal("0.001"), **{f"{u}i": 1024**n for n, u in enumerate("KMGT", 1)}}
 
 
 @pytest.fixture(params=NAMES)
-def pods(request: pytest.FixtureRequest) -> list[Pod]:
+def r(request: pytest.FixtureRequest) -> Release:
     """Of one value set."""
-    return list(release(request.param).pods())
+    return release(request.param)
 
 
 def quantity(text: str) -> Decimal:
@@ -29,9 +29,9 @@ RESTRICTED_VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral"
                       "secret"}  # fmt: skip
 
 
-def test_a_namespace_that_restricts_its_pods_takes_them(pods: list[Pod]) -> None:
+def test_a_namespace_that_restricts_its_pods_takes_them(r: Release) -> None:
     """And it gives them less than the namespace would."""
-    for pod in pods:
+    for pod in r.pods():
         context = pod.spec["securityContext"]
         assert context["runAsNonRoot"] is True
         assert context["runAsUser"] > 0
@@ -50,8 +50,8 @@ def test_a_namespace_that_restricts_its_pods_takes_them(pods: list[Pod]) -> None
                 assert not any("host" in probe.get(how, {}) for how in ("httpGet", "tcpSocket")), container["name"]
 
 
-def test_containers_say_what_they_need(pods: list[Pod]) -> None:
-    for pod in pods:
+def test_containers_say_what_they_need(r: Release) -> None:
+    for pod in r.pods():
         for container in pod.containers():
             needs = container["resources"]
             assert {"cpu", "memory"} <= needs["requests"].keys(), container["name"]
@@ -63,8 +63,8 @@ def test_containers_say_what_they_need(pods: list[Pod]) -> None:
                     assert asked == limit
 
 
-def test_a_container_that_serves_is_probed(pods: list[Pod]) -> None:
-    for pod in pods:
+def test_a_container_that_serves_is_probed(r: Release) -> None:
+    for pod in r.pods():
         for container in pod.containers():
             probes = {"startupProbe", "livenessProbe", "readinessProbe"} & container.keys()
             if container["name"] in SERVES - {"peer"}:
@@ -78,8 +78,8 @@ def test_a_container_that_serves_is_probed(pods: list[Pod]) -> None:
                 assert get is None or get["port"] in pod.ports()
 
 
-def test_secrets_stand_in_files_or_secrets_alone(pods: list[Pod]) -> None:
-    for pod in pods:
+def test_secrets_stand_in_files_or_secrets_alone(r: Release) -> None:
+    for pod in r.pods():
         for container in pod.containers():
             texts = [*container.get("command", []), *container.get("args", []), *environment(container).values()]
             for text in texts:
@@ -89,8 +89,8 @@ def test_secrets_stand_in_files_or_secrets_alone(pods: list[Pod]) -> None:
                     assert "secretKeyRef" in entry["valueFrom"], entry["name"]
 
 
-def test_what_is_mounted_is_there_and_nothing_else(pods: list[Pod]) -> None:
-    for pod in pods:
+def test_what_is_mounted_is_there_and_nothing_else(r: Release) -> None:
+    for pod in r.pods():
         volumes = [v["name"] for v in pod.spec["volumes"]]
         assert len(set(volumes)) == len(volumes)
         mounted = {m["name"] for c in pod.containers() for m in c["volumeMounts"]}
@@ -100,9 +100,7 @@ def test_what_is_mounted_is_there_and_nothing_else(pods: list[Pod]) -> None:
             assert len(set(paths)) == len(paths)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_secrets_and_config_maps_that_the_chart_names_are_made_by_it(name: str) -> None:
-    r = release(name)
+def test_secrets_and_config_maps_that_the_chart_names_are_made_by_it(r: Release) -> None:
     made = {o["metadata"]["name"] for o in [*r.of("Secret"), *r.of("ConfigMap")]}
     made |= {o["spec"]["secretName"] for o in r.of("Certificate")}
     for pod in r.pods():
@@ -113,9 +111,8 @@ def test_secrets_and_config_maps_that_the_chart_names_are_made_by_it(name: str) 
 GIVEN = {"hotswap-cluster", "hotswap-front"}  # existing secrets of the value sets
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_processes_of_a_pod_share_one_memory(name: str) -> None:
-    for pod in release(name).pods():
+def test_the_processes_of_a_pod_share_one_memory(r: Release) -> None:
+    for pod in r.pods():
         if pod.labels.get("hotswap-peer") is None:
             continue
         shm = next(v["emptyDir"] for v in pod.spec["volumes"] if v["name"] == "shm")
@@ -131,9 +128,7 @@ def test_the_processes_of_a_pod_share_one_memory(name: str) -> None:
         assert pod.spec["initContainers"][0]["restartPolicy"] == "Always"
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_selectors_take_pods_and_ports_exist(name: str) -> None:
-    r = release(name)
+def test_selectors_take_pods_and_ports_exist(r: Release) -> None:
     pods = list(r.pods())
     for service in r.of("Service"):
         chosen = [p for p in pods if matches({"matchLabels": service["spec"]["selector"]}, p.labels)]
@@ -157,9 +152,7 @@ def test_selectors_take_pods_and_ports_exist(name: str) -> None:
                 )
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_whoever_has_replicas_has_a_budget_and_is_spread(name: str) -> None:
-    r = release(name)
+def test_whoever_has_replicas_has_a_budget_and_is_spread(r: Release) -> None:
     for pod in r.pods():
         if pod.kind == "Job":
             continue

@@ -1,8 +1,9 @@
-"""The small programs of the chart, against real servers, a real etcd and real processes."""
+"""The small programs of the chart, against real servers, a real etcd, a real coordinator and real processes."""
 
 from __future__ import annotations
 
 import contextlib
+import runpy
 import signal
 import socket
 import subprocess
@@ -18,10 +19,14 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from server.instance import sidecar
 from tests.cluster_tls import Authority
-from tests.k8s.helm import CHART, release
+from tests.coordinating import coordinating
+from tests.k8s.helm import CHART, arguments, release
 from tests.k8s.kubelet import Kubelet
+from tests.weightsync.tensors import model, save_safetensors
 from weightsync import open_store
+from weightsync.control.records import ActiveRecord, Keys
 from weightsync.errors import StoreRefused
+from weightsync.store import SyncStore
 from weightsync.tls import ClusterTls
 
 FILES = CHART / "files"
@@ -154,3 +159,53 @@ async def test_the_job_makes_the_users_of_etcd(tmp_path: Path) -> None:
         await stranger.close()
     finally:
         kubelet.close()
+
+
+# the first version
+
+
+@pytest.fixture
+def script() -> dict[str, Any]:
+    """first_version.py as a module."""
+    return runpy.run_path(str(FILES / "first_version.py"))
+
+
+def active(url: str) -> int | None:
+    with contextlib.closing(SyncStore(url)) as store:
+        found = store.get(Keys("demo").active)
+    return None if found is None else ActiveRecord.from_json(found.value).version
+
+
+def test_the_first_pod_publishes_the_first_version(
+    script: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, arena, url = tmp_path / "checkpoint", tmp_path / "arena", f"sqlite://{tmp_path}/store.db"
+    monkeypatch.setenv("HOTSWAP_ARENA", str(arena))
+    monkeypatch.setenv("HOTSWAP_HOST", "pod-0")
+    directory.mkdir()
+    save_safetensors(directory / "model.safetensors", model(3.0))
+    publish = ["--store", url, "--model", "demo", "--gone-after", "0", str(directory)]
+    with coordinating(url, "demo"):
+        assert script["main"]([*publish, "--ordinal", "1"]) == 0
+        assert active(url) is None
+        assert script["main"](publish) == 0
+        assert active(url) == 1
+        for when in ("first", "lost"):  # it lies here
+            assert script["main"]([*publish, "--when", when]) == 0
+            assert active(url) == 1
+        for slot in arena.glob("slot-*"):  # the pod has lost its memory
+            slot.unlink()
+        assert script["main"]([*publish, "--when", "first"]) == 0
+        assert active(url) == 1
+        assert script["main"]([*publish, "--when", "lost"]) == 0
+        assert active(url) == 2
+
+
+def test_the_manifest_publishes_with_options_that_the_script_takes(script: dict[str, Any]) -> None:
+    for name in ("minimal", "leaderworkerset"):
+        container = release(name).pod("rollout").container("publish")
+        python, path, *options = arguments(container)
+        assert (python, Path(path).name) == ("python", "first_version.py")
+        parsed = script["parser"]().parse_args(options)
+        assert (parsed.ordinal, parsed.when) == (0, "lost")
+        assert str(parsed.directory) == "/models/model"
