@@ -10,7 +10,7 @@ import json
 import sys
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Literal
 
 from pydantic import BaseModel
@@ -34,55 +34,50 @@ TOOL: Any = {
 CHOICE: Any = {"type": "function", "function": {"name": "judge"}}
 
 
+async def of(answer: Awaitable[Any], read: Callable[[Any], object]) -> object:
+    return read(await answer)
+
+
+async def last(events: Awaitable[AsyncIterator[Any]]) -> object:
+    return [event async for event in await events][-1]
+
+
 def openai_ways(url: str, model: str) -> Ways:
     import openai
 
     client = openai.AsyncOpenAI(base_url=url + "/v1", api_key="unused", max_retries=0)
-
-    async def chat() -> object:
-        return (await client.chat.completions.create(model=model, messages=MESSAGES, max_tokens=TOKENS)).choices[0]
-
-    async def stream() -> object:
-        events = await client.chat.completions.create(model=model, messages=MESSAGES, max_tokens=TOKENS, stream=True)
-        return [event async for event in events][-1]
-
-    async def completion() -> object:
-        return (await client.completions.create(model=model, prompt=QUESTION, max_tokens=TOKENS)).choices[0]
-
-    async def response() -> object:
-        return (await client.responses.create(model=model, input=QUESTION, max_output_tokens=TOKENS)).id
-
-    async def tool() -> object:
-        answer = await client.chat.completions.create(
-            model=model, messages=MESSAGES, max_tokens=TOKENS, tools=[TOOL], tool_choice=CHOICE
-        )
-        return answer.choices[0].message  # whether it calls the tool is up to weights of no sense
-
-    async def structured() -> object:
-        answer = await client.chat.completions.parse(
-            model=model, messages=MESSAGES, max_tokens=TOKENS, response_format=Verdict
-        )
-        return answer.choices[0].message.parsed
-
-    return {f.__name__: f for f in (chat, stream, completion, response, tool, structured)}
+    chats: Any = client.chat.completions
+    ask = {"model": model, "messages": MESSAGES, "max_tokens": TOKENS}
+    plain: Any = {"model": model, "prompt": QUESTION, "max_tokens": TOKENS}
+    response: Any = {"model": model, "input": QUESTION, "max_output_tokens": TOKENS}
+    return {
+        "chat": lambda: of(chats.create(**ask), lambda answer: answer.choices[0]),
+        "stream": lambda: last(chats.create(**ask, stream=True)),
+        "completion": lambda: of(client.completions.create(**plain), lambda answer: answer.choices[0]),
+        "response": lambda: of(client.responses.create(**response), lambda answer: answer.id),
+        # Whether it calls the tool is up to weights of no sense.
+        "tool": lambda: of(chats.create(**ask, tools=[TOOL], tool_choice=CHOICE), lambda answer: answer.choices[0]),
+        "structured": lambda: of(
+            chats.parse(**ask, response_format=Verdict), lambda answer: answer.choices[0].message.parsed
+        ),
+    }
 
 
 def anthropic_ways(url: str, model: str) -> Ways:
     import anthropic
 
-    client = anthropic.AsyncAnthropic(base_url=url, api_key="unused", max_retries=0)
-
-    async def chat() -> object:
-        return (await client.messages.create(model=model, max_tokens=TOKENS, messages=MESSAGES)).content[0]
+    messages: Any = anthropic.AsyncAnthropic(base_url=url, api_key="unused", max_retries=0).messages
+    ask = {"model": model, "messages": MESSAGES}
 
     async def stream() -> object:
-        async with client.messages.stream(model=model, max_tokens=TOKENS, messages=MESSAGES) as events:
+        async with messages.stream(**ask, max_tokens=TOKENS) as events:
             return (await events.get_final_message()).content[0]
 
-    async def count() -> object:
-        return (await client.messages.count_tokens(model=model, messages=MESSAGES)).input_tokens
-
-    return {f.__name__: f for f in (chat, stream, count)}
+    return {
+        "chat": lambda: of(messages.create(**ask, max_tokens=TOKENS), lambda answer: answer.content[0]),
+        "stream": stream,
+        "count": lambda: of(messages.count_tokens(**ask), lambda answer: answer.input_tokens),
+    }
 
 
 def langchain_ways(url: str, model: str) -> Ways:
@@ -91,32 +86,25 @@ def langchain_ways(url: str, model: str) -> Ways:
 
     llm = ChatOpenAI(model=model, base_url=url + "/v1", api_key=SecretStr("unused"), max_retries=0, max_tokens=TOKENS)  # type: ignore[call-arg]
 
-    async def chat() -> object:
-        return (await llm.ainvoke(QUESTION)).content
-
     async def stream() -> object:
         return [chunk.content async for chunk in llm.astream(QUESTION)][-2]
 
-    async def structured() -> object:
-        return await llm.with_structured_output(Verdict, method="json_schema").ainvoke(QUESTION)
-
-    return {f.__name__: f for f in (chat, stream, structured)}
+    return {
+        "chat": lambda: of(llm.ainvoke(QUESTION), lambda answer: answer.content),
+        "stream": stream,
+        "structured": lambda: llm.with_structured_output(Verdict, method="json_schema").ainvoke(QUESTION),
+    }
 
 
 def llama_index_ways(url: str, model: str) -> Ways:
     from llama_index.llms.openai_like import OpenAILike
 
-    llm = OpenAILike(
-        model=model, api_base=url + "/v1", api_key="unused", max_tokens=TOKENS, max_retries=0, is_chat_model=False
-    )
-
-    async def completion() -> object:
-        return (await llm.acomplete(QUESTION)).text
-
-    async def stream() -> object:
-        return [part.text async for part in await llm.astream_complete(QUESTION)][-1]
-
-    return {f.__name__: f for f in (completion, stream)}
+    there: Any = {"api_base": url + "/v1", "api_key": "unused", "max_retries": 0, "is_chat_model": False}
+    llm = OpenAILike(model=model, max_tokens=TOKENS, **there)
+    return {
+        "completion": lambda: of(llm.acomplete(QUESTION), lambda answer: answer.text),
+        "stream": lambda: of(last(llm.astream_complete(QUESTION)), lambda part: part.text),
+    }
 
 
 def litellm_ways(url: str, model: str) -> Ways:
@@ -124,14 +112,10 @@ def litellm_ways(url: str, model: str) -> Ways:
 
     named: Any = {"model": "hosted_vllm/" + model, "api_base": url + "/v1", "api_key": "unused", "num_retries": 0}
     named |= {"messages": MESSAGES, "max_tokens": TOKENS}
-
-    async def chat() -> object:
-        return (await litellm.acompletion(**named)).choices[0].message
-
-    async def stream() -> object:
-        return [part async for part in await litellm.acompletion(**named, stream=True)][-1]
-
-    return {f.__name__: f for f in (chat, stream)}
+    return {
+        "chat": lambda: of(litellm.acompletion(**named), lambda answer: answer.choices[0].message),
+        "stream": lambda: last(litellm.acompletion(**named, stream=True)),
+    }
 
 
 def instructor_ways(url: str, model: str) -> Ways:
@@ -139,14 +123,9 @@ def instructor_ways(url: str, model: str) -> Ways:
     import openai
 
     plain = openai.AsyncOpenAI(base_url=url + "/v1", api_key="unused", max_retries=0)
-    client = instructor.from_openai(plain, mode=instructor.Mode.JSON_SCHEMA)
-
-    async def structured() -> object:
-        return await client.chat.completions.create(
-            model=model, messages=MESSAGES, max_tokens=TOKENS, response_model=Verdict, max_retries=0
-        )
-
-    return {"structured": structured}
+    chats = instructor.from_openai(plain, mode=instructor.Mode.JSON_SCHEMA).chat.completions
+    ask: Any = {"model": model, "messages": MESSAGES, "max_tokens": TOKENS, "max_retries": 0}
+    return {"structured": lambda: chats.create(**ask, response_model=Verdict)}
 
 
 def pydantic_ai_ways(url: str, model: str) -> Ways:
@@ -157,14 +136,10 @@ def pydantic_ai_ways(url: str, model: str) -> Ways:
     served = OpenAIChatModel(model, provider=OpenAIProvider(base_url=url + "/v1", api_key="unused"))
     plain = Agent(served, model_settings={"max_tokens": TOKENS}, retries=0)
     judge = Agent(served, output_type=NativeOutput(Verdict), model_settings={"max_tokens": TOKENS}, retries=0)
-
-    async def chat() -> object:
-        return (await plain.run(QUESTION)).output
-
-    async def structured() -> object:
-        return (await judge.run(QUESTION)).output
-
-    return {f.__name__: f for f in (chat, structured)}
+    return {
+        "chat": lambda: of(plain.run(QUESTION), lambda answer: answer.output),
+        "structured": lambda: of(judge.run(QUESTION), lambda answer: answer.output),
+    }
 
 
 CLIENTS: dict[str, Callable[[str, str], Ways]] = {

@@ -102,7 +102,12 @@ async def test_a_host_cut_off_serves_on_without_a_store_and_catches_up_when_it_i
         await runs(far, 1)
         hosts.cut(2)
         assert await asyncio.to_thread(far.ask, "store") == "store_unavailable"
-        await _record_goes(fleet, "far")
+        store = fleet.store()
+
+        async def record_gone() -> bool:
+            return await store.get(KEYS.instance("far")) is None
+
+        await eventually(record_gone, WAIT_S)
         await activate(fleet, await publish(url, 2.0))
         await eventually(lambda: near.running == 2, WAIT_S)
         assert await asyncio.to_thread(far.ask, "state") == {"running": 1, "state": "SERVING"}
@@ -128,12 +133,3 @@ async def test_a_swap_commits_over_links_that_lose_and_delay(hosts: Hosts, etcd:
         active = await fleet.store().get(KEYS.active)
         assert active is not None
         assert ActiveRecord.from_json(active.value).version == version
-
-
-async def _record_goes(fleet: Fleet, name: str) -> None:
-    store = fleet.store()
-
-    async def gone() -> bool:
-        return await store.get(KEYS.instance(name)) is None
-
-    await eventually(gone, WAIT_S)
