@@ -28,12 +28,8 @@ from weightsync import ensure_arena
 
 __all__ = ["arena"]  # the fixture is used by name
 HERE = Path(__file__).parent
-
-
 BUCKET = save({"a": np.ones((4, 4), np.float32), "b": np.ones(8, np.float32)})  # all tensors of the model
 FORM = "POST /generate has a form of its own here, not SGLang's `text` and `sampling_params`"
-
-
 REFUSALS = (RuntimeError, requests.HTTPError, aiohttp.ClientResponseError)
 
 
@@ -51,10 +47,9 @@ def check(client: Any, name: str, given: tuple[Any, ...], status: int) -> None:
         elif inspect.isgenerator(told):
             list(told)
     if refused is not None:
-        error = refused.value
-        assert (
-            error.status if isinstance(error, aiohttp.ClientResponseError) else error.response.status_code
-        ) == status
+        error: Any = refused.value
+        found = error.status if isinstance(error, aiohttp.ClientResponseError) else error.response.status_code
+        assert found == status
 
 
 def calls(kind: Any) -> set[str]:

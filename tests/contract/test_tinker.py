@@ -9,7 +9,7 @@ from pathlib import Path
 
 import tinker
 
-from tests.contract.routes import asked, declared
+from tests.contract.release import asked, declared
 
 PREFIX = "/api/v1/"
 API = Path(__file__).parents[2] / "trainer" / "api" / "app.py"

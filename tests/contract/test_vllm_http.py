@@ -11,8 +11,7 @@ import requests
 
 from tests.contract import stubs
 from tests.contract.conftest import BUCKET, Served, calls
-from tests.contract.release import sources
-from tests.contract.routes import answered, declared
+from tests.contract.release import answered, declared, sources
 from tests.server.gateway.admin.test_admin import checkpoint
 from weightsync.vllm_engine import VLLM_VERSIONS, releases
 

@@ -44,10 +44,7 @@ def test_every_recipe_is_a_valid_configuration(
     assert held_out.every % config.publish.every == 0  # what is evaluated has been published
     assert (config.publish.every == 1) == isinstance(config.algorithm, PolicyConfig)
     assert held_out.prompts == task.held_out
-    if way.start == "base":
-        assert config.model.path == learned.save_to
-    else:
-        assert config.model.path == learned.model.path
+    assert config.model.path == (learned.save_to if way.start == "base" else learned.model.path)
 
 
 def test_demonstrations_are_what_the_environment_plays(tmp_path: Path) -> None:
@@ -110,14 +107,12 @@ def found() -> dict[str, Any]:
     return {"tasks": {"code": {"title": "t", "held_out": 60, "runs": runs}}}
 
 
-def test_the_table_says_what_did_not_learn_and_what_failed() -> None:
+def test_the_table_says_what_did_not_learn_and_what_failed(tmp_path: Path) -> None:
+    """The page keeps what is around it."""
     rows = table(found()).splitlines()[2:]
     assert rows[0] == "| code (60 held out) | sft | 0.0% | 100.0% | 100.0% | 2 | 30 | learned |"
     assert "**did not learn**" in rows[1]
     assert "**failed**: error: the reason" in rows[2]
-
-
-def test_the_page_keeps_what_is_around_the_table(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     for _ in range(2):

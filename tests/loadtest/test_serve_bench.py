@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import statistics
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import orjson
 import pytest
@@ -30,9 +30,9 @@ def test_prompts_are_varied_repeatable_and_share_beginnings() -> None:
     assert prompts == some(1) != some(2)
     assert len(set(prompts)) > 390
     assert 0.4 < sum(p.startswith(SYSTEMS) for p in prompts) / 400 < 0.6
-    lengths = [len(p) for p in prompts]
-    assert min(lengths) >= 24
-    assert max(lengths) > 4 * statistics.median(lengths) / 2
+    lengths = sorted(len(p) for p in prompts)
+    assert lengths[0] >= 24
+    assert lengths[-1] > 2 * lengths[len(lengths) // 2]
     assert all(32 <= ord(c) < 127 or c == "\n" for p in prompts for c in p)
 
 
@@ -96,23 +96,16 @@ async def offered(url: str, clients: int = 0, grace_s: float = 10.0) -> list[See
 async def test_arrivals_do_not_wait_for_answers_and_tell_what_became_of_them() -> None:
     async with answering(5) as url:
         seen = await offered(url)
+        of_three = await offered(url, clients=3)  # one after the other
     assert 10 < len(seen) < 60
-    assert {s.status for s in seen} == {200, 429}
-    for s in seen:
-        if s.status == 200:
-            assert s.first is not None
-            assert s.gap is not None
-            assert s.seconds is not None
-            assert 0 < s.first < s.seconds
-            assert s.gap > 0
-            assert s.tokens % 5
-
-
-async def test_so_many_clients_ask_one_after_the_other() -> None:
-    async with answering(5) as url:
-        seen = await offered(url, clients=3)
-    assert len(seen) > 3
-    assert {s.status for s in seen} == {200, 429}
+    assert len(of_three) > 3
+    assert {s.status for s in seen} == {s.status for s in of_three} == {200, 429}
+    for s in (s for s in seen if s.status == 200):
+        assert s.first is not None
+        assert s.gap is not None
+        assert 0 < s.first < (s.seconds or 0.0)
+        assert s.gap > 0
+        assert s.tokens % 5
 
 
 async def test_broken_and_late_answers_are_no_good_ones() -> None:
@@ -134,12 +127,11 @@ async def test_two_runs_of_a_plan_offer_the_same() -> None:
 @pytest.mark.broad
 @pytest.mark.engine
 @pytest.mark.slow
-def test_all_of_it_once(tmp_path: os.PathLike[str]) -> None:
-    report = os.path.join(tmp_path, "serve.json")
-    command = [sys.executable, "-m", "server.cli", "bench", "serve", "--small", "--json", report]
+def test_all_of_it_once(tmp_path: Path) -> None:
+    report = tmp_path / "serve.json"
+    command = [sys.executable, "-m", "server.cli", "bench", "serve", "--small", "--json", str(report)]
     subprocess.run(command, check=True, timeout=280, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    with open(report, "rb") as file:
-        found = orjson.loads(file.read())
+    found = orjson.loads(report.read_bytes())
     assert found["saturation"]["completed_per_s"] > 0
     assert found["machine"]["cores"]
     for load in found["loads"].values():

@@ -143,9 +143,6 @@ def test_a_release_is_what_its_processes_import(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import weightsync; print(weightsync.__file__)"]
     done = subprocess.run(command, cwd=releases.ROOT, env=env, capture_output=True, text=True, check=True)
     assert Path(done.stdout.strip()) == old.root / "weightsync" / "__init__.py"
-
-
-def test_a_revision_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CliError, match="there is no revision 'nowhere'"):
         releases.checked_out("nowhere", tmp_path)
 
