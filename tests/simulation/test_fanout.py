@@ -96,8 +96,7 @@ class FanOut(World):
 
 
 def test_no_schedule_leaves_a_host_without_its_chunks() -> None:
-    seen = explore(FanOut, range(SCHEDULES))
-    check_happened(seen, HAPPENED)
+    check_happened(explore(FanOut, range(SCHEDULES)), HAPPENED)
 
 
 # With one rule taken away, a schedule finds what the rule is for.
@@ -120,7 +119,5 @@ RULES = [
 
 
 @pytest.mark.parametrize(("taken", "found"), RULES)
-def test_without_a_rule_a_schedule_finds_what_it_is_for(
-    taken: Any, found: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_schedule_finds_that_a_rule_is_gone(taken: Any, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_found(FanOut, taken, found, FINDS_WITHIN, monkeypatch)

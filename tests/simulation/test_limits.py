@@ -241,8 +241,7 @@ class SharedLimits(AwaitingWorld):
 
 
 def test_no_schedule_breaks_a_limit() -> None:
-    seen = explore(SharedLimits, range(SCHEDULES))
-    check_happened(seen, HAPPENED)
+    check_happened(explore(SharedLimits, range(SCHEDULES)), HAPPENED)
 
 
 # With one rule taken away, a schedule finds what the rule is for.
@@ -285,7 +284,5 @@ RULES = [
 
 
 @pytest.mark.parametrize(("taken", "found"), RULES)
-def test_without_a_rule_a_schedule_finds_what_it_is_for(
-    taken: Any, found: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_schedule_finds_that_a_rule_is_gone(taken: Any, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_found(SharedLimits, taken, found, FINDS_WITHIN, monkeypatch)

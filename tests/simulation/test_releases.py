@@ -262,8 +262,7 @@ class Releasing(AwaitingWorld):
 
 
 def test_no_schedule_ends_a_release_otherwise_than_it_must() -> None:
-    seen = explore(Releasing, range(SCHEDULES))
-    check_happened(seen, HAPPENED)
+    check_happened(explore(Releasing, range(SCHEDULES)), HAPPENED)
 
 
 # With one rule taken away, a schedule finds what the rule is for.
@@ -311,7 +310,5 @@ RULES = [
 
 
 @pytest.mark.parametrize(("taken", "found"), RULES)
-def test_without_a_rule_a_schedule_finds_what_it_is_for(
-    taken: Any, found: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_schedule_finds_that_a_rule_is_gone(taken: Any, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_found(Releasing, taken, found, FINDS_WITHIN, monkeypatch)

@@ -147,9 +147,7 @@ RULES = [
 
 
 @pytest.mark.parametrize(("taken", "found"), RULES)
-def test_without_a_rule_a_schedule_finds_what_it_is_for(
-    taken: Any, found: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_schedule_finds_that_a_rule_is_gone(taken: Any, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_found(Swaps, taken, found, FINDS_WITHIN, monkeypatch)
 
 
