@@ -1,15 +1,20 @@
-"""Which tests a change reaches (scripts/reach.py), on small trees and on this one."""
+"""Which tests a change reaches (scripts/reach.py), on small trees and on this one. And engine starts, which are counted
+by process and named after the test that asked for them."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from scripts import quick, reach
-from tests import tiers
+from tests import starts, tiers
+from tests.started.sitecustomize import STARTS, TEST, counted
 
 BASE = {
     "server/__init__.py": "",
@@ -33,6 +38,7 @@ BASE = {
     "tests/test_pages.py": "def test_pages():\n    (ROOT / 'docs').rglob('*.md')\n",
 }
 F, H, TWO, PROCESS, PATCHED = (f"tests/test_{name}.py" for name in ("f", "h", "two", "process", "patched"))
+LIVE = "tests/server/live/swaps/test_swaps.py"
 
 
 @pytest.mark.parametrize(
@@ -58,9 +64,8 @@ def test_what_a_change_reaches(path: str, change: tuple[str, str] | None, reache
     old = BASE.get(path)
     new = old.replace(*change) if old is not None and change is not None else None
     assert new is None or new != old
-    modules = {
-        name: reach.Module(name, new if name == path and new is not None else text) for name, text in BASE.items()
-    }
+    texts = BASE | ({path: new} if new is not None else {})
+    modules = {name: reach.Module(name, text) for name, text in texts.items()}
     graph = reach.Graph(modules, ["docs/page.md", "docs/other.md"])
     assert sorted(graph.reached(reach.changed_names(path, old, new))) == sorted(reached)
 
@@ -74,11 +79,8 @@ def test_a_name_that_is_gone_reaches_those_that_used_it() -> None:
 @pytest.mark.parametrize(
     ("node", "reached"),
     [
-        (
-            ("weightsync.vllm_engine.backend", "WorkerMethods"),
-            "tests/server/live/swaps/test_swaps.py",
-        ),  # in an instance
-        (("weightsync.vllm_plugin", "register"), "tests/server/live/swaps/test_swaps.py"),
+        (("weightsync.vllm_engine.backend", "WorkerMethods"), LIVE),  # in an instance
+        (("weightsync.vllm_plugin", "register"), LIVE),
         (("server.gateway.exchange", "Exchange"), "tests/server/gateway/test_process.py"),
         (("trainer.rewards.worker", reach.MAIN), "tests/trainer/rewards/test_scorer.py"),
         (("trainer.loop", "train"), "tests/trainer/faults/test_resume.py"),  # forked by tests/trainer/zygote.py
@@ -125,3 +127,36 @@ def test_a_test_that_fails_at_times_is_found(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "2 of 3 runs failed" in done.stdout
     assert "FileExistsError" in done.stdout
+
+
+# engine starts
+
+
+def config(*args: str, markexpr: str = "not broad", keyword: str = "") -> Any:
+    return SimpleNamespace(args=args, getoption={"markexpr": markexpr, "keyword": keyword}.get)
+
+
+def test_a_process_counts_once_and_its_forks_do_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "starts").touch()
+    monkeypatch.setenv(STARTS, str(tmp_path / "starts"))
+    monkeypatch.setenv(TEST, "tests/test_a.py::test_b (setup)")
+    tier = config(str(Path(__file__).parent))
+    assert "no start was counted" in starts.fault(tier)
+    built = counted(lambda: None)
+    for _ in range(starts.MOST):
+        if not (pid := os.fork()):
+            for _ in range(2):
+                built()
+            os._exit(0)
+        os.waitpid(pid, 0)
+    assert starts.by_file() == {"tests/test_a.py": starts.MOST}
+    assert starts.fault(tier) == ""
+    built()
+    assert "may start" in starts.fault(tier)
+    assert starts.fault(config("tests/server")) == starts.fault(config(*tier.args, keyword="x")) == ""
+
+
+def test_files_that_share_a_server_go_to_one_worker() -> None:
+    assert starts.scope("tests/server/console/test_live.py::test_x[a]") == "live"
+    assert starts.scope("tests/chaos/test_failure_contract.py::test_y") == "pair"
+    assert starts.scope("tests/test_reach.py::test_z") == "tests/test_reach.py"

@@ -1,8 +1,11 @@
-"""What the README says works: its Python runs, its commands and files exist."""
+"""What the README says works: its Python runs, its commands and files exist. In docs/security.md the commands make
+certificates that members accept, and the tables say what the code does."""
 
 from __future__ import annotations
 
+import asyncio
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,13 +15,20 @@ import torch
 import typer
 
 from server.cli.app import app
+from server.gateway.access.roles import table
 from tests.coordinating import coordinating
+from tests.lacking import program
+from tests.weightsync.test_tls import echo, shown
 from weightsync import SlotReader
+from weightsync.format.signing import Signer, Trust
 from weightsync.publish.publisher import Publisher
 from weightsync.push import push
+from weightsync.store.etcd_roles import roles
+from weightsync.tls import ClusterTls
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+SECURITY = (ROOT / "docs" / "security.md").read_text()
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "k8s" / "README.md"]
 
 
@@ -95,3 +105,39 @@ def test_every_module_named_in_the_architecture_exists() -> None:
     files = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("*/**/*.py") if ".venv" not in path.parts}
     for name in set(re.findall(r"`([\w/]+\.py)`", text)):
         assert any(f"/{file}".endswith(f"/{name}") for file in files), name
+
+
+# security
+
+
+def test_the_openssl_commands(tmp_path: Path) -> None:
+    program("openssl")
+    commands = re.findall(r"^    ((?:openssl|printf) .*)$", SECURITY, re.MULTILINE)
+    assert len(commands) == 6
+    subprocess.run(["/bin/sh", "-ec", "\n".join(commands)], cwd=tmp_path, check=True, capture_output=True)
+    assert Signer(tmp_path / "publisher.key").key_id in Trust([tmp_path / "publisher.pub"]).key_ids
+    member = ClusterTls(tmp_path)
+
+    async def meet() -> bytes:
+        async with echo(member.server_context()) as port:
+            return await shown(port, member.client_context())
+
+    assert asyncio.run(meet())
+
+
+def test_the_table_of_roles() -> None:
+    rows = r"^\| `(gateway|instance|trainer|peer)` \| (.*) \|$"
+    cells = dict(re.findall(rows, SECURITY.partition("## Roles")[2], re.MULTILINE))
+    assert cells.keys() == {role.name for role in roles(["MODEL"])}
+    for role in roles(["MODEL"]):
+        assert _documented(cells[role.name]) == role.writes, role.name
+
+
+def test_the_table_of_routes() -> None:
+    assert table() in SECURITY, "run `make tables`"
+
+
+def _documented(cell: str) -> set[str]:
+    below, *rest = cell.split("; ") if cell.startswith("in `models/MODEL/`: ") else ("", cell)
+    names = {"models/MODEL/" + name for name in re.findall(r"`([^`]+)`", below.partition(": ")[2])}
+    return names.union(*(re.findall(r"`([^`]+)`", part) for part in rest))
