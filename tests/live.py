@@ -62,17 +62,8 @@ class LiveServer:
         self, model: Path, state_dir: Path, vllm_args: tuple[str, ...] = VLLM_ARGS, name: str = "toy", **more: Any
     ) -> None:
         """`more`: fields of UpConfig, such as `instances`."""
-        self.processes = Server(
-            UpConfig(
-                model=str(model),
-                name=name,
-                port=free_port(),
-                state_dir=state_dir,
-                kv_cache_gib=0.06,
-                vllm_args=vllm_args,
-                **{"throwaway": True, **more},
-            )
-        )
+        fields: dict[str, Any] = {"throwaway": True, "kv_cache_gib": 0.06, "vllm_args": vllm_args, **more}
+        self.processes = Server(UpConfig(str(model), name=name, port=free_port(), state_dir=state_dir, **fields))
         self.url, self.name = self.processes.url, name
 
     @contextlib.contextmanager

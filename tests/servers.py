@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -32,14 +33,8 @@ class Server:
 
     def start(self) -> None:
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                self.command,
-                env=os.environ | self.env,
-                stdout=log,
-                stderr=log,
-                cwd=self.log.parent,
-                start_new_session=True,
-            )
+            options: Any = {"stdout": log, "stderr": log, "cwd": self.log.parent, "start_new_session": True}
+            self.process = subprocess.Popen(self.command, env=os.environ | self.env, **options)
         wait_until(self._answers, 400.0, lambda: self.log.read_text()[-2000:], self.process)
 
     def stop(self) -> None:
@@ -89,9 +84,8 @@ def s3_server(directory: Path) -> Iterator[Server]:
     """moto: what is in its buckets is gone when it stops."""
     port = free_port()
     command = [str(servers()), "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    with _running(
-        Server(f"http://127.0.0.1:{port}", port, command, {"PYTHONPATH": ""}, directory / "moto.log")
-    ) as server:
+    moto = Server(f"http://127.0.0.1:{port}", port, command, {"PYTHONPATH": ""}, directory / "moto.log")
+    with _running(moto) as server:
         yield server
 
 

@@ -61,13 +61,9 @@ def shared(kind: str) -> str:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(address)
             listener.listen()
-            what = [str(listener.fileno()), f"tests.warm:prepare_{kind}", str(int(signal.SIGKILL))]
-            subprocess.Popen(
-                [sys.executable, "-m", "server.up.forks", *what],
-                pass_fds=[listener.fileno()],
-                stdin=subprocess.DEVNULL,
-                preexec_fn=with_me(),
-            )
+            fd, ours = listener.fileno(), f"tests.warm:prepare_{kind}"
+            command = [sys.executable, "-m", "server.up.forks", str(fd), ours, str(int(signal.SIGKILL))]
+            subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL, preexec_fn=with_me())
         os.environ[variable] = address
         atexit.register(shutil.rmtree, os.path.dirname(address), ignore_errors=True)
     return os.environ[variable]

@@ -142,15 +142,8 @@ def pydantic_ai_ways(url: str, model: str) -> Ways:
     }
 
 
-CLIENTS: dict[str, Callable[[str, str], Ways]] = {
-    "openai": openai_ways,
-    "anthropic": anthropic_ways,
-    "langchain": langchain_ways,
-    "llama_index": llama_index_ways,
-    "litellm": litellm_ways,
-    "instructor": instructor_ways,
-    "pydantic_ai": pydantic_ai_ways,
-}
+OF_OPENAI = (openai_ways, langchain_ways, llama_index_ways, litellm_ways, instructor_ways, pydantic_ai_ways)
+CLIENTS = {ways.__name__.removesuffix("_ways"): ways for ways in (*OF_OPENAI, anthropic_ways)}
 
 
 async def main(client: str, url: str, model: str) -> None:
