@@ -16,7 +16,7 @@ from rich.console import Console
 from loadtest.demo import Demo, DemoFailed, RealRecipe, Recipe, Scene
 from loadtest.demo.__main__ import _go_on, shortcomings
 from loadtest.demo.client import Misattributed, check_spans
-from loadtest.demo.display import Recorder, colour, picture, summary
+from loadtest.demo.display import Recorder, colour, picture
 from loadtest.demo.figures import draw, figures
 from loadtest.demo.learn import POLICY, SUMS, Seen
 from loadtest.demo.recipe import Question
@@ -119,13 +119,10 @@ def test_gaps_are_summed_up() -> None:
     assert math.isnan(Scene().swaps.median("stage_ms"))
 
 
-@pytest.mark.parametrize("scene", [Scene(), finished()], ids=["empty", "finished"])
-def test_every_scene_can_be_shown(scene: Scene) -> None:
+def test_a_scene_of_which_nothing_is_known_can_be_shown() -> None:
+    """One that has ended stands in the recorded picture."""
     console = Console(width=110, record=True)
-    console.print(picture(Recipe(), scene))
-    if scene.accuracy:
-        console.print(summary(Recipe(), scene))
-        assert "+60.0 points" in console.export_text(clear=False)
+    console.print(picture(Recipe(), Scene()))
     assert "hotswap demo" in console.export_text()
     assert len({colour(version) for version in range(1, 9)}) == 8, "of neighbouring versions"
 
@@ -140,6 +137,7 @@ def test_a_recorded_picture_needs_nothing_from_the_network(tmp_path: Path) -> No
     svg = (tmp_path / "demo.svg").read_text()
     assert svg.count("hotswap") == 1
     assert "+60.0" in svg
+    assert "points" in svg
     assert re.findall(r"https?://[^\s\"]+", svg) == ["http://www.w3.org/2000/svg"]
 
 
