@@ -132,11 +132,14 @@ def test_an_installation_for_gpus_has_at_least_the_torch_that_the_tests_have() -
         assert pins(name)["torch"].startswith(f"{bound}."), "the trainer calls what torch has since then"
 
 
+@pytest.fixture
+def uv() -> Path:
+    found = Path(sys.prefix) / "bin" / "uv"
+    return found if found.exists() else lacking("no uv in this virtual environment: `make setup` installs it")
+
+
 @pytest.mark.broad
-def test_the_lists_for_gpus_are_what_their_python_resolves_to(tmp_path: Path) -> None:
-    uv = Path(sys.prefix) / "bin" / "uv"
-    if not uv.exists():
-        lacking("no uv in this virtual environment: `make setup` installs it")
+def test_the_lists_for_gpus_are_what_their_python_resolves_to(uv: Path, tmp_path: Path) -> None:
     for part in ("pyproject.toml", "README.md", "LICENSE", "requirements", "scripts"):
         copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
         copy(ROOT / part, tmp_path / part)  # type: ignore[operator]
@@ -148,11 +151,8 @@ def test_the_lists_for_gpus_are_what_their_python_resolves_to(tmp_path: Path) ->
 
 
 @pytest.mark.broad
-def test_every_package_for_gpus_has_a_wheel_for_their_python(tmp_path: Path) -> None:
+def test_every_package_for_gpus_has_a_wheel_for_their_python(uv: Path, tmp_path: Path) -> None:
     """But TransformerEngine's part for torch."""
-    uv = Path(sys.prefix) / "bin" / "uv"
-    if not uv.exists():
-        lacking("no uv in this virtual environment: `make setup` installs it")
     both = pins("cuda") | pins("fp8-cuda")
     del both["transformer-engine-torch"]
     wanted = tmp_path / "list"

@@ -128,9 +128,13 @@ def all_ended(processes: list[psutil.Process]) -> bool:
 
 @pytest.fixture
 def up(checkpoints: dict[str, Path], tmp_path: Path) -> Iterator[Up]:
+    """Version 2 is active, and there is a key."""
     found = Up(checkpoints["a"], tmp_path / "state")
     found.start()
     try:
+        found.hotswap("weights", "push", str(checkpoints["b"]))
+        found.key = found.hotswap("keys", "create", "somebody").strip()
+        assert [swap["version"] for swap in found.history()] == [2, 1]
         yield found
     finally:
         if found.process is not None:
@@ -139,13 +143,9 @@ def up(checkpoints: dict[str, Path], tmp_path: Path) -> Iterator[Up]:
 
 
 def test_killed_in_part_killed_whole_and_stopped(up: Up, checkpoints: dict[str, Path]) -> None:
-    up.hotswap("weights", "push", str(checkpoints["b"]))
-    up.key = up.hotswap("keys", "create", "somebody").strip()
-    before = up.answer()
+    before, history = up.answer(), up.history()
     assert before["weight_versions"][0]["version"] == 2
     assert up.ask(key="").status_code == 401
-    history = up.history()
-    assert [swap["version"] for swap in history] == [2, 1]
 
     for module in ("server.cli instance", "server.up.forks", "server.gateway"):
         victim = up.child(module)
@@ -181,10 +181,7 @@ def test_killed_in_part_killed_whole_and_stopped(up: Up, checkpoints: dict[str, 
 def test_the_supervisor_alone_is_killed_the_store_goes_away_and_the_power_fails(
     up: Up, checkpoints: dict[str, Path]
 ) -> None:
-    up.hotswap("weights", "push", str(checkpoints["b"]))
-    up.key = up.hotswap("keys", "create", "somebody").strip()
     before, history = up.answer(), up.history()
-    assert [swap["version"] for swap in history] == [2, 1]
 
     family = up.family()
     family[0].kill()

@@ -35,27 +35,13 @@ class ServerArgs:
         return f"http://{self.host}:{self.port}"
 
 
-class Process:
-    """multiprocessing's, of a server that is there already."""
-
-    pid = 0
-
-    def __init__(self, **_: Any) -> None: ...
-
-    def start(self) -> None: ...
-
-    def is_alive(self) -> bool:
-        return True
+def pickled(value: Any, output_str: bool) -> str:
+    """What SGLang makes of handles to device memory."""
+    return base64.b64encode(pickle.dumps(value)).decode()
 
 
-class MultiprocessingSerializer:
-    """SGLang's: a pickle of handles to device memory."""
-
-    @staticmethod
-    def serialize(value: Any, output_str: bool) -> str:
-        return base64.b64encode(pickle.dumps(value)).decode()
-
-
+# multiprocessing's, of a server that is there already.
+PROCESS = types.SimpleNamespace(pid=0, start=lambda: None, is_alive=lambda: True)
 SGLANG: Stubs = {
     "IPython.display": {"HTML": None, "display": None},
     "sglang.srt.arg_groups.overrides": {"resolving_view": lambda arguments: arguments},
@@ -63,7 +49,7 @@ SGLANG: Stubs = {
     "sglang.srt.entrypoints.http_server": {"launch_server": None},
     "sglang.srt.server_args": {"ServerArgs": ServerArgs},
     "sglang.srt.utils": {
-        "MultiprocessingSerializer": MultiprocessingSerializer,
+        "MultiprocessingSerializer": types.SimpleNamespace(serialize=pickled),
         "kill_process_tree": lambda *_, **__: None,
     },
 }
@@ -119,5 +105,5 @@ def load(root: Path, names: Sequence[str], stubs: Stubs) -> list[Any]:
         sys.modules.update(before)
     for module in found:
         if hasattr(module, "multiprocessing"):
-            module.multiprocessing = types.SimpleNamespace(Process=Process)
+            module.multiprocessing = types.SimpleNamespace(Process=lambda **_: PROCESS)
     return found

@@ -31,7 +31,9 @@ class Kubelet:
         self._directory, self._model = directory, model
         tls = Tls(directory / "authority-of-etcd", client_certificates=True)
         self.etcd = Etcd(tls=tls)
-        self._mount("etcd-tls", {"ca.crt": tls.ca, "tls.crt": tls.cert, "tls.key": tls.key})
+        self._at("etcd-tls").mkdir()
+        for name, source in (("ca.crt", tls.ca), ("tls.crt", tls.cert), ("tls.key", tls.key)):
+            (self._at("etcd-tls") / name).symlink_to(source)
         Authority(directory / "authority").mount(self._at("cluster-tls"))
         (directory / "scripts").symlink_to(CHART / "files")
         self._at("etcd-auth").mkdir()
@@ -42,11 +44,6 @@ class Kubelet:
 
     def _at(self, name: str) -> Path:
         return self._directory / name
-
-    def _mount(self, name: str, files: dict[str, Path]) -> None:
-        self._at(name).mkdir()
-        for target, source in files.items():
-            (self._at(name) / target).symlink_to(source)
 
     def here(self, text: str) -> str:
         """`text` of a manifest with this machine's addresses and directories."""

@@ -185,13 +185,6 @@ class Candidate(Watcher):
 
 
 @dataclass
-class Request:
-    """In flight at an instance; `version` is the one it asked for (None: whatever comes)."""
-
-    version: int | None
-
-
-@dataclass
 class Engine:
     """What really runs and what is really held, by version: its fingerprint."""
 
@@ -223,7 +216,7 @@ class Instance(Watcher):
         self.record = InstanceRecord(self.name, "x")
         self.started = False
         self.engine = Engine()
-        self.requests: list[Request] = []
+        self.requests: list[int | None] = []  # the version that each in flight has asked for; None: any
         self.pauses, self.pauses_seen = Pauses(), self.store.now
         self.staging: Staging | None = None
         self.busy: tuple[Flip, str] | None = None  # with the fingerprint of what it flips to
@@ -283,7 +276,6 @@ class Instance(Watcher):
                 return
         self.started, self.engine.form = True, start.form
         self.record = replace(self.record, form=start.form, swap_id=start.swap_id)
-        return
 
     @property
     def _stages(self) -> bool:
@@ -406,11 +398,13 @@ class Instance(Watcher):
 
     def _flip(self, flip: Flip, fingerprint: str) -> None:
         active, record = flip.active, self.record
-        if any(r.version is not None for r in self.requests) and self.store.now < self.began + FINISH_S:
+        if any(version is not None for version in self.requests) and self.store.now < self.began + FINISH_S:
             return None  # the flip waits for them
         self.busy = None
         self.faults.seen["cut"] += len(self.requests)
-        self.requests = [r for r in self.requests if r.version is None]  # past the bound: cut, with a typed error
+        self.requests = [
+            version for version in self.requests if version is None
+        ]  # past the bound: cut, with a typed error
         self.faults.seen["cut"] -= len(self.requests)
         if self.faults.take("flip"):
             self.engine.version, self.engine.fingerprint = None, WRONG

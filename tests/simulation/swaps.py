@@ -16,7 +16,7 @@ from loadtest.simulation.store import ModelStore, Puts
 from weightsync.control import agent_state
 from weightsync.control.records import ActiveRecord, PauseRecord, ShareRecord, SplitRecord, TargetRecord, VersionRecord
 
-from .swap_actors import FORMS, KEYS, Candidate, Faults, Gateway, Instance, Request
+from .swap_actors import FORMS, KEYS, Candidate, Faults, Gateway, Instance
 
 PAUSE_TTL_S = 8.0
 OTHER_FORM = 0.3  # of the versions
@@ -104,16 +104,16 @@ class Swaps(World):
             return
         self.check_serving(instance)
         self.seen["admitted"] += 1
-        instance.requests.append(Request(version))
+        instance.requests.append(version)
 
     def generate(self) -> None:
         """A token for every request, and the end of some."""
         for instance in self.instances:
             if not instance.runs or instance.paused:
                 continue
-            for request in instance.requests:
-                wrong = request.version is not None and request.version != instance.engine.version
-                require(not wrong, f"a request for version {request.version} got tokens of {instance.engine.version}")
+            for version in instance.requests:
+                wrong = version not in (None, instance.engine.version)
+                require(not wrong, f"a request for version {version} got tokens of {instance.engine.version}")
             instance.requests = [r for r in instance.requests if self.rng.random() < 0.6]
 
     def pause(self) -> None:
