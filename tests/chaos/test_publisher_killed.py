@@ -6,12 +6,9 @@ Whatever the moment: the active version stays whole, nothing half-written is eve
 from __future__ import annotations
 
 import random
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -93,13 +90,11 @@ with Publisher(sys.argv[1], model="demo", lease_ttl_s=0.8) as pub:
 
 
 @pytest.fixture
-def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    arena = tempfile.mkdtemp(prefix="hotswap-test-", dir="/dev/shm")
-    monkeypatch.setenv("HOTSWAP_ARENA", arena)
+def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("HOTSWAP_ARENA", str(tmp_path / "arena"))
     url = f"sqlite://{tmp_path / 'store.db'}"
     SyncStore(url).close()
-    yield url
-    shutil.rmtree(arena)
+    return url
 
 
 def tensors(value: float) -> dict[str, np.ndarray]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -77,9 +75,6 @@ def start(hosts: Hosts) -> Iterator[Callable[..., Program]]:
 
 
 @pytest.fixture
-def arena_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def arena_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One arena for all hosts, which share this machine's memory."""
-    directory = Path(tempfile.mkdtemp(prefix="hotswap-test-", dir="/dev/shm"))
-    monkeypatch.setenv("HOTSWAP_ARENA", str(directory))
-    yield directory
-    shutil.rmtree(directory)
+    monkeypatch.setenv("HOTSWAP_ARENA", str(tmp_path / "arena"))

@@ -11,7 +11,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,7 +38,7 @@ class Kubelet:
         self._at("etcd-auth").mkdir()
         for name in ("root", *NAMES):
             (self._at("etcd-auth") / name).write_text(f"password-of-{name}")
-        self.arena = Path(f"/dev/shm/hotswap-test-{os.getpid()}-{time.monotonic_ns()}")
+        self.arena = self._at("arena")
         self.ports = dict(zip(("8000", "8001", "8002", "8003"), (str(free_port()) for _ in range(4)), strict=True))
 
     def _at(self, name: str) -> Path:
@@ -88,10 +87,3 @@ class Kubelet:
     def probed(self, container: Object, name: str) -> int:
         """The exit status of an exec probe."""
         return self.run(container, container[name]["exec"]["command"]).returncode
-
-    def close(self) -> None:
-        self.etcd.close()
-        for path in self.arena.glob("*"):
-            path.unlink()
-        with contextlib.suppress(FileNotFoundError):
-            self.arena.rmdir()

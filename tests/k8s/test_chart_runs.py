@@ -75,7 +75,7 @@ def node(tmp_path: Path, checkpoints: dict[str, Path]) -> Iterator[Node]:
             made.run("etcd-users", "etcd-users")
             yield made
     finally:
-        kubelet.close()
+        kubelet.etcd.close()
 
 
 def test_a_member_of_etcd_starts_as_its_manifest_says(tmp_path: Path) -> None:

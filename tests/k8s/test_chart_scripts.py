@@ -158,7 +158,7 @@ async def test_the_job_makes_the_users_of_etcd(tmp_path: Path) -> None:
         await store.close()
         await stranger.close()
     finally:
-        kubelet.close()
+        kubelet.etcd.close()
 
 
 # the first version

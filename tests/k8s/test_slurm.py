@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -63,7 +62,7 @@ class Job:
         self.env = {
             "PATH": f"{bin_}:{os.environ['PATH']}", "TOLD": str(self.log), "SLURM_JOB_ID": "7", "LINGER": "0",
             "CONFIG": "run.yaml", "HOTSWAP_MODEL": "demo", "HOTSWAP_STORE": "etcd://e:2379",
-            "HOTSWAP_ARENA": f"/dev/shm/hotswap-test-slurm-{os.getpid()}", "HOTSWAP_ADMIN_KEY_FILE": str(key),
+            "HOTSWAP_ARENA": str(directory / "arena"), "HOTSWAP_ADMIN_KEY_FILE": str(key),
             "HOTSWAP_ADDRESS": "10.1.2.3", "STATUS": "0",
         }  # fmt: skip
 
@@ -86,10 +85,8 @@ class Job:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
-    made = Job(tmp_path)
-    yield made
-    shutil.rmtree(made.env["HOTSWAP_ARENA"], ignore_errors=True)
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path)
 
 
 def test_a_run_that_succeeds(job: Job) -> None:
