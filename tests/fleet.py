@@ -51,16 +51,13 @@ class Clients:
         for thread in self._threads:
             thread.start()
         try:
-            self._wait_for_load(60)
+            # What the caller breaks next, it breaks under load: every client has had an answer's beginning or a fault.
+            comes_true(lambda: len(self.seen.tokens) + len(self.seen.faults) >= len(self._threads), 60)
             yield self.seen
         finally:
             self._stop.set()
             for thread in self._threads:
                 thread.join(60)
-
-    def _wait_for_load(self, seconds: float) -> None:
-        """What the caller breaks next, it breaks under load: every client has had an answer's beginning or a fault."""
-        comes_true(lambda: len(self.seen.tokens) + len(self.seen.faults) >= len(self._threads), seconds)
 
     def _run(self, url: str) -> None:
         with httpx.Client(base_url=url, timeout=httpx.Timeout(60, connect=5)) as http:
@@ -113,9 +110,7 @@ class Fleet:
         return version
 
     def states(self) -> dict[str, str]:
-        return {
-            r["id"].rsplit("-", 2)[-2] + "-" + r["id"].rsplit("-", 1)[-1]: r["state"] for r in self.live.instances()
-        }
+        return {"-".join(r["id"].rsplit("-", 2)[-2:]): r["state"] for r in self.live.instances()}
 
     def all_serve(self, version: int) -> bool:
         with contextlib.suppress(httpx.TransportError):  # the gateway is being started again

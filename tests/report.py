@@ -94,6 +94,5 @@ def _say_how_to_repeat(reporter: pytest.TerminalReporter) -> None:
     reporter.section("to repeat")
     settings = "".join(f" {name}={shlex.quote(os.environ[name])}" for name in SETTINGS if os.environ.get(name))
     for test, broad in failed.items():
-        reporter.write_line(
-            f"make {'broad' if broad else 'test'} TEST={shlex.quote(test).replace('$', '$$')}{settings}"
-        )
+        target, name = "broad" if broad else "test", shlex.quote(test).replace("$", "$$")
+        reporter.write_line(f"make {target} TEST={name}{settings}")

@@ -13,7 +13,6 @@ from tests.weightsync.fleet import MODEL, Engine
 from weightsync import Participant, open_store
 from weightsync.control.records import InstanceRecord
 from weightsync.errors import StoreError
-from weightsync.store import Store
 
 
 async def main(url: str, name: str, lease_s: float) -> None:
@@ -26,20 +25,14 @@ async def main(url: str, name: str, lease_s: float) -> None:
     await participant.serving()
     print("serves", flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
+        answer: object = {"running": engine.running, "state": participant.record.state}
         if line.strip() == "store":
-            answer: object = await asked(store)
-        else:
-            answer = {"running": engine.running, "state": participant.record.state}
+            try:
+                await store.get("anything")
+                answer = "ok"
+            except StoreError as error:
+                answer = error.code
         print(json.dumps(answer), flush=True)
-
-
-async def asked(store: Store) -> str:
-    """ "ok", or the code of the error."""
-    try:
-        await store.get("anything")
-    except StoreError as error:
-        return error.code
-    return "ok"
 
 
 if __name__ == "__main__":

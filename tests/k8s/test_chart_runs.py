@@ -105,11 +105,8 @@ def test_a_member_of_etcd_starts_as_its_manifest_says(tmp_path: Path) -> None:
 def written(url: str) -> bool:
     """False while etcd is not there. Raises StoreRefused."""
     try:
-        store = SyncStore(url)
-        try:
+        with contextlib.closing(SyncStore(url)) as store:
             return store.put("k", b"{}") > 0
-        finally:
-            store.close()
     except StoreRefused:
         raise
     except StoreUnavailable:

@@ -26,7 +26,7 @@ from loadtest.transfer import bench as transfer
 from loadtest.transfer.delta import codec, through
 from loadtest.transfer.delta_trainer import random_weights, step
 from loadtest.transfer.delta_training import Phase, Taken, _figures
-from loadtest.transfer.feeding.bench import GENERATED, LOADED, PARTS, figures_of, forget, split, with_instances
+from loadtest.transfer.feeding.bench import GENERATED, LOADED, PARTS, figures_of, split, with_instances
 from loadtest.transfer.feeding.reader import Reader
 from loadtest.transfer.peer import RAW
 from server.errors import CliError
@@ -164,13 +164,6 @@ child.kill()
         pin(process.pid, [core])
         output, _ = process.communicate("go\n", timeout=60)
     assert output.strip() == f"{[{core}] * 3} {{{core}}}"
-
-
-def test_files_are_dropped_from_memory_and_stay(tmp_path: Path) -> None:
-    file = tmp_path / "weights"
-    file.write_bytes(b"x" * 8192)
-    forget(file)
-    assert file.read_bytes() == b"x" * 8192
 
 
 def test_only_known_parts_are_measured() -> None:
