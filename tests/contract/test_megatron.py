@@ -65,13 +65,9 @@ def test_the_optimizer(megatron: Sources) -> None:
     """What optimizer.py and muon.py override and look into."""
     host = f"{OPTIMIZER}.cpu_offloading.hybrid_optimizer:HybridDeviceOptimizer"
     takes(megatron, f"{host}._get_sub_optimizer_param_groups", "self, offload_fraction")
-    has(
-        megatron,
-        f"{host}._init_sub_optimizers",
-        "self.cpu_param_groups,\n            self.gpu_param_groups,\n            self.gpu_params_map_cpu_copy,\n"
-        "            self.cpu_copys_map_gpu_param,\n            self.param_to_fp32_param,",
-        "self.param_to_inner_param[param] = inner_param",
-    )
+    maps = ("cpu_param_groups", "gpu_param_groups", "gpu_params_map_cpu_copy", "cpu_copys_map_gpu_param")
+    in_order = ",\n            ".join(f"self.{name}" for name in (*maps, "param_to_fp32_param,"))
+    has(megatron, f"{host}._init_sub_optimizers", in_order, "self.param_to_inner_param[param] = inner_param")
     has(megatron, f"{host}._sync_sub_optimizers_state_to_hdo", '["master_param"] = param')
     has(megatron, f"{host}._sync_hdo_state_to_sub_optimizers", "self._update_fp32_params_by_new_state()")
     has(megatron, f"{host}._set_sub_optimizer_grads", '"decoupled_grad"')

@@ -71,9 +71,8 @@ def test_it_reads_how_logprobs_are_computed(client: Any) -> None:
 def test_an_update_by_its_verbs_is_a_swap(client: Any, live: LiveServer, checkpoints: dict[str, Path]) -> None:
     before = live.active()
     with client.weight_update():
-        client._post(
-            f"{client.base_url}/update_weights", json={"update_info": {"checkpoint_path": str(checkpoints["say-2"])}}
-        )
+        update = {"update_info": {"checkpoint_path": str(checkpoints["say-2"])}}
+        client._post(f"{client.base_url}/update_weights", json=update)
     assert live.active() > before
     assert client.generate(["3+4="], max_tokens=TOKENS)["completion_ids"] == [[102] * TOKENS]
     assert live.rollback() == before

@@ -48,7 +48,7 @@ class Peers:
         self._processes.append(process)
 
     def publish(self, host: int, value: float) -> int:
-        command = [sys.executable, "-m", "tests.hosts.publish", self._url, str(MEBIBYTES), str(value)]
+        command = [sys.executable, "-m", "tests.hosts.programs", "publish", self._url, str(MEBIBYTES), str(value)]
         process = self._hosts.run(host, command, env=self._environment(host), stdout=subprocess.PIPE)
         said, _ = process.communicate(timeout=WAIT_S)
         return int(said)

@@ -16,7 +16,8 @@ from weightsync import Coordinator, Publisher
 from weightsync.control.records import ActiveRecord, LeaderRecord
 from weightsync.errors import StoreError, StoreUnavailable
 
-CANDIDATE, INSTANCE = "tests.weightsync.control.coordinator_process", "tests.hosts.instance"
+CANDIDATE = "tests.weightsync.control.coordinator_process"
+INSTANCE = "tests.hosts.programs", "instance"
 TTL_S = 2.0  # etcd's shortest
 WAIT_S = 60.0
 Start = Callable[..., Program]
@@ -96,7 +97,7 @@ async def test_a_host_cut_off_serves_on_without_a_store_and_catches_up_when_it_i
     async with running_fleet(url) as fleet:
         fleet.coordinator(leader_ttl_s=TTL_S)
         near = await fleet.instance("near", ttl_s=60)
-        far = start(2, INSTANCE, etcd.url("minority"), "far", TTL_S)
+        far = start(2, *INSTANCE, etcd.url("minority"), "far", TTL_S)
         assert await asyncio.to_thread(far.line) == "serves"
         await activate(fleet, await publish(url, 1.0))
         await runs(far, 1)
@@ -120,7 +121,7 @@ async def test_a_host_cut_off_serves_on_without_a_store_and_catches_up_when_it_i
 async def test_a_swap_commits_over_links_that_lose_and_delay(hosts: Hosts, etcd: Etcd, start: Start) -> None:
     url = etcd.url("bad-links")
     candidate = start(0, CANDIDATE, url, 10.0)
-    instances = [start(host, INSTANCE, url, f"i{host}", 30.0) for host in (1, 2)]
+    instances = [start(host, *INSTANCE, url, f"i{host}", 30.0) for host in (1, 2)]
     lines = [await asyncio.to_thread(program.line) for program in (candidate, *instances)]
     assert lines == ["leads", "serves", "serves"]
     version = await publish(url, 1.0)
