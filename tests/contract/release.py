@@ -241,8 +241,10 @@ def _calls(path: Path) -> Iterator[ast.Call]:
 def _routes(call: ast.Call) -> Iterator[str]:
     """Of one call, if it declares any: a path that is no constant is not known."""
     verb = call.func.attr if isinstance(call.func, ast.Attribute) else ""
-    path = _constant(call.args[0]) if call.args else None
-    if path is None or not path.startswith("/"):
+    nodes = ast.walk(call.args[0]) if call.args else ()
+    texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    path = texts[-1] if texts else ""  # of an expression, the last constant, such as a default
+    if not path.startswith("/"):
         return
     if verb in METHODS:
         yield f"{verb.upper()} {path}"
@@ -250,9 +252,3 @@ def _routes(call: ast.Call) -> Iterator[str]:
         for keyword in call.keywords:
             if keyword.arg == "methods":
                 yield from (f"{method} {path}" for method in ast.literal_eval(keyword.value))
-
-
-def _constant(node: ast.AST) -> str | None:
-    """A text, or the last constant in an expression that makes one, such as a default."""
-    found = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant) and isinstance(part.value, str)]
-    return found[-1] if found else None

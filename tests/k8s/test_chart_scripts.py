@@ -117,16 +117,13 @@ def once(*command: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def test_what_has_succeeded_is_not_started_again() -> None:
+def test_what_has_succeeded_is_not_started_again_and_what_fails_ends_with_its_status() -> None:
     with once("true") as process:
         assert process.stderr is not None
         assert process.stderr.readline() == "done; waiting to be stopped\n"
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
-
-
-def test_what_fails_ends_with_its_status() -> None:
     with once("sh", "-c", "exit 2") as process:
         assert process.wait(60) == 2
     with once("sh", "-c", "kill -KILL $$") as process:

@@ -279,19 +279,13 @@ def test_a_joiner_answers_no_older_version_and_loses_nothing_as_it_leaves() -> N
     assert violations(Verdict(), {}, [], Wrongs(joiners=["j: ..."])) == ["j: ..."]
 
 
-class Here:
-    """A host that is this one."""
-
-    def run(self, _host: int, argv: list[str], **popen: Any) -> subprocess.Popen[Any]:
-        return subprocess.Popen(argv, **popen)
-
-
 @pytest.mark.parametrize(("part", "own_ends"), [("", 1), ("sleep", 0)])
 def test_what_ends_because_a_part_of_it_was_frozen_has_not_ended_by_itself(
     tmp_path: Path, part: str, own_ends: int
 ) -> None:
     words = ["sh", "-c", "sleep 600 & wait"]
-    process = Supervised("p", Here(), 0, words, {"PATH": os.environ["PATH"]}, tmp_path / "log")  # type: ignore[arg-type]
+    here: Any = SimpleNamespace(run=lambda _, argv, **popen: subprocess.Popen(argv, **popen))  # a host that is this one
+    process = Supervised("p", here, 0, words, {"PATH": os.environ["PATH"]}, tmp_path / "log")
     try:
         pid = process._process.pid
         until(lambda: bool(psutil.Process(pid).children()))

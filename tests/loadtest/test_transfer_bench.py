@@ -8,7 +8,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import orjson
@@ -216,30 +218,20 @@ async def test_a_reader_reads_again_and_again_until_it_is_told_to_stop() -> None
 # hosts
 
 
-class Host:
-    """In place of Hosts: this machine, on which a member is a process that does nothing."""
-
-    def __init__(self) -> None:
-        self.started: list[subprocess.Popen[bytes]] = []
-
-    def address(self, host: int) -> str:
-        return "127.0.0.1"
-
-    def run(self, host: int, argv: list[str], **popen: Any) -> subprocess.Popen[bytes]:
-        self.started.append(subprocess.Popen(["sleep", "600"], **popen))
-        return self.started[-1]
-
-
 def test_an_etcd_that_does_not_come_up_leaves_nothing_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def in_vain(*_: object) -> None:
-        raise TimeoutError
+    started, data = list[subprocess.Popen[bytes]](), tmp_path / "data"
 
-    host, data = Host(), tmp_path / "data"
+    def run(_host: int, _argv: list[str], **popen: Any) -> subprocess.Popen[bytes]:
+        """In place of a member, a process that does nothing."""
+        started.append(subprocess.Popen(["sleep", "600"], **popen))
+        return started[-1]
+
+    here: Any = SimpleNamespace(address=lambda _: "127.0.0.1", run=run)
     monkeypatch.setattr(etcd.tempfile, "mkdtemp", lambda **_: data.mkdir() or str(data))  # type: ignore[func-returns-value]
-    monkeypatch.setattr(etcd, "until", in_vain)
+    monkeypatch.setattr(etcd, "until", Mock(side_effect=TimeoutError))
     with pytest.raises(TimeoutError):
-        etcd.Etcd(host, "etcd", on=(0, 1))  # type: ignore[arg-type]
-    assert [process.poll() is not None for process in host.started] == [True, True]
+        etcd.Etcd(here, "etcd", on=(0, 1))
+    assert [process.poll() is not None for process in started] == [True, True]
     assert not data.exists()
