@@ -11,8 +11,6 @@ from weightsync.tls import ClusterTls
 
 
 class Authority(Tls):
-    """An authority of a cluster under `directory`."""
-
     _numbers = itertools.count()
 
     def mount(self, directory: Path, name: str = ClusterTls.NAME) -> Path:

@@ -121,7 +121,6 @@ class Etcd:
                 process.send_signal(number)
 
     def compact(self, revision: int) -> None:
-        """Forget the history before `revision`."""
         self.ask("KV", "Compact", rpc.CompactionRequest(revision=revision, physical=True))
 
     def require_users(self, **passwords: str) -> None:

@@ -50,7 +50,6 @@ class RayCluster:
         self._cluster.remove_node(self._nodes.pop(address), allow_graceful=False)
 
     def whole(self) -> float:
-        """The CPUs of all nodes."""
         return float(len(self._nodes) - 1)
 
     def free(self) -> float:

@@ -95,7 +95,6 @@ def main(pipe: io.BufferedRWPair[Any, Any]) -> None:
 
 
 def _answered(what: dict[str, Any]) -> list[Any]:
-    """By an engine of its own."""
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 

@@ -34,7 +34,6 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "
 
 @pytest.fixture
 def served_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """As in a gateway."""
     monkeypatch.setenv("HOTSWAP_ARENA", str(tmp_path / "slots"))
     url = f"sqlite://{tmp_path}/store.db"
     with coordinating(url, "NAME"):

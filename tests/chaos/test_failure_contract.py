@@ -79,7 +79,6 @@ def weights_in_use(live: LiveServer, index: int) -> dict[str, tuple[int, int]]:
 
 
 def assert_one_copy(live: LiveServer) -> None:
-    """Both instances share one copy of the weights."""
     first, second = (weights_in_use(live, i) for i in range(2))
     shared = first.keys() & second.keys()  # besides, each may have room reserved that the other has not mapped yet
     assert shared

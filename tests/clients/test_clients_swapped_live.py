@@ -34,7 +34,6 @@ def swapped(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The command that runs the clients in JavaScript."""
     directory = tmp_path_factory.mktemp("js")
     return [*installed(Path(__file__).parent / "js", directory), str(directory / "program.js")]
 

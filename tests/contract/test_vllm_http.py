@@ -46,7 +46,6 @@ def release(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def root(release: str) -> Path:
-    """What holds its package."""
     return sources("vllm", "vllm", release, releases.release()).root
 
 

@@ -107,8 +107,6 @@ class Pod:
 
 @dataclass(frozen=True)
 class Release:
-    """All objects of a release."""
-
     objects: list[Object]
 
     def of(self, kind: str) -> list[Object]:
@@ -118,7 +116,6 @@ class Release:
         return next(o for o in self.of(kind) if o["metadata"]["name"] == name)
 
     def pods(self) -> Iterator[Pod]:
-        """Every pod's template."""
         for o in self.objects:
             for path, found in _templates(o):
                 name = f"{o['kind']}/{o['metadata']['name']}{path}"
@@ -138,7 +135,6 @@ def _templates(o: Object) -> Iterator[tuple[str, Object]]:
 
 
 def matches(selector: Object, labels: dict[str, str]) -> bool:
-    """Whether a label selector takes `labels`."""
     wanted = all(labels.get(k) == v for k, v in selector.get("matchLabels", {}).items())
     among = (labels.get(e["key"]) in e["values"] for e in selector.get("matchExpressions", []))
     return wanted and all(among)

@@ -61,7 +61,6 @@ class Kubelet:
         return words, {**env, "PATH": path, "PYTHONPATH": "", "LANG": "C.UTF-8"}
 
     def run(self, container: Object, given: list[str] | None = None) -> subprocess.CompletedProcess[str]:
-        """To its end."""
         words, env = self.command(container, given)
         return subprocess.run(words, env=env, capture_output=True, text=True, check=False, timeout=120)
 

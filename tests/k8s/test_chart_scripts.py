@@ -163,7 +163,6 @@ async def test_the_job_makes_the_users_of_etcd(tmp_path: Path) -> None:
 
 @pytest.fixture
 def script() -> dict[str, Any]:
-    """first_version.py as a module."""
     return runpy.run_path(str(FILES / "first_version.py"))
 
 

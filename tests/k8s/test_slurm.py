@@ -49,8 +49,6 @@ STAND_INS = {
 
 
 class Job:
-    """A job of Slurm's under `directory`."""
-
     def __init__(self, directory: Path) -> None:
         bin_ = directory / "bin"
         bin_.mkdir()

@@ -81,7 +81,6 @@ class Watcher:
         return False
 
     def deliver(self, count: int) -> None:
-        """The watch brings the next events."""
         if self._board is None or not self.runs or not self.store.up:
             return
         for event in self.store.events[self._cursor : self._cursor + count]:
@@ -151,7 +150,6 @@ class Candidate(Watcher):
             self.disconnect()
 
     def resign(self) -> None:
-        """A clean stop."""
         self.disconnect()
         self.crash()
 

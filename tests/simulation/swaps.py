@@ -25,8 +25,6 @@ TEAR_ALL = 0.3  # of the schedules
 
 
 class Swaps(World):
-    """One fleet."""
-
     moves: ClassVar = {
         "calm_once": 6, "step": 63, "ask": 5, "publish": 4, "send": 4, "generate": 5, "let_time_pass": 5, "pause": 1,
         "restart_one": 2, "fail": 5,
@@ -306,7 +304,6 @@ class Swaps(World):
                 require(self.store.now - instance.pauses_seen <= PAUSE_TTL_S, "a pause outlived its owner")
 
     def check_serving(self, instance: Instance) -> None:
-        """Of one that takes requests."""
         engine = instance.engine
         if engine.version is None:
             require(instance.record.active_epoch == 0, f"{instance.name} serves dummy weights after a commit")

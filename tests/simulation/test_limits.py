@@ -70,8 +70,6 @@ class Lost:
 
 
 class SharedLimits(AwaitingWorld):
-    """Up to four gateways and one key."""
-
     moves: ClassVar = {
         "ask": 30, "let_time_pass": 40, "answer": 12, "come": 3, "leave": 1, "kill": 1, "cut_off": 2, "outage": 1,
         "be_slow": 5, "lose_lease": 1, "change_limits": 0.5,

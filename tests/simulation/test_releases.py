@@ -105,8 +105,6 @@ class Gateway:
 
 
 class Releasing(AwaitingWorld):
-    """Two or three gateways, of which one leads."""
-
     moves: ClassVar = {
         "let_time_pass": 40, "answer": 30, "begin": 5, "cancel": 1.5, "interfere": 0.5, "lead": 3, "restart": 1,
         "outage": 0.5, "cut_off": 2, "be_slow": 2, "refuse": 2,
