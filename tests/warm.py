@@ -1,7 +1,7 @@
 """Processes forked from one that has imported their libraries once, which saves each its imports.
 
 There are three such warm processes, which all workers share: ENGINES has vLLM, TRAINERS has Megatron-Core, SYNC has
-what peers and processes that publish import of weightsync. (BARE has nothing: test_warm.py starts one to see what
+what peers and processes that publish import of weightsync. (BARE has nothing: test_forks.py starts one to see what
 becomes of orders.) They are what `hotswap up` forks instances from (server/up/forks.py), but for this: they listen, and
 the libraries that an instance begins with are not loaded. `install()` has every `hotswap instance` that this process
 starts (server/up/processes.py) forked from the first.
@@ -24,6 +24,7 @@ from typing import Any
 from server.up import processes
 from server.up.forks import Forks
 from tests.started.sitecustomize import TEST
+from tests.waiting import wait_until
 from weightsync.dying import with_me
 
 ENGINES, TRAINERS, SYNC, BARE = "engines", "trainers", "sync", "bare"
@@ -75,10 +76,15 @@ def warm(kind: str) -> Forks:
 
 
 def connected(kind: str) -> Forks:
-    """By a connection of its own. What it has started is killed when the connection ends."""
+    """By a connection of its own. What it has started is killed when the connection ends.
+
+    Returns when the warm process has imported what it is to import, which no time limit of a test is meant for.
+    """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect(shared(kind))
-    return Forks(connection)
+    forks = Forks(connection)
+    wait_until(lambda: forks.look() or forks.ready, 600, f"the warm process of {kind} has imported")
+    return forks
 
 
 def install() -> None:
