@@ -92,7 +92,8 @@ def test_an_error_answer_is_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.broad
-def test_the_whole_run_writes_its_figures(tmp_path: Path) -> None:
+def test_the_whole_run_writes_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loadtest.gateway.cancel.GIVE_UP_S", 30.0)  # how soon is the bench's matter
     loads = [Load("many", body(), clients=2, seconds=0.3), STREAMS]
     results = run(tmp_path / "g.json", rounds=1, only=[FULL], loads=loads)
     written = orjson.loads((tmp_path / "g.json").read_bytes())
