@@ -51,7 +51,7 @@ class Clients:
         for thread in self._threads:
             thread.start()
         try:
-            # What the caller breaks next, it breaks under load: every client has had an answer's beginning or a fault.
+            # The caller breaks things under load only: every client has had an answer's beginning or a fault.
             comes_true(lambda: len(self.seen.tokens) + len(self.seen.faults) >= len(self._threads), 60)
             yield self.seen
         finally:

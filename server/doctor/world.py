@@ -253,7 +253,7 @@ async def _recorded(url: str, host: str) -> Path | None:
 
 
 def held_nbytes(path: Path) -> int:
-    """What a file takes, or the files in an arena. One that is removed meanwhile takes nothing."""
+    """The bytes that a file takes, or the files of an arena. A file that is removed meanwhile takes none."""
     with contextlib.suppress(OSError):
         return sum(map(_nbytes, path.iterdir())) if path.is_dir() else _nbytes(path)
     return 0

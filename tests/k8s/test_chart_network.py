@@ -1,5 +1,5 @@
-"""Who may talk to whom, worked out from the network policies; and over TLS: etcd takes its flags, and certificates are
-what those who look at them expect."""
+"""Connections that the network policies allow; and over TLS: etcd takes its flags, and certificates hold the names
+that their readers expect."""
 
 from __future__ import annotations
 

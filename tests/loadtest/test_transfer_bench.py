@@ -182,7 +182,7 @@ DIGESTS = tuple(xxhash.xxh3_128_hexdigest(DATA[n : n + CHUNK]) for n in range(0,
 
 
 class Holder:
-    """What a reader asks over the control channel, with a copy in memory behind a real transport."""
+    """Stands for a peer's control channel, with a copy in memory behind a real transport."""
 
     def __init__(self, transport: Transport, digests: tuple[str, ...]) -> None:
         self.data, self.told = bytearray(DATA), list[int]()

@@ -162,7 +162,7 @@ def _imported(file: Path) -> set[str]:
 
 # commands that only read
 
-# What takes a second or more to import, or is not there where only the command line is installed.
+# Packages that take a second or more to import, or are absent where only the command line is installed.
 HEAVY = {"torch", "transformers", "vllm", "megatron", "numpy", "fastapi", "uvicorn", "grpc", "huggingface_hub"}
 READ = """
 import runpy, sys

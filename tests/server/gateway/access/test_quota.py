@@ -1,4 +1,4 @@
-"""What a key uses: the window of a minute against a plain list, estimates, headers, costs, and budgets of a month."""
+"""The use of a key: the window of a minute against a plain list, estimates, headers, costs, and budgets of a month."""
 
 from __future__ import annotations
 

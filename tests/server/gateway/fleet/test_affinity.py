@@ -236,7 +236,7 @@ def held(gateway: RunningGateway, n: int = 0) -> int:
 
 
 async def answered_by(gateway: RunningGateway, ups: list[Upstream], question: int) -> list[int]:
-    """Which instance answers a new question to each application."""
+    """The instance that answers a new question to each application."""
     homes = []
     for application in APPLICATIONS:
         before = [len(asked(up)) for up in ups]

@@ -299,7 +299,7 @@ async def test_a_whole_answer_has_no_gaps_and_no_first_token(gateway: RunningGat
     assert found["gateway_time_to_first_byte_seconds_count"][()] == 4
     assert found["gateway_time_to_first_token_seconds_count"][()] == 0
     assert found["gateway_inter_token_latency_seconds_count"][()] == 0
-    # What was generated before is not counted a second time when it is fetched.
+    # A fetch does not count the tokens of an earlier generation a second time.
     assert found["gateway_prompt_tokens_total"] == {("/v1/completions",): 2, ("/v1/embeddings",): 2}
 
 
