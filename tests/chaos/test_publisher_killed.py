@@ -158,7 +158,14 @@ def test_killed_at(step: str, url: str) -> None:
 def test_killed_at_moments_nobody_chose(url: str) -> None:
     chance = random.Random(7)
     with Publisher(url, model=MODEL, lineage="observer") as observer:
-        for _ in range(6):
+
+        def left_behind() -> bool:
+            """Whether a dead trainer holds a slot that no ready version is in: only then can its slot be used again."""
+            ready = sum(v.state == "ready" for v in observer.versions())
+            return len(observer.arena.slots(MODEL)) > ready
+
+        # Where a kill falls depends on the machine, so trainers are killed until one has died in a publish.
+        for killed in range(1, 61):
             with subprocess.Popen([sys.executable, "-c", BUSY_TRAINER, url], stdout=subprocess.PIPE) as child:
                 assert child.stdout is not None
                 child.stdout.readline()
@@ -167,12 +174,14 @@ def test_killed_at_moments_nobody_chose(url: str) -> None:
             for record in observer.versions():
                 if record.state == "ready":
                     value_of(record)
+            if killed >= 6 and left_behind():
+                break
         versions = wait_for_leases(observer)
         numbers = [v.version for v in versions]
         assert numbers == sorted(set(numbers))
         # Trainers that die within a lease of each other hold a slot each, so how many there are is left to chance.
+        assert left_behind(), "no trainer left a slot behind"
         slots = set(observer.arena.slots(MODEL))
-        assert len(slots) > sum(v.state == "ready" for v in versions), "no trainer left a slot behind"
         for value in range(8):
             observer.publish(tensors(float(value)), activate=False)
             assert value_of(observer.versions()[-1]) == float(value)

@@ -199,7 +199,7 @@ async def test_each_consumer_has_a_bound_of_its_own(gateway: RunningGateway, rea
     async with gateway.instance():
         for number in range(5):
             await complete(gateway, str(number))
-    assert dropped(gateway, reader) == {"busy": 3}
+    await eventually(lambda: dropped(gateway, reader) == {"busy": 3}, 10)
     reader.go_on.set()
     await eventually(lambda: len(other.answers) == 5, 10)
     assert [answer.prompt for answer in reader.answers] == ["0", "1"]
@@ -229,7 +229,7 @@ async def test_a_consumer_that_fails_holds_up_nobody(gateway: RunningGateway, re
     async with gateway.instance():
         await complete(gateway, "x")
     await eventually(lambda: len(other.answers) == 1, 10)
-    assert dropped(gateway, reader) == {"failed": 1}
+    await eventually(lambda: dropped(gateway, reader) == {"failed": 1}, 10)
 
 
 async def test_what_cannot_be_read_is_counted(gateway: RunningGateway, reader: Reader) -> None:
