@@ -159,33 +159,36 @@ def test_killed_at_moments_nobody_chose(url: str) -> None:
     chance = random.Random(7)
     with Publisher(url, model=MODEL, lineage="observer") as observer:
 
-        def left_behind() -> bool:
-            """Whether a dead trainer holds a slot that no ready version is in: only then can its slot be used again."""
-            ready = sum(v.state == "ready" for v in observer.versions())
-            return len(observer.arena.slots(MODEL)) > ready
+        def publish_and_read() -> None:
+            """As often as retention needs to have as many slots as it ever takes."""
+            for value in range(8):
+                observer.publish(tensors(float(value)), activate=False)
+                assert value_of(observer.versions()[-1]) == float(value)
 
+        publish_and_read()
         # Where a kill falls depends on the machine, so trainers are killed until one has died in a publish.
-        for killed in range(1, 61):
+        died = False
+        for killed in range(60):
             with subprocess.Popen([sys.executable, "-c", BUSY_TRAINER, url], stdout=subprocess.PIPE) as child:
                 assert child.stdout is not None
                 child.stdout.readline()
                 time.sleep(chance.uniform(0.0, 0.15))
                 child.kill()
-            for record in observer.versions():
+            versions = observer.versions()
+            died |= any(record.state == "publishing" for record in versions)
+            for record in versions:
                 if record.state == "ready":
                     value_of(record)
-            if killed >= 6 and left_behind():
+            if killed >= 5 and died:
                 break
-        versions = wait_for_leases(observer)
-        numbers = [v.version for v in versions]
+        assert died, "no trainer died in a publish"
+        numbers = [v.version for v in wait_for_leases(observer)]
         assert numbers == sorted(set(numbers))
         # Trainers that die within a lease of each other hold a slot each, so how many there are is left to chance.
-        assert left_behind(), "no trainer left a slot behind"
         slots = set(observer.arena.slots(MODEL))
-        for value in range(8):
-            observer.publish(tensors(float(value)), activate=False)
-            assert value_of(observer.versions()[-1]) == float(value)
-        assert set(observer.arena.slots(MODEL)) == slots, "slots of dead trainers were not used again"
+        publish_and_read()
+        # A slot whose trainer died before the slot had its size may go, and none comes.
+        assert set(observer.arena.slots(MODEL)) <= slots, "slots of dead trainers were not used again"
 
 
 def test_a_stopped_trainer_that_wakes_up_late_is_refused(url: str) -> None:
