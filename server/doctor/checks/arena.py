@@ -67,17 +67,20 @@ def _private(directory: Path) -> Finding:
 
 
 def _dead_arenas(world: World) -> list[Path]:
-    """Of this user's: without a lock, a map, or a process that was told of them; not the one asked about."""
+    """Of this user's: without a lock, a map, or a process that was told of them; not the one asked about.
+
+    The directories are listed before their users, as an arena that is made meanwhile has a user.
+    """
+    found = [path for path in sorted(world.shm.glob("hotswap-*")) if path.is_dir()]
     used = {arena_directory(world), *arenas_in_environments(world)}
     used |= {world.shm / path.relative_to(world.shm).parts[0] for path in mapped_below(world, world.shm)}
     locked = locked_files(world)
-    found = [path for path in sorted(world.shm.glob("hotswap-*")) if path.is_dir() and path not in used]
-    return [path for path in found if _is_mine(path) and not locked & _inodes(path)]
+    return [path for path in found if path not in used and _is_mine(path) and not locked & _inodes(path)]
 
 
 def _dead_segments(world: World) -> list[Path]:
-    mapped = mapped_below(world, world.shm)
     found = [path for prefix in PREFIXES for path in sorted(world.shm.glob(f"{prefix}*"))]
+    mapped = mapped_below(world, world.shm)
     return [path for path in found if path not in mapped and _is_mine(path)]
 
 

@@ -17,9 +17,11 @@ from typing import Any
 
 import pytest
 
+from server.doctor.processes import arenas_in_environments, locked_files
 from server.doctor.world import World
 from tests.lacking import unable
 from tests.server.doctor.worlds import checkpoint, findings, host, only
+from tests.waiting import wait_until
 from weightsync import SyncStore
 from weightsync.control.records import ARENA_KEY, ArenaRecord
 
@@ -142,12 +144,20 @@ def test_leftovers_are_those_that_nobody_locks_maps_or_was_told_of(shm: Path) ->
         ):
             fcntl.flock(locked, fcntl.LOCK_SH)
             world = World(shm=shm, environ={"HOTSWAP_ARENA": str(shm / "hotswap-asked")})
+            wait_until(lambda: shm / "hotswap-told" in arenas_in_environments(world), 60)  # a new process has none yet
             found = only(findings("leftovers", world), "warn")
     finally:
         told.kill()
         told.wait()
     assert found.mend.endswith(f"rm -r {shm}/hotswap-dead {shm}/psm_dead {shm}/vllm_dist_dead")
     assert "16 KiB" in found.found
+
+
+def test_a_lock_that_some_readings_of_the_kernels_list_miss_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = "{}: FLOCK  ADVISORY  WRITE 700 00:1c:{} 0 EOF\n"
+    listed = [lock.format(1, 11) + lock.format(2, 12), lock.format(1, 12), "", ""]
+    monkeypatch.setattr(World, "read", lambda *_: listed.pop() if listed else None)
+    assert locked_files(World()) == {11, 12}
 
 
 def test_arenas_and_segments_that_others_remove_meanwhile_break_no_check(shm: Path) -> None:
