@@ -59,7 +59,7 @@ def _unpack(target: Path) -> bool:
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Helm with `arguments`; it finds no cluster and no plug-ins."""
     nowhere = {"HELM_NO_PLUGINS": "1", "KUBECONFIG": os.devnull, "PATH": os.environ["PATH"], "HOME": "/nonexistent"}
-    return subprocess.run([binary(), *arguments], capture_output=True, text=True, check=False, timeout=120, env=nowhere)
+    return subprocess.run([binary(), *arguments], capture_output=True, text=True, check=False, timeout=240, env=nowhere)
 
 
 def template(*options: str, name: str = "hotswap", chart: Path = CHART) -> subprocess.CompletedProcess[str]:

@@ -62,7 +62,7 @@ class Kubelet:
 
     def run(self, container: Object, given: list[str] | None = None) -> subprocess.CompletedProcess[str]:
         words, env = self.command(container, given)
-        return subprocess.run(words, env=env, capture_output=True, text=True, check=False, timeout=120)
+        return subprocess.run(words, env=env, capture_output=True, text=True, check=False, timeout=240)
 
     @contextlib.contextmanager
     def started(self, container: Object, **more: str) -> Iterator[subprocess.Popen[bytes]]:

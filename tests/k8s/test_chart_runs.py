@@ -44,7 +44,7 @@ class Node:
         self.processes[name] = process
 
         log = self.kubelet.log(found)
-        return lambda true: wait_until(true, 120, lambda: log.read_text()[-3000:], process)
+        return lambda true: wait_until(true, 240, lambda: log.read_text()[-3000:], process)
 
     def run(self, component: str, name: str) -> None:
         done = self.kubelet.run(self.container(component, name))
@@ -57,7 +57,7 @@ class Node:
         """The status that the kubelet would get; 0: no answer."""
         path = self.container("gateway", "gateway")[probe]["httpGet"]["path"]
         try:
-            return httpx.get(self.url + path, timeout=10).status_code
+            return httpx.get(self.url + path, timeout=60).status_code
         except httpx.TransportError:
             return 0
 
@@ -94,7 +94,7 @@ def test_a_member_of_etcd_starts_as_its_manifest_says(tmp_path: Path) -> None:
         try:
             url = f"etcd://127.0.0.1:{places['2379']}/hotswap?ca={tls.ca}"
             address = f"{url}&cert={tls.cert}&key={tls.key}"
-            wait_until(lambda: written(address), 60, lambda: (tmp_path / "log").read_text()[-3000:], process)
+            wait_until(lambda: written(address), 120, lambda: (tmp_path / "log").read_text()[-3000:], process)
             with pytest.raises(StoreRefused):  # without a certificate
                 written(url)
             assert httpx.get(f"http://127.0.0.1:{places['2381']}/health", timeout=30).json() == {"health": "true"}

@@ -28,8 +28,8 @@ STAND_INS = {
         while [ "$1" != python ] && [ "$1" != bash ]; do shift; done
         [ "$nodes" = 1 ] && exec "$@"
         export SLURM_NTASKS=$((nodes * tasks))
-        for ((n = 0; n < SLURM_NTASKS; n++)); do SLURM_PROCID=$n SLURM_LOCALID=$((n % tasks)) "$@" & done
         trap 'kill -TERM $(jobs -p)' TERM
+        for ((n = 0; n < SLURM_NTASKS; n++)); do SLURM_PROCID=$n SLURM_LOCALID=$((n % tasks)) "$@" & done
         while wait -n; [ -n "$(jobs -pr)" ]; do :; done""",
     "scontrol": 'echo "scontrol $*" >> "$TOLD"',
     "hotswap": """

@@ -288,7 +288,7 @@ def test_what_ends_because_a_part_of_it_was_frozen_has_not_ended_by_itself(
     process = Supervised("p", here, 0, words, {"PATH": os.environ["PATH"]}, tmp_path / "log")
     try:
         pid = process._process.pid
-        until(lambda: bool(psutil.Process(pid).children()))
+        until(lambda: [child.name() for child in psutil.Process(pid).children()] == ["sleep"])
         process.freeze(part)
         assert not process.runs
         process.thaw()

@@ -134,17 +134,17 @@ def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path, number: signa
     command = [sys.executable, "-m", "loadtest.demo", "--dir", str(tmp_path), "--no-keep"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     try:
-        wait_until(lambda: (tmp_path / "state/logs/instance-0.log").exists(), 120, process=process)
+        wait_until(lambda: (tmp_path / "state/logs/instance-0.log").exists(), 300, process=process)
         wait_until(lambda: len(psutil.Process(process.pid).children()) >= 2, 120, process=process)
         children = psutil.Process(process.pid).children(recursive=True)
         arenas = set(Path("/dev/shm").glob(f"hotswap-{MODEL}-*")) - before
         assert arenas
         process.send_signal(number)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=180)
         assert process.returncode == 130, said
         assert "interrupted" in said
         assert not [path for path in arenas if path.exists()]
-        _, alive = psutil.wait_procs(children, timeout=10)
+        _, alive = psutil.wait_procs(children, timeout=60)
         assert not alive
     finally:
         process.kill()

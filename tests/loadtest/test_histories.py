@@ -191,6 +191,7 @@ def test_the_recorder_writes_what_the_store_is_told(tmp_path: Path) -> None:
             store.put(KEYS.form("f"), b"large")
             store.delete(KEYS.leader)
             store.put(Keys("m2").swap, swap.to_json())
+            wait_until(lambda: b'"value":null' in log.path.read_bytes())  # `rest` does not wait for a deletion
             recorder.rest(0.0)
         text = log.path.read_bytes()
     found, *writes, rest = [orjson.loads(line) for line in text.splitlines()]

@@ -58,7 +58,7 @@ def saved_while_training(path: str, parallel: dict[str, int], directory: str, **
     with engine(path, parallel, **config) as built:
         checkpoints = Checkpoints(section, built, {"seed": 0})
         _steps(built, 0, 2)
-        with patch.object(StagedEngine, "write", lambda self: (gate.wait(60), WRITE(self))[1]):
+        with patch.object(StagedEngine, "write", lambda self: (gate.wait(600), WRITE(self))[1]):
             checkpoints.save(2, {"step": 2})
         through = _steps(built, 2, 4)
         unwritten = not list(Path(directory).glob("step-*"))

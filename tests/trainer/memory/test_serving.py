@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,7 +73,7 @@ def gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running
         yield running
 
 
-def config(gateway: RunningGateway, timeout_s: float = 20.0, ttl_s: float = 60.0, level: int = 2) -> ServingMemory:
+def config(gateway: RunningGateway, timeout_s: float = 120.0, ttl_s: float = 60.0, level: int = 2) -> ServingMemory:
     url = f"http://127.0.0.1:{gateway.admin_port}"
     return ServingMemory(admin_url=url, timeout_s=timeout_s, ttl_s=ttl_s, level=1 if level == 1 else 2, drain_s=1.0)
 
@@ -90,7 +91,7 @@ def test_the_whole_fleet_sleeps_and_wakes(gateway: RunningGateway, start: Starte
     for turn in (1, 2):
         getattr(engine, engine.leaves)()
         assert engine.state == away
-        assert not gateway.gateway.default.fleet.serving
+        wait_until(lambda: not gateway.gateway.default.fleet.serving)  # the store has told the trainer
         assert [len(instance.slept) for instance in instances] == [turn, turn]
         assert {(o.level, o.drain_s, o.ttl_s, o.requested_by) for i in instances for o in i.slept} == {
             (level, 1.0, 60.0, "trainer")
@@ -107,15 +108,24 @@ def test_one_that_does_not_obey_is_named_and_nobody_stays_asleep(gateway: Runnin
     start("good")
     start("deaf", deaf=True)
     engine = ServingEngine(Fleet(config(gateway, timeout_s=0.5)), 1000, 2)
-    with pytest.raises(SleepTimeout, match=r"deaf did not fall asleep within 0\.5 s.*memory\.serving\.timeout_s"):
+    named = r"deaf(, good)? did not fall asleep within 0\.5 s.*memory\.serving\.timeout_s"  # `good` may be late, too
+    with pytest.raises(SleepTimeout, match=named):
         engine.destroy()
     assert engine.state == "instantiated"
     wait_until(lambda: {i.record.id for i in gateway.gateway.default.fleet.serving} == {"good", "deaf"})
 
 
+class Often(threading.Event):
+    """Has orders renewed thirty times as they last: none ends because a thread of the trainer was late."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return super().wait(None if timeout is None else timeout / 10)
+
+
 def test_orders_end_with_the_trainer_that_renews_them(gateway: RunningGateway, start: Starter) -> None:
     instance = start("a")
-    fleet = Fleet(config(gateway, ttl_s=3.0))
+    fleet = Fleet(config(gateway, ttl_s=6.0))
+    fleet._stop = Often()
     fleet.sleep()
     first = SleepOrder.from_json(gateway.store.get(orders(KEYS) + "a").value)  # type: ignore[union-attr]
 
@@ -126,12 +136,13 @@ def test_orders_end_with_the_trainer_that_renews_them(gateway: RunningGateway, s
     wait_until(lambda: since() > first.since)
     assert len(instance.slept) == 1, "a renewal must not wake it"
     fleet._end_renewing()  # as if the trainer had been killed
-    wait_until(lambda: {i.record.id for i in gateway.gateway.default.fleet.serving} == {"a"})
+    wait_until(lambda: {i.record.id for i in gateway.gateway.default.fleet.serving} == {"a"}, 60)
 
 
 def test_orders_are_renewed_while_requests_end(gateway: RunningGateway, start: Starter) -> None:
-    instance = start("a", drain_s=4.0)
-    fleet = Fleet(config(gateway, ttl_s=3.0, timeout_s=8.0))
+    instance = start("a", drain_s=7.0)
+    fleet = Fleet(config(gateway, ttl_s=6.0))
+    fleet._stop = Often()
     fleet.sleep()
     assert len(instance.slept) == 1
     fleet.wake()

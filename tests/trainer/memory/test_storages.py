@@ -47,7 +47,7 @@ def test_resident_memory_falls_by_what_was_held_and_contents_return(tmp_path: Pa
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr
