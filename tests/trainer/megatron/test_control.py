@@ -6,16 +6,18 @@ import pytest
 
 from tests.trainer.ranks import Ranks
 
-TIMEOUT_S = 1.0
+MADE_WITH_S, TIMEOUT_S = 100.0, 1.0
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_lead_may_take_longer_than_a_collective(one_rank: Ranks, world: int) -> None:
-    found = one_rank.sharing(world).call("lead_takes_longer_than_a_collective_may", timeout_s=TIMEOUT_S)
+    limits = {"made_with_s": MADE_WITH_S, "timeout_s": TIMEOUT_S}
+    found = one_rank.sharing(world).call("lead_takes_longer_than_a_collective_may", **limits)
     assert [rank["lead"] for rank in found] == [True] + [False] * (world - 1)
     for rank in found:
+        assert rank["limits"] == [MADE_WITH_S] * 2, "the compute groups have the timeout"
         assert len(rank["told"]) == 2
-        assert all("timed out" in error.lower() for error in rank["told"]), "the compute groups have the timeout"
+        assert all("timed out" in error.lower() for error in rank["told"])
         assert rank["waited_s"] > 2 * TIMEOUT_S
 
 
