@@ -124,7 +124,7 @@ async def test_arrivals_do_not_wait_for_answers_and_tell_what_became_of_them() -
 
 async def test_broken_and_late_answers_are_no_good_ones() -> None:
     async with answering(5, broken=True) as url:
-        assert {s.status for s in await offered(url)} == {0, 429}
+        assert {0} <= {s.status for s in await offered(url)} <= {0, 429}
     async with answering(10**6) as url:
         assert {CUT} <= {s.status for s in await offered(url, grace_s=0.0)} <= {CUT, 429}
     assert {s.status for s in await offered("http://127.0.0.1:1")} == {0}
