@@ -47,6 +47,7 @@ pages.MOST_KEPT_S = 0.0  # a test that asks for metrics wants what has just happ
 # A gateway looks at files, deadlines, budgets and releases a few times a second; a test waits for each look.
 gateways.RELOAD_INTERVAL_S = gateways.SWEEP_INTERVAL_S = budgets.INTERVAL_S = 0.05
 webhooks.LOOK_S = progress.LOOK_S = runner.FLUSH_S = 0.05  # type: ignore[misc]
+gateways.FIRST_VIEW_TIMEOUT_S = 60.0  # one that gives up sooner begins without keys, cache scopes and limits
 # uvicorn looks ten times a second whether it is to end, and whether its connections have.
 _HURRIED = {"sleep": lambda for_s: asyncio.sleep(for_s / 20)}
 uvicorn.server.asyncio = types.SimpleNamespace(**(vars(asyncio) | _HURRIED))  # type: ignore[assignment]
@@ -60,11 +61,11 @@ class Client:
     writer: asyncio.StreamWriter
 
     async def answer(self) -> Answer:
-        return await asyncio.wait_for(read_answer(self.reader), 30)
+        return await asyncio.wait_for(read_answer(self.reader), 120)
 
     async def rest(self) -> bytes:
         """All bytes until the gateway closes the connection."""
-        return await asyncio.wait_for(self.reader.read(), 30)
+        return await asyncio.wait_for(self.reader.read(), 120)
 
 
 @dataclass
@@ -228,12 +229,12 @@ def gateway_process(
     try:
         with contextlib.closing(SyncStore(store)) as opened:
             found = GatewayProcess("127.0.0.1", port, admin_port, opened, log, process)
-            wait_until(found.is_up, 60, log.read_text, process)
+            wait_until(found.is_up, 180, log.read_text, process)
             yield found
     finally:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(30)
+            process.wait(120)
         process.kill()
         process.wait()
 
@@ -248,7 +249,7 @@ def running_gateway(directory: Path, **settings: Any) -> Iterator[RunningGateway
     shared(SYNC)  # which ends with the thread that has it started
     thread = threading.Thread(target=server.run, kwargs={"sockets": listeners}, name="gateway")
     thread.start()
-    wait_until(lambda: server.started or not thread.is_alive())
+    wait_until(lambda: server.started or not thread.is_alive(), 120)
     assert server.started, "the gateway did not start"
     store = SyncStore(url)
     assert config.admin_port is not None
@@ -259,6 +260,6 @@ def running_gateway(directory: Path, **settings: Any) -> Iterator[RunningGateway
         server.should_exit = True
         thread.join(10)
         server.force_exit = True
-        thread.join(20)
+        thread.join(60)
         store.close()
         assert not thread.is_alive()

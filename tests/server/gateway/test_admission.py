@@ -23,7 +23,7 @@ from tests.server.gateway.upstream import Handler, Link, Received, Upstream, ans
 from tests.waiting import eventually
 from weightsync.control.records import ActiveRecord, SwapRecord
 
-SETTINGS = UpstreamSettings(scrape_interval_s=3600.0, hold_s=0.0, max_held=3)
+SETTINGS = UpstreamSettings(scrape_interval_s=3600.0, max_idle_s=3600.0, hold_s=0.0, max_held=3)
 
 
 @pytest.fixture
@@ -389,9 +389,9 @@ async def test_a_client_leaves_while_it_waits(gateway: RunningGateway) -> None:
     async with serving(gateway, 4) as up:
         async with waiting(gateway, "X-Hotswap-Version: 5\r\nX-Hotswap-Wait-S: 60\r\n") as client:
             client.writer.transport.abort()
-        await eventually(lambda: len(gateway.gateway.default.fleet.room) == 0)
+        await eventually(lambda: gateway.gateway.default.stats.holds["version", "left"] == 1)
+        assert len(gateway.gateway.default.fleet.room) == 0
         assert gateway.gateway.default.stats.disconnects["held"] == 1
-        assert gateway.gateway.default.stats.holds["version", "left"] == 1
         commit(gateway, 5, 5)
         gateway.register(up, active_version=5, active_epoch=5)
         assert (await gateway.ask(post())).status == 200
@@ -412,6 +412,6 @@ async def test_those_who_wait_are_bounded(gateway: RunningGateway) -> None:
 
 async def test_a_slow_refusal_uses_up_the_wait(gateway: RunningGateway) -> None:
     async with serving(gateway, 4, refusing(10**6)) as up:
-        answer = await gateway.ask(post(headers="X-Hotswap-Version: 4\r\nX-Hotswap-Wait-S: 0.7\r\n"))
+        answer = await gateway.ask(post(headers="X-Hotswap-Version: 4\r\nX-Hotswap-Wait-S: 2\r\n"))
         assert answer.refusal == (504, "version_wait_timeout")
         assert len(up.requests) >= 2

@@ -21,7 +21,7 @@ from tests.waiting import eventually
 from weightsync.control.records import InstanceRecord
 from weightsync.store import Event, KeyValue
 
-QUIET = UpstreamSettings(scrape_interval_s=3600.0, hold_s=0.0)
+QUIET = UpstreamSettings(scrape_interval_s=3600.0, max_idle_s=3600.0, hold_s=0.0)
 
 
 class Fault(Exception):
@@ -61,7 +61,7 @@ async def test_a_task_that_fails_begins_again(gateway: RunningGateway, monkeypat
         assert (await gateway.ask(post())).status == 200
         pools = [i.pool for i in gateway.gateway.default.fleet.instances.values()]
         assert sum(pool.idle for pool in pools) == 1
-        ahead_s = 60.0
+        ahead_s = 3601.0
         await eventually(lambda: not sum(pool.idle for pool in pools))  # swept after its idle time
 
 
@@ -90,7 +90,7 @@ async def test_an_answer_to_a_fault_of_the_app_has_its_id_and_its_line(
     monkeypatch.setattr(type(gateway.gateway.document), "get", fail)
     got = await gateway.ask(get("/openapi.json"))
     assert got.refusal == (500, "internal_error")
-    (line,) = ends
+    (line,) = await eventually(lambda: ends)
     assert (line.request_id, line.status) == (got.headers["x-request-id"], 500)
 
 

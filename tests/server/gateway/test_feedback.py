@@ -69,7 +69,7 @@ async def records(gateway: RunningGateway, answer_id: str, count: int) -> list[d
         found[:] = [record for record in logged(gateway) if record["id"] == answer_id]
         return len(found) >= count
 
-    await eventually(there, 10)
+    await eventually(there)
     assert len(found) == count
     return found
 
@@ -201,6 +201,7 @@ async def test_requests_without_a_key_are_kept_where_the_gateway_is_told_so(tmp_
 
 
 async def test_feedback_finds_the_gateway_that_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.answers.feedback.PASS_ON_S", 60.0)
     settings = AnswerSettings(segment_s=0.01)
     with running_gateway(tmp_path, answers=settings) as one, running_gateway(tmp_path, answers=settings) as other:
         async with one.instance(answer_chat, active_version=3):

@@ -110,7 +110,8 @@ def test_a_generated_admin_key_works_and_is_private(tmp_path: Path) -> None:
         path = tmp_path / "admin.key"
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         key = path.read_text().strip()
-        answer = httpx.get(f"{running.admin_url}/admin/weights", headers={"authorization": f"Bearer {key}"})
+        headers = {"authorization": f"Bearer {key}"}
+        answer = httpx.get(f"{running.admin_url}/admin/weights", headers=headers, timeout=60)
         assert answer.json() == {"model": "toy", "active": None, "versions": []}
     assert running.process.returncode in (0, -signal.SIGTERM)
     assert key not in running.log.read_text()
@@ -118,7 +119,7 @@ def test_a_generated_admin_key_works_and_is_private(tmp_path: Path) -> None:
 
 def presented(gateway: RunningGateway) -> bytes:
     """The certificate a client gets now."""
-    pem = ssl.get_server_certificate((gateway.host, gateway.port), timeout=10)
+    pem = ssl.get_server_certificate((gateway.host, gateway.port), timeout=60)
     return ssl.PEM_cert_to_DER_cert(pem)
 
 
@@ -129,7 +130,7 @@ def test_a_renewed_certificate_needs_no_restart(tmp_path: Path, monkeypatch: pyt
     with running_gateway(tmp_path, ssl_certfile=cert, ssl_keyfile=key) as gateway:
         first = presented(gateway)
         url = f"https://{gateway.host}:{gateway.port}"
-        with httpx.Client(verify=False, base_url=url) as client:
+        with httpx.Client(verify=False, base_url=url, timeout=60) as client:
             assert client.get("/healthz").status_code == 200
             answer = client.post("/v1/completions", content=b"{")
             assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")

@@ -33,7 +33,8 @@ from weightsync.control.records import InstanceRecord, SwapRecord
 from weightsync.errors import TlsUnavailable
 from weightsync.tls import ClusterTls
 
-QUIET = UpstreamSettings(scrape_interval_s=3600.0, hold_s=0.0, health=HealthSettings(eject_after=10**6))
+HARDY = HealthSettings(eject_after=10**6)
+QUIET = UpstreamSettings(scrape_interval_s=3600.0, max_idle_s=3600.0, hold_s=0.0, health=HARDY)
 STREAM = post(body={"stream": True})
 
 
@@ -181,7 +182,7 @@ async def test_health_and_load_are_asked_over_tls(
     authority: Authority, member: ClusterTls, stranger: ClusterTls, tmp_path: Path
 ) -> None:
     well = Moody(page=b'vllm:num_requests_running{x="1"} 3.0\n')
-    settings = UpstreamSettings(scrape_interval_s=0.02, scrape_timeout_s=10.0)
+    settings = UpstreamSettings(scrape_interval_s=0.02, scrape_timeout_s=30.0)
     files = authority.mount(tmp_path / "gateway")
     with running_gateway(tmp_path, cluster_tls=files, upstream=settings) as gateway:
         async with (
@@ -269,7 +270,8 @@ async def test_a_gateway_process_streams_over_mutual_tls(
         record = InstanceRecord("i0", up.address, "SERVING", active_version=1, active_epoch=1)
         process.store.put(KEYS.instance("i0"), record.to_json())
         ready = f"http://127.0.0.1:{process.port}/readyz"
-        await asyncio.to_thread(wait_until, lambda: is_up(ready), 30)
+        # Whichever of the two workers is asked.
+        await asyncio.to_thread(wait_until, lambda: all(is_up(ready) for _ in range(16)), 60)
         answer = await process.ask(STREAM)
         assert answer.body == b"".join(b"data: %d\n\n" % number for number in range(20))
         assert shown == {der(files)}
@@ -279,8 +281,8 @@ def test_the_admin_port_wants_a_certificate_and_the_key(
     process: GatewayProcess, authority: Authority, member: ClusterTls
 ) -> None:
     url, key = f"{process.admin_url}/admin/instances", {"authorization": f"Bearer {ADMIN_KEY}"}
-    wait_until(lambda: is_up(f"{process.admin_url}/healthz", member.client_context()), 30)
-    with httpx.Client(verify=member.client_context(), trust_env=False) as client:
+    wait_until(lambda: is_up(f"{process.admin_url}/healthz", member.client_context()), 60)
+    with httpx.Client(verify=member.client_context(), timeout=60, trust_env=False) as client:
         assert client.get(url).status_code == 401
         assert client.get(url, headers=key).status_code == 200
     anonymous = ssl.create_default_context(cafile=authority.ca)
@@ -288,7 +290,7 @@ def test_the_admin_port_wants_a_certificate_and_the_key(
         client.get(url, headers=key)
     with pytest.raises(httpx.TransportError):
         httpx.get(url.replace("https", "http"), headers=key, trust_env=False)
-    assert httpx.get(f"http://127.0.0.1:{process.port}/healthz").status_code == 200
+    assert httpx.get(f"http://127.0.0.1:{process.port}/healthz", timeout=60).status_code == 200
 
 
 def test_commands_reach_the_admin_port(
@@ -297,7 +299,7 @@ def test_commands_reach_the_admin_port(
     (tmp_path / "key").write_text(ADMIN_KEY)
     monkeypatch.delenv("HOTSWAP_CLUSTER_TLS", raising=False)
     monkeypatch.delenv("HOTSWAP_ADMIN_KEY", raising=False)
-    wait_until(lambda: is_up(f"{process.admin_url}/healthz", member.client_context()), 30)
+    wait_until(lambda: is_up(f"{process.admin_url}/healthz", member.client_context()), 60)
     ask = lambda: AdminClient(None, process.admin_url, tmp_path / "key").call("GET", "/admin/instances")  # noqa: E731
     with pytest.raises(RequestFailed, match="CERTIFICATE_VERIFY_FAILED"):
         ask()

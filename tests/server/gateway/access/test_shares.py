@@ -119,7 +119,7 @@ async def gateways(connect: Callable[[], Store], number: int, limit: int) -> Asy
             await one.sharing.enter()
             one.task = asyncio.create_task(one.sharing.run())
             stack.push_async_callback(ended, one.task)
-            await asyncio.wait_for(one.sharing.entered.wait(), 20)
+            await asyncio.wait_for(one.sharing.entered.wait(), 120)
             every.append(one)
         yield every
 

@@ -11,12 +11,14 @@ import pytest
 
 from tests.server.gateway.harness import KEYS, RunningGateway, running_gateway
 from tests.waiting import wait_until
+from tests.warm import SYNC, warm
 from weightsync.control.records import VersionRecord
 
 
 @pytest.fixture(scope="module")
 def arena() -> Iterator[Path]:
     """Where every push of a module puts its slots, also those that are ended before they ask."""
+    warm(SYNC)  # imports now, and not in the time that a client waits for its push
     directory = Path(tempfile.mkdtemp(prefix="hotswap-gateway-test-", dir="/dev/shm"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOTSWAP_ARENA", str(directory))

@@ -91,7 +91,7 @@ async def participating(
     member = Participant(store, gateway.gateway.config.model, record, toy.stage, toy.commit)
     member.start()
     try:
-        await asyncio.wait_for(member.serving(), 10)
+        await asyncio.wait_for(member.serving(), 60)
         yield member
     finally:
         await member.stop()
@@ -161,7 +161,7 @@ async def test_a_rolling_swap_and_a_rollback_to_a_named_version(gateway: Running
     toy = Toy()
     async with upstream(answering_as(toy)) as instance, participating(gateway, toy, address=instance.address):
         for version in (1, 2, 3):
-            body = {"path": path, "mode": "rolling", "drain_s": 0, "deadline_s": 10}
+            body = {"path": path, "mode": "rolling", "drain_s": 0, "deadline_s": 60}
             status, pushed = await ask(gateway, "POST", "/weights", **body)
             assert (status, pushed["swap"]["version"]) == (200, version), pushed
         swap = pushed["swap"]
@@ -219,7 +219,7 @@ async def test_a_push_outlives_the_client_that_asked(gateway: RunningGateway, tm
     async with participating(gateway, toy):
         raw = post("/admin/weights", {"path": checkpoint(tmp_path / "model")}, ADMIN)
         async with gateway.client(raw, admin=True) as client:
-            await eventually(lambda: toy.staged == [1], 30)
+            await eventually(lambda: toy.staged == [1], 120)
             client.writer.transport.abort()
         assert toy.hold is not None
         toy.hold.set()
@@ -303,13 +303,22 @@ def real_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("server.gateway.models.model.Pusher", Pusher)
 
 
+def pushing() -> list[psutil.Process]:
+    """The publications that are children of this process, and have not ended meanwhile."""
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += [child] if "weightsync.push" in child.cmdline() else []
+    return found
+
+
 @pytest.mark.usefixtures("real_processes")
 async def test_a_push_that_takes_too_long_is_ended(tmp_path: Path, arena: Path) -> None:
     with running_gateway(tmp_path, upstream=SETTINGS, push_timeout_s=0.01) as gateway:
         status, answer = await ask(gateway, "POST", "/weights", path=checkpoint(tmp_path / "model"))
         assert (status, answer["code"]) == (504, "push_timeout")
         assert (await ask(gateway, "GET", "/weights"))[1]["versions"] == []
-        assert not [p for p in psutil.Process().children() if "weightsync.push" in p.cmdline()]
+        assert not pushing()
 
 
 @pytest.mark.usefixtures("real_processes")
@@ -317,8 +326,8 @@ async def test_stopping_the_gateway_ends_its_push(tmp_path: Path, arena: Path) -
     with running_gateway(tmp_path, upstream=SETTINGS) as gateway:
         raw = post("/admin/weights", {"path": checkpoint(tmp_path / "model")}, ADMIN)
         async with gateway.client(raw, admin=True):
-            await eventually(lambda: any("weightsync.push" in p.cmdline() for p in psutil.Process().children()))
-    assert not [p for p in psutil.Process().children() if "weightsync.push" in p.cmdline()]
+            await eventually(pushing)
+    assert not pushing()
 
 
 # the table

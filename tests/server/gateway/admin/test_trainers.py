@@ -49,10 +49,10 @@ class Client(httpx.AsyncClient):
 
     def __init__(self, gateway: RunningGateway) -> None:
         # As `requests` makes of http://:KEY@host, for upstream's clients that have no setting for a key.
-        super().__init__(base_url=gateway.admin_url, auth=("", ADMIN_KEY), trust_env=False)
+        super().__init__(base_url=gateway.admin_url, auth=("", ADMIN_KEY), timeout=120, trust_env=False)
 
     async def call(self, path: str, body: Any = None) -> tuple[int, dict[str, Any]]:
-        answer = await self.post(path, json=body, timeout=60)
+        answer = await self.post(path, json=body)
         return answer.status_code, answer.json()
 
 
@@ -206,7 +206,7 @@ async def test_vllm_pause_and_resume(gateway: RunningGateway) -> None:
         assert (await client.get("/is_paused")).json() == {"is_paused": False}
         status, answer = await client.call("/pause?mode=keep&clear_cache=false")
         assert (status, answer["status"], answer["ttl_s"]) == (200, "paused", 120)
-        await client.call("/pause?ttl_s=5")
+        await client.call("/pause?ttl_s=500")
         assert (await client.get("/is_paused")).json() == {"is_paused": True}
         assert (await client.call("/resume")) == (200, {"status": "resumed"})
         assert (await client.get("/is_paused")).json() == {"is_paused": False}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ models:
 aliases:
   fast: [small, big]
 """
+QUIET = UpstreamSettings(scrape_interval_s=3600.0)  # what instances are asked is what the tests ask
 
 
 def answers(name: str, *, models: tuple[str, ...] = (), after: asyncio.Event | None = None) -> Handler:
@@ -59,7 +61,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def gateway(file: Path) -> Iterator[RunningGateway]:
-    with running_gateway(file.parent, model="", models=file, run_coordinator=False) as g:
+    with running_gateway(file.parent, model="", models=file, run_coordinator=False, upstream=QUIET) as g:
         yield g
 
 
@@ -99,7 +101,8 @@ async def test_the_name_in_the_body_chooses_the_model(gateway: RunningGateway) -
         assert 'hotswap_gateway_requests_total{model="big",route="/v1/completions",status="200"} 1.0' in page
 
 
-async def test_the_list_has_every_name(gateway: RunningGateway) -> None:
+async def test_the_list_has_every_name(gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.gateway.models.listing.TIMEOUT_S", 60.0)
     async with both(gateway):
         assert await listed(gateway) == ["small", "tuned", "big", "fast"]
     gateway.store.delete(Keys("small").instance("s"))
@@ -164,7 +167,7 @@ async def test_a_full_queue_falls_back_and_a_lost_answer_does_not(file: Path) ->
             await answers("small", after=release)(link, asked)
 
     settings = {"model": "", "models": file, "run_coordinator": False, "queue": QueueSettings(max_entries=0)}
-    with running_gateway(file.parent, **settings, upstream=UpstreamSettings(max_in_flight=1)) as gateway:
+    with running_gateway(file.parent, **settings, upstream=replace(QUIET, max_in_flight=1)) as gateway:
         big = gateway.instance(answers("big"), "b", model="big")
         async with gateway.instance(slow, "s", model="small") as small, big:
             first = asyncio.create_task(ask(gateway, model="fast"))

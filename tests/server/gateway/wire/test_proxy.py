@@ -18,7 +18,9 @@ from server.gateway.wire.pool import Outbox
 from tests.server.gateway.harness import ADMIN_KEY, RunningGateway, get, post, running_gateway
 from tests.server.gateway.upstream import Link, Received, answering, sending, streaming, upstream
 
-PATIENT = UpstreamSettings(connect_timeout_s=60.0, read_idle_timeout_s=60.0, scrape_interval_s=3600.0, hold_s=0.0)
+PATIENT = UpstreamSettings(
+    connect_timeout_s=60.0, read_idle_timeout_s=60.0, max_idle_s=3600.0, scrape_interval_s=3600.0, hold_s=0.0
+)
 
 
 @pytest.fixture(scope="module")
@@ -175,8 +177,11 @@ async def test_an_instance_that_accepts_nobody_is_503_in_time(tmp_path: Path) ->
     assert answer.refusal == (503, "instance_unreachable")
 
 
-async def test_stale_pooled_connection_is_retried_once(gateway: RunningGateway) -> None:
+async def test_stale_pooled_connection_is_retried_once(
+    gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The instance closes an idle connection just as the next request is on its way."""
+    monkeypatch.setattr("server.gateway.exchange.STALE_S", 60.0)
 
     async def handler(link: Link, received: Received) -> None:
         if len(up.requests) == 2:
@@ -217,7 +222,7 @@ async def test_what_comes_in_the_turn_of_an_answer_s_end_is_answered_behind_it(
         async with gateway.client(post()) as client:
             first = await client.answer()
             assert (first.status, first.body) == (200, b'{"ok":true}')
-            assert (await asyncio.wait_for(client.reader.readline(), 5)).startswith(said)
+            assert (await asyncio.wait_for(client.reader.readline(), 60)).startswith(said)
 
 
 @pytest.mark.parametrize(
