@@ -190,7 +190,7 @@ async def test_how_long_each_side_may_stand_still(tmp_path: Path) -> None:
         await eventually(lambda: len(up.requests) == 1)
         stalled.pause()
         at = stalled.last_progress
-        stalled.sweep(at + 20.0, stalled_client_s=20.0)
+        stalled.sweep(at + 19.5, stalled_client_s=20.0)
         assert stalled.state is not State.ENDED
         stalled.sweep(at + 20.5, stalled_client_s=20.0)
         assert (stalled.state, stalled.status, stats.disconnects["stalled"]) == (State.ENDED, 499, 1)
@@ -199,7 +199,7 @@ async def test_how_long_each_side_may_stand_still(tmp_path: Path) -> None:
         silent, client = begun()
         await eventually(lambda: len(up.requests) == 2)
         at = silent.last_progress
-        silent.sweep(at + 600.0, stalled_client_s=1.0)
+        silent.sweep(at + 599.5, stalled_client_s=1.0)
         assert silent.state is not State.ENDED
         silent.sweep(at + 600.5, stalled_client_s=1000.0)
         assert (silent.state, silent.status, stats.disconnects["stalled"]) == (State.ENDED, 504, 1)
