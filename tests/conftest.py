@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import httpx._config
 import httpx._transports.default
 import pytest
 from hypothesis import settings
@@ -53,6 +54,9 @@ def _ssl_context(verify: Any = True, cert: Any = None, trust_env: bool = True) -
 
 # httpx makes a context for every client, also for plain HTTP: 20 ms, for some thousands of clients.
 httpx._transports.default.create_ssl_context = _ssl_context  # type: ignore[attr-defined]
+
+# httpx gives up after 5 seconds where it is told nothing else, and a busy machine may answer later.
+httpx._config.DEFAULT_TIMEOUT_CONFIG.read = 120.0
 
 pytest_plugins = ("tests.tiers", "tests.report")
 
@@ -120,5 +124,5 @@ def pair(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
 @pytest.fixture
 def fleet(pair: fleets.Fleet) -> fleets.Fleet:
     """`pair`, whole again."""
-    wait_until(pair.mended, 200)
+    wait_until(pair.mended, 280)
     return pair

@@ -65,7 +65,7 @@ class Etcd:
                 self._processes[index] = self._spawn(index)
         log = self.directory / "log"
         for host, process in zip(self.hosts, self._processes, strict=True):
-            wait_until(partial(_listens, host), 60, lambda: log.read_text()[-2000:], process)
+            wait_until(partial(_listens, host), 120, lambda: log.read_text()[-2000:], process)
 
     def _spawn(self, index: int) -> subprocess.Popen[bytes]:
         peers = [f"http://127.0.0.1:{port}" for port in self._ports[len(self.hosts) :]]

@@ -52,15 +52,15 @@ class Clients:
             thread.start()
         try:
             # The caller breaks things under load only: every client has had an answer's beginning or a fault.
-            comes_true(lambda: len(self.seen.tokens) + len(self.seen.faults) >= len(self._threads), 60)
+            comes_true(lambda: len(self.seen.tokens) + len(self.seen.faults) >= len(self._threads), 120)
             yield self.seen
         finally:
             self._stop.set()
             for thread in self._threads:
-                thread.join(60)
+                thread.join(240)
 
     def _run(self, url: str) -> None:
-        with httpx.Client(base_url=url, timeout=httpx.Timeout(60, connect=5)) as http:
+        with httpx.Client(base_url=url, timeout=240) as http:
             while not self._stop.is_set():
                 try:
                     self._ask(http)
@@ -140,7 +140,7 @@ class Fleet:
             self.revive()
             return self.all_serve(version)
 
-        return comes_true(look, 200)
+        return comes_true(look, 280)
 
     def swap(self) -> SwapRecord:
         with contextlib.closing(SyncStore(self.live.processes.store)) as store:
@@ -172,5 +172,5 @@ def running(
         found = Fleet(live, checkpoints, etcd, url)
         found.version_of[live.active()] = 0
         yield found
-        live.recorder.rest(60)
+        live.recorder.rest(200)
     etcd.close()

@@ -46,7 +46,7 @@ async def events(
 ) -> AsyncIterator[dict[str, Any]]:
     """The payloads of a streamed answer, as they come. `server`: options of an httpx client."""
     async with (
-        httpx.AsyncClient(**server, timeout=60) as client,
+        httpx.AsyncClient(**server, timeout=240) as client,
         client.stream("POST", route, json=body, headers=headers) as answer,
     ):
         assert answer.status_code == 200, await answer.aread()
@@ -75,7 +75,7 @@ class LiveServer:
                 for name, child in self.processes.children.items():
                     if name.startswith("instance-"):
                         check_engine(child.log)
-                with httpx.Client(base_url=self.url, timeout=60) as self.client, self._admin() as self.admin:
+                with httpx.Client(base_url=self.url, timeout=240) as self.client, self._admin() as self.admin:
                     yield self
         finally:
             self.processes.stop()
@@ -100,7 +100,7 @@ class LiveServer:
 
     def _admin(self) -> httpx.Client:
         key = {"authorization": f"Bearer {self.processes.admin_key}"}
-        return httpx.Client(base_url=self.processes.admin_url, headers=key, timeout=120)
+        return httpx.Client(base_url=self.processes.admin_url, headers=key, timeout=280)
 
     def push(self, directory: Path, *, activate: bool = True) -> int:
         """Publish a checkpoint through the admin API, and activate it; its version."""
@@ -148,7 +148,7 @@ class LiveServer:
         log = self.processes.state_dir / "logs" / f"gateway-{port}.log"
         gateway = Child("another", ["server.gateway", *common, *args], log)
         try:
-            wait_until(lambda: _ready(url), 30, what=lambda: gateway.tail())
+            wait_until(lambda: _ready(url), 200, what=lambda: gateway.tail())
             LOGS[port] = LOGS[self.processes.config.port]
             yield url
         finally:

@@ -57,8 +57,8 @@ class RayCluster:
         code = f"import ray; ray.init({self.address!r}, log_to_driver=False); print(ray.available_resources()['CPU'])"
 
         def ask() -> float:
-            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
             return float(done.stdout or 0)
 
-        wait_until(lambda: ask() == self.whole(), 60, lambda: f"{ask()} of {self.whole()} CPUs are free")
+        wait_until(lambda: ask() == self.whole(), 240, lambda: f"{ask()} of {self.whole()} CPUs are free")
         return ask()

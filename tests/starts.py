@@ -57,12 +57,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Shared 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Raises UsageError for a file that uses a shared server and is not in its list."""
+    """Raises UsageError for a file that uses a shared server and is not in its list. One test of such a file starts the
+    server, which its time limit does not count."""
     for item in items:
         made = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009 - of functions, which all items are
         used = {name for name in _SERVER_OF.values() if name in made and made[name][-1].baseid == "tests"}
         if used - {scope(item.nodeid)}:
             raise pytest.UsageError(f"{item.nodeid} uses {used}: add its file to the list in tests/starts")
+        if used and item.get_closest_marker("timeout") is None:  # the start of a server has a limit of its own
+            item.add_marker(pytest.mark.timeout(600, func_only=True))
 
 
 def install() -> None:

@@ -189,14 +189,14 @@ def test_the_transport(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             transport.register(bytearray(10), writable=True),
         )
         region = base64.b64decode(offer["blocks"][0]["region"])
-        link.read(into, region, [Piece(2, 4, 8)], 1.0)
+        link.read(into, region, [Piece(2, 4, 8)], 60.0)
         assert bytes(into.view)[2:] == np.arange(1, 3, dtype=np.float32).tobytes()
         with pytest.raises(TransferFailed, match="beyond"):
-            link.read(into, region, [Piece(0, 0, 11)], 1.0)
+            link.read(into, region, [Piece(0, 0, 11)], 60.0)
         holder.kill()
         holder.wait()
         with pytest.raises(TransferFailed):
-            link.read(into, region, [Piece(0, 0, 10)], 1.0)
+            link.read(into, region, [Piece(0, 0, 10)], 60.0)
 
 
 def test_the_metric() -> None:
@@ -253,7 +253,7 @@ def test_the_route() -> None:
 
 
 LIMIT = """
-import sys, types
+import sys, time, types
 from pathlib import Path
 
 path = Path("server/key_limits.py")
@@ -274,6 +274,7 @@ from server.gateway.admin import keys
 from server.gateway.observe.stats import ProcessStats
 from server.gateway.wire.bodies import Usage, check_object
 
+time.monotonic = lambda: 1000.0  # a second that passes between two requests changes what is told of them
 limits = KeyLimits(output_tokens_per_min=100)
 assert KeyLimits.from_json(limits.to_json()) == limits and limits.bounded
 assert keys.Limits(output_tokens_per_min=100).on(KeyLimits()) == limits

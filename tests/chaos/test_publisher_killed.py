@@ -31,7 +31,7 @@ from weightsync import Publisher
 from weightsync.memory import ledger
 from weightsync.publish import publisher
 
-url, stop_at = sys.argv[1], sys.argv[2]
+url, stop_at, lease_s = sys.argv[1], sys.argv[2], float(sys.argv[3])
 
 def halt(step):
     if step == stop_at:
@@ -60,7 +60,7 @@ around(publisher.Publisher, "_make_ready", "header, not ready")
 around(ledger.Ledger, "make_ready", "ready, slot still locked", after=True)
 
 names = [f"model.layers.{i}.weight" for i in range(8)]
-with Publisher(url, model="demo", lease_ttl_s=0.8) as pub:
+with Publisher(url, model="demo", lease_ttl_s=lease_s) as pub:
     with pub.begin([(name, "float32", (64, 1024)) for name in names], step=2) as new:
         for i, name in enumerate(names):
             if i == 4:
@@ -102,7 +102,9 @@ def tensors(value: float) -> dict[str, np.ndarray]:
 
 
 def run_and_kill(url: str, step: str) -> None:
-    with subprocess.Popen([sys.executable, "-c", TRAINER, url, step], stdout=subprocess.PIPE, text=True) as child:
+    # A lease is waited for only where there is no commit. A short one might end before the commit on a busy machine.
+    command = [sys.executable, "-c", TRAINER, url, step, str(LEASE_S if step in BEFORE_COMMIT else 60)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         assert child.stdout.readline().strip() == step
         child.kill()
@@ -119,7 +121,7 @@ def value_of(record: VersionRecord) -> float:
 
 def wait_for_leases(publisher: Publisher) -> list[VersionRecord]:
     """The versions once every dead publisher's lease has ended."""
-    wait_until(lambda: not any(v.state == "publishing" for v in publisher.versions()), 20)
+    wait_until(lambda: not any(v.state == "publishing" for v in publisher.versions()), 60)
     return publisher.versions()
 
 
@@ -208,4 +210,5 @@ def test_a_stopped_trainer_that_wakes_up_late_is_refused(url: str) -> None:
             draft.commit()
         assert [value_of(v) for v in other.versions()] == [5.0]
         lease.lost.set()
+        stopped._ledger._lease_ttl_s = 60.0  # so that it does not end in the last publish too
         assert stopped.publish(tensors(7.0), activate=False) == 3

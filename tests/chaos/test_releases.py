@@ -62,7 +62,7 @@ class Release:
         self._fleet, self._store = fleet, store
         named = ", ".join(f"{name}: {{timeout_s: 2}}" for name in (old, "any"))
         text = f"sticky: none\nrewards: {{{named}}}\n{more}steps: [{steps.replace('OLD', old)}]\n"
-        wait_until(lambda: fleet.all_serve(self.stable), 60)
+        wait_until(lambda: fleet.all_serve(self.stable), 120)
         answer = fleet.live.admin.post("/admin/releases", json={"version": self.version, "text": text})
         assert answer.status_code == 200, answer.text
 
@@ -100,9 +100,9 @@ def test_the_gateway_that_leads_dies_between_the_evidence_and_the_rollback(fleet
     led = _leader(fleet, store)
     os.kill(gateway.pid, signal.SIGSTOP)
     with Clients([fleet.second_url], tokens=TOKENS).streaming() as seen:
-        wait_until(lambda: sum(version == release.version for version, _ in seen.tokens) > 100, 60)
+        wait_until(lambda: sum(version == release.version for version, _ in seen.tokens) > 100, 120)
         os.kill(gateway.pid, signal.SIGKILL)
-        gateway.wait(10)
+        gateway.wait(60)
         record = release.until("rolled_back")
         assert fleet.whole_again(release.stable)
     assert "reward/says" in record.reason
@@ -117,7 +117,7 @@ def test_the_store_is_killed_in_the_middle_of_a_step(fleet: Fleet, store: SyncSt
     fleet.etcd.kill()
     try:
         with Clients([fleet.live.url, fleet.second_url], tokens=TOKENS).streaming() as seen:
-            wait_until(lambda: seen.answers > 20 and any(v == release.version for v, _ in seen.tokens), 60)
+            wait_until(lambda: seen.answers > 20 and any(v == release.version for v, _ in seen.tokens), 120)
             fleet.etcd.restart()
             record = release.until("rolled_back")
             assert fleet.whole_again(release.stable)
@@ -186,7 +186,7 @@ def test_an_evaluation_whose_judge_hangs_holds_the_release(
         finally:
             judge.resume()
         release.until("judging")
-        wait_until(lambda: any(version == release.version for version, _ in seen.tokens), 60)
+        wait_until(lambda: any(version == release.version for version, _ in seen.tokens), 120)
         assert fleet.live.admin.post("/admin/releases/cancel", json={}).status_code == 200
         release.until("rolled_back")
         assert fleet.whole_again(release.stable)

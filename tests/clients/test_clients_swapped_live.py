@@ -63,7 +63,7 @@ def ask_while_swapping(swapped: LiveServer, program: list[str], environment: dic
             time.sleep(max(0.0, due - time.monotonic()))  # the rate is what is asked for; nothing is waited for
             due = time.monotonic() + EVERY_S
             swapped.rollback()
-        output, errors = asking.communicate(timeout=120)
+        output, errors = asking.communicate(timeout=240)
     assert asking.returncode == 0, errors[-3000:]
     told = json.loads(output.strip().splitlines()[-1])
     assert told["failures"] == []

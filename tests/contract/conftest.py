@@ -105,7 +105,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, arena: Path) -> Iterator[Se
     """It serves a first version; clients of other projects block while they wait, so it runs on other threads."""
     directory, toy = tmp_path_factory.mktemp("served"), Toy()
     with (
-        running_gateway(directory, upstream=SETTINGS, swap_deadline_s=20.0) as gateway,
+        running_gateway(directory, upstream=SETTINGS, swap_deadline_s=120.0) as gateway,
         start_blocking_portal() as loop,
     ):
         gateway.store.run(ensure_arena(gateway.store.store, arena))
@@ -115,5 +115,5 @@ def served(tmp_path_factory: pytest.TempPathFactory, arena: Path) -> Iterator[Se
         ):
             found = Served(gateway, toy, up.requests)
             first = {"path": checkpoint(directory / "first"), "activate": True}
-            assert httpx.post(f"{found.admin}/admin/weights", json=first, timeout=60).status_code == 200
+            assert httpx.post(f"{found.admin}/admin/weights", json=first, timeout=240).status_code == 200
             yield found

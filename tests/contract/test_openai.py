@@ -200,7 +200,7 @@ def sdk(tmp_path_factory: pytest.TempPathFactory) -> Sdk:
 
 def result(process: subprocess.Popen[str]) -> dict[str, Any]:
     """The JSON object in the last line it prints."""
-    output, errors = process.communicate(timeout=120)
+    output, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors
     return dict(orjson.loads(output.strip().splitlines()[-1]))
 

@@ -132,7 +132,7 @@ def router(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     environment = os.environ | {"PYTHONPATH": str(unpacked(*ROUTER))}
     with log.open("w") as out, subprocess.Popen(command, env=environment, stdout=out, stderr=out) as process:
         try:
-            wait_until(lambda: healthy(url), 60, lambda: log.read_text()[-2000:], process)
+            wait_until(lambda: healthy(url), 240, lambda: log.read_text()[-2000:], process)
             yield url
         finally:
             process.kill()

@@ -24,9 +24,9 @@ from weightsync.control.hosts import local_path
 from weightsync.control.records import CopyRecord, VersionRecord
 from weightsync.errors import StoreUnavailable
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 MEBIBYTES = 24
-SLOW_MBIT = 80.0  # 2.5 s for a version
+SLOW_MBIT = 40.0  # 5 s for a version
 GONE = "gone"
 
 

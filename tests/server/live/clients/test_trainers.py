@@ -52,35 +52,35 @@ def test_sglangs_payloads(live: LiveServer, checkpoints: dict[str, Path]) -> Non
 
     live.push(checkpoints["say-0"])
     with streaming(live) as seen:
-        wait_until(lambda: saw(seen, 100))
+        wait_until(lambda: saw(seen, 100), 120)
         body = {"model_path": str(checkpoints["say-3"]), "flush_cache": True, "weight_version": "3"}
         assert ask("/update_weights_from_disk", body)["success"] is True
         assert live.generate([5], 2)["choices"][0]["token_ids"] == [103, 103]
-        wait_until(lambda: saw(seen, 103))
+        wait_until(lambda: saw(seen, 103), 120)
         for bucket in buckets(checkpoints["say-1"], 2):
             payload = {"serialized_named_tensors": [bucket], "load_format": "safetensors", "flush_cache": False}
             answer = ask("/update_weights_from_tensor", {**payload, "weight_version": "4"})
         assert answer["weight_version"] == str(live.active())
         assert live.generate([5], 2)["choices"][0]["token_ids"] == [101, 101]
-        wait_until(lambda: saw(seen, 101))
+        wait_until(lambda: saw(seen, 101), 120)
 
 
 def test_a_pause_freezes_a_stream_and_a_lost_trainer_does_not(live: LiveServer, checkpoints: dict[str, Path]) -> None:
     live.push(checkpoints["say-0"])
     with streaming(live) as seen:
-        wait_until(lambda: saw(seen, 100))
+        wait_until(lambda: saw(seen, 100), 120)
         assert live.admin.post("/pause_generation", json={"mode": "in_place"}).status_code == 200
         assert live.admin.get("/is_paused").json() == {"is_paused": True}
-        wait_until(lambda: frozen(seen), 20)
+        wait_until(lambda: frozen(seen), 60)
         assert live.admin.post("/continue_generation", json={}).status_code == 200
         before = len(seen.tokens)
-        wait_until(lambda: len(seen.tokens) > before + 20)
+        wait_until(lambda: len(seen.tokens) > before + 20, 60)
 
-        assert live.admin.post("/pause?ttl_s=3").status_code == 200  # and nobody resumes
-        wait_until(lambda: frozen(seen), 20)
+        assert live.admin.post("/pause?ttl_s=6").status_code == 200  # and nobody resumes
+        wait_until(lambda: frozen(seen), 60)
         before = len(seen.tokens)
-        wait_until(lambda: len(seen.tokens) > before + 20, 30, what="the pause ended with its lease")
-        assert live.admin.get("/is_paused").json() == {"is_paused": False}
+        wait_until(lambda: len(seen.tokens) > before + 20, 60, what="the pause ended with its lease")
+        wait_until(lambda: live.admin.get("/is_paused").json() == {"is_paused": False})
 
 
 def frozen(seen: Seen) -> bool:

@@ -25,9 +25,9 @@ from tests.fleet import Fleet
 from tests.live import LiveServer
 from tests.waiting import comes_true, wait_until
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200, func_only=True)]
 TOKENS = 500
-ATTEMPTS = 4  # a kill may come when the answers are all on their way already
+ATTEMPTS = 8  # a kill may come when the answers are all on their way already
 PROMPTS = [[9, 8, 7, 6], [40 + i % 60 for i in range(100)]]
 
 
@@ -93,7 +93,7 @@ class Stream:
         return not self.thread.is_alive()
 
     def finish(self) -> Stream:
-        self.thread.join(120)
+        self.thread.join(240)
         assert not self.thread.is_alive()
         for line in self.raw.decode().split("\n"):
             self._line(line)
@@ -109,7 +109,7 @@ class Stream:
     def _read(self) -> None:
         try:
             url = self.server.url + self.path
-            with httpx.stream("POST", url, json=self.body, timeout=120) as answer:
+            with httpx.stream("POST", url, json=self.body, timeout=240) as answer:
                 assert answer.status_code == 200, answer.read()
                 for piece in answer.iter_raw():  # read as fast as it comes, and understood later
                     self.raw += piece
@@ -189,10 +189,10 @@ def break_in_mid_stream(
     server: LiveServer, streams: list[Stream], what: Callable[[LiveServer, int], list[psutil.Process]]
 ) -> list[psutil.Process]:
     """Stops processes of an instance that some of the streams come from, early in the answers; which ones."""
-    at = random.Random().randrange(1, 30)  # events; on a busy machine one tells many tokens
-    wait_until(lambda: all(s.events for s in streams), 60)
+    at = 2 ** random.randrange(5)  # events; on a busy machine one tells many tokens
+    wait_until(lambda: all(s.events for s in streams), 120)
     processes = what(server, random.choice(busy(server) or [0]))
-    comes_true(lambda: sum(s.events for s in streams) >= at * len(streams) or any(s.over for s in streams), 60)
+    comes_true(lambda: sum(s.events for s in streams) >= at * len(streams) or any(s.over for s in streams), 120)
     for process in processes:
         process.suspend()
     return processes
@@ -215,7 +215,7 @@ class Sdk:
 
     def __init__(self, server: LiveServer, pool: ThreadPoolExecutor) -> None:
         self._pool = pool
-        self._client = openai.OpenAI(base_url=server.url + "/v1", api_key="unused", max_retries=0, timeout=120)
+        self._client = openai.OpenAI(base_url=server.url + "/v1", api_key="unused", max_retries=0, timeout=240)
         common: Any = {"model": server.name, "temperature": 0, "max_tokens": TOKENS, "extra_body": {"ignore_eos": True}}
         self._asks = [{**common, "messages": [{"role": "user", "content": f"what of {n}?"}]} for n in range(4)]
         self._whole = list(pool.map(lambda ask: self._client.chat.completions.create(**ask), self._asks))
@@ -223,7 +223,7 @@ class Sdk:
     def resumed(self) -> Callable[[], int]:
         """Starts the streams. Returns a function that waits for them; how many another instance has ended."""
         streams = [self._pool.submit(self._resumed, *each) for each in zip(self._asks, self._whole, strict=True)]
-        return lambda: sum(stream.result(120) for stream in streams)
+        return lambda: sum(stream.result(240) for stream in streams)
 
     def _resumed(self, ask: Any, whole: Any) -> bool:
         text, finish, ids, seams, usage = "", None, set(), None, 0
@@ -252,7 +252,7 @@ def test_greedy_streams_are_what_they_would_have_been(
         streams, told = asked(fleet.live), sdk.resumed()
         kill(break_in_mid_stream(fleet.live, streams, what))
         found, by_sdk = check(streams, whole), told()
-        wait_until(lambda: not both_serve(fleet), 60)  # the gateway has heard of it
+        wait_until(lambda: not both_serve(fleet), 120)  # the gateway has heard of it
         assert failovers(fleet.live) - before == sum(bool(s.last.get("resumed_at")) for s in streams) + by_sdk
         return found and by_sdk > 0
 
@@ -273,7 +273,7 @@ def test_an_instance_that_freezes(fleet: Fleet, whole: list[Stream]) -> None:
             return check(streams, whole)
         finally:
             kill(frozen)
-            wait_until(lambda: not both_serve(fleet), 60)
+            wait_until(lambda: not both_serve(fleet), 120)
 
     assert any(resumed() for _ in range(ATTEMPTS))
 
@@ -294,7 +294,7 @@ def test_sampled_streams_go_on_and_those_that_cannot_say_so(fleet: Fleet) -> Non
         cut = [s for s in stuck if s.finish().fault]
         for stream in cut:
             assert stream.error["code"] == "upstream_died"
-        wait_until(lambda: not both_serve(fleet), 60)
+        wait_until(lambda: not both_serve(fleet), 120)
         return bool(cut) and any(s.last.get("resumed_at") for s in continued)
 
     assert any(seen() for _ in range(2 * ATTEMPTS))
@@ -314,10 +314,10 @@ def test_a_stream_that_has_crossed_a_swap(fleet: Fleet, checkpoints: dict[str, P
         after = fleet.live.push(checkpoints[name], activate=False)
         streams = [Stream(fleet.live, path, body).start() for path, body in bodies.items() for _ in range(8)]
         # A busy instance gives many tokens at once: a whole answer may be three events.
-        wait_until(lambda: all(s.events > 3 or s.over for s in streams), 60)
+        wait_until(lambda: all(s.events or s.over for s in streams), 120)
         assert fleet.live.activate(after).status_code == 200
         # Nobody could go on with one whose last token the old weights wrote.
-        wait_until(lambda: all(b'"weight_version":%d' % after in s.raw or s.over for s in streams), 60)
+        wait_until(lambda: all(b'"weight_version":%d' % after in s.raw or s.over for s in streams), 120)
         kill(whole_instance(fleet.live, (busy(fleet.live) or [0])[0]))
         found = [s for s in streams if s.finish().last.get("resumed_at")]
         assert {s.fault for s in streams} == {""}
@@ -327,7 +327,7 @@ def test_a_stream_that_has_crossed_a_swap(fleet: Fleet, checkpoints: dict[str, P
             assert (old["version"], new["version"]) == (kind(before), kind(after))
             assert (old["start"], old["end"], new["end"]) == (0, new["start"], TOKENS)
             assert stream.last["prompt_weight_versions"] == [{"version": before, "start": 0, "end": len(PROMPTS[0])}]
-        wait_until(lambda: not both_serve(fleet), 60)
+        wait_until(lambda: not both_serve(fleet), 120)
         return {stream.path for stream in found} == bodies.keys()
 
     assert any(resumed("ba"[i % 2]) for i in range(ATTEMPTS))

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.live import LiveServer
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.engine
 PROMPT = [9, 8, 7, 6]
@@ -37,7 +38,7 @@ def assert_untouched(live: LiveServer, serving: tuple[int, list[int]]) -> None:
     (choice,) = live.generate(PROMPT, 12)["choices"]
     assert choice["token_ids"] == answer
     assert {s["version"] for s in choice["weight_versions"]} == {version}
-    assert live.instance()["state"] == "SERVING"
+    wait_until(lambda: live.instance()["state"] == "SERVING", what="it has dropped what was refused")
 
 
 def damaged(source: Path, target: Path, how: str) -> Path:

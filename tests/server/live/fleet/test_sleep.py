@@ -39,7 +39,7 @@ def restarted(live: LiveServer, pid: int) -> bool:
 
 
 def order(live: LiveServer, what: str, **body: object) -> str:
-    answer = live.admin.post(f"/admin/instances/instance-0/{what}", json={"wait_s": 90, **body})
+    answer = live.admin.post(f"/admin/instances/instance-0/{what}", json={"wait_s": 240, **body})
     assert answer.status_code == 200, answer.text
     return str(answer.json()["state"])
 
@@ -50,7 +50,7 @@ def test_an_instance_gives_its_memory_back_and_wakes_with_the_version_active_the
     pid, before = live.tree()[0].pid, resident(live)
     assert order(live, "sleep", level=2, drain_s=5) == "asleep"
     assert asleep(live) == ["instance-0"]
-    assert live.instances() == []
+    wait_until(lambda: live.instances() == [])  # the gateway sees it a moment later
     assert live.tree()[0].pid == pid, "its supervisor would take it for dead"
     wait_until(
         lambda: resident(live) < SMALL, what=lambda: f"{resident(live) / MB:.0f} MB of {before / MB:.0f} are left"
@@ -59,12 +59,12 @@ def test_an_instance_gives_its_memory_back_and_wakes_with_the_version_active_the
 
     version = live.push(checkpoints["say-1"])  # nobody is there to stage it; it is committed all the same
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: restarted(live, pid), 20)
+    wait_until(lambda: restarted(live, pid), 120)
     anew = live.tree()[0].pid
-    wait_until(lambda: sleepers(live) == [anew], 20, what="started anew, it must sleep on")
+    wait_until(lambda: sleepers(live) == [anew], 200, what="started anew, it must sleep on")
     assert resident(live) < SMALL
 
     assert order(live, "wake") == "serving"
     assert live.instance()["active_version"] == version == live.active()
     assert set(live.generate([3, 4, 5], 4)["choices"][0]["token_ids"]) == {101}
-    assert asleep(live) == []
+    wait_until(lambda: asleep(live) == [])

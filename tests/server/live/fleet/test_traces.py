@@ -50,7 +50,7 @@ def test_the_engines_span_is_the_gateways_child(traced: LiveServer, collector: C
     with traced.client.stream("POST", route, json={"model": traced.name} | BODIES[route], headers=ids) as answer:
         answer.read()
     assert answer.status_code == 200, answer.text
-    wait_until(lambda: engine_spans(collector) != [] and gateway_spans(collector, route) != [], 30)
+    wait_until(lambda: engine_spans(collector) != [] and gateway_spans(collector, route) != [], 60)
     (engine,), (gateway,) = engine_spans(collector), gateway_spans(collector, route)
     assert (gateway.trace_id, gateway.parent_id) == (TRACE, CLIENT)
     assert (engine.trace_id, engine.parent_id) == (TRACE, gateway.span_id)
@@ -70,7 +70,7 @@ def test_what_is_not_sampled_is_not_sampled_anywhere(traced: LiveServer, collect
         ids = {"traceparent": f"00-{TRACE}-{CLIENT}-{flags}"}
         answer = traced.client.post("/generate", json=BODIES["/generate"] | {"stream": False}, headers=ids)
         assert answer.status_code == 200
-    wait_until(lambda: engine_spans(collector) != [] and gateway_spans(collector, "/generate") != [], 30)
+    wait_until(lambda: engine_spans(collector) != [] and gateway_spans(collector, "/generate") != [], 60)
     assert (len(engine_spans(collector)), len(gateway_spans(collector, "/generate"))) == (1, 1)
 
 

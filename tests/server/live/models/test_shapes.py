@@ -155,7 +155,7 @@ def test_what_no_restart_can_take_is_refused(fleet: Fleet, tmp_path: Path) -> No
     problem = answer.json()["error"]
     assert (answer.status_code, problem["code"]) == (422, "config_mismatch")
     assert "vocab_size" in problem["message"]
-    assert live.all_serve(before)
+    wait_until(lambda: live.all_serve(before), PATIENCE_S)
 
 
 @avx512_only
@@ -179,8 +179,8 @@ def test_other_tensors_come_by_restarts_and_go_by_them(fleet: Fleet, tmp_path: P
         swap = swap_of(live)
         assert (swap["phase"], swap["mode"]) == ("done", "rolling")
         assert "weight_packed" in swap["changes"]
-        assert live.all_serve(after)
-        wait_until(lambda: clients.answered[after] > len(PROMPTS))
+        wait_until(lambda: live.all_serve(after), PATIENCE_S)
+        wait_until(lambda: clients.answered[after] > len(PROMPTS), PATIENCE_S)
         assert said(live) == answers
 
         bad = make_kind(tmp_path / "bad", "llama", num_hidden_layers=3)
@@ -197,7 +197,7 @@ def test_other_tensors_come_by_restarts_and_go_by_them(fleet: Fleet, tmp_path: P
 
         back = ask(live, "/rollback", drain_s=5)
         assert back.status_code == 200, back.text
-        assert live.all_serve(before)
+        wait_until(lambda: live.all_serve(before), PATIENCE_S)
         assert said(live) == fleet.answers
     assert not clients.failures
     assert pid_of(live, 1) == second, "its supervisor sees no process end"
@@ -243,10 +243,10 @@ def test_the_same_tensors_under_another_configuration(fleet: Fleet, tmp_path: Pa
     answer = ask(live, "", path=str(other), drain_s=5)
     assert answer.status_code == 200, answer.text
     assert swap_of(live)["changes"] == "config.json has another rope_parameters"
-    assert live.all_serve(int(answer.json()["version"]))
+    wait_until(lambda: live.all_serve(int(answer.json()["version"])), PATIENCE_S)
     assert said(live) == expected
     assert ask(live, "/rollback", drain_s=5).status_code == 200
-    assert live.all_serve(before)
+    wait_until(lambda: live.all_serve(before), PATIENCE_S)
     assert said(live) == fleet.answers
 
 

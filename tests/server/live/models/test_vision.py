@@ -42,7 +42,7 @@ QUESTIONS = [about(colour) for colour in COLOURS]
 
 def asked(live: LiveServer, question: list[dict[str, Any]], tokens: int) -> dict[str, Any]:
     body = {"model": live.name, "messages": question, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    answer = httpx.post(f"{live.url}/v1/chat/completions", json={**body, "return_token_ids": True}, timeout=120)
+    answer = httpx.post(f"{live.url}/v1/chat/completions", json={**body, "return_token_ids": True}, timeout=240)
     assert answer.status_code == 200, answer.text
     return dict(answer.json())
 
@@ -64,7 +64,7 @@ class Clients(Asking):
 
     def wait_for(self, more: int) -> None:
         enough = self.answered + more
-        wait_until(lambda: self.answered >= enough, 60)
+        wait_until(lambda: self.answered >= enough, 120)
 
 
 def said(live: LiveServer) -> list[list[int]]:

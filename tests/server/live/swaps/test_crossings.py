@@ -64,14 +64,17 @@ async def test_recompute_equals_a_fresh_stock_engine_of_the_new_weights(
     live: LiveServer, checkpoints: dict[str, Path]
 ) -> None:
     """Streams of several lengths cross one swap; what follows is what stock vLLM prefers after the tokens so far."""
-    for name in ("b", "a"):
-        await asyncio.to_thread(live.push, checkpoints[name])
     prompts = [[(13 * i + 5 * j) % 480 + 9 for j in range(15 + 40 * i)] for i in range(5)]
-    begun = [asyncio.Event() for _ in prompts]
-    streams = [asyncio.create_task(streamed(live, *each)) for each in zip(prompts, begun, strict=True)]
-    await asyncio.gather(*(each.wait() for each in begun))
-    await asyncio.to_thread(live.rollback)
-    answers = await asyncio.gather(*streams)
+    for _ in range(8):  # on a busy machine the swap may come when everything is said
+        for name in ("b", "a"):
+            await asyncio.to_thread(live.push, checkpoints[name])
+        begun = [asyncio.Event() for _ in prompts]
+        streams = [asyncio.create_task(streamed(live, *each)) for each in zip(prompts, begun, strict=True)]
+        await asyncio.gather(*(each.wait() for each in begun))
+        await asyncio.to_thread(live.rollback)
+        answers = await asyncio.gather(*streams)
+        if all(choice["weight_versions"][0]["end"] < 500 for _, choice in answers):
+            break
     crossed = []
     for prompt, (seen, choice) in zip(prompts, answers, strict=True):
         old, new = choice["weight_versions"]
@@ -92,7 +95,7 @@ async def test_a_prefill_that_a_swap_falls_into_says_which_weights_computed_whic
     split = 0
     async with (
         swapping(live, checkpoints["say-0"], checkpoints["say-1"]) as versions,
-        httpx.AsyncClient(base_url=live.url, timeout=60) as client,
+        httpx.AsyncClient(base_url=live.url, timeout=240) as client,
     ):
         says = {version: 100 + i for i, version in enumerate(versions)}
 
@@ -152,11 +155,13 @@ async def samples_keep_their_terms(
     whole = crossed = ended = 0
     async with (
         swapping(live, checkpoints["say-0"], checkpoints["say-1"]) as versions,
-        httpx.AsyncClient(base_url=live.url, timeout=60, headers={"x-hotswap-policy": policy}) as client,
+        httpx.AsyncClient(base_url=live.url, timeout=240, headers={"x-hotswap-policy": policy}) as client,
     ):
         says = {version: 100 + i for i, version in enumerate(versions)}
         body = {"prompt_token_ids": [4, 5, 6], "n": samples, "max_tokens": 60, "ignore_eos": True, "logprobs": True}
-        for i in range(12):
+        for i in range(200):
+            if i >= 12 and (crossed or ended or policy == "finish"):  # on a busy machine swaps take longer than answers
+                break
             answer = await client.post(
                 "/generate", json=body | {"stream": False, "temperature": 0.01 if samples > 1 else 0, "seed": i}
             )
@@ -189,9 +194,11 @@ async def test_an_answer_after_a_grammar_stays_in_it(
     crossed = 0
     async with (
         swapping(live, checkpoints["a"], checkpoints["b"]),
-        httpx.AsyncClient(base_url=live.url, timeout=60, headers={"x-hotswap-policy": policy}) as client,
+        httpx.AsyncClient(base_url=live.url, timeout=240, headers={"x-hotswap-policy": policy}) as client,
     ):
-        for _ in range(5):
+        for i in range(50):
+            if i >= 5 and (crossed or policy == "finish"):
+                break
             body = {
                 "model": live.name,
                 "messages": [{"role": "user", "content": "hi"}],

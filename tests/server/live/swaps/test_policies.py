@@ -81,8 +81,11 @@ async def test_after_a_rollback_it_goes_on_as_an_engine_that_only_knew_the_old_w
     live: LiveServer, checkpoints: dict[str, Path]
 ) -> None:
     """Also with `keep`: the version is withdrawn, and nothing of what it computed stays."""
-    push_both(live, checkpoints)
-    seen, last, version = await crossing(live, "keep", 700)
+    for _ in range(8):  # on a busy machine the swap may come when everything is said
+        push_both(live, checkpoints)
+        seen, last, version = await crossing(live, "keep", 700)
+        if len(last["choices"][0]["weight_versions"]) > 1:
+            break
     old, new = last["choices"][0]["weight_versions"]
     assert new["version"] == version
     assert old["end"] == new["start"] > 0
@@ -94,15 +97,19 @@ async def test_after_a_rollback_it_goes_on_as_an_engine_that_only_knew_the_old_w
 async def test_no_later_request_hits_blocks_of_one_that_kept_its_old_keys_and_values(
     live: LiveServer, checkpoints: dict[str, Path]
 ) -> None:
-    push_both(live, checkpoints)
-    newer = live.active()
-    assert live.admin.post("/admin/weights/rollback").status_code == 200
+    newer = 0  # of the pair that was pushed last
 
     async def forward(live: LiveServer) -> int:
         assert (await asyncio.to_thread(live.activate, newer)).status_code == 200
         return newer
 
-    seen, last, _ = await crossing(live, "keep", 700, forward)
+    for _ in range(8):  # on a busy machine the swap may come when everything is said
+        push_both(live, checkpoints)
+        newer = live.active()
+        live.rollback()
+        seen, last, _ = await crossing(live, "keep", 700, forward)
+        if len(last["choices"][0]["weight_versions"]) > 1:
+            break
     old, _new = last["choices"][0]["weight_versions"]
     assert hits(live, PROMPT + seen) == 0
     assert live.admin.post("/admin/weights/rollback").status_code == 200

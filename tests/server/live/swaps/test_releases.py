@@ -72,7 +72,7 @@ def test_shadow_answers_take_a_version_back_that_no_client_has_met(server: LiveS
     assert "reward/old min 0.5: the candidate 0 of" in found["reason"]
     assert not clients.failures
     assert {version for version, _ in clients.labelled} == {1}
-    assert runs(server) == [1, 1]
+    wait_until(lambda: runs(server) == [1, 1])
 
 
 def test_harm_to_live_answers_takes_it_back_and_the_ledger_says_why(server: LiveServer) -> None:
@@ -80,13 +80,13 @@ def test_harm_to_live_answers_takes_it_back_and_the_ledger_says_why(server: Live
     with Labelled(server.url) as clients:
         found = release(server, policy(f"{{traffic: 50, for: 10m, conditions: [{harmful}]}}"))
         seen = clients.answers.total()
-        wait_until(lambda: clients.answers.total() > seen + 10)
+        wait_until(lambda: clients.answers.total() > seen + 10, 120)
     assert found["state"] == "rolled_back"
     assert "the candidate 0 of" in found["reason"]
     assert "the stable version 1 of" in found["reason"]
     assert not clients.failures
     assert clients.labelled == {(1, 100), (2, 101)}, "every token is of the version that its label names"
-    assert runs(server) == [1, 1]
+    wait_until(lambda: runs(server) == [1, 1])
     told = [(entry["action"], entry["reason"]) for entry in server.admin.get("/admin/ledger").json()["entries"]]
     assert ("release", "a test") in told
     assert ("rollback", found["reason"]) in told
@@ -113,4 +113,4 @@ def test_a_reward_server_that_is_away_holds_the_release(server: LiveServer) -> N
         assert answer.status_code == 200, answer.text
         assert ended(server)["reason"].endswith("nobody scores")
     assert not clients.failures
-    assert runs(server) == [1, 1]
+    wait_until(lambda: runs(server) == [1, 1])

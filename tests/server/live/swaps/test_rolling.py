@@ -50,10 +50,10 @@ def test_a_sound_version_goes_round(fleet: Fleet, checkpoints: dict[str, Path]) 
         assert (swap["ok"], swap["mode"], swap["probe"]) == (True, "rolling", "passed")
         assert swap["canary"] in {i["id"] for i in fleet.live.instances()}
         version = answer.json()["version"]
-        wait_until(lambda: version in clients.answers)
+        wait_until(lambda: version in clients.answers, 120)
     assert not clients.failures
     assert clients.labelled == {(before, 100), (version, 101)}
-    assert fleet.all_serve(version)
+    wait_until(lambda: fleet.all_serve(version))  # the gateway sees it a moment later
     found = fleet.live.admin.get("/admin/swap").json()["swap"]
     assert (found["phase"], found["mode"], found["probe"], found["in_flight"]) == ("done", "rolling", "passed", False)
 
@@ -69,9 +69,9 @@ def test_bad_weights_stop_at_the_canary(fleet: Fleet, checkpoints: dict[str, Pat
         problem = answer.json()["error"]
         assert (answer.status_code, problem["code"]) == (409, "swap_aborted")
         assert "prompt words" in problem["reason"], "it says which prompt failed"
-        wait_until(lambda: fleet.all_serve(before))
+        wait_until(lambda: fleet.all_serve(before), 60)
         asked = clients.answers.total()
-        wait_until(lambda: clients.answers.total() > asked + 10)
+        wait_until(lambda: clients.answers.total() > asked + 10, 120)
     assert not clients.failures
     assert clients.labelled == {(before, 101)}
     assert fleet.live.active() == before
@@ -98,17 +98,17 @@ def test_nothing_of_a_bad_version_is_left_in_the_cache(
     assert push(fleet, checkpoints["say-1"]).status_code == 200
     good = fleet.live.active()
     with Clients(fleet.live.url) as clients:
-        wait_until(lambda: clients.answers.total() > 20, 60)
+        wait_until(lambda: clients.answers.total() > 20, 120)
         answer = push(fleet, poisoned(checkpoints["say-3"], tmp_path / bad, POISON[bad]), mode=mode)
         if mode == "together":
             assert answer.status_code == 200, answer.text
-            wait_until(lambda: answer.json()["version"] in clients.answers or clients.failures, 60)
+            wait_until(lambda: answer.json()["version"] in clients.answers or clients.failures, 120)
             fleet.live.rollback()
         else:
             assert (answer.status_code, answer.json()["error"]["code"]) == (409, "swap_aborted")
         wait_until(lambda: fleet.all_serve(good), 60)
         asked, failed = clients.answers.total(), len(clients.failures)
-        wait_until(lambda: clients.answers.total() > asked + AFTERWARDS, 120)
+        wait_until(lambda: clients.answers.total() > asked + AFTERWARDS, 240)
     assert {token for version, token in clients.labelled if version == good} == {101}
     assert len(clients.failures) == failed
 

@@ -94,7 +94,7 @@ async def test_client_that_leaves_frees_its_request(live: LiveServer, stream: bo
         return live.engine_metric(f"vllm:{name}")
 
     before = metric("generation_tokens_total")
-    async with httpx.AsyncClient(base_url=live.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=live.url, timeout=240) as client:
         asking = asyncio.create_task(client.post("/generate", json=body))
         await eventually(lambda: asyncio.to_thread(metric, "num_requests_running"))
         asking.cancel()
@@ -104,5 +104,5 @@ async def test_client_that_leaves_frees_its_request(live: LiveServer, stream: bo
         live.generate([5], 1)  # an engine that runs nothing tells nothing new
         return metric("num_requests_running") == 0
 
-    await eventually(lambda: asyncio.to_thread(freed))
+    await eventually(lambda: asyncio.to_thread(freed), 120)
     assert 0 < metric("generation_tokens_total") - before < 1000

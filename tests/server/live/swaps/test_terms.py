@@ -118,7 +118,7 @@ async def test_every_client_gets_its_terms_while_the_weights_change_all_the_time
             and cut["abort", "weights_changed"] > 0
         )
 
-    async with httpx.AsyncClient(base_url=live.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=live.url, timeout=240) as client:
         await asyncio.gather(swaps.run(count, enough), *(client_of(terms, client) for terms in TERMS))
     print(dict(whole), dict(cut), dict(mixed))
     assert all(whole[terms] for terms in TERMS), whole
