@@ -26,7 +26,7 @@ def installed(sources: Path, directory: Path) -> list[str]:
     for file in sources.glob("*.js*"):
         shutil.copy(file, directory)
     command = [*npm, "ci", "--no-audit", "--no-fund", "--ignore-scripts", "--prefer-offline"]
-    install = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=240)
+    install = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=600)
     if install.returncode:
         lacking(f"npm could not install the SDK: {install.stderr[-500:]}")
     return [node]

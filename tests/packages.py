@@ -85,7 +85,7 @@ def _unpack(name: str, release: str, kept: Path) -> None:
         else:  # sources that cannot be built here: pip fails, and keeps what it has unpacked
             command += ["--no-binary", ":all:", "--no-clean", "--no-build-isolation"]
         environment = os.environ | {"TMPDIR": temporary}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
         wheel, source = next(place.glob("*.whl"), None), next(place.glob(f"pip-*/{name}_*/{name}"), None)
         if wheel is not None:
             zipfile.ZipFile(wheel).extractall(kept)

@@ -67,7 +67,7 @@ def _process() -> tuple[io.BufferedRWPair[Any, Any], tempfile.TemporaryDirectory
     """Questions and answers of the process, and the folder with its log."""
     directory = tempfile.TemporaryDirectory(prefix="hotswap-stock-")
     ours, its = socket.socketpair()
-    ours.settimeout(240)
+    ours.settimeout(550)
     with its:
         log, pipe = Path(directory.name) / "log", its.fileno()
         warm(ENGINES).start(["tests.stock", str(pipe)], {**os.environ, **SWITCHES}, log, (pipe,))
