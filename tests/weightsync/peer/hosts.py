@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -28,7 +29,7 @@ from weightsync.peer.copies import parsed, wait_for_slots
 MODEL = "demo"
 KEYS = Keys(MODEL)
 CHUNK = 64 << 10
-SLOW = ("--limit-gbps", 0.008)  # 1 MB/s: time to do something while it fetches
+SLOW = ("--limit-gbps", 0.004)  # 0.5 MB/s: time to do something while it fetches
 T = TypeVar("T")
 
 
@@ -117,10 +118,17 @@ class Hosts:
 
     def metric(self, host: str, name: str, /, **labels: str) -> float:
         """The sum over all labels that are not given."""
-        address = next(c.address for c in parsed(self._keys, self.store.list(self._keys.copies)[0]) if c.host == host)
-        text = httpx.get(f"http://{address}/metrics", timeout=30).raise_for_status().text
+        text = wait_until(lambda: self._metrics(host), 60)
         samples = [s for family in text_string_to_metric_families(text) for s in family.samples if s.name == name]
         return sum(s.value for s in samples if labels.items() <= s.labels.items())
+
+    def _metrics(self, host: str) -> str | None:
+        """None while its records are away with its lease, or still those of a peer that was killed."""
+        for copy in parsed(self._keys, self.store.list(self._keys.copies)[0]):
+            if copy.host == host:
+                with contextlib.suppress(httpx.ConnectError):
+                    return httpx.get(f"http://{copy.address}/metrics", timeout=60).raise_for_status().text
+        return None
 
     def close(self) -> None:
         for process in self.peers.values():

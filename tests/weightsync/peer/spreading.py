@@ -77,7 +77,7 @@ def spread(
 def die(directory: Path, written: str) -> None:
     """Write a version as `accepted` does, or just the bytes of it, and kill this process."""
     weightsync.format.manifest.CHUNK = CHUNK
-    publisher = Publisher(model=MODEL, lease_ttl_s=1)
+    publisher = Publisher(model=MODEL, lease_ttl_s=4)
     tensors = model(seed=99)
     if written == "accepted":
         with open_transport("tcp", listen="127.0.0.1", tls=None) as transport:

@@ -87,9 +87,13 @@ async def test_without_a_peer_it_ends_in_time(store: Store, record: VersionRecor
         await wait_for_slots(store, KEYS, record, "b", 0.2)
     error = ErrorInfo("no_holder", "nobody has it")
     await put(store, copy("b", record.manifest_digest, slot="//b/dev/shm/here", state="fetching", error=error))
-    with pytest.raises(CopyUnavailable, match="nobody has it") as caught:
-        await wait_for_slots(store, KEYS, record, "b", 0.2)
-    assert caught.value.cause == "no_holder"
+
+    async def said() -> CopyUnavailable | None:
+        with pytest.raises(CopyUnavailable) as caught:
+            await wait_for_slots(store, KEYS, record, "b", 0.2)
+        return caught.value if "nobody has it" in str(caught.value) else None  # a slow store has said nothing by then
+
+    assert (await eventually(said)).cause == "no_holder"
 
 
 async def test_what_nobody_wants_any_more_is_not_waited_for(
@@ -111,10 +115,10 @@ async def test_instances_of_other_hosts_swap_with_those_of_the_publisher(hosts: 
         for number, engine in enumerate(engines):
             await fleet.instance(f"i{number}", engine)
         first = await asyncio.to_thread(publisher.publish, random_model(1))
-        await eventually(lambda: all(e.running == first for e in fleet.engines.values()), 30)
+        await eventually(lambda: all(e.running == first for e in fleet.engines.values()), 60)
         adapter = Adapter({"x.lora_A.weight": np.ones((2, 8), np.float32)}, {"r": 2})
         second = await asyncio.to_thread(publisher.publish, random_model(2), parts={"lora/x": adapter})
-        await eventually(lambda: all(e.running == second for e in fleet.engines.values()), 30)
+        await eventually(lambda: all(e.running == second for e in fleet.engines.values()), 60)
     record = newest(publisher)
     on_a, on_b = (engine.opened for engine in engines)
     assert on_a is not None

@@ -36,12 +36,12 @@ def test_a_peer_killed_in_the_middle_goes_on_where_it_was(hosts: Hosts) -> None:
     hosts.start("b", *SLOW)
     digest = hosts.published("a")
     hosts.wait_copy("b", digest, "fetching")
-    wait_until(lambda: hosts.received("b") >= 8 * CHUNK)
+    wait_until(lambda: hosts.received("b") >= 4 * CHUNK)
     hosts.kill("b")
     hosts.start("b")
     copy = hosts.arrived("b", digest)
     resumed = hosts.metric("b", "hotswap_peer_chunks_resumed_total")
-    assert resumed >= 8
+    assert resumed >= 4
     chunks = -(-copy.nbytes // CHUNK)
     assert copy.nbytes - resumed * CHUNK <= hosts.received("b") < copy.nbytes
     assert resumed < chunks
@@ -67,7 +67,7 @@ def test_a_holder_that_dies_is_replaced(hosts: Hosts) -> None:
 def test_who_feeds_a_host_may_die_or_stall_in_the_middle(hosts: Hosts, sent: signal.Signals) -> None:
     """Of three receivers in a row one has the others below it, in the one tree or the other."""
     hosts.start("abcd", *SLOW)
-    wait_until(lambda: len(hosts.store.list(KEYS.copy_hosts)[0]) == 4)
+    wait_until(lambda: len(hosts.store.list(KEYS.copy_hosts)[0]) == 4, 60)
     ways = {host: feeders([("", host) for host in "abcd"], "a", host) for host in "bcd"}
     fed = next(host for host in "bcd" if ways[host][0][0] != "a")
     feeder = ways[fed][0][0]
@@ -89,7 +89,7 @@ def test_wrong_bytes_at_one_holder_are_found_and_read_elsewhere(hosts: Hosts) ->
         for offset in range(CHUNK + 100, os.fstat(slot.fileno()).st_size, CHUNK):  # in every chunk but the first
             slot.seek(offset)
             slot.write(b"\x55\xaa")
-    hosts.start("c", "--reads-per-holder", 1, "--limit-gbps", 0.03)
+    hosts.start("c", "--reads-per-holder", 1, "--limit-gbps", 0.01)  # slow enough that b answers before all is here
     hosts.arrived("c", digest)
     assert hosts.metric("c", "hotswap_peer_chunks_refetched_total", reason="digest", holder="b") > 0
     assert hosts.metric("c", "hotswap_peer_chunks_refetched_total", reason="digest", holder="a") == 0
@@ -127,8 +127,8 @@ def test_a_second_peer_takes_over_from_the_first(hosts: Hosts) -> None:
     first = hosts.start("b")
     hosts.wait_copy("b", digest)
     hosts.start("b")
-    wait_until(lambda: "standing by" in hosts.log("b"))
-    whole = hosts.copies(digest)["b"]
+    wait_until(lambda: "standing by" in hosts.log("b"), 60)
+    whole = hosts.wait_copy("b", digest)
     address, in_use = whole.address, SlotReader.open(path_of(whole))  # as an instance has it
     first.kill()
     first.wait()
@@ -137,8 +137,9 @@ def test_a_second_peer_takes_over_from_the_first(hosts: Hosts) -> None:
         copy = hosts.copies(digest).get("b")
         return copy is not None and copy.state == "ready" and copy.address != address
 
-    wait_until(taken_over)
+    wait_until(taken_over, 60)
     in_use.close()
-    assert hosts.copies(digest)["b"].slot == whole.slot
+    copy = hosts.wait_copy("b", digest)
+    assert copy.slot == whole.slot
     assert hosts.received("b") == 0
-    bytes_of(hosts.copies(digest)["b"])
+    bytes_of(copy)

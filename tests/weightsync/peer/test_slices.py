@@ -182,13 +182,13 @@ async def test_a_host_whose_instances_have_gone_keeps_to_what_they_needed(store:
 def test_a_host_fetches_what_is_needed_there_and_the_rest_when_that_grows(hosts: Hosts) -> None:
     say(hosts, "b", HALF)
     hosts.start("abc")
-    wait_until(lambda: len(hosts.store.list(KEYS.copy_hosts)[0]) == 3)
+    wait_until(lambda: len(hosts.store.list(KEYS.copy_hosts)[0]) == 3, 60)
     record = hosts.publish("a", WEIGHTS)
     part = part_of(hosts, "b", record.manifest_digest, HALF)
     check(part, FIRST)
     received = hosts.received("b")
     assert received == chunk_bytes(record, HALF)
-    assert hosts.copies(record.manifest_digest)["b"].state == "fetching"  # a holder of some chunks, for all others
+    hosts.wait_copy("b", record.manifest_digest, "fetching")  # a holder of some chunks, for all others
     whole = hosts.wait_copy("c", record.manifest_digest)
     assert hosts.received("c") == whole.nbytes
     assert 0.4 < received / whole.nbytes < 0.6
@@ -211,12 +211,12 @@ def test_a_peer_that_is_killed_goes_on_with_a_part(hosts: Hosts) -> None:
     record = hosts.publish("a", WEIGHTS)
     digest = record.manifest_digest
     hosts.wait_copy("b", digest, "fetching")
-    wait_until(lambda: hosts.received("b") >= 4 * CHUNK)
+    wait_until(lambda: hosts.received("b") >= 2 * CHUNK)
     hosts.kill("b")
     hosts.start("b")
     part = part_of(hosts, "b", digest, HALF)
     resumed = hosts.metric("b", "hotswap_peer_chunks_resumed_total")
-    assert resumed >= 4
+    assert resumed >= 2
     assert hosts.received("b") <= chunk_bytes(record, HALF) - (resumed - 1) * CHUNK
     check(part, FIRST)
     path = Path(part.slot.removeprefix("//b"))
@@ -229,7 +229,7 @@ def test_a_peer_that_is_killed_goes_on_with_a_part(hosts: Hosts) -> None:
         say(hosts, "b", None)
         copy = hosts.wait_copy("b", digest)
         assert path_of(copy) == path
-        assert bytes_of(copy) == bytes_of(hosts.copies(digest)["a"])
+        assert bytes_of(copy) == bytes_of(hosts.wait_copy("a", digest))
         assert bytes(held.buffer("layer.0")) == WEIGHTS["layer.0"].tobytes()
 
 
@@ -240,7 +240,8 @@ def test_hosts_that_need_the_same_feed_each_other(hosts: Hosts) -> None:
         say(hosts, host, some_of(names))
     hosts.start("abcde")
     wait_until(
-        lambda: len({CopyHostRecord.from_json(kv.value).slices for kv in hosts.store.list(KEYS.copy_hosts)[0]}) == 3
+        lambda: len({CopyHostRecord.from_json(kv.value).slices for kv in hosts.store.list(KEYS.copy_hosts)[0]}) == 3,
+        60,
     )
     record = hosts.publish("a", WEIGHTS)
     for host, names in halves.items():
@@ -289,9 +290,8 @@ def test_who_looks_for_versions_on_a_host_does_not_take_a_part(hosts: Hosts) -> 
     assert head is not None
     assert parts_of(head.manifest).keys() == WEIGHTS.keys()
     assert Head.of_part(memoryview(path.read_bytes()), "0" * 32) is None
-    found = {copy.host: copy for copy in hosts.copies(record.manifest_digest).values()}
-    assert {host: copy.state for host, copy in found.items()} == {"a": "ready", "b": "fetching"}
-    assert isinstance(found["b"], CopyRecord)
+    for host, state in (("a", "ready"), ("b", "fetching")):
+        hosts.wait_copy(host, record.manifest_digest, state)
     for name, value in hosts.environment("b").items():
         hosts._monkeypatch.setenv(name, value)
     with pytest.raises(ManifestError, match="on host a"), opened(Records.read(hosts.store_url, MODEL).ready(None)):

@@ -126,11 +126,10 @@ def test_hosts_without_a_peer_or_with_an_older_one_are_gathered_from(hosts: Host
     assert publisher.share_hosts() == {}
     hosts.start("bc")
     store, prefix = publisher._store, f"copies/{MODEL}/takers/"
-    wait_until(lambda: len(store.list(prefix)[0]) == 2)
+    wait_until(lambda: len(store.list(prefix)[0]) == 2, 60)
     assert publisher.share_hosts() == {}, "no peer on the publisher's own host"
     hosts.start("a")
-    wait_until(lambda: len(store.list(prefix)[0]) == 3)
-    assert publisher.share_hosts() == {host: str(hosts.arena(host)) for host in "bc"}
+    wait_until(lambda: publisher.share_hosts() == {host: str(hosts.arena(host)) for host in "bc"}, 60)
     publisher._signer = object()  # type: ignore[assignment]
     assert publisher.share_hosts() == {}, "a signed version lies in one slot"
     publisher._signer = None
@@ -164,7 +163,7 @@ def test_a_share_outlives_its_peer(hosts: Hosts, transport: Transport) -> None:
     """The peer of the second host is killed and started again: the same chunks are there, and nobody else had them."""
     hosts.start("ab")
     publisher = hosts.publisher("a")
-    wait_until(lambda: "b" in publisher.share_hosts())
+    wait_until(lambda: "b" in publisher.share_hosts(), 60)
     hosts.kill("a")
     hosts.kill("b")
     version, _, share = spread(publisher, transport, hosts.arena("b"), model())
@@ -182,7 +181,7 @@ async def test_a_writer_that_is_gone_costs_one_version(hosts: Hosts, transport: 
     serves on. When the peer is back, so is the version."""
     hosts.start("abc")
     publisher = hosts.publisher("a")
-    await asyncio.to_thread(wait_until, lambda: set(publisher.share_hosts()) == {"b", "c"})
+    await asyncio.to_thread(wait_until, lambda: set(publisher.share_hosts()) == {"b", "c"}, 60)
     async with running_fleet(hosts.store_url) as fleet:
         fleet.coordinator()
         engine = await fleet.instance("on-c", Fetching(fleet.store(), "c"))
@@ -212,7 +211,7 @@ def test_an_adapter_goes_onto_a_version_that_is_whole_nowhere(hosts: Hosts, tran
     """Nobody has asked for the version, so nobody fetches it; as long as both shares are offered it can be built on."""
     hosts.start("ab")
     publisher = hosts.publisher("a")
-    wait_until(lambda: "b" in publisher.share_hosts())
+    wait_until(lambda: "b" in publisher.share_hosts(), 60)
     version, _, share = spread(publisher, transport, hosts.arena("b"), model())
     record = newest(publisher)
     for slot in (record.slot.removeprefix("//a"), share.ticket["slot"]):

@@ -59,7 +59,7 @@ def restart(hosts: Hosts, names: str) -> None:
     for host in names:
         hosts.start(host)
     for host, was in before.items():
-        wait_until(lambda: (is_ := hosts.store.get(f"{taker}{host}")) is not None and is_ != was)  # noqa: B023
+        wait_until(lambda: (is_ := hosts.store.get(f"{taker}{host}")) is not None and is_ != was, 60)  # noqa: B023
 
 
 def require_standing(hosts: Hosts, transport: Transport, *records: VersionRecord) -> None:
@@ -128,7 +128,7 @@ def test_an_older_version_comes_back_after_all_peers_were_restarted(hosts: Hosts
     """Nobody has asked for it before, so no host has all of it."""
     hosts.start("abc")
     publisher = hosts.publisher("a")
-    wait_until(lambda: set(publisher.share_hosts()) == {"b", "c"})
+    wait_until(lambda: set(publisher.share_hosts()) == {"b", "c"}, 60)
     versions = [publish(hosts, publisher, transport, seed) for seed in range(3)]
     require_whole(hosts, publisher, versions[2], "abc", seed=2)
     restart(hosts, "abc")
@@ -142,7 +142,7 @@ def test_a_retired_version_gives_back_the_slots_of_all_hosts(hosts: Hosts, trans
     """One that all have, one that lies where it was written."""
     hosts.start("abc")
     publisher = hosts.publisher("a", keep=0)
-    wait_until(lambda: set(publisher.share_hosts()) == {"b", "c"})
+    wait_until(lambda: set(publisher.share_hosts()) == {"b", "c"}, 60)
     for seed in range(2):
         version = publish(hosts, publisher, transport, seed)
         if not seed:
@@ -213,7 +213,7 @@ def test_a_commit_whose_answer_is_lost_is_one(hosts: Hosts, transport: Transport
 @pytest.mark.parametrize("later", [False, True])
 def test_a_commit_that_did_not_come_about_never_does(hosts: Hosts, transport: Transport, later: bool) -> None:
     """The store answers again, and is asked; or the lease ends first."""
-    publisher = hosts.publisher("a", ttl_s=1.0)
+    publisher = hosts.publisher("a", ttl_s=4.0)
     draft, _, share = accepted(publisher, transport, hosts.arena("b"), model(seed=0))
     answers = Answers(publisher)
     answers.lose(applied=False, away=later)

@@ -332,7 +332,7 @@ assert ends == [0] * 60, ends
 
 def test_children_forked_while_it_writes_come_to_no_harm(etcd: Etcd) -> None:
     """As checkpoints are written in the background of a training step. In a process of its own: gRPC starts once."""
-    subprocess.run([sys.executable, "-c", FORKS, etcd.url("forks")], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", FORKS, etcd.url("forks")], check=True, timeout=280)
 
 
 @pytest.mark.broad

@@ -174,10 +174,10 @@ async def test_closing_ends_what_waits_for_a_frozen_etcd(server: Etcd, store: St
 
 
 async def test_a_lease_that_ended_while_etcd_was_frozen_is_reported(server: Etcd, store: Store) -> None:
-    keeper = await LeaseKeeper.grant(store, MIN_LEASE_S)
+    keeper = await LeaseKeeper.grant(store, 2 * MIN_LEASE_S)
     pending = await next_event(store, "leased/a", keeper.id)
     server.freeze()
-    await stays(lambda: not pending.done(), MIN_LEASE_S + 0.5)
+    await stays(lambda: not pending.done(), 2 * MIN_LEASE_S + 0.5)
     server.thaw()
     await asyncio.wait_for(keeper.lost.wait(), LONG_S)
     gone = await asyncio.wait_for(pending, LONG_S)
@@ -188,7 +188,7 @@ async def test_a_lease_that_ended_while_etcd_was_frozen_is_reported(server: Etcd
 
 
 async def test_a_lease_outlives_a_restart_if_it_is_kept_alive(server: Etcd, store: Store) -> None:
-    keeper = await LeaseKeeper.grant(store, 3 * MIN_LEASE_S)
+    keeper = await LeaseKeeper.grant(store, 10 * MIN_LEASE_S)
     await store.put("leased/a", b"1", keeper.id)
     await asyncio.to_thread(server.restart)
     await persistently(lambda: store.keep_alive(keeper.id))
@@ -340,12 +340,13 @@ uvloop.run(main())
 def test_no_child_dies_before_it_has_begun(etcd: Etcd) -> None:
     """gRPC's own fork handlers, left on, kill about one in a hundred (SIGSEGV)."""
     run = subprocess.run(
-        [sys.executable, "-c", STARTS, etcd.url("fork")], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", STARTS, etcd.url("fork")], capture_output=True, text=True, timeout=280, check=True
     )
     assert run.stdout.strip() == "{0: 400}"
 
 
-async def test_a_store_goes_on_with_new_certificates(tmp_path: Path) -> None:
+async def test_a_store_goes_on_with_new_certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightsync.store.etcd.PATIENCE_S", LONG_S)
     tls = renewed(tmp_path)
     ours = copied(tls, tmp_path / "client")
     server = Etcd(tls=tls)
@@ -355,13 +356,13 @@ async def test_a_store_goes_on_with_new_certificates(tmp_path: Path) -> None:
         events: AsyncGenerator[Event, None] = store.watch("b", revision + 1)
         seen = asyncio.create_task(anext(events))
         await store.put("b", b"1")
-        assert (await asyncio.wait_for(seen, 30)).kv.value == b"1"
+        assert (await asyncio.wait_for(seen, LONG_S)).kv.value == b"1"
         seen = asyncio.create_task(anext(events))
         await asyncio.to_thread(server.kill)
         copied(renewed(tmp_path), tmp_path / "client")
         await asyncio.to_thread(server.start)
         await persistently(lambda: store.put("b", b"2"))
-        assert (await asyncio.wait_for(seen, 30)).kv.value == b"2"
+        assert (await asyncio.wait_for(seen, LONG_S)).kv.value == b"2"
         await events.aclose()
         await asyncio.to_thread(server.kill)
         tls = renewed(tmp_path)

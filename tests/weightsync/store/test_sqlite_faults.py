@@ -127,7 +127,7 @@ async def test_a_store_that_goes_away_and_comes_back(store: SqliteStore, path: P
         waiting = asyncio.ensure_future(anext(watch))
         await stays(lambda: not waiting.done(), 0.05)
         path.parent.rename(tmp_path / "away")
-        for call in (store.put("a", b"2"), asyncio.wait_for(waiting, 10)):
+        for call in (store.put("a", b"2"), asyncio.wait_for(waiting, 60)):
             with pytest.raises(StoreUnavailable, match="not there any more"):
                 await call
     (tmp_path / "away").rename(path.parent)
@@ -266,7 +266,7 @@ async def test_a_change_that_nobody_told_of_is_found_by_one_look_for_all_watcher
         killed = Database(str(path), create=False)
         killed.txn({}, {f"{n}/a": b"1" for n in range(8)})
         killed.close()
-        events = await asyncio.wait_for(asyncio.gather(*found), 10)
+        events = await asyncio.wait_for(asyncio.gather(*found), 60)
         assert [event.kv.key for event in events] == [f"{n}/a" for n in range(8)]
 
 

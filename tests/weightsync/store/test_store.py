@@ -17,7 +17,7 @@ STORES = ("sqlite", "etcd")
 
 
 async def take(store: Store, prefix: str, start: int, count: int) -> list[Event]:
-    async with asyncio.timeout(20), contextlib.aclosing(store.watch(prefix, start)) as events:
+    async with asyncio.timeout(120), contextlib.aclosing(store.watch(prefix, start)) as events:
         found = []
         async for event in events:
             found.append(event)
@@ -94,7 +94,7 @@ async def test_a_list_and_a_watch_may_begin_at_a_key(store: Store) -> None:
     assert ([kv.key for kv in found], at) == (["m/s", "m/t"], revision)
     for key in ("m/a", "m/t", "n", "m/s"):
         await store.put(key, b"1")
-    async with asyncio.timeout(20), contextlib.aclosing(store.watch("m/", revision + 1, first="m/s")) as events:
+    async with asyncio.timeout(120), contextlib.aclosing(store.watch("m/", revision + 1, first="m/s")) as events:
         assert [(await anext(events)).kv.key for _ in range(2)] == ["m/t", "m/s"]
 
 
@@ -114,8 +114,8 @@ async def test_increments_by_several_clients_are_never_lost(store: Store, store_
     assert (await store.get("n")).value == b"80"  # type: ignore[union-attr]
 
 
-async def test_a_lease_takes_its_keys_along(store: Store, shortest_lease_s: float) -> None:
-    lease = await store.grant_lease(max(1.0, shortest_lease_s))
+async def test_a_lease_takes_its_keys_along(store: Store) -> None:
+    lease = await store.grant_lease(3.0)
     start = await store.put("leased/a", b"1", lease)
     await store.put("leased/b", b"2", lease)
     await store.put("leased/free", b"3")
@@ -125,18 +125,18 @@ async def test_a_lease_takes_its_keys_along(store: Store, shortest_lease_s: floa
     assert [kv.key for kv in (await store.list("leased/"))[0]] == ["leased/free"]
 
 
-async def test_a_lease_that_is_kept_alive_stays(store: Store, shortest_lease_s: float) -> None:
-    ttl_s = max(1.0, shortest_lease_s)
+async def test_a_lease_that_is_kept_alive_stays(store: Store) -> None:
+    ttl_s = 3.0
     lease = await store.grant_lease(ttl_s)
     await store.put("a", b"1", lease)
-    for _ in range(15):  # etcd looks for ended leases twice a second
+    for _ in range(13):  # etcd looks for ended leases twice a second
         await asyncio.sleep(ttl_s / 10)
         await store.keep_alive(lease)
     assert await store.get("a") is not None
 
 
-async def test_an_ended_lease_stays_ended(store: Store, shortest_lease_s: float) -> None:
-    lease = await store.grant_lease(shortest_lease_s)
+async def test_an_ended_lease_stays_ended(store: Store) -> None:
+    lease = await store.grant_lease(2.0)
     await store.put("a", b"1", lease)
 
     async def has_ended() -> bool:
@@ -237,7 +237,7 @@ async def test_a_watch_ends_with_its_store(store_url: str) -> None:
     watching = asyncio.create_task(drain())
     await stays(lambda: not watching.done(), 0.05)
     await client.close()
-    assert await asyncio.wait_for(watching, 5) == 0
+    assert await asyncio.wait_for(watching, 60) == 0
     with pytest.raises(StoreUnavailable, match="closed"):
         await client.get("a")
     await client.close()

@@ -111,7 +111,7 @@ class Peer:
         """Only the process itself: what it has started must end with it."""
         family = self.family()
         self.process.kill()
-        _, alive = psutil.wait_procs(family, timeout=30)
+        _, alive = psutil.wait_procs(family, timeout=60)
         assert not alive
 
 
@@ -132,7 +132,7 @@ class Reads:
 
     def under_way(self) -> None:
         """Returns in the middle of one: they follow each other without a pause."""
-        wait_until(lambda: self.count > 0 or self._done.done())
+        wait_until(lambda: self.count > 0 or self._done.done(), READ_TIMEOUT_S)
 
     def error(self) -> BaseException | None:
         """What it raised."""
