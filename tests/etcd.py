@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import http.client
 import ipaddress
 import os
 import shutil
 import signal
-import socket
+import ssl
 import subprocess
 import tempfile
 from pathlib import Path
@@ -59,13 +61,26 @@ class Etcd:
         return f"etcd://{','.join(self.hosts)}/{namespace}" + (f"?{query}" if query else "")
 
     def start(self) -> None:
-        """Start the members that are not running, and wait until all of them listen."""
+        """Start the members that are not running, and wait until all of them answer.
+
+        They listen before that: on a busy machine by more than the time that a store gives a call.
+        """
         for index, process in enumerate(self._processes):
             if process is None:
                 self._processes[index] = self._spawn(index)
         log = self.directory / "log"
         for host, process in zip(self.hosts, self._processes, strict=True):
-            wait_until(partial(_listens, host), 120, lambda: log.read_text()[-2000:], process)
+            wait_until(partial(self._answers, host), 120, lambda: log.read_text()[-2000:], process)
+
+    def _answers(self, host: str) -> bool:
+        if self._tls is None:
+            connection = http.client.HTTPConnection(host, timeout=10)
+        else:
+            connection = http.client.HTTPSConnection(host, timeout=10, context=self._tls.client())
+        with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        return False
 
     def _spawn(self, index: int) -> subprocess.Popen[bytes]:
         peers = [f"http://127.0.0.1:{port}" for port in self._ports[len(self.hosts) :]]
@@ -177,6 +192,11 @@ class Tls:
         key_path.write_bytes(key.private_bytes(encoding, form, serialization.NoEncryption()))
         return cert_path, key_path
 
+    def client(self) -> ssl.SSLContext:
+        context = ssl.create_default_context(cafile=self.ca)
+        context.load_cert_chain(self.cert, self.key)
+        return context
+
     def server_flags(self) -> list[str]:
         flags = [f"--cert-file={self.server_cert}", f"--key-file={self.server_key}"]
         return flags + ([f"--trusted-ca-file={self.ca}", "--client-cert-auth"] if self._client_certificates else [])
@@ -207,12 +227,3 @@ def _certificate(
 
 def _pem(certificate: x509.Certificate) -> bytes:
     return certificate.public_bytes(serialization.Encoding.PEM)
-
-
-def _listens(host: str) -> bool:
-    address, _, port = host.rpartition(":")
-    try:
-        socket.create_connection((address, int(port)), 1).close()
-    except OSError:
-        return False
-    return True
