@@ -215,7 +215,7 @@ def test_a_peer_that_is_killed_goes_on_with_a_part(hosts: Hosts) -> None:
     hosts.kill("b")
     hosts.start("b")
     part = part_of(hosts, "b", digest, HALF)
-    resumed = hosts.metric("b", "hotswap_peer_chunks_resumed_total")
+    resumed = wait_until(lambda: hosts.metric("b", "hotswap_peer_chunks_resumed_total"))
     assert resumed >= 2
     assert hosts.received("b") <= chunk_bytes(record, HALF) - (resumed - 1) * CHUNK
     check(part, FIRST)
