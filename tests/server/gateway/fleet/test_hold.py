@@ -12,6 +12,7 @@ import pytest
 
 from server.errors import Unavailable
 from server.gateway import UpstreamSettings
+from server.gateway.fleet import retries
 from server.gateway.fleet.retries import Patience, WaitingRoom
 from tests.server.gateway.harness import KEYS, RunningGateway, get, post, running_gateway
 from tests.server.gateway.upstream import Answer, Link, Received, upstream
@@ -84,8 +85,11 @@ async def test_a_connection_refused_is_held_for_who_comes_next(gateway: RunningG
         assert (await answer).status == 200
 
 
-async def test_held_after_a_refusal_which_leaves_its_connection_good(gateway: RunningGateway) -> None:
+async def test_held_after_a_refusal_which_leaves_its_connection_good(
+    gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The only instance has other weights than the gateway believes: the request waits until it says so itself."""
+    monkeypatch.setattr(retries, "RETRY_S", 60.0)  # until the test has seen it held
     refusals = [b"x-hotswap-refused: version\r\n"]
 
     async def refuses_once(link: Link, _: Received) -> None:

@@ -59,7 +59,7 @@ class Trial:
 
     @property
     def outcomes(self) -> dict[str, int]:
-        return {outcome: n for (version, outcome), n in self.fleet.shadows.outcomes.items() if version == 13}
+        return {outcome: n for (version, outcome), n in dict(self.fleet.shadows.outcomes).items() if version == 13}
 
     async def share(self, percent: float) -> None:
         split = SplitRecord((ShareRecord(13, 0.0, ("i13",), shadow=percent),))
@@ -147,7 +147,7 @@ async def test_pins_and_other_routes_are_not_repeated(tmp_path: Path) -> None:
 
 
 async def test_a_request_that_is_sent_again_is_repeated_once(tmp_path: Path) -> None:
-    async with trial(tmp_path) as t:
+    async with trial(tmp_path, upstream=UpstreamSettings(scrape_interval_s=3600.0)) as t:  # no probe finds it first
         await t.share(100.0)
         t.gateway.register("http://127.0.0.1:1", "i11", active_version=12)
         for _ in range(6):
@@ -226,7 +226,7 @@ async def test_while_requests_wait_nothing_is_repeated(tmp_path: Path) -> None:
         t.live.handler = slowly
         await t.share(100.0)
         asked = [asyncio.create_task(t.ask(1)) for _ in range(6)]
-        await eventually(lambda: len(t.gateway.gateway.default.gate.queue) == 5)
+        await eventually(lambda: (len(t.gateway.gateway.default.gate.queue), t.outcomes) == (5, {"answered": 1}))
         go_on.set()
         assert sum(await asyncio.gather(*asked), Counter[int]()) == {200: 6}
         await eventually(lambda: sum(t.outcomes.values()) == 6)

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from server.errors import BadRequest, BadUpstream, Forbidden
-from server.gateway import Limits, UpstreamSettings
+from server.gateway import Limits, UpstreamSettings, connection
 from server.gateway.access.keys import KeyRing
 from server.gateway.cors import Origins
 from server.gateway.routes import find, public_names
@@ -41,6 +41,12 @@ def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
     settings, limits = UpstreamSettings(scrape_interval_s=3600.0), Limits(request_timeout_s=0.5, keep_alive_s=0.4)
     with running_gateway(tmp_path_factory.mktemp("hasty"), upstream=settings, limits=limits) as g:
         yield g
+
+
+@pytest.fixture
+def long_linger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client has the time to send what the gateway throws away."""
+    monkeypatch.setattr(connection, "LINGER_S", 60.0)
 
 
 TRICKS = r"""
@@ -199,6 +205,7 @@ async def test_bodies_held_at_one_time_are_bounded(gateway: RunningGateway) -> N
     assert gateway.gateway.buffered == 0
 
 
+@pytest.mark.usefixtures("long_linger")
 async def test_a_body_that_nobody_waited_for_is_not_counted(gateway: RunningGateway) -> None:
     """The app answers 404 before the body is there; clients that then rest must not use up what all may send."""
     raw = post("/no/such/route", b'{"a": "' + b"x" * 600 + b'"}')
@@ -212,9 +219,9 @@ async def test_a_body_that_nobody_waited_for_is_not_counted(gateway: RunningGate
         assert (await client.answer()).status == 200
 
 
-async def test_nothing_follows_an_answer_that_did_not_wait(hasty: RunningGateway) -> None:
+async def test_nothing_follows_an_answer_that_did_not_wait(gateway: RunningGateway) -> None:
     """A body that never comes to its end after its answer ends the connection, and gets no second answer."""
-    async with hasty.client(post("/no/such/route", b"x" * 100)[:-50]) as client:
+    async with gateway.client(post("/no/such/route", b"x" * 100)[:-50]) as client:
         assert (await client.answer()).status == 404
         client.writer.write(b"x")
         assert await client.rest() == b""
@@ -264,6 +271,7 @@ NO_END = {
 A_READ = 256 * 2**10  # the most that the gateway's loop reads at a time
 
 
+@pytest.mark.usefixtures("long_linger")
 @pytest.mark.parametrize("path", ["/v1/completions", "/admin/weights", "/no/such/route"])
 @pytest.mark.parametrize("name", NO_END)
 async def test_framing_without_an_end_is_431(gateway: RunningGateway, path: str, name: str) -> None:

@@ -255,9 +255,9 @@ async def read_stepwise(gateway: RunningGateway, instance: Stepwise, path: str) 
     reader, writer = await gateway.connect()
     writer.write(post(path))
     for piece in instance.pieces:
-        await asyncio.wait_for(reader.readuntil(piece), 10)
+        await asyncio.wait_for(reader.readuntil(piece), 60)
         instance.taken.release()
-    await asyncio.wait_for(reader.read(16), 10)
+    await asyncio.wait_for(reader.read(16), 60)
     writer.close()
     await eventually(lambda: gateway.gateway.default.stats.inflight == 0)
 

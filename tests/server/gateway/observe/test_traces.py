@@ -13,8 +13,8 @@ import orjson
 import pytest
 
 from server.errors import ConfigError
-from server.gateway.config import ObserveSettings
-from server.gateway.observe import context
+from server.gateway.config import ObserveSettings, UpstreamSettings
+from server.gateway.observe import backlog, context
 from server.gateway.observe.tracing import Span, SpanSender, traces_url
 from tests.server.gateway.harness import KEYS, RunningGateway, post, running_gateway
 from tests.server.gateway.observe.otlp_collector import Collector, collecting
@@ -27,6 +27,7 @@ SAMPLED = f"traceparent: 00-{TRACE}-{PARENT}-01\r\n"
 UNSAMPLED = f"traceparent: 00-{TRACE}-{PARENT}-00\r\n"
 USAGE = {"prompt_tokens": 5, "completion_tokens": 2}
 SERVER, INTERNAL, ERROR = 2, 1, 2  # as OTLP numbers them
+QUIET = UpstreamSettings(scrape_interval_s=3600.0)  # an instance gets the requests of the test alone
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def collector() -> Iterator[Collector]:
 @pytest.fixture
 def gateway(tmp_path: Path, collector: Collector) -> Iterator[RunningGateway]:
     settings = ObserveSettings(otlp_endpoint=collector.endpoint, trace_ratio=0.0)
-    with running_gateway(tmp_path, observe=settings, run_coordinator=False) as g:
+    with running_gateway(tmp_path, upstream=QUIET, observe=settings, run_coordinator=False) as g:
         yield g
 
 
@@ -139,7 +140,7 @@ async def test_a_collector_that_is_away_costs_spans_and_nothing_else(
 
 
 async def test_without_an_endpoint_contexts_pass_as_they_came(tmp_path: Path) -> None:
-    with running_gateway(tmp_path) as gateway:
+    with running_gateway(tmp_path, upstream=QUIET) as gateway:
         async with gateway.instance() as up:
             await gateway.ask(post(headers=SAMPLED))
             await gateway.ask(post())
@@ -166,6 +167,7 @@ def test_swaps_are_spans_of_the_gateway_that_leads(
 
     carry_out("before", "done")
     carry_out("led by another", "done")
+    gateway.register("http://127.0.0.1:1", state="TORN")  # seen when all is done that the last swap brings about
     monkeypatch.setattr(type(gateway.gateway.default.coordinator), "leads", property(lambda _: True))
     carry_out("s1", "aborted")
     wait_until(lambda: len(collector.spans) == 3)
@@ -226,7 +228,8 @@ def test_a_share_of_traces_is_begun() -> None:
 # the sender
 
 
-def test_what_is_waiting_is_sent_at_the_end(collector: Collector) -> None:
+def test_what_is_waiting_is_sent_at_the_end(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backlog, "FLUSH_S", 60.0)
     counts = {"exported": 0, "dropped": 0, "failed": 0}
     sender = SpanSender(collector.endpoint, counts)
     for i in range(100):
@@ -236,7 +239,10 @@ def test_what_is_waiting_is_sent_at_the_end(collector: Collector) -> None:
     assert {span.name for span in collector.spans} == {f"s{i}" for i in range(100)}
 
 
-def test_a_span_that_cannot_be_made_does_not_end_the_sender(collector: Collector) -> None:
+def test_a_span_that_cannot_be_made_does_not_end_the_sender(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backlog, "FLUSH_S", 60.0)
     counts = {"exported": 0, "dropped": 0, "failed": 0}
     sender = SpanSender(collector.endpoint, counts)
     sender.put(0, lambda n: [Span("s", 1 // n, 1, 0, 1.0, 2.0, {})])

@@ -8,6 +8,7 @@ import hashlib
 import hmac
 import json
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -61,6 +62,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["content-length"]))
         refuse = self.server.refuses > 0
+        if self.abandoned():
+            return
         if refuse:
             self.server.refuses -= 1
             self.server.refused.append(self.headers["webhook-id"])
@@ -70,6 +73,12 @@ class Handler(BaseHTTPRequestHandler):
         with contextlib.suppress(OSError):  # who asked may be dead
             self.send_response(500 if refuse else 204)
             self.end_headers()
+
+    def abandoned(self) -> bool:
+        """Whether the gateway that asked has ended, which takes no answer; who leads next asks again."""
+        with contextlib.suppress(BlockingIOError):
+            return not self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        return False
 
     def log_message(self, *_: object) -> None: ...
 

@@ -17,7 +17,7 @@ from tests.server.gateway.harness import Client, RunningGateway, get, post, runn
 from tests.server.gateway.upstream import Link, Received, Upstream, upstream
 from tests.waiting import eventually
 
-QUIET = UpstreamSettings(scrape_interval_s=3600.0)
+QUIET = UpstreamSettings(scrape_interval_s=3600.0, hold_s=60.0)
 
 
 @dataclass
@@ -101,8 +101,7 @@ async def test_what_an_instance_can_run_goes_there_and_the_rest_waits(gateway: R
     async with slow() as s:
         gateway.register(s.up, max_num_seqs=8)
         asked = [await ask(gateway, str(i)) for i in range(12)]
-        await eventually(lambda: len(s.gates) == 9)
-        assert waiting(gateway) == 3
+        await eventually(lambda: (len(s.gates), waiting(gateway)) == (9, 3))
         s.release(2)
         await eventually(lambda: len(s.gates) == 11)
         await s.finish(asked)
@@ -238,7 +237,7 @@ async def test_a_full_line_sends_away_the_less_urgent_and_then_the_newest(gatewa
 async def test_a_deadline_passes(gateway: RunningGateway) -> None:
     async with slow() as s:
         (first,) = await fill(gateway, s)
-        hasty = await in_line(gateway, "hasty", "X-Hotswap-Deadline-S: 0.05\r\n")
+        hasty = await ask(gateway, "hasty", "X-Hotswap-Deadline-S: 0.05\r\n")
         answer = await hasty.answer()
         assert answer.refusal == (504, "queue_timeout")
         assert "retry-after" in answer.headers
@@ -255,13 +254,14 @@ async def test_a_deadline_counts_while_no_instance_serves_too(gateway: RunningGa
         assert gateway.gateway.default.stats.holds == {("fleet", "refused"): 1}
 
 
-@pytest.mark.parametrize("gateway", [QueueSettings(max_wait_s=0.3)], indirect=True)
 async def test_no_instance_any_more(gateway: RunningGateway) -> None:
     async with slow() as s:
-        _kept = await fill(gateway, s)
-        waits = await in_line(gateway, "x")
+        asked = [*await fill(gateway, s), await in_line(gateway, "x")]
         gateway.unregister()
-        assert (await waits.answer()).refusal == (503, "no_instance")
+        hasty = await ask(gateway, "hasty", "X-Hotswap-Deadline-S: 0.05\r\n")  # in line, as "x" is
+        assert (await hasty.answer()).refusal == (503, "no_instance")
+        gateway.register(s.up, max_num_seqs=1)
+        await s.finish(asked)
 
 
 async def test_room_that_comes_with_another_instance(gateway: RunningGateway) -> None:
