@@ -378,13 +378,14 @@ async def test_a_body_in_tiny_chunks_takes_the_memory_of_its_bytes(tmp_path: Pat
     size = 2 * 2**20
     data = random.Random(0).randbytes(size)  # not one byte again and again, which Python would keep once
     chunks = b"".join(b"2\r\n%b\r\n" % data[at : at + 2] for at in range(0, size, 2))
-    with running_gateway(tmp_path, run_coordinator=False) as gateway:
+    limits = Limits(request_timeout_s=600.0)
+    with running_gateway(tmp_path, run_coordinator=False, limits=limits) as gateway:
         before = psutil.Process().memory_info().rss
         async with gateway.client(framed("Transfer-Encoding: chunked\r\n\r\n")) as client:
             for at in range(0, len(chunks), 65_536):
                 client.writer.write(chunks[at : at + 65_536])
                 await client.writer.drain()
-            await eventually(lambda: gateway.gateway.buffered == size)
+            await eventually(lambda: gateway.gateway.buffered == size, 120)
             assert psutil.Process().memory_info().rss - before < 8 * size
         await eventually(lambda: gateway.gateway.buffered == 0)
 

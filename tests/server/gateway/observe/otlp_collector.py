@@ -89,10 +89,11 @@ def collecting() -> Iterator[Collector]:
             body = self.rfile.read(int(self.headers["content-length"]))
             assert self.path == "/v1/traces"
             assert self.headers["content-type"] == "application/x-protobuf"
+            answer = collector.answer  # as it is now, though the test may go on before this thread does
             collector.free.wait(60)
-            if collector.answer == 200:
+            if answer == 200:
                 collector.take(gzip.decompress(body) if self.headers.get("content-encoding") == "gzip" else body)
-            self.send_response(collector.answer)
+            self.send_response(answer)
             self.send_header("content-length", "0")
             self.end_headers()
 

@@ -76,9 +76,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def abandoned(self) -> bool:
         """Whether the gateway that asked has ended, which takes no answer; who leads next asks again."""
-        with contextlib.suppress(BlockingIOError):
+        try:
             return not self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        return False
+        except BlockingIOError:
+            return False
+        except ConnectionError:
+            return True
 
     def log_message(self, *_: object) -> None: ...
 
