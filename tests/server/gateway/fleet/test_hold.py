@@ -20,7 +20,7 @@ from tests.waiting import eventually
 from weightsync.control.records import ActiveRecord, DeviceRecord
 
 LONG = UpstreamSettings(scrape_interval_s=3600.0, hold_s=60.0, max_held=2)
-SHORT = UpstreamSettings(scrape_interval_s=3600.0, hold_s=0.1)
+SHORT = UpstreamSettings(scrape_interval_s=3600.0, hold_s=0.3)
 
 
 @pytest.fixture

@@ -249,7 +249,7 @@ async def test_a_deadline_passes(gateway: RunningGateway) -> None:
 async def test_a_deadline_counts_while_no_instance_serves_too(gateway: RunningGateway) -> None:
     async with slow() as s:
         gateway.register(s.up, state="STARTING")
-        hasty = await ask(gateway, "hasty", "X-Hotswap-Deadline-S: 0.05\r\n")
+        hasty = await ask(gateway, "hasty", "X-Hotswap-Deadline-S: 0.5\r\n")
         assert (await hasty.answer()).refusal == (503, "no_instance")
         assert gateway.gateway.default.stats.holds == {("fleet", "refused"): 1}
 
@@ -258,7 +258,7 @@ async def test_no_instance_any_more(gateway: RunningGateway) -> None:
     async with slow() as s:
         asked = [*await fill(gateway, s), await in_line(gateway, "x")]
         gateway.unregister()
-        hasty = await ask(gateway, "hasty", "X-Hotswap-Deadline-S: 0.05\r\n")  # in line, as "x" is
+        hasty = await ask(gateway, "hasty", "X-Hotswap-Deadline-S: 0.5\r\n")  # in line, as "x" is
         assert (await hasty.answer()).refusal == (503, "no_instance")
         gateway.register(s.up, max_num_seqs=1)
         await s.finish(asked)
