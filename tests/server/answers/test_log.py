@@ -92,9 +92,9 @@ def test_retention_keeps_the_newest_that_fit(sizes: list[int], most: int, seed: 
     """What stays is a suffix: young enough and small enough, and one more would not be."""
     folder, now = Folder(f"memory://retention-{seed}-{next(_MEMORIES)}"), time.time()
     for back, size in enumerate(reversed(sizes)):
-        folder.write(folder.name(now - back - 0.5, "w", "1", ".jsonl"), b"x" * size)
+        folder.write(folder.name(now - 3600.0 * (back + 0.5), "w", "1", ".jsonl"), b"x" * size)
     before = folder.segments()
-    Writer(folder, bounded(max_age_s=float(age), max_bytes=most)).maintain()
+    Writer(folder, bounded(max_age_s=3600.0 * age, max_bytes=most)).maintain()
     left = folder.segments()
     assert left == before[len(before) - len(left) :]
     assert len(left) <= age

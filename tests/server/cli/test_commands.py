@@ -36,7 +36,7 @@ def test_the_process_that_was_started_is_the_trainer(tmp_path: Path, command: st
     os.mkfifo(config)  # the trainer waits in reading it
     train = subprocess.Popen([sys.executable, "-m", "server.cli", command, "--config", str(config)])
     try:
-        wait_until(lambda: module.encode() in Path(f"/proc/{train.pid}/cmdline").read_bytes(), 60, process=train)
+        wait_until(lambda: module.encode() in Path(f"/proc/{train.pid}/cmdline").read_bytes(), 120, process=train)
         train.terminate()
         assert train.wait(60) == -15
     finally:
@@ -100,7 +100,7 @@ runpy.run_module("server.cli", run_name="__main__")
 
 def hotswap(without: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", RUN, without, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def read(*words: str, **more: str) -> str:
     """The output of a command, which imports little and cuts nothing off."""
     environment = {"HOTSWAP_ADMIN_KEY": "any", "COLUMNS": "80", "PATH": "", **more}
     command = [sys.executable, "-c", READ, *words]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     modules = set(done.stderr.rpartition("modules:")[2].split())
     assert "typer" in modules

@@ -16,7 +16,7 @@ from playwright.async_api import Browser, BrowserContext, Page, Request, async_p
 from tests.lacking import lacking
 
 ROOT = Path(__file__).parents[3]
-TIMEOUT_MS = 30_000  # a condition that comes true is seen at once; this is for loaded machines
+TIMEOUT_MS = 90_000  # a condition that comes true is seen at once; this is for loaded machines
 # The admin page looks at the fleet once a second.
 HURRIED = "const later = window.setTimeout; window.setTimeout = (work, ms, ...more) => later(work, ms / 5, ...more);"
 
@@ -33,7 +33,7 @@ async def chromium() -> AsyncIterator[Browser]:
     """A headless browser; no sandbox, for containers and root have none to give."""
     async with async_playwright() as playwright:
         arguments = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"]
-        browser = await playwright.chromium.launch(executable_path=executable(), args=arguments)
+        browser = await playwright.chromium.launch(executable_path=executable(), args=arguments, timeout=TIMEOUT_MS)
         try:
             yield browser
         finally:

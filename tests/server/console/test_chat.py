@@ -76,7 +76,7 @@ async def test_stop_ends_the_request_at_the_instance(public: Watched, script: Sc
     await public.wait_text("#chat-log .run", "Hello")
     await public.page.get_by_role("button", name="Stop").click()
     await answered(public)
-    await asyncio.wait_for(script.gone.wait(), 20)
+    await asyncio.wait_for(script.gone.wait(), 60)
     assert "stopped" in await public.text("#chat-log .facts")
     assert await public.page.get_by_role("button", name="Stop").is_disabled()
     assert await public.page.evaluate("document.activeElement.id") == "question"

@@ -99,6 +99,7 @@ async def test_a_version_is_activated_from_the_dialog_by_keyboard_alone(
 async def test_a_version_is_given_a_share_with_the_slider(console: Watched, gateway: RunningGateway) -> None:
     """One instance serves here, which is too few: the dialog says how many it takes. Then another gateway makes one."""
     await asyncio.to_thread(put_versions, gateway, 1, None)
+    await console.wait_text("#active", "v1")  # a share is of what the active version has
     page = console.page
     await page.get_by_role("button", name="Activate v2").click()
     slider = page.get_by_label("Requests it gets")
@@ -134,12 +135,12 @@ async def test_a_swap_under_way_shows_its_progress(console: Watched, gateway: Ru
     """Nobody stages here: the swap stands in its first phase until it is given up."""
     await asyncio.to_thread(put_versions, gateway, 1, None)
     await console.page.get_by_role("button", name="Activate v2").click()
-    await console.page.get_by_label("Time to stage").fill("2")
+    await console.page.get_by_label("Time to stage").fill("8")  # in which the page must look once
     await console.page.locator("#swap-go").click()
     await console.wait_text("#swap-progress", "v2, staging: 0 of 1 staged")
     await console.wait_text("#swap-result", "[409 swap_aborted]")
     await console.wait_text("#swaps", "aborted")
-    assert "not staged within 2 s by i0" in await console.text("#swaps")
+    assert "not staged within 8 s by i0" in await console.text("#swaps")
 
 
 @pytest.mark.broad

@@ -19,6 +19,7 @@ from tests.server.console.play import ask, sign_in
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session")]
 LONG = "900"  # tokens: long enough for a swap to come in the middle
+PAUSE = "/pause?ttl_s=300"
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -41,13 +42,13 @@ async def order(live: LiveServer, path: str) -> None:
 @contextlib.asynccontextmanager
 async def begun(console: Watched, live: LiveServer, version: int) -> AsyncIterator[None]:
     """An answer of which the page shows a beginning by `version`. No engine generates meanwhile, or it would end."""
-    await order(live, "/pause")
+    await order(live, PAUSE)
     try:
         await ask_for(console, LONG)
         beginning = console.page.locator(f"#chat-log .run[data-version=v{version}]")
         while not await beginning.count():
             await order(live, "/resume")
-            await order(live, "/pause")
+            await order(live, PAUSE)
             with contextlib.suppress(PlaywrightTimeout):
                 await beginning.wait_for(timeout=500)
         yield

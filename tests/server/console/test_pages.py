@@ -155,6 +155,7 @@ async def page_of(browser: Browser) -> AsyncIterator[Page]:
     head = b"HTTP/1.1 200 OK\r\ncontent-type: text/html\r\nconnection: close\r\n\r\n"
     async with upstream(sending(head + b"<!doctype html><title>elsewhere</title>")) as site:
         context = await browser.new_context()
+        context.set_default_timeout(TIMEOUT_MS)
         page = await context.new_page()
         await page.goto(f"http://localhost:{site.port}/")
         try:
@@ -208,6 +209,7 @@ async def test_a_foreign_page_cannot_post_to_an_open_gateway(browser: Browser, t
     with running_gateway(tmp_path, run_coordinator=False) as gateway:
         async with gateway.instance(instance) as up:
             context = await browser.new_context()
+            context.set_default_timeout(TIMEOUT_MS)
             page = await context.new_page()
             await page.route("http://evil.example/", lambda route: route.fulfill(body="<title>evil</title>"))
             await page.goto("http://evil.example/")

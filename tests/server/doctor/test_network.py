@@ -94,8 +94,11 @@ def test_the_public_port_without_tls_is_a_warning(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ask", [False, True])
-async def test_a_tls_listener_is_known_by_its_answer(tmp_path: Path, ask: bool) -> None:
+async def test_a_tls_listener_is_known_by_its_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: bool
+) -> None:
     """Also by one that wants a certificate of each client."""
+    monkeypatch.setattr("server.doctor.checks.ports.PROBE_TIMEOUT_S", 60.0)
     tls = Tls(tmp_path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(tls.server_cert, tls.server_key)

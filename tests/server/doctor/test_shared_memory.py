@@ -43,7 +43,7 @@ def on_a_small_tmpfs(place: Path, script: str) -> list[dict[str, Any]]:
     if subprocess.run([*mounted, f"mount -t tmpfs none {place}"], check=False).returncode:
         unable("no mount namespaces can be made here")
     command = [*mounted, f"mount -t tmpfs -o size=4m none {place}\n{script}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=280)
     assert done.stdout, done.stderr
     found = json.loads(done.stdout)
     assert done.returncode == (0 if found["ok"] else 1)

@@ -20,6 +20,12 @@ from weightsync import SyncStore, open_store
 from weightsync.control.records import ActiveRecord, InstanceRecord, Keys
 
 
+@pytest.fixture(autouse=True)
+def _a_busy_machine_has_time_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("store", "models_file"):
+        monkeypatch.setattr(f"server.doctor.checks.{module}.TIMEOUT_S", 60.0)
+
+
 @pytest.fixture(scope="module")
 def etcd() -> Iterator[Etcd]:
     server = Etcd()

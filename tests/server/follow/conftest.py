@@ -24,7 +24,7 @@ def gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running
     arena = tempfile.mkdtemp(prefix="hotswap-follow-test-", dir="/dev/shm")
     monkeypatch.setenv("HOTSWAP_ARENA", arena)
     with running_gateway(tmp_path) as running:
-        wait_until(lambda: running.gateway.default.coordinator.leads)
+        wait_until(lambda: running.gateway.default.coordinator.leads, 60)
         yield running
     shutil.rmtree(arena)
 

@@ -302,11 +302,11 @@ def test_the_process_is_killed_between_publication_and_release(follow: Follow) -
         assert "WARNING" in said
     follow.store_policy(AT_ONCE)
     with follow.process(source) as process:
-        wait_until(lambda: follow.active == 2, process=process)
+        wait_until(lambda: follow.active == 2, 120, process=process)
         state = follow.root / "process" / "state.json"
-        wait_until(lambda: "released" in state.read_text(), process=process)
+        wait_until(lambda: "released" in state.read_text(), 60, process=process)
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
     assert (follow.sources(), len(follow.deeds("release"))) == (["base", "step-1"], 1)
 
 

@@ -230,8 +230,8 @@ def test_through_s3_with_conditional_puts_and_a_killed_follower(follow: Follow, 
     one.publish(step(6.0))
     with follow.process(f"versions+{s3}") as process:
         fetched = follow.root / "process" / "fetched"
-        wait_until(lambda: list(fetched.glob("*/*/*")) if fetched.exists() else None, 60.0, process=process)
+        wait_until(lambda: list(fetched.glob("*/*/*")) if fetched.exists() else None, 120.0, process=process)
     with follow.process(f"versions+{s3}") as process:
-        wait_until(lambda: follow.active == 6, 60.0, process=process)
+        wait_until(lambda: follow.active == 6, 120.0, process=process)
     assert_holds(follow, 6, step(6.0))
     shutil.rmtree(follow.root / "process")

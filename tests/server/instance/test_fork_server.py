@@ -24,7 +24,7 @@ def program(what: str, log: Path) -> Forked:
 
 def test_engines_and_their_workers_are_forked(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    assert program("nested", log).wait(60) == 0, log.read_text()
+    assert program("nested", log).wait(200) == 0, log.read_text()
     engine, worker, *codes = (ast.literal_eval(line) for line in log.read_text().splitlines()[-4:])
     assert engine["vllm"]
     assert worker["vllm"]
@@ -36,10 +36,10 @@ def test_engines_and_their_workers_are_forked(tmp_path: Path) -> None:
 def test_the_server_ends_with_its_instance(tmp_path: Path) -> None:
     log = tmp_path / "log"
     instance = program("wait", log)
-    wait_until(lambda: log.exists() and "pid" in log.read_text(), 60, what="the engine starts")
+    wait_until(lambda: log.exists() and "pid" in log.read_text(), 120, what="the engine starts")
     (server,) = (p for p in psutil.Process(instance.pid).children() if p.children())
     instance.kill()
-    wait_until(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE, 20, what="it ends too")
+    wait_until(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE, 60, what="it ends too")
 
 
 def test_the_libraries_are_those_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:

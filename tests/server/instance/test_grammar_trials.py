@@ -7,7 +7,7 @@ import random
 import runpy
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,19 @@ BAD: list[dict[str, Any]] = [
     {"structural_tag": '{"structures": [], "triggers": 5}'},
     {"json": {"type": "object", "patternProperties": {"^a": {}}, "properties": {"b": {}}}},
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _a_busy_machine_has_time(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """For the imports of the helper; and for a trial to use up its processor time, behind everything else."""
+    helper = tmp_path_factory.mktemp("helper") / HELPER.name
+    patient = HELPER.read_text().replace("STARVED = 20 ", "STARVED = 900 ")
+    assert patient != HELPER.read_text()
+    helper.write_text(patient)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("server.instance.grammars.trials.HELPER", helper)
+        patch.setattr("server.instance.grammars.trials.START_S", 280.0)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -218,12 +231,12 @@ async def test_a_helper_that_was_killed_is_begun_anew(kit: dict[str, Any]) -> No
     await trials.check(regex("a"))
     helper = helper_of(trials)
     slow = asyncio.create_task(trials.check(regex(SLOW)))
-    await asyncio.to_thread(wait_until, helper.children)
+    await asyncio.to_thread(wait_until, helper.children, 60)
     children = helper.children()
     helper.kill()
     with pytest.raises(GrammarsBusy):
         await slow
-    psutil.wait_procs(children, timeout=20)
+    psutil.wait_procs(children, timeout=60)
     assert not any(child.is_running() for child in children)
     await trials.check(regex("b"))
     await trials.close()
@@ -231,7 +244,9 @@ async def test_a_helper_that_was_killed_is_begun_anew(kit: dict[str, Any]) -> No
 
 PARENT = """
 import asyncio, sys, orjson
+from server.instance.grammars import trials
 from server.instance.grammars.trials import Grammar, Limits, Trials
+trials.START_S = 280.0  # for its imports
 async def main():
     kit = orjson.loads(sys.stdin.buffer.read())
     trials = Trials(Limits(seconds=60), lambda: kit)
@@ -253,7 +268,7 @@ def test_the_helper_and_its_trials_die_with_the_instance(kit: dict[str, Any]) ->
         wait_until(helper.children, 60)
         trial = helper.children()
         parent.kill()
-    gone, alive = psutil.wait_procs([helper, *trial], timeout=20)
+    gone, alive = psutil.wait_procs([helper, *trial], timeout=60)
     assert len(gone) == 2, alive
 
 

@@ -36,7 +36,7 @@ DIGEST = "0123456789abcdef0123456789abcdef"
 ADAPTER = "fedcba9876543210fedcba9876543210"
 PART = PartRecord("lora/x", 1, "//a/arena/adapter", ADAPTER, 1, "")
 VERSION = VersionRecord(2, "ready", "//a/arena/base", 1, DIGEST, None, None, "p", 1, 0.0, "", 1, parts=(PART,))
-WAIT_S = 30.0
+WAIT_S = 60.0
 WORKER = """
 import json, sys
 from weightsync.vllm_engine.tether import Tether, hold
@@ -136,7 +136,7 @@ async def test_the_host_whose_peer_cannot_fetch_it_is_named_at_once(published: S
 async def test_a_host_without_a_peer_is_named_when_the_time_is_up(published: Store) -> None:
     await say(published, "a")
     with pytest.raises(CopyUnavailable, match=r"not on host b: .* is `hotswap peer` running there\?"):
-        await located(published, KEYS, VERSION, ("a", "b"), 1.0)  # enough to read what a says
+        await located(published, KEYS, VERSION, ("a", "b"), 3.0)  # enough to read what a says
 
 
 # the tether ----------------------------------------------------------------------------------------------------------

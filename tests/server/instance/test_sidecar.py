@@ -54,7 +54,7 @@ async def test_an_instance_that_cannot_take_part_any_more_ends(
         raise RuntimeError("what no code expects")
 
     monkeypatch.setattr(sidecar, name, fail)
-    async with sidecar_of(config_of(tmp_path)).running(), asyncio.timeout(20):
+    async with sidecar_of(config_of(tmp_path)).running(), asyncio.timeout(60):
         await killed.wait()
 
 
@@ -109,7 +109,7 @@ async def test_a_version_is_staged_beside_the_warm_up_and_not_before_that_has_en
 
     engine, config = Staging(), config_of(tmp_path)
     starting = sidecar_of(config, engine, warm_up=warm_up)
-    async with asyncio.timeout(20), starting.running():
+    async with asyncio.timeout(60), starting.running():
         first = asyncio.create_task(starting._stage(UNASKED, version()))
         await began.wait()
         first.cancel()
@@ -126,7 +126,7 @@ async def test_a_version_is_staged_beside_the_warm_up_and_not_before_that_has_en
         warm.set()
         assert (await second).fingerprint == "f2"
     warm.clear()
-    async with asyncio.timeout(20), sidecar_of(config, engine, warm_up=warm_up).running():
+    async with asyncio.timeout(60), sidecar_of(config, engine, warm_up=warm_up).running():
         pass  # it ends before it is warm
 
 

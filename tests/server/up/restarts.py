@@ -271,7 +271,7 @@ async def swapped(url: str, version: int) -> None:
     engine.staged.add(version - 1)
     record = InstanceRecord("instance-0", "http://h:1", active_version=version - 1, pid=os.getpid())
     async with opened(url) as store:
-        instance = Participant(store, MODEL, record, engine.stage, engine.commit, drop=engine.drop)
+        instance = Participant(store, MODEL, record, engine.stage, engine.commit, drop=engine.drop, lease_ttl_s=60.0)
         async with coordinator(url) as leader:
             instance.start()
             await instance.serving()
@@ -285,7 +285,7 @@ async def swap_until(url: str, holds: Callable[[SwapRecord], bool], ask: int | N
     async with opened(url) as store, coordinator(url):
         if ask is not None:
             await activation.request(store, KEYS, activation.new_target(ask, "test", 60.0))
-        async with asyncio.timeout(20), contextlib.aclosing(store.watch(KEYS.swap, 1)) as events:
+        async with asyncio.timeout(120), contextlib.aclosing(store.watch(KEYS.swap, 1)) as events:
             async for event in events:
                 if event.kind == "put" and holds(SwapRecord.from_json(event.kv.value)):
                     return

@@ -35,7 +35,7 @@ def server(tmp_path: Path) -> Iterator[Forks]:
 def said(server: Forks, tmp_path: Path, code: str, **how: Any) -> str:
     log = tmp_path / "said"
     log.unlink(missing_ok=True)
-    assert server.start([PROGRAM, code], {**os.environ, "OWN": "its own"}, log, **how).wait(60) == 0
+    assert server.start([PROGRAM, code], {**os.environ, "OWN": "its own"}, log, **how).wait(120) == 0
     return log.read_text()
 
 
@@ -61,15 +61,15 @@ def test_it_has_what_it_is_to_inherit(server: Forks, tmp_path: Path) -> None:
 )
 def test_its_status_is_that_of_its_program(server: Forks, tmp_path: Path, code: str, status: int) -> None:
     process = server.start([PROGRAM, code], dict(os.environ), tmp_path / "log")
-    assert process.wait(60) == status, (tmp_path / "log").read_text()
+    assert process.wait(120) == status, (tmp_path / "log").read_text()
 
 
 def test_one_that_has_ended_had_an_id(server: Forks, tmp_path: Path) -> None:
     """Its start and its end may be told at once."""
     process = server.start(["this"], dict(os.environ), tmp_path / "log")
-    wait_until(lambda: (tmp_path / "log").exists() and "Namespaces" in (tmp_path / "log").read_text())
+    wait_until(lambda: (tmp_path / "log").exists() and "Namespaces" in (tmp_path / "log").read_text(), 60)
     later = server.start(["this"], dict(os.environ), tmp_path / "log")
-    assert later.wait(60) == 0
+    assert later.wait(120) == 0
     assert process.pid > 0
 
 
@@ -87,7 +87,7 @@ def test_signals_reach_one_that_is_yet_to_be_forked(tmp_path: Path) -> None:
     assert (process.poll(), process.started, server.ready) == (None, None, False)
     process.terminate()
     (tmp_path / "go").touch()
-    assert process.wait(60) == -signal.SIGTERM
+    assert process.wait(120) == -signal.SIGTERM
     assert server.ready
     server.stop()
 
@@ -95,13 +95,13 @@ def test_signals_reach_one_that_is_yet_to_be_forked(tmp_path: Path) -> None:
 def test_nothing_is_started_by_a_server_that_has_ended(tmp_path: Path) -> None:
     server = forks.begin("tests.no_such_module:prepare", tmp_path / "forks.log")
     process = server.start(ENDLESS, dict(os.environ), tmp_path / "log")
-    assert process.wait(60) == -signal.SIGTERM
+    assert process.wait(120) == -signal.SIGTERM
     with pytest.raises(ProcessLookupError, match="was never started"):
         _ = process.pid
     assert server.look()
     later = server.start(ENDLESS, dict(os.environ), tmp_path / "log")
     later.terminate()
-    assert later.wait(60) == -signal.SIGTERM
+    assert later.wait(120) == -signal.SIGTERM
     assert "No module named 'tests.no_such_module'" in (tmp_path / "forks.log").read_text()
     server.stop()
 
@@ -115,7 +115,7 @@ def test_what_it_has_forked_ends_with_it(server: Forks, tmp_path: Path, killed: 
     else:
         server.stop()
     wait_until(lambda: not found.is_running() or found.status() == psutil.STATUS_ZOMBIE)
-    assert process.wait(60) == -signal.SIGTERM
+    assert process.wait(120) == -signal.SIGTERM
 
 
 def test_it_ends_with_what_has_begun_it(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_what_was_ordered_by_an_interrupted_call_is_killed(
         patched.setattr(socket, "send_fds", lambda *args: interrupted(send(*args)))
         with pytest.raises(TimeoutError):
             server.start(ENDLESS, dict(os.environ), tmp_path / "log")
-    assert server.start(SHORT, dict(os.environ), tmp_path / "short").wait(60) == 0
+    assert server.start(SHORT, dict(os.environ), tmp_path / "short").wait(120) == 0
     assert "Beautiful is better than ugly." in (tmp_path / "short").read_text()
     wait_until(lambda: (server.look(), {child.pid for child in forked.children()} == {endless.pid})[1])
     assert endless.poll() is None
@@ -178,8 +178,8 @@ def test_a_connection_that_goes_takes_its_own_processes_alone(tmp_path: Path) ->
     assert poll.poll(60_000), "an answer is there"
     other.stop()
     wait_until(lambda: not goes.is_running() or goes.status() == psutil.STATUS_ZOMBIE)
-    assert one.start(SHORT, dict(os.environ), tmp_path / "log").wait(60) == 0
+    assert one.start(SHORT, dict(os.environ), tmp_path / "log").wait(120) == 0
     assert stays.poll() is None
     stays.kill()
-    assert stays.wait(60) == -signal.SIGKILL
+    assert stays.wait(120) == -signal.SIGKILL
     one.stop()

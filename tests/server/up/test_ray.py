@@ -31,7 +31,7 @@ def test_a_cluster_that_is_not_there_is_said_before_anything_is_started(
     command = ["up", "--model", str(checkpoints["a"]), "--state-dir", str(state), "--port", "0"]
     command += ["--store", "etcd://127.0.0.1:1", "--ray", f"127.0.0.1:{free_port()}"]
     done = subprocess.run(
-        [sys.executable, "-m", "server.cli", *command], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-m", "server.cli", *command], capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode != 0
     assert "ray start --head" in " ".join(done.stderr.split()), done.stderr

@@ -252,7 +252,7 @@ def test_processes_that_a_killed_up_left_are_waited_for_and_ended(tmp_path: Path
     log = tmp_path / "log"
     ends = RealChild("ends", ["tests.server.up.stubborn", "gentle"], log, {}, [state.inherited])
     stays = RealChild("stays", ["tests.server.up.stubborn"], log, {}, [state.inherited])
-    wait_until(lambda: log.read_text().count("runs") == 2, 60)
+    wait_until(lambda: log.read_text().count("runs") == 2, 120)
     ends.process.terminate()
     state.release()
     state.claim()
