@@ -133,6 +133,8 @@ def test_leftovers_are_those_that_nobody_locks_maps_or_was_told_of(shm: Path) ->
     waits = ["sleep", "600"]
     told = subprocess.Popen(waits, env={"PATH": os.environ["PATH"], "HOTSWAP_ARENA": str(shm / "hotswap-told")})
     try:
+        # The kernel lets Popen return in the midst of an exec, when there is no environment to read yet.
+        wait_until(Path(f"/proc/{told.pid}/environ").read_bytes, process=told)
         with (
             (shm / "hotswap-locked/slot-1-000").open() as locked,
             (shm / "hotswap-mapped/slot-1-000").open("r+b") as slot,
