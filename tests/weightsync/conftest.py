@@ -98,7 +98,7 @@ def store_sync(store_url: str) -> Iterator[SyncStore]:
 
 @pytest.fixture
 def publisher(store_url: str) -> Iterator[Publisher]:
-    with Publisher(store_url, model="demo") as opened:
+    with Publisher(store_url, model="demo", lease_ttl_s=60) as opened:
         yield opened
 
 

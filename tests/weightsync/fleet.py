@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tests.weightsync.tensors import model
 from weightsync import CommitResult, Coordinator, Participant, Publisher, SlotReader, StageResult, Store, open_store
 from weightsync.control.coordinator import Probe
-from weightsync.control.lease import LEADER_TTL_S, LeaseKeeper
+from weightsync.control.lease import LeaseKeeper
 from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, Record, VersionRecord
 from weightsync.publish.publisher import Version
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # child processes import this module
 
 MODEL = "demo"
 KEYS = Keys(MODEL)
+TTL_S = 60.0  # of leases, which a process keeps that the machine holds up for a while
 R = TypeVar("R", bound=Record)
 
 
@@ -107,7 +108,7 @@ class Fleet:
 
     @functools.cached_property
     def publisher(self) -> Publisher:
-        publisher = Publisher(self._url, model=MODEL)
+        publisher = Publisher(self._url, model=MODEL, lease_ttl_s=TTL_S)
         self._stack.callback(publisher.close)
         return publisher
 
@@ -132,16 +133,14 @@ class Fleet:
     def _records(self) -> Store:
         return self.store()
 
-    def coordinator(
-        self, *, keep: int = 2, probe: Probe | None = None, leader_ttl_s: float = LEADER_TTL_S
-    ) -> Coordinator:
+    def coordinator(self, *, keep: int = 2, probe: Probe | None = None, leader_ttl_s: float = TTL_S) -> Coordinator:
         coordinator = Coordinator(self.store(), MODEL, keep=keep, probe=probe, leader_ttl_s=leader_ttl_s)
         coordinator.start()
         self._stack.push_async_callback(coordinator.stop)
         return coordinator
 
     async def instance(
-        self, name: str, engine: Engine | None = None, *, wait: bool = True, ttl_s: float = 5.0
+        self, name: str, engine: Engine | None = None, *, wait: bool = True, ttl_s: float = TTL_S
     ) -> Engine:
         engine = engine or Engine()
         record = InstanceRecord(name, f"http://{name}", active_version=engine.running)
@@ -161,7 +160,7 @@ class Fleet:
         self._stack.push_async_callback(participant.stop)
         self.engines[name], self.participants[name] = engine, participant
         if wait:
-            await asyncio.wait_for(participant.serving(), 10)
+            await asyncio.wait_for(participant.serving(), 60)
         return engine
 
     async def instances(self, names: str) -> list[Engine]:

@@ -25,7 +25,7 @@ def test_every_name_is_there_and_importing_them_all_imports_neither_torch_nor_vl
         "heavy = {'torch', 'vllm', 'transformers', 'safetensors'} & sys.modules.keys()\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
 
 
 def test_every_error_has_a_code_of_its_own() -> None:

@@ -285,7 +285,7 @@ pub.publish(weights(6))
 
 
 def test_a_publisher_killed_half_way_leaves_no_version_and_nothing_for_long(url: str) -> None:
-    done = subprocess.run([sys.executable, "-c", KILLED, url], check=False, timeout=120)
+    done = subprocess.run([sys.executable, "-c", KILLED, url], check=False, timeout=240)
     assert done.returncode == -9
     bucket = Bucket(url)
     assert bucket.numbers() == [1]
@@ -457,6 +457,7 @@ def test_a_carrier_that_was_killed_is_told_and_started_anew(publisher: Publisher
         assert [outcome.error for outcome in carrier.finish(120.0)] == [""]
         carrier._process.kill()
         carrier._process.wait()
+        carrier._reader.join()
         carrier.hand(*ready(publisher, nudged(first), 2))
         (outcome,) = carrier.finish(120.0)
     assert (outcome.number, outcome.full, outcome.error) == (2, True, "")
@@ -472,7 +473,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_a_carrier_ends_with_whoever_started_it(url: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", LEFT_ALONE, url], capture_output=True, text=True, check=False, timeout=300
+        [sys.executable, "-c", LEFT_ALONE, url], capture_output=True, text=True, check=False, timeout=240
     )
     assert done.returncode == -signal.SIGKILL
     wait_until(lambda: not Path(f"/proc/{int(done.stdout)}/fd/0").exists(), 60.0)

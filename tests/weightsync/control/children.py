@@ -19,7 +19,7 @@ class Child:
     async def says(self, expected: str) -> None:
         """Its next line begins so."""
         assert self._process.stdout is not None
-        line = (await asyncio.wait_for(self._process.stdout.readline(), 60)).decode()
+        line = (await asyncio.wait_for(self._process.stdout.readline(), 240)).decode()
         assert line.startswith(expected), line
 
     def signal(self, number: signal.Signals) -> None:

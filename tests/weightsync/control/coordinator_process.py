@@ -34,7 +34,8 @@ async def main(url: str, ttl_s: float, phase: str | None) -> None:
         if swap is None or SwapRecord.from_json(swap).phase != phase:
             return await real(compares, puts, leases)
         say(f"stops before {phase}")
-        os.kill(os.getpid(), signal.SIGSTOP)
+        store_thread = getattr(store, "_executor", None)  # SQLite's; it is idle then, and holds no lock for ever
+        await asyncio.get_running_loop().run_in_executor(store_thread, os.kill, os.getpid(), signal.SIGSTOP)
         try:
             revision = await real(compares, puts, leases)
         except StoreError as error:
@@ -46,7 +47,7 @@ async def main(url: str, ttl_s: float, phase: str | None) -> None:
     store.txn = txn  # type: ignore[method-assign]
     coordinator = Coordinator(store, MODEL, leader_ttl_s=ttl_s)
     coordinator.start()
-    await eventually(lambda: coordinator.leads, 60)
+    await eventually(lambda: coordinator.leads, 240)
     say("leads")
     await asyncio.Event().wait()
 

@@ -39,7 +39,7 @@ async def test_it_catches_up_before_it_serves(fleet: Fleet) -> None:
     await eventually(lambda: engine.calls == [("stage", 1)])
     assert fleet.participants["a"].record.state == "STARTING"
     engine.go_on()
-    await asyncio.wait_for(fleet.participants["a"].serving(), 10)
+    await asyncio.wait_for(fleet.participants["a"].serving(), 60)
     assert engine.running == 1
     found = await registered(fleet, "a")
     assert (found.state, found.active_version, found.active_epoch, found.commit_ms) == ("SERVING", 1, 1, 0.5)
@@ -64,20 +64,20 @@ async def test_one_that_cannot_catch_up_stays_out_and_tries_again(
     found = await registered(fleet, "a")
     assert (found.state, found.error.code if found.error else None) == ("STARTING", "digest_mismatch")
     engine.on_stage = None
-    await asyncio.wait_for(fleet.participants["a"].serving(), 10)
+    await asyncio.wait_for(fleet.participants["a"].serving(), 60)
     assert fleet.participants["a"].record.error is None
     assert engine.running == 1
 
 
 async def test_it_registers_again_when_its_lease_is_lost(fleet: Fleet) -> None:
     coordinator = fleet.coordinator()
-    await fleet.instance("a", ttl_s=1.0)
+    await fleet.instance("a", ttl_s=3.0)
     await coordinator.activate(await fleet.publish())
     store = fleet.store()
     _, revision = await store.list("")
     await store.revoke(fleet.lease("a").id)
     events = store.watch(KEYS.instance("a"), revision + 1)
-    assert [(await asyncio.wait_for(anext(events), 10)).kind for _ in range(2)] == ["delete", "put"]
+    assert [(await asyncio.wait_for(anext(events), 60)).kind for _ in range(2)] == ["delete", "put"]
     found = await registered(fleet, "a")
     assert (found.state, found.active_version) == ("SERVING", 1)
     assert (await coordinator.activate(await fleet.publish())).instances["a"].active_version == 2
@@ -111,13 +111,16 @@ async def test_it_serves_on_without_the_store_and_takes_part_when_it_is_back(
 ) -> None:
     monkeypatch.setattr("weightsync.control.agent.LAST_RETRY_S", 0.1)
     coordinator = fleet.coordinator(leader_ttl_s=1.0)
-    engine = await fleet.instance("a", ttl_s=1.0)
+    engine = await fleet.instance("a")
     await coordinator.activate(await fleet.publish())
+    participant, former = fleet.participants["a"], fleet.lease("a")
+    participant._lease_ttl_s = 1.0
+    former.lost.set()
+    await eventually(lambda: participant._lease is not former and keepers() == 2)  # with the leader's
     os.rename(tmp_path / "store.db", tmp_path / "away.db")
-    participant = fleet.participants["a"]
     await stays(lambda: engine.running == 1 and participant.record.state == "SERVING", 1.2)  # longer than its lease
     await eventually(lambda: not coordinator.leads)
-    participant._lease_ttl_s = 10.0
+    participant._lease_ttl_s = 60.0
     os.rename(tmp_path / "away.db", tmp_path / "store.db")
     version = await fleet.publish()
     await registered(fleet, "a")
@@ -157,7 +160,11 @@ async def test_an_interrupted_staging_is_begun_again(fleet: Fleet) -> None:
 async def test_an_abort_ends_a_staging_under_way(fleet: Fleet) -> None:
     coordinator = fleet.coordinator()
     engine = await fleet.instance("a", Engine(hang=asyncio.Event()))
-    report = await coordinator.activate(await fleet.publish(), deadline_s=0.2)
+    swap = asyncio.create_task(coordinator.activate(await fleet.publish()))
+    await eventually(lambda: engine.calls == [("stage", 1)])
+    under_way = await fleet.read(KEYS.swap, SwapRecord)
+    await fleet.store().put(KEYS.swap, replace(under_way, deadline=under_way.opened_at + 0.2).to_json())
+    report = await swap
     assert (report.ok, report.reason) == (False, "not staged within 0.2 s by a")
     await eventually(lambda: fleet.participants["a"].record.state == "SERVING")
     await eventually(lambda: engine.calls == [("stage", 1), ("cancelled", 1), ("drop", 1)])
@@ -170,7 +177,7 @@ async def test_a_staging_begins_when_the_one_before_it_has_stopped(fleet: Fleet)
     engine = await fleet.instance("a", Engine(hang=asyncio.Event(), stopping=asyncio.Event()))
     for _ in range(2):
         swap = await opened(fleet)
-        await eventually(lambda id=swap.id: fleet.participants["a"].record.swap_id == id)  # type: ignore[misc]
+        await eventually(lambda id=swap.id: fleet.participants["a"].record.swap_id == id and engine.calls)  # type: ignore[misc]
     assert engine.calls == [("stage", 1)], "it builds still"
     assert engine.stopping is not None
     engine.go_on()
@@ -274,7 +281,7 @@ async def test_one_that_builds_other_weights_than_were_committed_drops_them_and_
     record = fleet.participants["a"].record
     assert (record.state, record.error.code if record.error else None) == ("STARTING", "fingerprint_mismatch")
     late.builds = None
-    await asyncio.wait_for(fleet.participants["a"].serving(), 10)
+    await asyncio.wait_for(fleet.participants["a"].serving(), 60)
     assert late.running == 1
 
 

@@ -266,7 +266,7 @@ async def test_writers_that_are_killed_leave_a_whole_chain(store_url: str, store
         ):
             await asyncio.gather(a.says("writes"), b.says("writes"))
             goal = (await chain.Held.read(store)).head.number + 12 + 7 * round_
-            await eventually(lambda goal=goal: _has_grown(store, goal), 60)
+            await eventually(lambda goal=goal: _has_grown(store, goal), 120)
             a.signal(signal.SIGKILL)
             b.signal(signal.SIGKILL)
         found = await verify(store, place)
@@ -294,7 +294,7 @@ async def test_a_leader_killed_before_its_commit_leaves_no_commit_without_its_en
         assert [e.action for e in await entries(store)] == ["publish", "activate"]
         leader.signal(signal.SIGKILL)
     fleet.coordinator()
-    found = await eventually(lambda: _ended(store, 1), 60)
+    found = await eventually(lambda: _ended(store, 1), 120)
     assert [e.action for e in found] == ["publish", "activate", "commit", "done"]
     assert (found[2].swap, found[2].model) == ((await fleet.active()).swap_id, MODEL)
     assert (await verify(store)).ok
@@ -328,7 +328,7 @@ async def test_a_request_for_what_is_not_ready_any_more_is_kept(fleet: Fleet) ->
     await activation.request(store, KEYS, activation.new_target(version, "somebody", 5.0))
     await store.delete(KEYS.version(version))
     fleet.coordinator()
-    kept = await eventually(lambda: past_swaps(store, KEYS), 20)
+    kept = await eventually(lambda: past_swaps(store, KEYS), 60)
     assert (kept[0].outcome, kept[0].requested_by, kept[0].flips) == ("aborted", "somebody", ())
     assert "does not exist" in (kept[0].reason or "")
 

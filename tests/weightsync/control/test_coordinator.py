@@ -61,7 +61,7 @@ async def test_one_record_that_cannot_be_read_does_not_end_the_swaps(fleet: Flee
 async def test_a_publisher_waits_through_an_outage_of_the_store(fleet: Fleet, tmp_path: Path) -> None:
     fleet.coordinator(leader_ttl_s=1.0)
     engine = await fleet.instance("a", Engine(hang=asyncio.Event()))
-    publishing = asyncio.create_task(fleet.publish(activate=True, timeout_s=20))
+    publishing = asyncio.create_task(fleet.publish(activate=True, timeout_s=60))
     await eventually(lambda: engine.calls)
     os.rename(tmp_path / "store.db", tmp_path / "away.db")
     await stays(lambda: not publishing.done(), 0.3)
@@ -87,8 +87,11 @@ async def test_rollback_needs_no_new_bytes_and_loses_no_epoch(fleet: Fleet) -> N
 async def test_one_refusal_aborts_for_all_and_names_the_tensor(fleet: Fleet) -> None:
     coordinator = await fleet.serving("ab")
     good, bad = fleet.engines.values()
-    bad.on_stage = refuse
-    report = await coordinator.activate(await fleet.publish())
+    bad.on_stage, bad.hang = refuse, asyncio.Event()
+    swap = asyncio.create_task(coordinator.activate(await fleet.publish()))
+    await eventually(lambda: 2 in good.staged)
+    bad.go_on()
+    report = await swap
     assert (report.ok, report.tensor, report.epoch) == (False, "model.norm.weight", 1)
     assert "instance b" in (report.reason or "")
     assert "digest aa" not in (report.reason or "")
@@ -106,7 +109,7 @@ async def test_the_publisher_of_a_bad_version_hears_why_and_the_history_keeps_it
     engine = fleet.engines["a"]
     engine.on_stage = refuse
     with pytest.raises(SwapAborted, match=r"instance a: tensor 'model\.norm\.weight'") as aborted:
-        await fleet.publish(activate=True, timeout_s=10)
+        await fleet.publish(activate=True, timeout_s=60)
     assert aborted.value.tensor == "model.norm.weight"
     assert (engine.running, (await fleet.active()).version) == (1, 1)
     last = (await past_swaps(fleet.store(), KEYS))[0]
@@ -119,13 +122,14 @@ async def test_the_publisher_of_a_bad_version_hears_why_and_the_history_keeps_it
 async def test_one_that_dies_while_staging_aborts_when_its_lease_ends(fleet: Fleet) -> None:
     coordinator = fleet.coordinator()
     good = await fleet.instance("a")
-    await fleet.instance("b", Engine(hang=asyncio.Event()), ttl_s=1.0)
+    await fleet.instance("b", Engine(hang=asyncio.Event()))
     swap = asyncio.create_task(coordinator.activate(await fleet.publish()))
     await eventually(lambda: fleet.participants["b"].record.state == "STAGING")
-    dies = fleet.participants["b"]  # as with SIGKILL: it says nothing more, and its lease runs out
+    dies = fleet.participants["b"]  # as with SIGKILL: it says nothing more, and its lease ends
     for task in (dies._task, fleet.lease("b")._task):
         assert task is not None
         task.cancel()
+    await fleet.store().revoke(fleet.lease("b").id)
     report = await swap
     assert (report.ok, report.reason) == (False, "instance b is gone")
     assert (await coordinator.activate(1)).ok
@@ -136,10 +140,10 @@ async def test_one_that_dies_while_staging_aborts_when_its_lease_ends(fleet: Fle
 async def test_one_that_cannot_flip_is_torn_and_its_publisher_hears_of_it(fleet: Fleet, mode: SwapMode) -> None:
     coordinator = fleet.coordinator()
     good, bad, later = await fleet.instances("abc")
-    first = await fleet.publish(activate=True, timeout_s=10)
+    first = await fleet.publish(activate=True, timeout_s=60)
     assert (first, first.not_flipped) == (1, ())
     bad.on_commit = out_of_memory
-    second = await fleet.publish(1.0, activate=True, mode=mode, timeout_s=10)
+    second = await fleet.publish(1.0, activate=True, mode=mode, timeout_s=60)
     assert (second, second.not_flipped, good.running, later.running) == (2, ("b",), 2, 2)
     torn = await fleet.read(KEYS.instance("b"), InstanceRecord)
     assert (torn.state, torn.active_epoch) == ("TORN", 1)
@@ -153,11 +157,11 @@ async def test_one_that_cannot_flip_is_torn_and_its_publisher_hears_of_it(fleet:
 async def test_if_no_instance_can_flip_the_version_before_is_committed_again(fleet: Fleet) -> None:
     coordinator = fleet.coordinator()
     engines = await fleet.instances("ab")
-    await fleet.publish(activate=True, timeout_s=10)
+    await fleet.publish(activate=True, timeout_s=60)
     for engine in engines:
         engine.on_commit = out_of_memory
     with pytest.raises(SwapAborted, match=r"no instance could flip \([ab]: RuntimeError: out of memory"):
-        await fleet.publish(1.0, activate=True, timeout_s=10)
+        await fleet.publish(1.0, activate=True, timeout_s=60)
     found = await fleet.active()
     assert (found.version, found.epoch, found.previous) == (1, 3, None)
     assert (await fleet.instance("c")).running == 1
@@ -205,7 +209,7 @@ async def test_a_new_coordinator_finishes_a_commit(fleet: Fleet) -> None:
     engine = await fleet.instance("a")
     _, revision = await store.list("")
     fleet.coordinator()
-    event = await asyncio.wait_for(anext(store.watch(KEYS.swap, revision + 1)), 10)
+    event = await asyncio.wait_for(anext(store.watch(KEYS.swap, revision + 1)), 60)
     assert SwapRecord.from_json(event.kv.value).phase == "done"
     assert engine.running == version
 
@@ -214,7 +218,7 @@ async def test_of_many_wishes_the_newest_wins_and_every_one_is_answered(fleet: F
     coordinator = fleet.coordinator()
     engine = await fleet.instance("a")
     versions = [await fleet.publish(i) for i in range(4)]
-    reports: list[SwapReport] = await asyncio.gather(*[coordinator.activate(v, 10) for v in versions])
+    reports: list[SwapReport] = await asyncio.gather(*[coordinator.activate(v, 60) for v in versions])
     found = await fleet.active()
     assert all(r.ok or "superseded" in (r.reason or "") for r in reports)
     assert [r.version for r in reports if r.ok and r.epoch == found.epoch] == [found.version]
@@ -268,25 +272,30 @@ async def test_whoever_waits_for_a_version_waits_until_the_fleet_has_flipped(fle
     version = await fleet.publish()
     swap = asyncio.create_task(coordinator.activate(version))
     store = fleet.store()
-    early = asyncio.create_task(activation.become_active(store, KEYS, version, 20))
+    early = asyncio.create_task(activation.become_active(store, KEYS, version, 60))
     await eventually(lambda: store.get(KEYS.active))
-    late = asyncio.create_task(activation.become_active(store, KEYS, version, 20))
+    late = asyncio.create_task(activation.become_active(store, KEYS, version, 60))
     await stays(lambda: not early.done() and not late.done(), 0.1)
     Slow.flip.set()
     await asyncio.gather(early, late)
     assert slow.running == version
     assert (await swap).ok
-    await activation.become_active(store, KEYS, version, 20)
+    await activation.become_active(store, KEYS, version, 60)
     with pytest.raises(SwapTimeout):
         await activation.become_active(store, KEYS, 99, 0.1)
 
 
-async def test_whoever_waits_for_a_version_hears_that_it_was_aborted(fleet: Fleet) -> None:
+async def test_whoever_waits_for_a_version_hears_that_it_was_aborted(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     coordinator = fleet.coordinator()
     await fleet.instance("a", Engine(on_stage=refuse))
     version = await fleet.publish()
-    waiting = asyncio.create_task(activation.become_active(fleet.store(), KEYS, version, 20))
-    await stays(lambda: not waiting.done(), 0.1)
+    store, follows = fleet.store(), list[str]()
+    watch = store.watch
+    monkeypatch.setattr(store, "watch", lambda prefix, start: (follows.append(prefix), watch(prefix, start))[1])
+    waiting = asyncio.create_task(activation.become_active(store, KEYS, version, 60))
+    await eventually(lambda: follows)
     assert not (await coordinator.activate(version)).ok
     with pytest.raises(SwapAborted, match=r"model\.norm\.weight"):
         await waiting
@@ -297,9 +306,9 @@ async def test_a_publisher_chooses_the_mode(fleet: Fleet, mode: str) -> None:
     """It waits for its own swap."""
     fleet.coordinator()
     engine = await fleet.instance("a")
-    assert await fleet.publish(activate=True, timeout_s=10) == (await fleet.active()).version == 1
+    assert await fleet.publish(activate=True, timeout_s=60) == (await fleet.active()).version == 1
     version = await fleet.publish()
-    options = {"mode": mode, "drain_s": 1.0, "timeout_s": 10}
+    options = {"mode": mode, "drain_s": 1.0, "timeout_s": 60}
     await asyncio.to_thread(fleet.publisher.activate, version, **options)  # type: ignore[arg-type]
     swap = await fleet.read(KEYS.swap, SwapRecord)
     assert (swap.phase, swap.mode, swap.drain_s) == ("done", mode, 1.0)
@@ -316,10 +325,10 @@ async def test_whoever_waits_learns_the_outcome_though_the_events_are_gone(
     """It was cut off for so long that the store no longer keeps what happened."""
     coordinator = fleet.coordinator()
     await fleet.instance("a")
-    store, target = fleet.store(), activation.new_target(await fleet.publish(), "test", 10)
+    store, target = fleet.store(), activation.new_target(await fleet.publish(), "test", 60)
     revision = await activation.request(store, KEYS, target)
     await eventually(lambda: fleet.engines["a"].running == 1)
-    await activation.become_active(store, KEYS, 1, 10)
+    await activation.become_active(store, KEYS, 1, 60)
     real, compacted = store.watch, [True]
 
     def watch(prefix: str, start_revision: int | None = None) -> AsyncGenerator[Event, None]:
@@ -328,7 +337,7 @@ async def test_whoever_waits_learns_the_outcome_though_the_events_are_gone(
         return real(prefix, start_revision)
 
     monkeypatch.setattr(store, "watch", watch)
-    await activation.outcome(store, KEYS, target, revision, 10)
+    await activation.outcome(store, KEYS, target, revision, 60)
     assert not compacted
     assert (await coordinator.activate(1)).ok
 
@@ -372,7 +381,7 @@ async def test_who_says_anything_between_decision_and_commit_is_looked_at_again(
 async def test_a_swap_outlives_a_kill_and_restart_of_etcd(server: Etcd) -> None:
     url = server.url("fleet")
     async with running_fleet(url) as fleet:
-        fleet.coordinator()
+        fleet.coordinator(leader_ttl_s=3.0)
         engine = await fleet.instance("a", Engine(hang=asyncio.Event()), ttl_s=30)
         publishing = asyncio.create_task(fleet.publish(activate=True, timeout_s=60))
         await eventually(lambda: engine.calls)
@@ -390,9 +399,9 @@ async def test_a_lease_that_ends_between_decision_and_commit(
     url = etcd.url("ended")
     async with running_fleet(url) as fleet:
         store = fleet.coordinator()._store
-        engines = [await fleet.instance(name, ttl_s=6) for name in ("a", "b")]
+        engines = [await fleet.instance("a"), await fleet.instance("b", ttl_s=6)]
         before_the_commit(store, monkeypatch, lambda: store.revoke(fleet.lease("b").id))
-        assert await fleet.publish(activate=True, timeout_s=30) == 1
+        assert await fleet.publish(activate=True, timeout_s=60) == 1
         await eventually(lambda: [e.running for e in engines] == [1, 1])
 
 
@@ -402,7 +411,7 @@ async def test_a_commit_is_no_larger_for_a_larger_fleet(server: Etcd) -> None:
         fleet.coordinator()
         engines = await fleet.instances("abcdefghijklmn")
         for value in (1.0, 2.0, 3.0, 4.0):  # with the fourth, a version retires
-            version = await fleet.publish(value, activate=True, timeout_s=30)
+            version = await fleet.publish(value, activate=True, timeout_s=60)
             assert {engine.running for engine in engines} == {version}
 
 
@@ -417,7 +426,7 @@ async def test_a_commit_that_the_store_refuses_aborts_the_swap_and_says_why(
 
     before_the_commit(coordinator._store, monkeypatch, refuse)
     with pytest.raises(SwapAborted, match="--max-request-bytes"):
-        await fleet.publish(activate=True, timeout_s=30)
+        await fleet.publish(activate=True, timeout_s=60)
     assert await fleet.store().get(KEYS.active) is None
     assert engine.running is None
-    assert await fleet.publish(activate=True, timeout_s=30) == engine.running
+    assert await fleet.publish(activate=True, timeout_s=60) == engine.running

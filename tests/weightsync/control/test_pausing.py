@@ -15,9 +15,9 @@ from weightsync.control.records import InstanceRecord, PauseRecord
 from weightsync.store.protocol import KeyValue, Store
 
 
-async def hold(store: Store, name: str, ttl_s: float) -> int:
-    """Pause as the admin API does; returns the lease."""
-    lease = await store.grant_lease(ttl_s)
+async def hold(store: Store, name: str, ttl_s: float, lease_s: float | None = None) -> int:
+    """Pause as the admin API does; returns the lease. Its time is that of the pause, unless `lease_s` says another."""
+    lease = await store.grant_lease(lease_s or ttl_s)
     await store.put(KEYS.pause(name), PauseRecord(name, "test", ttl_s, 0.0).to_json(), lease)
     return lease
 
@@ -62,10 +62,12 @@ async def test_one_that_joins_a_paused_fleet_pauses_until_it_leaves(fleet: Fleet
     assert not engine.paused
 
 
-async def test_a_pause_ends_with_its_owner(fleet: Fleet, shortest_lease_s: float) -> None:
+async def test_a_pause_ends_with_its_owner(fleet: Fleet) -> None:
     engine = await fleet.instance("a")
-    await hold(fleet.store(), "p", max(0.3, shortest_lease_s))  # and nobody renews it
+    store = fleet.store()
+    await hold(store, "p", 600)
     await eventually(lambda: engine.paused)
+    await hold(store, "p", 1.0)  # and nobody renews it
     await eventually(lambda: not engine.paused)
 
 
@@ -73,7 +75,7 @@ async def test_one_that_loses_the_store_resumes_when_the_time_of_the_pause_is_ov
     fleet: Fleet, tmp_path: Path
 ) -> None:
     engine = await fleet.instance("a")
-    await hold(fleet.store(), "p", 0.5)
+    await hold(fleet.store(), "p", 0.5, lease_s=600)
     await eventually(lambda: engine.paused)
     os.rename(tmp_path / "store.db", tmp_path / "away.db")
     await eventually(lambda: not engine.paused)
@@ -84,7 +86,7 @@ async def test_one_whose_store_does_not_answer_resumes_too(server: Etcd) -> None
     """A frozen etcd refuses nothing and says nothing."""
     async with running_fleet(server.url("fleet")) as fleet:
         engine = await fleet.instance("a")
-        await hold(fleet.store(), "p", 1.0)
+        await hold(fleet.store(), "p", 1.0, lease_s=600)
         await eventually(lambda: engine.paused)
         server.freeze()
         await eventually(lambda: not engine.paused, 30)

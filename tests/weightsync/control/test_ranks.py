@@ -41,7 +41,7 @@ def test_two_processes_write_one_version(publisher: Publisher) -> None:
     draft.write_slice("column", FULL["column"][:4], start=0)
     draft.write_slice("row", FULL["row"][:, :4], start=0, dim=1)
     rank_1 = [sys.executable, "-c", RANK_1, json.dumps(draft.ticket)]
-    run = subprocess.run(rank_1, capture_output=True, check=True, timeout=60)
+    run = subprocess.run(rank_1, capture_output=True, check=True, timeout=240)
     version = draft.commit([json.loads(run.stdout)])
     (record,) = publisher.versions()
     assert record.version == version

@@ -226,6 +226,7 @@ async def test_a_canary_that_loses_its_lease_on_trial_goes_back(fleet: Fleet) ->
     canary, other = fleet.engines.values()
     await fleet.store().revoke(fleet.lease("a").id)
     assert (await swap).reason == "instance a is gone"
+    fleet.lease("a").lost.set()
     await eventually(lambda: canary.running == 1 and fleet.participants["a"].record.state == "SERVING")
     assert other.running == 1
     await eventually(lambda: probing.cancelled)

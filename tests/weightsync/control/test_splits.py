@@ -362,8 +362,13 @@ async def test_a_dead_instance_of_a_version_is_replaced_and_a_newcomer_evens_it_
     await eventually(lambda: {p.record.state for n, p in fleet.participants.items() if n != candidate} == {"SERVING"})
     await fleet.instance("d", Engine())
     await eventually(lambda: runs(fleet) == {1: 2, 2: 1})
-    newest = (await past_swaps(fleet.store(), KEYS))[0]
-    assert (newest.requested_by, newest.split is not None) == ("placement", True)
+    store = fleet.store()
+
+    async def newest_is_a_placement() -> bool:  # it is kept when its swap ends, after the instances run their versions
+        newest = (await past_swaps(store, KEYS))[0]
+        return (newest.requested_by, newest.split is not None) == ("placement", True)
+
+    await eventually(newest_is_a_placement)
 
 
 async def test_a_rolling_split_that_fails_its_probe_changes_nothing(fleet: Fleet) -> None:

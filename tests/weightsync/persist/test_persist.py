@@ -415,7 +415,7 @@ async def test_a_copy_under_way_lets_go_of_a_slot_that_a_publisher_needs(
     monkeypatch.setattr(disk, "write_piece", slowly)
     host.publish(1)
     async with host.persisting() as persister:
-        await asyncio.wait_for(writing.wait(), 10)
+        await asyncio.wait_for(writing.wait(), 60)
         monkeypatch.setattr("weightsync.memory.arena.Arena.free_nbytes", lambda self: 0)
         for number in (2, 3):
             host.publish(number)
@@ -437,7 +437,7 @@ def test_the_process_finishes_the_active_version_before_it_ends(host: Host, stor
         assert os.getpriority(os.PRIO_PROCESS, process.pid) == __main__.LOWEST
         host.publish(2)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(120) == 0
     finally:
         process.kill()
         process.communicate()

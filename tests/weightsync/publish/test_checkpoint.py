@@ -205,10 +205,10 @@ def test_a_fifo_is_refused_and_blocks_nobody(tmp_path: Path, file: str, read: Ca
         reading = pool.submit(read, tmp_path)
         try:
             if read is push_adapter:
-                reading.result(20)
+                reading.result(60)
             else:
                 with pytest.raises(CheckpointError, match="not a regular file"):
-                    reading.result(20)
+                    reading.result(60)
         finally:  # who reads it all the same gets nothing, instead of keeping the test for ever
             os.close(os.open(tmp_path / file, os.O_RDWR | os.O_NONBLOCK))
 
@@ -262,7 +262,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def push(*arguments: object) -> tuple[int, Any]:
     command = [sys.executable, "-m", "weightsync.push", "--json", "--model", "demo", *map(str, arguments)]
-    run = subprocess.run(command, capture_output=True, timeout=60, check=False)
+    run = subprocess.run(command, capture_output=True, timeout=240, check=False)
     return run.returncode, json.loads(run.stdout)
 
 
@@ -280,7 +280,7 @@ def test_a_small_checkpoint_needs_no_large_import(checkpoint: Path, store_url: s
         "import sys; from weightsync.push import main; done = main(sys.argv[1:]); print(*sys.modules); sys.exit(done)"
     )
     arguments = ["--store", store_url, "--model", "demo", "--no-activate", "--json", str(checkpoint)]
-    run = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, timeout=60, check=True)
+    run = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, timeout=240, check=True)
     loaded = set(run.stdout.decode().splitlines()[-1].split())
     assert "numpy" in loaded
     assert not loaded & {"numba", "torch", "transformers", "vllm", "safetensors"}
@@ -289,9 +289,9 @@ def test_a_small_checkpoint_needs_no_large_import(checkpoint: Path, store_url: s
 def test_a_waiting_process_gets_its_options_later(checkpoint: Path, store_url: str) -> None:
     command = [sys.executable, "-m", "weightsync.push", "--wait"]
     arguments = ["--store", store_url, "--model", "demo", "--no-activate", "--json", str(checkpoint)]
-    run = subprocess.run(command, input=json.dumps(arguments) + "\n", capture_output=True, timeout=60, text=True)
+    run = subprocess.run(command, input=json.dumps(arguments) + "\n", capture_output=True, timeout=240, text=True)
     assert (run.returncode, json.loads(run.stdout)["version"]) == (0, 1)
-    assert subprocess.run(command, input="", capture_output=True, timeout=60, text=True).returncode == 0
+    assert subprocess.run(command, input="", capture_output=True, timeout=240, text=True).returncode == 0
 
 
 def test_what_goes_wrong_is_typed(checkpoint: Path, store_url: str, tmp_path: Path) -> None:
