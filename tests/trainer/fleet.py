@@ -27,6 +27,7 @@ from weightsync.peer.copies import wait_for_slots
 from weightsync.store import Store, SyncStore, open_store
 
 SLOTS_S = 60.0  # how long a host may take to have a version
+LEASE_S = 60.0  # a slow machine holds up the instance for seconds; without its lease no swap waits for it
 
 
 class Fleet:
@@ -54,7 +55,7 @@ class Fleet:
         self._store = store
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
         record = InstanceRecord(id="test", address=self.server.url, state="STARTING")
-        participant = Participant(store, self.model, record, self._stage, self._commit)
+        participant = Participant(store, self.model, record, self._stage, self._commit, lease_ttl_s=LEASE_S)
         coordinator = Coordinator(store, self.model)
         participant.start()
         coordinator.start()
@@ -143,7 +144,7 @@ def fleet(
         running = Fleet(server, f"sqlite:///{root}/store.db", root / "slots", model, host)
         thread = threading.Thread(target=lambda: asyncio.run(running.run()), daemon=True)
         thread.start()
-        assert running._ready.wait(20), "the fleet did not start"
+        assert running._ready.wait(120), "the fleet did not start"
         try:
             yield running
         finally:

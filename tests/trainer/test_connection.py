@@ -44,9 +44,10 @@ NOWHERE = "http://127.0.0.1:9"
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An admin key, and files that are looked at for every request."""
+    """An admin key, files that are looked at for every request, and time enough to post what waits at the end."""
     monkeypatch.setenv("HOTSWAP_ADMIN_KEY", ADMIN_KEY)
     monkeypatch.setattr("weightsync.tls.INTERVAL_S", 0.0)
+    monkeypatch.setattr("trainer.metrics.dashboards.CLOSE_S", 60.0)
 
 
 @pytest.fixture
@@ -164,7 +165,7 @@ def test_steps_and_evaluations_are_posted_and_nothing_else(gateway: Server) -> N
         def close(self) -> None:
             seen.append("closed")
 
-    metrics = Tee(Lines(), HttpMetrics(TelemetryConfig(gateway.url)))
+    metrics = Tee(Lines(), HttpMetrics(TelemetryConfig(gateway.url, timeout_s=60.0)))
     metrics.write("start", {"step": 0, "steps": 9})
     metrics.write("step", {"step": 1, "loss": 2.0})
     metrics.write("eval", {"step": 1, "set": "sums", "accuracy": 0.5})
@@ -182,7 +183,7 @@ def test_steps_and_evaluations_are_posted_and_nothing_else(gateway: Server) -> N
 
 def test_a_gateway_that_hangs_holds_up_nothing_and_the_newest_are_kept(gateway: Server) -> None:
     gateway.open.clear()
-    metrics = HttpMetrics(TelemetryConfig(gateway.url))
+    metrics = HttpMetrics(TelemetryConfig(gateway.url, timeout_s=60.0))
     for step in range(5 * WAITING):
         metrics.write("step", {"step": step, "loss": 0.0})
     gateway.open.set()
@@ -193,7 +194,7 @@ def test_a_gateway_that_hangs_holds_up_nothing_and_the_newest_are_kept(gateway: 
 
 def test_a_gateway_that_is_away_or_refuses_is_logged_once(gateway: Server, caplog: pytest.LogCaptureFixture) -> None:
     gateway.statuses[ROUTE] = [503] * 3
-    metrics = HttpMetrics(TelemetryConfig(gateway.url))
+    metrics = HttpMetrics(TelemetryConfig(gateway.url, timeout_s=60.0))
     for step in (1, 2, 3):
         metrics.write("step", {"step": step, "loss": 0.0})
     wait_until(lambda: len(gateway.asked) == 3)
@@ -202,13 +203,13 @@ def test_a_gateway_that_is_away_or_refuses_is_logged_once(gateway: Server, caplo
     began = time.monotonic()
     away.write("step", {"step": 1, "loss": 0.0})
     away.close()
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 50, "it was given up at once"
     assert len([r for r in caplog.records if "does not take" in r.message]) == 2
 
 
 def test_a_real_gateway_takes_them(tmp_path: Path) -> None:
     with running_gateway(tmp_path) as gateway:
-        metrics = HttpMetrics(TelemetryConfig(f"http://127.0.0.1:{gateway.admin_port}"))
+        metrics = HttpMetrics(TelemetryConfig(f"http://127.0.0.1:{gateway.admin_port}", timeout_s=60.0))
         metrics.write("step", {"step": 1, "loss": 2.0, "reward_mean": 0.5, "reward/exact_match": 0.5, "version": 3})
         metrics.write("eval", {"step": 1, "set": "held_out", "accuracy": 0.75, "reward_mean": 0.5})
         metrics.close()
@@ -217,13 +218,13 @@ def test_a_real_gateway_takes_them(tmp_path: Path) -> None:
 
 
 def test_serving_goes_back_through_the_admin_port(gateway: Server) -> None:
-    roll_back_serving(TelemetryConfig(gateway.url), 3, 5.0)
+    roll_back_serving(TelemetryConfig(gateway.url), 3, 30.0)
     assert gateway.asked == [(ROLLBACK_ROUTE, f"Bearer {ADMIN_KEY}", {"version": 3})]
     gateway.statuses[ROLLBACK_ROUTE] = [409]
     with pytest.raises(PublishError, match=r"would not go back to version 3.*is retired"):
-        roll_back_serving(TelemetryConfig(gateway.url), 3, 5.0)
+        roll_back_serving(TelemetryConfig(gateway.url), 3, 30.0)
     with pytest.raises(PublishError, match="does not answer"):
-        roll_back_serving(TelemetryConfig(NOWHERE), 3, 5.0)
+        roll_back_serving(TelemetryConfig(NOWHERE), 3, 30.0)
 
 
 async def test_rollouts_over_mutual_tls_with_a_key_that_is_replaced(

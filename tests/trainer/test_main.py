@@ -31,7 +31,7 @@ def test_ranks_end_with_their_launcher(config: dict[str, Any], tmp_path: Path) -
     assert len(ranks) >= 2
     running.send_signal(signal.SIGKILL)
     running.wait()
-    _, alive = psutil.wait_procs(ranks, timeout=20)
+    _, alive = psutil.wait_procs(ranks, timeout=60)
     assert not alive, "ranks outlived their launcher"
 
 

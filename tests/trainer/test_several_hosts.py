@@ -86,7 +86,7 @@ def peers(store_url: str, directory: Path, monkeypatch: pytest.MonkeyPatch, name
     try:
         for name in names:
             hosts.start(name, "--deltas", "never")
-        wait_until(lambda: len(hosts.store.list("copies/tiny/takers/")[0]) == len(names))
+        wait_until(lambda: len(hosts.store.list("copies/tiny/takers/")[0]) == len(names), 120)
         yield hosts
     finally:
         hosts.close()

@@ -89,7 +89,7 @@ class ApiServer:
         for process in self._processes:
             process.kill()
         for process in self._processes:
-            process.wait(30)
+            process.wait(120)
 
     def restart(self) -> None:
         """After a power failure."""

@@ -23,7 +23,7 @@ def service(api: ApiServer) -> Iterator[tinker.ServiceClient]:
     """Its session ends, so that the next one can have the weights."""
     found = api.service()
     yield found
-    found.close("success").result(30)
+    found.close("success").result(120)
 
 
 def expected(model: str, steps: int, lr: float) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -100,12 +100,12 @@ def test_one_session_at_a_time(service: tinker.ServiceClient, api: ApiServer) ->
     with pytest.raises(tinker.BadRequestError, match="one at a time may"):
         new(other, rank=0)
     learn(client, sums(), 1)
-    service.close("success").result(30)
+    service.close("success").result(120)
     assert learn(new(other, rank=0), sums(), 1)
     refused = api.post("optim_step", json={"model_id": client.model_id, "seq_id": 3, "adam_params": {}})
     answer = api.post("retrieve_future", json={"request_id": refused.json()["request_id"]}).json()
     assert "one at a time may" in answer["error"]
-    other.close("success").result(30)
+    other.close("success").result(120)
 
 
 def test_adapters_are_refused(service: tinker.ServiceClient) -> None:

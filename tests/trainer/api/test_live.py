@@ -203,7 +203,7 @@ def test_all_weights_are_a_version_of_the_server_while_it_streams(tmp_path: Path
                     said = [tuple(span["version"] for span in spans) for spans in streams.spans]
                     return bool(streams.faults) or crossed in said
 
-                wait_until(over_the_swap, 60, what=lambda: f"no stream of {len(streams.spans)} is of two versions")
+                wait_until(over_the_swap, 120, what=lambda: f"no stream of {len(streams.spans)} is of two versions")
     assert streams.faults == []
     assert versions == sorted(set(versions)), "each is a new version"
     assert found[0] == found[2] != found[1]

@@ -121,7 +121,7 @@ def through_the_sdk(api: ApiServer) -> dict[str, Any]:
     answer = sampler.sample(types.ModelInput.from_ints([4, 13]), 1, types.SamplingParams(max_tokens=2)).result()
     assert answer.sequences[0].tokens
     (saved,) = (api.root / "api/models" / resumed.model_id / "snapshots").iterdir()
-    service.close("success").result(30)
+    service.close("success").result(120)
     return {"losses": losses, "rows": rows, "adapter": load_file(saved / "adapter_model.safetensors")}
 
 
@@ -191,7 +191,7 @@ def test_a_rank_that_is_killed(tmp_path: Path, tiny_model: str) -> None:
         assert before.metrics["loss:sum"] > 0
         ranks = psutil.Process(api.process.pid).children(recursive=True)
         api.process.terminate()
-        assert api.process.wait(60) == 128 + signal.SIGTERM
+        assert api.process.wait(120) == 128 + signal.SIGTERM
         assert not [rank for rank in ranks if rank.is_running()]
     said = api.log.read_text()
     assert "Traceback" not in said, said
@@ -214,7 +214,7 @@ def test_ranks_that_the_layout_does_not_have(tmp_path: Path, tiny_model: str) ->
     api.config["parallel"] = {"data": 1}
     with pytest.raises(AssertionError, match="1 ranks, but the launcher has started 2"):
         api.start()
-    assert [process.wait(60) for process in api._processes] == [2, 2]
+    assert [process.wait(120) for process in api._processes] == [2, 2]
 
 
 @pytest.mark.broad
@@ -226,7 +226,7 @@ def test_what_fails_at_the_first_start_is_not_started_again(tmp_path: Path, tiny
     api = ApiServer(tmp_path, tiny_model, "http://127.0.0.1:9", "sqlite:///none", **about)
     with pytest.raises(AssertionError, match="not a database"):
         api.start()
-    assert api.process.wait(60) == 1
+    assert api.process.wait(120) == 1
     assert api.log.read_text().count("sqlite3.DatabaseError: file is not a database") == 1
 
 

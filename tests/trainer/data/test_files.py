@@ -377,14 +377,14 @@ def test_an_open_data_set_outlives_its_entry(open_data: Open, tmp_path: Path, ma
 def test_runs_that_start_together_share_the_work(tmp_path: Path, tiny_model: str, cache: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", problems(10_000))
     first = start(OPEN, path, tiny_model, 1)
-    wait_until(lambda: list(cache.glob(".making-*")), 60, process=first)
+    wait_until(lambda: list(cache.glob(".making-*")), 120, process=first)
     first.send_signal(signal.SIGSTOP)  # in the middle of it
     others = [start(OPEN, path, tiny_model, 1) for _ in range(2)]
     for process in others:
         assert process.stderr is not None
         assert any("waiting for it" in line for line in process.stderr)  # reads until then
     first.send_signal(signal.SIGCONT)
-    answers = [process.communicate(timeout=120)[0] for process in (first, *others)]
+    answers = [process.communicate(timeout=240)[0] for process in (first, *others)]
     assert len(set(answers)) == 1
     assert answers[0].startswith("10000 ")
     assert len([entry for entry in cache.iterdir() if entry.is_dir()]) == 1
@@ -397,12 +397,12 @@ def test_what_a_killed_run_left_behind_is_cleared(
         jsonl(tmp_path / f"{number}.jsonl", problems(10_000))
     path = tmp_path / "*.jsonl"
     running = start(OPEN, path, tiny_model, 2)
-    wait_until(lambda: list(cache.glob(".making-*/*.records")), 60, process=running)
+    wait_until(lambda: list(cache.glob(".making-*/*.records")), 120, process=running)
     workers = psutil.Process(running.pid).children()
     assert len(workers) == 2
     running.send_signal(signal.SIGKILL)
     running.communicate()
-    _, alive = psutil.wait_procs(workers, timeout=20)
+    _, alive = psutil.wait_procs(workers, timeout=60)
     assert not alive, "workers outlived their run"
     assert list(cache.glob(".making-*"))
     assert len(open_data(path)) == 40_000
@@ -449,7 +449,7 @@ def test_a_file_ten_times_the_memory_it_needs(tmp_path: Path, tiny_model: str) -
         size = sum(len(data[i].extra["x"]) for i in take(len(data), 0, 0, 120))
         print(json.dumps([size, peak() - before]))
     """
-    out, errors = start(script, path, tiny_model).communicate(timeout=120)
+    out, errors = start(script, path, tiny_model).communicate(timeout=240)
     assert out, errors
     size, grown = json.loads(out)
     assert size == 120 << 20

@@ -84,7 +84,9 @@ def test_a_flood_is_cut(play: Play) -> None:
 
 @pytest.mark.parametrize("how", ["raise", "hang", "die", "nonsense", "no text", "no number"])
 def test_an_episode_that_failed_is_played_again(play: Play, tmp_path: Path, how: str) -> None:
-    group, stats = play(1, options={"how": how, "marker": str(tmp_path / "was here")}, timeout_s=1.0)
+    group, stats = play(
+        1, options={"how": how, "marker": str(tmp_path / "was here")}, timeout_s=3.0 if how == "hang" else 60.0
+    )
     assert stats["episodes_failed"] == 1
     assert group.scores[0].parts[ENVIRONMENT] == 3
 

@@ -40,7 +40,7 @@ def test_what_cannot_work_is_said(
     config: dict[str, Any], tmp_path: Path, options: list[str], settings: dict[str, Any], said: str
 ) -> None:
     command = [sys.executable, "-m", "trainer.main", *arguments(config | settings, tmp_path), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 2
     assert re.search(said, done.stderr), done.stderr
     assert not events(config["metrics"], "start")

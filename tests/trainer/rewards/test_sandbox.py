@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,13 @@ DOUBLE = ["assert f(2) == 4", {"call": "f", "args": [3], "expected": 6}]
 F = "def f(x):\n    return 2 * x"
 SILENT = [{"input": "", "output": ""}]
 STDIO = [{"input": "2\n", "output": "4\n"}, {"input": "21\n", "output": "42"}]
+PATIENCE: dict[str, Any] = {"case_timeout_s": 60.0, "timeout_s": 120.0}  # for programs that end
+HASTE: dict[str, Any] = {"case_timeout_s": 1.0, "timeout_s": 8.0}  # for those that would not
 
 
 @pytest.fixture(scope="module")
 def scorer() -> Iterator[Scorer]:
-    config = CodeReward(case_timeout_s=1.0, timeout_s=8.0, partial=True, output_kb=64, disk_mb=4, processes=8)
+    config = CodeReward(**PATIENCE, partial=True, output_kb=64, disk_mb=4, processes=8)
     try:
         built = build_scorer([config])
     except SandboxUnavailable as error:
@@ -46,9 +49,18 @@ def scorer() -> Iterator[Scorer]:
     built.close()
 
 
-def judge(scorer: Scorer, program: str, tests: Any = None) -> Score:
-    request = RewardRequest("", program, "", {"tests": DOUBLE if tests is None else tests})
-    return asyncio.run(scorer(request))
+def judge(scorer: Scorer, program: str, tests: Any = None, **limits: Any) -> Score:
+    """With other limits than the scorer's, for once."""
+    request, code = RewardRequest("", program, "", {"tests": DOUBLE if tests is None else tests}), _code(scorer)
+    usual, code._sandbox._limits = code._sandbox._limits, replace(code._sandbox._limits, **limits)
+    try:
+        return asyncio.run(scorer(request))
+    finally:
+        code._sandbox._limits = usual
+
+
+def _code(scorer: Scorer) -> Any:
+    return scorer._rewards["code"].reward
 
 
 @pytest.mark.parametrize(
@@ -76,7 +88,7 @@ def judge(scorer: Scorer, program: str, tests: Any = None) -> Score:
     ],
 )
 def test_forms_of_tests(scorer: Scorer, program: str, tests: list[Any], value: float) -> None:
-    result = judge(scorer, program, tests)
+    result = judge(scorer, program, tests, **({} if value else HASTE))
     assert result.failures == {}
     assert result.total == value
 
@@ -97,17 +109,19 @@ def test_a_program_leaves_no_dead_process_behind_however_it_ends() -> None:
     script = """
 import asyncio, ctypes, psutil
 from trainer.errors import RewardTimeout
+from trainer.rewards import sandbox as module
 from trainer.rewards.sandbox import Limits, Sandbox
+module.LEAVE_S = 60.0
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans become ours, as they do number one's
 case = {"setup": "import time; time.sleep(600)", "expression": "1"}
-sandbox = Sandbox(Limits(case_timeout_s=60.0, timeout_s=1.0))
-asyncio.run(Sandbox(Limits()).check())
+sandbox = Sandbox(Limits(case_timeout_s=60.0, timeout_s=3.0))
+asyncio.run(Sandbox(Limits(60.0, 120.0)).check())
 try:
     asyncio.run(sandbox.run("", [case]))
 except RewardTimeout:
     print([child.name() for child in psutil.Process().children(recursive=True)])
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=240)
     if "SandboxUnavailable" in done.stderr:
         lacking(done.stderr)
     assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
@@ -127,10 +141,10 @@ asyncio.run(Sandbox(limits).run("", [{"setup": "import time; time.sleep(600)", "
         started.update(child.pid for child in psutil.Process(asking.pid).children(recursive=True))
         return len(started) >= 3  # bubblewrap, the runner, the program
 
-    wait_until(is_running)
+    wait_until(is_running, 120, process=asking)
     asking.kill()
     asking.wait()
-    wait_until(lambda: all(map(is_gone, started)))
+    wait_until(lambda: all(map(is_gone, started)), 60)
 
 
 FENCED = {
@@ -240,24 +254,24 @@ os._exit(0)""",
 @pytest.mark.parametrize("program", ESCAPES.values(), ids=ESCAPES.keys())
 def test_what_cheats_or_breaks_gains_nothing_and_the_next_is_served(scorer: Scorer, program: str) -> None:
     began = time.monotonic()  # where there is no f, one test is as good as two
-    assert judge(scorer, program, DOUBLE if "f = " in program else DOUBLE[:1]).total == 0.0
-    assert time.monotonic() - began < 20
+    assert judge(scorer, program, DOUBLE if "f = " in program else DOUBLE[:1], **HASTE).total == 0.0
+    assert time.monotonic() - began < 120, "it was ended"
     assert judge(scorer, "f = lambda x: 2 * x").total == 1.0
 
 
 LIBC = "import ctypes, os, socket\nlibc = ctypes.CDLL(None, use_errno=True)"
 
 
-def run(program: str, expression: str = "f(2)", setup: str = "", mib: int = 256, **limits: Any) -> dict[str, Any]:
+def run(program: str, expression: str = "f(2)", setup: str = "", mib: int = 256) -> dict[str, Any]:
     """What a sandbox says of an expression behind a program."""
-    allowed = Limits(memory_bytes=mib << 20, disk_bytes=4 << 20, **limits)
+    allowed = Limits(memory_bytes=mib << 20, disk_bytes=4 << 20, **PATIENCE)
     (outcome,) = asyncio.run(Sandbox(allowed).run(program, [{"setup": setup, "expression": expression}]))
     return outcome
 
 
 def seen(scorer: Scorer, expression: str, setup: str = LIBC) -> Any:
     """What a program finds out about its surroundings: the value of an expression, told as the result of a call."""
-    outcome = run("", f"repr({expression})", setup, case_timeout_s=2.0)
+    outcome = run("", f"repr({expression})", setup)
     return outcome.get("value", outcome.get("error"))
 
 
@@ -301,7 +315,7 @@ SHARED_HOG = HOGS.replace("bytearray(mib << 20)", "__import__('mmap').mmap(-1, m
 
 @pytest.mark.parametrize("program", [HOGS, SHARED_HOG], ids=["private", "shared"])
 def test_memory_of_all_processes_together_is_bounded(scorer: Scorer, program: str) -> None:
-    assert "268435456 bytes of memory together" in run(program, case_timeout_s=20.0, timeout_s=25.0)["error"]
+    assert "268435456 bytes of memory together" in run(program)["error"]
 
 
 def test_many_small_processes_are_not_too_much_memory(scorer: Scorer) -> None:
@@ -314,7 +328,7 @@ for _ in range(6):
         os._exit(0)
 f = lambda x: 2 * x
 """
-    assert run(program, mib=40, case_timeout_s=5.0) == {"case": 0, "value": "4"}
+    assert run(program, mib=40) == {"case": 0, "value": "4"}
 
 
 COLLIDING = "{" + ",".join(str(i * ((1 << 61) - 1)) for i in range(1, 20_000)) + "}"
@@ -418,23 +432,24 @@ def test_the_filter_is_a_program_of_whole_instructions_that_ends_in_leave(machin
 
 def test_nothing_is_left_behind(scorer: Scorer) -> None:
     before = {p.pid for p in psutil.process_iter()}
-    judge(scorer, ESCAPES["daemons"], DOUBLE[:1])
-    judge(scorer, ESCAPES["fork bomb"], DOUBLE[:1])
+    judge(scorer, ESCAPES["daemons"], DOUBLE[:1], **HASTE)
+    judge(scorer, ESCAPES["fork bomb"], DOUBLE[:1], **HASTE)
+    there = {p.pid for p in psutil.process_iter()} - before  # other tests' sandboxes too, which end as well
 
     def nothing() -> bool:
-        left = [p for p in psutil.process_iter(["name", "cmdline"]) if p.pid not in before]
+        left = [p for p in psutil.process_iter(["name", "cmdline"]) if p.pid in there]
         return not [p for p in left if "runner.py" in " ".join(p.info["cmdline"] or [])]
 
-    wait_until(nothing, 5)
+    wait_until(nothing, 150)
 
 
 def test_without_bubblewrap_it_is_refused_unless_the_user_opts_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.rewards.bubblewrap.binary", lambda: None)
     with pytest.raises(SandboxUnavailable, match="sandbox to none"):
         build_scorer([CodeReward()])
-    scorer = build_scorer([CodeReward(sandbox="none", case_timeout_s=1.0)])
+    scorer = build_scorer([CodeReward(sandbox="none", **PATIENCE)])
     assert judge(scorer, "f = lambda x: 2 * x").total == 1.0
-    assert judge(scorer, "while True: pass", DOUBLE[:1]).total == 0.0
+    assert judge(scorer, "while True: pass", DOUBLE[:1], **HASTE).total == 0.0
     assert judge(scorer, "x = b'x' * (1 << 33)").total == 0.0
     scorer.close()
 

@@ -141,11 +141,11 @@ def test_what_the_user_can_correct_is_said_before_the_run(configs: list[RewardCo
 
 def test_a_reward_that_fails_gives_its_configured_value_and_the_next_is_served(tmp_path: Path) -> None:
     left = tmp_path / "pid"
-    with misbehaving(timeout_s=1.0, on_failure=-1.0, workers=2) as scorer:
+    with misbehaving(timeout_s=3.0, on_failure=-1.0, workers=2) as scorer:
         bad = ["raise", "hang", "loop", "die", "no number", f"leave {left}"]
         scores = ask(scorer, *bad, "fine")
         assert [s.total for s in scores] == [-1.0] * 6 + [1.0]
-        told = ["KeyError('missing')", "took over 1 s", "took over 1 s", "status 3", "finite", "took over 1 s"]
+        told = ["KeyError('missing')", "took over 3 s", "took over 3 s", "status 3", "finite", "took over 3 s"]
         assert [reason for s, reason in zip(scores, told, strict=False) if reason not in s.failures["callable"]] == []
         wait_until(lambda: is_gone(int(left.read_text())))
         assert scorer.stats()["reward_failures/callable"] == 6
@@ -176,17 +176,19 @@ def test_answers_that_wait_are_valued_together() -> None:
 )
 def test_an_answer_that_spoils_those_beside_it_costs_them_nothing(target: str, fault: str) -> None:
     """Coroutines share a worker, and so do the answers of a batch."""
-    with misbehaving(target=f"{HERE}:{target}", timeout_s=1.5 if fault in ("block", "hang") else 60.0) as scorer:
+    with misbehaving(target=f"{HERE}:{target}", timeout_s=3.0 if fault in ("block", "hang") else 60.0) as scorer:
         spoilt = ask(scorer, *["fine"] * 6, fault, *["fine"] * 6)
     assert [bool(s.failures) for s in spoilt] == [False] * 6 + [True] + [False] * 6
     assert all(s.total >= 1.0 for s in spoilt if not s.failures)
 
 
-def test_a_coroutine_that_is_late_is_cancelled_without_its_worker() -> None:
+def test_a_coroutine_that_is_late_is_cancelled_without_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.rewards.pool.GRACE_S", 60.0)  # a slow worker says it later
+    before = psutil.Process().children()
     with misbehaving(target=f"{HERE}:sleeps", timeout_s=0.3) as scorer:
-        children = psutil.Process().children(recursive=True)
+        started = [child for child in psutil.Process().children() if child not in before]
         assert "cancelled" in ask(scorer, "x")[0].failures["callable"]
-        assert psutil.Process().children(recursive=True) == children
+        assert [child.is_running() for child in started] == [True]
 
 
 def test_who_gives_up_waiting_leaves_the_next_one_a_worker_that_is_free() -> None:
@@ -202,7 +204,7 @@ def test_who_gives_up_waiting_leaves_the_next_one_a_worker_that_is_free() -> Non
             assert "took over" not in why
             return not why
 
-        wait_until(is_fine, 60)
+        wait_until(is_fine, 120)
 
 
 def test_workers_that_died_at_rest_are_replaced() -> None:
@@ -239,11 +241,11 @@ async def test_a_worker_is_replaced_even_when_the_one_who_found_it_dead_has_left
 
     monkeypatch.setattr("trainer.rewards.pool.start_worker", slowly)
     asking = asyncio.create_task(pool.ask(DIE))
-    await asyncio.wait_for(began.wait(), 60)
+    await asyncio.wait_for(began.wait(), 120)
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
     go_on.set()
-    assert await asyncio.wait_for(pool.ask(FINE), 60) == 1.0
+    assert await asyncio.wait_for(pool.ask(FINE), 120) == 1.0
 
 
 async def test_a_worker_that_is_replaced_when_its_pool_is_closed_is_ended_too(
@@ -279,14 +281,14 @@ async def test_without_workers_a_reward_fails_at_once_and_says_why(
         with pytest.raises(RewardWorkerDied, match="status 3"):
             await pool.ask(DIE)
         with pytest.raises(RewardWorkerDied, match="no more processes"):
-            await asyncio.wait_for(pool.ask(FINE), 60)
+            await asyncio.wait_for(pool.ask(FINE), 120)
 
     async def answers() -> bool:
         with contextlib.suppress(RewardWorkerDied):
             return await pool.ask(FINE) == 1.0
         return False
 
-    await eventually(answers, 60)  # it is tried again and again
+    await eventually(answers, 120)  # it is tried again and again
     await pool.close()
     with pytest.raises(RewardWorkerDied, match="closed"):
         await pool.ask(FINE)
@@ -337,7 +339,7 @@ def test_it_sees_every_sample_and_may_be_a_coroutine() -> None:
     ],
 )
 def test_one_that_fails_has_no_value_for_any_sample(fault: str, why: str) -> None:
-    reward = GroupReward(target=f"{HERE}:ranked", timeout_s=1.0, workers=1)
+    reward = GroupReward(target=f"{HERE}:ranked", timeout_s=1.0 if fault == "hang" else 60.0, workers=1)
     scores = compare([ExactMatchReward(), reward, replace(reward, on_failure=-1.0, name="instead")], fault, "07")
     for score in scores:
         assert score.missing == ["group"]

@@ -17,7 +17,7 @@ def client(
     scorer: Scorer | None = None,
     environment: Any = None,
     *,
-    retry_s: float = 5.0,
+    retry_s: float = 60.0,
     model: str | None = None,
     teacher: TeacherConfig | None = None,
     **rollout: Any,

@@ -167,8 +167,8 @@ def crossing(live: LiveServer, other: Path) -> list[tuple[list[int], dict[str, A
     with ThreadPoolExecutor(CROSSING) as pool:
         with live.paused():  # so that no answer ends before the last one begins
             streams = [pool.submit(ask, number) for number in range(CROSSING)]
-            wait_until(lambda: live.gateway_metric("hotswap_gateway_requests_in_flight") == CROSSING, 60)
-        wait_until(lambda: live.engine_metric("vllm:num_requests_running") == CROSSING, 60, what="all run")
+            wait_until(lambda: live.gateway_metric("hotswap_gateway_requests_in_flight") == CROSSING, 120)
+        wait_until(lambda: live.engine_metric("vllm:num_requests_running") == CROSSING, 120, what="all run")
         with live.paused():  # so that none ends before the swap
             assert live.activate(after).status_code == 200
         answers = [stream.result() for stream in streams]

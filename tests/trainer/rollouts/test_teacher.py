@@ -50,7 +50,7 @@ def taught(server: GenerateServer, tokenizer: Tokenizer, teacher: TeacherServer)
     """Makes the student's client, which asks the teacher."""
 
     def made(environment: Any = None, **config: Any) -> RolloutSampler:
-        asked = TeacherConfig(**{"url": teacher.url, "model": "wise", "retry_s": 5.0} | config)
+        asked = TeacherConfig(**{"url": teacher.url, "model": "wise", "retry_s": 60.0} | config)
         return client(server.url, tokenizer, None, environment, teacher=asked, max_tokens=24)
 
     return made

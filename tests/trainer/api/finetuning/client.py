@@ -43,7 +43,7 @@ def upload(client: openai.OpenAI, lines: list[Any] | bytes, name: str = "example
     return client.files.create(file=(name, io.BytesIO(content)), purpose="fine-tune").id
 
 
-def ended(client: openai.OpenAI, job: str, timeout_s: float = 60) -> Any:
+def ended(client: openai.OpenAI, job: str, timeout_s: float = 240) -> Any:
     """The job once it has ended."""
 
     def found() -> Any:

@@ -349,9 +349,9 @@ def test_keys_take_turns(client: openai.OpenAI, api: ApiServer, examples: str) -
     other = sdk(api, "third")
     first, second = create(client, examples, **LONG), create(client, examples, n_epochs=1)
     theirs = create(other, upload(other, sums()), **LONG)
-    wait_until(lambda: client.fine_tuning.jobs.retrieve(first.id).status == "running")
+    wait_until(lambda: client.fine_tuning.jobs.retrieve(first.id).status == "running", 120)
     client.fine_tuning.jobs.cancel(first.id)
-    wait_until(lambda: other.fine_tuning.jobs.retrieve(theirs.id).status == "running", 60)
+    wait_until(lambda: other.fine_tuning.jobs.retrieve(theirs.id).status == "running", 120)
     assert client.fine_tuning.jobs.retrieve(second.id).status == "queued"
     other.fine_tuning.jobs.cancel(theirs.id)
     assert ended(client, second.id).status == "succeeded"
@@ -361,7 +361,7 @@ def test_a_running_job(client: openai.OpenAI, api: ApiServer, examples: str) -> 
     """It is paused, resumed and cancelled between two steps; its file stays; more than three wait for nothing."""
     file = upload(client, sums())
     job = create(client, file, **LONG)
-    wait_until(lambda: client.fine_tuning.jobs.checkpoints.list(job.id).data, what="an epoch is over")
+    wait_until(lambda: client.fine_tuning.jobs.checkpoints.list(job.id).data, 120, what="an epoch is over")
     waiting = [create(client, examples, n_epochs=1) for _ in range(2)]
     with pytest.raises(openai.RateLimitError, match="3 jobs of this key have not ended"):
         create(client, examples)
@@ -373,7 +373,7 @@ def test_a_running_job(client: openai.OpenAI, api: ApiServer, examples: str) -> 
     assert all(ended(client, other.id).status == "succeeded" for other in waiting)  # its turn is over
     taken = losses(client, job.id)
     assert client.fine_tuning.jobs.resume(job.id).status == "queued"
-    wait_until(lambda: len(losses(client, job.id)) > len(taken), what="it goes on")
+    wait_until(lambda: len(losses(client, job.id)) > len(taken), 120, what="it goes on")
     found = losses(client, job.id)
     assert sorted(found) == list(range(1, len(found) + 1))
     cancelled = client.fine_tuning.jobs.cancel(job.id)
@@ -389,7 +389,7 @@ def test_a_running_job(client: openai.OpenAI, api: ApiServer, examples: str) -> 
     for name in kept:
         assert client.models.delete(name).deleted
     statement = "SELECT count(*) FROM records WHERE kind = 'model' AND parent = ?"
-    wait_until(lambda: api.journal(statement, job.id) == [(0,)], what="its training client is gone")
+    wait_until(lambda: api.journal(statement, job.id) == [(0,)], 120, what="its training client is gone")
     after = create(client, examples, n_epochs=1)  # and nobody waits for it
     assert ended(client, after.id).status == "succeeded"
     assert client.fine_tuning.jobs.list_events(job.id).data[0] == said
@@ -466,7 +466,7 @@ def test_a_job_goes_on_at_the_step_where_it_was(api: ApiServer, client: openai.O
     job = create(client, file, kind, validation_file=file, seed=5, **chosen)
     behind = create(client, file, kind)
     for step in (2, 6, 13):
-        wait_until(lambda least=step: len(losses(client, job.id)) >= least, what=f"step {step} is done")  # type: ignore[misc]
+        wait_until(lambda least=step: len(losses(client, job.id)) >= least, 120, what=f"step {step} is done")  # type: ignore[misc]
         told = events(client, job.id)
         api.restart()
         assert events(client, job.id)[: len(told)] == told
@@ -492,10 +492,10 @@ def test_a_job_whose_server_was_away_for_days(api: ApiServer, client: openai.Ope
     file = upload(client, lines)
     expected = losses(client, ended(client, create(client, file, seed=5, **chosen).id).id)
     job = create(client, file, seed=5, **chosen)
-    wait_until(lambda: len(losses(client, job.id)) >= 2, what="two steps are done")
+    wait_until(lambda: len(losses(client, job.id)) >= 2, 120, what="two steps are done")
     client.fine_tuning.jobs.pause(job.id)
     statement = "SELECT count(*) FROM requests WHERE model = ? AND done IS NULL"
-    wait_until(lambda: api.journal(statement, f"{job.id}:train:0") == [(0,)], what="no request is under way")
+    wait_until(lambda: api.journal(statement, f"{job.id}:train:0") == [(0,)], 120, what="no request is under way")
     api.kill()
     ((last,),) = api.journal("SELECT MAX(seq) FROM requests WHERE model = ?", f"{job.id}:train:0")
     ((said,),) = api.journal("SELECT about FROM records WHERE kind = 'job' AND id = ?", job.id)
