@@ -169,7 +169,7 @@ def publishing(
 ) -> Iterator[tuple[Engine, WeightPublisher]]:
     """An engine and its publisher; without a store, to a bucket alone."""
     section: dict[str, Any] = (
-        {"model": "tiny", "dtype": dtype, "timeout_s": 100} | ({"store": store} if store else {}) | more
+        {"model": "tiny", "dtype": dtype, "timeout_s": 120} | ({"store": store} if store else {}) | more
     )
     with engine(path, parallel, publish=section, lora=lora) as built:
         assert built.config.publish is not None
