@@ -133,8 +133,6 @@ def test_leftovers_are_those_that_nobody_locks_maps_or_was_told_of(shm: Path) ->
     waits = ["sleep", "600"]
     told = subprocess.Popen(waits, env={"PATH": os.environ["PATH"], "HOTSWAP_ARENA": str(shm / "hotswap-told")})
     try:
-        # The kernel lets Popen return in the midst of an exec, when there is no environment to read yet.
-        wait_until(Path(f"/proc/{told.pid}/environ").read_bytes, process=told)
         with (
             (shm / "hotswap-locked/slot-1-000").open() as locked,
             (shm / "hotswap-mapped/slot-1-000").open("r+b") as slot,
@@ -146,7 +144,8 @@ def test_leftovers_are_those_that_nobody_locks_maps_or_was_told_of(shm: Path) ->
         ):
             fcntl.flock(locked, fcntl.LOCK_SH)
             world = World(shm=shm, environ={"HOTSWAP_ARENA": str(shm / "hotswap-asked")})
-            wait_until(lambda: shm / "hotswap-told" in arenas_in_environments(world), 60)  # a new process has none yet
+            # Popen returns in the midst of an exec, when there is no environment to read yet.
+            wait_until(lambda: shm / "hotswap-told" in arenas_in_environments(world), process=told)
             found = only(findings("leftovers", world), "warn")
     finally:
         told.kill()
