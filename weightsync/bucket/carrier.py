@@ -73,6 +73,7 @@ class Carrier:
     def hand(self, slot: Path | str, manifest_digest: str, *, part: str = BASE, source: str = "") -> None:
         """Returns when the slot is held. Raises BucketError, ManifestError's and SlotBusy's text as BucketError."""
         if self._process.poll() is not None:
+            self.close()  # the end of its reader is told to the queues of that process
             self._start()
         self._send({"slot": str(slot), "digest": manifest_digest, "part": part, "source": source})
         self._answer(self._taken, TAKEN_S)

@@ -457,7 +457,6 @@ def test_a_carrier_that_was_killed_is_told_and_started_anew(publisher: Publisher
         assert [outcome.error for outcome in carrier.finish(120.0)] == [""]
         carrier._process.kill()
         carrier._process.wait()
-        carrier._reader.join()
         carrier.hand(*ready(publisher, nudged(first), 2))
         (outcome,) = carrier.finish(120.0)
     assert (outcome.number, outcome.full, outcome.error) == (2, True, "")
