@@ -136,7 +136,7 @@ async def test_a_host_whose_source_is_cut_off_reads_on_from_another(hosts: Hosts
         there.start(1)
         await copy(fleet, there, version, 1, "ready")
         hosts.shape(2, mbit=SLOW_MBIT)
-        there.start(2, read_timeout_s=3)
+        there.start(2, read_timeout_s=10)  # what is asked for at once takes 3 s on that link
         await copy(fleet, there, version, 2, "fetching")
         hosts.cut(0)
         check(there, await copy(fleet, there, version, 2, "ready"), 2, 2.0)
