@@ -298,8 +298,8 @@ LEAP_S = 300.0
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[Outcomes]:
-    """What a day tells. Its clock leaps when it first does: a limit then ends a phase that has come so far, however
-    slow the machine is."""
+    """The outcomes that a day tells. The clock leaps with the first outcome, so that a limit ends a phase that has told
+    one, on a machine of any speed."""
     outcomes = list[Outcomes]()
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + (LEAP_S if outcomes else 0.0), sleep=time.sleep)
     monkeypatch.setattr(calls, "time", clock)

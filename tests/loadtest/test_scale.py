@@ -162,7 +162,7 @@ def test_figures_of_a_case() -> None:
 
 
 def test_a_swap_writes_three_records_an_instance_and_ten_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted in the real flow: what docs/scale.md says of it. Whoever lost its lease would write more."""
+    """The real flow makes the writes that docs/scale.md tells. A process that lost its lease would write more."""
     for name, ttl in (("Coordinator", "leader_ttl_s"), ("Participant", "lease_ttl_s")):
         monkeypatch.setattr(records, name, partial(getattr(records, name), **{ttl: 60.0}))
     flow = records.measure()

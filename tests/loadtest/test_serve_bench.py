@@ -99,7 +99,7 @@ async def offered(url: str, grace_s: float = 60.0) -> list[Seen]:
 
 
 async def one_after_the_other(url: str) -> list[Seen]:
-    """What three clients have seen when there was an answer of each kind."""
+    """The answers that three clients have seen, once each kind of answer has come."""
     load = planned(url, 60.0, 60.0, clients=3)
     running = asyncio.create_task(load.run())
     await eventually(lambda: len(load.seen) > 3 and {200, 429} <= {seen.status for seen in load.seen}, 60)

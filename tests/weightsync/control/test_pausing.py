@@ -67,7 +67,7 @@ async def test_a_pause_ends_with_its_owner(fleet: Fleet) -> None:
     store = fleet.store()
     await hold(store, "p", 600)
     await eventually(lambda: engine.paused)
-    await hold(store, "p", 1.0)  # and nobody renews it
+    await hold(store, "p", 1.0)  # and no task renews it
     await eventually(lambda: not engine.paused)
 
 

@@ -90,7 +90,7 @@ async def test_older_entries_leave_the_store_by_themselves(
         monkeypatch.setattr(chain, name, value)
     seen: list[LedgerEntry] = []
     gateway.gateway.stats.ledger_told = seen.append
-    monkeypatch.setattr(gateway.gateway.ledger, "_leads", lambda: True)  # whatever becomes of its lease of 3 s
+    monkeypatch.setattr(gateway.gateway.ledger, "_leads", lambda: True)  # a lease of 3 s may be lost
     for number in range(100):
         gateway.store.run(chain.append(gateway.store.store, {}, {}, LedgerEntry("publish", "t", version=number)))
     files = tmp_path / "ledger"

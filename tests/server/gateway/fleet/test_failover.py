@@ -254,7 +254,7 @@ async def test_somebody_is_waited_for(tmp_path: Path) -> None:
 
 
 async def test_a_client_that_leaves_meanwhile_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retries, "RETRY_S", 60.0)  # nobody goes back to the instance before it has left
+    monkeypatch.setattr(retries, "RETRY_S", 60.0)  # the client leaves before a request goes back to the instance
     fleet = Fleet(chat(TOKENS), cuts=[300], version=5)
     with running_gateway(tmp_path, upstream=replace(settings(), hold_s=60.0)) as g:
         async with serving(g, fleet, 5, 6):

@@ -30,7 +30,7 @@ from tests.server.gateway.upstream import (
 )
 from tests.waiting import eventually, wait_until
 
-QUIET = UpstreamSettings(  # who is ejected stays so until the test is over
+QUIET = UpstreamSettings(  # an ejected instance stays ejected until the test is over
     connect_timeout_s=60.0, read_idle_timeout_s=60.0, scrape_interval_s=3600.0,
     health=HealthSettings(ejection_s=600.0, max_ejection_s=600.0),
 )  # fmt: skip

@@ -31,7 +31,7 @@ models:
 aliases:
   fast: [small, big]
 """
-QUIET = UpstreamSettings(scrape_interval_s=3600.0)  # what instances are asked is what the tests ask
+QUIET = UpstreamSettings(scrape_interval_s=3600.0)  # instances get the requests of the tests alone
 
 
 def answers(name: str, *, models: tuple[str, ...] = (), after: asyncio.Event | None = None) -> Handler:

@@ -76,7 +76,7 @@ def test_a_pause_freezes_a_stream_and_a_lost_trainer_does_not(live: LiveServer, 
         before = len(seen.tokens)
         wait_until(lambda: len(seen.tokens) > before + 20, 60)
 
-        assert live.admin.post("/pause?ttl_s=6").status_code == 200  # and nobody resumes
+        assert live.admin.post("/pause?ttl_s=6").status_code == 200  # and no client resumes
         wait_until(lambda: frozen(seen), 60)
         before = len(seen.tokens)
         wait_until(lambda: len(seen.tokens) > before + 20, 60, what="the pause ended with its lease")
