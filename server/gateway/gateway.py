@@ -33,7 +33,8 @@ from server.gateway.models.file import External, ModelsFile
 from server.gateway.models.model import Model, keep_going
 from server.gateway.models.served import Served
 from server.gateway.observe.keeper import LedgerKeeper
-from server.gateway.observe.metrics import Counted, Pages, render
+from server.gateway.observe.metrics import Counted, render
+from server.gateway.observe.pages import Pages
 from server.gateway.observe.stats import ProcessStats, Stats
 from server.gateway.observe.tracing import open_watchers
 from server.gateway.observe.webhooks import Webhooks

@@ -27,7 +27,7 @@ from loadtest.gateway.contenders import KEY, answers, body, compiled, hotswap, r
 from loadtest.gateway.contenders import Place as BenchPlace
 from server.gateway.__main__ import configured
 from server.gateway.access.records import INFER, KEYS_PREFIX, KeyRecord, digest_of
-from server.gateway.observe.metrics import Pages, merged
+from server.gateway.observe.pages import Pages, merged
 from server.gateway.workers import MAX_DELAY_S, VARIABLE, WRONG_SETTINGS, Place, Supervisor, pause_after
 from server.key_limits import KeyLimits
 from server.ports import free_port
@@ -75,7 +75,7 @@ def test_a_family_is_described_once() -> None:
 
 
 async def test_workers_give_each_other_their_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.gateway.observe.metrics.TIMEOUT_S", 60.0)
+    monkeypatch.setattr("server.gateway.observe.pages.TIMEOUT_S", 60.0)
     places = [Place(i, 3, 0, -1, str(tmp_path), os.getpid()) for i in range(3)]
 
     def made(value: float) -> Callable[[], Awaitable[bytes]]:
@@ -105,8 +105,8 @@ async def test_a_gateway_alone_has_no_label() -> None:
 
 
 async def test_a_page_is_made_once_for_all_who_ask_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.gateway.observe.metrics.MOST_KEPT_S", 60.0)
-    monkeypatch.setattr("server.gateway.observe.metrics.SHARE", 1e9)
+    monkeypatch.setattr("server.gateway.observe.pages.MOST_KEPT_S", 60.0)
+    monkeypatch.setattr("server.gateway.observe.pages.SHARE", 1e9)
     made = 0
     go_on = asyncio.Event()
 
