@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Annotated, Final, Literal, get_type_hints
 
-from weightsync.control.records import Record
+from weightsync.control.strict_json import Record
 
 MIN_PRIORITY, MAX_PRIORITY = -9, 9
 MOST: Final = 10**12

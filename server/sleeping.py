@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from weightsync.control.lease import LeaseKeeper
-from weightsync.control.records import Keys, Record
+from weightsync.control.records import Keys
+from weightsync.control.strict_json import Record
 from weightsync.errors import RecordError, StoreError
 from weightsync.store.protocol import Store
 

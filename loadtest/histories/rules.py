@@ -27,13 +27,13 @@ from weightsync.control.records import (
     InstanceRecord,
     Keys,
     LeaderRecord,
-    Record,
     SwapRecord,
     TargetRecord,
     VersionRecord,
     shared_versions,
 )
 from weightsync.control.state import PARTICIPATING, confirmed, in_flight
+from weightsync.control.strict_json import Record
 from weightsync.errors import NotEnoughInstances
 
 R = TypeVar("R", bound=Record)

@@ -15,7 +15,7 @@ from typing import Literal
 
 from server.errors import CliError, StateTaken
 from server.files import write_file
-from weightsync.control.records import Record
+from weightsync.control.strict_json import Record
 from weightsync.errors import RecordError
 
 Outcome = Literal["released", "refused", "superseded"]

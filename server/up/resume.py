@@ -34,9 +34,9 @@ from weightsync.control.records import (
     InstanceRecord,
     Keys,
     PartRecord,
-    Record,
     VersionRecord,
 )
+from weightsync.control.strict_json import Record
 from weightsync.errors import CheckpointError, Conflict, RecordError, StoreError, VersionLost
 from weightsync.memory.arena import Arena, SlotLock
 from weightsync.memory.ledger import ensure_arena

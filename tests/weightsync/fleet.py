@@ -14,7 +14,8 @@ from tests.weightsync.tensors import model
 from weightsync import CommitResult, Coordinator, Participant, Publisher, SlotReader, StageResult, Store, open_store
 from weightsync.control.coordinator import Probe
 from weightsync.control.lease import LeaseKeeper
-from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, Record, VersionRecord
+from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, VersionRecord
+from weightsync.control.strict_json import Record
 from weightsync.publish.publisher import Version
 
 if TYPE_CHECKING:  # child processes import this module

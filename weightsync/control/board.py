@@ -13,12 +13,12 @@ from weightsync.control.records import (
     FormRecord,
     InstanceRecord,
     Keys,
-    Record,
     StartRecord,
     SwapRecord,
     TargetRecord,
     VersionRecord,
 )
+from weightsync.control.strict_json import Record
 from weightsync.errors import RecordError
 from weightsync.store.protocol import MISSING, Event, KeyValue, Store
 

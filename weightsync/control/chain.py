@@ -31,7 +31,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from weightsync.control.records import Record
+from weightsync.control.strict_json import Record
 from weightsync.errors import Conflict, LedgerUnavailable, RecordError
 from weightsync.store.protocol import MISSING, KeyValue, Store
 

@@ -17,7 +17,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from weightsync.control.records import Keys, Record
+from weightsync.control.records import Keys
+from weightsync.control.strict_json import Record
 from weightsync.errors import ManifestError, RecordError
 from weightsync.format.slices import Slices
 from weightsync.store.protocol import KeyValue, Store

@@ -20,7 +20,8 @@ from server.gateway.access.records import By
 from weightsync.control import activation
 from weightsync.control.activation import Approval
 from weightsync.control.chain import Action, LedgerEntry, append
-from weightsync.control.records import Keys, Record, TargetRecord
+from weightsync.control.records import Keys, TargetRecord
+from weightsync.control.strict_json import Record
 from weightsync.errors import Conflict as StoreConflict
 from weightsync.store import MISSING, KeyValue, Store
 

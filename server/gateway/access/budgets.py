@@ -18,7 +18,7 @@ from typing import Any
 
 from server.gateway.access.limits import Limits, Month, this_month
 from server.gateway.access.records import SPENT_PREFIX
-from weightsync.control.records import Record
+from weightsync.control.strict_json import Record
 from weightsync.errors import Conflict, RecordError, StoreError
 from weightsync.store import MISSING, KeyValue, Store
 

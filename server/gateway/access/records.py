@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from server.key_limits import KeyLimits
-from weightsync.control.records import Record
+from weightsync.control.strict_json import Record
 
 KEYS_PREFIX = "gateway/keys/"
 DOOR = KEYS_PREFIX + ".door"  # no key has such an id

@@ -43,7 +43,7 @@ from server.gateway.access.limits import Limits, Meter, Quota
 from server.gateway.access.records import USAGE_PREFIX, USAGE_ROUND
 from server.key_limits import LIMITS, NAMED, KeyLimits
 from weightsync.control.lease import LeaseKeeper
-from weightsync.control.records import Record
+from weightsync.control.strict_json import Record
 from weightsync.errors import Conflict, LeaseLost, RecordError, StoreError
 from weightsync.store import Event, Store
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weightsync.control.records import InstanceRecord, Keys, Record
+from weightsync.control.records import InstanceRecord, Keys
+from weightsync.control.strict_json import Record
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from server.gateway.config import WebhookSettings
 from server.gateway.observe.stats import HookCounts
 from weightsync.control import chain
 from weightsync.control.chain import ArchiveRecord, HeadRecord, LedgerEntry
-from weightsync.control.records import Record
+from weightsync.control.strict_json import Record
 from weightsync.errors import Conflict, RecordError, StoreError
 from weightsync.store import MISSING, Store
 from weightsync.tls import stamp

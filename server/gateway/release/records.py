@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from weightsync.control.records import Record
+from weightsync.control.strict_json import Record
 
 State = Literal[
     "evaluating", "applying", "judging", "held", "finishing", "rolling_back", "done", "rolled_back", "cancelled"

@@ -15,13 +15,13 @@ from weightsync.control.records import (
     ErrorInfo,
     InstanceRecord,
     Keys,
-    Record,
     ShareRecord,
     SplitRecord,
     SwapRecord,
     TargetRecord,
     VersionRecord,
 )
+from weightsync.control.strict_json import Record
 from weightsync.errors import RecordError
 
 VERSION = VersionRecord(7, "ready", "/dev/shm/x/slot-0", 10, "ab", None, 3, "trainer", 1, 1.5, "", 2)
