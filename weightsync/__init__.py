@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from weightsync.bucket.publisher import BucketPublisher
     from weightsync.control.agent import CommitResult, Participant, StageResult
     from weightsync.control.coordinator import Coordinator, SwapReport
-    from weightsync.control.state import Probe, ProbeResult
+    from weightsync.control.trial import Probe, ProbeResult
     from weightsync.errors import WeightSyncError
     from weightsync.format.manifest import Layout, Manifest, Schema, TensorEntry, TensorSpec, diff_schema
     from weightsync.memory.arena import Arena

@@ -21,7 +21,8 @@ from weightsync.control.agent_state import Drain, Flip, Restart, Serve, Stage
 from weightsync.control.board import Board
 from weightsync.control.forms import MOST_STARTS, start_of
 from weightsync.control.records import ErrorInfo, FormRecord, InstanceRecord, Keys, LeaderRecord, StartRecord
-from weightsync.control.state import Ask, ProbeResult, Step
+from weightsync.control.state import Ask, Step
+from weightsync.control.trial import ProbeResult
 from weightsync.errors import Conflict, FingerprintMismatch, StoreError
 from weightsync.store.protocol import MISSING
 

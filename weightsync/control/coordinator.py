@@ -37,10 +37,7 @@ from weightsync.control.state import (
     PARTICIPATING,
     RESTART_S,
     Ask,
-    Probe,
-    ProbeResult,
     Step,
-    Trial,
     View,
     abort,
     confirm_within_s,
@@ -49,6 +46,7 @@ from weightsync.control.state import (
     in_flight,
     not_flipped,
 )
+from weightsync.control.trial import Probe, ProbeResult, Trial
 from weightsync.errors import Conflict, StoreError, StoreRefused, SwapAborted, SwapTimeout
 from weightsync.store.protocol import Store
 

@@ -31,7 +31,7 @@ import yaml
 from server.errors import ConfigError, ServerError
 from server.gateway.config import GatewayConfig
 from weightsync.control.records import ActiveRecord, InstanceRecord, SwapRecord
-from weightsync.control.state import Probe, ProbeResult
+from weightsync.control.trial import Probe, ProbeResult
 from weightsync.tls import ClusterTls
 
 if TYPE_CHECKING:

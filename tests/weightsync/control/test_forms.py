@@ -27,8 +27,9 @@ from weightsync.control.records import (
     SwapRecord,
     VersionRecord,
 )
-from weightsync.control.state import CANNOT_READ, RESTART_S, ROLLING_DRAIN_S, Ask, ProbeResult, Step, View, Wait
+from weightsync.control.state import CANNOT_READ, RESTART_S, ROLLING_DRAIN_S, Ask, Step, View, Wait
 from weightsync.control.state import decide as coordinate
+from weightsync.control.trial import ProbeResult
 from weightsync.errors import ConfigMismatch
 from weightsync.store.protocol import KeyValue
 

@@ -21,7 +21,6 @@ from weightsync.control.state import (
     CONFIRM_S,
     TOO_OLD,
     Ask,
-    ProbeResult,
     Step,
     View,
     Wait,
@@ -30,6 +29,7 @@ from weightsync.control.state import (
     not_flipped,
     on_trial,
 )
+from weightsync.control.trial import ProbeResult
 
 TARGET = TargetRecord(2, "swap-2", "test", deadline_s=10.0)
 SWAP = SwapRecord("swap-2", 2, "prepare", ("a", "b"), deadline=110.0, opened_at=100.0)

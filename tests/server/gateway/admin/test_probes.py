@@ -19,7 +19,7 @@ from server.gateway import GatewayConfig
 from server.gateway.admin.probes import DEFAULT_PROMPTS, ProbePrompt, ProbeSettings, build_probe, load_probes
 from tests.server.gateway.upstream import Link, Received, upstream
 from weightsync.control.records import ActiveRecord, InstanceRecord, SwapRecord
-from weightsync.control.state import ProbeResult
+from weightsync.control.trial import ProbeResult
 
 SWAP = SwapRecord("s", 7, "canary", ("i0", "i1"), deadline=0.0, opened_at=0.0, mode="rolling", canary="i0")
 ACTIVE = ActiveRecord(6, 3, 5, "r", 0.0)
