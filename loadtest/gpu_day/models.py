@@ -123,11 +123,9 @@ def fp8_checkpoints(work: Path) -> list[Path]:
             continue
         make_kind(path, "moe", seed=seed, scale=2.0, **MOE)
         weights, quantizer = load_file(path / "model.safetensors"), Quantizer("fp8")
-        wide = [n for n, t in weights.items() if n.endswith(".weight") and not quantizer.quantizes(n, t) and t.ndim > 1]
         tensors = {name: tensor.contiguous() for name, tensor in quantizer.tensors(weights.items())}
         save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-        kept = {"modules_to_not_convert": [name.removesuffix(".weight") for name in wide]}
-        config = {**json.loads(described.read_text()), "quantization_config": {**quantizer.config(), **kept}}
+        config = {**json.loads(described.read_text()), "quantization_config": quantizer.config(weights)}
         described.write_text(json.dumps(config))
     return paths
 

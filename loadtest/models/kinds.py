@@ -6,7 +6,7 @@ Weights are random and scaled so that two seeds answer differently.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ class Kind:
     shape: dict[str, Any] = field(default_factory=dict)
     dtype: str = "bfloat16"
     edit: Callable[[Tensors, int], Iterator[tuple[str, Any]]] | None = None
-    quantization: Callable[[], dict[str, Any]] | None = None
+    quantization: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
     vllm: dict[str, Any] = field(default_factory=dict)
     """Arguments of vLLM's engine that this kind needs."""
 
@@ -36,10 +36,10 @@ def _int8(tensors: Tensors, _seed: int) -> Iterator[tuple[str, Any]]:
     return Quantizer("int8").tensors(tensors)
 
 
-def _int8_config() -> dict[str, Any]:
+def _int8_config(tensors: Mapping[str, Any]) -> dict[str, Any]:
     from weightsync.publish.quantize import Quantizer
 
-    return Quantizer("int8").config()
+    return Quantizer("int8").config(tensors)
 
 
 def _int8_kv(tensors: Tensors, seed: int) -> Iterator[tuple[str, Any]]:
@@ -51,9 +51,9 @@ def _int8_kv(tensors: Tensors, seed: int) -> Iterator[tuple[str, Any]]:
         yield f"model.layers.{layer}.self_attn.v_scale", torch.tensor([0.03 + 0.04 * seed])
 
 
-def _int8_kv_config() -> dict[str, Any]:
+def _int8_kv_config(tensors: Mapping[str, Any]) -> dict[str, Any]:
     scheme = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
-    return {**_int8_config(), "kv_cache_scheme": scheme}
+    return {**_int8_config(tensors), "kv_cache_scheme": scheme}
 
 
 def _w4a16(tensors: Tensors, _seed: int) -> Iterator[tuple[str, Any]]:
@@ -62,10 +62,10 @@ def _w4a16(tensors: Tensors, _seed: int) -> Iterator[tuple[str, Any]]:
     return Quantizer("w4a16", group_size=GROUP).tensors(tensors)
 
 
-def _w4a16_config() -> dict[str, Any]:
+def _w4a16_config(tensors: Mapping[str, Any]) -> dict[str, Any]:
     from weightsync.publish.quantize import Quantizer
 
-    return Quantizer("w4a16", group_size=GROUP).config()
+    return Quantizer("w4a16", group_size=GROUP).config(tensors)
 
 
 def _nibbles(weight: Any, *, symmetric: bool) -> tuple[Any, Any, Any]:
@@ -99,7 +99,7 @@ def _awq(tensors: Tensors, _seed: int) -> Iterator[tuple[str, Any]]:
         yield f"{stem}scales", scale.t().contiguous().to(tensor.dtype)
 
 
-def _awq_config() -> dict[str, Any]:
+def _awq_config(_tensors: Mapping[str, Any]) -> dict[str, Any]:
     kind = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
     return {**kind, "modules_to_not_convert": []}
 
@@ -121,7 +121,7 @@ def _gptq(tensors: Tensors, _seed: int) -> Iterator[tuple[str, Any]]:
         yield f"{stem}g_idx", torch.arange(tensor.shape[1], dtype=torch.int32) // GROUP
 
 
-def _gptq_config() -> dict[str, Any]:
+def _gptq_config(_tensors: Mapping[str, Any]) -> dict[str, Any]:
     return {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True, "desc_act": False, "lm_head": False}
 
 
@@ -221,13 +221,14 @@ def make_kind(path: Path, kind: str, *, seed: int = 0, scale: float = 4.0, **sha
     _scatter(model, scale)
     model.save_pretrained(path)
     write_tokenizer(path, config.vocab_size)
+    file, about = path / "model.safetensors", path / "config.json"
+    tensors = load_file(file) if chosen.edit is not None else {}
     if chosen.edit is not None:
-        file = path / "model.safetensors"
-        edited = {name: tensor.contiguous() for name, tensor in chosen.edit(load_file(file).items(), seed)}
+        edited = {name: tensor.contiguous() for name, tensor in chosen.edit(tensors.items(), seed)}
         save_file(edited, file, metadata={"format": "pt"})
     if chosen.quantization is not None:
-        written = json.loads((path / "config.json").read_text())
-        (path / "config.json").write_text(json.dumps({**written, "quantization_config": chosen.quantization()}))
+        described = {**json.loads(about.read_text()), "quantization_config": chosen.quantization(tensors)}
+        about.write_text(json.dumps(described))
     return path
 
 

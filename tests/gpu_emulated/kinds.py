@@ -29,18 +29,15 @@ def _plain(kind: str, **shape: Any) -> Callable[[Path], None]:
 
 
 def _fp8(kind: str, shape: dict[str, int]) -> Callable[[Path], None]:
-    """In blocks of 128: the router of a mixture of experts stays as it is, and the configuration names it."""
+    """In blocks of 128."""
 
     def make(path: Path) -> None:
         make_kind(path, kind, seed=1, scale=2.0, **shape)
-        quantizer = Quantizer("fp8")
-        tensors = dict(quantizer.tensors(load_file(path / "model.safetensors").items()))
-        named = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        quantizer, weights = Quantizer("fp8"), load_file(path / "model.safetensors")
+        named = {name: tensor.contiguous() for name, tensor in quantizer.tensors(weights.items())}
         save_file(named, path / "model.safetensors", metadata={"format": "pt"})
         config = json.loads((path / "config.json").read_text())
-        routers = [f"model.layers.{i}.mlp.gate" for i in range(config["num_hidden_layers"])]
-        quantised = {**quantizer.config(), "modules_to_not_convert": ["lm_head", *routers]}
-        (path / "config.json").write_text(json.dumps({**config, "quantization_config": quantised}))
+        (path / "config.json").write_text(json.dumps({**config, "quantization_config": quantizer.config(weights)}))
 
     return make
 

@@ -127,11 +127,17 @@ class Quantizer:
             return _fp8(weight, self.block, self.scale_dtype)
         return _w4a16(weight, self.group_size, self.scale_dtype)
 
-    def config(self, ignore: Iterable[str] = ("lm_head", "re:.*gate$")) -> dict[str, Any]:
-        """The `quantization_config` of the model's config.json."""
+    def config(self, tensors: Mapping[str, TensorSpec | torch.Tensor]) -> dict[str, Any]:
+        """The `quantization_config` of the model's config.json. `tensors`: the model's before they are quantised; the
+        modules whose weights stay as they are, routers among them, are named in it, as vLLM quantises all others."""
+        kept = [
+            name.removesuffix(".weight")
+            for name, tensor in tensors.items()
+            if name.endswith(".weight") and len(tensor.shape) == 2 and not self._covers(name, tensor.shape)
+        ]
         if self.scheme == "fp8":
-            block = [self.block, self.block]
-            return {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": block, "fmt": "e4m3"}
+            how: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
+            return {**how, "weight_block_size": [self.block, self.block], "modules_to_not_convert": kept}
         common = {"type": "int", "symmetric": True, "dynamic": False}
         groups: dict[str, Any] = {"targets": ["Linear"]}
         if self.scheme == "int8":
@@ -143,7 +149,7 @@ class Quantizer:
             "quant_method": "compressed-tensors",
             "format": "int-quantized" if self.scheme == "int8" else "pack-quantized",
             "quantization_status": "compressed",
-            "ignore": list(ignore),
+            "ignore": kept,
             "config_groups": {"group_0": groups},
         }
 
@@ -261,7 +267,7 @@ def quantize_checkpoint(source: Path, target: Path, quantizer: Quantizer) -> Non
             shutil.copyfile(file, target / file.name)
     if (source / INDEX).exists():
         (target / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": home}, indent=1))
-    about = {"dtype": "bfloat16", "quantization_config": quantizer.config()}
+    about = {"dtype": "bfloat16", "quantization_config": quantizer.config(cast.tensors)}
     config.pop("torch_dtype", None)
     (target / "config.json").write_text(json.dumps(config | about, indent=2))
 

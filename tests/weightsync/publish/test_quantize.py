@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -132,6 +133,25 @@ def test_a_served_models_schema_says_how_it_was_quantised(quantizer: Quantizer) 
     assert all(torch.equal(again[name].view(torch.uint8), made[name].view(torch.uint8)) for name in made)
 
 
+@pytest.mark.parametrize("quantizer", FORMS, ids=str)
+def test_vllm_leaves_those_modules_as_they_are_that_are_not_quantised(quantizer: Quantizer) -> None:
+    """As its own classes read the configuration. vLLM looks for the scales of a router that is not left out."""
+    from vllm.model_executor.layers.quantization import get_quantization_config
+    from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
+    from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
+
+    config = quantizer.config(model())
+    read: Any = get_quantization_config(config["quant_method"]).from_config(config)
+    for module in ("layers.0.mlp.gate", "layers.0.mlp.up_proj", "layers.0.mlp.down_proj", "layers.1.mlp.up_proj"):
+        name = f"model.{module}"
+        left = (
+            is_layer_skipped(name, read.ignored_layers)
+            if quantizer.scheme == "fp8"
+            else should_ignore_layer(name, read.ignore)
+        )
+        assert left != quantizer.quantizes(f"{name}.weight", model()[f"{name}.weight"])
+
+
 def test_what_is_not_quantised_or_otherwise_says_so() -> None:
     served = schema_of(model())
     per_tensor = served.tensors | as_schema([(NAME, "float8_e4m3fn", (8, 8)), (f"{NAME}_scale", "float32", ())]).tensors
@@ -185,7 +205,7 @@ def test_a_checkpoint_is_quantised_file_by_file(tmp_path: Path, monkeypatch: pyt
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert Checkpoint(target).schema == schema_of(expected)  # which reads the index
     config = json.loads((target / "config.json").read_text())
-    assert config == {"hidden_size": 96, "dtype": "bfloat16", "quantization_config": quantizer.config()}
+    assert config == {"hidden_size": 96, "dtype": "bfloat16", "quantization_config": quantizer.config(model())}
     assert (target / "tokenizer.json").read_text() == "{}"
 
 

@@ -50,7 +50,7 @@ from weightsync.vllm_engine.model.placement import (
     pair_made,
 )
 from weightsync.vllm_engine.model.processing import Change, NotInPlace, Processing, in_place, same
-from weightsync.vllm_engine.staging.published import Published
+from weightsync.vllm_engine.staging.published import Published, all_finite
 from weightsync.vllm_engine.staging.sums import (
     LOSSLESS,
     Sum,
@@ -379,7 +379,7 @@ class Builder:
         self._load(sorted(opaque), placement, published)
         for source in sorted(opaque):
             raw = self._own[source].parameter.data
-            if raw.is_floating_point() and not (published.allow_non_finite or bool(torch.isfinite(raw).all())):
+            if raw.is_floating_point() and not (published.allow_non_finite or all_finite(raw)):
                 raise NotFinite(source, str(raw.dtype).removeprefix("torch."))
             for entry in self.layout.entries if data is not None else ():
                 if entry.source == source:

@@ -29,6 +29,11 @@ BLOCK_NBYTES = 1 << 20  # stays in a core's cache while it is read three times
 WAIT_S = 0.01
 
 
+def all_finite(tensor: torch.Tensor) -> bool:
+    """torch knows no `isfinite` of float8."""
+    return bool(torch.isfinite(tensor.float() if tensor.element_size() == 1 else tensor).all())
+
+
 class Published:
     """`pace` is called with the bytes about to be read. What is read before `finish` is trusted only after it.
 
@@ -182,7 +187,7 @@ class Published:
     def cast(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A part of the tensor in the type that it is served in. Raises NotFinite where it overflows there."""
         cast = tensor.to(dtype)
-        if cast is not tensor and not (self.allow_non_finite or bool(torch.isfinite(cast).all())):
+        if cast is not tensor and not (self.allow_non_finite or all_finite(cast)):
             raise NotFinite(name, str(dtype).removeprefix("torch."))
         return cast
 

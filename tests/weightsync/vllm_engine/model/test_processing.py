@@ -90,7 +90,7 @@ def _scales(tensors: Any, seed: int) -> Iterator[tuple[str, Any]]:
         yield f"model.layers.{layer}.self_attn.{name}_scale", torch.tensor([(0.07, 0.07, 0.12)[seed]])
 
 
-def _scaled_cache() -> dict[str, Any]:
+def _scaled_cache(_tensors: Any) -> dict[str, Any]:
     scheme = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
     return {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme}
 
