@@ -28,7 +28,7 @@ from weightsync.store.protocol import MISSING
 
 KEYS = Keys("m")
 LEADER_TTL_S, INSTANCE_TTL_S = 3.0, 5.0
-FINISH_S = 8.0  # how long a flip waits for requests that asked for the version they began with
+FINISH_S = 3.0  # how long a flip waits for requests that asked for the version they began with
 PROBE_FAILS = 0.15
 START_FAILS = 0.1  # of the starts that a swap asks for
 WRONG = "wrong"  # a fingerprint that nobody published

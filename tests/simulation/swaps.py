@@ -112,7 +112,7 @@ class Swaps(World):
             for version in instance.requests:
                 wrong = version not in (None, instance.engine.version)
                 require(not wrong, f"a request for version {version} got tokens of {instance.engine.version}")
-            instance.requests = [r for r in instance.requests if self.rng.random() < 0.6]
+            instance.requests = [r for r in instance.requests if self.rng.random() < 0.85]
 
     def pause(self) -> None:
         """Somebody pauses, and may forget it or die."""

@@ -21,11 +21,11 @@ from .swaps import Swaps
 
 SCHEDULES, SHARES = 10_000, 16  # of the first tier the first share, with other schedules for each commit
 FINDS_WITHIN = 3_000
-HAPPENED = {  # in a share; some four times as often as a rule
+HAPPENED = {  # in a share; four times as often as a rule, and what is rare twenty times
     "together done": 200, "rolling done": 24, "canary aborted": 40, "flipped back": 8, "trials": 90,
     "elected in a canary phase": 1, "deposed": 2, "stage failed": 12, "build failed": 14, "flip failed": 60,
-    "together revert": 10, "all torn": 12, "probe failed": 8, "cut": 1, "admitted": 300, "refused": 20, "left out": 8,
-    "staging given up": 10, "registered while staging": 5, "restarting done": 20, "restarting aborted": 45,
+    "together revert": 10, "all torn": 12, "probe failed": 8, "cut": 1, "admitted": 300, "refused": 20, "left out": 3,
+    "staging given up": 10, "registered while staging": 1, "restarting done": 20, "restarting aborted": 45,
     "restarting revert": 2, "started for a swap": 90, "turns": 45, "forms dropped": 10, "split done": 25,
     "split aborted": 50,
 }  # fmt: skip
