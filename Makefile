@@ -24,6 +24,7 @@ SECOND := broad and not gpu and not soak
 EMULATED ?= .venv-gpu-emulated
 PYTHON_EMULATED ?= $(or $(lastword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python3.12)),python3.12)
 STANDIN = $(abspath $(EMULATED))/standin
+unexport STANDIN  # in the environment the stand-in reads its settings there
 
 .PHONY: help demo demo-real demo-learn test quick reached-broad contract test-all broad flaky mutants soak gpu-day gpu-emulated check lint types docs tables setup lock clean
 help: ## This list
