@@ -37,7 +37,11 @@ TAKEN(cudaFuncSetAttribute) TAKEN(cudaProfilerStart) TAKEN(cudaProfilerStop) TAK
 TAKEN(cudaDeviceEnablePeerAccess) TAKEN(cudaDeviceReset) TAKEN(cuTensorMapEncodeTiled)
 
 #define REFUSED(name) API int name() { fprintf(stderr, "standin: %s is not there\n", #name); return 801; }
-REFUSED(cudaDeviceGetDefaultMemPool) REFUSED(cudaGraphDebugDotPrint) REFUSED(cudaGraphNodeGetDependencies)
+REFUSED(cudaDeviceGetDefaultMemPool) REFUSED(cudaDeviceGetGraphMemAttribute) REFUSED(cudaDeviceSetGraphMemAttribute)
+REFUSED(cudaGraphAddNode) REFUSED(cudaGraphConditionalHandleCreate) REFUSED(cudaGraphDebugDotPrint)
+REFUSED(cudaGraphNodeGetDependencies) REFUSED(cudaGraphRetainUserObject) REFUSED(cudaStreamBeginCaptureToGraph)
+REFUSED(cudaStreamUpdateCaptureDependencies) REFUSED(cudaUserObjectCreate) REFUSED(cudaUserObjectRelease)
+REFUSED(cudaKernelSetAttributeForDevice) REFUSED(cudaLibraryGetKernel) REFUSED(cudaLibraryLoadData) REFUSED(cudaLibraryUnload)
 REFUSED(cudaIpcCloseMemHandle) REFUSED(cudaIpcGetEventHandle) REFUSED(cudaIpcGetMemHandle) REFUSED(cudaIpcOpenEventHandle)
 REFUSED(cudaIpcOpenMemHandle) REFUSED(cudaMemPoolGetAttribute) REFUSED(cudaMemPoolSetAccess) REFUSED(cudaMemPoolSetAttribute)
 REFUSED(cudaMemPoolTrimTo) REFUSED(cudaStreamAddCallback)
