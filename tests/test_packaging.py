@@ -143,7 +143,7 @@ def test_the_lists_for_gpus_are_what_their_python_resolves_to(uv: Path, tmp_path
     for part in ("pyproject.toml", "README.md", "LICENSE", "requirements", "scripts"):
         copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
         copy(ROOT / part, tmp_path / part)  # type: ignore[operator]
-    lists = ["cuda", "extras-cuda", "fp8-cuda"]
+    lists = ["cuda", "extras-cuda", "fp8-cuda", "gpu-emulated", "gpu-emulated-0.33"]
     subprocess.run([tmp_path / "scripts" / "lock.sh", *lists], env={**os.environ, "UV": str(uv)}, check=True)
     for name in lists:
         file = Path("requirements") / f"{name}.txt"
