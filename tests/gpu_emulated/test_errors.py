@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +189,15 @@ def scratch_that_is_refused() -> None:
 
 
 def staging_without_wait() -> None:
-    """A staging ends without a wait for its stream."""
+    """A staging ends without a wait for its stream, and so does what it reads of the slot."""
+
+    @contextlib.contextmanager
+    def reading(self: Any, reader: Any) -> Iterator[None]:
+        self._slot = self._maps.of(reader.mapping)
+        yield
+        self._slot = None
+
+    cuda.Cuda.reading = reading  # type: ignore[method-assign]
     cuda.Cuda.staging = lambda self: torch.cuda.stream(self._stream)  # type: ignore
 
 
