@@ -253,12 +253,12 @@ READ_MAPPINGS = Mappings(write=False)
 def prefault(mapping: mmap.mmap | memoryview, *, write: bool) -> None:
     """Fault in every page now, off the interpreter lock, instead of one by one in the copy that follows."""
     view = memoryview(mapping)
-    address = address_of(view)
-    advice = MADV_POPULATE_WRITE if write else MADV_POPULATE_READ
-    for start in range(0, len(mapping), PREFAULT_CHUNK):
-        size = min(PREFAULT_CHUNK, len(mapping) - start)
-        if _libc.madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(size), advice) != 0:
-            _touch(view[start : start + size], write=write)
+    begin = address_of(view)
+    end, advice = begin + len(view), MADV_POPULATE_WRITE if write else MADV_POPULATE_READ
+    for start in range(begin - begin % PAGE, end, PREFAULT_CHUNK):  # the kernel takes whole pages alone
+        size = min(PREFAULT_CHUNK, end - start)
+        if _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), advice) != 0:
+            _touch(view[max(start - begin, 0) : start - begin + size], write=write)
     view.release()
 
 

@@ -8,6 +8,7 @@ import itertools
 import mmap
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from weightsync.format.fingerprint import Words
 from weightsync.memory.arena import READ_MAPPINGS, prefault
 
 CHUNK_NBYTES = 64 << 20  # pinned in one call, of 5 ms: meanwhile the driver takes no other one
+TOUCHING = 8  # threads: one brings in 3 GB in a second, eight 14
 READ_ONLY = 8  # cudaHostRegisterReadOnly: a slot is mapped so
 
 
@@ -30,7 +32,10 @@ def pinned(nbytes: int, device: torch.device) -> tuple[torch.Tensor, int]:
     data = torch.empty(nbytes, dtype=torch.uint8)
     if device.type != "cuda" or not nbytes:
         return data, 0
-    prefault(memoryview(data.numpy()), write=True)
+    view = memoryview(data.numpy())
+    with ThreadPoolExecutor(TOUCHING) as threads:
+        for begin in range(0, nbytes, CHUNK_NBYTES):
+            threads.submit(prefault, view[begin : begin + CHUNK_NBYTES], write=True)
     runtime: Any = torch.cuda.cudart()
     status = int(runtime.cudaHostRegister(data.data_ptr(), nbytes, 0))
     if status:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
+import mmap
 import os
 import resource
 import signal
@@ -17,6 +19,7 @@ import pytest
 from tests.weightsync.tensors import model, read_back
 from weightsync import Arena, Publisher
 from weightsync.errors import ArenaFull, ArenaUnavailable, SlotBusy
+from weightsync.memory import arena as arenas
 from weightsync.memory.arena import MAPPINGS, SlotLock, prefault
 
 SIZE = 64 << 10
@@ -126,6 +129,22 @@ def test_prefaulting_keeps_what_is_there(arena: Arena, monkeypatch: pytest.Monke
     prefault(mapping, write=True)
     prefault(mapping, write=False)
     assert mapping[:] == bytes(range(256)) * (SIZE // 256)
+
+
+def test_memory_that_begins_within_a_page_is_faulted_in_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As memory of malloc does. Page by page, Python would hold its lock for seconds."""
+    asked: list[tuple[int, int]] = []
+
+    def madvise(address: ctypes.c_void_p, size: ctypes.c_size_t, _advice: int) -> int:
+        asked.append((address.value or 0, size.value))
+        return 0
+
+    monkeypatch.setattr(arenas, "PREFAULT_CHUNK", 4 * arenas.PAGE)
+    monkeypatch.setattr(arenas._libc, "madvise", madvise)
+    with mmap.mmap(-1, 8 * arenas.PAGE) as mapping, memoryview(mapping) as view, view[64 : 6 * arenas.PAGE] as part:
+        first, end = arenas.address_of(view), arenas.address_of(part) + len(part)
+        prefault(part, write=True)
+    assert asked == [(first, 4 * arenas.PAGE), (first + 4 * arenas.PAGE, end - first - 4 * arenas.PAGE)]
 
 
 FORKS_WHILE_HOLDING = """
