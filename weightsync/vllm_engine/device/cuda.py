@@ -7,9 +7,10 @@ failed halfway is undone by copying the old one again.
 Device memory. The buffers are taken when the worker has loaded its model, before vLLM gives the rest to the KV cache.
 HOTSWAP_DEVICE_COPIES says how many versions they hold, from 0 to 3 (live, previous, staged); left out, as many as leave
 the KV cache its room (room.py) in the part of the device that the instance was given. A buffer that cannot be
-had is asked for again at each staging. A version without a buffer there waits in pinned host memory. When one is
-staged and no buffer is free, the version that was committed longest ago moves to the host. So with one buffer every
-commit is a copy on the device, and a rollback one from the host; with none both come from the host.
+had is asked for again at each staging. A version without a buffer there waits in pinned host memory, which is taken
+when the first version is staged. When one is staged and no buffer is free, the version that was committed longest ago
+moves to the host. So with one buffer every commit is a copy on the device, and a rollback one from the host; with none
+both come from the host.
 
 A staging needs memory on the device besides, for its checksums and for a layer while vLLM processes it. It is taken
 together with the buffers, in a pool of its own: torch gives back what it keeps elsewhere whenever vLLM measures.
@@ -46,7 +47,7 @@ from weightsync.memory.receiver import SlotReader
 from weightsync.vllm_engine.device.generation import Flips, Generation, Memory
 from weightsync.vllm_engine.device.pacing import Staging, Unpaced
 from weightsync.vllm_engine.device.pool import Notes
-from weightsync.vllm_engine.device.room import COPIES_ENV, SCRATCH, UTILIZATION, Room, wanted_copies
+from weightsync.vllm_engine.device.room import COPIES_ENV, MOST_COPIES, SCRATCH, UTILIZATION, Room, wanted_copies
 from weightsync.vllm_engine.model.layout import Layout, words_of
 from weightsync.vllm_engine.model.placement import layer_of
 from weightsync.vllm_engine.model.processing import find
@@ -237,12 +238,22 @@ class DevicePool:
     def acquire(self, nbytes: int) -> DeviceBuffer:
         """A buffer to stage in: on the device if one of `copies` can be had there."""
         self.reserve(nbytes)
+        if not self._held:
+            self._take_host(nbytes)
         if not any(slab.numel() >= nbytes for slab in self._free):
             self._move_one_to_host()
         large = next((slab for slab in self._free if slab.numel() >= nbytes), None)
         buffer = self._new_buffer(large if large is not None else self._on_host(nbytes))
         self._held.append(buffer)
         return buffer
+
+    def _take_host(self, nbytes: int) -> None:
+        """Take the host memory of the versions that have no slab before the first version, while no request is served:
+        the driver pins 16 GB in one call of 1.4 s, and no step is launched meanwhile."""
+        nbytes = max([nbytes, *(slab.numel() for slab in self._slabs)])
+        self._spare = [spare for spare in self._spare if spare.numel() >= nbytes]
+        while len(self._spare) < MOST_COPIES - len(self._slabs):
+            self._spare.append(on_host(nbytes, self._device))
 
     def give_back(self, buffer: DeviceBuffer) -> None:
         if not any(buffer is held for held in self._held):

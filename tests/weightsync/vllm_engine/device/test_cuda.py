@@ -214,7 +214,7 @@ def test_the_stall_of_a_commit_is_known_before_it(device: torch.device) -> None:
     one.commit()
     pool.ms_per_byte = {True: 0.5, False: 3.0}
     assert place.expected_flip_ms(buffer(one)) == 0.5 * buffer(one).data.numel()
-    assert place.expected_flip_ms(buffer(two)) == 3.0 * NBYTES
+    assert place.expected_flip_ms(buffer(two)) == 3.0 * buffer(two).data.numel()
     two.commit()
     assert pool.ms_per_byte[False] != 3.0
 
@@ -242,6 +242,24 @@ def test_a_layout_that_grew_gets_a_larger_buffer(device: torch.device) -> None:
     large = pool.acquire(1000)
     assert large.on_device
     assert large.data.numel() >= 1000
+
+
+@pytest.mark.parametrize("copies", [0, 1, 2, 3])
+def test_host_memory_is_taken_before_the_first_version(monkeypatch: pytest.MonkeyPatch, copies: int) -> None:
+    """Of the three versions that a worker holds: pinned later, it would stop the steps for as long as that takes."""
+    taken: list[int] = []
+    on_host = cuda.on_host
+    monkeypatch.setattr(cuda, "on_host", lambda nbytes, device: (taken.append(nbytes), on_host(nbytes, device))[1])
+    pool, module = DevicePool(CPU, copies), linear(CPU)
+    pool.reserve(2 * NBYTES)
+    nbytes = 2 * NBYTES if copies else NBYTES  # a buffer of the device moves there as a whole
+
+    def stage(version: int) -> CopyGeneration:
+        generation = staged(pool, module, version)
+        assert taken == [nbytes] * (3 - copies)
+        return generation
+
+    swap_and_roll_back(stage, lambda: value(module), copies)
 
 
 def test_what_the_device_cannot_hold_is_left_to_the_host(
@@ -315,6 +333,31 @@ def test_scratch_is_one_pool_until_the_worker_sleeps(monkeypatch: pytest.MonkeyP
         pass
     assert used[0] is used[1]
     assert used[2] is not used[0]
+
+
+def test_what_a_staging_takes_is_there_before_the_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the KV cache gets it. Sums of a piece are tried beside a layer, for their tables and the kernel."""
+    place, model, steps = Cuda(CPU, copies=1), linear(CPU), list[str]()
+    monkeypatch.setattr(place, "_stream", SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "MemPool", object)
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda *_: contextlib.nullcontext())
+    kept = iter([100, 100 + cuda.PIECE_NBYTES])
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: next(kept))
+    monkeypatch.setattr(cuda, "find", lambda _: {"layers.0.experts": model})
+
+    def summed(piece: torch.Tensor) -> None:
+        steps.append(f"sum of {piece.nbytes >> 20} MiB")
+
+    monkeypatch.setattr(cuda, "device_rectangle", summed)
+    monkeypatch.setattr(cuda, "require_memory", lambda _device, nbytes, *_: steps.append(f"{nbytes} bytes"))
+    monkeypatch.setattr(DevicePool, "measure_host", lambda _: None)
+    monkeypatch.setattr(DevicePool, "measure", lambda _: None)
+    place.reserve(model)
+    layer, weights = 3 * model.weight.nbytes, storage_nbytes(model)
+    assert steps == [f"{layer} bytes", "sum of 32 MiB", f"{weights} bytes"]
+    assert place._pool is not None
+    assert place._pool.scratch == cuda.PIECE_NBYTES, "no slab can lie there"
 
 
 def test_a_worker_says_how_many_copies_it_has_room_for(
@@ -418,6 +461,22 @@ def test_a_version_is_not_moved_while_it_is_copied(monkeypatch: pytest.MonkeyPat
     committing.join(30)
     staging.join(30)
     assert value(module) == 1
+
+
+def test_a_wait_for_a_piece_leaves_the_core_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, bool]] = []
+
+    def event(**how: bool) -> SimpleNamespace:
+        made.append(how)
+        return SimpleNamespace(record=lambda _: None, synchronize=lambda: None)
+
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
+    monkeypatch.setattr(cuda, "on_host", lambda nbytes, _: torch.empty(nbytes, dtype=torch.uint8))
+    ring, target = Ring(torch.device("cuda"), nbytes=16), torch.zeros(8, 8, dtype=torch.int16)
+    ring.copy(target, np.ones((8, 8), np.int16))
+    assert bool(target.all())
+    assert made == [{"blocking": True}] * cuda.PIECES
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8])
