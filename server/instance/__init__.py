@@ -1,7 +1,7 @@
 """The vLLM sidecar: one process embeds one vLLM engine, serves its OpenAI routes to gateways, swaps its weights.
 
 main.py        start-up and shutdown of the process
-fork_server.py where vLLM's processes come from on CPUs
+fork_server.py where vLLM's processes come from
 config.py      what can be set, and which of vLLM's options are refused
 engine.py      the engine, the swap calls into it, and its adapters
 hosts.py       one instance on several ranks and hosts

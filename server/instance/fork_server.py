@@ -1,10 +1,11 @@
-"""vLLM's processes on CPUs, and instances: forked from one that has imported vLLM, instead of new ones that import it
-again.
+"""vLLM's processes, and instances: forked from one that has imported vLLM, instead of new ones that import it again.
 
-On CPUs some libraries must be loaded before all others (LD_PRELOAD), and a fork has what its parent has, so vLLM starts
-a new Python there. That Python takes seven seconds of a core to import what the instance has imported. So an instance
-begins with those libraries itself. Once it has imported vLLM, and before it has a second thread, it forks the fork
-server of Python's `multiprocessing`, which forks engines and workers.
+vLLM's server starts its engine and workers as new Pythons, each of which takes seconds of a core to import what the
+instance has imported. So an instance that has imported vLLM forks the fork server of Python's `multiprocessing`, before
+it has a second thread, and that one forks engines and workers. On CPUs some libraries must be loaded before all others
+(LD_PRELOAD), and a fork has what its parent has: there an instance begins with those libraries itself. On accelerators
+a process that has asked for a device cannot be forked: where the instance has, or VLLM_WORKER_MULTIPROC_METHOD says
+"spawn", or vLLM has a reason of its own, vLLM starts its processes itself.
 """
 
 from __future__ import annotations
@@ -20,19 +21,23 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing import context, forkserver, util
 from pathlib import Path
 from typing import Any, NoReturn
 
 from weightsync.dying import die_with
+from weightsync.vllm_engine.openmp import openmp_setters
 from weightsync.vllm_engine.releases import for_cpus
 
 log = logging.getLogger("hotswap.instance")
 ENGINE = (
     "vllm.entrypoints.launchers.api_server.entry", "vllm.v1.engine.async_llm", "vllm.v1.engine.core",
-    "vllm.v1.executor.multiproc_executor", "vllm.v1.executor.uniproc_executor", "vllm.v1.worker.cpu_worker",
-    "weightsync.vllm_engine.backend", "weightsync.vllm_engine.engine_core.core", "weightsync.vllm_engine.loader",
+    "vllm.v1.executor.multiproc_executor", "vllm.v1.executor.uniproc_executor", "weightsync.vllm_engine.backend",
+    "weightsync.vllm_engine.engine_core.core", "weightsync.vllm_engine.loader",
 )  # fmt: skip
+ON_CPUS = ("vllm.v1.worker.cpu_worker",)
+ON_GPUS = ("vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.gpu_model_runner")
 INSTANCE = (
     "server.cli.app", "server.instance.engine", "server.instance.generate", "server.instance.grammars.guard",
     "server.instance.hosts", "server.instance.media", "server.instance.middleware", "server.instance.openapi",
@@ -84,6 +89,9 @@ class Process(context.ForkServerProcess):
     def run(self) -> None:
         os.environ.clear()
         os.environ.update(self._environment)
+        if not for_cpus() and (threads := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
+            for set_threads in openmp_setters():  # OpenMP read the variable as it was when it was loaded
+                set_threads(int(threads))
         super().run()
 
 
@@ -93,19 +101,32 @@ class Context(context.ForkServerContext):
     Process = Process
 
 
-def import_engine() -> None:
-    """Import what an engine and its API need; on CPUs, so that vLLM starts its processes through `Context`."""
+class Ways:
+    """What vLLM calls for a way to start processes: its own function, until this process has forked a server."""
+
+    def __init__(self, own: Callable[[], Any]) -> None:
+        self.own, self.forks = own, False
+
+    def __call__(self) -> Any:
+        return Context() if self.forks else self.own()
+
+
+def import_engine() -> Ways:
+    """Import what an engine and its API need, so that vLLM's modules ask the `Ways` returned how to start processes."""
     if for_cpus():
         os.environ.update(AS_IMPORTED)
-        from vllm.utils import system_utils
+    from vllm.utils import system_utils
 
-        way = Context()
-        system_utils.get_mp_context = lambda: way  # type: ignore[assignment,return-value]
-    for name in ENGINE:
+    ways: Any = system_utils.get_mp_context
+    if not isinstance(ways, Ways):
+        system_utils.get_mp_context = ways = Ways(ways)  # type: ignore[assignment]
+    for name in (*ENGINE, *(ON_CPUS if for_cpus() else ON_GPUS)):
         try:
             importlib.import_module(name)
         except ImportError as error:  # the start itself will say what is wrong
             log.warning("could not import %s ahead: %s", name, error)
+    assert isinstance(ways, Ways)
+    return ways
 
 
 def prepare() -> None:
@@ -121,9 +142,10 @@ def prepare() -> None:
 
 def fork_from_here() -> None:
     """Fork the server that vLLM's processes, and those that they start in turn, come from. It ends when they have."""
-    if not for_cpus():
+    ways = import_engine()
+    if not (for_cpus() or _forks_have_devices(ways)):
         return
-    import_engine()
+    ways.forks = True
     gc.freeze()  # a collection would write to pages that all of them share
     server: Any = forkserver._forkserver
     server.ensure_running = lambda: None  # whoever starts a process through it asks first, and would start another one
@@ -138,6 +160,18 @@ def fork_from_here() -> None:
         os.close(read)
         server._forkserver_address, server._forkserver_alive_fd = listener.getsockname(), alive
     atexit.register(_end, pid, alive)
+
+
+def _forks_have_devices(ways: Ways) -> bool:
+    """Whether vLLM may fork here (before its server's command line asks for another way), and a fork of this process
+    could use an accelerator."""
+    import torch
+
+    if ways.own().get_start_method() != "fork":
+        return False
+    if not (trial := os.fork()):
+        os._exit(int(torch.cuda._is_in_bad_fork()))
+    return not os.waitpid(trial, 0)[1]
 
 
 def _serve(listener: int, alive: int, parent: int) -> NoReturn:

@@ -17,6 +17,7 @@ import pytest
 from server import api
 from server.instance import openapi
 from server.instance.config import _INSTEAD
+from server.instance.fork_server import ON_CPUS, ON_GPUS
 from tests.contract.release import Sources, has, imported, installed, sources, takes
 from tests.cpu import LIBRARIES, bf16_only
 from weightsync import vllm_plugin
@@ -106,6 +107,8 @@ def test_processes(vllm: Sources) -> None:
     assert not vllm.parameters("vllm.utils.system_utils:get_mp_context")
     for module in ("v1.engine.utils", "v1.executor.multiproc_executor"):
         has(vllm, f"vllm.{module}", "get_mp_context()")
+    for kind, (worker, *_) in (("cuda:CudaPlatformBase", ON_GPUS), ("cpu:CpuPlatform", ON_CPUS)):
+        has(vllm, f"vllm.platforms.{kind}.check_and_update_config", f'worker_cls = "{worker}.')
     platform = "vllm.platforms.cpu:CpuPlatform.check_and_update_config"
     has(vllm, platform, '["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"', '"libgomp*.so*"', '"libtcmalloc_minimal*.so*"')
 

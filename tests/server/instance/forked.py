@@ -1,4 +1,8 @@
-"""A program for test_fork_server.py: forks a server, and starts processes as vLLM does. Prints what they say."""
+"""A program for test_fork_server.py: forks a server, and starts processes as vLLM does. Prints what they say.
+
+`python -m tests.server.instance.forked WHAT [BUILD]`. BUILD "cuda": as with vLLM's build for GPUs; "used": as where an
+import has asked for a device.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +12,24 @@ import threading
 import time
 from typing import Any
 
-from server.instance.fork_server import fork_from_here
+import torch
+
+from server.instance import fork_server
 
 SAID_LATER = "HOTSWAP_TEST_SAID_LATER"
 
 
 def said() -> dict[str, Any]:
-    return {"pid": os.getpid(), "vllm": "vllm.v1.engine.core" in sys.modules, "later": os.environ.get(SAID_LATER)}
+    imported = "vllm.v1.engine.core" in sys.modules and fork_server.ON_GPUS[0] in sys.modules
+    later, threads = os.environ.get(SAID_LATER), torch.get_num_threads()
+    return {"pid": os.getpid(), "vllm": imported, "later": later, "threads": threads}
 
 
 def nested(pipe: Any) -> None:
     from vllm.v1.executor.multiproc_executor import get_mp_context
 
     pipe.send(said())
-    os.environ[SAID_LATER] = "by an engine"
+    os.environ |= {SAID_LATER: "by an engine", "OMP_NUM_THREADS": "3"}
     reader, writer = get_mp_context().Pipe(duplex=False)
     worker = get_mp_context().Process(target=lone, args=(writer,))
     worker.start()
@@ -40,13 +48,19 @@ def wait(pipe: Any) -> None:
     time.sleep(600)
 
 
-def main(what: str) -> None:
-    fork_from_here()
+def main(what: str, build: str = "cpu") -> None:
+    if build != "cpu":
+        fork_server.for_cpus = lambda: False
+        torch.cuda._is_in_bad_fork = lambda: build == "used"
+    fork_server.fork_from_here()
     from vllm.v1.engine.utils import get_mp_context
 
     os.environ[SAID_LATER] = "by the instance"
     threading.Thread(target=time.sleep, args=(600,), daemon=True).start()  # the server was forked before it
     context = get_mp_context()
+    if what == "way":
+        print(context.get_start_method())
+        return
     reader, writer = context.Pipe(duplex=False)
     engine = context.Process(target={"nested": nested, "wait": wait}[what], args=(writer,), name="EngineCore")
     engine.start()
@@ -59,4 +73,4 @@ def main(what: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -18,24 +18,42 @@ from tests.warm import ENGINES, warm
 pytestmark = pytest.mark.engine
 
 
-def program(what: str, log: Path) -> Forked:
-    return warm(ENGINES).start(["tests.server.instance.forked", what], dict(os.environ), log)
+def program(log: Path, *what: str, **env: str) -> Forked:
+    return warm(ENGINES).start(["tests.server.instance.forked", *what], {**os.environ, **env}, log)
 
 
-def test_engines_and_their_workers_are_forked(tmp_path: Path) -> None:
+@pytest.mark.parametrize("build", ["cpu", "cuda"])
+def test_engines_and_their_workers_are_forked(tmp_path: Path, build: str) -> None:
     log = tmp_path / "log"
-    assert program("nested", log).wait(200) == 0, log.read_text()
+    assert program(log, "nested", build).wait(200) == 0, log.read_text()
     engine, worker, *codes = (ast.literal_eval(line) for line in log.read_text().splitlines()[-4:])
     assert engine["vllm"]
     assert worker["vllm"]
     assert engine["pid"] != worker["pid"]
+    assert worker["threads"] == 3 or build == "cpu", "as many as vLLM has chosen for it"
     assert (engine["later"], worker["later"]) == ("by the instance", "by an engine")
     assert codes == [7, 0]
 
 
+@pytest.mark.parametrize(
+    ("build", "env", "way"),
+    [
+        ("cuda", {}, "forkserver"),
+        ("cuda", {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}, "spawn"),
+        ("used", {}, "fork"),  # vLLM's own, which its server's command line changes into "spawn"
+    ],
+)
+def test_where_no_fork_could_have_a_gpu_vllm_starts_its_processes(
+    tmp_path: Path, build: str, env: dict[str, str], way: str
+) -> None:
+    log = tmp_path / "log"
+    assert program(log, "way", build, **env).wait(200) == 0, log.read_text()
+    assert log.read_text().splitlines()[-1] == way
+
+
 def test_the_server_ends_with_its_instance(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    instance = program("wait", log)
+    instance = program(log, "wait")
     wait_until(lambda: log.exists() and "pid" in log.read_text(), 120, what="the engine starts")
     (server,) = (p for p in psutil.Process(instance.pid).children() if p.children())
     instance.kill()

@@ -5,13 +5,11 @@ Where it lies until it is committed, and how it gets there, is the `StagingDevic
 
 from __future__ import annotations
 
-import ctypes
 import os
-import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +30,7 @@ from weightsync.vllm_engine.device.pool import Notes
 from weightsync.vllm_engine.device.remap import Remap, flips_by_remapping
 from weightsync.vllm_engine.model.placement import Served, WithHead, build_skeleton, pair_parameters
 from weightsync.vllm_engine.model.processing import Processing
+from weightsync.vllm_engine.openmp import openmp_setters
 from weightsync.vllm_engine.staging.build import Builder, Built, Reads
 
 
@@ -307,12 +306,5 @@ def describe(error: Exception) -> dict[str, str | None]:
 def use_one_core() -> None:
     """Let this thread run anywhere, with one OpenMP thread: the decode threads keep their cores and their team."""
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    for set_threads in _openmp_setters():
+    for set_threads in openmp_setters():
         set_threads(1)
-
-
-def _openmp_setters() -> list[Callable[[int], None]]:
-    """`omp_set_num_threads` of every OpenMP runtime in the process; it acts on the calling thread alone."""
-    maps = Path("/proc/self/maps").read_text()
-    paths = sorted(set(re.findall(r"(/\S*lib(?:gomp|iomp5|omp)[^/\s]*\.so\S*)", maps)))
-    return [ctypes.CDLL(path).omp_set_num_threads for path in paths]
