@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import resource
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from server.doctor.checks.network import devices
+from server.doctor.plan import scratch_of
 from server.doctor.registry import Finding, check, fail, ok, skip, warn
 from server.doctor.world import (
     World,
@@ -19,7 +21,7 @@ from server.doctor.world import (
 )
 from weightsync.errors import CheckpointError
 from weightsync.format.manifest import Layout
-from weightsync.publish.checkpoint import Checkpoint
+from weightsync.publish.checkpoint import Checkpoint, read_config
 
 LAYOUTS_OF_ONE = 3  # live, previous and staged
 LAYOUTS_OF_MORE = 5  # instances that are not at the same version for a moment hold more
@@ -49,15 +51,16 @@ def need_of(world: World) -> Need | None:
     """None without a model. Raises CheckpointError."""
     if world.model_dir is None:
         return None
-    schema = Checkpoint(world.model_dir).schema
+    schema, config = Checkpoint(world.model_dir).schema, json.loads(read_config(world.model_dir) or "{}")
+    scratch = scratch_of(schema, config) // world.tensor_parallel_size
     layouts = 0 if world.has_gpu_build else LAYOUTS_OF_ONE if world.instances == 1 else LAYOUTS_OF_MORE
-    pinned = pinned_nbytes(world, schema.nbytes) if world.has_gpu_build else 0
+    pinned = pinned_nbytes(world, schema.nbytes, scratch) if world.has_gpu_build else 0
     return Need(Layout.of(schema).total_nbytes, world.keep_versions + 1, schema.nbytes, layouts, pinned)
 
 
-def pinned_nbytes(world: World, nbytes: int) -> int:
+def pinned_nbytes(world: World, nbytes: int, scratch: int = 0) -> int:
     """What the workers of all instances pin of a host with GPUs: a ring each, and its part of the versions, of `nbytes`
-    in all ranks, that have no room on the device."""
+    in all ranks, that have no room on the device. `scratch`: what a staging takes there besides."""
     from weightsync.vllm_engine.device import cuda, mapping, remap, room
 
     each = -(-nbytes // world.tensor_parallel_size)
@@ -65,9 +68,9 @@ def pinned_nbytes(world: World, nbytes: int) -> int:
     try:
         wanted = room.wanted_copies(world.environ)
         if remap.flips_by_remapping(world.environ):
-            there = remap.sets_that_fit(each, given, wanted)
+            there = remap.sets_that_fit(each, given, wanted, scratch=scratch)
         else:
-            there = wanted if wanted is not None else given.copies(each)
+            there = wanted if wanted is not None else given.copies(each, scratch)
     except (ValueError, mapping.RemapUnavailable):  # `swap-pause` says what is wrong
         there = 0
     return world.ranks * (cuda.PIECES * cuda.PIECE_NBYTES + (room.MOST_COPIES - there) * each)

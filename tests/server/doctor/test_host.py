@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from server.doctor import world as worlds
-from server.doctor.checks.memory import judge_numa, pinned_nbytes
+from server.doctor.checks.memory import judge_numa, need_of, pinned_nbytes
 from server.doctor.checks.network import judge_transports
 from server.doctor.checks.software import judge_caches, judge_compiled, judge_gpu, judge_sandbox
 from server.doctor.registry import Status
@@ -19,7 +19,7 @@ from tests.server.doctor.worlds import checkpoint, findings, host, only, says, s
 from tests.server.nvml import of
 from weightsync.vllm_engine.device.cuda import COPIES_ENV
 from weightsync.vllm_engine.device.mapping import FLIP_ENV
-from weightsync.vllm_engine.gpus import Gpus
+from weightsync.vllm_engine.gpus import Gpu, Gpus
 
 
 @pytest.mark.parametrize(
@@ -177,6 +177,18 @@ def test_versions_without_room_on_the_device_are_in_the_hosts_memory(
     given = {"environ": environ, "instances": instances, "tensor_parallel_size": ranks}
     world = host(tmp_path, gpus=lambda: of("GPU-8a", "GPU-51"), **given)
     assert pinned_nbytes(world, 100) == instances * ranks * (128 << 20) + nbytes
+
+
+def test_what_a_staging_takes_leaves_copies_less_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a worker counts: the version without room is in the host's memory."""
+    monkeypatch.setattr(worlds, "torch_cuda", lambda: "13.0")
+    model, gpu = checkpoint(tmp_path / "m", 1), Gpu(0, "GPU-8a", "NVIDIA H100", 10 << 20, 10 << 20)
+    world = host(tmp_path, model_dir=model, gpus=lambda: Gpus((gpu,)))
+    for config, mib in (("{}", 128), ('{"quantization_config": {}}', 129)):
+        (model / "config.json").write_text(config)
+        need = need_of(world)
+        assert need is not None
+        assert need.pinned_nbytes == mib << 20
 
 
 def test_what_workers_of_gpus_pin_counts_against_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
