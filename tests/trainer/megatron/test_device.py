@@ -13,8 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from trainer.config import FaultsConfig, ParallelConfig
 from trainer.errors import ConfigError
 from trainer.launch import launch
-from trainer.megatron import parallel
+from trainer.megatron import optimizer, parallel
 from trainer.megatron.attention import CausalAttention, _for_each_head
+from trainer.megatron.optimizer import HostAdam
 
 
 @pytest.mark.parametrize(("visible", "rank", "device"), [(1, "0", 0), (1, "3", 0), (4, "3", 3)])
@@ -46,6 +47,25 @@ def chosen(monkeypatch: pytest.MonkeyPatch, visible: int, rank: str) -> list[int
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     parallel.use_device()
     return taken
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_main_weights_on_the_host_are_pinned_in_any_precision(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """The thread that computes would wait for each copy of them otherwise."""
+    given: list[torch.Tensor] = []
+
+    def pinned(nbytes: int, _device: torch.device) -> tuple[torch.Tensor, int]:
+        given.append(torch.empty(nbytes, dtype=torch.uint8))
+        return given[-1], 0
+
+    monkeypatch.setattr(optimizer, "pinned", pinned)
+    weight = torch.randn(3, 5).to(dtype)
+    groups = SimpleNamespace(param_groups=[{"params": [weight]}])
+    _, _, copies, *_ = HostAdam._get_sub_optimizer_param_groups(groups, 1.0)  # type: ignore[arg-type]
+    assert torch.equal(copies[weight], weight.float())
+    assert [copies[weight].data_ptr()] == [memory.data_ptr() for memory in given]
 
 
 @pytest.mark.parametrize("place", ["cpu", "cuda"])
