@@ -144,6 +144,18 @@ def test_a_run_out_of_time_saves_and_goes_on_later(job: Job, again: str) -> None
     assert job.told()[-1] == "peer stopped"
 
 
+@pytest.mark.parametrize("before", ["hotswap peer", "srun", "trainer=", "status=0"])
+def test_a_signal_while_the_trainer_starts_is_not_lost(job: Job, tmp_path: Path, before: str) -> None:
+    """The shell sends SIGTERM to itself right before a command of the script."""
+    (tmp_path / "signal.sh").write_text(f"""
+        unset BASH_ENV  # of this shell, not of the stand-ins
+        trap 'case $BASH_COMMAND in "{before}"*) kill -TERM $$;; esac' DEBUG""")
+    with job.started(FOREVER="yes", BASH_ENV=str(tmp_path / "signal.sh")) as process:
+        assert process.wait(60) == 143
+    assert "scontrol requeue 7" in job.told()
+    assert not Path(job.env["HOTSWAP_ARENA"]).exists()
+
+
 def test_nothing_is_started_without_what_a_run_needs(job: Job) -> None:
     for missing in ("CONFIG", "HOTSWAP_MODEL", "HOTSWAP_STORE"):
         with job.started(**{missing: ""}) as process:
