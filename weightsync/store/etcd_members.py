@@ -63,6 +63,7 @@ STALE_TOKEN = ("invalid auth token", "revision of auth store is old")
 TRY_ELSEWHERE = (StatusCode.UNAVAILABLE, StatusCode.DEADLINE_EXCEEDED, StatusCode.INTERNAL, StatusCode.UNKNOWN)
 # gRPC says so when no connection could be made: the request has not been sent, and may go to another member.
 NOT_SENT = "failed to connect to all addresses"
+RESETS = ("Connection reset", "Broken pipe")
 
 # Parts of what they say, and what to do. After these, trying again helps only once somebody has changed something.
 REFUSALS = {
@@ -137,11 +138,15 @@ class Members:
     async def _answer(self, name: str, request: Any, repeat: bool) -> Any:
         left = attempts = len(self._opened())
         deadline = asyncio.get_running_loop().time() + CALL_TIMEOUT_S
+        reset = False
         while True:
             channel = self._channels[self._current]
             try:
                 return await self._attempt(channel, name, request, deadline, CALL_TIMEOUT_S / attempts, repeat)
             except MemberFailed as failed:
+                if isinstance(failed, ResetWithTls) and not (reset or self.closed):
+                    reset, self._channels = True, self._new_channels()
+                    continue
                 left -= not self._leave(channel)
                 if self.closed or not left or not (repeat or failed.unsent):
                     raise failed.error from failed.__cause__
@@ -239,6 +244,8 @@ class Members:
             mapped = translate(error, self._url)
             if error.code() not in TRY_ELSEWHERE:
                 raise mapped from error
+            if self._tls and NOT_SENT in details and any(text in details for text in RESETS):
+                raise ResetWithTls(mapped, unsent=True) from error
             raise MemberFailed(mapped, unsent or NOT_SENT in details) from error
         except TimeoutError as error:
             raise MemberFailed(unanswered(self._url), unsent) from error
@@ -350,6 +357,11 @@ class MemberFailed(Exception):
 
 class TokenExpired(MemberFailed):
     """etcd does not know the token (any more). The request was not applied."""
+
+
+class ResetWithTls(MemberFailed):
+    """A new connection was reset. TLS 1.3 refuses a client's certificate after the handshake, and the reset may
+    overtake the reason. Only another connection tells whether etcd refuses the certificate."""
 
 
 def translate(error: Any, url: EtcdUrl) -> StoreUnavailable:

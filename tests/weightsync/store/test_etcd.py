@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
+import ssl
+import struct
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
@@ -176,6 +180,36 @@ async def test_wrong_certificates(
     with pytest.raises(kind, match=advice) as refused:
         await use(secured.url("n", **options(*certificates)))
     assert type(refused.value) is kind
+
+
+async def test_a_reset_that_overtakes_the_refusal_of_a_certificate(certificates: tuple[Tls, Tls]) -> None:
+    """TLS 1.3 refuses a client after the handshake. The first connection ends with a reset in place of the reason."""
+    ours, other = certificates
+
+    def refuse(listener: socket.socket) -> None:
+        for required in (ssl.CERT_NONE, ssl.CERT_NONE, *[ssl.CERT_REQUIRED] * 9):  # the first looks for a listener
+            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=ours.ca)
+            context.load_cert_chain(ours.server_cert, ours.server_key)
+            context.set_alpn_protocols(["h2"])
+            context.verify_mode = required
+            with contextlib.suppress(OSError), listener.accept()[0] as connection, connection.dup() as raw:
+                try:
+                    with context.wrap_socket(connection, server_side=True):
+                        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                except ssl.SSLCertVerificationError:
+                    while raw.recv(4096):  # unread bytes would make a reset of the end
+                        pass
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=refuse, args=(listener,))
+        thread.start()
+        try:
+            url = f"etcd://127.0.0.1:{listener.getsockname()[1]}/n?ca={ours.ca}&cert={other.cert}&key={other.key}"
+            with pytest.raises(StoreRefused, match="that it trusts"):
+                await use(url)
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
 
 
 async def test_a_name_that_is_not_in_the_certificate(secured: Etcd, certificates: tuple[Tls, Tls]) -> None:
