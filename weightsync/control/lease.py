@@ -56,9 +56,11 @@ class LeaseKeeper:
     async def grant(cls, store: Store, ttl_s: float, guard_url: str = "") -> LeaseKeeper:
         """`guard_url`: of the store, for a guard; "": there is none. Raises StoreUnavailable."""
         keeper = cls(store, ttl_s)
+        renewed = time.monotonic()
         keeper.id = await store.grant_lease(ttl_s)
         if guard_url:
-            keeper._guard = _Guard({"url": guard_url, "lease": keeper.id, "ttl_s": ttl_s, "pid": os.getpid()})
+            order = {"url": guard_url, "lease": keeper.id, "ttl_s": ttl_s, "pid": os.getpid(), "renewed": renewed}
+            keeper._guard = _Guard(order)
         keeper._task = asyncio.create_task(keeper._keep(), name=f"lease {keeper.id}")
         return keeper
 
@@ -75,6 +77,7 @@ class LeaseKeeper:
         delay = self.ttl_s / 3
         while True:
             await asyncio.sleep(delay * random.uniform(0.8, 1.0))  # noqa: S311 - who began together does not ask together for ever
+            renewed = time.monotonic()
             try:
                 await self._store.keep_alive(self.id)
                 delay = self.ttl_s / 3
@@ -84,7 +87,7 @@ class LeaseKeeper:
                 self.lost.set()
                 return
             if self._guard is not None:
-                self._guard.tell()
+                self._guard.tell(renewed)
 
     async def stop(self) -> None:
         """Stop renewing: what hangs on the lease goes when its time to live is over."""
@@ -101,7 +104,8 @@ class LeaseKeeper:
 
 
 class _Guard:
-    """The guard's process, seen from the one it watches: a line for each renewal, the end of its input to end it."""
+    """The guard's process, seen from the one it watches: a line for each renewal, the end of its input to end it.
+    Times are of the host's monotonic clock: the guard may start, or read a line, long after the renewal."""
 
     def __init__(self, order: dict[str, object]) -> None:
         self._order = order
@@ -117,8 +121,8 @@ class _Guard:
             return
         self._tell(json.dumps(self._order).encode())  # not in its arguments: the URL may hold a password
 
-    def tell(self) -> None:
-        self._tell(b"")
+    def tell(self, renewed: float) -> None:
+        self._tell(str(renewed).encode())
 
     async def end(self) -> None:
         if self._process is not None:
@@ -140,26 +144,26 @@ async def _guard() -> None:
     order = json.loads(line)
     store = open_store(order["url"], create=False)
     ttl_s, pid = float(order["ttl_s"]), int(order["pid"])
-    heard = renewed = time.monotonic()
-    used, watch_s = _processor_time(pid), ttl_s / 2
+    heard = renewed = float(order["renewed"])
+    used, watch_s, watching = _processor_time(pid), max(renewed + ttl_s / 2 - time.monotonic(), 0.0), False
     while os.getppid() == pid:
         try:
             async with asyncio.timeout(watch_s):
-                if not await lines.readline():
+                if not (line := await lines.readline()):
                     return
         except TimeoutError:
             now, before, used = time.monotonic(), used, _processor_time(pid)
-            due = watch_s < ttl_s / 2 and now - renewed >= ttl_s / 3
+            due = watching and now - renewed >= ttl_s / 3
             if due and used > before and now - heard < BUSY_S:
                 try:
                     await store.keep_alive(order["lease"])
                 except StoreUnavailable:
                     continue
                 renewed = now
-            watch_s = ttl_s / 10
+            watch_s, watching = ttl_s / 10, True
         else:
-            heard = renewed = time.monotonic()
-            used, watch_s = _processor_time(pid), ttl_s / 2
+            heard = renewed = float(line)
+            used, watch_s, watching = _processor_time(pid), max(renewed + ttl_s / 2 - time.monotonic(), 0.0), False
 
 
 def _processor_time(pid: int) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import json
 import os
 import signal
 import subprocess
@@ -18,7 +20,7 @@ from tests.waiting import eventually
 from tests.weightsync.control.children import running
 from tests.weightsync.fleet import KEYS, MODEL, Engine, Fleet
 from weightsync import Coordinator
-from weightsync.control.lease import LeaseKeeper
+from weightsync.control.lease import LeaseKeeper, _guard
 from weightsync.control.records import LeaderRecord, SwapRecord
 from weightsync.store import Store
 
@@ -130,6 +132,30 @@ async def test_who_is_busy_keeps_its_lease(store: Store) -> None:
     await keeper.end()
     assert await store.get("here") is None
     await eventually(lambda: not guards(store))
+
+
+class Renewed(Exception):
+    """The store of the next test raises this for a renewal."""
+
+
+async def test_a_guard_that_starts_late_counts_from_the_last_renewal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A guard that counts from its own start renews after more than half the lease, 10 s."""
+
+    class Leases:
+        async def keep_alive(self, lease: int) -> None:
+            raise Renewed(lease)
+
+    ticks = itertools.count()  # the process is busy
+    read_end, write_end = os.pipe()
+    with os.fdopen(read_end) as lines, os.fdopen(write_end, "w") as order:
+        monkeypatch.setattr("sys.stdin", lines)
+        monkeypatch.setattr("weightsync.control.lease.open_store", lambda *_, **__: Leases())
+        monkeypatch.setattr("weightsync.control.lease._processor_time", lambda _: next(ticks))
+        renewed = time.monotonic() - 19.0
+        order.write(json.dumps({"url": "", "lease": 1, "ttl_s": 20.0, "pid": os.getppid(), "renewed": renewed}) + "\n")
+        order.flush()
+        with pytest.raises(Renewed):
+            await asyncio.wait_for(_guard(), 9.0)
 
 
 async def test_who_stands_still_loses_it(store: Store) -> None:
