@@ -64,6 +64,7 @@ class Recorder:
     def __init__(self, log: Log, url: str, models: Iterable[str]) -> None:
         self._log, self._store = log, SyncStore(url, create=False)
         self._seen = {Keys(model): 0 for model in models}  # the last revision that was recorded
+        self._held: dict[Keys, dict[str, int]] = {keys: {} for keys in self._seen}  # the revisions of records by then
         self._following: list[Future[None]] = [
             asyncio.run_coroutine_threadsafe(self._follow(keys), self._store.loop) for keys in self._seen
         ]
@@ -92,27 +93,35 @@ class Recorder:
             with contextlib.suppress(StoreError):
                 found, self._seen[keys] = await store.list(keys.root)
                 records = {kv.key: _shown(keys, kv) for kv in found}
+                held = self._held[keys] = _revisions(found)
                 self._log.write("found", model=keys.model, revision=self._seen[keys], records=records)
                 async with contextlib.aclosing(store.watch(keys.root, self._seen[keys] + 1)) as events:
                     async for event in events:
                         kv = event.kv
                         value = _shown(keys, kv) if event.kind == "put" else None
                         self._log.write("write", model=keys.model, revision=kv.mod_revision, key=kv.key, value=value)
+                        held.pop(kv.key, None)
+                        if event.kind == "put":
+                            held[kv.key] = kv.mod_revision
                         self._seen[keys] = kv.mod_revision
             await asyncio.sleep(RETRY_S)
 
     def _catch_up(self) -> None:
         deadline = time.monotonic() + LAST_S
         with contextlib.suppress(StoreError):
-            for keys, found in [(keys, self._store.list(keys.root)[0]) for keys in self._seen]:
-                newest = max((kv.mod_revision for kv in found), default=0)
-                while self._seen[keys] < newest and time.monotonic() < deadline:
+            for keys, (found, revision) in [(keys, self._store.list(keys.root)) for keys in self._seen]:
+                wanted = _revisions(found)  # without what was deleted; other models' writes make `revision` newer
+                while self._seen[keys] < revision and self._held[keys] != wanted and time.monotonic() < deadline:
                     time.sleep(LOOK_S / 10)
 
     def _unrest(self, keys: Keys) -> str | None:
         with contextlib.suppress(StoreError):
             return Rules(keys, {kv.key: kv.value for kv in self._store.list(keys.root)[0]}).unrest()
         return "the store does not answer"
+
+
+def _revisions(found: list[KeyValue]) -> dict[str, int]:
+    return {kv.key: kv.mod_revision for kv in found}
 
 
 def _shown(keys: Keys, kv: KeyValue) -> Any:

@@ -189,15 +189,15 @@ def test_the_recorder_writes_what_the_store_is_told(tmp_path: Path) -> None:
             store.txn({}, {KEYS.swap: swap.to_json(), KEYS.active: ActiveRecord(1, 1, None, "s", 0.0).to_json()})
             store.put(KEYS.instance("a"), InstanceRecord("a", "x", key="secret").to_json())
             store.put(KEYS.form("f"), b"large")
-            store.delete(KEYS.leader)
             store.put(Keys("m2").swap, swap.to_json())
-            wait_until(lambda: b'"value":null' in log.path.read_bytes())  # `rest` does not wait for a deletion
+            wait_until(lambda: KEYS.form("f").encode() in log.path.read_bytes())
+            store.delete(KEYS.leader)
             recorder.rest(0.0)
         text = log.path.read_bytes()
     found, *writes, rest = [orjson.loads(line) for line in text.splitlines()]
     assert [*found["records"]] == [KEYS.leader]
     keys = [(line["revision"] - found["revision"], line["key"].removeprefix(KEYS.root)) for line in writes]
-    assert keys == [(1, "swap"), (1, "active"), (2, "instances/a"), (3, "forms/f"), (4, "leader")]
+    assert keys == [(1, "swap"), (1, "active"), (2, "instances/a"), (3, "forms/f"), (5, "leader")]
     assert [writes[3]["value"], writes[4]["value"]] == [{}, None]
     assert (rest["kind"], b"secret" in text) == ("rest", False)
 
