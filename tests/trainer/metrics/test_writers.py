@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from rich.console import Console
@@ -168,8 +169,10 @@ def test_all_writers_of_a_configuration_get_every_event(tmp_path: Path) -> None:
 def test_what_was_opened_is_closed_when_a_later_writer_cannot_be(tmp_path: Path) -> None:
     c = config(tmp_path, tensorboard=str(tmp_path / "file"))
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(OSError, match="exists"):
+    with pytest.raises(OSError, match="exists") as raised:
         build_writers(c)
+    assert raised.traceback  # which holds the writers: no garbage collection has closed the file
+    assert str(tmp_path / "m.jsonl") not in {file.path for file in psutil.Process().open_files()}
 
 
 def test_progress_is_chosen_by_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
