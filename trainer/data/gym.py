@@ -70,13 +70,19 @@ def problem_of(task: dict[str, Any], place: dict[str, int]) -> dict[str, Any]:
     return found
 
 
-def maker(task: dict[str, Any], seed: int, number: int) -> Any:
-    """The package's data set that makes the entry. Raises ConfigError when it is missing or refuses the options."""
+def package() -> Any:
+    """The package reasoning-gym. Raises ConfigError when it is missing."""
     try:
         import reasoning_gym
     except ImportError:
         advice = "Install it: pip install reasoning-gym"
         raise ConfigError("data.kind", "the package reasoning-gym is missing", advice) from None
+    return reasoning_gym
+
+
+def maker(task: dict[str, Any], seed: int, number: int) -> Any:
+    """The package's data set that makes the entry. Raises ConfigError when it is missing or refuses the options."""
+    reasoning_gym = package()
     try:
         return reasoning_gym.create_dataset(task["name"], seed=seed, size=number + 1, **task["options"])
     except (ValueError, TypeError, AssertionError) as error:

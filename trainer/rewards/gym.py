@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from trainer.data.gym import KEY, maker, problem_of
+from trainer.data.gym import KEY, maker, package, problem_of
 
 
 class GymAnswer:
     """What the task's own verifier gives for the answer, 0 to 1. In a worker: a verifier may take for ever."""
 
     def __init__(self, *, tag: str) -> None:
+        """Raises ConfigError when the package is missing. Its import takes long, and is no answer's fault."""
+        package()
         self._tag = re.compile(f"<{tag}>(.*?)</{tag}>", re.DOTALL) if tag else None
 
     def __call__(self, _prompt: str, answer: str, _expected: str, extra: dict[str, Any]) -> float:

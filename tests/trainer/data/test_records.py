@@ -177,3 +177,13 @@ def test_the_verifier_reads_the_last_answer(gym: Gym) -> None:
         lost = asyncio.run(scorer(RewardRequest("", "<answer>1</answer>", "1", {})))
     assert totals == [1.0, 0.0, 0.0]
     assert "no reasoning-gym task" in lost.failures["reasoning_gym"]
+
+
+def test_the_verifier_imports_the_package_before_an_answer_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An import that takes longer than `timeout_s` must not give an answer the reward 0."""
+    (tmp_path / "reasoning_gym.py").write_text("raise ImportError")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="the package reasoning-gym is missing"):
+        build_scorer([GymReward(workers=1)]).close()
