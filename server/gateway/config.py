@@ -368,6 +368,10 @@ class GatewayConfig:
     ] = None
     webhooks: WebhookSettings = WebhookSettings()
     named: NamedSettings = NamedSettings()
+    checkpoints: Annotated[
+        tuple[str, ...],
+        Option("directory whose checkpoints keys below `admin` may name; may be given again", metavar="DIR", up=True),
+    ] = ()
     swap_deadline_s: Annotated[float, Option("seconds for all instances to stage a version")] = 120.0
     push_timeout_s: float = 3600.0
     run_coordinator: Annotated[bool, Option("leave swaps to another gateway of this model", "--no-coordinator")] = True
@@ -411,6 +415,8 @@ class GatewayConfig:
             raise ConfigError(f"--retry-share {self.upstream.retry_share:g}: must be from 0 (no retries) to 1.")
         if self.upstream.max_in_flight is not None and self.upstream.max_in_flight < 0:
             raise ConfigError("--max-in-flight: must be 1 or more requests at one instance, or 0 for no limit.")
+        if not all(Path(directory).is_absolute() for directory in self.checkpoints):
+            raise ConfigError(f"--checkpoints {' '.join(self.checkpoints)}: give absolute directories.")
         if self.workers < 1:
             raise ConfigError(f"--workers {self.workers}: must be 1 or more processes, or `auto`.")
         if not 0 <= self.leave_s <= 300:

@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import Depends, Query, Request
 
 from server.errors import BadRequest, NotFound
-from server.gateway.access.records import By
+from server.gateway.access.records import ADMIN, By
 from server.gateway.gateway import Gateway
 from server.gateway.models.model import Model
 
@@ -24,7 +24,8 @@ Reason = Annotated[str, Query(max_length=500, description="why; the ledger keeps
 def by_of(request: Request, reason: Reason = "") -> By:
     """Who asks, and why. The gate has checked the key or the token."""
     principal = request.state.principal
-    return By(principal.who or principal.name, " ".join(reason.split()), principal.digest)
+    admin = ADMIN in principal.scopes
+    return By(principal.who or principal.name, " ".join(reason.split()), principal.digest, admin)
 
 
 def model_of(

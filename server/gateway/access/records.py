@@ -38,11 +38,15 @@ Standing = Literal["active", "disabled", "expired", "revoked"]
 
 @dataclass(frozen=True)
 class By:
-    """Who does something on the admin port, and why, for the ledger. `digest` tells owners of credentials apart."""
+    """Who does something on the admin port, and why, for the ledger. `digest` tells owners of credentials apart.
+
+    `admin`: the credential has the highest role, and may name any path of the gateway's host.
+    """
 
     who: str
     reason: str = ""
     digest: bytes = b""
+    admin: bool = False
 
 
 @dataclass(frozen=True)

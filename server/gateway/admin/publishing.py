@@ -34,7 +34,16 @@ from typing import Any, BinaryIO, TypeVar
 
 import orjson
 
-from server.errors import BadRequest, ConfigError, Conflict, HttpError, PayloadTooLarge, Unprocessable, UpstreamTimeout
+from server.errors import (
+    BadRequest,
+    ConfigError,
+    Conflict,
+    Forbidden,
+    HttpError,
+    PayloadTooLarge,
+    Unprocessable,
+    UpstreamTimeout,
+)
 from server.gateway.access.records import By
 from server.gateway.admin.error_map import from_fields
 from server.gateway.config import GatewayConfig
@@ -70,16 +79,21 @@ class Pusher:
         by: By | None = None,
         sign_key: str = "",
         upload_id: str = "",
+        collected: bool = False,
     ) -> T:
         """Publishes the checkpoint in `path` and hands its version to `then`, whether or not the caller waits.
 
         `step` is the training step to note down; `part` what is in `path` if not the base model, `parts` {part: path}
         what else goes into the version; `sign_key` the name of one of the gateway's. The same `upload_id` again gives
-        the same version. Raises HttpError, BadPart.
+        the same version. `collected`: the gateway made `path` itself, of what the request held. Any other path of a
+        request below the role `admin` must lie in a `--checkpoints` directory. Raises HttpError, BadPart.
         """
-        for name, where in {part: str(path), **(parts or {})}.items():
+        named = [(part, str(path)), *(parts or {}).items()]
+        for name, where in named:
             check_name(name)
             _check_path(where)
+        if by is not None and not by.admin and not collected:
+            named = await asyncio.to_thread(self._permitted, named)
         try:
             key_file = self._config.named.find("--sign-key", sign_key) if sign_key else ""
         except ConfigError as error:
@@ -91,8 +105,20 @@ class Pusher:
         noted = [*_named(by), f"--part={part}", *([] if step is None else [f"--step={step}"])]
         noted += [f"--sign-key={key_file}"] if key_file else []
         noted += [f"--upload-id={upload_id}"] if upload_id else []
-        noted += [f"--with={name}={where}" for name, where in (parts or {}).items()]
-        return await self.keep(self._push((*noted, str(path)), version_only))
+        noted += [f"--with={name}={where}" for name, where in named[1:]]
+        return await self.keep(self._push((*noted, named[0][1]), version_only))
+
+    def _permitted(self, named: list[tuple[str, str]]) -> list[tuple[str, str]]:
+        """The paths without symbolic links, so that what is read is what was looked at. Raises Forbidden."""
+        homes = [os.path.realpath(directory) for directory in self._config.checkpoints]
+        found = [(name, os.path.realpath(where)) for name, where in named]
+        if not all(any(Path(where).is_relative_to(home) for home in homes) for _, where in found):
+            message = (
+                "A key below `admin` names checkpoints in the gateway's --checkpoints directories alone; add the "
+                "directory there, send the tensors themselves, or use the admin key."
+            )
+            raise Forbidden(message, code="path_not_allowed", param="path")
+        return found
 
     async def prepare(self, file: BinaryIO, upload_id: str, by: By | None = None, onto: int | None = None) -> Prepared:
         """Starts the process that will publish what `file` is going to hold: it imports while the bytes arrive."""
@@ -318,6 +344,11 @@ class WeightUpdate:
         self._directory: Path | None = None
         self._files: dict[str, frozenset[str]] = {}  # file -> the tensors in it
         self._writing = asyncio.Lock()
+
+    @property
+    def collected(self) -> bool:
+        """It came as bytes, and not as the path of a checkpoint."""
+        return self._checkpoint is None
 
     @property
     def names(self) -> set[str]:

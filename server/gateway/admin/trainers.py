@@ -64,10 +64,11 @@ PAUSE_TTL_S = 120.0  # these trainers never renew: a longer pause than this ends
 SLACK = 64 << 20  # over the bytes of the tensors, for headers
 
 
-async def publish(model: Model, path: Path, label: str | None, by: By) -> dict[str, Any]:
+async def publish(model: Model, path: Path, label: str | None, by: By, *, collected: bool = False) -> dict[str, Any]:
     """Publishes the checkpoint in `path` and swaps it in: its version and the report. Raises HttpError, SwapAborted.
 
-    `label` is the trainer's own name for its weights, noted as the version's step if it is a number.
+    `label` is the trainer's own name for its weights, noted as the version's step if it is a number. `collected`: see
+    Pusher.push.
     """
 
     async def then(version: int) -> dict[str, Any]:
@@ -77,7 +78,7 @@ async def publish(model: Model, path: Path, label: str | None, by: By) -> dict[s
             raise Conflict(f"Version {version} waits. {asked}.", code="approval_required", details=swap)
         return {"version": version, "swap": swap}
 
-    return await model.pusher.push(path, then, step=_step(label), by=by)
+    return await model.pusher.push(path, then, step=_step(label), by=by, collected=collected)
 
 
 async def publish_update(model: Model, update: WeightUpdate, label: str | None, by: By) -> dict[str, Any]:
@@ -85,7 +86,7 @@ async def publish_update(model: Model, update: WeightUpdate, label: str | None, 
 
     async def work() -> dict[str, Any]:
         try:
-            return await publish(model, update.seal(), label, by)
+            return await publish(model, update.seal(), label, by, collected=update.collected)
         finally:
             update.drop()
 
