@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 import uuid
+from codecs import BOM_UTF8
 from collections import deque
 from collections.abc import Callable
 from typing import Annotated, Any, Final, Literal
@@ -93,7 +94,7 @@ class Feedback(msgspec.Struct, tag_field="record", tag="feedback"):
 def read_posted(body: bytes) -> FeedbackRequest:
     """The body of a request. Raises BadRequest."""
     try:
-        posted = msgspec.json.decode(body, type=FeedbackRequest)
+        posted = msgspec.json.decode(body.removeprefix(BOM_UTF8), type=FeedbackRequest)
     except msgspec.ValidationError as error:
         raise BadRequest(f"{error}; docs/feedback.md lists the fields.", code="invalid_parameter") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+from codecs import BOM_UTF8
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Final, Protocol
@@ -205,6 +206,7 @@ class Admission:
         """The request with what it asks for, by header or in its body, checked and in words for the instance."""
         directory, name, fields = self._directory, None, NONE
         if target.route.json_body:
+            body = body.removeprefix(BOM_UTF8)
             fields = check_object(body)
         elif target.route.method == b"GET":
             body = b""

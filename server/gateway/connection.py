@@ -31,12 +31,13 @@ from server.gateway.app_side import AppSide
 from server.gateway.exchange import Exchange
 from server.gateway.gateway import Gateway
 from server.gateway.observe.stats import of_refusal
-from server.gateway.routes import Target, find
+from server.gateway.routes import Target, find, without_slash
 from server.gateway.wire.head import RequestHead, error_answer, head_too_large, new_request_id, too_large
 from server.gateway.wire.pool import MANY
 
 log: Final = logging.getLogger("hotswap.gateway")
 
+_OFFERS: Final = frozenset({b"upgrade", b"http2-settings"})  # headers that mean nothing without a change of protocol
 LINGER_S: Final = 2.0
 FAREWELL_S: Final = 1.0  # for a request that was sent before its client could know that the gateway stops
 
@@ -61,8 +62,9 @@ class GatewayProtocol:
         self.gateway = gateway
         self._admission, self._outbox = gateway.admission, gateway.outbox
         self.limits = gateway.config.limits
-        self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
-        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)  # pipelining is answered here
+        self._parser: httptools.HttpRequestParser | None = self._new_parser()
+        self._offered = False  # the head that was just read offers another protocol
+        self._offered_at = 0  # where that head ends in what was read
         self.deadline: float | None = None  # monotonic; None while an answer is being made
         # the connection
         self.server: tuple[str, int | None] | None = None  # the address that the client has connected to
@@ -138,9 +140,8 @@ class GatewayProtocol:
             return
         self._framing += len(data)  # before httptools puts them together, at a cost that grows with their square
         try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self.reject(BadRequest("Protocol upgrades are not served here.", code="upgrade_refused"))
+            while not self._fed(data):
+                data = self._without_offer(data)
         except httptools.HttpParserCallbackError:
             log.exception("a fault of the gateway in reading a request")
             self.reject(HttpError("The gateway failed to read this request; the fault is in its log."))
@@ -148,6 +149,30 @@ class GatewayProtocol:
             self.reject(BadRequest(f"Not a well-formed HTTP request: {exc}.", code="malformed_request"))
         if self._framing > self.limits.max_head:
             self.reject(head_too_large(self.limits))
+
+    def _fed(self, data: bytes) -> bool:
+        """Whether the parser has taken all of it. If not, it stopped behind a head that offers another protocol."""
+        assert self._parser is not None
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            self._offered_at = offer.args[0]
+            return self._deaf
+        return True
+
+    def _without_offer(self, data: bytes) -> bytes:
+        """`data` from the head that has just been read, without its offer of another protocol, which a server may
+        ignore (RFC 9110, 7.8). llhttp takes the body behind such a head for that protocol's, so a new parser reads it.
+        """
+        self._parser, self._offered = self._new_parser(), False
+        lines = [b"%b %b HTTP/%b\r\n" % (self.method, self.url, b"1.0" if self.http10 else b"1.1")]
+        lines += [b"%b: %b\r\n" % pair for pair in self.headers if pair[0] not in _OFFERS]
+        return b"%b\r\n%b" % (b"".join(lines), data[self._offered_at :])
+
+    def _new_parser(self) -> httptools.HttpRequestParser:
+        parser = httptools.HttpRequestParser(self)
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)  # pipelining is answered here
+        return parser
 
     def pause_writing(self) -> None:
         self._write_paused = True
@@ -222,6 +247,13 @@ class GatewayProtocol:
         self._framing = 0
         if self._deaf:
             return
+        assert self._parser is not None
+        self.method = self._parser.get_method()
+        version = self._parser.get_http_version()
+        self.http10 = version == "1.0"
+        self._offered = self._parser.should_upgrade() and self.method != b"CONNECT" and version in ("1.0", "1.1")
+        if self._offered:
+            return  # it is read again (_without_offer)
         try:
             self.head = self._checked_head()
             self.extra_head = self.head.cors
@@ -230,15 +262,12 @@ class GatewayProtocol:
             self.reject(error)
 
     def _checked_head(self) -> RequestHead:
-        parser = self._parser
-        assert parser is not None
-        self.method = parser.get_method()
-        version = parser.get_http_version()
-        self.http10 = version == "1.0"
-        if version != "1.1" and not self.http10:
+        version = "1.0" if self.http10 else "1.1"
+        if self._parser is not None and self._parser.get_http_version() != version:
             raise BadRequest("HTTP/1.1 is spoken here.", code="http_version")
-        if parser.should_upgrade():
-            raise BadRequest("Protocol upgrades are not served here.", code="upgrade_refused")
+        if self.method == b"CONNECT":
+            raise BadRequest("This server is no proxy: it opens no tunnels.", code="connect_refused")
+        self.url = without_slash(self.url)
         self._streamed = streamed(self.url, self.method)
         return self._admission.read_head(self.headers, version, self.url, streamed=self._streamed)
 
@@ -286,6 +315,8 @@ class GatewayProtocol:
 
     def on_message_complete(self) -> None:
         self._framing = 0
+        if self._offered:
+            return
         if self._deaf:
             self._say_close()
             return

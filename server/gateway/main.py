@@ -58,7 +58,6 @@ def uvicorn_config(config: GatewayConfig) -> uvicorn.Config:
         log_config=None,
         log_level=config.log_level,
         server_header=False,
-        date_header=False,
         timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
         ssl_certfile=cast(str | None, config.ssl_certfile and str(config.ssl_certfile)),
         ssl_keyfile=config.ssl_keyfile and str(config.ssl_keyfile),

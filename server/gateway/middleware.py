@@ -36,6 +36,8 @@ class RequestIdMiddleware:
             return
         status, began = 499, time.monotonic()
         state = scope["state"]
+        if scope["method"] == "HEAD" and scope["path"] in OPEN:
+            scope = {**scope, "method": "GET"}  # uvicorn sends its head alone: load balancers ask for no more
         origins, page = state["gateway"].origins, b"" if state["admin_port"] else state["origin"] or b""
         shown = origins.pairs(page) if page else []
 

@@ -67,7 +67,7 @@ def find(url: bytes) -> tuple[Target, ...]:
     """The forwarded routes at `url` (a request target), one per method; empty if it is not a public one.
 
     The path is compared whole and case-sensitively after decoding percent escapes once; escapes that would decode to
-    a delimiter (`/ \\ % ? # ;` and NUL) never match, nor do doubled or trailing slashes, `;` parameters, fragments and
+    a delimiter (`/ \\ % ? # ;` and NUL) never match, nor do doubled slashes, `;` parameters, fragments and
     absolute-form targets.
     """
     exact = _EXACT.get(url)
@@ -89,6 +89,15 @@ def find(url: bytes) -> tuple[Target, ...]:
     if match[2]:
         return (Target(_RESPONSE_CANCEL, path),)
     return (Target(_RESPONSE_GET, path + b"?" + query if query else path),)
+
+
+def without_slash(url: bytes) -> bytes:
+    """The request target without one slash at the end of its path: clients join base URLs and paths carelessly."""
+    if not url.endswith(b"/") and b"/?" not in url:
+        return url
+    path, mark, query = url.partition(b"?")
+    once = len(path) > 1 and path.startswith(b"/") and path.endswith(b"/") and not path.endswith(b"//")
+    return path[:-1] + mark + query if once else url
 
 
 def elsewhere(path: str, *, admin_port: bool) -> str:

@@ -16,7 +16,9 @@ import ipaddress
 import itertools
 import re
 import secrets
+import time
 from collections.abc import Collection
+from email.utils import formatdate
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -41,11 +43,11 @@ _FORWARDED: Final = frozenset(
 )
 SESSION: Final = b"x-session-id"
 WISH: Final = b"x-hotswap-"  # how the headers begin that ask the gateway itself for something
-# Options of Connection that name no header we act on; anything else tries to make a header hop-by-hop.
 _CONNECTION_OPTIONS: Final = frozenset({b"close", b"keep-alive", b"te", b"upgrade", b"http2-settings", b""})
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 _PROCESS: Final = secrets.token_hex(6).encode()
 _COUNTER: Final = itertools.count(1)
+_date = 0, b""  # the last line, and the second that it is of
 STATUS_LINES: Final = {s.value: b"HTTP/1.1 %d %b\r\n" % (s.value, s.phrase.encode()) for s in http.HTTPStatus}
 
 
@@ -65,6 +67,7 @@ class RequestHead:
     preflight: bool = False  # its browser asks whether the page may send a request
     cors: bytes = b""  # header lines by which its browser lets that page read the answer
     sticky: dict[bytes, bytes] | None = None  # the headers that splits of traffic go by, where some do
+    hop_by_hop: frozenset[bytes] = frozenset()  # the headers that Connection names
     scope: bytes = b""  # whose prefix cache it may hit, as the header line that says so
 
     def __init__(self, request_id: bytes, forward: bytes) -> None:
@@ -106,6 +109,8 @@ def read_head(headers: Headers, http_version: str, limits: Limits, wishes: Colle
     head.request_id = head.request_id or new_request_id()
     if head.session is not None:
         forward.append(b"%b: %b\r\n" % (SESSION, head.session))
+    if head.hop_by_hop:
+        forward = [line for line in forward if line.partition(b":")[0] not in head.hop_by_hop]
     head.forward = b"".join(forward)
     return head
 
@@ -144,9 +149,8 @@ def _preflight(head: RequestHead, value: bytes, _: str) -> None:
 
 
 def _connection(head: RequestHead, value: bytes, _: str) -> None:
-    options = {option.strip().lower() for option in value.split(b",")}
-    if not options <= _CONNECTION_OPTIONS:
-        raise BadRequest("The Connection header names other headers; remove them.", code="bad_connection")
+    """What it names is for this connection alone (RFC 9110, 7.6.1)."""
+    head.hop_by_hop |= frozenset(option.strip().lower() for option in value.split(b",")) - _CONNECTION_OPTIONS
 
 
 def _expect(head: RequestHead, value: bytes, http_version: str) -> None:
@@ -245,12 +249,21 @@ def status_line(status: int) -> bytes:
     return STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
 
 
+def date_line() -> bytes:
+    """The Date header of an answer that begins now."""
+    global _date
+    now = int(time.time())
+    if _date[0] != now:
+        _date = now, f"date: {formatdate(now, usegmt=True)}\r\n".encode()
+    return _date[1]
+
+
 def error_answer(
     error: HttpError, request_id: bytes, *, keep_alive: bool, head_only: bool, extra_head: bytes = b""
 ) -> bytes:
     """A whole response; `head_only` for a HEAD request, whose answer has no body. `extra_head`: more header lines."""
     body = error.body()
-    lines = [status_line(error.status), b"content-type: application/json\r\n"]
+    lines = [status_line(error.status), b"content-type: application/json\r\n", date_line()]
     lines += [f"{name}: {value}\r\n".encode("latin-1") for name, value in error.headers().items()]
     lines.append(b"x-request-id: %b\r\ncontent-length: %d\r\n" % (request_id, len(body)) + extra_head)
     lines.append(b"\r\n" if keep_alive else b"connection: close\r\n\r\n")

@@ -20,7 +20,7 @@ from server.errors import BadUpstream, HttpError
 from server.gateway.wire.bodies import KEPT, Usage, estimate_usage, read_usage
 from server.gateway.wire.capture import Capture
 from server.gateway.wire.foreign import HEADERS, Foreign
-from server.gateway.wire.head import status_line
+from server.gateway.wire.head import date_line, status_line
 from server.gateway.wire.journal import Journal, ReplayMemory
 from server.resume import RESUMABLE, RESUMED
 
@@ -275,7 +275,7 @@ class ResponseRelay:
             self.reusable = self._parser.should_keep_alive()
 
     def _build_head(self, status: int) -> bytes:
-        length = False
+        length = dated = False
         dropped = _HOP_BY_HOP
         lines = [status_line(status)]
         self._chunked = False
@@ -288,6 +288,8 @@ class ResponseRelay:
                 self._chunked = True
             elif name == b"content-length":
                 length = True
+            elif name == b"date":
+                dated = self.foreign is None
             elif name == b"content-type":
                 self.sse = value[:17].lower() == b"text/event-stream"
         foreign = self.foreign
@@ -296,7 +298,7 @@ class ResponseRelay:
         else:
             lines += [b"%b: %b\r\n" % pair for pair in self._headers if pair[0] not in dropped and pair[0] in HEADERS]
             lines.append(foreign.lines)
-        lines.append(b"x-request-id: %b\r\n%b" % (self._request_id, self.extra_head))
+        lines.append(b"x-request-id: %b\r\n%b%b" % (self._request_id, b"" if dated else date_line(), self.extra_head))
         bodiless = status in (204, 304)
         self._close_delimited = not (length or self._chunked or bodiless)
         self._chunked = (self._chunked or self._close_delimited) and not self._http10 and not bodiless

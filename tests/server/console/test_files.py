@@ -120,7 +120,7 @@ async def test_a_head_request_gets_the_head(gateway: RunningGateway) -> None:
 
 SPELLINGS = """
 /console//style.css /console/../gateway.py /console/%2e%2e/gateway.py /console/..%2f..%2fgateway.py
-/console/%2e%2e%2fgateway.py /console/..%5cgateway.py /console/static/style.css /console/style.css/
+/console/%2e%2e%2fgateway.py /console/..%5cgateway.py /console/static/style.css /console/style.css//
 /console/style.css%00.html /console/%00 /console/STYLE.CSS /console/. /console/.. /console/routes.py
 /console/__init__.py /console//etc/passwd /console/%2fetc%2fpasswd /consolex /console.html /Console
 /console/..;/admin/weights /console/../admin/weights /console/..%2fadmin%2fweights /console/%2e%2e/admin/instances

@@ -50,11 +50,11 @@ def long_linger(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 TRICKS = r"""
-/v1/completions/ //v1/completions /v1//completions /v1/./completions /v1/../v1/completions /v1/completions/..
+/v1/completions// //v1/completions /v1//completions /v1/./completions /v1/../v1/completions /v1/completions/..
 /V1/completions /v1/Completions /v1/completions;x=1 /v1%2fcompletions /v1%2Fcompletions /v1%5ccompletions
 /v1/completions%00 /v1/completions%20 /v1/completions%3f /v1/completions%23 /v1/%2e%2e/pause /v1/%2e/completions
 /v1/%252e%252e/pause /v1/completions/%2e%2e/pause /generate/../pause /generate#/pause /v1/responses/../../pause
-/v1/responses/%2e%2e%2f%2e%2e%2fpause /v1/responses/a/b /v1/responses/a%2fcancel /v1/responses/a/cancel/
+/v1/responses/%2e%2e%2f%2e%2e%2fpause /v1/responses/a/b /v1/responses/a%2fcancel /v1/responses/a/cancel//
 http://t/v1/completions http://t/pause https://t/v1/completions * /v1\completions /admin%2fweights
 """
 
@@ -103,9 +103,6 @@ SMUGGLING = {
     "folded header": "X: a\r\n b\r\nContent-Length: 2\r\n\r\n{}",
     "nul in a value": "X: a\0b\r\nContent-Length: 2\r\n\r\n{}",
     "bare line feed": "X: a\nContent-Length: 2\r\n\r\n{}",
-    "connection names a header": "Connection: close, content-type\r\nContent-Length: 2\r\n\r\n{}",
-    "upgrade": "Connection: Upgrade\r\nUpgrade: websocket\r\nContent-Length: 2\r\n\r\n{}",
-    "h2c": "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: x\r\nContent-Length: 2\r\n\r\n{}",
     "strange expectation": "Expect: 200-ok\r\nContent-Length: 2\r\n\r\n{}",
     "bad chunk size": "Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n",
     "negative chunk size": "Transfer-Encoding: chunked\r\n\r\n-1\r\n{}\r\n0\r\n\r\n",
@@ -147,7 +144,6 @@ NOT_HTTP = {
     "1.0 in chunks": b"POST /generate HTTP/1.0\r\nHost: t\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
     "0.9": b"GET /v1/models\r\n\r\n",
     "connect": b"CONNECT t:80 HTTP/1.1\r\nHost: t\r\n\r\n",
-    "websocket": get("/v1/models", "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: eA==\r\n"),
     "a path with a byte beyond ASCII": b"GET /\xff HTTP/1.1\r\nHost: t\r\n\r\n",
     "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\0" * 500,
     "SSH": b"SSH-2.0-x\r\n",
@@ -334,7 +330,7 @@ async def test_idle_connections_are_closed(hasty: RunningGateway) -> None:
     "body",
     [b"", b"{", b"{}x", b"[1]", b'"a"', b"null", b"\xff\xfe", b'{"a":NaN}', b'{"a":1,}', b'{"a":"\xff"}',
      b'{"a":' + b"[" * 990, b'{"a":' + b"[" * 490 + b"]" * 490 + b"}x", '{"a": 1}'.encode("utf-16"),
-     b'\xef\xbb\xbf{"a": 1}', b'{"a": "\xc0\xaf"}', b'{"a": "\xed\xa0\x80"}', gzip.compress(b'{"a": 1}')],
+     b'{"a": "\xc0\xaf"}', b'{"a": "\xed\xa0\x80"}', gzip.compress(b'{"a": 1}')],
 )  # fmt: skip
 async def test_malformed_json_is_400_and_goes_nowhere(gateway: RunningGateway, body: bytes) -> None:
     """Whatever its coding is said to be."""
