@@ -36,9 +36,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import orjson
+
+from server import api
+
+_ANTHROPIC: Final = frozenset(route.path for route in api.ROUTES if route.tag == "anthropic")
+# https://docs.anthropic.com/en/api/errors
+_ANTHROPIC_TYPES: Final = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
 
 
 class ServerError(Exception):
@@ -76,6 +85,14 @@ class HttpError(ServerError):
         """The OpenAI-shaped JSON body."""
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code, **self.details}
         return orjson.dumps({"error": error}, default=str)
+
+    def body_for(self, path: str) -> bytes:
+        """The body in the shape of the API that `path` belongs to: the SDKs of Anthropic read another one."""
+        if path not in _ANTHROPIC:
+            return self.body()
+        kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        error = {"type": kind, "message": self.message, "param": self.param, "code": self.code, **self.details}
+        return orjson.dumps({"type": "error", "error": error}, default=str)
 
     def headers(self) -> dict[str, str]:
         """Headers that belong to this status (Retry-After, WWW-Authenticate)."""

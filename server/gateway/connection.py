@@ -481,14 +481,15 @@ class GatewayProtocol:
         """A whole answer of the gateway's own. What an exchange ends with is told of by itself."""
         stats = self.gateway.stats
         request_id = self.head.request_id if self.head is not None else new_request_id()
+        targets = find(without_slash(self.url))
+        path = targets[0].route.name if targets else ""
         if self.exchange is None and stats.watchers:
-            targets = find(self.url) if self.head is not None else ()
-            route = targets[0].route.name if targets else "-"
+            route = path if path and self.head is not None else "-"
             told_id = request_id if self.head is not None else b"-"
             stats.tell(of_refusal(told_id, self.method, route, self._principal.name, error))
         stats.refused[error.code] += 1
         self._outbox.flush()  # the end of the answer before this one may still be there
         head_only, extra = self.method == b"HEAD", self.extra_head
         self.transport.write(
-            error_answer(error, request_id, keep_alive=keep_alive, head_only=head_only, extra_head=extra)
+            error_answer(error, request_id, keep_alive=keep_alive, head_only=head_only, extra_head=extra, path=path)
         )

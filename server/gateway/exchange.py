@@ -219,7 +219,7 @@ class Exchange:
             return
         self._end(status=self.status or error.status, code=error.code)
         if answered:
-            self._client.write(self._relay.error_event(error))
+            self._client.write(self._relay.error_event(error, self.route))
             self._client.cut()
         else:
             self._client.refuse(error)

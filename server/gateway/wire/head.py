@@ -259,10 +259,11 @@ def date_line() -> bytes:
 
 
 def error_answer(
-    error: HttpError, request_id: bytes, *, keep_alive: bool, head_only: bool, extra_head: bytes = b""
+    error: HttpError, request_id: bytes, *, keep_alive: bool, head_only: bool, extra_head: bytes = b"", path: str = ""
 ) -> bytes:
-    """A whole response; `head_only` for a HEAD request, whose answer has no body. `extra_head`: more header lines."""
-    body = error.body()
+    """A whole response; `head_only` for a HEAD request, whose answer has no body. `extra_head`: more header lines;
+    `path`: the route, whose API has its own shape of errors."""
+    body = error.body_for(path)
     lines = [status_line(error.status), b"content-type: application/json\r\n", date_line()]
     lines += [f"{name}: {value}\r\n".encode("latin-1") for name, value in error.headers().items()]
     lines.append(b"x-request-id: %b\r\ncontent-length: %d\r\n" % (request_id, len(body)) + extra_head)

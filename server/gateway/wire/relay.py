@@ -147,8 +147,8 @@ class ResponseRelay:
         self.complete = True
         return self._drain()
 
-    def error_event(self, error: HttpError) -> bytes:
-        """A server-sent event that tells the client, or nothing where an event would not fit.
+    def error_event(self, error: HttpError, path: str) -> bytes:
+        """A server-sent event that tells the client of `path`, or nothing where an event would not fit.
 
         The body is left unterminated, so that a client that ignores the event still sees a broken answer. Inside an
         unfinished event nothing is added: the specification makes readers drop it, and the cut says the rest.
@@ -156,7 +156,7 @@ class ResponseRelay:
         tail = self.tail() or b"\n\n"
         if not self.sse or not tail.endswith((b"\n\n", b"\r\r", b"\r\n\r\n")):
             return b""
-        event = b"event: error\ndata: %b\n\n" % error.body()
+        event = b"event: error\ndata: %b\n\n" % error.body_for(path)
         if self._chunked:
             return b"%x\r\n%b\r\n" % (len(event), event)
         return event if self._close_delimited or self._http10 else b""

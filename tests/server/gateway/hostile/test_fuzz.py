@@ -301,7 +301,7 @@ def test_any_bytes_from_an_instance(raw: list[bytes]) -> None:
                 break
         written += relay.eof() if not relay.complete else b""
     except BadUpstream as error:
-        written += relay.error_event(error) if relay.status else b""
+        written += relay.error_event(error, "/v1/completions") if relay.status else b""
     check_client(written)
 
 

@@ -1,0 +1,88 @@
+"""Every error that the gateway makes has the shape of its route's API, and ends a stream without a sign of success."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+import pytest
+
+from server import api
+from server.gateway import Limits
+from tests.server.gateway.harness import ADMIN, RunningGateway, request, running_gateway
+from tests.server.gateway.upstream import cut, streaming
+from tests.server.gateway.wire.test_proxy import PATIENT
+
+# https://docs.anthropic.com/en/api/errors
+ANTHROPIC = {
+    "invalid_request_error", "authentication_error", "permission_error", "not_found_error", "request_too_large",
+    "rate_limit_error", "api_error", "overloaded_error", "timeout_error",
+}  # fmt: skip
+KEY = "Authorization: Bearer nobody's\r\n"
+WISH = {"hotswap": 5}
+FAULTS: dict[str, tuple[str, str, bytes, int]] = {  # headers, method ("": its own), body, status
+    "no key": ("", "", b"{}", 401),
+    "an unknown key": (KEY, "", b"{}", 401),
+    "too large": (ADMIN, "", b'{"a": "%b"}' % (b"x" * 3000), 413),
+    "a long head": (ADMIN + f"X: {'x' * 40_000}\r\n", "", b"{}", 431),
+    "wrong method": (ADMIN, "DELETE", b"", 405),
+    "bad JSON": (ADMIN, "", b'{"a"', 400),
+    "no object": (ADMIN, "", b"[]", 400),
+    "a field of another type": (ADMIN, "", orjson.dumps(WISH), 400),
+    "an unknown wish": (ADMIN + "x-hotswap-nothing: 1\r\n", "", b"{}", 400),
+    "nobody serves": (ADMIN, "", b"{}", 503),
+}
+ROUTES = [pytest.param(route, id=f"{route.method} {route.path}") for route in api.ROUTES]
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
+    limits, directory = Limits(max_body=2000), tmp_path_factory.mktemp("gateway")
+    with running_gateway(directory, upstream=PATIENT, limits=limits, require_key=True) as running:
+        yield running
+
+
+def check_shape(route: api.Forwarded, body: bytes) -> None:
+    told: dict[str, Any] = orjson.loads(body)
+    error = told["error"]
+    assert min(error["message"], error["code"]), "what the gateway's own clients read"
+    if route.tag == "anthropic":
+        assert told.keys() == {"type", "error"}
+        assert told["type"] == "error"
+        assert error["type"] in ANTHROPIC
+    else:
+        assert told.keys() == {"error"}
+        assert error.keys() >= {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("route", ROUTES)
+async def test_an_error_has_the_shape_of_its_route(gateway: RunningGateway, route: api.Forwarded, fault: str) -> None:
+    headers, method, body, status = FAULTS[fault]
+    if body != b"{}" and fault not in ("wrong method", "too large") and not (route.method == "POST" and route.body):
+        return  # it takes no body
+    sent = request(method or route.method, route.path.replace("{id}", "resp_1"), body, headers)
+    answer = await gateway.ask(sent, admin=route.admin)
+    assert answer.status == status
+    check_shape(route, answer.body)
+
+
+STREAMS = [pytest.param(route, id=route.path) for route in api.ROUTES if route.stream]
+
+
+@pytest.mark.parametrize("route", STREAMS)
+async def test_nothing_after_an_error_says_that_a_stream_is_complete(
+    gateway: RunningGateway, route: api.Forwarded
+) -> None:
+    event = b'data: {"x": 1}\n\n'
+    sent = request("POST", route.path, b'{"stream": true}', ADMIN)
+    async with gateway.instance(streaming(event, cut=True)):
+        answer = await gateway.ask(sent)
+    assert (answer.status, answer.complete) == (200, False)
+    assert answer.body.startswith(event + b"event: error\ndata: ")
+    check_shape(route, answer.body.removeprefix(event + b"event: error\ndata: "))
+    async with gateway.instance(cut):
+        answer = await gateway.ask(sent)
+    assert answer.status == 502
+    check_shape(route, answer.body)
