@@ -188,6 +188,8 @@ class Month(Quota):
         self.total()
 
     def head(self) -> bytes:
+        if self.limit == _UNBOUNDED:
+            return b""
         return self._head % (self.limit, self.remaining(), b"%ds" % self.seconds_left())
 
     def seconds_left(self) -> int:
@@ -415,6 +417,11 @@ class Meter:
             kept = before.get(quota.name, quota)
             kept.limit = kept.allotted = quota.limit
             counted.append(kept)
+        # A budget that was taken away stays until what runs and what was used of it is written (budgets.py).
+        for quota in before.values():
+            if isinstance(quota, Month) and quota.busy and quota not in counted:
+                quota.limit = quota.allotted = _UNBOUNDED
+                counted.append(quota)
         self.counted = counted
         self.limits = limits
 

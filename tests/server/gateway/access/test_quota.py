@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import openai
@@ -34,7 +36,7 @@ from server.key_limits import KeyLimits
 from tests.server.gateway.harness import RunningGateway, admin, new_key, post, running_gateway
 from tests.server.gateway.upstream import answering, upstream
 from tests.waiting import eventually
-from weightsync.store import open_store
+from weightsync.store import Store, open_store
 
 STEPS = st.lists(st.tuples(st.integers(0, 90), st.integers(0, 9), st.booleans()), max_size=60)
 CHAT = "/v1/chat/completions"
@@ -392,6 +394,42 @@ async def test_the_month_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (month.used, month.remaining()) == (10, 90), "what runs still counts, in the month in which it ends"
     month.end(0, 10, 7)
     assert month.unsaved == {"2025-11": 90, "2025-12": 7}
+
+
+@contextlib.asynccontextmanager
+async def _store(directory: Path) -> AsyncIterator[Store]:
+    opened = open_store(f"sqlite://{directory}/store.db")
+    try:
+        yield opened
+    finally:
+        await opened.close()
+
+
+@pytest.mark.parametrize("now", [{}, {"tokens_per_month": 9_000}, {"requests_per_min": 100_000}])
+async def test_a_budget_that_changes_while_requests_run_loses_nothing(tmp_path: Path, now: dict[str, int]) -> None:
+    """It is lowered, or taken away with one answer unsaved and another request running, and set again."""
+    limits = Limits({"month_tokens": 0})
+    async with _store(tmp_path) as store:
+        budgets = Budgets(store, limits)
+        before = principal(tokens_per_month=10_000)
+        ended, running = (limits.admit(before, NONE, "/v1/completions", b"{}") for _ in range(2))
+        assert ended is not None
+        assert running is not None
+        ended.settle(Usage(30, 70), 200)
+        between = limits.admit(principal(**now), NONE, "/v1/completions", b"{}")
+        if between is not None:
+            assert (b"month" in between.head) == ("tokens_per_month" in now)
+            between.settle(None, 400)
+        running.settle(Usage(200, 700), 200)
+        again = limits.admit(before, NONE, "/v1/completions", b"{}")
+        assert again is not None
+        again.settle(None, 400)
+        await budgets.save()
+        assert budgets.used("p", 10_000)["tokens"] == 1000
+        await budgets.save()
+        found = await store.get(f"gateway/spent/{this_month(time.time())[0]}/p")
+    assert found is not None
+    assert SpentRecord.from_json(found.value).tokens == 1000
 
 
 async def test_two_gateways_add_to_one_record(tmp_path: Path) -> None:
