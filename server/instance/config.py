@@ -18,6 +18,8 @@ from typing import Annotated, Any, NoReturn
 from server.errors import ConfigError
 from server.instance.grammars.trials import DEFAULT, Limits
 from server.options import ClusterTlsDirectory, Option
+from weightsync.control.records import Keys
+from weightsync.errors import RecordError
 from weightsync.tls import is_loopback
 from weightsync.vllm_engine.device.pacing import Staging
 from weightsync.vllm_engine.releases import find
@@ -89,6 +91,10 @@ class InstanceConfig:
             _check_trust(self.trust)
         if not self.instance_id:
             object.__setattr__(self, "instance_id", default_instance_id())
+        try:
+            Keys(self.model).instance(self.instance_id)
+        except RecordError as error:
+            raise ConfigError(f"--model {self.model}, --instance-id {self.instance_id}: {error}") from None
         if self.kv_cache_gib is not None and self.kv_cache_gib <= 0:
             raise ConfigError(f"--kv-cache-gib {self.kv_cache_gib:g}: must be more than 0.")
         if self.drain_s < 0:

@@ -59,8 +59,7 @@ async def check_own(config: InstanceConfig, store: Store, version: VersionRecord
 
 async def tell_failure(config: InstanceConfig, swap_id: str, error: Exception) -> None:
     """Have the swap end that asked for this start. Raises StoreError."""
-    known = ErrorInfo(error.code, str(error)) if isinstance(error, WeightSyncError) else None
-    info = known or ErrorInfo("start_failed", f"{type(error).__name__}: {error}")
+    info = ErrorInfo.of(error, "start_failed")
 
     async def write(store: Store) -> None:
         await _say(store, config, StartRecord(swap_id, MOST_STARTS, info))
@@ -100,7 +99,7 @@ async def _choose(config: InstanceConfig, store: Store) -> Form:
             except WeightSyncError as error:
                 if swap_id is None or isinstance(error, StoreError):
                     raise
-                await _say(store, config, StartRecord(swap_id, MOST_STARTS, ErrorInfo(error.code, str(error))))
+                await _say(store, config, StartRecord(swap_id, MOST_STARTS, ErrorInfo.of(error)))
                 await board.changed()
                 continue
             return Form(start.form, where, record.tensors if record is not None else "", swap_id)

@@ -24,6 +24,7 @@ from weightsync.control.records import (
     InstanceRecord,
     Keys,
     OnLost,
+    PartRecord,
     SplitRecord,
     SwapMode,
     SwapRecord,
@@ -32,9 +33,20 @@ from weightsync.control.records import (
     shared_versions,
 )
 from weightsync.control.state import ROLLING_DRAIN_S, in_flight, not_flipped
-from weightsync.errors import Conflict, StoreUnavailable, SwapAborted, SwapTimeout, UnknownVersion, WatchCompacted
+from weightsync.control.strict_json import shown
+from weightsync.errors import (
+    Conflict,
+    RecordError,
+    StoreUnavailable,
+    SwapAborted,
+    SwapTimeout,
+    UnknownVersion,
+    WatchCompacted,
+)
 from weightsync.store.protocol import Event, Store
 
+MOST_WAIT_S = 7 * 86400  # of a phase of a swap, and of a drain: nothing else ends them
+MOST_KEYS, MOST_NBYTES = 32, 128 << 10  # of what one transaction retires: etcd takes 128 keys and 1.5 MiB
 TOMBSTONES_KEPT = 64  # retired records, for whoever wants to see what became of a version
 
 
@@ -97,15 +109,30 @@ def retirement(
 ) -> dict[str, bytes | None]:
     """What to write: superseded versions as retired, and the oldest tombstones no more, nor forms only they name.
 
+    The oldest come first, and as many as leave room in the transaction; the next one has the rest. A retired version
+    names the parts alone that it published itself.
+
     Whoever writes it compares the revision of each key: a publisher writes the form anew that no version had.
     """
     known = list(versions)
     victims = superseded(known, needed, spare=spare, below=below)
     tombstones = sorted((v for v in known if v.state == "retired"), key=lambda v: v.version)[:-TOMBSTONES_KEPT]
-    gone = {v.version for v in tombstones}
-    forms = {v.form for v in tombstones} - {v.form for v in known if v.version not in gone} - {""}
-    retired: dict[str, bytes | None] = {keys.version(v.version): replace(v, state="retired").to_json() for v in victims}
-    return retired | dict.fromkeys([*map(keys.version, sorted(gone)), *map(keys.form, sorted(forms))])
+    puts: dict[str, bytes | None] = {}
+    room = MOST_NBYTES
+    for victim in reversed(victims):
+        raw = replace(victim, state="retired", parts=own_parts(victim)).to_json()
+        room -= len(raw)
+        if puts and (room < 0 or len(puts) >= MOST_KEYS):
+            break
+        puts[keys.version(victim.version)] = raw
+    gone = {v.version for v in tombstones[: MOST_KEYS // 2]}
+    forms = {v.form for v in tombstones if v.version in gone} - {v.form for v in known if v.version not in gone} - {""}
+    return puts | dict.fromkeys([*map(keys.version, sorted(gone)), *map(keys.form, sorted(forms))])
+
+
+def own_parts(record: VersionRecord) -> tuple[PartRecord, ...]:
+    """Those that the version itself has published."""
+    return tuple(part for part in record.parts if part.version == record.version)
 
 
 RETRY_S = 0.2
@@ -121,9 +148,16 @@ def new_target(
     on_lost: OnLost = "abort",
     split: SplitRecord | None = None,
 ) -> TargetRecord:
+    """Raises RecordError for what no swap can be asked for with."""
+    for name, value in {"deadline_s": deadline_s, "drain_s": drain_s}.items():
+        if value is not None and not (isinstance(value, int | float) and 0 <= value <= MOST_WAIT_S):
+            problem = f"field {name!r} cannot be {shown(value)}"
+            raise RecordError("TargetRecord", problem, f"Nothing was written: pass 0 to {MOST_WAIT_S:,} seconds")
     if drain_s is None:  # else streams that are still there would go on with weights nobody has vouched for
         drain_s = ROLLING_DRAIN_S if mode == "rolling" else 0.0
-    return TargetRecord(version, uuid.uuid4().hex, requested_by, deadline_s, mode, drain_s, on_lost, split)
+    target = TargetRecord(version, uuid.uuid4().hex, requested_by, deadline_s, mode, drain_s, on_lost, split)
+    target.to_json()
+    return target
 
 
 @dataclass(frozen=True)

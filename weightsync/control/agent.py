@@ -32,7 +32,7 @@ from weightsync.control.records import (
     VersionRecord,
 )
 from weightsync.control.state import in_flight
-from weightsync.errors import FingerprintMismatch, LeaseLost, RecordError, StoreError, UnknownVersion, WeightSyncError
+from weightsync.errors import FingerprintMismatch, LeaseLost, RecordError, StoreError, UnknownVersion
 from weightsync.store.protocol import KeyValue, Store
 
 log = logging.getLogger(__name__)
@@ -392,7 +392,7 @@ class Participant:
             fingerprint = self._take_staged()
         except Exception as error:
             log.warning("instance %s refuses version %d: %s", self._record.id, swap.target, error)
-            await self._say(agent_state.refused(self._record, _error_info(error)))
+            await self._say(agent_state.refused(self._record, ErrorInfo.of(error)))
         else:
             await self._say(agent_state.staged(self._record, swap.target, fingerprint))
 
@@ -410,7 +410,7 @@ class Participant:
                 raise FingerprintMismatch(active.version, active.fingerprint, fingerprint or "")
             version = _ready(board, active.version)
         except Exception as error:
-            behind = agent_state.behind(self._record, _error_info(error))
+            behind = agent_state.behind(self._record, ErrorInfo.of(error))
             if behind.error != record.error:  # else each attempt would say it
                 log.warning("instance %s cannot follow to version %d: %s", record.id, active.version, error)
             await self._say(behind)
@@ -422,7 +422,7 @@ class Participant:
                 raise FingerprintMismatch(active.version, active.fingerprint, result.fingerprint or "")
         except Exception as error:
             log.exception("instance %s is torn", record.id)
-            await self._say(agent_state.torn(self._record, _error_info(error)))
+            await self._say(agent_state.torn(self._record, ErrorInfo.of(error)))
             return None
         commit_ms = result.commit_ms if result.commit_ms is not None else (time.perf_counter() - started) * 1e3
         after = agent_state.flipped(self._record, active, result.fingerprint or fingerprint)
@@ -541,9 +541,3 @@ def _ready(board: Board, number: int) -> VersionRecord:
     if version is None or version.state != "ready":
         raise UnknownVersion(number, version.state if version else None)
     return version
-
-
-def _error_info(error: Exception) -> ErrorInfo:
-    if isinstance(error, WeightSyncError):
-        return ErrorInfo(error.code, str(error), error.tensor)
-    return ErrorInfo("internal_error", f"{type(error).__name__}: {error}")

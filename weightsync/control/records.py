@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import xxhash
 
-from weightsync.control.strict_json import Record
-from weightsync.errors import RecordError
+from weightsync.control.strict_json import Record, shown
+from weightsync.errors import RecordError, WeightSyncError
 
 VersionState = Literal["publishing", "ready", "retired"]
 SwapMode = Literal["together", "rolling"]
@@ -20,6 +20,25 @@ InstanceState = Literal["STOPPED", "STARTING", "SERVING", "STAGING", "STAGED", "
 
 ARENA_KEY = "arena"
 MODELS_PREFIX = "models/"
+MOST_NAME = 512  # characters of a name in a key
+MOST_TOLD = 4096  # characters of an error's message
+# What is under a model's keys. A model `a/versions` would write among the versions of the model `a`.
+TAKEN = frozenset(
+    {"versions", "instances", "active", "target", "swap", "schema", "leader", "pauses", "counter", "schemas", "forms"}
+    | {"starts", "publishers", "sleeps", "sleepers", "drains", "hosts", "disks", "takers", "parts"}
+    | {"current", "policies", "evidence"}
+)
+
+
+def check_leaf(what: str, name: str) -> str:
+    """`name` itself, which is to be the last part of a key. Raises RecordError, which names `what` it is.
+
+    A key that ends with "/" stands for all keys under it where revisions are compared (`Store.txn`).
+    """
+    if not isinstance(name, str) or not name or "/" in name or not name.isprintable() or len(name) > MOST_NAME:
+        problem = f"{shown(name)} cannot be the end of a key"
+        raise RecordError(what, problem, f'Use 1 to {MOST_NAME} printable characters without "/"')
+    return name
 
 
 @dataclass(frozen=True)
@@ -29,8 +48,12 @@ class Keys:
     model: str
 
     def __post_init__(self) -> None:
-        if not self.model or not self.model.isprintable():
-            raise RecordError("model name", f"{self.model!r} cannot be part of a key; use printable characters")
+        if not self.model or not self.model.isprintable() or len(self.model) > MOST_NAME:
+            advice = f"Use 1 to {MOST_NAME} printable characters"
+            raise RecordError("model name", f"{shown(self.model)} cannot be part of a key", advice)
+        if taken := TAKEN.intersection(self.model.split("/")[1:]):
+            problem = f"{self.model!r} would write among the records of another model"
+            raise RecordError("model name", problem, f"Leave {min(taken)!r} out of it")
 
     @property
     def root(self) -> str:
@@ -124,19 +147,19 @@ class Keys:
         return f"{self.root}starts/"
 
     def start(self, instance_id: str) -> str:
-        return f"{self.starts}{instance_id}"
+        return f"{self.starts}{check_leaf('instance id', instance_id)}"
 
     def version(self, version: int) -> str:
         return f"{self.versions}{version:08d}"
 
     def instance(self, instance_id: str) -> str:
-        return f"{self.instances}{instance_id}"
+        return f"{self.instances}{check_leaf('instance id', instance_id)}"
 
     def publisher(self, lineage: str) -> str:
-        return f"{self.root}publishers/{lineage}"
+        return f"{self.root}publishers/{check_leaf('lineage', lineage)}"
 
     def pause(self, pause_id: str) -> str:
-        return f"{self.pauses}{pause_id}"
+        return f"{self.pauses}{check_leaf('pause id', pause_id)}"
 
     def copies_of(self, digest: str) -> str:
         """All hosts' copies of one slot."""
@@ -219,6 +242,7 @@ class FormRecord(Record):
     """What an engine must be started with to run a version: `tensors` is the JSON of its Schema, `config` the text of
     its config.json. Versions that differ in their values alone share one."""
 
+    LONG_TEXTS: ClassVar[bool] = True
     tensors: str
     config: str
 
@@ -362,6 +386,19 @@ class ErrorInfo(Record):
     code: str
     message: str
     tensor: str | None = None
+
+    @classmethod
+    def of(cls, error: Exception, otherwise: str = "internal_error") -> ErrorInfo:
+        """What a record says of an error. Its text may hold any path and have any length, and is written all the same:
+        an instance that cannot say what is wrong is one that does not answer."""
+        code, tensor, text = otherwise, None, f"{type(error).__name__}: {error}"
+        if isinstance(error, WeightSyncError):
+            code, tensor, text = error.code, error.tensor, str(error)
+        return cls(code, _plain(text), _plain(tensor) if tensor is not None else None)
+
+
+def _plain(text: str) -> str:
+    return text[:MOST_TOLD].encode(errors="backslashreplace").decode()
 
 
 @dataclass(frozen=True)

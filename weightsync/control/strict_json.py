@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import textwrap
 import types
+from collections.abc import Iterator
 from functools import cache, lru_cache
-from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 import orjson
 
@@ -14,6 +16,8 @@ from weightsync.errors import RecordError
 
 log = logging.getLogger("weightsync.records")
 NOT_WRITTEN = "Nothing was written: pass a value of the field's own type"
+MOST = 5 << 18  # bytes of a record: etcd takes 1.5 MiB a transaction, and others are written with it
+MOST_TEXT = 64 << 10  # characters of one text
 
 
 class Record:
@@ -23,16 +27,42 @@ class Record:
     it reads, until somebody uses what the field is for.
     """
 
+    LONG_TEXTS: ClassVar[bool] = False  # documents, whose size the store bounds
+
     def to_json(self) -> bytes:
-        """Raises RecordError for what `from_json` would refuse: in the store, it would stop every reader."""
+        """Raises RecordError, which names the field, for what `from_json` would refuse or read as another record, and
+        for what is too large: in the store, it would stop every reader or every later writer."""
+        kind = type(self)
         try:
             raw = orjson.dumps(_written(self))
-            self.from_json(raw)
-        except TypeError as error:
-            raise RecordError(type(self).__name__, str(error), NOT_WRITTEN) from error
+            same = kind.from_json(raw) == self
+        except (TypeError, ValueError) as error:  # a numpy value compares as an array
+            raise RecordError(kind.__name__, self._odd_field() or str(error), NOT_WRITTEN) from error
         except RecordError as error:
-            raise RecordError(error.record, error.problem, NOT_WRITTEN) from None
+            named = "" if "field" in error.problem else self._odd_field()
+            raise RecordError(kind.__name__ if named else error.record, named or error.problem, NOT_WRITTEN) from None
+        if not same:
+            raise RecordError(kind.__name__, self._odd_field() or "it is read as another record", NOT_WRITTEN)
+        if not self.LONG_TEXTS:
+            for name, length in _texts(self):
+                if length > MOST_TEXT:
+                    problem = f"field {name!r} has {length:,} characters, {MOST_TEXT:,} are the most"
+                    raise RecordError(kind.__name__, problem, "Nothing was written: shorten it")
+            if len(raw) > MOST:
+                raise RecordError(kind.__name__, f"it takes {len(raw):,} bytes, {MOST:,} are the most", "Shorten it")
         return raw
+
+    def _odd_field(self) -> str:
+        """Names the first field that JSON does not carry as it is; "" if each alone is carried."""
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]  # each record is a dataclass
+            value = getattr(self, field.name)
+            try:
+                back = _convert(type(self), field.name, _hints(type(self))[field.name], _through_json(value))  # type: ignore[arg-type]
+            except (TypeError, ValueError, RecordError):
+                return f"field {field.name!r} cannot be {shown(value)}"
+            if back != value:
+                return f"field {field.name!r} cannot be {shown(value)}"
+        return ""
 
     @classmethod
     def from_json(cls, raw: bytes) -> Self:
@@ -56,6 +86,30 @@ def _written(value: Any) -> Any:
         given = ((f, getattr(value, f.name)) for f in dataclasses.fields(value))
         return {f.name: _written(found) for f, found in given if f.default is dataclasses.MISSING or found != f.default}
     return [_written(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _through_json(value: Any) -> Any:
+    return orjson.loads(orjson.dumps(_written(value)))
+
+
+def _texts(value: Any, name: str = "") -> Iterator[tuple[str, int]]:
+    """Each text of a record, with the field that it is in or below, and its length."""
+    if isinstance(value, str):
+        yield name, len(value)
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _texts(item, name)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _texts(getattr(value, field.name), field.name)
+
+
+def shown(value: Any) -> str:
+    """A value in an error, on one line: Python writes no integers of over 4,300 digits."""
+    try:
+        return textwrap.shorten(ascii(value[:99] if isinstance(value, str) else value), 200, placeholder="...")
+    except ValueError:
+        return f"a {type(value).__name__} with so many digits"
 
 
 @lru_cache(maxsize=1024)

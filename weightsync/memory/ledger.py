@@ -37,6 +37,7 @@ from weightsync.control.records import (
     TargetRecord,
     VersionRecord,
 )
+from weightsync.control.strict_json import shown
 from weightsync.errors import (
     ArenaFull,
     Conflict,
@@ -205,6 +206,8 @@ class Ledger:
         """
         found = {key: await self.store.get(key) for key in (self.keys.target, self.keys.active, self.keys.swap)}
         compares = {key: _revision(found[key]) for key in (self.keys.target, self.keys.active)}
+        if asked is not None and (not isinstance(asked, int) or not 0 < asked < 2**63):
+            raise PublishError(f"onto cannot be {shown(asked)}: pass the number of a version")
         for version in [asked] if asked is not None else wanted(*found.values()):
             key = self.keys.version(version)
             kv = await self.store.get(key)

@@ -12,6 +12,7 @@ import xxhash
 
 from weightsync.control.hosts import local_path
 from weightsync.control.records import PartRecord, VersionRecord
+from weightsync.control.strict_json import shown
 from weightsync.errors import BadPart, ManifestError, SlotBusy
 from weightsync.memory.receiver import SlotReader
 
@@ -38,11 +39,11 @@ class Adapter:
 def check_name(part: str, model: str = "") -> str:
     """`part` itself. Raises BadPart unless it is "" (the base), "draft" or "lora/NAME", with another NAME than `model`:
     clients ask for either by name, and instances look for adapters first."""
-    if part == LORA + model:
+    if model and part == LORA + model:
         raise BadPart(f"{part!r} would take the requests for the model {model!r} itself: give the adapter another name")
-    if part in (BASE, DRAFT) or _LORA_NAME.fullmatch(part):
+    if part in (BASE, DRAFT) or (isinstance(part, str) and _LORA_NAME.fullmatch(part)):
         return part
-    raise BadPart(f'no part can be called {part!r}: use "draft" or "lora/NAME" (letters, digits, . _ : -)')
+    raise BadPart(f'no part can be called {shown(part)}: use "draft" or "lora/NAME" (letters, digits, . _ : -)')
 
 
 def join(fingerprints: Mapping[str, str]) -> str:

@@ -367,7 +367,7 @@ class Turns:
         log.warning("%s waits for a holder; others are not held up for %g s: %s", key.digest, pause, error)
         self._passed_over[key] = now + pause
         if key not in self.failed:
-            self.problems[key] = _told(error)
+            self.problems[key] = ErrorInfo.of(error)
 
     def goes_on(self, key: Key) -> None:
         """The slot is being read."""
@@ -381,7 +381,7 @@ class Turns:
 
     def ended(self, key: Key, error: Exception, *, failed: bool) -> ErrorInfo:
         """The fetch ended with an error. `failed`: trying again at once would not help."""
-        info = self.problems[key] = _told(error)
+        info = self.problems[key] = ErrorInfo.of(error)
         pause = self._longer(key) if failed else AGAIN_S
         if failed:
             self.failed.add(key)
@@ -403,9 +403,3 @@ class Turns:
     def _longer(self, key: Key) -> float:
         pause = self._pauses[key] = min(2 * self._pauses.get(key, FIRST_PAUSE_S / 2), LONGEST_PAUSE_S)
         return pause
-
-
-def _told(error: Exception) -> ErrorInfo:
-    if isinstance(error, WeightSyncError):
-        return ErrorInfo(error.code, str(error), error.tensor)
-    return ErrorInfo("internal_error", f"{type(error).__name__}: {error}")

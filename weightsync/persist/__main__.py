@@ -161,7 +161,7 @@ class Persister:
         self._failed[record.version] = (epoch, time.monotonic())
         if not isinstance(error, WeightSyncError):
             error = PersistError(f"version {record.version} cannot be written to {self.disk.directory}: {error}")
-        self._error = ErrorInfo(error.code, str(error), error.tensor)
+        self._error = ErrorInfo.of(error)
         log.error("%s", error)
 
     async def _slots(self, record: VersionRecord) -> Mapping[str, Path]:

@@ -29,6 +29,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from weightsync.control import activation
+from weightsync.control.chain import LedgerEntry
 from weightsync.control.hosts import slot_name, this_host
 from weightsync.control.records import (
     ActiveRecord,
@@ -40,6 +41,7 @@ from weightsync.control.records import (
     TargetRecord,
     VersionRecord,
 )
+from weightsync.control.strict_json import shown
 from weightsync.errors import BadPart, DraftClosed, PublishError, StoreUnavailable
 from weightsync.format import fingerprint
 from weightsync.format.manifest import (
@@ -265,6 +267,7 @@ def commit_all(drafts: Sequence[Draft], others: list[Mapping[str, Any]], *, with
 
 STORE_ENV = "HOTSWAP_STORE"
 SIGN_ENV = "HOTSWAP_SIGN_KEY"
+MOST_LEASE_S = 3600  # a publisher that was killed keeps its slots for so long
 NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
 SchemaLike = Schema | Iterable[tuple[str, Any, Iterable[int]]]
 
@@ -310,11 +313,20 @@ class Publisher:
             raise StoreUnavailable("(none)", "no store was named", f"Pass its URL, or set {STORE_ENV}")
         self.model, self.lineage, self.host = model, lineage, this_host()
         self._keys = Keys(model)
+        self._keys.publisher(lineage)
+        if not isinstance(lease_ttl_s, int | float) or not 0 < lease_ttl_s <= MOST_LEASE_S:
+            raise PublishError(
+                f"lease_ttl_s cannot be {shown(lease_ttl_s)}: pass more than 0, at most {MOST_LEASE_S} s"
+            )
+        if not isinstance(keep, int) or keep < 0:
+            raise PublishError(f"keep cannot be {shown(keep)}: pass a number of versions")
         self._asked: dict[int, tuple[TargetRecord, int]] = {}
         self._layouts: dict[str, tuple[Schema, Layout]] = {}
         self._store = SyncStore(url, create=False)
         self._signer = signer_of(sign)
         self._name = requested_by or f"{lineage}@{socket.gethostname()}:{os.getpid()}"
+        TargetRecord(0, "", self._name, 1.0).to_json()  # refused before anything is written
+        LedgerEntry("publish", "", reason=reason).to_json()
         self._ledger = Ledger(self._store.store, self._keys, lineage, lease_ttl_s, keep, self.host)
         self._ledger.who, self._ledger.reason = self._name, reason
         try:
@@ -359,9 +371,10 @@ class Publisher:
         DraftLost, PublishError, StoreUnavailable, and once the version is ready SwapAborted or SwapTimeout.
         """
         if activate:
-            activation.new_target(0, self._name, timeout_s, mode=mode).to_json()  # refused before anything is written
-        given = {part: named_tensors, **(parts or {})}
-        text = json.dumps(dict(config), sort_keys=True) if config is not None else None
+            activation.new_target(0, self._name, timeout_s, mode=mode)  # refused before anything is written
+        check_metadata(metadata or {})
+        given = {check_name(part): named_tensors, **(parts or {})}
+        text = config_text(config) if config is not None else None
         contents = {check_name(n): self._content(n, what, onto, anew=text is not None) for n, what in given.items()}
         with contextlib.ExitStack() as stack:
             pieces = {name: (schema, {**(metadata or {}), **more}) for name, (_, schema, more) in contents.items()}
@@ -392,7 +405,7 @@ class Publisher:
         Raises TensorMismatch against the model's reference schema, ArenaFull, StalePublisher, PublishError,
         StoreUnavailable.
         """
-        pieces = {part: (as_schema(schema), metadata or {})}
+        pieces = {check_name(part): (as_schema(schema), metadata or {})}
         return self.begin_all(pieces, onto=onto, step=step, base=base, source=source)[0]
 
     def begin_all(
@@ -412,6 +425,7 @@ class Publisher:
         Raises as `begin`.
         """
         fingerprint.warm(sum(schema.nbytes for schema, _ in pieces.values()))
+        self._blank(Schema({}), base_version=onto, step=step, base=base, source=source).to_json()
         for part, (schema, metadata) in pieces.items():
             check_name(part, self.model)
             if part == BASE:
@@ -420,6 +434,7 @@ class Publisher:
                 require_same_schema(reference, schema)
             if part.startswith(LORA) and ADAPTER_CONFIG not in metadata:
                 raise BadPart(f"{part} needs PEFT's configuration: publish an `Adapter`")
+            check_metadata(metadata)
             if CUTS in metadata:
                 raise PublishError(f"{CUTS!r} in the metadata is written by the publisher itself: leave it out")
         layouts = {part: self._layout_of(part, schema) for part, (schema, _) in pieces.items()}
@@ -580,6 +595,25 @@ class Publisher:
         if part not in self._layouts or self._layouts[part][0] != schema:
             self._layouts[part] = (schema, Layout.of(schema))
         return self._layouts[part][1]
+
+
+def config_text(config: Mapping[str, Any]) -> str:
+    """As versions have it. Raises PublishError."""
+    try:
+        json.dumps(dict(config), ensure_ascii=False).encode()  # readers refuse lone surrogates
+        return json.dumps(dict(config), sort_keys=True)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise PublishError(f"config cannot be written as JSON ({error}): pass what config.json holds") from None
+
+
+def check_metadata(metadata: Mapping[str, str]) -> None:
+    """Raises PublishError unless it is a mapping of texts to texts, as a slot's header holds it."""
+    try:
+        good = all(isinstance(text, str) and text.encode() is not None for pair in metadata.items() for text in pair)
+    except (AttributeError, UnicodeEncodeError):
+        good = False
+    if not good:
+        raise PublishError("metadata must map texts to texts, without lone surrogates")
 
 
 def signer_of(path: Path | str | None) -> Signer | None:
