@@ -136,7 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with _opened(options.delta) as stream:
                 push_delta(stream, upload_id=options.upload_id or uuid.uuid4().hex, onto=options.onto, **common)
         else:
-            what = {"part": options.part, "parts": dict(options.more), "step": options.step}
+            what = {"part": options.part, "parts": dict(options.more), "without": options.without}
+            what |= {"step": options.step}
             push(options.directory, upload_id=options.upload_id or "", **what, **common)
     except WeightSyncError as error:
         known = {name: getattr(error, name) for name in DETAILS if getattr(error, name, None) is not None}
@@ -146,10 +147,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def push(
-    directory: Path,
+    directory: Path | None,
     *,
     part: str = BASE,
     parts: Mapping[str, Path] | None = None,
+    without: Sequence[str] = (),
     upload_id: str = "",
     store: str | None,
     model: str,
@@ -164,26 +166,31 @@ def push(
 ) -> int:
     """Publish the checkpoint in `directory`; returns its version. What is known so far is put into `done`.
 
-    `part` says what it is ("draft", "lora/NAME"; the base by default), `parts` what else belongs to the version. The
-    same `upload_id` again gives the same version, and publishes nothing. Raises CheckpointError before anything is
+    `part` says what it is ("draft", "lora/NAME"; the base by default), `parts` what else belongs to the version, and
+    `without` what it takes away of the version before, for which no directory is needed. The same `upload_id` again
+    gives the same version, and publishes nothing. Raises CheckpointError before anything is
     claimed, and whatever `Publisher.publish` raises.
     """
     done = {} if done is None else done
-    contents = {check_name(name): opened_checkpoint(name, d) for name, d in {part: directory, **(parts or {})}.items()}
+    places = {**({part: directory} if directory is not None else {}), **(parts or {})}
+    contents = {check_name(name): opened_checkpoint(name, place) for name, place in places.items()}
     how: dict[str, Any] = {"lineage": lineage, "requested_by": requested_by, "reason": reason, "sign": sign}
     with Publisher(store, model=model, **how) as publisher:
         started = time.perf_counter()
-        source = f"{_mark(upload_id) if upload_id else ''}{directory.resolve()}"
+        source = f"{_mark(upload_id) if upload_id else ''}{directory.resolve() if directory is not None else ''}"
         pieces = {name: (checkpoint.schema, metadata) for name, (checkpoint, metadata) in contents.items()}
         made = _made_before(publisher, upload_id) if upload_id else None
         if made is not None:
             version = made.version
             if activate:
                 publisher.activate(version, wait=False, timeout_s=timeout_s)
+        elif not pieces:
+            within_s = timeout_s if activate else None
+            version = publisher.take_away(without, step=step, source=source, within_s=within_s)
         else:
             with contextlib.ExitStack() as stack:
-                config = read_config(directory) if part == BASE else None
-                about: dict[str, Any] = {"step": step, "source": source, "config": config}
+                config = read_config(directory) if part == BASE and directory is not None else None
+                about: dict[str, Any] = {"step": step, "source": source, "config": config, "without": without}
                 drafts = [stack.enter_context(d) for d in publisher.begin_all(pieces, **about)]
                 for draft in drafts:
                     for name, tensor in contents[draft.part][0].tensors():
@@ -285,12 +292,19 @@ def _named(argument: str) -> tuple[str, Path]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m weightsync.push", description="Publish a Hugging Face checkpoint.")
-    what = parser.add_mutually_exclusive_group(required=True)
+    what = parser.add_mutually_exclusive_group()
     what.add_argument("directory", type=Path, nargs="?", metavar="DIR", help="directory with *.safetensors")
     what.add_argument("--delta", metavar="FILE", help="a version sent by a RemotePublisher; - is standard input")
     parser.add_argument("--part", default=BASE, help='what DIR is: "draft" or "lora/NAME" (default: the base model)')
     parser.add_argument(
         "--with", dest="more", action="append", default=[], type=_named, metavar="PART=DIR", help="one more part of it"
+    )
+    parser.add_argument(
+        "--without",
+        action="append",
+        default=[],
+        metavar="PART",
+        help="a part that it takes away; then DIR may be left out",
     )
     parser.add_argument("--when-told", action="store_true", help="read the delta after the line `go` on standard input")
     parser.add_argument("--upload-id", help="the same id again gives the same version")

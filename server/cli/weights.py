@@ -54,9 +54,12 @@ Deadline = Annotated[float | None, typer.Option(help="seconds to stage everywher
 @app.command()
 @for_model
 def push(
-    directory: Annotated[Path, typer.Argument(help="Hugging Face checkpoint directory")],
+    directory: Annotated[Path | None, typer.Argument(help="Hugging Face checkpoint directory")] = None,
     part: Annotated[str, typer.Option(help='what it is: "draft" or "lora/NAME" (default: the base model)')] = "",
     more: Annotated[list[str], typer.Option("--with", help="PART=DIR: one more part of the same version")] = [],  # noqa: B006
+    without: Annotated[
+        list[str], typer.Option("--without", help="draft or lora/NAME: a part to take away; then DIR may be left out")
+    ] = [],  # noqa: B006
     activate: Annotated[bool, typer.Option(help="also swap it in")] = True,
     sign_key: Annotated[str, typer.Option(help="name of the gateway's --sign-key that signs it")] = "",
     mode: Mode = SwapMode.together,
@@ -69,7 +72,11 @@ def push(
     admin_key_file: KeyFile = None,
 ) -> None:
     """Publish a checkpoint as a new version and, unless --no-activate, swap it in."""
-    body: dict[str, Any] = {"path": str(directory.expanduser().resolve()), "activate": activate}
+    if directory is None and not without and not more:
+        raise CliError("Name a checkpoint directory, or a part to take away with --without.")
+    body: dict[str, Any] = {"activate": activate}
+    body |= {"path": str(directory.expanduser().resolve())} if directory is not None else {}
+    body |= {"without": without} if without else {}
     body |= ({"part": part} if part else {}) | ({"parts": dict(map(_part, more))} if more else {})
     body |= {"sign_key": sign_key} if sign_key else {}
     body |= _swap_options(mode, drain, deadline, on_lost)

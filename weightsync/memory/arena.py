@@ -70,6 +70,11 @@ class Arena:
             lock.release()
         return self._create(model, nbytes)
 
+    def idle(self, model: str, in_use: set[str]) -> list[SlotLock]:
+        """The model's slots that nobody uses, locked exclusively."""
+        free = [path for path in self.slots(model) if str(path) not in in_use]
+        return [lock for path in free if (lock := SlotLock.try_exclusive(path)) is not None]
+
     def _create(self, model: str, nbytes: int) -> SlotLock:
         for path in self._names(model):
             try:

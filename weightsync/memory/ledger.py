@@ -14,7 +14,7 @@ import contextlib
 import os
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ from weightsync.errors import (
 )
 from weightsync.format.manifest import Schema, require_same_schema
 from weightsync.memory.arena import Arena, SlotLock, default_directory
-from weightsync.memory.parts import BASE, compose, has_schema, slots_of, still_there
+from weightsync.memory.parts import BASE, check_without, compose, has_schema, slots_of, still_there
 from weightsync.peer.copies import kept_digests
 from weightsync.store.protocol import MISSING, KeyValue, Store
 
@@ -94,6 +94,11 @@ class Ledger:
             self._schemas[part] = Schema.from_json(found.value)
         return self._schemas.get(part)
 
+    async def check_without(self, without: Collection[str], brought: Container[str], onto: int | None) -> None:
+        """Whether a version may take these parts away. Raises BadPart, PublishError."""
+        if without:
+            check_without(without, brought, (await self._basis(onto))[0])
+
     async def check(self, schema: Schema, config: str | None, onto: int | None) -> None:
         """Whether a base model of these tensors may be published: those of the version before it, or others with a
         configuration. `config`, the text of config.json, must fit. Raises TensorMismatch, ConfigMismatch, PublishError.
@@ -113,11 +118,14 @@ class Ledger:
             if sum(v.state == "ready" for v in known) > self._keep + 2:  # active and previous besides
                 await activation.retire(self.store, self.keys, spare=self._keep)
             locks = await self._claim_slots(arena, known, sizes)
+            idle = await self._idle_slots(arena, known, sizes)
             try:
                 await self.hold()
                 version = CounterRecord.from_json(counter.value).version + 1 if counter else 1
                 named = replace(naming(record, version, locks, sizes, self.host), token=self._token)
                 revision = await self._write_claim(named, _revision(counter))
+                for lock in idle:  # no claim has come between: nobody names them
+                    lock.path.unlink()
                 for lock in locks.values():
                     lock.admit_writers()
                 return named, revision, locks
@@ -128,6 +136,9 @@ class Ledger:
                 _release(locks)
                 await self.close()  # the record may be there all the same: it goes with its lease
                 raise
+            finally:
+                for lock in idle:
+                    lock.release()
         raise PublishError(
             f"{CLAIM_ATTEMPTS} other claims came first: are hundreds of publishers at work on one model?"
         )
@@ -140,8 +151,10 @@ class Ledger:
         schemas: Mapping[str, Schema],
         target: TargetRecord | None,
         config: str | None = None,
+        without: Collection[str] = (),
     ) -> int:
-        """Make a claimed version visible, in one step; returns its revision. `config` as in `check`.
+        """Make a claimed version visible, in one step; returns its revision. `config` as in `check`, `without` as in
+        `check_without`.
 
         `record.base_version` is the version to carry on, if one was asked for. Raises DraftLost, StalePublisher,
         PublishError; StoreUnavailable when it was not made ready, or when the store does not say whether it was.
@@ -152,8 +165,9 @@ class Ledger:
             form, new = basis.form if basis is not None else "", None
             if BASE in schemas:
                 form, new = await self._form_for(basis, schemas[BASE], config)
+            check_without(without, schemas, basis)
             basis = await self._still_there(basis, schemas) if basis is not None else None
-            ready = compose(replace(record, state="ready", form=form), published, basis)
+            ready = compose(replace(record, state="ready", form=form), published, basis, without)
             compares |= {key: revision, self.keys.publisher(self.lineage): self._fence}
             puts: dict[str, bytes | None] = {key: ready.to_json()}
             if new is not None:
@@ -167,7 +181,7 @@ class Ledger:
             if target is not None:
                 puts[self.keys.target] = target.to_json()
             try:
-                done = await append(self.store, compares, puts, *self._entries(ready, target))
+                done = await append(self.store, compares, puts, *self._entries(ready, target, without))
             except Conflict as conflict:
                 await self._explain(conflict, record, schemas)
                 continue
@@ -191,9 +205,12 @@ class Ledger:
             await self._require_lineage()
             raise
 
-    def _entries(self, ready: VersionRecord, target: TargetRecord | None) -> list[LedgerEntry]:
+    def _entries(
+        self, ready: VersionRecord, target: TargetRecord | None, without: Collection[str]
+    ) -> list[LedgerEntry]:
         """What the ledger says of a version that becomes ready, and of the request for it."""
-        parts = ", ".join(part.name for part in ready.parts if part.version == ready.version)
+        brought = [part.name for part in activation.own_parts(ready)]
+        parts = ", ".join([*brought, *(f"without {name}" for name in without)])
         about: dict[str, Any] = {"model": self.keys.model, "version": ready.version, "subject": parts}
         outcome = f"manifest {ready.manifest_digest}"
         made = LedgerEntry("publish", self.who, reason=self.reason, outcome=outcome, **about)
@@ -295,8 +312,19 @@ class Ledger:
             raise
         return locks
 
+    async def _idle_slots(self, arena: Arena, known: list[VersionRecord], sizes: Mapping[str, int]) -> list[SlotLock]:
+        """The slots of parts that only retired versions have, locked: the parts were taken away."""
+        gone = {part.name for v in known if v.state == "retired" for part in v.parts}
+        gone -= {part.name for v in known if v.state != "retired" for part in v.parts} | sizes.keys()
+        in_use = self._slots_in_use(known)
+        return [lock for name in sorted(gone) for lock in await asyncio.to_thread(arena.idle, self._pool(name), in_use)]
+
+    def _pool(self, part: str) -> str:
+        """The slots of one pool have one size."""
+        return f"{self.keys.model}/{part}" if part else self.keys.model
+
     async def _claim_slot(self, arena: Arena, known: list[VersionRecord], part: str, nbytes: int) -> SlotLock:
-        pool = f"{self.keys.model}/{part}" if part else self.keys.model  # slots of one pool have one size
+        pool = self._pool(part)
         try:
             return await asyncio.to_thread(arena.claim, pool, nbytes, self._slots_in_use(known))
         except ArenaFull:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,8 +76,25 @@ def combined(reports: Sequence[Mapping[str, Any]]) -> str:
     return join({BASE: one(reports)} | {name: one(r["parts"][name] for r in reports) for name in names})
 
 
-def compose(record: VersionRecord, published: Iterable[PartRecord], basis: VersionRecord | None) -> VersionRecord:
-    """`record` as it becomes ready: what it publishes itself, and all else carried on from `basis`.
+def check_without(without: Collection[str], brought: Container[str], basis: VersionRecord | None) -> None:
+    """Raises BadPart unless each of `without` is a part of `basis` that the new version does not bring."""
+    there = sorted(part.name for part in basis.parts) if basis is not None else []
+    for name in without:
+        if name in brought:
+            raise BadPart(f"{shown(name)} cannot be brought and taken away in one version: leave it out of one of both")
+        if name not in there:
+            known = f"it has {', '.join(there)}" if there else "it has none"
+            raise BadPart(f"the version before has no part {shown(name)} to take away: {known}")
+
+
+def compose(
+    record: VersionRecord,
+    published: Iterable[PartRecord],
+    basis: VersionRecord | None,
+    without: Container[str] = (),
+) -> VersionRecord:
+    """`record` as it becomes ready: what it publishes itself, and all else carried on from `basis`, but for the parts
+    `without` which it is to be.
 
     A part named BASE in `published` is the base model. Raises BadPart when there is no base to carry on.
     """
@@ -85,10 +102,9 @@ def compose(record: VersionRecord, published: Iterable[PartRecord], basis: Versi
     tensors = record.tensors if BASE in own or basis is None else basis.tensors
     base = own.pop(BASE, None) or base_of(basis)
     if base is None:
-        raise BadPart(
-            f"there is no base model yet to publish {', '.join(sorted(own))} for: publish one first, or with it"
-        )
-    parts = {part.name: part for part in basis.parts} if basis is not None else {}
+        what = ", ".join(sorted(own)) or "a version without parts"
+        raise BadPart(f"there is no base model yet to publish {what} for: publish one first, or with it")
+    parts = {part.name: part for part in basis.parts if part.name not in without} if basis is not None else {}
     parts |= own
     fingerprints = {BASE: base.fingerprint, **{name: part.fingerprint for name, part in parts.items()}}
     return replace(

@@ -22,7 +22,7 @@ import operator
 import os
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -95,8 +95,10 @@ class Draft:
         layout: Layout,
         metadata: Mapping[str, str],
         config: str | None = None,
+        without: Collection[str] = (),
     ) -> None:
         self._publisher, self._claim, self._layout, self._config = publisher, claim, layout, config
+        self._without = without
         record = claim.record
         about: dict[str, Any] = {"base": record.base, "step": record.step, "metadata": dict(metadata)}
         self._manifest = blank(schema, layout, record.version, publisher.model, **about)
@@ -255,7 +257,8 @@ def commit_all(drafts: Sequence[Draft], others: list[Mapping[str, Any]], *, with
     try:
         published = [draft._finish(others if draft is first else []) for draft in drafts]
         claim, schemas = first._claim, {draft.part: draft.schema for draft in drafts}
-        first._publisher._make_ready(claim.record, claim.revision, published, schemas, within_s, first._config)
+        about = within_s, first._config, first._without
+        first._publisher._make_ready(claim.record, claim.revision, published, schemas, *about)
     except BaseException:
         for draft in drafts:
             draft.abort()
@@ -341,10 +344,11 @@ class Publisher:
 
     def publish(
         self,
-        named_tensors: NamedTensors | Adapter,
+        named_tensors: NamedTensors | Adapter | None,
         *,
         part: str = BASE,
         parts: Mapping[str, NamedTensors | Adapter] | None = None,
+        without: Collection[str] = (),
         onto: int | None = None,
         step: int | None = None,
         activate: bool = True,
@@ -361,7 +365,8 @@ class Publisher:
         time, except for the first version of a model, which defines the schema. With `wait`, returns when the version
         is active. With `part` they are the draft model's ("draft") or an `Adapter` ("lora/NAME"); `parts` adds further
         ones to the same version. What a version does not bring it takes from version `onto` (default: the one that is
-        active or about to be). `mode` as in `activate`.
+        active or about to be), but for the parts that it is to be `without`. With None for the tensors a version takes
+        parts away, and brings what is in `parts` alone. `mode` as in `activate`.
 
         `config`: the config.json of the base model's checkpoint. With it, a version may have other tensors than that
         version. If they differ in tensors or configuration, instances restart one by one, which takes longer than a
@@ -373,18 +378,23 @@ class Publisher:
         if activate:
             activation.new_target(0, self._name, timeout_s, mode=mode)  # refused before anything is written
         check_metadata(metadata or {})
-        given = {check_name(part): named_tensors, **(parts or {})}
+        given = {**({check_name(part): named_tensors} if named_tensors is not None else {}), **(parts or {})}
         text = config_text(config) if config is not None else None
         contents = {check_name(n): self._content(n, what, onto, anew=text is not None) for n, what in given.items()}
         with contextlib.ExitStack() as stack:
             pieces = {name: (schema, {**(metadata or {}), **more}) for name, (_, schema, more) in contents.items()}
-            about: dict[str, Any] = {"onto": onto, "step": step, "source": source, "config": text}
-            drafts = [stack.enter_context(d) for d in self.begin_all(pieces, **about)]
-            for draft in drafts:
-                for name, tensor in contents[draft.part][0]:
-                    draft.write(name, tensor)
+            about: dict[str, Any] = {"onto": onto, "step": step, "source": source}
             at_once = activate and mode == "together"
-            version = Version(commit_all(drafts, [], within_s=timeout_s if at_once else None))
+            within_s = timeout_s if at_once else None
+            if pieces:
+                begun = self.begin_all(pieces, **about, config=text, without=without)
+                drafts = [stack.enter_context(draft) for draft in begun]
+                for draft in drafts:
+                    for name, tensor in contents[draft.part][0]:
+                        draft.write(name, tensor)
+                version = Version(commit_all(drafts, [], within_s=within_s))
+            else:
+                version = Version(self.take_away(without, within_s=within_s, **about))
         if activate and not at_once:
             return self.activate(version, wait=wait, timeout_s=timeout_s, mode=mode)
         return self.wait_active(version, timeout_s) if activate and wait else version
@@ -417,15 +427,18 @@ class Publisher:
         base: int | None = None,
         source: str = "",
         config: str | None = None,
+        without: Collection[str] = (),
     ) -> list[Draft]:
         """One draft per part of one version, from {part: (schema, metadata)}; `draft.commit_all` makes it ready.
 
         `config` is the text of the base model's config.json: with it, its tensors may be others than those before.
+        `without` are parts that it takes away.
 
         Raises as `begin`.
         """
         fingerprint.warm(sum(schema.nbytes for schema, _ in pieces.values()))
         self._blank(Schema({}), base_version=onto, step=step, base=base, source=source).to_json()
+        self._store.run(self._ledger.check_without(check_names(without), pieces, onto))
         for part, (schema, metadata) in pieces.items():
             check_name(part, self.model)
             if part == BASE:
@@ -445,13 +458,36 @@ class Publisher:
             drafts = []
             for part, (schema, metadata) in pieces.items():
                 claim = Claim(record, revision, locks[part], MAPPINGS.get(locks[part].path, locks[part].fd), part)
-                drafts.append(Draft(self, claim, schema, layouts[part], metadata, config))
+                drafts.append(Draft(self, claim, schema, layouts[part], metadata, config, without))
             return drafts
         except BaseException:
             for lock in locks.values():
                 lock.release()
             self._forget(record.version, revision)
             raise
+
+    def take_away(
+        self,
+        without: Collection[str],
+        *,
+        onto: int | None = None,
+        step: int | None = None,
+        source: str = "",
+        within_s: float | None = None,
+    ) -> int:
+        """Make a version ready that brings nothing and is without these parts; returns it. `within_s` as in
+        `commit_all`. Raises BadPart, and as `begin`."""
+        if not check_names(without):
+            raise BadPart("a version needs tensors, or a part to take away: pass `without`")
+        self._store.run(self._ledger.check_without(without, (), onto))
+        blank = self._blank(Schema({}), base_version=onto, step=step, base=None, source=source)
+        record, revision, _ = self._store.run(self._ledger.claim(self.arena, blank, {}))
+        try:
+            self._make_ready(record, revision, [], {}, within_s, None, without)
+        except BaseException:
+            self._forget(record.version, revision)
+            raise
+        return record.version
 
     def _blank(self, schema: Schema, **about: Any) -> VersionRecord:
         """A version as it is before it has a number and slots; `base_version` is the one it carries on."""
@@ -568,12 +604,14 @@ class Publisher:
         schemas: Mapping[str, Schema],
         activate_within_s: float | None,
         config: str | None,
+        without: Collection[str] = (),
     ) -> None:
         """Commit drafts of one version; with a deadline, ask for the swap in the same transaction."""
         target = None
         if activate_within_s is not None:
             target = activation.new_target(record.version, self._name, activate_within_s)
-        done = self._store.run(self._ledger.make_ready(record, revision, published, schemas, target, config))
+        about = record, revision, published, schemas, target, config, without
+        done = self._store.run(self._ledger.make_ready(*about))
         if target is not None:
             self._asked = {record.version: (target, done)}
 
@@ -604,6 +642,13 @@ def config_text(config: Mapping[str, Any]) -> str:
         return json.dumps(dict(config), sort_keys=True)
     except (TypeError, ValueError, RecursionError) as error:
         raise PublishError(f"config cannot be written as JSON ({error}): pass what config.json holds") from None
+
+
+def check_names(without: Collection[str]) -> Collection[str]:
+    """`without` itself. Raises BadPart for what is no collection of names of parts."""
+    if isinstance(without, str) or not isinstance(without, Collection) or BASE in [check_name(n) for n in without]:
+        raise BadPart(f"without cannot be {shown(without)}: pass the names of draft or adapters, as a list")
+    return without
 
 
 def check_metadata(metadata: Mapping[str, str]) -> None:

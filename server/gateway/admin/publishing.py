@@ -26,7 +26,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -70,12 +70,13 @@ class Pusher:
 
     async def push(
         self,
-        path: Path,
+        path: Path | None,
         then: Callable[[int], Awaitable[T]],
         *,
         step: int | None = None,
         part: str = "",
         parts: Mapping[str, str] | None = None,
+        without: Sequence[str] = (),
         by: By | None = None,
         sign_key: str = "",
         upload_id: str = "",
@@ -84,14 +85,17 @@ class Pusher:
         """Publishes the checkpoint in `path` and hands its version to `then`, whether or not the caller waits.
 
         `step` is the training step to note down; `part` what is in `path` if not the base model, `parts` {part: path}
-        what else goes into the version; `sign_key` the name of one of the gateway's. The same `upload_id` again gives
-        the same version. `collected`: the gateway made `path` itself, of what the request held. Any other path of a
-        request below the role `admin` must lie in a `--checkpoints` directory. Raises HttpError, BadPart.
+        what else goes into the version, and `without` what is taken away, for which no `path` is needed; `sign_key` the
+        name of one of the gateway's. The same `upload_id` again gives the same version. `collected`: the gateway made
+        `path` itself, of what the request held. Any other path of a request below the role `admin` must lie in a
+        `--checkpoints` directory. Raises HttpError, BadPart.
         """
-        named = [(part, str(path)), *(parts or {}).items()]
+        named = [*([(part, str(path))] if path is not None else []), *(parts or {}).items()]
         for name, where in named:
             check_name(name)
             _check_path(where)
+        for name in without:
+            check_name(name)
         if by is not None and not by.admin and not collected:
             named = await asyncio.to_thread(self._permitted, named)
         try:
@@ -105,8 +109,10 @@ class Pusher:
         noted = [*_named(by), f"--part={part}", *([] if step is None else [f"--step={step}"])]
         noted += [f"--sign-key={key_file}"] if key_file else []
         noted += [f"--upload-id={upload_id}"] if upload_id else []
-        noted += [f"--with={name}={where}" for name, where in named[1:]]
-        return await self.keep(self._push((*noted, named[0][1]), version_only))
+        main = [where for _, where in named[:1]] if path is not None else []
+        noted += [f"--with={name}={where}" for name, where in named[len(main) :]]
+        noted += [f"--without={name}" for name in without]
+        return await self.keep(self._push((*noted, *main), version_only))
 
     def _permitted(self, named: list[tuple[str, str]]) -> list[tuple[str, str]]:
         """The paths without symbolic links, so that what is read is what was looked at. Raises Forbidden."""

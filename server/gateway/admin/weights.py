@@ -77,12 +77,14 @@ class SwapOptions(BaseModel):
 class Push(SwapOptions):
     """A Hugging Face checkpoint directory on the gateway's host: the base model, or the `part` ("draft", "lora/NAME").
 
-    `parts` adds more directories to the same version, by part.
+    `parts` adds more directories to the same version, by part. `without` are parts of the version before that it takes
+    away; with them alone it needs no `path`.
     """
 
-    path: str = Field(min_length=1, max_length=4096)
+    path: str = Field(default="", max_length=4096)
     part: str = Field(default="", max_length=200)
     parts: dict[str, str] = Field(default={}, max_length=256)
+    without: list[Annotated[str, Field(max_length=200)]] = Field(default=[], max_length=256)
     activate: bool = True
     sign_key: Annotated[str, Field(max_length=4096, description="name of a `--sign-key` of the gateway")] = ""
     upload_id: Annotated[
@@ -140,7 +142,9 @@ async def list_versions(model: ModelDep) -> dict[str, Any]:
 
 @router.post("/weights", responses=WAITS)
 async def push(model: ModelDep, by: ByDep, body: Push, response: Response) -> dict[str, Any]:
-    """Publishes a checkpoint; with `activate`, swaps it in and reports the swap."""
+    """Publishes a checkpoint, or a version without some parts; with `activate`, swaps it in and reports the swap."""
+    if not body.path and not body.without and not body.parts:
+        raise BadRequest("Name a checkpoint in `path`, or parts in `without`.", code="bad_path", param="path")
 
     async def then(version: int) -> dict[str, Any]:
         swap = await swap_in(model, version, body, by) if body.activate else None
@@ -149,10 +153,11 @@ async def push(model: ModelDep, by: ByDep, body: Push, response: Response) -> di
         return {"version": version, "swap": swap}
 
     answer = await model.pusher.push(
-        Path(body.path),
+        Path(body.path) if body.path else None,
         then,
         part=body.part,
         parts=body.parts,
+        without=body.without,
         by=by,
         sign_key=body.sign_key,
         upload_id=body.upload_id,

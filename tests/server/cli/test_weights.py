@@ -104,6 +104,7 @@ def test_a_version_that_is_not_held_is_said_so(state_dir: Path) -> None:
     ("arguments", "path", "body"),
     [
         (("push", ".", "--no-activate"), "/admin/weights", {"activate": False, "path": str(Path.cwd())}),
+        (("push", "--without", "lora/x"), "/admin/weights", {"activate": True, "without": ["lora/x"]}),
         (("activate", 3), "/admin/weights/activate", {"version": 3}),
         (("rollback",), "/admin/weights/rollback", {"version": None}),
         (("rollback", 4), "/admin/weights/rollback", {"version": 4}),

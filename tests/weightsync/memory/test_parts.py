@@ -11,6 +11,7 @@ import pytest
 
 from tests.weightsync.tensors import model, save_safetensors
 from weightsync import Publisher, SlotReader, SyncStore
+from weightsync.control.activation import TOMBSTONES_KEPT
 from weightsync.control.records import ActiveRecord, Keys, PartRecord, SwapRecord, TargetRecord, VersionRecord
 from weightsync.errors import BadPart, PublishError, ShapeMismatch
 from weightsync.format.fingerprint import fingerprint_of
@@ -161,6 +162,73 @@ def test_slots_stay_as_long_as_any_version_lies_in_them(publisher: Publisher, ac
     assert latest(publisher).slot != base
 
 
+def test_parts_are_taken_away(publisher: Publisher, activate: Activate) -> None:
+    parts = {"draft": model(2, layers=1), "lora/x": adapter(3), "lora/y": adapter(4)}
+    activate(publisher.publish(model(1), parts=parts, activate=False))
+    activate(publisher.publish(None, without=["lora/x"], activate=False))
+    before, alone = publisher.versions()
+    assert ([p.name for p in alone.parts], alone.slot, alone.tensors) == (
+        ["draft", "lora/y"],
+        before.slot,
+        before.tensors,
+    )
+    fingerprints = {"": before.base_fingerprint} | {p.name: p.fingerprint for p in alone.parts}
+    assert alone.fingerprint == join(fingerprints) != before.fingerprint
+    activate(publisher.publish(model(5), without=["draft"], activate=False))
+    assert [p.name for p in latest(publisher).parts] == ["lora/y"]
+    publisher.publish(None, parts={"lora/x": adapter(6)}, without=["lora/y"], onto=1, activate=False)
+    assert [(p.name, p.version) for p in latest(publisher).parts] == [("draft", 1), ("lora/x", 4)]
+
+
+@pytest.mark.parametrize(
+    ("brought", "without", "problem"),
+    [
+        (None, [], "needs tensors, or a part to take away"),
+        (None, ["lora/z"], "has no part 'lora/z' to take away: it has lora/x"),
+        (None, [""], "without cannot be"),
+        (None, "lora/x", "without cannot be"),
+        (None, ["base"], "no part can be called 'base'"),
+        ({"lora/x": adapter()}, ["lora/x"], "brought and taken away"),
+    ],
+)
+def test_what_cannot_be_taken_away(publisher: Publisher, brought: object, without: object, problem: str) -> None:
+    with pytest.raises(BadPart, match=r"has no part 'lora/x' to take away: it has none"):
+        publisher.publish(None, without=["lora/x"], activate=False)
+    publisher.publish(model(1), parts={"lora/x": adapter()}, activate=False)
+    with pytest.raises(BadPart, match=problem):
+        publisher.publish(None, parts=brought, without=without, onto=1, activate=False)  # type: ignore[arg-type]
+    assert [v.version for v in publisher.versions()] == [1]
+
+
+def test_parts_that_come_and_go_leave_nothing(
+    publisher: Publisher, activate: Activate, store_sync: SyncStore, arena_directory: Path
+) -> None:
+    """A hundred adapters, each taken away by the version with the next one: records and slots stay as many and as
+    large as after the first ones."""
+    activate(publisher.publish(model(1), parts={"lora/0": adapter(0)}, activate=False))
+
+    def found() -> tuple[int, int, int]:
+        slots = [path for path in arena_directory.rglob("slot-*") if path.is_file()]
+        return len(slots), sum(path.stat().st_size for path in slots), len(latest(publisher).to_json()) // 16
+
+    seen = []
+    for number in range(1, 101):
+        part = f"lora/{number}"
+        activate(publisher.publish(adapter(number), part=part, without=[f"lora/{number - 1}"], activate=False))
+        seen.append(found())
+    assert [p.name for p in latest(publisher).parts] == ["lora/100"]
+    assert max(seen[90:]) <= max(seen[5:15])
+    records = store_sync.run(store_sync.store.list(KEYS.root))[0]
+    assert len(records) < TOMBSTONES_KEPT + 16
+    assert first_value(latest(publisher).parts[0].slot) == 100.0
+    activate(publisher.publish(None, without=["lora/100"], activate=False))
+    for value in range(5):
+        activate(publisher.publish(model(value), activate=False))
+    publisher.publish(model(9), activate=False)
+    left = {part.name for v in publisher.versions() if v.state == "ready" for part in v.parts}
+    assert len(left) + sum(bool(publisher.arena.slots(f"demo/lora/{n}")) for n in range(101)) == 0
+
+
 def test_a_draft_given_up_frees_every_slot(publisher: Publisher, activate: Activate) -> None:
     activate(publisher.publish(model(1), activate=False))
     draft = publisher.begin([("w", "float32", (4,))], part="draft")
@@ -212,6 +280,17 @@ def test_the_command_publishes_parts(publisher: Publisher, store_url: str, tmp_p
     assert [p.name for p in first.parts] == ["draft"]
     assert [p.name for p in second.parts] == ["lora/x"]
     assert first_value(part(first, "draft").slot) == 2.0
+
+
+def test_the_command_takes_parts_away(publisher: Publisher, store_url: str, activate: Activate) -> None:
+    activate(publisher.publish(model(1), parts={"lora/x": adapter(), "lora/y": adapter()}, activate=False))
+    common = ["--store", store_url, "--model", "demo", "--no-activate"]
+    assert main([*common, "--without", "lora/x", "--without", "lora/y", "--upload-id", "once-only"]) == 0
+    assert latest(publisher).parts == ()
+    assert main([*common, "--without", "lora/x", "--upload-id", "once-only"]) == 0
+    assert main([*common, "--without", "lora/z"]) == 1
+    assert main(common) == 1
+    assert [v.version for v in publisher.versions()] == [1, 2]
 
 
 def test_parts_whose_memory_is_gone_are_left_behind(publisher: Publisher, activate: Activate) -> None:

@@ -115,7 +115,7 @@ async def test_no_value_of_a_client_s_is_taken_for_an_option(pusher: Pusher, che
     if warm:
         assert await pusher.push(checkpoint, version) == 1
     for value in HOSTILE:
-        for how in ({"part": value}, {"parts": {value: str(checkpoint)}}):
+        for how in ({"part": value}, {"parts": {value: str(checkpoint)}}, {"without": [value]}):
             with pytest.raises((HttpError, WeightSyncError)) as refused:
                 await pusher.push(checkpoint, version, **how)
             error = refused.value if isinstance(refused.value, HttpError) else to_http(refused.value)
