@@ -60,10 +60,10 @@ def saved_while_training(path: str, parallel: dict[str, int], directory: str, **
         _steps(built, 0, 2)
         with patch.object(StagedEngine, "write", lambda self: (gate.wait(600), WRITE(self))[1]):
             checkpoints.save(2, {"step": 2})
-        through = _steps(built, 2, 4)
-        unwritten = not list(Path(directory).glob("step-*"))
-        gate.set()
-        checkpoints.wait()
+            through = _steps(built, 2, 4)
+            unwritten = not list(Path(directory).glob("step-*"))
+            gate.set()
+            checkpoints.wait()
         events = [name for name, _ in checkpoints.events()]
     with engine(path, parallel, **config) as built:
         train = Checkpoints(section, built, {"seed": 0}).resume()
