@@ -16,6 +16,7 @@ import socket
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from tests.warm import TRAINERS, warm
 from trainer.config import ParallelConfig
 
 PATIENCE_S = 120.0
-_ENVIRONMENT = {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 
 
 class Ranks:
@@ -85,14 +86,32 @@ def serve_cases(asked: socket.socket) -> None:
 
 
 def run_case(world: int, request: dict[str, Any]) -> dict[str, Any]:
-    """Fork the ranks, collect an answer from each, and end them all: one that failed leaves its peers waiting."""
+    """Run the case that is asked for on every rank."""
+
+    def case() -> Any:
+        from tests.trainer import cases
+
+        return getattr(cases, request["case"])(**request["arguments"])
+
+    return run_ranks(world, case, _meet)
+
+
+def _meet() -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+
+
+def run_ranks(world: int, case: Callable[[], Any], meet: Callable[[], None]) -> dict[str, Any]:
+    """Fork the ranks, collect an answer from each, and end them all: one that failed leaves its peers waiting. Each
+    rank joins the process group by `meet`, before its case."""
     port = free_port()
     children: dict[int, tuple[int, int]] = {}
     for rank in range(world):
         read, write = os.pipe()
         pid = os.fork()
         if pid == 0:
-            _be_rank(rank, world, port, request, write)
+            _be_rank(rank, world, port, case, meet, write)
         os.close(write)
         children[rank] = (pid, read)
     try:
@@ -126,19 +145,18 @@ def _collect(pipes: dict[int, int]) -> dict[str, Any]:
     return {"results": [results[rank] for rank in sorted(results)]}
 
 
-def _be_rank(rank: int, world: int, port: int, request: dict[str, Any], answer_fd: int) -> None:
+def _be_rank(
+    rank: int, world: int, port: int, case: Callable[[], Any], meet: Callable[[], None], answer_fd: int
+) -> None:
     """One rank of one case; never returns."""
     from trainer.launch import die_with_parent
 
     die_with_parent()
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_PORT": str(port)}
-    import torch.distributed as dist
-
-    from tests.trainer import cases
-
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     try:
-        dist.init_process_group("gloo")
-        answer = {"result": getattr(cases, request["case"])(**request["arguments"])}
+        meet()
+        answer = {"result": case()}
     except BaseException:
         answer = {"error": traceback.format_exc()}
     with os.fdopen(answer_fd, "w") as answers:

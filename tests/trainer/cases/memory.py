@@ -196,9 +196,9 @@ def saving(path: str, parallel: dict[str, Any], copied: bool, **model: Any) -> i
             return made.peak
 
 
-def saving_on_gpu(path: str, **model: Any) -> list[int]:
+def saving_on_gpu(path: str, parallel: dict[str, Any] | None = None, **model: Any) -> list[int]:
     """The bytes of the device that a checkpoint takes for a moment, and the model's parameters."""
-    with engine(path, model=model) as built, tempfile.TemporaryDirectory() as directory:
+    with engine(path, parallel, model=model) as built, tempfile.TemporaryDirectory() as directory:
         fields = random_batch(built.shape.vocab, rows=4)
         built.step({name: field.to(device()) for name, field in fields.items()})
         torch.cuda.synchronize()

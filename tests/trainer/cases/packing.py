@@ -165,7 +165,7 @@ def packed_training(
     for name, packing in (("plain", None), ("packed", PackingConfig(max_tokens))):
         sections = {"algorithm": algorithm, "optimizer": {"lr": 1e-2}, "micro_batch": 4}
         with engine(path, parallel, **sections | config) as built:
-            steps = [_sequences(built, seed) for seed in range(3)]
+            steps = [sequences(built, seed) for seed in range(3)]
             layout = {"ranks": built.config.parallel.data, "minibatches": built.algorithm.minibatches}
             rows = plan_rows(steps[0], max_tokens, **layout) if packing else [[i] for i in range(len(steps[0]))]
             if (found := built.logprobs(lay_out(steps[0], rows, packed=packing is not None))) is not None:
@@ -183,7 +183,7 @@ def packed_training(
     return results
 
 
-def _sequences(built: Engine, seed: int) -> list[Sequence]:
+def sequences(built: Engine, seed: int) -> list[Sequence]:
     """What the algorithm makes of random records and rollouts of very different lengths."""
     rng = np.random.default_rng(seed)
 
