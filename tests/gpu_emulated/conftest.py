@@ -17,6 +17,7 @@ from tests.gpu_emulated import standin
 SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # gloo for tensors of the device alone warns for each group
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_USE_DEEP_GEMM": "0",  # it asks for a newer torch
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # a question by CUDA's runtime would keep forks from a device
@@ -50,6 +51,27 @@ def imported() -> None:
     register()
     fingerprint._kernels(sys.maxsize)  # compiled once
     assert not torch.cuda.is_initialized(), "an import asked for a device: forks cannot have one now"
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Directories of models that the trainer trains. Megatron-Core and the trainer are imported before a test forks."""
+    import torch
+
+    import tests.trainer.cases  # noqa: F401
+    from trainer.main import quiet
+    from trainer.tiny_model import write_tiny_model
+
+    quiet()
+    assert not torch.cuda.is_initialized(), "an import asked for a device: forks cannot have one now"
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    small = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, **heads}
+    root = tmp_path_factory.mktemp("models")
+    write_tiny_model(root / "llama", "llama", **small)
+    write_tiny_model(root / "tied", "qwen2", tie_word_embeddings=True, **small)
+    write_tiny_model(root / "mixture", "qwen3_moe", moe_intermediate_size=48, **small)
+    write_tiny_model(root / "larger", "llama", hidden_size=256, intermediate_size=1024, **heads)
+    return {path.name: str(path) for path in root.iterdir()}
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,7 @@ import torch._dynamo  # each process would import it with its first operator: he
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tests.gpu_emulated import standin
+from tests.gpu_emulated import kernels, standin
 
 aten = torch.ops.aten
 NATIVE = {
@@ -65,10 +65,12 @@ def everywhere() -> None:
     run = threading.Thread.run
 
     def emulated(self: threading.Thread) -> None:
+        torch.autograd.set_multithreading_enabled(False)
         with Operators():
             run(self)
 
     threading.Thread.run = emulated  # type: ignore[method-assign]
+    torch.autograd.set_multithreading_enabled(False)  # a backward pass in this thread, and not in one of torch's own
     Operators().__enter__()
 
 
@@ -82,6 +84,8 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         device = _device_of(args, kwargs)
+        if func.namespace == "c10d" and self._late:
+            _wait(*_devices_of(args, kwargs))  # gloo reads at addresses, and not on a stream
         if (
             device is None
             or _is_view(func)
@@ -91,6 +95,7 @@ class Operators(TorchDispatchMode):
             return func(*args, **kwargs)
         if func in NATIVE or torch.Tag.inplace_view in func.tags:
             return _native(func, args, kwargs)
+        kernels.refuse_mixed(func, args, kwargs)
         if _goes_to(func, kwargs, "cpu") or (func is aten.copy_.default and not args[0].is_cuda):
             standin.copied_to_host(args[1].nbytes if func is aten.copy_.default else args[0].nbytes)
         capturing = torch.cuda.is_current_stream_capturing()
@@ -135,7 +140,7 @@ def _computed(func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
         return _as_cpu(x)
 
     a, k = tree_map(on_cpu, (args, _unpinned(kwargs)))
-    out = func(*a, **k)
+    out = kernels.ON_CPU.get(func, func)(*a, **k)
     if _goes_to(func, kwargs, "cpu"):
         return out
 
@@ -179,7 +184,7 @@ def _queued(func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
     targets = [on_cpu(x) for x in outs]
 
     def work() -> None:
-        out = func(*a, **k)
+        out = kernels.ON_CPU.get(func, func)(*a, **k)
         for place, found in zip(targets, tree_leaves(out) if targets else [], strict=True):
             if place.numel() and place.data_ptr() != found.data_ptr():
                 place.copy_(found)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import signal
+from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.gpu_emulated import operators, standin
 from tests.gpu_emulated.forks import ProcessDied, WorkFailed, forked
@@ -169,6 +171,35 @@ def test_devices_have_memory_of_their_own() -> None:
 
     for late in (0, 1):
         assert forked(work, devices=2, late=late) == [2, 1, 3, 2]
+
+
+HOST = torch.ones(2, 2)
+MIXED: dict[str, tuple[Callable[[torch.Tensor], object], bool]] = {
+    "sum": (lambda x: x + HOST, True),
+    "product": (lambda x: x @ HOST, True),
+    "written on the host": (lambda x: HOST.clone().add_(x), True),
+    "rows of the host": (lambda x: F.embedding(torch.zeros(2, dtype=torch.int64), x), True),
+    "number of the host in a list": (lambda x: torch.stack([x.sum(), torch.tensor(1.0)]), True),
+    "second device": (lambda x: x + HOST.to("cuda:1"), True),
+    "number of the host": (lambda x: x * torch.tensor(2.0), False),
+    "places of the host": (lambda x: x[torch.tensor([1, 0])], False),
+    "copy": (lambda x: x.copy_(HOST), False),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_what_mixes_devices_is_refused_where_cuda_refuses_it(name: str) -> None:
+    mix, refused = MIXED[name]
+
+    def work() -> bool:
+        return mix(torch.ones(2, 2, device=CUDA)) is not None
+
+    for late in (0, 1):
+        if not refused:
+            assert forked(work, devices=2, late=late)
+            continue
+        with pytest.raises(WorkFailed, match="Expected all tensors to be on the same device"):
+            forked(work, devices=2, late=late)
 
 
 def test_what_goes_by_the_operators_is_counted() -> None:
