@@ -73,7 +73,7 @@ soak: setup ## About an hour: ten thousand swaps under load, and an hour of rand
 gpu-day: $(VENV)/.run ## What only a GPU can show of swaps; figures in runs/gpu-day.json (docs/gpu.md)
 	$(PY) -m loadtest.gpu_day --json runs/gpu-day.json
 
-gpu-emulated: $(EMULATED)/.done ## Swaps of every kind of model on a GPU that is emulated (KIND=moe: of one; TEST=: a file, or one test; VLLM=0.33)
+gpu-emulated: $(EMULATED)/.done ## Swaps of every kind of model, and training, on a GPU that is emulated (KIND=moe: of one kind; TEST=: a file, or one test; VLLM=0.33)
 	$(MAKE) -s -C tests/gpu_emulated/standin SITE=$(abspath $(EMULATED))/lib/python3.12/site-packages OUT=$(STANDIN)
 	LD_PRELOAD=$(STANDIN)/libcudart.so.13 LD_LIBRARY_PATH=$(STANDIN) $(EMULATED)/bin/python -m pytest \
 	    -c tests/gpu_emulated/emulated.ini --rootdir . --confcutdir tests/gpu_emulated \

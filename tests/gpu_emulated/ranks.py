@@ -69,10 +69,20 @@ def _join(backend: str) -> None:
 
 
 def _as_on_a_gpu() -> None:
-    """Have the CPU sum in a GPU's order: a norm is one kernel, whose input gets one gradient; and Adam goes through all
-    tensors at once."""
+    """Have the CPU sum in a GPU's order: a norm is one kernel, whose input gets one gradient; heads of keys and values
+    are repeated in float32; and Adam goes through all tensors at once."""
     from torch.optim import adam
 
+    from trainer.megatron import attention
+
+    causal = attention.CausalAttention._causal
+
+    def repeated(self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        if query.dtype is torch.float32:
+            key, value = (attention._for_each_head(t, query.shape[2]) for t in (key, value))
+        return causal(self, query, key, value)
+
+    attention.CausalAttention._causal = repeated  # type: ignore[method-assign]
     plain = F.rms_norm
     F.rms_norm = lambda x, *given, **named: plain(x.view_as(x), *given, **named)
     adam._default_to_fused_or_foreach = lambda *_, **__: (False, True)
