@@ -337,7 +337,7 @@ def verify(directory: Path, main: str) -> None:
     """Checks headers, index, shards and configuration, and every SHA-256 that stands beside them. Raises
     BadCheckpoint, SourceUnavailable."""
     try:
-        Checkpoint(directory)
+        checkpoint = Checkpoint(directory)
         if main == "config.json":
             read_config(directory)
         sums = _sums(directory)
@@ -346,6 +346,10 @@ def verify(directory: Path, main: str) -> None:
     for name, expected in sorted(sums.items()):
         if (got := _digest(directory / name)) != expected:
             raise BadCheckpoint(f"{directory / name} has SHA-256 {got}, and should have {expected}: fetch it again")
+    try:
+        checkpoint.check()
+    except CheckpointError as error:
+        raise BadCheckpoint(str(error)) from error
 
 
 def _sums(directory: Path) -> dict[str, str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import WeightsError
+from weightsync.steady import changed, states
 
 INDEX = "model.safetensors.index.json"
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -29,7 +30,9 @@ class HfTensors:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._file_of: dict[str, Path] = {}
         self._open: dict[Path, Any] = {}
-        for file in self._files():
+        files = self._files()
+        self._before = states(files)
+        for file in files:
             for name, shape in read_header(file).items():
                 self.shapes[name], self._file_of[name] = shape, file
         self._check_index()
@@ -46,7 +49,11 @@ class HfTensors:
         file = self._file_of[name]
         if file not in self._open:
             self._open[file] = safe_open(str(file), "pt")
-        return self._open[file].get_tensor(name)
+        tensor = self._open[file].get_tensor(name)
+        if changed({file: self._before[file]}) is not None:
+            problem = "changed while it was read. Start again when the checkpoint is written."
+            raise WeightsError(f"{file} {problem}", file=str(file), tensor=name)
+        return tensor
 
     def check(self, schema: Iterable[tuple[str, str, tuple[int, ...]]]) -> None:
         """Raise WeightsError naming the first tensor that is missing or has another shape than the model's."""

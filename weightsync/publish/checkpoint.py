@@ -26,6 +26,7 @@ from weightsync.errors import CheckpointError
 from weightsync.format.dtypes import FROM_SAFETENSORS
 from weightsync.format.manifest import Schema, TensorSpec
 from weightsync.publish.writer import FileTensor
+from weightsync.steady import changed, states
 
 
 def open_inside(path: Path) -> int:
@@ -78,6 +79,7 @@ def read_config(directory: Path) -> str | None:
 
 MAX_HEADER = 100 << 20  # as upstream
 INDEX = "model.safetensors.index.json"
+CONFIGS = ("config.json", "adapter_config.json")
 GLANCE = 4096
 
 
@@ -120,11 +122,15 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 class Checkpoint:
-    """All tensors of a checkpoint directory (or of one file), by name. Raises CheckpointError."""
+    """All tensors of a checkpoint directory (or of one file), by name. Raises CheckpointError, for files that change
+    while they are read, too."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
+        beside = [self.path / name for name in (INDEX, *CONFIGS)] if self.path.is_dir() else []
+        self._before = states(beside)
         self._files = _shards(self.path)
+        self._before |= states(self._files)
         self._home: dict[str, Path] = {}
         self._stored: dict[str, StoredTensor] = {}
         for file, expected in self._files.items():
@@ -141,6 +147,13 @@ class Checkpoint:
         for file in self._files:
             names = [name for name, home in self._home.items() if home == file]
             yield from _read(file, {name: self._stored[name] for name in names})
+        self.check()
+
+    def check(self) -> None:
+        """Raises CheckpointError if a file is another one than when this object was made, or was written since."""
+        if (path := changed(self._before)) is not None:
+            problem = "changed while it was read: begin again when the checkpoint is written"
+            raise CheckpointError(str(path), problem)
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[dict[str, FileTensor]]:
@@ -154,6 +167,7 @@ class Checkpoint:
                 name: FileTensor(stored.spec, fds[self._home[name]], stored.begin, str(self._home[name]))
                 for name, stored in self._stored.items()
             }
+            self.check()
 
     def glance(self) -> str:
         """A digest of names, dtypes and shapes, and of how each tensor begins and ends: it tells checkpoints apart

@@ -247,7 +247,8 @@ def quantize_checkpoint(source: Path, target: Path, quantizer: Quantizer) -> Non
     import torch
     from safetensors.torch import load_file, save_file
 
-    schema = Checkpoint(source).schema  # and every file is whole
+    checkpoint = Checkpoint(source)  # and every file is whole
+    schema = checkpoint.schema
     cast = Schema({name: replace(spec, dtype="bfloat16") for name, spec in schema.tensors.items()})
     total = quantizer.schema(cast).nbytes
     home: dict[str, str] = {}
@@ -265,6 +266,7 @@ def quantize_checkpoint(source: Path, target: Path, quantizer: Quantizer) -> Non
             home |= dict.fromkeys(made, file.name)
         elif file.is_file() and file.name not in (INDEX, "config.json"):
             shutil.copyfile(file, target / file.name)
+    checkpoint.check()
     if (source / INDEX).exists():
         (target / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": home}, indent=1))
     about = {"dtype": "bfloat16", "quantization_config": quantizer.config(cast.tensors)}
