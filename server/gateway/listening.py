@@ -10,8 +10,10 @@ from typing import Any
 
 import uvicorn
 
+from server.errors import ConfigError
 from server.leaving import LeavingServer
 
+HANDSHAKE_S = 10.0  # a connection counts against --max-connections only once it has ended
 FAREWELL_S = 2.0  # for an idle client to answer that its connection closes: nobody else waits for it
 
 
@@ -26,15 +28,16 @@ class GatewayServer(LeavingServer):
         self._admin_tls = admin_tls
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._admin_tls is None or sockets is None:
-            await super().startup(sockets)
-            return
-        public, *admin = sockets
-        await super().startup([public])
-        tls: dict[str, Any] = {"ssl": self._admin_tls, "ssl_shutdown_timeout": FAREWELL_S}
-        loop = asyncio.get_running_loop()
-        for listener in admin:
-            self.servers.append(await loop.create_server(self._protocol, sock=listener, **tls))
+        if sockets is None:
+            raise ConfigError("The gateway's server listens on the sockets that it is given; give it some.")
+        await super().startup([])  # of uvicorn's own listeners a handshake may take a minute
+        loop, backlog = asyncio.get_running_loop(), self.config.backlog
+        for at, listener in enumerate(sockets):
+            context = self._admin_tls if at and self._admin_tls is not None else self.config.ssl
+            tls: dict[str, Any] = {}
+            if context is not None:
+                tls = {"ssl": context, "ssl_handshake_timeout": HANDSHAKE_S, "ssl_shutdown_timeout": FAREWELL_S}
+            self.servers.append(await loop.create_server(self._protocol, sock=listener, backlog=backlog, **tls))
 
     def _protocol(self) -> asyncio.Protocol:
         make: Any = self.config.http_protocol_class

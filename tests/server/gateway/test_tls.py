@@ -11,10 +11,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+import uvicorn
 
 from server.cli.admin import AdminClient
 from server.errors import ConfigError, RequestFailed
-from server.gateway import GatewayConfig, HealthSettings, UpstreamSettings
+from server.gateway import GatewayConfig, HealthSettings, UpstreamSettings, listening
 from server.gateway.admin.probes import ProbePrompt, ProbeSettings, build_probe
 from server.gateway.main import bind, run
 from tests.cluster_tls import Authority
@@ -74,6 +75,27 @@ def certificate_of(writer: asyncio.StreamWriter) -> bytes:
 
 def der(directory: Path) -> bytes:
     return ssl.PEM_cert_to_DER_cert((directory / "tls.crt").read_text())
+
+
+@pytest.mark.parametrize("port", ["public", "admin"])
+async def test_a_handshake_that_does_not_go_on_ends(
+    authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, port: str
+) -> None:
+    """It is no connection yet, so --max-connections does not count it."""
+    files = authority.mount(tmp_path / "gateway")
+    monkeypatch.setattr(listening, "HANDSHAKE_S", 0.1)
+    monkeypatch.setattr(uvicorn, "Server", lambda config: listening.GatewayServer(config, leave))
+    tls = {"ssl_certfile": files / "tls.crt", "ssl_keyfile": files / "tls.key"}
+    with running_gateway(tmp_path, upstream=QUIET, **tls) as gateway:
+        reader, writer = await gateway.connect(admin=port == "admin")
+        writer.write(b"\x16\x03\x01")  # half of a hello
+        assert await asyncio.wait_for(reader.read(), 30) == b""
+        writer.close()
+        assert not gateway.gateway.clients
+
+
+async def leave() -> bool:
+    return True
 
 
 # instances
