@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import xxhash
 
@@ -242,7 +242,7 @@ class FormRecord(Record):
     """What an engine must be started with to run a version: `tensors` is the JSON of its Schema, `config` the text of
     its config.json. Versions that differ in their values alone share one."""
 
-    LONG_TEXTS: ClassVar[bool] = True
+    LONG_TEXTS = True
     tensors: str
     config: str
 

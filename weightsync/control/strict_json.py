@@ -8,7 +8,7 @@ import textwrap
 import types
 from collections.abc import Iterator
 from functools import cache, lru_cache
-from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 import orjson
 
@@ -27,7 +27,7 @@ class Record:
     it reads, until somebody uses what the field is for.
     """
 
-    LONG_TEXTS: ClassVar[bool] = False  # documents, whose size the store bounds
+    LONG_TEXTS = False  # documents, whose size the store bounds
 
     def to_json(self) -> bytes:
         """Raises RecordError, which names the field, for what `from_json` would refuse or read as another record, and

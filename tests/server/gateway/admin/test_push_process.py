@@ -75,7 +75,7 @@ async def test_a_publication_is_signed_with_the_key_that_is_named(
 ) -> None:
     private, public = pair(tmp_path, "k")
     pusher._config = replace(pusher._config, named=NamedSettings(sign_key=(f"ops={private}",)))
-    await pusher.push(checkpoint, version, sign_key="ops", by=By("key ops (1)", "a good one"))
+    await pusher.push(checkpoint, version, sign_key="ops", by=By("key ops (1)", "a good one", admin=True))
     store = open_store(pusher._config.store)
     found = await store.get(Keys("demo").version(1))
     assert found is not None
