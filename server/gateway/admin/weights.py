@@ -144,7 +144,7 @@ async def list_versions(model: ModelDep) -> dict[str, Any]:
 async def push(model: ModelDep, by: ByDep, body: Push, response: Response) -> dict[str, Any]:
     """Publishes a checkpoint, or a version without some parts; with `activate`, swaps it in and reports the swap."""
     if not body.path and not body.without and not body.parts:
-        raise BadRequest("Name a checkpoint in `path`, or parts in `without`.", code="bad_path", param="path")
+        raise BadRequest("Name a checkpoint in `path`, or parts in `without`.", code="invalid_parameter", param="path")
 
     async def then(version: int) -> dict[str, Any]:
         swap = await swap_in(model, version, body, by) if body.activate else None
