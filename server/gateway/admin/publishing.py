@@ -96,12 +96,12 @@ class Pusher:
             _check_path(where)
         for name in without:
             check_name(name)
-        if by is not None and not by.admin and not collected:
-            named = await asyncio.to_thread(self._permitted, named)
         try:
             key_file = self._config.named.find("--sign-key", sign_key) if sign_key else ""
         except ConfigError as error:
             raise BadRequest(str(error), code="unknown_sign_key", param="sign_key") from error
+        if by is not None and not by.admin and not collected:
+            named = await asyncio.to_thread(self._permitted, named)
 
         async def version_only(answer: dict[str, Any]) -> T:
             return await then(int(answer["version"]))

@@ -69,7 +69,9 @@ class Form:
             case "array":
                 return [self.plain(schema.get("items", {}))] * max(1, schema.get("minItems", 1))
             case "object":
-                return {name: self.plain(schema["properties"][name]) for name in schema.get("required", ())}
+                fields = schema.get("properties", {})
+                wanted = {"path", *schema.get("required", ())}  # a push looks at nothing without a path
+                return {name: self.plain(field) for name, field in fields.items() if name in wanted}
         return schema.get("type") == "boolean"
 
     def with_text(self, schema: Schema, text: str) -> Iterator[Any]:
