@@ -26,8 +26,7 @@ from server.gateway.access import budgets
 from server.gateway.gateway import Gateway
 from server.gateway.main import bind, uvicorn_config
 from server.gateway.models import model
-from server.gateway.observe import metrics as pages
-from server.gateway.observe import webhooks
+from server.gateway.observe import pages, webhooks
 from server.gateway.release import progress, runner
 from server.ports import free_port
 from tests.server.gateway.pusher import WarmPusher
