@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from weightsync.memory.ledger import ensure_arena
     from weightsync.memory.parts import Adapter
     from weightsync.memory.receiver import SlotReader
-    from weightsync.publish.publisher import Draft, Publisher, Version, as_schema
+    from weightsync.publish.draft import Draft
+    from weightsync.publish.publisher import Publisher, Version, as_schema
     from weightsync.publish.quantize import Quantizer
     from weightsync.publish.remote import RemotePublisher
     from weightsync.publish.shares import Collector, Share
@@ -40,7 +41,7 @@ _HOME = {
     "Collector": "publish.shares",
     "CommitResult": "control.agent",
     "Coordinator": "control.coordinator",
-    "Draft": "publish.publisher",
+    "Draft": "publish.draft",
     "Layout": "format.manifest",
     "Manifest": "format.manifest",
     "Participant": "control.agent",

@@ -40,7 +40,8 @@ from weightsync.memory.parts import BASE, LORA, Adapter, check_name, part_of
 from weightsync.memory.receiver import SlotReader
 from weightsync.peer.copies import local_slot
 from weightsync.publish.checkpoint import Checkpoint, read_config, read_inside
-from weightsync.publish.publisher import STORE_ENV, Publisher, commit_all
+from weightsync.publish.draft import commit_all
+from weightsync.publish.publisher import STORE_ENV, Publisher
 
 
 @dataclass(frozen=True)

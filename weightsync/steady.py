@@ -1,4 +1,4 @@
-"""Whether files stay what they were while they are read.
+"""Files must stay the same while they are read.
 
 Others write the files of a checkpoint. One that is replaced or written anew in the middle of a read gives tensors of
 two versions, which no digest tells from weights of one.

@@ -151,7 +151,7 @@ class GatewayProtocol:
             self.reject(head_too_large(self.limits))
 
     def _fed(self, data: bytes) -> bool:
-        """Whether the parser has taken all of it. If not, it stopped behind a head that offers another protocol."""
+        """Whether the parser has taken all of `data`. If not, it stopped behind an offer of another protocol."""
         assert self._parser is not None
         try:
             self._parser.feed_data(data)

@@ -102,7 +102,7 @@ class Context(context.ForkServerContext):
 
 
 class Ways:
-    """What vLLM calls for a way to start processes: its own function, until this process has forked a server."""
+    """Gives vLLM its way to start processes: vLLM's own function decides until this process has forked a server."""
 
     def __init__(self, own: Callable[[], Any]) -> None:
         self.own, self.forks = own, False

@@ -1,4 +1,4 @@
-"""What only CUDA has kernels for, computed on the CPU; and how its kernels refuse tensors of the host."""
+"""Operators that only CUDA has kernels for, computed on the CPU; and how CUDA's kernels refuse tensors of the host."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class RanksFailed(Exception):
 
 
 def on_gpus(case: Case, world: int = 1, **settings: int) -> list[Any]:
-    """What `case` returns on each rank, by JSON. `settings`: of the stand-in. Raises RanksFailed, also where an
+    """The results of `case` on each rank, by JSON. `settings`: of the stand-in. Raises RanksFailed, also where an
     operator has reached machine code, which computes nothing."""
 
     def meet() -> None:

@@ -22,7 +22,7 @@ ARENA_KEY = "arena"
 MODELS_PREFIX = "models/"
 MOST_NAME = 512  # characters of a name in a key
 MOST_TOLD = 4096  # characters of an error's message
-# What is under a model's keys. A model `a/versions` would write among the versions of the model `a`.
+# The folders of a model. A model `a/versions` would write among the versions of the model `a`.
 TAKEN = frozenset(
     {"versions", "instances", "active", "target", "swap", "schema", "leader", "pauses", "counter", "schemas", "forms"}
     | {"starts", "publishers", "sleeps", "sleepers", "drains", "hosts", "disks", "takers", "parts"}
@@ -389,8 +389,8 @@ class ErrorInfo(Record):
 
     @classmethod
     def of(cls, error: Exception, otherwise: str = "internal_error") -> ErrorInfo:
-        """What a record says of an error. Its text may hold any path and have any length, and is written all the same:
-        an instance that cannot say what is wrong is one that does not answer."""
+        """An error as records name it. Its text may hold any path and have any length, and is cut so that it can be
+        written: an instance without a readable error in its record does not answer."""
         code, tensor, text = otherwise, None, f"{type(error).__name__}: {error}"
         if isinstance(error, WeightSyncError):
             code, tensor, text = error.code, error.tensor, str(error)

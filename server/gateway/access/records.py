@@ -38,9 +38,10 @@ Standing = Literal["active", "disabled", "expired", "revoked"]
 
 @dataclass(frozen=True)
 class By:
-    """Who does something on the admin port, and why, for the ledger. `digest` tells owners of credentials apart.
+    """The author of an action on the admin port and its reason, for the ledger.
 
-    `admin`: the credential has the highest role, and may name any path of the gateway's host.
+    `digest` tells owners of credentials apart. `admin`: the credential has the highest role, and may name
+    any path of the gateway's host.
     """
 
     who: str

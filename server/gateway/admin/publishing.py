@@ -353,7 +353,7 @@ class WeightUpdate:
 
     @property
     def collected(self) -> bool:
-        """It came as bytes, and not as the path of a checkpoint."""
+        """The update came as bytes, and not as the path of a checkpoint."""
         return self._checkpoint is None
 
     @property

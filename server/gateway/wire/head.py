@@ -149,7 +149,7 @@ def _preflight(head: RequestHead, value: bytes, _: str) -> None:
 
 
 def _connection(head: RequestHead, value: bytes, _: str) -> None:
-    """What it names is for this connection alone (RFC 9110, 7.6.1)."""
+    """The headers that `Connection` names are for this connection alone (RFC 9110, 7.6.1)."""
     head.hop_by_hop |= frozenset(option.strip().lower() for option in value.split(b",")) - _CONNECTION_OPTIONS
 
 

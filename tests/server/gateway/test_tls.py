@@ -81,7 +81,7 @@ def der(directory: Path) -> bytes:
 async def test_a_handshake_that_does_not_go_on_ends(
     authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, port: str
 ) -> None:
-    """It is no connection yet, so --max-connections does not count it."""
+    """A handshake is no connection yet, so --max-connections does not count it."""
     files = authority.mount(tmp_path / "gateway")
     monkeypatch.setattr(listening, "HANDSHAKE_S", 0.1)
     monkeypatch.setattr(uvicorn, "Server", lambda config: listening.GatewayServer(config, leave))

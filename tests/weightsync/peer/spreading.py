@@ -16,7 +16,8 @@ from tests.weightsync.peer.hosts import CHUNK, MODEL
 from weightsync import Publisher
 from weightsync.format.manifest import Schema
 from weightsync.peer.shelf import Regions, lock_of
-from weightsync.publish.publisher import Draft, as_schema
+from weightsync.publish.draft import Draft
+from weightsync.publish.publisher import as_schema
 from weightsync.publish.spread import Gatherer, HostShare
 from weightsync.transport import Transport, open_transport
 

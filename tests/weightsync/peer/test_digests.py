@@ -22,19 +22,19 @@ from weightsync.peer import serve
 from weightsync.peer.chunks import Head, Shape, digests_of
 from weightsync.peer.fetch import _finish
 from weightsync.peer.messages import Open, Opened
-from weightsync.publish import publisher as publishing
+from weightsync.publish import draft as drafts
 from weightsync.transport import Transport
 
 
 def without_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Publish as the release before did."""
-    assemble = publishing.assemble
+    assemble = drafts.assemble
 
     def older(manifest: Manifest, *rest: Any) -> Manifest:
         made = assemble(manifest, *rest)
         return dataclasses.replace(made, metadata=manifest.metadata)
 
-    monkeypatch.setattr(publishing, "assemble", older)
+    monkeypatch.setattr(drafts, "assemble", older)
 
 
 async def opened_as_before(served: Served) -> Opened:

@@ -41,7 +41,7 @@ from weightsync.errors import (
 from weightsync.format.dtypes import ITEMSIZE
 from weightsync.format.manifest import Schema, schema_of
 from weightsync.memory.arena import SlotLock
-from weightsync.publish.publisher import Draft
+from weightsync.publish.draft import Draft
 
 SCHEMA = [(name, str(tensor.dtype), tensor.shape) for name, tensor in model().items()]
 

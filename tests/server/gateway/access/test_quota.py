@@ -407,7 +407,7 @@ async def _store(directory: Path) -> AsyncIterator[Store]:
 
 @pytest.mark.parametrize("now", [{}, {"tokens_per_month": 9_000}, {"requests_per_min": 100_000}])
 async def test_a_budget_that_changes_while_requests_run_loses_nothing(tmp_path: Path, now: dict[str, int]) -> None:
-    """It is lowered, or taken away with one answer unsaved and another request running, and set again."""
+    """The budget is lowered, or taken away with one answer unsaved and another request running, and set again."""
     limits = Limits({"month_tokens": 0})
     async with _store(tmp_path) as store:
         budgets = Budgets(store, limits)

@@ -1,4 +1,4 @@
-"""What HTTP leaves to clients changes nothing: every forwarded route gives the answer of its plain request."""
+"""Freedoms that HTTP leaves to clients change nothing: every forwarded route gives the answer of its plain request."""
 
 from __future__ import annotations
 
