@@ -29,7 +29,7 @@ import sys, time
 import numpy as np
 from weightsync import Publisher
 from weightsync.memory import ledger
-from weightsync.publish import publisher
+from weightsync.publish import draft, publisher
 
 url, stop_at, lease_s = sys.argv[1], sys.argv[2], float(sys.argv[3])
 
@@ -54,8 +54,8 @@ def around(owner, name, step, *, after=False):
 around(ledger.Ledger, "_write_claim", "slot locked, no record")
 around(ledger.Ledger, "claim", "claimed", after=True)
 around(publisher, "Draft", "mapped, nothing written")
-around(publisher, "assemble", "all written, no digest list")
-around(publisher, "write_header", "no header")
+around(draft, "assemble", "all written, no digest list")
+around(draft, "write_header", "no header")
 around(publisher.Publisher, "_make_ready", "header, not ready")
 around(ledger.Ledger, "make_ready", "ready, slot still locked", after=True)
 
