@@ -152,7 +152,7 @@ async def test_the_timeline_tells_all_of_a_swap(console: Watched, gateway: Runni
     newest, oldest = [r.split("\t")[1:] for r in await console.page.locator("#swaps tbody tr").all_inner_texts()]
     assert oldest[:4] == ["v2", "v1", "done", "rolling"]
     assert oldest[4:8] == ["0.75", "250", "50.0", "fingerprint verified; probe passed"]
-    assert oldest[8] == "a (stall 0.50 ms, 1.50 GB/s); b (stall 0.75 ms, 1.60 GB/s)"
+    assert oldest[8] == "a (stall 0.50 ms, 1.50 GB/s, steps 12 % longer meanwhile); b (stall 0.75 ms, 1.60 GB/s)"
     assert newest[-1] == "a byte <b>flipped</b> (tensor t.w)"
     for shape in ("circle.stall", "path.prepare", "rect.commit", "path.aborted"):
         assert await console.page.locator(f"#timeline {shape}").count() >= 1
