@@ -63,6 +63,7 @@ STALE_TOKEN = ("invalid auth token", "revision of auth store is old")
 TRY_ELSEWHERE = (StatusCode.UNAVAILABLE, StatusCode.DEADLINE_EXCEEDED, StatusCode.INTERNAL, StatusCode.UNKNOWN)
 # gRPC says so when no connection could be made: the request has not been sent, and may go to another member.
 NOT_SENT = "failed to connect to all addresses"
+LEADER_CHANGED = "etcdserver: leader changed"  # of reads alone: etcd lets writes wait for the new leader
 RESETS = ("Connection reset", "Broken pipe")
 
 # Parts of what they say, and what to do. After these, trying again helps only once somebody has changed something.
@@ -143,6 +144,8 @@ class Members:
             channel = self._channels[self._current]
             try:
                 return await self._attempt(channel, name, request, deadline, CALL_TIMEOUT_S / attempts, repeat)
+            except LeaderChanged:
+                continue  # until the deadline, at which the attempt fails
             except MemberFailed as failed:
                 if isinstance(failed, ResetWithTls) and not (reset or self.closed):
                     reset, self._channels = True, self._new_channels()
@@ -244,6 +247,8 @@ class Members:
             mapped = translate(error, self._url)
             if error.code() not in TRY_ELSEWHERE:
                 raise mapped from error
+            if LEADER_CHANGED in details:
+                raise LeaderChanged(mapped, unsent=True) from error
             if self._tls and NOT_SENT in details and any(text in details for text in RESETS):
                 raise ResetWithTls(mapped, unsent=True) from error
             raise MemberFailed(mapped, unsent or NOT_SENT in details) from error
@@ -357,6 +362,10 @@ class MemberFailed(Exception):
 
 class TokenExpired(MemberFailed):
     """etcd does not know the token (any more). The request was not applied."""
+
+
+class LeaderChanged(MemberFailed):
+    """The cluster elected a leader while the member read. The member can answer now, and nothing was applied."""
 
 
 class ResetWithTls(MemberFailed):

@@ -9,8 +9,12 @@ import subprocess
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
+from aetcd import rpc
+from aetcd.rpc import rpc_pb2_grpc
 
 from tests.etcd import MIN_LEASE_S, Etcd, Tls
 from tests.waiting import eventually, stays
@@ -300,6 +304,41 @@ async def test_a_cluster_without_a_majority_is_unavailable(cluster: Etcd, of_thr
         await asyncio.wait_for(of_three.get("a"), LONG_S)
     await asyncio.to_thread(cluster.start)
     assert (await persistently(lambda: of_three.get("a"))).value == b"1"
+
+
+class Electing(rpc_pb2_grpc.KVServicer):
+    """A member whose cluster elects leaders during its first `elections` reads."""
+
+    def __init__(self, elections: float) -> None:
+        self.left = elections
+
+    async def Range(self, request: Any, context: Any) -> Any:
+        self.left -= 1
+        if self.left >= 0:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "etcdserver: leader changed")
+        header = rpc.ResponseHeader(cluster_id=1, revision=1, raft_term=2)
+        return rpc.RangeResponse(header=header, kvs=[rpc.KeyValue(key=request.key, value=b"1", mod_revision=1)])
+
+
+@pytest.mark.parametrize("elections", [2, float("inf")])
+async def test_a_read_goes_on_after_an_election(elections: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = grpc.aio.server()
+    rpc_pb2_grpc.add_KVServicer_to_server(Electing(elections), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    opened = open_store(f"etcd://127.0.0.1:{port}/n")
+    try:
+        if elections == 2:
+            found = await opened.get("k")
+            assert found is not None
+            assert found.value == b"1"
+        else:
+            monkeypatch.setattr("weightsync.store.etcd_members.CALL_TIMEOUT_S", 0.2)
+            with pytest.raises(StoreUnavailable):
+                await opened.get("k")
+    finally:
+        await opened.close()
+        await server.stop(None)
 
 
 async def test_an_endpoint_where_nobody_listens_is_passed_over(server: Etcd) -> None:
