@@ -25,7 +25,8 @@ def by_of(request: Request, reason: Reason = "") -> By:
     """Who asks, and why. The gate has checked the key or the token."""
     principal = request.state.principal
     admin = ADMIN in principal.scopes
-    return By(principal.who or principal.name, " ".join(reason.split()), principal.digest, admin)
+    told = "".join(c if c.isprintable() else " " for c in reason)  # as an argument of a process, and in logs
+    return By(principal.who or principal.name, " ".join(told.split()), principal.digest, admin)
 
 
 def model_of(
