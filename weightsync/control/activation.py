@@ -36,7 +36,7 @@ from weightsync.control.state import ROLLING_DRAIN_S, in_flight, not_flipped
 from weightsync.control.strict_json import shown
 from weightsync.errors import (
     Conflict,
-    RecordError,
+    RecordRefused,
     StoreUnavailable,
     SwapAborted,
     SwapTimeout,
@@ -148,11 +148,11 @@ def new_target(
     on_lost: OnLost = "abort",
     split: SplitRecord | None = None,
 ) -> TargetRecord:
-    """Raises RecordError for what no swap can be asked for with."""
+    """Raises RecordRefused for what no swap can be asked for with."""
     for name, value in {"deadline_s": deadline_s, "drain_s": drain_s}.items():
         if value is not None and not (isinstance(value, int | float) and 0 <= value <= MOST_WAIT_S):
             problem = f"field {name!r} cannot be {shown(value)}"
-            raise RecordError("TargetRecord", problem, f"Nothing was written: pass 0 to {MOST_WAIT_S:,} seconds")
+            raise RecordRefused("TargetRecord", problem, f"Nothing was written: pass 0 to {MOST_WAIT_S:,} seconds")
     if drain_s is None:  # else streams that are still there would go on with weights nobody has vouched for
         drain_s = ROLLING_DRAIN_S if mode == "rolling" else 0.0
     target = TargetRecord(version, uuid.uuid4().hex, requested_by, deadline_s, mode, drain_s, on_lost, split)

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from weightsync.control.strict_json import Record
-from weightsync.errors import Conflict, LedgerUnavailable, RecordError
+from weightsync.errors import Conflict, LedgerUnavailable, RecordError, RecordRefused
 from weightsync.store.protocol import MISSING, KeyValue, Store
 
 log = logging.getLogger(__name__)
@@ -250,7 +250,7 @@ def _next(last: HeadRecord, number: int, lines: list[bytes], held: Held) -> tupl
 def _parsed(anchor: str) -> HeadRecord:
     number, _, digest = anchor.partition(":")
     if not number.isdecimal() or len(digest) != 64:
-        raise RecordError("anchor", f"{anchor!r} is not NUMBER:DIGEST, as `hotswap ledger verify` prints it")
+        raise RecordRefused("anchor", f"{anchor!r} is not NUMBER:DIGEST, as `hotswap ledger verify` prints it")
     return HeadRecord(int(number), digest)
 
 

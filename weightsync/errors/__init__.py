@@ -9,6 +9,7 @@ WeightSyncError               base: `code` for machines, a message that says wha
 │   ├── LeaseLost             the lease expired; what was kept under it is gone
 │   ├── WatchCompacted        the watch asks for events that are no longer kept; list again
 │   └── RecordError           a record does not have the fields it must have
+│       └── RecordRefused     a name or a value that no record can have; nothing was written
 ├── ArenaError
 │   ├── ArenaUnavailable      the directory of the slots cannot be used
 │   ├── ArenaFull             no room for one more slot
@@ -128,6 +129,7 @@ from weightsync.errors.store import (
     LeaseLost,
     LedgerUnavailable,
     RecordError,
+    RecordRefused,
     StoreError,
     StoreLost,
     StoreRefused,
@@ -199,6 +201,7 @@ __all__ = [
     "QuantizationError",
     "RayUnavailable",
     "RecordError",
+    "RecordRefused",
     "RemoteError",
     "ShapeMismatch",
     "SigningKeyError",

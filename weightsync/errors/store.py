@@ -70,7 +70,7 @@ class WatchCompacted(StoreError):
 
 
 class RecordError(StoreError):
-    """A record is not what its key says it is: a stored one, or one that was to be stored."""
+    """A record is not what its key says it is."""
 
     code = "record_error"
 
@@ -79,6 +79,12 @@ class RecordError(StoreError):
     ) -> None:
         self.record, self.problem = record, problem
         super().__init__(f"{record}: {problem}. {advice}")
+
+
+class RecordRefused(RecordError):
+    """A name or a value that no record can have. Nothing was written."""
+
+    code = "record_refused"
 
 
 class LedgerUnavailable(WeightSyncError):

@@ -31,6 +31,7 @@ STATUS: dict[str, type[HttpError]] = {
     "lease_lost": Unavailable,
     "watch_compacted": Unavailable,
     "record_error": HttpError,
+    "record_refused": BadRequest,
     "arena_error": InsufficientStorage,
     "arena_unavailable": InsufficientStorage,
     "arena_full": InsufficientStorage,

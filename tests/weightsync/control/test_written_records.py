@@ -36,7 +36,7 @@ from weightsync.control.records import (
 )
 from weightsync.control.state import Step, decide
 from weightsync.control.strict_json import MOST, Record
-from weightsync.errors import RecordError, WeightSyncError
+from weightsync.errors import RecordRefused, WeightSyncError
 
 ROOT = Path(__file__).parents[3]
 QUICK = settings(
@@ -118,7 +118,7 @@ def test_what_is_written_is_read_back_equal(kind: type[Record]) -> None:
     def check(record: Record) -> None:
         try:
             raw = record.to_json()
-        except RecordError as refused:
+        except RecordRefused as refused:
             assert "field" in refused.problem or "bytes" in refused.problem, refused  # noqa: PT017
             return
         assert kind.from_json(raw) == record
@@ -136,7 +136,7 @@ def test_what_is_written_is_read_back_equal(kind: type[Record]) -> None:
     ids=["nan", "infinity", "surrogate", "digits", "long", "list"],
 )
 def test_a_refusal_names_the_field(field: str, value: object) -> None:
-    with pytest.raises(RecordError, match=f"InstanceRecord: field '{field}'"):
+    with pytest.raises(RecordRefused, match=f"InstanceRecord: field '{field}'"):
         dataclasses.replace(InstanceRecord("a", "b"), **{field: value}).to_json()
 
 
@@ -150,7 +150,7 @@ def test_an_error_can_always_be_told() -> None:
 def test_a_name_that_cannot_end_a_key(name: str) -> None:
     keys = Keys("demo")
     for method in (keys.publisher, keys.instance, keys.start, keys.pause):
-        with pytest.raises(RecordError, match="cannot be the end of a key"):
+        with pytest.raises(RecordRefused, match="cannot be the end of a key"):
             method(name)
 
 
@@ -164,7 +164,7 @@ def test_no_model_writes_among_the_records_of_another() -> None:
     assert {"versions", "instances", "sleeps", "hosts"} <= below <= TAKEN
     for name in TAKEN:
         assert Keys(name).root
-        with pytest.raises(RecordError, match="among the records of another model"):
+        with pytest.raises(RecordRefused, match="among the records of another model"):
             Keys(f"demo/{name}/x")
 
 

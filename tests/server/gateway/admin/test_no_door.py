@@ -256,6 +256,17 @@ async def test_no_route_opens_what_a_request_names(
         assert "/admin/weights" in reached  # the walk gets past the gate
 
 
+@pytest.mark.parametrize("text", ["\xa0", "\0", "a/b", "a" * 600, ""], ids=["space", "null", "slash", "long", "empty"])
+async def test_no_text_is_a_fault_of_the_server(gateway: RunningGateway, usual: str, text: str) -> None:
+    """A request with a text that fits nowhere gets what it asks for, or an error of the client's, from each route."""
+    async with gateway.instance():
+        walk = Walk([text], usual)
+        for method, path in walk.routes:
+            for target, body in walk.requests(method, path):
+                status, said = await send(gateway, method, target, body, ADMIN)
+                assert status < 500 or status == 501, (method, target, body, said)
+
+
 @pytest.mark.parametrize(
     ("guard", "path", "canary"),
     [
