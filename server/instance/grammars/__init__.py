@@ -2,6 +2,7 @@
 
 bounds     limits on length, depth and repetitions; linear in the length
 trials     the trial compilations of one instance: the helper process, its queue, the verdicts it has given
+turns      whose trial is next: each API key has its share
 helper     that process; it forks a child with limits for each trial, and imports neither vLLM nor this project
 backend    what vLLM would compile, with which library and which tokenizer
 engine     in the engine: each grammar is compiled with the library that vLLM chose for its request

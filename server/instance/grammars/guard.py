@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from server.instance.grammars import bounds
 from server.instance.grammars.trials import Grammar, GrammarRefused, Trials
-from server.instance.inflight import Problem
+from server.instance.inflight import PUBLIC, Problem
 from server.instance.provenance import current_trace
 
 
@@ -41,7 +41,8 @@ def tried(
             try:
                 grammar = backend.grammar(asked)
                 if grammar is not None:
-                    await trials.check(grammar)
+                    trace = current_trace.get()
+                    await trials.check(grammar, trace.wish.scope if trace is not None else PUBLIC)
             except Problem as problem:
                 _refuse(problem)
         async with contextlib.aclosing(generate(prompt, sampling_params, *args, **kwargs)) as outputs:  # type: ignore[type-var]

@@ -2,7 +2,7 @@
 
 A grammar is tried before vLLM gets it, apart from the loop of the API server and from the engine. The helper starts
 with the first trial and ends with the instance. A verdict is kept, so a grammar costs its trial once; trials of the
-same grammar at one time are one trial.
+same grammar at one time are one trial. Each API key has its share of the trials: keys have turns.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from typing import Annotated, Any
 import orjson
 
 from server.errors import ConfigError
-from server.instance.inflight import Problem
+from server.instance.grammars.turns import NoTurn, Turns
+from server.instance.inflight import PUBLIC, Problem
 from server.options import Option
 
 log = logging.getLogger("hotswap.instance")
@@ -101,23 +102,23 @@ class Trials:
         self._limits, self._kit = limits, kit
         self._verdicts: OrderedDict[bytes, GrammarRefused | None] = OrderedDict()
         self._running: dict[bytes, asyncio.Task[GrammarRefused | None]] = {}
-        self._slots = asyncio.Semaphore(limits.at_once)
+        self._turns = Turns(limits.at_once, limits.waiting)
         self._starting = asyncio.Lock()
         self._helper: _Helper | None = None
 
-    async def check(self, grammar: Grammar) -> None:
-        """Return if vLLM may compile it. Raises GrammarRefused, GrammarsBusy."""
+    async def check(self, grammar: Grammar, owner: str = PUBLIC) -> None:
+        """Return if vLLM may compile it. `owner`: the request's cache scope. Raises GrammarRefused, GrammarsBusy."""
         digest = grammar.digest
         if digest in self._verdicts:
             self._verdicts.move_to_end(digest)
             verdict = self._verdicts[digest]
         else:
-            verdict = await self._judged(digest, grammar)
+            verdict = await self._judged(digest, grammar, owner)
         if verdict is not None:
             raise GrammarRefused(verdict.why, verdict.code)  # each its own: an exception carries its traceback
 
-    async def _judged(self, digest: bytes, grammar: Grammar) -> GrammarRefused | None:
-        trial = self._trial(digest, grammar)
+    async def _judged(self, digest: bytes, grammar: Grammar, owner: str) -> GrammarRefused | None:
+        trial = self._trial(digest, grammar, owner)
         try:
             return await asyncio.shield(trial)  # it goes on without this client: others wait for it, or ask next
         except asyncio.CancelledError:
@@ -125,23 +126,30 @@ class Trials:
                 raise GrammarsBusy("this instance stops") from None
             raise
 
-    def _trial(self, digest: bytes, grammar: Grammar) -> asyncio.Task[GrammarRefused | None]:
+    def _trial(self, digest: bytes, grammar: Grammar, owner: str) -> asyncio.Task[GrammarRefused | None]:
         trial = self._running.get(digest)
         if trial is None:
-            if len(self._running) >= self._limits.at_once + self._limits.waiting:
-                raise GrammarsBusy(f"{len(self._running)} other grammars are being looked at")
-            trial = asyncio.create_task(self._try_out(digest, grammar))
+            try:
+                turn = self._turns.ask(owner)
+            except NoTurn:
+                raise GrammarsBusy(f"{len(self._running)} other grammars are being looked at") from None
+            trial = asyncio.create_task(self._try_out(digest, grammar, turn))
             self._running[digest] = trial
             trial.add_done_callback(lambda done: self._running.pop(digest) and (done.cancelled() or done.exception()))
         return trial
 
-    async def _try_out(self, digest: bytes, grammar: Grammar) -> GrammarRefused | None:
-        async with self._slots:
-            try:
-                report = await (await self._started()).ask(grammar.attempts)
-            except (OSError, EOFError, TimeoutError, asyncio.IncompleteReadError) as error:
-                log.warning("the helper that tries grammars out has ended: %s", error or type(error).__name__)
-                raise GrammarsBusy("the process that tries grammars out has ended") from error
+    async def _try_out(self, digest: bytes, grammar: Grammar, turn: asyncio.Future[None]) -> GrammarRefused | None:
+        try:
+            await turn
+        except NoTurn:
+            raise GrammarsBusy("the grammars of other clients are looked at first") from None
+        try:
+            report = await (await self._started()).ask(grammar.attempts)
+        except (OSError, EOFError, TimeoutError, asyncio.IncompleteReadError) as error:
+            log.warning("the helper that tries grammars out has ended: %s", error or type(error).__name__)
+            raise GrammarsBusy("the process that tries grammars out has ended") from error
+        finally:
+            self._turns.end()
         if report["failed"] == "starved":
             raise GrammarsBusy("this host is too busy to try it out")
         verdict = self._judge(grammar, report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import runpy
 import subprocess
@@ -27,9 +28,11 @@ from server.errors import ConfigError
 from server.instance.grammars import bounds
 from server.instance.grammars.guard import Backend, bounded_parser, tried
 from server.instance.grammars.trials import HELPER, Grammar, GrammarRefused, GrammarsBusy, Limits, Trials
+from server.instance.grammars.turns import NoTurn, Turns
+from server.instance.inflight import Wish
 from server.instance.provenance import Trace, current_trace
 from tests.server.instance.test_bounds import USUAL
-from tests.waiting import wait_until
+from tests.waiting import eventually, wait_until
 
 SLOW = "|".join(f"(.*{'abcdefgh'[n % 8]}.{{{1000 + n}}})" for n in range(400))
 WIDE = ".*".join("abc"[n % 3] for n in range(20_000))  # takes about 150 MiB
@@ -204,6 +207,82 @@ async def test_who_finds_the_queue_full_is_told_to_come_again(kit: dict[str, Any
     assert (busy.value.status, busy.value.retry_after_s) == (429, 2)
     await trials.close()
     await asyncio.gather(running, waiting, return_exceptions=True)
+
+
+async def test_one_key_cannot_take_the_trials_of_others(backend: Backend, kit: dict[str, Any]) -> None:
+    """The guard tells the cache scope of each request, which is a name of its key."""
+
+    async def generate(prompt: Any, *_: Any, **__: Any) -> AsyncIterator[Any]:
+        yield prompt
+
+    trials = trials_of(kit, at_once=1, waiting=2, seconds=60)
+    guarded = tried(generate, backend, trials)
+
+    async def ask(scope: str, text: str) -> list[Any]:
+        current_trace.set(Trace(Wish(scope=scope)))
+        params = SamplingParams(structured_outputs=StructuredOutputsParams(regex=text))
+        return [output async for output in guarded("p", params, "r")]
+
+    slow = asyncio.create_task(trials.check(regex(SLOW), "greedy"))
+    await asyncio.sleep(0)
+    greedy = [asyncio.create_task(ask("greedy", text)) for text in ("a", "b", "c")]
+    await eventually(lambda: greedy[2].done())
+    other = asyncio.create_task(ask("modest", "d"))
+    await eventually(lambda: greedy[1].done())
+    for refused in greedy[1:]:
+        with pytest.raises(VLLMValidationError, match="in some seconds"):
+            await refused
+    assert not greedy[0].done()
+    assert not other.done()
+    await trials.close()
+    await asyncio.gather(slow, greedy[0], other, return_exceptions=True)
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_turns_are_shared(seed: int) -> None:
+    """Whatever owners ask for, and give up: no turn is lost, none is given twice, and an owner that asks for one at a
+    time waits for no more turns than there are owners."""
+    chance = random.Random(seed)
+    at_once, waiting = chance.randint(1, 3), chance.randint(0, 6)
+    turns = Turns(at_once, waiting)
+    running: list[asyncio.Future[None]] = []
+    queued: list[tuple[str, asyncio.Future[None]]] = []
+    modest: asyncio.Future[None] | None = None
+    ended = 0
+
+    def settle() -> None:
+        nonlocal queued
+        running.extend(turn for _, turn in queued if turn.done() and not turn.cancelled() and not turn.exception())
+        queued = [(owner, turn) for owner, turn in queued if not turn.done()]
+        assert len(running) <= at_once
+        assert len(queued) <= waiting
+        assert len(running) == at_once or not queued
+
+    for _ in range(300):
+        owner, deed = chance.choice("abc"), chance.random()
+        if deed < 0.6:
+            with contextlib.suppress(NoTurn):
+                queued.append((owner, turns.ask(owner)))
+        elif deed < 0.7 and queued:
+            chance.choice(queued)[1].cancel()
+        elif running:
+            running.pop(chance.randrange(len(running)))
+            turns.end()
+            ended += 1
+        settle()
+        if modest is None and waiting > 3:  # enough places for one owner to have two more than another
+            modest, ended = turns.ask("modest"), 0
+            queued.append(("modest", modest))
+            settle()
+        elif modest is not None and modest.done():
+            assert ended <= 4
+            modest = None
+    while running:
+        running.pop()
+        turns.end()
+        settle()
+    assert not queued
+    assert turns._free == at_once
 
 
 @pytest.mark.broad
