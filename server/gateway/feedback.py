@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections import Counter
+from typing import Any, Final
 
 from fastapi import APIRouter, Request
 
-from server.answers.feedback import LARGEST, FeedbackRequest, read_posted
-from server.errors import NotFound, PayloadTooLarge, Unauthorized
+from server.answers.feedback import LARGEST, PASS_ON_S, FeedbackRequest, read_posted
+from server.errors import NotFound, PayloadTooLarge, TooManyRequests, Unauthorized
 from server.gateway.access.keys import Principal
 from server.gateway.access.records import ADMIN, INFER
 from server.gateway.deps import GatewayDep
@@ -15,6 +17,7 @@ from server.gateway.gateway import Gateway
 from server.gateway.middleware import FEEDBACK
 from server.gateway.wire.bodies import NONE
 
+LOOK_UPS: Final = 8  # of one key at a time: each is a lease, a record and a watch in the store, for seconds
 router = APIRouter(tags=["feedback"])
 _BODY: dict[str, Any] = {
     "required": True,
@@ -60,11 +63,21 @@ def _admit(gateway: Gateway, principal: Principal) -> None:
 
 
 async def _passed_on(gateway: Gateway, posted: FeedbackRequest, digest: bytes | None) -> bool:
-    """Whether another gateway knows the answer, of whichever model it is."""
-    for model in gateway.models.values():
-        if await model.passing.pass_on(posted, digest):
-            return True
-    return False
+    """Whether another gateway knows the answer, of whichever model it is. Raises TooManyRequests."""
+    if gateway.look_ups[digest] >= LOOK_UPS:
+        message = (
+            f"{LOOK_UPS} answers of this key are being looked for at other gateways; try again in {PASS_ON_S:g} s."
+        )
+        raise TooManyRequests(message, code="feedback_busy", retry_after_s=math.ceil(PASS_ON_S))
+    gateway.look_ups[digest] += 1
+    try:
+        for model in gateway.models.values():
+            if await model.passing.pass_on(posted, digest):
+                return True
+        return False
+    finally:
+        gateway.look_ups[digest] -= 1
+        gateway.look_ups += Counter()  # without those at zero
 
 
 async def _taken_here(gateway: Gateway, posted: FeedbackRequest, principal: Principal, *, admin: bool) -> bool:

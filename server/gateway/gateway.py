@@ -8,6 +8,7 @@ import logging
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -91,6 +92,7 @@ class Gateway:
         self.leaving = False  # it was told to stop: load balancers are to send nothing more
         self.outbox = Outbox()
         self.buffered = 0  # bytes of request bodies held now
+        self.look_ups: Counter[bytes | None] = Counter()  # of answers at other gateways, by the key that rates them
         self.clients: set[GatewayProtocol] = set()  # their connections
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import orjson
 import pytest
 
 from server.gateway.config import AnswerSettings
+from server.gateway.feedback import LOOK_UPS
 from tests.server import continued
 from tests.server.gateway.harness import ADMIN, RunningGateway, admin, new_key, post, running_gateway
 from tests.server.gateway.upstream import Answer, Link, Received, Upstream
@@ -216,3 +218,28 @@ async def test_feedback_finds_the_gateway_that_answered(tmp_path: Path, monkeypa
             assert (await rate(other, stranger, {"id": answer_id, "rating": "up"})).refusal == (404, "unknown_answer")
             assert len(await records(one, answer_id, 2)) == 2
             assert one.store.list("gateway/feedback/")[0] == []
+
+
+async def test_one_key_cannot_fill_the_store_with_look_ups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.answers.feedback.PASS_ON_S", 60.0)
+    with running_gateway(tmp_path) as one, running_gateway(tmp_path) as other:
+        greedy, modest = await collecting(one), await collecting(one)
+
+        async def counted() -> int:
+            return len(one.store.list("gateway/feedback/")[0])
+
+        unknown = [{"id": f"unknown-{n}", "rating": "up"} for n in range(LOOK_UPS + 2)]
+        asking = [asyncio.create_task(rate(one, greedy, said)) for said in unknown[:LOOK_UPS]]
+        await eventually(lambda: sum(one.gateway.look_ups.values()) == LOOK_UPS)
+        busy = await rate(one, greedy, unknown[LOOK_UPS])
+        assert (busy.refusal, busy.headers["retry-after"]) == ((429, "feedback_busy"), "2")
+        asking.append(asyncio.create_task(rate(one, modest, unknown[LOOK_UPS + 1])))
+
+        async def all_ask() -> bool:
+            return await counted() == LOOK_UPS + 1
+
+        await eventually(all_ask)
+        for kv in one.store.list("gateway/feedback/")[0]:
+            other.store.delete(kv.key)
+        await asyncio.gather(*asking)
+        assert not one.gateway.look_ups
