@@ -58,6 +58,15 @@ class ConfigError(ServerError):
     """A setting that cannot work. The message names the setting and what to do about it."""
 
 
+def error_body(path: str, status: int, error: dict[str, Any]) -> dict[str, Any]:
+    """`error`, as OpenAI's SDKs read it, in the shape of the API that `path` belongs to: Anthropic's SDKs read another
+    one."""
+    if path not in _ANTHROPIC:
+        return {"error": error}
+    kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {**error, "type": kind}}
+
+
 class HttpError(ServerError):
     """A fault with an HTTP status. `message` says what to do; `details` are extra fields of the error object."""
 
@@ -81,18 +90,14 @@ class HttpError(ServerError):
         self.retry_after_s = retry_after_s
         self.details = details or {}
 
+    def body_for(self, path: str) -> bytes:
+        """The JSON body in the shape of the API that `path` belongs to."""
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code, **self.details}
+        return orjson.dumps(error_body(path, self.status, error), default=str)
+
     def body(self) -> bytes:
         """The OpenAI-shaped JSON body."""
-        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code, **self.details}
-        return orjson.dumps({"error": error}, default=str)
-
-    def body_for(self, path: str) -> bytes:
-        """The body in the shape of the API that `path` belongs to: the SDKs of Anthropic read another one."""
-        if path not in _ANTHROPIC:
-            return self.body()
-        kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
-        error = {"type": kind, "message": self.message, "param": self.param, "code": self.code, **self.details}
-        return orjson.dumps({"type": "error", "error": error}, default=str)
+        return self.body_for("")
 
     def headers(self) -> dict[str, str]:
         """Headers that belong to this status (Retry-After, WWW-Authenticate)."""

@@ -220,7 +220,7 @@ class ProvenanceMiddleware:
             error = {"message": str(problem), "type": "invalid_request_error", "param": None, "code": "bad_resume"}
             await _send_json(send, 400, {"error": error})
             return
-        trace = Trace(Wish.of(scope.get("headers", ())), replaying)
+        trace = Trace(Wish.of(scope.get("headers", ())), replaying, scope["path"])
         current_trace.set(trace)
         if scope["path"] in TRACED or scope["path"] in PROMPT_FIELDS:
             receive = _read_along(receive, trace, scope["path"])
@@ -310,7 +310,7 @@ class _Answer:
             await self._refuse()
         elif not self._over:
             self._over = True
-            event = orjson.dumps({"type": "error", **problem_body(self._trace.problem)})
+            event = orjson.dumps({"type": "error", **problem_body(self._trace.problem, self._trace.path)})
             await self._send({"type": "http.response.body", "body": b"event: error\ndata: " + event + b"\n\n"})
         return True
 
@@ -359,7 +359,7 @@ class _Answer:
         """Nothing was sent yet: the typed error, whatever the route made of it."""
         assert self._trace.problem is not None
         self._over = True
-        body = orjson.dumps(problem_body(self._trace.problem))
+        body = orjson.dumps(problem_body(self._trace.problem, self._trace.path))
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         if isinstance(self._trace.problem, VersionMismatch):
             headers.append((b"x-hotswap-refused", VERSION))

@@ -34,6 +34,7 @@ from typing import Any
 
 import orjson
 
+from server.errors import error_body
 from server.instance.requests import check_count
 from weightsync.vllm_engine.engine_core.prefixes import FIELD
 
@@ -52,7 +53,8 @@ current_trace: ContextVar[Trace | None] = ContextVar("current_trace", default=No
 class Trace:
     """Version spans of one HTTP request, by choice index. Several prompts in one body number their choices on."""
 
-    def __init__(self, wish: Wish | None = None, replaying: Replaying | None = None) -> None:
+    def __init__(self, wish: Wish | None = None, replaying: Replaying | None = None, path: str = "") -> None:
+        self.path = path
         self.wish = wish or Wish()
         self.replaying = replaying or Replaying()
         self.problem: Problem | None = None
@@ -346,7 +348,9 @@ def _annotate_event(event: bytes, trace: Trace) -> bytes:
         return event
     payload = orjson.loads(data)
     if payload.get("object") == "error" or payload.get("error") is not None:
-        return event if trace.problem is None else head + b"data: " + orjson.dumps(problem_body(trace.problem))
+        return (
+            event if trace.problem is None else head + b"data: " + orjson.dumps(problem_body(trace.problem, trace.path))
+        )
     if trace.replaying.silences(payload):
         return b""
     trace.replaying.disguise(payload)
@@ -396,7 +400,7 @@ def _opens(choice: dict[str, Any]) -> bool:
     return "role" in delta and not delta.get("content")
 
 
-def problem_body(problem: Problem) -> dict[str, Any]:
-    """The OpenAI-shaped error of a request that was ended or kept out."""
+def problem_body(problem: Problem, path: str = "") -> dict[str, Any]:
+    """The error of a request that was ended or kept out, in the shape of the API that `path` belongs to."""
     error = {"message": str(problem), "type": problem.type, "param": problem.param, "code": problem.code}
-    return {"error": error}
+    return error_body(path, problem.status, error)

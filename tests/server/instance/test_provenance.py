@@ -16,10 +16,12 @@ from vllm.entrypoints.serve.exception_handling.register import init_exception_ha
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.exceptions import EngineGenerateError
 
+from server import api
 from server.instance.grammars.trials import GrammarRefused, GrammarsBusy
 from server.instance.inflight import Inflight, Problem, VersionMismatch, WeightsChanged, Wish
-from server.instance.middleware import ProvenanceMiddleware, answer_faults
+from server.instance.middleware import TRACED, ProvenanceMiddleware, answer_faults
 from server.instance.provenance import MOST_SCORES, Trace, annotate, annotate_chunk, current_trace, pooled, traced
+from tests.server.gateway.wire.test_error_shapes import check_shape
 from tests.server.instance.asgi import head, part, sent_by
 
 Span = namedtuple("Span", ["version", "start", "end"])
@@ -236,7 +238,7 @@ EVENT = b'event: x\ndata: {"type":"x"}\n\n'
 
 
 async def broken(
-    problem: Problem | None, *parts: bytes, fallback: bool = False, begun: bool = True
+    problem: Problem | None, *parts: bytes, fallback: bool = False, begun: bool = True, path: str = "/v1/responses"
 ) -> list[dict[str, Any]]:
     """What is sent for an app that streams `parts`, then raises; `fallback`: the framework answers 500 first.
 
@@ -256,11 +258,24 @@ async def broken(
             await send(part(b"Internal Server Error", more=False))
         raise RuntimeError("broke off")
 
-    return await answered(app)
+    return await answered(app, path)
 
 
-async def answered(app: Any) -> list[dict[str, Any]]:
-    return await sent_by(ProvenanceMiddleware(app, lambda: 5), "/v1/responses")
+async def answered(app: Any, path: str = "/v1/responses") -> list[dict[str, Any]]:
+    return await sent_by(ProvenanceMiddleware(app, lambda: 5), path)
+
+
+@pytest.mark.parametrize("problem", [VersionMismatch(4), WeightsChanged(), GrammarRefused("x"), GrammarsBusy("y")])
+@pytest.mark.parametrize("route", [pytest.param(r, id=r.path) for r in api.ROUTES if r.path in TRACED])
+async def test_each_error_has_the_shape_of_its_route_s_api(route: api.Forwarded, problem: Problem) -> None:
+    """Before the first byte, as an event of its own, and in place of vLLM's event."""
+    _, whole = await broken(problem, fallback=True, path=route.path)
+    check_shape(route, whole["body"])
+    _, _, own = await broken(problem, EVENT, path=route.path)
+    *_, inside = await broken(problem, EVENT + b'event: error\ndata: {"error": {"message": "x"}}\n\n', path=route.path)
+    for event in (own, inside):
+        told = orjson.loads(event["body"].rpartition(b"event: error\ndata: ")[2])
+        check_shape(route, orjson.dumps(told if route.tag == "anthropic" else {"error": told["error"]}))
 
 
 async def test_a_stream_that_a_swap_broke_ends_in_order_with_the_error_as_an_event() -> None:
