@@ -38,7 +38,7 @@ def configured(name: str, running: Fleet, root: Path, **changes: Any) -> dict[st
     return {**config, "metrics": str(root / f"{name}.jsonl")} | changes
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_fine_tuning_then_grpo_raises_held_out_accuracy(zygote: Zygote, tiny_model: str, tmp_path: Path) -> None:
     tuned, improved = str(tmp_path / "sft"), str(tmp_path / "grpo")
     with fleet(tiny_model, tmp_path) as running:
@@ -78,7 +78,7 @@ def check_logprobs(live: LiveServer, student_url: str, model: Path) -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_student_comes_to_agree_with_a_teacher_that_vllm_serves(
     zygote: Zygote, tiny_model: str, tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ from server.up.forks import Forked
 from tests.trainer.faults.runs import SUMS, arguments, fine_tuning
 from tests.warm import TRAINERS, warm
 
-PATIENCE_S = 300.0
+PATIENCE_S = 900.0
 
 
 class Zygote:
