@@ -91,7 +91,8 @@ def test_a_student_comes_to_agree_with_a_teacher_that_vllm_serves(
         recipe = example("distill.yaml")
         recipe["algorithm"]["teacher"] |= {"url": live.url, "model": live.name}
         recipe |= reinforced(student, served, algorithm=recipe["algorithm"], steps=40)
-        recipe |= {"rewards": [{"kind": "exact_match"}], "save_to": None}
+        # At a constant rate the divergence of the last steps is noise as large as what is left of it.
+        recipe |= {"rewards": [{"kind": "exact_match"}], "save_to": None, "optimizer": {"lr": 5e-4, "decay": "cosine"}}
         recipe.pop("metrics")
         steps = events(zygote.train(recipe, tmp_path, "distill"), "step")
     divergences, rewards = ([step[name] for step in steps] for name in ("teacher_kl", "reward_mean"))
