@@ -59,8 +59,10 @@ class ConfigError(ServerError):
 
 
 def error_body(path: str, status: int, error: dict[str, Any]) -> dict[str, Any]:
-    """`error`, as OpenAI's SDKs read it, in the shape of the API that `path` belongs to: Anthropic's SDKs read another
-    one."""
+    """`error`, as OpenAI's SDKs read it, in the shape of the API that `path` belongs to: clients of Anthropic's and
+    SGLang's read other ones."""
+    if path in api.SGLANG:
+        return {"success": False, "message": error["message"], "error": error}
     if path not in _ANTHROPIC:
         return {"error": error}
     kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")

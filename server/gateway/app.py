@@ -134,14 +134,14 @@ def _add_probes(app: APIRouter) -> None:
         return Response(await gateway.pages.all(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-async def _http_error(_: Request, exc: Exception) -> Response:
+async def _http_error(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HttpError)
-    return error_response(exc)
+    return error_response(exc, request.scope["path"])
 
 
-async def _weightsync_error(_: Request, exc: Exception) -> Response:
+async def _weightsync_error(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, WeightSyncError)
-    return error_response(to_http(exc))
+    return error_response(to_http(exc), request.scope["path"])
 
 
 def _methods_of(request: Request) -> list[str]:
@@ -152,18 +152,18 @@ def _methods_of(request: Request) -> list[str]:
 
 async def _starlette_error(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HTTPException)
+    path = request.scope["path"]
     if exc.status_code == 405:
         allow = ", ".join(_methods_of(request))
-        return error_response(MethodNotAllowed(f"Use {allow} for {request.url.path}.", allow=allow))
+        return error_response(MethodNotAllowed(f"Use {allow} for {path}.", allow=allow), path)
     if exc.status_code == 404:
-        return error_response(NotFound(elsewhere(request.url.path, admin_port=request.state.admin_port)))
-    return error_response(BadRequest(str(exc.detail)))
+        return error_response(NotFound(elsewhere(path, admin_port=request.state.admin_port)), path)
+    return error_response(BadRequest(str(exc.detail)), path)
 
 
-async def _validation_error(_: Request, exc: Exception) -> Response:
+async def _validation_error(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, RequestValidationError)
     first = exc.errors()[0]
     where = ".".join(str(part) for part in first["loc"] if part != "body")
-    return error_response(
-        BadRequest(f"{where or 'body'}: {first['msg']}", code="invalid_parameter", param=where or None)
-    )
+    error = BadRequest(f"{where or 'body'}: {first['msg']}", code="invalid_parameter", param=where or None)
+    return error_response(error, request.scope["path"])

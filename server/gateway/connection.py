@@ -481,7 +481,8 @@ class GatewayProtocol:
         """A whole answer of the gateway's own. What an exchange ends with is told of by itself."""
         stats = self.gateway.stats
         request_id = self.head.request_id if self.head is not None else new_request_id()
-        targets = find(without_slash(self.url))
+        url = without_slash(self.url)
+        targets = find(url)
         path = targets[0].route.name if targets else ""
         if self.exchange is None and stats.watchers:
             route = path if path and self.head is not None else "-"
@@ -490,6 +491,7 @@ class GatewayProtocol:
         stats.refused[error.code] += 1
         self._outbox.flush()  # the end of the answer before this one may still be there
         head_only, extra = self.method == b"HEAD", self.extra_head
+        shape = path or url.partition(b"?")[0].decode("latin-1")  # the app's routes have shapes, too
         self.transport.write(
-            error_answer(error, request_id, keep_alive=keep_alive, head_only=head_only, extra_head=extra, path=path)
+            error_answer(error, request_id, keep_alive=keep_alive, head_only=head_only, extra_head=extra, path=shape)
         )

@@ -60,7 +60,7 @@ class RequestIdMiddleware:
             if status != 499:
                 raise  # the answer has begun: uvicorn cuts it
             failed = HttpError("The gateway failed to answer; the fault is in its log.")
-            await error_response(failed)(scope, receive, send_with_id)
+            await error_response(failed, scope["path"])(scope, receive, send_with_id)
         finally:
             self._tell(scope, status, time.monotonic() - began)
 
@@ -120,7 +120,7 @@ class AdminGate:
             try:
                 await _check(scope)
             except HttpError as error:
-                await error_response(error)(scope, receive, send)
+                await error_response(error, scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -133,6 +133,6 @@ async def _check(scope: Scope) -> None:
     state["principal"] = await state["gateway"].access.authorize(state["key"], role)
 
 
-def error_response(error: HttpError) -> Response:
-    """`error` as the app answers it."""
-    return Response(error.body(), error.status, error.headers(), media_type="application/json")
+def error_response(error: HttpError, path: str) -> Response:
+    """`error` as the app answers it at this path."""
+    return Response(error.body_for(path), error.status, error.headers(), media_type="application/json")

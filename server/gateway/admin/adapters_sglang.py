@@ -4,22 +4,19 @@
     update_weights_from_tensor  collects buckets of safetensors; the one that completes the model swaps it in
     pause_generation, continue_generation   a pause lease of 120 s
 
-Answers have SGLang's form, {"success", "message"}; a refusal has the fields of our errors besides.
+Answers have SGLang's form, {"success", "message"}, and so have refusals (server/errors.py `error_body`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Request, Response
-from fastapi.responses import JSONResponse, PlainTextResponse
-from fastapi.routing import APIRoute
+from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, ConfigDict
 
-from server.errors import BadRequest, Conflict, HttpError, Unsupported
-from server.gateway.admin.error_map import to_http
+from server.errors import BadRequest, Conflict, Unsupported
 from server.gateway.admin.publishing import WeightUpdate, refused_pickle
 from server.gateway.admin.trainers import (
     active_version,
@@ -34,31 +31,13 @@ from server.gateway.admin.trainers import (
 from server.gateway.admin.weights import model_schema
 from server.gateway.deps import ByDep, ModelDep
 from server.gateway.models.model import Model
-from weightsync.errors import WeightSyncError
 from weightsync.format.manifest import Schema
 
 FAMILY = "sglang"
 FREEZING = ("in_place", "retract")
 
 
-class SGLangRoute(APIRoute):
-    """A refusal in SGLang's form: its clients read `success` and `message`."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handler = super().get_route_handler()
-
-        async def answer(request: Request) -> Response:
-            try:
-                return await handler(request)
-            except WeightSyncError as error:
-                return _refusal(to_http(error))
-            except HttpError as error:
-                return _refusal(error)
-
-        return answer
-
-
-router = APIRouter(tags=["sglang"], route_class=SGLangRoute)
+router = APIRouter(tags=["sglang"])
 
 
 class TrainerRequest(BaseModel):
@@ -294,9 +273,3 @@ def _check(body: Update) -> None:
 def _missing(draft: WeightUpdate, schema: Schema | None) -> int:
     """How many tensors of the model are still to come."""
     return len(schema.tensors.keys() - draft.names) if schema is not None else 0
-
-
-def _refusal(error: HttpError) -> JSONResponse:
-    problem = {"message": error.message, "type": error.type, "code": error.code, "param": error.param, **error.details}
-    content = {"success": False, "message": error.message, "error": problem}
-    return JSONResponse(content, error.status, headers=error.headers())

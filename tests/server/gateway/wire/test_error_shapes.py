@@ -7,9 +7,11 @@ from typing import Any
 
 import orjson
 import pytest
+from fastapi.routing import APIRoute
 
 from server import api
 from server.gateway import Limits
+from server.gateway.admin import adapters_sglang
 from tests.server.gateway.harness import ADMIN, RunningGateway, request, running_gateway
 from tests.server.gateway.upstream import cut, streaming
 from tests.server.gateway.wire.test_proxy import PATIENT
@@ -86,3 +88,21 @@ async def test_nothing_after_an_error_says_that_a_stream_is_complete(
         answer = await gateway.ask(sent)
     assert answer.status == 502
     check_shape(route, answer.body)
+
+
+def test_the_routes_of_sglang_are_known() -> None:
+    assert {route.path for route in adapters_sglang.router.routes if isinstance(route, APIRoute)} == api.SGLANG
+
+
+@pytest.mark.parametrize("fault", ["no key", "an unknown key", "wrong method", "too large", "bad JSON", "no object"])
+@pytest.mark.parametrize("path", sorted(api.SGLANG))
+async def test_refusals_of_sglang_s_routes_have_its_shape(gateway: RunningGateway, path: str, fault: str) -> None:
+    headers, method, body, status = FAULTS[fault]
+    if body in (b'{"a"', b"[]") and not path.startswith("/update_weight") and path != "/pause_generation":
+        return  # it takes no body
+    own = "GET" if path in ("/get_model_info", "/health_generate", "/model_info") else "POST"
+    answer = await gateway.ask(request(method or own, path, body, headers), admin=True)
+    told = orjson.loads(answer.body)
+    assert told.keys() == {"success", "message", "error"}
+    assert told["success"] is False
+    assert answer.status == status or (path.startswith("/update_weights") and answer.status == 501)
