@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping
+from bisect import bisect
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,9 +18,12 @@ from weightsync.errors import BucketDamaged, BucketError, BucketUnavailable, Del
 from weightsync.format.delta import DeltaHeader
 from weightsync.format.manifest import digest_of
 
+log = logging.getLogger("weightsync.bucket")
+
 T = TypeVar("T")
 FORMAT = 1
 _NUMBER = re.compile(r"(\d{12})(?:\.json|-[0-9a-f]{32})")
+_UPLOAD = re.compile(r"[0-9a-f]{32}")
 _USER = re.compile(r"(://)[^/?#@\s]*@")
 _QUERY = re.compile(r"(://[^?\s]*)\?[^\s'\"),]*")
 
@@ -93,7 +98,9 @@ class StoredVersion:
                 raise ValueError(f"versions {others} cannot have its other parts")
             if header.base is not None and header.base.version >= number:
                 raise ValueError(f"version {number} cannot build on version {header.base.version}")
-            return cls(number, str(found["upload"]), header, parts, others)
+            if not _UPLOAD.fullmatch(upload := found["upload"]):
+                raise ValueError(f"{upload!r} is no upload")
+            return cls(number, upload, header, parts, others)
         except (ValueError, TypeError, KeyError, AttributeError, DeltaError) as error:
             raise BucketDamaged(where, f"it cannot be read ({error})") from error
 
@@ -192,32 +199,41 @@ class Bucket:
 
     def prune(self, keep: int) -> list[int]:
         """Removes all but the newest `keep` versions, those that have their other parts and those that they build on,
-        then what no version names up to the newest number; returns the numbers that went. Raises BucketDamaged, and
-        removes nothing, if a record of those that stay cannot be read: it may name what would go."""
-        numbers = self.numbers()
-        if not numbers:
-            return []
-        needed, uploads = set[int](), set[str]()
-        for number in numbers[-keep:]:
-            for at, found in self._under(number, needed):
+        then what no version names up to the newest number; returns the numbers that went. A record that cannot be read,
+        of a newer release perhaps, may name whatever is older: neither that version nor an older one is removed."""
+        numbers, found, floor = self.numbers(), dict[int, StoredVersion](), 0
+        for number in numbers:
+            try:
+                found[number] = self.read(number)
+            except VersionGone:
+                continue
+            except BucketDamaged as error:
+                floor = number
+                log.warning("nothing up to version %d is removed from %s: %s", number, self.told, error)
+        newest, needed = numbers[-keep:], set[int]()
+        waiting = [at for number in newest if number in found for at in found[number].newest.values()]
+        while waiting:
+            if (at := waiting.pop()) in found and at not in needed:
                 needed.add(at)
-                uploads.add(directory_of(found).rpartition("/")[2])
-        gone = [number for number in numbers if number not in needed]
+                waiting += [base] if (base := found[at].base) is not None else []
+        uploads = {directory_of(found[number]).rpartition("/")[2] for number in needed}
+        gone = [number for number in found if number > floor and number not in needed]
         for number in gone:  # the record first: what has one is whole
             self._remove(_record(number))
         for name in self._names("data"):
             match = _NUMBER.fullmatch(name)
-            if match is not None and int(match[1]) <= numbers[-1] and name not in uploads:
+            if match is not None and floor < int(match[1]) <= numbers[-1] and name not in uploads:
                 self._remove(f"data/{name}", recursive=True)
         return gone
 
     def remove(self, number: int) -> None:
-        """Removes one version. Raises VersionGone, BucketDamaged, and VersionNeeded for one that another builds on, for
-        the newest, which followers take, and for those that have its other parts."""
+        """Removes one version. Raises VersionGone, BucketDamaged also for a later record that cannot be read and may
+        name this one, and VersionNeeded for one that another builds on, for the newest, which followers take, and for
+        those that have its other parts."""
         numbers = self.numbers()
         found, users = self.read(number), list[int]()
-        for user in numbers:
-            with contextlib.suppress(VersionGone, BucketDamaged):
+        for user in numbers[bisect(numbers, number) :]:
+            with contextlib.suppress(VersionGone):
                 version = self.read(user)
                 if version.base == number or (user == numbers[-1] and number in version.others.values()):
                     users.append(user)
@@ -258,22 +274,6 @@ class Bucket:
         with self._told(number):
             data: bytes = self._files.cat_file(self._at(path))
         return data
-
-    def _under(self, number: int, known: Collection[int]) -> Iterator[tuple[int, StoredVersion]]:
-        """The version, those that it builds on and those that have its other parts, with what each of those builds on,
-        each once, none that is `known` and none that has gone. Raises BucketDamaged."""
-        waiting, seen = [number], set(known)
-        while waiting:
-            if (at := waiting.pop()) in seen:
-                continue
-            seen.add(at)
-            try:
-                found = self.read(at)
-            except VersionGone:
-                continue
-            waiting += [found.base] if found.base is not None else []
-            waiting += found.others.values() if at == number else ()
-            yield at, found
 
     def _names(self, directory: str) -> list[str]:
         self._files.invalidate_cache()
