@@ -158,7 +158,7 @@ def test_the_trainer_takes_its_configuration(monkeypatch: pytest.MonkeyPatch, tm
         path = Path(trainer.main._parser().parse_args([option]).config)
         assert str(path.parent) in [m["mountPath"] for m in container["volumeMounts"]]
         file = tmp_path / "config.yaml"
-        file.write_text(r.get("ConfigMap", "hotswap-trainer")["data"][path.name])
+        file.write_text(next(o for o in r.of("ConfigMap") if "-trainer-" in o["metadata"]["name"])["data"][path.name])
         config = trainer.config.load(file)
         assert config.publish is not None
         assert config.publish.store_url == environment(container)["HOTSWAP_STORE"]

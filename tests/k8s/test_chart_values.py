@@ -20,7 +20,20 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.k8s.helm import CHART, NAMESPACE, SETS, Object, Release, environment, release, rendered, run, template
+from tests.k8s.helm import (
+    CHART,
+    NAMES,
+    NAMESPACE,
+    SETS,
+    Object,
+    Pod,
+    Release,
+    environment,
+    release,
+    rendered,
+    run,
+    template,
+)
 
 REFUSED = {
     "gateway.replica=3": "replica",
@@ -45,6 +58,13 @@ REFUSED = {
     "rollout.autoscaling.enabled=true": "rollout.autoscaling.prometheus: name the server",
     "peer.resources.limits.cpu=1,peer.resources.limits.memory=null": "memory",
     "rollout.groupSize=2": "rollout.groupSize",
+    "peer.dataPort=8003": "peer.dataPort: 8001",
+    "gateway.autoscaling.minReplicas=9": "gateway.autoscaling: minReplicas is more",
+    "rollout.autoscaling.maxReplicas=1": "rollout.autoscaling: minReplicas is more",
+    "gateway.resources.requests.memory=2049Mi": "gateway.resources: the request for memory",
+    "etcd.tls.existingSecret=members": "etcd.tls: name both secrets",
+    "rollout.kind=LeaderWorkerSet,rollout.groupSize=2,rollout.rdma=1": "set it below rollout.rdma",
+    f"fullnameOverride={'n' * 40},trainer.run=a-name-of-20-letters": "trainer.run: the Job's name",
     "trainer.mode=colocated,trainer.config.steps=1": "rollout.replicas to 1",
     "trainer.mode=colocated,trainer.config.steps=1,rollout.replicas=1,rollout.gpus=1": "rollout.deviceClass",
 }
@@ -118,6 +138,69 @@ def test_an_etcd_without_users_and_tls_is_reached_so() -> None:
     assert environment(gateway.container("gateway"))["HOTSWAP_STORE"] == "etcd://etcd:2379/dev"
     assert not any("etcd" in volume["name"] for volume in gateway.spec["volumes"])
     assert not [o for o in r.objects if o["metadata"]["name"].startswith("hotswap-etcd")]
+
+
+def test_an_etcd_of_the_chart_needs_no_cert_manager() -> None:
+    r = rendered(
+        *("--set", "etcd.tls.existingSecret=members,etcd.tls.clientSecret=clients"),
+        *("--set", "clusterTls.mode=existingSecret,clusterTls.existingSecret=cluster"),
+    )
+    assert not [o for o in r.objects if o["apiVersion"].startswith("cert-manager.io")]
+    assert r.pod("etcd").secrets() == {"members"}
+    assert {"clients", "cluster"} <= r.pod("gateway").secrets()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_variable_of_the_users_takes_the_place_of_the_charts(name: str) -> None:
+    """The API refuses a name that is there twice."""
+    tiers = {"gateway": "gateway", "rollout": "instance", "peer": "peer", "trainer": "trainer"}
+    containers = {c["name"]: c for pod in release(name).pods() for c in pod.containers()}
+    own = {tier: [e["name"] for e in containers[c]["env"]] for tier, c in tiers.items() if c in containers}
+    mine = {tier: json.dumps([{"name": n, "value": "mine"} for n in names]) for tier, names in own.items()}
+    settings = [word for tier, text in mine.items() for word in ("--set-json", f"{tier}.extraEnv={text}")]
+    checked = 0
+    for pod in rendered(*VALUES[name], *settings).pods():
+        for container in pod.containers():
+            names = [e["name"] for e in container.get("env", [])]
+            assert len(set(names)) == len(names), container["name"]
+            if container["name"] in {tiers[tier] for tier in own}:
+                assert {e.get("value") for e in container["env"]} == {"mine"}
+                checked += 1
+    assert checked >= len(own)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_namespace_with_a_quota_for_cpus_can_be_lived_in(name: str) -> None:
+    """Every container's limits can be set; a number is an amount, too."""
+    owners = ("gateway", "rollout", "peer", "trainer", "etcd")
+    limited = {"requests": {"cpu": 1, "memory": "1Gi"}, "limits": {"cpu": 2, "memory": "700Gi"}}
+    places = [f"{owner}.resources" for owner in owners] + ["etcd.usersResources", "model.publishResources"]
+    settings = [word for place in places for word in ("--set-json", f"{place}={json.dumps(limited)}")]
+    for pod in rendered(*VALUES[name], *settings).pods():
+        for container in pod.containers():
+            assert container["resources"]["limits"]["cpu"] == 2, container["name"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_containers_of_a_pod_share_its_rdma_devices(name: str) -> None:
+    """They are counted for the pod: a host with as many as the values say can take it."""
+    values = {"rollout": {"rdma": 0}, "trainer": {"rdma": 0}} | yaml.safe_load(
+        SETS[name].read_text() if SETS.get(name) else "{}"
+    )
+    for pod in release(name).pods():
+        component = pod.labels["app.kubernetes.io/component"]
+        asked = [int(c["resources"].get("limits", {}).get("rdma/hca", 0)) for c in pod.containers()]
+        assert sum(asked) == values.get(component, {}).get("rdma", 0), pod.where
+
+
+def test_what_waits_for_an_instance_is_given_its_time_and_can_be_moved() -> None:
+    r = rendered("--set", "rollout.startSeconds=1800")
+    assert r.get("Deployment", "hotswap-gateway")["spec"]["progressDeadlineSeconds"] == 2400
+    policy = "unhealthyPodEvictionPolicy"
+    assert r.get("PodDisruptionBudget", "hotswap-gateway")["spec"][policy] == "AlwaysAllow"
+    assert r.get("PodDisruptionBudget", "hotswap-rollout")["spec"][policy] == "IfHealthyBudget"
+    drained = rendered("--set", "rollout.evictUnready=true")
+    assert drained.get("PodDisruptionBudget", "hotswap-rollout")["spec"][policy] == "AlwaysAllow"
 
 
 def test_upgrades_change_no_job_that_runs() -> None:
@@ -276,3 +359,94 @@ def test_another_application_version_makes_users_anew(tmp_path: Path) -> None:
     old, new = release("defaults"), rendered(chart=versioned(tmp_path / "hotswap", appVersion="0.2.0"))
     assert len(users(old) | users(new)) == 2
     assert [p for p in new.pods() if p.kind != "Job"] == [p for p in old.pods() if p.kind != "Job"]
+
+
+ETCD_STAYS = ("etcd.members=3", "etcd.storage.size=8192Mi", "etcd.resources.limits.memory=3Gi")
+ETCD_ENDS = {
+    "etcd.members=1": "etcd.members: hotswap-etcd has 3",
+    "etcd.members=5": "etcd.members: hotswap-etcd has 3",
+    "etcd.storage.size=9Gi": "etcd.storage: hotswap-etcd has 8Gi",
+    "etcd.storage.className=fast": "etcd.storage: hotswap-etcd has 8Gi",
+}
+
+
+def test_an_upgrade_that_would_end_the_store_is_refused() -> None:
+    live = release("defaults")
+    with holding(live.objects, []) as cluster:
+        for settings in ETCD_STAYS:
+            assert rendered("--set", settings, *cluster).get("StatefulSet", "hotswap-etcd"), settings
+        for settings, told in ETCD_ENDS.items():
+            done = template("--set", settings, *cluster)
+            assert done.returncode != 0, settings
+            assert told in done.stderr
+
+
+def test_a_trainer_that_runs_stays_as_it_is() -> None:
+    """The API refuses a Job that was changed, after other objects have changed already."""
+    live = rendered(*VALUES["kueue"])
+    job = live.get("Job", "hotswap-train-grpo-1")
+    job["spec"]["suspend"] = False  # Kueue has admitted it
+    job["spec"]["template"]["spec"]["nodeSelector"] = {"flavor": "h100"}
+    job["spec"]["template"]["metadata"]["labels"]["controller-uid"] = "7"
+    changed = ("--set", "image.tag=two,trainer.config.steps=2000,trainer.gpus=4")
+    with holding(live.objects, []) as cluster:
+        new = rendered(*VALUES["kueue"], *changed, *cluster)
+        another = rendered(*VALUES["kueue"], *changed, "--set", "trainer.run=grpo-2", *cluster)
+    assert new.get("Job", "hotswap-train-grpo-1")["spec"] == job["spec"]
+    assert new.pod("rollout").container("instance")["image"].endswith(":two")
+    started = another.get("Job", "hotswap-train-grpo-2")["spec"]
+    assert started["suspend"]
+    assert started["template"]["spec"]["containers"][0]["image"].endswith(":two")
+
+
+def maps(r: Release) -> dict[str, Object]:
+    return {o["metadata"]["name"]: o for o in [*r.of("ConfigMap"), *r.of("ResourceClaimTemplate")]}
+
+
+def named_by(pod: Pod) -> set[str]:
+    claims = {c["resourceClaimTemplateName"] for c in pod.spec.get("resourceClaims", [])}
+    return claims | {v["configMap"]["name"] for v in pod.spec["volumes"] if "configMap" in v}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_what_a_pod_reads_is_that_of_its_own_revision(name: str, tmp_path: Path) -> None:
+    """A pod of the former revision that starts once more finds what it was made for, unchanged."""
+    chart = versioned(tmp_path / "hotswap", version="0.1.1")
+    with (chart / "files" / "probe.py").open("a") as file:
+        file.write("# changed\n")
+    more = {
+        "colocated": ("--set", "rollout.gpus=2,trainer.config.steps=2000"),
+        "kueue": ("--set", "trainer.config.steps=2000"),
+    }
+    old, new = release(name), rendered(*VALUES[name], *more.get(name, ()), chart=chart)
+    for r in (old, new):
+        for found in set().union(*map(named_by, r.pods())):
+            assert maps(r)[found]["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+            assert maps(r)[found].get("immutable", maps(r)[found]["kind"] == "ResourceClaimTemplate")
+    for before, after in zip(old.pods(), new.pods(), strict=True):
+        assert named_by(before).isdisjoint(named_by(after)), before.where
+        assert len(named_by(before)) == len(named_by(after))
+
+
+RESTARTS: dict[str, set[str]] = {
+    "gateway.replicas=5,gateway.autoscaling.maxReplicas=9": set(),
+    "rollout.replicas=5,rollout.partition=2,rollout.evictUnready=true": set(),
+    "monitoring.operator=true,monitoring.interval=30s": set(),
+    "networkPolicy.enabled=false": set(),
+    "certManager.duration=4000h": set(),
+    "gateway.service.type=NodePort": set(),
+    "gateway.leave=20": {"gateway"},
+    "gateway.resources.limits.memory=3Gi": {"gateway"},
+    "rollout.drain=30": {"rollout"},
+    "peer.resources.limits.memory=9Gi": {"rollout"},
+    "model.publish=never": {"rollout"},
+    "etcd.image.tag=v3.6.6": {"etcd"},
+    "image.tag=two": {"gateway", "rollout", "etcd-users"},
+}
+
+
+@pytest.mark.parametrize("settings", RESTARTS)
+def test_a_setting_restarts_the_pods_that_it_is_about(settings: str) -> None:
+    old, new = list(release("defaults").pods()), list(rendered("--set", settings).pods())
+    changed = [(a, b) for a, b in zip(old, new, strict=True) if a.spec != b.spec or a.labels != b.labels]
+    assert {a.labels["app.kubernetes.io/component"] for a, _ in changed} == RESTARTS[settings]

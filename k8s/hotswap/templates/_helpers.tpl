@@ -38,6 +38,47 @@ replicas: {{ dig "spec" "replicas" 1 . }}
 {{- end -}}
 {{- end }}
 
+{{/* A quantity as a number. */}}
+{{- define "hotswap.number" -}}
+{{- $units := dict "" 1 "m" 0.001 "k" 1000 "M" 1e6 "G" 1e9 "T" 1e12 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 -}}
+{{- $unit := regexFind "[a-zA-Z]+$" (toString .) -}}
+{{- mulf (trimSuffix $unit (toString .) | float64) (get $units $unit | float64) -}}
+{{- end }}
+
+{{/* A list of variables in which the user's take the place of the chart's; (dict "base" TEXT "extra" [...]) */}}
+{{- define "hotswap.withEnv" -}}
+{{- $names := list -}}
+{{- range .extra }}{{ $names = append $names .name }}{{ end -}}
+{{- $kept := list -}}
+{{- range fromYamlArray .base -}}
+{{- if not (has .name $names) }}{{ $kept = append $kept . }}{{ end -}}
+{{- end -}}
+{{- toYaml (concat $kept (.extra | default list)) -}}
+{{- end }}
+
+{{/* The name of a map that never changes: pods of an older revision, and a Job that runs, keep theirs.
+(dict "root" $ "name" NAME "data" TEXT) */}}
+{{- define "hotswap.mapName" -}}
+{{ include "hotswap.fullname" .root }}-{{ .name }}-{{ sha256sum .data | trunc 8 }}
+{{- end }}
+
+{{- define "hotswap.map" -}}
+apiVersion: v1
+kind: ConfigMap
+metadata:
+  name: {{ include "hotswap.mapName" . }}
+  namespace: {{ .root.Release.Namespace }}
+  labels: {{- include "hotswap.labels" . | nindent 4 }}
+  annotations: {helm.sh/resource-policy: keep}
+immutable: true
+data:
+  {{- .data | nindent 2 }}
+{{- end }}
+
+{{- define "hotswap.scriptsMap" -}}
+{{- include .as (dict "root" .root "component" "common" "name" "scripts" "data" (.root.Files.Glob "files/*.py").AsConfig) -}}
+{{- end }}
+
 {{- define "hotswap.image" -}}
 image: {{ printf "%s:%s" .Values.image.repository .Values.image.tag | quote }}
 imagePullPolicy: {{ .Values.image.pullPolicy }}
@@ -128,7 +169,8 @@ runtimeClassName: {{ . }}
 {{- end }}
 
 {{- define "hotswap.etcdTlsSecret" -}}
-{{ ternary (printf "%s-etcd-client-tls" (include "hotswap.fullname" .)) .Values.externalStore.tlsSecret .Values.etcd.enabled }}
+{{- $own := default (printf "%s-etcd-client-tls" (include "hotswap.fullname" .)) .Values.etcd.tls.clientSecret -}}
+{{ ternary $own .Values.externalStore.tlsSecret .Values.etcd.enabled }}
 {{- end }}
 
 {{/* The store's URL: where it is, and in which files certificates and password are. (dict "root" $ "role" NAME) */}}
@@ -173,7 +215,7 @@ etcd://{{ include "hotswap.etcdHosts" .root }}/{{ ternary "hotswap" $e.namespace
 - name: cluster-tls
   secret: {secretName: {{ include "hotswap.clusterTlsSecret" .root }}, defaultMode: 0440}
 - name: scripts
-  configMap: {name: {{ include "hotswap.fullname" .root }}-scripts}
+  configMap: {name: {{ include "hotswap.scriptsMap" (dict "root" .root "as" "hotswap.mapName") }}}
 - name: tmp
   emptyDir: {}
 {{- with include "hotswap.etcdTlsSecret" .root }}

@@ -46,11 +46,8 @@ timeoutSeconds: 10
     - {{ . | quote }}
     {{- end }}
   env:
-    {{- include "hotswap.env" (dict "root" .root "role" "peer") | nindent 4 }}
-    {{- include "hotswap.hostEnv" .root | nindent 4 }}
-    {{- with .root.Values.peer.extraEnv }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
+    {{- $base := printf "%s\n%s" (include "hotswap.env" (dict "root" .root "role" "peer")) (include "hotswap.hostEnv" .root) }}
+    {{- include "hotswap.withEnv" (dict "base" $base "extra" .root.Values.peer.extraEnv) | nindent 4 }}
   ports:
     - {name: peer, containerPort: 8003}
     - {name: peer-data, containerPort: {{ .root.Values.peer.dataPort }}}
@@ -85,10 +82,15 @@ timeoutSeconds: 10
 {{- toYaml $r -}}
 {{- end }}
 
+{{/* The RDMA devices of the peer, out of the pod's. In an instance over several pods NCCL has the others. */}}
+{{- define "hotswap.peerRdma" -}}
+{{- ternary (min .Values.peer.rdma .Values.rollout.rdma) .Values.rollout.rdma (gt (int .Values.rollout.groupSize) 1) -}}
+{{- end }}
+
 {{- define "hotswap.instanceResources" -}}
 {{- $r := .Values.rollout -}}
 {{- $devices := deepCopy $r.hugepages -}}
-{{- if gt (int $r.groupSize) 1 }}{{ $devices = merge $devices (dict $r.rdmaResource $r.rdma) }}{{ end -}}
+{{- $devices = merge $devices (dict $r.rdmaResource (sub $r.rdma (include "hotswap.peerRdma" .))) -}}
 {{- if $r.deviceClass -}}
 {{- include "hotswap.resources" (dict "resources" $r.resources "devices" $devices "claims" (list (dict "name" "gpus"))) -}}
 {{- else -}}
@@ -104,15 +106,20 @@ timeoutSeconds: 10
 {{- end }}
 {{- end }}
 
+{{- define "hotswap.claim" -}}
+{{ include "hotswap.fullname" . }}-gpus-{{ printf "%v %s" .Values.rollout.gpus .Values.rollout.deviceClass | sha256sum | trunc 8 }}
+{{- end }}
+
 {{- define "hotswap.instanceEnv" -}}
+{{- include "hotswap.withEnv" (dict "base" (include "hotswap.instanceOwnEnv" .) "extra" .Values.rollout.extraEnv) -}}
+{{- end }}
+
+{{- define "hotswap.instanceOwnEnv" -}}
 {{- include "hotswap.env" (dict "root" . "role" "instance") }}
 {{ include "hotswap.hostEnv" . }}
 - {name: VLLM_CACHE_ROOT, value: /tmp/vllm}
 - name: VLLM_HOST_IP
   valueFrom: {fieldRef: {fieldPath: status.podIP}}
-{{- with .Values.rollout.extraEnv }}
-{{ toYaml . }}
-{{- end }}
 {{- end }}
 
 {{/* Options by which vLLM joins the pods of one instance. (dict "root" $ "rank" N) */}}
@@ -165,9 +172,8 @@ timeoutSeconds: 10
           {{- else }}
           fieldPath: metadata.labels['leaderworkerset.sigs.k8s.io/group-index']
           {{- end }}
-  resources:
-    requests: {cpu: 500m, memory: 256Mi}
-    limits: {memory: {{ .Values.peer.resources.limits.memory }}}
+  {{- $needs := dict "requests" (dict "cpu" "500m" "memory" "256Mi") "limits" (dict "memory" .Values.peer.resources.limits.memory) }}
+  resources: {{- toYaml (.Values.model.publishResources | default $needs) | nindent 4 }}
   {{- include "hotswap.locked" . | nindent 2 }}
   volumeMounts:
     {{- include "hotswap.mounts" (dict "root" . "role" "trainer") | nindent 4 }}
@@ -241,10 +247,10 @@ spec:
   terminationGracePeriodSeconds: {{ ternary (max $grace (int .root.Values.trainer.graceSeconds)) $grace $colocated }}
   {{- if $r.deviceClass }}
   resourceClaims:
-    - {name: gpus, resourceClaimTemplateName: {{ include "hotswap.fullname" .root }}-gpus}
+    - {name: gpus, resourceClaimTemplateName: {{ include "hotswap.claim" .root }}}
   {{- end }}
   initContainers:
-    {{- include "hotswap.peer" (dict "root" .root "rdma" $r.rdma "rdmaResource" $r.rdmaResource) | nindent 4 }}
+    {{- include "hotswap.peer" (dict "root" .root "rdma" (include "hotswap.peerRdma" .root) "rdmaResource" $r.rdmaResource) | nindent 4 }}
     {{- if and (not .follower) (ne .root.Values.model.publish "never") }}
     {{- include "hotswap.publish" .root | nindent 4 }}
     {{- end }}

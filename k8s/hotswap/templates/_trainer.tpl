@@ -7,12 +7,8 @@
   command: [tini, --, python, {{ if .once }}/etc/hotswap/scripts/run_once.py, python, {{ end }}-m, trainer.main]
   args: [--config=/etc/hotswap/trainer/config.yaml]
   env:
-    {{- include "hotswap.env" (dict "root" .root "role" "trainer") | nindent 4 }}
-    {{- include "hotswap.hostEnv" .root | nindent 4 }}
-    {{- include "hotswap.adminKeyEnv" .root | nindent 4 }}
-    {{- with $t.extraEnv }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
+    {{- $parts := list (include "hotswap.env" (dict "root" .root "role" "trainer")) (include "hotswap.hostEnv" .root) (include "hotswap.adminKeyEnv" .root) }}
+    {{- include "hotswap.withEnv" (dict "base" (join "\n" $parts) "extra" $t.extraEnv) | nindent 4 }}
   {{- if .once }}
   resources:
     {{- if .root.Values.rollout.deviceClass }}
@@ -37,9 +33,14 @@
     {{- end }}
 {{- end }}
 
+{{- define "hotswap.trainerMap" -}}
+{{- $data := printf "config.yaml: |\n%s" (toYaml .root.Values.trainer.config | indent 2) -}}
+{{- include .as (dict "root" .root "component" "trainer" "name" (printf "trainer-%s" .root.Values.trainer.run) "data" $data) -}}
+{{- end }}
+
 {{- define "hotswap.trainerVolumes" -}}
 - name: trainer-config
-  configMap: {name: {{ include "hotswap.fullname" . }}-trainer}
+  configMap: {name: {{ include "hotswap.trainerMap" (dict "root" . "as" "hotswap.mapName") }}}
 - name: output
   {{- toYaml .Values.trainer.output | nindent 2 }}
 {{- with .Values.trainer.apiKey }}
