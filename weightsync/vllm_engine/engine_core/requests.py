@@ -33,6 +33,7 @@ output carries what was replayed (`hotswap_replay`), for those that count or par
 from __future__ import annotations
 
 import functools
+import hashlib
 import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -145,6 +146,9 @@ def extend(request: Any, replay: Mapping[str, Any]) -> None:
     params = request.sampling_params.clone()
     params.max_tokens = 1 if replay["ended"] else max(1, params.max_tokens - len(written))
     params.min_tokens = max(0, params.min_tokens - len(written))
+    if params.seed is not None:  # the same one would choose the next token with the noise of the first
+        so_far = hashlib.blake2b(repr((params.seed, list(written))).encode(), digest_size=8).digest()
+        params.seed = int.from_bytes(so_far) >> 1
     request.sampling_params = params
     request.prompt_token_ids = [*request.prompt_token_ids, *written]
 

@@ -5,12 +5,14 @@ And answers gone on with at another engine, in vLLM's own output processor: text
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -22,6 +24,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request
+from vllm.v1.sample.ops.topk_topp_sampler import random_sample
 
 from weightsync.vllm_engine.engine_core import core, requests
 from weightsync.vllm_engine.engine_core.requests import allows, ends, enter, go_private, namespace, wish_of
@@ -230,6 +233,38 @@ def test_the_engine_gets_the_tokens_behind_the_prompt(ended: bool, written: list
     assert request.prompt_token_ids == [1, 2, *written]
     assert (request.sampling_params.max_tokens, request.sampling_params.min_tokens) == (left, 0)
     assert params.max_tokens == 10
+
+
+def test_seeded_continuations_are_from_the_model_s_distribution() -> None:
+    """2,000 answers with vLLM's sampler: each token is as likely after a seam as before, whatever came before."""
+    likely = torch.softmax(torch.linspace(0, 3, 20), 0)
+
+    def sampled(seed: int) -> int:
+        noise = torch.Generator().manual_seed(seed)
+        return int(random_sample(likely[None].clone(), {0: noise})[0])
+
+    def continued(seed: int, tokens: list[int]) -> int:
+        params = SamplingParams(max_tokens=10, seed=seed)
+        params.extra_args = {"hotswap": {"replay": {"tokens": tokens, "ended": False}}}
+        request = SimpleNamespace(prompt_token_ids=[1, 2], sampling_params=params, pooling_params=None)
+        requests.extend(request, requests.replay_of(request))
+        assert params.seed == seed
+        return sampled(request.sampling_params.seed)
+
+    answers = []
+    for seed in range(2000):
+        tokens = [sampled(seed)]
+        for _ in range(2):  # two seams
+            tokens.append(continued(seed, tokens))
+        answers.append(tokens)
+    for place in range(3):
+        counts = Counter(tokens[place] for tokens in answers)
+        square = sum((counts[t] - 2000 * p) ** 2 / (2000 * p) for t, p in enumerate(likely.tolist()))
+        assert square < 19 + 5 * (2 * 19) ** 0.5, "as a chi-square of 19 degrees of freedom"
+    alike = float((likely**2).sum())
+    for one, other in ((0, 1), (1, 2), (0, 2)):
+        same = sum(tokens[one] == tokens[other] for tokens in answers) / 2000
+        assert abs(same - alike) < 5 * (alike * (1 - alike) / 2000) ** 0.5
 
 
 def test_others_are_left_alone() -> None:
