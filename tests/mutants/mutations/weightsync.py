@@ -213,7 +213,7 @@ MUTATIONS: list[Mutation] = [
     *of("weightsync/bucket/objects.py", WS + "bucket/test_bucket.py", changes=[
         ("if users or number == numbers[-1]:", "if users:"),
         ("if version.base == number or (", "if ("),
-        ("waiting += found.others.values() if at == number else ()", "waiting += ()"),
+        ("for at in found[number].newest.values()]", "for at in (number,)]"),
         ("if len(data) != part.nbytes or digest_of(data) != part.digest:", "if len(data) != part.nbytes:"),
     ]),
     *of("weightsync/bucket/publisher.py", WS + "bucket/test_bucket.py", changes=[
