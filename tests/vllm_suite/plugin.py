@@ -21,6 +21,8 @@ import pytest
 import requests
 
 outcomes: dict[str, str] = {}
+# Asks for 10,000 tokens, which a model of these lengths refuses: it passes where refusals take half a second.
+LEFT = frozenset({"test_request_cancellation"})
 
 
 class RemoteOpenAIServer:
@@ -88,7 +90,7 @@ def qwen3_lora_files() -> str:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:
     """Those that ask a server alone; the others test vLLM's classes."""
-    asking = [item for item in items if {"server", "client"} & set(item.fixturenames)]
+    asking = [item for item in items if {"server", "client"} & set(item.fixturenames) and item.originalname not in LEFT]
     config.hook.pytest_deselected(items=[item for item in items if item not in asking])
     items[:] = asking
 
