@@ -22,7 +22,7 @@ Reason = Annotated[str, Query(max_length=500, description="why; the ledger keeps
 
 
 def by_of(request: Request, reason: Reason = "") -> By:
-    """Who asks, and why. The gate has checked the key or the token."""
+    """The author of the request, and the reason. The gate has checked the key or the token."""
     principal = request.state.principal
     admin = ADMIN in principal.scopes
     told = "".join(c if c.isprintable() else " " for c in reason)  # as an argument of a process, and in logs

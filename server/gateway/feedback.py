@@ -40,7 +40,7 @@ async def rate(request: Request, gateway: GatewayDep) -> dict[str, Any]:
 
 
 def principal_of(request: Request, gateway: Gateway) -> Principal:
-    """Whose request it is. An admin key is one even where inference asks for no key."""
+    """The owner of the request. An admin key is an owner even where inference asks for no key."""
     key = request.state.key
     if gateway.keys.open_inference:
         origin = request.headers.get("origin")

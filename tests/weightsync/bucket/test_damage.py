@@ -47,7 +47,7 @@ def root(whole: Path, tmp_path: Path) -> Path:
 
 
 def served(root: Path, number: int, directory: Path) -> list[bytes]:
-    """What a fleet without any version is sent. Raises VersionGone, BucketDamaged."""
+    """The blocks that a fleet without any version is sent. Raises VersionGone, BucketDamaged."""
     bucket, sent = Bucket(f"file://{root}"), []
     for version in reader.needed(bucket, bucket.read(number), lambda _: False):
         kept = reader.fetch(bucket, version, directory / version.upload)
@@ -57,7 +57,7 @@ def served(root: Path, number: int, directory: Path) -> list[bytes]:
 
 @pytest.fixture(scope="module")
 def right(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[bytes]]:
-    """What is sent of each version out of the undamaged bucket."""
+    """The blocks of each version out of the undamaged bucket."""
     return {number: served(whole, number, tmp_path_factory.mktemp("right")) for number in CLOSURES}
 
 
