@@ -72,8 +72,8 @@ class Exchange:
     """Drives one request. Its client owns it; it has at most one instance and one upstream connection at a time."""
 
     __slots__ = (
-        "_bytes_in", "_capture", "_charged", "_client", "_connecting", "_continuation", "_cost", "_fleet", "_gate",
-        "_held_at", "_held_for", "_link", "_losses", "_passed", "_paused", "_pooled", "_relay", "_resent",
+        "_asked_at", "_bytes_in", "_capture", "_charged", "_client", "_connecting", "_continuation", "_cost", "_fleet",
+        "_gate", "_held_at", "_held_for", "_link", "_losses", "_passed", "_paused", "_pooled", "_relay", "_resent",
         "_second_try", "_served", "_stats", "_tried", "_write", "error_code", "first_byte", "instance", "last_instance",
         "last_progress", "queued_s", "request", "started", "state", "status", "ticket", "trace", "usage",
     )  # fmt: skip
@@ -98,6 +98,7 @@ class Exchange:
         self.instance: Instance | None = None
         self.last_instance = ""  # the id of the last one that was asked
         self._tried: list[Instance] = []
+        self._asked_at = 0.0  # when it was sent to the instance that has it
         self._connecting: asyncio.Task[None] | None = None
         self._link: UpstreamConnection | None = None
         self._pooled = False
@@ -292,6 +293,7 @@ class Exchange:
         self._tried.append(instance)
         self.instance = instance
         self.last_instance = instance.id
+        self._asked_at = 0.0
         instance.inflight += 1
         if self.request.target.route.works:
             self._passed = True
@@ -348,7 +350,7 @@ class Exchange:
             head = upstream.head(self.route, opening, len(body))
         self._link = link
         self.state = State.STREAMING if self.first_byte else State.WAITING
-        self.last_progress = time.monotonic()
+        self.last_progress = self._asked_at = time.monotonic()
         link.send(self, head, body)
         if self._paused:
             link.pause()
@@ -518,7 +520,7 @@ class Exchange:
             self._connecting = None
         self._give_back(reusable=False)
         if self.request.target.route.json_body:
-            self.usage = self._relay.usage()
+            self.usage = self._tokens()
         cost = self._charged
         if cost is not None:
             more = cost.used(self.usage, status) - cost.total
@@ -528,6 +530,19 @@ class Exchange:
         self._count()
         self._relay.close()
         self._drop_instance()
+
+    def _tokens(self) -> Usage | None:
+        """Of its answer; estimated by the pace of the instance's others where the client left before it was told."""
+        usage, instance, grant = self._relay.usage(), self.instance, self.request.grant
+        cost = self._cost or (None if grant is None else grant.cost)
+        if instance is None or cost is None or not (cost.whole and self._asked_at):
+            return usage
+        seconds = time.monotonic() - self._asked_at
+        if usage is None and self.status == 499:
+            return Usage(0, cost.written_in(seconds, instance.seconds_a_token), exact=False)
+        if usage is not None and usage.completion_tokens >= cost.whole:
+            instance.wrote(usage.completion_tokens // cost.whole, seconds)
+        return usage
 
     def _give_back(self, *, reusable: bool) -> None:
         """The upstream connection goes to the pool, if its answer ended in order, or ends."""

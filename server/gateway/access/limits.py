@@ -13,6 +13,7 @@ for each of them `n` (or `best_of`) answers of the length that the request, its 
 taken for a token in four bytes (OpenAI's rule of thumb), ids are counted; an answer that nothing bounds is taken for
 `USUAL_OUTPUT` tokens. The true count replaces all that at the end. If it is higher it counts from then on, and that of
 a stream as it grows; if it is lower, the rest is given back to the minute it was taken from. The queue reckons alike.
+If the client leaves an answer that comes as a whole, it is taken for the tokens that its instance writes in that time.
 
 **Fields.** vLLM reads the fields that bound an answer with some latitude ("8", 8.0), and so does `reckon`. A key that
 has a bound may only send plain integers. Bodies go on byte for byte; where a bounded key says nothing, and the route
@@ -227,17 +228,22 @@ class Asked(Protocol):
     max_output_tokens: Field
     n: Field
     best_of: Field
+    stream: Field
 
 
 class Cost:
-    """Tokens of a request's `prompt`s, and of all answers it may get (`output`), which are `bounded` or a guess."""
+    """Tokens of a request's `prompt`s, and of all answers it may get (`output`), which are `bounded` or a guess.
 
-    __slots__ = ("bounded", "output", "prompt")
+    `whole`: so many of them come at the end, and their tokens are not seen before; 0: they are streamed.
+    """
 
-    def __init__(self, prompt: int, output: int, *, bounded: bool = True) -> None:
+    __slots__ = ("bounded", "output", "prompt", "whole")
+
+    def __init__(self, prompt: int, output: int, *, bounded: bool = True, whole: int = 1) -> None:
         self.prompt = prompt
         self.output = output
         self.bounded = bounded
+        self.whole = whole
 
     @property
     def total(self) -> int:
@@ -253,11 +259,17 @@ class Cost:
         """What its prompts and its answers cost in the end.
 
         `usage` is what is known of its tokens; one that is not exact tells no prompt. An answer that says nothing cost
-        nothing if it failed, else (499: the client left it) its prompt.
+        nothing if it failed, else (499: the client left before an instance had it) its prompt.
         """
         if usage is None:
             return self.prompt if status < 400 or status == 499 else 0, 0
         return usage.prompt_tokens if usage.exact else self.prompt, usage.completion_tokens
+
+    def written_in(self, seconds: float, seconds_a_token: float) -> int:
+        """Tokens of its whole answers after `seconds`: all that is reserved where the pace is not known (0.0)."""
+        if not (seconds_a_token and self.whole):
+            return self.output if self.whole else 0
+        return min(int(seconds / seconds_a_token) * self.whole, self.output)
 
 
 def reckon(asked: Asked, route: str, size: int, bound: int | None = None) -> Cost:
@@ -278,8 +290,9 @@ def reckon(asked: Asked, route: str, size: int, bound: int | None = None) -> Cos
         if not most:
             most = _number(getattr(asked, name))
     most = most or default or bound or 0
-    answers = max(_number(asked.n), _number(asked.best_of), 1)
-    return Cost(prompt, min(prompts * (most or USUAL_OUTPUT) * answers, MOST), bounded=bool(most))
+    answers = min(prompts * max(_number(asked.n), _number(asked.best_of), 1), MOST)
+    whole = 0 if asked.stream is not _UNSET and bytes(asked.stream) == b"true" else answers  # type: ignore[arg-type]
+    return Cost(prompt, min((most or USUAL_OUTPUT) * answers, MOST), bounded=bool(most), whole=whole)
 
 
 def _prompts(raw: bytes) -> tuple[int, int]:
@@ -436,12 +449,12 @@ class Meter:
 class Grant:
     """Leave for one request. `head` goes into the head of its answer; `settle` is called when it has ended."""
 
-    __slots__ = ("_cost", "_quotas", "_taken", "_taken_at", "body", "head", "unbounded")
+    __slots__ = ("_quotas", "_taken", "_taken_at", "body", "cost", "head", "unbounded")
 
     def __init__(self, meter: Meter, body: bytes, taken_at: int, cost: Cost | None, taken: list[int]) -> None:
         self._quotas = meter.counted
         self._taken_at = taken_at
-        self._cost = cost  # None: its key's tokens are not limited
+        self.cost = cost  # None: its key's tokens are not limited
         self._taken = taken  # of each quota
         self.unbounded = cost is not None and not cost.bounded  # `grown` is worth its while
         self.body = body
@@ -449,7 +462,7 @@ class Grant:
 
     def grown(self, completion_tokens: int) -> None:
         """Its stream has so many tokens by now: what is over the reservation counts at once."""
-        cost = self._cost
+        cost = self.cost
         if cost is None:
             return
         for at, quota in enumerate(self._quotas):
@@ -465,7 +478,7 @@ class Grant:
         quotas, self._quotas = self._quotas, []
         if not quotas:
             return
-        prompt, answers = (0, 0) if self._cost is None else self._cost.spent(usage, status)
+        prompt, answers = (0, 0) if self.cost is None else self.cost.spent(usage, status)
         now = int(time.monotonic())
         for at, quota in enumerate(quotas):
             taken = self._taken[at]

@@ -61,6 +61,7 @@ class Fields(msgspec.Struct):
     max_output_tokens: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     n: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     best_of: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    stream: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
