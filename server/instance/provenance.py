@@ -236,7 +236,8 @@ def pooled(encode: Callable[..., AsyncIterator[Any]], inflight: Inflight) -> Cal
                 async with contextlib.aclosing(outputs):  # type: ignore[type-var]
                     async for output in outputs:
                         crossed = inflight.active != began and wish.policy in ("abort", "finish")
-                        if crossed or not wish.allows(inflight.active):
+                        ended = output.error is None and not output.outputs.data.numel()  # its adapter was withdrawn
+                        if crossed or ended or not wish.allows(inflight.active):
                             raise WeightsChanged
                         yield output
         except (VersionMismatch, WeightsChanged) as problem:

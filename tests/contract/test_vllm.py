@@ -211,6 +211,9 @@ def test_requests_and_outputs(vllm: Sources) -> None:
     takes(vllm, f"{processor}:OutputProcessor.add_request", "self, request, ...")
     given = "self, engine_core_outputs, engine_core_timestamp, iteration_stats, weight_version"
     takes(vllm, f"{processor}:OutputProcessor.process_outputs", given)
+    takes(vllm, "vllm.outputs:PoolingRequestOutput.__init__", "..., error")
+    assert "data" in vllm.attributes("vllm.outputs:PoolingOutput")
+    has(vllm, f"{processor}:OutputProcessor.process_outputs", "if pooling_output is None:\n                assert ")
     takes(vllm, "vllm.v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs", "self, logprobs_lists")
     lists = vllm.source("vllm.v1.outputs:LogprobsLists")
     fields = ("logprob_token_ids: ", "logprobs: ", "sampled_token_ranks: ")
@@ -401,6 +404,8 @@ def test_adapters(vllm: Sources) -> None:
     takes(vllm, f"{manager}._create_merged_loras_inplace", "self, lora_model")
     takes(vllm, f"{manager}._get_lora_layer_weights", "self, lora_model, module_name")
     takes(vllm, f"{manager}._validate_moe_lora_format", "self, lora_model")
+    removed = ("self.deactivate_adapter(adapter_id)", "self._registered_adapters.pop(adapter_id, None)")
+    has(vllm, f"{manager}.remove_adapter", *removed)
     assert vllm.bases(f"{lora}.model_manager:LRUCacheLoRAModelManager") == ["LoRAModelManager"]
     load = f"{lora}.lora_model:LoRAModel.from_lora_tensors"
     takes(vllm, load, "..., lora_model_id, tensors, peft_helper, weights_mapper")

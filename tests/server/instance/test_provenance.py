@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import orjson
 import pytest
+import torch
 from fastapi import FastAPI, Request
 from pydantic import BaseModel, model_validator
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
@@ -146,17 +147,19 @@ async def test_other_routes_are_passed_through_with_the_active_version() -> None
     assert dict(start["headers"])[b"x-hotswap-weight-version"] == b"5"
 
 
-async def embed(wish: Wish, *, swapped_to: int = 1, active: int = 1) -> tuple[list[str], dict[str, Any]]:
+async def embed(
+    wish: Wish, *, swapped_to: int = 1, active: int = 1, numbers: int = 4
+) -> tuple[list[str], dict[str, Any]]:
     """What one embedding request gives under `wish`, and what the engine is told; a swap may come while it runs."""
     inflight, told = Inflight(), SimpleNamespace(extra_kwargs={"hotswap": {"scope": "a client's own"}, "other": 1})
     inflight.active = active
 
-    async def encode(prompt: str, params: Any, request_id: str, priority: int = 0) -> AsyncIterator[str]:
+    async def encode(prompt: str, params: Any, request_id: str, priority: int = 0) -> AsyncIterator[Any]:
         inflight.active = swapped_to
-        yield prompt + request_id
+        yield SimpleNamespace(told=prompt + request_id, outputs=SimpleNamespace(data=torch.zeros(numbers)), error=None)
 
     current_trace.set(Trace(wish))
-    found = [output async for output in pooled(encode, inflight)("vector of ", told, "r")]
+    found = [output.told async for output in pooled(encode, inflight)("vector of ", told, "r")]
     return found, told.extra_kwargs
 
 
@@ -171,6 +174,11 @@ async def test_embeddings_that_must_not_cross_a_swap_do_not(wish: Wish) -> None:
     assert (await embed(wish))[0]
     with pytest.raises(WeightsChanged):
         await embed(wish, swapped_to=2)
+
+
+async def test_an_embedding_that_the_engine_ended_is_no_answer() -> None:
+    with pytest.raises(WeightsChanged):
+        await embed(Wish(), swapped_to=2, numbers=0)
 
 
 @pytest.mark.parametrize(("own", "engine"), [({}, 3000), ({"priority": 7}, 3007), ({"priority": -7}, 3000)])
@@ -209,9 +217,10 @@ async def test_what_vllm_fails_over_before_it_has_the_request_is_the_client_s(
 ) -> None:
     async def fails(*_: Any, **__: Any) -> AsyncIterator[Any]:
         for _ in range(after):
-            yield SimpleNamespace(outputs=[], prompt_token_ids=[])
+            yield vectors if wrapped is pooled else SimpleNamespace(outputs=[], prompt_token_ids=[])
         raise EngineGenerateError from cause
 
+    vectors = SimpleNamespace(outputs=SimpleNamespace(data=torch.zeros(4)), error=None)
     params = SimpleNamespace(n=1, extra_args=None, extra_kwargs=None)
     with pytest.raises(told):
         async for _ in wrapped(fails, Inflight())("prompt", params, "id"):

@@ -11,7 +11,8 @@
   of a quantised KV cache change: what lies there was written with the old ones.
 * Blocks of the KV cache that hold what other weights wrote are zeroed before the next request gets them (below).
 * What other weights made of an image is not found again: it is encoded anew, also when a prompt is in the middle of it.
-* A request that must see no token of the new version is ended by the commit, or not let in (requests.py).
+* A request that must see no token of the new version is ended by the commit, or not let in (requests.py). So is one
+  through an adapter that the new version does not have.
 * Version spans are attached to every partial output, not to the last one only; those over a prompt that a commit fell
   into travel with the label of the first output.
 * A request may go on with an answer that another engine began (requests.py).
@@ -74,7 +75,8 @@ def commit(self: Any, version: int) -> dict[str, Any]:
     several the caller must treat the instance as torn.
     """
     started = time.perf_counter()
-    flips, rescaled = zip(*self.collective_rpc("hotswap_commit", args=(version,)), strict=True)
+    flips, rescaled, parts = zip(*self.collective_rpc("hotswap_commit", args=(version,)), strict=True)
+    self._hotswap_parts = frozenset(parts[0])
     computed = len(self.batch_queue or ())
     _labels(self).extend([self._weight_version] * (computed - len(_labels(self))))
     changed = _version(self) != str(version)
@@ -168,7 +170,8 @@ def _salted(original: Callable[..., Any]) -> Callable[..., Any]:
 def _resalted(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def add_request(self: Any, request: Any, request_wave: int = 0) -> None:
-        if not requests.allows(requests.wish_of(request), _version(self)):
+        parts: frozenset[str] = getattr(self, "_hotswap_parts", frozenset())
+        if not requests.allows(requests.wish_of(request), _version(self)) or requests.is_withdrawn(request, parts):
             self._send_abort_outputs_to_client([request.request_id], request.client_index)
             return
         # Salted on the input thread; a commit may have come between that and here.
@@ -204,13 +207,14 @@ def _watched(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _unpacked(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def process_outputs(self: Any, *args: Any, weight_version: str | None = None, **kwargs: Any) -> Any:
+    def process_outputs(self: Any, outputs: Any, *args: Any, weight_version: str | None = None, **kwargs: Any) -> Any:
+        requests.empty_pools(self, outputs)
         if weight_version is not None and "|" in weight_version:
             weight_version, _, crossed = weight_version.partition("|")
             for request_id, parts in orjson.loads(crossed).items():
                 if (state := self.request_states.get(request_id)) is not None:
                     state.__dict__.setdefault("hotswap_prompt", parts)  # a replayed one keeps what was told of it
-        return original(self, *args, weight_version=weight_version, **kwargs)
+        return original(self, outputs, *args, weight_version=weight_version, **kwargs)
 
     return process_outputs
 

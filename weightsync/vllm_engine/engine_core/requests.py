@@ -8,6 +8,7 @@ recompute  is preempted inside the commit (core.py); its KV is rebuilt by the ne
 finish     is waited for by the instance (server/instance/inflight.py); what is left at the flip is ended
 abort      is ended at the flip
 A request bound to versions (`version`, `min_version`) that the new one is not among is ended too, and is not let in.
+The same holds for every request through an adapter that the new version does not have, whatever its policy.
 
 A request may share the prefix-cache blocks that one version of the weights has computed from end to end. The cache salt
 of a request is `version|scope|salt`: the weights it runs on, who may share with whom (the gateway says), and what the
@@ -35,9 +36,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
+from weightsync.memory.parts import LORA_URL
 from weightsync.vllm_engine.engine_core.routing import rekeyed
 
 KEY = "hotswap"
@@ -61,21 +63,41 @@ def allows(wish: Mapping[str, Any], version: str) -> bool:
     return (exact is None or number == exact) and (least is None or number >= least)
 
 
-def ends(request: Any, version: str) -> bool:
-    """Whether the commit of `version` ends this request."""
+def is_withdrawn(request: Any, parts: Container[str]) -> bool:
+    """Whether the request goes through a published adapter that is not among the parts that run."""
+    path = request.lora_request.lora_path if request.lora_request is not None else ""
+    return path.startswith(LORA_URL) and path.removeprefix(LORA_URL) not in parts
+
+
+def ends(request: Any, version: str, parts: Container[str] = ()) -> bool:
+    """Whether the commit of `version`, with which `parts` run, ends this request."""
     wish = wish_of(request)
     begun = request.num_computed_tokens > 0 or request.num_output_tokens > 0
-    return not allows(wish, version) or (begun and wish.get("policy") in ("abort", "finish"))
+    barred = not allows(wish, version) or is_withdrawn(request, parts)
+    return barred or (begun and wish.get("policy") in ("abort", "finish"))
 
 
 def end_barred(core: Any, version: str) -> None:
     """End, in the engine and for their clients, the requests that must see no token of `version`."""
     from vllm.v1.request import RequestStatus
 
-    doomed = [r.request_id for r in core.scheduler.requests.values() if not r.is_finished() and ends(r, version)]
+    left = [r for r in core.scheduler.requests.values() if not r.is_finished()]
+    doomed = [r.request_id for r in left if ends(r, version, core._hotswap_parts)]
     if doomed:
         ended = core.scheduler.finish_requests(doomed, RequestStatus.FINISHED_ABORTED)
         core._send_abort_outputs(ended)
+
+
+def empty_pools(processor: Any, outputs: Iterable[Any]) -> None:
+    """Give the requests that pool and that the engine ended an empty output, without which vLLM's processor dies."""
+    from vllm.v1.engine import FinishReason
+    from vllm.v1.engine.output_processor import EMPTY_CPU_TENSOR
+
+    for output in outputs:
+        if output.finish_reason == FinishReason.ABORT and output.pooling_output is None:
+            state = processor.request_states.get(output.request_id)
+            if state is not None and state.detokenizer is None:
+                output.pooling_output = EMPTY_CPU_TENSOR
 
 
 HASH_BYTES = 32

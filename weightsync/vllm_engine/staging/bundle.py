@@ -1,7 +1,8 @@
 """One version in a worker: the base model and its parts (draft model, LoRA adapters), flipped all or none.
 
 A part whose published bytes a version shares with one that is still held is the same piece: it is neither staged nor
-flipped again. A part that a version does not name is no piece of it: what ran as that part runs on beside the version.
+flipped again. A part that a version does not name is no piece of it. An adapter that it does not name is withdrawn
+with the commit. A draft model runs on beside the version, as speculation has no other then.
 
 The workers of an instance may be on several hosts. The leader has waited until every host has a copy
 (`server/instance/hosts.py`) and says where each was. What counts is the digest of the manifest: a copy that has moved
@@ -10,7 +11,7 @@ meanwhile is found in the arena of this host.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -55,15 +56,16 @@ class PartOrder:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part, ready to run, and the report of its staging."""
+    """A part, ready to run, and the report of its staging. `withdraw`: stops it, if a version can do without it."""
 
     generation: Flippable
     report: dict[str, Any]
+    withdraw: Callable[[], None] | None = None
 
 
 @dataclass
 class Bundle:
-    """The pieces of one version by part name. `kept`, while it is live: what runs on of parts that it does not name."""
+    """The pieces of one version by part name. `kept`, while it is live: the draft that runs on, if it names none."""
 
     version: int
     pieces: dict[str, Piece] = field(default_factory=dict)
@@ -80,9 +82,9 @@ class Bundle:
         return piece if piece is not None and piece.generation.digest == order.manifest_digest else None
 
     def commit(self, before: Mapping[str, Piece]) -> list[Any]:
-        """Flip what differs from `before`, which runs. Returns what was replaced.
+        """Flip what differs from `before`, which runs, and withdraw the rest. Returns what was replaced.
 
-        If a flip raises, those before it are undone where something ran before, and the error goes on.
+        If a flip raises, those before it are undone, an adapter that is new is withdrawn, and the error goes on.
         """
         changed = [name for name, piece in self.pieces.items() if before.get(name) is not piece]
         replaced: list[Any] = []
@@ -92,14 +94,19 @@ class Bundle:
             except BaseException:
                 self._undo(changed[:count], before)
                 raise
-        self.kept = {name: piece for name, piece in before.items() if name not in self.pieces}
+        left = {name: piece for name, piece in before.items() if name not in self.pieces}
+        self.kept = {name: piece for name, piece in left.items() if piece.withdraw is None}
+        for piece in left.values():
+            if piece.withdraw is not None:
+                piece.withdraw()
         return replaced
 
-    @staticmethod
-    def _undo(names: list[str], before: Mapping[str, Piece]) -> None:
+    def _undo(self, names: list[str], before: Mapping[str, Piece]) -> None:
         for name in reversed(names):
             if (former := before.get(name)) is not None:
                 former.generation.commit()
+            elif (withdraw := self.pieces[name].withdraw) is not None:
+                withdraw()
 
 
 class HeldBundles:

@@ -19,7 +19,7 @@ from weightsync.errors import PartNotServed
 from weightsync.format.manifest import Schema
 from weightsync.memory.parts import BASE, DRAFT, LORA
 from weightsync.vllm_engine.model.placement import Served
-from weightsync.vllm_engine.staging.bundle import Bundle, Flippable, PartOrder, Piece, on_this_host
+from weightsync.vllm_engine.staging.bundle import Bundle, PartOrder, Piece, on_this_host
 from weightsync.vllm_engine.staging.lora import LoraHost
 from weightsync.vllm_engine.staging.stager import (
     DEFAULT,
@@ -221,7 +221,6 @@ class BundleStager:
     def _build_adapter(self, order: PartOrder) -> Piece:
         assert self._host is not None
         started = time.perf_counter()
-        generation: Flippable
         try:
             generation, built = self._host.build(order)
         except Exception as error:
@@ -234,7 +233,7 @@ class BundleStager:
             stage_ms=seconds * 1e3,
             staging_gbps=built["nbytes"] / 1e9 / seconds,
         )
-        return Piece(generation, report.to_dict() | {"sums": built["sums"]})
+        return Piece(generation, report.to_dict() | {"sums": built["sums"]}, generation.withdraw)
 
 
 class _PartFailed(Exception):

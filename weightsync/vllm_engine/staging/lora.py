@@ -2,7 +2,8 @@
 
 An adapter keeps its vLLM id over its versions, so requests in flight go on with the new weights. Building (PEFT names,
 scaling, merging of packed projections) is vLLM's own, on the staging thread; a commit copies the finished matrices into
-the place the kernels read. When vLLM has evicted an adapter and wants it back, it gets the committed one from here.
+the place the kernels read. A commit to a version without an adapter empties its place. When vLLM has evicted an adapter
+and wants it back, it gets the committed one from here.
 """
 
 from __future__ import annotations
@@ -40,6 +41,10 @@ class LoraGeneration:
 
     def commit(self) -> list[Any]:
         return self.host.place(self.name, self.model)
+
+    def withdraw(self) -> None:
+        """Its place in the engine is empty from the next batch on."""
+        self.host.withdraw(self.name, self.model.id)
 
     def release(self) -> None:
         self.model = None
@@ -111,6 +116,11 @@ class LoraHost:
                 else:
                     module.set_lora(index, weights.lora_a, weights.lora_b)
         return [former]
+
+    def withdraw(self, name: str, lora_id: int) -> None:
+        """No version that runs has this adapter; its requests have been ended (engine_core/requests.py)."""
+        self._committed.pop(name, None)
+        self._manager.remove_adapter(lora_id)
 
     def _load(self, request: Any) -> Any:
         """Replaces vLLM's method: an adapter published to this server never comes from disk."""

@@ -208,6 +208,31 @@ def test_adapters_come_and_are_rolled_back_again_and_again(lora: LiveServer, ada
         assert lora.client.post("/generate", json={"model": "guest", "prompt": "a"}).status_code == 404
 
 
+@pytest.mark.parametrize("policy", ["keep", "recompute", "abort", "finish"])
+async def test_an_answer_through_an_adapter_ends_where_no_version_has_it(
+    lora: LiveServer, adapters: dict[str, Path], policy: str
+) -> None:
+    """The base would go on under a label that is true of it, and the adapter under one that is not."""
+    body = {"model": "guest", "prompt_token_ids": PROMPTS[0], "max_tokens": LONG, "ignore_eos": True, "stream": True}
+    for _ in range(8):  # on a busy machine the swap may come when everything is said
+        version = await asyncio.to_thread(pushed, lora, adapters["one"], "lora/guest")
+        swap: asyncio.Task[None] | None = None
+        labels = set()
+        async for event in events({"base_url": lora.url}, body, headers={"x-hotswap-policy": policy}):
+            labels |= {event["weight_version"]} if "weight_version" in event else set()
+            swap = swap or asyncio.create_task(asyncio.to_thread(lora.rollback))
+        assert swap is not None
+        await swap
+        assert labels == {version}
+        if policy == "finish" or "error" in event:
+            break
+    if policy == "finish":
+        assert event["choices"][0]["weight_versions"] == [{"version": version, "start": 0, "end": LONG}]
+    else:
+        assert event["error"]["code"] == "weights_changed"
+    assert lora.client.get("/readyz").status_code == 200
+
+
 async def test_streams_through_an_adapter_go_on_with_its_new_weights(
     lora: LiveServer, adapters: dict[str, Path]
 ) -> None:

@@ -16,11 +16,12 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
-from vllm import SamplingParams
+from vllm import PoolingParams, SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request
@@ -113,8 +114,39 @@ def test_constraints() -> None:
 )
 def test_who_is_ended_at_a_commit(wish: dict[str, Any], begun: int, ended: bool) -> None:
     params = SimpleNamespace(extra_args={"hotswap": wish})
-    request = SimpleNamespace(sampling_params=params, num_computed_tokens=begun, num_output_tokens=0)
+    fields = {"num_computed_tokens": begun, "num_output_tokens": 0}
+    request = SimpleNamespace(sampling_params=params, lora_request=None, **fields)
     assert ends(request, "2") is ended
+    request.lora_request = LoRARequest("x", 1, "hotswap:lora/x")
+    assert ends(request, "2", {"", "lora/x"}) is ended
+    assert ends(request, "2", {"", "lora/y"})
+
+
+@pytest.mark.parametrize("part", ["lora/x", "lora/gone"])
+def test_a_commit_between_the_threads_of_the_engine_lets_no_adapter_in_that_is_gone(part: str) -> None:
+    ended: list[str] = []
+    entered: list[str] = []
+    engine = SimpleNamespace(_weight_version="2", _hotswap_parts=frozenset({"", "lora/x"}))
+    engine._send_abort_outputs_to_client = lambda ids, client: ended.extend(ids)
+    add = core._resalted(lambda self, request, wave: entered.append(request.request_id))
+    late = request("1")
+    late.lora_request, late.client_index = LoRARequest("x", 1, f"hotswap:{part}"), 0
+    add(engine, late)
+    assert (entered, ended) == ((["r"], []) if part == "lora/x" else ([], ["r"]))
+
+
+def test_a_request_that_pools_ends_without_its_engine() -> None:
+    """vLLM's processor knows no end of such a request that comes from the engine core."""
+    processor = OutputProcessor(None, log_stats=False)
+    queue = RequestOutputCollector(RequestOutputKind.FINAL_ONLY, "p")
+    asked = EngineCoreRequest("p", [1, 2], None, None, PoolingParams(task="embed"), 0.0, None, None, None)
+    asked.external_req_id = "p"
+    processor.add_request(asked, None, None, 0, queue)
+    processor.process_outputs([EngineCoreOutput("p", [], finish_reason=FinishReason.ABORT)])
+    told = queue.get_nowait()
+    assert told is not None
+    assert told.finished
+    assert not told.outputs.data.numel()
 
 
 def test_requests_that_pool_have_a_scope_too() -> None:
