@@ -32,7 +32,7 @@ from weightsync.control.records import (
     VersionRecord,
     shared_versions,
 )
-from weightsync.control.state import ROLLING_DRAIN_S, in_flight, not_flipped
+from weightsync.control.state import RESTART_S, ROLLING_DRAIN_S, confirm_within_s, in_flight, not_flipped
 from weightsync.control.strict_json import shown
 from weightsync.errors import (
     Conflict,
@@ -45,6 +45,7 @@ from weightsync.errors import (
 )
 from weightsync.store.protocol import Event, Store
 
+RETIRE_ATTEMPTS = 10
 MOST_WAIT_S = 7 * 86400  # of a phase of a swap, and of a drain: nothing else ends them
 MOST_KEYS, MOST_NBYTES = 32, 128 << 10  # of what one transaction retires: etcd takes 128 keys and 1.5 MiB
 TOMBSTONES_KEPT = 64  # retired records, for whoever wants to see what became of a version
@@ -91,13 +92,15 @@ def superseded(
 async def retire(store: Store, keys: Keys, *, spare: int, below: int | None = None) -> list[int]:
     """Retire superseded versions and drop old tombstones; returns what was retired.
 
-    One transaction that fails whole, and is then left for the next time, if anything it was decided on has changed.
+    One transaction. If anything it was decided on has changed it fails whole, and is decided anew.
     """
-    board = Board(keys, *await store.list(keys.root))
-    needed = needed_versions(board.active, board.swap, board.target, board.instances.values())
-    puts = retirement(keys, board.versions, needed, spare=spare, below=below)
-    compares = {key: board.revision(key) for key in (keys.active, keys.swap, keys.target, *puts)}
-    if puts:
+    for _ in range(RETIRE_ATTEMPTS):
+        board = Board(keys, *await store.list(keys.root))
+        needed = needed_versions(board.active, board.swap, board.target, board.instances.values())
+        puts = retirement(keys, board.versions, needed, spare=spare, below=below)
+        compares = {key: board.revision(key) for key in (keys.active, keys.swap, keys.target, *puts)}
+        if not puts:
+            break
         with contextlib.suppress(Conflict):
             await store.txn(compares, puts)
             return [v.version for v in board.versions if puts.get(keys.version(v.version)) is not None]
@@ -231,21 +234,42 @@ def in_words(split: SplitRecord, active: int) -> str:
     return ", ".join(f"version {version}: {percent:g} %" for version, percent in split.percents(active).items())
 
 
-async def outcome(store: Store, keys: Keys, target: TargetRecord, revision: int, timeout_s: float) -> tuple[str, ...]:
+REPORT_GRACE_S = 10.0  # over what the phases of a swap may take: a new leader may have to be found
+
+
+def patience_s(target: TargetRecord, swap: SwapRecord | None) -> float:
+    """Seconds from the request within which a leader that works has ended its swap, and the one in flight before it."""
+    if swap is None or not in_flight(swap):
+        return target.deadline_s
+    limit = target.deadline_s + REPORT_GRACE_S
+    if swap.changes:  # the canary, everybody's turn, and everybody's turn back
+        return limit + RESTART_S + swap.drain_s + 2 * confirm_within_s(swap)
+    before = swap.deadline - swap.opened_at if swap.id != target.id else 0.0
+    canary = 0.0 if swap.mode == "together" else swap.deadline - swap.opened_at + swap.drain_s
+    return limit + before + canary + confirm_within_s(swap) * (2 if swap.phase == "revert" else 1)
+
+
+async def outcome(store: Store, keys: Keys, target: TargetRecord, revision: int) -> tuple[str, ...]:
     """Return when the request of `revision` serves: committed, and every participant has flipped or been given up;
     which were.
 
-    So a rollout that starts afterwards comes from the new weights. Raises SwapAborted or SwapTimeout.
+    So a rollout that starts afterwards comes from the new weights. Raises SwapAborted, and SwapTimeout after
+    `patience_s`.
     """
     judge, board = Judge(keys, target), Board(keys)
-    async with _timeout_as(store, keys, target.version, timeout_s):
-        async with asyncio.timeout(timeout_s):
+    with contextlib.suppress(StoreUnavailable):  # the swap that is in flight before it
+        if (before := await store.get(keys.swap)) is not None and before.mod_revision <= revision:
+            board.apply(Event("put", before))
+    asked = asyncio.get_running_loop().time()
+    async with _timeout_as(store, keys, target.version, target.deadline_s):
+        async with asyncio.timeout(patience_s(target, board.swap)) as limit:
             async with contextlib.aclosing(_follow(store, keys.root, revision + 1)) as events:
                 async for event in events:
                     board.apply(event)
                     if judge.is_done(event):
                         assert board.swap is not None
                         return not_flipped(board.swap, board.active, board.instances)
+                    limit.reschedule(asked + patience_s(target, board.swap))
     raise AssertionError("unreachable: the watch has no end")
 
 

@@ -35,12 +35,10 @@ from weightsync.control.records import (
 )
 from weightsync.control.state import (
     PARTICIPATING,
-    RESTART_S,
     Ask,
     Step,
     View,
     abort,
-    confirm_within_s,
     decide,
     depends_on,
     in_flight,
@@ -49,8 +47,6 @@ from weightsync.control.state import (
 from weightsync.control.trial import Probe, ProbeResult, Trial
 from weightsync.errors import Conflict, StoreError, StoreRefused, SwapAborted, SwapTimeout
 from weightsync.store.protocol import Store
-
-REPORT_GRACE_S = 10.0  # over what the phases of a swap may take: a new leader may have to be found
 
 
 @dataclass(frozen=True)
@@ -80,7 +76,7 @@ async def follow(board: Board, target: TargetRecord, revision: int) -> SwapRepor
     asked = time.monotonic()
     judge = activation.Judge(board.keys, target)
     while True:
-        limit = _patience_s(target, board.swap)
+        limit = activation.patience_s(target, board.swap)
         # One by one: its swap may end and the next one begin in events that come together.
         events = await board.changed(max(0.0, asked + limit - time.monotonic()), most=1)
         if not events:
@@ -94,18 +90,6 @@ async def follow(board: Board, target: TargetRecord, revision: int) -> SwapRepor
                     judge.is_done(event)
         except SwapAborted as superseded:
             return replace(_of(board, _never_opened(target)), reason=superseded.reason)
-
-
-def _patience_s(target: TargetRecord, swap: SwapRecord | None) -> float:
-    """Seconds from the request within which a leader that works has ended its swap, and the one in flight before it."""
-    limit = target.deadline_s + REPORT_GRACE_S
-    if swap is None or not in_flight(swap):
-        return limit
-    if swap.changes:  # the canary, everybody's turn, and everybody's turn back
-        return limit + RESTART_S + swap.drain_s + 2 * confirm_within_s(swap)
-    before = swap.deadline - swap.opened_at if swap.id != target.id else 0.0
-    canary = 0.0 if swap.mode == "together" else swap.deadline - swap.opened_at + swap.drain_s
-    return limit + before + canary + confirm_within_s(swap) * (2 if swap.phase == "revert" else 1)
 
 
 def _never_opened(target: TargetRecord) -> SwapRecord:

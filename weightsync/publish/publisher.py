@@ -19,6 +19,7 @@ import os
 import socket
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -337,11 +338,13 @@ class Publisher:
         return self.activate(version, wait=wait, timeout_s=timeout_s, mode=mode, drain_s=drain_s)
 
     def wait_active(self, version: int, timeout_s: float = 60.0) -> Version:
-        """Return when `version` is the active one; `not_flipped` is of a swap that this publisher asked for. Raises
-        SwapAborted (refused, superseded, no instance could flip) or SwapTimeout."""
+        """Return when `version` is the active one. `not_flipped` is of a swap that this publisher asked for.
+        `timeout_s` bounds its staging; its drains and flips have their time besides. Raises SwapAborted (refused,
+        superseded, no instance could flip) or SwapTimeout."""
         store, asked = self._store.store, self._asked.get(version)
         if asked is not None:
-            return Version(version, self._store.run(activation.outcome(store, self._keys, *asked, timeout_s)))
+            target, revision = replace(asked[0], deadline_s=timeout_s), asked[1]
+            return Version(version, self._store.run(activation.outcome(store, self._keys, target, revision)))
         self._store.run(activation.become_active(store, self._keys, version, timeout_s))
         return Version(version)
 

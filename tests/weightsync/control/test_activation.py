@@ -99,6 +99,27 @@ def test_a_form_that_a_publisher_writes_anew_meanwhile_stays(monkeypatch: pytest
     assert store.store.get(KEYS.version(1)) is not None
 
 
+def test_what_is_superseded_is_retired_though_a_swap_is_asked_for_meanwhile() -> None:
+    """The request is of another version, so what was decided still holds: a second look says so."""
+    store = AskedOnRead()
+    assert asyncio.run(activation.retire(store, KEYS, spare=0)) == [1]
+    assert store.store.get(KEYS.target) is not None
+
+
+class AskedOnRead(Client):
+    """A store in which one of two versions is asked for right after everything was read for the first time."""
+
+    def __init__(self) -> None:
+        super().__init__(ModelStore(Clock()))
+        self.store.txn({}, {KEYS.version(n): version("ready", n) for n in (1, 2)})
+
+    async def list(self, prefix: str, *, first: str = "") -> tuple[list[KeyValue], int]:
+        found = await super().list(prefix, first=first)
+        if self.store.get(KEYS.target) is None:
+            self.store.put(KEYS.target, activation.new_target(2, "operator", 5.0).to_json())
+        return found
+
+
 class PublishesOnRead(Client):
     """A store in which a version of a form that only a tombstone has is published right after everything was read."""
 

@@ -337,7 +337,7 @@ async def test_whoever_waits_learns_the_outcome_though_the_events_are_gone(
         return real(prefix, start_revision)
 
     monkeypatch.setattr(store, "watch", watch)
-    await activation.outcome(store, KEYS, target, revision, 60)
+    await activation.outcome(store, KEYS, target, revision)
     assert not compacted
     assert (await coordinator.activate(1)).ok
 

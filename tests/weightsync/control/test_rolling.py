@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -48,6 +50,20 @@ class Probing:
         if isinstance(self.result, Exception):
             raise self.result
         return self.result
+
+
+async def test_a_publisher_waits_for_a_rolling_swap_as_long_as_its_drains_may_take(fleet: Fleet) -> None:
+    """Its time limit is for staging: here the swap's drains last until the publisher would have given up."""
+    limit_s = 1.0
+    await fleet.serving("ab")
+    version = await fleet.publish(1.0)
+    began = time.monotonic()
+    for engine in fleet.engines.values():
+        engine.streams = asyncio.Event()
+    about: dict[str, Any] = {"mode": "rolling", "timeout_s": limit_s, "drain_s": limit_s}
+    assert await asyncio.to_thread(fleet.publisher.activate, version, **about) == version
+    assert time.monotonic() - began > limit_s
+    assert {engine.running for engine in fleet.engines.values()} == {version}
 
 
 async def test_the_canary_is_probed_before_the_commit_and_the_others_follow_in_turn(fleet: Fleet) -> None:
