@@ -1,6 +1,8 @@
 """What keys have used of their budgets of the month, for all gateways and over restarts.
 
     gateway/spent/{YYYY-MM}/{key id}   SpentRecord: tokens of the calendar month (UTC)
+    gateway/added/{gateway}            the id of the gateway's last addition, for an hour: written with the sum, so a
+                                       gateway that got no answer sees whether the addition has arrived
 
 No request waits for the store. A gateway adds what its answers have cost once a second, and hears of what others have
 added; so where several gateways run, a budget can be overrun by what the others have in flight, and what they have
@@ -10,22 +12,24 @@ answered in the last second. One that is killed loses its last second.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
+import uuid
 from dataclasses import dataclass
 from typing import Any
 
 from server.gateway.access.limits import Limits, Month, this_month
 from server.gateway.access.records import SPENT_PREFIX
 from weightsync.control.strict_json import Record
-from weightsync.errors import Conflict, RecordError, StoreError
+from weightsync.errors import Conflict, LeaseLost, RecordError, StoreError
 from weightsync.store import MISSING, KeyValue, Store
 
 log = logging.getLogger("hotswap.gateway")
 
 INTERVAL_S = 1.0
 RETRY_STORE_S = 0.5
+ADDED_PREFIX = "gateway/added/"
+MARKED_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,9 @@ class Budgets:
         self._store = store
         self._limits = limits
         self._saved: dict[str, int] = {}  # by key of the store
+        self._mark = ADDED_PREFIX + uuid.uuid4().hex
+        self._sent = ("", 0, b"")  # an addition without an answer: where, tokens, id
+        self._lease, self._leased_at = 0, -MARKED_S
         limits.saved = self._tell
 
     def used(self, key_id: str, limit: int) -> dict[str, Any]:
@@ -69,24 +76,48 @@ class Budgets:
 
     async def save(self) -> None:
         """Adds what has been used since the last time. Raises StoreError."""
-        for meter in self._limits.meters():
-            for quota in meter.months():
-                for month, tokens in list(quota.unsaved.items()):
-                    place = _place(month, meter.key)
-                    self._saved[place] = await self._add(place, tokens)
-                    quota.unsaved[month] -= tokens
-                    if not quota.unsaved[month]:
-                        del quota.unsaved[month]
-                self._tell(meter.key, quota)
+        used = [
+            (_place(month, meter.key), month, meter, quota)
+            for meter in self._limits.meters()
+            for quota in meter.months()
+            for month in quota.unsaved
+        ]
+        for place, month, meter, quota in sorted(used, key=lambda one: one[0] != self._sent[0]):
+            added = await self._add(place, quota.unsaved[month])
+            quota.unsaved[month] -= added
+            if not quota.unsaved[month]:
+                del quota.unsaved[month]
+            self._tell(meter.key, quota)
 
     async def _add(self, place: str, tokens: int) -> int:
+        """Adds `tokens`, or what an earlier call has sent without an answer; returns how many."""
+        if place != self._sent[0]:
+            self._sent = (place, tokens, uuid.uuid4().hex.encode())
+        _, tokens, mine = self._sent
         while True:
+            last = await self._store.get(self._mark)  # before the sum, which then has what it says
             found = await self._store.get(place)
-            before = SpentRecord.from_json(found.value).tokens if found is not None else 0
-            revision = found.mod_revision if found is not None else MISSING
-            with contextlib.suppress(Conflict):  # another gateway has added; so look again
-                await self._store.compare_and_swap(place, revision, SpentRecord(before + tokens).to_json())
-                return before + tokens
+            total = SpentRecord.from_json(found.value).tokens if found is not None else 0
+            if last is None or last.value != mine:
+                total += tokens
+                puts: dict[str, bytes | None] = {place: SpentRecord(total).to_json(), self._mark: mine}
+                compares = {place: _revision(found), self._mark: _revision(last)}
+                try:
+                    await self._store.txn(compares, puts, {self._mark: await self._leased()})
+                except Conflict:  # another gateway has added, or an earlier call arrives; so look again
+                    continue
+                except LeaseLost:  # the store was restored
+                    self._leased_at = -MARKED_S
+                    raise
+            self._sent = ("", 0, b"")
+            self._saved[place] = total
+            return tokens
+
+    async def _leased(self) -> int:
+        """A lease that nobody renews, so that a gateway that is killed leaves nothing."""
+        if time.monotonic() - self._leased_at > MARKED_S / 2:
+            self._lease, self._leased_at = await self._store.grant_lease(MARKED_S), time.monotonic()
+        return self._lease
 
     async def _save_forever(self) -> None:
         away = False
@@ -127,6 +158,10 @@ class Budgets:
     def _tell(self, key_id: str, quota: Month) -> None:
         quota.saved = self._saved.get(_place(quota.month, key_id), 0)
         quota.total()
+
+
+def _revision(found: KeyValue | None) -> int:
+    return found.mod_revision if found is not None else MISSING
 
 
 def _place(month: str, key_id: str) -> str:

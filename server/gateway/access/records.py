@@ -4,6 +4,7 @@
     gateway/keys/.door      DoorRecord; beside the keys, so that whoever lists or watches them sees it too
     gateway/usage/{gateway} UsageRecord (sharing.py), under the gateway's lease
     gateway/spent/{YYYY-MM}/{key}  SpentRecord (budgets.py)
+    gateway/added/{gateway} the gateway's last addition to one (budgets.py), under a lease
     gateway/usage/round     changed with every share that grows (sharing.py)
     gateway/feedback/{model}/{id}  what was said of another gateway's answer (server/answers/feedback.py)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import random
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -15,6 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletionUserMessageParam
 
+from loadtest.simulation.clock import Clock as StoreClock
+from loadtest.simulation.store import Client, ModelStore
 from server.errors import BadRequest
 from server.gateway.access import limits as meters
 from server.gateway.access.budgets import Budgets, SpentRecord
@@ -36,6 +40,7 @@ from server.key_limits import KeyLimits
 from tests.server.gateway.harness import RunningGateway, admin, new_key, post, running_gateway
 from tests.server.gateway.upstream import answering, upstream
 from tests.waiting import eventually
+from weightsync.errors import StoreUnavailable
 from weightsync.store import Store, open_store
 
 STEPS = st.lists(st.tuples(st.integers(0, 90), st.integers(0, 9), st.booleans()), max_size=60)
@@ -449,3 +454,39 @@ async def test_two_gateways_add_to_one_record(tmp_path: Path) -> None:
     assert found is not None
     assert SpentRecord.from_json(found.value).tokens == 90
     await store.close()
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_no_addition_counts_twice_or_not_at_all(seed: int) -> None:
+    """Two gateways add to two keys while answers go on, and a store loses calls and answers."""
+    chance, store = random.Random(seed), ModelStore(StoreClock())
+    gateways = [Limits({"month_tokens": 0}) for _ in range(2)]
+    budgets = [Budgets(Client(store, 0.0), limits) for limits in gateways]
+    used: Counter[str] = Counter()
+
+    def answer(limits: Limits) -> None:
+        key = chance.choice("pq")
+        caller = Principal(key, frozenset(), id=key, limits=KeyLimits(tokens_per_month=1_000_000))
+        grant = limits.admit(caller, NONE, "/v1/completions", b"{}")
+        assert grant is not None
+        tokens = chance.randint(1, 3)
+        grant.settle(Usage(tokens, 0), 200)
+        used[key] += tokens
+
+    for _ in range(300):
+        store.lose_answer, store.up = chance.random() < 0.4, chance.random() < 0.8
+        saving = [asyncio.create_task(one.save()) for one in budgets if chance.random() < 0.7]
+        while not all(task.done() for task in saving):
+            answer(chance.choice(gateways))
+            await asyncio.sleep(0)
+        await asyncio.gather(*saving, return_exceptions=True)
+        assert all(isinstance(task.exception(), StoreUnavailable | None) for task in saving)
+    store.lose_answer, store.up = False, True
+    for one in budgets:
+        for _ in range(2):  # what was sent without an answer, and what came after it
+            await one.save()
+    found = {kv.key: kv.value for kv in store.list("gateway/spent/")[0]}
+    month = this_month(time.time())[0]
+    assert {key: SpentRecord.from_json(found[f"gateway/spent/{month}/{key}"]).tokens for key in "pq"} == used
+    store.tick(3600.0, ())
+    assert len(store.list("gateway/")[0]) == 2
