@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import re
 from dataclasses import replace
@@ -24,7 +25,7 @@ from server.instance import main as instance_main
 from server.instance.config import InstanceConfig
 from server.instance.sidecar import TELL_S
 from tests import monitoring
-from tests.k8s.helm import NAMES, NAMESPACE, SETS, Object, Pod, arguments, environment, release, rendered
+from tests.k8s.helm import NAMES, NAMESPACE, SETS, Object, Pod, arguments, environment, release, rendered, template
 from weightsync.control.hosts import check_host
 from weightsync.peer import __main__ as peer_main
 from weightsync.store import etcd_roles
@@ -92,6 +93,21 @@ def test_the_gateway_takes_its_options(pods: dict[str, Pod], monkeypatch: pytest
     assert config.leave_s > ready["periodSeconds"] * ready["failureThreshold"]
 
 
+def test_the_gateway_lets_keys_name_checkpoints_on_volumes_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = json.dumps(["/checkpoints/grpo", "/checkpoints/a: b #1"])
+    config = gateway_config(rendered("--set-json", f"gateway.checkpoints={own}").pod("gateway"), monkeypatch)
+    assert config.checkpoints == ("/checkpoints/grpo", "/checkpoints/a: b #1")
+    assert gateway_config(release("defaults").pod("gateway"), monkeypatch).checkpoints == ()
+    assert template("--set-json", 'gateway.checkpoints=["relative"]').returncode != 0
+
+
+def test_the_gateways_password_is_where_a_version_is_restored_and_in_no_process_that_stays() -> None:
+    pod = release("colocated").pod("rollout")
+    has = {c["name"] for c in pod.containers() if "etcd-auth-gateway" in {m["name"] for m in c["volumeMounts"]}}
+    assert has == {"publish"}
+    assert "restartPolicy" not in pod.container("publish")  # it ends before the instance starts
+
+
 def test_the_instance_takes_its_options(pods: dict[str, Pod], monkeypatch: pytest.MonkeyPatch) -> None:
     pod = pods["rollout"]
     config = instance_config(pod, monkeypatch)
@@ -112,7 +128,7 @@ def test_an_instance_has_time_to_drain(pods: dict[str, Pod], monkeypatch: pytest
 
 
 ROLES = {"gateway": "gateway", "instance": "instance", "follower": "instance", "peer": "peer", "publish": "trainer",
-         "trainer": "trainer"}  # fmt: skip
+         "persist": "peer", "trainer": "trainer"}  # fmt: skip
 
 
 def test_all_speak_to_one_store_each_as_the_user_it_is(pods: dict[str, Pod]) -> None:
@@ -121,6 +137,8 @@ def test_all_speak_to_one_store_each_as_the_user_it_is(pods: dict[str, Pod]) -> 
         for container in (c for c in pod.containers() if c["name"] in ROLES):
             role, found = ROLES[container["name"]], environment(container)
             url = EtcdUrl.parse(found["HOTSWAP_STORE"])
+            if container["name"] == "publish" and any(c["name"] == "persist" for c in pod.containers()):
+                role = "gateway"  # it may make a version active that it has restored
             assert url.user == role
             assert role in etcd_roles.NAMES
             mounts = {m["mountPath"]: m["name"] for m in container["volumeMounts"]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import runpy
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,12 +21,14 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from server.instance import sidecar
 from tests.cluster_tls import Authority
 from tests.coordinating import coordinating
-from tests.k8s.helm import CHART, arguments, release
+from tests.k8s.helm import CHART, SETS, arguments, release, rendered
 from tests.k8s.kubelet import Kubelet
+from tests.waiting import wait_until
 from tests.weightsync.tensors import model, save_safetensors
-from weightsync import open_store
+from weightsync import Publisher, open_store
 from weightsync.control.records import ActiveRecord, Keys
 from weightsync.errors import StoreRefused
+from weightsync.persist import __main__ as persister
 from weightsync.store import SyncStore
 from weightsync.tls import ClusterTls
 
@@ -195,6 +198,71 @@ def test_the_first_pod_publishes_the_first_version(
         assert active(url) == 1
         assert script["main"]([*publish, "--when", "lost"]) == 0
         assert active(url) == 2
+
+
+def test_the_first_pod_restores_what_all_pods_have_lost(
+    script: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The version of a trainer, committed after the checkpoint's, and not the checkpoint's."""
+    arena, copies, url = tmp_path / "arena", tmp_path / "copies", f"sqlite://{tmp_path}/store.db"
+    monkeypatch.setenv("HOTSWAP_ARENA", str(arena))
+    monkeypatch.setenv("HOTSWAP_HOST", "pod-0")
+    first = tmp_path / "checkpoint"
+    first.mkdir()
+    save_safetensors(first / "model.safetensors", model(3.0))
+    copies.mkdir()
+    start = ["--store", url, "--model", "demo", "--gone-after", "0", "--copies", str(copies), str(first)]
+    with coordinating(url, "demo"):
+        assert script["main"]([*start, "--when", "never"]) == 0  # nothing was ever committed
+        assert active(url) is None
+        assert script["main"]([*start, "--when", "lost"]) == 0
+        assert active(url) == 1
+        with Publisher(url, model="demo") as publisher:
+            assert publisher.publish(model(5.0)) == 2
+        persisting = [sys.executable, "-m", "weightsync.persist", "--store", url, "--model", "demo", "--dir"]
+        with subprocess.Popen([*persisting, str(copies)]) as process:
+            wait_until(lambda: (copies / "2").is_dir(), 60, process=process)
+            process.terminate()
+        assert process.returncode == 0
+        for when in ("never", "lost"):
+            lost(arena)
+            assert script["main"]([*start, "--when", when]) == 0
+            assert active(url) == 2
+            assert list(arena.glob("slot-*"))
+        lost(arena)
+        shutil.rmtree(copies / "2")  # the one before, if it is there, comes in its place, under an epoch of its own
+        kept = [path.name for path in copies.iterdir() if path.name.isdigit()]
+        assert script["main"]([*start, "--when", "never"]) == 0
+        assert active(url) == (1 if kept else 2)
+        assert bool(list(arena.glob("slot-*"))) == bool(kept)
+        for path in copies.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        lost(arena)
+        assert script["main"]([*start, "--when", "lost"]) == 0  # no copy is left: the checkpoint, published anew
+        assert active(url) == 3
+
+
+def lost(arena: Path) -> None:
+    """The memory of all pods."""
+    for slot in arena.glob("slot-*"):
+        slot.unlink()
+
+
+def test_a_pod_copies_and_restores_as_its_manifest_says(script: dict[str, Any]) -> None:
+    r = rendered("--values", str(SETS["leaderworkerset"]), "--set-json", 'persist.volume={"csi": {"driver": "x"}}')
+    leader, worker = (p for p in r.pods() if p.where.startswith("LeaderWorkerSet"))
+    assert [c["name"] for c in leader.spec["initContainers"]] == ["peer", "publish", "persist"]
+    assert [c["name"] for c in worker.spec["initContainers"]] == ["peer"]
+    assert {v["name"]: v for v in leader.spec["volumes"]}["persist"]["csi"] == {"driver": "x"}
+    for name in ("publish", "persist"):
+        assert {"name": "persist", "mountPath": "/persist"} in leader.container(name)["volumeMounts"]
+    persist = leader.container("persist")
+    options = persister._parser().parse_args([*persist["args"], "--store", "x"])
+    assert (str(options.dir), options.model, options.keep) == ("/persist", "model", 2)
+    parsed = script["parser"]().parse_args(arguments(leader.container("publish"))[2:])
+    assert (str(parsed.copies), parsed.when) == ("/persist", "lost")
+    trained = release("colocated").pod("rollout").container("publish")  # the chart publishes nothing, and restores
+    assert script["parser"]().parse_args(arguments(trained)[2:]).when == "never"
 
 
 def test_the_manifest_publishes_with_options_that_the_script_takes(script: dict[str, Any]) -> None:

@@ -174,7 +174,10 @@ def test_a_namespace_with_a_quota_for_cpus_can_be_lived_in(name: str) -> None:
     """Every container's limits can be set; a number is an amount, too."""
     owners = ("gateway", "rollout", "peer", "trainer", "etcd")
     limited = {"requests": {"cpu": 1, "memory": "1Gi"}, "limits": {"cpu": 2, "memory": "700Gi"}}
-    places = [f"{owner}.resources" for owner in owners] + ["etcd.usersResources", "model.publishResources"]
+    places = [f"{owner}.resources" for owner in (*owners, "persist")] + [
+        "etcd.usersResources",
+        "model.publishResources",
+    ]
     settings = [word for place in places for word in ("--set-json", f"{place}={json.dumps(limited)}")]
     for pod in rendered(*VALUES[name], *settings).pods():
         for container in pod.containers():
@@ -191,6 +194,32 @@ def test_the_containers_of_a_pod_share_its_rdma_devices(name: str) -> None:
         component = pod.labels["app.kubernetes.io/component"]
         asked = [int(c["resources"].get("limits", {}).get("rdma/hca", 0)) for c in pod.containers()]
         assert sum(asked) == values.get(component, {}).get("rdma", 0), pod.where
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_volumes_and_containers_of_ones_own_are_in_the_pods_that_they_are_for(name: str) -> None:
+    own = {"extraVolumes": {"name": "own", "emptyDir": {}}, "extraVolumeMounts": {"name": "own", "mountPath": "/own"}}
+    init = {"extraInitContainers": {"name": "first", "image": "x"}}
+    places = {"gateway": own | init, "rollout": own | init, "trainer": own}
+    settings = [
+        word
+        for tier, lists in places.items()
+        for value, one in lists.items()
+        for word in ("--set-json", f"{tier}.{value}={json.dumps([one])}")
+    ]
+    more = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "mine"}}
+    r = rendered(*VALUES[name], *settings, "--set-json", f"extraObjects={json.dumps([more])}")
+    assert more in r.objects
+    found = set()
+    for pod in (p for p in r.pods() if "etcd" not in p.labels["app.kubernetes.io/component"]):
+        component = pod.labels["app.kubernetes.io/component"]
+        colocated = any(c["name"] == "trainer" for c in pod.spec["containers"]) and component == "rollout"
+        assert [v["name"] for v in pod.spec["volumes"]].count("own") == (2 if colocated else 1)
+        for container in pod.spec["containers"]:
+            assert own["extraVolumeMounts"] in container["volumeMounts"]
+            found.add(container["name"])
+        assert (init["extraInitContainers"] in pod.spec.get("initContainers", [])) == (component != "trainer")
+    assert {"gateway"} < found
 
 
 def test_what_waits_for_an_instance_is_given_its_time_and_can_be_moved() -> None:

@@ -1,10 +1,10 @@
 """Roles in etcd: one for each kind of process, with no more rights to keys than its work needs.
 
-    gateway     coordinates swaps, publishes what is uploaded, keeps API keys; writes no instance's record. Who copies
-                versions to disk and restores them has this role, too
+    gateway     coordinates swaps, publishes what is uploaded, keeps API keys; writes no instance's record. Restoring
+                versions from disk needs this role, too
     instance    writes what it says of itself; reads the model's records and no key of a client
     trainer     publishes versions and asks for them; makes none active
-    peer        says which copies a host holds, and where its slots are
+    peer        says which copies a host holds in memory and on disk, and where its slots are
 
 A process with a role's credentials can do what that kind of process does, and no more. All may read the records of the
 model, which hold no secrets.
@@ -45,7 +45,7 @@ def roles(models: Iterable[str]) -> tuple[Role, ...]:
         writes["gateway"] |= publishing | leading | ordering
         writes["instance"] |= {keys.instances, keys.starts, f"{keys.root}sleepers/", f"{SLICES}{keys.model}/"}
         writes["trainer"] |= publishing
-        writes["peer"] |= {keys.copies, ARENA_KEY, ARENAS}
+        writes["peer"] |= {keys.copies, keys.disks, ARENA_KEY, ARENAS}
         for read in reads.values():
             read |= {keys.root, keys.copies, f"{SLICES}{keys.model}/"}
     return tuple(Role(name, frozenset(reads[name] - writes[name]), frozenset(writes[name])) for name in NAMES)

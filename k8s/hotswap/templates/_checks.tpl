@@ -37,7 +37,7 @@
 {{- end }}
 {{- end }}
 {{- end }}
-{{- range $where, $needs := dict "gateway.resources" $v.gateway.resources "rollout.resources" $v.rollout.resources "peer.resources" $v.peer.resources "trainer.resources" $v.trainer.resources "etcd.resources" $v.etcd.resources "etcd.usersResources" $v.etcd.usersResources "model.publishResources" $v.model.publishResources }}
+{{- range $where, $needs := dict "gateway.resources" $v.gateway.resources "rollout.resources" $v.rollout.resources "peer.resources" $v.peer.resources "trainer.resources" $v.trainer.resources "etcd.resources" $v.etcd.resources "etcd.usersResources" $v.etcd.usersResources "persist.resources" $v.persist.resources "model.publishResources" $v.model.publishResources }}
 {{- range $name, $limit := $needs.limits }}
 {{- with get $needs.requests $name }}
 {{- if gt (include "hotswap.number" . | float64) (include "hotswap.number" $limit | float64) }}

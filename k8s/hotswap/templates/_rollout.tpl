@@ -104,6 +104,9 @@ timeoutSeconds: 10
 {{- if .Values.rollout.hugepages }}
 - {name: hugepages, mountPath: /dev/hugepages}
 {{- end }}
+{{- with .Values.rollout.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
 {{- end }}
 
 {{- define "hotswap.claim" -}}
@@ -151,8 +154,11 @@ timeoutSeconds: 10
 {{- end }}
 {{- end }}
 
-{{/* The first instance of all makes the checkpoint the first version, in the memory it will run from. (root) */}}
+{{/* The first instance of all makes the checkpoint the first version, in the memory it will run from. Where there are copies
+on disk it restores one, which makes a version active: that is a gateway's right in etcd. It ends before the instance
+starts, and no other container of the pod has the gateway's password. (root) */}}
 {{- define "hotswap.publish" -}}
+{{- $role := ternary "gateway" "trainer" (not (empty .Values.persist.volume)) -}}
 - name: publish
   {{- include "hotswap.image" . | nindent 2 }}
   command: [python, /etc/hotswap/scripts/first_version.py]
@@ -160,9 +166,12 @@ timeoutSeconds: 10
     - --model={{ .Values.model.name }}
     - --when={{ .Values.model.publish }}
     - --ordinal=$(ORDINAL)
+    {{- if .Values.persist.volume }}
+    - --copies=/persist
+    {{- end }}
     - {{ .Values.model.path }}
   env:
-    {{- include "hotswap.env" (dict "root" . "role" "trainer") | nindent 4 }}
+    {{- include "hotswap.env" (dict "root" . "role" $role) | nindent 4 }}
     {{- include "hotswap.hostEnv" . | nindent 4 }}
     - name: ORDINAL
       valueFrom:
@@ -176,8 +185,32 @@ timeoutSeconds: 10
   resources: {{- toYaml (.Values.model.publishResources | default $needs) | nindent 4 }}
   {{- include "hotswap.locked" . | nindent 2 }}
   volumeMounts:
-    {{- include "hotswap.mounts" (dict "root" . "role" "trainer") | nindent 4 }}
+    {{- include "hotswap.mounts" (dict "root" . "role" $role) | nindent 4 }}
     {{- include "hotswap.hostMounts" . | nindent 4 }}
+    {{- if .Values.persist.volume }}
+    - {name: persist, mountPath: /persist}
+    {{- end }}
+{{- end }}
+
+{{/* Copies committed versions to the volume: one pod of all, which has its lock, while the others wait for it. */}}
+{{- define "hotswap.persist" -}}
+- name: persist
+  {{- include "hotswap.image" . | nindent 2 }}
+  restartPolicy: Always
+  command: [tini, --, python, -m, weightsync.persist]
+  args:
+    - --model={{ .Values.model.name }}
+    - --dir=/persist
+    - --keep={{ .Values.persist.keep }}
+  env:
+    {{- include "hotswap.env" (dict "root" . "role" "peer") | nindent 4 }}
+    {{- include "hotswap.hostEnv" . | nindent 4 }}
+  resources: {{- toYaml .Values.persist.resources | nindent 4 }}
+  {{- include "hotswap.locked" . | nindent 2 }}
+  volumeMounts:
+    {{- include "hotswap.mounts" (dict "root" . "role" "peer") | nindent 4 }}
+    {{- include "hotswap.hostMounts" . | nindent 4 }}
+    - {name: persist, mountPath: /persist}
 {{- end }}
 
 {{- define "hotswap.instance" -}}
@@ -232,6 +265,8 @@ timeoutSeconds: 10
 {{- $r := .root.Values.rollout -}}
 {{- $c := dict "root" .root "component" "rollout" "values" $r -}}
 {{- $colocated := eq .root.Values.trainer.mode "colocated" -}}
+{{- $persist := and .root.Values.persist.volume (not .follower) -}}
+{{- $first := and (not .follower) (or $persist (ne .root.Values.model.publish "never")) -}}
 metadata:
   labels:
     {{- include "hotswap.selector" $c | nindent 4 }}
@@ -251,8 +286,14 @@ spec:
   {{- end }}
   initContainers:
     {{- include "hotswap.peer" (dict "root" .root "rdma" (include "hotswap.peerRdma" .root) "rdmaResource" $r.rdmaResource) | nindent 4 }}
-    {{- if and (not .follower) (ne .root.Values.model.publish "never") }}
+    {{- if $first }}
     {{- include "hotswap.publish" .root | nindent 4 }}
+    {{- end }}
+    {{- if $persist }}
+    {{- include "hotswap.persist" .root | nindent 4 }}
+    {{- end }}
+    {{- with $r.extraInitContainers }}
+    {{- toYaml . | nindent 4 }}
     {{- end }}
   containers:
     {{- if .follower }}
@@ -265,8 +306,11 @@ spec:
     {{- end }}
   volumes:
     {{- $roles := list "peer" "instance" }}
-    {{- if or $colocated (and (not .follower) (ne .root.Values.model.publish "never")) }}
+    {{- if or $colocated (and $first (not $persist)) }}
     {{- $roles = append $roles "trainer" }}
+    {{- end }}
+    {{- if $persist }}
+    {{- $roles = append $roles "gateway" }}
     {{- end }}
     {{- include "hotswap.volumes" (dict "root" .root "roles" $roles) | nindent 4 }}
     {{- include "hotswap.hostVolumes" (dict "root" .root "sharedMemory" $r.sharedMemory) | nindent 4 }}
@@ -276,5 +320,12 @@ spec:
     {{- end }}
     {{- if $colocated }}
     {{- include "hotswap.trainerVolumes" .root | nindent 4 }}
+    {{- end }}
+    {{- if $persist }}
+    - name: persist
+      {{- toYaml .root.Values.persist.volume | nindent 6 }}
+    {{- end }}
+    {{- with $r.extraVolumes }}
+    {{- toYaml . | nindent 4 }}
     {{- end }}
 {{- end }}

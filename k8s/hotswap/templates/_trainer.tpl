@@ -28,6 +28,9 @@
     {{- if $t.apiKey.existingSecret }}
     - {name: api-key, mountPath: /etc/hotswap/api-key, readOnly: true}
     {{- end }}
+    {{- with $t.extraVolumeMounts }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
     {{- if ne .root.Values.gateway.tls.mode "none" }}
     - {name: gateway-ca, mountPath: /etc/hotswap/gateway-ca, readOnly: true}
     {{- end }}
@@ -51,6 +54,9 @@
     defaultMode: 0440
     items: [{key: {{ .key }}, path: api.key}]
 {{- end }}
+{{- end }}
+{{- with .Values.trainer.extraVolumes }}
+{{ toYaml . }}
 {{- end }}
 {{- if ne .Values.gateway.tls.mode "none" }}
 - name: gateway-ca

@@ -26,6 +26,8 @@ from weightsync.control.activation import previous_version
 from weightsync.control.records import InstanceRecord, Keys
 from weightsync.errors import StoreRefused
 from weightsync.peer.slices import slices_prefix
+from weightsync.persist.__main__ import Persister
+from weightsync.persist.disk import Disk
 from weightsync.store.etcd_roles import NAMES, roles
 from weightsync.store.etcd_users import Administrator
 
@@ -61,7 +63,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
 
 
 async def test_a_version_goes_from_a_trainer_through_a_gateway_to_an_instance(
-    guarded: Guarded, arena_directory: Path
+    guarded: Guarded, arena_directory: Path, tmp_path: Path
 ) -> None:
     async with guarded.store("gateway") as leading, guarded.store("instance") as serving:
         engine, record = Engine(), InstanceRecord("i0", "https://i0:8001")
@@ -75,6 +77,11 @@ async def test_a_version_goes_from_a_trainer_through_a_gateway_to_an_instance(
         await eventually(lambda: engine.running == 3)
         assert await previous_version(leading, KEYS) == 2
         assert (await coordinator.rollback()).version == 2
+        async with guarded.store("peer") as copying:
+            copies, told = Disk(tmp_path), asyncio.Event()
+            told.set()
+            assert await Persister(copying, KEYS, copies).run(told)
+            assert {kept.version for kept in copies.kept()} == {2, 3}
         await asyncio.to_thread(publisher.close)
         await participant.stop()
         await coordinator.stop()
@@ -91,16 +98,17 @@ OF_GATEWAYS = (
 )
 OF_INSTANCES = (KEYS.instance("i1"), sleepers(KEYS) + "i1", slices_prefix(KEYS, "h") + "i1")
 OF_PEERS = (f"{KEYS.copies}d/h",)
+DISK = (KEYS.disk("h"),)
 ARENA = ("arena", "arenas/h")
 PAST = (KEYS.past_swap(1), KEYS.training_point(1))
 MAY_WRITE = {
-    "gateway": {*OF_THE_MODEL, *OF_GATEWAYS, *PAST, *ARENA, KEYS.publisher("upload"), KEYS.part_schema("draft")},
+    "gateway": {*OF_THE_MODEL, *OF_GATEWAYS, *PAST, *ARENA, *DISK, KEYS.publisher("upload"), KEYS.part_schema("draft")},
     "instance": {*OF_INSTANCES},
     "trainer": {KEYS.target, KEYS.counter, KEYS.schema, KEYS.version(9), KEYS.publisher("t"), *ARENA},
-    "peer": {*OF_PEERS, *ARENA},
+    "peer": {*OF_PEERS, *ARENA, *DISK},
 }
 OF_NOBODY = (OTHER.active, OTHER.instance("i0"), "other")
-ALL = {*OF_THE_MODEL, *OF_GATEWAYS, *OF_INSTANCES, *OF_PEERS, *ARENA, *PAST, *OF_NOBODY}
+ALL = {*OF_THE_MODEL, *OF_GATEWAYS, *OF_INSTANCES, *OF_PEERS, *ARENA, *DISK, *PAST, *OF_NOBODY}
 
 
 @pytest.mark.parametrize("role", NAMES)
