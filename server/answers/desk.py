@@ -207,6 +207,7 @@ def about_of(finished: Finished, principal: Principal) -> About:
         instance=finished.instance,
         first_version=finished.first_version,
         last_version=finished.last_version,
+        drawn_version=finished.drawn_version,
         streamed=finished.streamed,
     )
 

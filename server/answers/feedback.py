@@ -82,6 +82,7 @@ class Feedback(msgspec.Struct, tag_field="record", tag="feedback"):
     metadata: dict[str, Any] = {}
     first_version: int | None = None
     last_version: int | None = None
+    drawn_version: int | None = None  # by a split of the traffic, whichever version answered
     replaced: float | None = None
     model: str = ""  # that answered
 
@@ -129,8 +130,8 @@ class Known:
             format=FORMAT, id=self.id, request_id=about.request_id, key=about.key, key_id=about.key_id,
             time=time.time(), by=by, choice=posted.choice, rating=posted.rating, score=self.score,
             correction=posted.correction, comment=posted.comment, metadata=posted.metadata,
-            first_version=about.first_version, last_version=about.last_version, replaced=before,
-            model=about.served,
+            first_version=about.first_version, last_version=about.last_version,
+            drawn_version=about.drawn_version, replaced=before, model=about.served,
         )  # fmt: skip
 
 

@@ -63,6 +63,7 @@ class About(msgspec.Struct, frozen=True):
     instance: str | None = None
     first_version: int | None = None
     last_version: int | None = None
+    drawn_version: int | None = None  # by a split of the traffic, whichever version answered
     streamed: bool = False
     served: str = ""  # the model that answered; `Answer.model` is the one asked for
 

@@ -70,6 +70,8 @@ class Request:
     priority: int = 0  # its class in the queue; the lowest goes first
     known: affinity.Hint | None = None
     share: int | None = None  # the version it is for, where versions share the traffic
+    drawn: int | None = None  # the version that the split drew for it by chance, whichever version answers
+    lost: bool = False  # an instance failed it, or every instance of the version drawn is ejected
     repeated: bool = False  # on a version that is tried out, unseen; or it was not its turn
     failover: Failover = "off"  # who may go on with a stream whose instance dies
     grant: Grant | None = None  # of the key's limits, where it has any
@@ -121,6 +123,7 @@ class Request:
         self.body = with_model(self.body, served.name)
         self.extra_head += line
         self.known, self.share, self.repeated = None, None, False
+        self.drawn, self.lost = None, False
         if served.upstream is not None:
             self.failover = "off"
 

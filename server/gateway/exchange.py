@@ -455,8 +455,10 @@ class Exchange:
             self._stats.upstream_failures[error.code] += 1
             self._fleet.failed(instance)
             self._losses += 1
-        elif why == "refused":
+        if why == "refused":
             instance.refusals += 1
+        else:
+            self.request.lost = True
         self._give_back(reusable=self._relay.reusable)
         self._resent = False
         if self._continuation is not None:
@@ -475,6 +477,7 @@ class Exchange:
         """The instance will not answer, or not to the end: only a stream can go on elsewhere."""
         log.warning("%s: %s", self.request.head.request_id.decode(), error)
         self._stats.upstream_failures[error.code] += 1
+        self.request.lost = True
         if self.instance is not None:
             self._fleet.failed(self.instance)
         if not (self.status and self._goes_on(error)):
@@ -601,7 +604,7 @@ class Exchange:
             ttft_s=ttft_s if self.first_byte else None, instance=self.last_instance or None, first_version=version,
            
             last_version=(last_version(relay.tail()) or version) if ours else None,
-            chosen_version=self.request.share, usage=self.usage,
+            drawn_version=self.request.drawn, lost=self.request.lost, usage=self.usage,
             bytes_in=self._bytes_in, bytes_out=relay.body_bytes, streamed=relay.sse, trace=self.trace,
             model=self._stats.model,
         )  # fmt: skip

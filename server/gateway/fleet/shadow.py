@@ -248,7 +248,7 @@ class Repetition:
             instance=self.instance.id,
             first_version=version,
             last_version=last_version(relay.tail()) or version,
-            chosen_version=self.version,
+            drawn_version=self.version,
             usage=relay.usage(),
             bytes_in=len(self._body),
             bytes_out=relay.body_bytes,

@@ -40,6 +40,10 @@ class Divided(Protocol):
     need: Need | None
     share: int | None
     """The version that it is for; None as long as it was not chosen."""
+    drawn: int | None
+    """The version drawn for it first, if all versions of the split could have been: what a comparison goes by."""
+    lost: bool
+    """An instance failed it, or every instance of the version drawn is ejected."""
 
 
 class Splits:
@@ -97,9 +101,13 @@ class Splits:
         meant = [v for v in self._percents if own is None or own.met_by(v)]
         value = self._value(request)
         chosen = request.share if request.share in meant else self._choose(meant, value)
+        if request.share is None and len(meant) == len(self._percents):
+            request.drawn = chosen
         if chosen is None or self._can_answer(chosen):
             return chosen
         self.elsewhere[chosen] += 1
+        if chosen == request.drawn and any(i.record.active_version == chosen for i in self._serving):
+            request.lost = True
         return self._choose([v for v in meant if self._can_answer(v)], value)
 
     def _choose(self, versions: list[int], value: bytes) -> int | None:

@@ -81,7 +81,8 @@ class Finished:
     instance: str | None = None  # the last that was asked
     first_version: int | None = None
     last_version: int | None = None
-    chosen_version: int | None = None  # by a split of the traffic
+    drawn_version: int | None = None  # by a split of the traffic, whichever version answered
+    lost: bool = False  # an instance failed it, though another may have answered
     usage: Usage | None = None
     bytes_in: int = 0
     bytes_out: int = 0

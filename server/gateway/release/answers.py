@@ -90,7 +90,8 @@ class AnswerReader:
 
     def rate(self, feedback: Feedback) -> None:
         if feedback.score is not None and feedback.model == self._model:
-            self._observer.observe("feedback", feedback.score, feedback.version)
+            written = feedback.version == feedback.drawn_version
+            self._observer.observe("feedback", feedback.score, feedback.drawn_version if written else None)
 
     def tick(self) -> None:
         pass
@@ -100,6 +101,8 @@ class AnswerReader:
 
     def _observe(self, answer: Answer, kind: Kind, metrics: Sequence[str]) -> None:
         version = answer.version
+        if version != answer.about.drawn_version:
+            return
         found = measure(answer, self._refusals)
         for metric in metrics:
             if metric in found:

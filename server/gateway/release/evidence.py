@@ -61,7 +61,7 @@ class Observer:
             self._watchers.append(self)
 
     def observe(self, metric: str, value: float, version: int | None, kind: Kind = "live") -> None:
-        """One value of an answer that `version` wrote from its first to its last token."""
+        """One value of a request that `version` was drawn for, and of its answer if that version wrote all of it."""
         watched = self._watched
         if watched is None or version not in watched.versions or not math.isfinite(value):
             return
@@ -110,22 +110,20 @@ class Observer:
         if self._watched is None:
             return
         for metric, value in measured(finished):
-            self.observe(metric, value, version_of(finished))
-
-
-def version_of(finished: Finished) -> int | None:
-    """The version that wrote the whole answer; of a request without one, that it was meant for."""
-    if finished.first_version is not None and finished.first_version != finished.last_version:
-        return None
-    return finished.first_version or finished.chosen_version
+            self.observe(metric, value, finished.drawn_version)
 
 
 def measured(finished: Finished) -> Iterable[tuple[str, float]]:
-    """The metrics of one request. One that its client left, or that was refused for what it asked, shows nothing."""
-    if finished.status >= 500 or (finished.status == 200 and finished.code is not None):
+    """The metrics of one request, which are those of the version that was drawn for it.
+
+    A failure counts even if another version has answered: otherwise a version that kills its engine looks well. Of an
+    answer, what another version wrote shows nothing; nor does a request that its client left, or asked wrongly.
+    """
+    if finished.lost or finished.status >= 500 or (finished.status == 200 and finished.code is not None):
         yield "errors", 1.0
         return
-    if finished.status != 200 or finished.usage is None:
+    wrote = finished.first_version == finished.last_version == finished.drawn_version
+    if finished.status != 200 or finished.usage is None or not wrote:
         return
     yield "errors", 0.0
     yield "duration_s", finished.duration_s

@@ -31,7 +31,7 @@ from server.gateway.release.statistics import LEAST
 
 # What is measured of each answer by itself: whether its values lie between 0 and 1, and what they are.
 METRICS: Final[dict[str, tuple[bool, str]]] = {
-    "errors": (True, "1 for a request that the server failed (a status of 500 or more, or a stream that broke)"),
+    "errors": (True, "1 for a request that the server failed, or under which an instance was lost"),
     "first_token_s": (False, "seconds from the whole request to the first byte of its answer"),
     "duration_s": (False, "seconds from the whole request to the end of its answer"),
     "token_s": (False, "seconds for each token after the first"),

@@ -115,7 +115,7 @@ async def test_a_share_of_the_requests_is_repeated_unseen(tmp_path: Path) -> Non
         answer = judge.get_nowait()
         told = answer.finished
         assert (told.request_id, told.route, told.status, told.instance) == ("mine", "/v1/completions", 200, "i13")
-        assert (told.first_version, told.chosen_version) == (13, 13)
+        assert (told.first_version, told.drawn_version) == (13, 13)
         assert 0 < (told.ttft_s or 0.0) <= told.duration_s
         assert text_of(answer) == "tried"
         assert (told.usage, answer.capture.body) == (Usage(3, 5), repeated[0].body)

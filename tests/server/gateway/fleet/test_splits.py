@@ -33,6 +33,8 @@ class Asks:
     principal: Principal = ANONYMOUS
     need: Need | None = None
     share: int | None = None
+    drawn: int | None = None
+    lost: bool = False
 
 
 def asks(session: bytes | None = None, sticky: dict[bytes, bytes] | None = None) -> Asks:

@@ -232,7 +232,7 @@ class Two:
             status = 500 if number < errors else 200
             usage = Usage(3, 5) if status == 200 else None
             done = Finished("r", "POST", "/generate", status, None, "k", 0.0, 0.1, first_version=version,
-                            last_version=version, usage=usage)  # fmt: skip
+                            last_version=version, drawn_version=version, usage=usage)  # fmt: skip
             self.observers[number % 2].end(done)
 
 
@@ -378,7 +378,7 @@ def test_only_answers_of_one_of_the_two_versions_count() -> None:
     observer.observe("errors", float("nan"), 13)
     assert observer.taken() is None
     crossed = Finished("r", "POST", "/generate", 200, None, "k", 0.0, 0.1, first_version=12, last_version=13,
-                       usage=Usage(1, 5))  # fmt: skip
+                       drawn_version=13, usage=Usage(1, 5))  # fmt: skip
     observer.end(crossed)
     assert observer.taken() is None
     observer.observe("errors", 1.0, 13, "shadow")
