@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import anthropic
 import orjson
 import pytest
 from fastapi.routing import APIRoute
@@ -12,7 +13,7 @@ from fastapi.routing import APIRoute
 from server import api
 from server.gateway import Limits
 from server.gateway.admin import adapters_sglang
-from tests.server.gateway.harness import ADMIN, RunningGateway, request, running_gateway
+from tests.server.gateway.harness import ADMIN, ADMIN_KEY, RunningGateway, request, running_gateway
 from tests.server.gateway.upstream import cut, streaming
 from tests.server.gateway.wire.test_proxy import PATIENT
 
@@ -88,6 +89,38 @@ async def test_nothing_after_an_error_says_that_a_stream_is_complete(
         answer = await gateway.ask(sent)
     assert answer.status == 502
     check_shape(route, answer.body)
+
+
+async def test_anthropic_s_sdk_reads_errors(gateway: RunningGateway) -> None:
+    """Its error classes, the types that they carry, and an error within a stream, which it raises."""
+    asked: Any = {"model": "", "max_tokens": 8, "messages": [{"role": "user", "content": "?"}]}
+    long = asked | {"messages": [{"role": "user", "content": "x" * 3000}]}
+    start = {"id": "m", "type": "message", "role": "assistant", "model": "", "content": [], "stop_reason": None,
+             "stop_sequence": None, "usage": {"input_tokens": 1, "output_tokens": 1}}  # fmt: skip
+    begun = b"event: message_start\ndata: %b\n\n" % orjson.dumps({"type": "message_start", "message": start})
+    async with (
+        anthropic.AsyncAnthropic(base_url=gateway.url, auth_token=ADMIN_KEY, max_retries=0) as known,
+        anthropic.AsyncAnthropic(base_url=gateway.url, auth_token="nobody's", max_retries=0) as stranger,
+    ):
+        cases: list[tuple[anthropic.AsyncAnthropic, Any, type[anthropic.APIStatusError], str]] = [
+            (stranger, asked, anthropic.AuthenticationError, "authentication_error"),
+            (known, asked | {"extra_body": WISH}, anthropic.BadRequestError, "invalid_request_error"),
+            (known, long, anthropic.RequestTooLargeError, "request_too_large"),
+            (known, asked, anthropic.ServiceUnavailableError, "overloaded_error"),
+        ]
+        for client, sent, kind, told in cases:
+            with pytest.raises(kind) as refused:
+                await client.messages.create(**sent)
+            assert type(refused.value) is kind
+            assert refused.value.type == told
+        async with gateway.instance(streaming(begun, cut=True)):
+            stream = await known.messages.create(**asked, stream=True)
+            seen = []
+            with pytest.raises(anthropic.APIStatusError) as broken:
+                async for event in stream:
+                    seen.append(event.type)
+        assert (seen, broken.value.type) == (["message_start"], "api_error")
+        gateway.unregister()
 
 
 def test_the_routes_of_sglang_are_known() -> None:
