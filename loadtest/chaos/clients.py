@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, Literal
 import httpx
 import orjson
 
-from loadtest.chaos.models import ALIAS, FIRST, FIRST_TOKEN, SECOND, answerers, badness, token_of
+from loadtest.chaos.models import ADAPTERS, ALIAS, FIRST, FIRST_TOKEN, SECOND, answerers, badness, token_of
 from loadtest.histories.recorder import Log
 from loadtest.histories.requests import Answer, Choice, Outcome, tap
 
@@ -42,6 +42,7 @@ def problems(choice: Choice, by: str, wish: Wish, asked: str) -> list[tuple[Prob
     """The faults of its tokens, as far as they arrived. `asked`: model or alias; `by`: the model that it
     names, "" if it broke off before. The history shows the faults of its labels (loadtest/histories)."""
     foreign: list[tuple[Problem, str]] = []
+    by = ADAPTERS[asked] if by == asked and asked in ADAPTERS else by
     if by and by not in answerers(asked):
         foreign = [("foreign", f"an answer of {by} to a request for {asked}")]
     # Until an answer of an alias says whose it is, its tokens must be of one of its models.
@@ -156,7 +157,7 @@ async def attempt(http: httpx.AsyncClient, gateway: int, question: Question, ask
 
 def drawn(chance: random.Random, seen: Mapping[str, int]) -> Question:
     """A question at random; `seen` is the last version in an answer of each model. An alias has none of its own."""
-    model = chance.choices((FIRST, SECOND, ALIAS), (5, 3, 2))[0]
+    model = chance.choices((FIRST, SECOND, ALIAS, *ADAPTERS), (5, 3, 2, 1, 1))[0]
     newest = seen.get(model)
     wish = Wish(chance.choices(("keep", "recompute", "finish", "abort"), (50, 15, 20, 15))[0])
     if newest is not None and wish.policy == "keep" and chance.random() < 0.4:
@@ -203,7 +204,7 @@ class Client:
             self.file.write(made.line())
             if made.version is not None and made.by is not None:
                 self.newest[made.by] = made.version
-            if made.outcome == "answered" or stop.is_set():
+            if made.outcome == "answered" or stop.is_set() or (made.status == 404 and question.model in ADAPTERS):
                 return
             question = self._next(question, made)
             await asyncio.sleep(min(LONGEST_PAUSE_S, made.retry_after or 0.2))

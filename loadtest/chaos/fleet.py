@@ -141,7 +141,7 @@ INSTANCE, PEER = 8010, 8020  # and one more for each model
 DRAIN_S = 2.0  # what an instance that was told to leave goes on for: many an answer takes longer, and is handed on
 CHUNK = 64 << 10  # so that a version of a tiny model is several chunks
 READ_TIMEOUT_S = 20.0  # how long a gateway lets an instance be silent
-VLLM_ARGS = ("--max-model-len", "512", "--max-num-seqs", "16")
+VLLM_ARGS = ("--max-model-len", "512", "--max-num-seqs", "16", "--enable-lora", "--max-loras", "1")
 ARENAS = Path("/dev/shm")  # noqa: S108 - as arenas are
 PREFIX = "hotswap-chaos-"
 

@@ -23,8 +23,8 @@ import orjson
 from loadtest.chaos.models import ALIAS, FIRST, SECOND
 from loadtest.chaos.verdict import RETRYABLE, Window, overlaps
 
-Kind = Literal["ids", "grammar", "body", "disconnect", "slow reader"]
-KINDS: tuple[Kind, ...] = ("ids", "grammar", "body", "disconnect", "slow reader")
+Kind = Literal["ids", "grammar", "body", "framing", "disconnect", "slow reader"]
+KINDS: tuple[Kind, ...] = ("ids", "grammar", "body", "framing", "disconnect", "slow reader")
 MODELS = (FIRST, SECOND, ALIAS)
 POSTED: tuple[Kind, ...] = ("ids", "grammar", "body")
 REFUSED: tuple[Kind, ...] = ("ids", "body")  # a server that can compile a grammar after all may answer it, in time
@@ -131,6 +131,29 @@ _BODIES: Mapping[Kind, tuple[Callable[..., tuple[str, dict[str, Any]]], ...]] = 
 }
 
 
+LONG = 2**20  # bytes of trailers, or of an extension of a chunk
+PIECE = b'{"prompt":'
+FRAMINGS: Mapping[str, bytes] = {  # what stands behind the first piece of a body in chunks
+    "endless trailers": b"0\r\n" + b"x-filler: 1\r\n" * (LONG // 13),
+    "one long trailer": b"0\r\nx-filler: " + b"x" * LONG,
+    "trailers that frame": b"0\r\ncontent-length: 5\r\ntransfer-encoding: identity\r\nhost: elsewhere\r\n\r\n",
+    "a long extension": b"1;" + b"x" * LONG + b"\r\n",
+    "a negative size": b"-5\r\n",
+    "a size beyond all": b"f" * 40 + b"\r\n",
+    "no size": b"\r\n\r\n",
+    "line feeds alone": b"0\n\n",
+}
+
+
+def framed(address: str, behind: bytes, chance: random.Random) -> bytes:
+    """A request whose body in chunks is framed badly; now and then with a length beside."""
+    lines = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: {address}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    )
+    lines += "content-length: 10\r\n" if chance.random() < 0.2 else ""
+    return f"{lines}transfer-encoding: chunked\r\n\r\n{len(PIECE):x}\r\n".encode() + PIECE + b"\r\n" + behind
+
+
 @dataclass
 class Attacker:
     """One attack after the other, each on a gateway and a model at random."""
@@ -144,10 +167,35 @@ class Attacker:
         async with httpx.AsyncClient(timeout=TIMEOUT) as http:
             while not stop.is_set():
                 gateway, kind = self.chance.randrange(len(self.urls)), self.chance.choice(KINDS)
-                made = await (self._posted(http, kind, gateway) if kind in POSTED else self._left(kind, gateway))
+                made = await self._made(http, kind, gateway)
                 made.ended = time.monotonic()
                 self.file.write(made.line())
                 await asyncio.sleep(self.chance.uniform(*PAUSE_S))
+
+    async def _made(self, http: httpx.AsyncClient, kind: Kind, gateway: int) -> Attack:
+        if kind in POSTED:
+            return await self._posted(http, kind, gateway)
+        return await (self._framed(gateway) if kind == "framing" else self._left(kind, gateway))
+
+    async def _framed(self, gateway: int) -> Attack:
+        """The gateway may end the connection while this client still sends: then there is no answer to be read."""
+        made, address = Attack("framing", "/v1/completions", gateway, time.monotonic()), urlsplit(self.urls[gateway])
+        made.message = self.chance.choice(sorted(FRAMINGS))
+        try:
+            async with asyncio.timeout(TIMEOUT.read):
+                reader, writer = await asyncio.open_connection(address.hostname, address.port)
+                writer.write(framed(address.netloc, FRAMINGS[made.message], self.chance))
+                try:
+                    head, _, content = (await reader.read()).partition(b"\r\n\r\n")
+                finally:
+                    writer.transport.abort()
+            if head:
+                made.status = int(head.split()[1])
+                made.outcome, made.code, _ = told(made.status, content)
+        except (OSError, TimeoutError) as error:
+            made.code = type(error).__name__
+            made.outcome = "cut" if isinstance(error, ConnectionRefusedError | TimeoutError) else "left"
+        return made
 
     async def _posted(self, http: httpx.AsyncClient, kind: Kind, gateway: int) -> Attack:
         route, body = bodies(kind, self.chance.choice(MODELS), self.vocabulary, self.chance)

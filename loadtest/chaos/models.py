@@ -8,10 +8,12 @@ from typing import Any, Literal
 
 FIRST, SECOND, ALIAS = "alpha", "beta", "either"
 ALIASES: Mapping[str, tuple[str, ...]] = {ALIAS: (SECOND, FIRST)}  # the second has fewer instances, so it is missed
+ADAPTERS: Mapping[str, str] = {"style": FIRST, "tone": SECOND}  # and their bases, whose answers they do not change
 FIRST_TOKEN: Mapping[str, int] = {FIRST: 100, SECOND: 200}
 CHECKPOINTS = 4
 BAD_EVERY = 8
 Bad = Literal["nan", "inf", "overflow"]
+MISFIT = "misfit"  # a version whose configuration cannot be served, which must be refused as well
 REFUSED: tuple[Bad, ...] = ("nan", "inf")  # what staging must refuse; the third kind shows only while it runs
 
 
@@ -27,8 +29,8 @@ def badness(version: int) -> Bad | None:
 
 
 def answerers(name: str) -> tuple[str, ...]:
-    """Who may answer a request for that name."""
-    return ALIASES.get(name, (name,))
+    """The models, by name, that may answer a request for that name."""
+    return ALIASES.get(name, (ADAPTERS.get(name, name),))
 
 
 @dataclass(frozen=True)

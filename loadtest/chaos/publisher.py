@@ -1,17 +1,21 @@
 """What a trainer does to a fleet: it publishes versions and has them swapped in, over and over.
 
 `python -m loadtest.chaos.publisher STORE MODEL SEED CHECKPOINT...`, one for each model. Small versions differ in one
-matrix, so they travel as differences; large ones in most of them, though not in what they answer. Some are rolled out,
-some rolled back. One in eight is bad: with a NaN or an infinity, which staging must refuse, or finite and overflowing,
-which is rolled back as soon as it runs. Says a JSON line for each. What the store refuses, or cannot answer, is tried
-again with a new publisher.
+matrix, so they travel as differences; large ones in most of them, though not in what they answer. Some bring an
+adapter, some take it away, some have a configuration that must be refused. Some are rolled out, some rolled back. One
+in eight is bad: with a NaN or an infinity, which staging must refuse, or finite and overflowing, which is rolled back
+as soon as it runs. Says a JSON line for each. What the store refuses, or cannot answer, is tried again with a new
+publisher.
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +23,20 @@ import orjson
 import torch
 from safetensors.torch import load_file
 
-from loadtest.chaos.models import CHECKPOINTS, REFUSED, Bad, badness
-from weightsync import Publisher
+from loadtest.chaos.models import ADAPTERS, CHECKPOINTS, MISFIT, REFUSED, Bad, badness
+from weightsync import Adapter, Publisher
 from weightsync.control.records import OnLost, SwapMode
-from weightsync.errors import SwapAborted, SwapTimeout, WeightSyncError
+from weightsync.errors import BadPart, ConfigMismatch, SwapAborted, SwapTimeout, WeightSyncError
+from weightsync.format.manifest import Schema
+from weightsync.memory.parts import BASE, LORA
+from weightsync.publish.draft import commit_all
+from weightsync.publish.publisher import as_schema
 
 PAUSE_S = (1.0, 4.0)
 AGAIN_S = 1.0
 BAD_S = (0.0, 2.0)
 ROLLED_BACK, ROLLING, ABORTING = 0.2, 0.4, 0.5
+BRINGS, TAKES_AWAY, MISFITS = 0.2, 0.15, 0.05
 WITHIN_S, DRAIN_S = 20.0, 2.0
 IDLE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # what follows them is zero: they change no answer
 Weights = dict[str, torch.Tensor]
@@ -35,37 +44,63 @@ POISONED = "v_proj"
 POISON: dict[Bad, float] = {"nan": float("nan"), "inf": float("inf"), "overflow": 3e38}
 
 
+@dataclass(frozen=True)
+class Given:
+    """What a publisher has of its model: the weights of each checkpoint, their configuration, and its adapter."""
+
+    weights: list[Weights]
+    config: dict[str, Any]
+    adapter: Weights
+    metadata: Mapping[str, str]
+    part: str
+
+
+def read(model: str, checkpoints: list[Path]) -> Given:
+    """The adapter changes attention scores alone, which change no answer."""
+    weights, adapter, rank = [load_file(path / "model.safetensors") for path in checkpoints], Weights(), 4
+    for name, tensor in weights[0].items():
+        if name.endswith("q_proj.weight"):
+            stem, (rows, columns) = f"base_model.model.{name.removesuffix('.weight')}", tensor.shape
+            adapter[f"{stem}.lora_A.weight"] = torch.randn(rank, columns)
+            adapter[f"{stem}.lora_B.weight"] = torch.randn(rows, rank)
+    peft = Adapter(adapter, {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj"]})
+    (part,) = (LORA + name for name, base in ADAPTERS.items() if base == model)
+    config = orjson.loads((checkpoints[0] / "config.json").read_bytes())
+    return Given(weights, config, adapter, peft.metadata, part)
+
+
 def main(url: str, model: str, seed: int, checkpoints: list[Path]) -> None:
-    weights = [load_file(path / "model.safetensors") for path in checkpoints]
+    given = read(model, checkpoints)
     chance = random.Random(f"{seed} {time.time_ns()}")  # it is killed and started again: not the same again
     while True:
         try:
             with Publisher(url, model=model) as publisher:
                 while True:
-                    swap(publisher, weights, chance)
+                    swap(publisher, given, chance)
                     time.sleep(chance.uniform(*PAUSE_S))
         except WeightSyncError as error:
             say("publisher", "failed", error)
             time.sleep(AGAIN_S)
 
 
-def swap(publisher: Publisher, weights: list[Weights], chance: random.Random) -> None:
+def swap(publisher: Publisher, given: Given, chance: random.Random) -> None:
     """One swap, whatever it comes to. Raises WeightSyncError when this publisher is of no more use."""
     active = publisher.active()
     back = active is not None and active.previous is not None and chance.random() < ROLLED_BACK
     what = "rollback" if back else chance.choices(("small", "large"), (5, 3))[0]
     mode: SwapMode = "rolling" if chance.random() < ROLLING else "together"
-    name, bad = f"{what} {mode}", None
+    misfit = not back and chance.random() < MISFITS
+    name, bad = f"{MISFIT if misfit else what} {mode}", None
     try:
         if back:
             publisher.rollback(mode=mode, drain_s=DRAIN_S, timeout_s=WITHIN_S)
         else:
-            version = publish(publisher, weights, what == "large")
+            version, brought = publish(publisher, given, what == "large", misfit=misfit, chance=chance)
             bad = badness(version)
-            name = f"{bad or what} {mode}"
+            name = f"{MISFIT if misfit else bad or what}{brought} {mode}"
             on_lost: OnLost = "abort" if chance.random() < ABORTING else "continue"
             publisher.activate(version, mode=mode, drain_s=DRAIN_S, timeout_s=WITHIN_S, on_lost=on_lost)
-    except (SwapAborted, SwapTimeout) as error:
+    except (SwapAborted, SwapTimeout, ConfigMismatch) as error:
         say(name, "refused", error)
     else:
         say(name, "done")
@@ -84,19 +119,37 @@ def swap_back(publisher: Publisher, chance: random.Random) -> None:
         say("rollback of overflow", "done")
 
 
-def publish(publisher: Publisher, weights: list[Weights], large: bool) -> int:
-    """A version that answers the token of its number, unless it is a bad one."""
-    schema = [(name, tensor.dtype, tensor.shape) for name, tensor in weights[0].items()]
-    with publisher.begin(schema) as draft:
+def publish(publisher: Publisher, given: Given, large: bool, *, misfit: bool, chance: random.Random) -> tuple[int, str]:
+    """A version that answers the token of its number, unless it is a bad one, and what becomes of the adapter.
+
+    `misfit`: its configuration has another length of context. Raises WeightSyncError.
+    """
+    drawn, base = chance.random(), as_schema([(n, t.dtype, t.shape) for n, t in given.weights[0].items()])
+    pieces: dict[str, tuple[Schema, Mapping[str, str]]] = {BASE: (base, {})}
+    if drawn < BRINGS:
+        tensors = [(n, t.dtype, t.shape) for n, t in given.adapter.items()]
+        pieces[given.part] = (as_schema(tensors), given.metadata)
+    config = given.config | ({"max_position_embeddings": 4096} if misfit else {})
+    about: dict[str, Any] = {"config": orjson.dumps(config).decode()}
+    begun, brought = None, " with adapter" if drawn < BRINGS else ""
+    if BRINGS <= drawn < BRINGS + TAKES_AWAY:
+        with contextlib.suppress(BadPart):  # the version before has none
+            begun, brought = publisher.begin_all(pieces, without=[given.part], **about), " without adapter"
+    with contextlib.ExitStack() as stack:
+        drafts = [stack.enter_context(draft) for draft in begun or publisher.begin_all(pieces, **about)]
+        draft, adapters = drafts[0], drafts[1:]
+        for adapter in adapters:
+            for name, tensor in given.adapter.items():
+                adapter.write(name, tensor)
         bad = badness(draft.version)
-        for name, tensor in weights[draft.version % CHECKPOINTS].items():
+        for name, tensor in given.weights[draft.version % CHECKPOINTS].items():
             noise = large and any(idle in name for idle in IDLE) and tensor.ndim > 1
             written = torch.randn(tensor.shape).to(tensor.dtype) if noise else tensor
             if bad is not None and POISONED in name and tensor.ndim > 1:
                 written = written.clone()
                 written[: 1 if bad in REFUSED else None, : 1 if bad in REFUSED else None] = POISON[bad]
             draft.write(name, written)
-        return draft.commit()
+        return commit_all(drafts, [], within_s=None), brought
 
 
 def say(what: str, outcome: str, error: WeightSyncError | None = None) -> None:

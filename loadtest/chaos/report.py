@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from loadtest.chaos.joiner import Stay
-from loadtest.chaos.models import REFUSED
+from loadtest.chaos.models import MISFIT, REFUSED
 from loadtest.chaos.run import Broken
 from loadtest.chaos.verdict import VIOLATIONS, Verdict
 from loadtest.histories.check import Contradiction
@@ -121,8 +121,8 @@ def pushes(log: Path, since: float) -> dict[str, int]:
 
 
 def let_in(pushes: Mapping[str, int]) -> int:
-    """How many versions whose weights are not finite were swapped in."""
-    return sum(n for name, n in pushes.items() if name.startswith(REFUSED) and name.endswith(": done"))
+    """How many versions were swapped in whose weights are not finite, or whose configuration cannot be served."""
+    return sum(n for name, n in pushes.items() if name.startswith((*REFUSED, MISFIT)) and name.endswith(": done"))
 
 
 def history(found: Sequence[Contradiction], path: Path) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def violations(
     """What broke a promise, in words; `swap_figures` are of each model."""
     said = [f"the clients ended with status {wrongs.load}: see above"] if wrongs.load else []
     said += [f"{name} ended by itself, {count} times" for name, count in wrongs.ended.items()]
-    said += [f"{wrongs.let_in} versions that are not finite were swapped in"] if wrongs.let_in else []
+    said += [f"{wrongs.let_in} versions that must be refused were swapped in"] if wrongs.let_in else []
     said += [f"{len(wrongs.attacks)} hostile requests were not refused as they must be"] if wrongs.attacks else []
     said += wrongs.joiners
     said += [f"{n} x {rule} in the history" for rule, n in Counter(wrong.rule for wrong in wrongs.history).items()]

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from loadtest.chaos.models import ALIASES, FIRST_TOKEN, Placement
+from loadtest.chaos.models import ADAPTERS, ALIASES, FIRST_TOKEN, Placement
 
 Kind = Literal["kill", "freeze", "cut", "loss", "join"]
 SHARED = ("gateway", "etcd")
@@ -154,7 +154,8 @@ def judge(attempt: Mapping[str, Any], windows: Iterable[Window]) -> Judgement:
 
 
 def _repeatable(attempt: Mapping[str, Any]) -> bool:
-    return attempt["retry_after"] is not None or attempt["code"] in RETRYABLE
+    withdrawn = attempt["status"] == 404 and attempt["model"] in ADAPTERS  # the version that serves does not have it
+    return withdrawn or attempt["retry_after"] is not None or attempt["code"] in RETRYABLE
 
 
 def overlaps(window: Window, attempt: Mapping[str, Any]) -> bool:
@@ -192,6 +193,7 @@ def _add(totals: Counter[str], attempt: Mapping[str, Any]) -> None:
     totals["answers bound to one version"] += answered and (attempt["policy"] in ("finish", "abort"))
     totals["streams that another instance went on with"] += answered and bool(attempt["resumed"])
     totals["answers to a repeated question"] += answered and attempt["asked"] < attempt["began"] - 0.05
+    totals["answers through an adapter"] += answered and attempt["model"] in ADAPTERS
     totals["answers to a request for an alias"] += answered and attempt["model"] in ALIASES
     totals["of these by its second model"] += answered and _fell_back(attempt)
 

@@ -9,6 +9,7 @@ Its writes go through `Rules`. Its requests are compared with what each instance
     bound    an answer with policy `finish` or `abort` or for one `version`, and its prompt, are of one version; none is
              of one before its `min_version`
     labels   the spans of a whole answer, and of its prompt, begin at 0, follow one another, and cover all tokens
+    adapter  the versions of an answer through an adapter have that adapter
     tokens   a token is the one that its version always answers, where that is known of it
     ended    a request is answered or fails with a typed error, unless its client leaves or the history has an excuse
     stuck    a swap leaves each phase at its deadline, or STUCK_S later
@@ -34,6 +35,7 @@ import orjson
 from loadtest.histories.rules import Rules, Violation
 from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, SwapRecord, VersionRecord
 from weightsync.control.state import confirm_within_s, in_flight
+from weightsync.memory.parts import LORA
 
 Says = Callable[[VersionRecord], int | None]
 STUCK_S = 30.0  # after a phase should have ended: time for a new leader, and for stores to be back
@@ -78,6 +80,7 @@ class Model:
 
     def __init__(self, name: str, says: Says) -> None:
         self.keys, self._says = Keys(name), says
+        self.parts: dict[int, set[str]] = {}  # of each version that is ready
         self.answers: dict[int, int] = {}  # the token of a version that always answers the same
         self.tenures: dict[str, list[Tenure]] = {}
         self.wrong: list[Contradiction] = []
@@ -143,6 +146,8 @@ class Model:
         for key in keys:
             if key.startswith(self.keys.versions) and key in self.rules.found:
                 version = VersionRecord.from_json(self.rules.found[key])
+                if version.state == "ready":
+                    self.parts[version.version] = {part.name for part in version.parts}
                 if (token := self._says(version)) is not None:
                     self.answers[version.version] = token
 
@@ -158,6 +163,10 @@ class Model:
             past[-1].until, since = line.said["at"], max(since, past[-1].since)
         past.append(Tenure(record.active_version, since, line))
         self._epochs[record.id] = record.active_epoch
+
+    def has(self, part: str) -> bool:
+        """Whether any version has it."""
+        return any(part in parts for parts in self.parts.values())
 
     def explains(self, versions: Sequence[int], began: float, ended: float, *, resumed: bool) -> bool:
         """Whether one instance (of a stream that was `resumed`: all, one after the other) ran these in this order."""
@@ -226,13 +235,17 @@ class Checker:
         excused = any(e["server"] == said["server"] and _meet(said, e["began"], e["ended"]) for e in self.excuses)
         if outcome == "untyped" or (outcome == "cut" and not excused):
             yield Contradiction("ended", f"{outcome} {code}".strip(), (line,))
-        model = self.models.get(said["model"])
-        if model is None and len(self.models) == 1:  # an adapter's name, or an answer that broke off before it said it
+        model, adapter = self.models.get(said["model"]), ""
+        if model is None and (bases := [m for m in self.models.values() if m.has(LORA + said["model"])]):
+            model, adapter = bases[0], LORA + said["model"]
+        elif model is None and len(self.models) == 1:  # an answer that broke off before it said whose it was
             (model,) = self.models.values()
         for choice in said["choices"]:
             if outcome == "answered":
                 yield from _labels(line, choice, said["length"])
             yield from _bound(line, choice, said["asked"])
+            if model is not None and adapter:
+                yield from _adapter(line, choice, model, adapter)
             if model is not None and not any(_meet(said, *gap) for gap in model.gaps):
                 yield from _order(line, choice, model)
             if model is not None and said["length"] is not None:
@@ -268,6 +281,12 @@ def _order(line: Line, choice: Mapping[str, Any], model: Model) -> Iterator[Cont
     resumed = choice["resumed"] > 0 or line.said["outcome"] != "answered"  # only its end would say that it was
     if not model.explains(versions, began, ended, resumed=resumed):
         yield Contradiction("order", f"no instance ran versions {versions} in this order", (line, *records))
+
+
+def _adapter(line: Line, choice: Mapping[str, Any], model: Model, adapter: str) -> Iterator[Contradiction]:
+    lacking = [v for v in _versions(choice["spans"]) if v in model.parts and adapter not in model.parts[v]]
+    if lacking:
+        yield Contradiction("adapter", f"versions {lacking}, which do not have {adapter}", (line,))
 
 
 def _labels(line: Line, choice: Mapping[str, Any], length: int | None) -> Iterator[Contradiction]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import random
 import signal
 import subprocess
 import time
+from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,10 +20,10 @@ import httpx
 import psutil
 import pytest
 
-from loadtest.chaos import joiner
+from loadtest.chaos import joiner, publisher
 from loadtest.chaos.clients import Attempt, Question, Wish, attempt, problems
 from loadtest.chaos.fleet import DRAIN_S, Snapshot, Supervised
-from loadtest.chaos.hostile import Attack, bodies, complaints, told
+from loadtest.chaos.hostile import Attack, Attacker, bodies, complaints, told
 from loadtest.chaos.joiner import Joiner, Served, Stay, Tenure, tenures
 from loadtest.chaos.models import ALIAS, FIRST, SECOND, badness, placed
 from loadtest.chaos.models import token_of as token_of_model
@@ -29,7 +31,11 @@ from loadtest.chaos.report import Wrongs, let_in, pushes, swaps, violations
 from loadtest.chaos.verdict import AFTER_S, Fault, Verdict, Window, judge, schedule, verdict
 from loadtest.histories.requests import Choice
 from loadtest.hosts.namespaces import until
-from weightsync.control.records import ActiveRecord, InstanceRecord, PastSwapRecord
+from loadtest.models.checkpoints import make_constant_checkpoint
+from tests.server.gateway.harness import running_gateway
+from weightsync import Publisher, SyncStore, ensure_arena
+from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, PastSwapRecord
+from weightsync.errors import ConfigMismatch
 
 FINE = {FIRST: {"not as published": 0}}
 SPANS = [{"version": 4, "start": 0, "end": 2}, {"version": 5, "start": 2, "end": 3}]
@@ -182,7 +188,7 @@ def test_versions_that_are_not_finite_must_be_refused(tmp_path: Path) -> None:
     log.write_text('{"at": 4.0, "what": "inf together", "outcome": "done"}\n')
     assert let_in(pushes(log, 4.0)) == 1
     assert let_in(pushes(log, 5.0)) == 0
-    assert "1 versions that are not finite were swapped in" in violations(Verdict(), FINE, [], Wrongs(let_in=1))
+    assert "1 versions that must be refused were swapped in" in violations(Verdict(), FINE, [], Wrongs(let_in=1))
 
 
 def attack(**fields: Any) -> dict[str, Any]:
@@ -237,6 +243,49 @@ def test_a_token_of_one_model_under_the_label_of_the_other_is_wrong() -> None:
         assert kinds(ours, KEEP, ALIAS, model) == []
     assert kinds(answer(token_of(5), token_of_model(SECOND, 5), spans=spans), KEEP, ALIAS) == ["wrong"]
     assert kinds(Choice(), KEEP, ALIAS, "hosted") == ["foreign"]
+
+
+def test_an_adapter_answers_as_its_base_does_and_may_be_gone() -> None:
+    spans = [{"version": 5, "start": 0, "end": 1}]
+    assert kinds(answer(token_of(5), spans=spans), KEEP, "style", "style") == []
+    assert kinds(answer(token_of(6), spans=spans), KEEP, "style", "style") == ["wrong"]
+    assert kinds(answer(token_of(5), spans=spans), KEEP, "tone", "tone") == ["wrong"]
+    assert kinds(answer(token_of(5), spans=spans), KEEP, "style", SECOND)[0] == "foreign"
+    gone = made(outcome="refused", status=404, code="model_not_found")
+    assert judge(gone | {"model": "style"}, []) == "refused"
+    assert judge(gone, []) == "not retryable"
+
+
+async def test_bodies_that_are_framed_badly_are_refused_or_ignored(tmp_path: Path) -> None:
+    """By a real gateway. Without a version to serve, none is answered."""
+    chance, codes = random.Random(4), Counter[str]()
+    with running_gateway(tmp_path) as gateway, (tmp_path / "attacks").open("wb", buffering=0) as file:
+        attacker = Attacker([gateway.url], 512, chance, file)
+        for _ in range(60):
+            made = await attacker._framed(0)
+            assert complaints([asdict(made)], []) == [], made
+            codes[made.message] += made.outcome == "refused"
+    assert {name for name, count in codes.items() if count} >= {"a negative size", "a size beyond all", "no size"}
+
+
+def test_a_publisher_brings_adapters_and_takes_them_away(tmp_path: Path) -> None:
+    paths = [make_constant_checkpoint(tmp_path / f"say-{i}", token=100 + i) for i in range(4)]
+    given, chance, url = publisher.read(FIRST, paths), random.Random(1), f"sqlite://{tmp_path}/store.db"
+    with contextlib.closing(SyncStore(url)) as store:
+        store.run(ensure_arena(store.store, tmp_path / "arena"))
+        with Publisher(url, model=FIRST) as trainer:
+            has, seen = False, set[str]()
+            for epoch in range(1, 15):
+                version, brought = publisher.publish(trainer, given, large=False, misfit=False, chance=chance)
+                (record,) = [v for v in trainer.versions() if v.version == version]
+                has = brought == " with adapter" or (has and not brought)
+                assert {part.name for part in record.parts} == ({"lora/style"} if has else set())
+                active = ActiveRecord(version, epoch, None, "s", 0.0)
+                store.put(Keys(FIRST).active, active.to_json())
+                seen.add(brought)
+            with pytest.raises(ConfigMismatch):
+                publisher.publish(trainer, given, large=False, misfit=True, chance=chance)
+    assert seen == {"", " with adapter", " without adapter"}
 
 
 def test_answers_are_counted_by_the_model_that_wrote_them() -> None:

@@ -100,6 +100,15 @@ def late(lines: Lines, key: str, phase: str, at: float) -> None:
 
 
 A, B = KEYS.instance("a"), KEYS.instance("b")
+
+
+def adapted(lines: Lines) -> None:
+    """Version 2 alone has an adapter, and version 1 has answered through it."""
+    part = {"name": "lora/style", "version": 2, "slot": "", "manifest_digest": "", "nbytes": 0}
+    written(lines, KEYS.version(2), state="ready").update(parts=[part])
+    asked(lines, 0).update(model="style")
+
+
 LIES: list[tuple[str, str, Callable[[Lines], object]]] = [
     ("phases", "from prepare to done", lambda h: written(h, KEYS.swap, phase="canary").update(phase="done")),
     ("phases", "two swaps at once", lambda h: written(h, KEYS.swap, phase="canary").update(id="other")),
@@ -134,6 +143,7 @@ LIES: list[tuple[str, str, Callable[[Lines], object]]] = [
     ("labels", "of 2, with spans", lambda h: asked(h, 0)["choices"][0]["prompt"][0].update(start=1)),
     ("labels", "with spans", lambda h: spans(h, 0, 1, 1)),
     ("labels", "1 tokens", lambda h: asked(h, 0)["choices"][0].update(tokens=[[100, 1]])),
+    ("adapter", "versions [1], which do not have lora/style", adapted),
     ("tokens", "{104} of version 2", lambda h: asked(h, 1)["choices"][0].update(tokens=[[104, 3]])),
     ("labels", "of 9", lambda h: asked(h, 0).update(length=9)),
     ("ended", "cut ReadError", cut),
