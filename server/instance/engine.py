@@ -28,7 +28,7 @@ from server.instance.hosts import (
 )
 from server.instance.inflight import Inflight
 from server.instance.middleware import answer_faults
-from server.instance.provenance import pooled, traced
+from server.instance.provenance import beamed, pooled, traced
 from server.instance.requests import bound_renderer, bound_scoring, known_ids
 from server.instance.routed_experts import Recording
 from server.instance.slices import Reads, joined_reads
@@ -304,9 +304,12 @@ async def start_engine(args: Any, tethers: Tethers, grammars: Limits) -> AsyncIt
 
 async def build_vllm_app(engine: Engine, args: Any) -> Any:
     """vLLM's own FastAPI application, with every route it offers for this model."""
+    from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
 
+    search = BeamSearchOnlineMixin.beam_search
+    BeamSearchOnlineMixin.beam_search = beamed(getattr(search, "__wrapped__", search), engine.inflight)
     importlib.import_module("server.instance.media")  # registers how images and the like are fetched
     tasks = await engine.client.get_supported_tasks()
     app = build_app(args, tasks, engine.client.model_config)

@@ -226,7 +226,8 @@ class ProvenanceMiddleware:
             receive = _read_along(receive, trace, scope["path"])
         answer = _Answer(trace, send, self._active, self._dead, annotated=scope["path"] in TRACED)
         try:
-            await self._app(scope, receive, answer.send)
+            with trace.lasting():
+                await self._app(scope, receive, answer.send)
         except Exception:
             if not await answer.told_the_problem():
                 raise

@@ -2,7 +2,9 @@
 
 The engine marks each output with spans (version, first token, end). A `Trace` follows one HTTP request; the engine
 wrapper feeds it, and an ASGI middleware writes what it knows into the answer, as fields that OpenAI SDKs keep as
-extras:
+extras. An answer may take several calls of the engine: one for each prompt of a body, one after the other where vLLM
+runs tools between them, one for each token of each beam. A swap sees one request in them, from the first call to the
+end of the answer. One version writes all of it if the policy is `abort` or `finish`.
 
     x-hotswap-weight-version: 7                     header; the version that wrote the first token
     "weight_version": 7                             top level of a body or stream chunk: wrote its last token
@@ -27,9 +29,11 @@ extras:
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -47,11 +51,13 @@ log = logging.getLogger("hotswap.instance")
 MOST_SCORES = 2**20  # log-probabilities of prompt tokens in one answer: about 100 bytes each, and written in one call
 Span = dict[str, int]
 MESSAGES = ("message", "message_delta")
+CHAINED = frozenset({"/v1/responses"})  # where vLLM calls the engine again with what tools have answered
 current_trace: ContextVar[Trace | None] = ContextVar("current_trace", default=None)
 
 
 class Trace:
-    """Version spans of one HTTP request, by choice index. Several prompts in one body number their choices on."""
+    """Version spans of one HTTP request, by choice index. Several prompts in one body number their choices on, and
+    chained calls of the engine go on with the one choice."""
 
     def __init__(self, wish: Wish | None = None, replaying: Replaying | None = None, path: str = "") -> None:
         self.path = path
@@ -71,12 +77,62 @@ class Trace:
         self._calls = 0
         self.running = 0  # choices of calls that have not ended
         self._scores = 0  # log-probabilities of prompt tokens that were asked for
+        self._earlier: list[Span] = []  # of the calls before, where they are chained
+        self._beams = False
+        self._versions: set[int] = set()  # that wrote any of it
+        self._users = 0  # the answer, and calls of the engine for it
+        self._held: contextlib.ExitStack | None = None  # once it was let in, until its last user has ended
+        self.began: int | None = None  # the version that answered when it was let in
+
+    @contextlib.contextmanager
+    def lasting(self) -> Iterator[None]:
+        """The answer is being made, or a call of the engine for it. Notes the Problem that ends it."""
+        self._users += 1
+        try:
+            yield
+        except Problem as problem:
+            self.problem = problem
+            raise
+        finally:
+            self._users -= 1
+            if not self._users and self._held is not None:
+                self._held.close()
+                self._held = None
+
+    async def admit(self, inflight: Inflight) -> None:
+        """Return when the answer may begin, at once if it has: a swap may wait for its end. Raises VersionMismatch."""
+        if self._held is None:
+            await inflight.admit(self.wish)
+            _check_resumed(self, inflight)
+        if self._held is None:  # not by another of its calls meanwhile
+            self.began, self._held = inflight.active, contextlib.ExitStack()
+            self._held.enter_context(inflight.running(self.wish))
+
+    def check(self, *versions: int) -> None:
+        """`versions` have written some of it. Raises WeightsChanged if one has to write all of it.
+
+        A resumed answer has chosen otherwise.
+        """
+        self._versions.update(versions)
+        one = self.wish.policy in ("abort", "finish") and self.replaying.resume is None
+        if one and len(self._versions) > 1:
+            raise WeightsChanged
 
     def open(self, choices: int) -> int:
         """A new engine request with `choices` samples; returns the index of its first choice."""
-        base = self._calls * choices
         self._calls += 1
-        return base
+        if self.path in CHAINED:
+            self._earlier = self.spans(0)
+            self._prompt_tokens[-self._calls] = self._prompt_tokens.pop(0, 0)  # of the call before
+            return 0
+        return (self._calls - 1) * choices
+
+    def open_beams(self, width: int) -> int:
+        """The same for a beam search. A swap waits for it as for `finish`, unless the policy is `abort`."""
+        self._beams = True
+        if self.wish.policy != "abort":
+            self.wish = replace(self.wish, policy="finish")
+        return self.open(width)
 
     def open_for(self, prompt: Any, params: Any) -> int:
         """The same, for this prompt and these sampling parameters, which are given what the engine must know.
@@ -86,11 +142,11 @@ class Trace:
         self._count_scores(prompt, params)
         check_count(self.running + (params.n or 1))
         self.running += params.n or 1
-        base = self.open(params.n or 1)
+        base = 0 if self._beams else self.open(params.n or 1)
         self.replaying.begins(self._calls, prompt, params)
         # Always written: what a client puts there itself (vllm_xargs) must not reach the engine.
         asked = self.wish.for_engine() | self.replaying.for_engine()
-        if self.prefixes and self._calls == 1:  # later ones are of other prompts in the body
+        if self.prefixes and self._calls == 1 and not self._beams:  # later ones are of other prompts in the body
             asked[FIELD] = self.prefixes
         params.extra_args = {**(params.extra_args or {}), "hotswap": asked}
         return base
@@ -110,20 +166,35 @@ class Trace:
                 parameter="prompt_logprobs",
             )
 
-    def record(self, base: int, outputs: Sequence[Any], prompt_tokens: int = 0) -> None:
-        """Note the spans of an engine output (`RequestOutput.outputs`)."""
+    def record(self, base: int, outputs: Sequence[Any], prompt_tokens: int = 0, *, whole: bool = False) -> None:
+        """Note the spans of an engine output (`RequestOutput.outputs`). Raises WeightsChanged.
+
+        `whole`: it is the end of a beam search, and not one call for it.
+        """
         self.begun = True
+        self.check(*(int(span.version) for output in outputs for span in output.weight_versions or ()))
+        if self._beams and not whole:
+            return
         self._prompt_tokens[base] = prompt_tokens or self._prompt_tokens.get(base, 0)
         for output in outputs:
             choice = base + output.index
             if output.weight_versions:
-                before, self._spans[choice] = self.spans(choice), to_spans(output.weight_versions)
+                spans = joined(self._earlier, to_spans(output.weight_versions))
+                before, self._spans[choice] = self.spans(choice), spans
                 self._tokens += _end(self._spans[choice]) - _end(before)
             if self._spans.get(choice) and choice not in self._prompts:
                 self._prompts[choice] = prompt_spans(output, self._spans[choice][0]["version"], prompt_tokens)
             if getattr(output, "routed_experts", None) is not None:
                 self._routing[choice] = output.routed_experts
         self.replaying.record(outputs)
+
+    def record_beams(self, base: int, answer: Any) -> None:
+        """Note the beams of one prompt, all of which one version has written."""
+        from vllm.outputs import WeightVersionSpan
+
+        for beam in answer.outputs:
+            beam.weight_versions = [WeightVersionSpan(str(v), 0, len(beam.token_ids)) for v in self._versions]
+        self.record(base, answer.outputs, len(answer.prompt_token_ids), whole=True)
 
     def prompt(self, choice: int) -> list[Span]:
         """The versions that computed the prompt's keys and values, over its tokens."""
@@ -174,6 +245,17 @@ class Trace:
 def to_spans(spans: Iterable[Any]) -> list[Span]:
     """vLLM's `WeightVersionSpan`s as JSON-ready dicts with integer versions."""
     return [{"version": int(s.version), "start": s.start, "end": s.end} for s in spans if s.end > s.start]
+
+
+def joined(earlier: list[Span], spans: list[Span]) -> list[Span]:
+    """The spans of tokens, and of those that follow them."""
+    if not earlier or not spans:
+        return earlier or spans
+    end = _end(earlier)
+    moved = [{**span, "start": span["start"] + end, "end": span["end"] + end} for span in spans]
+    if earlier[-1]["version"] == moved[0]["version"]:
+        return [*earlier[:-1], moved[0] | {"start": earlier[-1]["start"]}, *moved[1:]]
+    return [*earlier, *moved]
 
 
 def _end(spans: list[Span]) -> int:
@@ -228,21 +310,16 @@ def pooled(encode: Callable[..., AsyncIterator[Any]], inflight: Inflight) -> Cal
         wish = trace.wish
         pooling_params.extra_kwargs = {**(pooling_params.extra_kwargs or {}), "hotswap": {"scope": wish.scope}}
         kwargs["priority"] = wish.in_engine(kwargs.get("priority", 0))
-        try:
-            await inflight.admit(wish)
-            with inflight.running(wish):
-                began = inflight.active
-                outputs = _accepted(encode(prompt, pooling_params, request_id, **kwargs))
-                async with contextlib.aclosing(outputs):  # type: ignore[type-var]
-                    async for output in outputs:
-                        crossed = inflight.active != began and wish.policy in ("abort", "finish")
-                        ended = output.error is None and not output.outputs.data.numel()  # its adapter was withdrawn
-                        if crossed or ended or not wish.allows(inflight.active):
-                            raise WeightsChanged
-                        yield output
-        except (VersionMismatch, WeightsChanged) as problem:
-            trace.problem = problem
-            raise
+        with trace.lasting():
+            await trace.admit(inflight)
+            outputs = _accepted(encode(prompt, pooling_params, request_id, **kwargs))
+            async with contextlib.aclosing(outputs):  # type: ignore[type-var]
+                async for output in outputs:
+                    crossed = inflight.active != trace.began and wish.policy in ("abort", "finish")
+                    ended = output.error is None and not output.outputs.data.numel()  # its adapter was withdrawn
+                    if crossed or ended or not wish.allows(inflight.active):
+                        raise WeightsChanged
+                    yield output
 
     return wrapper
 
@@ -251,23 +328,45 @@ async def _follow(
     trace: Trace, base: int, choices: int, inflight: Inflight, begin: Callable[[], AsyncIterator[Any]]
 ) -> AsyncIterator[Any]:
     try:
-        await inflight.admit(trace.wish)
-        _check_resumed(trace, inflight)
-        with inflight.running(trace.wish):
+        with trace.lasting():
+            await trace.admit(inflight)
             outputs = _accepted(begin())
             try:
-                async for output in _with_replay(_uncut(outputs, trace.wish, inflight), trace):
+                async for output in _with_replay(_uncut(outputs, trace, inflight), trace):
                     if trace.wants_routing is False:
                         routed_experts.strip(output.outputs)
                     trace.record(base, output.outputs, len(output.prompt_token_ids or ()))
                     yield output
             finally:
                 await outputs.aclose()  # type: ignore[attr-defined]  # abort in the engine now, not when collected
-    except Problem as problem:
-        trace.problem = problem
-        raise
     finally:
         trace.running -= choices
+
+
+def beamed(search: Callable[..., AsyncIterator[Any]], inflight: Inflight) -> Callable[..., AsyncIterator[Any]]:
+    """vLLM's `beam_search`, which calls the engine for each token of each beam. One version writes all of its answer.
+
+    Spans could not tell it otherwise: the search compares scores of all beams, whichever version gave them. Raises
+    VersionMismatch before anything is generated, WeightsChanged when a swap ended the search.
+    """
+
+    @functools.wraps(search)
+    def beam_search(self: Any, prompt: Any, request_id: str, params: Any, *args: Any, **kwargs: Any) -> Any:
+        trace = current_trace.get() or Trace()
+        base = trace.open_beams(params.beam_width)
+
+        async def follow() -> AsyncIterator[Any]:
+            with trace.lasting():
+                await trace.admit(inflight)
+                answers: Any = search(self, prompt, request_id, params, *args, **kwargs)
+                async with contextlib.aclosing(answers):
+                    async for answer in answers:
+                        trace.record_beams(base, answer)
+                        yield answer
+
+        return follow()
+
+    return beam_search
 
 
 async def _whole(outputs: AsyncIterator[Any], recording: Recording, params: Any) -> AsyncIterator[Any]:
@@ -326,13 +425,12 @@ async def _with_replay(outputs: AsyncIterator[Any], trace: Trace) -> AsyncIterat
         yield output
 
 
-async def _uncut(outputs: AsyncIterator[Any], wish: Wish, inflight: Inflight) -> AsyncIterator[Any]:
+async def _uncut(outputs: AsyncIterator[Any], trace: Trace, inflight: Inflight) -> AsyncIterator[Any]:
     """The engine's outputs; an end that the engine chose itself at a swap becomes the error it stands for."""
-    begun = False
     async for output in outputs:
         if any(o.finish_reason == "abort" for o in output.outputs):
-            raise WeightsChanged if begun or wish.allows(inflight.active) else VersionMismatch(inflight.active)
-        begun = begun or any(o.token_ids for o in output.outputs)
+            began = trace.begun or trace.wish.allows(inflight.active)
+            raise WeightsChanged if began else VersionMismatch(inflight.active)
         yield output
 
 

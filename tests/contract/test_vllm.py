@@ -390,6 +390,26 @@ def test_device_memory_is_taken_before_the_kv_cache(vllm: Sources) -> None:
     has(vllm, "vllm.config.model:ModelConfig", "enable_cumem_allocator: bool")
 
 
+CALLERS = """
+generate/beam_search/online.py generate/label_reads.py openai/chat_completion/batch_serving.py
+openai/chat_completion/serving.py openai/completion/serving.py openai/responses/serving.py
+scale_out/token_in_token_out/serving.py speech_to_text/base/serving.py speech_to_text/realtime/connection.py
+"""
+NOT_SERVED = {"openai/decisions/strategies.py"}
+
+
+def test_the_routes_that_call_the_engine(vllm: Sources) -> None:
+    """A new one may make several calls for one answer, as beams and tools do (tests/server/instance/test_calls.py)."""
+    folder = vllm.root / "vllm/entrypoints"
+    found = {str(p.relative_to(folder)) for p in folder.rglob("*.py") if "engine_client.generate(" in p.read_text()}
+    assert found - NOT_SERVED == set(CALLERS.split())
+    search = "vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin.beam_search"
+    takes(vllm, search, "self, prompt, request_id, params, ...")
+    has(vllm, search, "self.engine_client.generate(", "yield RequestOutput(")
+    serving = "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses"
+    has(vllm, f"{serving}._generate_with_builtin_tools", "self.engine_client.generate(", "await context.call_tool()")
+
+
 def test_adapters(vllm: Sources) -> None:
     lora = "vllm.lora"
     worker = f"{lora}.worker_manager:LRUCacheWorkerLoRAManager"

@@ -6,6 +6,17 @@ from __future__ import annotations
 from .base import GW, WS, Mutation, of
 
 MUTATIONS: list[Mutation] = [
+    *of("weightsync/vllm_engine/engine_core/requests.py", WS + "vllm_engine/engine_core/test_requests.py", changes=[
+        (" or is_withdrawn(request, parts)", ""),
+        ("if state is not None and state.detokenizer is None:", "if False:"),
+    ]),
+    *of("weightsync/vllm_engine/engine_core/core.py", WS + "vllm_engine/engine_core/test_requests.py", changes=[
+        (" or requests.is_withdrawn(request, parts)", ""),
+    ]),
+    *of("weightsync/vllm_engine/staging/bundle.py", WS + "vllm_engine/staging/test_bundle.py", changes=[
+        ("                piece.withdraw()", "                pass"),
+        ("                withdraw()\n", "                pass\n"),
+    ]),
     *of("weightsync/vllm_engine/engine_core/prefixes.py", WS + "vllm_engine/engine_core/test_prefixes.py", changes=[
         ("if known is not None and (key in self._held or known == block):", "if known is not None and known == block:"),
         ("            self._blocks.move_to_end(key)\n", ""),

@@ -114,3 +114,33 @@ async def test_no_later_request_hits_blocks_of_one_that_kept_its_old_keys_and_va
     assert hits(live, PROMPT + seen) == 0
     assert live.admin.post("/admin/weights/rollback").status_code == 200
     assert 0 < hits(live, PROMPT + seen) <= len(PROMPT) + old["end"]
+
+
+@pytest.mark.parametrize("policy", ["keep", "abort"])
+async def test_a_beam_search_is_of_one_version_or_ends(
+    live: LiveServer, checkpoints: dict[str, Path], policy: str
+) -> None:
+    """vLLM asks the engine for each token of each beam, and a swap may come between any two."""
+    token = {await asyncio.to_thread(live.push, checkpoints[f"say-{i}"]): 100 + i for i in (0, 1)}
+    body = {"prompt": PROMPT, "max_tokens": 200, "use_beam_search": True, "n": 2, "ignore_eos": True}
+    headers, one = {"x-hotswap-policy": policy}, {"start": 0, "end": 200}
+    async with httpx.AsyncClient(**live.direct()[0], timeout=60) as client:
+        for version in (max(token), min(token)) * 4:  # on a busy machine the swap may come when everything is said
+            asked = client.post("/v1/completions", json=body | {"return_token_ids": True}, headers=headers)
+            computed = await asyncio.to_thread(live.engine_metric, "vllm:prompt_tokens_total")
+            search = asyncio.create_task(asked)
+            while await asyncio.to_thread(live.engine_metric, "vllm:prompt_tokens_total") < computed + 4 * len(PROMPT):
+                assert not search.done()
+            await back(live)
+            answer = await search
+            if answer.status_code == 200:
+                for choice in answer.json()["choices"]:
+                    assert choice["weight_versions"] == [{"version": version, **one}]
+                    assert choice["prompt_weight_versions"] == [{"version": version, "start": 0, "end": len(PROMPT)}]
+                best = answer.json()["choices"][0]["token_ids"]
+                assert set(best) == {token[version]}
+            else:
+                assert (answer.status_code, answer.json()["error"]["code"]) == (409, "weights_changed")
+                assert policy == "abort"
+                return
+    assert policy == "keep"
