@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from weightsync.bucket.publisher import BucketPublisher
     from weightsync.control.agent import CommitResult, Participant, StageResult
-    from weightsync.control.coordinator import Coordinator, SwapReport
+    from weightsync.control.coordinator import Coordinator
     from weightsync.control.trial import Probe, ProbeResult
     from weightsync.errors import WeightSyncError
     from weightsync.format.manifest import Layout, Manifest, Schema, TensorEntry, TensorSpec, diff_schema
@@ -56,7 +56,7 @@ _HOME = {
     "SlotWriter": "publish.writer",
     "StageResult": "control.agent",
     "Store": "store",
-    "SwapReport": "control.coordinator",
+    "SwapReport": "control.outcome",
     "SyncStore": "store",
     "TensorEntry": "format.manifest",
     "TensorSpec": "format.manifest",

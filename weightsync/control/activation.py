@@ -1,25 +1,23 @@
-"""The active version: asking for another, waiting for the outcome, and retiring versions that nobody needs.
+"""The active version: asking for another, and retiring versions that nobody needs.
 
 An operator may write the target record, and a publisher while it holds its lineage. The coordinator answers with a swap
 record of the same id, and a commit with an `active` record that names it. So who asked can tell its own outcome from
-everybody else's.
+everybody else's (outcome.py).
 
 A version may be retired when nobody serves it, holds it, goes back to it or has asked for it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from weightsync.control.board import Board
 from weightsync.control.chain import Action, LedgerEntry, append
 from weightsync.control.records import (
-    MODELS_PREFIX,
     ActiveRecord,
     InstanceRecord,
     Keys,
@@ -32,18 +30,15 @@ from weightsync.control.records import (
     VersionRecord,
     shared_versions,
 )
-from weightsync.control.state import RESTART_S, ROLLING_DRAIN_S, confirm_within_s, in_flight, not_flipped
+from weightsync.control.state import ROLLING_DRAIN_S, in_flight
 from weightsync.control.strict_json import shown
 from weightsync.errors import (
     Conflict,
     RecordRefused,
-    StoreUnavailable,
     SwapAborted,
-    SwapTimeout,
     UnknownVersion,
-    WatchCompacted,
 )
-from weightsync.store.protocol import Event, Store
+from weightsync.store.protocol import Store
 
 RETIRE_ATTEMPTS = 10
 MOST_WAIT_S = 7 * 86400  # of a phase of a swap, and of a drain: nothing else ends them
@@ -234,69 +229,6 @@ def in_words(split: SplitRecord, active: int) -> str:
     return ", ".join(f"version {version}: {percent:g} %" for version, percent in split.percents(active).items())
 
 
-REPORT_GRACE_S = 10.0  # over what the phases of a swap may take: a new leader may have to be found
-
-
-def patience_s(target: TargetRecord, swap: SwapRecord | None) -> float:
-    """Seconds from the request within which a leader that works has ended its swap, and the one in flight before it."""
-    if swap is None or not in_flight(swap):
-        return target.deadline_s
-    limit = target.deadline_s + REPORT_GRACE_S
-    if swap.changes:  # the canary, everybody's turn, and everybody's turn back
-        return limit + RESTART_S + swap.drain_s + 2 * confirm_within_s(swap)
-    before = swap.deadline - swap.opened_at if swap.id != target.id else 0.0
-    canary = 0.0 if swap.mode == "together" else swap.deadline - swap.opened_at + swap.drain_s
-    return limit + before + canary + confirm_within_s(swap) * (2 if swap.phase == "revert" else 1)
-
-
-async def outcome(store: Store, keys: Keys, target: TargetRecord, revision: int) -> tuple[str, ...]:
-    """Return when the request of `revision` serves: committed, and every participant has flipped or been given up;
-    which were.
-
-    So a rollout that starts afterwards comes from the new weights. Raises SwapAborted, and SwapTimeout after
-    `patience_s`.
-    """
-    judge, board = Judge(keys, target), Board(keys)
-    with contextlib.suppress(StoreUnavailable):  # the swap that is in flight before it
-        if (before := await store.get(keys.swap)) is not None and before.mod_revision <= revision:
-            board.apply(Event("put", before))
-    asked = asyncio.get_running_loop().time()
-    async with _timeout_as(store, keys, target.version, target.deadline_s):
-        async with asyncio.timeout(patience_s(target, board.swap)) as limit:
-            async with contextlib.aclosing(_follow(store, keys.root, revision + 1)) as events:
-                async for event in events:
-                    board.apply(event)
-                    if judge.is_done(event):
-                        assert board.swap is not None
-                        return not_flipped(board.swap, board.active, board.instances)
-                    limit.reschedule(asked + patience_s(target, board.swap))
-    raise AssertionError("unreachable: the watch has no end")
-
-
-async def become_active(store: Store, keys: Keys, version: int, timeout_s: float) -> None:
-    """Return when `version` serves, whoever asked for it: committed, and its swap done. Raises as `outcome` does."""
-    async with _timeout_as(store, keys, version, timeout_s):
-        async with asyncio.timeout(timeout_s):
-            found, revision = await store.list(keys.root)
-            board = Board(keys, found, revision)
-            if _serves(board, version):
-                return
-            async with contextlib.aclosing(_follow(store, keys.root, revision + 1)) as events:
-                async for event in events:
-                    board.apply(event)
-                    if _serves(board, version):
-                        return
-                    if event.kv.key == keys.swap and event.kind == "put":
-                        _raise_if_aborted(SwapRecord.from_json(event.kv.value), version)
-
-
-def _serves(board: Board, version: int) -> bool:
-    active, swap = board.active, board.swap
-    if active is None or active.version != version:
-        return False
-    return swap is None or swap.id != active.swap_id or swap.phase == "done"
-
-
 async def previous_version(store: Store, keys: Keys) -> int:
     """The version a rollback goes to. Raises SwapAborted when there is none."""
     found = await store.get(keys.active)
@@ -304,61 +236,3 @@ async def previous_version(store: Store, keys: Keys) -> int:
     if active is None or active.previous is None:
         raise SwapAborted(active.version if active else 0, "there is no previous version to roll back to")
     return active.previous
-
-
-async def _follow(store: Store, prefix: str, start: int) -> AsyncGenerator[Event, None]:
-    """A watch that outlives outages of the store: what has been asked for may come true all the same."""
-    while True:
-        try:
-            async with contextlib.aclosing(store.watch(prefix, start)) as events:
-                async for event in events:
-                    yield event
-                    start = event.kv.mod_revision  # again: one transaction may be several events of one revision
-        except StoreUnavailable:
-            await asyncio.sleep(RETRY_S)
-        except WatchCompacted:  # away for very long: what is there now stands for what was missed
-            with contextlib.suppress(StoreUnavailable):
-                found, revision = await store.list(prefix)
-                for kv in sorted(found, key=lambda kv: kv.mod_revision):
-                    yield Event("put", kv)
-                start = revision + 1
-
-
-class Judge:
-    """Reads the outcome of one request out of the events that follow it."""
-
-    def __init__(self, keys: Keys, target: TargetRecord) -> None:
-        self._keys, self._target = keys, target
-        self._opened = False
-
-    def is_done(self, event: Event) -> bool:
-        """Whether the swap that was asked for has come to its end. Raises SwapAborted."""
-        key, value = event.kv.key, event.kv.value
-        if key == self._keys.swap and (swap := SwapRecord.from_json(value)).id == self._target.id:
-            self._opened = True
-            _raise_if_aborted(swap, self._target.version)
-            return swap.phase == "done"
-        if key == self._keys.target and not self._opened:
-            newer = TargetRecord.from_json(value)
-            if newer.id != self._target.id:
-                raise SwapAborted(self._target.version, f"superseded by a request for version {newer.version}")
-        return False
-
-
-def _raise_if_aborted(swap: SwapRecord, version: int) -> None:
-    if swap.target == version and swap.phase == "aborted":
-        raise SwapAborted(version, swap.reason or "no reason given", swap.tensor)
-
-
-@contextlib.asynccontextmanager
-async def _timeout_as(store: Store, keys: Keys, version: int, timeout_s: float) -> AsyncIterator[None]:
-    try:
-        yield
-    except TimeoutError:
-        served, hint = set[str](), ""
-        with contextlib.suppress(StoreUnavailable):  # it may be away, or this user may see one model alone
-            records, _ = await store.list(MODELS_PREFIX)
-            served = {kv.key[len(MODELS_PREFIX) :].rpartition("/instances/")[0] for kv in records} - {""}
-        if served and keys.model not in served:
-            hint = f"no instance serves {keys.model!r}; name a model that is served: {', '.join(sorted(served))}"
-        raise SwapTimeout(version, timeout_s, hint) from None

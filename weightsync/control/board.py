@@ -78,17 +78,15 @@ class Board:
         self.seen = max(self.seen, revision)
         return revision
 
-    async def changed(
-        self, timeout_s: float | None = None, *others: asyncio.Task[Any], most: int = MANY
-    ) -> list[Event]:
-        """Take in the next event, and those that have come with it, up to `most` of each watch; none when the time is
-        up or one of `others` is done.
+    async def changed(self, timeout_s: float | None = None, *others: asyncio.Task[Any]) -> list[Event]:
+        """Take in the next event, and those that have come with it; none when the time is up or one of `others` is
+        done.
 
         Raises StoreUnavailable, WatchCompacted.
         """
         waiting = {watch.next() for watch in self._watches.values()}
         await asyncio.wait({*waiting, *others}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        found = [event for watch in self._watches.values() for event in await watch.taken(most)]
+        found = [event for watch in self._watches.values() for event in await watch.taken()]
         for event in found:
             self.apply(event)
         return found
@@ -187,10 +185,10 @@ class _Watch:
             self._task = asyncio.ensure_future(anext(self._events))  # type: ignore[arg-type]
         return self._task
 
-    async def taken(self, most: int) -> list[Event]:
-        """All that have come, up to `most`."""
+    async def taken(self) -> list[Event]:
+        """All that have come, up to `MANY`."""
         found: list[Event] = []
-        while len(found) < most and self.next().done():
+        while len(found) < MANY and self.next().done():
             event = await self.next()
             self._task = None
             found.append(event)

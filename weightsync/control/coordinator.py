@@ -3,7 +3,7 @@
 Any number may run (one in every gateway replica); one of them leads, and only its steps are written. None holds state:
 what a dead leader left in the swap record is finished or aborted by the next.
 
-`follow` tells any process, leader or not, what came of a request: it reads the records.
+outcome.py tells any process, leader or not, what came of a request: it reads the records.
 """
 
 from __future__ import annotations
@@ -12,23 +12,21 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from typing import Any
 
-from weightsync.control import activation, history, placement
+from weightsync.control import activation, history, outcome, placement
 from weightsync.control.board import Board
 from weightsync.control.chain import Action, append
 from weightsync.control.forms import changes_to
 from weightsync.control.history import History
 from weightsync.control.lease import LEADER_TTL_S, Term, new_name
+from weightsync.control.outcome import SwapReport
 from weightsync.control.records import (
-    InstanceRecord,
     Keys,
     OnLost,
     SplitRecord,
     SwapMode,
-    SwapRecord,
     TargetRecord,
     VersionRecord,
     shared_versions,
@@ -42,83 +40,10 @@ from weightsync.control.state import (
     decide,
     depends_on,
     in_flight,
-    not_flipped,
 )
 from weightsync.control.trial import Probe, ProbeResult, Trial
-from weightsync.errors import Conflict, StoreError, StoreRefused, SwapAborted, SwapTimeout
+from weightsync.errors import Conflict, StoreError, StoreRefused
 from weightsync.store.protocol import Store
-
-
-@dataclass(frozen=True)
-class SwapReport:
-    """The outcome of a swap. `prepare_ms` is from open to commit, `commit_ms` from commit until every instance
-    confirmed. `changes`: what their forms differ in, if the instances were restarted for it one by one.
-    `not_flipped`: the instances that could not follow the commit, and start anew with it."""
-
-    id: str
-    version: int
-    previous: int | None
-    epoch: int
-    ok: bool
-    reason: str | None
-    tensor: str | None
-    prepare_ms: float
-    commit_ms: float
-    instances: Mapping[str, InstanceRecord]
-    mode: SwapMode = "together"
-    changes: str = ""
-    split: SplitRecord | None = None
-    not_flipped: tuple[str, ...] = ()
-
-
-async def follow(board: Board, target: TargetRecord, revision: int) -> SwapReport:
-    """Follow the request of `revision` to its end. Raises SwapTimeout when no leader answers it."""
-    asked = time.monotonic()
-    judge = activation.Judge(board.keys, target)
-    while True:
-        limit = activation.patience_s(target, board.swap)
-        # One by one: its swap may end and the next one begin in events that come together.
-        events = await board.changed(max(0.0, asked + limit - time.monotonic()), most=1)
-        if not events:
-            raise SwapTimeout(target.version, limit)
-        swap = board.swap
-        if swap is not None and swap.id == target.id and swap.phase in ("done", "aborted"):
-            return _of(board, swap)
-        try:
-            for event in events:
-                if event.kv.mod_revision > revision:
-                    judge.is_done(event)
-        except SwapAborted as superseded:
-            return replace(_of(board, _never_opened(target)), reason=superseded.reason)
-
-
-def _never_opened(target: TargetRecord) -> SwapRecord:
-    now = time.time()
-    return SwapRecord(target.id, target.version, "aborted", (), deadline=now, opened_at=now)
-
-
-def _of(board: Board, swap: SwapRecord) -> SwapReport:
-    active = board.active
-    ok = swap.phase == "done" and active is not None and active.swap_id == swap.id
-    now = time.time()
-    committed_at = active.committed_at if ok and active is not None else now
-    return SwapReport(
-        id=swap.id,
-        version=swap.target,
-        previous=active.previous if active is not None else None,
-        epoch=active.epoch if active is not None else 0,
-        ok=ok,
-        reason=swap.reason,
-        tensor=swap.tensor,
-        prepare_ms=(committed_at - swap.opened_at) * 1e3,
-        commit_ms=(now - committed_at) * 1e3,
-        instances={name: found for name, found in board.instances.items() if name in swap.participants},
-        mode=swap.mode,
-        changes=swap.changes,
-        split=swap.split,
-        not_flipped=not_flipped(swap, active, board.instances) if ok else (),
-    )
-
 
 log = logging.getLogger(__name__)
 RETRY_S = 0.5
@@ -210,13 +135,12 @@ class Coordinator:
     ) -> SwapReport:
         """Ask for what `target` says, and report how its swap ended. Raises as `activate` does, and Conflict when what
         waited for `approval` does not wait any more."""
-        async with Board.follow(self._store, self._keys) as board:
-            if target.split is not None:
-                there = sum(i.state in PARTICIPATING for i in board.instances.values())
-                placement.counts(target.version, target.split, there)
-            about: dict[str, Any] = {"reason": reason, "action": action, "approval": approval}
-            revision = await activation.request(self._store, self._keys, target, **about)
-            return await follow(board, target, revision)
+        if target.split is not None:
+            board = Board(self._keys, *await self._store.list(self._keys.root))
+            there = sum(i.state in PARTICIPATING for i in board.instances.values())
+            placement.counts(target.version, target.split, there)
+        await activation.request(self._store, self._keys, target, reason=reason, action=action, approval=approval)
+        return await outcome.of_request(self._store, self._keys, target)
 
     async def rollback(
         self,

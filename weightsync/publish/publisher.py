@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from weightsync.control import activation
+from weightsync.control import activation, outcome
 from weightsync.control.chain import LedgerEntry
 from weightsync.control.hosts import this_host
 from weightsync.control.records import (
@@ -116,7 +116,7 @@ class Publisher:
             )
         if not isinstance(keep, int) or keep < 0:
             raise PublishError(f"keep cannot be {shown(keep)}: pass a number of versions")
-        self._asked: dict[int, tuple[TargetRecord, int]] = {}
+        self._asked: dict[int, TargetRecord] = {}
         self._layouts: dict[str, tuple[Schema, Layout]] = {}
         self._store = SyncStore(url, create=False)
         self._signer = signer_of(sign)
@@ -326,8 +326,8 @@ class Publisher:
         Raises UnknownVersion, StalePublisher, SwapAborted, SwapTimeout.
         """
         target = activation.new_target(version, self._name, timeout_s, mode=mode, drain_s=drain_s, on_lost=on_lost)
-        revision = self._store.run(self._ledger.ask_for(target))
-        self._asked = {version: (target, revision)}
+        self._store.run(self._ledger.ask_for(target))
+        self._asked = {version: target}
         return self.wait_active(version, timeout_s) if wait else Version(version)
 
     def rollback(
@@ -343,9 +343,10 @@ class Publisher:
         superseded, no instance could flip) or SwapTimeout."""
         store, asked = self._store.store, self._asked.get(version)
         if asked is not None:
-            target, revision = replace(asked[0], deadline_s=timeout_s), asked[1]
-            return Version(version, self._store.run(activation.outcome(store, self._keys, target, revision)))
-        self._store.run(activation.become_active(store, self._keys, version, timeout_s))
+            asked = replace(asked, deadline_s=timeout_s)
+            report = self._store.run(outcome.of_request(store, self._keys, asked)).checked()
+            return Version(version, report.not_flipped)
+        self._store.run(outcome.of_version(store, self._keys, version, timeout_s))
         return Version(version)
 
     def active(self) -> ActiveRecord | None:
@@ -406,9 +407,9 @@ class Publisher:
         if activate_within_s is not None:
             target = activation.new_target(record.version, self._name, activate_within_s)
         about = record, revision, published, schemas, target, config, without
-        done = self._store.run(self._ledger.make_ready(*about))
+        self._store.run(self._ledger.make_ready(*about))
         if target is not None:
-            self._asked = {record.version: (target, done)}
+            self._asked = {record.version: target}
 
     def _sign(self, part: str, manifest: Manifest, mapping: mmap.mmap) -> str:
         """The signature of a slot that is complete; "" without a key."""

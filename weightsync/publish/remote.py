@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import select
 import ssl
 import time
@@ -280,39 +281,33 @@ class RemotePublisher:
 
     def _activate(self, version: int, wish: dict[str, Any]) -> Version:
         """Raises SwapAborted, SwapTimeout, RemoteError."""
-        try:
-            report = self._api.call("POST", "/admin/weights/activate", {"version": version, **wish})
-            return Version(version, report.get("not_flipped", ()))
-        except Refused as refusal:
-            if refusal.code == "swap_aborted":
-                raise SwapAborted(
-                    version, str(refusal.fields.get("reason") or refusal), refusal.fields.get("tensor")
-                ) from refusal
-            if refusal.code == "swap_timeout":
-                raise SwapTimeout(version, wish["deadline_s"]) from refusal
-            raise _error(refusal) from refusal
-        except Unreachable:  # the wish may have arrived: look what becomes of it
-            self._watch(version, wish["deadline_s"])
-            return Version(version)
-
-    def _watch(self, version: int, timeout_s: float) -> None:
-        for _ in _ticks(timeout_s):
+        for tries in _ticks(wish["deadline_s"]):
             try:
-                if self._api.call("GET", "/admin/weights/active")["version"] == version:
-                    return
-                self._api.call("POST", "/admin/weights/activate", {"version": version, "deadline_s": timeout_s})
+                if tries and self._api.call("GET", "/admin/weights/active")["version"] == version:
+                    break  # an earlier request has arrived, and its answer was lost
+                report = self._api.call("POST", "/admin/weights/activate", {"version": version, **wish})
+                return Version(version, report.get("not_flipped", ()))
             except Unreachable:
                 continue
             except Refused as refusal:
                 if refusal.code == "swap_aborted":
-                    raise SwapAborted(version, str(refusal.fields.get("reason") or refusal)) from refusal
-        raise SwapTimeout(version, timeout_s)
+                    reason = str(refusal.fields.get("reason") or refusal)
+                    raise SwapAborted(version, reason, refusal.fields.get("tensor")) from refusal
+                if refusal.code == "swap_timeout":
+                    raise SwapTimeout(version, wish["deadline_s"]) from refusal
+                if refusal.code not in PASSING:
+                    raise _error(refusal) from refusal
+        else:
+            raise SwapTimeout(version, wish["deadline_s"])
+        return Version(version)
 
 
-def _ticks(timeout_s: float) -> Iterator[None]:
+def _ticks(timeout_s: float) -> Iterator[int]:
     deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        yield
+    for tries in itertools.count():
+        yield tries
+        if time.monotonic() > deadline:
+            return
         time.sleep(POLL_S)
 
 

@@ -46,6 +46,7 @@ def roles(models: Iterable[str]) -> tuple[Role, ...]:
         writes["instance"] |= {keys.instances, keys.starts, f"{keys.root}sleepers/", f"{SLICES}{keys.model}/"}
         writes["trainer"] |= publishing
         writes["peer"] |= {keys.copies, keys.disks, ARENA_KEY, ARENAS}
+        reads["trainer"].add(keys.history)  # what became of a swap that it has asked for
         for read in reads.values():
             read |= {keys.root, keys.copies, f"{SLICES}{keys.model}/"}
     return tuple(Role(name, frozenset(reads[name] - writes[name]), frozenset(writes[name])) for name in NAMES)

@@ -29,7 +29,7 @@ from server.gateway.deps import ByDep, ModelDep
 from server.gateway.models.model import Model
 from weightsync.control import activation, history, placement
 from weightsync.control.board import readable_versions
-from weightsync.control.coordinator import SwapReport
+from weightsync.control.outcome import SwapReport
 from weightsync.control.records import (
     ActiveRecord,
     FormRecord,
@@ -43,7 +43,7 @@ from weightsync.control.records import (
     VersionRecord,
 )
 from weightsync.control.state import in_flight
-from weightsync.errors import BadSplit, SwapAborted
+from weightsync.errors import BadSplit
 from weightsync.format.manifest import Schema
 from weightsync.memory.ledger import ensure_arena
 
@@ -416,8 +416,7 @@ def _told(swap: PastSwapRecord) -> dict[str, Any]:
 
 async def checked(model: Model, report: SwapReport) -> dict[str, Any]:
     """The report of a swap that was done. Raises SwapAborted."""
-    if not report.ok:
-        raise SwapAborted(report.version, report.reason or "no reason given", report.tensor)
+    report.checked()
     swap = await _last_swap(model)
     if swap is None or swap.id != report.id:  # a later swap has taken its place already
         return asdict(report)

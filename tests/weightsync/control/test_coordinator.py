@@ -15,10 +15,18 @@ from tests.etcd import Etcd
 from tests.waiting import eventually, stays
 from tests.weightsync.fleet import KEYS, Engine, Fleet, before_the_commit, running_fleet
 from weightsync import CommitResult, SwapReport
-from weightsync.control import activation, chain
+from weightsync.control import activation, chain, outcome
 from weightsync.control.history import past_swaps
 from weightsync.control.records import ActiveRecord, InstanceRecord, SwapMode, SwapRecord, TargetRecord, VersionRecord
-from weightsync.errors import DigestMismatch, StoreRefused, SwapAborted, SwapTimeout, UnknownVersion, WatchCompacted
+from weightsync.errors import (
+    DigestMismatch,
+    StoreRefused,
+    StoreUnavailable,
+    SwapAborted,
+    SwapTimeout,
+    UnknownVersion,
+    WatchCompacted,
+)
 from weightsync.store.protocol import Event
 
 
@@ -272,17 +280,17 @@ async def test_whoever_waits_for_a_version_waits_until_the_fleet_has_flipped(fle
     version = await fleet.publish()
     swap = asyncio.create_task(coordinator.activate(version))
     store = fleet.store()
-    early = asyncio.create_task(activation.become_active(store, KEYS, version, 60))
+    early = asyncio.create_task(outcome.of_version(store, KEYS, version, 60))
     await eventually(lambda: store.get(KEYS.active))
-    late = asyncio.create_task(activation.become_active(store, KEYS, version, 60))
+    late = asyncio.create_task(outcome.of_version(store, KEYS, version, 60))
     await stays(lambda: not early.done() and not late.done(), 0.1)
     Slow.flip.set()
     await asyncio.gather(early, late)
     assert slow.running == version
     assert (await swap).ok
-    await activation.become_active(store, KEYS, version, 60)
+    await outcome.of_version(store, KEYS, version, 60)
     with pytest.raises(SwapTimeout):
-        await activation.become_active(store, KEYS, 99, 0.1)
+        await outcome.of_version(store, KEYS, 99, 0.1)
 
 
 async def test_whoever_waits_for_a_version_hears_that_it_was_aborted(
@@ -293,8 +301,10 @@ async def test_whoever_waits_for_a_version_hears_that_it_was_aborted(
     version = await fleet.publish()
     store, follows = fleet.store(), list[str]()
     watch = store.watch
-    monkeypatch.setattr(store, "watch", lambda prefix, start: (follows.append(prefix), watch(prefix, start))[1])
-    waiting = asyncio.create_task(activation.become_active(store, KEYS, version, 60))
+    monkeypatch.setattr(
+        store, "watch", lambda prefix, *at, **first: (follows.append(prefix), watch(prefix, *at, **first))[1]
+    )
+    waiting = asyncio.create_task(outcome.of_version(store, KEYS, version, 60))
     await eventually(lambda: follows)
     assert not (await coordinator.activate(version)).ok
     with pytest.raises(SwapAborted, match=r"model\.norm\.weight"):
@@ -322,24 +332,47 @@ async def test_a_publisher_chooses_the_mode(fleet: Fleet, mode: str) -> None:
 async def test_whoever_waits_learns_the_outcome_though_the_events_are_gone(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was cut off for so long that the store no longer keeps what happened."""
-    coordinator = fleet.coordinator()
-    await fleet.instance("a")
+    """The store is away, no longer keeps what happened, and has another swap in the place of the one that ended."""
+    fleet.coordinator()
+    engine = await fleet.instance("a")
     store, target = fleet.store(), activation.new_target(await fleet.publish(), "test", 60)
-    revision = await activation.request(store, KEYS, target)
-    await eventually(lambda: fleet.engines["a"].running == 1)
-    await activation.become_active(store, KEYS, 1, 60)
-    real, compacted = store.watch, [True]
+    await activation.request(store, KEYS, target)
+    await outcome.of_version(store, KEYS, 1, 60)
+    watch, ends = store.watch, [StoreUnavailable("store", "away", "wait"), WatchCompacted(0, 1)]
 
-    def watch(prefix: str, start_revision: int | None = None) -> AsyncGenerator[Event, None]:
-        if compacted.pop() if compacted else False:
-            raise WatchCompacted(start_revision or 0, revision)
-        return real(prefix, start_revision)
+    def cut(prefix: str, start_revision: int | None = None, *, first: str = "") -> AsyncGenerator[Event, None]:
+        if ends:
+            raise ends.pop()
+        engine.go_on()
+        return watch(prefix, start_revision, first=first)
 
-    monkeypatch.setattr(store, "watch", watch)
-    await activation.outcome(store, KEYS, target, revision)
-    assert not compacted
-    assert (await coordinator.activate(1)).ok
+    engine.hang = asyncio.Event()
+    later = activation.new_target(await fleet.publish(), "test", 60)
+    await activation.request(store, KEYS, later)
+    monkeypatch.setattr(store, "watch", cut)
+    assert (await outcome.of_request(store, KEYS, later)).ok
+    assert not ends
+    first = await outcome.of_request(store, KEYS, target)
+    assert (first.ok, first.version, first.epoch) == (True, 1, 1)
+    superseded = await outcome.of_request(store, KEYS, activation.new_target(1, "test", 60))
+    assert (superseded.ok, superseded.reason) == (False, "superseded by a request for version 2")
+
+
+async def test_a_swap_has_its_time_from_when_the_one_before_has_ended(fleet: Fleet) -> None:
+    """The one in flight drains for longer than the next one may take to be staged."""
+    await fleet.serving("a")
+    engine, store, short_s = fleet.engines["a"], fleet.store(), 0.5
+    engine.streams = asyncio.Event()
+    first, second = await fleet.publish(1.0), await fleet.publish(2.0)
+    before = activation.new_target(first, "test", short_s, mode="rolling", drain_s=60.0)
+    await activation.request(store, KEYS, before)
+    await eventually(lambda: ("drain", 60) in engine.calls)
+    target = activation.new_target(second, "test", short_s)
+    await activation.request(store, KEYS, target)
+    waiting = asyncio.create_task(outcome.of_request(store, KEYS, target))
+    await stays(lambda: not waiting.done(), 3 * short_s)
+    engine.streams.set()
+    assert (await waiting).ok
 
 
 async def test_who_is_lost_between_decision_and_commit_is_as_one_lost_right_after_it(

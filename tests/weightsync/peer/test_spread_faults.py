@@ -204,7 +204,7 @@ def test_a_commit_whose_answer_is_lost_is_one(hosts: Hosts, transport: Transport
     share.close()
     target = hosts.store.get(KEYS.target)
     assert target is not None
-    assert publisher._asked[version][1] == target.mod_revision
+    assert publisher._asked[version].to_json() == target.value
     assert [(v.version, v.state) for v in publisher.versions()] == [(version, "ready")]
     assert published(hosts) == 1
     require_standing(hosts, transport, newest(publisher))

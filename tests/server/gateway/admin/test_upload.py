@@ -377,12 +377,12 @@ def test_activation_can_be_asked_for_without_waiting(gateway: RunningGateway, re
 
 class Link:
     """A TCP proxy in front of the gateway. `cuts` says of each connection to come how many bytes it may send before it
-    is lost (-1: all, but it is lost when the answer comes); later ones are whole."""
+    is lost (-1: all, but it is lost when the answer comes; None: it is whole); later ones are whole."""
 
     def __init__(self, target: tuple[str, int]) -> None:
         self._target = target
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.cuts: list[int] = []
+        self.cuts: list[int | None] = []
         threading.Thread(target=self._serve, daemon=True).start()
 
     @property
@@ -472,6 +472,19 @@ def test_an_answer_that_is_lost_is_asked_for_again(gateway: RunningGateway, link
     assert [v.version for v in versions(gateway)] == [1]
     assert remote.publish(nudged(weights()), activate=False) == 2
     assert remote.last["full"] is False
+
+
+def test_a_request_for_a_swap_that_is_lost_is_made_again_as_it_was(gateway: RunningGateway, link: Link) -> None:
+    """First its answer is lost, and the swap is there; then the request itself is."""
+    remote = RemotePublisher(link.url, ADMIN_KEY, MODEL, timeout_s=120.0, deltas=False)
+    for version, cut in ((1, -1), (2, 20)):
+        link.cuts = [None, cut]  # the upload, and the request
+        assert remote.publish(weights(), mode="rolling") == version
+        assert not link.cuts
+        target = gateway.store.get(Keys(MODEL).target)
+        assert target is not None
+        assert TargetRecord.from_json(target.value).mode == "rolling"
+        assert len(gateway.store.list(Keys(MODEL).history)[0]) == version
 
 
 def test_a_server_out_of_reach_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
