@@ -2,8 +2,11 @@
 
 A slot is a header page, the data, and notes for the processes that map it: the sums of its parts, and scalars. The
 builder of a slot holds an exclusive `flock`, and each process that runs on it a shared one. The kernel drops both when
-a process dies, so a slot whose builder or users were killed is simply free again. Mappings are kept for the life of the
-process: a page is faulted in once, not once per version.
+a process dies, so a slot whose builder or users were killed is simply free again. Mappings are kept as long as their
+files: a page is faulted in once, not once per version.
+
+Other tensors or another release make another layout, with slots of its own. Those of a layout that no process holds a
+slot of go when room is made for a slot of any other.
 """
 
 from __future__ import annotations
@@ -102,7 +105,7 @@ class LayoutPool:
         self._prefix = f"layout-{fingerprint}-"
         self._nbytes = nbytes
         self._file_nbytes = HEADER + nbytes + NOTES
-        self._maps: dict[str, mmap.mmap] = {}
+        self._maps: dict[int, mmap.mmap] = {}  # by inode: another slot may have the name of one that was removed
 
     def reserve(self, count: int) -> None:
         """Make `count` slots in all, and fault in all there are: the first swaps are then as fast as later ones.
@@ -175,6 +178,7 @@ class LayoutPool:
         return fd
 
     def _create(self) -> Path:
+        self._remove_abandoned()
         number = 1 + max([int(p.name.rsplit("-", 1)[1]) for p in self._files()], default=-1)
         path, new = (self._directory / f"{self._prefix}{name}" for name in (f"{number:03d}", "new"))
         new.unlink(missing_ok=True)  # of a process that was killed here
@@ -192,15 +196,31 @@ class LayoutPool:
             os.close(fd)
         return path
 
+    def _remove_abandoned(self) -> None:
+        """Remove the slots of other layouts of which nobody holds one."""
+        others: dict[str, list[Path]] = {}
+        for path in self._directory.glob("layout-*"):
+            prefix = path.name[: path.name.rindex("-") + 1]
+            if prefix != self._prefix and path.name != f"{prefix}lock":
+                others.setdefault(prefix, []).append(path)
+        for prefix, paths in others.items():
+            with contextlib.suppress(OSError), self._lock(prefix, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                if not any(self._busy(path) for path in paths):
+                    for path in paths:
+                        path.unlink()
+
     def _held(self, path: Path, fd: int, *, built: bool) -> LayoutSlot:
         mapping = self._mapped(path, write=not built)
         data = torch.frombuffer(mapping, dtype=torch.uint8, offset=HEADER, count=self._nbytes)
         return LayoutSlot(path, fd, data, built, mapping)
 
     def _mapped(self, path: Path, *, write: bool) -> mmap.mmap:
-        mapping = self._maps.get(path.name)
+        inode = path.stat().st_ino
+        mapping = self._maps.get(inode)
         if mapping is None:
-            mapping = self._maps[path.name] = self._map(path)
+            there = {file.stat().st_ino for file in self._files()}
+            self._maps = {inode: mapping for inode, mapping in self._maps.items() if inode in there}
+            mapping = self._maps[inode] = self._map(path)
             prefault(mapping, write=write)
         return mapping
 
@@ -220,10 +240,10 @@ class LayoutPool:
         return sorted(self._directory.glob(f"{self._prefix}*[0-9]"))
 
     @contextlib.contextmanager
-    def _lock(self) -> Iterator[None]:
-        fd = os.open(self._directory / f"{self._prefix}lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    def _lock(self, prefix: str = "", how: int = fcntl.LOCK_EX) -> Iterator[None]:
+        fd = os.open(self._directory / f"{prefix or self._prefix}lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            fcntl.flock(fd, how)
             yield
         finally:
             os.close(fd)

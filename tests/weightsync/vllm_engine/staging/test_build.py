@@ -294,6 +294,28 @@ def test_slots_in_use_are_kept_and_released_ones_reused(tmp_path: Path) -> None:
     assert pool.acquire("v2").path == slots[1].path
 
 
+def test_slots_of_a_layout_that_nobody_runs_make_room(tmp_path: Path) -> None:
+    """Swaps to other tensors and back, beside an instance that stays as it is."""
+    stays = LayoutPool(tmp_path, "stays", 64)
+    first = stays.acquire("v0")
+    first.seal("v0", Notes())
+    stays.reserve(3)
+    pools = [LayoutPool(tmp_path, name, 64) for name in "ab"]
+    for turn in range(6):
+        slot = pools[turn % 2].acquire(f"v{turn}")
+        pools[turn % 2].reserve(3)
+        assert not slot.built
+        slot.data.fill_(turn)
+        slot.seal(f"v{turn}", Notes())
+        other = LayoutPool(tmp_path, "ab"[turn % 2], 64).acquire(f"v{turn}")
+        assert (other.built, int(other.data.sum())) == (True, 64 * turn)
+        assert len(list(tmp_path.glob("layout-*[0-9]"))) == 6
+        assert len(pools[turn % 2]._maps) == 3
+        for held in (slot, other):
+            held.release()
+    assert LayoutPool(tmp_path, "stays", 64).acquire("v0").built
+
+
 def test_what_a_killed_builder_left_is_built_again(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; from weightsync.vllm_engine.device.pool import LayoutPool\n"
