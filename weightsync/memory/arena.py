@@ -43,6 +43,10 @@ class Arena:
 
     def __init__(self, directory: Path | str) -> None:
         self.directory = Path(directory)
+        self._make()
+
+    def _make(self) -> None:
+        """Make the directory, also where a cleaner or a logout has taken it. Raises ArenaUnavailable."""
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             found = self.directory.stat()
@@ -60,7 +64,9 @@ class Arena:
         return sorted(self.directory.glob(f"slot-{_tag(model)}-*"))
 
     def claim(self, model: str, nbytes: int, in_use: set[str]) -> SlotLock:
-        """A slot of at least `nbytes` that nobody uses, locked exclusively; made if there is none. Raises ArenaFull."""
+        """A slot of at least `nbytes` that nobody uses, locked exclusively; made if there is none. Raises ArenaFull,
+        ArenaUnavailable."""
+        self._make()
         for path in self.slots(model):
             if str(path) in in_use or (lock := SlotLock.try_exclusive(path)) is None:
                 continue
@@ -107,6 +113,7 @@ class Arena:
             number += 1
 
     def free_nbytes(self) -> int:
+        self._make()
         found = os.statvfs(self.directory)
         return found.f_bavail * found.f_frsize
 

@@ -6,6 +6,7 @@ import fcntl
 import mmap
 import os
 import resource
+import shutil
 import signal
 import stat
 import subprocess
@@ -191,6 +192,19 @@ def test_a_directory_that_others_may_write_to(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     with pytest.raises(ArenaUnavailable, match="chmod 700"):
         Arena(tmp_path)
+
+
+def test_a_publisher_outlives_the_directory_of_its_arena(publisher: Publisher) -> None:
+    """A cleaner takes it, or logind at a logout (`RemoveIPC`): before a publication, and before a look at its room."""
+    first = publisher.publish(model(1.0), activate=False)
+    shutil.rmtree(publisher.arena.directory)
+    assert publisher.arena.free_nbytes() > 0
+    shutil.rmtree(publisher.arena.directory)
+    second = publisher.publish(model(2.0), activate=False)
+    last = publisher.versions()[-1]
+    assert (first, second, last.version) == (1, 2, 2)
+    assert read_back(last).keys() == model(2.0).keys()
+    assert stat.S_IMODE(publisher.arena.directory.stat().st_mode) == 0o700
 
 
 @contextlib.contextmanager
