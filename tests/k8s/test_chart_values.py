@@ -6,7 +6,9 @@ An API server answers what Helm asks while it renders: which kinds there are, an
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import gzip
 import json
 import re
 import shlex
@@ -81,6 +83,7 @@ def test_the_schema_knows_every_value_and_no_other() -> None:
     values: Object = yaml.safe_load((CHART / "values.yaml").read_text())
     schema: Object = json.loads((CHART / "values.schema.json").read_text())
     assert sorted(paths_of(values, schema)) == sorted(paths_in(schema) - {("global",)})
+    assert not list(optional(values, schema)), "a release that reuses the values of an older chart would lack them"
 
 
 def paths_of(values: Object, schema: Object, at: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
@@ -90,6 +93,16 @@ def paths_of(values: Object, schema: Object, at: tuple[str, ...] = ()) -> list[t
         below = schema.get("properties", {}).get(name, {})
         found += paths_of(value, below, (*at, name)) if "properties" in below else [(*at, name)]
     return found
+
+
+def optional(values: Object, schema: Object) -> Iterator[str]:
+    """Values that have a default and may be missing all the same."""
+    for name, value in values.items():
+        if value is not None and name not in schema["required"]:
+            yield name
+        below = schema["properties"].get(name, {})
+        if "properties" in below:
+            yield from optional(value, below)
 
 
 def paths_in(schema: Object, at: tuple[str, ...] = ()) -> set[tuple[str, ...]]:
@@ -288,9 +301,13 @@ def holding(objects: list[Object], kinds: list[Object]) -> Iterator[tuple[str, .
         plural = f"{name[:-1]}ies" if name.endswith("y") else f"{name}s"
         resource = {"name": plural, "kind": known["kind"], "namespaced": True, "verbs": ["get"]}
         versions.setdefault(known["apiVersion"], {})[plural] = resource
+        path = f"{_root(known['apiVersion'])}/namespaces/{NAMESPACE}/{plural}"
+        there = pages.setdefault(
+            path, {"kind": f"{known['kind']}List", "apiVersion": known["apiVersion"], "metadata": {}, "items": []}
+        )
         if known in objects:
-            path = f"{_root(known['apiVersion'])}/namespaces/{NAMESPACE}/{plural}/{known['metadata']['name']}"
-            pages[path] = known
+            pages[f"{path}/{known['metadata']['name']}"] = known
+            there["items"].append(known)
     for version, resources in versions.items():
         listed = {"kind": "APIResourceList", "groupVersion": version, "resources": list(resources.values())}
         pages[_root(version)] = listed
@@ -321,6 +338,20 @@ def holding(objects: list[Object], kinds: list[Object]) -> Iterator[tuple[str, .
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def stored(values: Object) -> Object:
+    """What Helm has stored of a release of this chart in its first version, which had `values`."""
+    about = {"apiVersion": "v2", "name": "hotswap", "version": "0.0.1"}
+    info = {"status": "deployed", "first_deployed": "2026-01-01T00:00:00Z", "last_deployed": "2026-01-01T00:00:00Z"}
+    release = {"name": "hotswap", "namespace": NAMESPACE, "version": 1, "info": info, "manifest": "", "config": {}}
+    packed = base64.b64encode(
+        gzip.compress(json.dumps(release | {"chart": {"metadata": about, "values": values}}).encode())
+    )
+    labels = {"owner": "helm", "name": "hotswap", "status": "deployed", "version": "1"}
+    metadata = {"name": "sh.helm.release.v1.hotswap.v1", "namespace": NAMESPACE, "labels": labels}
+    data = {"release": base64.b64encode(packed).decode()}
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "type": "helm.sh/release.v1", "data": data}
 
 
 def _root(version: str) -> str:
@@ -408,6 +439,38 @@ def test_an_upgrade_that_would_end_the_store_is_refused() -> None:
             done = template("--set", settings, *cluster)
             assert done.returncode != 0, settings
             assert told in done.stderr
+
+
+def test_a_release_keeps_its_name() -> None:
+    """Another one is another etcd, with nothing in it."""
+    live = release("defaults")
+    beside = rendered(name="beside")
+    with holding([*live.objects, *beside.objects], []) as cluster:
+        assert rendered("--set", "fullnameOverride=hotswap", *cluster).get("StatefulSet", "hotswap-etcd")
+        assert rendered(*cluster, name="third").get("StatefulSet", "third-hotswap-etcd")
+        for settings in ("fullnameOverride=other", "fullnameOverride=other,etcd.members=1"):
+            done = template("--set", settings, *cluster)
+            assert done.returncode != 0
+            assert "fullnameOverride: this release has hotswap-" in done.stderr
+            assert "set fullnameOverride to hotswap" in done.stderr
+
+
+OLDER = ("gateway.checkpoints", "rollout.autoscaling", "persist", "etcd.usersResources")
+
+
+@pytest.mark.parametrize("lacking", OLDER)
+def test_values_of_an_older_chart_are_refused_by_name_or_completed(lacking: str) -> None:
+    """`--reuse-values` takes no default of the new chart."""
+    values: Object = yaml.safe_load((CHART / "values.yaml").read_text())
+    *above, last = lacking.split(".")
+    del (values[above[0]] if above else values)[last]
+    upgrade = ["upgrade", "hotswap", str(CHART), "--namespace", NAMESPACE]
+    with holding([stored(values)], release("defaults").objects) as (_, _, *cluster):
+        reused = run(*upgrade, "--dry-run=server", *cluster, "--reuse-values")
+        completed = run(*upgrade, "--dry-run=server", *cluster, "--reset-then-reuse-values")
+    assert reused.returncode != 0
+    assert f"missing property '{last}'" in reused.stderr
+    assert completed.returncode == 0, completed.stderr
 
 
 def test_a_trainer_that_runs_stays_as_it_is() -> None:

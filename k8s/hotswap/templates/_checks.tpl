@@ -55,8 +55,17 @@
 {{- end }}
 {{- end }}
 
-{{/* What cannot be changed of etcd while it runs. Tools that render without a cluster see nothing of it. */}}
+{{/* What cannot be changed while etcd and the instances run. Tools that render without a cluster see nothing of it. */}}
 {{- define "hotswap.checkLive" -}}
+{{- range (lookup "apps/v1" "StatefulSet" .Release.Namespace "").items }}
+{{- $labels := .metadata.labels | default dict }}
+{{- $part := get $labels "app.kubernetes.io/component" }}
+{{- if and (eq (get $labels "app.kubernetes.io/name") $.Chart.Name) (eq (get $labels "app.kubernetes.io/instance") $.Release.Name) }}
+{{- if ne .metadata.name (printf "%s-%s" (include "hotswap.fullname" $) $part) }}
+{{- fail (printf "fullnameOverride: this release has %s, and another name would replace it and all that it holds; set fullnameOverride to %s" .metadata.name (trimSuffix (printf "-%s" $part) .metadata.name)) }}
+{{- end }}
+{{- end }}
+{{- end }}
 {{- $e := .Values.etcd }}
 {{- $name := printf "%s-etcd" (include "hotswap.fullname" .) }}
 {{- with and $e.enabled (lookup "apps/v1" "StatefulSet" .Release.Namespace $name) }}
