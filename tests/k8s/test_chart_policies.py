@@ -71,6 +71,8 @@ def test_a_container_that_serves_is_probed(r: Release) -> None:
                 assert len(probes) == 3, container["name"]
             elif container["name"] == "peer":  # not ready is no state of it: others read from it all the time
                 assert probes == {"startupProbe", "livenessProbe"}
+            elif container["name"] == "follower":  # ready with its leader
+                assert probes == {"readinessProbe"}
             else:
                 assert not probes, container["name"]
             for probe in probes:

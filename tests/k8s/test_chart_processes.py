@@ -13,6 +13,7 @@ from typing import Any
 import click
 import pytest
 import typer
+import yaml
 
 import trainer.config
 import trainer.main
@@ -214,6 +215,25 @@ def test_the_autoscaler_looks_at_a_metric_of_the_gateway() -> None:
     assert metric in {declared.name for declared in METRICS}
     target = release("gpu-rdma").get("Deployment", scaler["spec"]["scaleTargetRef"]["name"])
     assert "replicas" not in target["spec"]  # or every upgrade would take the number back
+
+
+@pytest.mark.parametrize("name", ["colocated", "kueue"])
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_a_trainer_finds_the_gateway_of_its_own_release(name: str, scheme: str) -> None:
+    """Whatever the release is called; an address of the user's stays."""
+    values = ["--values", str(SETS[name]), f"--set=gateway.tls.mode={'none' if scheme == 'http' else 'certManager'}"]
+    for r, url in (
+        (rendered(*values, name="night"), f"{scheme}://night-hotswap-gateway"),
+        (rendered(*values, "--set=trainer.config.gateway.url=http://mine", name="night"), "http://mine"),
+    ):
+        (data,) = (o["data"] for o in r.of("ConfigMap") if "-trainer-" in o["metadata"]["name"])
+        config = yaml.safe_load(data["config.yaml"])
+        assert config["gateway"]["url"] == url
+        services = {s["metadata"]["name"] for s in r.of("Service")}
+        for section in (config["telemetry"], config.get("memory", {}).get("serving", config["telemetry"])):
+            host, port = section["admin_url"].removeprefix("https://").split(":")
+            assert (host in services, port) == (True, "8002")
+        assert "night-hotswap-gateway" in services
 
 
 @pytest.mark.parametrize("name", ["gpu-rdma", "leaderworkerset"])

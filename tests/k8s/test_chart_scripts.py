@@ -72,13 +72,13 @@ def instance(certificates: Path) -> Iterator[Instance]:
     thread.join(30)
 
 
-def probe(what: str, port: int, certificates: Path | None) -> tuple[int, str]:
+def probe(what: str, port: int, certificates: Path | None, *at: str, **env: str) -> tuple[int, str]:
     """The command of the manifest's probe."""
     container = release("minimal").pod("rollout").container("instance")
     python, isolated, script, _, _, path = container["livenessProbe"]["exec"]["command"]
     assert (python, isolated) == ("python", "-I")
-    env = {"HOTSWAP_CLUSTER_TLS": str(certificates)} if certificates is not None else {}
-    command = [sys.executable, isolated, str(FILES / Path(script).name), what, str(port), path]
+    env |= {"HOTSWAP_CLUSTER_TLS": str(certificates)} if certificates is not None else {}
+    command = [sys.executable, isolated, str(FILES / Path(script).name), what, str(port), path, *at]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=60)
     return done.returncode, done.stderr.strip()
 
@@ -92,6 +92,18 @@ def test_probes_mean_what_they_say(instance: Instance, certificates: Path) -> No
     instance.status = 503  # vLLM's, once its engine has died
     for what in ("started", "alive", "ready"):
         assert probe(what, instance.port, certificates) == (1, "/health answers 503")
+
+
+def test_a_follower_is_ready_with_its_leader(instance: Instance, certificates: Path) -> None:
+    follower = list(release("leaderworkerset").pods())[-1].container("follower")
+    *_, script, what, port, path, variable = follower["readinessProbe"]["exec"]["command"]
+    assert (Path(script).name, what, port, path) == ("probe.py", "ready", "8001", "/health")
+    addresses = {"POD_IP": "127.0.0.9", variable: "localhost"}  # nothing listens at its own
+    assert variable == "LWS_LEADER_ADDRESS"
+    assert probe(what, instance.port, certificates, variable, **addresses)[0] == 1
+    instance.version = 12
+    assert probe(what, instance.port, certificates, variable, **addresses) == (0, "")
+    assert probe(what, instance.port, certificates, **addresses) == (1, "it does not listen")
 
 
 def test_one_that_sleeps_does_not_listen_and_lives(certificates: Path) -> None:

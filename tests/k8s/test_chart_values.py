@@ -198,6 +198,28 @@ def test_a_namespace_with_a_quota_for_cpus_can_be_lived_in(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_a_pod_says_how_much_disk_it_takes_and_takes_no_more(name: str) -> None:
+    storage = "ephemeral-storage"
+    for pod in release(name).pods():
+        needs = [c["resources"] for c in pod.containers()]
+        assert all(n["requests"][storage] and n["limits"][storage] for n in needs), pod.where
+        for volume in (v for v in pod.spec["volumes"] if "emptyDir" in v and "huge" not in v["name"]):
+            size = volume["emptyDir"]["sizeLimit"]
+            assert size in [n["limits"][storage] for n in needs] or volume["name"] == "shm", pod.where
+    unbounded = rendered(*VALUES[name], "--set", f"gateway.resources.limits.{storage}=null").pod("gateway")
+    assert {"name": "tmp", "emptyDir": {}} in unbounded.spec["volumes"]
+
+
+@pytest.mark.parametrize("name", ["gpu-rdma", "leaderworkerset"])
+def test_the_memory_of_a_model_is_asked_for_where_it_may_be_filled(name: str) -> None:
+    """The kubelet takes those first that have more than they asked for."""
+    for pod in (p for p in release(name).pods() if p.labels.get("hotswap-peer")):
+        for container in (c for c in pod.containers() if c["name"] in ("peer", "instance", "follower")):
+            needs = container["resources"]
+            assert needs["requests"]["memory"] == needs["limits"]["memory"], pod.where
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_the_containers_of_a_pod_share_its_rdma_devices(name: str) -> None:
     """They are counted for the pod: a host with as many as the values say can take it."""
     values = {"rollout": {"rdma": 0}, "trainer": {"rdma": 0}} | yaml.safe_load(

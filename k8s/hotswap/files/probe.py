@@ -1,6 +1,8 @@
 """Asks a process of this pod whether it is well; the kubelet cannot, where only members of the cluster are answered.
 
-python probe.py started|alive|ready PORT PATH
+python probe.py started|alive|ready PORT PATH [VARIABLE]
+
+VARIABLE has the address; default: POD_IP.
 
 started  it answers
 alive    it answers, or does not listen: an instance that sleeps does not, and one that has ended ends its container
@@ -22,13 +24,14 @@ NAME = "hotswap"  # in every member's certificate (weightsync/tls.py)
 ACTIVE = re.compile(r"^hotswap_instance_active_version(?:\{[^}]*\})? ([0-9.e+]+)$", re.MULTILINE)
 
 
-def main(what: str, port: str, path: str) -> str:
+def main(what: str, port: str, path: str, variable: str = "POD_IP") -> str:
     """What is wrong; empty if nothing is."""
     try:
-        status, _ = ask(int(port), path)
+        host = os.environ.get(variable, "127.0.0.1")
+        status, _ = ask(host, int(port), path)
         if status != 200:
             return f"{path} answers {status}"
-        return "" if what != "ready" else unready(ask(int(port), "/metrics")[1])
+        return "" if what != "ready" else unready(ask(host, int(port), "/metrics")[1])
     except ConnectionRefusedError:
         return "" if what == "alive" else "it does not listen"
     except (OSError, http.client.HTTPException) as error:
@@ -41,10 +44,10 @@ def unready(metrics: str) -> str:
     return "" if found is not None and float(found[1]) > 0 else "it does not run a committed version yet"
 
 
-def ask(port: int, path: str) -> tuple[int, str]:
+def ask(host: str, port: int, path: str) -> tuple[int, str]:
     """Status and body of a GET. Raises OSError and HTTPException."""
     connection = http.client.HTTPConnection(NAME, port, timeout=TIMEOUT_S)
-    connection.sock = connect(port)
+    connection.sock = connect(host, port)
     try:
         connection.request("GET", path, headers={"connection": "close"})
         answer = connection.getresponse()
@@ -53,9 +56,9 @@ def ask(port: int, path: str) -> tuple[int, str]:
         connection.close()
 
 
-def connect(port: int) -> socket.socket:
-    """A connection to this pod; mutual TLS where HOTSWAP_CLUSTER_TLS names a directory."""
-    plain = socket.create_connection((os.environ.get("POD_IP", "127.0.0.1"), port), TIMEOUT_S)
+def connect(host: str, port: int) -> socket.socket:
+    """A connection; mutual TLS where HOTSWAP_CLUSTER_TLS names a directory."""
+    plain = socket.create_connection((host, port), TIMEOUT_S)
     directory = os.environ.get("HOTSWAP_CLUSTER_TLS")
     if not directory:
         return plain
@@ -66,6 +69,6 @@ def connect(port: int) -> socket.socket:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 4 or sys.argv[1] not in ("started", "alive", "ready") or not sys.argv[2].isdecimal():
+    if len(sys.argv) not in (4, 5) or sys.argv[1] not in ("started", "alive", "ready") or not sys.argv[2].isdecimal():
         sys.exit(str(__doc__))
     sys.exit(main(*sys.argv[1:]) or 0)

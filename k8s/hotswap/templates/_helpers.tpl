@@ -210,14 +210,19 @@ etcd://{{ include "hotswap.etcdHosts" .root }}/{{ ternary "hotswap" $e.namespace
 {{- end }}
 {{- end }}
 
-{{/* (dict "root" $ "roles" [NAME...]) */}}
+{{/* The place for temporary files of a pod, as large as its container's limit lets it be. (resources) */}}
+{{- define "hotswap.tmp" -}}
+- name: tmp
+  emptyDir: {{ with get .limits "ephemeral-storage" }}{sizeLimit: {{ . }}}{{ else }}{}{{ end }}
+{{- end }}
+
+{{/* (dict "root" $ "roles" [NAME...] "resources" of the container that the pod is for) */}}
 {{- define "hotswap.volumes" -}}
 - name: cluster-tls
   secret: {secretName: {{ include "hotswap.clusterTlsSecret" .root }}, defaultMode: 0440}
 - name: scripts
   configMap: {name: {{ include "hotswap.scriptsMap" (dict "root" .root "as" "hotswap.mapName") }}}
-- name: tmp
-  emptyDir: {}
+{{ include "hotswap.tmp" .resources }}
 {{- with include "hotswap.etcdTlsSecret" .root }}
 - name: etcd-tls
   secret: {secretName: {{ . }}, defaultMode: 0440}

@@ -22,10 +22,11 @@
   {{- toYaml .root.Values.model.volume | nindent 2 }}
 {{- end }}
 
-{{/* An exec probe: the kubelet has no certificate of the cluster. (dict "what" started|alive|ready "port" N "path" PATH) */}}
+{{/* An exec probe: the kubelet has no certificate of the cluster. (dict "what" started|alive|ready "port" N "path" PATH
+"at" the variable with the address, unless it is this pod's) */}}
 {{- define "hotswap.exec" -}}
 exec:
-  command: [python, -I, /etc/hotswap/scripts/probe.py, {{ .what }}, "{{ .port }}", {{ .path }}]
+  command: [python, -I, /etc/hotswap/scripts/probe.py, {{ .what }}, "{{ .port }}", {{ .path }}{{ with .at }}, {{ . }}{{ end }}]
 timeoutSeconds: 10
 {{- end }}
 
@@ -181,7 +182,8 @@ starts, and no other container of the pod has the gateway's password. (root) */}
           {{- else }}
           fieldPath: metadata.labels['leaderworkerset.sigs.k8s.io/group-index']
           {{- end }}
-  {{- $needs := dict "requests" (dict "cpu" "500m" "memory" "256Mi") "limits" (dict "memory" .Values.peer.resources.limits.memory) }}
+  {{- $requests := dict "cpu" "500m" "memory" "256Mi" "ephemeral-storage" "64Mi" }}
+  {{- $needs := dict "requests" $requests "limits" (dict "memory" .Values.peer.resources.limits.memory "ephemeral-storage" "1Gi") }}
   resources: {{- toYaml (.Values.model.publishResources | default $needs) | nindent 4 }}
   {{- include "hotswap.locked" . | nindent 2 }}
   volumeMounts:
@@ -254,6 +256,11 @@ starts, and no other container of the pod has the gateway's password. (root) */}
     {{- include "hotswap.instanceArgs" (dict "root" . "rank" "$(LWS_WORKER_INDEX)") | nindent 4 }}
   env:
     {{- include "hotswap.instanceEnv" . | nindent 4 }}
+  # Ready with its leader. It needs no other probe: a rank that dies, or is cut off, ends the pods of its instance.
+  readinessProbe:
+    {{- include "hotswap.exec" (dict "what" "ready" "port" 8001 "path" "/health" "at" "LWS_LEADER_ADDRESS") | nindent 4 }}
+    periodSeconds: 5
+    failureThreshold: 3
   resources: {{- include "hotswap.instanceResources" . | nindent 4 }}
   {{- include "hotswap.locked" . | nindent 2 }}
   volumeMounts: {{- include "hotswap.instanceMounts" . | nindent 4 }}
@@ -312,7 +319,7 @@ spec:
     {{- if $persist }}
     {{- $roles = append $roles "gateway" }}
     {{- end }}
-    {{- include "hotswap.volumes" (dict "root" .root "roles" $roles) | nindent 4 }}
+    {{- include "hotswap.volumes" (dict "root" .root "roles" $roles "resources" $r.resources) | nindent 4 }}
     {{- include "hotswap.hostVolumes" (dict "root" .root "sharedMemory" $r.sharedMemory) | nindent 4 }}
     {{- range $name, $size := $r.hugepages }}
     - name: hugepages

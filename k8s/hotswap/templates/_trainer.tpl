@@ -36,8 +36,20 @@
     {{- end }}
 {{- end }}
 
+{{/* The configuration, with the addresses of this release's gateway where a section leaves them out. */}}
 {{- define "hotswap.trainerMap" -}}
-{{- $data := printf "config.yaml: |\n%s" (toYaml .root.Values.trainer.config | indent 2) -}}
+{{- $config := deepCopy .root.Values.trainer.config -}}
+{{- $name := include "hotswap.fullname" .root -}}
+{{- $scheme := ternary "http" "https" (eq .root.Values.gateway.tls.mode "none") -}}
+{{- if kindIs "map" $config.gateway -}}
+{{- $_ := merge $config.gateway (dict "url" (printf "%s://%s-gateway" $scheme $name)) -}}
+{{- end -}}
+{{- range list $config.telemetry ($config.memory | default dict).serving -}}
+{{- if kindIs "map" . -}}
+{{- $_ := merge . (dict "admin_url" (printf "https://%s-admin:8002" $name)) -}}
+{{- end -}}
+{{- end -}}
+{{- $data := printf "config.yaml: |\n%s" (toYaml $config | indent 2) -}}
 {{- include .as (dict "root" .root "component" "trainer" "name" (printf "trainer-%s" .root.Values.trainer.run) "data" $data) -}}
 {{- end }}
 
