@@ -52,7 +52,6 @@ from server.gateway.wire.relay import ResponseRelay
 
 log: Final = logging.getLogger("hotswap.gateway")
 
-LOST: Final = b"lost"  # as server/instance/middleware.py says it
 STALE_S: Final = 1.0  # after it was sent: a pooled connection that ends later was not closed already
 VERSION_HEADER: Final = b"x-hotswap-weight-version"
 
@@ -373,7 +372,7 @@ class Exchange:
             if fault is not None:
                 self._broken(fault)
                 return
-            if relay.refused == LOST or (relay.refused and self._resent):  # its engine died of it, or cut it off before
+            if relay.refused == retries.LOST or (relay.refused and self._resent):  # its engine died, or it was cut off
                 died = BadUpstream("The instance died before its first token.", code="upstream_died")
                 self._try_another("lost", died)
                 return

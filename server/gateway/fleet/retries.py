@@ -59,6 +59,7 @@ MIN_PER_S: Final = 3.0
 LOSSES: Final = (
     1  # instances that one request may lose and still be sent to another, the middle of an answer counted too
 )
+LOST: Final = b"lost"  # of x-hotswap-refused: its engine died (server/instance/middleware.py)
 NEVER_AGAIN: Final = frozenset(route.path for route in api.ROUTES if not route.again)
 RETRY_S: Final = 0.5  # for who was turned away by an instance that looked well: the view may not change again
 # Silence of an instance since it left the store, after which it counts as dead. After an outage of the store all have

@@ -9,7 +9,8 @@ Repeating one must cost its original nothing. So a repetition
 * is begun when its original goes to an instance, and neither waits for the other. Whatever becomes of it is a number.
 
 Repeated are requests of routes that only generate text, and that pin no version. A judge (`listen`) gets each answer
-that has come to its end, under the request id of the original; without one nothing of them is kept.
+that has come to its end, and each failure of the version or its engine, under the request id of the original; without a
+judge nothing of them is kept.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Final, Protocol
 from server.errors import BadUpstream
 from server.gateway.access.keys import Principal
 from server.gateway.fleet.instance import Instance
+from server.gateway.fleet.retries import LOST
 from server.gateway.fleet.routing import Need
 from server.gateway.observe.stats import Finished, Histogram
 from server.gateway.routes import Target
@@ -50,13 +52,15 @@ _VERSION: Final = b"x-hotswap-weight-version"
 
 @dataclass(frozen=True)
 class Repeated:
-    """The answer to a repetition. `capture` has the bodies of request and answer; who has read them closes it.
+    """The answer to a repetition, or its failure. `capture` has the bodies of request and answer, which its reader
+    closes; those of a failure show nothing, and the event loop drops them.
 
     `finished` tells of the repetition what is told of any request; its `request_id` is the original's.
     """
 
     capture: Capture
     finished: Finished
+    failed: bool = False
 
 
 class Request(Protocol):
@@ -98,7 +102,9 @@ class Shadows:
 
     def ignore(self) -> None:
         """Nobody listens any more."""
-        self._judge = None
+        judge, self._judge = self._judge, None
+        while judge is not None and not judge.empty():
+            judge.get_nowait().capture.drop()
 
     def follow(self, active: ActiveRecord | None) -> None:
         """The commit record says what is repeated where."""
@@ -158,9 +164,10 @@ class Shadows:
         capture = repetition.capture
         if capture is None:
             return
-        if outcome == "answered" and not capture.lost and self._judge is not None:
+        failed = outcome == "failed" and (finished.lost or finished.status >= 500)
+        if (failed or (outcome == "answered" and not capture.lost)) and self._judge is not None:
             try:
-                self._judge.put_nowait(Repeated(capture, finished))
+                self._judge.put_nowait(Repeated(capture, finished, failed))
                 return
             except asyncio.QueueFull:
                 self.dropped += 1
@@ -179,15 +186,17 @@ class Repetition:
         self._relay.capture = self.capture
         self._link: UpstreamConnection | None = None
         self._first_byte_s = 0.0
-        self._over = False
+        self._over = self._lost = self._pooled = False
         shadows.running.append(self)
         instance.shadowed += 1
         self._opening = asyncio.get_running_loop().create_task(self._open())
 
-    async def _open(self) -> None:
+    async def _open(self, *, again: bool = False) -> None:
         try:
             pool = self.instance.pool
-            link = pool.take() or await pool.connect()
+            link = None if again else pool.take()
+            self._pooled = link is not None
+            link = link or await pool.connect()
             if self._over:
                 link.release()
                 return
@@ -196,6 +205,7 @@ class Repetition:
             link.send(self, upstream_head(method, path, pool.opening, _quiet(self._head), len(body)), body)
         except Exception as error:
             log.debug("%s is not repeated: %s", self._head.request_id.decode(), error)
+            self._lost = again  # the instance may have died of what it was sent first
             self.end("failed")
 
     def upstream_data(self, data: bytes) -> None:
@@ -204,11 +214,13 @@ class Repetition:
         try:
             relay.feed(data)
         except BadUpstream:
+            self._lost = True
             self.end("failed")
             return
         if not self._first_byte_s and relay.body_bytes:
             self._first_byte_s = time.monotonic() - self.started
         if relay.complete:
+            self._lost = relay.refused == LOST
             self.end("answered" if relay.status < 400 and not relay.refused else "failed")
         elif relay.body_bytes > LIMIT_BYTES:
             self.end("too_large")
@@ -216,6 +228,10 @@ class Repetition:
     def upstream_lost(self, exc: Exception | None) -> None:
         """The connection has ended (pool.Owner)."""
         self._link = None
+        if self._pooled and not self._relay.seen and not self._over:  # it was idle, and closed on the way
+            self._opening = asyncio.get_running_loop().create_task(self._open(again=True))
+            return
+        self._lost = True
         self.end("failed")
 
     def end(self, outcome: str) -> None:
@@ -249,6 +265,7 @@ class Repetition:
             first_version=version,
             last_version=last_version(relay.tail()) or version,
             drawn_version=self.version,
+            lost=self._lost,
             usage=relay.usage(),
             bytes_in=len(self._body),
             bytes_out=relay.body_bytes,

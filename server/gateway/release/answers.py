@@ -100,10 +100,9 @@ class AnswerReader:
         pass
 
     def _observe(self, answer: Answer, kind: Kind, metrics: Sequence[str]) -> None:
-        version = answer.version
-        if version != answer.about.drawn_version:
+        version, found = answer.about.drawn_version, measure(answer, self._refusals)
+        if answer.version != version and found.get("errors") != 1.0:
             return
-        found = measure(answer, self._refusals)
         for metric in metrics:
             if metric in found:
                 self._observer.observe(metric, found[metric], version, kind)
@@ -123,6 +122,10 @@ class AnswerReader:
         try:
             while True:
                 repeated = await answers.get()
+                if repeated.failed:
+                    repeated.capture.drop()
+                    self._observer.observe("errors", 1.0, repeated.finished.drawn_version, "shadow")
+                    continue
                 await asyncio.to_thread(self._take_shadow, repeated)
         finally:
             self._shadows.ignore()
@@ -172,7 +175,7 @@ class AnswerReader:
                     self._observer.lose(metric, f"reward {name} gives {mean:g}, and must give 0 to 1: scale it")
                     continue
                 self._observer.lose(metric, "")
-                self._observer.observe(metric, mean, answer.version, kind)
+                self._observer.observe(metric, mean, answer.about.drawn_version, kind)
 
 
 def asked(answer: Answer) -> str:

@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import orjson
 import pytest
 
 from server.gateway import UpstreamSettings
+from server.gateway.admission import Request
+from server.gateway.config import NamedSettings
+from server.gateway.fleet.instance import Instance
+from server.gateway.fleet.shadow import Shadows
+from server.gateway.release.answers import AnswerReader
 from server.gateway.release.evidence import Observer, Watched, summed
 from server.gateway.release.judge import Evidence, examine, key_of
-from server.gateway.release.policy import Condition
+from server.gateway.release.policy import Condition, parse
+from server.gateway.routes import find
+from server.gateway.wire.head import RequestHead
 from tests.server.gateway.harness import KEYS, RunningGateway, post, running_gateway
-from tests.server.gateway.upstream import Handler, Link, Received, answering, cut, sending
+from tests.server.gateway.upstream import Handler, Link, Received, answering, cut, never_answer, sending, upstream
 from tests.waiting import eventually
-from weightsync.control.records import ActiveRecord, ShareRecord, SplitRecord
+from weightsync.control.records import ActiveRecord, InstanceRecord, ShareRecord, SplitRecord
 
-ANSWER = {"choices": [{"index": 0, "text": "x"}], "usage": {"prompt_tokens": 1, "completion_tokens": 1}}
+ANSWER = {
+    "choices": [{"index": 0, "text": "x", "finish_reason": "stop"}],
+    "usage": {"prompt_tokens": 1, "completion_tokens": 1},
+}
 REFUSED = b"x-hotswap-refused: %b\r\n"
 CANDIDATE, STABLE = 13, 12
 
@@ -119,3 +134,91 @@ async def test_a_request_that_chose_its_version_is_no_evidence(tmp_path: Path) -
             assert await asked(gateway, 10, "x-hotswap-min-version: 12\r\n") == {200: 10}
             (errors,) = evidence(observer, ERRORS)
             assert (errors.candidate.count, errors.stable.count) == (5, 5)
+
+
+class NoDesk:
+    """Answers of clients are none of these tests' concern."""
+
+    def add(self, _: object) -> None:
+        pass
+
+    remove = add
+
+
+@contextlib.asynccontextmanager
+async def shadowing(handler: Handler) -> AsyncIterator[tuple[Shadows, AnswerReader, Observer, Callable[[], None]]]:
+    """Repetitions on a version whose instance answers by `handler`, their judge, and what repeats one request."""
+    async with upstream(handler) as at:
+        record = InstanceRecord("i13", at.address, "SERVING", CANDIDATE, 1, max_num_seqs=64)
+        tried = Instance(record, UpstreamSettings())
+        shadows, observer = Shadows(SimpleNamespace(serving=[tried])), Observer()
+        split = SplitRecord((ShareRecord(CANDIDATE, 0.0, ("i13",), shadow=100.0),))
+        shadows.follow(ActiveRecord(STABLE, 1, None, "s", 0.0, split=split))
+        live = Instance(replace(record, id="i12", active_version=STABLE), UpstreamSettings())
+        reader = AnswerReader("toy", NoDesk(), shadows, observer, NamedSettings())  # type: ignore[arg-type]
+        names = itertools.count()
+
+        def repeat() -> None:
+            head = RequestHead(b"r%d" % next(names), b"")
+            shadows.sample(
+                Request(find(b"/v1/completions")[0], head, b'{"prompt":"x"}', None, (), False, True), live, 0
+            )
+
+        try:
+            yield shadows, reader, observer, repeat
+        finally:
+            shadows.close()
+            await reader.stop()
+
+
+SHADOWED = parse(
+    "steps: [{traffic: 0, shadow: 100, for: 1, conditions: [{metric: errors, max: 0.1, answers: shadow}]}]"
+)
+
+
+@pytest.mark.parametrize("way", FAILURES)
+async def test_each_failure_of_a_shadow_answer_counts(way: str) -> None:
+    async with shadowing(every(3, FAILURES[way], writes(CANDIDATE))) as (shadows, reader, observer, repeat):
+        observer.watch(Watched("r", 0, frozenset({CANDIDATE, STABLE})))
+        await reader.watch(SHADOWED, 0)
+        await asyncio.sleep(0)  # it listens
+        for count in range(1, 61):
+            repeat()
+            await eventually(lambda: not shadows.running)
+            assert shadows.outcomes.total() == count
+        condition = SHADOWED.steps[0].conditions[0]
+
+        def found() -> Evidence:
+            observer.again()
+            return evidence(observer, condition)[0]
+
+        await eventually(lambda: shadows.memory.used == 0 and found().candidate.count == 60)
+        assert found().candidate.total == 20
+        assert found().stable.count == 0
+
+
+async def test_what_says_nothing_of_the_version_is_no_failure() -> None:
+    """What was asked wrongly, another version in the engine by now, and a repetition that gave way."""
+    wrong = answering(b"{}", b"400 Bad Request")
+    moved = answering(b"{}", b"409 Conflict", REFUSED % b"version")
+    async with shadowing(every(2, wrong, every(2, moved, never_answer))) as (shadows, reader, observer, repeat):
+        observer.watch(Watched("r", 0, frozenset({CANDIDATE, STABLE})))
+        await reader.watch(SHADOWED, 0)
+        await asyncio.sleep(0)  # it listens
+        for _ in range(4):
+            repeat()
+        await eventually(lambda: shadows.outcomes[CANDIDATE, "failed"] == 3)
+        shadows.close()
+        assert shadows.outcomes == {(CANDIDATE, "failed"): 3, (CANDIDATE, "cut"): 1}
+        assert observer.taken() is None
+
+
+async def test_answers_that_no_judge_takes_give_their_memory_back() -> None:
+    async with shadowing(writes(CANDIDATE)) as (shadows, _, _, repeat):
+        shadows.listen()
+        for _ in range(5):
+            repeat()
+        await eventually(lambda: shadows.outcomes[CANDIDATE, "answered"] == 5)
+        assert shadows.memory.used > 0
+        shadows.ignore()
+        assert shadows.memory.used == 0
