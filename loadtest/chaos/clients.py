@@ -74,6 +74,7 @@ def _wrong(choice: Choice, wish: Wish, model: str) -> Iterable[tuple[Problem, st
 
 FINISH_S, WAIT_S = 5.0, 5.0
 LONGEST = 300  # tokens: some answers last over a swap
+BEAMS = 0.1  # of the questions
 
 
 @dataclass(frozen=True)
@@ -86,13 +87,15 @@ class Question:
     length: int
     prompt: tuple[int, ...]
     wish: Wish
+    beams: int = 0  # of a beam search, whose best answer is the first
 
     def body(self) -> dict[str, Any]:
         shared = {"model": self.model, "max_tokens": self.length, "temperature": 0, "ignore_eos": True}
         shared |= {"stream": self.stream, "hotswap": self.wish.body(FINISH_S, WAIT_S)}
         if self.route == "/generate":
             return shared | {"prompt_token_ids": self.prompt}
-        return shared | {"prompt": self.prompt, "return_token_ids": True}
+        search = {"use_beam_search": True, "n": self.beams} if self.beams else {}
+        return shared | search | {"prompt": self.prompt, "return_token_ids": True}
 
 
 @dataclass
@@ -164,11 +167,13 @@ def drawn(chance: random.Random, seen: Mapping[str, int]) -> Question:
         wish = Wish(min_version=newest)
     elif newest is not None and wish.policy in ("finish", "abort") and chance.random() < 0.4:
         wish = Wish(wish.policy, version=newest)
+    beams = chance.choice((2, 3)) if chance.random() < BEAMS else 0
     return Question(
         model=model,
-        route=chance.choice(("/generate", "/v1/completions")),
-        stream=chance.random() < 0.7,
-        length=chance.randint(8, LONGEST),
+        route="/v1/completions" if beams else chance.choice(("/generate", "/v1/completions")),
+        stream=not beams and chance.random() < 0.7,
+        length=chance.randint(8, LONGEST // 6 if beams else LONGEST),
+        beams=beams,
         prompt=tuple(chance.randint(3, 90) for _ in range(chance.randint(4, 40))),
         wish=wish,
     )

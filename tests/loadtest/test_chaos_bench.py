@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from loadtest.chaos import joiner, publisher
-from loadtest.chaos.clients import Attempt, Question, Wish, attempt, problems
+from loadtest.chaos.clients import Attempt, Question, Wish, attempt, drawn, problems
 from loadtest.chaos.fleet import DRAIN_S, Snapshot, Supervised
 from loadtest.chaos.hostile import Attack, Attacker, bodies, complaints, told
 from loadtest.chaos.joiner import Joiner, Served, Stay, Tenure, tenures
@@ -254,6 +254,15 @@ def test_an_adapter_answers_as_its_base_does_and_may_be_gone() -> None:
     gone = made(outcome="refused", status=404, code="model_not_found")
     assert judge(gone | {"model": "style"}, []) == "refused"
     assert judge(gone, []) == "not retryable"
+
+
+def test_the_questions_are_of_every_kind() -> None:
+    chance = random.Random(2)
+    asked = [drawn(chance, {FIRST: 5, SECOND: 6}) for _ in range(400)]
+    assert {q.model for q in asked} == {FIRST, SECOND, ALIAS, "style", "tone"}
+    beams = [q for q in asked if q.beams]
+    assert beams
+    assert all(q.body()["use_beam_search"] and not q.stream and q.route == "/v1/completions" for q in beams)
 
 
 async def test_bodies_that_are_framed_badly_are_refused_or_ignored(tmp_path: Path) -> None:
