@@ -19,7 +19,7 @@ import select
 import ssl
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from weightsync.control.records import OnLost, SwapMode
 from weightsync.errors import RemoteError, SwapAborted, SwapTimeout
 from weightsync.format.delta import Base, DeltaHeader, DeltaWriter
 from weightsync.memory.parts import BASE, Adapter, own_digest
-from weightsync.publish.publisher import NamedTensors, Version, signer_of
+from weightsync.publish.publisher import NamedTensors, Version, check_names, signer_of
 from weightsync.publish.succession import Succession
 
 CONNECT_TIMEOUT_S = 10.0
@@ -148,11 +148,13 @@ def _plain(value: Any) -> str:
 
 
 ATTEMPTS = 6
+Sent = tuple[dict[str, Any], DeltaWriter | None]  # the answer, and what was sent
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
 POLL_S = 0.2
 # Refusals that another try may not meet: somebody else published meanwhile, the store or a slot was away for a moment.
 PASSING = frozenset(
     {"upload_cut_off", "stale_publisher", "draft_lost", "lease_lost", "slot_busy", "store_unavailable", "overloaded"}
+    | {"unknown_base"}  # the next try has none
 )
 
 
@@ -222,26 +224,53 @@ class RemotePublisher:
         wish |= {"drain_s": drain_s} if drain_s is not None else {}
         if activate and not wait:
             query |= {"activate": True, **wish}
-        answer = self._deliver(versions, header, query)
+        header = replace(header, base=self._useful_base(versions, header))
+
+        def send() -> Sent:
+            nonlocal header
+            writer = versions.writer(header, compress=self._compress, threads=self._threads)
+            try:
+                return self._api.upload("/admin/weights/upload", query, writer), writer
+            except Refused as refusal:
+                if refusal.code == "unknown_base":
+                    header = replace(header, base=None)
+                raise
+
+        answer = self._deliver(query["upload_id"], send)
         version = int(answer["version"])
         versions.advance(Base(version, own_digest(answer)), full=bool(self.last["full"]))
         return self._activate(version, wish) if activate and wait else Version(version)
 
-    def _deliver(self, versions: Succession, header: DeltaHeader, query: dict[str, Any]) -> dict[str, Any]:
+    def take_away(
+        self,
+        without: Collection[str],
+        *,
+        activate: bool = True,
+        timeout_s: float = 60.0,
+        mode: SwapMode = "together",
+        drain_s: float | None = None,
+        on_lost: OnLost = "abort",
+    ) -> Version:
+        """Make a version that brings nothing and is without these parts ("draft", "lora/NAME"); the rest as `publish`,
+        which it raises as. Returns, with `activate`, when the version is active."""
+        names = sorted(check_names(without))
+        upload_id = uuid.uuid4().hex
+        body = {"without": names, "activate": False, "upload_id": upload_id}
+        answer = self._deliver(upload_id, lambda: (self._api.call("POST", "/admin/weights", body), None))
+        version = int(answer["version"])
+        wish = {"deadline_s": timeout_s, "mode": mode, "on_lost": on_lost}
+        wish |= {"drain_s": drain_s} if drain_s is not None else {}
+        return self._activate(version, wish) if activate else Version(version)
+
+    def _deliver(self, upload_id: str, send: Callable[[], Sent]) -> dict[str, Any]:
         """Send until it has arrived. Raises RemoteError."""
-        base = self._useful_base(versions, header)
         pause_s = FIRST_PAUSE_S
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                if attempt > 1 and (known := self._find(query["upload_id"])) is not None:
+                if attempt > 1 and (known := self._find(upload_id)) is not None:
                     return self._note(known, None, attempt)
-                named = replace(header, base=base)
-                writer = versions.writer(named, compress=self._compress, threads=self._threads)
-                return self._note(self._api.upload("/admin/weights/upload", query, writer), writer, attempt)
+                return self._note(*send(), attempt)
             except Refused as refusal:
-                if refusal.code == "unknown_base" and base is not None:
-                    base = None
-                    continue
                 if refusal.code not in PASSING or attempt == ATTEMPTS:
                     raise _error(refusal) from refusal
                 pause_s = refusal.retry_after_s or pause_s

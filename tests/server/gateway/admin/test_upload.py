@@ -32,8 +32,9 @@ from tests.warm import SYNC, warm
 from tests.weightsync.fleet import Engine
 from tests.weightsync.format.test_signing import pair
 from weightsync import Adapter, SlotReader, SyncStore, ensure_arena
+from weightsync.control import activation
 from weightsync.control.records import ActiveRecord, FormRecord, Keys, TargetRecord, VersionRecord
-from weightsync.errors import RemoteError, VersionRefused
+from weightsync.errors import BadPart, RemoteError, VersionRefused
 from weightsync.format.delta import DeltaWriter
 from weightsync.format.signing import Trust
 from weightsync.publish.remote import RemotePublisher
@@ -485,6 +486,26 @@ def test_a_request_for_a_swap_that_is_lost_is_made_again_as_it_was(gateway: Runn
         assert target is not None
         assert TargetRecord.from_json(target.value).mode == "rolling"
         assert len(gateway.store.list(Keys(MODEL).history)[0]) == version
+
+
+def test_a_part_is_taken_away_from_another_host(gateway: RunningGateway, link: Link) -> None:
+    """The answer is lost, and the version is one."""
+    remote = RemotePublisher(link.url, ADMIN_KEY, MODEL, timeout_s=120.0)
+    remote.publish(weights())
+    lora = {"base.lora_A.weight": np.ones((8, 4096), np.float16)}
+    for name in ("lora/x", "lora/y"):
+        remote.publish(Adapter(lora, {"r": 8}), part=name)
+    assert [part.name for part in versions(gateway)[-1].parts] == ["lora/x", "lora/y"]
+    link.cuts = [-1]
+    assert remote.take_away(["lora/x"]) == 4
+    assert remote.last["attempts"] == 2
+    assert [(v.version, [part.name for part in v.parts]) for v in versions(gateway)[3:]] == [(4, ["lora/y"])]
+    assert gateway.store.run(activation.previous_version(gateway.store.store, Keys(MODEL))) == 3
+    with pytest.raises(RemoteError, match="lora/x"):
+        remote.take_away(["lora/x"])
+    with pytest.raises(BadPart):
+        remote.take_away("lora/y")
+    assert remote.publish(Adapter(lora, {"r": 8}), part="lora/x", activate=False) == 5
 
 
 def test_a_server_out_of_reach_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
