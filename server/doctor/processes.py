@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import psutil
 from server.doctor.world import World
 
 READINGS = 5  # of the kernel's list of locks
+EXEC_S = 0.2  # for which a process may be in the midst of an exec
 OURS = ("server.gateway", "server.cli", "weightsync.peer", "weightsync.push", "trainer.main")
 
 
@@ -71,4 +73,13 @@ def locked_files(world: World) -> set[int]:
 def _of_each(world: World, name: str) -> Iterator[str]:
     for process in world.path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            yield (process / name).read_text(errors="replace")
+            yield _text(process, name)
+
+
+def _text(process: Path, name: str) -> str:
+    """A file about a process, which is empty in the midst of an exec. Raises OSError."""
+    end = time.monotonic() + EXEC_S
+    while not (text := (process / name).read_text(errors="replace")) and time.monotonic() < end:
+        (process / "exe").readlink()  # a thread of the kernel and a process that has ended have none
+        time.sleep(0.0005)
+    return text

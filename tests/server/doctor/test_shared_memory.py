@@ -144,7 +144,6 @@ def test_leftovers_are_those_that_nobody_locks_maps_or_was_told_of(shm: Path) ->
         ):
             fcntl.flock(locked, fcntl.LOCK_SH)
             world = World(shm=shm, environ={"HOTSWAP_ARENA": str(shm / "hotswap-asked")})
-            # Popen returns in the midst of an exec, when there is no environment to read yet.
             wait_until(lambda: shm / "hotswap-told" in arenas_in_environments(world), process=told)
             found = only(findings("leftovers", world), "warn")
     finally:
@@ -152,6 +151,21 @@ def test_leftovers_are_those_that_nobody_locks_maps_or_was_told_of(shm: Path) ->
         told.wait()
     assert found.mend.endswith(f"rm -r {shm}/hotswap-dead {shm}/psm_dead {shm}/vllm_dist_dead")
     assert "16 KiB" in found.found
+
+
+def test_a_process_in_the_midst_of_an_exec_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no environment and no maps for a moment. This one is there again and again."""
+    again, arena = 'exec sh -c "$AGAIN"', tmp_path / "arena"
+    env = {"PATH": os.environ["PATH"], "AGAIN": again, "HOTSWAP_ARENA": str(arena)}
+    with subprocess.Popen(["sh", "-c", again], env=env) as process:
+        try:
+            (tmp_path / str(process.pid)).symlink_to(f"/proc/{process.pid}")
+            monkeypatch.setattr(World, "path", lambda *_: tmp_path)
+            wait_until(lambda: arena in arenas_in_environments(World()), process=process)  # Popen may have yet to exec
+            for _ in range(1000):
+                assert arenas_in_environments(World()) == {arena}
+        finally:
+            process.kill()
 
 
 def test_a_lock_that_some_readings_of_the_kernels_list_miss_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
