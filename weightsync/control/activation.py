@@ -145,11 +145,12 @@ def new_target(
     drain_s: float | None = None,
     on_lost: OnLost = "abort",
     split: SplitRecord | None = None,
+    deadline_name: str = "deadline_s",
 ) -> TargetRecord:
-    """Raises RecordRefused for what no swap can be asked for with."""
-    for name, value in {"deadline_s": deadline_s, "drain_s": drain_s}.items():
+    """Raises RecordRefused for what no swap can be asked for with; it calls the deadline `deadline_name`."""
+    for name, value in {deadline_name: deadline_s, "drain_s": drain_s}.items():
         if value is not None and not (isinstance(value, int | float) and 0 <= value <= MOST_WAIT_S):
-            problem = f"field {name!r} cannot be {shown(value)}"
+            problem = f"{name!r} cannot be {shown(value)}"
             raise RecordRefused("TargetRecord", problem, f"Nothing was written: pass 0 to {MOST_WAIT_S:,} seconds")
     if drain_s is None:  # else streams that are still there would go on with weights nobody has vouched for
         drain_s = ROLLING_DRAIN_S if mode == "rolling" else 0.0

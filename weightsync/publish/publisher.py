@@ -169,7 +169,7 @@ class Publisher:
         DraftLost, PublishError, StoreUnavailable, and once the version is ready SwapAborted or SwapTimeout.
         """
         if activate:
-            activation.new_target(0, self._name, timeout_s, mode=mode)  # refused before anything is written
+            self._target(0, timeout_s, mode=mode)  # refused before anything is written
         check_metadata(metadata or {})
         given = {**({check_name(part): named_tensors} if named_tensors is not None else {}), **(parts or {})}
         text = config_text(config) if config is not None else None
@@ -325,10 +325,14 @@ class Publisher:
 
         Raises UnknownVersion, StalePublisher, SwapAborted, SwapTimeout.
         """
-        target = activation.new_target(version, self._name, timeout_s, mode=mode, drain_s=drain_s, on_lost=on_lost)
+        target = self._target(version, timeout_s, mode=mode, drain_s=drain_s, on_lost=on_lost)
         self._store.run(self._ledger.ask_for(target))
         self._asked = {version: target}
         return self.wait_active(version, timeout_s) if wait else Version(version)
+
+    def _target(self, version: int, timeout_s: float, **options: Any) -> TargetRecord:
+        """Raises RecordRefused."""
+        return activation.new_target(version, self._name, timeout_s, deadline_name="timeout_s", **options)
 
     def rollback(
         self, *, wait: bool = True, timeout_s: float = 60.0, mode: SwapMode = "together", drain_s: float | None = None
@@ -405,7 +409,7 @@ class Publisher:
         """Commit drafts of one version; with a deadline, ask for the swap in the same transaction."""
         target = None
         if activate_within_s is not None:
-            target = activation.new_target(record.version, self._name, activate_within_s)
+            target = self._target(record.version, activate_within_s)
         about = record, revision, published, schemas, target, config, without
         self._store.run(self._ledger.make_ready(*about))
         if target is not None:

@@ -6,7 +6,7 @@ Other tensors than those before are published with the configuration of such a c
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 from tests.waiting import wait_until
 from tests.weightsync.tensors import model, read_back
 from weightsync import Publisher, SlotReader
-from weightsync.control.records import FormRecord, Keys, TargetRecord, VersionRecord
+from weightsync.control.records import ActiveRecord, FormRecord, Keys, TargetRecord, VersionRecord
 from weightsync.errors import (
     ConfigMismatch,
     DraftClosed,
@@ -29,6 +29,7 @@ from weightsync.errors import (
     ManifestError,
     MissingTensor,
     RecordError,
+    RecordRefused,
     ShapeMismatch,
     StalePublisher,
     StoreUnavailable,
@@ -73,6 +74,31 @@ def test_an_argument_of_the_wrong_type_publishes_nothing(publisher: Publisher, w
     assert not ready(publisher)
     assert publisher.publish(model(), step=8, activate=False)
     assert len(publisher.arena.slots("demo")) == 1
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), 1e9, "9"], ids=str)
+def test_a_refused_time_is_called_by_the_name_that_the_caller_gave_it(publisher: Publisher, value: Any) -> None:
+    for known in (1, 2):
+        assert publisher.publish(model(known), activate=False) == known
+    publisher._store.put(Keys("demo").active, ActiveRecord(2, 1, 1, "s", 0.0).to_json())
+    ways: dict[str, Callable[[], object]] = {
+        "publish": lambda: publisher.publish(model(), timeout_s=value),
+        "take away": lambda: publisher.publish(None, without=["draft"], timeout_s=value),
+        "rolling": lambda: publisher.publish(model(), timeout_s=value, mode="rolling"),
+        "activate": lambda: publisher.activate(1, timeout_s=value),
+        "rollback": lambda: publisher.rollback(timeout_s=value),
+        "commit": lambda: written(publisher).commit(activate=True, timeout_s=value),
+    }
+    for way in ways.values():
+        with pytest.raises(RecordRefused, match="'timeout_s' cannot be"):
+            way()
+
+
+def written(publisher: Publisher) -> Draft:
+    draft = publisher.begin(SCHEMA)
+    for name, tensor in model().items():
+        draft.write(name, tensor)
+    return draft
 
 
 @pytest.mark.parametrize("kind", ["a mapping", "a list", "a generator"])
