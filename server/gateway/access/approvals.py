@@ -159,8 +159,11 @@ class Approvals:
         return pending
 
     async def put_policy(self, policy: PolicyRecord, by: By, approval: Approval | None = None) -> None:
-        """In force at once, in every gateway. Raises StoreConflict when `approval` fell, or another was quicker."""
-        _, revision = await self._policy()
+        """In force at once, in every gateway. Raises StoreConflict when `approval` fell or is needed by now, or another
+        was quicker."""
+        rule, revision = await self._policy()
+        if approval is None and "policy" in rule.approvals:  # since `hold` has looked
+            raise StoreConflict(POLICY, 0, revision)
         compares, puts, entries = {POLICY: revision}, {POLICY: policy.to_json()}, []
         if approval is not None:
             compares[approval.key] = approval.revision

@@ -152,6 +152,20 @@ async def test_a_policy_that_guards_itself(gateway: RunningGateway) -> None:
     assert (await ask(gateway, "GET", "/policy"))[1]["approvals"] == []
 
 
+def test_a_guard_of_the_policy_counts_from_the_moment_it_is_written(gateway: RunningGateway) -> None:
+    """Also for a request that has looked before: it is refused, and finds the guard when it comes again."""
+    store, by = gateway.store, By("one")
+    approvals = Approvals(store.store, MODEL)
+    for guard in (PolicyRecord(("policy",)), PolicyRecord(("activate", "policy"))):
+        assert store.run(approvals.hold("policy", by, policy=PolicyRecord())) is None
+        store.run(approvals.put_policy(guard, By("two")))
+        with pytest.raises(Conflict):
+            store.run(approvals.put_policy(PolicyRecord(), by))
+        assert store.run(approvals.policy()) == guard
+        assert store.run(approvals.hold("policy", by, policy=PolicyRecord())) is not None
+        store.delete(POLICY)
+
+
 async def test_a_policy_that_cannot_be_read_lets_nothing_pass(gateway: RunningGateway) -> None:
     gateway.store.put(POLICY, b"{}x")
     assert (await ask(gateway, "POST", "/weights/activate", version=1))[0] == 500
