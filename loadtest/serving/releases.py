@@ -146,7 +146,7 @@ def release(
             evidence = {
                 metric: Evidence(_tally(new, seen), _tally(old, TIMES * seen)) for metric, (old, new) in sums.items()
             }
-            naive = naive or any(_alarms(condition, evidence[condition.metric]) for condition in policy.of_step(step))
+            naive = naive or any(_alarms(c, evidence[c.metric]) for c in policy.of_step(step) if c.metric in evidence)
             if ended is None and rule(policy, step, evidence, lasted_s=0.0).kind == "rollback":
                 ended = step * answers + seen
             if ended is not None and naive:

@@ -117,12 +117,14 @@ def measured(finished: Finished) -> Iterable[tuple[str, float]]:
     """The metrics of one request, which are those of the version that was drawn for it.
 
     A failure counts even if another version has answered: otherwise a version that kills its engine looks well. Of an
-    answer, what another version wrote shows nothing; nor does a request that its client left, or asked wrongly.
+    answer, what another version wrote shows nothing; nor does a request that its client asked wrongly.
     """
+    wrote = finished.first_version == finished.last_version == finished.drawn_version
+    yield "arrived", float(wrote or finished.status not in (200, 429))  # 429: the version had no room
+    yield "left", float(finished.status == 499)
     if finished.lost or finished.status >= 500 or (finished.status == 200 and finished.code is not None):
         yield "errors", 1.0
         return
-    wrote = finished.first_version == finished.last_version == finished.drawn_version
     if finished.status != 200 or finished.usage is None or not wrote:
         return
     yield "errors", 0.0

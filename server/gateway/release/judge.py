@@ -3,17 +3,22 @@
 A condition is *harmed* once the interval of every mean that the evidence leaves over lies beyond its bound, *kept* once
 it lies within, and *open* before. One that nobody can judge, for want of answers or of whoever scores them, is *blind*:
 it holds the step, and never passes by silence.
+
+If fewer of the requests that were drawn for one version ended with it than of the other's (`arrived`), what is left are
+not samples that chance has drawn: the comparison is not valid (a sample ratio mismatch: A. Fabijan et al., "Diagnosing
+sample ratio mismatch in online controlled experiments", KDD 2019), and the step is held.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from server.gateway.release.policy import Condition, Policy, seconds_of
 from server.gateway.release.statistics import LEAST, NOTHING, Interval, Tally, bounded, unbounded
 
+INVALID: Final = "the comparison is not valid, as requests of one version were passed on: "
 State = Literal["harmed", "kept", "open", "blind"]
 
 
@@ -50,13 +55,15 @@ def rule(policy: Policy, step: int, evidence: Mapping[str, Evidence], *, lasted_
     """The judgement of step number `step` (from 0), which has lasted so long. `evidence` is by `key_of`."""
     conditions = policy.of_step(step)
     findings = tuple(examine(c, evidence.get(key_of(c), Evidence()), policy.alpha) for c in conditions)
-    harmed = [finding.text for finding in findings if finding.state == "harmed"]
+    broken = [finding for finding in findings if finding.state == "harmed"]
+    harmed = [finding.text for finding in broken if finding.condition.metric != "arrived"]
     if harmed:
         return Ruling("rollback", "; ".join(harmed), findings)
     over = policy.steps[step].seconds
     if lasted_s < over:
         return Ruling("wait", "", findings)
-    missing = [f.text for f in findings if f.state == "blind" or (f.state == "open" and f.condition.prove)]
+    missing = [INVALID + finding.text for finding in broken]
+    missing += [f.text for f in findings if f.state == "blind" or (f.state == "open" and f.condition.prove)]
     if not missing:
         return Ruling("next", "", findings)
     reason = "; ".join(missing)

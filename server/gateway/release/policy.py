@@ -32,6 +32,8 @@ from server.gateway.release.statistics import LEAST
 # What is measured of each answer by itself: whether its values lie between 0 and 1, and what they are.
 METRICS: Final[dict[str, tuple[bool, str]]] = {
     "errors": (True, "1 for a request that the server failed, or under which an instance was lost"),
+    "left": (True, "1 for a request whose client left before the end of its answer"),
+    "arrived": (True, "1 for a request that ended with the version drawn for it, 0 for one that was passed on"),
     "first_token_s": (False, "seconds from the whole request to the first byte of its answer"),
     "duration_s": (False, "seconds from the whole request to the end of its answer"),
     "token_s": (False, "seconds for each token after the first"),
@@ -43,6 +45,7 @@ METRICS: Final[dict[str, tuple[bool, str]]] = {
     "feedback": (True, "what users said of the answer: thumbs as 0 and 1, a number as they gave it"),
 }
 TIMES: Final = ("first_token_s", "duration_s", "token_s")
+LIVE: Final = ("feedback", "left", "arrived", *TIMES)  # what only answers to clients can show
 SCORED: Final = "reward/"  # begins the metrics that the policy names itself
 MAX_STEPS: Final = 32
 PATTERN_BYTES: Final = 2**20  # of memory that RE2 may use for the patterns of a policy: milliseconds for each answer
@@ -98,6 +101,8 @@ class Condition(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         return f"{self.metric} {name.replace('_', ' ')} {f'{value:.4g}' if not share else f'{value * 100:.4g}%'}"
 
 
+# Those of each step with traffic, unless the policy has conditions of its own on these metrics. They hold nothing up.
+GUARDS: Final = (Condition("left", max_increase=0.05, least=0), Condition("arrived", max_change=0.02, least=0))
 _BOUNDS: Final = ("max", "min", "max_increase", "max_decrease", "max_change")
 
 
@@ -164,10 +169,12 @@ class Policy(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     evaluation: tuple[Evaluation, ...] = ()
 
     def of_step(self, number: int) -> tuple[Condition, ...]:
-        """The conditions of a step, which are counted from 0: its own, and of the policy's those that its answers can
-        show something of."""
+        """The conditions of a step, which are counted from 0: its own, of the policy's those that its answers can show
+        something of, and the guards."""
         step = self.steps[number]
-        return tuple(c for c in self.conditions if not _unseen(c, step)) + step.conditions
+        given = tuple(c for c in self.conditions if not _unseen(c, step)) + step.conditions
+        named = {c.metric for c in given}
+        return given + tuple(c for c in GUARDS if c.metric not in named and not _unseen(c, step))
 
     @property
     def alpha(self) -> float:
@@ -259,15 +266,15 @@ def _of_condition(condition: Condition, policy: Policy) -> Iterator[str]:
         yield f"metric {name}: {value!r} is neither a number nor a percentage."
     elif isinstance(value, (int, float)) and given[0].startswith("max_") and value < 0:
         yield f"metric {name}: {given[0]} cannot be negative."
-    if condition.answers == "shadow" and name == "feedback":
-        yield "nobody sees shadow answers, so there is no feedback on them."
+    if condition.answers == "shadow" and name in LIVE and name not in TIMES:
+        yield f"metric {name}: no client sees shadow answers, so they show nothing of it."
     if condition.answers == "shadow" and name in TIMES:
         yield f"metric {name}: a repetition waits for other requests, so its times show nothing."
 
 
 def _unseen(condition: Condition, step: Step) -> str:
     """Why the answers of this step show nothing of it; "" if they do."""
-    of_live = condition.answers == "live" or condition.metric == "feedback" or condition.metric in TIMES
+    of_live = condition.answers == "live" or condition.metric in LIVE
     if of_live and not step.traffic:
         return f"metric {condition.metric} counts live answers, and the step has no `traffic`."
     if condition.answers == "shadow" and not step.shadow:

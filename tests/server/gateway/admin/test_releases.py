@@ -58,7 +58,9 @@ async def test_a_release_divides_the_traffic_and_is_cancelled(gateway: RunningGa
     found = await state(gateway)
     assert found["release"]["reason"].startswith("errors max 0.1: 0 of 100 answers")
     assert [(f["condition"], f["state"], f["candidate"]) for f in found["findings"]] == [
-        ("errors max 0.1", "blind", [0.0, 1.0])
+        ("errors max 0.1", "blind", [0.0, 1.0]),
+        ("left max increase 0.05", "open", [0.0, 1.0]),
+        ("arrived max change 0.02", "open", [0.0, 1.0]),
     ]
     split = (await ask(gateway, "GET", "/weights/active"))[1]["split"]
     assert [(share["version"], share["percent"]) for share in split["shares"]] == [(2, 50.0)]

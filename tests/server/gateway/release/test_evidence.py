@@ -21,8 +21,9 @@ from server.gateway.fleet.instance import Instance
 from server.gateway.fleet.shadow import Shadows
 from server.gateway.release.answers import AnswerReader
 from server.gateway.release.evidence import Observer, Watched, summed
-from server.gateway.release.judge import Evidence, examine, key_of
+from server.gateway.release.judge import Evidence, examine, key_of, rule
 from server.gateway.release.policy import Condition, parse
+from server.gateway.release.statistics import Tally
 from server.gateway.routes import find
 from server.gateway.wire.head import RequestHead
 from tests.server.gateway.harness import KEYS, RunningGateway, post, running_gateway
@@ -120,6 +121,52 @@ async def test_each_failure_counts_for_the_version_that_was_drawn(tmp_path: Path
             assert examine(ERRORS, errors, 0.01).state == "harmed"
             if way in ("its engine dies of it", "its connection ends"):
                 assert statuses == {200: 300}
+
+
+async def test_clients_that_give_up_count(tmp_path: Path) -> None:
+    """The candidate hangs on one request in three: its answers are the fast ones, and the others are evidence too."""
+    with running_gateway(tmp_path, run_coordinator=False, upstream=UpstreamSettings(scrape_interval_s=3600)) as gateway:
+        hangs = asyncio.Event()
+
+        async def hang(link: Link, received: Received) -> None:
+            hangs.set()
+            await never_answer(link, received)
+
+        bad = gateway.instance(every(3, hang, writes(CANDIDATE)), "i13", active_version=CANDIDATE)
+        async with gateway.instance(writes(STABLE), "i12", active_version=STABLE), bad:
+            observer = await divided(gateway)
+            for _ in range(60):
+                hangs.clear()
+                async with gateway.client(post(body={"prompt": "x"})) as client:
+                    waiting = [asyncio.create_task(client.answer()), asyncio.create_task(hangs.wait())]
+                    _, rest = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                    for task in rest:
+                        task.cancel()
+
+            def found() -> list[Evidence]:
+                observer.again()
+                return evidence(observer, Condition("left", max_increase=0.05), ERRORS)
+
+            await eventually(lambda: found()[0].candidate.count == 30)
+            left, errors = found()
+            assert (left.candidate.total, left.stable) == (10, Tally(30, 0, 0))
+            assert (errors.candidate.total, errors.stable.total) == (0, 0)
+
+
+async def test_requests_that_are_passed_on_leave_nothing_to_compare(tmp_path: Path) -> None:
+    """The candidate refuses one request in three, and the stable version answers it."""
+    with running_gateway(tmp_path, run_coordinator=False, upstream=UpstreamSettings(scrape_interval_s=3600)) as gateway:
+        refuses = every(3, answering(b"{}", b"409 Conflict", REFUSED % b"version"), writes(CANDIDATE))
+        bad = gateway.instance(refuses, "i13", active_version=CANDIDATE)
+        async with gateway.instance(writes(STABLE), "i12", active_version=STABLE), bad:
+            observer = await divided(gateway)
+            assert await asked(gateway, 300) == {200: 300}
+            policy = parse("steps: [{traffic: 50, for: 1}]")
+            left, arrived = evidence(observer, *policy.of_step(0))
+            assert (arrived.candidate, arrived.stable) == (Tally(150, 100, 100), Tally(150, 150, 150))
+            assert (left.candidate.total, left.stable.total) == (0, 0)
+            ruling = rule(policy, 0, {"arrived": arrived, "left": left}, lasted_s=1.0)
+            assert (ruling.kind, "is not valid" in ruling.reason) == ("hold", True)
 
 
 async def test_a_request_that_chose_its_version_is_no_evidence(tmp_path: Path) -> None:

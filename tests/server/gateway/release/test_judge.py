@@ -111,6 +111,22 @@ def test_an_open_condition_that_need_not_be_proved_passes() -> None:
     assert (ruling.kind, ruling.findings[0].state) == ("next", "open")
 
 
+@pytest.mark.parametrize(
+    ("guard", "kind", "said"),
+    [("left", "rollback", "left max increase 0.05: the candidate 0.2"), ("arrived", "hold", "is not valid")],
+)
+def test_a_guard_needs_no_policy(guard: str, kind: str, said: str) -> None:
+    """Clients that give up are harm; requests that are passed on leave nothing to compare."""
+    one_in_five = {"left": share(200, 1000), "arrived": share(800, 1000)}[guard]
+    policy = parse(b"steps: [{traffic: 50, for: 1m}]")
+    evidence = {guard: Evidence(one_in_five, share(int(guard == "arrived") * 1000, 1000))}
+    ruling = rule(policy, 0, evidence, lasted_s=60.0)
+    assert (ruling.kind, said in ruling.reason) == (kind, True)
+    swapped = {guard: Evidence(evidence[guard].stable, evidence[guard].candidate)}
+    assert rule(policy, 0, swapped, lasted_s=60.0).kind == ("next" if guard == "left" else "hold")
+    assert rule(policy, 0, {}, lasted_s=60.0).kind == "next", "without requests it holds nothing up"
+
+
 def test_live_and_shadow_answers_are_kept_apart() -> None:
     assert key_of(Condition("errors", max=0.1)) == "errors"
     assert key_of(Condition("errors", max=0.1, answers="shadow")) == "errors@shadow"
@@ -139,7 +155,7 @@ MANY = "(?:.?.?.?.?.?.?.?.?)"  # what RE2 takes 500 times, and no more often
         ("steps: [{traffic: 5, for: 1m, conditions: [{metric: errors, max: 1, answers: shadow}]}]", "no `shadow`"),
         ("steps: [{traffic: 0, shadow: 9, for: 1m, conditions: [{metric: token_s, max: 1}]}]", "no `traffic`"),
         ("conditions: [{metric: token_s, max: 1, answers: shadow}]\nsteps: [{traffic: 5, for: 1m}]", "show nothing"),
-        ("conditions: [{metric: feedback, max: 1, answers: shadow}]\nsteps: [{traffic: 5, for: 1m}]", "nobody sees"),
+        ("conditions: [{metric: feedback, max: 1, answers: shadow}]\nsteps: [{traffic: 5, for: 1m}]", "no client sees"),
         ("steps: [{traffic: 5, for: 1m}]\nrefusal_patterns: ['(']", "'(': missing ): ("),
         ("steps: [{traffic: 5, for: 1m}]\nrefusal_patterns: [I am, '(a)\\1']", "syntax of RE2"),
         ("steps: [{traffic: 5, for: 1m}]\nrefusal_patterns: ['(?=a)']", "syntax of RE2"),
@@ -171,12 +187,14 @@ conditions:
 steps: [{traffic: 0, shadow: 9, for: 1m}, {traffic: 5, for: 1m}]
 """)
     assert [c.metric for c in policy.of_step(0)] == ["errors", "cut"]
-    assert [c.metric for c in policy.of_step(1)] == ["errors", "token_s", "feedback", "refusals"]
+    assert [c.metric for c in policy.of_step(1)] == ["errors", "token_s", "feedback", "refusals", "left", "arrived"]
+    own = parse(b"conditions: [{metric: left, max: 0.5}]\nsteps: [{traffic: 5, for: 1m}]")
+    assert [str(c) for c in own.of_step(0)] == ["left max 0.5", "arrived max change 0.02"]
 
 
 def test_all_conditions_of_all_steps_share_the_false_alarms() -> None:
-    assert parse(POLICY).alpha == pytest.approx(0.05 / 5)
-    assert parse(b"steps: [{traffic: 5, for: 1s}]").alpha == 0.05
+    assert parse(POLICY).alpha == pytest.approx(0.05 / (5 + 2 * 2))
+    assert parse(b"steps: [{traffic: 0, shadow: 5, for: 1s}]").alpha == 0.05
 
 
 def test_durations() -> None:

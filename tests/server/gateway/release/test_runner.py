@@ -362,7 +362,7 @@ async def test_findings_of_the_step_that_is_judged(clock: Clock, two: Two) -> No
     two.answer(13, 3, 60)
 
     async def known() -> bool:
-        (finding,) = await two.releases[1].findings()
+        finding, *_ = await two.releases[1].findings()
         return finding.text == "errors max increase 0.05: 60 of 100 answers of the candidate"
 
     assert await eventually(known)
@@ -380,7 +380,9 @@ def test_only_answers_of_one_of_the_two_versions_count() -> None:
     crossed = Finished("r", "POST", "/generate", 200, None, "k", 0.0, 0.1, first_version=12, last_version=13,
                        drawn_version=13, usage=Usage(1, 5))  # fmt: skip
     observer.end(crossed)
-    assert observer.taken() is None
+    _, record = observer.taken() or (None, None)
+    assert record is not None
+    assert {(each.metric, each.total) for each in record.counted} == {("arrived", 0.0), ("left", 0.0)}
     observer.observe("errors", 1.0, 13, "shadow")
     observer.observe("errors", 0.0, 12)
     observer.lose("reward/math", "nobody answers")
