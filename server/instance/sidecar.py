@@ -26,7 +26,7 @@ from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, Versi
 from weightsync.errors import CheckpointError, StoreError, StoreUnavailable, WeightSyncError
 from weightsync.format.signing import Trust
 from weightsync.memory.receiver import SlotReader
-from weightsync.publish.checkpoint import Checkpoint
+from weightsync.publish.checkpoint import Checkpoint, read_config
 from weightsync.store import Store, open_store
 
 from .config import InstanceConfig
@@ -225,7 +225,8 @@ class Sidecar:
         timeout_s = self._config.stage_timeout_s
         hosts, slices = {self._host, *self._engine.hosts}, self._saying.digests
         places = await located(store, self._keys, version, hosts, timeout_s, slices)
-        await asyncio.to_thread(self._trust.check, self._config.model, places[self._host])
+        config = read_config(self._config.form.config_dir or self._config.model_dir)
+        await asyncio.to_thread(self._trust.check, self._config.model, places[self._host], config)
         try:
             report = await self._engine.stage(places[self._host], timeout_s, places, self._saying.unread)
         except WeightSyncError as error:

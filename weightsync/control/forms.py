@@ -78,6 +78,11 @@ def differing(served: str, wanted: str) -> tuple[str, ...]:
     return _unlike(before, after)
 
 
+def meaning(config: str) -> str:
+    """The config.json without the keys that no engine reads. Raises ConfigMismatch."""
+    return json.dumps(_meant(_fields(config)), sort_keys=True)
+
+
 def _fields(text: str) -> dict[str, Any]:
     """Raises ConfigMismatch."""
     try:

@@ -2,11 +2,12 @@
 
 A signature is a DSSE envelope (github.com/secure-systems-lab/dsse, v1) around an in-toto statement (v1), whose subject
 is one part of a version: model and part by name, and the SHA-256 of its tensors with their names, dtypes, shapes and
-metadata (`manifest.content_sha256`). It leaves out the version's number, which the store gives: so whoever has the
-tensors can sign them before they are sent. The digests in the manifest find faults; they would not withstand somebody
-who looks for other bytes with the same digest, so they are not relied on here. Each part of a version has the signature
-with which it was published, in the version's record: wherever the record goes, to disk, to other hosts, into later
-versions that carry the part on, the signature goes along.
+metadata (`manifest.content_sha256`). Its predicate has the keys of the base model's config.json that an engine reads
+(`config`: JSON, zlib, base64), where the version came with one. It leaves out the version's number, which the store
+gives: so whoever has the tensors can sign them before they are sent. The digests in the manifest find faults; they
+would not withstand somebody who looks for other bytes with the same digest, so they are not relied on here. Each part
+of a version has the signature with which it was published, in the version's record: wherever the record goes, to disk,
+to other hosts, into later versions that carry the part on, the signature goes along.
 
 Keys are Ed25519 or ECDSA (P-256, P-384), in PEM. Trust is in public keys, or in certificates, which count for their key
 until they expire. A key's id is the SHA-256 of its public form (SubjectPublicKeyInfo, DER).
@@ -18,6 +19,7 @@ import base64
 import binascii
 import datetime
 import hashlib
+import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -27,8 +29,9 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
+from weightsync.control.forms import differing, meaning
 from weightsync.control.records import PartRecord, VersionRecord
-from weightsync.errors import SigningKeyError, VersionRefused
+from weightsync.errors import ConfigMismatch, SigningKeyError, VersionRefused
 from weightsync.memory.parts import BASE, base_of
 from weightsync.memory.receiver import SlotReader
 
@@ -56,13 +59,13 @@ class Signer:
         self._key: PrivateKey = key
         self.key_id = key_id(key.public_key())
 
-    def sign(self, model: str, part: str, sha256: str) -> str:
-        """The envelope, as JSON."""
+    def sign(self, model: str, part: str, sha256: str, config: str = "") -> str:
+        """The envelope, as JSON. `config`: the text of a config.json, "" without one. Raises ConfigMismatch."""
         statement = {
             "_type": STATEMENT,
             "subject": [{"name": _name(model, part), "digest": {"sha256": sha256}}],
             "predicateType": PREDICATE,
-            "predicate": {},
+            "predicate": {"config": _packed(meaning(config))} if config else {},
         }
         return self.enveloped(statement)
 
@@ -97,17 +100,18 @@ class Trust:
         """Of the keys that count."""
         return frozenset(self._keys)
 
-    def check(self, model: str, record: VersionRecord) -> None:
+    def check(self, model: str, record: VersionRecord, config: str | None = None) -> None:
         """Whether every part of the version, whose slots are local paths, is signed with one of the keys and has the
-        bytes that were signed. Reads all of it. Raises VersionRefused, ManifestError, SlotBusy."""
+        bytes that were signed. Reads all of it. `config`: the text of the config.json that it is to run with, and that
+        must mean what was signed. Raises VersionRefused, ManifestError, SlotBusy."""
         if not self._keys:
             return
         base = base_of(record)
         assert base is not None
         for part in (base, *record.parts):
-            self._check(model, record.version, part)
+            self._check(model, record.version, part, config if part is base else None)
 
-    def _check(self, model: str, version: int, part: PartRecord) -> None:
+    def _check(self, model: str, version: int, part: PartRecord, config: str | None) -> None:
         what = f"version {version}{f' ({part.name})' if part.name else ''}"
         if not part.signature:
             raise VersionRefused(version, f"{what} is not signed")
@@ -118,9 +122,15 @@ class Trust:
             found = slot.sha256() if signed["of"] == PREDICATE else slot.whole_sha256()
         if found != signed.get("sha256"):
             raise VersionRefused(version, f"the bytes of {what} are not those that were signed")
+        try:
+            keys = differing(config, signed["config"]) if config and signed["config"] else ()
+        except ConfigMismatch as error:
+            raise VersionRefused(version, f"the config.json of {what} cannot be compared ({error})") from error
+        if keys:
+            raise VersionRefused(version, f"{', '.join(keys)} of {what} in config.json are not as they were signed")
 
     def _opened(self, envelope: str, version: int, what: str) -> dict[str, str]:
-        """What a good signature vouches for: name, digest, and of what the digest is."""
+        """What a good signature vouches for: name, digest, of what the digest is, and config.json ("": of none)."""
         try:
             found = orjson.loads(envelope)
             payload = base64.b64decode(found["payload"], validate=True)
@@ -137,8 +147,10 @@ class Trust:
             of = statement["predicateType"]
             if statement["_type"] != STATEMENT or of not in (PREDICATE, SLOT_PREDICATE):
                 raise ValueError("another kind of statement")
-            return {"name": subject["name"], "sha256": subject["digest"]["sha256"], "of": of}
-        except (ValueError, TypeError, KeyError) as error:
+            packed = base64.b64decode(statement["predicate"].get("config", ""))
+            config = zlib.decompress(packed).decode() if packed else ""
+            return {"name": subject["name"], "sha256": subject["digest"]["sha256"], "of": of, "config": config}
+        except (ValueError, TypeError, KeyError, AttributeError, zlib.error) as error:
             raise VersionRefused(version, f"what was signed of {what} is no part of a version ({error})") from error
 
     def _holds(self, keyid: object, signature: bytes, message: bytes) -> bool:
@@ -192,6 +204,11 @@ def _trusted(path: Path) -> tuple[PublicKey, datetime.datetime | None]:
     if not isinstance(key, ed25519.Ed25519PublicKey | ec.EllipticCurvePublicKey):
         raise SigningKeyError(str(path), "it must be an Ed25519 or an elliptic curve key")
     return key, until
+
+
+def _packed(text: str) -> str:
+    """Configurations name each label or layer of a model, and a signature is one text of a record."""
+    return base64.b64encode(zlib.compress(text.encode())).decode()
 
 
 def _name(model: str, part: str) -> str:

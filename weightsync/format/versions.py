@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from weightsync.control.board import readable_versions
 from weightsync.control.hosts import host_of, local_path, this_host
-from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, VersionRecord
+from weightsync.control.records import ActiveRecord, FormRecord, InstanceRecord, Keys, VersionRecord
 from weightsync.errors import (
     ChecksumMismatch,
     DigestMismatch,
@@ -51,6 +51,7 @@ class Records:
     instances: dict[str, InstanceRecord]
     host: str = ""
     copies: Copies = field(default_factory=dict)
+    configs: dict[str, str] = field(default_factory=dict)  # config.json by form
 
     @classmethod
     def read(cls, store_url: str, model: str) -> Records:
@@ -62,7 +63,9 @@ class Records:
         active = next((ActiveRecord.from_json(kv.value) for kv in items if kv.key == keys.active), None)
         versions = readable_versions(kv for kv in items if kv.key.startswith(keys.versions))
         instances = [InstanceRecord.from_json(kv.value) for kv in items if kv.key.startswith(keys.instances)]
-        return cls(active, {v.version: v for v in versions}, {i.id: i for i in instances}, host, copies)
+        forms = {kv.key.removeprefix(keys.forms): kv.value for kv in items if kv.key.startswith(keys.forms)}
+        configs = {digest: FormRecord.from_json(value).config for digest, value in forms.items()}
+        return cls(active, {v.version: v for v in versions}, {i.id: i for i in instances}, host, copies, configs)
 
     def ready(self, version: int | None) -> VersionRecord:
         """A version that is still held, with the paths of its slots where they are on this host.
@@ -158,7 +161,7 @@ def verify(store_url: str, model: str, version: int | None = None, *, trust: Ite
     verdicts = {i.id: _verdict(record, i) for i in records.instances.values() if i.active_version == record.version}
     problems += [_differing(record, records.instances[name]) for name, v in verdicts.items() if v == "differs"]
     try:
-        trusted.check(model, record)
+        trusted.check(model, record, records.configs.get(record.form))
     except (VersionRefused, ManifestError, SlotBusy) as error:
         problems.append(Problem(error.code, str(error)))
     seconds = time.perf_counter() - started

@@ -156,7 +156,7 @@ class Draft:
         else:
             clear_gaps(self._claim.mapping, manifest.schema, self._layout)
             write_header(self._claim.mapping, manifest, self._layout)
-            signature = self.signature or self._publisher._sign(self.part, manifest, self._claim.mapping)
+            signature = self.signature or self._publisher._sign(self.part, manifest, self._claim.mapping, self._config)
         digest, nbytes, shares = manifest.digest, manifest.nbytes, tuple(sorted(elsewhere or ()))
         return PartRecord(self.part, self.version, slot, digest, nbytes, manifest.fingerprint, signature, shares)
 

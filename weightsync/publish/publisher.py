@@ -415,15 +415,15 @@ class Publisher:
         if target is not None:
             self._asked = {record.version: target}
 
-    def _sign(self, part: str, manifest: Manifest, mapping: mmap.mmap) -> str:
-        """The signature of a slot that is complete; "" without a key."""
+    def _sign(self, part: str, manifest: Manifest, mapping: mmap.mmap, config: str | None) -> str:
+        """The signature of a slot that is complete, and of the base model's config.json; "" without a key."""
         if self._signer is None:
             return ""
         with memoryview(mapping) as slot:
             places = {name: slot[e.offset : e.offset + e.nbytes] for name, e in manifest.tensors.items()}
             digest = content_sha256(manifest.schema, manifest.metadata, places.__getitem__)
             places.clear()
-        return self._signer.sign(self.model, part, digest)
+        return self._signer.sign(self.model, part, digest, (config or "") if part == BASE else "")
 
     def _forget(self, version: int, revision: int) -> None:
         self._store.run(self._ledger.forget(version, revision))

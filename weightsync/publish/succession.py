@@ -123,7 +123,8 @@ class Succession:
         if self._signer is None:
             return header
         digest = content_sha256(header.schema, header.metadata, self._next.buffer)
-        return replace(header, signature=self._signer.sign(self.model, self.part, digest))
+        signed = self._signer.sign(self.model, self.part, digest, config if self.part == BASE else "")
+        return replace(header, signature=signed)
 
     def pays(self, header: DeltaHeader) -> bool:
         """Whether there is a last version, with the same tensors, and a difference from it is smaller than the

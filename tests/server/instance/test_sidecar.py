@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from server.errors import ConfigError
 from server.instance import sidecar
+from server.instance.config import Form
 from server.instance.sidecar import reference_schema
 from tests.server.instance.engines import Engine, config_of, sidecar_of, version
 from tests.waiting import eventually
 from weightsync.control.records import ActiveRecord, FormRecord, Keys
 from weightsync.errors import ConfigMismatch, VersionRefused
+from weightsync.format.signing import Trust
 from weightsync.store import open_store
 
 UNASKED: Any = None  # a store, where there is one host
@@ -130,13 +133,23 @@ async def test_a_version_is_staged_beside_the_warm_up_and_not_before_that_has_en
         pass  # it ends before it is warm
 
 
-async def test_what_no_trusted_key_has_signed_does_not_get_to_the_engine(tmp_path: Path) -> None:
-    """tests/weightsync/format/test_signing.py has what counts as signed."""
+async def test_what_no_trusted_key_has_signed_does_not_get_to_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """tests/weightsync/format/test_signing.py has what counts as signed. It is compared with what the engine runs."""
     key = ed25519.Ed25519PrivateKey.generate().public_key()
     form = serialization.PublicFormat.SubjectPublicKeyInfo
     trusted = tmp_path / "publisher.pub"
     trusted.write_bytes(key.public_bytes(serialization.Encoding.PEM, form))
     with pytest.raises(VersionRefused, match="version 2 is not signed"):
         await sidecar_of(config_of(tmp_path, trust=(trusted,)))._stage(UNASKED, version())
+    config, checked = config_of(tmp_path, trust=(trusted,)), list[str | None]()
+    monkeypatch.setattr(Trust, "check", lambda self, model, record, config=None: checked.append(config))
+    for directory in (tmp_path / "form", config.model_dir):
+        directory.mkdir(exist_ok=True)
+        (directory / "config.json").write_text(f'{{"name": "{directory.name}"}}')
+    for form in (Form("digest", tmp_path / "form"), Form("digest")):
+        await sidecar_of(replace(config, form=form))._stage(UNASKED, version())
+    assert checked == ['{"name": "form"}', f'{{"name": "{config.model_dir.name}"}}']
     with pytest.raises(ConfigError, match="--trust"):
         config_of(tmp_path, trust=(tmp_path / "none.pub",))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import datetime
 import hashlib
-from collections.abc import Callable
+import json
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +23,17 @@ from cryptography.x509.oid import NameOID
 
 from tests.weightsync.tensors import flip, model
 from weightsync import Publisher
-from weightsync.control.records import VersionRecord
+from weightsync.control.forms import BOOKKEEPING
+from weightsync.control.records import FormRecord, VersionRecord
+from weightsync.control.records import Keys as Names
 from weightsync.errors import SigningKeyError, VersionRefused, WeightSyncError
 from weightsync.format.manifest import Layout
 from weightsync.format.signing import Signer, Trust, key_id, signers
 from weightsync.format.versions import verify
-from weightsync.memory.parts import Adapter
+from weightsync.memory.parts import BASE, Adapter
 from weightsync.memory.receiver import SlotReader
+from weightsync.publish.succession import Succession
+from weightsync.store import SyncStore
 
 CONFIG = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
 PEM = serialization.Encoding.PEM
@@ -54,9 +61,9 @@ def published(url: str, sign: Path | None, value: float = 1.0, **more: Any) -> V
         return next(v for v in publisher.versions() if v.version == version)
 
 
-def refusal(trust: Trust, record: VersionRecord) -> str:
+def refusal(trust: Trust, record: VersionRecord, config: str | None = None) -> str:
     with pytest.raises(VersionRefused) as refused:
-        trust.check("demo", record)
+        trust.check("demo", record, config)
     assert (refused.value.version, f"version {record.version}" in str(refused.value)) == (record.version, True)
     return str(refused.value)
 
@@ -113,6 +120,54 @@ def test_what_is_unsigned_or_altered_or_of_another_is_refused(store_url: str, ke
     renamed = orjson.loads(published(store_url, keys["other"][0]).signature)
     renamed["signatures"][0]["keyid"] = Signer(keys["ours"][0]).key_id  # the id alone is no proof
     assert "not signed by a trusted key" in refusal(trust, replace(good, signature=orjson.dumps(renamed).decode()))
+
+
+SERVED: dict[str, Any] = {
+    "model_type": "unheard-of", "architectures": ["One"], "rope_theta": 1e4, "eos_token_id": [1, 2], "scale": math.inf,
+    "rope_scaling": {"factor": 8.0, "kind": "yarn"}, "tie_word_embeddings": False, "transformers_version": "5.19",
+    "torch_dtype": "float32", "use_cache": True, "id2label": {str(i): f"LABEL_{i}" for i in range(2_000)},
+}  # fmt: skip
+
+
+def altered() -> Iterator[tuple[dict[str, Any], bool]]:
+    """SERVED with one key another, away, or new; whether an engine reads the key."""
+    for key in SERVED:
+        counts = key not in BOOKKEEPING
+        yield SERVED | {key: "another"}, counts
+        yield {name: value for name, value in SERVED.items() if name != key}, counts
+    yield SERVED | {"rope_scaling": {"factor": 8.0, "kind": "linear"}}, True
+    yield SERVED | {"new": 1}, True
+    yield SERVED | {"new": None}, False
+
+
+def test_every_key_of_the_configuration_is_signed_that_an_engine_reads(store_url: str, keys: Keys) -> None:
+    """Whether the publisher of the fleet signs, or the trainer before it sends."""
+    trust = Trust([keys["ours"][1]])
+    record = published(store_url, keys["ours"][0], config=SERVED)
+    sent = Succession("demo", BASE, Signer(keys["ours"][0])).take(model(1.0), config=SERVED)
+    told = [orjson.loads(base64.b64decode(orjson.loads(it.signature)["payload"])) for it in (record, sent)]
+    assert told[0]["predicate"] == told[1]["predicate"] != {}
+    trust.check("demo", record, json.dumps(SERVED))
+    for config, counts in altered():
+        if counts:
+            assert "not as they were signed" in refusal(trust, record, json.dumps(config))
+        else:
+            trust.check("demo", record, json.dumps(config))
+    assert "cannot be compared" in refusal(trust, record, "[]")
+    trust.check("demo", published(store_url, keys["ours"][0]), json.dumps(SERVED))  # it came with none
+
+
+def test_another_configuration_in_the_store_is_noticed(store_url: str, keys: Keys) -> None:
+    record = published(store_url, keys["ours"][0], config=SERVED)
+    assert verify(store_url, "demo", trust=[keys["ours"][1]]).ok
+    key = Names("demo").form(record.form)
+    with contextlib.closing(SyncStore(store_url)) as store:
+        found = store.get(key)
+        assert found is not None
+        form = FormRecord.from_json(found.value)
+        store.put(key, replace(form, config=json.dumps(SERVED | {"rope_theta": 1e6})).to_json())
+    (problem,) = verify(store_url, "demo", trust=[keys["ours"][1]]).problems
+    assert (problem.code, "rope_theta" in problem.message) == ("version_refused", True)
 
 
 @pytest.mark.parametrize("at", [70, -4000])
