@@ -62,6 +62,15 @@ async def past_swaps(store: Store, keys: Keys) -> list[PastSwapRecord]:
     return list(_readable(await _entries(store, keys)))[::-1]
 
 
+async def goes_back(store: Store, keys: Keys, active: int, version: int) -> bool:
+    """Whether `version` served before `active` ever did; False if it was withdrawn in favor of `active`.
+
+    Raises StoreUnavailable.
+    """
+    served = [swap.version for swap in reversed(await past_swaps(store, keys)) if swap.outcome == "done"]
+    return not {active, version} <= {*served} or served.index(version) < served.index(active)
+
+
 def entry(board: Board, step: Step, now: float) -> PastSwapRecord:
     """What is kept of a swap that `step`, one of ENDS, brings to its end at the time `now` (unix seconds)."""
     swap, active, target = step.swap, board.active, board.target

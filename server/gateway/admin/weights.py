@@ -175,11 +175,16 @@ async def activate(model: ModelDep, by: ByDep, body: Activate, response: Respons
 async def rollback(model: ModelDep, by: ByDep, response: Response, body: Rollback | None = None) -> dict[str, Any]:
     """Goes back to the version before the active one, or to the one that is named."""
     body = body or Rollback()
-    if body.version is None:
-        return _accepted(await _swap_back(model, body, by), response)
-    now = await active_record(model)  # what has not just served is no way back: a new version would need no approval
-    what: Guarded = "rollback" if now is not None and body.version == now.previous else "activate"
-    return _accepted(await swap_in(model, body.version, body, by, what), response)
+    keys, version = Keys(model.name), body.version
+    if version is None:
+        version = await activation.previous_version(model.store, keys)
+    now = await active_record(
+        model
+    )  # a version that has not just served, or was withdrawn, needs the approval of a new one
+    back = (
+        now is not None and version == now.previous and await history.goes_back(model.store, keys, now.version, version)
+    )
+    return _accepted(await swap_in(model, version, body, by, "rollback" if back else "activate"), response)
 
 
 @router.post("/weights/split", responses=WAITS)
@@ -382,12 +387,6 @@ def _accepted(answer: dict[str, Any], response: Response) -> dict[str, Any]:
     if "pending" in answer:
         response.status_code = 202
     return answer
-
-
-async def _swap_back(model: Model, options: SwapOptions, by: By) -> dict[str, Any]:
-    """Goes back to the version before the active one. Raises as `swap_in` does."""
-    version = await activation.previous_version(model.store, Keys(model.name))
-    return await swap_in(model, version, options, by, "rollback")
 
 
 async def _last_swap(model: Model) -> SwapRecord | None:

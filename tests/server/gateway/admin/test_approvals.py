@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from dataclasses import replace
 from functools import partial
 
@@ -84,13 +85,34 @@ async def test_a_rollback_needs_none_and_is_no_way_around_it(gateway: RunningGat
     await policy(gateway, "activate")
     assert (await ask(gateway, "POST", "/weights/rollback"))[0] == 200
     assert active(gateway) == 1
-    assert (await ask(gateway, "POST", "/weights/rollback", version=2))[0] == 200  # it is the one before
-    assert (await ask(gateway, "POST", "/weights/rollback", version=3))[0] == 202
-    assert active(gateway) == 2
+    for body in ({}, {"version": 2}, {"version": 3}):  # 2 is the one before, and was withdrawn
+        assert (await ask(gateway, "POST", "/weights/rollback", **body))[0] == 202
+    assert active(gateway) == 1
+    await policy(gateway)
+    assert (await ask(gateway, "POST", "/weights/activate", version=3))[0] == 200
     await policy(gateway, "activate", "rollback")
     status, answer = await ask(gateway, "POST", "/weights/rollback")
     assert (status, answer["pending"]["version"]) == (202, 1)
-    assert active(gateway) == 2
+    assert active(gateway) == 3
+
+
+@pytest.mark.parametrize("order", [(1, 2), (1, 2, 3), (1, 2, 1, 3), (1, 3), (2, 3, 2, 3)], ids=str)
+async def test_one_identity_alone_only_goes_back(gateway: RunningGateway, order: tuple[int, ...]) -> None:
+    """Whatever it asks for, and in which order: nothing becomes active that first served after what is active."""
+    for version in order:
+        assert (await ask(gateway, "POST", "/weights/activate", version=version))[0] == 200
+    await policy(gateway, "activate")
+    ways: list[tuple[str, dict[str, int]]] = [("rollback", {})]
+    ways += [(way, {"version": version}) for way in ("rollback", "activate") for version in (1, 2, 3)]
+    draw, went = random.Random(str(order)), 0
+    for _ in range(25):
+        before = order.index(active(gateway) or 0)
+        way, body = draw.choice(ways)
+        await ask(gateway, "POST", f"/weights/{way}", **body)
+        after = order.index(active(gateway) or 0)
+        assert after <= before, (way, body)
+        went += after < before
+    assert went
 
 
 async def test_a_request_lapses_and_is_refused_or_withdrawn(gateway: RunningGateway) -> None:
