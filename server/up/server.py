@@ -46,6 +46,8 @@ from weightsync.vllm_engine import gpus
 from weightsync.vllm_engine.releases import for_cpus
 
 RESTART_PAUSE_S = 2.0  # between two starts of a process
+STEADY_S = 60.0  # a process that fails earlier, again and again, waits longer each time
+LONGEST_PAUSE_S = 60.0
 FORKED = "server.instance.fork_server:prepare"
 LEAVES_S, TRAINER_LEAVES_S = 10.0, 130.0  # after SIGTERM; a trainer saves first, within its faults.grace_s (120 s)
 PERSIST_S = 600.0  # for the copy of the active version at a stop
@@ -84,6 +86,7 @@ class Server:
         self._fork_server: Forks | None = None
         self._restart_at: dict[str, float] = {}
         self._begun: dict[str, float] = {}  # when each process was last started
+        self._failures: dict[str, int] = {}  # in a row, each within STEADY_S of the start
         self._left: set[str] = set()  # what has ended, and is not to be started again
         self._errors: dict[str, str] = {}  # of instances that do not serve yet, by id
         self._store_seen: tuple[int, int] | None = None
@@ -229,7 +232,8 @@ class Server:
             time.sleep(0.2)
 
     def restart_ended(self) -> None:
-        """Start what has ended, RESTART_PAUSE_S after its last start; to be called again and again."""
+        """Start what has ended, RESTART_PAUSE_S after its last start, or later if it fails in a row; to be called again
+        and again."""
         now = time.monotonic()
         for name, child in self._everything().items():
             if child.alive or name in self._left:
@@ -239,14 +243,22 @@ class Server:
                 if child.returncode:
                     print(f"hotswap: {_end_of(child)}. Its log is {child.log}", file=sys.stderr)
             elif name not in self._restart_at:
-                print(f"hotswap: {_end_of(child)}; restarting", file=sys.stderr)
-                self._restart_at[name] = max(now, self._begun.get(name, now) + RESTART_PAUSE_S)
+                pause = self._pause(name, child, now)
+                when = f" in {pause:.0f} s" if pause else ""
+                print(f"hotswap: {_end_of(child)}; restarting{when}", file=sys.stderr)
+                self._restart_at[name] = max(now + pause, self._begun.get(name, now) + RESTART_PAUSE_S)
             elif now >= self._restart_at[name]:
                 with interrupts.held():
                     child.stop()  # what it may have left of its group
                     child.start()
                     self._begun[name] = now
                     del self._restart_at[name]
+
+    def _pause(self, name: str, child: Child | NodeChild, now: float) -> float:
+        """Seconds before what ended now starts again. A process that somebody has killed did not fail by itself."""
+        failed = (child.returncode or 0) > 0 and now - self._begun.get(name, -STEADY_S) < STEADY_S
+        self._failures[name] = failures = self._failures.get(name, 0) + 1 if failed else 0
+        return min(LONGEST_PAUSE_S, RESTART_PAUSE_S * 2 ** min(failures - 2, 10)) if failures > 1 else 0.0
 
     def train(self, config: Path) -> Child:
         """Start the trainer against this server."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -168,6 +169,33 @@ def test_what_ends_is_started_again_unless_it_was_just_now(
     server.restart_ended()
     assert calls["gateway"] == ["stop", "start"]
     assert capsys.readouterr().err.count("restarting") == 2
+
+
+@pytest.mark.parametrize(("status", "lives_s", "most"), [(1, 0.0, 70), (1, 20.0, 60), (1, 61.0, 60), (-9, 0.0, 1801)])
+def test_what_fails_again_and_again_is_started_ever_less_often(
+    server: Server, monkeypatch: pytest.MonkeyPatch, status: int, lives_s: float, most: int
+) -> None:
+    """An hour: of a process that fails by itself, soon or late; and of one that is killed, which does not wait."""
+    now = died = 1000.0
+    monkeypatch.setattr(up.time, "monotonic", lambda: now)
+    server.start()
+    child: Any = server.children["instance-0"]
+    starts = []
+
+    def start() -> None:
+        nonlocal died
+        starts.append(now)
+        child.alive, died = True, now + lives_s
+
+    child.start = start
+    for _ in range(36_000):
+        if now >= died:
+            child.alive, child.returncode = False, status
+        server.restart_ended()
+        now += 0.1
+    pauses = [b - a - lives_s for a, b in itertools.pairwise(starts)]
+    assert most * 0.7 < len(starts) <= most
+    assert max(pauses) < up.LONGEST_PAUSE_S + 1 if lives_s < up.STEADY_S and status > 0 else max(pauses) < 2.5
 
 
 def test_what_ended_is_told_with_its_cause(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
