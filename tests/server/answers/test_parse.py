@@ -279,7 +279,7 @@ def test_every_metric_of_an_answer_by_itself() -> None:
         "errors": 0.0, "duration_s": 0.5, "first_token_s": 0.1, "tokens": 5.0, "token_s": pytest.approx(0.1),
         "cut": 0.0, "repetition": 0.0, "refusals": 0.0, "logprob": -1.5,
     }  # fmt: skip
-    assert found.keys() == METRICS.keys() - {"feedback"}
+    assert found.keys() == METRICS.keys() - {"feedback", "left", "arrived"}
 
 
 def test_what_the_server_failed_has_no_other_metric() -> None:
