@@ -17,7 +17,7 @@ import json as jsonlib
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,17 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from server.gateway.access.keys import ANONYMOUS, Principal
+from server.gateway.config import UpstreamSettings
+from server.gateway.fleet.instance import Instance
+from server.gateway.fleet.routing import Need
+from server.gateway.fleet.splits import Splits
+from server.gateway.release.evidence import Observer, Watched, summed
 from server.gateway.release.judge import Evidence, rule
 from server.gateway.release.policy import METRICS, Condition, Policy, Step
 from server.gateway.release.statistics import LEAST, Tally
+from server.gateway.wire.head import RequestHead
+from weightsync.control.records import ActiveRecord, InstanceRecord, ShareRecord, SplitRecord
 
 Means = Mapping[str, tuple[float, float]]  # of the stable version and of the candidate, by metric
 EVERY, TIMES = 20, 9
@@ -55,6 +63,15 @@ SCENARIOS: dict[str, Means] = {
     "refusals 5 -> 20 %": {**SAME, "refusals": (0.05, 0.20)},
     "refusals 5 -> 50 %": {**SAME, "refusals": (0.05, 0.50)},
 }
+
+BY_KEYS = Policy(
+    steps=(Step(traffic=5, for_=60), Step(traffic=50, for_=60)),
+    conditions=(
+        Condition("errors", max_increase=0.01),
+        Condition("refusals", max_increase=0.02),
+        Condition("tokens", max_change="10%"),
+    ),
+)
 
 THUMBS = 0.7
 WORSE_BY = (0.05, 0.10, 0.20)
@@ -128,6 +145,61 @@ def of_scenario(name: str, means: Means, releases: int, answers: int, seed: int)
     back = [end for end, _ in ends if end is not None]
     naive = sum(alarm for _, alarm in ends) / releases
     return Found(name, len(back) / releases, statistics.median(back) if back else None, naive)
+
+
+@dataclass
+class Asks:
+    """A request, as a split sees it."""
+
+    principal: Principal
+    head: RequestHead
+    need: Need | None = None
+    share: int | None = None
+    drawn: int | None = None
+    cluster: int = -1
+    lost: bool = False
+
+
+def of_keys(policy: Policy, keys: int, requests: int, rng: np.random.Generator, spread: float = 1.0) -> str:
+    """What becomes of a release of the very weights that serve already: "passed", "held" or "taken back".
+
+    Clients differ: how much each key asks, how often it is refused and how long its answers are spread lognormally.
+    Requests are drawn by the gateway's own split, as the policy has them stick, and counted by its own observer.
+    """
+    stable, candidate = 1, int(rng.integers(2, 2**31))
+    volume = np.exp(rng.normal(0, 1.2 * spread, keys))
+    refused = np.minimum(0.6, 0.03 * np.exp(rng.normal(0, spread, keys)))
+    tokens = 200 * np.exp(rng.normal(0, 0.7 * spread, keys))
+    principals = [replace(ANONYMOUS, digest=rng.bytes(32)) for _ in range(keys)]
+    head = RequestHead(b"", b"")
+    serving = [
+        Instance(InstanceRecord(f"i{v}", "http://127.0.0.1:9", "SERVING", v, 1), UpstreamSettings())
+        for v in (1, candidate)
+    ]
+    sticky = "" if policy.sticky == "none" else policy.sticky
+    for number, step in enumerate(policy.steps):
+        observer, splits = Observer(), Splits()
+        observer.watch(Watched("r", number, frozenset({stable, candidate})))
+        split = SplitRecord((ShareRecord(candidate, step.traffic, (f"i{candidate}",)),), sticky)
+        splits.follow(ActiveRecord(stable, 1, None, "s", 0.0, split=split), serving)
+        by = rng.choice(keys, requests, p=volume / volume.sum())
+        refusals, lengths = rng.random(requests) < refused[by], rng.normal(tokens[by], tokens[by] / 3)
+        for count, key in enumerate(by, 1):
+            request = Asks(principals[key], head)
+            splits.need(request)
+            values = {"errors": 0.0, "refusals": float(refusals[count - 1]), "tokens": float(lengths[count - 1])}
+            for metric, value in values.items():
+                observer.observe(metric, value, request.drawn, cluster=request.cluster)
+            if count % (requests // 16):
+                continue
+            taken = observer.taken()
+            evidence = summed([taken[1]] if taken else [], policy.of_step(number), candidate, stable)
+            ruling = rule(policy, number, evidence, lasted_s=step.seconds if count == requests else 0.0)
+            if ruling.kind == "rollback":
+                return "taken back"
+        if ruling.kind == "hold":
+            return "held"
+    return "passed"
 
 
 def release(

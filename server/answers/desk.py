@@ -208,6 +208,7 @@ def about_of(finished: Finished, principal: Principal) -> About:
         first_version=finished.first_version,
         last_version=finished.last_version,
         drawn_version=finished.drawn_version,
+        cluster=finished.cluster,
         streamed=finished.streamed,
     )
 

@@ -83,6 +83,7 @@ class Feedback(msgspec.Struct, tag_field="record", tag="feedback"):
     first_version: int | None = None
     last_version: int | None = None
     drawn_version: int | None = None  # by a split of the traffic, whichever version answered
+    cluster: int = -1
     replaced: float | None = None
     model: str = ""  # that answered
 
@@ -131,7 +132,7 @@ class Known:
             time=time.time(), by=by, choice=posted.choice, rating=posted.rating, score=self.score,
             correction=posted.correction, comment=posted.comment, metadata=posted.metadata,
             first_version=about.first_version, last_version=about.last_version,
-            drawn_version=about.drawn_version, replaced=before, model=about.served,
+            drawn_version=about.drawn_version, cluster=about.cluster, replaced=before, model=about.served,
         )  # fmt: skip
 
 

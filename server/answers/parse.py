@@ -64,6 +64,7 @@ class About(msgspec.Struct, frozen=True):
     first_version: int | None = None
     last_version: int | None = None
     drawn_version: int | None = None  # by a split of the traffic, whichever version answered
+    cluster: int = -1  # of the requests that were drawn together with it, -1: it was drawn by itself
     streamed: bool = False
     served: str = ""  # the model that answered; `Answer.model` is the one asked for
 

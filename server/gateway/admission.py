@@ -71,6 +71,7 @@ class Request:
     known: affinity.Hint | None = None
     share: int | None = None  # the version it is for, where versions share the traffic
     drawn: int | None = None  # the version that the split drew for it by chance, whichever version answers
+    cluster: int = -1  # of what sticks with it (splits.CLUSTERS); -1: it was drawn by itself
     lost: bool = False  # an instance failed it, or every instance of the version drawn is ejected
     repeated: bool = False  # on a version that is tried out, unseen; or it was not its turn
     failover: Failover = "off"  # who may go on with a stream whose instance dies
@@ -123,7 +124,7 @@ class Request:
         self.body = with_model(self.body, served.name)
         self.extra_head += line
         self.known, self.share, self.repeated = None, None, False
-        self.drawn, self.lost = None, False
+        self.drawn, self.cluster, self.lost = None, -1, False
         if served.upstream is not None:
             self.failover = "off"
 

@@ -603,7 +603,7 @@ class Exchange:
             ttft_s=ttft_s if self.first_byte else None, instance=self.last_instance or None, first_version=version,
            
             last_version=(last_version(relay.tail()) or version) if ours else None,
-            drawn_version=self.request.drawn, lost=self.request.lost, usage=self.usage,
+            drawn_version=self.request.drawn, cluster=self.request.cluster, lost=self.request.lost, usage=self.usage,
             bytes_in=self._bytes_in, bytes_out=relay.body_bytes, streamed=relay.sse, trace=self.trace,
             model=self._stats.model,
         )  # fmt: skip

@@ -72,6 +72,7 @@ class Request(Protocol):
     need: Need | None
     principal: Principal
     repeated: bool
+    cluster: int
 
 
 class OfFleet(Protocol):
@@ -181,7 +182,7 @@ class Repetition:
         self.version, self.instance, self.started = version, instance, time.monotonic()
         self.capture = Capture(shadows.memory, request.principal, request.body, None) if keep else None
         self._shadows, self._target, self._head, self._body = shadows, request.target, request.head, request.body
-        self._name = request.principal.name
+        self._name, self._cluster = request.principal.name, request.cluster
         self._relay = ResponseRelay(request.head.request_id, http10=False, keep_alive=True)
         self._relay.capture = self.capture
         self._link: UpstreamConnection | None = None
@@ -265,6 +266,7 @@ class Repetition:
             first_version=version,
             last_version=last_version(relay.tail()) or version,
             drawn_version=self.version,
+            cluster=self._cluster,
             lost=self._lost,
             usage=relay.usage(),
             bytes_in=len(self._body),

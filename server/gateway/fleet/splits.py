@@ -30,6 +30,7 @@ from server.gateway.wire.head import RequestHead
 from weightsync.control.records import ActiveRecord, SplitRecord
 
 HEADER: Final = "header:"
+CLUSTERS: Final = 64  # into which the values that requests stick by are hashed, for statistics of bounded size
 
 
 class Divided(Protocol):
@@ -42,6 +43,8 @@ class Divided(Protocol):
     """The version that it is for; None as long as it was not chosen."""
     drawn: int | None
     """The version drawn for it first, if all versions of the split could have been: what a comparison goes by."""
+    cluster: int
+    """Of the value that it sticks by, from 0 to CLUSTERS - 1; -1 if it sticks by none."""
     lost: bool
     """An instance failed it, or every instance of the version drawn is ejected."""
 
@@ -103,6 +106,7 @@ class Splits:
         chosen = request.share if request.share in meant else self._choose(meant, value)
         if request.share is None and len(meant) == len(self._percents):
             request.drawn = chosen
+            request.cluster = xxh3_64_intdigest(value) % CLUSTERS if value else -1
         if chosen is None or self._can_answer(chosen):
             return chosen
         self.elsewhere[chosen] += 1

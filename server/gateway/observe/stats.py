@@ -82,6 +82,7 @@ class Finished:
     first_version: int | None = None
     last_version: int | None = None
     drawn_version: int | None = None  # by a split of the traffic, whichever version answered
+    cluster: int = -1  # of the requests that were drawn together with it, -1: it was drawn by itself
     lost: bool = False  # an instance failed it, though another may have answered
     usage: Usage | None = None
     bytes_in: int = 0

@@ -90,8 +90,8 @@ class AnswerReader:
 
     def rate(self, feedback: Feedback) -> None:
         if feedback.score is not None and feedback.model == self._model:
-            written = feedback.version == feedback.drawn_version
-            self._observer.observe("feedback", feedback.score, feedback.drawn_version if written else None)
+            drawn = feedback.drawn_version if feedback.version == feedback.drawn_version else None
+            self._observer.observe("feedback", feedback.score, drawn, cluster=feedback.cluster)
 
     def tick(self) -> None:
         pass
@@ -105,7 +105,7 @@ class AnswerReader:
             return
         for metric in metrics:
             if metric in found:
-                self._observer.observe(metric, found[metric], version, kind)
+                self._observer.observe(metric, found[metric], version, kind, answer.about.cluster)
         watched, loop = self._observer.watched, self._loop
         rewarded = any(metric.startswith(SCORED) for metric in self._metrics)
         if rewarded and answer.whole and watched is not None and version in watched.versions and loop is not None:
@@ -124,7 +124,8 @@ class AnswerReader:
                 repeated = await answers.get()
                 if repeated.failed:
                     repeated.capture.drop()
-                    self._observer.observe("errors", 1.0, repeated.finished.drawn_version, "shadow")
+                    failed = repeated.finished
+                    self._observer.observe("errors", 1.0, failed.drawn_version, "shadow", failed.cluster)
                     continue
                 await asyncio.to_thread(self._take_shadow, repeated)
         finally:
@@ -175,7 +176,8 @@ class AnswerReader:
                     self._observer.lose(metric, f"reward {name} gives {mean:g}, and must give 0 to 1: scale it")
                     continue
                 self._observer.lose(metric, "")
-                self._observer.observe(metric, mean, answer.about.drawn_version, kind)
+                about = answer.about
+                self._observer.observe(metric, mean, about.drawn_version, kind, about.cluster)
 
 
 def asked(answer: Answer) -> str:

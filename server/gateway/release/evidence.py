@@ -18,11 +18,11 @@ from server.gateway.observe.stats import Finished, Watcher
 from server.gateway.release.judge import Evidence, key_of
 from server.gateway.release.policy import SCORED, Condition
 from server.gateway.release.records import Counted, EvidenceRecord, Kind, LostMetric
-from server.gateway.release.statistics import NOTHING, Tally
+from server.gateway.release.statistics import NOTHING, Tally, clustered
 from server.gateway.wire.head import RequestHead
 
 FLUSH_S: Final = 0.25
-_Key = tuple[str, Kind, int]
+_Key = tuple[str, Kind, int, int]
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Observer:
         elif watched is not None and self not in self._watchers:
             self._watchers.append(self)
 
-    def observe(self, metric: str, value: float, version: int | None, kind: Kind = "live") -> None:
+    def observe(self, metric: str, value: float, version: int | None, kind: Kind = "live", cluster: int = -1) -> None:
         """One value of a request that `version` was drawn for, and of its answer if that version wrote all of it."""
         watched = self._watched
         if watched is None or version not in watched.versions or not math.isfinite(value):
@@ -69,7 +69,7 @@ class Observer:
         with self._lock:
             if watched is not self._watched:
                 return
-            sums = self._sums.setdefault((metric, kind, version), [0, 0.0, 0.0])
+            sums = self._sums.setdefault((metric, kind, version, cluster), [0, 0.0, 0.0])
             sums[0] += 1
             sums[1] += value
             sums[2] += value * value
@@ -89,8 +89,8 @@ class Observer:
                 return None
             self._changed = False
             counted = tuple(
-                Counted(metric, kind, version, int(n), float(total), float(squares))
-                for (metric, kind, version), (n, total, squares) in self._sums.items()
+                Counted(metric, kind, version, int(n), float(total), float(squares), cluster)
+                for (metric, kind, version, cluster), (n, total, squares) in self._sums.items()
             )
             lost = tuple(LostMetric(metric, reason) for metric, reason in self._lost.items() if reason)
             return self._watched, EvidenceRecord(counted, lost)
@@ -110,7 +110,7 @@ class Observer:
         if self._watched is None:
             return
         for metric, value in measured(finished):
-            self.observe(metric, value, finished.drawn_version)
+            self.observe(metric, value, finished.drawn_version, cluster=finished.cluster)
 
 
 def measured(finished: Finished) -> Iterable[tuple[str, float]]:
@@ -141,16 +141,21 @@ def summed(
     records: Iterable[EvidenceRecord], conditions: Iterable[Condition], candidate: int, stable: int
 ) -> Mapping[str, Evidence]:
     """The evidence on each condition, by `key_of`, of all gateways."""
-    tallies: dict[_Key, Tally] = {}
+    tallies: dict[tuple[str, Kind, int], dict[int, Tally]] = {}
     lost: dict[str, str] = {}
     for record in records:
         for each in record.counted:
-            key = (each.metric, each.kind, each.version)
-            tallies[key] = tallies.get(key, NOTHING) + Tally(each.count, each.total, each.squares)
+            clusters = tallies.setdefault((each.metric, each.kind, each.version), {})
+            tally = Tally(each.count, each.total, each.squares)
+            clusters[each.cluster] = clusters.get(each.cluster, NOTHING) + tally
         lost |= {each.metric: each.reason for each in record.lost}
 
     def of(condition: Condition, version: int, *kinds: Kind) -> Tally:
-        return sum((tallies.get((condition.metric, kind, version), NOTHING) for kind in kinds), NOTHING)
+        clusters: dict[int, Tally] = {}
+        for kind in kinds:
+            for cluster, tally in tallies.get((condition.metric, kind, version), {}).items():
+                clusters[cluster] = clusters.get(cluster, NOTHING) + tally
+        return clustered(clusters.pop(-1, NOTHING), clusters.values())
 
     found = {}
     for condition in conditions:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from server.gateway.release.policy import Condition, Policy, seconds_of
-from server.gateway.release.statistics import LEAST, NOTHING, Interval, Tally, bounded, unbounded
+from server.gateway.release.statistics import LEAST, LEAST_CLUSTERS, NOTHING, Interval, Tally, bounded, unbounded
 
 INVALID: Final = "the comparison is not valid, as requests of one version were passed on: "
 State = Literal["harmed", "kept", "open", "blind"]
@@ -101,6 +101,9 @@ def _state(condition: Condition, evidence: Evidence, candidate: Interval, stable
     for who, tally in known:
         if tally.count < least:
             return "blind", f"{tally.count} of {least} answers of {who}"
+        if tally.clusters < LEAST_CLUSTERS <= tally.count and least:
+            few = f"{tally.count} answers of {who} are those of {tally.clusters:.1f} values that requests stick by"
+            return "blind", f"{few}; it takes {LEAST_CLUSTERS}"
     if high <= 0:
         return "kept", said
     return "open", f"{said}, which shows neither that it is kept nor that it is broken"

@@ -153,7 +153,8 @@ class Policy(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
     `false_alarms`: the probability that a version within all bounds is rolled back, over all conditions, steps and
     looks. `hold`: how long a step may wait for evidence before `on_hold` happens; holding raises an alert at once.
-    `sticky` (key, session, header:NAME or none) and `minimum` are those of the split (docs/weights.md).
+    `sticky` (key, session, header:NAME or none) and `minimum` are those of the split (docs/weights.md). What sticks
+    together is one observation: few large keys are little evidence, so each request is drawn by itself by default.
     """
 
     steps: tuple[Step, ...]
@@ -162,7 +163,7 @@ class Policy(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     false_alarms: Annotated[float, Meta(gt=0, lt=0.5)] = 0.05
     hold: float | str = "1h"
     on_hold: Literal["hold", "rollback"] = "hold"
-    sticky: str = "key"
+    sticky: str = "none"
     minimum: Annotated[int, Meta(ge=1)] = 1
     refusal_patterns: tuple[str, ...] = REFUSALS
     rewards: dict[str, Reward] = {}

@@ -78,7 +78,8 @@ class ReleaseRecord(Record):
 
 @dataclass(frozen=True)
 class Counted(Record):
-    """The observations of one metric of one version's answers: see statistics.Tally."""
+    """The observations of one metric of one version's answers: see statistics.Tally. `cluster`: of those that were
+    drawn for the version together (splits.CLUSTERS); -1 for those that were drawn one by one."""
 
     metric: str
     kind: Kind
@@ -86,6 +87,7 @@ class Counted(Record):
     count: int
     total: float
     squares: float
+    cluster: int = -1
 
 
 @dataclass(frozen=True)

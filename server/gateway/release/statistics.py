@@ -22,14 +22,20 @@ Sinha, E. H. Kennedy, A. Ramdas, "Time-uniform central limit theory and asymptot
     m +- d sqrt( 2 (n r^2 + 1) / (n r)^2  log( sqrt(n r^2 + 1) / alpha ) ).
 
 It is narrowest near `NARROWEST` observations, and is nothing at all before `LEAST` of them.
+
+Observations that were drawn for a version together, as all of one key, are not independent. `clustered` compares the
+variance of the mean over whole clusters with that of as many independent observations (the design effect: L. Kish,
+"Survey sampling", 1965), and the intervals reckon with as many observations fewer. How many clusters there are in
+effect is n^2 / sum(n_i^2); below `LEAST_CLUSTERS` their variance is not known well enough, and nothing is.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+LEAST_CLUSTERS = 20
 LEAST = 100  # observations, below which the central limit theorem is not relied upon
 NARROWEST = 1_000
 _HALVINGS = 40
@@ -37,11 +43,17 @@ _HALVINGS = 40
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """The observations of one metric under one version: their number, their sum, and the sum of their squares."""
+    """The observations of one metric under one version: their number, their sum, and the sum of their squares.
+
+    `effect` is by how much fewer independent ones are worth as much, and `clusters` how many independent clusters they
+    are in effect.
+    """
 
     count: int = 0
     total: float = 0.0
     squares: float = 0.0
+    effect: float = 1.0
+    clusters: float = math.inf
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Tally:
@@ -76,10 +88,26 @@ class Interval:
     high: float
 
 
+def clustered(single: Tally, clusters: Iterable[Tally]) -> Tally:
+    """One tally of observations that were drawn one by one, and of `clusters` of such as were drawn together."""
+    found = tuple(clusters)
+    whole = sum(found, single)
+    if not found or not whole.count:
+        return whole
+    m, groups = whole.mean, single.count + len(found)
+    apart = single.squares - 2 * m * single.total + m * m * single.count
+    together = apart + sum((each.total - m * each.count) ** 2 for each in found)
+    independent = whole.squares - whole.total * m
+    in_effect = whole.count**2 / (single.count + sum(each.count**2 for each in found))
+    unknown = whole.count / in_effect  # while all observations are equal
+    effect = together / independent * groups / max(1, groups - 1) if independent > 0 else unknown
+    return replace(whole, effect=max(1.0, effect), clusters=in_effect)
+
+
 def bounded(tally: Tally, alpha: float) -> Interval:
     """The mean of values between 0 and 1, at every look with probability 1 - `alpha`."""
-    n, s = tally.count, min(max(tally.total, 0.0), float(tally.count))
-    if n == 0:
+    n, s = tally.count / tally.effect, min(max(tally.total, 0.0), float(tally.count)) / tally.effect
+    if n == 0 or tally.clusters < LEAST_CLUSTERS:
         return Interval(0.0, 1.0)
     mixture = math.lgamma(1 + s) + math.lgamma(1 + n - s) - math.lgamma(2 + n)
 
@@ -94,8 +122,8 @@ def bounded(tally: Tally, alpha: float) -> Interval:
 
 def unbounded(tally: Tally, alpha: float) -> Interval:
     """The mean of values of any size and finite variance; asymptotic, and unlimited before `LEAST` observations."""
-    n = tally.count
-    if n < LEAST:
+    n = tally.count / tally.effect
+    if n < LEAST or tally.clusters < LEAST_CLUSTERS:
         return Interval(-math.inf, math.inf)
     twice = -2 * math.log(alpha)
     spread = n * (twice + math.log(twice + 1)) / NARROWEST  # n r^2

@@ -34,6 +34,7 @@ class Asks:
     need: Need | None = None
     share: int | None = None
     drawn: int | None = None
+    cluster: int = -1
     lost: bool = False
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
-from loadtest.serving.releases import Means, release
+from loadtest.serving.releases import BY_KEYS, Means, of_keys, release
 from server.errors import ConfigError
+from server.gateway.release import evidence as counting
 from server.gateway.release.judge import Evidence, examine, key_of, rule
 from server.gateway.release.policy import Condition, Policy, Step, parse, seconds_of
-from server.gateway.release.statistics import LEAST, NOTHING, Interval, Tally, bounded, unbounded
+from server.gateway.release.statistics import LEAST, NOTHING, Interval, Tally, bounded, clustered, unbounded
 
 POLICY = b"""
 false_alarms: 0.05
@@ -226,6 +229,46 @@ def test_false_alarms_stay_below_the_stated_level() -> None:
 @pytest.mark.parametrize("worse", [{"errors": (0.01, 0.09)}, {"first_token_s": (0.5, 0.8)}, {"refusals": (0.03, 0.12)}])
 def test_harm_is_found(worse: Means) -> None:
     assert taken_back({**AT_THE_BOUND, **worse}, 30, seed=2) >= 0.9 * 30
+
+
+@pytest.mark.parametrize("keys", [30, 300])
+@pytest.mark.parametrize("sticky", [Policy(steps=()).sticky, "key"])
+def test_unequal_keys_raise_no_false_alarms(keys: int, sticky: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same weights twice, asked by keys that differ. By default each release passes. Where whole keys stick to a
+    version it takes many of them, or the step is held. Counted one by one, keys that stick raise alarms."""
+
+    def ended(count: int) -> Counter[str]:
+        policy, rng = msgspec.structs.replace(BY_KEYS, sticky=sticky), np.random.default_rng(11)
+        return Counter(of_keys(policy, keys, 2_000 if sticky == "none" else 4_000, rng) for _ in range(count))
+
+    found = ended(20)
+    assert found["taken back"] <= 20 * BY_KEYS.false_alarms
+    assert found["passed" if sticky == "none" else "held"] >= 19
+    if sticky == "key":
+        monkeypatch.setattr(counting, "clustered", lambda single, clusters: sum(clusters, single))
+        assert ended(20)["taken back"] > 20 * 2 * BY_KEYS.false_alarms
+
+
+@pytest.mark.parametrize("differ", [0.0, 0.05, 0.3])
+def test_a_mean_over_clusters_is_as_far_off_as_the_clusters_are_apart(differ: float) -> None:
+    """The deviation of the mean that a tally of clusters implies, against that of 2,000 samples."""
+    rng = np.random.default_rng(5)
+    means, implied = [], []
+    for _ in range(2_000):
+        at = rng.uniform(0.5 - differ, 0.5 + differ, 60)
+        totals = rng.binomial(50, at)
+        tally = clustered(NOTHING, [Tally(50, int(total), int(total)) for total in totals])
+        means.append(tally.mean)
+        implied.append(tally.variance * tally.effect / tally.count)
+    assert tally.clusters == pytest.approx(60)
+    assert math.sqrt(np.mean(implied)) == pytest.approx(np.std(means), rel=0.25 if differ == 0.0 else 0.1)
+
+
+def test_few_values_to_stick_by_are_said() -> None:
+    few = clustered(NOTHING, [Tally(50, 1, 1)] * 10)
+    finding = examine(Condition("errors", max=0.1), Evidence(few), 0.01)
+    assert (finding.state, "10.0 values that requests stick by; it takes 20" in finding.text) == ("blind", True)
+    assert clustered(Tally(900, 9, 9), []) == Tally(900, 9, 9), "requests drawn one by one are what they are"
 
 
 # intervals, against a reference in numpy
