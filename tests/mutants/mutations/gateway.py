@@ -146,9 +146,9 @@ MUTATIONS: list[Mutation] = [
         ("candidates = well or candidates  #", "candidates = well  #"),
     ]),
     *of(GATEWAY + "exchange.py", GW + "fleet/test_failover.py", changes=[
-        ("if relay.refused == LOST or (relay.refused and self._resent):", "if relay.refused == LOST:"),
+        ("if relay.refused == retries.LOST or (relay.refused and self._resent):", "if relay.refused == retries.LOST:"),
         ("or self._losses >= retries.LOSSES:", "or self._losses > retries.LOSSES:"),
-        ("            self._losses += 1\n        elif why", "        elif why"),
+        ("            self._losses += 1\n        if why", "        if why"),
         ("if self._resent:  # what", "if False:  # what"),
     ]),
     *of(GATEWAY + "exchange.py", GW + "fleet/test_hold.py", changes=[
@@ -239,7 +239,7 @@ MUTATIONS: list[Mutation] = [
         (">= -math.log(alpha)", ">= math.log(alpha)"),
         ("math.lgamma(1 + n - s)", "math.lgamma(n - s)"),
         ("twice + math.log(twice + 1)", "twice"),
-        ("if n < LEAST:", "if n < 2:"),
+        ("if n < LEAST or tally.clusters < LEAST_CLUSTERS:", "if n < 2:"),
         ("return outside", "return inside", "they lie 1e-12 apart"),
     ]),
     *of(GATEWAY + "release/judge.py", f"{GW}release/test_judge.py", changes=[
