@@ -23,7 +23,7 @@ from server.gateway.observe.stats import ProcessStats, Stats
 from server.gateway.queue.gate import Gate
 from server.gateway.wire.bodies import raw_fields
 from server.gateway.wire.foreign import Foreign
-from server.gateway.wire.pool import Pool
+from server.gateway.wire.pool import Pool, not_connected, tls_fault
 from weightsync.control.records import InstanceRecord
 from weightsync.store import Store
 
@@ -50,10 +50,9 @@ class ExternalPool(Pool):
     def _refused(self, exc: OSError) -> Unavailable:
         """Also what the log is told, once a failed connection is met."""
         if isinstance(exc, ssl.SSLError):
-            reason = exc.verify_message if isinstance(exc, ssl.SSLCertVerificationError) else exc.reason
-            message = f"The upstream of {self._name} has not shown that it is who it should be ({reason})."
+            message = f"The upstream of {self._name} has not shown that it is who it should be ({tls_fault(exc)})."
             return Unavailable(message, code="upstream_untrusted")
-        reason = "did not accept a connection in time" if isinstance(exc, TimeoutError) else "refused a connection"
+        reason = not_connected(exc)
         return Unavailable(f"The upstream of {self._name} {reason}; try again shortly.", code="upstream_unreachable")
 
 

@@ -160,14 +160,14 @@ class Pool:
         """What clients are told, who are not told where instances are; the log is."""
         where = self.authority.decode()
         if isinstance(exc, ssl.SSLError):
-            reason = exc.verify_message if isinstance(exc, ssl.SSLCertVerificationError) else exc.reason
+            reason = tls_fault(exc)
             message = f"has not shown that it is a member of this cluster ({reason})."
             if message != self._told:
                 self._told = message
                 advice = "It gets no requests: are its certificate and this gateway's of one authority?"
                 log.error("The instance at %s %s %s", where, message, advice)
             return Unavailable(f"An instance {message}", code="instance_untrusted")
-        reason = "did not accept a connection in time" if isinstance(exc, TimeoutError) else "refused a connection"
+        reason = not_connected(exc)
         log.debug("the instance at %s %s", where, reason)
         return Unavailable(f"An instance {reason}; try again shortly.", code="instance_unreachable")
 
@@ -198,6 +198,19 @@ class Pool:
     def reopen(self) -> None:
         """Undoes `close`: connections are kept again."""
         self._closed = False
+
+
+def tls_fault(exc: ssl.SSLError) -> str:
+    """What was wrong in a handshake. Python has no reason where the other side has only said that it closes."""
+    return getattr(exc, "verify_message", "") or exc.reason or "it closed the connection in the handshake"
+
+
+def not_connected(exc: OSError) -> str:
+    """Why no connection came about, if TLS is not known to be the reason."""
+    if isinstance(exc, TimeoutError):
+        return "did not accept a connection in time"
+    gone = isinstance(exc, ConnectionResetError | ConnectionAbortedError)
+    return "closed a connection before a request was sent" if gone else "refused a connection"
 
 
 class Outbox:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 import ssl
+import struct
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -255,6 +258,45 @@ async def test_an_instance_that_speaks_no_tls_gets_nothing(gateway: RunningGatew
         answer = await gateway.ask(post())
         assert answer.status == 503, answer.body
         assert not up.requests
+
+
+Answer = Callable[[socket.socket], object]
+HANDSHAKES: dict[str, tuple[Answer, str, str]] = {
+    "closes": (lambda _: None, "instance_unreachable", "closed a connection"),
+    "resets": (
+        lambda link: link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)),
+        "instance_unreachable",
+        "closed a connection",
+    ),
+    "half a record": (lambda link: link.sendall(bytes([22, 3, 3, 2, 0, 2])), "instance_unreachable", "closed a conn"),
+    "says goodbye": (lambda link: link.sendall(bytes([21, 3, 3, 0, 2, 1, 0])), "instance_untrusted", "it closed the"),
+    "alerts": (lambda link: link.sendall(bytes([21, 3, 3, 0, 2, 2, 40])), "instance_untrusted", "HANDSHAKE_FAILURE"),
+    "speaks HTTP": (lambda link: link.sendall(b"HTTP/1.1 400 No\r\n\r\n"), "instance_untrusted", "WRONG_VERSION"),
+}
+
+
+@pytest.mark.parametrize("name", HANDSHAKES)
+async def test_a_handshake_that_fails_is_told_as_it_failed(gateway: RunningGateway, name: str) -> None:
+    """Not as a port that refuses connections, which sends the operator to another place."""
+    answer, code, told = HANDSHAKES[name]
+
+    def serve(listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                link, _ = listener.accept()
+                with link, contextlib.suppress(OSError):
+                    link.recv(1 << 16)
+                    answer(link)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, args=(listener,), daemon=True)
+        thread.start()
+        gateway.register(f"https://127.0.0.1:{listener.getsockname()[1]}")
+        refused = await gateway.ask(post())
+        listener.shutdown(socket.SHUT_RDWR)
+    thread.join(30)
+    assert refused.refusal == (503, code), refused.body
+    assert told in refused.body.decode()
 
 
 async def test_an_instance_that_does_not_know_the_gateway_answers_nothing(
