@@ -178,12 +178,10 @@ async def rollback(model: ModelDep, by: ByDep, response: Response, body: Rollbac
     keys, version = Keys(model.name), body.version
     if version is None:
         version = await activation.previous_version(model.store, keys)
-    now = await active_record(
-        model
-    )  # a version that has not just served, or was withdrawn, needs the approval of a new one
-    back = (
-        now is not None and version == now.previous and await history.goes_back(model.store, keys, now.version, version)
-    )
+    now = await active_record(model)
+    back = now is not None and version == now.previous
+    if now is not None and back:  # a version that was withdrawn needs the approval of a new one
+        back = await history.goes_back(model.store, keys, now.version, version)
     return _accepted(await swap_in(model, version, body, by, "rollback" if back else "activate"), response)
 
 

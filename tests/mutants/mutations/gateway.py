@@ -206,7 +206,7 @@ MUTATIONS: list[Mutation] = [
         ("            compares[approval.key] = approval.revision\n", ""),
     ]),
     *of("server/gateway/admin/weights.py", GW + "admin/test_approvals.py", changes=[
-        ("body.version == now.previous else", "body.version else"),
+        ("back = now is not None and version == now.previous", "back = now is not None"),
     ]),
     *of(FLEET + "splits.py", GW + "fleet/test_splits.py", changes=[
         ("        credit[chosen] -= sum(self._percents[version] for version in versions)\n", "        credit[chosen] = 0.0\n"),

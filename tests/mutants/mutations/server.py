@@ -71,7 +71,7 @@ MUTATIONS: list[Mutation] = [
         ("place.offset + place.length)}", "place.offset + place.length + 1)}"),
     ]),
     *of("server/instance/sidecar.py", "tests/server/instance/test_sidecar.py", changes=[
-        ("        await asyncio.to_thread(self._trust.check, self._config.model, places[self._host])\n", ""),
+        ("        await asyncio.to_thread(self._trust.check, self._config.model, places[self._host], config)\n", ""),
         ("if report[\"path\"] != \"retained\" or not same(fingerprint, version.fingerprint):", "if report[\"path\"] != \"retained\":"),
         ("previous=version.version == self._suspect)", "previous=True)"),
         ("            asyncio.get_running_loop().call_later(TORN_LINGER_S, os.kill, os.getpid(), signal.SIGTERM)\n", ""),
