@@ -17,7 +17,7 @@ import os
 import stat
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import ClassVar
 
@@ -76,9 +76,11 @@ class Arena:
             lock.release()
         return self._create(model, nbytes)
 
-    def idle(self, model: str, in_use: set[str]) -> list[SlotLock]:
-        """The model's slots that nobody uses, locked exclusively."""
-        free = [path for path in self.slots(model) if str(path) not in in_use]
+    def idle(self, model: str, kept: Collection[str], in_use: set[str]) -> list[SlotLock]:
+        """The slots of the model's other parts than those `kept`, that nobody uses, locked exclusively."""
+        tags = {_tag(pool_of(model, part)) for part in kept}
+        there = sorted(self.directory.glob(f"slot-{_tag(model)}.*"))
+        free = [path for path in there if path.name.split("-")[1] not in tags and str(path) not in in_use]
         return [lock for path in free if (lock := SlotLock.try_exclusive(path)) is not None]
 
     def _create(self, model: str, nbytes: int) -> SlotLock:
@@ -289,6 +291,12 @@ def _touch(view: memoryview, *, write: bool) -> None:
             view[offset] = byte
 
 
-def _tag(model: str) -> str:
-    """Models of one store have slots of their own; the name itself may hold characters a file name cannot."""
-    return hashlib.blake2b(model.encode(), digest_size=4).hexdigest()
+def pool_of(model: str, part: str) -> str:
+    """The name by which a part's slots are claimed: those of one pool have one size."""
+    return f"{model}\0{part}" if part else model
+
+
+def _tag(pool: str) -> str:
+    """Models of one store have slots of their own, and so has each part, behind the tag of its model; the names
+    themselves may hold characters a file name cannot."""
+    return ".".join(hashlib.blake2b(name.encode(), digest_size=4).hexdigest() for name in pool.split("\0"))

@@ -49,7 +49,7 @@ from weightsync.errors import (
     StoreUnavailable,
 )
 from weightsync.format.manifest import Schema, require_same_schema
-from weightsync.memory.arena import Arena, SlotLock, default_directory
+from weightsync.memory.arena import Arena, SlotLock, default_directory, pool_of
 from weightsync.memory.parts import BASE, check_without, compose, has_schema, slots_of, still_there
 from weightsync.peer.copies import kept_digests
 from weightsync.store.protocol import MISSING, KeyValue, Store
@@ -313,18 +313,12 @@ class Ledger:
         return locks
 
     async def _idle_slots(self, arena: Arena, known: list[VersionRecord], sizes: Mapping[str, int]) -> list[SlotLock]:
-        """The slots of parts that only retired versions have, locked: the parts were taken away."""
-        gone = {part.name for v in known if v.state == "retired" for part in v.parts}
-        gone -= {part.name for v in known if v.state != "retired" for part in v.parts} | sizes.keys()
-        in_use = self._slots_in_use(known)
-        return [lock for name in sorted(gone) for lock in await asyncio.to_thread(arena.idle, self._pool(name), in_use)]
-
-    def _pool(self, part: str) -> str:
-        """The slots of one pool have one size."""
-        return f"{self.keys.model}/{part}" if part else self.keys.model
+        """The slots of parts that no version has, locked: the parts were taken away, or their publisher failed."""
+        kept = {part.name for v in known if v.state != "retired" for part in v.parts} | sizes.keys()
+        return await asyncio.to_thread(arena.idle, self.keys.model, kept, self._slots_in_use(known))
 
     async def _claim_slot(self, arena: Arena, known: list[VersionRecord], part: str, nbytes: int) -> SlotLock:
-        pool = self._pool(part)
+        pool = pool_of(self.keys.model, part)
         try:
             return await asyncio.to_thread(arena.claim, pool, nbytes, self._slots_in_use(known))
         except ArenaFull:

@@ -43,7 +43,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.format.manifest import PREAMBLE, Layout, clear_gaps, write_header
-from weightsync.memory.arena import Arena, SlotLock
+from weightsync.memory.arena import Arena, SlotLock, pool_of
 from weightsync.memory.parts import slots_of
 from weightsync.peer.copies import all_parts, kept_digests, local_slot, own_copies, with_local_slots
 from weightsync.persist.disk import Disk, Piece, disk_piece, slot_header, slot_is_left, slot_is_whole
@@ -204,8 +204,7 @@ class _Attempt:
         layout = Layout.of(stored.manifest.schema)
         if any(entry.offset != layout.offsets[name] for name, entry in stored.manifest.tensors.items()):
             raise ManifestError(f"version {piece.version} was laid out by another release: publish it again")
-        pool = f"{self.keys.model}/{piece.name}" if piece.name else self.keys.model
-        lock = self.arena.claim(pool, layout.total_nbytes, self._in_use())
+        lock = self.arena.claim(pool_of(self.keys.model, piece.name), layout.total_nbytes, self._in_use())
         try:
             with _mapped(lock) as slot:
                 slot[:PREAMBLE] = bytes(PREAMBLE)  # nobody takes it for what was here before

@@ -15,6 +15,7 @@ from weightsync.control.activation import TOMBSTONES_KEPT
 from weightsync.control.records import ActiveRecord, Keys, PartRecord, SwapRecord, TargetRecord, VersionRecord
 from weightsync.errors import BadPart, PublishError, ShapeMismatch
 from weightsync.format.fingerprint import fingerprint_of
+from weightsync.memory.arena import pool_of
 from weightsync.memory.parts import Adapter, check_name, combined, join, slots_of
 from weightsync.push import main
 
@@ -157,7 +158,7 @@ def test_slots_stay_as_long_as_any_version_lies_in_them(publisher: Publisher, ac
     assert first_value(base) == 1.0
     assert [first_value(part(v, "lora/x").slot) for v in held] == [float(v.version) for v in held]
     assert len(publisher.arena.slots("demo")) == 1
-    assert len(publisher.arena.slots("demo/lora/x")) <= 6
+    assert len(publisher.arena.slots(pool_of("demo", "lora/x"))) <= 6
     publisher.publish(model(30), activate=False)
     assert latest(publisher).slot != base
 
@@ -226,7 +227,7 @@ def test_parts_that_come_and_go_leave_nothing(
         activate(publisher.publish(model(value), activate=False))
     publisher.publish(model(9), activate=False)
     left = {part.name for v in publisher.versions() if v.state == "ready" for part in v.parts}
-    assert len(left) + sum(bool(publisher.arena.slots(f"demo/lora/{n}")) for n in range(101)) == 0
+    assert len(left) + sum(bool(publisher.arena.slots(pool_of("demo", f"lora/{n}"))) for n in range(101)) == 0
 
 
 def test_a_draft_given_up_frees_every_slot(publisher: Publisher, activate: Activate) -> None:
