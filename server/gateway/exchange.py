@@ -72,7 +72,8 @@ class Exchange:
 
     __slots__ = (
         "_asked_at", "_bytes_in", "_capture", "_charged", "_client", "_connecting", "_continuation", "_cost", "_fleet",
-        "_gate", "_held_at", "_held_for", "_link", "_losses", "_passed", "_paused", "_pooled", "_relay", "_resent",
+        "_gate", "_held_at", "_held_for", "_link", "_load", "_losses", "_passed", "_paused", "_pooled", "_relay",
+        "_resent",
         "_second_try", "_served", "_stats", "_tried", "_write", "error_code", "first_byte", "instance", "last_instance",
         "last_progress", "queued_s", "request", "started", "state", "status", "ticket", "trace", "usage",
     )  # fmt: skip
@@ -102,6 +103,7 @@ class Exchange:
         self._link: UpstreamConnection | None = None
         self._pooled = False
         self._paused = False  # the client's write buffer is full
+        self._load = 0  # requests that the instance had with it
         self._losses = 0  # connections that ended after it was sent, without a byte
         self._resent = False  # to the instance that has it now, whose pooled connection had ended
         self._second_try = True  # until the head of an answer that is no refusal
@@ -297,6 +299,7 @@ class Exchange:
         if self.request.target.route.works:
             self._passed = True
             instance.working += 1
+            self._load = instance.working
         shadows = self._fleet.shadows
         if shadows.on and self._continuation is None:
             shadows.sample(self.request, instance, len(self._gate.queue))
@@ -603,7 +606,8 @@ class Exchange:
             ttft_s=ttft_s if self.first_byte else None, instance=self.last_instance or None, first_version=version,
            
             last_version=(last_version(relay.tail()) or version) if ours else None,
-            drawn_version=self.request.drawn, cluster=self.request.cluster, lost=self.request.lost, usage=self.usage,
+            drawn_version=self.request.drawn, cluster=self.request.cluster, lost=self.request.lost,
+            load=self._load, usage=self.usage,
             bytes_in=self._bytes_in, bytes_out=relay.body_bytes, streamed=relay.sse, trace=self.trace,
             model=self._stats.model,
         )  # fmt: skip

@@ -84,6 +84,7 @@ class Finished:
     drawn_version: int | None = None  # by a split of the traffic, whichever version answered
     cluster: int = -1  # of the requests that were drawn together with it, -1: it was drawn by itself
     lost: bool = False  # an instance failed it, though another may have answered
+    load: int = 0  # requests of this gateway that its instance had when it came, with it
     usage: Usage | None = None
     bytes_in: int = 0
     bytes_out: int = 0

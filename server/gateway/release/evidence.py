@@ -15,7 +15,7 @@ from typing import Final
 
 from server.gateway.observe.context import TraceContext
 from server.gateway.observe.stats import Finished, Watcher
-from server.gateway.release.judge import Evidence, key_of
+from server.gateway.release.judge import LOAD, Evidence, key_of
 from server.gateway.release.policy import SCORED, Condition
 from server.gateway.release.records import Counted, EvidenceRecord, Kind, LostMetric
 from server.gateway.release.statistics import NOTHING, Tally, clustered
@@ -128,6 +128,7 @@ def measured(finished: Finished) -> Iterable[tuple[str, float]]:
     if finished.status != 200 or finished.usage is None or not wrote:
         return
     yield "errors", 0.0
+    yield LOAD, float(finished.load)
     yield "duration_s", finished.duration_s
     tokens = finished.usage.completion_tokens
     yield "tokens", float(tokens)
@@ -140,7 +141,7 @@ def measured(finished: Finished) -> Iterable[tuple[str, float]]:
 def summed(
     records: Iterable[EvidenceRecord], conditions: Iterable[Condition], candidate: int, stable: int
 ) -> Mapping[str, Evidence]:
-    """The evidence on each condition, by `key_of`, of all gateways."""
+    """The evidence on each condition, by `key_of`, and on the load, of all gateways."""
     tallies: dict[tuple[str, Kind, int], dict[int, Tally]] = {}
     lost: dict[str, str] = {}
     for record in records:
@@ -163,6 +164,11 @@ def summed(
         of_stable = of(condition, stable, "live")  # nothing is repeated on it
         evidence = Evidence(of(condition, candidate, *kinds), of_stable, lost.get(condition.metric, ""))
         found[key_of(condition)] = evidence
+
+    def load(version: int) -> Tally:
+        return sum(tallies.get((LOAD, "live", version), {}).values(), NOTHING)
+
+    found[LOAD] = Evidence(load(candidate), load(stable))
     return found
 
 

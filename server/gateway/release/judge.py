@@ -12,12 +12,14 @@ sample ratio mismatch in online controlled experiments", KDD 2019), and the step
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from server.gateway.release.policy import Condition, Policy, seconds_of
+from server.gateway.release.policy import TIMES, Condition, Policy, seconds_of
 from server.gateway.release.statistics import LEAST, LEAST_CLUSTERS, NOTHING, Interval, Tally, bounded, unbounded
 
+LOAD: Final = "load"  # the key of the evidence on how many requests an instance had at a time
+COMPARABLE: Final = 1.5  # the factor between the loads of both versions within which their times are compared
 INVALID: Final = "the comparison is not valid, as requests of one version were passed on: "
 State = Literal["harmed", "kept", "open", "blind"]
 
@@ -53,8 +55,7 @@ class Ruling:
 
 def rule(policy: Policy, step: int, evidence: Mapping[str, Evidence], *, lasted_s: float) -> Ruling:
     """The judgement of step number `step` (from 0), which has lasted so long. `evidence` is by `key_of`."""
-    conditions = policy.of_step(step)
-    findings = tuple(examine(c, evidence.get(key_of(c), Evidence()), policy.alpha) for c in conditions)
+    findings = judged(policy, step, evidence)
     broken = [finding for finding in findings if finding.state == "harmed"]
     harmed = [finding.text for finding in broken if finding.condition.metric != "arrived"]
     if harmed:
@@ -70,6 +71,28 @@ def rule(policy: Policy, step: int, evidence: Mapping[str, Evidence], *, lasted_
     if policy.on_hold == "rollback" and lasted_s >= over + seconds_of(policy.hold):
         return Ruling("rollback", f"held for {policy.hold} without evidence: {reason}", findings)
     return Ruling("hold", reason, findings)
+
+
+def judged(policy: Policy, step: int, evidence: Mapping[str, Evidence]) -> tuple[Finding, ...]:
+    """What is known of each condition of a step."""
+    each = (examine(c, evidence.get(key_of(c), Evidence()), policy.alpha) for c in policy.of_step(step))
+    last = step == len(policy.steps) - 1
+    return tuple(_at_load(finding, evidence.get(LOAD, Evidence()), last=last) for finding in each)
+
+
+def _at_load(finding: Finding, load: Evidence, *, last: bool) -> Finding:
+    """Times of two versions of which one has more to do show nothing, unless the one with less to do is slower. Another
+    step may have equal loads; the last one must."""
+    condition, c, s = finding.condition, load.candidate.mean, load.stable.mean
+    if condition.metric not in TIMES or not condition.compares or not max(c, s) > COMPARABLE * min(c, s):
+        return finding
+    if finding.state == "harmed" and condition.bound[0] == "max_increase" and c < s:
+        return finding
+    text = (
+        f"{condition}: an instance of the candidate had {c:.3g} requests at a time, one of the stable version {s:.3g}"
+    )
+    state: State = "blind" if last or condition.prove else "open"
+    return replace(finding, state=state, text=f"{text}; times are compared where the loads are alike")
 
 
 def key_of(condition: Condition) -> str:

@@ -20,7 +20,7 @@ from typing import Any, Final, Protocol
 from server.errors import ConfigError, Conflict, HttpError, NotFound, ServerError
 from server.gateway.access.records import By
 from server.gateway.release.evidence import FLUSH_S, Observer, Watched, summed
-from server.gateway.release.judge import Evidence, Finding, examine, key_of
+from server.gateway.release.judge import Evidence, Finding, judged
 from server.gateway.release.policy import Policy, parse, seconds_of
 from server.gateway.release.progress import (
     Commit,
@@ -158,7 +158,7 @@ class Releases:
             return ()
         policy = parse(record.policy)
         evidence = await self._evidence(record, policy)
-        return tuple(examine(c, evidence.get(key_of(c), Evidence()), policy.alpha) for c in policy.of_step(record.step))
+        return judged(policy, record.step, evidence)
 
     # what goes on by itself
 

@@ -21,7 +21,7 @@ from server.gateway.fleet.instance import Instance
 from server.gateway.fleet.shadow import Shadows
 from server.gateway.release.answers import AnswerReader
 from server.gateway.release.evidence import Observer, Watched, summed
-from server.gateway.release.judge import Evidence, examine, key_of, rule
+from server.gateway.release.judge import LOAD, Evidence, examine, key_of, rule
 from server.gateway.release.policy import Condition, parse
 from server.gateway.release.statistics import Tally
 from server.gateway.routes import find
@@ -167,6 +167,33 @@ async def test_requests_that_are_passed_on_leave_nothing_to_compare(tmp_path: Pa
             assert (left.candidate.total, left.stable.total) == (0, 0)
             ruling = rule(policy, 0, {"arrived": arrived, "left": left}, lasted_s=1.0)
             assert (ruling.kind, "is not valid" in ruling.reason) == ("hold", True)
+
+
+async def test_the_load_of_each_version_is_counted(tmp_path: Path) -> None:
+    """Four requests are there at once, and each version has half of them."""
+    with running_gateway(tmp_path, run_coordinator=False) as gateway:
+        go_on = asyncio.Event()
+
+        def slowly(version: int) -> Handler:
+            async def answer(link: Link, received: Received) -> None:
+                if received.method == "POST":
+                    await go_on.wait()
+                await writes(version)(link, received)
+
+            return answer
+
+        second = gateway.instance(slowly(CANDIDATE), "i13", active_version=CANDIDATE)
+        async with gateway.instance(slowly(STABLE), "i12", active_version=STABLE) as first, second:
+            observer = await divided(gateway)
+            asking = [asyncio.create_task(asked(gateway, 1)) for _ in range(4)]
+            await eventually(lambda: sum(each.method == "POST" for each in first.requests) == 2)
+            await eventually(lambda: gateway.gateway.default.fleet.instances["i13"].working == 2)
+            go_on.set()
+            assert sum(await asyncio.gather(*asking), Counter[int]()) == {200: 4}
+            _, record = observer.taken() or (None, None)
+            assert record is not None
+            load = summed([record], (), CANDIDATE, STABLE)[LOAD]
+            assert (load.candidate, load.stable) == (Tally(2, 3.0, 5.0), Tally(2, 3.0, 5.0))
 
 
 async def test_a_request_that_chose_its_version_is_no_evidence(tmp_path: Path) -> None:

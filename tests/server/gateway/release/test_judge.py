@@ -14,7 +14,7 @@ import pytest
 from loadtest.serving.releases import BY_KEYS, Means, of_keys, release
 from server.errors import ConfigError
 from server.gateway.release import evidence as counting
-from server.gateway.release.judge import Evidence, examine, key_of, rule
+from server.gateway.release.judge import LOAD, Evidence, examine, judged, key_of, rule
 from server.gateway.release.policy import Condition, Policy, Step, parse, seconds_of
 from server.gateway.release.statistics import LEAST, NOTHING, Interval, Tally, bounded, clustered, unbounded
 
@@ -112,6 +112,33 @@ def test_an_open_condition_that_need_not_be_proved_passes() -> None:
     open_ = {**GOOD, "errors": Evidence(share(20, 900), share(20, 900))}
     ruling = rule(parse(POLICY), 0, open_, lasted_s=60.0)
     assert (ruling.kind, ruling.findings[0].state) == ("next", "open")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "load", "step", "state"),
+    [
+        (0.5, (5.0, 6.0), 0, "kept"),
+        (0.5, (1.0, 6.0), 0, "open"),  # as fast with less to do, which may be slower at equal load
+        (0.5, (1.0, 6.0), 1, "blind"),  # it never passes by silence
+        (0.5, (6.0, 1.0), 1, "blind"),
+        (0.9, (1.0, 6.0), 0, "harmed"),  # slower, though it has less to do
+        (0.9, (6.0, 1.0), 0, "open"),  # slower, as it has more to do
+        (0.9, (6.0, 6.0), 0, "harmed"),
+    ],
+)
+def test_times_are_compared_at_comparable_load(
+    seconds: float, load: tuple[float, float], step: int, state: str
+) -> None:
+    policy = parse(b"conditions: [{metric: first_token_s, max_increase: 20%}]\n"
+                   b"steps: [{traffic: 5, for: 1m}, {traffic: 50, for: 1m}]")  # fmt: skip
+    times = Evidence(around(seconds, 5000), around(0.5, 5000))
+    loads = Evidence(*(around(each, 5000) for each in load))
+    finding, *_ = judged(policy, step, {"first_token_s": times, LOAD: loads})
+    assert finding.state == state
+    if state in ("open", "blind"):
+        assert (
+            f"the candidate had {load[0]:g} requests at a time, one of the stable version {load[1]:g}" in finding.text
+        )
 
 
 @pytest.mark.parametrize(
