@@ -73,9 +73,9 @@ class Exchange:
     __slots__ = (
         "_asked_at", "_bytes_in", "_capture", "_charged", "_client", "_connecting", "_continuation", "_cost", "_fleet",
         "_gate", "_held_at", "_held_for", "_link", "_load", "_losses", "_passed", "_paused", "_pooled", "_relay",
-        "_resent",
-        "_second_try", "_served", "_stats", "_tried", "_write", "error_code", "first_byte", "instance", "last_instance",
-        "last_progress", "queued_s", "request", "started", "state", "status", "ticket", "trace", "usage",
+        "_resent", "_second_try", "_served", "_stats", "_tried", "_write", "error_code", "first_byte", "instance",
+        "last_instance", "last_progress", "queued_s", "request", "started", "state", "status", "ticket", "trace",
+        "usage",
     )  # fmt: skip
 
     def __init__(self, client: Client, request: Request) -> None:
