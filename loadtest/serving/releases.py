@@ -8,6 +8,9 @@ of two means at each look, which is how a dashboard is read.
 And how much evidence a harm of a given size takes: thumbs up fall by 5, 10, 20 points, and the policy allows one point.
 Beside it, the answers that a test with a size fixed beforehand takes to find that harm in four of five releases. Such a
 test may be looked at once, at its end.
+
+And clients that differ, whose requests go through the gateway's own split and observer: the same weights twice, by 30,
+300 and 3,000 keys; and candidates that kill their engine, hang until clients leave, or refuse, at one request in five.
 """
 
 from __future__ import annotations
@@ -16,11 +19,13 @@ import argparse
 import json as jsonlib
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import numpy as np
 from rich.console import Console
 from rich.table import Table
@@ -30,10 +35,12 @@ from server.gateway.config import UpstreamSettings
 from server.gateway.fleet.instance import Instance
 from server.gateway.fleet.routing import Need
 from server.gateway.fleet.splits import Splits
+from server.gateway.observe.stats import Finished
 from server.gateway.release.evidence import Observer, Watched, summed
 from server.gateway.release.judge import Evidence, rule
 from server.gateway.release.policy import METRICS, Condition, Policy, Step
 from server.gateway.release.statistics import LEAST, Tally
+from server.gateway.wire.bodies import Usage
 from server.gateway.wire.head import RequestHead
 from weightsync.control.records import ActiveRecord, InstanceRecord, ShareRecord, SplitRecord
 
@@ -73,6 +80,13 @@ BY_KEYS = Policy(
     ),
 )
 
+Harmful = Literal["none", "kills", "hangs", "degrades"]  # what the candidate does to its engine, clients, answers
+HARMED = 0.2
+CLIENTS: tuple[tuple[str, int, Harmful], ...] = (
+    ("none", 30, "none"), ("none", 300, "none"), ("key", 30, "none"), ("key", 300, "none"), ("key", 3000, "none"),
+    ("none", 300, "kills"), ("none", 300, "hangs"), ("none", 300, "degrades"),
+)  # fmt: skip
+
 THUMBS = 0.7
 WORSE_BY = (0.05, 0.10, 0.20)
 ALLOWED = 0.01
@@ -92,6 +106,18 @@ class Found:
 
 
 @dataclass(frozen=True)
+class Ended:
+    """What became of the releases with unequal keys: shares of them."""
+
+    sticky: str
+    keys: int
+    harm: Harmful
+    passed: float
+    held: float
+    taken_back: float
+
+
+@dataclass(frozen=True)
 class Harm:
     """How soon a share of thumbs up that falls by `worse_by` is found.
 
@@ -107,7 +133,7 @@ class Harm:
 
 def run(
     json: Path | None, *, releases: int = 1000, answers: int = 2000, longest: int = ANSWERS_AT[-1], seed: int = 0
-) -> tuple[list[Found], list[Harm]]:
+) -> tuple[list[Found], list[Harm], list[Ended]]:
     """Simulates, prints the tables, and writes the figures to `json`.
 
     `answers` of the candidate in each step, and at most `longest` where it is asked how many a harm takes.
@@ -116,11 +142,15 @@ def run(
     show(found, releases, answers)
     harms = [of_harm(worse, releases, longest, seed) for worse in WORSE_BY]
     show_harms(harms, releases)
+    # a tenth as many: each request goes through the split and the observer
+    ended = [of_clients(*each, max(1, releases // 10), 2 * answers, seed) for each in CLIENTS]
+    show_ended(ended, max(1, releases // 10), 2 * answers)
     if json is not None:
         about = {"releases": releases, "answers_in_a_step": answers, "false_alarms": POLICY.false_alarms, "seed": seed}
         tables = {"scenarios": [asdict(each) for each in found], "harms": [asdict(each) for each in harms]}
+        tables["clients"] = [asdict(each) for each in ended]
         json.write_text(jsonlib.dumps({**about, **tables}, indent=1) + "\n")
-    return found, harms
+    return found, harms, ended
 
 
 def of_harm(worse: float, releases: int, longest: int, seed: int) -> Harm:
@@ -160,16 +190,17 @@ class Asks:
     lost: bool = False
 
 
-def of_keys(policy: Policy, keys: int, requests: int, rng: np.random.Generator, spread: float = 1.0) -> str:
-    """What becomes of a release of the very weights that serve already: "passed", "held" or "taken back".
+def of_keys(policy: Policy, keys: int, requests: int, rng: np.random.Generator, harm: Harmful = "none") -> str:
+    """What becomes of a release: "passed", "held" or "taken back". Without `harm` the candidate has the weights that
+    serve already; with one, it does so to one request in five.
 
     Clients differ: how much each key asks, how often it is refused and how long its answers are spread lognormally.
     Requests are drawn by the gateway's own split, as the policy has them stick, and counted by its own observer.
     """
     stable, candidate = 1, int(rng.integers(2, 2**31))
-    volume = np.exp(rng.normal(0, 1.2 * spread, keys))
-    refused = np.minimum(0.6, 0.03 * np.exp(rng.normal(0, spread, keys)))
-    tokens = 200 * np.exp(rng.normal(0, 0.7 * spread, keys))
+    volume = np.exp(rng.normal(0, 1.2, keys))
+    refused = np.minimum(0.6, 0.03 * np.exp(rng.normal(0, 1.0, keys)))
+    tokens = 200 * np.exp(rng.normal(0, 0.7, keys))
     principals = [replace(ANONYMOUS, digest=rng.bytes(32)) for _ in range(keys)]
     head = RequestHead(b"", b"")
     serving = [
@@ -187,9 +218,11 @@ def of_keys(policy: Policy, keys: int, requests: int, rng: np.random.Generator, 
         for count, key in enumerate(by, 1):
             request = Asks(principals[key], head)
             splits.need(request)
-            values = {"errors": 0.0, "refusals": float(refusals[count - 1]), "tokens": float(lengths[count - 1])}
-            for metric, value in values.items():
-                observer.observe(metric, value, request.drawn, cluster=request.cluster)
+            hit = harm if request.drawn == candidate and rng.random() < HARMED else "none"
+            observer.end(_ended(request, hit, stable, int(lengths[count - 1])))
+            if hit in ("none", "degrades"):
+                refused_it = float(refusals[count - 1] or hit == "degrades")
+                observer.observe("refusals", refused_it, request.drawn, cluster=request.cluster)
             if count % (requests // 16):
                 continue
             taken = observer.taken()
@@ -200,6 +233,23 @@ def of_keys(policy: Policy, keys: int, requests: int, rng: np.random.Generator, 
         if ruling.kind == "hold":
             return "held"
     return "passed"
+
+
+def _ended(request: Asks, hit: Harmful, stable: int, tokens: int) -> Finished:
+    """What the gateway tells of it. The engine that dies is noticed by no client: the stable version answers."""
+    wrote = stable if hit == "kills" else None if hit == "hangs" else request.drawn
+    usage = None if hit == "hangs" else Usage(1, max(1, tokens))
+    return Finished(
+        "r", "POST", "/v1/completions", 499 if hit == "hangs" else 200, None, "k", 0.0, 1.0, first_version=wrote,
+        last_version=wrote, drawn_version=request.drawn, cluster=request.cluster, lost=hit == "kills", usage=usage,
+    )  # fmt: skip
+
+
+def of_clients(sticky: str, keys: int, harm: Harmful, releases: int, requests: int, seed: int) -> Ended:
+    """So many releases of one kind."""
+    rng, policy = np.random.default_rng(seed), msgspec.structs.replace(BY_KEYS, sticky=sticky)
+    found = Counter(of_keys(policy, keys, requests, rng, harm) for _ in range(releases))
+    return Ended(sticky, keys, harm, *(found[end] / releases for end in ("passed", "held", "taken back")))
 
 
 def release(
@@ -258,6 +308,17 @@ def show(found: list[Found], releases: int, answers: int) -> None:
     for each in found:
         after = f"{each.answers:.0f}" if each.answers is not None else ""
         table.add_row(each.scenario, f"{each.taken_back:.1%}", after, f"{each.naive:.1%}")
+    Console(width=WIDTH).print(table)
+
+
+def show_ended(ended: list[Ended], releases: int, requests: int) -> None:
+    """As a table."""
+    title = f"{releases} releases each, {requests} requests of unequal keys in each of two steps"
+    table = Table("sticky", "keys", "the candidate", "passed", "held", "taken back", title=title)
+    for each in ended:
+        table.add_row(
+            each.sticky, str(each.keys), each.harm, f"{each.passed:.0%}", f"{each.held:.0%}", f"{each.taken_back:.0%}"
+        )
     Console(width=WIDTH).print(table)
 
 

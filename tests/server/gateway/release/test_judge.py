@@ -6,11 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
+from loadtest.serving import releases
 from loadtest.serving.releases import BY_KEYS, Means, of_keys, release
 from server.errors import ConfigError
 from server.gateway.release import evidence as counting
@@ -274,6 +276,16 @@ def test_unequal_keys_raise_no_false_alarms(keys: int, sticky: str, monkeypatch:
     if sticky == "key":
         monkeypatch.setattr(counting, "clustered", lambda single, clusters: sum(clusters, single))
         assert ended(20)["taken back"] > 20 * 2 * BY_KEYS.false_alarms
+
+
+@pytest.mark.parametrize(("harm", "said"), [("kills", "errors"), ("hangs", "left"), ("degrades", "refusals")])
+def test_a_candidate_that_does_harm_is_taken_back(harm: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what the requests show: an engine that dies of one request in five, clients that leave, refusals."""
+    rng, reasons = np.random.default_rng(3), []
+    real = releases.rule
+    monkeypatch.setattr(releases, "rule", lambda *a, **k: reasons.append(real(*a, **k).reason) or real(*a, **k))
+    assert {of_keys(BY_KEYS, 300, 4_000, rng, harm) for _ in range(3)} == {"taken back"}
+    assert said in reasons[-1]
 
 
 @pytest.mark.parametrize("differ", [0.0, 0.05, 0.3])
