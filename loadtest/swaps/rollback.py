@@ -135,7 +135,7 @@ def one(server: Server, bad: Path, text: str) -> dict[str, Any]:
 def evidence_at(answers: list[tuple[float, int]], version: int, text: str) -> float:
     """Unix seconds of the first answer with which the judgement finds harm, were each known when its client has it."""
     policy_ = parse(text)
-    (condition,) = policy_.of_step(0)
+    condition, *_ = policy_.of_step(0)  # its own; the guards find nothing here
     began = min(at for at, wrote in answers if wrote == version)
     candidate = stable = NOTHING
     for at, wrote in sorted(answers):

@@ -22,7 +22,7 @@ from loadtest.demo.learn import POLICY, SUMS, Seen
 from loadtest.demo.recipe import Question
 from loadtest.demo.scene import Answer, Swap
 from loadtest.demo.stage import MetricsTail
-from server.gateway.release.policy import parse
+from server.gateway.release.policy import GUARDS, parse
 from server.up import interrupts
 from trainer.config import TrainerConfig, strict
 
@@ -252,7 +252,7 @@ def test_the_commands_it_ends_with_work_from_where_it_was_started(tmp_path: Path
 def test_users_correct_what_a_policy_releases() -> None:
     """Accuracy is of the answers that they got."""
     assert [step.traffic for step in parse(POLICY).steps] == [0, 20, 50]
-    assert len(parse(POLICY).of_step(2)) == 3
+    assert len(parse(POLICY).of_step(2)) == 3 + len(GUARDS)
     seen = Seen()
     assert seen.accuracy(1) == 0.0
     seen.answers[1], seen.right[1] = 8, 2
