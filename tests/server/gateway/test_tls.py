@@ -11,7 +11,6 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -19,7 +18,7 @@ import uvicorn
 
 from server.cli.admin import AdminClient
 from server.errors import ConfigError, RequestFailed
-from server.gateway import GatewayConfig, HealthSettings, Limits, UpstreamSettings, listening
+from server.gateway import GatewayConfig, HealthSettings, UpstreamSettings, listening
 from server.gateway.admin.probes import ProbePrompt, ProbeSettings, build_probe
 from server.gateway.main import bind, run
 from tests.cluster_tls import Authority
@@ -29,7 +28,6 @@ from tests.server.gateway.harness import (
     GatewayProcess,
     RunningGateway,
     gateway_process,
-    get,
     post,
     running_gateway,
 )
@@ -82,104 +80,21 @@ def der(directory: Path) -> bytes:
     return ssl.PEM_cert_to_DER_cert((directory / "tls.crt").read_text())
 
 
-@contextlib.contextmanager
-def speaking_tls(
-    authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any
-) -> Iterator[RunningGateway]:
-    """A gateway behind the product's own listeners."""
-    files = authority.mount(tmp_path / "gateway")
-    monkeypatch.setattr(uvicorn, "Server", lambda config: listening.GatewayServer(config, leave))
-    tls = {"ssl_certfile": files / "tls.crt", "ssl_keyfile": files / "tls.key"}
-    with running_gateway(tmp_path, upstream=QUIET, **tls, **settings) as gateway:
-        yield gateway
-
-
-async def over_tls(port: int, sent: bytes) -> bytes:
-    """The first piece of what a client is answered that sends this together with the end of its handshake."""
-    context = ssl.create_default_context()
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    received, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-    spoken = context.wrap_bio(received, outgoing)
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-
-    async def done(step: Callable[[], Any]) -> Any:
-        while True:
-            with contextlib.suppress(ssl.SSLWantReadError):
-                return step()
-            writer.write(outgoing.read())
-            received.write(await asyncio.wait_for(reader.read(2**16), 30))
-            if reader.at_eof():
-                received.write_eof()
-
-    await done(spoken.do_handshake)
-    await done(lambda: spoken.write(sent))
-    answer: bytes = await done(spoken.read)
-    writer.close()
-    return answer
-
-
 @pytest.mark.parametrize("port", ["public", "admin"])
 async def test_a_handshake_that_does_not_go_on_ends(
     authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, port: str
 ) -> None:
+    """A handshake is no connection yet, so --max-connections does not count it."""
+    files = authority.mount(tmp_path / "gateway")
     monkeypatch.setattr(listening, "HANDSHAKE_S", 0.1)
-    with speaking_tls(authority, tmp_path, monkeypatch) as gateway:
+    monkeypatch.setattr(uvicorn, "Server", lambda config: listening.GatewayServer(config, leave))
+    tls = {"ssl_certfile": files / "tls.crt", "ssl_keyfile": files / "tls.key"}
+    with running_gateway(tmp_path, upstream=QUIET, **tls) as gateway:
         reader, writer = await gateway.connect(admin=port == "admin")
         writer.write(b"\x16\x03\x01")  # half of a hello
         assert await asyncio.wait_for(reader.read(), 30) == b""
         writer.close()
         assert not gateway.gateway.clients
-
-
-async def test_handshakes_count_as_connections(
-    authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(listening, "HANDSHAKE_S", 600.0)
-    with speaking_tls(authority, tmp_path, monkeypatch, limits=Limits(max_connections=5)) as gateway:
-        begun = [await gateway.connect() for _ in range(5)]
-        reader, writer = await gateway.connect()
-        with contextlib.suppress(ConnectionResetError):
-            assert await asyncio.wait_for(reader.read(), 30) == b""  # not one of the others, which wait for hellos
-        writer.close()
-        assert not any(kept.at_eof() for kept, _ in begun)
-        begun.pop()[1].close()
-        closing = get("/healthz", "Connection: close\r\n")
-        await eventually(lambda: answered(gateway, closing), 30)
-        for _, kept_writer in begun:
-            kept_writer.close()
-
-
-async def answered(gateway: RunningGateway, sent: bytes) -> bool:
-    with contextlib.suppress(OSError):
-        return (await over_tls(gateway.port, sent)).startswith(b"HTTP/1.1 200 ")
-    return False
-
-
-async def test_all_that_follows_a_handshake_arrives(authority: Authority, tmp_path: Path) -> None:
-    """On asyncio's own loop, which reads on before it tells that the handshake has ended."""
-    large = b"x" * 300_000
-
-    class Echo(asyncio.Protocol):
-        def __init__(self) -> None:
-            self.seen = b""
-
-        def connection_made(self, transport: asyncio.BaseTransport) -> None:
-            self.transport = transport
-
-        def data_received(self, data: bytes) -> None:
-            self.seen += data
-            if self.seen == large:
-                assert isinstance(self.transport, asyncio.Transport)
-                self.transport.write(b"all of it")
-
-    files, begun = authority.mount(tmp_path), set[listening.Handshake]()
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(files / "tls.crt", files / "tls.key")
-    loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: listening.Handshake(context, Echo, begun, lambda: 5), "127.0.0.1", 0)
-    async with server:
-        assert await over_tls(server.sockets[0].getsockname()[1], large) == b"all of it"
-    assert not begun
 
 
 async def leave() -> bool:
