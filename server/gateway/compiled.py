@@ -24,7 +24,7 @@ log = logging.getLogger("hotswap.gateway")
 
 MODULES = (
     "admission", "connection", "exchange", "routes",
-    "access.keys", "access.limits",
+    "access.costs", "access.keys", "access.limits",
     "fleet.affinity", "fleet.instance", "fleet.retries", "fleet.routing", "fleet.view",
     "models.served",
     "observe.stats",

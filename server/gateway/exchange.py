@@ -34,7 +34,7 @@ from enum import Enum
 from typing import Final
 
 from server.errors import BadUpstream, HttpError, TooManyRequests, Unavailable, UpstreamTimeout
-from server.gateway.access.limits import Cost, reckon
+from server.gateway.access.costs import Cost, reckon
 from server.gateway.admission import Client, Request
 from server.gateway.fleet import retries
 from server.gateway.fleet.instance import Instance
@@ -525,7 +525,10 @@ class Exchange:
             self._connecting = None
         self._give_back(reusable=False)
         if self.request.target.route.json_body:
-            self.usage = self._tokens()
+            self.usage, instance, grant = self._relay.usage(), self.instance, self.request.grant
+            cost = self._cost or (None if grant is None else grant.cost)
+            if instance is not None and cost is not None and self._asked_at:
+                self.usage = instance.pace.settle(cost, self.usage, status, time.monotonic() - self._asked_at)
         cost = self._charged
         if cost is not None:
             more = cost.used(self.usage, status) - cost.total
@@ -535,19 +538,6 @@ class Exchange:
         self._count()
         self._relay.close()
         self._drop_instance()
-
-    def _tokens(self) -> Usage | None:
-        """Of its answer; estimated by the pace of the instance's others where the client left before it was told."""
-        usage, instance, grant = self._relay.usage(), self.instance, self.request.grant
-        cost = self._cost or (None if grant is None else grant.cost)
-        if instance is None or cost is None or not (cost.whole and self._asked_at):
-            return usage
-        seconds = time.monotonic() - self._asked_at
-        if usage is None and self.status == 499:
-            return Usage(0, cost.written_in(seconds, instance.seconds_a_token), exact=False)
-        if usage is not None and usage.completion_tokens >= cost.whole:
-            instance.wrote(usage.completion_tokens // cost.whole, seconds)
-        return usage
 
     def _give_back(self, *, reusable: bool) -> None:
         """The upstream connection goes to the pool, if its answer ended in order, or ends."""
@@ -604,7 +594,6 @@ class Exchange:
             head.request_id.decode(), target.route.method.decode(), self.route, self.status, self.error_code,
             self.request.principal.name, time.time(), taken_s, self.queued_s,
             ttft_s=ttft_s if self.first_byte else None, instance=self.last_instance or None, first_version=version,
-           
             last_version=(last_version(relay.tail()) or version) if ours else None,
             drawn_version=self.request.drawn, cluster=self.request.cluster, lost=self.request.lost,
             load=self._load, usage=self.usage,

@@ -114,7 +114,7 @@ class Budgets:
             return tokens
 
     async def _leased(self) -> int:
-        """A lease that nobody renews, so that a gateway that is killed leaves nothing."""
+        """A lease without a renewal, so that a gateway that is killed leaves nothing."""
         if time.monotonic() - self._leased_at > MARKED_S / 2:
             self._lease, self._leased_at = await self._store.grant_lease(MARKED_S), time.monotonic()
         return self._lease

@@ -8,16 +8,9 @@ that slides by the second. What is taken in a second leaves the window when 60 w
 60 seconds, wherever they begin, hold more than the limit; a token bucket of the same size lets twice as much pass in
 its first minute. The price is 61 integers a limit.
 
-**Tokens** are charged when a request is admitted, with the most it may cost: what all its prompts are taken for, and
-for each of them `n` (or `best_of`) answers of the length that the request, its key or its route bounds them to. Text is
-taken for a token in four bytes (OpenAI's rule of thumb), ids are counted; an answer that nothing bounds is taken for
-`USUAL_OUTPUT` tokens. The true count replaces all that at the end. If it is higher it counts from then on, and that of
-a stream as it grows; if it is lower, the rest is given back to the minute it was taken from. The queue reckons alike.
-If the client leaves an answer that comes as a whole, it is taken for the tokens that its instance writes in that time.
-
-**Fields.** vLLM reads the fields that bound an answer with some latitude ("8", 8.0), and so does `reckon`. A key that
-has a bound may only send plain integers. Bodies go on byte for byte; where a bounded key says nothing, and the route
-would let an answer fill the context, the bound is written in at the end: of two fields of one name, the last counts.
+**Tokens** are charged when a request is admitted, with the most it may cost (costs.py). The true count replaces that at
+the end. If it is higher it counts from then on, and that of a stream as it grows; if it is lower, the rest is given
+back to the minute it was taken from.
 """
 
 from __future__ import annotations
@@ -27,10 +20,8 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Final, Protocol
 
-import msgspec
-
-from server import api
 from server.errors import BadRequest, TooManyRequests
+from server.gateway.access.costs import Asked, Cost, bounded, reckon
 from server.gateway.access.keys import Principal
 from server.gateway.wire.bodies import Usage
 from server.key_limits import LIMITS, KeyLimits
@@ -203,167 +194,6 @@ def this_month(wall: float) -> tuple[str, float]:
     now = datetime.fromtimestamp(wall, UTC)
     following = datetime(now.year + now.month // 12, now.month % 12 + 1, 1, tzinfo=UTC)
     return f"{now.year:04d}-{now.month:02d}", following.timestamp()
-
-
-Field = msgspec.Raw | msgspec.UnsetType
-
-_UNSET: Final = msgspec.UNSET
-MOST_DIGITS: Final = 18
-BYTES_PER_TOKEN: Final = 4
-USUAL_OUTPUT: Final = 256  # tokens, for an answer that nothing bounds; vLLM would let it fill the context
-MOST: Final = 1 << 40  # tokens; nobody means more
-_MOST_TEXT: Final = 32  # characters of a number
-# What bounds an answer on each route that generates, the one that counts first; and the bound where none is sent.
-_FIELDS: Final = {route.path: (route.bounds, route.unbounded) for route in api.ROUTES if route.bounds}
-_PROMPTS: Final = {route.path: route.prompts for route in api.ROUTES if route.prompts}
-_MOST_COMMAS: Final = 1 << 18  # in an array that is decoded to count its elements: some milliseconds
-_decode_array: Final = msgspec.json.Decoder(list[msgspec.Raw]).decode
-
-
-class Asked(Protocol):
-    """A body's fields, as they were sent: these, and those that `prompts` of a route names."""
-
-    max_tokens: Field
-    max_completion_tokens: Field
-    max_output_tokens: Field
-    n: Field
-    best_of: Field
-    stream: Field
-
-
-class Cost:
-    """Tokens of a request's `prompt`s, and of all answers it may get (`output`), which are `bounded` or a guess.
-
-    `whole`: so many of them come at the end, and their tokens are not seen before; 0: they are streamed.
-    """
-
-    __slots__ = ("bounded", "output", "prompt", "whole")
-
-    def __init__(self, prompt: int, output: int, *, bounded: bool = True, whole: int = 1) -> None:
-        self.prompt = prompt
-        self.output = output
-        self.bounded = bounded
-        self.whole = whole
-
-    @property
-    def total(self) -> int:
-        """What is reserved."""
-        return self.prompt + self.output
-
-    def used(self, usage: Usage | None, status: int) -> int:
-        """What it cost in the end."""
-        prompt, answers = self.spent(usage, status)
-        return prompt + answers
-
-    def spent(self, usage: Usage | None, status: int) -> tuple[int, int]:
-        """What its prompts and its answers cost in the end.
-
-        `usage` is what is known of its tokens; one that is not exact tells no prompt. An answer that says nothing cost
-        nothing if it failed, else (499: the client left before an instance had it) its prompt.
-        """
-        if usage is None:
-            return self.prompt if status < 400 or status == 499 else 0, 0
-        return usage.prompt_tokens if usage.exact else self.prompt, usage.completion_tokens
-
-    def written_in(self, seconds: float, seconds_a_token: float) -> int:
-        """Tokens of its whole answers after `seconds`: all that is reserved where the pace is not known (0.0)."""
-        if not (seconds_a_token and self.whole):
-            return self.output if self.whole else 0
-        return min(int(seconds / seconds_a_token) * self.whole, self.output)
-
-
-def reckon(asked: Asked, route: str, size: int, bound: int | None = None) -> Cost:
-    """The most a request may cost whose body has `size` bytes. `bound`: of its key, on each answer."""
-    field = _PROMPTS.get(route)
-    sent: Field = _UNSET if field is None else getattr(asked, field)
-    prompts, ids = 1, 0
-    if sent is not _UNSET:
-        raw = bytes(sent)  # type: ignore[arg-type]
-        prompts, ids = (_conversations(raw), 0) if field == "messages" else _prompts(raw)
-    prompt = max(size // BYTES_PER_TOKEN + 1, ids)
-    found = _FIELDS.get(route)
-    if found is None:
-        return Cost(prompt, 0)
-    names, default = found
-    most = 0
-    for name in names:
-        if not most:
-            most = _number(getattr(asked, name))
-    most = most or default or bound or 0
-    answers = min(prompts * max(_number(asked.n), _number(asked.best_of), 1), MOST)
-    whole = 0 if asked.stream is not _UNSET and bytes(asked.stream) == b"true" else answers  # type: ignore[arg-type]
-    return Cost(prompt, min((most or USUAL_OUTPUT) * answers, MOST), bounded=bool(most), whole=whole)
-
-
-def _prompts(raw: bytes) -> tuple[int, int]:
-    """How many prompts the field has, and how many ids in all. Nothing is built of it: it may have megabytes."""
-    if not raw.startswith(b"["):
-        return 1, 0
-    quotes = raw.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in raw else raw
-    texts = quotes.count(b'"') // 2
-    ids = 0 if texts else raw.count(b",") + 1
-    return max(1, texts + raw.count(b"[") - 1), ids
-
-
-def _conversations(raw: bytes) -> int:
-    """How many the field has. Of so many that decoding would stop the loop, all arrays in it are counted."""
-    try:
-        return max(1, len(_decode_array(raw))) if raw.count(b",") < _MOST_COMMAS else raw.count(b"[")
-    except msgspec.ValidationError:
-        return 1
-
-
-def _number(value: Field) -> int:
-    """The positive number that vLLM would read, 0 if it would read none."""
-    if value is _UNSET:
-        return 0
-    raw = bytes(value)  # type: ignore[arg-type]
-    if len(raw) <= MOST_DIGITS and raw.isdigit():
-        return int(raw)
-    try:
-        number = float(raw.strip(b'"')) if len(raw) <= _MOST_TEXT else float(MOST)
-    except ValueError:
-        return 0
-    return int(min(number, float(MOST))) if number > 0 else 0
-
-
-def bounded(asked: Asked, route: str, bound: int, body: bytes) -> bytes:
-    """The body for a key that may have `bound` tokens an answer. Raises BadRequest."""
-    found = _FIELDS.get(route)
-    if found is None:
-        return body
-    names, default = found
-    named = [name for name in names if _is_set(getattr(asked, name))]
-    for name in named:
-        _check(name, getattr(asked, name), bound)
-    if named or (default is not None and default <= bound):
-        return body
-    return _with(body, names[0], bound)
-
-
-def _check(name: str, value: Field, bound: int) -> None:
-    most = _integer(value)
-    if most is None:
-        raise BadRequest(f"{name}: send a whole number.", code="invalid_parameter", param=name)
-    if most > bound:
-        message = f"{name}: this key may ask for {bound} tokens an answer at most."
-        raise BadRequest(message, code="max_output_exceeded", param=name)
-
-
-def _with(body: bytes, name: str, value: int) -> bytes:
-    start = body.rstrip()[:-1].rstrip()
-    comma = b"" if start.endswith(b"{") and not start[:-1].strip() else b","
-    return b'%b%b"%b":%d}' % (start, comma, name.encode(), value)
-
-
-def _is_set(value: Field) -> bool:
-    return not isinstance(value, msgspec.UnsetType) and bytes(value) != b"null"
-
-
-def _integer(value: Field) -> int | None:
-    """None if it is no plain integer."""
-    raw = bytes(value)  # type: ignore[arg-type]
-    return int(raw) if len(raw) <= MOST_DIGITS and raw.isdigit() else None
 
 
 _UNBOUNDED: Final = 1 << 62

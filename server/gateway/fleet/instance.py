@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from xxhash import xxh3_64_intdigest
 
+from server.gateway.access.costs import Pace
 from server.gateway.config import HealthSettings, UpstreamSettings
 from server.gateway.fleet import affinity
 from server.gateway.fleet.affinity import Hint, PrefixTable
@@ -27,8 +28,6 @@ UNKNOWN: Final = 1024
 SHRINK: Final = 0.8
 GROWTH, FAST_GROWTH = 16, 4  # steps from nothing to the most
 HEADROOM: Final = 8  # one place ahead for so many that run
-
-PACE_WEIGHT: Final = 0.1  # of the last answer in the mean time of a token
 
 FAULTS: Final = frozenset({500, 502, 503, 504})
 STATES: Final = ("closed", "half_open", "open")
@@ -64,7 +63,7 @@ class Instance:
         self._settings = settings
         self.connect_errors = 0
         self.refusals = 0  # requests it refused for the version it runs
-        self.seconds_a_token = 0.0  # of one answer, from request to end; 0.0: none has ended
+        self.pace = Pace()
         self.failed_at = 0.0
         self.picked_at = 0
         self.left_at = 0.0  # when its record went from the store (monotonic), 0.0 while it is there
@@ -105,11 +104,6 @@ class Instance:
             self.window = Window(record.max_num_seqs, self._settings.max_in_flight)
         self.pool.introduce(record.key)
         self.record = record
-
-    def wrote(self, tokens: int, seconds: float) -> None:
-        """An answer of so many tokens took `seconds`, from its request to its end."""
-        before, now = self.seconds_a_token, seconds / tokens
-        self.seconds_a_token = before + (now - before) * PACE_WEIGHT if before else now
 
     def left(self, now: float) -> None:
         """Its record has gone from the store: what it has of this gateway's goes on."""

@@ -64,7 +64,9 @@ MUTATIONS: list[Mutation] = [
         ("elif self.now - taken_at < SLOTS:", "elif self.now - taken_at <= SLOTS:"),
         ("            if units <= 0:\n", "            if units < 0:\n"),
     ]),
-    *of(ACCESS + "limits.py", GW + "access/test_quota.py", GW + "access/test_limits.py", changes=[
+    *of(ACCESS + "costs.py", GW + "access/test_quota.py", GW + "access/test_limits.py", changes=[
+        ("int(seconds / before) * cost.whole if before", "int(seconds / before) if before"),
+        ("if usage is None and status == 499:", "if usage is None:"),
         ("max(_number(asked.n), _number(asked.best_of), 1)", "max(_number(asked.n), 1)"),
         ("if status < 400 or status == 499 else 0, 0", "if status < 400 else 0, 0"),
         ("usage.prompt_tokens if usage.exact else self.prompt,", "usage.prompt_tokens,"),

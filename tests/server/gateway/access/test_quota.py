@@ -22,19 +22,9 @@ from loadtest.simulation.store import Client, ModelStore
 from server.errors import BadRequest
 from server.gateway.access import limits as meters
 from server.gateway.access.budgets import Budgets, SpentRecord
+from server.gateway.access.costs import BYTES_PER_TOKEN, MOST, USUAL_OUTPUT, Cost, Pace, reckon
 from server.gateway.access.keys import Principal
-from server.gateway.access.limits import (
-    BYTES_PER_TOKEN,
-    MOST,
-    SLOTS,
-    USUAL_OUTPUT,
-    Limits,
-    Month,
-    RateLimited,
-    Window,
-    reckon,
-    this_month,
-)
+from server.gateway.access.limits import SLOTS, Limits, Month, RateLimited, Window, this_month
 from server.gateway.wire.bodies import NONE, Usage, check_object
 from server.key_limits import KeyLimits
 from tests.server.gateway.harness import RunningGateway, admin, new_key, post, running_gateway
@@ -304,6 +294,18 @@ def test_what_an_answer_costs_in_the_end(clock: Clock, usage: Usage | None, stat
     quota = meter.quotas()["p/tokens"]
     assert quota.used == tokens
     assert int(lines(limits.head(p))["x-ratelimit-remaining-tokens"]) == max(0, 1000 - tokens)
+
+
+def test_an_answer_that_was_left_is_taken_for_what_was_written() -> None:
+    pace, two = Pace(), Cost(10, 40, whole=2)
+    assert pace.settle(two, None, 499, 1.0) == Usage(0, 40, exact=False)  # nothing is known yet
+    assert pace.settle(Cost(10, 40, whole=0), None, 499, 1.0) is None  # of a stream all is known
+    assert pace.settle(two, None, 502, 1.0) is None
+    for told, seconds, pace_s in ((Usage(9, 1), 1.0, 0.0), (Usage(9, 20), 2.0, 0.2), (Usage(9, 200), 2.0, 0.182)):
+        assert pace.settle(two, told, 200, seconds) == told
+        assert pace.seconds_a_token == pytest.approx(pace_s)
+    assert pace.settle(two, None, 499, 1.0) == Usage(0, 10, exact=False)
+    assert pace.settle(two, None, 499, 100.0) == Usage(0, 40, exact=False)
 
 
 def test_unlimited_keys_have_no_meter() -> None:

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from server.errors import BadRequest, ConfigError, HttpError
 from server.gateway import GatewayConfig, Limits, terms
+from server.gateway.access.costs import bounded, reckon
 from server.gateway.access.key_sources import load_keys
-from server.gateway.access.limits import bounded, reckon
 from server.gateway.admin.probes import load_probes
 from server.gateway.fleet.instance import parse
 from server.gateway.observe import context

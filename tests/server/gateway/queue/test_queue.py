@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from server.errors import HttpError, TooManyRequests, Unavailable
 from server.gateway import QueueSettings
-from server.gateway.access.limits import Cost
+from server.gateway.access.costs import Cost
 from server.gateway.fleet.instance import HEADROOM, UNKNOWN, Signals, Window
 from server.gateway.fleet.routing import Need
 from server.gateway.queue.flows import Class
