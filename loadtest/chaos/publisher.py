@@ -4,8 +4,7 @@
 matrix, so they travel as differences; large ones in most of them, though not in what they answer. Some bring an
 adapter, some take it away, some have a configuration that must be refused. Some are rolled out, some rolled back. One
 in eight is bad: with a NaN or an infinity, which staging must refuse, or finite and overflowing, which is rolled back
-as soon as it runs. Says a JSON line for each. What the store refuses, or cannot answer, is tried again with a new
-publisher.
+as soon as it runs. The program prints a JSON line for each. After an error of the store a new publisher tries again.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ POISON: dict[Bad, float] = {"nan": float("nan"), "inf": float("inf"), "overflow"
 
 @dataclass(frozen=True)
 class Given:
-    """What a publisher has of its model: the weights of each checkpoint, their configuration, and its adapter."""
+    """The model of a publisher: the weights of each checkpoint, their configuration, and its adapter."""
 
     weights: list[Weights]
     config: dict[str, Any]

@@ -107,7 +107,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Ended:
-    """What became of the releases with unequal keys: shares of them."""
+    """The ends of releases with unequal keys, as shares of them."""
 
     sticky: str
     keys: int
@@ -191,7 +191,7 @@ class Asks:
 
 
 def of_keys(policy: Policy, keys: int, requests: int, rng: np.random.Generator, harm: Harmful = "none") -> str:
-    """What becomes of a release: "passed", "held" or "taken back". Without `harm` the candidate has the weights that
+    """The end of a release: "passed", "held" or "taken back". Without `harm` the candidate has the weights that
     serve already; with one, it does so to one request in five.
 
     Clients differ: how much each key asks, how often it is refused and how long its answers are spread lognormally.
@@ -236,7 +236,7 @@ def of_keys(policy: Policy, keys: int, requests: int, rng: np.random.Generator, 
 
 
 def _ended(request: Asks, hit: Harmful, stable: int, tokens: int) -> Finished:
-    """What the gateway tells of it. The engine that dies is noticed by no client: the stable version answers."""
+    """The gateway's record of a request. The engine that dies is noticed by no client: the stable version answers."""
     wrote = stable if hit == "kills" else None if hit == "hangs" else request.drawn
     usage = None if hit == "hangs" else Usage(1, max(1, tokens))
     return Finished(

@@ -363,7 +363,7 @@ def holding(objects: list[Object], kinds: list[Object]) -> Iterator[tuple[str, .
 
 
 def stored(values: Object) -> Object:
-    """What Helm has stored of a release of this chart in its first version, which had `values`."""
+    """Helm's record of a release of this chart in its first version, which had `values`."""
     about = {"apiVersion": "v2", "name": "hotswap", "version": "0.0.1"}
     info = {"status": "deployed", "first_deployed": "2026-01-01T00:00:00Z", "last_deployed": "2026-01-01T00:00:00Z"}
     release = {"name": "hotswap", "namespace": NAMESPACE, "version": 1, "info": info, "manifest": "", "config": {}}

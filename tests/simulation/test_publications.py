@@ -92,7 +92,7 @@ class World:
             self.store.up = True
 
     def left(self) -> dict[str, Any]:
-        """What this world holds: files, descriptors, tasks, leases, records and their bytes."""
+        """The holdings of this world: files, descriptors, tasks, leases, records and their bytes."""
         kept = [kv for kv in self.store.list("")[0] if not kv.key.startswith(("ledger/", KEYS.history))]
         kinds = Counter("".join(c for c in kv.key if not c.isdigit()) for kv in kept)
         return {

@@ -1,4 +1,4 @@
-"""The active version: asking for another, and retiring versions that nobody needs.
+"""The active version: asking for another, and retiring versions without a use.
 
 An operator may write the target record, and a publisher while it holds its lineage. The coordinator answers with a swap
 record of the same id, and a commit with an `active` record that names it. So who asked can tell its own outcome from

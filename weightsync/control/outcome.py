@@ -1,7 +1,7 @@
 """The outcome of a swap, for any process that waits for it: the gateway that leads, another one, or a publisher.
 
-It is read from the records as they stand, so a waiter may come late, and outlives outages of the store. What a later
-swap has replaced is in the history.
+The records tell the outcome as they stand, so a waiter may come late, and outlives outages of the store. The history
+has the swaps that a later one has replaced.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ async def of_request(store: Store, keys: Keys, target: TargetRecord) -> SwapRepo
 
 
 async def of_version(store: Store, keys: Keys, version: int, timeout_s: float) -> None:
-    """Return when `version` serves, whoever asked for it: committed, and its swap done.
+    """Return when `version` serves, by any request: committed, and its swap done.
 
     Raises SwapAborted when a swap to it ends otherwise meanwhile, and SwapTimeout.
     """
@@ -131,7 +131,7 @@ async def _wait(
     until: Callable[[SwapRecord | None], float],
     ended: Callable[[Board], Awaitable[T | None]],
 ) -> T:
-    """What `ended` says at last, before the time `until` says, as the records change."""
+    """The first answer of `ended` that is not None, as the records change. `until` tells when to give up."""
     began, board = _now(), Board(keys)
     try:
         async with asyncio.timeout_at(until(None)) as limit:

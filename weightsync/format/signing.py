@@ -3,8 +3,8 @@
 A signature is a DSSE envelope (github.com/secure-systems-lab/dsse, v1) around an in-toto statement (v1), whose subject
 is one part of a version: model and part by name, and the SHA-256 of its tensors with their names, dtypes, shapes and
 metadata (`manifest.content_sha256`). Its predicate has the keys of the base model's config.json that an engine reads
-(`config`: JSON, zlib, base64), where the version came with one. It leaves out the version's number, which the store
-gives: so whoever has the tensors can sign them before they are sent. The digests in the manifest find faults; they
+(`config`: JSON, zlib, base64), where the version came with one. The statement leaves out the version's number, which
+the store gives: so a publisher can sign tensors before they are sent. The digests in the manifest find faults; they
 would not withstand somebody who looks for other bytes with the same digest, so they are not relied on here. Each part
 of a version has the signature with which it was published, in the version's record: wherever the record goes, to disk,
 to other hosts, into later versions that carry the part on, the signature goes along.
@@ -130,7 +130,7 @@ class Trust:
             raise VersionRefused(version, f"{', '.join(keys)} of {what} in config.json are not as they were signed")
 
     def _opened(self, envelope: str, version: int, what: str) -> dict[str, str]:
-        """What a good signature vouches for: name, digest, of what the digest is, and config.json ("": of none)."""
+        """The statement of a good signature: name, digest, of what the digest is, and config.json ("": of none)."""
         try:
             found = orjson.loads(envelope)
             payload = base64.b64decode(found["payload"], validate=True)

@@ -203,7 +203,7 @@ class HotswapWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def commit(self, version: int) -> tuple[float, bool, list[str]]:
         """Flip to `version`. Raises NotStagedError, and then nothing has changed.
 
-        Returns (the flip's time in ms, whether the scales of the KV cache changed, the parts that run). What is in a
+        Returns (the flip's time in ms, whether the scales of the KV cache changed, the parts that run). A
         quantised cache can only be read with the scales that it was written with.
         """
         started = time.perf_counter()

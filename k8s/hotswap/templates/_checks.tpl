@@ -55,7 +55,7 @@
 {{- end }}
 {{- end }}
 
-{{/* What cannot be changed while etcd and the instances run. Tools that render without a cluster see nothing of it. */}}
+{{/* Refuses changes that etcd and the instances cannot follow while they run. Tools that render without a cluster do not see the objects, and refuse nothing. */}}
 {{- define "hotswap.checkLive" -}}
 {{- range (lookup "apps/v1" "StatefulSet" .Release.Namespace "").items }}
 {{- $labels := .metadata.labels | default dict }}

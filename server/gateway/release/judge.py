@@ -74,7 +74,7 @@ def rule(policy: Policy, step: int, evidence: Mapping[str, Evidence], *, lasted_
 
 
 def judged(policy: Policy, step: int, evidence: Mapping[str, Evidence]) -> tuple[Finding, ...]:
-    """What is known of each condition of a step."""
+    """The findings on the conditions of a step."""
     each = (examine(c, evidence.get(key_of(c), Evidence()), policy.alpha) for c in policy.of_step(step))
     last = step == len(policy.steps) - 1
     return tuple(_at_load(finding, evidence.get(LOAD, Evidence()), last=last) for finding in each)

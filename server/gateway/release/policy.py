@@ -153,8 +153,9 @@ class Policy(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
     `false_alarms`: the probability that a version within all bounds is rolled back, over all conditions, steps and
     looks. `hold`: how long a step may wait for evidence before `on_hold` happens; holding raises an alert at once.
-    `sticky` (key, session, header:NAME or none) and `minimum` are those of the split (docs/weights.md). What sticks
-    together is one observation: few large keys are little evidence, so each request is drawn by itself by default.
+    `sticky` (key, session, header:NAME or none) and `minimum` are those of the split (docs/weights.md). Requests
+    that stick together are one observation: few large keys are little evidence, so each request is drawn by itself by
+    default.
     """
 
     steps: tuple[Step, ...]

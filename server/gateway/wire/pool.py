@@ -201,7 +201,7 @@ class Pool:
 
 
 def tls_fault(exc: ssl.SSLError) -> str:
-    """What was wrong in a handshake. Python has no reason where the other side has only said that it closes."""
+    """The reason of a handshake that failed. Python has no reason where the other side has only said that it closes."""
     return getattr(exc, "verify_message", "") or exc.reason or "it closed the connection in the handshake"
 
 

@@ -154,7 +154,7 @@ def test_leftovers_are_those_that_nobody_locks_maps_or_was_told_of(shm: Path) ->
 
 
 def test_a_process_in_the_midst_of_an_exec_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has no environment and no maps for a moment. This one is there again and again."""
+    """Such a process has no environment and no maps for a moment. This one is there again and again."""
     again, arena = 'exec sh -c "$AGAIN"', tmp_path / "arena"
     env = {"PATH": os.environ["PATH"], "AGAIN": again, "HOTSWAP_ARENA": str(arena)}
     with subprocess.Popen(["sh", "-c", again], env=env) as process:

@@ -1,4 +1,4 @@
-"""What a release counts of requests, through a gateway: each counts for the version that was drawn for it."""
+"""The evidence of a release, through a gateway: each request counts for the version that was drawn for it."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ async def test_each_failure_of_a_shadow_answer_counts(way: str) -> None:
 
 
 async def test_what_says_nothing_of_the_version_is_no_failure() -> None:
-    """What was asked wrongly, another version in the engine by now, and a repetition that gave way."""
+    """A request that was wrong, another version in the engine by now, and a repetition that gave way."""
     wrong = answering(b"{}", b"400 Bad Request")
     moved = answering(b"{}", b"409 Conflict", REFUSED % b"version")
     async with shadowing(every(2, wrong, every(2, moved, never_answer))) as (shadows, reader, observer, repeat):
