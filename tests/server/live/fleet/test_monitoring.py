@@ -57,6 +57,12 @@ def test_gateway_and_engine_count_the_same_tokens(live: LiveServer, path: str, b
         # Samples share a prompt, which the engine counts once for each.
         return generated > 0 and (completion, estimated, prompt * body.get("n", 1)) == (generated, 0, taken)
 
+    def rest() -> bool:
+        """Both count an answer a moment after its client has it."""
+        forwarded = live.gateway_metric("hotswap_gateway_requests_in_flight")
+        return forwarded == live.engine_metric("vllm:num_requests_running") == 0
+
+    wait_until(rest)
     before = ours(), theirs()
     model = {} if path == "/generate" else {"model": live.name}
     with live.client.stream("POST", path, json=body | model) as answer:
