@@ -19,6 +19,7 @@ from server.gateway.admission import Request
 from server.gateway.config import NamedSettings
 from server.gateway.fleet.instance import Instance
 from server.gateway.fleet.shadow import Shadows
+from server.gateway.observe.stats import Finished
 from server.gateway.release.answers import AnswerReader
 from server.gateway.release.evidence import Observer, Watched, summed
 from server.gateway.release.judge import LOAD, Evidence, examine, key_of, rule
@@ -91,15 +92,43 @@ async def divided(gateway: RunningGateway) -> Observer:
     return observer
 
 
+class Ended:
+    """Counts requests that are over, after the watchers before it were told of them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def begin(self, head: RequestHead) -> None:
+        return None
+
+    def end(self, finished: Finished) -> None:
+        self.count += 1
+
+
+@contextlib.asynccontextmanager
+async def over(gateway: RunningGateway, count: int) -> AsyncIterator[None]:
+    """So many requests: a client has its answer a moment before the gateway counts it."""
+    ended = Ended()
+    gateway.gateway.default.stats.watchers.append(ended)
+    yield
+    await eventually(lambda: ended.count == count)
+
+
 async def asked(gateway: RunningGateway, count: int, headers: str = "") -> Counter[int]:
     """Requests one after the other: how many got which status, 0 for an answer that broke off."""
     found: Counter[int] = Counter()
-    for _ in range(count):
-        try:
-            found[(await gateway.ask(post(body={"prompt": "x"}, headers=headers))).status] += 1
-        except asyncio.IncompleteReadError:
-            found[0] += 1
+    async with over(gateway, count):
+        for _ in range(count):
+            found[await status(gateway, headers)] += 1
     return found
+
+
+async def status(gateway: RunningGateway, headers: str = "") -> int:
+    """0 for an answer that broke off."""
+    try:
+        return (await gateway.ask(post(body={"prompt": "x"}, headers=headers))).status
+    except asyncio.IncompleteReadError:
+        return 0
 
 
 ERRORS = Condition("errors", max_increase=0.05)
@@ -185,11 +214,12 @@ async def test_the_load_of_each_version_is_counted(tmp_path: Path) -> None:
         second = gateway.instance(slowly(CANDIDATE), "i13", active_version=CANDIDATE)
         async with gateway.instance(slowly(STABLE), "i12", active_version=STABLE) as first, second:
             observer = await divided(gateway)
-            asking = [asyncio.create_task(asked(gateway, 1)) for _ in range(4)]
-            await eventually(lambda: sum(each.method == "POST" for each in first.requests) == 2)
-            await eventually(lambda: gateway.gateway.default.fleet.instances["i13"].working == 2)
-            go_on.set()
-            assert sum(await asyncio.gather(*asking), Counter[int]()) == {200: 4}
+            async with over(gateway, 4):
+                asking = [asyncio.create_task(status(gateway)) for _ in range(4)]
+                await eventually(lambda: sum(each.method == "POST" for each in first.requests) == 2)
+                await eventually(lambda: gateway.gateway.default.fleet.instances["i13"].working == 2)
+                go_on.set()
+                assert await asyncio.gather(*asking) == [200] * 4
             _, record = observer.taken() or (None, None)
             assert record is not None
             load = summed([record], (), CANDIDATE, STABLE)[LOAD]
