@@ -60,7 +60,7 @@ WeightSyncError               base: `code` for machines, a message that says wha
 ├── PublishError
 │   ├── StalePublisher        a newer publisher of the lineage has taken over
 │   ├── BadPart               a part that no version can have, or that has nothing to go with
-│   ├── DraftLost             the draft's lease ended before it was committed
+│   ├── DraftLost             the draft's lease ended, and other hosts may have freed its shares
 │   └── DraftClosed           the draft was already committed or aborted
 └── SwapError
     ├── SwapAborted           the version was not made active; `reason` says why

@@ -31,7 +31,7 @@ class StalePublisher(PublishError):
 
 
 class DraftLost(PublishError):
-    """The lease of a draft ended before the commit (the process was stopped too long, or the store was away)."""
+    """The lease of a draft with shares on other hosts ended before the commit: these hosts may have freed them."""
 
     code = "draft_lost"
 

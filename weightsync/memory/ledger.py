@@ -68,6 +68,7 @@ class Ledger:
         self._schemas: dict[str, Schema] = {}
         self._form: tuple[str, FormRecord, Schema] | None = None  # the last one asked for, by its digest
         self._unread_slots: set[str] = set()
+        self._claimed_again: dict[int, int] = {}  # the revisions of claims, by version
         self._token = self._fence = 0
         self._holding = asyncio.Lock()
         self.who = self.reason = ""  # for the ledger
@@ -183,7 +184,10 @@ class Ledger:
             try:
                 done = await append(self.store, compares, puts, *self._entries(ready, target, without))
             except Conflict as conflict:
-                await self._explain(conflict, record, schemas)
+                await self._explain(conflict, schemas)
+                if conflict.key == key:
+                    with contextlib.suppress(Conflict):  # the next round says of what
+                        revision = await self._claim_again(record, published)
                 continue
             except StoreUnavailable:
                 await self.forget(record.version, revision)  # a commit that is still on its way comes too late then
@@ -278,6 +282,7 @@ class Ledger:
 
     async def forget(self, version: int, revision: int) -> None:
         """Remove a `publishing` record that is still ours; if the store is away, let its lease end."""
+        revision = self._claimed_again.pop(version, revision)
         try:
             await self.store.txn({self.keys.version(version): revision}, {self.keys.version(version): None})
         except Conflict:
@@ -333,12 +338,28 @@ class Ledger:
         return {str(path) for slot in named if (path := local_path(slot, self.host)) is not None}
 
     async def _write_claim(self, record: VersionRecord, counter_revision: int) -> int:
-        key = self.keys.version(record.version)
         compares = {self.keys.counter: counter_revision, self.keys.publisher(self.lineage): self._fence}
-        puts: dict[str, bytes | None] = {
-            self.keys.counter: CounterRecord(record.version).to_json(),
-            key: record.to_json(),
-        }
+        return await self._on_lease(record, compares, {self.keys.counter: CounterRecord(record.version).to_json()})
+
+    async def _claim_again(self, record: VersionRecord, published: Sequence[PartRecord]) -> int:
+        """The revision of a new `publishing` record for a version whose lease has ended, as the lease of a process does
+        that was stopped for a while. No other claim can have its slots: the draft has them locked. Raises DraftLost.
+        """
+        key = self.keys.version(record.version)
+        if any(part.shares for part in published) or await self.store.get(key) is not None:
+            raise DraftLost(
+                f"the lease of version {record.version} ended before its commit (was the process stopped for longer "
+                f"than {self._lease_ttl_s:g} s?), and other hosts may have freed its shares: publish it again"
+            )
+        compares = {key: MISSING, self.keys.publisher(self.lineage): self._fence}
+        self._claimed_again[record.version] = revision = await self._on_lease(record, compares, {})
+        return revision
+
+    async def _on_lease(
+        self, record: VersionRecord, compares: Mapping[str, int], puts: Mapping[str, bytes | None]
+    ) -> int:
+        key = self.keys.version(record.version)
+        puts = {**puts, key: record.to_json()}
         with contextlib.suppress(LeaseLost):
             return await self.store.txn(compares, puts, {key: await self._live_lease()})
         self._lease = None  # ended behind our back (the process was stopped for a while): once more under a new one
@@ -349,14 +370,9 @@ class Ledger:
             self._lease = await LeaseKeeper.grant(self.store, self._lease_ttl_s)
         return self._lease.id
 
-    async def _explain(self, conflict: Conflict, record: VersionRecord, schemas: Mapping[str, Schema]) -> None:
+    async def _explain(self, conflict: Conflict, schemas: Mapping[str, Schema]) -> None:
         """Raise what a refused commit means; return when it is worth another try."""
         await self._require_lineage()
-        if conflict.key == self.keys.version(record.version):
-            raise DraftLost(
-                f"the lease of version {record.version} ended before its commit (was the process stopped for longer "
-                f"than {self._lease_ttl_s:g} s?): publish it again"
-            )
         for part, schema in schemas.items():  # what the base may have is seen in the next round
             if part != BASE and (reference := await self.schema(part)) is not None:
                 require_same_schema(reference, schema)

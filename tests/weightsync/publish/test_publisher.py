@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from weightsync.errors import (
     DtypeMismatch,
     ManifestError,
     MissingTensor,
+    PublishError,
     RecordError,
     RecordRefused,
     ShapeMismatch,
@@ -261,15 +263,66 @@ def test_an_aborted_draft_leaves_nothing(publisher: Publisher) -> None:
     assert len(publisher.arena.slots("demo")) == 1
 
 
-def test_a_draft_whose_lease_ended_is_lost_and_the_next_one_is_not(store_url: str) -> None:
-    with Publisher(store_url, model="demo", lease_ttl_s=60) as publisher:
+def test_a_draft_outlives_its_lease(store_url: str) -> None:
+    """A process that was stopped for a while goes on with its draft: no other publisher could take its slot."""
+    with Publisher(store_url, model="demo") as publisher, Publisher(store_url, model="demo", lineage="b") as other:
         draft = _written(publisher)
-        assert publisher._ledger._lease is not None
-        publisher._store.revoke(publisher._ledger._lease.id)  # what happens to a process that was stopped for a while
+        end_lease(publisher)
+        later = [other.publish(model(2.0 + i), activate=False) for i in range(2)]
+        assert draft.commit() == draft.version < later[0]
+        values = {v.version: read_back(v)["model.norm.weight"][0] for v in ready(publisher)}
+        assert values == {draft.version: 0.0, later[0]: 2.0, later[1]: 3.0}
+
+
+def test_a_draft_that_was_claimed_again_leaves_nothing_when_it_fails(store_url: str) -> None:
+    with Publisher(store_url, model="demo") as publisher:
+        draft = _written(publisher)
+        end_lease(publisher)
+        publisher._ledger._form_for = _failing_at_the_second(publisher._ledger._form_for)
+        with pytest.raises(PublishError):
+            draft.commit()
+        assert publisher.versions() == []
+
+
+def test_a_draft_without_a_lease_is_stale_once_another_publisher_has_the_lineage(store_url: str) -> None:
+    with Publisher(store_url, model="demo") as publisher, Publisher(store_url, model="demo") as other:
+        draft = _written(publisher)
+        end_lease(publisher)
+        other.hold()
+        with pytest.raises(StalePublisher):
+            draft.commit()
+        assert other.versions() == []
+
+
+def test_a_draft_with_shares_on_other_hosts_ends_with_its_lease(store_url: str) -> None:
+    """Other hosts free what no record names."""
+    with Publisher(store_url, model="demo") as publisher:
+        draft = _written(publisher)
+        published = replace(draft._finish([]), shares=("b",))
+        draft._published = published
+        end_lease(publisher)
         with pytest.raises(DraftLost, match="publish it again"):
             draft.commit()
         assert publisher.versions() == []
         assert publisher.publish(model(), activate=False) == draft.version + 1
+
+
+def _failing_at_the_second(step: Callable[..., Any]) -> Callable[..., Any]:
+    calls: list[None] = []
+
+    async def fails(*arguments: Any) -> Any:
+        calls.append(None)
+        if len(calls) == 2:
+            raise PublishError("the form of the version before is not in the store")
+        return await step(*arguments)
+
+    return fails
+
+
+def end_lease(publisher: Publisher) -> None:
+    """As it ends for a process that is stopped for a while."""
+    assert publisher._ledger._lease is not None
+    publisher._store.revoke(publisher._ledger._lease.id)
 
 
 def test_closing_ends_the_lease_at_once(store_url: str) -> None:
