@@ -10,8 +10,8 @@ The process ends with this one. What it was about to put there no record names t
 Orders and answers are JSON, a line each:
 
     {"url", "model", "keep", "full_every", "metrics"}  -> {"ready": true}, or {"error", "code"} and the end
-    {"slot", "digest", "part", "source"}               -> {"taken": true}, or {"error", "code"}
-                                                       -> later {"outcome": ...} of each, in order
+    {"order", "slot", "digest", "part", "source"}      -> {"order"}, or {"order", "error", "code"}
+                                                       -> later {"outcome": ...} of each taken, in order
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ class Carrier:
         written."""
         self._options = {"url": url, "model": model, "keep": keep, "full_every": full_every, "metrics": metrics}
         self._pending = 0  # handed over, without an outcome
+        self._given = 0  # orders
         self._start()
 
     def hand(self, slot: Path | str, manifest_digest: str, *, part: str = BASE, source: str = "") -> None:
@@ -75,9 +76,10 @@ class Carrier:
         if self._process.poll() is not None:
             self.close()  # the end of its reader is told to the queues of that process
             self._start()
-        self._send({"slot": str(slot), "digest": manifest_digest, "part": part, "source": source})
-        self._answer(self._taken, TAKEN_S)
+        self._given += 1
         self._pending += 1
+        self._send({"order": self._given, "slot": str(slot), "digest": manifest_digest, "part": part, "source": source})
+        self._answer(TAKEN_S)
 
     def outcomes(self) -> list[Outcome]:
         """Those since this was asked last, in order."""
@@ -120,7 +122,7 @@ class Carrier:
         self._reader.start()
         try:
             self._send(self._options)
-            self._answer(self._taken, START_S)
+            self._answer(START_S)
         except BaseException:
             self.close()
             raise
@@ -132,12 +134,18 @@ class Carrier:
             stdin.write(orjson.dumps(order) + b"\n")
             stdin.flush()
 
-    def _answer(self, queue: SimpleQueue[dict[str, Any]], within_s: float) -> None:
-        try:
-            answer = queue.get(timeout=within_s)
-        except Empty:
-            told = f"the carrier to the bucket did not answer in {within_s:g} s: is the host overloaded?"
-            raise BucketUnavailable(told) from None
+    def _answer(self, within_s: float) -> None:
+        """Wait for the answer to the last order; an earlier one may have been answered after its time."""
+        deadline = time.monotonic() + within_s
+        while True:
+            try:
+                answer = self._taken.get(timeout=max(0.0, deadline - time.monotonic()))
+            except Empty:
+                told = f"the carrier to the bucket did not answer in {within_s:g} s: is the host overloaded?"
+                raise BucketUnavailable(told) from None
+            self._pending -= "error" in answer
+            if answer.get("order") in (self._given, None):  # None: of the process
+                break
         if "error" in answer:
             kind = BucketUnavailable if answer["code"] == BucketUnavailable.code else BucketError
             raise kind(answer["error"])
@@ -250,9 +258,9 @@ def main() -> None:
         try:
             slot = SlotReader.open(order["slot"], manifest_digest=order["digest"], populate=False)
         except WeightSyncError as error:
-            answer(answers, {"error": str(error), "code": error.code})
+            answer(answers, {"order": order["order"], "error": str(error), "code": error.code})
             continue
-        answer(answers, {"taken": True})
+        answer(answers, {"order": order["order"]})
         desk.take(Order(slot, order["part"], order["source"], time.monotonic()))
     os._exit(0)  # nobody waits for what is on its way
 

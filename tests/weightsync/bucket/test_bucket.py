@@ -442,6 +442,22 @@ def test_a_slot_that_is_another_by_now_is_refused(publisher: Publisher, url: str
         assert carrier.finish(0.0) == []
 
 
+def test_an_answer_after_its_time_is_not_the_next_orders(
+    publisher: Publisher, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slot, digest = ready(publisher, weights(), 1)
+    with closing(Carrier(url, model="demo")) as carrier:
+        carrier._process.send_signal(signal.SIGSTOP)
+        with monkeypatch.context() as patch:
+            patch.setattr("weightsync.bucket.carrier.TAKEN_S", 0.0)
+            with pytest.raises(BucketUnavailable, match="did not answer"):
+                carrier.hand(slot, digest)
+        carrier._process.send_signal(signal.SIGCONT)
+        with pytest.raises(BucketError, match="slot"):
+            carrier.hand(slot, "0" * 32)
+        assert [outcome.number for outcome in carrier.finish(120.0)] == [1]
+
+
 def test_what_cannot_be_written_is_said_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no directory")
     with pytest.raises(BucketUnavailable, match="cannot be used"):
