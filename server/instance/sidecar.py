@@ -197,10 +197,11 @@ class Sidecar:
         )
 
     async def _join(self, store: Store, participant: Participant) -> None:
-        """Wait for a first version, then join: until one is loaded, this instance runs dummy weights."""
+        """Wait for a first version, then take part: until one is loaded, this instance runs dummy weights."""
         while not await _has_active(store, self._config.model):  # noqa: ASYNC110 - outlives outages of the store
             await asyncio.sleep(POLL_S)
         participant.start()
+        await participant.ended()
 
     async def _end_with_engine(self) -> None:
         """An instance without its engine must leave the fleet at once, to be started anew."""

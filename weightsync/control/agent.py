@@ -253,6 +253,13 @@ class Participant:
         """Run in the background of this event loop until `stop`."""
         self._task = asyncio.create_task(self.run(), name=f"participant {self._record.id}")
 
+    async def ended(self) -> None:
+        """Return once it was stopped; raises the fault that has ended it before."""
+        assert self._task is not None
+        await asyncio.wait({self._task})
+        if not self._task.cancelled():
+            self._task.result()
+
     async def serving(self) -> None:
         """Return when the fleet has seen it SERVING once."""
         await self._serving.wait()
@@ -261,8 +268,7 @@ class Participant:
         """Leave the fleet now. A callback that runs is cancelled."""
         if self._task is not None:
             self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await asyncio.wait({self._task})  # a fault that has ended it before is `ended`'s to tell
         if self._lease is not None:
             await self._lease.end()
 

@@ -45,7 +45,7 @@ async def test_a_torn_instance_says_so_and_then_ends(tmp_path: Path, monkeypatch
     await eventually(lambda: killed == [(os.getpid(), signal.SIGTERM)])
 
 
-@pytest.mark.parametrize("name", ["ordered", "_has_active"])
+@pytest.mark.parametrize("name", ["ordered", "_has_active", "Participant._session"])
 async def test_an_instance_that_cannot_take_part_any_more_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -56,8 +56,12 @@ async def test_an_instance_that_cannot_take_part_any_more_ends(
     async def fail(*_: object) -> None:
         raise RuntimeError("what no code expects")
 
-    monkeypatch.setattr(sidecar, name, fail)
-    async with sidecar_of(config_of(tmp_path)).running(), asyncio.timeout(60):
+    config = config_of(tmp_path)
+    store = open_store(config.store)
+    await store.put(Keys(config.model).active, ActiveRecord(1, 1, None, "s", 0.0).to_json())
+    await store.close()
+    monkeypatch.setattr(f"server.instance.sidecar.{name}", fail)
+    async with sidecar_of(config).running(), asyncio.timeout(60):
         await killed.wait()
 
 
