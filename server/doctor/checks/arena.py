@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pwd
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ from server.doctor.registry import Finding, check, fail, ok, warn
 from server.doctor.world import World, arena_directory, file_system, held_nbytes, size
 
 IN_MEMORY = ("tmpfs", "ramfs")
+LAST_SYSTEM_UID = 999  # users up to it keep what they leave
 PREFIXES = ("psm_", "vllm_")  # shared memory of engines: Python's own names, and vLLM's
 
 
@@ -28,6 +31,9 @@ def arena(world: World) -> Iterator[Finding]:
     if kind is not None and kind not in IN_MEMORY:
         mend = "Choose a directory on a tmpfs, such as one in /dev/shm (HOTSWAP_ARENA)"
         yield warn(f"{place} is on {kind}: slots would be written to a disk", mend)
+    if directory.is_relative_to(world.shm) and _ends_with_the_session(world):
+        mend = "loginctl enable-linger, or RemoveIPC=no in /etc/systemd/logind.conf, or a system user's service"
+        yield warn(f"logind removes {directory} when this user's last session ends", mend)
 
 
 @check("leftovers", "arenas and engines' shared memory whose processes are dead")
@@ -43,6 +49,19 @@ def leftovers(world: World) -> Iterator[Finding]:
     )
     mend += f"other container shares {world.shm}: rm -r {names}"
     yield warn(f"{len(dead)} in {world.shm} that no process uses, {size(nbytes)}", mend)
+
+
+def _ends_with_the_session(world: World) -> bool:
+    """Whether logind removes what this user leaves in shared memory (logind.conf(5), RemoveIPC=)."""
+    if os.geteuid() <= LAST_SYSTEM_UID or not world.path("/run/systemd/system").exists():
+        return False
+    with contextlib.suppress(KeyError):  # a user without a name
+        if world.path(f"/var/lib/systemd/linger/{pwd.getpwuid(os.geteuid()).pw_name}").exists():
+            return False
+    drop_ins = sorted(world.path("/etc/systemd/logind.conf.d").glob("*.conf"))
+    said = [world.read("/etc/systemd/logind.conf") or "", *(path.read_text(errors="replace") for path in drop_ins)]
+    removes = re.findall(r"^\s*RemoveIPC\s*=\s*(\w+)", "\n".join(said), re.MULTILINE)
+    return not removes or removes[-1].lower() not in ("no", "false", "off", "0")
 
 
 def _can_be_made(directory: Path, place: Path) -> Finding:

@@ -114,6 +114,27 @@ def test_an_arena_on_a_disk(tmp_path: Path) -> None:
     assert [f.status for f in findings("arena", world)] == ["ok", "warn"]
 
 
+@pytest.mark.parametrize(
+    ("files", "uid", "warned"),
+    [
+        ({"/run/systemd/system/x": ""}, 65534, True),
+        ({"/run/systemd/system/x": "", "/etc/systemd/logind.conf": "[Login]\n#RemoveIPC=no\n"}, 65534, True),
+        ({"/run/systemd/system/x": "", "/etc/systemd/logind.conf": "[Login]\nRemoveIPC = no\n"}, 65534, False),
+        ({"/run/systemd/system/x": "", "/etc/systemd/logind.conf.d/a.conf": "[Login]\nRemoveIPC=0\n"}, 65534, False),
+        ({"/run/systemd/system/x": "", "/var/lib/systemd/linger/nobody": ""}, 65534, False),
+        ({"/run/systemd/system/x": ""}, 0, False),
+        ({}, 65534, False),
+    ],
+)
+def test_a_login_that_ends_takes_the_arena_along(
+    tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], uid: int, warned: bool
+) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: uid)
+    world = host(tmp_path / "root", files, shm=shm, arena=shm / "hotswap-x")
+    told = [finding for finding in findings("arena", world) if "logind" in finding.found]
+    assert [finding.status for finding in told] == ["warn"] * warned
+
+
 def test_the_store_says_where_the_arena_is(shm: Path, tmp_path: Path) -> None:
     url = f"sqlite://{tmp_path}/store.db"
     store = SyncStore(url)
