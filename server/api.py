@@ -22,7 +22,8 @@ class Forwarded:
     `bounds` are the fields that bound an answer, the one that counts first, and `unbounded` is the most tokens of an
     answer where none is sent (None: the context's end). `prompt` are the fields that a prompt is made of, as they begin
     in the body. `prompts` is the field that may hold several prompts, each answered by itself, or token ids: one of
-    `Fields` (gateway/wire/bodies.py). `operation` is OpenTelemetry's `gen_ai.operation.name`.
+    `Fields` (gateway/wire/bodies.py). `pairs` are fields of which the first, one text, is computed anew with each
+    element of the second. `operation` is OpenTelemetry's `gen_ai.operation.name`.
 
     For the documents: `what` in a few words, `tag`, the type of vLLM's whole answer (below vllm.entrypoints), and
     whether it may be a `stream`. `annotated`: vLLM's answer is rewritten to carry the versions of the weights.
@@ -41,6 +42,7 @@ class Forwarded:
     unbounded: int | None = None
     prompt: tuple[bytes, ...] = ()
     prompts: Literal["", "prompt", "prompt_token_ids", "messages", "input"] = ""
+    pairs: tuple[tuple[str, str], ...] = ()
     operation: Literal["", "chat", "text_completion", "embeddings"] = ""
     tag: Literal["openai", "anthropic", "tokens", "health"] = "openai"
     answer: str | None = None
@@ -98,6 +100,32 @@ ROUTES: Final[tuple[Forwarded, ...]] = (
         works="prefill", prompts="input", operation="embeddings", answer="pooling.embed.protocol:EmbeddingResponse",
     ),
     Forwarded(
+        "POST", "/pooling", "vLLM's vectors as the model pools them, where the model allows",
+        works="prefill", prompts="input", answer="pooling.pooling.protocol:PoolingResponse",
+    ),
+    Forwarded(
+        "POST", "/classify", "vLLM's classes of texts, where the model allows",
+        works="prefill", prompts="input", answer="pooling.classify.protocol:ClassificationResponse",
+    ),
+    *(
+        Forwarded(
+            "POST", path, "vLLM's scores of pairs of texts, where the model allows",
+            works="prefill", pairs=(
+                ("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"),
+            ),
+            answer="pooling.scoring.protocol:ScoreResponse",
+        )
+        for path in ("/score", "/v1/score")
+    ),
+    *(
+        Forwarded(
+            "POST", path, "documents by their relevance to a query, where the model allows",
+            works="prefill", prompt=(b'"query"',), pairs=(("query", "documents"),),
+            answer="pooling.scoring.protocol:RerankResponse",
+        )
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+    ),
+    Forwarded(
         "POST", "/v1/messages", "the Anthropic messages shape, as vLLM offers it",
         works="generate", bounds=("max_tokens",), prompt=(b'"system"', b'"messages"'), operation="chat",
         tag="anthropic", answer="anthropic.protocol:AnthropicMessagesResponse", stream=True, annotated=True,
@@ -108,7 +136,8 @@ ROUTES: Final[tuple[Forwarded, ...]] = (
     ),
     Forwarded(
         "POST", "/generative_scoring", "vLLM's probabilities that given tokens come next",
-        works="prefill", tag="tokens", answer="generate.generative_scoring.serving:GenerativeScoringResponse",
+        works="prefill", pairs=(("query", "items"),), tag="tokens",
+        answer="generate.generative_scoring.serving:GenerativeScoringResponse",
     ),
     Forwarded(
         "POST", "/tokenize", "text or messages to token ids",

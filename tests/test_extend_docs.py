@@ -239,8 +239,8 @@ from server import api
 {imports}
 api.ROUTES += (Forwarded({row},)
 from server.gateway.routes import public_names
-assert "/v1/rerank" in public_names()
-assert "| `POST /v1/rerank` | vLLM's order" in api.table()
+assert "/v2/embed" in public_names()
+assert "| `POST /v2/embed` | Cohere's embeddings" in api.table()
 """
 
 

@@ -29,7 +29,7 @@ from server.instance.hosts import (
 from server.instance.inflight import Inflight
 from server.instance.middleware import answer_faults
 from server.instance.provenance import beamed, pooled, traced
-from server.instance.requests import bound_renderer, bound_scoring, known_ids
+from server.instance.requests import bound_renderer, bound_scoring, bounded_scores, known_ids
 from server.instance.routed_experts import Recording
 from server.instance.slices import Reads, joined_reads
 from weightsync.control.records import DeviceRecord, VersionRecord
@@ -319,6 +319,8 @@ async def build_vllm_app(engine: Engine, args: Any) -> Any:
     bound_renderer(engine.client.renderer, model_len)
     if (scoring := getattr(app.state, "serving_generative_scoring", None)) is not None:
         bound_scoring(scoring, model_len)
+    if (scores := getattr(app.state, "serving_scores", None)) is not None:
+        app.state.serving_scores = bounded_scores(scores, model_len)
     # vLLM's handler of engine errors ends its own server here; the sidecar ends an instance whose engine has died.
     app.state.server = SimpleNamespace(should_exit=False)
     engine.adapters.bind(app.state.openai_serving_models.lora_requests, args.served_model_name)

@@ -11,7 +11,7 @@ too.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 MOST_TEXT = 1 << 20  # characters or ids of one prompt; or 8 per token of the context, if that is more
@@ -38,16 +38,37 @@ def bound_renderer(renderer: Any, max_model_len: int) -> None:
 
 def bound_scoring(serving: Any, max_model_len: int) -> None:
     """vLLM's `/generative_scoring`, which tokenizes in the event loop, and copies the query for each item."""
-    most = max(MOST_TEXT, 8 * max_model_len)
     score = serving.create_generative_scoring
 
     async def create_generative_scoring(request: Any, *args: Any, **kwargs: Any) -> Any:
-        check_count(len(request.items))
-        check_text(request.query, most)
-        check_size(len(request.query) * len(request.items) + sum(map(len, request.items)), most, "the prompts together")
+        check_pairs(request.query, request.items, max_model_len)
         return await score(request, *args, **kwargs)
 
     serving.create_generative_scoring = create_generative_scoring
+
+
+def bounded_scores(scores: Callable[..., Awaitable[Any]], max_model_len: int) -> Callable[..., Awaitable[Any]]:
+    """vLLM's scores of pairs and its reranking, which copy the one text for each of many."""
+
+    async def bounded(request: Any, *args: Any, **kwargs: Any) -> Any:
+        pair = (request.query, request.documents) if hasattr(request, "query") else (request.data_1, request.data_2)
+        check_pairs(*pair, max_model_len)
+        return await scores(request, *args, **kwargs)
+
+    return bounded
+
+
+def check_pairs(one: Any, many: Any, max_model_len: int) -> None:
+    """A text, ids, or texts of which each has a partner, and what they are paired with. Raises VLLMValidationError."""
+    most = max(MOST_TEXT, 8 * max_model_len)
+    firsts = one if isinstance(one, list) and one and isinstance(one[0], str | dict) else [one]
+    seconds = many if isinstance(many, list) else [many]
+    check_count(len(seconds))
+    sizes = [len(text) if isinstance(text, str | list) else 0 for text in firsts]  # images have bounds of their own
+    check_size(max(sizes), most, "a prompt")
+    copies = len(seconds) if len(firsts) == 1 else 1
+    rest = sum(len(text) for text in seconds if isinstance(text, str | list))
+    check_size(copies * sum(sizes) + rest, most, "the prompts together")
 
 
 def check_text(prompt: str | Sequence[int] | None, most: int) -> None:

@@ -327,6 +327,8 @@ def test_bounds_of_requests(vllm: Sources) -> None:
     takes(vllm, f"{renderer}.render_cmpl_async", "self, prompts, ...")
     score = "vllm.entrypoints.generate.generative_scoring.serving:ServingGenerativeScoring.create_generative_scoring"
     takes(vllm, score, "self, request, ...")
+    has(vllm, "vllm.entrypoints.pooling.factories", "state.serving_scores = ")
+    has(vllm, "vllm.entrypoints.pooling.scoring.api_router", "await handler(request, raw_request)")
     takes(vllm, "vllm.multimodal.media:MediaConnector.__init__", "..., allowed_media_domains, connection")
     for method in ("get_async_client", "get_sync_client"):
         takes(vllm, f"vllm.connections:HTTPConnection.{method}", "self")

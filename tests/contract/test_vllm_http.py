@@ -20,13 +20,11 @@ TYPES = ("WeightTransferInitRequest", "WeightTransferUpdatePayload", "WeightTran
 ELSEWHERE = ("launchers", "cli")  # servers of other kinds
 ADMIN = "/admin routes do it for the whole fleet"
 ENGINE = "one engine's own, and the gateway has many"
-POOLING = "models that rank, classify, pool or transcribe are not served"
+SPEECH = "models that transcribe are not served"
 OTHERS = "a form of other APIs: the same is asked by the routes that are here"
 # What stock vLLM answers and this server does not.
 NOT_HERE = {
-    "POST /classify": POOLING, "POST /pooling": POOLING, "POST /score": POOLING, "POST /v1/score": POOLING,
-    "POST /rerank": POOLING, "POST /v1/rerank": POOLING, "POST /v2/rerank": POOLING, "POST /v2/embed": POOLING,
-    "POST /v1/audio/transcriptions": POOLING, "POST /v1/audio/translations": POOLING, "WEBSOCKET /v1/realtime": POOLING,
+    "POST /v1/audio/transcriptions": SPEECH, "POST /v1/audio/translations": SPEECH, "WEBSOCKET /v1/realtime": SPEECH,
     "POST /v1/load_lora_adapter": ADMIN, "POST /v1/unload_lora_adapter": ADMIN, "POST /sleep": ADMIN,
     "POST /wake_up": ADMIN, "GET /is_sleeping": ADMIN, "POST /release_kv_cache_memory": ADMIN,
     "POST /weight_checker": ADMIN, "GET /kv_event_sources": ENGINE, "POST /reset_encoder_cache": ENGINE,
@@ -34,7 +32,8 @@ NOT_HERE = {
     "POST /fault_tolerance/apply": ENGINE, "GET /fault_tolerance/status": ENGINE, "POST /scale_elastic_ep": ENGINE,
     "POST /is_scaling_elastic_ep": ENGINE, "POST /inference/v1/abort_requests": "clients end their own requests",
     "POST /cohere/v2/chat": OTHERS, "POST /cohere/v2/chat/render": OTHERS, "POST /v1/systemone": OTHERS,
-    "POST /v1/decisions": OTHERS, "POST /invocations": OTHERS, "GET /docs": "GET /openapi.json has the document",
+    "POST /v1/decisions": OTHERS, "POST /invocations": OTHERS, "POST /v2/embed": OTHERS,
+    "GET /docs": "GET /openapi.json has the document",
 }  # fmt: skip
 ONLY_IN = {"POST /v1/decisions": "0.33.0"}
 

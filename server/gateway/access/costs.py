@@ -18,7 +18,7 @@ import msgspec
 
 from server import api
 from server.errors import BadRequest
-from server.gateway.wire.bodies import Usage
+from server.gateway.wire.bodies import Usage, size_of
 
 Field = msgspec.Raw | msgspec.UnsetType
 
@@ -32,6 +32,7 @@ _MOST_TEXT: Final = 32  # characters of a number
 # What bounds an answer on each route that generates, the one that counts first; and the bound where none is sent.
 _FIELDS: Final = {route.path: (route.bounds, route.unbounded) for route in api.ROUTES if route.bounds}
 _PROMPTS: Final = {route.path: route.prompts for route in api.ROUTES if route.prompts}
+_PAIRS: Final = {route.path: route.pairs for route in api.ROUTES if route.pairs}
 _MOST_COMMAS: Final = 1 << 18  # in an array that is decoded to count its elements: some milliseconds
 _decode_array: Final = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
@@ -112,8 +113,8 @@ def reckon(asked: Asked, route: str, size: int, bound: int | None = None) -> Cos
     prompts, ids = 1, 0
     if sent is not _UNSET:
         raw = bytes(sent)  # type: ignore[arg-type]
-        prompts, ids = (_conversations(raw), 0) if field == "messages" else _prompts(raw)
-    prompt = max(size // BYTES_PER_TOKEN + 1, ids)
+        prompts, ids = (_elements(raw), 0) if field == "messages" else _prompts(raw)
+    prompt = max(size // BYTES_PER_TOKEN + 1, ids) + _repeated(asked, route)
     found = _FIELDS.get(route)
     if found is None:
         return Cost(prompt, 0)
@@ -128,6 +129,21 @@ def reckon(asked: Asked, route: str, size: int, bound: int | None = None) -> Cos
     return Cost(prompt, min((most or USUAL_OUTPUT) * answers, MOST), bounded=bool(most), whole=whole)
 
 
+def _repeated(asked: Asked, route: str) -> int:
+    """The tokens of what is computed once more for each further text that it is paired with."""
+    tokens = 0
+    for first, second in _PAIRS.get(route, ()):
+        one: Field = getattr(asked, first)
+        many: Field = getattr(asked, second)
+        if one is not _UNSET and many is not _UNSET:
+            raw = bytes(one)  # type: ignore[arg-type]
+            texts = b'"' in raw
+            if not (texts and _elements(raw) > 1):  # of several, each has a partner of its own
+                each = size_of(raw) // BYTES_PER_TOKEN if texts else raw.count(b",") + 1
+                tokens += each * (_elements(bytes(many)) - 1)  # type: ignore[arg-type]
+    return min(tokens, MOST)
+
+
 def _prompts(raw: bytes) -> tuple[int, int]:
     """How many prompts the field has, and how many ids in all. Nothing is built of it: it may have megabytes."""
     if not raw.startswith(b"["):
@@ -138,8 +154,9 @@ def _prompts(raw: bytes) -> tuple[int, int]:
     return max(1, texts + raw.count(b"[") - 1), ids
 
 
-def _conversations(raw: bytes) -> int:
-    """How many the field has. Of so many that decoding would stop the loop, all arrays in it are counted."""
+def _elements(raw: bytes) -> int:
+    """How many the field has, 1 if it is no array. Of so many that decoding would stop the loop, all arrays in it are
+    counted."""
     try:
         return max(1, len(_decode_array(raw))) if raw.count(b",") < _MOST_COMMAS else raw.count(b"[")
     except msgspec.ValidationError:

@@ -40,7 +40,8 @@ _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
 _NO_BRACKET = bytes(set(range(256)) - set(b"{}[]"))
 _VERSION = re.compile(rb'"weight_version"\s*:\s*(\d{1,18})')
 LONG = 2048  # bytes between quotes that are worth leaving out
-_LEFT_OUT = b"." * 64  # stands for them: neither the name of a field nor a number
+_LEFT_OUT = b"." * 44 + b"%020d"  # stands for so many: neither the name of a field nor a number
+_LEFT_OUT_SIZE = re.compile(rb'"\.{44}(\d{20})"')
 _FIRST_STEPS = 32  # quotes that are looked at before a long text must have been found
 _MOST_ESCAPES = 64  # backslashes in a row
 _BACKSLASH = ord("\\")
@@ -66,6 +67,14 @@ class Fields(msgspec.Struct):
     prompt_token_ids: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     input: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    query: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    queries: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    documents: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    items: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    text_1: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    text_2: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    data_1: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    data_2: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def has_wish(self) -> bool:
@@ -138,12 +147,17 @@ def without_texts(body: bytes) -> bytes:
             break
         size = end - start - 1
         if size > LONG:
-            kept.append(body[begin : start + 1])
+            kept.append(body[begin : start + 1] + _LEFT_OUT % size)
             begin = end
             steps += size >> 8
         at = end + 1
         steps -= 1
-    return _LEFT_OUT.join((*kept, body[begin:])) if kept else body
+    return b"".join((*kept, body[begin:])) if kept else body
+
+
+def size_of(raw: bytes) -> int:
+    """The bytes of a field as it was sent; `raw` may have been made without its texts."""
+    return len(raw) + sum(int(size) - 64 for size in _LEFT_OUT_SIZE.findall(raw))
 
 
 def named(fields: Fields) -> str | None:

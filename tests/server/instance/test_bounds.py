@@ -20,7 +20,7 @@ from server.instance.grammars.bounds import MOST_BYTES, MOST_CHOICES, MOST_DEPTH
 from server.instance.grammars.guard import bounded
 from server.instance.inflight import Inflight
 from server.instance.provenance import Trace, current_trace, traced
-from server.instance.requests import MOST_SEQUENCES, MOST_TEXT, bound_renderer, bound_scoring, known_ids
+from server.instance.requests import MOST_SEQUENCES, MOST_TEXT, bound_renderer, bound_scoring, bounded_scores, known_ids
 
 # prompts
 
@@ -103,6 +103,34 @@ async def test_scoring_is_bounded_by_all_its_prompts(query: Any, items: list[str
     serving = Serving()
     bound_scoring(serving, 1000)
     score = serving.create_generative_scoring(SimpleNamespace(query=query, items=items), None)
+    if good:
+        assert await score == "scored"
+    else:
+        with pytest.raises(VLLMValidationError, match=r"send .* at most"):
+            await score
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "good"),
+    [
+        ("hi", "a", True),
+        (["hi"] * 1000, ["a"] * 1000, True),
+        (["x" * 1000] * 500, ["y" * 1000] * 500, True),
+        ("hi", ["a"] * (MOST_SEQUENCES + 1), False),
+        ("x" * 2000, ["a"] * 1000, False),
+        (["x" * 2000], ["a"] * 1000, False),
+        ({"content": []}, [{"content": []}], True),
+        ("hi", ["x" * MOST_TEXT], False),
+    ],
+)
+@pytest.mark.parametrize("names", [("query", "documents"), ("data_1", "data_2")])
+async def test_pairs_are_bounded_by_all_their_prompts(
+    first: Any, second: Any, good: bool, names: tuple[str, str]
+) -> None:
+    async def scores(request: Any, raw: Any) -> str:
+        return "scored"
+
+    score = bounded_scores(scores, 1000)(SimpleNamespace(**dict(zip(names, (first, second), strict=True))), None)
     if good:
         assert await score == "scored"
     else:

@@ -127,6 +127,34 @@ def test_what_a_prompt_is_taken_for() -> None:
     assert prompt(b"input", b"[%b,%b]" % (ids, ids), EMBEDDINGS) == 600
 
 
+@pytest.mark.parametrize(
+    ("route", "first", "second", "one"),
+    [
+        ("/v1/rerank", "query", "documents", "x" * 40),
+        ("/rerank", "query", "documents", "x" * 40_000),
+        ("/score", "text_1", "text_2", "x" * 40_000),
+        ("/score", "queries", "items", ["x" * 40_000]),
+        ("/v1/score", "data_1", "data_2", "a, b, [c]" * 100),
+        ("/generative_scoring", "query", "items", list(range(10_000, 10_300))),
+    ],
+)
+def test_what_is_computed_with_each_of_many_is_charged_with_each(
+    route: str, first: str, second: str, one: str | list[str] | list[int]
+) -> None:
+    def prompt(count: int) -> int:
+        body = orjson.dumps({first: one, second: ["a, [b]", *["x" * 5000] * count]})
+        return reckon(check_object(body), route, len(body)).prompt - len(body) // BYTES_PER_TOKEN
+
+    text = one if isinstance(one, str) else one[0]
+    size = len(orjson.dumps(one)) // BYTES_PER_TOKEN if isinstance(text, str) else len(one)
+    assert (prompt(0), prompt(10)) == (1, 1 + 10 * size)
+
+
+def test_pairs_of_texts_are_charged_once() -> None:
+    body = orjson.dumps({"text_1": ["x" * 5000] * 10, "text_2": ["y" * 5000] * 10})
+    assert reckon(check_object(body), "/score", len(body)).prompt == len(body) // BYTES_PER_TOKEN + 1
+
+
 def test_a_keys_own_bound_is_what_an_answer_may_take() -> None:
     assert reckon(check_object(b"{}"), CHAT, 2, 50).output == 50
     assert reckon(check_object(b'{"max_tokens":7}'), CHAT, 2, 50).output == 7

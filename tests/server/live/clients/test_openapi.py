@@ -19,7 +19,8 @@ LARGE = "^/v1/(chat/completions(/batch)?|responses|messages(/count_tokens)?)$"
 def test_the_document_describes_what_is_served(live: LiveServer) -> None:
     told = live.client.get("/openapi.json").json()
     assert set(public_names()) - set(told["paths"]) == {
-        "/v1/embeddings",  # the model does not embed
+        *("/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score"),  # the model generates
+        *("/rerank", "/v1/rerank", "/v2/rerank"),
         "/tokenizer_info",  # only with --enable-tokenizer-info-endpoint
     }
     schemas = told["components"]["schemas"]

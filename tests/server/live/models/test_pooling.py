@@ -27,6 +27,20 @@ def embedded(url: str, name: str) -> list[list[float]]:
     return [row["embedding"] for row in answer.json()["data"]]
 
 
+def ranked(url: str, name: str, route: str, texts: list[str]) -> list[float]:
+    """What `route` says of each text's likeness to the first one. Raises httpx.HTTPStatusError."""
+    pairs = (
+        {"text_1": texts[0], "text_2": texts} if route.endswith("score") else {"query": texts[0], "documents": texts}
+    )
+    answer = httpx.post(f"{url}{route}", json={"model": name} | pairs, timeout=60)
+    answer.raise_for_status()
+    assert answer.headers["x-hotswap-weight-version"]
+    if "data" in answer.json():
+        return [row["score"] for row in answer.json()["data"]]
+    results = sorted(answer.json()["results"], key=lambda result: result["index"])
+    return [result["relevance_score"] for result in results]
+
+
 def alike(ours: list[list[float]], theirs: list[list[float]]) -> list[float]:
     return torch.cosine_similarity(torch.tensor(ours), torch.tensor(theirs)).tolist()
 
@@ -65,6 +79,14 @@ def test_embeddings_are_those_of_the_version_that_serves(tmp_path: Path) -> None
     live = LiveServer(bases[0], tmp_path / "state", options, name="embedder", instances=2)
     with live.running():
         assert min(alike(embedded(live.url, live.name), expected[0])) > CLOSE
+        texts = ["one", "two and three", "four, five and six"]
+        vectors = httpx.post(f"{live.url}/v1/embeddings", json={"model": live.name, "input": texts}).json()["data"]
+        cosines = alike([vectors[0]["embedding"]] * 3, [row["embedding"] for row in vectors])
+        for route in ("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"):
+            assert ranked(live.url, live.name, route, texts) == pytest.approx(cosines, abs=0.01)
+        pooled = httpx.post(f"{live.url}/pooling", json={"model": live.name, "input": INPUTS}, timeout=60)
+        assert pooled.status_code == 200
+        assert httpx.post(f"{live.url}/classify", json={"model": live.name, "input": INPUTS}).status_code == 404
         with load(live) as answers:
             live.push(bases[1])
             assert min(alike(embedded(live.url, live.name), expected[1])) > CLOSE
