@@ -331,7 +331,9 @@ class _Answer:
             if self._start is not None and not self._trace.begun and message.get("more_body"):
                 self._held += events  # such as the first events of /v1/responses
                 return
-            message, self._held = {**message, "body": self._held + events}, b""
+            self._over = self._trace.failed  # vLLM would tell the client next that the answer is complete
+            more = not self._over and message.get("more_body", False)
+            message, self._held = {**message, "body": self._held + events, "more_body": more}, b""
         elif self._annotated and self._kind.startswith(b"application/json"):
             self._body += body
             if message.get("more_body"):
@@ -343,7 +345,7 @@ class _Answer:
 
     def _events(self, body: bytes) -> bytes:
         """What is sent of the event(s) in `body`."""
-        if self._annotated or self._trace.problem is not None:
+        if self._annotated or self._trace.problem is not None or _is_error(body):
             return annotate_chunk(body, self._trace)
         return b"" if self._trace.replaying.muted else body
 

@@ -64,6 +64,7 @@ class Trace:
         self.wish = wish or Wish()
         self.replaying = replaying or Replaying()
         self.problem: Problem | None = None
+        self.failed = False  # an error was the last event of its stream
         self.as_vllm = False  # the client wants spans in vLLM's form
         self.prefixes: list[tuple[int, float]] = []  # of the body, and the share of the prompt that each is
         self.wants_routing: bool | None = None  # None: the route tells it as vLLM does
@@ -435,10 +436,16 @@ async def _uncut(outputs: AsyncIterator[Any], trace: Trace, inflight: Inflight) 
 
 
 def annotate_chunk(body: bytes, trace: Trace) -> bytes:
-    """Server-sent event(s) in `body` with the version of the tokens they carry, without those the client has."""
+    """Server-sent event(s) in `body` with the version of the tokens they carry, without those the client has, up to an
+    error."""
     *events, rest = body.split(b"\n\n")
-    annotated = [_annotate_event(event, trace) for event in events]
-    return b"".join(event + b"\n\n" for event in annotated if event) + _annotate_event(rest, trace)
+    out = b""
+    for event in events:
+        annotated = _annotate_event(event, trace)
+        out += annotated + b"\n\n" if annotated else b""
+        if trace.failed:
+            return out
+    return out + _annotate_event(rest, trace)
 
 
 def _annotate_event(event: bytes, trace: Trace) -> bytes:
@@ -446,7 +453,8 @@ def _annotate_event(event: bytes, trace: Trace) -> bytes:
     if not found or not data.startswith(b"{"):
         return event
     payload = orjson.loads(data)
-    if payload.get("object") == "error" or payload.get("error") is not None:
+    if "error" in (payload.get("object"), payload.get("type")) or payload.get("error") is not None:
+        trace.failed = True
         return (
             event if trace.problem is None else head + b"data: " + orjson.dumps(problem_body(trace.problem, trace.path))
         )

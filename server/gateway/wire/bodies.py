@@ -206,13 +206,14 @@ class _Thing(msgspec.Struct):
 
 
 class Event(Said):
-    """A streamed event of any route, as far as a continuation needs it."""
+    """A streamed event of any route, as far as the gateway reads it."""
 
     id: str | None = None
     created: int | None = None
     choices: list[Said] = []
     usage: _Thing | None = None
     error: _Thing | str | None = None
+    type: str | None = None
     weight_version: int | None = None
 
 

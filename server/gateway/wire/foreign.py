@@ -1,5 +1,7 @@
 """The answer of an upstream that is not ours, on its way through: which of its headers clients see, what its refusals
-become, and the chunk of tokens at the end of a stream, which the gateway asked for and the client perhaps did not.
+become, and two changes to its streams. The chunk of tokens at the end, which the gateway asked for, is hidden from a
+client that did not ask for it. A stream ends with its first error: the [DONE] that some servers send behind it would
+tell clients that the answer is complete.
 """
 
 from __future__ import annotations
@@ -8,22 +10,25 @@ import re
 from typing import Final
 
 from server.errors import HttpError, Unavailable
-from server.gateway.wire.bodies import decode_event
+from server.gateway.wire.bodies import Event, decode_event
 
 HEADERS: Final = frozenset({b"content-type", b"content-length", b"transfer-encoding", b"cache-control"})
 MOST_HELD: Final = 2**20  # no event is so long
 _END: Final = re.compile(rb"\r?\n\r?\n")
+_DATA: Final = re.compile(rb"^data:(.*)", re.MULTILINE)
 
 
 class Foreign:
     """One answer. `lines` are for its head."""
 
-    __slots__ = ("_held", "_hides", "lines", "name", "tokens")
+    __slots__ = ("_held", "_hides", "ended", "lines", "name", "reads", "tokens")
 
     def __init__(self, name: str, *, hides_usage: bool) -> None:
         self.name = name
         self.lines = b"x-hotswap-weights: external\r\nx-hotswap-upstream: %b\r\n" % name.encode()
         self.tokens = b""  # the chunk that was hidden
+        self.reads = False  # the body is a stream of events
+        self.ended = False  # with an error, which has gone out
         self._hides = hides_usage
         self._held = b""
 
@@ -32,45 +37,52 @@ class Foreign:
         return fault_of(self.name, status, retry_after)
 
     def take(self, piece: bytes) -> bytes:
-        """What of the body may go out now: whole events, but for the one of tokens alone."""
-        if not self._hides:
+        """What of the body may go out now: whole events, without the one of tokens alone, up to an error."""
+        if self.ended:
+            return b""
+        if not self.reads:
             return piece
-        piece = self._held + piece
-        end = 0
-        for found in _END.finditer(piece):
-            end = found.end()
-        whole, self._held = piece[:end], piece[end:]
+        if self._held or not piece.endswith(b"\n\n"):
+            piece = self._held + piece
+            end = 0
+            for found in _END.finditer(piece):
+                end = found.end()
+            piece, self._held = piece[:end], piece[end:]
+        if b'"usage"' in piece or b'"error"' in piece:
+            piece = self._read(piece)
         if len(self._held) > MOST_HELD:
-            self._hides = False
-            return whole + self.rest()
-        return whole if b'"usage"' not in whole else self._without_tokens(whole)
+            self.reads = False
+            piece += self.rest()
+        return piece
 
     def rest(self) -> bytes:
         """What was held back, when the body has ended."""
         held, self._held = self._held, b""
         return held
 
-    def _without_tokens(self, whole: bytes) -> bytes:
+    def _read(self, whole: bytes) -> bytes:
         out: list[bytes] = []
         start = 0
         for found in _END.finditer(whole):
             event = whole[start : found.end()]
             start = found.end()
-            if self._is_tokens(event.strip()):
+            told = _told(event)
+            if self._hides and told.usage is not None and not told.choices:
                 self.tokens = event
-            else:
-                out.append(event)
+                continue
+            out.append(event)
+            if told.error is not None or told.type == "error":
+                self.ended, self._held = True, b""
+                break
         return b"".join(out)
 
-    def _is_tokens(self, event: bytes) -> bool:
-        data = event.removeprefix(b"data:").strip()
-        if not event.startswith(b"data:") or b'"usage"' not in data:
-            return False
-        try:
-            told = decode_event(data)
-        except (ValueError, TypeError):  # msgspec's errors are ValueErrors
-            return False
-        return told.usage is not None and not told.choices
+
+def _told(event: bytes) -> Event:
+    """What an event says; nothing if that cannot be read."""
+    try:
+        return decode_event(b"".join(_DATA.findall(event)))
+    except (ValueError, TypeError):  # msgspec's errors are ValueErrors
+        return Event()
 
 
 def fault_of(name: str, status: int, retry_after: bytes) -> HttpError | None:

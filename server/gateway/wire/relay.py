@@ -191,8 +191,9 @@ class ResponseRelay:
             self._body.clear()
             if self.journal is not None:
                 piece = self.journal.take(piece)
-            elif self.foreign is not None and self._chunked:
+            elif self.foreign is not None:
                 piece = self.foreign.take(piece)
+                self.complete = self.complete or self.foreign.ended
         if self.complete and self.journal is not None:
             piece += self.journal.rest()
         elif self.complete and self.foreign is not None:
@@ -211,11 +212,13 @@ class ResponseRelay:
             taken = self.journal.take(piece)
         elif self.foreign is not None:
             taken = self.foreign.take(piece)
+            self.complete = self.foreign.ended
         if taken:
             self._keep(taken)
-        if taken is piece:
-            return data
-        return b"%x\r\n%b\r\n" % (len(taken), taken) if taken else b""
+        out = data
+        if taken is not piece:
+            out = b"%x\r\n%b\r\n" % (len(taken), taken) if taken else b""
+        return out + b"0\r\n\r\n" if self.complete else out
 
     def _keep(self, piece: bytes) -> None:
         if self.capture is not None:
@@ -296,12 +299,16 @@ class ResponseRelay:
         if foreign is None:
             lines += [b"%b: %b\r\n" % pair for pair in self._headers if pair[0] not in dropped and pair[0] not in _OURS]
         else:
+            foreign.reads = self.sse
+            if self.sse:
+                dropped = dropped | {b"content-length"}  # less may go out
             lines += [b"%b: %b\r\n" % pair for pair in self._headers if pair[0] not in dropped and pair[0] in HEADERS]
             lines.append(foreign.lines)
         lines.append(b"x-request-id: %b\r\n%b%b" % (self._request_id, b"" if dated else date_line(), self.extra_head))
         bodiless = status in (204, 304)
         self._close_delimited = not (length or self._chunked or bodiless)
-        self._chunked = (self._chunked or self._close_delimited) and not self._http10 and not bodiless
+        length = length and b"content-length" not in dropped
+        self._chunked = (self._chunked or not length) and not self._http10 and not bodiless
         if self._chunked:
             lines.append(b"transfer-encoding: chunked\r\n")
         self.keep_alive = self.keep_alive and (self._chunked or length or bodiless)

@@ -261,6 +261,7 @@ async def broken(
         if parts or fallback:
             await send(head() if parts else head(b"text/plain", 500))
         for body in parts:
+            trace.problem = problem if b"error" in body else None  # vLLM's event for it
             await send(part(body))
         trace.problem = problem
         if fallback:
@@ -281,10 +282,38 @@ async def test_each_error_has_the_shape_of_its_route_s_api(route: api.Forwarded,
     _, whole = await broken(problem, fallback=True, path=route.path)
     check_shape(route, whole["body"])
     _, _, own = await broken(problem, EVENT, path=route.path)
-    *_, inside = await broken(problem, EVENT + b'event: error\ndata: {"error": {"message": "x"}}\n\n', path=route.path)
+    theirs = b'event: error\ndata: {"error": {"message": "x"}}\n\n'
+    *_, inside = await broken(problem, EVENT, theirs, path=route.path)
     for event in (own, inside):
         told = orjson.loads(event["body"].rpartition(b"event: error\ndata: ")[2])
         check_shape(route, orjson.dumps(told if route.tag == "anthropic" else {"error": told["error"]}))
+
+
+@pytest.mark.parametrize("problem", [None, WeightsChanged()])
+@pytest.mark.parametrize(
+    "error", [b'data: {"error":{"message":"x"}}', b'event: error\ndata: {"type":"error","code":"x"}']
+)
+@pytest.mark.parametrize("path", [route.path for route in api.ROUTES if route.works == "generate"])
+async def test_nothing_follows_an_error_in_a_stream(path: str, error: bytes, problem: Problem | None) -> None:
+    """vLLM sends [DONE] after it, in an event of its own or in the same part."""
+    done = b"data: [DONE]\n\n"
+    for parts in ([EVENT, error + b"\n\n", done], [EVENT, error + b"\n\n" + done]):
+
+        async def app(scope: Any, receive: Any, send: Any, parts: list[bytes] = parts) -> None:
+            trace = current_trace.get()
+            assert trace is not None
+            trace.begun, trace.problem = True, None
+            await send(head())
+            for body in parts:
+                if body != EVENT:
+                    trace.problem = problem
+                await send(part(body))
+            await send(part(more=False))
+
+        _, *sent = await answered(app, path)
+        events = b"".join(message["body"] for message in sent).split(b"\n\n")
+        assert (len(events), events[-1], b"error" in events[-2]) == (3, b"", True)
+        assert [message["more_body"] for message in sent] == [True] * (len(sent) - 1) + [False]
 
 
 async def test_a_stream_that_a_swap_broke_ends_in_order_with_the_error_as_an_event() -> None:

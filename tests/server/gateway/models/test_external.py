@@ -14,6 +14,7 @@ import pytest
 
 from server.errors import ConfigError
 from server.gateway.models import file as models_file
+from server.gateway.models.external import ROUTES
 from tests.server.gateway.harness import ADMIN, RunningGateway, get, new_key, post, running_gateway
 from tests.server.gateway.upstream import (
     Handler,
@@ -121,6 +122,28 @@ async def test_a_stream_passes_and_its_tokens_are_counted(tmp_path: Path) -> Non
         counted = gateway.gateway.upstreams["hosted"].stats.tokens["/v1/chat/completions"]
         await eventually(lambda: (counted.prompt, counted.completion, counted.estimated) == (6, 4, 0))
         await client.close()
+
+
+@pytest.mark.parametrize("http", [b"1.1", b"1.0"])
+@pytest.mark.parametrize(
+    "error", [b'data: {"error":{"message":"x"}}', b'event: error\r\ndata: {"type":"error","code":"x"}']
+)
+@pytest.mark.parametrize("route", sorted(ROUTES - {"/v1/embeddings"}))
+async def test_nothing_follows_an_error_in_a_stream(tmp_path: Path, route: str, error: bytes, http: bytes) -> None:
+    """However its bytes arrive. What looks like an error inside of a text is none."""
+    first = chunk('say "error": {} and "type":"error"')
+    whole = first + error + b"\n\n" + b"data: [DONE]\n\n" + chunk("more")
+    cuts = [len(first), len(first) + len(error) // 2, len(first) + len(error) + 1, len(first) + len(error) + 2]
+    parts = iter([[whole], *([whole[:at], whole[at:]] for at in cuts)])
+
+    async def fails(link: Link, asked: Received) -> None:
+        await streaming(*next(parts))(link, asked)
+
+    async with external(tmp_path, fails) as (_, gateway):
+        asked = post(route, {"model": "hosted", "stream": True}).replace(b"HTTP/1.1", b"HTTP/" + http)
+        for _ in range(5):
+            answer = await gateway.ask(asked)
+            assert (answer.body, answer.complete) == (first + error + b"\n\n", True)
 
 
 @pytest.mark.parametrize(

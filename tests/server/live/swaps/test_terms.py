@@ -72,11 +72,13 @@ async def ask(
                 assert answer.status_code == 409, payload
                 return [], {}, payload["error"]["code"]
             return payload["choices"][0]["token_ids"], payload["choices"][0], ""
-        async for line in answer.aiter_lines():
+        lines = answer.aiter_lines()
+        async for line in lines:
             if not line.startswith("data: {"):
                 continue
             event = orjson.loads(line.removeprefix("data: "))
             if event.get("error"):
+                assert not [more async for more in lines if more], "an error is the last event"
                 return seen, {}, event["error"]["code"]
             choice = event["choices"][0] if "choices" in event else event
             seen += choice.get("token_ids") or []
