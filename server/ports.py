@@ -1,4 +1,4 @@
-"""Ports of this host for processes that are told theirs before they start."""
+"""Ports of this host for processes that are told theirs before they start, and the URLs of listeners."""
 
 from __future__ import annotations
 
@@ -10,6 +10,18 @@ _FIRST = 10_000  # below are the ports of well-known services
 _ATTEMPTS = 200
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _given: set[int] = set()
+# Hosts that stand for all addresses of a machine, and the address at which the machine itself reaches such a listener.
+ANY = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104
+
+
+def authority(host: str, port: int) -> str:
+    """`host` and `port` as URLs and Host headers have them: an IPv6 address stands in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def url_of(host: str, port: int, scheme: str = "http") -> str:
+    """The URL of what listens there, for a client; of all addresses the loopback's."""
+    return f"{scheme}://{authority(ANY.get(host, host), port)}"
 
 
 def free_port(host: str = "127.0.0.1") -> int:

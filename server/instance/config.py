@@ -18,6 +18,7 @@ from typing import Annotated, Any, NoReturn
 from server.errors import ConfigError
 from server.instance.grammars.trials import DEFAULT, Limits
 from server.options import ClusterTlsDirectory, Option
+from server.ports import ANY, url_of
 from weightsync.control.records import Keys
 from weightsync.errors import RecordError
 from weightsync.tls import is_loopback
@@ -42,7 +43,6 @@ class Form:
 ITS_OWN = Form()
 CPU_KV_CACHE_GIB = 1.0
 KV_CACHE = "KV cache of each rank, GiB; default: 1 on a CPU, what vLLM finds free on a GPU"
-ANY = frozenset({"", "0.0.0.0", "::"})  # noqa: S104 - to be told from an address
 ACROSS_HOSTS = frozenset(
     {"--nnodes", "--node-rank", "--master-addr", "--data-parallel-address", "--distributed-executor-backend"}
 )
@@ -114,9 +114,7 @@ class InstanceConfig:
 
     def address(self, port: int) -> str:
         """What its record says, and gateways connect to."""
-        host = self.advertise or self.host
-        scheme = "http" if self.cluster_tls is None else "https"
-        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+        return url_of(self.advertise or self.host, port, "http" if self.cluster_tls is None else "https")
 
     def vllm_argv(self, *, cpu: bool, port: int) -> list[str]:
         """The command line vLLM's own parser gets: weights arrive through the checkpoint engine, so none are loaded."""

@@ -30,7 +30,7 @@ from server.errors import CliError, ConfigError, PortTaken, ProcessFailed, as_cl
 from server.files import write_new_file
 from server.gateway.observe.tracing import traces_url
 from server.gpus import devices_asked, devices_of_each
-from server.ports import free_port, is_free
+from server.ports import free_port, is_free, url_of
 from server.up import forks, interrupts, resume
 from server.up.config import UpConfig
 from server.up.forks import Forks
@@ -72,9 +72,9 @@ class Server:
         self.name = name = self.models[0].name
         self.state_dir = (config.state_dir or default_state_dir(name)).resolve()
         self.config = replace(config, port=config.port or free_port(config.host))
-        self.url = f"http://{config.host}:{self.config.port}"
+        self.url = url_of(config.host, self.config.port)
         self.admin_port = _free_port_after(self.config.port)
-        self.admin_url = f"http://127.0.0.1:{self.admin_port}"
+        self.admin_url = url_of("127.0.0.1", self.admin_port)
         self.state = StateDir(self.state_dir)
         self.store = config.store or f"sqlite://{self.state.store}"
         self.arena = DEFAULT_ROOT / arena_name(name, self.state_dir)

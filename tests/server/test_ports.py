@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -36,3 +37,25 @@ def test_a_port_that_is_taken_is_not_given(monkeypatch: pytest.MonkeyPatch) -> N
     assert not ports.is_free("127.0.0.1", 70_000)
     with pytest.raises(OSError, match="assign"):
         ports.free_port("192.0.2.1")
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:{}"),
+        ("localhost", "http://localhost:{}"),
+        ("0.0.0.0", "http://127.0.0.1:{}"),
+        ("", "http://127.0.0.1:{}"),
+        ("::1", "http://[::1]:{}"),
+        ("::", "http://[::1]:{}"),
+    ],
+)
+def test_the_url_of_a_listener_reaches_it(host: str, url: str) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as listener:
+        port = listener.getsockname()[1]
+        found = ports.url_of(host, port)
+        assert found == url.format(port)
+        with socket.create_connection((urlsplit(found).hostname, urlsplit(found).port), 30):
+            pass
+    assert ports.url_of("2001:db8::7", 1, "https") == "https://[2001:db8::7]:1"

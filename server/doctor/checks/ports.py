@@ -13,6 +13,7 @@ import psutil
 from server.doctor.processes import is_ours, listener_on, ours
 from server.doctor.registry import Finding, check, fail, ok, skip, warn
 from server.doctor.world import World, is_loopback
+from server.ports import authority
 
 PROBE_TIMEOUT_S = 2.0
 DEFAULT_PORT = "8000"
@@ -30,7 +31,7 @@ def _try(host: str, port: int, option: str) -> Finding:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
         return _taken(host, port, option) if error.errno == errno.EADDRINUSE else _refused(host, port, option, error)
-    return ok(f"{host}:{port} is free")
+    return ok(f"{authority(host, port)} is free")
 
 
 def _refused(host: str, port: int, option: str, error: OSError) -> Finding:
@@ -39,18 +40,18 @@ def _refused(host: str, port: int, option: str, error: OSError) -> Finding:
         errno.EADDRNOTAVAIL: "Give --host an address of this host (`ip addr`)",
     }
     mend = advice.get(error.errno or 0, "Check --host and the port")
-    return fail(f"{host}:{port}: {os.strerror(error.errno) if error.errno else error}", mend)
+    return fail(f"{authority(host, port)}: {os.strerror(error.errno) if error.errno else error}", mend)
 
 
 def _taken(host: str, port: int, option: str) -> Finding:
     process = listener_on(port)
     if process is None:
-        return fail(f"{host}:{port} is taken", f"Choose another {option}, or find who listens: ss -ltnp")
+        return fail(f"{authority(host, port)} is taken", f"Choose another {option}, or find who listens: ss -ltnp")
     with process.oneshot():
         who = f"{process.name()} (process {process.pid})"
         if is_ours(process.cmdline()):
-            return ok(f"{host}:{port} is ours: {who}")
-    return fail(f"{host}:{port} is taken by {who}", f"Choose another {option}, or end that process")
+            return ok(f"{authority(host, port)} is ours: {who}")
+    return fail(f"{authority(host, port)} is taken by {who}", f"Choose another {option}, or end that process")
 
 
 @check("listeners", "processes of ours that listen beyond loopback, and whether with TLS")
@@ -74,7 +75,7 @@ def _listens(process: psutil.Process) -> Finding | None:
     if not bare:
         return None
     who = f"process {process.pid} ({' '.join(command[:4])})"
-    text = f"{who} listens without TLS on " + ", ".join(f"{ip}:{port}" for port, ip in sorted(bare.items()))
+    text = f"{who} listens without TLS on " + ", ".join(authority(ip, port) for port, ip in sorted(bare.items()))
     if set(bare) == {_public_port(command)}:
         return warn(text, "Keys pass in the clear: --ssl-certfile and --ssl-keyfile, or a proxy with TLS before it")
     if not is_ours(command):

@@ -19,6 +19,7 @@ from mypy_extensions import mypyc_attr
 
 from server.errors import Unavailable
 from server.gateway.config import UpstreamSettings
+from server.ports import authority
 
 log: Final = logging.getLogger("hotswap.gateway")
 
@@ -112,7 +113,7 @@ class Pool:
     def __init__(self, host: str, port: int, settings: UpstreamSettings, tls: ssl.SSLContext | None = None) -> None:
         self.host = host
         self.port = port
-        self.authority = (f"[{host}]:{port}" if ":" in host else f"{host}:{port}").encode()
+        self.authority = authority(host, port).encode()
         self.opening = b""  # the lines that every request to it begins with
         self.introduce("")
         self._settings = settings

@@ -28,7 +28,7 @@ from server.gateway.main import bind, uvicorn_config
 from server.gateway.models import model
 from server.gateway.observe import pages, webhooks
 from server.gateway.release import progress, runner
-from server.ports import free_port
+from server.ports import free_port, url_of
 from tests.server.gateway.pusher import WarmPusher
 from tests.server.gateway.upstream import Answer, Handler, Upstream, answer_json, read_answer, upstream
 from tests.waiting import eventually, wait_until
@@ -79,7 +79,7 @@ class Ports:
 
     @property
     def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
+        return url_of(self.host, self.port)
 
     @property
     def admin_url(self) -> str:

@@ -19,7 +19,7 @@ import pytest
 import weightsync
 from server.errors import CliError, ProcessFailed
 from server.gpus import DEVICES_ENV
-from server.ports import free_port
+from server.ports import free_port, url_of
 from server.up import interrupts
 from server.up import server as up
 from server.up.config import UpConfig
@@ -28,6 +28,7 @@ from server.up.processes import BIND_ENV, THREADS_ENV, cause_in, share_of_cores
 from server.up.processes import Child as RealChild
 from server.up.served import draft_dir, served
 from server.up.server import Server
+from tests.server.gateway.harness import ADMIN_KEY, running_gateway
 from tests.server.nvml import seven
 from tests.server.up.restarts import Answers, Child, save_checkpoint
 from tests.weightsync.tensors import model as model_of
@@ -117,6 +118,17 @@ def test_the_admin_port_is_the_next_one_if_it_is_free(model: Path, tmp_path: Pat
         assert server.admin_port not in (port, port + 1)
     assert Server(UpConfig(model=str(model), state_dir=tmp_path, port=65535)).admin_port < 65535
     assert server.admin_url.endswith(f":{server.admin_port}")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "::"])
+async def test_it_asks_the_gateway_at_the_host_that_it_was_given(host: str, model: Path, tmp_path: Path) -> None:
+    with running_gateway(tmp_path, host=host, model=model.name) as gateway:
+        server = Server(UpConfig(model=str(model), state_dir=tmp_path, host=host, port=gateway.port))
+        server.admin_url = url_of("127.0.0.1", gateway.admin_port)
+        server.admin_key_file.write_text(ADMIN_KEY)
+        async with gateway.instance(instance_id=server.instance_id(0)):
+            await asyncio.to_thread(server.wait_ready, 60)
+    assert ServerInfo.read(tmp_path).url == server.url
 
 
 @pytest.fixture
