@@ -16,6 +16,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 TABLES = (
     (api.table, "api.md"),
     (metrics.table, "api.md"),
+    (key_limits.header_table, "api.md"),
     (key_limits.table, "gateway.md"),
     (roles.table, "security.md"),
 )

@@ -1,8 +1,9 @@
 """The limits of keys: one field each, with everything that depends on the limit.
 
 From the fields of `KeyLimits` derive a key's record in the store, the body of the admin routes, the options of
-`hotswap keys`, the x-ratelimit-* headers, what a gateway counts and refuses (gateway/access/limits.py) and divides
-among gateways (gateway/access/sharing.py), the label of the metric, and the table in docs/gateway.md.
+`hotswap keys`, the x-ratelimit-* headers and all that lists them, what a gateway counts and refuses
+(gateway/access/limits.py) and divides among gateways (gateway/access/sharing.py), the label of the metric, and the
+tables in docs/gateway.md and docs/api.md.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Limit:
     its prompts, and those of its answers, which are the most it may get when it is admitted and the true ones when it
     has ended. Without it a request is one.
 
-    `name` is in headers, codes of errors and metrics. A limit without one refuses nothing.
+    `name` is in headers (RATE_HEADERS), codes of errors and metrics. A limit without one refuses nothing.
     """
 
     help: str
@@ -121,6 +122,35 @@ class KeyLimits(Record):
 _HINTS: Final = get_type_hints(KeyLimits, include_extras=True)
 LIMITS: Final[dict[str, Limit]] = {field.name: _HINTS[field.name].__metadata__[0] for field in fields(KeyLimits)}
 NAMED: Final = {limit.name: field for field, limit in LIMITS.items() if limit.name}  # name -> field
+
+_TOLD: Final = {
+    "limit": "the limit",
+    "remaining": "what remains",
+    "reset": "when the whole limit is available again if the key sends nothing more: `12s`, `1m1s`, `95h4m6s`",
+}
+
+
+def rate_headers(name: str) -> tuple[str, ...]:
+    """The headers that tell of the limit of that name: its value, what remains, and when all of it does."""
+    return tuple(f"x-ratelimit-{what}-{name.replace('_', '-')}" for what in _TOLD)
+
+
+# All headers of limits that answers may have, with the limit that each tells of.
+RATE_HEADERS: Final = {
+    header: limit
+    for limit in LIMITS.values()
+    if limit.counts in ("minute", "month")
+    for header in rate_headers(limit.name)
+}
+
+
+def header_table() -> str:
+    """As docs/api.md lists them."""
+    rows = []
+    for what, meaning in _TOLD.items():
+        names = [f"`{name}`" for name in RATE_HEADERS if name.startswith(f"x-ratelimit-{what}-")]
+        rows.append(f"| {', '.join(names)} | {meaning} |")
+    return "\n".join(["| header of a limit | |", "|---|---|", *rows])
 
 
 def table() -> str:

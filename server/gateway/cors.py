@@ -13,14 +13,14 @@ from urllib.parse import urlsplit
 
 from server.gateway.access.keys import KeyRing
 from server.gateway.wire.head import check_origin
+from server.key_limits import RATE_HEADERS
 from weightsync.tls import is_loopback
 
 MAX_AGE_S: Final = 600  # for which a browser need not ask again
-EXPOSED: Final = (
-    "x-request-id, retry-after, x-hotswap-weight-version, x-hotswap-weights, x-hotswap-upstream, x-hotswap-fallback, "
-    "x-ratelimit-limit-requests, x-ratelimit-remaining-requests, x-ratelimit-reset-requests, "
-    "x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens, x-ratelimit-reset-tokens"
-)
+EXPOSED: Final = ", ".join((
+    "x-request-id", "retry-after", "x-hotswap-weight-version", "x-hotswap-weights", "x-hotswap-upstream",
+    "x-hotswap-fallback", *RATE_HEADERS,
+))  # fmt: skip
 
 
 class Origins:

@@ -24,12 +24,26 @@ from server.errors import BadRequest, TooManyRequests
 from server.gateway.access.costs import Asked, Cost, bounded, reckon
 from server.gateway.access.keys import Principal
 from server.gateway.wire.bodies import Usage
-from server.key_limits import LIMITS, KeyLimits
+from server.key_limits import LIMITS, KeyLimits, rate_headers
 
 SLOTS: Final = 61  # the second that runs, and 60 before it
 Units = Callable[[int, int], int]
-_DURATIONS: Final = [b"%ds" % s if s < 60 else b"%dm%ds" % divmod(s, 60) for s in range(SLOTS + 1)]
-_HEAD: Final = b"x-ratelimit-limit-N: %d\r\nx-ratelimit-remaining-N: %d\r\nx-ratelimit-reset-N: %b\r\n"
+
+
+def _duration(seconds: int) -> bytes:
+    """`12s`, `1m1s`, `95h4m6s`: as OpenAI's clients read it."""
+    minutes, hours = seconds // 60, seconds // 3600
+    before = b"%dh%dm" % (hours, minutes % 60) if hours else b"%dm" % minutes if minutes else b""
+    return b"%b%ds" % (before, seconds % 60)
+
+
+def _lines(name: str) -> bytes:
+    """The header lines of a limit, with places for their values."""
+    bound, remaining, reset = (header.encode() for header in rate_headers(name))
+    return b"%b: %%d\r\n%b: %%d\r\n%b: %%b\r\n" % (bound, remaining, reset)
+
+
+_DURATIONS: Final = [_duration(s) for s in range(SLOTS + 1)]
 
 
 class Quota:
@@ -83,7 +97,7 @@ class Window(Quota):
     def __init__(self, limit: int, now: int, name: str = "", units: Units | None = None) -> None:
         super().__init__(limit, name, units)
         self._slots = [0] * SLOTS
-        self._head = _HEAD.replace(b"N", name.replace("_", "-").encode())
+        self._head = _lines(name)
         self.now = now
 
     def advance(self, now: int) -> None:
@@ -146,7 +160,7 @@ class Month(Quota):
 
     def __init__(self, limit: int, name: str = "", units: Units | None = None) -> None:
         super().__init__(limit, name, units)
-        self._head = _HEAD.replace(b"N", name.replace("_", "-").encode())
+        self._head = _lines(name)
         self.month, self.until = this_month(time.time())
         self.saved = self.reserved = 0
         self.unsaved: dict[str, int] = {}  # by month: one may end before it is written
@@ -182,7 +196,7 @@ class Month(Quota):
     def head(self) -> bytes:
         if self.limit == _UNBOUNDED:
             return b""
-        return self._head % (self.limit, self.remaining(), b"%ds" % self.seconds_left())
+        return self._head % (self.limit, self.remaining(), _duration(self.seconds_left()))
 
     def seconds_left(self) -> int:
         """Until the next month."""

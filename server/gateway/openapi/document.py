@@ -27,7 +27,8 @@ from server.gateway.fleet.view import Fleet
 from server.gateway.middleware import FEEDBACK, is_public
 from server.gateway.models.directory import Directory
 from server.gateway.observe.metrics import release
-from server.gateway.openapi.parts import EVERY, RATE_LIMITS, Json, components, error_responses, header_refs, parameters
+from server.gateway.openapi.parts import EVERY, Json, components, error_responses, header_refs, parameters
+from server.key_limits import RATE_HEADERS
 
 log = logging.getLogger("hotswap.gateway")
 
@@ -197,7 +198,7 @@ def _parameters(route: Forwarded) -> list[Json]:
 
 
 def _forwarded_answer(told: Json) -> Json:
-    headers = header_refs("x-request-id", "x-hotswap-weight-version", *RATE_LIMITS)
+    headers = header_refs("x-request-id", "x-hotswap-weight-version", *RATE_HEADERS)
     return {**told, "headers": headers}
 
 

@@ -8,7 +8,7 @@ import msgspec
 
 from server.answers.feedback import FeedbackRequest
 from server.gateway.terms import MAX_FINISH_S, MAX_WAIT_S
-from server.key_limits import MAX_PRIORITY, MIN_PRIORITY
+from server.key_limits import MAX_PRIORITY, MIN_PRIORITY, RATE_HEADERS
 
 Json = dict[str, Any]
 
@@ -96,16 +96,13 @@ HEADERS: dict[str, Json] = {
     "www-authenticate": {"schema": {"type": "string"}},
     "allow": {"schema": {"type": "string"}},
     **{
-        f"x-ratelimit-{what}-{of}": {"description": f"Of this key, {of} a minute.", "schema": schema}
-        for of in ("requests", "tokens")
-        for what, schema in (
-            ("limit", {"type": "integer"}),
-            ("remaining", {"type": "integer"}),
-            ("reset", {"type": "string"}),
-        )
+        name: {
+            "description": f"Of this key: {limit.help}.",
+            "schema": {"type": "string" if name.startswith("x-ratelimit-reset-") else "integer"},
+        }
+        for name, limit in RATE_HEADERS.items()
     },
 }
-RATE_LIMITS = tuple(name for name in HEADERS if name.startswith("x-ratelimit-"))
 
 
 def header_refs(*names: str) -> Json:
@@ -161,6 +158,6 @@ def _error(status: str, text: str) -> Json:
     names += ["retry-after"] if status in RETRY_AFTER else []
     names += ["www-authenticate"] if status == "401" else []
     names += ["allow"] if status == "405" else []
-    names += RATE_LIMITS if status == "429" else []
+    names += RATE_HEADERS if status == "429" else []
     content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     return {"description": text, "headers": header_refs(*names), "content": content}

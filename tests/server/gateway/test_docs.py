@@ -52,6 +52,7 @@ def test_the_table_of_metrics_is_made_of_their_declarations() -> None:
 
 def test_the_table_of_limits_is_made_of_their_declarations() -> None:
     assert key_limits.table() in GATEWAY, "run `make tables`"
+    assert key_limits.header_table() in API, "run `make tables`"
 
 
 def test_every_code_in_the_table_exists() -> None:

@@ -15,10 +15,12 @@ from fastapi import FastAPI
 
 from server.gateway import UpstreamSettings
 from server.gateway.access.costs import BYTES_PER_TOKEN
+from server.gateway.openapi.parts import components
 from server.instance import generate
 from server.instance.inflight import Inflight
 from server.instance.middleware import ProvenanceMiddleware
 from server.instance.provenance import traced
+from server.key_limits import LIMITS
 from tests.server.gateway.harness import RunningGateway, admin, code, get, new_key, post, running_gateway
 from tests.server.gateway.upstream import (
     Answer,
@@ -32,6 +34,7 @@ from tests.server.gateway.upstream import (
 )
 from tests.waiting import eventually, wait_until
 
+API = Path(__file__).parents[4] / "docs" / "api.md"
 SETTINGS = UpstreamSettings(scrape_interval_s=3600.0, hold_s=0.0)
 CHAT = "/v1/chat/completions"
 USED = b'{"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":4,"total_tokens":7}}'
@@ -73,6 +76,19 @@ async def test_requests_are_counted_down_and_then_refused(gateway: RunningGatewa
     assert 1 <= int(answers[3].headers["retry-after"]) <= 61
     assert len(instance.requests) == 3
     assert gateway.gateway.stats.limited["requests"] == before + 2
+
+
+async def test_what_is_sent_of_limits_is_what_pages_clients_and_readers_are_told_of(tmp_path: Path) -> None:
+    origins = ("https://page.example",)
+    with running_gateway(tmp_path, upstream=SETTINGS, allowed_origins=origins) as gateway:
+        async with gateway.instance(answering(USED)):
+            key = await key_with(gateway, **{field: 1000 for field, limit in LIMITS.items() if limit.counts})
+            answer = await gateway.ask(post(headers=f"{key}Origin: {origins[0]}\r\n"))
+    sent = {name for name in answer.headers if name.startswith("x-ratelimit-")}
+    assert len(sent) == 3 * 3
+    assert sent == {name for name in answer.headers["access-control-expose-headers"].split(", ") if "rate" in name}
+    assert sent == {name for name in components()["headers"] if "rate" in name}
+    assert sent == set(re.findall(r"`(x-ratelimit-[\w-]+)`", API.read_text()))
 
 
 async def test_one_keys_limit_is_not_anothers(gateway: RunningGateway, instance: Upstream) -> None:
