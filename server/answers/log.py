@@ -17,6 +17,7 @@ import contextlib
 import fcntl
 import importlib
 import logging
+import math
 import os
 import secrets
 import time
@@ -163,13 +164,13 @@ class _Owned(_Owner):
 def forget(url: str, key: str) -> int:
     """Deletes what was kept of the key with this name or id: the number of records that were in segments.
 
-    Lines that writers have not closed yet go before they do, since they look for the mark that this leaves.
+    Lines that writers have not closed yet go before they do, since they look for the mark that this leaves. What is in
+    a segment was written before: it goes whatever the clock of its writer says.
     """
     folder = Folder(url)
     now = time.time()
-    mark = Mark(key, now)
-    folder.write(folder.name(now, secrets.token_hex(4), FORGET), msgspec.json.encode(mark))
-    return sum(_rewrite(folder, path, [mark]) for path, _ in folder.segments())
+    folder.write(folder.name(now, secrets.token_hex(4), FORGET), msgspec.json.encode(Mark(key, now)))
+    return sum(_rewrite(folder, path, [Mark(key, math.inf)]) for path, _ in folder.segments())
 
 
 def _marks(folder: Folder) -> list[Mark]:

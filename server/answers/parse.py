@@ -18,10 +18,19 @@ import orjson
 FORMAT: Final = 1
 ROUTES: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate")
 CUT: Final = frozenset({"length", "max_tokens", "max_output_tokens"})  # finish reasons: it reached its limit of tokens
-_NO_PARAMETERS: Final = frozenset(
-    {"messages", "prompt", "prompt_token_ids", "input", "instructions", "system", "tools", "metadata", "stream"}
-    | {"stream_options", "model", "user", "hotswap", "cache_salt"}
-)
+# The fields of a request that shape its answer. No others are kept: a field that is new may name a user.
+PARAMETERS: Final = frozenset({
+    "add_generation_prompt", "add_special_tokens", "allowed_token_ids", "bad_words", "best_of", "chat_template",
+    "chat_template_kwargs", "continue_final_message", "documents", "echo", "frequency_penalty", "ignore_eos",
+    "include_reasoning", "include_stop_str_in_output", "length_penalty", "logit_bias", "logprob_token_ids", "logprobs",
+    "max_completion_tokens", "max_output_tokens", "max_tokens", "max_tool_calls", "min_p", "min_tokens", "n",
+    "output_config", "parallel_tool_calls", "presence_penalty", "priority", "prompt_logprobs", "reasoning",
+    "reasoning_effort", "repetition_detection", "repetition_penalty", "response_format", "seed", "skip_special_tokens",
+    "spaces_between_special_tokens", "stop", "stop_sequences", "stop_token_ids", "structured_outputs", "suffix",
+    "temperature", "text", "thinking", "thinking_token_budget", "tool_choice", "top_k", "top_logprobs", "top_p",
+    "truncate_prompt_tokens", "truncation", "truncation_side", "use_beam_search",
+})  # fmt: skip
+_NAMES_A_USER: Final = "user_id"  # in the metadata of Anthropic's API
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -153,8 +162,8 @@ def _asked(request: dict[str, Any], about: About) -> Answer:
         about=about,
         model=str(request.get("model") or ""),
         tools=request.get("tools") or [],
-        metadata=metadata if isinstance(metadata, dict) else {},
-        parameters={name: value for name, value in request.items() if name not in _NO_PARAMETERS},
+        metadata={k: v for k, v in metadata.items() if k != _NAMES_A_USER} if isinstance(metadata, dict) else {},
+        parameters={name: value for name, value in request.items() if name in PARAMETERS},
     )
     if about.route in ("/v1/completions", "/generate"):
         ids = request.get("prompt_token_ids")

@@ -136,6 +136,14 @@ def test_forgetting_counts_and_leaves_other_segments_as_they_are(url: str) -> No
     assert folder.segments() == [untouched]
 
 
+def test_what_is_in_a_segment_is_forgotten_whatever_the_clock_of_its_writer_says(url: str) -> None:
+    folder, writer = writing(url, segment_bytes=1)
+    writer.append(line(0, ended=time.time() + 300.0))
+    writer.tick()
+    assert forget(url, "ada") == 1
+    assert ids(folder) == []
+
+
 def test_what_is_said_later_is_forgotten_too(url: str) -> None:
     folder = Folder(url)
     said = Feedback(FORMAT, "a1", "r", "ada", "k1", time.time(), "key", rating="up", score=1.0)

@@ -9,10 +9,15 @@ import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
 from server.answers.measures import OPENING, measure, repetition
-from server.answers.parse import FORMAT, ROUTES, About, Answer, Choice, Span, Unreadable, parse
+from server.answers.parse import FORMAT, PARAMETERS, ROUTES, About, Answer, Choice, Span, Unreadable, parse
 from server.gateway.release.policy import METRICS, REFUSALS, searched
+from server.instance.generate import GenerateRequest
 from tests.server import continued
 from tests.server.continued import event
 
@@ -59,6 +64,39 @@ def test_a_chat_that_is_whole() -> None:
     assert (found.messages, found.tools) == (request["messages"], request["tools"])
     assert (found.parameters, found.metadata) == ({"temperature": 0}, {"a": "b"})
     assert (found.whole, found.version) == (True, None)
+
+
+NOT_KEPT = {
+    # who asks, and in which conversation
+    "cache_salt", "metadata", "previous_response_id", "prompt_cache_key", "request_id", "safety_identifier",
+    "session_id", "user",
+    # records have them in fields of their own
+    "input", "instructions", "messages", "model", "prompt", "prompt_token_ids", "system", "tools",
+    # for plug-ins, or bytes
+    "ec_transfer_params", "kv_transfer_params", "media_io_kwargs", "mm_payload", "mm_processor_kwargs",
+    "previous_input_messages", "prompt_embeds", "vllm_xargs", "watermarking",
+    # how the answer is sent and kept, not what it says
+    "background", "enable_response_messages", "include", "return_mm_kwargs", "return_prompt_text", "return_token_ids",
+    "return_token_offsets", "return_tokens_as_token_ids", "routed_experts", "routed_experts_prompt_start",
+    "service_tier", "store", "stream", "stream_interval", "stream_options",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_of_a_request_s_other_fields_those_are_kept_that_shape_the_answer(route: str) -> None:
+    """A field that a client or a later release adds is kept once it is listed."""
+    request = dict.fromkeys({*NOT_KEPT, "brand_new"} - {"messages", "input", "tools", "metadata"}, "x")
+    request |= {"metadata": {"user_id": "u", "solution": "7"}}
+    found = parse(orjson.dumps(request | {"top_p": 0.5}), b"", about(route))
+    assert found.parameters == {"top_p": 0.5}
+    assert found.metadata == {"solution": "7"}
+
+
+def test_each_field_that_vllm_knows_is_kept_or_is_not() -> None:
+    known = {*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields, *ResponsesRequest.model_fields}
+    known |= {*AnthropicMessagesRequest.model_fields, *GenerateRequest.model_fields}
+    assert known <= PARAMETERS | NOT_KEPT
+    assert not PARAMETERS & NOT_KEPT
 
 
 def test_a_chat_that_is_streamed() -> None:
