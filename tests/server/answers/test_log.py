@@ -63,10 +63,11 @@ def writing(url: str, **fields: Any) -> tuple[Folder, Writer]:
 
 
 def test_a_segment_appears_whole_when_it_is_full(url: str) -> None:
-    folder, writer = writing(url, segment_bytes=2 * len(line(0)))
+    lines = [line(number, ended=1.5) for number in range(3)]  # of one length
+    folder, writer = writing(url, segment_bytes=2 * len(lines[0]))
     for number in range(3):
         assert ids(folder) == ([] if number < 2 else ["a0", "a1"])
-        writer.append(line(number))
+        writer.append(lines[number])
         writer.tick()
     assert ids(folder) == ["a0", "a1"]
     writer.close()
