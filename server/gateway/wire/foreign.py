@@ -13,6 +13,7 @@ from server.errors import HttpError, Unavailable
 from server.gateway.wire.bodies import Event, decode_event
 
 HEADERS: Final = frozenset({b"content-type", b"content-length", b"transfer-encoding", b"cache-control"})
+_THEIRS: Final = frozenset({400, 413, 422})  # what is wrong with the request itself
 MOST_HELD: Final = 2**20  # no event is so long
 _END: Final = re.compile(rb"\r?\n\r?\n")
 _DATA: Final = re.compile(rb"^data:(.*)", re.MULTILINE)
@@ -88,17 +89,17 @@ def _told(event: bytes) -> Event:
 def fault_of(name: str, status: int, retry_after: bytes) -> HttpError | None:
     """What clients are told of an upstream's refusal; None: the answer is theirs. What is wrong with the gateway's own
     key, or with its bill, is not for them to see."""
+    if 200 <= status < 300 or status in _THEIRS:
+        return None
     seconds = int(retry_after) if re.fullmatch(rb"\d{1,5}", retry_after) else 5
-    if status in (401, 403):
+    if status in (401, 402, 403):
         message = f"The upstream of {name} does not take this gateway's key; tell the operator."
         return Unavailable(message, code="upstream_unauthorized", retry_after_s=60)
-    if status == 404:
+    if status in (404, 405):
         message = f"The upstream of {name} does not know the model or the route; tell the operator."
         return Unavailable(message, code="upstream_unknown_model", retry_after_s=60)
     if status == 429:
         message = f"The upstream of {name} takes no more requests from this gateway now; try again in {seconds} s."
         return Unavailable(message, code="upstream_rate_limited", retry_after_s=seconds)
-    if status >= 500 or status < 200 or 300 <= status < 400:
-        message = f"The upstream of {name} failed ({status}); try again."
-        return Unavailable(message, code="upstream_failed", retry_after_s=seconds)
-    return None
+    message = f"The upstream of {name} failed ({status}); try again."
+    return Unavailable(message, code="upstream_failed", retry_after_s=seconds)

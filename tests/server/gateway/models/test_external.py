@@ -15,6 +15,7 @@ import pytest
 from server.errors import ConfigError
 from server.gateway.models import file as models_file
 from server.gateway.models.external import ROUTES
+from server.gateway.wire.foreign import fault_of
 from tests.server.gateway.harness import ADMIN, RunningGateway, get, new_key, post, running_gateway
 from tests.server.gateway.upstream import (
     Handler,
@@ -150,7 +151,11 @@ async def test_nothing_follows_an_error_in_a_stream(tmp_path: Path, route: str, 
     ("status", "code"),
     [
         (b"401 Unauthorized", "upstream_unauthorized"),
+        (b"402 Payment Required", "upstream_unauthorized"),
         (b"404 Not Found", "upstream_unknown_model"),
+        (b"405 Method Not Allowed", "upstream_unknown_model"),
+        (b"408 Request Timeout", "upstream_failed"),
+        (b"409 Conflict", "upstream_failed"),
         (b"429 Too Many Requests", "upstream_rate_limited"),
         (b"500 Internal Server Error", "upstream_failed"),
         (b"302 Found", "upstream_failed"),
@@ -162,12 +167,20 @@ async def test_its_refusals_are_typed_and_tell_nothing_of_the_key(tmp_path: Path
         answer = await gateway.ask(chat())
         assert answer.refusal == (503, code)
         assert SECRET.encode() not in answer.body
+        async with gateway.instance(model="ours"):
+            taken_over = await gateway.ask(chat(model="slow"))
+        assert (taken_over.status, taken_over.headers["x-hotswap-fallback"]) == (200, f"from=hosted; reason={code}")
         if status.startswith((b"429", b"500")):
             assert answer.headers["retry-after"] == "7"
         shown = await gateway.ask(get("/admin/models", ADMIN), admin=True)
         assert SECRET.encode() not in shown.body
         assert orjson.loads(shown.body)["models"][1]["has_key"] is True
         assert SECRET not in repr(gateway.gateway.file)
+
+
+def test_no_other_status_of_an_upstream_is_the_clients() -> None:
+    passed = {status for status in range(100, 600) if fault_of("hosted", status, b"") is None}
+    assert passed == {*range(200, 300), 400, 413, 422}
 
 
 async def test_a_fault_of_the_request_is_the_clients(tmp_path: Path) -> None:
