@@ -127,7 +127,7 @@ def test_overrides_reach_into_sections_that_are_not_there(tmp_path: Path) -> Non
         ({"lora": {"target_modules": ["lm_head"]}}, "lora.target_modules[0]", "not one of q_proj"),
         ({"lora": {"target_modules": []}}, "lora.target_modules", "nothing would be trained"),
         ({"lora": {"target_modules": ["q_proj", "q_proj"]}}, "lora.target_modules", "twice"),
-        ({"lora": {"name": "a/b"}}, "lora.name", "Use letters"),
+        ({"lora": {"name": "a/../b"}}, "lora.name", "a letter or digit first"),
         ({"lora": {"name": "m"}, "publish": {"model": "m", "store": "s"}}, "lora.name", "Choose another"),
         ({"lora": {}, "model": {"path": "m", "dtype": "bfloat16", "fp8": "hybrid"}}, "lora", "model.fp8"),
         (QUANTIZED | {"lora": {}}, "publish.quantize", "Leave it out"),

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal, get_args
 from trainer.config.strict import in_range, key_in, positive, server
 from trainer.errors import ConfigError
 from weightsync.errors import BadPart
-from weightsync.memory.parts import LORA, check_name
+from weightsync.memory.parts import LORA, NAME_RULE, check_name
 
 LinearLayer = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LINEAR_LAYERS: tuple[LinearLayer, ...] = get_args(LinearLayer)
@@ -80,7 +80,7 @@ class LoraConfig:
         try:
             check_name(self.part)
         except BadPart:
-            advice = "Use letters, digits and . _ : - (a letter or digit first)"
+            advice = f"Use {NAME_RULE}"
             raise ConfigError("name", f"{self.name!r} cannot be an adapter's", advice) from None
 
     @property

@@ -21,7 +21,8 @@ DRAFT = "draft"
 LORA = "lora/"
 ADAPTER_CONFIG = "adapter_config"  # manifest metadata of an adapter: PEFT's adapter_config.json
 LORA_URL = "hotswap:"  # in vLLM's `lora_path`: the adapter comes from the swap transaction
-_LORA_NAME = re.compile(r"lora/[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+_LORA_NAME = re.compile(r"lora(?=.{2,129}\Z)(/[A-Za-z0-9][A-Za-z0-9._:@-]*)+")
+NAME_RULE = "1 to 128 letters, digits and . _ : @ - /, with a letter or digit first and after each /"
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def check_name(part: str, model: str = "") -> str:
         raise BadPart(f"{part!r} would take the requests for the model {model!r} itself: give the adapter another name")
     if part in (BASE, DRAFT) or (isinstance(part, str) and _LORA_NAME.fullmatch(part)):
         return part
-    raise BadPart(f'no part can be called {shown(part)}: use "draft" or "lora/NAME" (letters, digits, . _ : -)')
+    raise BadPart(f'no part can be called {shown(part)}: use "draft" or "lora/NAME" (NAME: {NAME_RULE})')
 
 
 def join(fingerprints: Mapping[str, str]) -> str:

@@ -28,7 +28,7 @@ import msgspec
 
 from weightsync.errors import ManifestError, SlotBusy
 from weightsync.format.slices import Slices
-from weightsync.memory.arena import MAPPINGS, READ_MAPPINGS, Arena, SlotLock
+from weightsync.memory.arena import MAPPINGS, READ_MAPPINGS, Arena, SlotLock, pool_of
 from weightsync.peer.chunks import MAX_CHUNKS, Bitmap, Head, Shape, manifest_of, shape_of
 from weightsync.peer.messages import Key
 from weightsync.transport import Region, Transport
@@ -240,12 +240,12 @@ class Shelf:
 
     def _pool(self, key: Key, part: str) -> str:
         """Slots of their own, apart from the publishers'; one size to a pool."""
-        return f"deltas/{self.model}/{part}" if key.delta_of else copies_pool(self.model, part)
+        return pool_of(f"deltas/{self.model}/", part) if key.delta_of else copies_pool(self.model, part)
 
 
 def copies_pool(model: str, part: str) -> str:
     """What the arena calls the slots that hold copies and shares of versions."""
-    return f"copies/{model}/{part}"
+    return pool_of(f"copies/{model}/", part)
 
 
 def lock_of(directory: Path, model: str) -> Path:

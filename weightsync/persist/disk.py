@@ -175,8 +175,9 @@ def write_piece(
 
 
 def piece_directory(version: Path, part: str) -> Path:
-    """Where a part is under a version's directory."""
-    return version / part if part else version
+    """Where a part is under a version's directory: an adapter `a/b` not in that of an adapter `a`."""
+    kind, _, name = part.partition("/")
+    return version / kind / name.replace("/", "%2F")
 
 
 def write_synced(path: Path, data: bytes) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import orjson
 import pytest
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
 
 from tests.weightsync.tensors import model, save_safetensors
 from weightsync import Publisher, SlotReader, SyncStore
@@ -17,6 +20,8 @@ from weightsync.errors import BadPart, PublishError, ShapeMismatch
 from weightsync.format.fingerprint import fingerprint_of
 from weightsync.memory.arena import pool_of
 from weightsync.memory.parts import Adapter, check_name, combined, join, slots_of
+from weightsync.peer.shelf import copies_pool
+from weightsync.persist.disk import piece_directory
 from weightsync.push import main
 
 KEYS = Keys("demo")
@@ -240,11 +245,37 @@ def test_a_draft_given_up_frees_every_slot(publisher: Publisher, activate: Activ
     assert publisher.begin([("w", "float32", (4,))], part="draft").ticket["slot"] == slot
 
 
-@pytest.mark.parametrize("name", ["lora/", "lora/a b", "lora/../x", "drafts", "base", "lora/" + "x" * 200])
+OUTWARD = ["lora/../x", "lora/a/..", "lora/a/./b", "lora/a//b", "lora/a/", "lora//a", "lora/a\n", "lora/a\\..\\b"]
+
+
+@pytest.mark.parametrize("name", ["lora/", "lora/a b", "drafts", "base", "lora/" + "x" * 200, *OUTWARD])
 def test_other_part_names_are_refused(publisher: Publisher, name: str) -> None:
     assert check_name("lora/a-b_c.d:1") == "lora/a-b_c.d:1"
     with pytest.raises(BadPart, match="no part can be called"):
         publisher.begin([("w", "float32", (4,))], part=name)
+
+
+SEGMENT = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,40}", fullmatch=True)
+WORDS = st.sampled_from(["a", "lora", "draft", "copies", "deltas", "model.safetensors", "adapter_model.safetensors"])
+PATHS = st.lists(WORDS | SEGMENT, min_size=1, max_size=8).map("/".join).filter(lambda name: len(name) <= 128)
+PARTS = st.sampled_from(["", "draft"]) | PATHS.map("lora/".__add__)
+
+
+@given(name=PATHS, directory=st.just(Path("/of/a/version")))
+def test_adapters_are_named_as_models_are(name: str, directory: Path) -> None:
+    assert check_name(f"lora/{name}") == f"lora/{name}"
+    place = piece_directory(directory, f"lora/{name}")
+    assert place.parent == directory / "lora", "and none lies in another's directory"
+    assert len(os.fsencode(place.name)) <= 255
+
+
+@given(one=st.tuples(PATHS, PARTS), other=st.tuples(PATHS, PARTS))
+@example(one=("a/lora/b", "lora/c"), other=("a", "lora/b/lora/c"))
+def test_no_two_parts_share_slots_or_directories(one: tuple[str, str], other: tuple[str, str]) -> None:
+    assume(one != other)
+    assert pool_of(*one) != pool_of(*other)
+    assert copies_pool(*one) != copies_pool(*other)
+    assert one[0] != other[0] or piece_directory(Path("v"), one[1]) != piece_directory(Path("v"), other[1])
 
 
 def test_fingerprints_are_over_base_and_parts(publisher: Publisher) -> None:

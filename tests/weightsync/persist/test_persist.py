@@ -250,7 +250,9 @@ async def test_parts_and_differences_are_whole_on_disk_and_shared_parts_take_the
     assert await host.persist()
     base = host.disk().nbytes
     adapter = Adapter({"q.lora_A.weight": np.full((2, 8), 7.0, np.float32)}, CONFIG)
-    host.commit(host.publisher.publish(adapter, part="lora/math", activate=False))
+    inner = Adapter({"q.lora_A.weight": np.full((2, 8), 8.0, np.float32)}, CONFIG)
+    adapters = {"lora/math": adapter, "lora/math/adapter_model.safetensors": inner, "lora/org/math@v2": inner}
+    host.commit(host.publisher.publish(None, parts=adapters, activate=False))
     assert await host.persist()
     assert host.disk().nbytes < base * 1.5
     host.power_loss()
@@ -264,7 +266,7 @@ async def test_parts_and_differences_are_whole_on_disk_and_shared_parts_take_the
             reader.verify_all()
             name = next(iter(reader.manifest.tensors))
             found[part.name] = float(np.frombuffer(bytes(reader.buffer(name)), reader.entry(name).dtype)[0])
-    assert found == {"draft": 5.0, "lora/math": 7.0}
+    assert found == {"draft": 5.0, **dict(zip(adapters, (7.0, 8.0, 8.0), strict=True))}
     shutil.rmtree(host.copies / "1")
     host.verify_copy(2)
 

@@ -175,25 +175,25 @@ def lora(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
 
 def test_an_adapter_is_served_from_its_commit_on(lora: LiveServer, adapters: dict[str, Path]) -> None:
     before, base = lora.active(), answers(lora)
-    asked = {"model": "new", "prompt": PROMPTS[0], "max_tokens": 4}
+    asked = {"model": "org/new@v2", "prompt": PROMPTS[0], "max_tokens": 4}
     assert lora.client.post("/v1/completions", json=asked).status_code == 404
-    first = pushed(lora, adapters["one"], "lora/new")
-    one = answers(lora, "new")
+    first = pushed(lora, adapters["one"], "lora/org/new@v2")
+    one = answers(lora, "org/new@v2")
     assert one != base
     completion = lora.client.post("/v1/completions", json=asked | {"temperature": 0, "return_token_ids": True})
     assert completion.status_code == 200, completion.text
     assert completion.json()["choices"][0]["token_ids"] == one[0][:4]
     assert completion.json()["weight_version"] == first
-    assert "new" in [card["id"] for card in lora.client.get("/v1/models").json()["data"]]
-    second = pushed(lora, adapters["two"], "lora/new")
-    two = answers(lora, "new")
+    assert "org/new@v2" in [card["id"] for card in lora.client.get("/v1/models").json()["data"]]
+    second = pushed(lora, adapters["two"], "lora/org/new@v2")
+    two = answers(lora, "org/new@v2")
     assert two not in (one, base)
     assert answers(lora) == base, "an adapter's swap changed the base model"
     lora.rollback()
-    assert answers(lora, "new") == one
+    assert answers(lora, "org/new@v2") == one
     assert answers(lora) == base
     assert lora.activate(second).status_code == 200
-    assert answers(lora, "new") == two
+    assert answers(lora, "org/new@v2") == two
     assert record(lora, second)["base_version"] == (record(lora, before)["base_version"] or before)
 
 
