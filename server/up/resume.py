@@ -389,7 +389,7 @@ class _Beginning:
 def glance(checkpoint: Path) -> str:
     """What tells a checkpoint from others, without reading all of it; "" for one without weights."""
     try:
-        return Checkpoint(checkpoint).glance()
+        return Checkpoint(checkpoint, whole=True).glance()
     except CheckpointError:
         return ""
 

@@ -74,6 +74,19 @@ class TensorSpec:
         return math.prod(self.shape) * ITEMSIZE[self.dtype]
 
 
+_TABLES = ("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+_MASKS, _MASKED = (".attn.bias", ".attention.bias"), (".attn.masked_bias", ".attention.masked_bias")
+
+
+def is_derived(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor follows from the configuration, so that no engine reads it from a checkpoint: the tables of
+    rotary embeddings (vLLM's AutoWeightsLoader), the causal mask [1, 1, length, length] and its value [] (vLLM's
+    gpt2.py and gpt_j.py)."""
+    if name.endswith(_MASKS):
+        return len(shape) == 4 and shape[:2] == (1, 1) and shape[2] == shape[3]
+    return name.endswith(_TABLES) or (name.endswith(_MASKED) and shape == ())
+
+
 @dataclass(frozen=True)
 class Schema:
     """The tensors of a model, by name, sorted. Raises UnsupportedDtype."""
@@ -96,12 +109,13 @@ class Schema:
 
     @classmethod
     def from_json(cls, raw: bytes) -> Schema:
-        """Raises ManifestError."""
+        """Without derived tensors, which the next version need not have. Raises ManifestError."""
         try:
             rows: list[Any] = orjson.loads(raw)
             if not isinstance(rows, list):
                 raise TypeError(f"got {type(rows).__name__}")
-            return cls({name: TensorSpec(dtype, tuple(shape)) for name, dtype, shape in rows})
+            specs = {name: TensorSpec(dtype, tuple(shape)) for name, dtype, shape in rows}
+            return cls({name: spec for name, spec in specs.items() if not is_derived(name, spec.shape)})
         except (ValueError, TypeError) as error:
             raise ManifestError(f"not a schema ({error}): it must be a list of [name, dtype, shape]") from error
 
@@ -303,8 +317,14 @@ def parts_of(manifest: Manifest) -> dict[str, list[tuple[int, int, str]]]:
 
 
 def diff_schema(expected: Schema, got: Schema) -> list[TensorMismatch]:
-    """Every difference, as errors to raise or report: missing and unexpected tensors first, then shapes and dtypes."""
-    want, have = expected.tensors, got.tensors
+    """Every difference but for derived tensors, as errors to raise or report: missing and unexpected tensors first,
+    then shapes and dtypes."""
+    if expected.tensors == got.tensors:
+        return []
+    want, have = (
+        {name: spec for name, spec in schema.tensors.items() if not is_derived(name, spec.shape)}
+        for schema in (expected, got)
+    )
     missing: list[TensorMismatch] = [MissingTensor(name, want[name]) for name in want if name not in have]
     extra: list[TensorMismatch] = [UnexpectedTensor(name, have[name]) for name in have if name not in want]
     other = [error for name in want if name in have and (error := check_spec(name, want[name], have[name]))]
@@ -322,7 +342,7 @@ def check_spec(name: str, expected: TensorSpec, got: TensorSpec) -> TensorMismat
 
 def require_same_schema(expected: Schema, got: Schema) -> None:
     """Raises the first mismatch."""
-    if expected.tensors != got.tensors and (mismatches := diff_schema(expected, got)):
+    if mismatches := diff_schema(expected, got):
         raise mismatches[0]
 
 

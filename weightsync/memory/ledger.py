@@ -48,7 +48,7 @@ from weightsync.errors import (
     StoreError,
     StoreUnavailable,
 )
-from weightsync.format.manifest import Schema, require_same_schema
+from weightsync.format.manifest import Schema, diff_schema, require_same_schema
 from weightsync.memory.arena import Arena, SlotLock, default_directory, pool_of
 from weightsync.memory.parts import BASE, check_without, compose, has_schema, slots_of, still_there
 from weightsync.peer.copies import kept_digests
@@ -252,7 +252,7 @@ class Ledger:
         else:
             found = await self.store.get(self.keys.schema)
             served = Schema.from_json(found.value) if found is not None else None
-        alike, keys = served is not None and served.tensors == schema.tensors, tuple[str, ...]()
+        alike, keys = served is not None and not diff_schema(served, schema), tuple[str, ...]()
         if alike and form.config and config:
             keys = await asyncio.to_thread(differing, form.config, config)
         if alike and not keys:

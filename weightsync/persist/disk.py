@@ -128,7 +128,7 @@ def slot_is_left(path: Path, digest: str) -> bool:
 def disk_piece(directory: Path, digest: str) -> Iterator[Piece]:
     """What `write_piece` left in `directory`. Raises ManifestError, CheckpointError."""
     manifest = read_manifest(directory, digest)
-    checkpoint = Checkpoint(directory)
+    checkpoint = Checkpoint(directory, whole=True)
     if checkpoint.schema.tensors != manifest.schema.tensors:
         raise CheckpointError(str(directory), "its files have other tensors than its manifest")
     with contextlib.ExitStack() as stack:

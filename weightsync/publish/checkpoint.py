@@ -24,7 +24,7 @@ import orjson
 
 from weightsync.errors import CheckpointError
 from weightsync.format.dtypes import FROM_SAFETENSORS
-from weightsync.format.manifest import Schema, TensorSpec
+from weightsync.format.manifest import Schema, TensorSpec, is_derived
 from weightsync.publish.writer import FileTensor
 from weightsync.steady import changed, states
 
@@ -122,11 +122,11 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 class Checkpoint:
-    """All tensors of a checkpoint directory (or of one file), by name. Raises CheckpointError, for files that change
-    while they are read, too."""
+    """All tensors of a checkpoint directory (or of one file), by name; derived ones (`is_derived`) only if `whole`.
+    Raises CheckpointError, for files that change while they are read, too."""
 
-    def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
+    def __init__(self, path: Path | str, *, whole: bool = False) -> None:
+        self.path, self._whole = Path(path), whole
         beside = [self.path / name for name in (INDEX, *CONFIGS)] if self.path.is_dir() else []
         self._before = states(beside)
         self._files = _shards(self.path)
@@ -189,7 +189,8 @@ class Checkpoint:
                 raise CheckpointError(str(file), f"tensor {name!r} is in this shard but not in the index", tensor=name)
             if name in self._home:
                 raise CheckpointError(str(file), f"tensor {name!r} is in {self._home[name].name} too", tensor=name)
-            self._home[name], self._stored[name] = file, stored
+            if self._whole or not is_derived(name, stored.spec.shape):
+                self._home[name], self._stored[name] = file, stored
 
 
 def _shards(path: Path) -> dict[Path, set[str] | None]:

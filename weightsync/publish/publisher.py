@@ -47,6 +47,7 @@ from weightsync.format.manifest import (
     Schema,
     TensorSpec,
     content_sha256,
+    is_derived,
     require_same_schema,
 )
 from weightsync.memory.arena import MAPPINGS
@@ -306,7 +307,7 @@ class Publisher:
         schema = None if anew else self._store.run(self._ledger.schema(part, onto))
         if schema is None:
             items = list(items)
-            schema = Schema({name: spec_of(name, tensor) for name, tensor in items})
+            schema = as_schema((name, spec.dtype, spec.shape) for name, t in items if (spec := spec_of(name, t)))
         return items, schema, metadata
 
     def activate(
@@ -471,7 +472,8 @@ def signer_of(path: Path | str | None) -> Signer | None:
 
 
 def as_schema(schema: SchemaLike) -> Schema:
-    """Accepts dtypes as torch has them, or by name. Raises UnsupportedDtype."""
+    """Accepts dtypes as torch has them, or by name; leaves derived tensors out. Raises UnsupportedDtype."""
     if isinstance(schema, Schema):
         return schema
-    return Schema({name: TensorSpec(str(dtype).removeprefix("torch."), tuple(shape)) for name, dtype, shape in schema})
+    rows = ((name, str(dtype).removeprefix("torch."), tuple(shape)) for name, dtype, shape in schema)
+    return Schema({name: TensorSpec(dtype, shape) for name, dtype, shape in rows if not is_derived(name, shape)})

@@ -260,7 +260,9 @@ def quantize_checkpoint(source: Path, target: Path, quantizer: Quantizer) -> Non
     target.mkdir(parents=True, exist_ok=True)
     for file in sorted(source.iterdir()):
         if file.suffix == ".safetensors":
-            tensors = ((name, tensor.to(torch.bfloat16)) for name, tensor in load_file(file).items())
+            tensors = (
+                (name, tensor.to(torch.bfloat16)) for name, tensor in load_file(file).items() if name in cast.tensors
+            )
             made = {name: tensor.contiguous() for name, tensor in quantizer.tensors(tensors)}
             save_file(made, target / file.name, metadata={"format": "pt"})
             home |= dict.fromkeys(made, file.name)

@@ -12,7 +12,7 @@ import numpy as np
 from weightsync.errors import BadPart, RemoteError
 from weightsync.format.delta import Base, DeltaHeader, DeltaWriter, is_worthwhile
 from weightsync.format.delta_codec import Bytes
-from weightsync.format.manifest import CUTS, TensorSpec, content_sha256
+from weightsync.format.manifest import CUTS, TensorSpec, content_sha256, is_derived
 from weightsync.memory.parts import ADAPTER_CONFIG, BASE, LORA, Adapter, check_name
 from weightsync.memory.receiver import SlotReader
 from weightsync.publish.publisher import NamedTensors
@@ -42,12 +42,15 @@ class HostModel:
         self._buffers: dict[str, Bytes] = {}
 
     def take(self, named_tensors: Iterable[tuple[str, Any]]) -> None:
-        """Copy every tensor here. Raises UnsupportedDtype, and RemoteError for a name that comes twice."""
+        """Copy every tensor here but derived ones. Raises UnsupportedDtype, and RemoteError for a name that comes
+        twice."""
         self.rows = {}
         for name, tensor in named_tensors:
             if name in self.rows:
                 raise RemoteError(f"tensor {name!r} comes twice: publish each once")
             spec = spec_of(name, tensor)
+            if is_derived(name, spec.shape):
+                continue
             buffer = self._buffers.get(name)
             if buffer is None or len(buffer) != spec.nbytes:
                 buffer = self._buffers[name] = np.empty(spec.nbytes, np.uint8)

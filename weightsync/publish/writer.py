@@ -42,6 +42,7 @@ from weightsync.format.manifest import (
     TensorSpec,
     check_spec,
     cut_ends,
+    is_derived,
     read_header,
 )
 from weightsync.memory.arena import MAPPINGS, SlotLock
@@ -274,12 +275,15 @@ class SlotWriter:
         """Copy a whole tensor (torch, on any device, any strides; numpy; FileTensor) to its place; returns its digest.
 
         A name that the model lacks is left out if its bytes are those of a matrix written before: state dicts list
-        tied weights under each of their names.
+        tied weights under each of their names. So is a derived tensor (`is_derived`), whose digest is "".
 
         Raises UnexpectedTensor, ShapeMismatch, DtypeMismatch, UnsupportedDtype, DraftClosed.
         """
-        if name not in self._unsealed().tensors and (tied := self._tied(name, tensor)) is not None:
-            return tied
+        if name not in self._unsealed().tensors:
+            if is_derived(name, spec_of(name, tensor).shape):
+                return ""
+            if (tied := self._tied(name, tensor)) is not None:
+                return tied
         spec = check_whole(self._unsealed(), name, tensor)
         ends = cut_ends(self.layout.offsets[name], spec.nbytes, self.layout.chunk_nbytes)
         self._sums[name] = sums = copy_sums(self._target(name, spec), tensor, spec, ends)

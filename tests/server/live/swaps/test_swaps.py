@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 
 import httpx
 import pytest
+import torch
 from openai import AsyncOpenAI
+from safetensors.torch import load_file, save_file
 
 from tests.asking import Labelled
 from tests.live import LiveServer
@@ -53,6 +56,21 @@ async def test_openai_sdk_streams_chat_through_swaps(live: LiveServer, checkpoin
     wrong = [(content, v) for content, v in checked if content.replace(names[v], "")]
     assert not wrong
     assert len({v for _, v in checked}) >= 3
+
+
+def test_tensors_that_no_engine_reads_change_no_answer(
+    live: LiveServer, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    live.push(checkpoints["b"])
+    expected = live.generate([3, 4, 5], 12)["choices"][0]["token_ids"]
+    live.push(checkpoints["a"])
+    old = tmp_path / "old"
+    shutil.copytree(checkpoints["b"], old)
+    tables = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.full((4,), 100.0) for i in range(2)}
+    tensors = {name: tensor for file in old.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    save_file(tensors | tables, old / "model.safetensors")
+    live.push(old)
+    assert live.generate([3, 4, 5], 12)["choices"][0]["token_ids"] == expected
 
 
 @pytest.mark.broad
