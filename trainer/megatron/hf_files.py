@@ -32,9 +32,11 @@ class HfTensors:
         self._open: dict[Path, Any] = {}
         files = self._files()
         self._before = states(files)
+        index = self._index()
         for file in files:
             for name, shape in read_header(file).items():
-                self.shapes[name], self._file_of[name] = shape, file
+                if not index or self.directory / index.get(name, "") == file:  # a shard may have older tensors besides
+                    self.shapes[name], self._file_of[name] = shape, file
         self._check_index()
 
     def __contains__(self, name: str) -> bool:

@@ -144,10 +144,13 @@ class Checkpoint:
 
     def tensors(self) -> Iterator[tuple[str, FileTensor]]:
         """Every tensor, file by file in the order of its bytes; each is valid until the next one is taken."""
-        for file in self._files:
-            names = [name for name, home in self._home.items() if home == file]
+        for file, names in self.files().items():
             yield from _read(file, {name: self._stored[name] for name in names})
         self.check()
+
+    def files(self) -> dict[Path, list[str]]:
+        """The files, and the names of the tensors that are read from each."""
+        return {file: [name for name, home in self._home.items() if home == file] for file in self._files}
 
     def check(self) -> None:
         """Raises CheckpointError if a file is another one than when this object was made, or was written since."""
@@ -186,7 +189,7 @@ class Checkpoint:
             raise CheckpointError(str(file), f"tensor {name!r} is in the index but not in this shard", tensor=name)
         for name, stored in found.items():
             if expected is not None and name not in expected:
-                raise CheckpointError(str(file), f"tensor {name!r} is in this shard but not in the index", tensor=name)
+                continue  # an older one, as a rule: the index says which is meant
             if name in self._home:
                 raise CheckpointError(str(file), f"tensor {name!r} is in {self._home[name].name} too", tensor=name)
             if self._whole or not is_derived(name, stored.spec.shape):

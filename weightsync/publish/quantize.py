@@ -258,15 +258,14 @@ def quantize_checkpoint(source: Path, target: Path, quantizer: Quantizer) -> Non
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(str(target), "is not empty: name another directory")
     target.mkdir(parents=True, exist_ok=True)
+    for file, names in checkpoint.files().items():
+        read = load_file(file)
+        tensors = ((name, read[name].to(torch.bfloat16)) for name in names)
+        made = {name: tensor.contiguous() for name, tensor in quantizer.tensors(tensors)}
+        save_file(made, target / file.name, metadata={"format": "pt"})
+        home |= dict.fromkeys(made, file.name)
     for file in sorted(source.iterdir()):
-        if file.suffix == ".safetensors":
-            tensors = (
-                (name, tensor.to(torch.bfloat16)) for name, tensor in load_file(file).items() if name in cast.tensors
-            )
-            made = {name: tensor.contiguous() for name, tensor in quantizer.tensors(tensors)}
-            save_file(made, target / file.name, metadata={"format": "pt"})
-            home |= dict.fromkeys(made, file.name)
-        elif file.is_file() and file.name not in (INDEX, "config.json"):
+        if file.is_file() and file.suffix != ".safetensors" and file.name not in (INDEX, "config.json"):
             shutil.copyfile(file, target / file.name)
     checkpoint.check()
     if (source / INDEX).exists():
