@@ -39,7 +39,7 @@ from weightsync.format.delta import DeltaHeader, DeltaReader, apply_delta
 from weightsync.memory.parts import BASE, LORA, Adapter, check_name, part_of
 from weightsync.memory.receiver import SlotReader
 from weightsync.peer.copies import local_slot
-from weightsync.publish.checkpoint import Checkpoint, read_config, read_inside
+from weightsync.publish.checkpoint import INDEX, Checkpoint, read_config, read_inside
 from weightsync.publish.draft import commit_all
 from weightsync.publish.publisher import STORE_ENV, Publisher
 
@@ -185,6 +185,9 @@ def push(
             version = made.version
             if activate:
                 publisher.activate(version, wait=False, timeout_s=timeout_s)
+        elif BASE in contents and (strays := contents[BASE][0].strays(publisher.schema())):
+            problem = f"holds {', '.join(strays)} besides the model: move such files away, or write an index ({INDEX})"
+            raise CheckpointError(str(contents[BASE][0].path), problem)
         elif not pieces:
             within_s = timeout_s if activate else None
             version = publisher.take_away(without, step=step, source=source, within_s=within_s)

@@ -40,12 +40,13 @@ class MissingTensor(TensorMismatch):
 
 
 class UnexpectedTensor(TensorMismatch):
-    """A tensor that the schema does not have."""
+    """A tensor that the schema does not have. `advice`: what else to do than to leave it out."""
 
     code = "unexpected_tensor"
 
-    def __init__(self, tensor: str, got: object = None) -> None:
-        message = f"tensor {tensor!r} is not part of the served model: leave it out{OTHER_FORM}"
+    def __init__(self, tensor: str, got: object = None, advice: str = "") -> None:
+        remedy = f"; {advice}" if advice else f": leave it out{OTHER_FORM}"
+        message = f"tensor {tensor!r} is not part of the served model{remedy}"
         super().__init__(tensor, None, got, message)
 
 

@@ -50,6 +50,7 @@ from weightsync.errors import (
     UnsupportedDtype,
 )
 from weightsync.format.dtypes import ITEMSIZE
+from weightsync.format.naming import advice
 
 FORMAT = 2
 ALIGNMENT = 64  # a cache line, and what the widest vector loads like
@@ -343,7 +344,15 @@ def check_spec(name: str, expected: TensorSpec, got: TensorSpec) -> TensorMismat
 def require_same_schema(expected: Schema, got: Schema) -> None:
     """Raises the first mismatch."""
     if mismatches := diff_schema(expected, got):
+        require_names(expected, got)
         raise mismatches[0]
+
+
+def require_names(expected: Schema, got: Schema) -> None:
+    """Raises UnexpectedTensor for tensors under such other names that no engine can have them (`naming.advice`)."""
+    if remedy := advice(got.tensors, expected.tensors):
+        name = min(got.tensors.keys() - expected.tensors.keys())
+        raise UnexpectedTensor(name, got.tensors[name], remedy)
 
 
 def schema_of(specs: Iterable[tuple[str, str, Iterable[int]]]) -> Schema:

@@ -48,7 +48,7 @@ from weightsync.errors import (
     StoreError,
     StoreUnavailable,
 )
-from weightsync.format.manifest import Schema, diff_schema, require_same_schema
+from weightsync.format.manifest import Schema, diff_schema, require_names, require_same_schema
 from weightsync.memory.arena import Arena, SlotLock, default_directory, pool_of
 from weightsync.memory.parts import BASE, check_without, compose, has_schema, slots_of, still_there
 from weightsync.peer.copies import kept_digests
@@ -257,8 +257,8 @@ class Ledger:
             keys = await asyncio.to_thread(differing, form.config, config)
         if alike and not keys:
             return (basis.form if basis is not None else ""), None
-        if config is None and served is not None:
-            require_same_schema(served, schema)
+        if served is not None:
+            (require_same_schema if config is None else require_names)(served, schema)
         if config is None:
             return "", None
         check_config(form.config or config, config)

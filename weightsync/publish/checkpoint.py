@@ -24,7 +24,7 @@ import orjson
 
 from weightsync.errors import CheckpointError
 from weightsync.format.dtypes import FROM_SAFETENSORS
-from weightsync.format.manifest import Schema, TensorSpec, is_derived
+from weightsync.format.manifest import Schema, TensorSpec, diff_schema, is_derived
 from weightsync.publish.writer import FileTensor
 from weightsync.steady import changed, states
 
@@ -151,6 +151,14 @@ class Checkpoint:
     def files(self) -> dict[Path, list[str]]:
         """The files, and the names of the tensors that are read from each."""
         return {file: [name for name, home in self._home.items() if home == file] for file in self._files}
+
+    def strays(self, served: Schema | None) -> list[str]:
+        """The files without which it would have the tensors that are `served`, if no index says that they belong."""
+        if served is None or (self.path / INDEX).exists():
+            return []
+        strays = [file for file, names in self.files().items() if not served.tensors.keys() & names]
+        rest = {n: stored.spec for n, stored in self._stored.items() if self._home[n] not in strays}
+        return [file.name for file in strays] if not diff_schema(served, Schema(rest)) else []
 
     def check(self) -> None:
         """Raises CheckpointError if a file is another one than when this object was made, or was written since."""

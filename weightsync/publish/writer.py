@@ -45,6 +45,7 @@ from weightsync.format.manifest import (
     is_derived,
     read_header,
 )
+from weightsync.format.naming import advice
 from weightsync.memory.arena import MAPPINGS, SlotLock
 
 if TYPE_CHECKING:
@@ -459,7 +460,7 @@ def check_slice(schema: Schema, name: str, tensor: Any, start: int, dim: int) ->
 
 def _expected(schema: Schema, name: str) -> TensorSpec:
     if (spec := schema.tensors.get(name)) is None:
-        raise UnexpectedTensor(name)
+        raise UnexpectedTensor(name, advice=advice([name], schema.tensors))
     return spec
 
 

@@ -1,0 +1,90 @@
+"""A push under other names than the served model's is refused with what helps, before anything is claimed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import orjson
+import pytest
+
+from tests.weightsync.tensors import model, save_safetensors
+from weightsync import Publisher
+from weightsync.errors import CheckpointError, TensorMismatch
+from weightsync.format.naming import advice
+from weightsync.push import push
+
+CONFIG = {"model_type": "llama"}
+NAMES = [*model(), "lm_head.weight"]
+PREFIXES = {
+    "module.": "`model.module`",
+    "_orig_mod.": "`model._orig_mod`",
+    "module._orig_mod.": "`model.module._orig_mod`",
+    "base_model.model.": "merge_and_unload",
+    "policy.": "without 'policy.'",
+}
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize("way", ["publish", "with a configuration", "generator"])
+def test_names_behind_a_prefix(publisher: Publisher, prefix: str, way: str) -> None:
+    publisher.publish(model(1), activate=False)
+    tensors = {prefix + name: tensor for name, tensor in model(2).items()}
+    more = {"config": CONFIG} if way == "with a configuration" else {}
+    given = iter(tensors.items()) if way == "generator" else tensors
+    with pytest.raises(TensorMismatch) as refused:
+        publisher.publish(given, onto=1, activate=False, **more)
+    assert PREFIXES[prefix] in str(refused.value)
+    assert refused.value.tensor in tensors
+    assert "config.json" not in str(refused.value), "no engine can be started with such names"
+    assert [v.version for v in publisher.versions()] == [1]
+
+
+def test_names_with_something_between() -> None:
+    compiled = [name.replace("mlp", "_orig_mod.mlp") for name in NAMES]
+    assert "get_model_state_dict" in advice(compiled, NAMES)
+    sharded = [f"_fsdp_wrapped_module.{name.replace('mlp', '_fsdp_wrapped_module.mlp')}" for name in NAMES]
+    assert "get_model_state_dict" in advice(sharded, NAMES)
+
+
+def test_names_that_lack_a_prefix(publisher: Publisher) -> None:
+    publisher.publish(model(1), activate=False)
+    tensors = {name.removeprefix("model."): tensor for name, tensor in model(2).items()}
+    with pytest.raises(TensorMismatch, match=r"calls it 'model\.embed_tokens\.weight': publish all of the model"):
+        publisher.publish(tensors, onto=1, config=CONFIG, activate=False)
+    assert "all of the model" in advice([name.removeprefix("model.") for name in NAMES], NAMES)
+
+
+def test_other_models_have_names_of_their_own(publisher: Publisher) -> None:
+    """A head of its own, more layers, a quantisation, a head that predicts more tokens."""
+    for more in (["lm_head.bias"], ["model.layers.9.mlp.weight"], ["mtp.model.norm.weight", "mtp.lm_head.weight"]):
+        assert not advice([*NAMES, *more], NAMES)
+    assert not advice([name.replace("weight", "qweight") for name in NAMES], NAMES)
+    assert not advice(NAMES, NAMES)
+    assert not advice([], NAMES)
+    publisher.publish(model(1), activate=False)
+    publisher.publish(model(2, layers=3), onto=1, config=CONFIG, activate=False)
+    assert publisher.versions()[-1].form
+
+
+def test_files_that_do_not_belong_to_a_checkpoint_are_named(
+    tmp_path: Path, publisher: Publisher, store_url: str
+) -> None:
+    publisher.publish(model(1), activate=False)
+    save_safetensors(tmp_path / "model-1.safetensors", {"model.norm.weight": model(2)["model.norm.weight"]})
+    rest = {name: tensor for name, tensor in model(2).items() if name != "model.norm.weight"}
+    save_safetensors(tmp_path / "model-2.safetensors", rest)
+    (tmp_path / "config.json").write_bytes(orjson.dumps(CONFIG))
+    state = {f"state.{i}.exp_avg": np.zeros(3, np.float32) for i in range(4)}
+    save_safetensors(tmp_path / "optimizer.safetensors", state)
+    lora = {"base_model.model.q_proj.lora_A.weight": np.zeros((2, 8), np.float32)}
+    save_safetensors(tmp_path / "adapter_model.safetensors", lora)
+    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors, optimizer\.safetensors besides"):
+        push(tmp_path, store=store_url, model="demo", activate=False)
+    assert len(publisher.versions()) == 1
+    (tmp_path / "adapter_model.safetensors").unlink()
+    (tmp_path / "optimizer.safetensors").unlink()
+    push(tmp_path, store=store_url, model="demo", activate=False)
+    save_safetensors(tmp_path / "more.safetensors", {"lm_head.weight": model()["model.embed_tokens.weight"]})
+    save_safetensors(tmp_path / "model-1.safetensors", {"model.norm.weight": np.zeros(16, np.float32)})
+    push(tmp_path, store=store_url, model="demo", activate=False)  # another form, of another shape
