@@ -2,7 +2,7 @@
 
 Others have filled the directory, so only regular files are opened, and none from outside of it. A FIFO would block its
 reader, a device never end, and a link could lead to any file of this host. Links inside the directory are followed, and
-those of the Hugging Face hub's cache, whose snapshots/REVISION/ links to ../../blobs/.
+those of the Hugging Face hub's cache, whose snapshots/REVISION/ and folders below link to blobs/ beside snapshots/.
 
 The format (huggingface/safetensors, README "Format"): 8 bytes header length, little-endian; that many bytes of JSON,
 `{name: {dtype, shape, data_offsets: [begin, end]}, "__metadata__": {str: str}}`; then the data, without holes.
@@ -57,10 +57,8 @@ def read_inside(path: Path, most: int) -> bytes:
     return data
 
 
-def _allowed(home: Path) -> tuple[Path, ...]:
-    if home.parent.name == "snapshots":
-        return home, home.parent.parent / "blobs"
-    return (home,)
+def _allowed(home: Path) -> list[Path]:
+    return [home, *(above.parent / "blobs" for above in home.parents if above.name == "snapshots")]
 
 
 MAX_CONFIG = 4 << 20

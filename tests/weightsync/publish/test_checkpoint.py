@@ -251,6 +251,32 @@ def test_links_lead_out_of_a_checkpoint_only_within_the_hub_cache(tmp_path: Path
     assert Checkpoint(tmp_path / "link").schema.tensors.keys() == model().keys()
 
 
+def test_a_folder_of_a_hub_repository_is_read_from_its_own_model_s_blobs(tmp_path: Path, store_url: str) -> None:
+    mine, other = tmp_path / "models--org--one", tmp_path / "models--org--two"
+    config = orjson.dumps({"r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]})
+    for home in (mine, other):
+        (home / "blobs").mkdir(parents=True)
+        save_safetensors(home / "blobs/8f3e", {"w": np.zeros(1, np.float32)})
+        (home / "blobs/c0de").write_bytes(config)
+    save_safetensors(tmp_path / "blobs", {"w": np.zeros(1, np.float32)})
+    base = tmp_path / "base"
+    base.mkdir()
+    save_safetensors(base / "model.safetensors", model())
+    for folder in ("checkpoint-500", "adapters/math", "snapshots/math"):
+        directory = mine / "snapshots/0123abcd" / folder
+        directory.mkdir(parents=True)
+        for name, blob in (("adapter_model.safetensors", "8f3e"), ("adapter_config.json", "c0de")):
+            (directory / name).symlink_to(os.path.relpath(mine / "blobs" / blob, directory))
+        pushed(directory, part="lora/x", parts={"": base}, store=store_url, model="demo", activate=False)
+        for outside in (other / "blobs/8f3e", tmp_path / "blobs", mine / "snapshots/0123abcd/8f3e"):
+            if not outside.exists():
+                save_safetensors(outside, model())
+            (directory / "adapter_model.safetensors").unlink()
+            (directory / "adapter_model.safetensors").symlink_to(outside)
+            with pytest.raises(CheckpointError, match="link out of its directory"):
+                Checkpoint(directory)
+
+
 @pytest.mark.parametrize("file", ["model.safetensors", INDEX])
 def test_messages_have_nothing_of_a_file_that_is_no_checkpoint(tmp_path: Path, file: str) -> None:
     secret = b"root:$6$"
