@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, entry_points, version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -75,8 +75,18 @@ app = typer.Typer(
 )
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"hotswap {version('hotswap')}")
+        raise typer.Exit
+
+
 @app.callback()
-def hotswap() -> None:
+def hotswap(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="print the version and end")
+    ] = False,
+) -> None:
     """An LLM server whose weights can be replaced while it answers."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import json
 import logging
 import os
@@ -108,17 +109,25 @@ def _default(setting: Setting) -> Any:
     return setting.default or None if setting.repeated else setting.default
 
 
-@app.command(context_settings=PASS_THROUGH)
+@app.command(context_settings=PASS_THROUGH, options_metavar="[MODEL] [OPTIONS]")
 @takes(UP)
 def up(context: typer.Context, given: dict[str, Any]) -> None:
     """Start a gateway and vLLM instances on this host, where the last start with this state left off.
 
-    Further options go to vLLM as they are.
+    MODEL may also be given with --model. Further options go to vLLM as they are.
     """
     from server.up.server import run_up
 
+    named = [*itertools.takewhile(lambda word: not word.startswith("-"), context.args)]
+    vllm_args = tuple(context.args[len(named) :])
+    source = context.get_parameter_source("model")
+    if named and source is not None and source.name == "COMMANDLINE":
+        named.append(given["--model"])
+    if len(named) > 1:
+        raise ConfigError(f"{' and '.join(named)}: name one checkpoint, as MODEL or with --model.")
+    given |= {"--model": named[0]} if named else {}
     gateway_args = tuple(options.flags(PASSED_ON, given))
-    run_up(options.build(UpConfig, given, gateway_args=gateway_args, vllm_args=tuple(context.args)))
+    run_up(options.build(UpConfig, given, gateway_args=gateway_args, vllm_args=vllm_args))
 
 
 @app.command(context_settings=PASS_THROUGH)

@@ -63,7 +63,7 @@ class UpConfig:
         with as_cli_error(ConfigError):
             check_vllm_args(self.vllm_args)
         if self.model is None and self.models is None:
-            raise CliError("--model: name a checkpoint, or with --models a file of models that have one")
+            raise CliError("name a checkpoint: `hotswap up MODEL`, or with --models a file of models that have one")
         if self.kv_cache_gib is not None and self.kv_cache_gib <= 0:
             raise CliError(f"--kv-cache-gib {self.kv_cache_gib:g}: must be more than 0")
         if self.instances < 1:

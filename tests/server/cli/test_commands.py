@@ -12,7 +12,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import asdict
-from importlib.metadata import packages_distributions
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,9 @@ import pytest
 from typer.testing import CliRunner
 
 from server.cli.app import app
+from server.errors import CliError
 from server.key_limits import KeyLimits
+from server.up.config import UpConfig
 from tests.server.asking import answering
 from tests.waiting import wait_until
 
@@ -42,6 +44,49 @@ def test_the_process_that_was_started_is_the_trainer(tmp_path: Path, command: st
     finally:
         train.kill()
         train.wait()
+
+
+# `hotswap up MODEL`, and the version
+
+
+def up_of(monkeypatch: pytest.MonkeyPatch, *words: str) -> UpConfig:
+    """The configuration that these words make. Raises CliError."""
+    made: list[UpConfig] = []
+    monkeypatch.setattr("server.up.server.run_up", made.append)
+    done = CliRunner().invoke(app, ["up", *words])
+    if isinstance(done.exception, CliError):
+        raise done.exception
+    assert done.exit_code == 0, done.output
+    return made[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "passed"),
+    [
+        (["m"], ()),
+        (["--model", "m"], ()),
+        (["m", "--max-model-len", "512", "--port", "9000"], ("--max-model-len", "512")),
+        (["--port", "9000", "m", "--max-model-len", "512"], ("--max-model-len", "512")),
+        (["--model", "m", "--max-model-len", "512"], ("--max-model-len", "512")),
+    ],
+)
+def test_the_model_is_named_by_the_first_word_or_by_its_option(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], passed: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("HOTSWAP_UP_MODEL", "of-the-environment")
+    config = up_of(monkeypatch, *words)
+    assert (config.model, config.vllm_args) == ("m", passed)
+
+
+@pytest.mark.parametrize("words", [["a", "--model", "b"], ["--model", "b", "a"], ["a", "b"]])
+def test_two_models_on_the_command_line_are_refused(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+    with pytest.raises(CliError, match=r"(a and b|b and a): name one checkpoint"):
+        up_of(monkeypatch, *words)
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert CliRunner().invoke(app, ["--version"]).stdout == f"hotswap {version('hotswap')}\n"
+    assert "[MODEL]" in CliRunner().invoke(app, ["up", "--help"]).stdout
 
 
 # found by their entry points
