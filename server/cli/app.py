@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from importlib.metadata import EntryPoint, entry_points, version
 from pathlib import Path
@@ -51,6 +52,13 @@ class Commands(TyperGroup):
             return ours
         return next((_named(cmd_name, entry.load()) for entry in _plugins() if entry.name == cmd_name), None)
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] not in (known := self.list_commands(ctx)):
+            close = difflib.get_close_matches(args[0], known)
+            meant = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+            ctx.fail(f"No such command {args[0]!r}.{meant}")
+        return super().resolve_command(ctx, args)
+
     def list_commands(self, ctx: Any) -> list[str]:
         return [*OURS, *super().list_commands(ctx), *GROUPS, *sorted(entry.name for entry in _plugins())]
 
@@ -62,6 +70,7 @@ def _plugins() -> tuple[EntryPoint, ...]:
 def _named(name: str, application: typer.Typer) -> Any:
     command = typer.main.get_command(application)
     command.name = name
+    command.params = [p for p in command.params if p.name not in ("install_completion", "show_completion")]
     return command
 
 

@@ -100,6 +100,7 @@ def _hint(setting: Setting) -> Any:
     flag = f"{setting.flag}/--no-{setting.name}" if setting.option.negatable else setting.flag
     shared = bool(setting.option.env)  # the others are in docs/options.md
     about: dict[str, Any] = {"help": setting.option.help, "envvar": setting.env, "show_envvar": shared}
+    about |= {"metavar": f"[{'|'.join(setting.choices)}]"} if setting.choices else {}
     how = typer.Argument(**about) if setting.option.positional else typer.Option(flag, **about)
     kind = str if setting.option.read is not None else setting.type
     return Annotated[list[kind] | None if setting.repeated else kind | None, how]  # type: ignore[valid-type]

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from server.cli.app import app
+from server.cli.app import GROUPS, app
 from server.errors import CliError
 from server.key_limits import KeyLimits
 from server.up.config import UpConfig
@@ -120,6 +120,30 @@ def test_a_command_of_another_package_runs_and_is_listed() -> None:
 
 def test_a_command_that_nobody_has_is_refused() -> None:
     assert CliRunner().invoke(app, ["greet", "you"]).exit_code == 2
+
+
+# names that are misspelt, and what help says
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [(["weight", "list"], "weights"), (["wieghts"], "weights"), (["satus"], "status"), (["weights", "pus"], "push")],
+)
+def test_the_command_that_was_meant_is_named_without_importing_it(words: list[str], meant: str) -> None:
+    _, said = imports_little(*words, status=2)
+    assert re.search(f"Did you mean [^?]*'{meant}'", " ".join(said.replace("│", " ").split())), said
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_options_of_the_shell_are_not_among_those_of_a_group(group: str) -> None:
+    assert "completion" not in CliRunner().invoke(app, [group, "--help"]).stdout
+
+
+def test_help_shows_what_an_option_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    said = CliRunner().invoke(app, ["up", "--help"]).stdout
+    assert "[same|any|off]" in said
+    assert "[SPREAD|PACK|STRICT_SPREAD|STRICT_PACK]" in said
 
 
 # packages that are missing; and what is declared is enough
@@ -246,17 +270,23 @@ def admin_url() -> Iterator[str]:
         yield url
 
 
-def read(*words: str, **more: str) -> str:
-    """The output of a command, which imports little and cuts nothing off."""
+def imports_little(*words: str, status: int = 0, **more: str) -> tuple[str, str]:
+    """What a command that ends with `status` says on its two channels."""
     environment = {"HOTSWAP_ADMIN_KEY": "any", "COLUMNS": "80", "PATH": "", **more}
     command = [sys.executable, "-c", READ, *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr
-    modules = set(done.stderr.rpartition("modules:")[2].split())
-    assert "typer" in modules
-    assert not HEAVY & modules
-    assert "…" not in done.stdout
-    return done.stdout
+    assert done.returncode == status, done.stderr
+    said, _, modules = done.stderr.rpartition("modules:")
+    assert "typer" in modules.split()
+    assert not HEAVY & set(modules.split())
+    return done.stdout, said
+
+
+def read(*words: str, **more: str) -> str:
+    """The output of a command, which imports little and cuts nothing off."""
+    said, _ = imports_little(*words, **more)
+    assert "…" not in said
+    return said
 
 
 COMMANDS = {
