@@ -15,8 +15,6 @@ from typing import Annotated, Any, get_type_hints
 
 import httpx
 import typer
-from rich import box
-from rich.table import Table
 
 from server.errors import RequestFailed
 from server.up.paths import ServerInfo, default_state_dir
@@ -125,17 +123,6 @@ def admin_tls(url: str) -> ssl.SSLContext | bool:
     except OSError as error:
         raise RequestFailed(f"{CA_ENV}={os.environ[CA_ENV]} cannot be used ({error}): name a PEM file") from error
     return member.client_context() if member is not None else True
-
-
-def table(*headers: str) -> Table:
-    """A table with these columns.
-
-    The first names what a row is about, and is whole in one line; any other cell that has no room goes on in the next.
-    """
-    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for index, header in enumerate(headers):
-        made.add_column(header, overflow="fold", no_wrap=index == 0)
-    return made
 
 
 def percentages(active: dict[str, Any]) -> dict[int, float]:

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from server.answers import log, reading
 from server.answers.reading import Wanted
-from server.cli.admin import AsJson, StateDir, table
+from server.cli.admin import AsJson, StateDir
 from server.cli.keys import seconds_of
+from server.cli.output import console, table
 from server.errors import CliError, ConfigError
 from server.gateway.config import GatewayConfig
 from server.up.paths import ServerInfo, default_state_dir
@@ -70,7 +70,7 @@ def list_answers(
         cells += [" ".join(map(str, sorted(v for v in written if v is not None)))]
         cells += ["" if row[name] is None else f"{row[name]:g}" for name in ("completion_tokens", "score")]
         shown.add_row(row["id"], *cells, "yes" if row["correction"] else "", _short(row["text"]))
-    Console().print(shown)
+    console().print(shown)
 
 
 @app.command()
@@ -92,7 +92,7 @@ def export(
     wanted = _wanted(key, since, min_version, max_version, rating)
     with _explained():
         count = write(_url(answers, state_dir), wanted, target)
-    Console().print(f"{count} rows are in {target}")
+    console().print(f"{count} rows are in {target}")
 
 
 @app.command()
@@ -102,7 +102,7 @@ def delete(
     """Delete what is kept of a key, and what is still being written of it up to now."""
     with _explained():
         count = log.forget(_url(answers, state_dir), key)
-    Console().print(f"{count} records of {key} are gone; those that are being written now will not appear")
+    console().print(f"{count} records of {key} are gone; those that are being written now will not appear")
 
 
 class _explained:

@@ -7,10 +7,10 @@ import time
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from server.cli.admin import AdminClient, AsJson, KeyFile, Reason, StateDir, Url, for_model, table
+from server.cli.admin import AdminClient, AsJson, KeyFile, Reason, StateDir, Url, for_model
 from server.cli.keys import seconds_of
+from server.cli.output import console, table
 from server.cli.weights import show_swap
 from server.errors import CliError
 from server.gateway.access.approvals import GUARDED
@@ -41,11 +41,11 @@ def approve(
     if as_json:
         print(json.dumps(answer))
     elif refuse:
-        Console().print(f"{answer['action']} of {answer['who']} is refused")
+        console().print(f"{answer['action']} of {answer['who']} is refused")
     elif "approvals" in answer:
         _show_policy(answer)
     elif "steps" in answer:
-        Console().print(f"the release of version {answer['version']} has begun: hotswap release status")
+        console().print(f"the release of version {answer['version']} has begun: hotswap release status")
     else:
         show_swap(answer)
 
@@ -79,7 +79,7 @@ def policy(
     if as_json:
         print(json.dumps(answer))
     elif "pending" in answer:
-        Console().print(f"it waits for somebody else: hotswap approve {answer['pending']['id']}")
+        console().print(f"it waits for somebody else: hotswap approve {answer['pending']['id']}")
     else:
         _show_policy(answer)
 
@@ -87,7 +87,7 @@ def policy(
 def _show_policy(policy: dict[str, Any]) -> None:
     needed = ", ".join(policy["approvals"])
     within = f", within {policy['lapse_s']:g} s" if needed else ""
-    Console().print(f"approval is needed for: {needed or 'nothing'}{within}")
+    console().print(f"approval is needed for: {needed or 'nothing'}{within}")
 
 
 def _list(answer: dict[str, Any], as_json: bool) -> None:
@@ -100,4 +100,4 @@ def _list(answer: dict[str, Any], as_json: bool) -> None:
         version = str(about["version"]) if about is not None else ""
         until = time.strftime("%Y-%m-%d %H:%M", time.localtime(one["until"]))
         shown.add_row(one["id"], one["action"], version, one["who"], one["reason"], until)
-    Console().print(shown)
+    console().print(shown)

@@ -7,9 +7,8 @@ from typing import Annotated, Any
 
 import orjson
 import typer
-from rich.console import Console
 
-from server.cli.admin import table
+from server.cli.output import console, table
 from server.errors import CliError, as_cli_error
 from weightsync.errors import BucketDamaged, VersionGone, WeightSyncError
 
@@ -42,7 +41,7 @@ def show_versions(url: str, *, as_json: bool) -> None:
             cells = [str(row["base"] or ""), "" if row["step"] is None else str(row["step"]), *sizes]
             signed = "yes" if row["signed"] else ""
             shown.add_row(str(row["number"]), row["part"] or "base", row["kind"], *cells, signed, row["digest"])
-        Console().print(shown)
+        console().print(shown)
     damaged = [row["error"] for row in rows if "error" in row]
     if damaged:
         raise CliError("; ".join(damaged))
@@ -62,16 +61,14 @@ def verify_stored(url: str, version: int | None, *, as_json: bool) -> None:
         print(orjson.dumps({"number": number, "read": numbers, "nbytes": nbytes, "seconds": seconds}).decode())
         return
     told = ", ".join(map(str, numbers))
-    Console(highlight=False).print(
-        f"version {number} is as published: {nbytes:,} bytes of versions {told} read in {seconds:.2f} s"
-    )
+    console().print(f"version {number} is as published: {nbytes:,} bytes of versions {told} read in {seconds:.2f} s")
 
 
 def remove_version(url: str, version: int) -> None:
     """Raises CliError for one that another needs."""
     with as_cli_error(WeightSyncError):
         _opened(url).remove(version)
-    Console(highlight=False).print(f"version {version} is removed")
+    console().print(f"version {version} is removed")
 
 
 def _opened(url: str) -> Any:

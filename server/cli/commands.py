@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from server import options
+from server.cli.output import console
 from server.doctor.world import World
 from server.errors import ConfigError, as_cli_error
 from server.follow.config import FollowConfig
@@ -218,7 +218,7 @@ def doctor(context: typer.Context, given: dict[str, Any]) -> None:
     if asked.as_json:
         print(report.to_json(results))
     else:
-        report.show(results, Console(highlight=False))
+        report.show(results, console())
     raise typer.Exit(1 if report.failed(results) else 0)
 
 
@@ -236,7 +236,7 @@ def _show_plan(world: World, asked: DoctorReport) -> None:
     if asked.as_json:
         print(json.dumps([asdict(row) for row in found]))
     else:
-        Console(highlight=False).print(plan.table(found, asked.sequence_tokens))
+        console().print(plan.table(found, asked.sequence_tokens))
 
 
 @contextmanager

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from server.cli.admin import AdminClient, KeyFile, StateDir, Url, for_model, percentages, table
+from server.cli.admin import AdminClient, KeyFile, StateDir, Url, for_model, percentages
+from server.cli.output import console, table
 from server.errors import RequestFailed
 
 app = typer.Typer(no_args_is_help=True)
@@ -41,7 +41,7 @@ def drain(
     client.call("POST", f"/admin/instances/{name}/drain")
     if wait:
         _wait_until_idle(client, name, wait)
-    Console().print(f"{name} gets no new requests" + (" and has none" if wait else ""))
+    console().print(f"{name} gets no new requests" + (" and has none" if wait else ""))
 
 
 @app.command()
@@ -49,7 +49,7 @@ def drain(
 def resume(name: Name, state_dir: StateDir = None, url: Url = None, admin_key_file: KeyFile = None) -> None:
     """Send it requests again."""
     answer = AdminClient(state_dir, url, admin_key_file).call("POST", f"/admin/instances/{name}/resume")
-    Console().print(f"{name} " + ("is about to stop by itself" if answer["draining"] else "gets requests again"))
+    console().print(f"{name} " + ("is about to stop by itself" if answer["draining"] else "gets requests again"))
 
 
 @app.command()
@@ -68,7 +68,7 @@ def sleep(
     client = AdminClient(state_dir, url, admin_key_file)
     client.call("POST", f"/admin/instances/{name}/sleep", body)
     asleep = _wait_for(lambda: name in {r["id"] for r in client.call("GET", "/admin/sleep")["asleep"]}, wait)
-    Console().print(f"{name} " + ("sleeps" if asleep else "is falling asleep"))
+    console().print(f"{name} " + ("sleeps" if asleep else "is falling asleep"))
 
 
 @app.command()
@@ -84,7 +84,7 @@ def wake(
     client = AdminClient(state_dir, url, admin_key_file)
     client.call("POST", f"/admin/instances/{name}/wake", {"wait_s": 0.0})
     serves = _wait_for(lambda: name in _eligible(client), wait)
-    Console().print(f"{name} " + ("serves" if serves else "is waking"))
+    console().print(f"{name} " + ("serves" if serves else "is waking"))
 
 
 def show_instances(state_dir: Path | None, url: str | None = None, admin_key_file: Path | None = None) -> None:
@@ -98,17 +98,17 @@ def show_instances(state_dir: Path | None, url: str | None = None, admin_key_fil
         cells = [r["id"], _state(r), r["active_version"], r["active_epoch"], (r["fingerprint"] or "")[:8]]
         more = [r.get("device_copies") for _ in on_gpus]
         shown.add_row(*(str(c) if c is not None else "" for c in [*cells, f"{r['load']:g}", times, *more]))
-    console = Console(highlight=False)
-    console.print(shown)
+    out = console()
+    out.print(shown)
     for r in rows:
         if r.get("devices"):
-            console.print(f"{r['id']}: on {', '.join(map(_device, r['devices']))}", markup=False, soft_wrap=True)
+            out.print(f"{r['id']}: on {', '.join(map(_device, r['devices']))}", soft_wrap=True)
         for trouble in _troubles(r):
-            console.print(f"{r['id']}: {trouble}", markup=False)
+            out.print(f"{r['id']}: {trouble}")
     asked = {r["active_version"] for r in rows if r["eligible"]}
     for version, percent in percentages(client.call("GET", "/admin/weights/active")).items():
         lost = "" if version in asked else "; nobody runs it now, so others answer them"
-        console.print(f"version {version} has {percent:g} % of the requests{lost}")
+        out.print(f"version {version} has {percent:g} % of the requests{lost}")
 
 
 def _device(found: dict[str, Any]) -> str:

@@ -13,9 +13,9 @@ from enum import StrEnum
 from typing import Annotated, Any, get_type_hints
 
 import typer
-from rich.console import Console
 
-from server.cli.admin import AdminClient, AsJson, KeyFile, Reason, StateDir, Url, table
+from server.cli.admin import AdminClient, AsJson, KeyFile, Reason, StateDir, Url
+from server.cli.output import console, table
 from server.errors import CliError
 from server.key_limits import LIMITS, KeyLimits, Limit
 
@@ -119,11 +119,11 @@ def list_keys(
         cells += [" ".join(key["models"]) or "all"] if models else []
         cells += [key["state"], _date(key["expires_at"]), _limited(key["limits"]) + _spent(key)]
         shown.add_row(key["id"], *cells)
-    Console().print(shown)
+    console().print(shown)
     if answer["inference"] == "open":
-        Console().print("inference asks for no key, until one with the scope infer is made")
+        console().print("inference asks for no key, until one with the scope infer is made")
     elif not any(key["state"] == "active" and Scope.infer in key["scopes"] for key in answer["keys"]):
-        Console().print("inference asks for a key, and none of these works: `hotswap keys create`, or `keys open`")
+        console().print("inference asks for a key, and none of these works: `hotswap keys create`, or `keys open`")
 
 
 @app.command()
@@ -162,7 +162,7 @@ def update(
     if not body:
         raise CliError("nothing to change: name what is to be different (--help lists the options)")
     record = AdminClient(state_dir, url, admin_key_file).call("PATCH", _path(key_id), body, reason)
-    Console().print(f"key {record['id']} ({record['name']}) is {record['state']}")
+    console().print(f"key {record['id']} ({record['name']}) is {record['state']}")
 
 
 @app.command()
@@ -198,7 +198,7 @@ def revoke(
         record = client.call("DELETE", _path(key_id), reason=reason)
     if forget:
         client.call("DELETE", f"{_path(key_id)}?forget=true", reason=reason)
-    Console().print(f"key {record['id']} ({record['name']}) is revoked" + (" and forgotten" if forget else ""))
+    console().print(f"key {record['id']} ({record['name']}) is revoked" + (" and forgotten" if forget else ""))
 
 
 @app.command("open")
@@ -207,7 +207,7 @@ def open_inference(
 ) -> None:
     """Let everybody in without a key, until one is made; only when all keys for inference are revoked."""
     AdminClient(state_dir, url, admin_key_file).call("POST", "/admin/keys/inference/open", reason=reason)
-    Console().print("inference asks for no key, until one is made")
+    console().print("inference asks for no key, until one is made")
 
 
 def _path(key_id: str) -> str:
@@ -252,7 +252,7 @@ def _show_key(answer: dict[str, Any], as_json: bool) -> None:
     note = "keep it now: it is not shown again"
     if answer["old_key_until"] is not None:
         note += f"; the old one works until {_date(answer['old_key_until'])}"
-    Console(stderr=True).print(f"key {answer['id']} ({answer['name']}): {note}")
+    console(stderr=True).print(f"key {answer['id']} ({answer['name']}): {note}")
 
 
 def _limited(limits: dict[str, int | None]) -> str:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
-from rich.console import Console
 
-from server.cli.admin import AdminClient, AsJson, KeyFile, StateDir, Url, table
+from server.cli.admin import AdminClient, AsJson, KeyFile, StateDir, Url
+from server.cli.output import console, table
 from server.errors import CliError, as_cli_error
 from server.up.paths import ServerInfo, default_state_dir
 from weightsync.errors import WeightSyncError
@@ -49,7 +49,7 @@ def list_entries(
         what += [entry["subject"]] if entry["subject"] else []
         cells = [when, entry["action"], entry["who"], ", ".join(what), entry["reason"], entry["outcome"]]
         shown.add_row(str(entry["number"]), *cells)
-    Console().print(shown)
+    console().print(shown)
 
 
 @app.command()
@@ -80,7 +80,7 @@ def export(
         out.flush()
         if file is not None:
             out.close()
-    Console(stderr=True).print(f"{count} entries")
+    console(stderr=True).print(f"{count} entries")
 
 
 @app.command()
@@ -97,7 +97,7 @@ def verify(
     from weightsync.control import chain
 
     found = _with_store(_url(state_dir, store), lambda opened: chain.verify(opened, archive or "", anchor))
-    out = Console(soft_wrap=True, highlight=False)
+    out = console(soft_wrap=True)
     if as_json:
         fields = ("entries", "first", "head", "number", "problem", "ok")
         print(json.dumps({name: getattr(found, name) for name in fields}))
@@ -122,7 +122,7 @@ def move(
 
     where = place if "://" in place else str(Path(place).expanduser().resolve())
     moved = _with_store(_url(state_dir, store), lambda opened: chain.archive(opened, where))
-    Console().print(f"{moved} entries left the store; the newest {chain.KEPT} stay")
+    console().print(f"{moved} entries left the store; the newest {chain.KEPT} stay")
 
 
 def _url(state_dir: Path | None, store: str | None) -> str:

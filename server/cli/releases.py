@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from server.cli.admin import AdminClient, AsJson, KeyFile, Reason, StateDir, Url, for_model, table
+from server.cli.admin import AdminClient, AsJson, KeyFile, Reason, StateDir, Url, for_model
+from server.cli.output import console, table
 from server.cli.weights import show_swap
 from server.errors import CliError
 
@@ -41,14 +41,14 @@ def start(
     if "pending" in release:
         show_swap(release)
         return
-    Console().print(f"the release of version {version} has begun: {_place(release)}")
+    console().print(f"the release of version {version} has begun: {_place(release)}")
     while wait and not release["ended"]:
         time.sleep(LOOK_S)
         now = client.call("GET", "/admin/releases")["release"]
         if now["id"] != release["id"]:
             raise CliError("another release has begun since; `hotswap release status` shows it")
         if (now["state"], now["step"], now["reason"]) != (release["state"], release["step"], release["reason"]):
-            Console().print(_place(now))
+            console().print(_place(now))
         release = now
     if wait and release["state"] != "done":
         raise typer.Exit(1)
@@ -64,7 +64,7 @@ def status(
     if as_json:
         print(json.dumps(answer))
         return
-    release, out = answer["release"], Console()
+    release, out = answer["release"], console()
     if release is None:
         out.print("no version was released yet; `hotswap release start VERSION --file POLICY` begins")
         return
@@ -86,7 +86,7 @@ def status(
 def cancel(reason: Reason = None, state_dir: StateDir = None, url: Url = None, admin_key_file: KeyFile = None) -> None:
     """Take the candidate back."""
     release = AdminClient(state_dir, url, admin_key_file).call("POST", "/admin/releases/cancel", {}, reason)
-    Console().print(f"version {release['stable']} gets all requests again")
+    console().print(f"version {release['stable']} gets all requests again")
 
 
 @app.command()
@@ -106,11 +106,11 @@ def policies(
         raise CliError("name the policy, and say one of --put FILE and --delete")
     if put is not None:
         stored = client.call("PUT", f"/admin/releases/policies/{name}", {"text": _read(put)}, reason)
-        Console().print(f"policy {name} has {stored['steps']} step(s)")
+        console().print(f"policy {name} has {stored['steps']} step(s)")
         return
     if delete:
         client.call("DELETE", f"/admin/releases/policies/{name}", None, reason)
-        Console().print(f"policy {name} is deleted")
+        console().print(f"policy {name} is deleted")
         return
     found = client.call("GET", "/admin/releases/policies")["policies"]
     if name is None:

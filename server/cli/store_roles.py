@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from server.cli.output import console
 from server.errors import CliError, as_cli_error
 from weightsync.errors import WeightSyncError
 from weightsync.store.etcd_roles import Role
@@ -48,7 +48,7 @@ def roles(
     with as_cli_error(WeightSyncError):
         known = {name: _password(passwords / name) for name in names} if passwords is not None else {}
         asyncio.run(_apply(etcd, wanted, known, enable=enable))
-    Console().print(f"{', '.join(names)}: as they should be" + (f"; passwords in {passwords}" if passwords else ""))
+    console().print(f"{', '.join(names)}: as they should be" + (f"; passwords in {passwords}" if passwords else ""))
 
 
 async def _apply(etcd: str, wanted: tuple[Role, ...], passwords: dict[str, str], *, enable: bool) -> None:
@@ -84,4 +84,4 @@ def _show(wanted: tuple[Role, ...]) -> None:
     table = Table("role", "writes", "reads")
     for role in wanted:
         table.add_row(role.name, "\n".join(sorted(role.writes)), "\n".join(sorted(role.reads)))
-    Console().print(table)
+    console().print(table)

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import orjson
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from server.cli.admin import AdminClient, AsJson, KeyFile, Reason, StateDir, Url, for_model, percentages, table
+from server.cli.admin import AdminClient, AsJson, KeyFile, Reason, StateDir, Url, for_model, percentages
 from server.cli.bucket import BucketUrl, remove_version, show_versions, verify_stored
+from server.cli.output import console, show, table
 from server.errors import CliError, as_cli_error
 from server.up.paths import ServerInfo, default_state_dir
 from weightsync.errors import WeightSyncError
@@ -117,7 +116,7 @@ def list_versions(
         size = f"{v['nbytes'] / 1e9:.3f}"
         step, source = str(v["step"] or ""), v.get("source") or ""
         shown.add_row(str(v["version"]), v["state"], mark.strip(), step, size, made, source)
-    Console().print(shown)
+    console().print(shown)
 
 
 @app.command()
@@ -283,7 +282,7 @@ def export(
     with as_cli_error(WeightSyncError):
         done = export_version(*where, version, directory.expanduser(), part=part, model_dir=model_dir)
     what = f"version {done.version}{f' ({done.part})' if done.part else ''}"
-    Console().print(f"{what}: {done.tensors} tensors, {done.nbytes:,} bytes in {done.directory}")
+    console().print(f"{what}: {done.tensors} tensors, {done.nbytes:,} bytes in {done.directory}")
 
 
 def _records(state_dir: Path | None, store: str | None, name: str | None) -> tuple[str, str]:
@@ -306,25 +305,25 @@ def show_swap(answer: dict[str, Any]) -> None:
         waiting = answer["pending"]
         until = time.strftime("%Y-%m-%d %H:%M", time.localtime(waiting["until"]))
         what = f"{waiting['action']} of version {waiting['version']}"
-        Console().print(f"{what} waits until {until} for somebody else: hotswap approve {waiting['id']}")
+        console().print(f"{what} waits until {until} for somebody else: hotswap approve {waiting['id']}")
         return
     swap = answer.get("swap") or answer
     if swap.get("prepare_ms") is None:
-        Console().print(f"published version {answer.get('version')}")
+        console().print(f"published version {answer.get('version')}")
         return
     shares = swap.get("split") or {}
     for share in shares.get("shares", []):
         where = ", ".join(share["instances"])
         also = f", and {share['shadow']:g} % of the others repeated" if share.get("shadow") else ""
-        Console().print(f"version {share['version']} has {share['percent']:g} % of the requests{also}, on {where}")
-    Console().print(
+        console().print(f"version {share['version']} has {share['percent']:g} % of the requests{also}, on {where}")
+    console().print(
         f"version {swap['version']} is active (before: {swap.get('previous')}); "
         f"staged in {swap['prepare_ms']:.0f} ms, committed in {swap['commit_ms']:.1f} ms"
     )
     if swap.get("not_flipped"):
-        Console().print(f"could not flip, and start anew with it: {', '.join(swap['not_flipped'])}")
+        console().print(f"could not flip, and start anew with it: {', '.join(swap['not_flipped'])}")
     if swap.get("changes"):
-        Console().print(f"the instances restarted one by one, as its tensors differ: {swap['changes']}")
+        console().print(f"the instances restarted one by one, as its tensors differ: {swap['changes']}")
 
 
 VERDICTS = {"same": "runs these weights", "differs": "runs other weights", "not told": "does not say what it runs"}
@@ -335,7 +334,7 @@ def show_report(report: VerifyReport, *, as_json: bool) -> None:
     if as_json:
         print(orjson.dumps({**asdict(report), "ok": report.ok}).decode())
         return
-    out = Console(soft_wrap=True, highlight=False)
+    out = console(soft_wrap=True)
     for problem in report.problems:
         out.print(f"{problem.code}: {problem.message}", style="red")
     for name, verdict in report.instances.items():
@@ -356,18 +355,18 @@ def show_diff(found: VersionDiff, *, as_json: bool) -> None:
         totals = {"elements": found.elements, "changed": found.changed}
         print(orjson.dumps({**asdict(found), **totals}).decode())
         return
-    table = Table("tensor", "dtype", "elements", "changed", "share", "max abs", "max rel", "mean abs", "not finite")
+    numbers = ("elements", "changed", "share", "max abs", "max rel", "mean abs", "not finite")
+    shown = table("tensor", "dtype", *numbers, whole=True)
     differing = [t for t in found.tensors if t.state != "same"]
     for t in differing:
         sizes = [f"{t.changed:,}", f"{t.changed / max(1, t.elements):.3%}"]
         sizes += [f"{value:.3g}" for value in (t.max_abs, t.max_rel, t.mean_abs)]
         cells = [*sizes, str(t.not_finite or "")] if t.state == "changed" else [t.state]
-        table.add_row(t.name, t.dtype, f"{t.elements:,}", *cells)
-    out = Console()
+        shown.add_row(t.name, t.dtype, f"{t.elements:,}", *cells)
     if differing:
-        out.print(table)
+        show(shown)
     share = found.changed / max(1, found.elements)
-    out.print(
+    console().print(
         f"versions {found.a} and {found.b}: {len(differing)} of {len(found.tensors)} tensors differ, "
         f"{found.changed:,} of {found.elements:,} elements ({share:.3%})"
     )

@@ -250,7 +250,7 @@ VERSION = {
     "source": "/var/lib/checkpoints/a-run-with-a-long-name/step-1200",
 }  # fmt: skip
 KEY = {
-    "id": "k-0123456789abcdef", "name": "evaluation-team", "scopes": ["infer", "admin"], "state": "active",
+    "id": "k-0123456789abcdef", "name": "[ml] evaluation-team", "scopes": ["infer", "admin"], "state": "active",
     "models": [], "expires_at": 1.9e9, "limits": asdict(KeyLimits(requests_per_min=600, tokens_per_min=4_000_000)),
 }  # fmt: skip
 
@@ -283,9 +283,10 @@ def imports_little(*words: str, status: int = 0, **more: str) -> tuple[str, str]
 
 
 def read(*words: str, **more: str) -> str:
-    """The output of a command, which imports little and cuts nothing off."""
-    said, _ = imports_little(*words, **more)
+    """The output of a command on a terminal of 80 columns, for which it imports little and cuts nothing off."""
+    said, _ = imports_little(*words, **more, TTY_COMPATIBLE="1", TERM="dumb")
     assert "…" not in said
+    assert max(map(len, said.splitlines())) <= 80
     return said
 
 
@@ -301,6 +302,12 @@ COMMANDS = {
 def test_it_imports_little_and_cuts_nothing_off(command: str, admin_url: str) -> None:
     said = read(*command.split(), HOTSWAP_ADMIN_URL=admin_url)
     assert [shown for shown in COMMANDS[command] if shown not in said] == [], said
+
+
+def test_a_pipe_gets_whole_lines_with_text_as_it_is(admin_url: str) -> None:
+    said, _ = imports_little("keys", "list", HOTSWAP_ADMIN_URL=admin_url)
+    limits = "600 requests/min, 4000000 tokens/min"
+    assert [line for line in said.splitlines() if "[ml] evaluation-team" in line and limits in line], said
 
 
 def test_status_is_the_list_of_instances(admin_url: str, tmp_path: Path) -> None:

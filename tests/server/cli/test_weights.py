@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -16,12 +17,14 @@ from typer.testing import CliRunner
 
 from server.cli.admin import AdminClient
 from server.cli.app import app
+from server.cli.weights import show_diff
 from server.errors import CliError, RequestFailed
 from server.up.paths import ServerInfo
 from tests.server.asking import answering
 from tests.weightsync.bucket.test_bucket import adapter, files, nudged, publisher, weights
 from weightsync import Publisher, SlotReader, SyncStore
 from weightsync.bucket.objects import Bucket
+from weightsync.format.versions import TensorDiff, VersionDiff
 
 
 @pytest.fixture
@@ -93,6 +96,38 @@ def test_diff_shows_what_changed(state_dir: Path) -> None:
     assert (first["name"], first["changed"], first["max_abs"]) == ("a.weight", 32, 0.5)
     _, out = run("diff", 1, 1, "--state-dir", state_dir)
     assert "0 of 2 tensors differ" in out
+
+
+NAMES = [f"model.layers.{index}.self_attn.o_proj.weight" for index in (9, 10)]
+NUMBERS = ["max abs", "max rel", "mean abs", "not finite"]
+
+
+def shown_diff(capsys: pytest.CaptureFixture[str]) -> str:
+    tensors = [TensorDiff(n, "bfloat16", 589_824, "changed", 589_001, 0.5, 0.25, 0.125, 0) for n in NAMES]
+    show_diff(VersionDiff(1, 2, tuple(tensors)), as_json=False)
+    return re.sub(r"\x1b\[\d*m", "", capsys.readouterr().out)
+
+
+def test_a_pipe_gets_a_diff_in_whole_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    said = shown_diff(capsys)
+    for name in NAMES:
+        assert re.search(rf"{name} +bfloat16 +589,824 +589,001 .* 0.5 +0.25 +0.125 *$", said, re.MULTILINE), said
+
+
+def test_a_terminal_gets_the_columns_of_a_diff_that_have_room(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"TTY_COMPATIBLE": "1", "TERM": "xterm", "COLUMNS": "80"}.items():
+        monkeypatch.setenv(name, value)
+    said = shown_diff(capsys)
+    assert max(map(len, said.splitlines())) <= 80
+    for name in NAMES:
+        assert re.search(rf"{name} +bfloat16 +589,824 +589,001 +99.860% *$", said, re.MULTILINE), said
+    assert "no room for max abs, max rel, mean abs, not finite: use" in said
+    monkeypatch.setenv("COLUMNS", "160")
+    said = shown_diff(capsys)
+    assert [column for column in NUMBERS if column not in said] == []
+    assert "no room" not in said
 
 
 def test_a_version_that_is_not_held_is_said_so(state_dir: Path) -> None:
