@@ -65,12 +65,35 @@ def resolve_model(model: str) -> Path:
         return path.resolve()
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise ModelNotFound(f"{path} does not exist: --model wants a Hugging Face checkpoint directory")
-    from huggingface_hub import snapshot_download
+    import huggingface_hub
 
     try:
-        return Path(snapshot_download(model))
+        return Path(huggingface_hub.snapshot_download(model))
     except Exception as error:
-        raise ModelNotFound(
-            f"{model!r} is neither a directory nor a model that could be fetched ({type(error).__name__}); "
-            "give a checkpoint directory"
-        ) from error
+        raise ModelNotFound(f"{model!r} is no directory, and {_not_fetched(model, error)}") from error
+
+
+def _not_fetched(model: str, error: Exception) -> str:
+    """State and remedy, of what `snapshot_download` raised."""
+    from huggingface_hub import constants, errors
+
+    hub, other = constants.ENDPOINT, "set HF_HOME to the place of a cache that holds it, or name a checkpoint directory"
+    cause = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) else error
+    match cause:
+        case errors.HFValidationError():
+            return "no name of a model: name a checkpoint directory, or a model as OWNER/NAME"
+        case errors.GatedRepoError():
+            account = f"accept them at {hub}/{model}, and set HF_TOKEN to a token of that account"
+            return f"{hub} gives it to those alone that have accepted its terms: {account}"
+        case errors.RepositoryNotFoundError():
+            return f"{hub} has no such model, or a private one: check the name, or set HF_TOKEN to one that may read it"
+        case errors.HfHubHTTPError() if cause.response.status_code == 401:
+            return f"{hub} refuses the token: set HF_TOKEN to one that is valid, or name a checkpoint directory"
+        case errors.HfHubHTTPError():
+            return f"{hub} answers HTTP {cause.response.status_code}: try again, {other}"
+        case _ if error is cause:
+            return f"it could not be fetched ({type(error).__name__}: {' '.join(str(error).split())}): {other}"
+    missing = f"it is not wholly in the cache {constants.HF_HUB_CACHE}"
+    if constants.HF_HUB_OFFLINE:
+        return f"{missing}, and HF_HUB_OFFLINE keeps it from being fetched: unset it, {other}"
+    return f"{missing}, and {hub} cannot be reached ({cause}): check the network, or HF_ENDPOINT for a mirror, {other}"

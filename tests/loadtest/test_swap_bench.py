@@ -114,7 +114,7 @@ def test_a_directory_that_is_no_checkout_is_refused(tmp_path: Path) -> None:
 def test_a_server_that_ends_is_told_with_its_log(tmp_path: Path) -> None:
     here = Checkout("this checkout", pairs.HERE)
     missing = pairs.serving(here, tmp_path / "state", Path("./no-such-model"), "toy", [])
-    with pytest.raises(ProcessFailed, match="is neither a directory"), missing:
+    with pytest.raises(ProcessFailed, match="is no directory"), missing:
         pass
 
 

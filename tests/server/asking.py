@@ -24,16 +24,19 @@ async def call(gateway: Ports, method: str, path: str, body: Any = None) -> tupl
 
 @contextlib.contextmanager
 def answering(
-    answer: Callable[[str, Mapping[str, str]], tuple[int, bytes]], address: str = "127.0.0.1", location: str = ""
+    answer: Callable[[str, Mapping[str, str]], tuple[int, bytes]],
+    address: str = "127.0.0.1",
+    headers: Mapping[str, str] | None = None,
 ) -> Iterator[str]:
-    """The URL of a server that answers GET with what `answer` says of path and headers."""
+    """The URL of a server that answers GET with what `answer` says of path and headers, and with these `headers`."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             status, body = answer(self.path, self.headers)
             self.send_response(status)
             self.send_header("content-length", str(len(body)))
-            self.send_header("location", location)
+            for name, value in (headers or {}).items():
+                self.send_header(name, value)
             self.end_headers()
             self.wfile.write(body)
 

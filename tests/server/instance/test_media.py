@@ -47,7 +47,7 @@ def serving(address: str = "127.0.0.1", target: str = "") -> Iterator[Server]:
         asked.append(path)
         return 302 if path == "/away" else 200, b"secret"
 
-    with answering(answer, address, target) as url:
+    with answering(answer, address, {"location": target}) as url:
         yield Server(int(url.rpartition(":")[2]), asked)
 
 
