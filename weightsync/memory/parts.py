@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ import xxhash
 from weightsync.control.hosts import local_path
 from weightsync.control.records import PartRecord, VersionRecord
 from weightsync.control.strict_json import shown
-from weightsync.errors import BadPart, ManifestError, SlotBusy
+from weightsync.errors import BadPart, ManifestError, PublishError, SlotBusy
 from weightsync.memory.receiver import SlotReader
 
 BASE = ""
@@ -35,6 +35,23 @@ class Adapter:
     @property
     def metadata(self) -> dict[str, str]:
         return {ADAPTER_CONFIG: orjson.dumps(dict(self.config)).decode()}
+
+
+def content_of(
+    what: Adapter | Mapping[str, Any] | Iterable[tuple[str, Any]],
+) -> tuple[Iterable[tuple[str, Any]], dict[str, str]]:
+    """(name, tensor) pairs of what is published, taken one at a time, and its metadata. Raises BadPart; PublishError at
+    the first item that is no pair."""
+    given, metadata = (what.tensors, what.metadata) if isinstance(what, Adapter) else (what, {})
+    return _pairs(given.items() if isinstance(given, Mapping) else given), metadata
+
+
+def _pairs(given: Any) -> Iterator[tuple[str, Any]]:
+    for item in given if isinstance(given, Iterable) else (given,):
+        if not isinstance(item, tuple | list) or len(item) != 2 or not isinstance(item[0], str):
+            found = f"this is a {type(item).__name__}, not a (name, tensor)"
+            raise PublishError(f"{found}: pass model.named_parameters(), or a state dict")
+        yield item[0], item[1]
 
 
 def check_name(part: str, model: str = "") -> str:

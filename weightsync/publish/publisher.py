@@ -52,7 +52,7 @@ from weightsync.format.manifest import (
 )
 from weightsync.memory.arena import MAPPINGS
 from weightsync.memory.ledger import Ledger, ensure_arena
-from weightsync.memory.parts import ADAPTER_CONFIG, BASE, LORA, Adapter, check_name
+from weightsync.memory.parts import ADAPTER_CONFIG, BASE, LORA, Adapter, check_name, content_of
 from weightsync.peer.copies import own_copies, share_hosts
 from weightsync.publish.draft import Claim, Draft, commit_all
 from weightsync.publish.writer import spec_of
@@ -302,8 +302,7 @@ class Publisher:
         self, part: str, what: NamedTensors | Adapter, onto: int | None, *, anew: bool
     ) -> tuple[Iterable[tuple[str, Any]], Schema, dict[str, str]]:
         """(named tensors, their schema, metadata) of one part; `anew`: it may be another one than before."""
-        given, metadata = (what.tensors, what.metadata) if isinstance(what, Adapter) else (what, {})
-        items = given.items() if isinstance(given, Mapping) else given
+        items, metadata = content_of(what)
         schema = None if anew else self._store.run(self._ledger.schema(part, onto))
         if schema is None:
             items = list(items)

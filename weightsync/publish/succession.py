@@ -13,7 +13,7 @@ from weightsync.errors import BadPart, RemoteError
 from weightsync.format.delta import Base, DeltaHeader, DeltaWriter, is_worthwhile
 from weightsync.format.delta_codec import Bytes
 from weightsync.format.manifest import CUTS, TensorSpec, content_sha256, is_derived
-from weightsync.memory.parts import ADAPTER_CONFIG, BASE, LORA, Adapter, check_name
+from weightsync.memory.parts import ADAPTER_CONFIG, BASE, LORA, Adapter, check_name, content_of
 from weightsync.memory.receiver import SlotReader
 from weightsync.publish.publisher import NamedTensors
 from weightsync.publish.writer import copy_sums, spec_of
@@ -99,15 +99,14 @@ class Succession:
         source: str = "",
         config: Mapping[str, Any] | None = None,
     ) -> DeltaHeader:
-        """Copies the tensors here; the header of the version in full. Raises UnsupportedDtype, BadPart, RemoteError."""
-        more = dict(metadata or {})
-        if isinstance(named_tensors, Adapter):
-            more |= named_tensors.metadata
-            named_tensors = named_tensors.tensors
+        """Copies the tensors here; the header of the version in full. Raises UnsupportedDtype, PublishError,
+        RemoteError."""
+        pairs, own = content_of(named_tensors)
+        more = {**(metadata or {}), **own}
         if not isinstance(self._next, HostModel):
             self._next.close()
             self._next = HostModel()
-        self._next.take(named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors)
+        self._next.take(pairs)
         text = json.dumps(dict(config), sort_keys=True) if config is not None else ""
         return self._header(step, more, source, text)
 
