@@ -33,7 +33,15 @@ from typing import Any, BinaryIO
 import orjson
 
 from weightsync.control.records import VersionRecord
-from weightsync.errors import CheckpointError, DeltaBaseMismatch, DeltaError, ManifestError, SlotBusy, WeightSyncError
+from weightsync.errors import (
+    BadPart,
+    CheckpointError,
+    DeltaBaseMismatch,
+    DeltaError,
+    ManifestError,
+    SlotBusy,
+    WeightSyncError,
+)
 from weightsync.format import fingerprint
 from weightsync.format.delta import DeltaHeader, DeltaReader, apply_delta
 from weightsync.memory.parts import BASE, LORA, Adapter, check_name, part_of
@@ -218,7 +226,7 @@ def opened_checkpoint(part: str, directory: Path) -> tuple[Checkpoint, dict[str,
     try:
         config = orjson.loads(read_inside(directory / "adapter_config.json", MAX_CONFIG))
         return checkpoint, Adapter((), config).metadata
-    except (orjson.JSONDecodeError, TypeError, ValueError):
+    except (orjson.JSONDecodeError, BadPart):
         raise CheckpointError(
             str(directory), "its adapter_config.json is not a JSON object: save it with PEFT"
         ) from None

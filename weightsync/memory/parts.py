@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import orjson
 import xxhash
@@ -27,14 +27,41 @@ NAME_RULE = "1 to 128 letters, digits and . _ : @ - /, with a letter or digit fi
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter to publish: tensors under PEFT's names, and what PEFT writes into adapter_config.json."""
+    """A LoRA adapter to publish: tensors under PEFT's names, and what PEFT writes into adapter_config.json (or a
+    configuration of PEFT's)."""
 
     tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]
-    config: Mapping[str, Any]
+    config: Mapping[str, Any] | Any
+
+    @classmethod
+    def from_peft(cls, model: Any, adapter_name: str = "default") -> Self:
+        """An adapter of a `peft.PeftModel`. Raises BadPart."""
+        configs = getattr(model, "peft_config", {})
+        if adapter_name not in configs:
+            kind, there = type(model).__name__, ", ".join(configs) or "none"
+            raise BadPart(f"a {kind} has no adapter {adapter_name!r} (it has {there}): pass a peft.PeftModel")
+        from peft import get_peft_model_state_dict  # a program with such a model has loaded it
+
+        # "auto", the default, asks the hub each time whether the base model's vocabulary has grown.
+        tensors = get_peft_model_state_dict(model, adapter_name=adapter_name, save_embedding_layers=False)
+        return cls(tensors, configs[adapter_name])
 
     @property
     def metadata(self) -> dict[str, str]:
-        return {ADAPTER_CONFIG: orjson.dumps(dict(self.config)).decode()}
+        """What the manifest has of the configuration. Raises BadPart."""
+        try:
+            config = dict(self.config.to_dict() if hasattr(self.config, "to_dict") else self.config)
+            return {ADAPTER_CONFIG: orjson.dumps(config, _listed, orjson.OPT_NON_STR_KEYS).decode()}
+        except (TypeError, ValueError) as error:
+            problem = f"the adapter's configuration cannot be written as JSON ({error})"
+            raise BadPart(f"{problem}: pass what adapter_config.json holds") from None
+
+
+def _listed(value: Any) -> list[Any]:
+    """A set in an order that is always the same. Raises TypeError for anything else."""
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    raise TypeError(f"a {type(value).__name__} is none")
 
 
 def content_of(

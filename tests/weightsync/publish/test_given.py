@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 
-from weightsync import BucketPublisher, Publisher, RemotePublisher
-from weightsync.errors import PublishError
+from weightsync import Adapter, BucketPublisher, Publisher, RemotePublisher, SlotReader
+from weightsync.errors import BadPart, PublishError
 
 MODEL = torch.nn.Sequential(torch.nn.Linear(2, 2))
 NO_PAIRS = [
@@ -46,5 +49,55 @@ def remote() -> Callable[..., Any]:
 
 
 @pytest.fixture
-def bucket(tmp_path: Any) -> Callable[..., Any]:
+def bucket(tmp_path: Path) -> Callable[..., Any]:
     return BucketPublisher(f"file://{tmp_path}/bucket", model="demo").publish
+
+
+# adapters, as PEFT has them
+
+
+def peft_model(**more: Any) -> Any:
+    from peft import LoraConfig, get_peft_model  # seconds, for these tests alone
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    base = LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes))
+    return get_peft_model(base, LoraConfig(r=2, target_modules={"v_proj", "q_proj"}, task_type="CAUSAL_LM", **more))
+
+
+def test_an_adapter_is_taken_from_a_model_as_peft_saves_it(tmp_path: Path, publisher: Publisher) -> None:
+    model = peft_model()
+    model.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "adapter_config.json").read_text())
+    publisher.publish(model.get_base_model().state_dict(), parts={"lora/x": Adapter.from_peft(model)}, activate=False)
+    (part,) = publisher.versions()[-1].parts
+    with SlotReader.open(Path(part.slot)) as reader:
+        published = json.loads(reader.manifest.metadata["adapter_config"])
+        assert set(reader.manifest.tensors) == set(load_file(tmp_path / "adapter_model.safetensors"))
+    saved["target_modules"].sort()
+    assert published == saved | {"inference_mode": False}
+
+
+def test_a_configuration_of_pefts_own_class_is_taken_too() -> None:
+    model = peft_model(modules_to_save=None, use_rslora=True)
+    config = model.peft_config["default"]
+    assert Adapter({}, config).metadata == Adapter.from_peft(model).metadata
+    assert json.loads(Adapter({}, config.to_dict()).metadata["adapter_config"])["use_rslora"] is True
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "said"),
+    [
+        (torch.nn.Linear(2, 2), "default", r"a Linear has no adapter 'default' .it has none.: .*peft.PeftModel"),
+        (None, "other", r"has no adapter 'other' .it has default."),
+    ],
+)
+def test_a_model_without_the_adapter_is_refused(model: Any, name: str, said: str) -> None:
+    with pytest.raises(BadPart, match=said):
+        Adapter.from_peft(model or peft_model(), name)
+
+
+@pytest.mark.parametrize("config", [["r"], {"r": object()}, None])
+def test_a_configuration_that_is_none_is_refused(config: Any) -> None:
+    with pytest.raises(BadPart, match=r"cannot be written as JSON .*: pass what adapter_config.json holds"):
+        _ = Adapter({}, config).metadata
