@@ -5,6 +5,7 @@ WeightSyncError               base: `code` for machines, a message that says wha
 │   ├── StoreUnavailable      the store is absent, unwritable, corrupt, locked too long or unreachable
 │   │   ├── StoreRefused      it is there and refuses: credentials, certificates, limits
 │   │   └── StoreLost         another store, or an older copy, is in its place
+│   ├── StoreClosed           this program has closed it, or the publisher that had it
 │   ├── Conflict              a compare failed: somebody else wrote first
 │   ├── LeaseLost             the lease expired; what was kept under it is gone
 │   ├── WatchCompacted        the watch asks for events that are no longer kept; list again
@@ -130,6 +131,7 @@ from weightsync.errors.store import (
     LedgerUnavailable,
     RecordError,
     RecordRefused,
+    StoreClosed,
     StoreError,
     StoreLost,
     StoreRefused,
@@ -208,6 +210,7 @@ __all__ = [
     "SlotBusy",
     "StagingCancelled",
     "StalePublisher",
+    "StoreClosed",
     "StoreError",
     "StoreLost",
     "StoreRefused",

@@ -37,6 +37,15 @@ class StoreLost(StoreUnavailable):
     code = "store_lost"
 
 
+class StoreClosed(StoreError):
+    """This program has closed its connection to the store, or the publisher that had it."""
+
+    code = "store_closed"
+
+    def __init__(self, owner: str) -> None:
+        super().__init__(f"this {owner} was closed: make another")
+
+
 class Conflict(StoreError):
     """A key was not at the revision the caller expected; nothing was written."""
 

@@ -84,7 +84,8 @@ class Version(int):
 class Publisher:
     """The one publisher of `lineage` for `model`. Ready versions that nobody has asked for are retired but for `keep`.
 
-    Threads and the store connection do not survive a fork: make the publisher in the process that publishes.
+    Threads and the store connection do not survive a fork: make the publisher in the process that publishes. Once it is
+    closed, all that asks the store raises StoreClosed.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class Publisher:
             raise PublishError(f"keep cannot be {shown(keep)}: pass a number of versions")
         self._asked: dict[int, TargetRecord] = {}
         self._layouts: dict[str, tuple[Schema, Layout]] = {}
-        self._store = SyncStore(url, create=False)
+        self._store = SyncStore(url, create=False, owner="publisher")
         self._signer = signer_of(sign)
         self._name = requested_by or f"{lineage}@{socket.gethostname()}:{os.getpid()}"
         TargetRecord(0, "", self._name, 1.0).to_json()  # refused before anything is written

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
-from weightsync.errors import StoreUnavailable
+from weightsync.errors import StoreClosed, StoreUnavailable
 from weightsync.store.protocol import MISSING, Event, KeyValue, Store
 
 __all__ = ["MISSING", "Event", "KeyValue", "Store", "SyncStore", "open_store"]
@@ -50,8 +50,9 @@ class SyncStore:
     It may be called from any thread, not from a forked child.
     """
 
-    def __init__(self, url: str, *, create: bool = True) -> None:
-        """Raises StoreUnavailable."""
+    def __init__(self, url: str, *, create: bool = True, owner: str = "store") -> None:
+        """`owner`: what is closed with it. Raises StoreUnavailable."""
+        self._owner = owner
         self.store: Store = open_store(url, create=create)
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="store-loop", daemon=True)
@@ -62,7 +63,10 @@ class SyncStore:
         return self.loop.is_closed()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the private loop and wait for it."""
+        """Run a coroutine on the private loop and wait for it. Raises StoreClosed."""
+        if self.closed:
+            work.close()
+            raise StoreClosed(self._owner)
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
             return future.result()

@@ -13,7 +13,7 @@ import torch
 from safetensors.numpy import load_file
 
 from weightsync import Adapter, BucketPublisher, Publisher, RemotePublisher, SlotReader
-from weightsync.errors import BadPart, PublishError
+from weightsync.errors import BadPart, PublishError, StoreClosed
 
 MODEL = torch.nn.Sequential(torch.nn.Linear(2, 2))
 NO_PAIRS = [
@@ -101,3 +101,22 @@ def test_a_model_without_the_adapter_is_refused(model: Any, name: str, said: str
 def test_a_configuration_that_is_none_is_refused(config: Any) -> None:
     with pytest.raises(BadPart, match=r"cannot be written as JSON .*: pass what adapter_config.json holds"):
         _ = Adapter({}, config).metadata
+
+
+# a publisher that was closed
+
+
+def test_a_closed_publisher_says_so(publisher: Publisher) -> None:
+    draft = publisher.begin([("a.weight", "float32", (2,))])
+    draft.write("a.weight", np.ones(2, np.float32))
+    publisher.close()
+    publisher.close()
+    for ask in (
+        lambda: publisher.publish({"a.weight": np.ones(2, np.float32)}),
+        publisher.versions,
+        publisher.active,
+        lambda: publisher.activate(1),
+        draft.commit,
+    ):
+        with pytest.raises(StoreClosed, match="this publisher was closed: make another"):
+            ask()
