@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import Iterable
 from typing import Any, Final
 
 import orjson
@@ -33,10 +34,7 @@ async def models(request: Request, gateway: GatewayDep) -> dict[str, Any]:
     told = await asyncio.gather(*(_of(served) for served in directory.models.values()))
     listed = {entry["id"]: entry for entries in told for entry in reversed(entries)}
     ordered = [entry for entries in told for entry in entries if listed[entry["id"]] is entry]
-    ordered += [
-        _entry(name, "hotswap", alias_for=[to for to in targets if _may_see(principal, to)])
-        for name, targets in directory.aliases.items()
-    ]
+    ordered += [_alias(name, targets, listed, principal) for name, targets in directory.aliases.items()]
     return {"object": "list", "data": [entry for entry in ordered if _may_see(principal, entry["id"])]}
 
 
@@ -92,6 +90,21 @@ async def _of(served: Served) -> list[dict[str, Any]]:
 def _entry(name: str, owner: str, **more: Any) -> dict[str, Any]:
     about = {"hotswap": more} if more else {}
     return {"id": name, "object": "model", "created": BEGAN, "owned_by": owner, **about}
+
+
+def _alias(
+    name: str, targets: Iterable[str], listed: dict[str, dict[str, Any]], principal: Principal
+) -> dict[str, Any]:
+    """The entry of an alias: the `max_model_len` that each of its models takes, and the `root` of the first one."""
+    entry = _entry(name, "hotswap", alias_for=[to for to in targets if _may_see(principal, to)])
+    told = [(to, listed.get(to, {})) for to in targets]
+    lengths = [about["max_model_len"] for _, about in told if about.get("max_model_len") is not None]
+    if lengths:
+        entry["max_model_len"] = min(lengths)
+    first, about = told[0]
+    if "root" in about and _may_see(principal, first):
+        entry["root"] = about["root"]
+    return entry
 
 
 def _may_see(principal: Principal, name: str) -> bool:

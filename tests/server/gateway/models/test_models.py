@@ -18,7 +18,7 @@ from server.gateway.config import QueueSettings, UpstreamSettings
 from tests.server.gateway.commands import command
 from tests.server.gateway.harness import ADMIN, RunningGateway, get, new_key, post, running_gateway
 from tests.server.gateway.harness import ask as control
-from tests.server.gateway.upstream import Answer, Handler, Link, Received, upstream
+from tests.server.gateway.upstream import Answer, Handler, Link, Received, answering, upstream
 from tests.waiting import eventually
 from weightsync import Adapter, Publisher
 from weightsync.control.records import Keys, PartRecord, VersionRecord
@@ -108,6 +108,27 @@ async def test_the_list_has_every_name(gateway: RunningGateway, monkeypatch: pyt
     gateway.store.delete(Keys("small").instance("s"))
     await eventually(lambda: not gateway.gateway.models["small"].fleet.instances)
     assert await listed(gateway) == ["small", "big", "fast"], "a model without an instance is there, and is said to be"
+
+
+async def test_an_alias_has_the_length_that_all_its_models_take(gateway: RunningGateway) -> None:
+    def tells(name: str, length: int) -> Handler:
+        entry = {"id": name, "object": "model", "root": f"/models/{name}", "max_model_len": length}
+        return answering(orjson.dumps({"object": "list", "data": [entry]}))
+
+    async def alias(headers: str = "") -> dict[str, Any]:
+        data = orjson.loads((await gateway.ask(get("/v1/models", headers))).body)["data"]
+        return dict(next(entry for entry in data if entry["id"] == "fast"))
+
+    assert not {"root", "max_model_len"} & (await alias()).keys(), "no instance tells them"
+    async with (
+        gateway.instance(tells("small", 4096), "s", model="small"),
+        gateway.instance(tells("big", 2048), "b", model="big"),
+    ):
+        found = await alias()
+        assert (found["max_model_len"], found["root"]) == (2048, "/models/small")
+        _, key = await new_key(gateway, models=["fast"])
+        found = await alias(key)
+        assert (found["max_model_len"], "root" in found) == (2048, False), "the key may not see its models"
 
 
 async def test_an_adapter_is_asked_of_its_model(gateway: RunningGateway) -> None:
