@@ -51,6 +51,7 @@ log = logging.getLogger("hotswap.instance")
 MOST_SCORES = 2**20  # log-probabilities of prompt tokens in one answer: about 100 bytes each, and written in one call
 Span = dict[str, int]
 MESSAGES = ("message", "message_delta")
+RESPONSE_ENDS = frozenset({"response.completed", "response.incomplete", "response.failed"})
 CHAINED = frozenset({"/v1/responses"})  # where vLLM calls the engine again with what tools have answered
 current_trace: ContextVar[Trace | None] = ContextVar("current_trace", default=None)
 
@@ -467,7 +468,7 @@ def _annotate_event(event: bytes, trace: Trace) -> bytes:
 
 def _is_last(payload: dict[str, Any]) -> bool:
     if str(payload.get("type", "")).startswith("response."):
-        return payload["type"] == "response.completed"
+        return payload["type"] in RESPONSE_ENDS
     return any(c.get("finish_reason") for c in payload.get("choices") or ())
 
 

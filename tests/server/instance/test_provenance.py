@@ -93,6 +93,15 @@ def test_last_chunk_has_all_spans_and_done_is_left_alone() -> None:
     assert rest == b""
 
 
+@pytest.mark.parametrize("kind", ["completed", "incomplete", "failed"])
+def test_however_a_response_ends_its_last_event_has_the_labels(kind: str) -> None:
+    trace = trace_of(Span("7", 0, 3), Span("8", 3, 5))
+    event = {"type": f"response.{kind}", "response": {"object": "response", "status": kind}}
+    told = payload(annotate_chunk(b"data: " + orjson.dumps(event) + b"\n\n", trace))
+    assert [span["version"] for span in told["response"]["weight_versions"]] == [7, 8]
+    assert (told["weight_version"], told["hotswap_usage"]["completion_tokens"]) == (8, 5)
+
+
 def test_a_chunk_counts_the_tokens_once_there_were_more_of_them_than_chunks() -> None:
     trace, counts = Trace(), []
     for end in (1, 2, 5, 5, 5, 6, 9):
