@@ -120,7 +120,7 @@ def read_private(path: Path) -> str:
 def _admin_digest(config: GatewayConfig) -> bytes:
     key = config.admin_key
     if key is None:
-        key = _generated(config.key_path)
+        key = _generated(config.key_path, keep=not config.check)
     hashed = _HASHED.fullmatch(key)
     if hashed is not None:
         return bytes.fromhex(hashed[1])
@@ -129,11 +129,13 @@ def _admin_digest(config: GatewayConfig) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
-def _generated(path: Path) -> str:
-    """The key in `path`, written first if it is not there; another gateway may be doing the same."""
+def _generated(path: Path, *, keep: bool) -> str:
+    """The key in `path`, written first if it is not there and is to be kept; another gateway may be doing the same."""
     if path.exists():
         return read_admin_key(path)
     key = "hs-admin-" + secrets.token_urlsafe(32)
+    if not keep:
+        return key
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_new_file(path, key + "\n")

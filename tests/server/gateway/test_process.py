@@ -40,6 +40,20 @@ def test_nothing_large_is_imported() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_a_check_makes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HOTSWAP_ADMIN_KEY", raising=False)
+    key, store = tmp_path / "keys" / "admin.key", f"sqlite://{tmp_path / 'store.db'}"
+    main(["--check", "--model", "m", "--store", store, "--admin-key-file", str(key)])
+    assert "can be used" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+    key.parent.mkdir()
+    key.write_text("short")
+    with pytest.raises(SystemExit):
+        main(["--check", "--model", "m", "--store", store, "--admin-key-file", str(key)])
+
+
 # errors, as the SDK shows them
 
 
