@@ -220,11 +220,13 @@ def push(
 
 def opened_checkpoint(part: str, directory: Path) -> tuple[Checkpoint, dict[str, str]]:
     """A directory and what goes into its manifest. Raises CheckpointError."""
-    checkpoint = Checkpoint(directory)
+    checkpoint, adapter_config = Checkpoint(directory), directory / "adapter_config.json"
     if not part.startswith(LORA):
+        if adapter_config.exists() and not (directory / "config.json").exists():
+            raise CheckpointError(str(directory), "holds an adapter: push it with --part lora/NAME")
         return checkpoint, {}
     try:
-        config = orjson.loads(read_inside(directory / "adapter_config.json", MAX_CONFIG))
+        config = orjson.loads(read_inside(adapter_config, MAX_CONFIG))
         return checkpoint, Adapter((), config).metadata
     except (orjson.JSONDecodeError, BadPart):
         raise CheckpointError(

@@ -318,7 +318,7 @@ def test_the_command_publishes_a_checkpoint_and_an_adapter(
     one, two = (Bucket(url).read(number) for number in (1, 2))
     assert (one.part, one.header.step, one.header.config) == ("", 7, "{}")
     assert (two.part, two.others, two.header.metadata) == ("lora/x", {"": 1}, {"adapter_config": "{}"})
-    assert main(["nothing://x", str(adapted), "--model", "demo"]) == 1
+    assert main(["nothing://x", str(tmp_path / "checkpoint"), "--model", "demo"]) == 1
     assert "cannot be opened" in capsys.readouterr().err
 
 

@@ -22,7 +22,7 @@ from tests.weightsync.tensors import model, read_back, save_safetensors, write_r
 from trainer.megatron.hf_files import HfTensors
 from weightsync import Publisher
 from weightsync.control.records import VersionRecord
-from weightsync.errors import CheckpointError, StalePublisher
+from weightsync.errors import CheckpointError, StalePublisher, StoreUnavailable
 from weightsync.format.manifest import TensorSpec
 from weightsync.publish.checkpoint import INDEX, Checkpoint, read_header
 from weightsync.push import main
@@ -196,6 +196,17 @@ def test_directories_without_weights(tmp_path: Path) -> None:
     write_raw(tmp_path / "model.safetensors", b"{}", b"")
     with pytest.raises(CheckpointError, match="no tensors"):
         Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("part", ["", "draft"])
+def test_an_adapter_that_is_pushed_as_another_part_is_told_from_a_damaged_checkpoint(tmp_path: Path, part: str) -> None:
+    save_safetensors(tmp_path / "adapter_model.safetensors", {"w": np.zeros(1, np.float32)})
+    (tmp_path / "adapter_config.json").write_text('{"r": 1}')
+    with pytest.raises(CheckpointError, match=r"holds an adapter: push it with --part lora/NAME"):
+        pushed(tmp_path, part=part, store="sqlite:///nowhere/s.db", model="m")
+    (tmp_path / "config.json").write_text("{}")  # a model that has an adapter beside it
+    with pytest.raises(StoreUnavailable):
+        pushed(tmp_path, part=part, store="sqlite:///nowhere/s.db", model="m")
 
 
 def push_adapter(path: Path) -> None:
