@@ -23,7 +23,8 @@ app = typer.Typer(no_args_is_help=True)
 
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 NO_LIMIT = "none"
-CLOSES = "This is the first key: from now on every client needs one, and those without get 401 (docs/security.md)."
+CLOSES = """This is the first key: from now on every client needs one, and those without get 401 (docs/security.md).
+To undo it, revoke all keys for inference, then `hotswap keys open`."""
 
 
 class Scope(StrEnum):
