@@ -458,9 +458,9 @@ def run_up(config: UpConfig) -> None:
             for line in server.said:
                 say(line)
             server.wait_ready(say=say)
-        console.print(f"[bold]{names}[/] answers on {server.url}  (OpenAI: {server.url}/v1)")
-        console.print(f"console: {server.admin_url}/console")
-        console.print(f"admin: {server.admin_url}, key in {server.admin_key_file}   logs: {server.state_dir / 'logs'}")
+        say(f"{names} answers on {server.url}  (OpenAI: {server.url}/v1)")
+        say(f"console: {server.admin_url}/console")
+        say(f"admin: {server.admin_url}, key in {server.admin_key_file}   logs: {server.state_dir / 'logs'}")
         store = server.store.partition("?id=")[0]  # which a fresh start changes
         say(f"trainers: weightsync.Publisher({store!r}, model={server.models[0].name!r})")
         if config.train is not None:

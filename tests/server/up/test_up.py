@@ -495,16 +495,18 @@ def test_a_draft_model_with_weights_of_its_own_is_published(tmp_path: Path, join
 def test_it_prints_what_a_publisher_takes(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    opened: list[str] = []
+    opened, state = list[str](), tmp_path / ("state" * 20)
 
     def watch(_: Server) -> None:
-        (call,) = re.findall("^trainers: (.*)$", capsys.readouterr().out, re.MULTILINE)
+        said = capsys.readouterr().out
+        assert re.search(f"^admin: http.*, key in {state}/admin.key   logs: {state}/logs$", said, re.MULTILINE), said
+        (call,) = re.findall("^trainers: (.*)$", said, re.MULTILINE)
         with eval(call, {"weightsync": weightsync}) as publisher:
             opened.append(publisher.model)
         raise interrupts.Interrupted
 
     run = run_with(monkeypatch, wait_ready=lambda _, **__: None, watch=watch)
-    run(UpConfig(model=str(model), name="toy", state_dir=tmp_path / ("state" * 20), throwaway=True))
+    run(UpConfig(model=str(model), name="toy", state_dir=state, throwaway=True))
     assert opened == ["toy"]
 
 
