@@ -75,8 +75,9 @@ def make_constant_checkpoint(path: Path, *, token: int, **shape: Any) -> Path:
     return path
 
 
-def make_adapter(path: Path, *, seed: int, rank: int = 8, **shape: Any) -> Path:
-    """Write a random LoRA adapter for a model of TINY_SHAPE, as PEFT saves one, into `path` and return it."""
+def make_adapter(path: Path, *, seed: int, rank: int = 8, ends: bool = False, **shape: Any) -> Path:
+    """Write a random LoRA adapter for a model of TINY_SHAPE, as PEFT saves one, into `path` and return it. `ends`: it
+    changes embedding and head as well, whose base weights PEFT then saves, too."""
     import torch
     from safetensors.torch import save_file
 
@@ -91,6 +92,14 @@ def make_adapter(path: Path, *, seed: int, rank: int = 8, **shape: Any) -> Path:
             stem = f"base_model.model.model.layers.{layer}.{name}"
             tensors[f"{stem}.lora_A.weight"] = torch.randn(rank, size, generator=generator) / 10
             tensors[f"{stem}.lora_B.weight"] = torch.randn(out, rank, generator=generator)
+    if ends:
+        embedding, head, vocab = "base_model.model.model.embed_tokens", "base_model.model.lm_head", sizes["vocab_size"]
+        tensors[f"{embedding}.lora_embedding_A"] = torch.randn(rank, vocab, generator=generator) / 10
+        tensors[f"{embedding}.lora_embedding_B"] = torch.randn(hidden, rank, generator=generator)
+        tensors[f"{head}.lora_A.weight"] = torch.randn(rank, hidden, generator=generator) / 10
+        tensors[f"{head}.lora_B.weight"] = torch.randn(vocab, rank, generator=generator)
+        tensors |= {f"{layer}.base_layer.weight": torch.zeros(vocab, hidden) for layer in (embedding, head)}
+        layers |= {".embed_tokens": (vocab, hidden), ".lm_head": (hidden, vocab)}
     path.mkdir(parents=True)
     save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
     config = {

@@ -435,6 +435,12 @@ def test_adapters(vllm: Sources) -> None:
     takes(vllm, f"{helper}.from_dict", "config_dict")
     takes(vllm, f"{helper}.get_rank_and_scaling", "self, module_name")
     takes(vllm, f"{lora}.utils:parse_fine_tuned_lora_name", "name, weights_mapper")
+    takes(vllm, f"{lora}.utils:is_base_embedding_weights", "name")
+    takes(vllm, f"{lora}.lora_model:LoRAModel._should_skip_module", "module_name, skip_prefixes")
+    embedding = f"{lora}.layers.vocab_parallel_embedding:VocabParallelEmbeddingWithLoRA.create_lora_weights"
+    has(vllm, embedding, "self.base_layer.org_vocab_size", "self.base_layer.embedding_dim")
+    has(vllm, f"{lora}.layers.logits_processor:LogitsProcessorWithLoRA.__init__", "self.hidden_size", "self.base_layer")
+    has(vllm, "vllm.model_executor.layers.logits_processor:LogitsProcessor.__init__", "self.org_vocab_size")
     layer = f"{lora}.layers.base_linear:BaseLinearLayerWithLoRA"
     takes(vllm, f"{layer}.set_lora", "self, index, lora_a, lora_b")
     has(vllm, f"{layer}.__init__", "self.base_layer")
@@ -443,7 +449,9 @@ def test_adapters(vllm: Sources) -> None:
     has(vllm, head, "bgmv_shrink(x, lora_a_stacked, buffer, self.sampler_indices, scale)")
     ops = f"{lora}.ops.torch_ops.lora_ops"
     takes(vllm, f"{ops}:bgmv_shrink", "inputs, lora_b_weights, output_tensor, lora_indices_tensor, scaling")
+    takes(vllm, f"{ops}:bgmv_expand", "inputs, lora_b_weights, output_tensor, lora_indices_tensor, add_inputs")
     has(vllm, f"{ops}:sgmv_shrink", "bgmv_shrink(inputs,")
+    has(vllm, f"{ops}:sgmv_expand", "bgmv_expand(inputs,")
     has(vllm, f"{lora}.punica_wrapper.punica_cpu:PunicaWrapperCPU._shrink_decode", "bgmv_shrink(")
     assert {"lora_name", "lora_int_id", "lora_path"} <= vllm.attributes(f"{lora}.request:LoRARequest")
     has(vllm, "vllm.entrypoints.openai.models.serving:OpenAIServingModels.__init__", "self.lora_requests: dict")

@@ -165,27 +165,39 @@ class LoraHost:
 
     def _check_shapes(self, tensors: dict[str, torch.Tensor], helper: Any) -> None:
         """vLLM copies what is too small into the corner of its buffers: compare with the layers first."""
-        from vllm.lora.utils import parse_fine_tuned_lora_name
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.utils import is_base_embedding_weights, parse_fine_tuned_lora_name
 
         mapper = getattr(self._manager.model, "hf_to_vllm_mapper", None)
         mapper = mapper.get_rename_mapper() if mapper is not None else None
+        skipped = getattr(self._manager.model, "lora_skip_prefixes", None) or []
         sizes = self._sizes()
         for name, tensor in tensors.items():
+            if is_base_embedding_weights(name) or LoRAModel._should_skip_module(name, skipped):
+                continue  # the base's own, which PEFT saves too, or of layers that take no part in inference
             try:
                 module, is_a = parse_fine_tuned_lora_name(name, mapper)
                 rank, _ = helper.get_rank_and_scaling(parse_fine_tuned_lora_name(name)[0])
                 inner, outer = sizes[module]
             except (ValueError, KeyError) as error:
-                raise UnexpectedTensor(name) from error
+                advice = "vLLM runs no adapter on such a layer of this model: train the adapter without it"
+                raise UnexpectedTensor(name, advice=advice) from error
             expected = (rank, inner) if is_a else (outer, rank)
             if tuple(tensor.shape) != expected:
                 raise ShapeMismatch(name, expected, tuple(tensor.shape))
 
     def _sizes(self) -> dict[str, tuple[int, int]]:
-        """(input, output) size of every linear layer an adapter may change, under the checkpoint's names."""
+        """(input, output) size of every layer an adapter may change, under the checkpoint's names; the input of an
+        embedding is the vocabulary."""
         sizes: dict[str, tuple[int, int]] = {}
         for name, module in self._manager.modules.items():
             layer = module.base_layer
+            if hasattr(layer, "embedding_dim"):
+                sizes[name] = (layer.org_vocab_size, layer.embedding_dim)
+                continue
+            if hasattr(layer, "org_vocab_size"):  # the head, which vLLM wraps in the processor of logits
+                sizes[name] = (module.hidden_size, layer.org_vocab_size)
+                continue
             if not hasattr(layer, "output_size"):
                 continue
             parts = self._manager.packed_modules.get(name, [name])
@@ -227,7 +239,7 @@ def mend_kernels(runner: Any) -> None:
     """Have the kernels that vLLM has for adapters on CPUs answer what those for GPUs do. Once per process.
 
     * A token of no adapter has the index -1, which is the last place of theirs: beside requests of an adapter that lies
-      there, the base model's got its matrices. Here it gets none.
+      there, the base model's got its matrices. Here it gets none. `bgmv_expand` alone serves embeddings.
     * The part that an adapter has in the output head is computed for each sequence that gets a token. Log-probs of a
       prompt have a row for each of its tokens, and the engine would end. Here they are without that part, as on GPUs
       (vllm-project/vllm#51594).
@@ -239,6 +251,7 @@ def mend_kernels(runner: Any) -> None:
 
     if not hasattr(lora_ops.bgmv_shrink, "__wrapped__"):
         lora_ops.bgmv_shrink = punica_cpu.bgmv_shrink = _of_adapters(lora_ops.bgmv_shrink)
+        lora_ops.bgmv_expand = punica_cpu.bgmv_expand = _to_adapters(lora_ops.bgmv_expand)
         wrapper = punica_cpu.PunicaWrapperCPU
         wrapper.add_lora_logits = _of_sequences(wrapper.add_lora_logits)
 
@@ -252,6 +265,20 @@ def _of_adapters(original: Callable[..., None]) -> Callable[..., None]:
         output.masked_fill_((places < 0).unsqueeze(1), 0)
 
     return bgmv_shrink
+
+
+def _to_adapters(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def bgmv_expand(
+        inputs: torch.Tensor,
+        matrices: torch.Tensor,
+        output: torch.Tensor,
+        places: torch.Tensor,
+        add_inputs: bool = True,
+    ) -> None:
+        original(inputs.masked_fill((places < 0).unsqueeze(1), 0), matrices, output, places, add_inputs)
+
+    return bgmv_expand
 
 
 def _of_sequences(original: Callable[..., None]) -> Callable[..., None]:

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from loadtest.models.checkpoints import make_adapter
+from loadtest.models.checkpoints import make_adapter, make_checkpoint
 from loadtest.models.kinds import KINDS, make_kind
 from tests import stock
 from tests.cpu import avx512_only, of_kinds
 from tests.live import VLLM_ARGS, LiveServer, flags
-from tests.server.live.models.test_parts import pushed
+from tests.server.live.models.test_parts import push, pushed
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]  # servers start in these tests
@@ -152,3 +152,20 @@ def test_base_and_adapter_swap_alone_and_together(tmp_path: Path) -> None:
         assert (said("x"), said(live.name)) == (last, plain[1])
         live.rollback()
         assert (said("x"), said(live.name)) == (second, plain[0])
+
+
+@pytest.mark.broad
+def test_an_adapter_of_embedding_and_head_is_served_as_stock_serves_it(tmp_path: Path) -> None:
+    base = make_checkpoint(tmp_path / "base", family="llama", scale=3.0)
+    ends = make_adapter(tmp_path / "ends", seed=5, rank=4, ends=True)
+    expected = [stock.answers(base, PROMPTS, TOKENS, adapter=adapter) for adapter in (None, ends)]
+    assert expected[0] != expected[1]
+    other = make_adapter(tmp_path / "other", seed=6, rank=4, ends=True, vocab_size=100)
+    live = LiveServer(base, tmp_path / "state", (*VLLM_ARGS, "--enable-lora"))
+    with live.running():
+        pushed(live, ends, "lora/ends")
+        for model, answers in ((None, expected[0]), ("ends", expected[1]), (None, expected[0])):
+            more = {"model": model} if model else {}
+            assert [live.generate(p, TOKENS, **more)["choices"][0]["token_ids"] for p in PROMPTS] == answers
+        refused = push(live, other, "lora/ends").json()["error"]
+        assert "has shape [100, 4], the served model has [512, 4]" in refused["message"]

@@ -191,7 +191,8 @@ def mended(monkeypatch: pytest.MonkeyPatch) -> Any:
     from vllm.lora.punica_wrapper import punica_cpu
 
     wrapper = punica_cpu.PunicaWrapperCPU
-    for owner, name in ((lora_ops, "bgmv_shrink"), (punica_cpu, "bgmv_shrink"), (wrapper, "add_lora_logits")):
+    kernels = [(owner, name) for owner in (lora_ops, punica_cpu) for name in ("bgmv_shrink", "bgmv_expand")]
+    for owner, name in (*kernels, (wrapper, "add_lora_logits")):
         plain = getattr(getattr(owner, name), "__wrapped__", getattr(owner, name))
         monkeypatch.setattr(owner, name, plain)
     return lambda: mend_kernels(SimpleNamespace(lora_config=object(), device=torch.device("cpu")))
@@ -220,6 +221,22 @@ def test_a_token_of_the_base_model_gets_nothing_of_an_adapter_beside_it(mended: 
     mended()
     found = answered()
     torch.testing.assert_close(found[0], UP[0, 0] @ (DOWN[0, 0] @ tokens[0]), rtol=1e-4, atol=1e-4)
+    assert not found[1].any()
+
+
+@pytest.mark.parametrize("prefill", [True, False])
+def test_a_token_of_the_base_model_has_its_own_embedding(mended: Any, prefill: bool) -> None:
+    rows = torch.randn(2, RANK)
+
+    def answered() -> torch.Tensor:
+        found = torch.zeros(2, OUT)
+        wrapper_of((1, 0), prefill=prefill).add_lora_embedding(found, rows, UP)
+        return found
+
+    assert answered()[1].any(), "vLLM's kernels know of no adapter now: nothing is to be mended any more"
+    mended()
+    found = answered()
+    torch.testing.assert_close(found[0], UP[0, 0] @ rows[0], rtol=1e-4, atol=1e-4)
     assert not found[1].any()
 
 
