@@ -87,12 +87,15 @@ class Served:
 
 
 async def answer(link: Link, received: Received) -> None:
-    """As an instance does, in one word. `/generate` takes what an instance takes."""
+    """As an instance does, in one word. `/generate` takes what an instance takes, and `/classify` vLLM's field."""
     try:
         if received.target == "/generate":
             parse(received.body)
     except RequestProblem as problem:
         await link.json(orjson.dumps(problem.body), b"%d Refused" % problem.status)
+        return
+    if received.target == "/classify" and "input" not in orjson.loads(received.body):
+        await link.json(b'{"error": {"message": "input: Field required"}}', b"400 Bad Request")
         return
     choice = {"index": 0, "text": "4", "message": {"role": "assistant", "content": "4"}, "finish_reason": "stop"}
     usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}

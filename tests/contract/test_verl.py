@@ -19,7 +19,8 @@ from tests.server.gateway.harness import ADMIN_KEY, MODEL
 
 RELEASE = ("verl", "0.9.1")
 CLIENT = "verl.workers.rollout.sglang_rollout.http_server_engine"
-REWARDS, LORA = "reward models are not served", "adapters come as parts of a version, by POST /admin/weights"
+REWARDS = "POST /classify has vLLM's form, not SGLang's `text`"
+LORA = "adapters come as parts of a version, by POST /admin/weights"
 SAFETENSORS = SimpleNamespace(serialized_named_tensors=[BUCKET], load_format="safetensors", flush_cache=False)
 PICKLES = SimpleNamespace(serialized_named_tensors=[b"pickle"], load_format=None, flush_cache=True)
 ADAPTER = SimpleNamespace(serialized_named_tensors=[BUCKET], lora_name="verl", config_dict={})

@@ -26,6 +26,7 @@ STATUS: dict[str, type[HttpError]] = {
     "store_unavailable": Unavailable,
     "store_refused": Unavailable,
     "store_lost": Unavailable,
+    "store_closed": Unavailable,
     "ray_unavailable": Unavailable,
     "conflict": Conflict,
     "lease_lost": Unavailable,
