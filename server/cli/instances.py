@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -105,6 +106,9 @@ def show_instances(state_dir: Path | None, url: str | None = None, admin_key_fil
             out.print(f"{r['id']}: on {', '.join(map(_device, r['devices']))}", soft_wrap=True)
         for trouble in _troubles(r):
             out.print(f"{r['id']}: {trouble}")
+    with contextlib.suppress(RequestFailed):  # the store may be away, and what is above is told without it
+        for sleeper in client.call("GET", "/admin/sleep")["asleep"]:
+            out.print(f"{sleeper['id']}: asleep; `hotswap instances wake {sleeper['id']}` wakes it")
     asked = {r["active_version"] for r in rows if r["eligible"]}
     for version, percent in percentages(client.call("GET", "/admin/weights/active")).items():
         lost = "" if version in asked else "; nobody runs it now, so others answer them"

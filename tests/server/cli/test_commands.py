@@ -259,6 +259,7 @@ ANSWERS: dict[str, Any] = {
     "/admin/instances": {"instances": [INSTANCE, INSTANCE | {"id": "b", "answering": False, "eligible": False}]},
     "/admin/weights": {"active": {"version": 12}, "versions": [VERSION]},
     "/admin/weights/active": {"version": 12, "epoch": 31, "previous": 11, "split": None},
+    "/admin/sleep": {"asleep": [{"id": "instance-7"}]},
     "/admin/keys": {"inference": "keys", "keys": [KEY]},
 }
 
@@ -292,7 +293,14 @@ def read(*words: str, **more: str) -> str:
 
 COMMANDS = {
     "--help": [],
-    "instances list": ["gpu-host-17-8000-instance-0", "SERVING", "1758.31", "53.07", "b: does not answer"],
+    "instances list": [
+        "gpu-host-17-8000-instance-0",
+        "SERVING",
+        "1758.31",
+        "53.07",
+        "b: does not answer",
+        "wake instance-7",
+    ],
     "weights list": ["16.061", "active", "2027"],
     "keys list": ["k-0123456789abcdef", "evaluation", "600", "4000000"],
 }
