@@ -204,7 +204,7 @@ def test_doctor_finds_what_is_missing_and_goes_on(without: str, check: str) -> N
 # Imported where they are there, or by commands that name them where they are not; and what comes with vLLM.
 OPTIONAL = {
     "vllm", "aiohttp", "pyarrow", "setproctitle", "llguidance", "xgrammar", "torch", "triton", "safetensors",
-    "opentelemetry", "ray", "numba", "pynvml", "transformers", "mypyc", "setuptools", "mypy",
+    "opentelemetry", "ray", "numba", "pynvml", "transformers", "mypyc", "setuptools", "mypy", "peft",
 }  # fmt: skip
 
 
