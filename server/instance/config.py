@@ -30,14 +30,16 @@ from weightsync.vllm_engine.releases import find
 class Form:
     """What an engine is started with. `digest`: of the versions that it can run, None if none is known yet.
 
-    `config_dir` holds their config.json, None if that of the model directory is theirs; `tensors` is the JSON of their
-    schema. `swap_id` is the swap that asked for this start, None if none did.
+    `config` is their configuration ("": that of the model directory), and `config_dir` holds it, None if the model
+    directory does; `tensors` is the JSON of their schema. `swap_id` is the swap that asked for this start, None if none
+    did.
     """
 
     digest: str | None = None
     config_dir: Path | None = None
     tensors: str = ""
     swap_id: str | None = None
+    config: str = ""
 
 
 ITS_OWN = Form()
@@ -127,7 +129,10 @@ class InstanceConfig:
         if not any(argument.startswith("--kv-events-config") for argument in self.vllm_args):
             argv += ["--kv-events-config", '{"enable_kv_cache_events": true, "publisher": "null"}']  # prefixes.py
         argv += ["--headless"] if self.headless else []
-        argv += ["--hf-config-path", str(self.form.config_dir)] if self.form.config_dir is not None else []
+        if (directory := self.form.config_dir) is not None:
+            argv += ["--hf-config-path", str(directory), "--generation-config", str(directory)]
+            template = directory / "chat_template.jinja"
+            argv += ["--chat-template", str(template)] if template.exists() else []
         argv += ["--enforce-eager"] if cpu else []
         if (gib := self.kv_cache_gib or (CPU_KV_CACHE_GIB if cpu else None)) is not None:
             argv += ["--kv-cache-memory-bytes", str(int(gib * 2**30))]  # of an option given again the last one counts

@@ -1,8 +1,9 @@
 """What an instance is started with: the configuration of the versions that it is to run.
 
 It comes from the store, with the version (weightsync/control/forms.py), as what the model directory holds may be the
-configuration of other tensors. vLLM gets it as a directory in the arena: config.json of the version, and links to what
-else lies in the model directory but its weights. A swap that has this instance restart is told if it cannot.
+configuration of other tensors. vLLM gets it as a directory in the arena: config.json of the version, its
+generation_config.json and chat template, and links to what else lies in the model directory but its weights. A swap
+that has this instance restart is told if it cannot.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from weightsync.control.forms import MOST_STARTS, check_config, differing, start
 from weightsync.control.records import ErrorInfo, FormRecord, Keys, StartRecord, VersionRecord
 from weightsync.errors import ConfigMismatch, RecordError, StoreError, WeightSyncError
 from weightsync.memory.ledger import ensure_arena
-from weightsync.publish.checkpoint import read_config
+from weightsync.publish.checkpoint import read_config, write_config
 from weightsync.store import Store, open_store
 
 from .config import ITS_OWN, Form, InstanceConfig
@@ -102,7 +103,8 @@ async def _choose(config: InstanceConfig, store: Store) -> Form:
                 await _say(store, config, StartRecord(swap_id, MOST_STARTS, ErrorInfo.of(error)))
                 await board.changed()
                 continue
-            return Form(start.form, where, record.tensors if record is not None else "", swap_id)
+            tensors, text = (record.tensors, record.config) if record is not None else ("", "")
+            return Form(start.form, where, tensors, swap_id, text)
 
 
 async def _count(config: InstanceConfig, store: Store, board: Board, swap_id: str) -> None:
@@ -125,7 +127,7 @@ class StartsFailed(WeightSyncError):
 
 
 async def _directory(config: InstanceConfig, store: Store, form: FormRecord) -> Path | None:
-    """A directory with the form's config.json; None if the model directory has that, or the form has none.
+    """A directory with the form's configuration; None if the model directory has that, or the form has none.
 
     Raises ConfigMismatch, ArenaUnavailable.
     """
@@ -139,10 +141,10 @@ async def _directory(config: InstanceConfig, store: Store, form: FormRecord) -> 
     target = arena.directory / f"config-{form.digest}-{config.instance_id}"
     made = Path(tempfile.mkdtemp(prefix=".config-", dir=arena.directory))
     try:
-        (made / "config.json").write_text(form.config)
         for path in config.model_dir.iterdir():
             if path.suffix != ".safetensors" and path.name not in OWN_FILES:
                 (made / path.name).symlink_to(path.resolve())
+        write_config(form.config, made)
         shutil.rmtree(target, ignore_errors=True)
         os.replace(made, target)
     finally:

@@ -226,7 +226,7 @@ class Sidecar:
         timeout_s = self._config.stage_timeout_s
         hosts, slices = {self._host, *self._engine.hosts}, self._saying.digests
         places = await located(store, self._keys, version, hosts, timeout_s, slices)
-        config = read_config(self._config.form.config_dir or self._config.model_dir)
+        config = self._config.form.config or read_config(self._config.model_dir)
         await asyncio.to_thread(self._trust.check, self._config.model, places[self._host], config)
         try:
             report = await self._engine.stage(places[self._host], timeout_s, places, self._saying.unread)

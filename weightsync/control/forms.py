@@ -1,5 +1,9 @@
 """The form of a version: the tensors it has, and the configuration that an engine must be started with to run them.
 
+The configuration is config.json, and generation_config.json and chat template with it (publish/checkpoint.py): they say
+where an answer ends and what the model is asked. A version that is published without them has those of the model
+directory.
+
 Versions of one form are swapped into a running engine. A version of another form takes a new engine: its instances
 restart one by one (`state`), and each learns here what to start with. A form is published with the first version that
 has it, and its configuration comes with that version's checkpoint. Equal tensors are computed with otherwise, or end
@@ -41,13 +45,17 @@ KEPT = (
 )
 """What must stay: tokenizer, code and limits come from the model directory, or were told to clients."""
 BOOKKEEPING = frozenset({
-    "_name_or_path", "_commit_hash", "transformers_version", "unsloth_version", "unsloth_fixed", "dtype", "torch_dtype",
+    "_name_or_path", "_commit_hash", "_from_model_config", "transformers_version", "unsloth_version", "unsloth_fixed",
+    "dtype", "torch_dtype",
     "_attn_implementation", "_attn_implementation_autoset", "attn_implementation", "use_cache", "return_dict",
     "output_attentions", "output_hidden_states", "output_router_logits", "gradient_checkpointing", "initializer_range",
     "attention_dropout", "hidden_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "router_aux_loss_coef",
     "router_jitter_noise",
 })  # fmt: skip
 """Where a checkpoint comes from, what training alone reads, and what its tensors, or an engine's options, say."""
+OWN = "hotswap."
+BESIDE = GENERATION, TEMPLATE = f"{OWN}generation_config", f"{OWN}chat_template"
+"""Fields of a configuration that are files beside config.json."""
 MOST_STARTS = 2  # of one instance for one swap: a process that was killed gets a second try
 
 
@@ -70,12 +78,20 @@ def differing(served: str, wanted: str) -> tuple[str, ...]:
     installed, what its class for the model makes of both counts, and the keys are those of the class.
     """
     before, after = _meant(_fields(served)), _meant(_fields(wanted))
+    beside = [{name: fields.pop(name) for name in BESIDE if name in fields} for fields in (before, after)]
     if before != after:
         with contextlib.suppress(Exception):  # not installed, a model that it does not know, values that it refuses
             from transformers import AutoConfig
 
             before, after = (_meant(AutoConfig.for_model(**fields).to_dict()) for fields in (before, after))
-    return _unlike(before, after)
+    return _unlike(before | beside[0], after | beside[1])
+
+
+def completed(served: str, wanted: str) -> str:
+    """`wanted` with the fields of BESIDE that only `served` has. Raises ConfigMismatch."""
+    before, after = _fields(served), _fields(wanted)
+    kept = {name: before[name] for name in BESIDE if name in before and name not in after}
+    return json.dumps(after | kept, sort_keys=True) if kept else wanted
 
 
 def meaning(config: str) -> str:
@@ -101,7 +117,10 @@ def _meant(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unlike(before: dict[str, Any], after: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name)))
+    """The keys in which they differ; of BESIDE only what both have, as one that is not given stays as it is."""
+    names = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    names -= {name for name in BESIDE if name not in before or name not in after}
+    return tuple(sorted(name.removeprefix(OWN) for name in names))
 
 
 WORDS: Mapping[type[TensorMismatch], str] = {

@@ -22,7 +22,7 @@ from typing import Any
 from weightsync.control import activation
 from weightsync.control.board import readable_versions
 from weightsync.control.chain import LedgerEntry, append
-from weightsync.control.forms import check_config, differing
+from weightsync.control.forms import check_config, completed, differing
 from weightsync.control.hosts import arena_key, host_of, local_path, slot_name, this_host
 from weightsync.control.lease import LeaseKeeper
 from weightsync.control.records import (
@@ -262,7 +262,7 @@ class Ledger:
         if config is None:
             return "", None
         check_config(form.config or config, config)
-        new = FormRecord(schema.to_json().decode(), config)
+        new = FormRecord(schema.to_json().decode(), completed(form.config or config, config))
         return new.digest, new
 
     async def _form_of(self, digest: str) -> tuple[FormRecord, Schema]:

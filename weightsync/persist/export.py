@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weightsync.control.hosts import this_host
-from weightsync.control.records import DiskRecord, InstanceRecord, Keys, PartRecord, VersionRecord
+from weightsync.control.records import DiskRecord, FormRecord, InstanceRecord, Keys, PartRecord, VersionRecord
 from weightsync.errors import (
     BadPart,
     CheckpointError,
@@ -23,7 +23,7 @@ from weightsync.errors import (
 from weightsync.memory.parts import BASE, LORA, check_name
 from weightsync.peer.copies import all_parts, local_slot, own_copies
 from weightsync.persist.disk import SHARD, Disk, Piece, disk_piece, slot_piece, sync_directory, write_piece
-from weightsync.publish.checkpoint import open_inside
+from weightsync.publish.checkpoint import open_inside, write_config
 from weightsync.store import SyncStore
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json", ".ckpt")
@@ -53,8 +53,9 @@ def export(
 ) -> Exported:
     """Write one part of a version to `directory`, which must be empty or not there; whole or not at all.
 
-    Configuration, tokenizer and all else that is not weights is copied from `model_dir` (default: the directory that an
-    instance was started with, or the one that was pushed); of an adapter, its configuration comes from the manifest.
+    The configuration is the version's. Tokenizer and all else that is not weights is copied from `model_dir` (default:
+    the directory that an instance was started with, or the one that was pushed), and the configuration too where the
+    version was published without one; of an adapter, its configuration comes from the manifest.
 
     Raises UnknownVersion, BadPart, DigestMismatch, CheckpointError, PersistError, StoreUnavailable.
     """
@@ -69,6 +70,8 @@ def export(
         made.mkdir()
         if home is not None:
             _copy_companions(home, made)
+        if home is not None and source.config:
+            write_config(source.config, made)
         with source.opened() as piece:
             write_piece(made, part, piece, shard_nbytes=shard_nbytes)
             done = Exported(version, part, directory, len(piece.manifest.tensors), piece.manifest.nbytes)
@@ -88,6 +91,7 @@ class _Source:
         keys, self._host = Keys(model), this_host()
         with contextlib.closing(SyncStore(store_url, create=False)) as store:
             known, told = store.get(keys.version(version)), store.get(keys.disk(self._host))
+            forms = {kv.key: kv.value for kv in store.list(keys.forms)[0]}
             self._own = store.run(own_copies(store.store, keys, self._host))
             instances = [InstanceRecord.from_json(kv.value) for kv in store.list(keys.instances)[0]]
         record = VersionRecord.from_json(known.value) if known is not None else None
@@ -97,7 +101,8 @@ class _Source:
             record = next((found.record for found in kept if found.version == version), None)
         if record is None:
             raise UnknownVersion(version, None)
-        self.record = record
+        form = forms.get(keys.form(record.form)) if record.form and part == BASE else None
+        self.record, self.config = record, FormRecord.from_json(form).config if form is not None else ""
         found = {piece.name: piece for piece in all_parts(record)}
         if part not in found:
             raise BadPart(f"version {version} has no part {part!r}; it has {', '.join(sorted(found)[1:]) or 'none'}")

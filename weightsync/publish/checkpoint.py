@@ -22,6 +22,7 @@ from typing import Any
 
 import orjson
 
+from weightsync.control.forms import GENERATION, TEMPLATE
 from weightsync.errors import CheckpointError
 from weightsync.format.dtypes import FROM_SAFETENSORS
 from weightsync.format.manifest import Schema, TensorSpec, diff_schema, is_derived
@@ -65,12 +66,38 @@ MAX_CONFIG = 4 << 20
 
 
 def read_config(directory: Path) -> str | None:
-    """The text of its config.json; None if it has none. Raises CheckpointError."""
-    path = directory / "config.json"
+    """Its config.json as text, with generation_config.json and the chat template as further fields (GENERATION,
+    TEMPLATE) where there are such; None if it has no config.json. Raises CheckpointError."""
+    config = _json_of(directory / "config.json")
+    if isinstance(config, dict):
+        generation = _json_of(directory / "generation_config.json")
+        tokenizer = _json_of(directory / "tokenizer_config.json")
+        template: Any = tokenizer.get("chat_template") if isinstance(tokenizer, dict) else None
+        if (path := directory / "chat_template.jinja").exists():
+            template = read_inside(path, MAX_CONFIG).decode(errors="replace")
+        config |= {GENERATION: generation} if isinstance(generation, dict) else {}
+        config |= {TEMPLATE: template} if isinstance(template, str) else {}
+    return None if config is None else json.dumps(config, sort_keys=True)  # with Infinity, as transformers
+
+
+def write_config(text: str, directory: Path) -> None:
+    """The files that `read_config` has read, over those that are there. Raises OSError."""
+    config = json.loads(text)
+    generation, template = config.pop(GENERATION, None), config.pop(TEMPLATE, None)
+    files = {"config.json": json.dumps(config, sort_keys=True)}
+    files |= {"generation_config.json": json.dumps(generation, sort_keys=True)} if generation is not None else {}
+    files |= {"chat_template.jinja": template} if template is not None else {}
+    for name, content in files.items():
+        (directory / name).unlink(missing_ok=True)
+        (directory / name).write_text(content)
+
+
+def _json_of(path: Path) -> Any:
+    """None if the file is not there. Raises CheckpointError."""
     if not path.exists():
         return None
     try:
-        return json.dumps(json.loads(read_inside(path, MAX_CONFIG)), sort_keys=True)  # with Infinity, as transformers
+        return json.loads(read_inside(path, MAX_CONFIG))
     except ValueError as error:
         raise CheckpointError(str(path), f"not JSON ({error}): fetch the checkpoint again") from None
 

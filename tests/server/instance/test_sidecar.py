@@ -149,11 +149,9 @@ async def test_what_no_trusted_key_has_signed_does_not_get_to_the_engine(
         await sidecar_of(config_of(tmp_path, trust=(trusted,)))._stage(UNASKED, version())
     config, checked = config_of(tmp_path, trust=(trusted,)), list[str | None]()
     monkeypatch.setattr(Trust, "check", lambda self, model, record, config=None: checked.append(config))
-    for directory in (tmp_path / "form", config.model_dir):
-        directory.mkdir(exist_ok=True)
-        (directory / "config.json").write_text(f'{{"name": "{directory.name}"}}')
-    for form in (Form("digest", tmp_path / "form"), Form("digest")):
+    (config.model_dir / "config.json").write_text('{"name": "own"}')
+    for form in (Form("digest", config='{"name": "form"}'), Form("digest")):
         await sidecar_of(replace(config, form=form))._stage(UNASKED, version())
-    assert checked == ['{"name": "form"}', f'{{"name": "{config.model_dir.name}"}}']
+    assert checked == ['{"name": "form"}', '{"name": "own"}']
     with pytest.raises(ConfigError, match="--trust"):
         config_of(tmp_path, trust=(tmp_path / "none.pub",))

@@ -14,7 +14,19 @@ from tests.weightsync.control.test_state import ACTIVE, SWAP, TARGET, view
 from weightsync.control import activation, agent_state
 from weightsync.control.agent_state import Drain, Flip, Rest, Restart, Serve, decide
 from weightsync.control.board import Board
-from weightsync.control.forms import BOOKKEEPING, KEPT, Start, changes, changes_to, check_config, differing, start_of
+from weightsync.control.forms import (
+    BOOKKEEPING,
+    GENERATION,
+    KEPT,
+    TEMPLATE,
+    Start,
+    changes,
+    changes_to,
+    check_config,
+    completed,
+    differing,
+    start_of,
+)
 from weightsync.control.records import (
     ActiveRecord,
     ErrorInfo,
@@ -296,6 +308,24 @@ def test_configurations_differ_in_what_an_engine_reads(
 ) -> None:
     """Whatever release of transformers has written them."""
     assert differing(json.dumps(served), json.dumps(wanted)) == keys
+
+
+@pytest.mark.parametrize(
+    ("served", "wanted", "keys", "kept"),
+    [
+        ({GENERATION: {"eos_token_id": 1}}, {GENERATION: {"eos_token_id": [1, 2]}}, ("generation_config",), False),
+        ({GENERATION: {"eos_token_id": 1}}, {GENERATION: {"eos_token_id": 1, "transformers_version": "5"}}, (), False),
+        ({TEMPLATE: "a"}, {TEMPLATE: "b"}, ("chat_template",), False),
+        ({TEMPLATE: "a"}, {}, (), True),
+        ({}, {TEMPLATE: "a"}, (), False),
+    ],
+)
+def test_what_lies_beside_a_configuration_counts_where_it_is_given(
+    served: dict[str, Any], wanted: dict[str, Any], keys: tuple[str, ...], kept: bool
+) -> None:
+    before, after = (json.dumps(LLAMA_5 | beside, sort_keys=True) for beside in (served, wanted))
+    assert differing(before, after) == keys
+    assert completed(before, after) == (before if kept else after)
 
 
 def test_without_transformers_names_and_defaults_of_its_releases_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from weightsync.errors import BadPart, PersistError, UnknownVersion
 from weightsync.memory.parts import Adapter
 from weightsync.persist.disk import Disk
 from weightsync.persist.export import export
+from weightsync.publish.checkpoint import read_config
 from weightsync.push import push
 
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
@@ -78,6 +79,22 @@ def test_an_adapter_is_exported_as_peft_has_it(store_url: str, publisher: Publis
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text()) == CONFIG
     with pytest.raises(BadPart, match="lora/math"):
         export(store_url, "demo", version, tmp_path / "other", part="draft")
+
+
+def test_the_configuration_is_the_versions(source: Path, store_url: str, tmp_path: Path) -> None:
+    """Of which the model's directory knows nothing."""
+    push(source, store=store_url, model="demo", activate=False)
+    other = shutil.copytree(source, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text()) | {"rms_norm_eps": 0.5}
+    (other / "config.json").write_text(json.dumps(config))
+    (other / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
+    (other / "chat_template.jinja").write_text("{{ another }}")
+    version = push(other, store=store_url, model="demo", activate=False)
+    export(store_url, "demo", version, tmp_path / "out", model_dir=source)
+    assert json.loads((tmp_path / "out/config.json").read_text()) == config
+    assert json.loads((tmp_path / "out/generation_config.json").read_text()) == {"eos_token_id": [1, 2]}
+    assert (tmp_path / "out/chat_template.jinja").read_text() == "{{ another }}"
+    assert read_config(tmp_path / "out") == read_config(other)
 
 
 def test_nothing_is_overwritten_or_left_half(source: Path, store_url: str, tmp_path: Path) -> None:

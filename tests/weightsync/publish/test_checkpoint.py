@@ -21,10 +21,11 @@ from safetensors.torch import save_file
 from tests.weightsync.tensors import model, read_back, save_safetensors, write_raw
 from trainer.megatron.hf_files import HfTensors
 from weightsync import Publisher
+from weightsync.control.forms import TEMPLATE
 from weightsync.control.records import VersionRecord
 from weightsync.errors import CheckpointError, StalePublisher, StoreUnavailable
 from weightsync.format.manifest import TensorSpec
-from weightsync.publish.checkpoint import INDEX, Checkpoint, read_header
+from weightsync.publish.checkpoint import INDEX, Checkpoint, read_config, read_header, write_config
 from weightsync.push import main
 from weightsync.push import push as pushed
 
@@ -315,6 +316,38 @@ def push(*arguments: object) -> tuple[int, Any]:
     command = [sys.executable, "-m", "weightsync.push", "--json", "--model", "demo", *map(str, arguments)]
     run = subprocess.run(command, capture_output=True, timeout=240, check=False)
     return run.returncode, json.loads(run.stdout)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"config.json": {"a": 1}},
+        {"config.json": {"a": 1}, "generation_config.json": {"eos_token_id": 1}, "chat_template.jinja": "{{ x }}"},
+    ],
+)
+def test_a_configuration_is_written_as_it_was_read(tmp_path: Path, files: dict[str, Any]) -> None:
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+    for name, content in files.items():
+        (tmp_path / "one" / name).write_text(content if isinstance(content, str) else json.dumps(content))
+        (tmp_path / "other" / name).symlink_to(tmp_path / "one" / name)
+    read = read_config(tmp_path / "one")
+    assert read is not None
+    write_config(read.replace("1", "2").replace("x", "y"), tmp_path / "other")
+    for name, content in files.items():
+        text = (tmp_path / "other" / name).read_text()
+        assert text == (content if isinstance(content, str) else json.dumps(content)).replace("1", "2").replace(
+            "x", "y"
+        )
+    assert read_config(tmp_path / "one") == read, "links are no way to the files that they name"
+
+
+def test_the_template_of_a_tokenizers_configuration_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "old"}')
+    assert json.loads(read_config(tmp_path) or "") == {TEMPLATE: "old"}
+    (tmp_path / "chat_template.jinja").write_text("new")  # as transformers, which writes this one
+    assert json.loads(read_config(tmp_path) or "") == {TEMPLATE: "new"}
 
 
 def test_a_checkpoint_becomes_a_version(checkpoint: Path, store_url: str) -> None:

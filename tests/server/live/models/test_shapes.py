@@ -236,18 +236,29 @@ def test_one_that_does_not_start_after_the_commit_takes_all_back(fleet: Fleet, t
 
 
 def test_the_same_tensors_under_another_configuration(fleet: Fleet, tmp_path: Path) -> None:
+    """And with another chat template."""
     live, before = fleet.live, fleet.back_at_the_base()
     other = with_another_rope(fleet.base, tmp_path / "other")
+    prompt = rendered(live)
+    (other / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }} and {% endfor %}")
     expected = stock.answers(other, PROMPTS, TOKENS)
     assert expected != fleet.answers
     answer = ask(live, "", path=str(other), drain_s=5)
     assert answer.status_code == 200, answer.text
-    assert swap_of(live)["changes"] == "config.json has another rope_parameters"
+    assert swap_of(live)["changes"] == "config.json has another chat_template, rope_parameters"
     wait_until(lambda: live.all_serve(int(answer.json()["version"])), PATIENCE_S)
     assert said(live) == expected
+    assert len(rendered(live)) > len(prompt)
     assert ask(live, "/rollback", drain_s=5).status_code == 200
     wait_until(lambda: live.all_serve(before), PATIENCE_S)
     assert said(live) == fleet.answers
+    assert rendered(live) == prompt
+
+
+def rendered(live: LiveServer) -> list[int]:
+    """The token ids of a conversation."""
+    messages = {"model": live.name, "messages": [{"role": "user", "content": "hi"}]}
+    return live.client.post("/tokenize", json=messages).raise_for_status().json()["tokens"]  # type: ignore[no-any-return]
 
 
 def with_another_rope(checkpoint: Path, path: Path) -> Path:
