@@ -158,18 +158,39 @@ async def test_a_guard_that_starts_late_counts_from_the_last_renewal(monkeypatch
             await asyncio.wait_for(_guard(), 9.0)
 
 
-async def test_who_stands_still_loses_it(store: Store) -> None:
-    """As when it is stopped, or waits for a lock for ever."""
-    keeper = await guarded(store, 1.5)
-    time.sleep(3.0)  # noqa: ASYNC251
-    await asyncio.wait_for(keeper.lost.wait(), 60)
+STANDS = """
+import asyncio, psutil, sys
+from tests.waiting import eventually
+from weightsync.control.lease import LeaseKeeper
+from weightsync.store import open_store
+async def main():
+    store = open_store(sys.argv[1])
+    keeper = await LeaseKeeper.grant(store, 3.0, sys.argv[1])
+    await store.put("here", b"", keeper.id)
+    await eventually(psutil.Process().children, 120)
+    print("here", flush=True)
+    await keeper.lost.wait()
+    await keeper.stop()
+    await eventually(lambda: not psutil.Process().children(), 120)
+    print("lost", flush=True)
+asyncio.run(main())
+"""
 
-    async def gone() -> bool:  # etcd may be late to remove what it renews no more
+
+async def test_who_stands_still_loses_it(store: Store) -> None:
+    """In a process of its own: other threads of this one use processor time, and would be taken for its work."""
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", STANDS, store.url, stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    assert await child.stdout.readline() == b"here\n"
+    child.send_signal(signal.SIGSTOP)
+
+    async def gone() -> bool:
         return await store.get("here") is None
 
-    await eventually(gone)
-    await keeper.stop()
-    await eventually(lambda: not guards(store))
+    await eventually(gone, 60)
+    child.send_signal(signal.SIGCONT)
+    assert await child.stdout.readline() == b"lost\n"
+    assert await child.wait() == 0
 
 
 DIES = """
