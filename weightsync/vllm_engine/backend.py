@@ -200,23 +200,23 @@ class HotswapWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def report(self) -> BundleReport:
         return self._stager.report
 
-    def commit(self, version: int) -> tuple[float, bool, list[str]]:
+    def commit(self, version: int) -> tuple[float, bool, dict[str, str]]:
         """Flip to `version`. Raises NotStagedError, and then nothing has changed.
 
-        Returns (the flip's time in ms, whether the scales of the KV cache changed, the parts that run). A
-        quantised cache can only be read with the scales that it was written with.
+        Returns (the flip's time in ms, whether the scales of the KV cache changed, the digest of each part that runs).
+        A quantised cache can only be read with the scales that it was written with.
         """
         started = time.perf_counter()
         if self._held.live is not None and self._held.live.version == version:
-            return 0.0, False, sorted(self._held.running)
+            return 0.0, False, self._held.digests
         target = self._find(version)
         before, ran = self._kv_scales(), self._held.running
         staged, self._stager.bundle = self._stager.bundle, None
         self._held.commit(target, staged)
         flipped = [piece.generation for name, piece in target.pieces.items() if ran.get(name) is not piece]
         waited = sum(getattr(generation, "waited_ms", 0.0) for generation in flipped)
-        rescaled, runs = before != self._kv_scales(), sorted(self._held.running)
-        return (time.perf_counter() - started) * 1e3 - waited, rescaled, runs
+        rescaled = before != self._kv_scales()
+        return (time.perf_counter() - started) * 1e3 - waited, rescaled, self._held.digests
 
     def _kv_scales(self) -> dict[tuple[str, str], Any]:
         """By part and path: the layers of a draft model may be called as those of the base."""
@@ -281,5 +281,5 @@ class WorkerMethods:
     def hotswap_vacate(self) -> None:
         self.weight_transfer_engine.vacate()
 
-    def hotswap_commit(self, version: int) -> tuple[float, bool, list[str]]:
+    def hotswap_commit(self, version: int) -> tuple[float, bool, dict[str, str]]:
         return self.weight_transfer_engine.commit(version)

@@ -100,7 +100,7 @@ def test_what_was_flipped_to_and_back_is_dropped_only_if_that_is_asked(worker: A
 
 def test_the_version_that_runs_is_never_dropped(worker: Any) -> None:
     worker.drop(1, previous=True)
-    assert worker.commit(1) == (0.0, False, [""])
+    assert worker.commit(1) == (0.0, False, {"": "digest 1"})
     stage(worker, 1)
     assert worker._stager.built == [1, 2]
 

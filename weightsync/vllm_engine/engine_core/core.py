@@ -3,12 +3,13 @@
 * `EngineCore.hotswap_commit`: flip the workers and relabel, in one call that the core runs between two steps, so the
   first token of the new weights is the first one labelled so. Stock vLLM labels in a second call.
 * Batches already computed when a commit arrives (asynchronous scheduling) keep the label they were computed under.
-* Prefix-cache keys carry the version (requests.py). A request of which nothing is computed when a commit lands moves
-  to the new version; one that has begun goes on with the blocks it has, and shares none from then on.
+* Prefix-cache keys carry the digest of the weights (requests.py). A request of which nothing is computed when a commit
+  lands moves to the new weights; one that has begun goes on with the blocks it has, and shares none from then on. To a
+  request whose weights stay the same, as when another one's adapter is published, nothing happens.
 * A request that asked for it (`extra_args["hotswap"]["policy"] == "recompute"`) is preempted in the commit, and its KV
   rebuilt under the new weights. When a version is withdrawn (a commit goes back to an older one), that is done with
-  every request: what a bad version computed does not live on under a good one's label. The same holds when the scales
-  of a quantised KV cache change: what lies there was written with the old ones.
+  every request whose weights change: what a bad version computed does not live on under a good one's label. The same
+  holds when the scales of a quantised KV cache change: what lies there was written with the old ones.
 * Blocks of the KV cache that hold what other weights wrote are zeroed before the next request gets them (below).
 * What other weights made of an image is not found again: it is encoded anew, also when a prompt is in the middle of it.
 * A request that must see no token of the new version is ended by the commit, or not let in (requests.py). So is one
@@ -25,7 +26,7 @@ is zeroed once, when it is next allocated. vLLM zeroes new blocks itself for cac
 here the same switch is on for all, and the list of what is to be zeroed holds the marked blocks alone. A swap waits for
 nothing of it.
 
-Blocks that are found by their hash are not allocated: their keys carry the version that wrote them (requests.py).
+Blocks that are found by their hash are not allocated: their keys carry the weights that wrote them (requests.py).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from typing import Any
 import orjson
 
 from weightsync.vllm_engine.engine_core import prefixes, requests, routing
-from weightsync.vllm_engine.engine_core.requests import enter, go_private, namespace, version_of
+from weightsync.vllm_engine.engine_core.requests import Weights, enter, go_private, namespace, namespace_of
 
 _MARK = "_hotswap_installed"
 
@@ -76,14 +77,14 @@ def commit(self: Any, version: int) -> dict[str, Any]:
     """
     started = time.perf_counter()
     flips, rescaled, parts = zip(*self.collective_rpc("hotswap_commit", args=(version,)), strict=True)
-    self._hotswap_parts = frozenset(parts[0])
+    before, self._hotswap_weights = _weights(self), Weights(str(version), parts[0])
     computed = len(self.batch_queue or ())
     _labels(self).extend([self._weight_version] * (computed - len(_labels(self))))
-    changed = _version(self) != str(version)
+    changed = before.version != str(version)
     if changed:
         requests.end_barred(self, str(version))
     self.set_weight_version(str(version))
-    crossed = _move_requests(self.scheduler, str(version), anew=any(rescaled)) if changed else {}
+    crossed = _move_requests(self.scheduler, before, self._hotswap_weights, anew=any(rescaled)) if changed else {}
     return {"flip_ms": max(flips), "commit_ms": (time.perf_counter() - started) * 1e3, "crossed": crossed}
 
 
@@ -105,32 +106,41 @@ def _with_prompts(scheduler: Any, outputs: list[Any], version: str) -> str:
     return f"{version}|{orjson.dumps(crossed).decode()}" if crossed else version
 
 
-def _move_requests(scheduler: Any, version: str, *, anew: bool) -> dict[str, int]:
+def _move_requests(scheduler: Any, before: Weights, now: Weights, *, anew: bool) -> dict[str, int]:
     """Settle what every request's blocks belong to from this commit on; what is not through with its prompt.
 
     `anew`: no request can go on with the blocks that it has.
     """
-    before, scheduler._hotswap_version = getattr(scheduler, "_hotswap_version", ""), version
+    scheduler._hotswap_weights = now
     crossed: dict[str, int] = {}
     mark_stale(scheduler)
     forget_encoded(scheduler.encoder_cache_manager)
-    withdrawn = before.isdecimal() and int(version) < int(before)
+    prefixes.relabel(scheduler, now)
+    withdrawn = before.version.isdecimal() and int(now.version) < int(before.version)
     for request in reversed(list(scheduler.running)):  # the last one first: each is put before those that wait
-        if withdrawn or anew or requests.wish_of(request).get("policy") == "recompute":
+        same = before.of(request) == now.of(request) and not anew
+        if not same and (withdrawn or anew or requests.wish_of(request).get("policy") == "recompute"):
             _start_over(scheduler, request)
             continue
-        go_private(request, scheduler.hash_block_size)
+        if not same:
+            go_private(request, scheduler.hash_block_size)
         if 0 < request.num_computed_tokens < request.num_prompt_tokens:
             crossed[request.request_id] = request.num_computed_tokens
             parts = getattr(request, "_hotswap_prompt", [])
-            request._hotswap_prompt = [*parts, (request.num_computed_tokens, before)]
+            request._hotswap_prompt = [*parts, (request.num_computed_tokens, before.version)]
     for request in _waiting(scheduler):
         if request.num_computed_tokens == 0:
-            enter(request, version)
-            prefixes.watch(scheduler, request)
-        else:  # its blocks are on their way from elsewhere
+            _enter(scheduler, request, now)
+        elif before.of(request) != now.of(request):  # its blocks are on their way from elsewhere
             go_private(request, scheduler.hash_block_size)
     return crossed
+
+
+def _enter(scheduler: Any, request: Any, weights: Weights) -> None:
+    """Nothing of the request is computed: it moves to the namespace of these weights, unless it is there."""
+    if namespace_of(request) != (own := weights.of(request)):
+        enter(request, own)
+        prefixes.watch(scheduler, request)
 
 
 def _start_over(scheduler: Any, request: Any) -> None:
@@ -148,8 +158,9 @@ def _labels(core: Any) -> deque[str]:
     return labels
 
 
-def _version(core: Any) -> str:
-    return str(core._weight_version)
+def _weights(core: Any) -> Weights:
+    found: Weights | None = getattr(core, "_hotswap_weights", None)
+    return found or Weights(str(core._weight_version))
 
 
 def _waiting(scheduler: Any) -> list[Any]:
@@ -161,7 +172,7 @@ def _salted(original: Callable[..., Any]) -> Callable[..., Any]:
     def preprocess_add_request(self: Any, request: Any) -> Any:
         # The length stands first: no salt of a client's own spells another scope.
         scope = requests.wish_of(request).get("scope", requests.PUBLIC)
-        request.cache_salt = namespace(_version(self), f"{len(scope)}:{scope}|{request.cache_salt or ''}")
+        request.cache_salt = namespace(_weights(self).of(request), f"{len(scope)}:{scope}|{request.cache_salt or ''}")
         return original(self, request)
 
     return preprocess_add_request
@@ -170,13 +181,13 @@ def _salted(original: Callable[..., Any]) -> Callable[..., Any]:
 def _resalted(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def add_request(self: Any, request: Any, request_wave: int = 0) -> None:
-        parts: frozenset[str] = getattr(self, "_hotswap_parts", frozenset())
-        if not requests.allows(requests.wish_of(request), _version(self)) or requests.is_withdrawn(request, parts):
+        runs = _weights(self)
+        if not requests.allows(requests.wish_of(request), runs.version) or requests.is_withdrawn(request, runs.parts):
             self._send_abort_outputs_to_client([request.request_id], request.client_index)
             return
         # Salted on the input thread; a commit may have come between that and here.
-        if version_of(request) != _version(self):
-            enter(request, _version(self))
+        if namespace_of(request) != (own := runs.of(request)):
+            enter(request, own)
         original(self, request, request_wave)
 
     return add_request
@@ -188,10 +199,8 @@ def _started_over(original: Callable[..., Any]) -> Callable[..., Any]:
         original(self, request, *args, **kwargs)
         request._hotswap_prompt = []
         # All of its blocks will be computed again, by the weights that are live then.
-        version = getattr(self, "_hotswap_version", None)
-        if version is not None and version_of(request) != version:
-            enter(request, version)
-            prefixes.watch(self, request)
+        if (weights := getattr(self, "_hotswap_weights", None)) is not None:
+            _enter(self, request, weights)
 
     return preempt_request
 

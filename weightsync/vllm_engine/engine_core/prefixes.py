@@ -3,12 +3,12 @@
 A request brings the prefixes of its prompt: numbers that stand for the beginning of its body, and the share of the
 prompt that each covers. How many tokens that is follows from the tokens of the whole prompt, and so does the last block
 that the prefix fills. While that block is in the cache the prefix counts as held: vLLM frees the blocks of a prompt
-from its end on.
+from its end on. Blocks are found by hashes that carry the weights (requests.py), and a gateway knows versions. So a
+prefix is held under the version that those weights ran as last, and is held again when they return.
 
 `Holdings` is the table, which knows nothing of vLLM. `Following` stands where vLLM's scheduler publishes its events,
 hands them on to the publisher that was there, and looks up in the block pool what an event says of a block that it
-watches. Blocks are found by hashes that carry the version of the weights (requests.py), so a prefix is held under a
-version, and is held again when that version returns.
+watches.
 
 Everything here runs on the engine core's own thread.
 """
@@ -20,17 +20,18 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
-from weightsync.vllm_engine.engine_core.requests import replay_of, version_of, wish_of
+from weightsync.vllm_engine.engine_core.requests import Weights, namespace_of, replay_of, wish_of
 
 FIELD = "prefixes"  # of a request's wish: [[prefix, share of the prompt], ...], the shortest first
 MOST = 8192  # prefixes that are watched; the one whose turn is longest ago goes first
+LABELS = 256  # weights whose version is remembered beyond their last prefix
 
-Key = tuple[str, int]  # version label, prefix
+Key = tuple[str, int]  # weights, prefix
 Changes = list[tuple[str, list[int], list[int]]]  # version label, prefixes held now, prefixes not held any more
 
 
 class Holdings:
-    """Prefixes by version, the block that each ends with, and whether that is in the cache."""
+    """Prefixes by weights, the block that each ends with, and whether that is in the cache."""
 
     def __init__(self, most: int = MOST) -> None:
         self._most = most
@@ -38,6 +39,8 @@ class Holdings:
         self._keys: dict[Hashable, dict[Key, None]] = {}  # by block
         self._held: set[Key] = set()
         self._changed: dict[Key, None] = {}  # since `take`
+        self._labels: dict[str, str] = {}  # the version that weights ran as last
+        self._told: dict[str, str] = {}  # the same, as of the last `take`
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -46,9 +49,16 @@ class Holdings:
         """Whether a prefix ends with it."""
         return block in self._keys
 
-    def watch(self, version: str, prefix: int, block: Hashable, *, held: bool) -> None:
+    def label(self, weights: Iterable[str], version: str) -> None:
+        """These weights run, as `version`. Weights without a label are called as they are."""
+        if len(self._labels) > LABELS:
+            known = {weights for weights, _ in self._blocks}
+            self._labels = {weights: version for weights, version in self._labels.items() if weights in known}
+        self._labels |= dict.fromkeys(weights, version)
+
+    def watch(self, weights: str, prefix: int, block: Hashable, *, held: bool) -> None:
         """A request asks for this prefix, which ends with `block`; `held`: that is in the cache already."""
-        key = (version, prefix)
+        key = (weights, prefix)
         known = self._blocks.get(key)
         if known is not None and (key in self._held or known == block):
             self._blocks.move_to_end(key)
@@ -79,12 +89,22 @@ class Holdings:
 
     def take(self) -> Changes:
         """What has changed since the last time, or from nothing, by version."""
-        found: dict[str, tuple[list[int], list[int]]] = {}
-        for key in self._changed:
-            version, prefix = key
-            found.setdefault(version, ([], []))[key not in self._held].append(prefix)
+        moved = {weights for weights, version in self._told.items() if self._labels.get(weights, version) != version}
+        if moved:
+            self._changed |= {key: None for key in self._held if key[0] in moved}
+        ran_as: dict[str, list[str]] = {}
+        for weights, version in self._labels.items():
+            ran_as.setdefault(version, []).append(weights)
+        found: dict[str, dict[int, bool]] = {}
+        for weights, prefix in self._changed:
+            now = self._labels.get(weights, weights)
+            for version in (self._told.get(weights, now), now):
+                held = any((each, prefix) in self._held for each in ran_as.get(version, [version]))
+                found.setdefault(version, {})[prefix] = held
         self._changed.clear()
-        return [(version, held, dropped) for version, (held, dropped) in found.items()]
+        self._told = dict(self._labels)
+        sides = ((version, sorted(of.items())) for version, of in found.items())
+        return [(version, [p for p, held in of if held], [p for p, held in of if not held]) for version, of in sides]
 
     def _hold(self, key: Key) -> None:
         if key not in self._held:
@@ -129,20 +149,20 @@ class Following:
         self._block_size = self._manager.coordinator.single_type_managers[self._group].block_size
 
     def watch(self, request: Any) -> None:
-        """A request has come, or has got other block hashes: its prefixes are watched, under its version."""
+        """A request has come, or has got other block hashes: its prefixes are watched, under its weights."""
         from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash, resolve_block_hashes
 
         wish = wish_of(request).get(FIELD)
         if not wish or not request.block_hashes:
             return
         hashes = resolve_block_hashes(request.block_hashes, self._hash_block_size, self._block_size)
-        version = version_of(request)
+        weights = namespace_of(request)
         tokens = request.num_prompt_tokens - len(replay_of(request).get("tokens", ()))
         for prefix, last in last_blocks(wish, tokens, self._block_size):
             if last < len(hashes):
                 block = maybe_convert_block_hash(hashes[last])
                 self._hashes[block] = hashes[last]
-                self.holdings.watch(version, prefix, block, held=self._holds(block))
+                self.holdings.watch(weights, prefix, block, held=self._holds(block))
         if len(self._hashes) > 2 * MOST:
             self._hashes = {block: whole for block, whole in self._hashes.items() if block in self.holdings}
 
@@ -205,6 +225,12 @@ def watch(scheduler: Any, request: Any) -> None:
     """A request has come to the scheduler, or has got other block hashes."""
     if (found := following(scheduler)) is not None:
         found.watch(request)
+
+
+def relabel(scheduler: Any, runs: Weights) -> None:
+    """A commit has put these weights into the workers."""
+    if (found := following(scheduler)) is not None:
+        found.holdings.label(runs.all(), runs.version)
 
 
 def changes(core: Any) -> Changes | None:

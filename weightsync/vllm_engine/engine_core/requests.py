@@ -10,13 +10,15 @@ abort      is ended at the flip
 A request bound to versions (`version`, `min_version`) that the new one is not among is ended too, and is not let in.
 The same holds for every request through an adapter that the new version does not have, whatever its policy.
 
-A request may share the prefix-cache blocks that one version of the weights has computed from end to end. The cache salt
-of a request is `version|scope|salt`: the weights it runs on, who may share with whom (the gateway says), and what the
-client asked for. vLLM mixes it into the hash of a request's first block, and every later hash builds on that, so blocks
-of one version are found again when that version returns, and by nobody else in between.
+A request may share the prefix-cache blocks that the very same weights have computed from end to end. The cache salt of
+a request is `weights|scope|salt`: the bytes that it runs on (`Weights.of`), who may share with whom (the gateway says),
+and what the client asked for. vLLM mixes it into the hash of a request's first block, and every later hash builds on
+that, so blocks are found again when their weights return, and by no other request in between. A version that changes an
+adapter alone leaves the requests without that adapter the blocks they have.
 
-A request that lives through a commit goes private: its full blocks stay what they are, and every later one gets a hash
-that nobody can compute. When it is preempted nothing of it is left; it then starts over in the version's own namespace.
+A request that lives through a change of its weights goes private: its full blocks stay what they are, and every later
+one gets a hash that nobody can compute. When it is preempted nothing of it is left; it then starts over in the
+namespace of the weights that run.
 
 A request may go on with an answer that another engine began, `sampling_params.extra_args["hotswap"]["replay"]`:
 
@@ -37,9 +39,10 @@ import functools
 import hashlib
 import secrets
 from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from weightsync.memory.parts import LORA_URL
+from weightsync.memory.parts import LORA, LORA_URL
 from weightsync.vllm_engine.engine_core.routing import rekeyed
 
 KEY = "hotswap"
@@ -63,10 +66,36 @@ def allows(wish: Mapping[str, Any], version: str) -> bool:
     return (exact is None or number == exact) and (least is None or number >= least)
 
 
+def adapter_of(request: Any) -> str | None:
+    """The part that the request's published adapter is; None without one."""
+    path = request.lora_request.lora_path if request.lora_request is not None else ""
+    return path.removeprefix(LORA_URL) if path.startswith(LORA_URL) else None
+
+
 def is_withdrawn(request: Any, parts: Container[str]) -> bool:
     """Whether the request goes through a published adapter that is not among the parts that run."""
-    path = request.lora_request.lora_path if request.lora_request is not None else ""
-    return path.startswith(LORA_URL) and path.removeprefix(LORA_URL) not in parts
+    adapter = adapter_of(request)
+    return adapter is not None and adapter not in parts
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What an engine runs: the label of the version, and the digest of each of its parts, none before a commit."""
+
+    version: str
+    parts: Mapping[str, str] = field(default_factory=dict)
+
+    def of(self, request: Any) -> str:
+        """The weights that compute the request: those of the base, of a draft and of its own adapter."""
+        return self._with(adapter_of(request))
+
+    def all(self) -> set[str]:
+        """The weights that any request may be computed by."""
+        return {self._with(None), *(self._with(part) for part in self.parts if part.startswith(LORA))}
+
+    def _with(self, adapter: str | None) -> str:
+        read = sorted(part for part in self.parts.items() if part[0] == adapter or not part[0].startswith(LORA))
+        return hashlib.blake2b(repr(read).encode(), digest_size=16).hexdigest() if read else self.version
 
 
 def ends(request: Any, version: str, parts: Container[str] = ()) -> bool:
@@ -82,7 +111,7 @@ def end_barred(core: Any, version: str) -> None:
     from vllm.v1.request import RequestStatus
 
     left = [r for r in core.scheduler.requests.values() if not r.is_finished()]
-    doomed = [r.request_id for r in left if ends(r, version, core._hotswap_parts)]
+    doomed = [r.request_id for r in left if ends(r, version, core._hotswap_weights.parts)]
     if doomed:
         ended = core.scheduler.finish_requests(doomed, RequestStatus.FINISHED_ABORTED)
         core._send_abort_outputs(ended)
@@ -101,23 +130,23 @@ def empty_pools(processor: Any, outputs: Iterable[Any]) -> None:
 
 
 HASH_BYTES = 32
-PRIVATE = ""  # in place of the version
+PRIVATE = ""  # in place of the weights
 
 
-def namespace(version: str, salt: str | None) -> str:
-    """The cache salt under `version` of a request that came with `salt` ("scope|client's own")."""
-    return f"{version}|{salt or ''}"
+def namespace(weights: str, salt: str | None) -> str:
+    """The cache salt under `weights` of a request that came with `salt` ("scope|client's own")."""
+    return f"{weights}|{salt or ''}"
 
 
-def version_of(request: Any) -> str:
-    """The version whose blocks the request shares; PRIVATE if it shares none."""
+def namespace_of(request: Any) -> str:
+    """The weights whose blocks the request shares; PRIVATE if it shares none."""
     return str(request.cache_salt or "").split("|", 1)[0]
 
 
-def enter(request: Any, version: str) -> None:
-    """Hash all of the request's blocks under `version`; nothing of it may be computed yet, or any more."""
+def enter(request: Any, weights: str) -> None:
+    """Hash all of the request's blocks under `weights`; nothing of it may be computed yet, or any more."""
     own = (request.cache_salt or "|").split("|", 1)[1]
-    request.cache_salt = namespace(version, own)
+    request.cache_salt = namespace(weights, own)
     request._block_hasher = getattr(request, "_hotswap_hasher", request._block_hasher)
     request.block_hashes.clear()
     request.update_block_hashes()
@@ -125,7 +154,7 @@ def enter(request: Any, version: str) -> None:
 
 def go_private(request: Any, block_size: int) -> None:
     """Keep the hashes of the blocks that are full; give all later ones hashes of their own. `block_size` in tokens."""
-    if version_of(request) == PRIVATE:
+    if namespace_of(request) == PRIVATE:
         return
     full = min(request.num_computed_tokens, request.num_tokens) // block_size
     request.cache_salt = namespace(PRIVATE, request.cache_salt.split("|", 1)[1])

@@ -123,6 +123,11 @@ class HeldBundles:
         """All that runs, by part name."""
         return self.live.running if self.live is not None else {}
 
+    @property
+    def digests(self) -> dict[str, str]:
+        """The digest of each part that runs."""
+        return {name: piece.generation.digest for name, piece in self.running.items()}
+
     def held(self, staged: Bundle | None) -> list[Bundle]:
         return [b for b in (self.live, self.previous, staged) if b is not None]
 

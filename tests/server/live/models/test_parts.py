@@ -300,9 +300,35 @@ def test_adapters_and_versions_have_prefix_caches_of_their_own(lora: LiveServer,
     assert hits("x") == 0
     assert hits("x") > 0
     assert hits("lora") == 0, "the base model hit what an adapter computed"
-    pushed(lora, adapters["two"], "lora/x")
+    second = pushed(lora, adapters["two"], "lora/x")
     assert hits("x") == 0
     assert hits("x") > 0
+    assert hits("lora") > 0, "another adapter's version took the base model's blocks"
+    lora.rollback()
+    assert hits("x") > 0
+    assert hits("lora") > 0
+    assert lora.activate(second).status_code == 200
+    assert hits("x") > 0
+
+
+async def test_what_a_request_has_computed_stays_when_another_one_s_adapter_goes(
+    lora: LiveServer, adapters: dict[str, Path]
+) -> None:
+    """A withdrawal has answers computed again, and a swap those that ask for it: not those whose weights stay."""
+    expected = [token for token, _ in await stream(lora, LONG)]
+    for _ in range(8):  # on a busy machine the swaps may come when everything is said
+        version = await asyncio.to_thread(pushed, lora, adapters["one"], "lora/guest")
+        before = lora.engine_metric("vllm:num_preemptions_total")
+        begun = asyncio.Event()
+        task = asyncio.create_task(stream(lora, LONG, begun=begun))
+        await begun.wait()
+        await asyncio.to_thread(lora.rollback)
+        seen = await task
+        if len({v for _, v in seen}) == 2:
+            break
+    assert {v for _, v in seen} == {version, lora.active()}, "the stream did not cross the swap"
+    assert [token for token, _ in seen] == expected
+    assert lora.engine_metric("vllm:num_preemptions_total") == before
 
 
 @pytest.mark.broad

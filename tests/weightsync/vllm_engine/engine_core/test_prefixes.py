@@ -76,6 +76,24 @@ def test_each_version_holds_its_own() -> None:
     assert table.take() == [("7", [], [1])]
 
 
+def test_weights_that_stay_are_held_under_the_version_that_runs() -> None:
+    """A version of another adapter: a gateway looks under the new number. Adapters may share a prefix's number."""
+    table = Holdings()
+    table.label(["base", "base and x 1"], "7")
+    for prefix, block in ((1, ONE), (2, TWO)):
+        table.watch("base", prefix, block, held=True)
+    table.watch("base and x 1", 1, THREE, held=True)
+    assert table.take() == [("7", [1, 2], [])]
+    table.removed(ONE)
+    assert table.take() == [("7", [1], [])], "through the adapter it is held"
+    table.label(["base", "base and x 2"], "8")
+    assert sorted(table.take()) == [("7", [], [2]), ("8", [2], [])]
+    table.label(["base", "base and x 1"], "7")
+    assert sorted(table.take()) == [("7", [2], []), ("8", [], [2])]
+    table.removed(THREE)
+    assert table.take() == [("7", [], [1])]
+
+
 def test_a_held_prefix_keeps_its_block_and_another_one_gets_the_last() -> None:
     """Bodies that share a prefix differ in length, so the share of the prompt may end a block earlier or later."""
     table = holding(ONE)

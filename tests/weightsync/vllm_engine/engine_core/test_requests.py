@@ -28,7 +28,17 @@ from vllm.v1.request import Request
 from vllm.v1.sample.ops.topk_topp_sampler import random_sample
 
 from weightsync.vllm_engine.engine_core import core, requests
-from weightsync.vllm_engine.engine_core.requests import allows, ends, enter, go_private, namespace, wish_of
+from weightsync.vllm_engine.engine_core.requests import (
+    PRIVATE,
+    Weights,
+    allows,
+    ends,
+    enter,
+    go_private,
+    namespace,
+    namespace_of,
+    wish_of,
+)
 
 pytestmark = pytest.mark.engine
 core.install()
@@ -92,6 +102,92 @@ def test_a_crossing_request_that_is_preempted_moves_to_the_version_that_recomput
     assert crossing.block_hashes == request("3", tokens=16).block_hashes
 
 
+def through(adapter: str | None, of: Any = None) -> Any:
+    """A request through a published adapter, or through none."""
+    found = of or request()
+    found.lora_request = LoRARequest(adapter, 1, f"hotswap:lora/{adapter}") if adapter else None
+    return found
+
+
+BEFORE = {"": "base", "draft": "d", "lora/x": "x 1", "lora/y": "y"}
+
+
+@pytest.mark.parametrize(
+    ("after", "changed"),
+    [
+        (BEFORE | {"": "other"}, {None, "x", "y"}),
+        (BEFORE | {"draft": "other"}, {None, "x", "y"}),
+        (BEFORE | {"lora/x": "x 2"}, {"x"}),
+        (BEFORE | {"lora/z": "z"}, set()),
+        ({"": "base", "draft": "d", "lora/x": "x 1"}, set()),
+        (dict(reversed(BEFORE.items())), set()),
+    ],
+)
+def test_a_request_belongs_to_the_weights_that_compute_it(after: dict[str, str], changed: set[str | None]) -> None:
+    """Not to a version: what it never reads may change."""
+    here, there = Weights("1", BEFORE), Weights("2", after)
+    adapters = [name for name in (None, "x", "y") if name is None or f"lora/{name}" in after]
+    assert {name for name in adapters if here.of(through(name)) != there.of(through(name))} == changed
+    assert {there.of(through(name)) for name in adapters} <= there.all()
+    assert len({here.of(through(name)) for name in (None, "x", "y")}) == 3
+
+
+def test_a_number_that_comes_again_with_other_bytes_finds_nothing() -> None:
+    """As versions do in a store that was restored from a backup."""
+    assert Weights("7", {"": "one"}).of(through(None)) != Weights("7", {"": "two"}).of(through(None))
+    assert Weights("default").of(through(None)) == "default"
+
+
+@pytest.mark.parametrize("policy", ["keep", "recompute"])
+@pytest.mark.parametrize("now", ["2", "4"])
+def test_a_commit_moves_the_requests_whose_weights_change(
+    monkeypatch: pytest.MonkeyPatch, policy: str, now: str
+) -> None:
+    """To a later version, and back to an older one, which withdraws what the newer one computed."""
+    before, after = Weights("3", BEFORE), Weights(now, BEFORE | {"lora/x": "x 2"})
+    running = {
+        name: through(
+            name,
+            Request(
+                str(name),
+                list(range(40)),
+                SamplingParams(extra_args={"hotswap": {"policy": policy}}),
+                None,
+                cache_salt=namespace(before.of(through(name)), "1:s|"),
+                block_hasher=get_request_block_hasher(BLOCK, sha256),
+            ),
+        )
+        for name in (None, "x")
+    }
+    waiting = {name: through(name) for name in (None, "x")}
+    arriving = {name: through(name) for name in (None, "x")}  # the blocks come from elsewhere
+    for each in (*running.values(), *arriving.values()):
+        each.num_computed_tokens = 8
+    for each in waiting.values():
+        enter(each, before.of(each))
+    kept = running[None].block_hashes[:], waiting[None].block_hashes[:]
+    again: list[str] = []
+    monkeypatch.setattr(core, "_start_over", lambda _, request: again.append(request.request_id))
+    monkeypatch.setattr(core, "mark_stale", lambda _: None)
+    scheduler = SimpleNamespace(
+        encoder_cache_manager=None,
+        running=list(running.values()),
+        waiting=list(waiting.values()),
+        kv_holding_waiting=list(arriving.values()),
+        hash_block_size=BLOCK,
+    )
+    crossed = core._move_requests(scheduler, before, after, anew=False)
+    assert (running[None].block_hashes, waiting[None].block_hashes) == kept
+    assert namespace_of(waiting["x"]) == after.of(waiting["x"])
+    assert [namespace_of(each) == PRIVATE for each in arriving.values()] == [False, True]
+    assert again == (["x"] if now == "2" or policy == "recompute" else [])
+    assert crossed == {name: 8 for name in ("None", "x") if name not in again}
+    assert again or namespace_of(running["x"]) == PRIVATE
+    again.clear()
+    core._move_requests(scheduler, before, after, anew=True)
+    assert sorted(again) == ["None", "x"], "the scales of the cache have changed"
+
+
 def test_constraints() -> None:
     assert allows({}, "default")
     assert not allows({"min_version": 1}, "default")
@@ -126,7 +222,7 @@ def test_who_is_ended_at_a_commit(wish: dict[str, Any], begun: int, ended: bool)
 def test_a_commit_between_the_threads_of_the_engine_lets_no_adapter_in_that_is_gone(part: str) -> None:
     ended: list[str] = []
     entered: list[str] = []
-    engine = SimpleNamespace(_weight_version="2", _hotswap_parts=frozenset({"", "lora/x"}))
+    engine = SimpleNamespace(_hotswap_weights=Weights("2", {"": "b", "lora/x": "x"}))
     engine._send_abort_outputs_to_client = lambda ids, client: ended.extend(ids)
     add = core._resalted(lambda self, request, wave: entered.append(request.request_id))
     late = request("1")
