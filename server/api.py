@@ -57,9 +57,10 @@ class Forwarded:
 
 # The admin port's routes of SGLang, whose clients read `success` and `message` of refusals.
 SGLANG: Final = frozenset({
-    "/abort_request", "/continue_generation", "/destroy_weights_update_group", "/flush_cache", "/get_model_info",
-    "/health_generate", "/init_weights_send_group_for_remote_instance", "/init_weights_update_group", "/model_info",
-    "/pause_generation", "/release_memory_occupation", "/resume_memory_occupation", "/send_weights_to_remote_instance",
+    "/abort_request", "/begin_weight_update", "/continue_generation", "/destroy_weights_update_group",
+    "/end_weight_update", "/flush_cache", "/get_model_info", "/health_generate",
+    "/init_weights_send_group_for_remote_instance", "/init_weights_update_group", "/model_info", "/pause_generation",
+    "/release_memory_occupation", "/resume_memory_occupation", "/send_weights_to_remote_instance",
     "/update_weight_version", "/update_weights_from_disk", "/update_weights_from_distributed",
     "/update_weights_from_ipc", "/update_weights_from_tensor",
 })  # fmt: skip

@@ -66,8 +66,10 @@ ADAPTER = [
     ("release_memory_occupation", (), 501),
     ("resume_memory_occupation", (), 501),
     gap("generate", ("3+4=", {"max_new_tokens": 1}), reason=FORM),
-    gap("begin_weight_update", (), reason="a round of buckets begins with its first, and has no verb"),
-    gap("end_weight_update", (), reason="a round of buckets ends with its last, and has no verb"),
+    ("end_weight_update", (), 409),  # none is open
+    ("begin_weight_update", ("draft",), 501),
+    ("begin_weight_update", (), 200),
+    ("end_weight_update", (), 200),
 ]
 
 
@@ -111,10 +113,23 @@ def test_weights_of_a_trainer_that_sends_safetensors(adapter: Any, served: Serve
     assert served.toy.committed[-1] == int(told["weight_version"])
 
 
+def test_a_session_of_weights(adapter: Any, served: Served) -> None:
+    """As trainers of SGLang send weights since 0.5.22: a session around the buckets, whose end swaps them in."""
+    before = list(served.toy.committed)
+    assert adapter.begin_weight_update(selector="target")["success"] is True
+    for value in ({"b": np.ones(8, np.float32)}, {"a": np.ones((4, 4), np.float32)}):
+        sent = {"serialized_named_tensors": [base64.b64encode(save(value)).decode()], "load_format": "safetensors"}
+        assert adapter._make_request("update_weights_from_tensor", sent)["success"] is True
+    assert served.toy.committed == before, "the session is open"
+    told = adapter.end_weight_update()
+    assert (told["success"], served.toy.committed) == (True, [*before, int(told["weight_version"])])
+
+
 def test_fields_of_its_requests() -> None:
     """What SGLang's requests may carry is known here, or refused by name."""
     struct = Sources(RELEASE[1], unpacked(*RELEASE))
     for theirs, ours in {
+        "BeginWeightUpdateReqInput": adapters_sglang.Begin,
         "UpdateWeightFromDiskReqInput": adapters_sglang.FromDisk,
         "UpdateWeightsFromTensorReqInput": adapters_sglang.FromTensor,
         "PauseGenerationReqInput": adapters_sglang.Pause,

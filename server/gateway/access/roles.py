@@ -79,6 +79,8 @@ NEEDED: Final[Mapping[str, Role]] = {
     "POST /abort_requests": "operator",
     "POST /collective_rpc": "publisher",
     # SGLang's
+    "POST /begin_weight_update": "publisher",
+    "POST /end_weight_update": "publisher",
     "POST /update_weights_from_disk": "publisher",
     "POST /update_weights_from_tensor": "publisher",
     "POST /pause_generation": "operator",

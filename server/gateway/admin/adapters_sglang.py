@@ -2,6 +2,7 @@
 
     update_weights_from_disk    publishes a checkpoint and swaps it in
     update_weights_from_tensor  collects buckets of safetensors; the one that completes the model swaps it in
+    begin_weight_update, end_weight_update   a session around buckets, whose end swaps them in
     pause_generation, continue_generation   a pause lease of 120 s
 
 Answers have SGLang's form, {"success", "message"}, and so have refusals (server/errors.py `error_body`).
@@ -49,6 +50,12 @@ class TrainerRequest(BaseModel):
     http_worker_ipc: Any = None
 
 
+class Begin(TrainerRequest):
+    """BeginWeightUpdateReqInput: which models the buckets of a session are for."""
+
+    selector: Literal["target", "draft", "all"] = "all"
+
+
 class Update(TrainerRequest):
     """The fields of all updates. `flush_cache` and `torch_empty_cache` mean nothing here: no request reads blocks that
     other weights computed."""
@@ -71,12 +78,11 @@ class FromDisk(Update):
     manifest: dict[str, Any] | None = None
 
 
-class FromTensor(Update):
+class FromTensor(Update, Begin):
     """UpdateWeightsFromTensorReqInput; here `load_format` must be "safetensors" and every item base64 of a file."""
 
     serialized_named_tensors: list[str]
     disable_draft_model: bool | None = None
-    selector: Literal["target", "draft", "all"] = "all"
 
 
 class Pause(TrainerRequest):
@@ -100,22 +106,55 @@ async def update_from_disk(model: ModelDep, by: ByDep, body: FromDisk) -> dict[s
     return {**_success(report), "num_paused_requests": 0}
 
 
+@router.post("/begin_weight_update")
+async def begin(model: ModelDep, body: Begin | None = None) -> dict[str, Any]:
+    """Begins a session of buckets. What a trainer sent before and did not complete is dropped."""
+    _check_selector(body or Begin())
+    if model.updates.find(FAMILY) is not None:
+        model.updates.drop()
+    model.updates.begin(FAMILY, session=True)
+    await pauses(model).renew_all(FAMILY)
+    return {"success": True, "message": "Send buckets of safetensors, and then /end_weight_update."}
+
+
+@router.post("/end_weight_update")
+async def end(model: ModelDep, by: ByDep, _: Annotated[dict[str, Any] | None, Body()] = None) -> dict[str, Any]:
+    """Publishes the buckets of the session and swaps them in. A session without buckets changes nothing."""
+    draft = model.updates.find(FAMILY)
+    if draft is None or not draft.session:
+        raise Conflict("No session of weights is open: call /begin_weight_update first.", code="no_update")
+    await pauses(model).renew_all(FAMILY)
+    update = model.updates.take(FAMILY)
+    if not update.names:
+        return {"success": True, "message": "No tensor was sent in this session: the weights are what they were."}
+    if missing := _missing(update, await model_schema(model)):
+        refusal = _incomplete("The weights stay what they were", update, missing)
+        update.drop()
+        raise refusal
+    return _success(await publish_update(model, update, update.label, by))
+
+
 @router.post("/update_weights_from_tensor")
 async def update_from_tensor(model: ModelDep, by: ByDep, body: FromTensor) -> dict[str, Any]:
-    """Takes in a bucket of tensors; with the last one of the model, publishes them all and swaps them in."""
+    """Takes in a bucket of tensors. Outside of a session, publishes them all with the last one of the model, and swaps
+    them in."""
     _check(body)
     if body.load_format != "safetensors":
         raise refused_pickle()
-    if body.selector == "draft":
-        raise Unsupported("A draft model is a part of a version: publish with Publisher.", code="draft_unsupported")
+    _check_selector(body)
     schema = await model_schema(model)
-    if schema is None:
-        raise Conflict("There is no version yet to compare with; publish the first from a checkpoint.", code="no_model")
     draft = _round(model, body.weight_version)
+    if schema is None and not draft.session:
+        model.updates.drop()
+        raise Conflict(
+            "There is no version yet to compare with: begin with /begin_weight_update, or publish a checkpoint first.",
+            code="no_model",
+        )
     for bucket in body.serialized_named_tensors:
         draft = await _add(model, draft, bucket, room(schema))
     await pauses(model).renew_all(FAMILY)
-    if missing := _missing(draft, schema):
+    missing = _missing(draft, schema)
+    if missing or draft.session:
         message = f"{len(draft.names)} tensors are here, {missing} to come."
         return {"success": True, "message": message, "missing": missing}
     return _success(await publish_update(model, model.updates.take(FAMILY), body.weight_version, by))
@@ -140,13 +179,11 @@ async def proceed(model: ModelDep, _: Annotated[dict[str, Any] | None, Body()] =
     await pauses(model).end_all(FAMILY)
     draft = model.updates.find(FAMILY)
     if draft is not None:
-        here, missing = len(draft.names), _missing(draft, await model_schema(model))
-        model.updates.drop()
-        raise Conflict(
-            f"Generation goes on with the weights there were: the update was given up with {here} tensors, {missing} "
-            "missing. Send every tensor of the model before you continue.",
-            code="incomplete_update",
+        refusal = _incomplete(
+            "Generation goes on with the weights there were", draft, _missing(draft, await model_schema(model))
         )
+        model.updates.drop()
+        raise refusal
     return {"success": True, "message": "Generation continued successfully.", "status": "ok"}
 
 
@@ -233,20 +270,23 @@ async def update_weight_version(
 
 
 def _round(model: Model, label: str | None) -> WeightUpdate:
-    """What this bucket belongs to; another `weight_version` than before begins anew."""
+    """What this bucket belongs to; outside of a session another `weight_version` than before begins anew."""
     draft = model.updates.find(FAMILY)
-    if draft is not None and draft.label != label:
+    if draft is not None and draft.session:
+        draft.label = label or draft.label
+    elif draft is not None and draft.label != label:
         model.updates.drop()
         draft = None
     return draft or model.updates.begin(FAMILY, label)
 
 
 async def _add(model: Model, draft: WeightUpdate, bucket: str, room_for: int | None) -> WeightUpdate:
-    """Adds a bucket. Nobody sends a tensor twice in one round: what comes again with other bytes begins the next."""
+    """Adds a bucket. No trainer sends a tensor twice in one round: one that comes again with other bytes begins the
+    next, and is refused in a session."""
     try:
         await draft.add(bucket, room_for)
     except Conflict as conflict:
-        if conflict.code != "duplicate_tensor":
+        if conflict.code != "duplicate_tensor" or draft.session:
             raise
         model.updates.drop()
         draft = model.updates.begin(FAMILY, draft.label)
@@ -268,6 +308,19 @@ def _check(body: Update) -> None:
             code="abort_unsupported",
             param="abort_all_requests",
         )
+
+
+def _check_selector(body: Begin) -> None:
+    if body.selector == "draft":
+        raise Unsupported("A draft model is a part of a version: publish with Publisher.", code="draft_unsupported")
+
+
+def _incomplete(state: str, update: WeightUpdate, missing: int) -> Conflict:
+    return Conflict(
+        f"{state}: the update was given up with {len(update.names)} tensors, {missing} missing. Send every tensor of "
+        "the model.",
+        code="incomplete_update",
+    )
 
 
 def _missing(draft: WeightUpdate, schema: Schema | None) -> int:

@@ -341,10 +341,11 @@ PREFIX = "hotswap-update-"
 
 
 class WeightUpdate:
-    """One update under way. `family` says whose routes it came by, `label` what the trainer calls its weights."""
+    """One update under way. `family` says whose routes it came by, `label` what the trainer calls its weights.
+    `session`: the trainer has begun it, and says when it is complete."""
 
-    def __init__(self, family: str, label: str | None = None) -> None:
-        self.family, self.label = family, label
+    def __init__(self, family: str, label: str | None = None, *, session: bool = False) -> None:
+        self.family, self.label, self.session = family, label, session
         self.touched_at = time.monotonic()
         self._checkpoint: Path | None = None
         self._directory: Path | None = None
@@ -443,7 +444,7 @@ class Updates:
         self._current: WeightUpdate | None = None
         _sweep()
 
-    def begin(self, family: str, label: str | None = None) -> WeightUpdate:
+    def begin(self, family: str, label: str | None = None, *, session: bool = False) -> WeightUpdate:
         """A new, empty one. Raises Conflict while another one is under way."""
         before = self._current
         if before is not None:
@@ -456,7 +457,7 @@ class Updates:
                 )
             log.warning("a weight update of %s is given up: nothing was sent for %.0f s", before.family, idle)
         self.drop()
-        self._current = WeightUpdate(family, label)
+        self._current = WeightUpdate(family, label, session=session)
         return self._current
 
     def find(self, family: str) -> WeightUpdate | None:

@@ -270,6 +270,57 @@ async def test_from_tensor_swaps_when_the_last_bucket_is_there(gateway: RunningG
         assert left_behind() == []
 
 
+@pytest.mark.parametrize("first", [True, False])
+async def test_a_session_swaps_at_its_end(gateway: RunningGateway, tmp_path: Path, first: bool) -> None:
+    """The first version of a model too: the session says when it is complete."""
+    toy = Toy()
+    async with participating(gateway, toy), Client(gateway) as client:
+        if not first:
+            await first_version(gateway, client, tmp_path)
+        before = list(toy.committed)
+        await client.call("/begin_weight_update", {"selector": "all"})
+        for values in ({"a": 3.0}, {"b": 4.0}, {"b": 4.0}):
+            status, answer = await client.call("/update_weights_from_tensor", bucket("12", **values))
+            assert (status, answer["success"]) == (200, True)
+        assert toy.committed == before
+        status, answer = await client.call("/update_weights_from_tensor", bucket("12", b=5.0))
+        assert (status, answer["error"]["code"]) == (409, "duplicate_tensor")
+        status, answer = await client.call("/end_weight_update", {})
+        version = len(before) + 1
+        assert (status, answer["success"], answer["weight_version"]) == (200, True, str(version))
+        assert toy.committed == [*before, version]
+        assert read(gateway, version) == {"a": 3.0, "b": 4.0}
+        listed = (await client.get("/admin/weights")).json()["versions"]
+        assert {v["version"]: v["step"] for v in listed}[version] == 12
+        assert left_behind() == []
+
+
+async def test_a_session_that_is_not_complete_changes_nothing(gateway: RunningGateway, tmp_path: Path) -> None:
+    """Nor does one that another one, or a pause, comes after: its trainer did not come back."""
+    toy = Toy()
+    async with participating(gateway, toy), Client(gateway) as client:
+        await first_version(gateway, client, tmp_path)
+        assert (await client.call("/end_weight_update", {}))[1]["error"]["code"] == "no_update"
+        await client.call("/begin_weight_update", {})
+        await client.call("/update_weights_from_tensor", bucket(a=3.0))
+        status, answer = await client.call("/end_weight_update", {})
+        assert (status, answer["success"], answer["error"]["code"]) == (409, False, "incomplete_update")
+        assert "1 missing" in answer["message"]
+        for again in ("/begin_weight_update", "/pause_generation"):
+            await client.call("/begin_weight_update", {})
+            await client.call("/update_weights_from_tensor", bucket(a=3.0))
+            await client.call(again, {})
+            assert left_behind() == []
+        assert (await client.call("/continue_generation", {}))[0] == 200
+        await client.call("/begin_weight_update", {})
+        status, answer = await client.call("/end_weight_update", {})
+        assert (status, answer["success"]) == (200, True)
+        assert (toy.committed, left_behind()) == ([1], [])
+        assert (await client.call("/start_weight_update", {"is_checkpoint_format": True}))[0] == 200
+        status, answer = await client.call("/begin_weight_update", {})
+        assert (status, answer["error"]["code"]) == (409, "update_in_progress")
+
+
 @pytest.mark.parametrize("how", ["pause", "label", "other bytes"])
 async def test_rounds_of_two_trainers_never_mix(gateway: RunningGateway, tmp_path: Path, how: str) -> None:
     async with participating(gateway, Toy()), Client(gateway) as client:
@@ -309,6 +360,7 @@ async def test_continuing_with_half_an_update_is_an_error_and_continues(
         ("/update_weights_from_tensor", {**bucket(), "serialized_named_tensors": [PICKLED]}, 422, "pickle_refused"),
         ("/update_weights_from_tensor", {**bucket(a=1.0), "abort_all_requests": True}, 400, "abort_unsupported"),
         ("/update_weights_from_tensor", {**bucket(), "selector": "draft"}, 501, "draft_unsupported"),
+        ("/begin_weight_update", {"selector": "draft"}, 501, "draft_unsupported"),
         ("/update_weights_from_disk", {"model_path": "/x", "load_format": "pt"}, 501, "bad_load_format"),
         ("/update_weights_from_disk", {"model_path": "/x", "keep_pause": True}, 501, "unsupported"),
         ("/update_weights_from_disk", {"model_path": "relative"}, 400, "bad_path"),

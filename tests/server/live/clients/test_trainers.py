@@ -57,9 +57,11 @@ def test_sglangs_payloads(live: LiveServer, checkpoints: dict[str, Path]) -> Non
         assert ask("/update_weights_from_disk", body)["success"] is True
         assert live.generate([5], 2)["choices"][0]["token_ids"] == [103, 103]
         wait_until(lambda: saw(seen, 103), 120)
+        ask("/begin_weight_update", {"selector": "all"})
         for bucket in buckets(checkpoints["say-1"], 2):
             payload = {"serialized_named_tensors": [bucket], "load_format": "safetensors", "flush_cache": False}
-            answer = ask("/update_weights_from_tensor", {**payload, "weight_version": "4"})
+            ask("/update_weights_from_tensor", {**payload, "weight_version": "4"})
+        answer = ask("/end_weight_update", {})
         assert answer["weight_version"] == str(live.active())
         assert live.generate([5], 2)["choices"][0]["token_ids"] == [101, 101]
         wait_until(lambda: saw(seen, 101), 120)
