@@ -5,16 +5,25 @@
 
 from __future__ import annotations
 
+import inspect
+import math
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.contract import stubs
 from tests.contract.conftest import Served, calls, check, gap
 from tests.contract.release import installed
 from tests.live import LiveServer
 from tests.server.gateway.admin.test_admin import checkpoint
+from weightsync import Adapter, Publisher, SlotReader
+from weightsync.adapters.trl import PublishCallback, _Client, use
+from weightsync.errors import PublishError, ShapeMismatch
 
 INFO = "GET /server_info is refused here: it tells of an NCCL group"
 LORA = "adapters come as parts of a version, by POST /admin/weights"
@@ -76,6 +85,162 @@ def test_an_update_by_its_verbs_is_a_swap(client: Any, live: LiveServer, checkpo
     assert live.active() > before
     assert client.generate(["3+4="], max_tokens=TOKENS)["completion_ids"] == [[102] * TOKENS]
     assert live.rollback() == before
+
+
+# its trainers, with the publisher that `use` gives them --------------------------------------------------------------
+
+
+def lengths(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """A reward that differs within a group."""
+    return [float(ids[0] % 7) for ids in completion_ids]
+
+
+@pytest.fixture
+def settings(
+    live: LiveServer, checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Any]:
+    """A trainer's arguments on a CPU, and its model and data; the publisher of the served model is in use."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    for name in [name for name in sys.modules if name.startswith("trl.")]:
+        if "VLLMClient" in vars(sys.modules[name]):
+            monkeypatch.setattr(sys.modules[name], "VLLMClient", vars(sys.modules[name])["VLLMClient"])
+    live.push(checkpoints["a"])
+    publisher = Publisher(live.processes.store, model=live.name, lineage="trl")
+    use(publisher)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoints["a"])
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    common = {
+        "output_dir": str(tmp_path), "max_steps": 2, "learning_rate": 1e-2, "report_to": [], "save_strategy": "no",
+        "use_cpu": True, "bf16": False, "per_device_train_batch_size": 4, "logging_steps": 1, "disable_tqdm": True,
+        "gradient_checkpointing": False,
+    }  # fmt: skip
+    server = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": live.url, "max_completion_length": 8}
+    yield SimpleNamespace(
+        arguments=common | server | {"num_generations": 4},
+        model=AutoModelForCausalLM.from_pretrained(checkpoints["a"], dtype=torch.float32),
+        data=Dataset.from_dict({"prompt": ["3+4=", "1+1="] * 4}),
+        tokenizer=tokenizer,
+        publisher=publisher,
+    )
+    publisher.close()
+
+
+def assert_served(publisher: Publisher, model: Any) -> None:
+    """What is served has the bits of the trainer's float32 in the served dtype."""
+    active = publisher.active()
+    assert active is not None
+    (record,) = [version for version in publisher.versions() if version.version == active.version]
+    with SlotReader.open(Path(record.slot), manifest_digest=record.manifest_digest) as reader:
+        for name, value in model.named_parameters():
+            dtype = getattr(torch, reader.entry(name).dtype)
+            assert dtype != torch.float32
+            assert bytes(reader.buffer(name)) == value.detach().to(dtype).view(torch.uint8).numpy().tobytes(), name
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", ["GRPO", "RLOO"])
+def test_a_trainer_takes_two_steps(live: LiveServer, settings: Any, name: str) -> None:
+    """Each synchronisation is a version; what is served afterwards is what the trainer has, in the served dtype."""
+    import trl
+
+    config = getattr(trl, f"{name}Config")(**settings.arguments)
+    trainer = getattr(trl, f"{name}Trainer")(
+        model=settings.model, args=config, reward_funcs=lengths, train_dataset=settings.data,
+        processing_class=settings.tokenizer,
+    )  # fmt: skip
+    before = live.active()
+    trainer.train()
+    assert live.active() == before + 2
+    assert all(math.isfinite(row["loss"]) for row in trainer.state.log_history if "loss" in row)
+    trainer.vllm_generation.sync_weights()
+    assert_served(settings.publisher, trainer.model)
+
+
+@pytest.mark.engine
+def test_a_trainer_that_sends_tensor_by_tensor(live: LiveServer, settings: Any) -> None:
+    """OnlineDPO's way. An update that fails half-way publishes nothing, and lets the other processes go on."""
+    client = sys.modules["trl.generation.vllm_client"].VLLMClient(base_url=live.url)
+    client.init_communicator(device="cpu")
+    assert client.get_server_info()["model_config"]["logprobs_mode"] == "raw_logprobs"
+    before = live.active()
+
+    def end_half_way() -> None:
+        with client.weight_update():
+            client.update_named_param("lm_head.weight", torch.ones(1))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        end_half_way()
+    left = iter([("lm_head.weight", torch.ones(1)), *settings.model.named_parameters()])
+    with pytest.raises(ShapeMismatch):
+        client.update_named_params([], left)
+    assert (next(left, None), live.active()) == (None, before)
+    with client.weight_update():
+        for name, tensor in settings.model.named_parameters():
+            client.update_named_param(name, tensor.data.mul_(1.5))
+    client.reset_prefix_cache()
+    assert live.active() > before
+    assert_served(settings.publisher, settings.model)
+    client.model = "another"
+    with pytest.raises(PublishError, match="model='another'"):
+        client.init_communicator(0)
+
+
+@pytest.mark.engine
+def test_any_trainer_publishes_by_a_callback(live: LiveServer, settings: Any, tmp_path: Path) -> None:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    arguments = {name: value for name, value in settings.arguments.items() if "vllm" not in name}
+    for name in ("max_completion_length", "num_generations"):
+        del arguments[name]
+    before = live.active()
+    trainer = SFTTrainer(
+        model=settings.model, args=SFTConfig(**arguments | {"max_steps": 3}), processing_class=settings.tokenizer,
+        train_dataset=Dataset.from_dict({"text": ["3+4=7", "1+1=2"] * 4}),
+        callbacks=[PublishCallback(settings.publisher, every=2)],
+    )  # fmt: skip
+    trainer.train()
+    steps = {record.version: record.step for record in settings.publisher.versions()}
+    assert [steps.get(version) for version in range(before + 1, live.active() + 1)] == [2, 3]
+    assert_served(settings.publisher, trainer.model)
+
+
+def test_a_callback_publishes_an_adapter_of_peft() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    told: list[Any] = []
+    publisher: Any = SimpleNamespace(publish=lambda what, **about: told.append((what, about)))
+    model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(2, 2)), LoraConfig(target_modules=["0"], r=1))
+    state = SimpleNamespace(global_step=4, is_world_process_zero=True)
+    callback = PublishCallback(publisher, every=4, adapter="mine")
+    callback.on_step_end(None, state, None, model=model)
+    callback.on_train_end(None, state, None, model=model)  # the same step
+    ((adapter, about),) = told
+    assert isinstance(adapter, Adapter)
+    assert about == {"part": "lora/mine", "step": 4, "timeout_s": 600.0}
+    callback.on_step_end(None, SimpleNamespace(global_step=5, is_world_process_zero=True), None, model=model)
+    callback.on_step_end(None, SimpleNamespace(global_step=8, is_world_process_zero=False), None, model=model)
+    assert len(told) == 1
+    with pytest.raises(PublishError, match="adapter=NAME"):
+        PublishCallback(publisher).on_train_end(None, state, None, model=model)
+    with pytest.raises(PublishError, match="from 1 on"):
+        PublishCallback(publisher, every=0)
+
+
+def test_the_methods_that_are_replaced_are_there() -> None:
+    from trl.generation.vllm_client import VLLMClient
+
+    stock = getattr(VLLMClient, "hotswap_stock", VLLMClient)
+    replaced = {name for name in vars(_Client) if not name.startswith("_") and callable(getattr(_Client, name))}
+    assert len(replaced) == 7
+    for name in replaced:
+        theirs, ours = (inspect.signature(getattr(kind, name)) for kind in (stock, _Client))
+        assert list(theirs.parameters) == list(ours.parameters), name
+    weights = {name for name in calls(stock) if "weight" in name or "communicator" in name or "param" in name}
+    assert weights - replaced == {"update_model_params"}, "which calls update_named_params"
 
 
 @pytest.fixture(scope="module", params=ASYNCHRONOUS)

@@ -68,7 +68,7 @@ class DtypeMismatch(TensorMismatch):
     code = "dtype_mismatch"
 
     def __init__(self, tensor: str, expected: str, got: str) -> None:
-        message = f"tensor {tensor!r} is {got}, the served model has {expected}: convert it{OTHER_FORM}"
+        message = f"tensor {tensor!r} is {got}, the served model has {expected}: convert it (`cast=True`){OTHER_FORM}"
         super().__init__(tensor, expected, got, message)
 
 

@@ -55,7 +55,7 @@ from weightsync.memory.ledger import Ledger, ensure_arena
 from weightsync.memory.parts import ADAPTER_CONFIG, BASE, LORA, Adapter, check_name, content_of
 from weightsync.peer.copies import own_copies, share_hosts
 from weightsync.publish.draft import Claim, Draft, commit_all
-from weightsync.publish.writer import spec_of
+from weightsync.publish.writer import converted, spec_of
 from weightsync.store import SyncStore
 
 if TYPE_CHECKING:
@@ -153,6 +153,7 @@ class Publisher:
         metadata: Mapping[str, str] | None = None,
         source: str = "",
         config: Mapping[str, Any] | None = None,
+        cast: bool = False,
     ) -> Version:
         """Write all tensors as a new version, make it ready, with `activate` have it swapped in; returns its number.
 
@@ -166,6 +167,9 @@ class Publisher:
         `config`: the config.json of the base model's checkpoint. With it, a version may have other tensors than that
         version. If they differ in tensors or configuration, instances restart one by one, which takes longer than a
         swap; see `timeout_s`. Without it the configuration is that version's.
+
+        `cast`: floating-point tensors are converted to the dtypes that are served, as those of a trainer with float32
+        masters. It concerns versions that take their tensors and configuration from the ones before.
 
         Raises TensorError, ConfigMismatch and RecordError (nothing was published), ArenaFull, StalePublisher,
         DraftLost, PublishError, StoreUnavailable, and once the version is ready SwapAborted or SwapTimeout.
@@ -185,8 +189,9 @@ class Publisher:
                 begun = self.begin_all(pieces, **about, config=text, without=without)
                 drafts = [stack.enter_context(draft) for draft in begun]
                 for draft in drafts:
+                    wanted = contents[draft.part][1] if cast else Schema({})
                     for name, tensor in contents[draft.part][0]:
-                        draft.write(name, tensor)
+                        draft.write(name, converted(tensor, wanted.tensors.get(name)))
                 version = Version(commit_all(drafts, [], within_s=within_s))
             else:
                 version = Version(self.take_away(without, within_s=within_s, **about))

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
 
 CHUNK = 512 << 10
+CASTS = ("float64", "float32", "bfloat16", "float16")  # others have scales beside them
 
 
 class Sums(NamedTuple):
@@ -103,6 +104,18 @@ def spec_of(name: str, tensor: Any) -> TensorSpec:
     if _is_torch(tensor):
         return _torch_spec(name, tensor)
     raise UnsupportedDtype(name, f"a {type(tensor).__name__}, not a tensor")
+
+
+def converted(tensor: Any, spec: TensorSpec | None) -> Any:
+    """The tensor in the dtype of `spec`, if both are floating-point of 16 bits or more; else the tensor itself."""
+    if spec is None or spec.dtype not in CASTS:
+        return tensor
+    if _is_torch(tensor):
+        given = str(tensor.dtype).removeprefix("torch.")
+        return tensor.to(getattr(sys.modules["torch"], spec.dtype)) if given in CASTS else tensor
+    if isinstance(tensor, np.ndarray) and str(tensor.dtype) in CASTS and spec.dtype != "bfloat16":
+        return tensor.astype(spec.dtype)
+    return tensor
 
 
 def copy_sums(target: memoryview, tensor: Any, spec: TensorSpec, ends: Sequence[int] = ()) -> Sums:

@@ -13,7 +13,7 @@ import torch
 from safetensors.numpy import load_file
 
 from weightsync import Adapter, BucketPublisher, Publisher, RemotePublisher, SlotReader
-from weightsync.errors import BadPart, PublishError, StoreClosed
+from weightsync.errors import BadPart, DtypeMismatch, PublishError, StoreClosed
 
 MODEL = torch.nn.Sequential(torch.nn.Linear(2, 2))
 NO_PAIRS = [
@@ -51,6 +51,50 @@ def remote() -> Callable[..., Any]:
 @pytest.fixture
 def bucket(tmp_path: Path) -> Callable[..., Any]:
     return BucketPublisher(f"file://{tmp_path}/bucket", model="demo").publish
+
+
+# masters in another dtype than the served one
+
+
+def stored(publisher: Publisher, version: int) -> dict[str, torch.Tensor]:
+    (record,) = [found for found in publisher.versions() if found.version == version]
+    with SlotReader.open(Path(record.slot), manifest_digest=record.manifest_digest) as reader:
+        return {
+            name: torch.frombuffer(bytearray(reader.buffer(name)), dtype=getattr(torch, entry.dtype)).view(entry.shape)
+            for name in ("a", "b", "count")
+            for entry in [reader.entry(name)]
+        }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_masters_are_converted_to_what_is_served(publisher: Publisher, dtype: torch.dtype) -> None:
+    served = {
+        "a": torch.ones(3, 5, dtype=torch.bfloat16),
+        "b": torch.ones(4),
+        "count": torch.zeros(2, dtype=torch.int64),
+    }
+    publisher.publish(served, activate=False)
+    generator = torch.Generator().manual_seed(1)
+    masters = {name: torch.randn(served[name].shape, generator=generator).to(dtype) for name in ("a", "b")}
+    masters["count"] = torch.tensor([1, 2])
+    found = stored(publisher, publisher.publish(masters.items(), activate=False, cast=True))
+    for name, tensor in masters.items():
+        assert torch.equal(found[name], tensor.to(served[name].dtype)), name
+    arrays = {"a": masters["a"].to(torch.bfloat16), "b": masters["b"].double().numpy(), "count": masters["count"]}
+    found = stored(publisher, publisher.publish(arrays, activate=False, cast=True))
+    assert torch.equal(found["b"], masters["b"].double().float())
+
+
+def test_no_other_dtype_is_taken_without_a_word(publisher: Publisher) -> None:
+    """Nor is one converted whose numbers mean nothing without scales beside them."""
+    served = {"a": torch.ones(3, dtype=torch.bfloat16), "b": torch.ones(4, dtype=torch.float8_e4m3fn)}
+    publisher.publish(served, activate=False)
+    with pytest.raises(DtypeMismatch, match="cast=True"):
+        publisher.publish(served | {"a": torch.ones(3)}, activate=False)
+    for other in (served | {"b": torch.ones(4)}, served | {"a": torch.ones(3, dtype=torch.int32)}):
+        with pytest.raises(DtypeMismatch):
+            publisher.publish(other, activate=False, cast=True)
+    assert len(publisher.versions()) == 1
 
 
 # adapters, as PEFT has them

@@ -1,0 +1,1 @@
+"""Training loops of other projects, with Hotswap as their server."""
