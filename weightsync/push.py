@@ -47,6 +47,7 @@ from weightsync.format.delta import DeltaHeader, DeltaReader, apply_delta
 from weightsync.memory.parts import BASE, LORA, Adapter, check_name, part_of
 from weightsync.memory.receiver import SlotReader
 from weightsync.peer.copies import local_slot
+from weightsync.publish.cast import cast_schema, converted
 from weightsync.publish.checkpoint import INDEX, Checkpoint, read_config, read_inside
 from weightsync.publish.draft import commit_all
 from weightsync.publish.publisher import STORE_ENV, Publisher
@@ -146,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 push_delta(stream, upload_id=options.upload_id or uuid.uuid4().hex, onto=options.onto, **common)
         else:
             what = {"part": options.part, "parts": dict(options.more), "without": options.without}
-            what |= {"step": options.step}
+            what |= {"step": options.step, "cast": options.cast}
             push(options.directory, upload_id=options.upload_id or "", **what, **common)
     except WeightSyncError as error:
         known = {name: getattr(error, name) for name in DETAILS if getattr(error, name, None) is not None}
@@ -166,6 +167,7 @@ def push(
     model: str,
     lineage: str = "push",
     step: int | None = None,
+    cast: bool = False,
     activate: bool = True,
     timeout_s: float = 600.0,
     requested_by: str = "",
@@ -177,8 +179,8 @@ def push(
 
     `part` says what it is ("draft", "lora/NAME"; the base by default), `parts` what else belongs to the version, and
     `without` what it takes away of the version before, for which no directory is needed. The same `upload_id` again
-    gives the same version, and publishes nothing. Raises CheckpointError before anything is
-    claimed, and whatever `Publisher.publish` raises.
+    gives the same version, and publishes nothing. `cast` as in `Publisher.publish`. Raises CheckpointError before
+    anything is claimed, and whatever `Publisher.publish` raises.
     """
     done = {} if done is None else done
     places = {**({part: directory} if directory is not None else {}), **(parts or {})}
@@ -187,7 +189,10 @@ def push(
     with Publisher(store, model=model, **how) as publisher:
         started = time.perf_counter()
         source = f"{_mark(upload_id) if upload_id else ''}{directory.resolve() if directory is not None else ''}"
-        pieces = {name: (checkpoint.schema, metadata) for name, (checkpoint, metadata) in contents.items()}
+        pieces = {
+            name: (cast_schema(checkpoint.schema, publisher.schema(name) if cast else None), metadata)
+            for name, (checkpoint, metadata) in contents.items()
+        }
         made = _made_before(publisher, upload_id) if upload_id else None
         if made is not None:
             version = made.version
@@ -205,8 +210,9 @@ def push(
                 about: dict[str, Any] = {"step": step, "source": source, "config": config, "without": without}
                 drafts = [stack.enter_context(d) for d in publisher.begin_all(pieces, **about)]
                 for draft in drafts:
+                    specs = pieces[draft.part][0].tensors
                     for name, tensor in contents[draft.part][0].tensors():
-                        draft.write(name, tensor)
+                        draft.write(name, converted(tensor, specs[name]))
                 version = commit_all(drafts, [], within_s=timeout_s if activate else None)
         record = next(v for v in publisher.versions() if v.version == version)
         nbytes = sum(schema.nbytes for schema, _ in pieces.values())
@@ -319,6 +325,9 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="PART",
         help="a part that it takes away; then DIR may be left out",
+    )
+    parser.add_argument(
+        "--cast", action="store_true", help="convert floating-point tensors to the dtypes that are served"
     )
     parser.add_argument("--when-told", action="store_true", help="read the delta after the line `go` on standard input")
     parser.add_argument("--upload-id", help="the same id again gives the same version")

@@ -63,6 +63,7 @@ def run_follow(config: FollowConfig) -> None:
         policy=config.policy,
         activate=config.activate,
         sign_key=config.sign_key,
+        cast=config.cast,
         newest_by=config.newest_by,
         interval_s=config.interval_s,
         settle_s=config.settle_s,

@@ -60,6 +60,7 @@ def push(
         list[str], typer.Option("--without", help="draft or lora/NAME: a part to take away; then DIR may be left out")
     ] = [],  # noqa: B006
     activate: Annotated[bool, typer.Option(help="also swap it in")] = True,
+    cast: Annotated[bool, typer.Option("--cast", help="convert floats to the dtypes that are served")] = False,
     sign_key: Annotated[str, typer.Option(help="name of the gateway's --sign-key that signs it")] = "",
     mode: Mode = SwapMode.together,
     drain: Drain = None,
@@ -77,7 +78,7 @@ def push(
     body |= {"path": str(directory.expanduser().resolve())} if directory is not None else {}
     body |= {"without": without} if without else {}
     body |= ({"part": part} if part else {}) | ({"parts": dict(map(_part, more))} if more else {})
-    body |= {"sign_key": sign_key} if sign_key else {}
+    body |= ({"sign_key": sign_key} if sign_key else {}) | ({"cast": True} if cast else {})
     body |= _swap_options(mode, drain, deadline, on_lost)
     show_swap(AdminClient(state_dir, url, admin_key_file).call("POST", "/admin/weights", body, reason))
 

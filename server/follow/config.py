@@ -33,6 +33,7 @@ class FollowConfig:
         NewestBy, Option("which checkpoint is the newest: the last by name (step-9 before step-10), or by time")
     ] = "name"
     part: Annotated[str, Option('what the checkpoints are: "draft" or "lora/NAME"; default: the base model')] = ""
+    cast: Annotated[bool, Option("convert floating-point tensors to the dtypes that are served")] = False
     sign_key: Annotated[str, Option("name of the gateway's --sign-key that signs versions")] = ""
     cache_dir: Annotated[
         Path | None, Option("what was fetched and what was tried; the gateway reads it too; default: beside the state")

@@ -41,6 +41,7 @@ class Plan:
     policy: str = "default"
     activate: bool = False
     sign_key: str = ""
+    cast: bool = False
     newest_by: str = "name"
     interval_s: float = 10.0
     settle_s: float = 10.0
@@ -179,7 +180,7 @@ class Follower:
 
     def _published(self, now: Current, candidate: Candidate, directory: Path) -> int:
         """The version. Raises BadCheckpoint for what the gateway can make none of."""
-        wish = Wish(now.upload_id, now.attempt, self._why(now), self._plan.part, self._plan.sign_key)
+        wish = Wish(now.upload_id, now.attempt, self._why(now), self._plan.part, self._plan.sign_key, self._plan.cast)
         try:
             with self.metrics.seconds.labels("publish").time():
                 return self._source.publish(candidate, directory, self._admin, wish)

@@ -35,6 +35,8 @@ def open_source(config: FollowConfig) -> Source:
 def _versions(config: FollowConfig) -> Source:
     if config.part:
         raise ConfigError(f"--part {config.part}: the versions in a bucket say themselves what they are.")
+    if config.cast:
+        raise ConfigError("--cast: versions in a bucket are taken as they were published there.")
     if config.sign_key:
         raise ConfigError("--sign-key: versions in a bucket are signed by who publishes them there.")
     try:

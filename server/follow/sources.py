@@ -115,6 +115,7 @@ class Wish:
     reason: str
     part: str = ""
     sign_key: str = ""
+    cast: bool = False
 
 
 class Source(Protocol):
@@ -138,7 +139,7 @@ class Checkpoints:
     def publish(self, candidate: Candidate, home: Path, admin: Admin, wish: Wish) -> int:
         body: dict[str, Any] = {"path": str(home), "activate": False, "upload_id": wish.upload_id}
         body |= {"part": wish.part} if wish.part else {}
-        body |= {"sign_key": wish.sign_key} if wish.sign_key else {}
+        body |= ({"sign_key": wish.sign_key} if wish.sign_key else {}) | ({"cast": True} if wish.cast else {})
         try:
             return int(admin.call("POST", "/admin/weights", body, wish.reason)["version"])
         except RequestFailed as error:

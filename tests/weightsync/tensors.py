@@ -12,7 +12,7 @@ import orjson
 from weightsync import SlotReader
 from weightsync.control.records import VersionRecord
 
-CODES = {"float32": "F32", "float16": "F16", "int8": "I8"}
+CODES = {"float64": "F64", "float32": "F32", "float16": "F16", "int8": "I8"}
 
 
 def model(value: float = 0.0, layers: int = 2, width: int = 8) -> dict[str, np.ndarray]:

@@ -138,10 +138,11 @@ def changes(before: FormRecord, after: FormRecord) -> str:
     for mismatch in diff_schema(Schema.from_json(before.tensors.encode()), Schema.from_json(after.tensors.encode())):
         found.setdefault(WORDS[type(mismatch)], []).append(mismatch.tensor)
     if found:
-        return ", ".join(
+        told = ", ".join(
             f"{names[0]} is {what}" if len(names) == 1 else f"{len(names)} tensors are {what} ({names[0]}, ...)"
             for what, names in found.items()
         )
+        return f"{told}, which `hotswap weights push --cast` converts" if [*found] == [WORDS[DtypeMismatch]] else told
     keys: tuple[str, ...] = ()
     with contextlib.suppress(ConfigMismatch):  # no configuration is known of one of them
         keys = _unlike(_meant(_fields(before.config)), _meant(_fields(after.config)))

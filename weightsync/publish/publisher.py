@@ -54,8 +54,9 @@ from weightsync.memory.arena import MAPPINGS
 from weightsync.memory.ledger import Ledger, ensure_arena
 from weightsync.memory.parts import ADAPTER_CONFIG, BASE, LORA, Adapter, check_name, content_of
 from weightsync.peer.copies import own_copies, share_hosts
+from weightsync.publish.cast import converted
 from weightsync.publish.draft import Claim, Draft, commit_all
-from weightsync.publish.writer import converted, spec_of
+from weightsync.publish.writer import spec_of
 from weightsync.store import SyncStore
 
 if TYPE_CHECKING:

@@ -53,7 +53,6 @@ if TYPE_CHECKING:
 
 
 CHUNK = 512 << 10
-CASTS = ("float64", "float32", "bfloat16", "float16")  # others have scales beside them
 
 
 class Sums(NamedTuple):
@@ -101,21 +100,9 @@ def spec_of(name: str, tensor: Any) -> TensorSpec:
         if dtype not in ITEMSIZE or not tensor.dtype.isnative:
             raise UnsupportedDtype(name, dtype)
         return TensorSpec(dtype, tuple(tensor.shape))
-    if _is_torch(tensor):
+    if is_torch(tensor):
         return _torch_spec(name, tensor)
     raise UnsupportedDtype(name, f"a {type(tensor).__name__}, not a tensor")
-
-
-def converted(tensor: Any, spec: TensorSpec | None) -> Any:
-    """The tensor in the dtype of `spec`, if both are floating-point of 16 bits or more; else the tensor itself."""
-    if spec is None or spec.dtype not in CASTS:
-        return tensor
-    if _is_torch(tensor):
-        given = str(tensor.dtype).removeprefix("torch.")
-        return tensor.to(getattr(sys.modules["torch"], spec.dtype)) if given in CASTS else tensor
-    if isinstance(tensor, np.ndarray) and str(tensor.dtype) in CASTS and spec.dtype != "bfloat16":
-        return tensor.astype(spec.dtype)
-    return tensor
 
 
 def copy_sums(target: memoryview, tensor: Any, spec: TensorSpec, ends: Sequence[int] = ()) -> Sums:
@@ -123,10 +110,10 @@ def copy_sums(target: memoryview, tensor: Any, spec: TensorSpec, ends: Sequence[
 
     `ends`: where each part of it that has a digest of its own ends (`manifest.cut_ends`).
     """
-    if _is_torch(tensor):
+    if is_torch(tensor):
         return _copy_torch_sums(target, tensor, spec, ends)
     if isinstance(tensor, FileTensor):
-        return _sum_chunks(target, spec, lambda chunk, start: _read_into(chunk, tensor, start), ends)
+        return _sum_chunks(target, spec, lambda chunk, start: read_into(chunk, tensor, start), ends)
     if isinstance(tensor, FilledTensor):
         return _sum_chunks(target, spec, tensor.fill, ends, tensor.chunk)
     if isinstance(tensor, RawTensor):
@@ -187,7 +174,7 @@ class _Parts:
 
 def copy_slice(target: memoryview, tensor: Any, shape: tuple[int, ...], dim: int, start: int) -> None:
     """Copy `tensor` into its place in a tensor of `shape` that lies in `target`: from `start` on along `dim`."""
-    if _is_torch(tensor):
+    if is_torch(tensor):
         return _copy_torch_slice(target, tensor, shape, dim, start)
     if isinstance(tensor, RawTensor):
         return _copy_raw_slice(target, tensor, shape, dim, start)
@@ -209,7 +196,8 @@ def _address_of(target: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(target)) if len(target) else 0
 
 
-def _read_into(chunk: memoryview, stored: FileTensor, start: int) -> None:
+def read_into(chunk: memoryview, stored: FileTensor, start: int) -> None:
+    """The bytes of the tensor from `start` on. Raises CheckpointError."""
     done = 0
     while done < len(chunk):
         count = os.preadv(stored.fd, [chunk[done:]], stored.begin + start + done)
@@ -218,7 +206,8 @@ def _read_into(chunk: memoryview, stored: FileTensor, start: int) -> None:
         done += count
 
 
-def _is_torch(tensor: Any) -> bool:
+def is_torch(tensor: Any) -> bool:
+    """Whether it is a tensor of torch's, which may not be loaded."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(tensor, torch.Tensor)
 

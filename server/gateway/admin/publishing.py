@@ -77,6 +77,7 @@ class Pusher:
         part: str = "",
         parts: Mapping[str, str] | None = None,
         without: Sequence[str] = (),
+        cast: bool = False,
         by: By | None = None,
         sign_key: str = "",
         upload_id: str = "",
@@ -85,10 +86,11 @@ class Pusher:
         """Publishes the checkpoint in `path` and hands its version to `then`, whether or not the caller waits.
 
         `step` is the training step to note down; `part` what is in `path` if not the base model, `parts` {part: path}
-        what else goes into the version, and `without` what is taken away, for which no `path` is needed; `sign_key` the
-        name of one of the gateway's. The same `upload_id` again gives the same version. `collected`: the gateway made
-        `path` itself, of what the request held. Any other path of a request below the role `admin` must lie in a
-        `--checkpoints` directory. Raises HttpError, BadPart.
+        what else goes into the version, and `without` what is taken away, for which no `path` is needed; `sign_key`
+        the name of one of the gateway's. `cast`: floats are converted to the dtypes that are served. The same
+        `upload_id` again gives the same version. `collected`: the gateway made `path` itself, of what the request
+        held. Any other path of a request below the role `admin` must lie in a `--checkpoints` directory. Raises
+        HttpError, BadPart.
         """
         named = [*([(part, str(path))] if path is not None else []), *(parts or {}).items()]
         for name, where in named:
@@ -111,7 +113,7 @@ class Pusher:
         noted += [f"--upload-id={upload_id}"] if upload_id else []
         main = [where for _, where in named[:1]] if path is not None else []
         noted += [f"--with={name}={where}" for name, where in named[len(main) :]]
-        noted += [f"--without={name}" for name in without]
+        noted += [*(f"--without={name}" for name in without), *(["--cast"] if cast else [])]
         return await self.keep(self._push((*noted, *main), version_only))
 
     def _permitted(self, named: list[tuple[str, str]]) -> list[tuple[str, str]]:

@@ -85,6 +85,7 @@ class Push(SwapOptions):
     part: str = Field(default="", max_length=200)
     parts: dict[str, str] = Field(default={}, max_length=256)
     without: list[Annotated[str, Field(max_length=200)]] = Field(default=[], max_length=256)
+    cast: Annotated[bool, Field(description="convert floating-point tensors to the dtypes that are served")] = False
     activate: bool = True
     sign_key: Annotated[str, Field(max_length=4096, description="name of a `--sign-key` of the gateway")] = ""
     upload_id: Annotated[
@@ -158,6 +159,7 @@ async def push(model: ModelDep, by: ByDep, body: Push, response: Response) -> di
         part=body.part,
         parts=body.parts,
         without=body.without,
+        cast=body.cast,
         by=by,
         sign_key=body.sign_key,
         upload_id=body.upload_id,

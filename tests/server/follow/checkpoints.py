@@ -5,15 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 from tests.weightsync.tensors import model, save_safetensors
 from weightsync.publish.checkpoint import INDEX
 
 
-def write(directory: Path, value: float = 1.0, *, shards: int = 1, width: int = 8, sums: bool = False) -> Path:
+def write(
+    directory: Path, value: float = 1.0, *, shards: int = 1, width: int = 8, sums: bool = False, dtype: Any = None
+) -> Path:
     """A checkpoint whose tensors are all `value`."""
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = list(model(value, width=width).items())
+    made = model(value, width=width)
+    tensors = [(name, tensor if dtype is None else tensor.astype(dtype)) for name, tensor in made.items()]
     home = {}
     for index in range(shards):
         name = f"model-{index + 1:05d}-of-{shards:05d}.safetensors" if shards > 1 else "model.safetensors"

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from prometheus_client import generate_latest
 
@@ -29,6 +30,16 @@ from tests.server.gateway.harness import KEYS, RunningGateway
 from tests.waiting import wait_until
 from weightsync.bucket.metrics import serve
 from weightsync.control.records import VersionRecord
+
+
+def test_checkpoints_in_another_dtype_are_converted_on_request(follow: Follow) -> None:
+    follow.store_policy(AT_ONCE)
+    write(follow.runs / "step-1", 1.0, dtype=np.float64)
+    follow.until_tried("step-1", "refused")
+    follow.plan = replace(follow.plan, cast=True)
+    follow.again()
+    write(follow.runs / "step-2", 2.0, dtype=np.float64)
+    follow.until_tried("step-2", "released")
 
 
 def test_each_new_checkpoint_is_released_by_the_policy(follow: Follow) -> None:

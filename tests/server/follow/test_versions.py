@@ -200,7 +200,7 @@ def test_a_follower_killed_between_parts_ends_with_all_of_them(follow: Follow, u
 
 
 def test_options_that_mean_nothing_for_versions() -> None:
-    for more in ({"part": "draft"}, {"sign_key": Path("/key")}):
+    for more in ({"part": "draft"}, {"sign_key": Path("/key")}, {"cast": True}):
         with pytest.raises(ConfigError, match="--"):
             open_source(FollowConfig(source="versions+memory://x", **more))
     with pytest.raises(ConfigError, match="cannot be opened"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from pathlib import Path
 
@@ -70,6 +71,28 @@ def test_tensors_that_no_engine_reads_change_no_answer(
     tensors = {name: tensor for file in old.glob("*.safetensors") for name, tensor in load_file(file).items()}
     save_file(tensors | tables, old / "model.safetensors")
     live.push(old)
+    assert live.generate([3, 4, 5], 12)["choices"][0]["token_ids"] == expected
+
+
+def test_a_checkpoint_in_float32_is_converted_to_what_is_served(
+    live: LiveServer, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """As trainers save it that have float32 masters. Without `cast` the refusal names the way."""
+    live.push(checkpoints["b"])
+    expected = live.generate([3, 4, 5], 12)["choices"][0]["token_ids"]
+    before = live.push(checkpoints["a"])
+    masters = tmp_path / "masters"
+    shutil.copytree(checkpoints["b"], masters)
+    tensors = {name: tensor for file in masters.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    save_file({name: tensor.float() for name, tensor in tensors.items()}, masters / "model.safetensors")
+    config = json.loads((masters / "config.json").read_text())
+    (masters / "config.json").write_text(json.dumps(config | {"dtype": "float32", "torch_dtype": "float32"}))
+    refused = live.admin.post("/admin/weights", json={"path": str(masters)})
+    assert refused.status_code == 409, refused.text
+    assert "hotswap weights push --cast" in refused.json()["error"]["message"]
+    assert live.active() == before
+    answer = live.admin.post("/admin/weights", json={"path": str(masters), "cast": True})
+    assert answer.status_code == 200, answer.text
     assert live.generate([3, 4, 5], 12)["choices"][0]["token_ids"] == expected
 
 
