@@ -304,19 +304,38 @@ class RemapPool(DevicePool):
             buffer.data[begin:end].copy_(source[begin:end], non_blocking=True)
 
     def _exchange(self, buffer: RemapBuffer) -> None:
-        """Swap the bytes of a version on the host with those of the live one, piece by piece and in place."""
+        """Swap the bytes of a version on the host with those of the live one, piece by piece and in place.
+
+        If a copy raises, both are what they were: the pieces that have changed places change them again.
+        """
         shown, host = self._shown, buffer.data
         self._carry(shown, buffer)
-        for begin in range(0, self.live.nbytes, PIECE_NBYTES):
-            piece = slice(begin, min(begin + PIECE_NBYTES, self.live.nbytes))
-            former = self._former[: piece.stop - piece.start]
-            former.copy_(shown[piece])
-            shown[piece].copy_(host[piece], non_blocking=True)
-            host[piece].copy_(former)  # which waits for the device
+        done = []
+        try:
+            for piece in zip(*(data[: self.live.nbytes].split(PIECE_NBYTES) for data in (shown, host)), strict=True):
+                self._exchange_piece(*piece)
+                done.append(piece)
+        except BaseException:
+            for piece in done:
+                self._exchange_piece(*piece)
+            raise
         for other in self._held:
             if other.data is shown:
                 other.move(host)
         buffer.move(shown)
+
+    def _exchange_piece(self, live: torch.Tensor, host: torch.Tensor) -> None:
+        former = self._former[: live.numel()].copy_(live)
+        try:
+            live.copy_(host, non_blocking=True)
+            try:
+                host.copy_(former)  # which waits for the device
+            except BaseException:
+                host.copy_(live)
+                raise
+        except BaseException:
+            live.copy_(former)
+            raise
 
     def measure_host(self) -> None:
         """Measure the copies of an exchange: from the host, and back."""

@@ -20,6 +20,7 @@ from torch import nn
 
 from loadtest.models.mapped_memory import HostDriver
 from tests.weightsync.vllm_engine.device.test_cuda import buffer, swap_and_roll_back
+from weightsync.vllm_engine.device import remap
 from weightsync.vllm_engine.device.cuda import DevicePool
 from weightsync.vllm_engine.device.generation import Flips
 from weightsync.vllm_engine.device.mapping import (
@@ -186,6 +187,30 @@ def test_an_exchange_asks_for_no_memory(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch, "empty", out_of_memory)
     monkeypatch.setattr(torch.Tensor, "clone", out_of_memory)
     staging.run(three, one, two)
+
+
+@pytest.mark.parametrize("after", range(7))
+def test_an_exchange_that_fails_halfway_is_undone(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    """The copy that fails has written half of what it should have."""
+    monkeypatch.setattr(remap, "PIECE_NBYTES", PAGE)
+    staging, held = Staging(2), HeldBundles()
+    one, two = staging.stage(1), staging.stage(2)
+    held.commit(Bundle(1, {BASE: Piece(one, {})}), None)
+    copy, calls = torch.Tensor.copy_, iter(range(100))
+    with monkeypatch.context() as patch:
+
+        def broken(target: torch.Tensor, source: torch.Tensor, **how: Any) -> torch.Tensor:
+            if next(calls) != after:
+                return copy(target, source, **how)
+            copy(target[: len(target) // 2], source[: len(source) // 2])
+            raise DriverError("out of order")
+
+        patch.setattr(RemapPool, "_carry", lambda *_: None)
+        patch.setattr(torch.Tensor, "copy_", broken)
+        with pytest.raises(DriverError):
+            held.commit(Bundle(2, {BASE: Piece(two, {})}), None)
+    assert staging.value() == 1
+    staging.run(two, one)
 
 
 def test_what_no_version_fills_goes_on_through_flips() -> None:
