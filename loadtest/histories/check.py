@@ -12,7 +12,7 @@ Its writes go through `Rules`. Its requests are compared with what each instance
     adapter  the versions of an answer through an adapter have that adapter
     tokens   a token is the one that its version always answers, where that is known of it
     ended    a request is answered or fails with a typed error, unless its client leaves or the history has an excuse
-    stuck    a swap leaves each phase at its deadline, or STUCK_S later
+    stuck    a swap leaves each phase in the time that a leader gives it, or STUCK_S later
     whole    the history itself can be read, to its last line but one
 
 An instance runs a version from the commit that asks for it (for a trial: the opening of its swap) until a record says
@@ -33,12 +33,12 @@ from typing import Any
 import orjson
 
 from loadtest.histories.rules import Rules, Violation
-from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, SwapRecord, VersionRecord
-from weightsync.control.state import confirm_within_s, in_flight
+from weightsync.control.records import InstanceRecord, Keys, VersionRecord
+from weightsync.control.state import in_flight, phase_of, phase_s
 from weightsync.memory.parts import LORA
 
 Says = Callable[[VersionRecord], int | None]
-STUCK_S = 30.0  # after a phase should have ended: time for a new leader, and for stores to be back
+STUCK_S = 30.0  # after a phase should have ended: time for stores to be back
 SHOWN = 300  # characters of a line
 
 
@@ -87,6 +87,7 @@ class Model:
         self.gaps: list[tuple[float, float]] = []  # in which nothing is known
         self._rules: Rules | None = None
         self._at = 0.0
+        self._began = 0.0  # the phase that the swap is in, or the term of the leader that found it so
         self._committed: dict[int, float] = {}
         self._epochs: dict[str, int] = {}
         self._transaction: list[Line] = []
@@ -114,6 +115,7 @@ class Model:
             self.gaps += [(self._at, line.said["at"])] if before is not None else []
             self._rules = Rules(self.keys, {key: orjson.dumps(value) for key, value in line.said["records"].items()})
             self._rules.committed |= before.committed if before is not None else set()
+            self._began = line.said["at"]
             self._see(line, self._rules.found)
         return None
 
@@ -123,15 +125,18 @@ class Model:
             return
         lines, self._transaction = self._transaction, []
         values = {line.said["key"]: line.said["value"] for line in lines}
-        before, active = self.rules.swap, self.rules.active
+        before, at = self.rules.swap, lines[0].said["at"]
         try:
             self.rules.write({key: None if value is None else orjson.dumps(value) for key, value in values.items()})
         except Violation as violation:
             self.wrong.append(Contradiction(violation.rule, violation.what, tuple(lines)))
-        if before is not None and in_flight(before) and self.rules.swap != before:
-            late = lines[0].said["at"] - _must_end(before, active)
+        after = self.rules.swap
+        if before is not None and in_flight(before) and after != before:
+            late = at - self._began - phase_s(before)
             if late > STUCK_S:
                 self.wrong.append(Contradiction("stuck", f"{before.phase} for {late:.0f} s too long", tuple(lines)))
+        if phase_of(after) != phase_of(before) or self.keys.leader in values:
+            self._began = at
         for line in lines:
             self._see(line, [line.said["key"]])
 
@@ -173,13 +178,6 @@ class Model:
         ways = [list(_during(past, began, ended)) for past in self.tenures.values()]
         ways = [sorted(itertools.chain(*ways), key=lambda tenure: tenure.since)] if resumed else ways
         return any(_follow_each_other(versions, way) for way in ways)
-
-
-def _must_end(swap: SwapRecord, active: ActiveRecord | None) -> float:
-    """When a swap in flight must have ended, or left its phase, unix seconds."""
-    if swap.phase == "commit" and active is not None and active.swap_id == swap.id:
-        return active.committed_at + confirm_within_s(swap)
-    return swap.deadline
 
 
 def _during(past: Sequence[Tenure], began: float, ended: float) -> Iterator[Tenure]:

@@ -132,6 +132,7 @@ class Candidate(Watcher):
         super().disconnect()
         self.lease = None
         self.term: int | None = None
+        self.phases = coordinator.Phases()
         self.plan: tuple[dict[str, int], dict[str, bytes | None]] | None = None
         self.probed: dict[str, ProbeResult | None] = {}
 
@@ -171,7 +172,8 @@ class Candidate(Watcher):
     def _decide(self) -> None:
         swap = self.board.swap
         probed = self.probed.get(swap.id) if swap is not None else None
-        decision = swap_state.decide(coordinator.view_of(self.board, self.store.now, probed))
+        lasted_s = self.phases.lasted_s(swap, self.store.now)
+        decision = swap_state.decide(coordinator.view_of(self.board, self.store.now, probed, lasted_s=lasted_s))
         if isinstance(decision, Step):
             self.plan = coordinator.transaction(self.board, decision, self.term or MISSING, spare=1)
         elif isinstance(decision, Ask):

@@ -27,6 +27,7 @@ from weightsync.control.records import (
     OnLost,
     SplitRecord,
     SwapMode,
+    SwapRecord,
     TargetRecord,
     VersionRecord,
     shared_versions,
@@ -40,6 +41,7 @@ from weightsync.control.state import (
     decide,
     depends_on,
     in_flight,
+    phase_of,
 )
 from weightsync.control.trial import Probe, ProbeResult, Trial
 from weightsync.errors import Conflict, StoreError, StoreRefused
@@ -160,19 +162,20 @@ class Coordinator:
     async def _lead(self, board: Board, term: Term) -> None:
         """Take steps as long as this term lasts."""
         log.info("%s coordinates the swaps of %s", self.name, self._keys.model)
-        self._term, trial = term, Trial(self._probe)
+        self._term, trial, phases = term, Trial(self._probe), Phases()
         try:
             past = await History.open(self._store, self._keys)
             while term.lasts(board):
-                await self._advance(board, term, trial, past)
+                await self._advance(board, term, trial, phases, past)
         finally:
             self._term = None
             trial.end()
             await term.end()
 
-    async def _advance(self, board: Board, term: Term, trial: Trial, past: History) -> None:
+    async def _advance(self, board: Board, term: Term, trial: Trial, phases: Phases, past: History) -> None:
         """One decision, and its step or its wait."""
-        decision = decide(view_of(board, time.time(), trial.result(board.swap), self._refuses))
+        lasted_s = phases.lasted_s(board.swap, asyncio.get_running_loop().time())
+        decision = decide(view_of(board, time.time(), trial.result(board.swap), self._refuses, lasted_s))
         if isinstance(decision, Step):
             await self._take(board, term, decision, past)
             await board.changed(None, term.lost)  # our own write, or what made it fail
@@ -180,8 +183,7 @@ class Coordinator:
         waiting: list[asyncio.Task[Any]] = [term.lost]
         if isinstance(decision, Ask):
             waiting.append(trial.of(decision.canary, decision.swap, board.active))
-        until = decision.until
-        await board.changed(None if until is None else max(0.0, until - time.time()), *waiting)
+        await board.changed(decision.left_s, *waiting)
 
     async def _take(self, board: Board, term: Term, step: Step, past: History) -> None:
         compares, puts = transaction(board, step, term.revision, spare=max(0, self._keep - 2))
@@ -201,6 +203,20 @@ class Coordinator:
         if ends:
             past.added()
         log.log(logging.WARNING if step.swap.reason else logging.INFO, "swap %s: %s", step.kind, step.swap)
+
+
+class Phases:
+    """How long the swap has been in its phase, as far as one leader has seen it."""
+
+    def __init__(self) -> None:
+        self._phase: tuple[str, ...] = ()
+        self._since = 0.0
+
+    def lasted_s(self, swap: SwapRecord | None, now: float) -> float:
+        """Seconds, at the time `now` (of any clock that only grows)."""
+        if (phase := phase_of(swap)) != self._phase:
+            self._phase, self._since = phase, now
+        return now - self._since
 
 
 def transaction(
@@ -233,6 +249,7 @@ def view_of(
     now: float,
     probe: ProbeResult | None = None,
     refuses: Callable[[VersionRecord], str] = lambda _: "",
+    lasted_s: float = 0.0,
 ) -> View:
     """What `decide` looks at."""
     swap, target = board.swap, board.target
@@ -258,4 +275,5 @@ def view_of(
         starts=board.starts,
         shared=shared,
         refused=next((found for one in records if (found := refuses(one))), ""),
+        lasted_s=lasted_s,
     )

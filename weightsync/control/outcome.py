@@ -27,7 +27,7 @@ from weightsync.control.records import (
 )
 from weightsync.control.state import RESTART_S, confirm_within_s, in_flight, not_flipped
 from weightsync.errors import StoreRefused, StoreUnavailable, SwapAborted, SwapTimeout, WatchCompacted
-from weightsync.store.protocol import Store
+from weightsync.store.protocol import MISSING, Store
 
 T = TypeVar("T")
 RETRY_S = 0.2
@@ -66,16 +66,9 @@ async def of_request(store: Store, keys: Keys, target: TargetRecord) -> SwapRepo
     """The report of the swap that `target` has asked for, once every participant has flipped or was given up.
 
     So a rollout that starts afterwards comes from the new weights. Raises SwapTimeout when no leader ends it in time:
-    `deadline_s` until it opens, and then what its phases may take.
+    `deadline_s` until it opens, and then what its phases may take. Each leader has that time.
     """
-    stage, since = "", _now()
-
-    def until(swap: SwapRecord | None) -> float:
-        nonlocal stage, since
-        opened = swap.id if swap is not None and in_flight(swap) else ""
-        if opened != stage:
-            stage, since = opened, _now()
-        return since + patience_s(target, swap)
+    patience = Patience(target, _now())
 
     async def ended(board: Board) -> SwapReport | None:
         swap, wanted = board.swap, board.target
@@ -89,7 +82,7 @@ async def of_request(store: Store, keys: Keys, target: TargetRecord) -> SwapRepo
             past = next((one for one in await past_swaps(store, keys) if one.id == target.id), past)
         return _remembered(past)
 
-    return await _wait(store, keys, target.version, until, ended)
+    return await _wait(store, keys, target.version, lambda board: patience.until(board, _now()), ended)
 
 
 async def of_version(store: Store, keys: Keys, version: int, timeout_s: float) -> None:
@@ -112,6 +105,21 @@ async def of_version(store: Store, keys: Keys, version: int, timeout_s: float) -
     await _wait(store, keys, version, lambda _: end, ended)
 
 
+class Patience:
+    """Until when a request is waited for: from its beginning, from when its swap opens, and under each leader anew."""
+
+    def __init__(self, target: TargetRecord, now: float) -> None:
+        self._target, self._since = target, now
+        self._stage = ("", MISSING)
+
+    def until(self, board: Board, now: float) -> float:
+        """By the clock of `now`, which only grows."""
+        opened = board.swap.id if board.swap is not None and in_flight(board.swap) else ""
+        if (stage := (opened, board.revision(board.keys.leader))) != self._stage:
+            self._stage, self._since = stage, now
+        return self._since + patience_s(self._target, board.swap)
+
+
 def patience_s(target: TargetRecord, swap: SwapRecord | None) -> float:
     """Seconds from when `swap` opened, or the one before ended, within which a leader that works has ended it."""
     if swap is None or not in_flight(swap):
@@ -128,18 +136,18 @@ async def _wait(
     store: Store,
     keys: Keys,
     version: int,
-    until: Callable[[SwapRecord | None], float],
+    until: Callable[[Board], float],
     ended: Callable[[Board], Awaitable[T | None]],
 ) -> T:
     """The first answer of `ended` that is not None, as the records change. `until` tells when to give up."""
     began, board = _now(), Board(keys)
     try:
-        async with asyncio.timeout_at(until(None)) as limit:
+        async with asyncio.timeout_at(until(board)) as limit:
             while True:
                 with contextlib.suppress(StoreUnavailable, WatchCompacted):
                     async with Board.follow(store, keys) as board:
                         while (found := await ended(board)) is None:
-                            limit.reschedule(until(board.swap))
+                            limit.reschedule(until(board))
                             await board.changed()
                         return found
                 await asyncio.sleep(RETRY_S)

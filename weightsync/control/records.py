@@ -327,13 +327,13 @@ class ActiveRecord(Record):
 class SwapRecord(Record):
     """The transaction in flight, or the last one. `id` is the id of the target record that asked for it.
 
-    `deadline` and `opened_at` are unix seconds; the deadline is that of the phase prepare, and then of canary. `canary`
-    names the participant that tries the version before a rolling commit, `drain_s` how long each may wait for its
-    streams to end before its flip, `on_lost` what becomes of the swap when a participant dies before the commit.
+    `deadline` and `opened_at` are unix seconds of the leader that opened it. Only the time between them counts: the
+    phase prepare may last so long (`state.phase_s`). `canary` names the participant that tries the version before a
+    rolling commit, `drain_s` how long each may wait for its streams to end before its flip, `on_lost` what becomes of
+    the swap when a participant dies before the commit.
 
     `former` is the commit record before it, to which a failed commit returns. `changes` says what their forms differ
-    in, if the engines must be started anew for it: then `turn` names the participant that may restart now, and the
-    deadline is that of its turn.
+    in, if the engines must be started anew for it: then `turn` names the participant that may restart now.
     """
 
     id: str

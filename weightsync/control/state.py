@@ -81,8 +81,11 @@ PARTICIPATING = frozenset({"SERVING", "STAGING", "STAGED", "COMMITTING"})
 
 @dataclass(frozen=True)
 class View:
-    """The records of one model at a time `now` (unix seconds).
+    """The records of one model at a time `now` (unix seconds), when the leader has seen the swap in its phase for
+    `lasted_s`.
 
+    Only `lasted_s` ends a phase: leaders have different clocks, and one whose clock is ahead would cut short what the
+    leader before it has begun.
     `target_state` and `target_fingerprint` are of the version in question: the swap's while one is in flight, else the
     target's; None and "" if there is no such version. `probe` is what the probe of this swap's canary came to.
     `changes` says why the running engines cannot take the target, "" if they can; `starts` what became of restarts.
@@ -102,6 +105,11 @@ class View:
     refused: str = ""
     starts: Mapping[str, StartRecord] = field(default_factory=dict)
     shared: Mapping[int, VersionRecord] = field(default_factory=dict)
+    lasted_s: float = 0.0
+
+    def left_s(self, swap: SwapRecord) -> float:
+        """Seconds that the phase of this view's swap may still last."""
+        return phase_s(swap) - self.lasted_s
 
 
 @dataclass(frozen=True)
@@ -115,18 +123,18 @@ class Step:
 
 @dataclass(frozen=True)
 class Ask:
-    """Probe this canary, and decide again with the result; at the latest at the time `until` (unix seconds)."""
+    """Probe this canary, and decide again with the result; at the latest in `left_s` seconds."""
 
     swap: SwapRecord
     canary: InstanceRecord
-    until: float
+    left_s: float
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Nothing to do until a record changes, or until the time `until` (unix seconds)."""
+    """Nothing to do until a record changes, or for `left_s` seconds."""
 
-    until: float | None = None
+    left_s: float | None = None
 
 
 def decide(view: View) -> Step | Ask | Wait:
@@ -163,6 +171,22 @@ def depends_on(step: Step, keys: Keys) -> list[str]:
 
 def in_flight(swap: SwapRecord | None) -> bool:
     return swap is not None and swap.phase in ("prepare", "canary", "commit", "revert")
+
+
+def phase_of(swap: SwapRecord | None) -> tuple[str, ...]:
+    """Names a phase of a swap, or in it a turn: no other one has the same name."""
+    return (swap.id, swap.phase, swap.turn or "") if swap is not None else ()
+
+
+def phase_s(swap: SwapRecord) -> float:
+    """How many seconds the phase of a swap in flight may last, under each leader anew; with turns, each turn."""
+    if swap.phase == "prepare":
+        return swap.deadline - swap.opened_at
+    if swap.changes:
+        return swap.drain_s + RESTART_S
+    if swap.phase == "canary":
+        return swap.drain_s + swap.deadline - swap.opened_at  # the time of the request once more
+    return confirm_within_s(swap)
 
 
 def confirm_within_s(swap: SwapRecord) -> float:
@@ -244,8 +268,8 @@ def _replace(view: View) -> Step | Wait:
     if any(i.active_epoch != active.epoch for i in present.values()) or not placement.is_off(active, present):
         return Wait()  # somebody still follows the last commit, and says so when it has
     last = swap if swap is not None and "+" in swap.id else None
-    if last is not None and last.phase == "aborted" and view.now < last.opened_at + REPLACE_S:
-        return Wait(last.opened_at + REPLACE_S)
+    if last is not None and last.phase == "aborted" and view.lasted_s < REPLACE_S:
+        return Wait(REPLACE_S - view.lasted_s)
     number = int(last.id.partition("+")[2]) + 1 if last is not None else 1
     wish = replace(view.target, version=active.version, split=active.split, mode="together", on_lost="abort")
     known = view.shared.get(active.version)
@@ -290,27 +314,26 @@ def _prepare(view: View, swap: SwapRecord) -> Step | Wait:
         return blocked
     if swap.changes:
         canary = min(swap.participants)
-        return _try(view, replace(swap, turn=canary), canary, RESTART_S)
+        return _try(view, replace(swap, turn=canary), canary)
     waiting = [name for name in swap.participants if not _ready(view, view.instances[name], swap)]
-    if waiting and view.now >= swap.deadline:
-        return abort(view, swap, f"not staged within {swap.deadline - swap.opened_at:g} s by {', '.join(waiting)}")
+    if waiting and view.left_s(swap) <= 0:
+        return abort(view, swap, f"not staged within {phase_s(swap):g} s by {', '.join(waiting)}")
     if waiting:
-        return Wait(swap.deadline)
+        return Wait(view.left_s(swap))
     if swap.mode == "together":
         return _commit(view, swap)
     moving = _moving(view, swap)
     if not moving:  # others have left, and nobody is to try anything
         return _commit(view, swap)
-    return _try(view, swap, min(moving), swap.deadline - swap.opened_at)  # the time of the request once more
+    return _try(view, swap, min(moving))
 
 
-def _try(view: View, swap: SwapRecord, canary: str, seconds: float) -> Step:
-    """Have the canary run what the commit will ask of it, for up to `seconds` after its drain."""
+def _try(view: View, swap: SwapRecord, canary: str) -> Step:
+    """Have the canary run what the commit will ask of it."""
     assert view.active is not None
     asked = _committed(view, swap).of(canary)
     trial = ShareRecord(asked.version, 0.0, (canary,), asked.fingerprint)
-    swap = replace(swap, phase="canary", canary=canary, deadline=view.now + swap.drain_s + seconds)
-    return Step("try", swap, replace(view.active, trial=trial))
+    return Step("try", replace(swap, phase="canary", canary=canary), replace(view.active, trial=trial))
 
 
 def _canary(view: View, swap: SwapRecord) -> Step | Ask | Wait:
@@ -322,9 +345,8 @@ def _canary(view: View, swap: SwapRecord) -> Step | Ask | Wait:
         return abort(view, swap, "the commit record was written anew meanwhile, without the trial")
     canary = view.instances.get(swap.canary or "")
     if canary is None:  # it restarts
-        late = view.now >= swap.deadline
         problem = f"canary {swap.canary} is not back in time; {CANNOT_READ}"
-        return abort(view, swap, problem) if late else Wait(swap.deadline)
+        return abort(view, swap, problem) if view.left_s(swap) <= 0 else Wait(view.left_s(swap))
     for name in () if swap.changes else swap.participants:
         if name != canary.id and not _ready(view, view.instances[name], swap):
             what = f"is {view.instances[name].state} and has not staged it any more"
@@ -338,10 +360,10 @@ def _canary(view: View, swap: SwapRecord) -> Step | Ask | Wait:
     leaves = (canary.state, canary.swap_id) == ("COMMITTING", swap.id)
     if not (tries or leaves or swap.changes or _staged(canary, swap)):
         return abort(view, swap, f"canary {canary.id} is {canary.state} and has not staged it any more")
-    if view.now >= swap.deadline:
+    if view.left_s(swap) <= 0:
         what = "was not probed in time" if tries else f"did not flip in time; {TOO_OLD}"
         return abort(view, swap, f"canary {canary.id} {what}")
-    return Ask(swap.of(canary.id), canary, swap.deadline) if tries else Wait(swap.deadline)
+    return Ask(swap.of(canary.id), canary, view.left_s(swap)) if tries else Wait(view.left_s(swap))
 
 
 def _blocked(view: View, swap: SwapRecord) -> Step | None:
@@ -456,8 +478,7 @@ def _committed(view: View, swap: SwapRecord) -> ActiveRecord:
 
 
 def _commit(view: View, swap: SwapRecord) -> Step:
-    deadline = view.now + swap.drain_s + RESTART_S if swap.changes else swap.deadline
-    return Step("commit", replace(swap, phase="commit", deadline=deadline), _committed(view, swap))
+    return Step("commit", replace(swap, phase="commit"), _committed(view, swap))
 
 
 def _confirm(view: View, swap: SwapRecord) -> Step | Wait:
@@ -466,9 +487,8 @@ def _confirm(view: View, swap: SwapRecord) -> Step | Wait:
         return Step("finish", replace(swap, phase="done", reason="overtaken by a later commit"))
     alive = [view.instances[name] for name in swap.participants if name in view.instances]
     late = [i.id for i in alive if not confirmed(i, active) and i.state in PARTICIPATING]
-    overdue = active.committed_at + confirm_within_s(swap)
-    if late and view.now < overdue:
-        return Wait(overdue)
+    if late and view.left_s(swap) > 0:
+        return Wait(view.left_s(swap))
     if swap.phase == "revert":
         return Step("abort", replace(swap, phase="aborted"))
     torn = next((i for i in alive if i.state == "TORN"), None)
@@ -499,9 +519,9 @@ def _take_turns(view: View, swap: SwapRecord) -> Step | Wait:
         return Step("finish", replace(swap, phase="done", reason="overtaken by a later commit"))
     names, here = swap.participants, view.instances
     behind = [name for name in names if name not in here or not confirmed(here[name], active)]
-    if swap.turn in behind and view.now < swap.deadline:
+    if swap.turn in behind and view.left_s(swap) > 0:
         problem = _failed_start(view, swap) if swap.phase == "commit" else None
-        return _revert(view, swap, problem) if problem is not None else Wait(swap.deadline)
+        return _revert(view, swap, problem) if problem is not None else Wait(view.left_s(swap))
     tried = view.starts.get(swap.turn or "")
     began = swap.turn in here or (tried is not None and tried.swap_id == swap.id)
     if swap.turn in behind and swap.phase == "commit" and began:
@@ -509,7 +529,7 @@ def _take_turns(view: View, swap: SwapRecord) -> Step | Wait:
     passed = names[: names.index(swap.turn) + 1] if swap.turn in names else ()
     left = [name for name in behind if name not in passed and name in here]  # who has gone comes back by itself
     if left:
-        return Step("turn", replace(swap, turn=left[0], deadline=view.now + swap.drain_s + RESTART_S))
+        return Step("turn", replace(swap, turn=left[0]))
     if swap.phase == "revert":
         return Step("abort", replace(swap, phase="aborted", turn=None))
     return Step("finish", replace(swap, phase="done", turn=None, reason=_torn(swap, view)))
@@ -521,8 +541,7 @@ def _revert(view: View, swap: SwapRecord, problem: str) -> Step:
     assert view.active is not None
     active = replace(swap.former, epoch=view.active.epoch + 1, swap_id=swap.id, committed_at=view.now)
     order = tuple(sorted(swap.participants, key=lambda name: name != swap.turn))
-    deadline = view.now + swap.drain_s + RESTART_S
-    back = replace(swap, phase="revert", participants=order, reason=problem, deadline=deadline)
+    back = replace(swap, phase="revert", participants=order, reason=problem)
     return Step("revert", back, active)
 
 

@@ -149,7 +149,7 @@ SAMPLING_S = 1.5
 EVERY_S = 0.03
 TIMEOUT_S = 2.0
 WARN_S, FAIL_S = 1.0, 10.0
-MEND = "Run chrony or systemd-timesyncd on both hosts: swaps' deadlines and certificates go by the clock"
+MEND = "Run chrony or systemd-timesyncd on both hosts: certificates and the times in records go by the clock"
 
 
 @dataclass(frozen=True, slots=True)

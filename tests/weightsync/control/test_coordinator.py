@@ -6,7 +6,9 @@ import asyncio
 import copy
 import json
 import os
+import time
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +18,10 @@ from tests.waiting import eventually, stays
 from tests.weightsync.fleet import KEYS, Engine, Fleet, before_the_commit, running_fleet
 from weightsync import CommitResult, SwapReport
 from weightsync.control import activation, chain, outcome
+from weightsync.control.board import Board
 from weightsync.control.history import past_swaps
 from weightsync.control.records import ActiveRecord, InstanceRecord, SwapMode, SwapRecord, TargetRecord, VersionRecord
+from weightsync.control.state import Ask, Step, View, Wait, decide, in_flight
 from weightsync.errors import (
     DigestMismatch,
     StoreRefused,
@@ -27,7 +31,7 @@ from weightsync.errors import (
     UnknownVersion,
     WatchCompacted,
 )
-from weightsync.store.protocol import Event
+from weightsync.store.protocol import Event, KeyValue
 
 
 def refuse(version: object) -> None:
@@ -220,6 +224,48 @@ async def test_a_new_coordinator_finishes_a_commit(fleet: Fleet) -> None:
     event = await asyncio.wait_for(anext(store.watch(KEYS.swap, revision + 1)), 60)
     assert SwapRecord.from_json(event.kv.value).phase == "done"
     assert engine.running == version
+
+
+async def test_a_leader_whose_clock_is_ahead_gives_a_commit_its_time_anew(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The leader before it committed an hour ago, as this one counts, and the instance is about to flip."""
+    store, decided = fleet.store(), asyncio.Event()
+
+    def noted(view: View) -> Step | Ask | Wait:
+        decided.set()
+        return decide(view)
+
+    version, behind = await fleet.publish(), time.time() - 3600.0
+    swap = SwapRecord("old", version, "commit", ("a",), deadline=behind + 10.0, opened_at=behind)
+    active, target = ActiveRecord(version, 1, None, "old", behind), TargetRecord(version, "old", "test", 10.0)
+    waits = InstanceRecord("a", "http://a:1", "STAGED", staged_version=version, swap_id="old")
+    await store.txn({}, {KEYS.target: target.to_json(), KEYS.swap: swap.to_json(), KEYS.active: active.to_json()})
+    await store.put(KEYS.instance("a"), waits.to_json())
+    monkeypatch.setattr("weightsync.control.coordinator.decide", noted)
+    fleet.coordinator()
+    await decided.wait()
+    flipped = replace(waits, state="SERVING", active_version=version, active_epoch=1, staged_version=None)
+    await store.put(KEYS.instance("a"), flipped.to_json())
+    done = await eventually(lambda: ended(fleet))
+    assert (done.phase, done.reason) == ("done", None)
+
+
+async def ended(fleet: Fleet) -> SwapRecord | None:
+    swap = await fleet.read(KEYS.swap, SwapRecord)
+    return None if in_flight(swap) else swap
+
+
+def test_each_leader_has_the_time_of_a_request() -> None:
+    """It gives the phase that it finds its time anew."""
+    target = TargetRecord(1, "s", "test", 10.0)
+    swap = SwapRecord("s", 1, "prepare", ("a",), deadline=10.0, opened_at=0.0)
+    found, patience = [KeyValue(KEYS.swap, swap.to_json(), 1, 1)], outcome.Patience(target, 100.0)
+    limit_s = outcome.patience_s(target, swap)
+    assert patience.until(Board(KEYS), 105.0) == 110.0, "no leader has opened it"
+    for leader, now, since in ((2, 106.0, 106.0), (2, 150.0, 106.0), (3, 160.0, 160.0), (3, 170.0, 160.0)):
+        board = Board(KEYS, [*found, KeyValue(KEYS.leader, b"", leader, leader)])
+        assert patience.until(board, now) == since + limit_s
 
 
 async def test_of_many_wishes_the_newest_wins_and_every_one_is_answered(fleet: Fleet) -> None:

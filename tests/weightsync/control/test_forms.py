@@ -48,7 +48,8 @@ from weightsync.store.protocol import KeyValue
 WHY = "lm_head.weight is new"
 SERVING = {name: InstanceRecord(name, "x", "SERVING", 1, 5, form="one") for name in ("a", "b")}
 OPENED = replace(SWAP, mode="rolling", drain_s=ROLLING_DRAIN_S, changes=WHY, former=ACTIVE)
-CANARY = replace(OPENED, phase="canary", canary="a", turn="a", deadline=800.0)
+TURN_S = ROLLING_DRAIN_S + RESTART_S
+CANARY = replace(OPENED, phase="canary", canary="a", turn="a")
 TRYING = replace(ACTIVE, trial=ShareRecord(2, 0.0, ("a",)))
 COMMIT = replace(CANARY, phase="commit")
 COMMITTED = ActiveRecord(2, 6, 1, "swap-2", 100.0)
@@ -76,8 +77,7 @@ def test_other_tensors_open_a_rolling_swap_that_nobody_stages() -> None:
     opened = step(view(swap=None, instances=SERVING, changes=WHY))
     assert (opened.kind, opened.swap) == ("open", OPENED)
     tried = step(view(swap=OPENED, instances=SERVING))
-    trial = replace(CANARY, deadline=100.0 + ROLLING_DRAIN_S + RESTART_S)
-    assert (tried.kind, tried.swap, tried.active) == ("try", trial, TRYING)
+    assert (tried.kind, tried.swap, tried.active) == ("try", CANARY, TRYING)
 
 
 @pytest.mark.parametrize(
@@ -96,9 +96,9 @@ def test_a_fleet_that_could_not_serve_meanwhile_refuses(instances: dict[str, Ins
 
 def test_the_canary_may_be_away_until_its_time_is_up() -> None:
     seen = view(swap=CANARY, active=TRYING, instances=fleet(a=None))
-    assert coordinate(seen) == Wait(CANARY.deadline)
-    assert coordinate(replace(seen, instances=fleet(a=InstanceRecord("a", "x")))) == Wait(CANARY.deadline)
-    late = step(replace(seen, now=CANARY.deadline))
+    assert coordinate(seen) == Wait(TURN_S)
+    assert coordinate(replace(seen, instances=fleet(a=InstanceRecord("a", "x")))) == Wait(TURN_S)
+    late = step(replace(seen, lasted_s=TURN_S))
     why = f"canary a is not back in time; {CANNOT_READ}"
     assert (late.kind, late.active, late.swap.reason) == ("abort", ACTIVE, why)
     assert step(replace(seen, instances={"a": TRIAL})).kind == "abort", "the other one may not"
@@ -106,7 +106,7 @@ def test_the_canary_may_be_away_until_its_time_is_up() -> None:
 
 def test_the_canary_on_trial_is_probed_and_its_turn_goes_on_after_the_commit() -> None:
     seen = view(swap=CANARY, active=TRYING, instances=fleet(a=TRIAL))
-    assert coordinate(seen) == Ask(CANARY, TRIAL, CANARY.deadline)
+    assert coordinate(seen) == Ask(CANARY, TRIAL, TURN_S)
     commit = step(replace(seen, probe=ProbeResult(True)))
     assert (commit.kind, commit.active) == ("commit", COMMITTED)
     assert (commit.swap.phase, commit.swap.turn) == ("commit", "a")
@@ -119,7 +119,7 @@ def test_a_failed_start_of_this_swap_ends_it(tried: StartRecord) -> None:
     turn = replace(COMMIT, turn="b")
     later = coordinate(view(swap=turn, active=COMMITTED, instances=fleet(a=BACK, b=None), starts={"b": tried}))
     if tried.swap_id != "swap-2":
-        assert (trial, later) == (Wait(CANARY.deadline), Wait(COMMIT.deadline))
+        assert (trial, later) == (Wait(TURN_S), Wait(TURN_S))
         return
     assert isinstance(trial, Step)
     assert isinstance(later, Step)
@@ -130,17 +130,17 @@ def test_a_failed_start_of_this_swap_ends_it(tried: StartRecord) -> None:
 
 def test_turns_are_taken_one_by_one() -> None:
     seen = view(swap=COMMIT, active=COMMITTED, instances=fleet(a=TRIAL))
-    assert coordinate(seen) == Wait(COMMIT.deadline), "the canary has not yet seen the commit"
+    assert coordinate(seen) == Wait(TURN_S), "the canary has not yet seen the commit"
     turn = step(replace(seen, instances=fleet(a=BACK)))
     assert (turn.kind, turn.swap.turn, turn.active) == ("turn", "b", None)
-    assert coordinate(replace(seen, swap=turn.swap, instances=fleet(a=BACK, b=None))) == Wait(turn.swap.deadline)
+    assert coordinate(replace(seen, swap=turn.swap, instances=fleet(a=BACK, b=None))) == Wait(TURN_S)
     done = step(replace(seen, swap=turn.swap, instances=fleet(a=BACK, b=replace(BACK, id="b"))))
     assert (done.kind, done.swap.phase, done.swap.reason) == ("finish", "done", None)
 
 
 def test_one_that_is_not_back_in_time_reverts_the_commit_unless_it_was_taken_away() -> None:
     turn = replace(COMMIT, turn="b")
-    seen = view(now=COMMIT.deadline, swap=turn, active=COMMITTED, instances=fleet(a=BACK, b=None))
+    seen = view(lasted_s=TURN_S, swap=turn, active=COMMITTED, instances=fleet(a=BACK, b=None))
     assert step(replace(seen, starts={"b": StartRecord("swap-2", 1)})).kind == "revert"
     assert step(replace(seen, instances=fleet(a=BACK, b=InstanceRecord("b", "x")))).kind == "revert"
     gone = step(seen)
@@ -149,7 +149,7 @@ def test_one_that_is_not_back_in_time_reverts_the_commit_unless_it_was_taken_awa
 
 def test_a_reverted_swap_ends_aborted_when_all_are_back() -> None:
     away = view(swap=REVERT, active=RETURNED, instances=fleet(a=BACK, b=None))
-    assert coordinate(away) == Wait(REVERT.deadline)
+    assert coordinate(away) == Wait(TURN_S)
     old = {name: replace(record, active_epoch=7) for name, record in SERVING.items()}
     turn = step(replace(away, instances={"a": BACK, "b": old["b"]}))
     assert (turn.kind, turn.swap.turn) == ("turn", "a")

@@ -177,14 +177,14 @@ def test_it_commits_when_each_has_or_runs_its_version() -> None:
     assert commit.active == ActiveRecord(1, 6, 0, "new", 100.0, "f1", PLACED)
     assert (commit.active.of("a").version, commit.active.of("a").fingerprint) == (2, "f2")
     assert (commit.active.of("b").version, commit.active.of("newcomer").version) == (1, 1)
-    assert decide(view(instances=FLEET)) == Wait(110.0), "a has not staged"
+    assert decide(view(instances=FLEET)) == Wait(10.0), "a has not staged"
 
 
 @pytest.mark.parametrize(
     "b", [{"active_epoch": 4}, {"active_version": 3}, {"fingerprint": "odd"}], ids=["behind", "another", "damaged"]
 )
 def test_one_that_does_not_run_its_version_is_waited_for(b: dict[str, object]) -> None:
-    assert decide(view(instances={**STAGED, "b": replace(STAGED["b"], **b)})) == Wait(110.0)  # type: ignore[arg-type]
+    assert decide(view(instances={**STAGED, "b": replace(STAGED["b"], **b)})) == Wait(10.0)  # type: ignore[arg-type]
 
 
 def test_fingerprints_are_compared_by_version() -> None:
@@ -268,8 +268,8 @@ def test_a_version_whose_instances_have_gone_is_placed_anew() -> None:
 def test_a_placement_that_failed_is_tried_again_after_a_while() -> None:
     failed = replace(SWAP, id="new+1", phase="aborted", opened_at=100.0)
     left = {"swap": failed, "active": SPLIT, "instances": running(b=1, c=1)}
-    assert decide(view(**left, now=101.0)) == Wait(100.0 + REPLACE_S)
-    assert step(**left, now=100.0 + REPLACE_S).swap.id == "new+2"
+    assert decide(view(**left, lasted_s=1.0)) == Wait(REPLACE_S - 1.0)
+    assert step(**left, lasted_s=REPLACE_S).swap.id == "new+2"
 
 
 def test_the_placement_is_that_of_the_commit_whatever_was_asked_since() -> None:
