@@ -4,13 +4,14 @@ A signature is a DSSE envelope (github.com/secure-systems-lab/dsse, v1) around a
 is one part of a version: model and part by name, and the SHA-256 of its tensors with their names, dtypes, shapes and
 metadata (`manifest.content_sha256`). Its predicate has the keys of the base model's config.json that an engine reads
 (`config`: JSON, zlib, base64), where the version came with one. The statement leaves out the version's number, which
-the store gives: so a publisher can sign tensors before they are sent. The digests in the manifest find faults; they
-would not withstand somebody who looks for other bytes with the same digest, so they are not relied on here. Each part
-of a version has the signature with which it was published, in the version's record: wherever the record goes, to disk,
-to other hosts, into later versions that carry the part on, the signature goes along.
+the store gives: so a publisher can sign tensors before they are sent. It says nothing of order: a client that writes
+to the store can publish signed tensors again, as a later version. The digests in the manifest find faults; they would
+not withstand an attacker, so they are not relied on here. Each part of a version has the signature with which it was
+published, in the version's record: wherever the record goes, to disk, to other hosts, into later versions that carry
+the part on, the signature goes along.
 
 Keys are Ed25519 or ECDSA (P-256, P-384), in PEM. Trust is in public keys, or in certificates, which count for their key
-until they expire. A key's id is the SHA-256 of its public form (SubjectPublicKeyInfo, DER).
+while they are valid. A key's id is the SHA-256 of its public form (SubjectPublicKeyInfo, DER).
 """
 
 from __future__ import annotations
@@ -90,15 +91,12 @@ class Trust:
 
     def __init__(self, paths: Iterable[Path | str] = ()) -> None:
         """Each file has one public key or one certificate, in PEM. Raises SigningKeyError."""
-        self._keys: dict[str, tuple[PublicKey, datetime.datetime | None]] = {}
-        for path in paths:
-            key, until = _trusted(Path(path))
-            self._keys[key_id(key)] = (key, until)
+        self._keys = [_trusted(Path(path)) for path in paths]
 
     @property
     def key_ids(self) -> frozenset[str]:
         """Of the keys that count."""
-        return frozenset(self._keys)
+        return frozenset(key_id(key) for key, _, _ in self._keys)
 
     def check(self, model: str, record: VersionRecord, config: str | None = None) -> None:
         """Whether every part of the version, whose slots are local paths, is signed with one of the keys and has the
@@ -154,17 +152,16 @@ class Trust:
             raise VersionRefused(version, f"what was signed of {what} is no part of a version ({error})") from error
 
     def _holds(self, keyid: object, signature: bytes, message: bytes) -> bool:
-        key, until = self._keys.get(keyid, (None, None)) if isinstance(keyid, str) else (None, None)
-        if key is None or (until is not None and until <= datetime.datetime.now(datetime.UTC)):
-            return False
+        now = datetime.datetime.now(datetime.UTC)
+        key = next((key for key, since, until in self._keys if key_id(key) == keyid and since <= now < until), None)
         try:
             if isinstance(key, ed25519.Ed25519PublicKey):
                 key.verify(signature, message)
-            else:
+            elif key is not None:
                 key.verify(signature, message, ec.ECDSA(hashes.SHA256()))
         except InvalidSignature:
             return False
-        return True
+        return key is not None
 
 
 def signers(record: VersionRecord) -> dict[str, str]:
@@ -187,15 +184,16 @@ def key_id(key: PublicKey) -> str:
     return hashlib.sha256(key.public_bytes(serialization.Encoding.DER, form)).hexdigest()
 
 
-def _trusted(path: Path) -> tuple[PublicKey, datetime.datetime | None]:
-    """A key, and when it ends, if a certificate says so."""
+def _trusted(path: Path) -> tuple[PublicKey, datetime.datetime, datetime.datetime]:
+    """A key, and from when until when it counts; without a certificate, always."""
     key: object
-    until: datetime.datetime | None = None
+    since, until = (end.replace(tzinfo=datetime.UTC) for end in (datetime.datetime.min, datetime.datetime.max))
     try:
         data = path.read_bytes()
         if b"-----BEGIN CERTIFICATE-----" in data:
             certificate = x509.load_pem_x509_certificate(data)
-            key, until = certificate.public_key(), certificate.not_valid_after_utc
+            key = certificate.public_key()
+            since, until = certificate.not_valid_before_utc, certificate.not_valid_after_utc
         else:
             key = serialization.load_pem_public_key(data)
     except (OSError, ValueError) as error:
@@ -203,7 +201,7 @@ def _trusted(path: Path) -> tuple[PublicKey, datetime.datetime | None]:
         raise SigningKeyError(str(path), problem) from error
     if not isinstance(key, ed25519.Ed25519PublicKey | ec.EllipticCurvePublicKey):
         raise SigningKeyError(str(path), "it must be an Ed25519 or an elliptic curve key")
-    return key, until
+    return key, since, until
 
 
 def _packed(text: str) -> str:

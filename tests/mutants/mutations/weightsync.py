@@ -76,7 +76,7 @@ MUTATIONS: list[Mutation] = [
         ("if not part.signature:", "if False:"),
         ("if signed.get(\"name\") != _name(model, part.name):", "if not signed.get(\"name\"):"),
         ("if found != signed.get(\"sha256\"):", "if not found:"),
-        ("until <= datetime.datetime.now(datetime.UTC)", "until is None"),
+        (" and since <= now < until), None)", "), None)"),
         ("        except InvalidSignature:\n            return False", "        except InvalidSignature:\n            return True"),
         ("for part in (base, *record.parts):", "for part in (base,):"),
     ]),

@@ -191,23 +191,26 @@ def test_a_part_is_signed_by_who_published_it_and_is_carried_on_with_that(store_
     assert "is for 'demo/base'" in refusal(Trust([keys["ours"][1]]), swapped)
 
 
-def test_a_certificate_counts_until_it_expires(store_url: str, tmp_path: Path) -> None:
+def test_a_certificate_counts_while_it_is_valid(store_url: str, tmp_path: Path) -> None:
     key = ec.generate_private_key(ec.SECP256R1())
     private, _ = pair(tmp_path, "k", key)
     record = published(store_url, private)
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "publisher")])
     now = datetime.datetime.now(datetime.UTC)
 
-    def trust(days: int) -> Trust:
+    def certified(since: int, until: int) -> Path:
         made = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
-        made = made.serial_number(7).not_valid_before(now - datetime.timedelta(9))
-        certificate = made.not_valid_after(now + datetime.timedelta(days)).sign(key, hashes.SHA256())
-        file = tmp_path / f"{days}.crt"
+        made = made.serial_number(7).not_valid_before(now + datetime.timedelta(since))
+        certificate = made.not_valid_after(now + datetime.timedelta(until)).sign(key, hashes.SHA256())
+        file = tmp_path / f"{until}.crt"
         file.write_bytes(certificate.public_bytes(PEM))
-        return Trust([file])
+        return file
 
-    trust(1).check("demo", record)
-    refusal(trust(-1), record)
+    valid, expired, later = certified(-9, 1), certified(-9, -1), certified(2, 9)
+    Trust([valid]).check("demo", record)
+    for wrong in (expired, later):
+        refusal(Trust([wrong]), record)
+        Trust([wrong, valid, wrong]).check("demo", record)
 
 
 def test_files_that_are_no_keys(tmp_path: Path, keys: Keys) -> None:
