@@ -195,14 +195,15 @@ class Engine:
     def _every(answers: list[list[Any]]) -> list[tuple[int, int]]:
         return [(i, j) for i, workers in enumerate(answers) for j in range(len(workers))]
 
-    async def commit(self, version: int, epoch: int) -> dict[str, float]:
+    async def commit(self, version: int, epoch: int, withdrawn: bool) -> dict[str, float]:
         """Flip between two batches, label and cache namespace included; {"flip_ms", "commit_ms"} of the slowest rank.
 
-        Waits first for the requests that must not cross it. Raises RankFailed when a rank did not flip, EngineDied.
+        `withdrawn`: nothing that the version before has computed is to go on. Waits first for the requests that must
+        not cross it. Raises RankFailed when a rank did not flip, EngineDied.
         """
         async with self.inflight.closing(version):
             self.adapters.withdraw(version)
-            flips = await self._answer(self._ranks.call("hotswap_commit", version), FLIP_TIMEOUT_S)
+            flips = await self._answer(self._ranks.call("hotswap_commit", version, withdrawn), FLIP_TIMEOUT_S)
             self.active, self.inflight.active = (version, epoch), version
             self.adapters.offer(version)
         return {name: max(flip[name] for flip in flips) for name in ("flip_ms", "commit_ms")}

@@ -267,8 +267,9 @@ class Sidecar:
         await self._engine.drop(version.version, previous=version.version == self._suspect)
 
     async def _commit(self, active: ActiveRecord, _version: VersionRecord) -> CommitResult:
+        withdrawn = self._participant is not None and self._participant.withdraws
         try:
-            times = await self._engine.commit(active.version, active.epoch)
+            times = await self._engine.commit(active.version, active.epoch, withdrawn)
         except Exception:
             # Torn: what runs now is unknown. The record says so first; then this process ends, to be started anew.
             asyncio.get_running_loop().call_later(TORN_LINGER_S, os.kill, os.getpid(), signal.SIGTERM)

@@ -227,6 +227,7 @@ class Participant:
         self._pauses = PauseFollower(store, self._keys, pause, resume) if pause and resume else None
         self._draining: tuple[str, asyncio.Task[None]] | None = None
         self._staging: _Staging | None = None
+        self._withdraws = False
         self._tried: int | None = None  # the version it flipped to on trial
         self._before: str | None = None  # who is to flip first, and is followed
         self._lease_ttl_s, self._guard_url = lease_ttl_s, guard_url
@@ -248,6 +249,11 @@ class Participant:
     @property
     def paused(self) -> bool:
         return self._pauses is not None and self._pauses.paused
+
+    @property
+    def withdraws(self) -> bool:
+        """In the callback `commit`: whether the version that it leaves is withdrawn, for an older one."""
+        return self._withdraws
 
     def start(self) -> None:
         """Run in the background of this event loop until `stop`."""
@@ -421,6 +427,7 @@ class Participant:
                 log.warning("instance %s cannot follow to version %d: %s", record.id, active.version, error)
             await self._say(behind)
             return CATCH_UP_RETRY_S
+        self._withdraws = board.active is not None and agent_state.withdraws(record, board.active)
         started = time.perf_counter()
         try:
             result = await self._commit(active, version)

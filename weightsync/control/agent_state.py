@@ -23,7 +23,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from weightsync.control.records import ActiveRecord, ErrorInfo, InstanceRecord, InstanceState, SwapRecord
+from weightsync.control.records import (
+    ActiveRecord,
+    ErrorInfo,
+    InstanceRecord,
+    InstanceState,
+    SwapRecord,
+    shared_versions,
+)
 from weightsync.control.state import PARTICIPATING, confirmed, in_flight
 
 OUT_FOR_GOOD = frozenset({"TORN", "DRAINING", "STOPPED"})
@@ -130,6 +137,13 @@ def admits(record: InstanceRecord) -> bool:
 def runs(record: InstanceRecord, active: ActiveRecord) -> bool:
     """Whether its weights are those of `active`; fingerprints count when both are known."""
     return record.active_version == active.version and same(record.fingerprint, active.fingerprint)
+
+
+def withdraws(record: InstanceRecord, active: ActiveRecord) -> bool:
+    """Whether that commit takes the version that it runs out of service and gives it an older one."""
+    before = record.active_version
+    stays = before in (active.version, *shared_versions(active.split))
+    return before is not None and not stays and active.of(record.id).version < before
 
 
 def same(fingerprint: str | None, expected: str) -> bool:

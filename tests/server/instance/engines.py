@@ -50,7 +50,7 @@ class Engine:
         fingerprint = version.fingerprint if self.fingerprint is None else self.fingerprint
         return {"stage_ms": 1.0, "staging_gbps": 1.0, "path": self.path, "fingerprint": fingerprint}
 
-    async def commit(self, version: int, epoch: int) -> dict[str, float]:
+    async def commit(self, version: int, epoch: int, withdrawn: bool) -> dict[str, float]:
         self.log.append(f"run {version}")
         return {"flip_ms": 0.1, "commit_ms": 0.1}
 
@@ -93,6 +93,7 @@ class Core:
         self, *reports: Any, flip: Callable[[], dict[str, float]] | None = None, hosts: Sequence[str] = ("",)
     ) -> None:
         self.reports, self.calls, self.orders = list(reports) or [report()], list[str](), list[Any]()
+        self.commits: list[tuple[Any, ...]] = []
         self.flip = flip or (lambda: {"flip_ms": 1.0, "commit_ms": 2.0, "crossed": {}})
         self.hosts = hosts
 
@@ -105,6 +106,7 @@ class Core:
         if method == "hotswap_device":
             return [(f"GPU-{rank}", 7) if host else None for rank, host in enumerate(self.hosts)]
         if method == "hotswap_commit":
+            self.commits.append(args)
             return self.flip()
         if method == "hotswap_drop":
             cancelled = {"code": "staging_cancelled", "message": "", "tensor": None}

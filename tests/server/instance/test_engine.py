@@ -74,12 +74,14 @@ async def test_a_commit_is_one_only_when_every_rank_has_flipped() -> None:
         raise RuntimeError("version 2 is not staged")
 
     flips = Core(flip=lambda: {"flip_ms": 5.0, "commit_ms": 1.0, "crossed": {}})
-    engine = engine_of(flips, Core())
-    assert await engine.commit(2, 7) == {"flip_ms": 5.0, "commit_ms": 2.0}
+    other = Core()
+    engine = engine_of(flips, other)
+    assert await engine.commit(2, 7, withdrawn=True) == {"flip_ms": 5.0, "commit_ms": 2.0}
+    assert flips.commits == other.commits == [(2, True)]
     assert engine.active == (2, 7)
     engine = engine_of(Core(), Core(flip=fail))
     with pytest.raises(RankFailed, match=r"^data-parallel rank 1: version 2 is not staged"):
-        await engine.commit(2, 7)
+        await engine.commit(2, 7, withdrawn=False)
     assert engine.active is None
 
 

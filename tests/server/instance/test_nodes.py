@@ -170,7 +170,8 @@ async def test_a_worker_that_ends_is_named_in_the_error_of_each_call(
     async with tethers.listening(2, None) as end:
         process = worker(end)
         await held(process)
-        waiting = asyncio.create_task(engine.commit(2, 2) if call == "flip" else engine.drop(2, previous=True))
+        flip = call == "flip"
+        waiting = asyncio.create_task(engine.commit(2, 2, False) if flip else engine.drop(2, previous=True))
         process.kill()
         with pytest.raises(EngineDied, match="rank 1 on host b has ended"):
             await asyncio.wait_for(waiting, WAIT_S)

@@ -32,7 +32,7 @@ async def test_a_torn_instance_says_so_and_then_ends(tmp_path: Path, monkeypatch
     """The error goes to the participant, which writes TORN; the process ends a moment later, to be started anew."""
 
     class Broken(Engine):
-        async def commit(self, version: int, epoch: int) -> dict[str, float]:
+        async def commit(self, version: int, epoch: int, withdrawn: bool) -> dict[str, float]:
             raise RuntimeError("a worker died in the flip")
 
     killed: list[tuple[int, int]] = []

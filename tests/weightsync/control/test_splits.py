@@ -340,6 +340,17 @@ async def test_versions_share_a_fleet_until_one_has_all(fleet: Fleet) -> None:
     assert {p.verified for p in past} == {True}
 
 
+async def test_a_version_is_withdrawn_when_no_instance_is_to_run_it_any_more(fleet: Fleet) -> None:
+    coordinator = await fleet.serving("abcd")
+    second = await fleet.publish(1.0)
+    for percent in (75, 25):
+        assert (await divide(coordinator, {1: 100 - percent, second: percent})).ok
+    assert runs(fleet) == {1: 3, second: 1}, "two have gone back to an older version"
+    assert not any(member.withdraws for member in fleet.participants.values())
+    assert (await coordinator.activate(1)).ok
+    assert sum(member.withdraws for member in fleet.participants.values()) == 1
+
+
 async def test_a_split_ends_and_its_versions_stay_until_then(fleet: Fleet) -> None:
     coordinator = await fleet.serving("ab", keep=1)
     assert (await coordinator.activate(await fleet.publish(1.0))).ok

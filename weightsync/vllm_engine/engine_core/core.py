@@ -7,9 +7,9 @@
   lands moves to the new weights; one that has begun goes on with the blocks it has, and shares none from then on. To a
   request whose weights stay the same, as when another one's adapter is published, nothing happens.
 * A request that asked for it (`extra_args["hotswap"]["policy"] == "recompute"`) is preempted in the commit, and its KV
-  rebuilt under the new weights. When a version is withdrawn (a commit goes back to an older one), that is done with
-  every request whose weights change: what a bad version computed does not live on under a good one's label. The same
-  holds when the scales of a quantised KV cache change: what lies there was written with the old ones.
+  rebuilt under the new weights. When a version is withdrawn (a commit serves an older one in its place), that is done
+  with every request whose weights change: what a bad version computed does not live on under a good one's label. The
+  same holds when the scales of a quantised KV cache change: what lies there was written with the old ones.
 * Blocks of the KV cache that hold what other weights wrote are zeroed before the next request gets them (below).
 * What other weights made of an image is not found again: it is encoded anew, also when a prompt is in the middle of it.
 * A request that must see no token of the new version is ended by the commit, or not let in (requests.py). So is one
@@ -68,8 +68,9 @@ def install() -> None:
     setattr(EngineCore, _MARK, True)
 
 
-def commit(self: Any, version: int) -> dict[str, Any]:
-    """Flip every worker to `version` and label what follows with it.
+def commit(self: Any, version: int, withdrawn: bool = False) -> dict[str, Any]:
+    """Flip every worker to `version` and label what follows with it. `withdrawn`: nothing goes on that the version
+    before has computed.
 
     Returns {"flip_ms", "commit_ms", "crossed": {request id: prompt tokens computed before, of those that are not
     through with their prompt}}. Raises what a worker raised; with one worker the old version is then still live, with
@@ -84,7 +85,8 @@ def commit(self: Any, version: int) -> dict[str, Any]:
     if changed:
         requests.end_barred(self, str(version))
     self.set_weight_version(str(version))
-    crossed = _move_requests(self.scheduler, before, self._hotswap_weights, anew=any(rescaled)) if changed else {}
+    how = {"withdrawn": withdrawn, "rescaled": any(rescaled)}
+    crossed = _move_requests(self.scheduler, before, self._hotswap_weights, **how) if changed else {}
     return {"flip_ms": max(flips), "commit_ms": (time.perf_counter() - started) * 1e3, "crossed": crossed}
 
 
@@ -106,20 +108,20 @@ def _with_prompts(scheduler: Any, outputs: list[Any], version: str) -> str:
     return f"{version}|{orjson.dumps(crossed).decode()}" if crossed else version
 
 
-def _move_requests(scheduler: Any, before: Weights, now: Weights, *, anew: bool) -> dict[str, int]:
+def _move_requests(scheduler: Any, before: Weights, now: Weights, *, withdrawn: bool, rescaled: bool) -> dict[str, int]:
     """Settle what every request's blocks belong to from this commit on; what is not through with its prompt.
 
-    `anew`: no request can go on with the blocks that it has.
+    `withdrawn`: no request whose weights change goes on with the blocks that it has. `rescaled`: none at all does.
     """
     scheduler._hotswap_weights = now
     crossed: dict[str, int] = {}
     mark_stale(scheduler)
     forget_encoded(scheduler.encoder_cache_manager)
     prefixes.relabel(scheduler, now)
-    withdrawn = before.version.isdecimal() and int(now.version) < int(before.version)
     for request in reversed(list(scheduler.running)):  # the last one first: each is put before those that wait
-        same = before.of(request) == now.of(request) and not anew
-        if not same and (withdrawn or anew or requests.wish_of(request).get("policy") == "recompute"):
+        same = before.of(request) == now.of(request)
+        recomputes = withdrawn or requests.wish_of(request).get("policy") == "recompute"
+        if rescaled or (recomputes and not same):
             _start_over(scheduler, request)
             continue
         if not same:

@@ -139,12 +139,12 @@ def test_a_number_that_comes_again_with_other_bytes_finds_nothing() -> None:
 
 
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
-@pytest.mark.parametrize("now", ["2", "4"])
+@pytest.mark.parametrize("withdrawn", [False, True])
 def test_a_commit_moves_the_requests_whose_weights_change(
-    monkeypatch: pytest.MonkeyPatch, policy: str, now: str
+    monkeypatch: pytest.MonkeyPatch, policy: str, withdrawn: bool
 ) -> None:
-    """To a later version, and back to an older one, which withdraws what the newer one computed."""
-    before, after = Weights("3", BEFORE), Weights(now, BEFORE | {"lora/x": "x 2"})
+    """To another version, and to one in whose place nothing of the one before is to go on."""
+    before, after = Weights("3", BEFORE), Weights("4", BEFORE | {"lora/x": "x 2"})
     running = {
         name: through(
             name,
@@ -176,15 +176,15 @@ def test_a_commit_moves_the_requests_whose_weights_change(
         kv_holding_waiting=list(arriving.values()),
         hash_block_size=BLOCK,
     )
-    crossed = core._move_requests(scheduler, before, after, anew=False)
+    crossed = core._move_requests(scheduler, before, after, withdrawn=withdrawn, rescaled=False)
     assert (running[None].block_hashes, waiting[None].block_hashes) == kept
     assert namespace_of(waiting["x"]) == after.of(waiting["x"])
     assert [namespace_of(each) == PRIVATE for each in arriving.values()] == [False, True]
-    assert again == (["x"] if now == "2" or policy == "recompute" else [])
+    assert again == (["x"] if withdrawn or policy == "recompute" else [])
     assert crossed == {name: 8 for name in ("None", "x") if name not in again}
     assert again or namespace_of(running["x"]) == PRIVATE
     again.clear()
-    core._move_requests(scheduler, before, after, anew=True)
+    core._move_requests(scheduler, before, after, withdrawn=withdrawn, rescaled=True)
     assert sorted(again) == ["None", "x"], "the scales of the cache have changed"
 
 
