@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes sure that this machine has what the tests need beside Python packages: debian.sh VENV TOOL...
 #
-#   etcd        a store for several hosts; no service is started
+#   etcd        a store for several hosts, and its client; no service is started
 #   chromium    the browser in the tests of the console
 #   bubblewrap  the sandbox in which rewards run code that a model wrote
 #   iproute2    `ip` and `tc`, with which tests make several hosts out of one
@@ -14,7 +14,7 @@ shift
 
 there() {
   case $1 in
-    etcd) command -v etcd || [ -x "$venv/etcd/usr/bin/etcd" ] ;;
+    etcd) { command -v etcd && command -v etcdctl; } || [ -x "$venv/etcd/usr/bin/etcdctl" ] ;;
     chromium) command -v chromium || [ -x "$venv/chromium/run" ] ;;
     bubblewrap) command -v bwrap || [ -x "$venv/bin/bwrap" ] ;;
     iproute2) { command -v ip && command -v tc; } || [ "$(id -u)" != 0 ] ;;  # only root may plug namespaces together
@@ -24,7 +24,7 @@ there() {
 
 packages() {
   case $1 in
-    etcd) echo etcd-server ;;
+    etcd) echo etcd-server etcd-client ;;
     *) echo "$1" ;;
   esac
 }

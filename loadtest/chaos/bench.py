@@ -19,7 +19,7 @@ import orjson
 from rich.console import Console
 
 from loadtest.chaos import joiner, report
-from loadtest.chaos.fleet import COUNT, Layout, Watch
+from loadtest.chaos.fleet import COUNT, Layout, Watch, survivors
 from loadtest.chaos.hostile import complaints
 from loadtest.chaos.models import placed
 from loadtest.chaos.run import HEAL_S, START_S, Run, excuses, windows
@@ -61,6 +61,7 @@ def run(
             layout = Layout(hosts, binary, work, seed, models)
             with contextlib.closing(layout):
                 found = _run(layout, work, minutes, seed, clients, hostile)
+            found["violations"] += [f"{name} lives on after the run" for name in survivors(layout.memory)]
     finally:
         interrupts.ignore()
     found = {
@@ -86,6 +87,8 @@ def _tools() -> str:
         raise SystemExit(f"hotswap bench chaos: {said}")
     if (binary := etcd.binary()) is None:
         raise SystemExit(f"hotswap bench chaos: {etcd.MISSING}")
+    if etcd.client() is None:
+        raise SystemExit(f"hotswap bench chaos: {etcd.NO_CLIENT}")
     return binary
 
 
@@ -97,7 +100,7 @@ def _run(layout: Layout, work: Path, minutes: float, seed: int, clients: int, ho
         watches = {p.model: stack.enter_context(Watch(layout.store, p.model)) for p in layout.models}
         log = stack.enter_context(contextlib.closing(Log(work / "history.jsonl")))
         recorder = stack.enter_context(contextlib.closing(Recorder(log, layout.store, watches)))
-        doing = Run(layout, watches, console.print)
+        doing = Run(layout, watches, console.print, recorder.start_again)
         if not doing.until_whole(START_S):
             raise SystemExit(f"the fleet did not start: {doing.missing()}; see {work / 'logs'}")
         answers, attacks = work / "attempts.jsonl", work / "attacks.jsonl"
@@ -125,7 +128,8 @@ def _run(layout: Layout, work: Path, minutes: float, seed: int, clients: int, ho
     found = verdict(attempts, broken, began, ended)
     attacked = [orjson.loads(line) for line in attacks.read_bytes().splitlines()]
     logs = {p.model: layout.log(process_name(PUBLISHER, p.publisher, p.model)) for p in layout.models}
-    pushes = {model: report.pushes(log, since) for model, log in logs.items()}
+    empty = excuses([b for b in doing.done if b.fault.kind == "restore"], ended)
+    pushes = {model: report.pushes(log, since, empty) for model, log in logs.items()}
     gateways = [layout.log(process_name("gateway", host)) for host in range(COUNT)]
     asked = joiner.served(gateways, {stay.instance for stay in doing.stays})
     past = {model: joiner.tenures(watch.past.values()) for model, watch in watches.items()}

@@ -20,16 +20,16 @@ from typing import Any
 import psutil
 
 from loadtest.chaos.models import CHECKPOINTS, FIRST_TOKEN, Placement, models_file
-from loadtest.chaos.verdict import PUBLISHER, process_name
+from loadtest.chaos.verdict import ETCD, PUBLISHER, process_name
 from loadtest.hosts.certificates import self_signed
 from loadtest.hosts.etcd import Members
-from loadtest.hosts.namespaces import Hosts
+from loadtest.hosts.namespaces import Hosts, until
 from loadtest.models.checkpoints import make_constant_checkpoint
 from server.up import interrupts
 from server.up.processes import share_of_cores
 from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, PastSwapRecord, SwapRecord
 from weightsync.dying import with_me
-from weightsync.errors import RecordError, StoreError
+from weightsync.errors import RecordError, StoreError, StoreLost
 from weightsync.store import SyncStore
 
 RESTART_S = 1.0
@@ -48,7 +48,7 @@ class Supervised:
     ) -> None:
         self.name, self.host, self.log, self.own_ends = name, host, log, 0
         self._hosts, self._argv, self._env = hosts, list(argv), dict(env)
-        self._broken = False
+        self._broken = self._held = False
         self._fenced, self._may_end_until = False, 0.0  # whether it is a part of it that is frozen
         self._frozen: list[int] = []
         self._restart_at: float | None = None
@@ -59,7 +59,7 @@ class Supervised:
             said = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
             how: dict[str, Any] = {"start_new_session": True, "preexec_fn": with_me()}
             self._process = self._hosts.run(self.host, self._argv, env=self._env, **said, **how)
-        self._broken = False
+        self._broken = self._held = False
 
     @property
     def runs(self) -> bool:
@@ -67,7 +67,7 @@ class Supervised:
 
     def tend(self) -> None:
         """Start it again when it has ended; to be called again and again."""
-        if self._process.poll() is None:
+        if self._held or self._process.poll() is None:
             return
         if self._restart_at is None:
             self.own_ends += not (self._broken or time.monotonic() < self._may_end_until)
@@ -93,6 +93,18 @@ class Supervised:
         self._broken = True
         with contextlib.suppress(ProcessLookupError):  # it ended already, and is about to be started again
             os.kill(self._victim(part), signal.SIGKILL)
+
+    def hold(self) -> None:
+        """SIGKILL; nobody starts it again before `start`."""
+        self._broken = self._held = True
+        self._end_group()
+        self._process.wait()
+        self._restart_at = None
+
+    def tell(self, number: signal.Signals) -> None:
+        """A signal that breaks nothing."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
 
     def freeze(self, part: str = "") -> None:
         """SIGSTOP, until `thaw`."""
@@ -154,9 +166,9 @@ class Layout:
         self.guests: list[Supervised] = []
         self._work, self._seed = work, seed
         remove_leftovers()
-        self._memory = ARENAS / f"{PREFIX}{os.getpid()}"
-        self._memory.mkdir(mode=0o700)
-        self.etcd = Members(hosts, etcd, self._memory / "etcd", range(COUNT))
+        self.memory = ARENAS / f"{PREFIX}{os.getpid()}"
+        self.memory.mkdir(mode=0o700)
+        self.etcd = Members(hosts, etcd, self.memory / "etcd", range(COUNT))
         self._checkpoints = {placed.model: _checkpoints(work.parent, FIRST_TOKEN[placed.model]) for placed in models}
         self._prepare()
 
@@ -179,6 +191,11 @@ class Layout:
         return self._work / "models.yaml"
 
     @property
+    def snapshot(self) -> Path:
+        """Of the store."""
+        return self.memory / "snapshot"
+
+    @property
     def store(self) -> str:
         return self.etcd.url(NAMESPACE)
 
@@ -198,6 +215,29 @@ class Layout:
                 name = process_name("instance", host, placed.model)
                 self._start("instance", host, self._instance(placed.model, host, name), placed.model)
 
+    def go_back(self, snapshot: Path) -> None:
+        """The store is what it was in the snapshot, under another cluster's id. Publishers end before, and wait until
+        `start_again`: they would give numbers anew of versions that instances still run. Raises TimeoutError."""
+        stores = [self.processes[process_name(ETCD, host)] for host in range(COUNT)]
+        for process in [*self._publishers(), *stores]:
+            process.hold()
+        self.etcd.restore(snapshot)
+        for process in stores:
+            process.start()
+        until(lambda: self.etcd.listen() and self.etcd.agreed())
+
+    def start_again(self) -> None:
+        """Everything but the store, as an operator does after `go_back`."""
+        publishers = self._publishers()
+        for name, process in self.processes.items():
+            if process not in publishers and not name.startswith(ETCD):
+                process.kill()
+        for process in publishers:
+            process.start()
+
+    def _publishers(self) -> list[Supervised]:
+        return [self.processes[process_name(PUBLISHER, p.publisher, p.model)] for p in self.models]
+
     def join(self, model: str, host: int, name: str) -> Supervised:
         """Starts an instance that nobody starts again."""
         guest = self._supervised(name, host, self._instance(model, host, name))
@@ -215,7 +255,7 @@ class Layout:
         """Ends everything, the stores last; safe after half a start."""
         for process in reversed([*self.processes.values(), *self.guests]):
             process.stop()
-        shutil.rmtree(self._memory, ignore_errors=True)
+        shutil.rmtree(self.memory, ignore_errors=True)
 
     def _start(self, what: str, host: int, argv: list[str], model: str = "") -> None:
         name = process_name(what, host, model)
@@ -229,7 +269,7 @@ class Layout:
         return {
             "HOTSWAP_HOST": f"h{host}",
             "HOTSWAP_STORE": self.etcd.url(NAMESPACE, first=host),
-            "HOTSWAP_ARENA": str(self._memory / f"arena{host}"),
+            "HOTSWAP_ARENA": str(self.memory / f"arena{host}"),
             "HOTSWAP_CLUSTER_TLS": str(self.tls),
             "VLLM_HOST_IP": "127.0.0.1",
             "GLOO_SOCKET_IFNAME": "lo",
@@ -264,7 +304,17 @@ class Layout:
         key.touch(mode=0o600)
         key.write_text(secrets.token_urlsafe(32))
         for directory in ("etcd", *(f"arena{host}" for host in range(COUNT))):
-            (self._memory / directory).mkdir(mode=0o700)
+            (self.memory / directory).mkdir(mode=0o700)
+
+
+def survivors(memory: Path) -> list[str]:
+    """What runs with an arena below `memory`."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("HOTSWAP_ARENA", "").startswith(f"{memory}/"):
+                found.append(f"{process.name()} ({process.pid})")
+    return found
 
 
 def remove_leftovers() -> None:
@@ -356,6 +406,10 @@ class Watch:
                 if time.monotonic() - read_at > HISTORY_EVERY_S:
                     self._read_history(store)
                     read_at = time.monotonic()
+            except StoreLost:  # it was restored: this starts again, as all that use it
+                if store is not None:
+                    store.close()
+                store = None
             except (StoreError, RecordError):
                 continue  # the fleet is not whole while it cannot be read
         if store is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,6 +14,7 @@ FIRST_TOKEN: Mapping[str, int] = {FIRST: 100, SECOND: 200}
 CHECKPOINTS = 4
 BAD_EVERY = 8
 Bad = Literal["nan", "inf", "overflow"]
+CONFIGURE = signal.SIGUSR1  # to a publisher: the next version has another configuration, which can be served
 MISFIT = "misfit"  # a version whose configuration cannot be served, which must be refused as well
 REFUSED: tuple[Bad, ...] = ("nan", "inf")  # what staging must refuse; the third kind shows only while it runs
 

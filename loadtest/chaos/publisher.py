@@ -2,8 +2,9 @@
 
 `python -m loadtest.chaos.publisher STORE MODEL SEED CHECKPOINT...`, one for each model. Small versions differ in one
 matrix, so they travel as differences; large ones in most of them, though not in what they answer. Some bring an
-adapter, some take it away, some have a configuration that must be refused. Some are rolled out, some rolled back. One
-in eight is bad: with a NaN or an infinity, which staging must refuse, or finite and overflowing, which is rolled back
+adapter, some take it away, some have a configuration that must be refused. Some are rolled out, some rolled back. After
+the signal CONFIGURE the next one has another `rope_theta`, which changes no answer and takes other engines. One in
+eight is bad: with a NaN or an infinity, which staging must refuse, or finite and overflowing, which is rolled back
 as soon as it runs. The program prints a JSON line for each. After an error of the store a new publisher tries again.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -22,7 +24,7 @@ import orjson
 import torch
 from safetensors.torch import load_file
 
-from loadtest.chaos.models import ADAPTERS, CHECKPOINTS, MISFIT, REFUSED, Bad, badness
+from loadtest.chaos.models import ADAPTERS, CHECKPOINTS, CONFIGURE, MISFIT, REFUSED, Bad, badness
 from weightsync import Adapter, Publisher
 from weightsync.control.records import OnLost, SwapMode
 from weightsync.errors import BadPart, ConfigMismatch, SwapAborted, SwapTimeout, WeightSyncError
@@ -54,6 +56,20 @@ class Given:
     part: str
 
 
+class Asked:
+    """Whether the next version is to have another configuration."""
+
+    def __init__(self) -> None:
+        self.configure = False
+
+    def take(self) -> bool:
+        asked, self.configure = self.configure, False
+        return asked
+
+    def hear(self, *_: object) -> None:
+        self.configure = True
+
+
 def read(model: str, checkpoints: list[Path]) -> Given:
     """The adapter changes attention scores alone, which change no answer."""
     weights, adapter, rank = [load_file(path / "model.safetensors") for path in checkpoints], Weights(), 4
@@ -69,34 +85,39 @@ def read(model: str, checkpoints: list[Path]) -> Given:
 
 
 def main(url: str, model: str, seed: int, checkpoints: list[Path]) -> None:
-    given = read(model, checkpoints)
+    given, asked = read(model, checkpoints), Asked()
+    signal.signal(CONFIGURE, asked.hear)
     chance = random.Random(f"{seed} {time.time_ns()}")  # it is killed and started again: not the same again
     while True:
         try:
             with Publisher(url, model=model) as publisher:
                 while True:
-                    swap(publisher, given, chance)
+                    swap(publisher, given, chance, configure=asked.take())
                     time.sleep(chance.uniform(*PAUSE_S))
         except WeightSyncError as error:
             say("publisher", "failed", error)
             time.sleep(AGAIN_S)
 
 
-def swap(publisher: Publisher, given: Given, chance: random.Random) -> None:
+def swap(publisher: Publisher, given: Given, chance: random.Random, *, configure: bool) -> None:
     """One swap, whatever it comes to. Raises WeightSyncError when this publisher is of no more use."""
     active = publisher.active()
-    back = active is not None and active.previous is not None and chance.random() < ROLLED_BACK
+    can_go_back = active is not None and active.previous is not None and not configure
+    back = can_go_back and chance.random() < ROLLED_BACK
     what = "rollback" if back else chance.choices(("small", "large"), (5, 3))[0]
     mode: SwapMode = "rolling" if chance.random() < ROLLING else "together"
-    misfit = not back and chance.random() < MISFITS
-    name, bad = f"{MISFIT if misfit else what} {mode}", None
+    misfit = not back and not configure and chance.random() < MISFITS
+    config = another(given.config, chance, misfit=misfit) if misfit or configure else None
+    config = given.config if config is None and active is None else config
+    kind = MISFIT if misfit else "configure" if configure else what
+    name, bad = f"{kind} {mode}", None
     try:
         if back:
             publisher.rollback(mode=mode, drain_s=DRAIN_S, timeout_s=WITHIN_S)
         else:
-            version, brought = publish(publisher, given, what == "large", misfit=misfit, chance=chance)
+            version, brought = publish(publisher, given, what == "large", config=config, chance=chance)
             bad = badness(version)
-            name = f"{MISFIT if misfit else bad or what}{brought} {mode}"
+            name = f"{MISFIT if misfit else bad or kind}{brought} {mode}"
             on_lost: OnLost = "abort" if chance.random() < ABORTING else "continue"
             publisher.activate(version, mode=mode, drain_s=DRAIN_S, timeout_s=WITHIN_S, on_lost=on_lost)
     except (SwapAborted, SwapTimeout, ConfigMismatch) as error:
@@ -118,18 +139,26 @@ def swap_back(publisher: Publisher, chance: random.Random) -> None:
         say("rollback of overflow", "done")
 
 
-def publish(publisher: Publisher, given: Given, large: bool, *, misfit: bool, chance: random.Random) -> tuple[int, str]:
+def another(config: dict[str, Any], chance: random.Random, *, misfit: bool) -> dict[str, Any]:
+    """A configuration that takes other engines; as a `misfit`, one that cannot be served."""
+    if misfit:
+        return config | {"max_position_embeddings": 4096}
+    return config | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0 * chance.randint(2, 99)}}
+
+
+def publish(
+    publisher: Publisher, given: Given, large: bool, *, config: dict[str, Any] | None, chance: random.Random
+) -> tuple[int, str]:
     """A version that answers the token of its number, unless it is a bad one, and what becomes of the adapter.
 
-    `misfit`: its configuration has another length of context. Raises WeightSyncError.
+    `config`: None for that of the version before. Raises WeightSyncError.
     """
     drawn, base = chance.random(), as_schema([(n, t.dtype, t.shape) for n, t in given.weights[0].items()])
     pieces: dict[str, tuple[Schema, Mapping[str, str]]] = {BASE: (base, {})}
     if drawn < BRINGS:
         tensors = [(n, t.dtype, t.shape) for n, t in given.adapter.items()]
         pieces[given.part] = (as_schema(tensors), given.metadata)
-    config = given.config | ({"max_position_embeddings": 4096} if misfit else {})
-    about: dict[str, Any] = {"config": orjson.dumps(config).decode()}
+    about: dict[str, Any] = {"config": orjson.dumps(config).decode()} if config is not None else {}
     begun, brought = None, " with adapter" if drawn < BRINGS else ""
     if BRINGS <= drawn < BRINGS + TAKES_AWAY:
         with contextlib.suppress(BadPart):  # the version before has none

@@ -112,12 +112,14 @@ def stays(found: Sequence[Stay], requests: int, complaints: Sequence[str]) -> di
     }
 
 
-def pushes(log: Path, since: float) -> dict[str, int]:
+def pushes(log: Path, since: float, empty: Sequence[tuple[float, float]] = ()) -> dict[str, int]:
     """What a model's publisher said of its swaps from `since` (unix) on: how often each kind of version had which
-    outcome, over all its lives. Before that there may be no instance that could refuse one."""
+    outcome, over all its lives. Before that, and in the times `empty`, there may be no instance that could refuse one.
+    """
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("{")]
     said = [orjson.loads(line) for line in lines if line.endswith("}")]
-    return dict(sorted(Counter(f"{line['what']}: {line['outcome']}" for line in said if line["at"] >= since).items()))
+    heard = [x for x in said if x["at"] >= since and not any(began <= x["at"] <= ended for began, ended in empty)]
+    return dict(sorted(Counter(f"{line['what']}: {line['outcome']}" for line in heard).items()))
 
 
 def let_in(pushes: Mapping[str, int]) -> int:

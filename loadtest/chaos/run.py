@@ -5,18 +5,21 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import httpx
 
-from loadtest.chaos.fleet import Layout, Watch
+from loadtest.chaos.fleet import COUNT, Layout, Watch
 from loadtest.chaos.joiner import END_S, READY_S, Joiner, Stay
-from loadtest.chaos.verdict import LINK, Fault, Window, breaks_gateways, process_name
+from loadtest.chaos.models import CONFIGURE
+from loadtest.chaos.verdict import ALONE, LINK, Fault, Window, breaks_gateways, process_name
 
 HEAL_S = 240.0  # on two busy cores a vLLM instance alone takes a minute to start
 START_S = 420.0
+SLOW_S = 600.0  # all instances start anew, one by one or all at once, and may have to go back
 STEP_S = 0.1
 READY_TIMEOUT_S = 2.0
+LOST_S = 3.0  # that all processes but the store run on after it was restored
 FRESH_S = 3.0
 ENGINE = "EngineCore"
 
@@ -45,12 +48,19 @@ class Broken:
 
 
 class Run:
-    """Breaks things in a layout; `watches` by model. `say` takes lines for whoever looks on."""
+    """Breaks things in a layout; `watches` by model. `say` takes lines for whoever looks on, `restored` hears that the
+    store was restored."""
 
-    def __init__(self, layout: Layout, watches: Mapping[str, Watch], say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        watches: Mapping[str, Watch],
+        say: Callable[[str], None],
+        restored: Callable[[], None] = lambda: None,
+    ) -> None:
         self.done: list[Broken] = []
         self.stays: list[Stay] = []
-        self._layout, self._watches, self._say = layout, watches, say
+        self._layout, self._watches, self._say, self._restored = layout, watches, say, restored
         self._joiners: list[tuple[Joiner, Broken]] = []
         self._open: list[Broken] = []
         self._overdue: list[tuple[float, Callable[[], None]]] = []
@@ -89,7 +99,7 @@ class Run:
             self._wait(lambda: not self._joiners, READY_S)  # its host has room for one
         began = time.monotonic()
         self._overdue += [(began + fault.seconds, end) for end in self._ends(fault)]
-        broken = Broken(fault, began, began + fault.seconds, alone=not self._open)
+        broken = Broken(fault, began, max(began + fault.seconds, time.monotonic()), alone=not self._open)
         if self._open:
             self._open[0].alone = False
         self._open.append(broken)
@@ -113,7 +123,13 @@ class Run:
             return [lambda: hosts.shape(host)]
         if fault.kind == "join":
             return []  # it ends by itself
+        if fault.kind == "restore":
+            self._restore(fault.seconds)
+            return []
         process = self._layout.processes[fault.process]
+        if fault.kind == "configure":
+            process.tell(CONFIGURE)
+            return []
         part = ENGINE if fault.what == "engine" else ""
         if fault.kind == "kill":
             process.kill(part)
@@ -121,17 +137,28 @@ class Run:
         process.freeze(part)
         return [process.thaw]
 
+    def _restore(self, seconds: float) -> None:
+        """Until all start again, no process may take the store for the one that it knew."""
+        snapshot = self._layout.snapshot
+        self._layout.etcd.save(snapshot)
+        self._wait(lambda: False, seconds)
+        self._layout.go_back(snapshot)
+        self._wait(lambda: False, LOST_S)
+        self._layout.start_again()
+        self._restored()
+
     def _heal(self) -> None:
         """Waits until every fault is over and the fleet whole, and notes how long that took."""
         if not self._open:
             return
         self._wait(lambda: not self._lasts(), HEAL_S + (READY_S + END_S if self._joiners else 0.0))
         since = time.time()
-        whole = self.until_whole(HEAL_S, since)
+        most = SLOW_S if any(broken.fault.kind in ALONE for broken in self._open) else HEAL_S
+        whole = self.until_whole(most, since)
         for broken in self._open:
             broken.healed = time.monotonic() if whole else None
             broken.missing = "" if whole else "; ".join(self.missing(since))
-        took = max(broken.recovery_s or HEAL_S for broken in self._open)
+        took = max(broken.recovery_s or most for broken in self._open)
         self._say(f"  whole again after {took:.1f} s" if whole else f"  NOT whole: {self._open[0].missing}")
         self._open.clear()
 
@@ -166,7 +193,9 @@ class Run:
 
 def windows(done: Iterable[Broken], end: float) -> list[Window]:
     """When each gateway could not be counted on; `end`: of the run."""
-    return [broken.window(end) for broken in done if breaks_gateways(broken.fault.what)]
+    found = [broken.window(end) for broken in done if breaks_gateways(broken.fault.what)]
+    restored = [broken.window(end) for broken in done if broken.fault.kind == "restore"]
+    return found + [replace(window, host=host) for window in restored for host in range(COUNT)]
 
 
 def excuses(done: Iterable[Broken], end: float) -> list[tuple[float, float]]:

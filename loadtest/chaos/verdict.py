@@ -11,14 +11,17 @@ from typing import Any, Literal
 
 from loadtest.chaos.models import ADAPTERS, ALIASES, FIRST_TOKEN, Placement
 
-Kind = Literal["kill", "freeze", "cut", "loss", "join"]
-SHARED = ("gateway", "etcd")
+Kind = Literal["kill", "freeze", "cut", "loss", "join", "configure", "restore"]
+ALONE = frozenset({"configure", "restore"})  # they begin on a fleet that is whole, and take long
+ETCD = "etcd"
+SHARED = ("gateway", ETCD)
 OF_A_MODEL = ("instance", "engine", "peer")
 PUBLISHER = "publisher"
 LINK = "link"
 JOINER = "joiner"
 JOINS = 4  # in a deck
 FREEZE_S, CUT_S, LOSS_S = (2.0, 12.0), (3.0, 15.0), (5.0, 15.0)
+STALE_S = (2.0, 8.0)  # what a snapshot of the store is behind when it is restored
 STAYS_S = (5.0, 25.0)  # what a joiner serves before it is told to leave
 LOSS = (0.02, 0.15)
 PAUSE_S = (2.0, 8.0)
@@ -29,7 +32,8 @@ OVERLAPPING, BESIDE_JOINER = 0.2, 0.6
 @dataclass(frozen=True)
 class Fault:
     """`what` (of `model`, unless all share it) on `host` is broken for `seconds` (0: it is killed), `pause_s` after the
-    fleet was whole again; or an instance joins there, serves for `seconds` and leaves.
+    fleet was whole again; or an instance joins there, serves for `seconds` and leaves; or the publisher of `model`
+    publishes another configuration (configure); or the store goes back by `seconds` (restore).
 
     `overlaps`: it comes while the fleet is not whole yet after the fault before. `loss` is a share of frames.
     """
@@ -81,15 +85,17 @@ def _deck(hosts: int, models: Sequence[Placement]) -> list[tuple[Kind, str, int,
     turns: list[tuple[Kind, str, int, str]] = [
         ("join", JOINER, *joins[n % len(joins)]) for n in range(JOINS if joins else 0)
     ]
-    return broken + links + turns
+    others: list[tuple[Kind, str, int, str]] = [("configure", PUBLISHER, p.publisher, p.model) for p in models]
+    return [*broken, *links, *turns, *others, ("restore", ETCD, 0, "")]
 
 
 def _drawn(chance: random.Random, kind: Kind, what: str, host: int, model: str, *, beside_joiner: bool) -> Fault:
     """All chances are drawn for every fault, so that a change of one range does not move the rest."""
-    seconds = {bounds: chance.uniform(*bounds) for bounds in (FREEZE_S, CUT_S, LOSS_S, STAYS_S)}
+    seconds = {bounds: chance.uniform(*bounds) for bounds in (FREEZE_S, CUT_S, LOSS_S, STAYS_S, STALE_S)}
     loss, pause_s, late_s = chance.uniform(*LOSS), chance.uniform(*PAUSE_S), chance.uniform(*STARTS_S)
-    overlaps = chance.random() < (BESIDE_JOINER if beside_joiner else OVERLAPPING)
-    bounds = {"kill": None, "freeze": FREEZE_S, "cut": CUT_S, "loss": LOSS_S, "join": STAYS_S}[kind]
+    overlaps = chance.random() < (BESIDE_JOINER if beside_joiner else OVERLAPPING) and kind not in ALONE
+    ranges = {"freeze": FREEZE_S, "cut": CUT_S, "loss": LOSS_S, "join": STAYS_S, "restore": STALE_S}
+    bounds = ranges.get(kind)
     lasts = seconds[bounds] if bounds is not None else 0.0
     pause_s = late_s if beside_joiner and overlaps else pause_s
     return Fault(kind, what, host, lasts, pause_s, overlaps, loss if kind == "loss" else 0.0, model)
@@ -104,6 +110,7 @@ RETRYABLE = frozenset(
         "upstream_timeout", "version_unavailable", "version_wait_timeout", "weights_changed",
     }
 )  # fmt: skip
+SILENT_S = 120.0  # no request may take longer, whatever is broken
 AFTER_S = 5.0  # a connection may be noticed to be dead so long after its gateway is well again
 Judgement = Literal["answered", "refused", "gateway's", "untyped", "not retryable", "cut"]
 VIOLATIONS: tuple[Judgement, ...] = ("untyped", "not retryable", "cut")
@@ -171,9 +178,10 @@ def verdict(attempts: Sequence[Mapping[str, Any]], windows: Sequence[Window], be
         found.judged[judgement] += 1
         if judgement != "answered":
             found.refusals[attempt["code"] or f"status {attempt['status']}"] += 1
-        for kind, _ in attempt["problems"]:
-            found.problems[kind] += 1
-        if attempt["problems"] or judgement in VIOLATIONS:
+        silent = ["silent"] if attempt["ended"] - attempt["began"] > SILENT_S else []
+        problems = [*(kind for kind, _ in attempt["problems"]), *silent]
+        found.problems.update(problems)
+        if problems or judgement in VIOLATIONS:
             found.examples.append(f"{judgement}: {dict(attempt)}")
         _add(found.totals, attempt)
         if attempt["by"] in found.models:

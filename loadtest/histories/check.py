@@ -80,7 +80,8 @@ class Model:
 
     def __init__(self, name: str, says: Says) -> None:
         self.keys, self._says = Keys(name), says
-        self.parts: dict[int, set[str]] = {}  # of each version that is ready
+        # Of each version that is ready, and since when: a store that was restored gives numbers anew.
+        self.parts: dict[int, list[tuple[float, set[str]]]] = {}
         self.answers: dict[int, int] = {}  # the token of a version that always answers the same
         self.tenures: dict[str, list[Tenure]] = {}
         self.wrong: list[Contradiction] = []
@@ -116,6 +117,8 @@ class Model:
             self._rules = Rules(self.keys, {key: orjson.dumps(value) for key, value in line.said["records"].items()})
             self._rules.committed |= before.committed if before is not None else set()
             self._began = line.said["at"]
+            epoch = self._rules.active.epoch if self._rules.active is not None else 0
+            self._committed = {e: at for e, at in self._committed.items() if e <= epoch}  # the store may be restored
             self._see(line, self._rules.found)
         return None
 
@@ -152,7 +155,8 @@ class Model:
             if key.startswith(self.keys.versions) and key in self.rules.found:
                 version = VersionRecord.from_json(self.rules.found[key])
                 if version.state == "ready":
-                    self.parts[version.version] = {part.name for part in version.parts}
+                    known = self.parts.setdefault(version.version, [])
+                    known.append((line.said["at"], {part.name for part in version.parts}))
                 if (token := self._says(version)) is not None:
                     self.answers[version.version] = token
 
@@ -171,7 +175,12 @@ class Model:
 
     def has(self, part: str) -> bool:
         """Whether any version has it."""
-        return any(part in parts for parts in self.parts.values())
+        return any(part in parts for known in self.parts.values() for _, parts in known)
+
+    def lacks(self, part: str, version: int, at: float) -> bool:
+        """Whether the version that had this number then is known not to have it."""
+        known = [parts for since, parts in self.parts.get(version, []) if since <= at]
+        return bool(known) and part not in known[-1]
 
     def explains(self, versions: Sequence[int], began: float, ended: float, *, resumed: bool) -> bool:
         """Whether one instance (of a stream that was `resumed`: all, one after the other) ran these in this order."""
@@ -282,7 +291,7 @@ def _order(line: Line, choice: Mapping[str, Any], model: Model) -> Iterator[Cont
 
 
 def _adapter(line: Line, choice: Mapping[str, Any], model: Model, adapter: str) -> Iterator[Contradiction]:
-    lacking = [v for v in _versions(choice["spans"]) if v in model.parts and adapter not in model.parts[v]]
+    lacking = [v for v in _versions(choice["spans"]) if model.lacks(adapter, v, line.said["at"])]
     if lacking:
         yield Contradiction("adapter", f"versions {lacking}, which do not have {adapter}", (line,))
 

@@ -62,12 +62,10 @@ class Recorder:
     """Follows the records of `models` in the store at `url`, from now until `close`. Raises StoreUnavailable."""
 
     def __init__(self, log: Log, url: str, models: Iterable[str]) -> None:
-        self._log, self._store = log, SyncStore(url, create=False)
+        self._log, self._url = log, url
         self._seen = {Keys(model): 0 for model in models}  # the last revision that was recorded
         self._held: dict[Keys, dict[str, int]] = {keys: {} for keys in self._seen}  # the revisions of records by then
-        self._following: list[Future[None]] = [
-            asyncio.run_coroutine_threadsafe(self._follow(keys), self._store.loop) for keys in self._seen
-        ]
+        self._start()
 
     def rest(self, seconds: float) -> None:
         """From here on nothing fails: waits until all has come to rest, for so long, and notes that it must have."""
@@ -79,9 +77,23 @@ class Recorder:
         for keys in self._seen:
             self._log.write("rest", model=keys.model)
 
+    def start_again(self) -> None:
+        """The store was restored: goes on with what is in it now. Raises StoreUnavailable."""
+        self._stop()
+        self._start()
+
     def close(self) -> None:
         """Records what is written already, if the store answers, and ends."""
         self._catch_up()
+        self._stop()
+
+    def _start(self) -> None:
+        self._store = SyncStore(self._url, create=False)
+        self._following: list[Future[None]] = [
+            asyncio.run_coroutine_threadsafe(self._follow(keys), self._store.loop) for keys in self._seen
+        ]
+
+    def _stop(self) -> None:
         for following in self._following:
             following.cancel()
         self._store.close()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,22 @@ from loadtest.hosts.namespaces import Hosts, reaches, until
 
 CLIENTS, PEERS = 2379, 2380
 MISSING = "no etcd: run `make setup`, or install Debian's etcd-server"
+NO_CLIENT = "no etcdctl: run `make setup`, or install Debian's etcd-client"
 
 
 def binary() -> str | None:
     """etcd from PATH, or where scripts/debian.sh unpacks it."""
-    unpacked = Path(sys.prefix) / "etcd/usr/bin/etcd"
-    return shutil.which("etcd") or (str(unpacked) if unpacked.exists() else None)
+    return _found("etcd")
+
+
+def client() -> str | None:
+    """etcdctl, likewise."""
+    return _found("etcdctl")
+
+
+def _found(program: str) -> str | None:
+    unpacked = Path(sys.prefix) / f"etcd/usr/bin/{program}"
+    return shutil.which(program) or (str(unpacked) if unpacked.exists() else None)
 
 
 class Members:
@@ -42,15 +53,35 @@ class Members:
 
     def command(self, host: int) -> list[str]:
         """What starts the member of a host, the first time and again. A write does not wait for a disk."""
-        peers = {h: f"http://{self.hosts.address(h)}:{PEERS}" for h in self.on}
         client = f"http://{self.hosts.address(host)}:{CLIENTS}"
         arguments = {
-            "name": f"m{host}", "data-dir": str(self._directory / f"m{host}"), "listen-client-urls": client,
-            "advertise-client-urls": client, "listen-peer-urls": peers[host],
-            "initial-advertise-peer-urls": peers[host], "logger": "zap", "log-level": "error",
-            "initial-cluster": ",".join(f"m{h}={peer}" for h, peer in peers.items()),
+            "listen-client-urls": client, "advertise-client-urls": client, "listen-peer-urls": self._peer(host),
+            "logger": "zap", "log-level": "error", **self._membership(host),
         }  # fmt: skip
-        return [self._binary, "--unsafe-no-fsync", *(f"--{name}={value}" for name, value in arguments.items())]
+        return [self._binary, "--unsafe-no-fsync", *_words(arguments)]
+
+    def save(self, snapshot: Path) -> None:
+        """What the members have agreed on by now. Raises CalledProcessError."""
+        endpoint = f"--endpoints=http://{self.hosts.address(self.on[0])}:{CLIENTS}"
+        _etcdctl(endpoint, "snapshot", "save", str(snapshot))
+
+    def restore(self, snapshot: Path) -> None:
+        """Members that are not running begin with the snapshot, as another cluster. Raises CalledProcessError."""
+        token = secrets.token_hex(4)
+        for host in self.on:
+            shutil.rmtree(self._directory / f"m{host}")
+            arguments = self._membership(host) | {"initial-cluster-token": token}
+            _etcdctl("snapshot", "restore", str(snapshot), *_words(arguments))
+
+    def _membership(self, host: int) -> dict[str, str]:
+        cluster = ",".join(f"m{h}={self._peer(h)}" for h in self.on)
+        return {
+            "name": f"m{host}", "data-dir": str(self._directory / f"m{host}"),
+            "initial-advertise-peer-urls": self._peer(host), "initial-cluster": cluster,
+        }  # fmt: skip
+
+    def _peer(self, host: int) -> str:
+        return f"http://{self.hosts.address(host)}:{PEERS}"
 
     def listen(self) -> bool:
         return all(reaches(self.hosts.address(host), CLIENTS) for host in self.on)
@@ -69,6 +100,17 @@ class Members:
             return status.leader, status.raftTerm
 
 
+def _words(arguments: Mapping[str, str]) -> list[str]:
+    return [f"--{name}={value}" for name, value in arguments.items()]
+
+
+def _etcdctl(*words: str) -> None:
+    program = client()
+    assert program is not None, NO_CLIENT
+    environment = {**os.environ, "ETCDCTL_API": "3"}
+    subprocess.run([program, *words], check=True, env=environment, capture_output=True, timeout=60)
+
+
 class Etcd(Members):
     """Members that run until `close`; their data are in memory."""
 
@@ -77,11 +119,21 @@ class Etcd(Members):
         super().__init__(hosts, binary, self.directory, on)
         self._processes: list[subprocess.Popen[Any]] = []
         try:
-            self._processes += [self._start(host) for host in self.on]
-            until(self.listen)
+            self.start()
         except BaseException:
             self.close()
             raise
+
+    def start(self) -> None:
+        """Waits until all members listen."""
+        self._processes = [self._start(host) for host in self.on]
+        until(self.listen)
+
+    def stop(self) -> None:
+        """What they had agreed on stays."""
+        for process in self._processes:
+            process.kill()
+            process.wait()
 
     def settle(self) -> None:
         """Waits until all members agree."""
@@ -92,7 +144,5 @@ class Etcd(Members):
             return self.hosts.run(host, self.command(host), stdout=log, stderr=log)
 
     def close(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.wait()
+        self.stop()
         shutil.rmtree(self.directory)

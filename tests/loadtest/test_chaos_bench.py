@@ -22,13 +22,14 @@ import pytest
 
 from loadtest.chaos import joiner, publisher
 from loadtest.chaos.clients import Attempt, Question, Wish, attempt, drawn, problems
-from loadtest.chaos.fleet import DRAIN_S, Snapshot, Supervised
+from loadtest.chaos.fleet import DRAIN_S, Snapshot, Supervised, survivors
 from loadtest.chaos.hostile import Attack, Attacker, bodies, complaints, told
 from loadtest.chaos.joiner import Joiner, Served, Stay, Tenure, tenures
 from loadtest.chaos.models import ALIAS, FIRST, SECOND, badness, placed
 from loadtest.chaos.models import token_of as token_of_model
 from loadtest.chaos.report import Wrongs, let_in, pushes, swaps, violations
-from loadtest.chaos.verdict import AFTER_S, Fault, Verdict, Window, judge, schedule, verdict
+from loadtest.chaos.run import Broken, windows
+from loadtest.chaos.verdict import AFTER_S, SILENT_S, Fault, Verdict, Window, judge, schedule, verdict
 from loadtest.histories.requests import Choice
 from loadtest.hosts.namespaces import until
 from loadtest.models.checkpoints import make_constant_checkpoint
@@ -55,21 +56,23 @@ def kinds(found: Choice, wish: Wish, asked: str = FIRST, by: str = "") -> list[s
 
 
 def test_the_same_seed_breaks_the_same_things_and_everything_breaks_once_before_anything_twice() -> None:
-    one, again, other = (list(itertools.islice(schedule(seed, 3, placed(3, 2)), 56)) for seed in (7, 7, 8))
+    one, again, other = (list(itertools.islice(schedule(seed, 3, placed(3, 2)), 59)) for seed in (7, 7, 8))
     assert one == again != other
     places = [(fault.name, fault.model, fault.host) for fault in one]
-    assert len(places) == 56
+    assert len(places) == 59
     assert places.count(("join joiner", SECOND, 0)) == 4
-    assert len(set(places)) == 53
+    assert len(set(places)) == 56
     assert {
         ("kill engine", FIRST, 2), ("freeze etcd", "", 1), ("cut link", "", 0), ("loss link", "", 2),
+        ("configure publisher", FIRST, 0), ("configure publisher", SECOND, 2), ("restore etcd", "", 0),
         ("kill publisher", FIRST, 0), ("kill publisher", SECOND, 2), ("freeze instance", SECOND, 1),
     } <= {*places}  # fmt: skip
     assert not {("kill instance", SECOND, 0), ("kill engine", SECOND, 0)} & {*places}
+    assert not any(f.overlaps for f in one if f.kind in ("configure", "restore"))
     # Joiners take turns on the hosts that lack their model.
-    deck = list(itertools.islice(schedule(3, 3, placed(3, 1)), 50))
+    deck = list(itertools.islice(schedule(3, 3, placed(3, 1)), 53))
     assert sorted(f.host for f in deck if f.kind == "join") == [0, 0, 1, 1]
-    assert not any(f.kind == "join" for f in itertools.islice(schedule(3, 3, placed(3, 3)), 60))
+    assert not any(f.kind == "join" for f in itertools.islice(schedule(3, 3, placed(3, 3)), 63))
 
 
 def test_an_answer_that_crosses_a_swap_is_right_where_its_tokens_are() -> None:
@@ -113,6 +116,28 @@ def test_a_run_counts_what_is_against_the_promise_and_the_longest_silence() -> N
     found = verdict(attempts, [], 10.0, 33.0)
     assert (found.violations, len(found.examples), found.totals["tokens checked"]) == (2, 2, 11)
     assert (found.silence_s, found.longest_s) == (18.0, 20.0)
+
+
+def test_a_request_that_takes_too_long_counts_whatever_was_broken() -> None:
+    slow = made(outcome="cut", code="ReadTimeout", ended=11.0 + SILENT_S)
+    found = verdict([slow, made(ended=9.0 + SILENT_S)], [Window(1, 11.0, 11.5)], 10.0, 33.0)
+    assert (found.problems, found.violations) == ({"silent": 1}, 1)
+
+
+def test_a_restore_breaks_every_gateway() -> None:
+    restored = Broken(Fault("restore", "etcd", 0, 2.0, 0.0), 10.0, 12.0, healed=50.0)
+    killed = Broken(Fault("kill", "etcd", 0, 0.0, 0.0), 10.0, 10.0, healed=50.0)
+    assert windows([restored, killed], 90.0) == [Window(host, 10.0, 50.0) for host in range(3)]
+
+
+def test_a_process_that_outlives_its_run_is_found(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "600"], env={"HOTSWAP_ARENA": f"{tmp_path}/arena0"}) as process:
+        try:
+            until(lambda: survivors(tmp_path) == [f"sleep ({process.pid})"])
+            assert survivors(tmp_path / "other") == []
+        finally:
+            process.kill()
+    assert survivors(tmp_path) == []
 
 
 QUESTION = Question(FIRST, "/generate", True, 3, (5, 6), KEEP)
@@ -187,7 +212,7 @@ def test_versions_that_are_not_finite_must_be_refused(tmp_path: Path) -> None:
     assert let_in(pushes(log, 0.0)) == 0
     log.write_text('{"at": 4.0, "what": "inf together", "outcome": "done"}\n')
     assert let_in(pushes(log, 4.0)) == 1
-    assert let_in(pushes(log, 5.0)) == 0
+    assert let_in(pushes(log, 5.0)) == let_in(pushes(log, 0.0, [(3.0, 4.5)])) == 0
     assert "1 versions that must be refused were swapped in" in violations(Verdict(), FINE, [], Wrongs(let_in=1))
 
 
@@ -283,17 +308,23 @@ def test_a_publisher_brings_adapters_and_takes_them_away(tmp_path: Path) -> None
     with contextlib.closing(SyncStore(url)) as store:
         store.run(ensure_arena(store.store, tmp_path / "arena"))
         with Publisher(url, model=FIRST) as trainer:
-            has, seen = False, set[str]()
+            has, seen, forms = False, set[str](), []
             for epoch in range(1, 15):
-                version, brought = publisher.publish(trainer, given, large=False, misfit=False, chance=chance)
+                config = given.config if epoch == 1 else None
+                if epoch == 7:
+                    config = publisher.another(given.config, chance, misfit=False)
+                version, brought = publisher.publish(trainer, given, large=False, config=config, chance=chance)
                 (record,) = [v for v in trainer.versions() if v.version == version]
                 has = brought == " with adapter" or (has and not brought)
                 assert {part.name for part in record.parts} == ({"lora/style"} if has else set())
                 active = ActiveRecord(version, epoch, None, "s", 0.0)
                 store.put(Keys(FIRST).active, active.to_json())
                 seen.add(brought)
+                forms.append(record.form)
+            misfit = publisher.another(given.config, chance, misfit=True)
             with pytest.raises(ConfigMismatch):
-                publisher.publish(trainer, given, large=False, misfit=True, chance=chance)
+                publisher.publish(trainer, given, large=False, config=misfit, chance=chance)
+    assert [len(set(forms)), len(set(forms[:6])), len(set(forms[6:]))] == [2, 1, 1]
     assert seen == {"", " with adapter", " without adapter"}
 
 
