@@ -11,7 +11,8 @@ strings, one line) and goes on as if it had been started with them; at the end o
 
 Exit status 0 when the version is ready (and, unless told otherwise, active), 1 when not. With --json one JSON object
 goes to standard output: {"version", "manifest_digest", "base_version", "parts" (as the record has them), "active",
-"tensors", "nbytes", "seconds", "gbps"}, with an upload id also "duplicate", of a delta "received" (its bytes); or
+"tensors", "nbytes", "seconds", "gbps"}, of DIR also "kept" (files that DIR lacks: the version keeps those of the one
+before), with an upload id also "duplicate", of a delta "received" (its bytes); or
 {"error": {"code", "message", "tensor", and what is known of DETAILS}, "version"} where `version` says which one is
 ready all the same, if one is.
 """
@@ -194,6 +195,7 @@ def push(
             for name, (checkpoint, metadata) in contents.items()
         }
         made = _made_before(publisher, upload_id) if upload_id else None
+        config = read_config(directory) if part == BASE and directory is not None else None
         if made is not None:
             version = made.version
             if activate:
@@ -206,7 +208,6 @@ def push(
             version = publisher.take_away(without, step=step, source=source, within_s=within_s)
         else:
             with contextlib.ExitStack() as stack:
-                config = read_config(directory) if part == BASE and directory is not None else None
                 about: dict[str, Any] = {"step": step, "source": source, "config": config, "without": without}
                 drafts = [stack.enter_context(d) for d in publisher.begin_all(pieces, **about)]
                 for draft in drafts:
@@ -216,6 +217,7 @@ def push(
                 version = commit_all(drafts, [], within_s=timeout_s if activate else None)
         record = next(v for v in publisher.versions() if v.version == version)
         nbytes = sum(schema.nbytes for schema, _ in pieces.values())
+        done["kept"] = publisher.kept_files(record, config) if BASE in contents else []
         done |= _told(record, time.perf_counter() - started) | ({"duplicate": made is not None} if upload_id else {})
         done |= {"nbytes": nbytes, "tensors": sum(len(schema.tensors) for schema, _ in pieces.values())}
         done |= {"gbps": round(nbytes / done["seconds"] / 1e9, 3) if done["seconds"] else 0.0}

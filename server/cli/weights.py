@@ -80,7 +80,10 @@ def push(
     body |= ({"part": part} if part else {}) | ({"parts": dict(map(_part, more))} if more else {})
     body |= ({"sign_key": sign_key} if sign_key else {}) | ({"cast": True} if cast else {})
     body |= _swap_options(mode, drain, deadline, on_lost)
-    show_swap(AdminClient(state_dir, url, admin_key_file).call("POST", "/admin/weights", body, reason))
+    answer = AdminClient(state_dir, url, admin_key_file).call("POST", "/admin/weights", body, reason)
+    show_swap(answer)
+    if kept := answer.get("kept"):
+        console().print(f"kept from the version before: {', '.join(kept)}")
 
 
 def _part(argument: str) -> tuple[str, str]:

@@ -54,8 +54,9 @@ BOOKKEEPING = frozenset({
 })  # fmt: skip
 """Where a checkpoint comes from, what training alone reads, and what its tensors, or an engine's options, say."""
 OWN = "hotswap."
-BESIDE = GENERATION, TEMPLATE = f"{OWN}generation_config", f"{OWN}chat_template"
-"""Fields of a configuration that are files beside config.json."""
+GENERATION, TEMPLATE = f"{OWN}generation_config", f"{OWN}chat_template"
+BESIDE: Mapping[str, str] = {GENERATION: "generation_config.json", TEMPLATE: "chat template"}
+"""Fields of a configuration that are files beside config.json, and what these are called."""
 MOST_STARTS = 2  # of one instance for one swap: a process that was killed gets a second try
 
 
@@ -92,6 +93,14 @@ def completed(served: str, wanted: str) -> str:
     before, after = _fields(served), _fields(wanted)
     kept = {name: before[name] for name in BESIDE if name in before and name not in after}
     return json.dumps(after | kept, sort_keys=True) if kept else wanted
+
+
+def kept_files(served: str, wanted: str | None) -> list[str]:
+    """The files of the configuration `served` that a checkpoint does not have whose text is `wanted` (None: it has no
+    config.json). Raises ConfigMismatch."""
+    before, after = _fields(served), _fields(wanted or "{}")
+    beside = [file for name, file in BESIDE.items() if name in before and name not in after]
+    return [*(["config.json"] if wanted is None else []), *beside]
 
 
 def meaning(config: str) -> str:

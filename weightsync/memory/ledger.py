@@ -22,7 +22,7 @@ from typing import Any
 from weightsync.control import activation
 from weightsync.control.board import readable_versions
 from weightsync.control.chain import LedgerEntry, append
-from weightsync.control.forms import check_config, completed, differing
+from weightsync.control.forms import check_config, completed, differing, kept_files
 from weightsync.control.hosts import arena_key, host_of, local_path, slot_name, this_host
 from weightsync.control.lease import LeaseKeeper
 from weightsync.control.records import (
@@ -105,6 +105,12 @@ class Ledger:
         configuration. `config`, the text of config.json, must fit. Raises TensorMismatch, ConfigMismatch, PublishError.
         """
         await self._form_for((await self._basis(onto))[0], schema, config)
+
+    async def kept(self, form: str, config: str | None) -> list[str]:
+        """The files that a version of this form has of the one before it, as its checkpoint with the `config` does not
+        have them. Raises PublishError."""
+        served = (await self._form_of(form))[0].config if form else ""
+        return kept_files(served, config) if served else []
 
     async def claim(
         self, arena: Arena, record: VersionRecord, sizes: Mapping[str, int]

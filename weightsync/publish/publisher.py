@@ -389,6 +389,11 @@ class Publisher:
         """The manifest digests of versions in shares that the store has a record of, for `HostShare`."""
         return [v.manifest_digest for v in self.versions() if v.state == "ready" and v.shares]
 
+    def kept_files(self, record: VersionRecord, config: str | None) -> list[str]:
+        """The files of its configuration that a base model has of the version before it, as those that were published
+        with it, `config`, are without them."""
+        return self._store.run(self._ledger.kept(record.form, config))
+
     def close(self) -> None:
         """End the lease, and with it any open draft; safe to call twice."""
         if not self._store.closed:

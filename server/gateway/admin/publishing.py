@@ -58,6 +58,19 @@ STALLED_S = 60.0  # without a byte read or a moment of computing
 SPARE_S = 900.0  # a spare nobody needs for so long gives its memory back
 
 
+class Published(int):
+    """The number of a version. `kept` names the files that its checkpoint lacks: those of the version before stay."""
+
+    kept: tuple[str, ...]
+
+    @classmethod
+    def of(cls, answer: Mapping[str, Any]) -> Published:
+        """Of what `weightsync.push` says."""
+        made = cls(answer["version"])
+        made.kept = tuple(answer.get("kept", ()))
+        return made
+
+
 class Pusher:
     """Runs publications one after the other: two at once would fence each other off."""
 
@@ -71,7 +84,7 @@ class Pusher:
     async def push(
         self,
         path: Path | None,
-        then: Callable[[int], Awaitable[T]],
+        then: Callable[[Published], Awaitable[T]],
         *,
         step: int | None = None,
         part: str = "",
@@ -106,7 +119,7 @@ class Pusher:
             named = await asyncio.to_thread(self._permitted, named)
 
         async def version_only(answer: dict[str, Any]) -> T:
-            return await then(int(answer["version"]))
+            return await then(Published.of(answer))
 
         noted = [*_named(by), f"--part={part}", *([] if step is None else [f"--step={step}"])]
         noted += [f"--sign-key={key_file}"] if key_file else []

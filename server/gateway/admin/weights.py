@@ -24,7 +24,7 @@ from starlette.requests import ClientDisconnect
 from server.errors import BadRequest, Conflict, InsufficientStorage, PayloadTooLarge
 from server.gateway.access.approvals import Guarded, PendingRecord
 from server.gateway.access.records import By
-from server.gateway.admin.publishing import Prepared
+from server.gateway.admin.publishing import Prepared, Published
 from server.gateway.deps import ByDep, ModelDep
 from server.gateway.models.model import Model
 from weightsync.control import activation, history, placement
@@ -147,11 +147,12 @@ async def push(model: ModelDep, by: ByDep, body: Push, response: Response) -> di
     if not body.path and not body.without and not body.parts:
         raise BadRequest("Name a checkpoint in `path`, or parts in `without`.", code="invalid_parameter", param="path")
 
-    async def then(version: int) -> dict[str, Any]:
+    async def then(version: Published) -> dict[str, Any]:
         swap = await swap_in(model, version, body, by) if body.activate else None
+        answer = {"version": int(version), "kept": version.kept}
         if swap is not None and "pending" in swap:
-            return {"version": version, "swap": None, **swap}
-        return {"version": version, "swap": swap}
+            return {**answer, "swap": None, **swap}
+        return {**answer, "swap": swap}
 
     answer = await model.pusher.push(
         Path(body.path) if body.path else None,

@@ -175,6 +175,15 @@ def test_how_a_fleet_takes_a_version_is_passed_on(
     assert run(*arguments, "--mode", "sideways", "--state-dir", state_dir)[0] == 2
 
 
+def test_a_push_says_which_files_the_version_keeps(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = {"version": 3, "swap": None, "kept": ["generation_config.json", "chat template"]}
+    monkeypatch.setattr(AdminClient, "call", lambda *_: kept)
+    said = run("push", ".", "--no-activate", "--state-dir", state_dir)[1]
+    assert "kept from the version before: generation_config.json, chat template" in said
+    kept["kept"] = []
+    assert "kept" not in run("push", ".", "--no-activate", "--state-dir", state_dir)[1]
+
+
 SPLIT = {"shares": [{"version": 4, "percent": 10.0, "instances": ["i1", "i2"]}], "sticky": "", "minimum": 1}
 
 

@@ -129,7 +129,7 @@ async def test_push_activate_list_and_roll_back(gateway: RunningGateway, tmp_pat
         assert list(first["swap"]["instances"]) == ["i0"]
 
         status, second = await ask(gateway, "POST", "/weights", path=path, activate=False)
-        assert (status, second) == (200, {"version": 2, "swap": None})
+        assert (status, second) == (200, {"version": 2, "swap": None, "kept": []})
         assert toy.committed == [1]
 
         status, swap = await ask(gateway, "POST", "/weights/activate", version=2)

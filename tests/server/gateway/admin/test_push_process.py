@@ -16,14 +16,14 @@ from server.errors import BadRequest, HttpError, UpstreamTimeout
 from server.gateway.access.records import By
 from server.gateway.admin import publishing
 from server.gateway.admin.error_map import to_http
-from server.gateway.admin.publishing import Pusher
+from server.gateway.admin.publishing import Published, Pusher
 from server.gateway.config import GatewayConfig, NamedSettings
 from tests.waiting import eventually
 from tests.weightsync.format.test_signing import pair
 from tests.weightsync.tensors import model, save_safetensors
 from weightsync import SyncStore
 from weightsync.control.chain import recent
-from weightsync.control.records import Keys, VersionRecord
+from weightsync.control.records import ActiveRecord, Keys, VersionRecord
 from weightsync.errors import WeightSyncError
 from weightsync.format.signing import Trust
 from weightsync.store import open_store
@@ -85,6 +85,29 @@ async def test_a_publication_is_signed_with_the_key_that_is_named(
     await store.close()
     with pytest.raises(BadRequest, match=r"no --sign-key .*another \(ops\)"):
         await pusher.push(checkpoint, version, sign_key=str(private))
+
+
+async def test_a_push_names_the_files_that_the_version_keeps(pusher: Pusher, checkpoint: Path) -> None:
+    async def kept(pushed: Published) -> tuple[str, ...]:
+        return pushed.kept
+
+    (checkpoint / "config.json").write_text('{"model_type": "llama"}')
+    (checkpoint / "generation_config.json").write_text('{"top_k": 5}')
+    (checkpoint / "chat_template.jinja").write_text("{{ messages }}")
+    assert await pusher.push(checkpoint, kept) == ()
+    await activated(pusher, 1)
+    (checkpoint / "chat_template.jinja").unlink()
+    assert await pusher.push(checkpoint, kept) == ("chat template",)
+    (checkpoint / "config.json").unlink()
+    assert await pusher.push(checkpoint, kept) == ("config.json", "generation_config.json", "chat template")
+
+
+async def activated(pusher: Pusher, number: int) -> None:
+    """Later versions follow it."""
+    active = ActiveRecord(number, 1, None, "s", 0.0)
+    store = open_store(pusher._config.store)
+    await store.put(Keys("demo").active, active.to_json())
+    await store.close()
 
 
 async def test_from_the_second_publication_on_a_process_waits_for_it(pusher: Pusher, checkpoint: Path) -> None:
