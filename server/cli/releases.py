@@ -16,7 +16,7 @@ from server.errors import CliError
 
 app = typer.Typer(no_args_is_help=True)
 
-Name = Annotated[str, typer.Option("--policy", help="name of a stored policy")]
+Name = Annotated[str, typer.Option("--policy", help="name of a policy: `hotswap release policies` lists them")]
 File = Annotated[Path | None, typer.Option("--file", help="policy in YAML, instead of a stored one")]
 LOOK_S = 1.0
 
@@ -66,7 +66,7 @@ def status(
         return
     release, out = answer["release"], console()
     if release is None:
-        out.print("no version was released yet; `hotswap release start VERSION --file POLICY` begins")
+        out.print("no version was released yet; `hotswap release start VERSION` begins")
         return
     out.print(f"version {release['version']}, over version {release['stable']}: {_place(release)}")
     findings = answer["findings"]
@@ -100,7 +100,7 @@ def policies(
     url: Url = None,
     admin_key_file: KeyFile = None,
 ) -> None:
-    """List the stored policies; show, store or delete one."""
+    """List the policies; show, store or delete one."""
     client = AdminClient(state_dir, url, admin_key_file)
     if (put is not None or delete) and (name is None or (put is not None and delete)):
         raise CliError("name the policy, and say one of --put FILE and --delete")
@@ -112,9 +112,10 @@ def policies(
         client.call("DELETE", f"/admin/releases/policies/{name}", None, reason)
         console().print(f"policy {name} is deleted")
         return
-    found = client.call("GET", "/admin/releases/policies")["policies"]
+    answer = client.call("GET", "/admin/releases/policies")
+    found, built_in = answer["policies"], answer.get("built_in", ())
     if name is None:
-        print("\n".join(sorted(found)) or "no policy is stored; `hotswap release policies NAME --put FILE` does")
+        print("\n".join(f"{known} (built in)" if known in built_in else known for known in sorted(found)))
     elif name in found:
         print(found[name].rstrip("\n"))
     else:

@@ -17,7 +17,7 @@ from server.gateway.admin.weights import WAITS, waits
 from server.gateway.deps import ByDep, ModelDep
 from server.gateway.models.model import Model
 from server.gateway.release.judge import Finding
-from server.gateway.release.policy import Policy, parse
+from server.gateway.release.policy import BUILT_IN, Policy, parse
 from server.gateway.release.records import ReleaseKeys, ReleaseRecord
 from server.gateway.release.scoring import check_names
 
@@ -58,9 +58,10 @@ async def show(model: ModelDep) -> dict[str, Any]:
 @router.post("/releases", responses=WAITS)
 async def start(model: ModelDep, by: ByDep, body: Start, response: Response) -> dict[str, Any]:
     """Begins a release, which goes on by itself on whichever gateway leads; or has it wait for approval."""
-    text = body.text or await _stored(model, body.policy)
-    checked(text, model)
-    await model.releases.check(body.version)
+    text = body.text or await _stored(model, body.policy) or BUILT_IN.get(body.policy)
+    if text is None:
+        raise _no_policy(body.policy)
+    await model.releases.check(body.version, checked(text, model))
     if (pending := await model.approvals.hold("release", by, release=ReleaseWish(body.version, text))) is not None:
         return waits(pending, response)
     return described(await model.releases.start(body.version, text, by))
@@ -74,10 +75,11 @@ async def cancel(model: ModelDep, by: ByDep) -> dict[str, Any]:
 
 @router.get("/releases/policies")
 async def policies(model: ModelDep) -> dict[str, Any]:
-    """The stored policies, by name."""
+    """The stored policies and those that are built in, by name; `built_in` names the latter."""
     keys = ReleaseKeys(model.name)
     found, _ = await model.store.list(keys.policies)
-    return {"policies": {kv.key.removeprefix(keys.policies): kv.value.decode() for kv in found}}
+    stored = {kv.key.removeprefix(keys.policies): kv.value.decode() for kv in found}
+    return {"policies": {**BUILT_IN, **stored}, "built_in": sorted(BUILT_IN.keys() - stored.keys())}
 
 
 @router.put("/releases/policies/{name}")
@@ -91,7 +93,8 @@ async def put_policy(model: ModelDep, by: ByDep, name: PolicyName, body: PolicyT
 @router.delete("/releases/policies/{name}")
 async def delete_policy(model: ModelDep, by: ByDep, name: PolicyName) -> dict[str, Any]:
     """Deletes a stored policy."""
-    await _stored(model, name)
+    if await _stored(model, name) is None:
+        raise _no_policy(name)
     await model.releases.put_policy(name, None, by)
     return {"name": name}
 
@@ -114,13 +117,14 @@ def checked(text: str, model: Model) -> Policy:
         raise BadRequest(str(error), code="bad_policy") from error
 
 
-async def _stored(model: Model, name: str) -> str:
+async def _stored(model: Model, name: str) -> str | None:
     found = await model.store.get(ReleaseKeys(model.name).policy(name))
-    if found is None:
-        raise NotFound(
-            f"There is no policy named {name!r}; PUT /admin/releases/policies/{name} stores one.", code="no_policy"
-        )
-    return found.value.decode()
+    return found.value.decode() if found is not None else None
+
+
+def _no_policy(name: str) -> NotFound:
+    stores = f"`hotswap release policies {name} --put FILE` stores one (PUT /admin/releases/policies/{name})"
+    return NotFound(f"No policy named {name!r} is stored; {stores}.", code="no_policy")
 
 
 def _found(finding: Finding) -> dict[str, Any]:

@@ -46,6 +46,10 @@ class FleetControl:
         shares = active.split.shares if active.split is not None else ()
         return active.version, {share.version: Share(share.percent, share.shadow) for share in shares}
 
+    async def instances(self) -> int:
+        found, _ = await self._store.list(self._keys.instances)
+        return sum(InstanceRecord.from_json(kv.value).state in PARTICIPATING for kv in found)
+
     async def ready(self, version: int) -> bool:
         found = await self._store.get(self._keys.version(version))
         return found is not None and VersionRecord.from_json(found.value).state == "ready"

@@ -58,6 +58,22 @@ _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([smh])")
 _PERCENT: Final = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 Percent = Annotated[float, Meta(ge=0, le=100)]
 
+# By name; a stored policy of the same name goes before. It bounds no times: where the loads of both versions differ,
+# times cannot be compared, and would hold the last step.
+BUILT_IN: Final = {
+    "default": """\
+conditions:
+  - {metric: errors, max_increase: 0.01}
+  - {metric: repetition, max_increase: 0.1}
+  - {metric: refusals, max_increase: 0.1}
+hold: 1h
+on_hold: rollback
+steps:
+  - {traffic: 10, for: 5m}
+  - {traffic: 50, for: 10m}
+"""
+}
+
 
 class Condition(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """What must hold of one metric: exactly one of the five bounds.

@@ -38,7 +38,7 @@ from server.gateway.release.records import EvidenceRecord, ReleaseKeys, ReleaseR
 from weightsync.control.activation import Approval
 from weightsync.control.chain import LedgerEntry, append
 from weightsync.errors import Conflict as StoreConflict
-from weightsync.errors import RecordError, StoreError, WeightSyncError
+from weightsync.errors import NotEnoughInstances, RecordError, StoreError, WeightSyncError
 from weightsync.store import MISSING, KeyValue, Store
 
 log: Final = logging.getLogger("hotswap.gateway")
@@ -53,6 +53,9 @@ class Control(Protocol):
 
     async def serving(self) -> tuple[int | None, Mapping[int, Share] | None]:
         """The active version, and the shares of others; None while a swap is under way."""
+
+    async def instances(self) -> int:
+        """How many there are that can take a version."""
 
     async def ready(self, version: int) -> bool:
         """Whether it is published and was not retired."""
@@ -102,10 +105,9 @@ class Releases:
     # what operators ask for
 
     async def start(self, version: int, text: str, by: By, approval: Approval | None = None) -> ReleaseRecord:
-        """Begins a release by the policy in `text`; what waited for `approval` waits no more. Raises ConfigError,
-        Conflict, NotFound, StoreError (a conflict of the store when `approval` fell)."""
-        parse(text)
-        stable = await self.check(version)
+        """Begins a release by the policy in `text`; what waited for `approval` waits no more. Raises ConfigError, and
+        as `check` (a conflict of the store when `approval` fell)."""
+        stable = await self.check(version, parse(text))
         before, now, name = self.current, time.time(), uuid.uuid4().hex
         record = ReleaseRecord(name, version, stable, text, "evaluating", 0, now, now, by.who)
         await self._forget_evidence()
@@ -114,9 +116,9 @@ class Releases:
             raise Conflict("Somebody else has begun a release in this moment.", code="release_under_way")
         return record
 
-    async def check(self, version: int) -> int:
-        """Whether it could be released now; the version it would take over from. Raises Conflict, NotFound,
-        StoreError."""
+    async def check(self, version: int, policy: Policy) -> int:
+        """Whether it could be released now by this policy; the version it would take over from. Raises Conflict,
+        NotFound, NotEnoughInstances, StoreError."""
         stable, shares = await self._control.serving()
         if stable is None or shares is None or shares:
             what = "a swap is under way" if shares is None else "versions share the traffic" if shares else "none is"
@@ -130,6 +132,8 @@ class Releases:
         if self.current is not None and not self.current.ended:
             under_way = f"The release of version {self.current.version} is under way ({self.current.state})"
             raise Conflict(f"{under_way}; cancel it first.", code="release_under_way")
+        if (have := await self._control.instances()) < 2 * policy.minimum:
+            raise NotEnoughInstances(2, policy.minimum, have)
         return stable
 
     async def cancel(self, by: By) -> ReleaseRecord:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from server.errors import CliError
+from server.gateway.release.policy import BUILT_IN
 from server.gateway.release.records import ReleaseKeys, ReleaseRecord
 from tests.server.gateway.admin.test_admin import two_participants
 from tests.server.gateway.commands import command
@@ -77,7 +78,8 @@ async def test_a_release_divides_the_traffic_and_is_cancelled(gateway: RunningGa
 
 async def test_what_cannot_begin_says_why(gateway: RunningGateway) -> None:
     for body, status, code in (
-        ({"version": 2}, 404, "no_policy"),
+        ({"version": 2, "policy": "none"}, 404, "no_policy"),
+        ({"version": 2, "text": f"minimum: 2\n{POLICY}"}, 409, "not_enough_instances"),
         ({"version": 2, "text": "steps: []"}, 400, "bad_policy"),
         ({"version": 9, "text": POLICY}, 404, "unknown_version"),
         ({"version": 1, "text": POLICY}, 409, "already_active"),
@@ -149,10 +151,27 @@ async def test_a_release_in_the_store_with_a_url_is_ignored(
     assert (await ask(gateway, "POST", "/releases", version=2, text=POLICY))[0] == 200
 
 
+async def test_a_release_begins_without_a_policy_and_where_there_is_one_by_that(gateway: RunningGateway) -> None:
+    assert (await ask(gateway, "DELETE", "/releases/policies/default"))[1]["code"] == "no_policy"
+    status, begun = await ask(gateway, "POST", "/releases", version=2)
+    assert (status, begun["policy"], begun["steps"]) == (200, BUILT_IN["default"], 2)
+    assert (await ask(gateway, "POST", "/releases/cancel"))[0] == 200
+    until(gateway, "rolled_back")
+    assert (await ask(gateway, "PUT", "/releases/policies/default", text=POLICY))[0] == 200
+    assert (await ask(gateway, "GET", "/releases/policies"))[1] == {"policies": {"default": POLICY}, "built_in": []}
+    assert (await ask(gateway, "POST", "/releases", version=2))[1]["policy"] == POLICY
+
+
+async def test_a_fleet_that_cannot_split_is_told_at_once(gateway: RunningGateway) -> None:
+    _, said = await ask(gateway, "POST", "/releases", version=2, text=f"minimum: 2\n{POLICY}")
+    assert "2 serve: start 2 more" in said["message"]
+    assert (await state(gateway))["release"] is None
+
+
 async def test_policies_are_stored_by_name(gateway: RunningGateway) -> None:
     assert (await ask(gateway, "PUT", "/releases/policies/careful", text=POLICY))[1] == {"name": "careful", "steps": 1}
     assert (await ask(gateway, "PUT", "/releases/policies/bad", text="steps: {"))[1]["code"] == "bad_policy"
-    assert (await ask(gateway, "GET", "/releases/policies"))[1] == {"policies": {"careful": POLICY}}
+    assert (await ask(gateway, "GET", "/releases/policies"))[1]["policies"] == BUILT_IN | {"careful": POLICY}
     _, operator = await new_key(gateway, name="ops", scopes=["operator"])
     assert (await ask(gateway, "PUT", "/releases/policies/careful", operator, text=POLICY))[0] == 403
     assert (await ask(gateway, "DELETE", "/releases/policies/careful"))[0] == 200
@@ -165,9 +184,10 @@ def test_the_command(gateway: RunningGateway, tmp_path: Path) -> None:
     run = partial(command, gateway, "release")
     (file := tmp_path / "policy.yaml").write_text(POLICY)
     assert "no version was released yet" in run("status")
-    assert "no policy is stored" in run("policies")
+    assert run("policies").strip() == "default (built in)"
+    assert run("policies", "default") == BUILT_IN["default"]
     assert "has 1 step(s)" in run("policies", "careful", "--put", str(file))
-    assert run("policies").strip() == "careful"
+    assert run("policies").split("\n")[:2] == ["careful", "default (built in)"]
     assert run("policies", "careful") == POLICY
     assert "has begun: evaluating" in run("start", "2", "--policy", "careful")
     until(gateway, "held")

@@ -164,6 +164,9 @@ class FakeFleet:
     async def serving(self) -> tuple[int | None, Mapping[int, Share] | None]:
         return self.active, dict(self.shares)
 
+    async def instances(self) -> int:
+        return 2
+
     async def ready(self, version: int) -> bool:
         return version in self.versions
 
