@@ -77,11 +77,13 @@ def needed_versions(
 def superseded(
     versions: Iterable[VersionRecord], needed: set[int], *, spare: int, below: int | None = None
 ) -> list[VersionRecord]:
-    """Ready versions that are not needed, but for the newest `spare`; with `below`, only older ones than that."""
+    """Ready versions that are not needed, but for the newest `spare` that were not refused; with `below`, only older
+    ones than that."""
     candidates = sorted(
         (v for v in versions if v.state == "ready" and v.version not in needed), key=lambda v: v.version, reverse=True
     )
-    return [v for v in candidates[spare:] if below is None or v.version < below]
+    spared = {v.version for v in [v for v in candidates if not v.refused][:spare]}
+    return [v for v in candidates if v.version not in spared and (below is None or v.version < below)]
 
 
 async def retire(store: Store, keys: Keys, *, spare: int, below: int | None = None) -> list[int]:

@@ -13,6 +13,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from weightsync.control import activation, history, outcome, placement
@@ -228,6 +229,13 @@ def transaction(
     if step.active is not None:
         puts[keys.active] = step.active.to_json()
     decided_on = depends_on(step, keys)
+    taken = (swap.target, *shared_versions(swap.split)) if step.kind == "commit" else ()
+    for number in (step.refused, *taken):
+        record = board.version(number) if number is not None else None
+        if record is not None and record.refused != (number == step.refused):
+            key = keys.version(record.version)
+            puts[key] = replace(record, refused=not record.refused).to_json()
+            decided_on.append(key)
     if step.kind in ("commit", "finish"):
         retiring = _superseded_by(board, step, spare)
         decided_on += [keys.target, *retiring]

@@ -213,7 +213,8 @@ class VersionRecord(Record):
     another, and `base_fingerprint` its own fingerprint where `fingerprint` is over base and parts. `form` names the
     FormRecord of its tensors; "": those of the key `schema`, with the configuration of each instance's directory.
     `signature` is the base model's DSSE envelope (`format/signing.py`; "": not signed). `shares` are hosts that have
-    chunks of the base model which its slot lacked when it was published.
+    chunks of the base model which its slot lacked when it was published. `refused`: an instance has refused to stage
+    it for what it is, and no swap has committed it since.
     """
 
     version: int
@@ -235,6 +236,7 @@ class VersionRecord(Record):
     form: str = ""
     signature: str = ""
     shares: tuple[str, ...] = ()
+    refused: bool = False
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ from weightsync.control.records import (
     shared_versions,
 )
 from weightsync.control.trial import ProbeResult
-from weightsync.errors import NotEnoughInstances
+from weightsync.errors import ConfigMismatch, NotEnoughInstances
 
 CONFIRM_S = 45.0  # for an instance to say after a commit that it flipped: 30 s for its `finish` requests, and more
 ROLLING_DRAIN_S = 30.0
@@ -114,11 +114,13 @@ class View:
 
 @dataclass(frozen=True)
 class Step:
-    """Write `swap`, and `active` where that changes: with a trial, its end, a commit or its revert."""
+    """Write `swap`, and `active` where that changes: with a trial, its end, a commit or its revert; and which version
+    an instance has `refused`."""
 
     kind: Literal["open", "refuse", "leave", "try", "commit", "turn", "revert", "abort", "finish"]
     swap: SwapRecord
     active: ActiveRecord | None = None
+    refused: int | None = None
 
 
 @dataclass(frozen=True)
@@ -380,7 +382,9 @@ def _blocked(view: View, swap: SwapRecord) -> Step | None:
     for name in swap.participants:
         instance = view.instances.get(name)
         if instance is not None and instance.swap_id == swap.id and instance.error is not None:
-            return abort(view, swap, f"instance {name}: {instance.error.message}", instance.error.tensor)
+            step = abort(view, swap, f"instance {name}: {instance.error.message}", instance.error.tensor)
+            at_fault = instance.error.tensor is not None or instance.error.code == ConfigMismatch.code
+            return replace(step, refused=swap.of(name).target) if at_fault else step
     if (reason := _odd_fingerprint(view, swap)) is not None:
         return abort(view, swap, reason)
     return None

@@ -136,7 +136,7 @@ MUTATIONS: list[Mutation] = [
     ]),
     *of("weightsync/control/activation.py", WS + "control/test_coordinator.py", WS + "memory/test_parts.py", changes=[
         ("needed |= {active.version, active.previous}", "needed |= {active.version}"),
-        ("return [v for v in candidates[spare:]", "return [v for v in candidates[spare + 1:]"),
+        ("if not v.refused][:spare]", "if not v.refused][: spare + 1]"),
     ]),
     *of("weightsync/format/fingerprint.py", WS + "format/test_fingerprint.py", changes=[
         ("if (other := boxes.setdefault(part.box, part)).sum != part.sum:", "if False and (other := boxes.setdefault(part.box, part)):"),

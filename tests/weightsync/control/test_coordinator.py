@@ -296,6 +296,31 @@ async def test_old_versions_are_retired_and_needed_ones_are_not(fleet: Fleet) ->
     assert len(fleet.publisher.arena.slots("demo")) <= 4
 
 
+async def test_versions_that_were_refused_push_no_good_one_out(fleet: Fleet) -> None:
+    coordinator = fleet.coordinator(keep=3)
+    engine = await fleet.instance("a")
+    for i in range(3):
+        assert (await coordinator.activate(await fleet.publish(i))).ok
+    engine.on_stage = refuse
+    for i in (3, 4):
+        assert not (await coordinator.activate(await fleet.publish(i))).ok
+    engine.on_stage = None
+    assert (await coordinator.activate(await fleet.publish(5))).ok
+    records = await asyncio.to_thread(fleet.publisher.versions)
+    assert [r.version for r in records if r.state == "ready"] == [2, 3, 6]
+
+
+async def test_a_version_that_is_taken_after_all_is_no_longer_one_that_was_refused(fleet: Fleet) -> None:
+    coordinator = await fleet.serving("a")
+    engine = fleet.engines["a"]
+    engine.on_stage = refuse
+    assert not (await coordinator.activate(await fleet.publish())).ok
+    engine.on_stage = None
+    assert [r.refused for r in await asyncio.to_thread(fleet.publisher.versions)] == [False, True]
+    assert (await coordinator.activate(2)).ok
+    assert [r.refused for r in await asyncio.to_thread(fleet.publisher.versions)] == [False, False]
+
+
 async def test_many_swaps_by_two_coordinators_leave_nothing_behind(fleet: Fleet) -> None:
     coordinators = [fleet.coordinator(), fleet.coordinator()]
     engine = await fleet.instance("a")
