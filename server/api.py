@@ -20,8 +20,9 @@ class Forwarded:
     string go upstream.
 
     `bounds` are the fields that bound an answer, the one that counts first, and `unbounded` is the most tokens of an
-    answer where none is sent (None: the context's end). `prompt` are the fields that a prompt is made of, as they begin
-    in the body. `prompts` is the field that may hold several prompts, each answered by itself, or token ids: one of
+    answer where none is sent (None: the context's end). `nested` is the field in which those and `n` are, if they are
+    not fields of the request itself. `prompt` are the fields that a prompt is made of, as they begin in the body.
+    `prompts` is the field that may hold several prompts, each answered by itself, or token ids: one of
     `Fields` (gateway/wire/bodies.py). `pairs` are fields of which the first, one text, is computed anew with each
     element of the second. `operation` is OpenTelemetry's `gen_ai.operation.name`.
 
@@ -40,8 +41,9 @@ class Forwarded:
     query: bool = False
     bounds: tuple[str, ...] = ()
     unbounded: int | None = None
+    nested: Literal["", "sampling_params"] = ""
     prompt: tuple[bytes, ...] = ()
-    prompts: Literal["", "prompt", "prompt_token_ids", "messages", "input"] = ""
+    prompts: Literal["", "prompt", "prompt_token_ids", "token_ids", "messages", "input"] = ""
     pairs: tuple[tuple[str, str], ...] = ()
     operation: Literal["", "chat", "text_completion", "embeddings"] = ""
     tag: Literal["openai", "anthropic", "tokens", "health"] = "openai"
@@ -163,7 +165,8 @@ ROUTES: Final[tuple[Forwarded, ...]] = (
     # vLLM's routes between machines, which trainers use beside the admin routes.
     Forwarded(
         "POST", "/inference/v1/generate", "vLLM's tokens in, tokens out",
-        works="generate", operation="text_completion", admin=True,
+        works="generate", bounds=("max_tokens",), nested="sampling_params", prompts="token_ids",
+        operation="text_completion", admin=True,
     ),
     Forwarded("POST", "/v1/completions/render", "a request as token ids", admin=True),
     Forwarded("POST", "/v1/completions/derender", "token ids as an answer", admin=True),

@@ -18,7 +18,7 @@ import msgspec
 
 from server import api
 from server.errors import BadRequest
-from server.gateway.wire.bodies import Usage, size_of
+from server.gateway.wire.bodies import Usage, size_of, within
 
 Field = msgspec.Raw | msgspec.UnsetType
 
@@ -31,6 +31,7 @@ WEIGHT: Final = 0.1  # of the last answer in an instance's pace
 _MOST_TEXT: Final = 32  # characters of a number
 # What bounds an answer on each route that generates, the one that counts first; and the bound where none is sent.
 _FIELDS: Final = {route.path: (route.bounds, route.unbounded) for route in api.ROUTES if route.bounds}
+_NESTED: Final = {route.path: route.nested for route in api.ROUTES if route.nested}
 _PROMPTS: Final = {route.path: route.prompts for route in api.ROUTES if route.prompts}
 _PAIRS: Final = {route.path: route.pairs for route in api.ROUTES if route.pairs}
 _MOST_COMMAS: Final = 1 << 18  # in an array that is decoded to count its elements: some milliseconds
@@ -40,6 +41,7 @@ _decode_array: Final = msgspec.json.Decoder(list[msgspec.Raw]).decode
 class Asked(Protocol):
     """A body's fields, as they were sent: these, and those that `prompts` of a route names."""
 
+    sampling_params: Field
     max_tokens: Field
     max_completion_tokens: Field
     max_output_tokens: Field
@@ -119,14 +121,21 @@ def reckon(asked: Asked, route: str, size: int, bound: int | None = None) -> Cos
     if found is None:
         return Cost(prompt, 0)
     names, default = found
+    wanted = _wanted(asked, route)
     most = 0
     for name in names:
         if not most:
-            most = _number(getattr(asked, name))
+            most = _number(getattr(wanted, name))
     most = most or default or bound or 0
-    answers = min(prompts * max(_number(asked.n), _number(asked.best_of), 1), MOST)
+    answers = min(prompts * max(_number(wanted.n), _number(wanted.best_of), 1), MOST)
     whole = 0 if asked.stream is not _UNSET and bytes(asked.stream) == b"true" else answers  # type: ignore[arg-type]
     return Cost(prompt, min((most or USUAL_OUTPUT) * answers, MOST), bounded=bool(most), whole=whole)
+
+
+def _wanted(asked: Asked, route: str) -> Asked:
+    """The fields that say what answers are wanted."""
+    nested = _NESTED.get(route)
+    return asked if nested is None else within(getattr(asked, nested))
 
 
 def _repeated(asked: Asked, route: str) -> int:
@@ -183,11 +192,15 @@ def bounded(asked: Asked, route: str, bound: int, body: bytes) -> bytes:
     if found is None:
         return body
     names, default = found
-    named = [name for name in names if _is_set(getattr(asked, name))]
+    wanted, nested = _wanted(asked, route), _NESTED.get(route)
+    named = [name for name in names if _is_set(getattr(wanted, name))]
     for name in named:
-        _check(name, getattr(asked, name), bound)
+        _check(name, getattr(wanted, name), bound)
     if named or (default is not None and default <= bound):
         return body
+    if nested is not None:  # what is written in at the end would stand beside it
+        message = f"This key may ask for {bound} tokens an answer at most: send {names[0]} in {nested}."
+        raise BadRequest(message, code="max_output_exceeded", param=nested)
     return _with(body, names[0], bound)
 
 

@@ -65,6 +65,8 @@ class Fields(msgspec.Struct):
     stream: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    token_ids: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    sampling_params: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     input: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     query: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
@@ -100,6 +102,14 @@ def check_object(body: bytes) -> Fields:
         return found
     except _FAULTS as exc:
         raise _no_object(exc) from exc
+
+
+def within(value: msgspec.Raw | msgspec.UnsetType) -> Fields:
+    """The fields of an object that is a field itself; none of what is no object, which its instance refuses."""
+    try:
+        return NONE if isinstance(value, msgspec.UnsetType) else _decoder.decode(value)
+    except _FAULTS:
+        return NONE
 
 
 def raw_fields(body: bytes) -> dict[str, msgspec.Raw]:

@@ -67,7 +67,7 @@ MUTATIONS: list[Mutation] = [
     *of(ACCESS + "costs.py", GW + "access/test_quota.py", GW + "access/test_limits.py", changes=[
         ("int(seconds / before) * cost.whole if before", "int(seconds / before) if before"),
         ("if usage is None and status == 499:", "if usage is None:"),
-        ("max(_number(asked.n), _number(asked.best_of), 1)", "max(_number(asked.n), 1)"),
+        ("max(_number(wanted.n), _number(wanted.best_of), 1)", "max(_number(wanted.n), 1)"),
         ("if status < 400 or status == 499 else 0, 0", "if status < 400 else 0, 0"),
         ("usage.prompt_tokens if usage.exact else self.prompt,", "usage.prompt_tokens,"),
         ("    if most > bound:\n", "    if most >= bound:\n"),

@@ -22,7 +22,7 @@ from loadtest.simulation.store import Client, ModelStore
 from server.errors import BadRequest
 from server.gateway.access import limits as meters
 from server.gateway.access.budgets import Budgets, SpentRecord
-from server.gateway.access.costs import BYTES_PER_TOKEN, MOST, USUAL_OUTPUT, Cost, Pace, reckon
+from server.gateway.access.costs import BYTES_PER_TOKEN, MOST, USUAL_OUTPUT, Cost, Pace, bounded, reckon
 from server.gateway.access.keys import Principal
 from server.gateway.access.limits import SLOTS, Limits, Month, RateLimited, Window, this_month
 from server.gateway.wire.bodies import NONE, Usage, check_object
@@ -37,6 +37,7 @@ STEPS = st.lists(st.tuples(st.integers(0, 90), st.integers(0, 9), st.booleans())
 CHAT = "/v1/chat/completions"
 BATCH = f"{CHAT}/batch"
 EMBEDDINGS = "/v1/embeddings"
+NESTED = "/inference/v1/generate"
 
 
 @given(STEPS)
@@ -108,10 +109,22 @@ def test_an_excess_counts_from_when_it_is_known() -> None:
         ("/generate", b'{"max_tokens":5,"n":2}', 10),
         ("/v1/embeddings", b'{"max_tokens":5}', 0),
         ("/tokenize", b"{}", 0),
+        (NESTED, b'{"token_ids":[1,2],"sampling_params":{"max_tokens":5,"n":3},"max_tokens":9,"n":7}', 15),
+        (NESTED, b'{"token_ids":[1,2],"sampling_params":{}}', USUAL_OUTPUT),
+        (NESTED, b'{"token_ids":[1,2],"sampling_params":[7]}', USUAL_OUTPUT),
+        (NESTED, b'{"token_ids":[1,2]}', USUAL_OUTPUT),
     ],
 )
 def test_what_an_answer_is_expected_to_take(route: str, body: bytes, tokens: int) -> None:
     assert reckon(check_object(body), route, len(body)).output == tokens
+
+
+def test_the_bound_of_a_key_holds_where_an_answer_is_bounded_in_a_field_of_a_field() -> None:
+    good = b'{"sampling_params":{"max_tokens":50}}'
+    assert bounded(check_object(good), NESTED, 50, good) is good
+    for bad in (b'{"sampling_params":{"max_tokens":51}}', b'{"sampling_params":{}}', b'{"max_tokens":5}'):
+        with pytest.raises(BadRequest, match="may ask for 50 tokens an answer at most"):
+            bounded(check_object(bad), NESTED, 50, bad)
 
 
 def test_what_a_prompt_is_taken_for() -> None:
@@ -121,7 +134,12 @@ def test_what_a_prompt_is_taken_for() -> None:
 
     text = b'"' + b"x" * 400 + b'"'
     ids = b"[" + b",".join([b"7"] * 300) + b"]"
-    for field, route in ((b"prompt", "/v1/completions"), (b"prompt_token_ids", "/generate"), (b"input", EMBEDDINGS)):
+    for field, route in (
+        (b"prompt", "/v1/completions"),
+        (b"prompt_token_ids", "/generate"),
+        (b"token_ids", NESTED),
+        (b"input", EMBEDDINGS),
+    ):
         assert prompt(field, text, route) == (len(text) + len(field) + 5) // BYTES_PER_TOKEN + 1
         assert prompt(field, ids, route) == 300
     assert prompt(b"input", b"[%b,%b]" % (ids, ids), EMBEDDINGS) == 600
