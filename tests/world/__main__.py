@@ -1,0 +1,3 @@
+from tests.world import main
+
+main()
