@@ -1,20 +1,17 @@
 """The model's own tokenizer, straight from `tokenizer.json`, and its chat template.
 
-The template is rendered as transformers does it, without importing it.
+transformers renders the template.
 """
 
 from __future__ import annotations
 
-import datetime
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import xxhash
-from jinja2 import TemplateError
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import TemplateSyntaxError
 from tokenizers import Tokenizer as RustTokenizer
 
 from trainer.errors import DataError
@@ -154,23 +151,22 @@ class ChatTemplate:
 
     def __init__(self, source: str, variables: dict[str, Any]) -> None:
         self.source, self.variables = source, variables
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-        environment.filters["tojson"] = _to_json
-        environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
-        try:
-            self._template = environment.from_string(source)
-        except TemplateError as error:
-            raise DataError(f"the model's chat template cannot be used ({error}). Correct it.") from None
 
     def __call__(
         self, messages: Sequence[dict[str, Any]], *, go_on: bool = True, tools: Sequence[dict[str, Any]] | None = None
     ) -> str:
         """The messages as text, and if it is to `go_on` the beginning of the assistant's next one. Raises ValueError
-        for messages that it refuses."""
+        for messages that it refuses, DataError if it is no template."""
+        from transformers.utils.chat_template_utils import render_jinja_template  # takes a second, and few need it
+
+        options = {"chat_template": self.source, "add_generation_prompt": go_on, **self.variables}
         try:
-            return self._template.render(messages=messages, tools=tools, add_generation_prompt=go_on, **self.variables)
-        except (TemplateError, TypeError) as error:
+            texts, _ = render_jinja_template([list(messages)], tools=tools, **options)
+        except TemplateSyntaxError as error:
+            raise DataError(f"the model's chat template cannot be used ({error}). Correct it.") from None
+        except Exception as error:  # a template may do anything with what it is given
             raise ValueError(f"the chat template refuses it ({error})") from None
+        return texts[0]
 
 
 def load_chat_template(directory: Path) -> ChatTemplate | None:
@@ -192,15 +188,3 @@ def _tokenizer_config(directory: Path) -> dict[str, Any]:
 
 def _token(value: Any) -> Any:
     return value.get("content") if isinstance(value, dict) else value
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _refuse(message: str) -> None:
-    raise TemplateError(message)
-
-
-def _now(pattern: str) -> str:
-    return datetime.datetime.now().strftime(pattern)
