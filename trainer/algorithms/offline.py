@@ -29,7 +29,9 @@ class Sft(AlgorithmBase):
         for record in records:
             if not record.target_ids:
                 raise DataError(f"record {record.index} has no target to learn. Give every SFT record one.")
-        return [Sequence(r.prompt_ids, r.target_ids, train_on_prompt=self.config.on_prompt) for r in records]
+        if self.config.on_prompt:
+            return [Sequence(r.prompt_ids, r.target_ids, train_on_prompt=True) for r in records]
+        return [Sequence(r.prompt_ids, r.target_ids, mask=r.mask or None) for r in records]
 
     def loss(self, logprobs_BT: torch.Tensor, fields: Fields) -> LossOutput:
         """Negative log-likelihood."""

@@ -5,6 +5,7 @@ cache.py      data sets in files, tokenised once                 tokenise.py   w
 formats.py    JSON lines, Parquet, WebDataset                    parse.py      a raw record to token ids
 storage.py    files by path or URL                               tokenizer.py  the model's tokenizer and chat template
 gym.py        problems of reasoning-gym                          answers.py    the log of answers that a gateway keeps
+conversation.py   conversations as the model's chat template writes them, and what of them is learned
 """
 
 from trainer.config import ArithmeticData, CodeTasksData, DataConfig, ReasoningGymData

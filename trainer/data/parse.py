@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import orjson
 
 from trainer.config import FileData
+from trainer.data.conversation import TOOLS, Message, joined, normal, text_of
 from trainer.data.records import Learns, Record
 from trainer.data.tokenizer import Tokenizer
 
 _MISSING = object()
+Answer = str | list[Message] | None
 
 
 class BadRecord(ValueError):
@@ -56,6 +59,7 @@ class Tokenised(msgspec.Struct, array_like=True):
     rejected_ids: tuple[int, ...]
     extra: dict[str, Any]
     messages: tuple[dict[str, Any], ...] = ()
+    mask: tuple[int, ...] = ()
 
     def record(self, index: int) -> Record:
         return Record(
@@ -68,6 +72,7 @@ class Tokenised(msgspec.Struct, array_like=True):
             self.rejected_ids,
             self.extra,
             self.messages,
+            self.mask,
         )
 
     @property
@@ -82,71 +87,98 @@ class Parser:
     def __init__(self, config: FileData, tokenizer: Tokenizer, needs: Needs) -> None:
         self._config, self._tokenizer, self._needs = config, tokenizer, needs
 
-    def __call__(self, value: Any) -> Tokenised:
-        c = self._config
+    def __call__(self, value: Any) -> list[Tokenised]:
+        """One; of a conversation that is learned as many as there are sequences in it."""
         if not isinstance(value, dict):
             raise BadRecord("it is not an object")
-        prompt, target = self._prompt_and_target(value)
-        chosen, rejected = (self._answer_text(value, key) for key in (c.chosen_key, c.rejected_key))
-        if (chosen is None) != (rejected is None):
-            raise BadRecord(f"it has only one of {c.chosen_key!r} and {c.rejected_key!r}")
-        text, ids = self._tokenise_prompt(prompt)
-        encode = self._tokenizer.continuation
-        result = Tokenised(
-            prompt=text,
-            answer=self._expected(value, target),
-            prompt_ids=ids,
-            target_ids=encode(target) if target else (),
-            chosen_ids=() if chosen is None else encode(chosen),
-            rejected_ids=() if rejected is None else encode(rejected),
-            extra=self._extra(value),
-            messages=() if isinstance(prompt, str) else tuple(prompt),
-        )
-        if c.max_length is not None and result.tokens > c.max_length:
-            raise TooLong(f"it has {result.tokens} tokens, more than max_length")
-        self._needs.check(result)
-        return result
-
-    def _prompt_and_target(self, value: dict[str, Any]) -> tuple[str | list[dict[str, Any]], str]:
-        c = self._config
-        prompt, target = find(value, c.prompt_key), self._answer_text(value, c.target_key) or ""
-        if (prompt is _MISSING or prompt is None) and isinstance(chosen := find(value, c.chosen_key), list):
-            messages, rejected = _messages(chosen, c.chosen_key), find(value, c.rejected_key)
-            if not isinstance(rejected, list) or rejected[:-1] != messages[:-1]:
-                raise BadRecord(f"{c.chosen_key!r} and {c.rejected_key!r} do not begin with the same messages")
-            return messages[:-1], target
-        if isinstance(prompt, list):
-            messages = _messages(prompt, c.prompt_key)
-            if not target and messages[-1].get("role") == "assistant":
-                return messages[:-1], messages[-1]["content"]
-            return messages, target
-        if not isinstance(prompt, str):
-            raise BadRecord(f"{c.prompt_key!r} is not a text")
-        return ([{"role": "user", "content": prompt}] if c.chat_template else prompt), target
-
-    def _tokenise_prompt(self, prompt: str | list[dict[str, Any]]) -> tuple[str, tuple[int, ...]]:
         try:
-            text, ids = (prompt, self._tokenizer.prompt(prompt)) if isinstance(prompt, str) else self._chat(prompt)
+            found = self._records(value)
         except ValueError as error:
             raise BadRecord(str(error)) from None
-        if not ids:
-            raise BadRecord("the prompt has no tokens")
-        return text, ids
+        for record in found:
+            if not record.prompt_ids:
+                raise BadRecord("the prompt has no tokens")
+            if self._config.max_length is not None and record.tokens > self._config.max_length:
+                raise TooLong(f"it has {record.tokens} tokens, more than max_length")
+            self._needs.check(record)
+        return found
 
-    def _chat(self, messages: list[dict[str, Any]]) -> tuple[str, tuple[int, ...]]:
+    def _records(self, value: dict[str, Any]) -> list[Tokenised]:
+        c = self._config
+        prompt = find(value, c.prompt_key)
+        target, chosen, rejected = (self._answer(value, key) for key in (c.target_key, c.chosen_key, c.rejected_key))
+        if (chosen is None) != (rejected is None):
+            raise BadRecord(f"it has only one of {c.chosen_key!r} and {c.rejected_key!r}")
+        if isinstance(chosen, list) and (prompt is _MISSING or prompt is None or len(chosen) > 1):
+            if not isinstance(rejected, list) or rejected[:-1] != chosen[:-1]:
+                raise BadRecord(f"{c.chosen_key!r} and {c.rejected_key!r} do not begin with the same messages")
+            prompt, chosen, rejected = chosen[:-1], chosen[-1:], rejected[-1:]
+        if isinstance(prompt, list):
+            messages = _messages(prompt, c.prompt_key) if prompt or chosen is None else []
+        elif not isinstance(prompt, str):
+            raise BadRecord(f"{c.prompt_key!r} is not a text")
+        elif c.chat_template:
+            messages = [{"role": "user", "content": prompt}]
+        else:
+            return [self._of_texts(value, prompt, *(_last(answer) for answer in (target or None, chosen, rejected)))]
+        start = len(messages) if target else 0
+        if not target and messages and messages[-1].get("role") == "assistant":
+            messages, target = messages[:-1], messages[-1:]
         if not messages:
             raise BadRecord("the prompt has no messages")
-        return self._tokenizer.chat(messages)
+        return self._of_messages(value, messages, start, target, chosen, rejected)
 
-    def _answer_text(self, value: dict[str, Any], key: str) -> str | None:
+    def _of_texts(self, value: dict[str, Any], prompt: str, *answers: str | None) -> Tokenised:
+        target, chosen, rejected = (() if text is None else self._tokenizer.continuation(text) for text in answers)
+        expected, ids = self._expected(value, answers[0] or ""), self._tokenizer.prompt(prompt)
+        return Tokenised(prompt, expected, ids, target, chosen, rejected, self._extra(value))
+
+    def _of_messages(
+        self,
+        value: dict[str, Any],
+        messages: list[Message],
+        start: int,
+        target: Answer,
+        chosen: Answer,
+        rejected: Answer,
+    ) -> list[Tokenised]:
+        """`start` is the place of the first message that may be learned."""
+        tools, turn = self._tools(value), self._tokenizer.turn
+        whole = [*messages, *_said(target)]
+        text, ids = self._tokenizer.chat(whole[:-1] if target else messages, tools)
+        expected, extra = self._expected(value, _last(target) or ""), self._extra(value)
+        found = Tokenised(text, expected, ids, (), (), (), extra, tuple(normal(m) for m in messages))
+        if chosen and rejected:
+            found.chosen_ids, found.rejected_ids = (turn(messages, _said(a)[0], tools)[1] for a in (chosen, rejected))
+        elif target and self._needs.learns != "target":
+            found.target_ids = turn(whole[:-1], whole[-1], tools)[1]
+        elif target:
+            sequences = joined(self._tokenizer.turns(whole, tools, start))
+            return [
+                msgspec.structs.replace(found, prompt_ids=prompt, target_ids=rest, mask=mask if 0 in mask else ())
+                for prompt, rest, mask in sequences
+            ] or [found]
+        return [found]
+
+    def _answer(self, value: dict[str, Any], key: str) -> Answer:
         found = find(value, key)
         if found is _MISSING or found is None:
             return None
         if isinstance(found, list):
-            found = _messages(found, key)[-1]["content"]
+            return _messages(found, key)
         if not isinstance(found, str):
             raise BadRecord(f"{key!r} is not a text")
         return found
+
+    def _tools(self, value: dict[str, Any]) -> list[dict[str, Any]] | None:
+        found = value.get(TOOLS)
+        try:
+            tools = orjson.loads(found) if isinstance(found, str) and found else found
+        except ValueError:
+            tools = found
+        if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+            raise BadRecord(f"{TOOLS!r} is not a list of objects, nor one as JSON in a text")
+        return tools or None
 
     def _expected(self, value: dict[str, Any], target: str) -> str:
         key = self._config.answer_key
@@ -179,8 +211,16 @@ def find(value: dict[str, Any], key: str) -> Any:
     return found
 
 
-def _messages(value: list[Any], key: str) -> list[dict[str, Any]]:
-    good = all(isinstance(m, dict) and isinstance(m.get("content"), str) and "role" in m for m in value)
+def _messages(value: list[Any], key: str) -> list[Message]:
+    good = all(isinstance(m, dict) and text_of(m) is not None and isinstance(m.get("role"), str) for m in value)
     if not value or not good:
         raise BadRecord(f"{key!r} is not a list of messages with a role and a content")
     return value
+
+
+def _said(answer: Answer) -> list[Message]:
+    return [{"role": "assistant", "content": answer}] if isinstance(answer, str) and answer else list(answer or ())
+
+
+def _last(answer: Answer) -> str | None:
+    return text_of(answer[-1]) if isinstance(answer, list) else answer

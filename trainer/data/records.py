@@ -31,7 +31,8 @@ class Record:
     `target_ids` end with the end-of-sequence token; they are empty when the record has no target. So do `chosen_ids`
     and `rejected_ids`, the two answers of a preference; both are empty when the record is none. `extra` is what else
     the data set says about it, as JSON values: the tests of a code task, say. Rewards get it. `messages` are the
-    prompt's chat messages, if it was given as such.
+    prompt's chat messages, if it was given as such. `mask` says which of the `target_ids` are learned (1) and which are
+    only read (0), the user's between two answers; left out, all are learned.
     """
 
     index: int
@@ -43,6 +44,7 @@ class Record:
     rejected_ids: tuple[int, ...] = ()
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
     messages: tuple[dict[str, Any], ...] = field(default=(), hash=False)
+    mask: tuple[int, ...] = ()
 
 
 class Dataset(Protocol):

@@ -119,7 +119,8 @@ class Worker:
                 if not isinstance(raw, Bad):
                     place, value = raw
                     try:
-                        segment.append(self._parse(value))
+                        for record in self._parse(value):
+                            segment.append(record)
                         continue
                     except TooLong:
                         too_long += 1

@@ -1,24 +1,20 @@
-"""The model's own tokenizer, straight from `tokenizer.json`, and its chat template.
-
-transformers renders the template.
-"""
+"""The model's own tokenizer, straight from `tokenizer.json`, and its chat template."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import xxhash
-from jinja2 import TemplateSyntaxError
 from tokenizers import Tokenizer as RustTokenizer
 
+from trainer.data.conversation import ChatTemplate, Ids, Tools, normal
 from trainer.errors import DataError
 
 PROBES, PROBE_TOKENS = 8, 128  # texts to compare tokenizers by, and about how many tokens they are made of
 TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
-_ANSWER = "an answer"  # behind which a template is asked what it writes
 
 
 class Tokenizer:
@@ -32,7 +28,12 @@ class Tokenizer:
         except Exception as error:  # the Rust side raises plain Exception for every cause
             raise DataError(f"cannot read {path} ({error}). Put the model's tokenizer.json there.") from None
         self._chat = load_chat_template(self.directory)
-        self.eos_id = self._end_of_answers()
+        self._stops = self._named_ends()
+        self._tail = self._chat.tail if self._chat else ""
+        # Of the tokens at which engines stop the one that the template writes behind an answer, else the first.
+        self.eos_id = next((token for token in self.plain(self._tail) if token in self._stops), self._stops[0])
+        before, end, _ = self._tail.partition(self._tokenizer.id_to_token(self.eos_id) or "\0")
+        self._end = before + end if end else ""  # as the template ends an answer, if an engine stops there
 
     @property
     def size(self) -> int:
@@ -73,67 +74,65 @@ class Tokenizer:
         """Without special tokens, then end-of-sequence."""
         return (*self._tokenizer.encode(text, add_special_tokens=False).ids, self.eos_id)
 
-    def chat(
-        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None
-    ) -> tuple[str, tuple[int, ...]]:
+    def chat(self, messages: Sequence[Mapping[str, Any]], tools: Tools = None) -> tuple[str, Ids]:
         """The prompt that the model's chat template makes of the messages and of the tools that it may call, and its
-        ids. Raises ValueError for messages that the template refuses, DataError if the model has no template."""
-        if self._chat is None:
-            raise DataError(f"{self.directory} has no chat template. Add chat_template.jinja, or give prompts as text.")
-        text = self._chat(messages, tools=tools)
-        return text, tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)  # the template wrote them
+        ids. Raises ValueError for messages that the template refuses or leaves out, DataError if the model has none."""
+        text = self._template.prompt([normal(message) for message in messages], tools)
+        return text, self.plain(text)  # the template wrote the special tokens
 
-    def call(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None) -> tuple[int, ...]:
-        """The last of the messages, in which the model calls tools, as the chat template writes it; it ends with
-        end-of-sequence. Raises ValueError for messages that the template refuses, DataError if there is none."""
-        before, _ = self.chat(messages[:-1], tools)
-        assert self._chat is not None  # `chat` has looked
-        whole = self._chat(messages, go_on=False, tools=tools)
-        if not whole.startswith(before) or len(whole) == len(before):
-            raise ValueError("the chat template writes no calls of tools behind what came before them")
-        ids = tuple(self._tokenizer.encode(whole[len(before) :], add_special_tokens=False).ids)
-        end = ids.index(self.eos_id) if self.eos_id in ids else len(ids)
-        return (*ids[:end], self.eos_id)
+    def turn(
+        self, before: Sequence[Mapping[str, Any]], message: Mapping[str, Any], tools: Tools = None
+    ) -> tuple[Ids, Ids]:
+        """The prompt of the messages `before`, and the assistant's message behind it as the template writes it, which
+        ends as an answer does. Raises as `chat`."""
+        prompt, answer = self._template.answer([normal(m) for m in before], normal(message), tools)
+        return self.plain(prompt), self._ended(answer)
 
-    def reply(self, messages: Sequence[dict[str, Any]], after: Sequence[int]) -> tuple[int, ...]:
+    def turns(
+        self, messages: Sequence[Mapping[str, Any]], tools: Tools = None, start: int = 0
+    ) -> Iterator[tuple[Ids, Ids]]:
+        """The `turn` of each of the assistant's messages from the place `start` on whose weight is not 0."""
+        for place, message in enumerate(messages):
+            if place >= start and message["role"] == "assistant" and message.get("weight") != 0:
+                yield self.turn(messages[:place], message, tools)
+
+    def reply(self, messages: Sequence[Mapping[str, Any]], after: Sequence[int]) -> Ids:
         """What follows a turn of the model that ended with the tokens `after`: the messages, and the beginning of the
         model's next turn, as the chat template writes them. What was written before is not tokenised again. Raises
-        ValueError for messages that the template refuses. Without a template it is the messages' texts end to end."""
+        ValueError as `chat`. Without a template it is the messages' texts end to end."""
         if self._chat is None:
-            text = "".join(message["content"] for message in messages)
-            return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
-        end = self._tokenizer.id_to_token(self.eos_id) or ""
-        begun = [{"role": "user", "content": "-"}, {"role": "assistant", "content": "-"}]
-        before, whole = self._chat(begun, go_on=False), self._chat([*begun, *messages])
-        if not whole.startswith(before):
-            raise ValueError("the chat template writes a conversation anew with each turn, so none can be appended")
-        if not end or end not in before:  # it ends no turns
-            text = whole[len(before) :]
-        else:
-            text = whole[before.rindex(end) + len(end) :]
-            text = text if after and after[-1] == self.eos_id else end + text
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+            return self.plain("".join(message["content"] for message in messages))
+        text = self._chat.follow([normal(message) for message in messages])
+        ended = bool(after) and after[-1] == self.eos_id
+        return self.plain(text.removeprefix(self._end or self._tail) if ended else text)
 
-    def _end_of_answers(self) -> int:
-        """Of the tokens at which engines stop the one that the chat template writes behind an answer; where it writes
-        none of them, the tokenizer's own, then the model's first. Raises DataError if there is none."""
+    @property
+    def _template(self) -> ChatTemplate:
+        if self._chat is None:
+            raise DataError(f"{self.directory} has no chat template. Add chat_template.jinja, or give prompts as text.")
+        return self._chat
+
+    def _ended(self, answer: str) -> Ids:
+        """An answer as the template writes it, up to the token at which an engine stops."""
+        if answer.endswith(self._tail):
+            answer = answer.removesuffix(self._tail)
+            return self.plain(answer + self._end) if self._end else self.continuation(answer)
+        ids = self.plain(answer)
+        places = [place for place, token in enumerate(ids) if token in self._stops]
+        return ids[: places[-1] + 1] if places else (*ids, self.eos_id)
+
+    def _named_ends(self) -> list[int]:
+        """The tokens at which engines stop, the tokenizer's own first. Raises DataError if there is none."""
         named = _token(_tokenizer_config(self.directory).get("eos_token"))
         own = None if named is None else self._tokenizer.token_to_id(named)
         stops = [*([] if own is None else [own]), *_model_eos(self.directory)]
         if not stops:
             raise DataError(f"{self.directory} names no eos_token_id. Add it to config.json.")
-        if self._chat is None:
-            return stops[0]
-        said = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _ANSWER}]
-        try:
-            behind = self.plain(self._chat(said, go_on=False).rpartition(_ANSWER)[2])
-        except ValueError:  # the template refuses it
-            behind = ()
-        return next((token for token in behind if token in stops), stops[0])
+        return stops
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text without special tokens."""
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Text, without special tokens or with them."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=not special)
         return text
 
 
@@ -144,29 +143,6 @@ def _model_eos(directory: Path) -> list[int]:
             if value is not None:
                 return value if isinstance(value, list) else [value]
     return []
-
-
-class ChatTemplate:
-    """`source` is Jinja; `variables` are what it may name besides the messages (bos_token, eos_token)."""
-
-    def __init__(self, source: str, variables: dict[str, Any]) -> None:
-        self.source, self.variables = source, variables
-
-    def __call__(
-        self, messages: Sequence[dict[str, Any]], *, go_on: bool = True, tools: Sequence[dict[str, Any]] | None = None
-    ) -> str:
-        """The messages as text, and if it is to `go_on` the beginning of the assistant's next one. Raises ValueError
-        for messages that it refuses, DataError if it is no template."""
-        from transformers.utils.chat_template_utils import render_jinja_template  # takes a second, and few need it
-
-        options = {"chat_template": self.source, "add_generation_prompt": go_on, **self.variables}
-        try:
-            texts, _ = render_jinja_template([list(messages)], tools=tools, **options)
-        except TemplateSyntaxError as error:
-            raise DataError(f"the model's chat template cannot be used ({error}). Correct it.") from None
-        except Exception as error:  # a template may do anything with what it is given
-            raise ValueError(f"the chat template refuses it ({error})") from None
-        return texts[0]
 
 
 def load_chat_template(directory: Path) -> ChatTemplate | None:

@@ -34,7 +34,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def open_data(tokenizer: Tokenizer) -> Open:
-    def opener(path: object, kind: str = "jsonl", needs: Needs = ANY, **options: Any) -> FileDataset:
+    def opener(
+        path: object, kind: str = "jsonl", needs: Needs = ANY, tokenizer: Tokenizer = tokenizer, **options: Any
+    ) -> FileDataset:
         return FileDataset(KINDS[kind](path=str(path), **options), tokenizer, needs)
 
     return opener

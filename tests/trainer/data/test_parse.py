@@ -89,7 +89,8 @@ def test_llama_learns_what_its_template_writes(tmp_path: Path) -> None:
 
 
 def parse(value: dict[str, Any], tokenizer: Tokenizer, **options: Any) -> Record:
-    return Parser(JsonlData(path="unused", **options), tokenizer, ANY)(value).record(0)
+    (found,) = Parser(JsonlData(path="unused", **options), tokenizer, ANY)(value)
+    return found.record(0)
 
 
 NAMED = {"q": "1+1=", "a": "3", "truth": {"text": 2}, "tests": ["x"], "other": 1, "extra": {"n": None}}

@@ -50,6 +50,9 @@ def as_samples(records: Iterable[object], prefix: str = "s") -> dict[str, dict[s
 
 LLAMA = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>")
 
+CHATML = ("<|endoftext|>", "<|im_end|>", "<|im_start|>")
+R1 = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>")
+
 
 def published(name: str) -> str:
     """A chat template as its authors published it, out of TRL's collection."""

@@ -6,14 +6,11 @@
     preference    {"input": {"messages": [...], "tools": [...]}, "preferred_output": [MESSAGE],
                   "non_preferred_output": [MESSAGE]}, for dpo
 
-Each assistant's message is learned as the model will be asked for it: behind the prompt that the chat template makes of
-what came before. Where these prompts continue each other, token by token, a conversation is one sequence.
+trainer/data/conversation.py says what is learned of a conversation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +21,7 @@ from trainer.algorithms.offline import Dpo
 from trainer.api.errors import BadRequest
 from trainer.batch import Sequence
 from trainer.config import DpoConfig
+from trainer.data.conversation import joined, text_of
 from trainer.data.records import Record
 from trainer.data.tokenizer import Tokenizer
 
@@ -157,7 +155,7 @@ def _check_preference(value: dict[str, Any]) -> None:
         _check_message(output[0], name)
         if output[0]["role"] != "assistant":
             raise BadLine(f"{name!r} is a message of {output[0]['role']!r}: give one of the assistant")
-    if _text(value[_OUTPUTS[0]][0]) == _text(value[_OUTPUTS[1]][0]) and not value[_OUTPUTS[0]][0].get("tool_calls"):
+    if text_of(value[_OUTPUTS[0]][0]) == text_of(value[_OUTPUTS[1]][0]) and not value[_OUTPUTS[0]][0].get("tool_calls"):
         raise BadLine("both outputs are the same: leave the line out")
 
 
@@ -185,16 +183,16 @@ def _check_message(message: Any, where: str) -> None:
     role = message.get("role")
     if role not in _ROLES:
         raise BadLine(f"{where} has the role {role!r}: use one of {', '.join(_ROLES)}")
-    if "function_call" in message:
+    if message.get("function_call") is not None:
         raise BadLine(f"{where} has a function_call: write tool_calls")
     calls = message.get("tool_calls")
     if calls is not None:
         if role != "assistant":
             raise BadLine(f"{where} has tool_calls, which the assistant's messages alone may have")
         _check_calls(calls, where)
-    if not isinstance(_text(message), str):
+    if not isinstance(text_of(message), str):
         raise BadLine(f"{where} has no text: give a content, a text or parts of type text")
-    if not _text(message) and not calls:
+    if not text_of(message) and not calls:
         raise BadLine(f"{where} is empty: give it a content")
     if "weight" in message:
         if role != "assistant":
@@ -211,7 +209,8 @@ def _check_calls(calls: Any, where: str) -> None:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise BadLine(f"{where} calls a tool without a function and its name")
         try:
-            good = isinstance(orjson.loads(function.get("arguments", "")), dict)
+            given = function.get("arguments", "")
+            good = isinstance(given if isinstance(given, dict) else orjson.loads(given), dict)
         except (ValueError, TypeError):
             good = False
         if not good:
@@ -221,18 +220,6 @@ def _check_calls(calls: Any, where: str) -> None:
 def _only(value: dict[str, Any], known: set[str]) -> None:
     if unknown := sorted(value.keys() - known):
         raise BadLine(f"it has {unknown[0]!r}, which nothing reads: leave it out")
-
-
-def _text(message: dict[str, Any]) -> str | None:
-    """Its content; None where it is no text. A message that calls tools needs none."""
-    content = message.get("content")
-    if isinstance(content, list):
-        if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in content):
-            return None
-        return "".join(part["text"] for part in content)
-    if content is None and message.get("tool_calls"):
-        return ""
-    return content if isinstance(content, str) else None
 
 
 class Reader:
@@ -254,56 +241,12 @@ class Reader:
         return found
 
     def _sequences(self, value: dict[str, Any]) -> list[Sequence]:
+        tokenizer = self._tokenizer
         if "input" in value:
-            messages, tools = _messages(value["input"])
-            _, prompt = self._tokenizer.chat(messages, tools)
-            outputs = [_plain(value[name][0]) for name in _OUTPUTS]
-            chosen, rejected = (self._turn(messages, output, tools) for output in outputs)
+            messages, tools = value["input"]["messages"], value["input"].get("tools")
+            (prompt, chosen), (_, rejected) = (tokenizer.turn(messages, value[name][0], tools) for name in _OUTPUTS)
             return self._pairs.sequences([Record(0, "", "", prompt, (), chosen, rejected)], [])
         if "prompt" in value:
-            return [
-                Sequence(self._tokenizer.prompt(value["prompt"]), self._tokenizer.continuation(value["completion"]))
-            ]
-        return _joined(list(self._turns(value)))
-
-    def _turns(self, value: dict[str, Any]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """(prompt, the assistant's message) of each that is learned."""
-        messages, tools = _messages(value)
-        for place, raw in enumerate(value["messages"]):
-            if raw["role"] == "assistant" and raw.get("weight", 1):
-                before = messages[:place]
-                yield self._tokenizer.chat(before, tools)[1], self._turn(before, messages[place], tools)
-
-    def _turn(self, before: Seq[dict[str, Any]], message: dict[str, Any], tools: Any) -> tuple[int, ...]:
-        if message.get("tool_calls"):
-            return self._tokenizer.call([*before, message], tools)
-        return self._tokenizer.continuation(message["content"])
-
-
-def _messages(value: dict[str, Any]) -> tuple[list[dict[str, Any]], Any]:
-    return [_plain(message) for message in value["messages"]], value.get("tools")
-
-
-def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """As chat templates read it, and as vLLM gives it to them: texts, and arguments as objects."""
-    found = {name: given for name, given in message.items() if name != "weight"} | {"content": _text(message)}
-    if calls := message.get("tool_calls"):
-        found["tool_calls"] = [
-            call | {"function": call["function"] | {"arguments": orjson.loads(call["function"]["arguments"])}}
-            for call in calls
-        ]
-    return found
-
-
-def _joined(turns: Seq[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[Sequence]:
-    """The turns as sequences: one goes on for as long as the next prompt begins with it."""
-    found: list[tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]] = []
-    for prompt, answer in turns:
-        learned = (1.0,) * len(answer)
-        if found and prompt[: len(found[-1][0]) + len(found[-1][1])] == found[-1][0] + found[-1][1]:
-            first, rest, mask = found.pop()
-            between = prompt[len(first) + len(rest) :]
-            found.append((first, rest + between + answer, mask + (0.0,) * len(between) + learned))
-        else:
-            found.append((prompt, answer, learned))
-    return [Sequence(prompt, rest, mask=mask) for prompt, rest, mask in found]
+            return [Sequence(tokenizer.prompt(value["prompt"]), tokenizer.continuation(value["completion"]))]
+        turns = tokenizer.turns(value["messages"], value.get("tools"))
+        return [Sequence(prompt, rest, mask=mask) for prompt, rest, mask in joined(turns)]

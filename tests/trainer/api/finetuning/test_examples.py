@@ -101,17 +101,31 @@ def test_messages_of_weight_0_are_read_and_not_learned(turns: Reader) -> None:
     assert learned(turns, value) == [((4, 5, EOS, 6, 7, EOS), [7, EOS])]
 
 
-def test_calls_of_tools_are_learned_as_the_template_writes_them(turns: Reader) -> None:
-    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 7}'}}
+@pytest.mark.parametrize("arguments", ['{"a": 7}', {"a": 7}], ids=["text", "object"])
+def test_calls_of_tools_are_learned_as_the_template_writes_them(turns: Reader, arguments: Any) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
     tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
     value = chat(
         says("user", "1"),
-        {"role": "assistant", "tool_calls": [call]},
+        {"role": "assistant", "tool_calls": [call], "function_call": None},
         says("tool", "8", tool_call_id="c"),
         says("assistant", "9"),
         tools=[tool],
     )
     assert learned(turns, value) == [((4, 14, 4, 10, 15, EOS, 11, 12, EOS), [10, 15, EOS, 12, EOS])]
+
+
+def test_a_line_of_which_the_template_leaves_something_out_is_a_bad_one(tmp_path: Path) -> None:
+    reader = Reader(Tokenizer(byte_tokenizer(tmp_path, LLAMA, (LLAMA[5],), LLAMA[5], published("llama3"))), 1000)
+    for value, complaint in (
+        (chat(says("user", "1"), says("assistant", "2", reasoning_content="one more")), "leaves out reasoning_content"),
+        (
+            chat(says("user", "1"), says("assistant", "2"), tools=[{"function": {"name": "add"}}]),
+            "leaves out the tools",
+        ),
+    ):
+        with pytest.raises(BadLine, match=complaint):
+            reader.sequences(value)
 
 
 def test_a_preference_has_two_answers_to_one_prompt(reader: Reader) -> None:
