@@ -26,7 +26,7 @@ import torch
 from trainer.config import TrainerConfig, load
 from trainer.data import build_dataset
 from trainer.data.records import Record, take
-from trainer.data.tokenizer import Tokenizer
+from trainer.data.tokenizer import Tokenizer, model_tokenizer
 from trainer.errors import ConfigError, TrainerError, WeightsError
 from trainer.megatron.hf_files import HfTensors, finish_checkpoint, write_shards
 from trainer.rewards import build_scorer
@@ -84,7 +84,7 @@ def answers(config: TrainerConfig, records: int, samples: int) -> Iterator[tuple
     """The first `records` of a run's data, with answers and scores. Raises TrainerError."""
     if config.gateway is None:
         raise ConfigError("gateway", "missing, but answers are sampled through it", "Add gateway: {url: http://...}")
-    tokenizer = Tokenizer(config.model.path)
+    tokenizer = model_tokenizer(config.model)
     dataset = build_dataset(config.data, tokenizer, config.seed)
     scorer = build_scorer(config.rewards, config.gateway)
     about = (config.gateway, config.rollout, scorer, tokenizer, config.seed)

@@ -22,7 +22,7 @@ from trainer.connection import roll_back_serving
 from trainer.data import build_dataset
 from trainer.data.parse import Needs
 from trainer.data.records import summary
-from trainer.data.tokenizer import Tokenizer
+from trainer.data.tokenizer import model_tokenizer
 from trainer.errors import DataError, Diverged, Preempted, PublishError, RankFailed
 from trainer.evaluation import EvalSet
 from trainer.exports import Exports
@@ -278,7 +278,7 @@ class RankZeroComponents:
     def __init__(self, config: TrainerConfig, shape: ModelShape, algorithm: Algorithm) -> None:
         """Raises ConfigError, DataError, SandboxUnavailable for what the user must correct."""
         self._config = config
-        tokenizer = Tokenizer(config.model.path)
+        tokenizer = model_tokenizer(config.model)
         if tokenizer.size > shape.vocab:
             problem = f"the tokenizer has {tokenizer.size} tokens, the model {shape.vocab}"
             raise DataError(f"{config.model.path}: {problem}. Put the model's own tokenizer.json there.")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 import re
-from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, get_args
 
 from trainer.config.strict import in_range, key_in, positive, server
 from trainer.errors import ConfigError
@@ -16,6 +16,7 @@ from weightsync.memory.parts import LORA, NAME_RULE, check_name
 LinearLayer = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LINEAR_LAYERS: tuple[LinearLayer, ...] = get_args(LinearLayer)
 LORA_LR = 10.0
+GIVEN = {"messages", "conversations", "tools", "chat_template", "add_generation_prompt", "continue_final_message"}
 Dtype = Literal["float32", "bfloat16"]
 TrainDtype = Literal["float32", "bfloat16", "float16"]
 
@@ -33,6 +34,8 @@ class ModelConfig:
     `fp32_head` computes the logits of a half-precision model in fp32.
     `router_balance_loss` and `router_z_loss` are the coefficients of a mixture's auxiliary losses: for equal use of the
     experts (Switch Transformer, arXiv 2101.03961), and against large logits of the routers (ST-MoE, 2202.08906).
+    `chat_template` is a Jinja file in place of the model's own template, `chat_template_kwargs` what a template is
+    given besides the messages (`enable_thinking: false`). Servers are asked with token ids and keep their own.
     """
 
     path: str
@@ -43,8 +46,12 @@ class ModelConfig:
     fp32_head: bool = False
     router_balance_loss: float = 0.0
     router_z_loss: float = 0.0
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
+        if taken := sorted(self.chat_template_kwargs.keys() & GIVEN):
+            raise ConfigError("chat_template_kwargs", f"has {taken[0]!r}, which a run gives itself", "Leave it out")
         if self.fp32_head and self.dtype == "float32":
             raise ConfigError("fp32_head", "set, but all of the model is in fp32", "Leave it out")
         in_range(self, "router_balance_loss", 0.0, 100.0)

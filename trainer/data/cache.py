@@ -329,7 +329,8 @@ class _Process:
             stdout=subprocess.PIPE,
         )
         values = dataclasses.asdict(config)
-        self._setup = Setup(str(tokenizer.directory), str(directory), config.kind, values, needs)  # type: ignore[arg-type]
+        model = (str(tokenizer.directory), tokenizer.template, tokenizer.given)
+        self._setup = Setup(*model, str(directory), config.kind, values, needs)  # type: ignore[arg-type]
         self._told = False
 
     def __call__(self, task: Task) -> Done:

@@ -52,6 +52,8 @@ class Setup(msgspec.Struct, frozen=True):
     """The first message to a worker."""
 
     model: str
+    template: str | None
+    given: dict[str, Any]
     directory: str
     kind: Literal["jsonl", "parquet", "webdataset", "answers"]
     config: dict[str, Any]
@@ -144,7 +146,8 @@ def main() -> None:
     os.dup2(2, 1)  # what libraries print must not come between the answers
     setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=Setup)
     config: FileData = strict.build(_KINDS[setup.kind][0], setup.config)
-    worker = Worker(config, Tokenizer(setup.model), setup.needs, Path(setup.directory))
+    tokenizer = Tokenizer(setup.model, setup.template, setup.given)
+    worker = Worker(config, tokenizer, setup.needs, Path(setup.directory))
     for line in sys.stdin.buffer:
         answer: Done | Failed
         try:

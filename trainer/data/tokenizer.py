@@ -10,6 +10,7 @@ from typing import Any
 import xxhash
 from tokenizers import Tokenizer as RustTokenizer
 
+from trainer.config.sections import ModelConfig
 from trainer.data.conversation import ChatTemplate, Ids, Tools, normal
 from trainer.errors import DataError
 
@@ -17,17 +18,25 @@ PROBES, PROBE_TOKENS = 8, 128  # texts to compare tokenizers by, and about how m
 TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
-class Tokenizer:
-    """Text to token ids and back. `eos_id` is the token that ends an answer."""
+def model_tokenizer(model: ModelConfig) -> Tokenizer:
+    """The tokenizer of a run's model, with the chat template that the configuration says."""
+    return Tokenizer(model.path, model.chat_template, model.chat_template_kwargs)
 
-    def __init__(self, directory: str | Path) -> None:
-        self.directory = Path(directory)
+
+class Tokenizer:
+    """Text to token ids and back. `eos_id` is the token that ends an answer. `template` is a file in place of the
+    model's own chat template, `given` what templates are given besides the messages."""
+
+    def __init__(
+        self, directory: str | Path, template: str | None = None, given: Mapping[str, Any] | None = None
+    ) -> None:
+        self.directory, self.template, self.given = Path(directory), template, dict(given or {})
         path = self.directory / "tokenizer.json"
         try:
             self._tokenizer = RustTokenizer.from_file(str(path))
         except Exception as error:  # the Rust side raises plain Exception for every cause
             raise DataError(f"cannot read {path} ({error}). Put the model's tokenizer.json there.") from None
-        self._chat = load_chat_template(self.directory)
+        self._chat = load_chat_template(self.directory, template, self.given)
         self._stops = self._named_ends()
         self._tail = self._chat.tail if self._chat else ""
         # Of the tokens at which engines stop the one that the template writes behind an answer, else the first.
@@ -145,16 +154,20 @@ def _model_eos(directory: Path) -> list[int]:
     return []
 
 
-def load_chat_template(directory: Path) -> ChatTemplate | None:
-    """The template in `chat_template.jinja` or `tokenizer_config.json`; None if the model has none."""
+def load_chat_template(directory: Path, file: str | None, given: Mapping[str, Any]) -> ChatTemplate | None:
+    """The template in the `file`, else in `chat_template.jinja` or `tokenizer_config.json`; None if there is none."""
     config = _tokenizer_config(directory)
     source = config.get("chat_template")
     if isinstance(source, list):  # several, by name
         source = {entry["name"]: entry["template"] for entry in source}.get("default")
-    if (directory / "chat_template.jinja").exists():
-        source = (directory / "chat_template.jinja").read_text()
+    path = Path(file) if file is not None else directory / "chat_template.jinja"
+    if file is not None or path.exists():
+        try:
+            source = path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"cannot read the chat template {path} ({error}). Name a Jinja file.") from None
     tokens = {key: _token(value) for key, value in config.items() if key in TOKENS}
-    return ChatTemplate(source, tokens) if isinstance(source, str) else None
+    return ChatTemplate(source, {**tokens, **given}) if isinstance(source, str) else None
 
 
 def _tokenizer_config(directory: Path) -> dict[str, Any]:

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.data.conftest import Open
+from tests.trainer.data.conftest import Open, prompts
 from tests.trainer.data.writing import CHATML, R1, byte_tokenizer, jsonl, parquet, published
 from tests.world.kinds import ANSWERED, ASKED, CALL, KINDS, TOOL, says
 from trainer.algorithms.offline import Sft
 from trainer.config import JsonlData, SftConfig
+from trainer.config.sections import ModelConfig
 from trainer.data.parse import BadRecord, Needs, Parser, Tokenised
-from trainer.data.tokenizer import Tokenizer
-from trainer.errors import DataError
+from trainer.data.tokenizer import Tokenizer, model_tokenizer
+from trainer.errors import ConfigError, DataError
 
 CLOSED = "<think>\n\n</think>\n\n"
 WRITTEN = {**CALL, "function": {**CALL["function"], "arguments": '{"a": 3, "b": 5}'}}
@@ -164,3 +165,33 @@ def test_an_episode_goes_on_from_what_was_sampled(any_model: Tokenizer) -> None:
         assert "an answer" not in read
         cut = text(any_model, any_model.reply([says(role, "Higher.")], after[:-1]))
         assert cut == end + read
+
+
+def test_a_run_chooses_the_template_and_what_it_is_given(open_data: Open, tmp_path: Path) -> None:
+    """A prompt of RL is what the engine gets, as ids; so are those that other processes tokenise."""
+    path = byte_tokenizer(tmp_path, CHATML, (CHATML[1],), CHATML[1], published("qwen3"))
+    config = ModelConfig(str(path), chat_template_kwargs={"enable_thinking": False})
+    tokenizer = model_tokenizer(config)
+    assert tokenizer.chat([ASKED])[0].endswith(CLOSED)
+    assert learned(tokenizer, {"prompt": [ASKED], "target": "8"}) == [(tokenizer.chat([ASKED])[0], "8<|im_end|>")]
+    own = tmp_path / "own.jinja"
+    own.write_text("{% for m in messages %}{{ m.content }}{{ end }}{% endfor %}")
+    other = model_tokenizer(ModelConfig(str(path), chat_template=str(own), chat_template_kwargs={"end": "."}))
+    assert other.chat([ASKED])[0] == "What is 3+5?."
+    assert len({tokenizer.digest, other.digest, Tokenizer(path).digest}) == 3
+    for name in ("a", "b"):
+        jsonl(tmp_path / f"{name}.jsonl", [{"prompt": [ASKED]}])
+    data = open_data(tmp_path / "*.jsonl", tokenizer=other, workers=2)
+    assert prompts(data) == ["What is 3+5?."] * 2
+
+
+@pytest.mark.parametrize(("name", "complaint"), [("tools", "which a run gives itself"), ("messages", "Leave it out")])
+def test_a_template_is_given_nothing_that_a_run_gives(name: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        ModelConfig("unused", chat_template_kwargs={name: []})
+
+
+def test_a_template_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    byte_tokenizer(tmp_path, CHATML, (CHATML[1],), CHATML[1], None)
+    with pytest.raises(DataError, match=r"cannot read the chat template \S+absent\.jinja .*Name a Jinja file"):
+        Tokenizer(tmp_path, str(tmp_path / "absent.jinja"))

@@ -35,7 +35,7 @@ from trainer.api.sampling import Client
 from trainer.api.service import MODEL, SESSION, Service
 from trainer.api.tenants import seed_of
 from trainer.api.wire import Body
-from trainer.data.tokenizer import Tokenizer
+from trainer.data.tokenizer import model_tokenizer
 from trainer.errors import TrainerError
 
 log = logging.getLogger(__name__)
@@ -443,7 +443,7 @@ class Jobs:
                 await self._service.delete_model(model)
 
     def _reader(self) -> Reader:
-        return Reader(Tokenizer(self._config.model.path), self._service.tenants.shape.max_positions)
+        return Reader(model_tokenizer(self._config.model), self._service.tenants.shape.max_positions)
 
 
 def _event(job: Record, message: str, data: Mapping[str, Any] | None = None, level: str = "info") -> Record:
