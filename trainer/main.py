@@ -36,6 +36,8 @@ def _asked(arguments: list[str], parsed: argparse.Namespace) -> int:
         return _report(config, parsed.report)
     if parsed.plan:
         return _plan(config, parsed)
+    if parsed.show is not None:
+        return _show(config, parsed.show)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads(config)))  # before torch is imported, here and by the ranks
     shape = check(config)
     if parsed.ray is not None and not is_rank():
@@ -145,6 +147,25 @@ def _plan(config: TrainerConfig, parsed: argparse.Namespace) -> int:
     return 0
 
 
+def _show(config: TrainerConfig, count: int) -> int:
+    """Print the first records in the run's order, read as it reads them. Trains nothing, and reads no weights."""
+    from trainer.algorithms import build_algorithm
+    from trainer.batch import Sequence
+    from trainer.data import run_records
+    from trainer.data.records import take
+    from trainer.data.show import shown
+    from trainer.data.tokenizer import model_tokenizer
+
+    algorithm, tokenizer = build_algorithm(config.algorithm, config.rollout.max_tokens), model_tokenizer(config.model)
+    records = run_records(config, tokenizer, algorithm.learns, load_shape(config.model.path).max_positions)
+    for index in take(len(records), config.seed, 0, count):
+        record = records[index]
+        asked = [Sequence(record.prompt_ids, ())]
+        for sequence in asked if algorithm.learns == "samples" else algorithm.sequences([record], []):
+            print(f"--- record {index}: {shown(sequence, tokenizer)}")
+    return 0
+
+
 def quiet() -> None:
     """Megatron warns about optional CUDA packages that nothing here uses."""
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
@@ -157,6 +178,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="override a value, e.g. optimizer.lr=1e-4")
     parser.add_argument(
         "--report", nargs="?", const="", metavar="DIR", help="write plots and Markdown of the run instead of training"
+    )
+    parser.add_argument(
+        "--show",
+        type=int,
+        metavar="N",
+        help="print the first N records, the learned in [[...]], instead of training",
     )
     ray = parser.add_argument_group("ranks on the nodes of a Ray cluster")
     ray.add_argument("--ray", nargs="?", const="auto", metavar="ADDRESS", help="of the cluster (default: auto)")

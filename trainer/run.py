@@ -19,8 +19,7 @@ from trainer.checkpoint.checkpoints import open_checkpoints
 from trainer.checkpoint.parts import Part
 from trainer.config import DistillConfig, TrainerConfig
 from trainer.connection import roll_back_serving
-from trainer.data import build_dataset
-from trainer.data.parse import Needs
+from trainer.data import run_records
 from trainer.data.records import summary
 from trainer.data.tokenizer import model_tokenizer
 from trainer.errors import DataError, Diverged, Preempted, PublishError, RankFailed
@@ -282,9 +281,7 @@ class RankZeroComponents:
         if tokenizer.size > shape.vocab:
             problem = f"the tokenizer has {tokenizer.size} tokens, the model {shape.vocab}"
             raise DataError(f"{config.model.path}: {problem}. Put the model's own tokenizer.json there.")
-        row = config.packing.max_tokens if config.packing is not None else None
-        needs = Needs(algorithm.learns, shape.max_positions, row)
-        self._dataset = build_dataset(config.data, tokenizer, config.seed, needs)
+        self._dataset = run_records(config, tokenizer, algorithm.learns, shape.max_positions)
         self._scorers: list[Scorer] = []
         self._rollouts: RolloutSampler | None = None
         self._sets: dict[str, EvalSet] = {}

@@ -18,6 +18,7 @@ from tests.trainer.faults.runs import arguments, curve, fine_tuning
 from tests.trainer.zygote import Zygote
 from tests.waiting import wait_until
 from trainer.config import TrainerConfig, strict
+from trainer.data.records import take
 from trainer.main import main, threads
 
 
@@ -81,6 +82,29 @@ def test_user_errors_are_one_line_and_status_2(
         assert status == 2, said
         assert complaint in said
         assert len(said.strip().splitlines()) == 1, said
+
+
+def test_the_first_records_are_shown_as_they_are_trained_on(
+    config: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": f"{n}+1=", "target": str(n + 1), "chosen": str(n + 1), "rejected": "0"} for n in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config["data"] = {"kind": "jsonl", "path": str(tmp_path / "rows.jsonl"), "cache_dir": str(tmp_path)}
+    publish = {"model": "m", "store": "sqlite:///unused"}
+    served = {"gateway": {"url": "http://unused"}, "publish": publish, "rewards": [{"kind": "exact_match"}]}
+    shown = {}
+    for name in ("sft", "dpo", "grpo"):
+        more = {"algorithm": {"name": name}, "seed": 3, **(served if name == "grpo" else {})}
+        assert main([*arguments(config | more, tmp_path), "--show", "2"]) == 0
+        shown[name] = capfd.readouterr().out
+    first, second = take(8, 3, 0, 2)
+    assert f"--- record {first}: 6 tokens, 2 learned\n{first}+1=[[{first + 1}<eos>]]\n" in shown["sft"]
+    assert f"\n{second}+1=[[{second + 1}<eos>]]\n" in shown["sft"]
+    assert (
+        f"{first}+1=[[{first + 1}<eos>]]\n--- record {first}: 6 tokens, 2 learned\n{first}+1=[[0<eos>]]" in shown["dpo"]
+    )
+    assert f"--- record {first}: 4 tokens, 0 learned\n{first}+1=\n" in shown["grpo"]
+    assert shown["sft"].count("--- record") == 2
 
 
 def test_a_row_without_an_answer_ends_no_run_at_its_step(

@@ -54,7 +54,7 @@ def found() -> Iterator[Row]:
     for package, pattern in PLACES.items():
         distribution = importlib.metadata.distribution(package)
         about = distribution.metadata
-        licence = about.get("License-Expression") or about.get("License") or ""
+        licence = next(about[key] for key in ("License-Expression", "License") if key in about)
         for path in sorted(str(file) for file in distribution.files or []):
             if not re.fullmatch(pattern, path):
                 continue

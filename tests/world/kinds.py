@@ -14,7 +14,11 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
     },
 }
-CALL = {"id": "call00001", "type": "function", "function": {"name": "add", "arguments": {"a": 3, "b": 5}}}
+CALL: dict[str, Any] = {
+    "id": "call00001",
+    "type": "function",
+    "function": {"name": "add", "arguments": {"a": 3, "b": 5}},
+}
 
 
 def says(role: str, content: Any, **more: Any) -> Message:

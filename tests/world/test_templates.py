@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from tests.world import Row, found, rows
-from tests.world.kinds import CALL, KINDS
+from tests.world.kinds import CALL, KINDS, Message
 from trainer.data.conversation import THINK, ChatTemplate, normal
 
 LICENCES = {"Apache-2.0", "Apache 2.0 License"}
@@ -54,7 +54,7 @@ def test_an_answer_is_learned_whole_behind_its_prompt_or_refused(row: Row) -> No
     """No thought, call or text of a row vanishes, and a block of thoughts is opened and closed once."""
     template = ChatTemplate(row.text, TOKENS)
     for kind, (messages, tools) in KINDS.items():
-        before = []
+        before: list[Message] = []
         for message in map(normal, messages):
             if message["role"] == "assistant":
                 try:

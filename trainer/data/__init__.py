@@ -6,14 +6,15 @@ formats.py    JSON lines, Parquet, WebDataset                    parse.py      a
 storage.py    files by path or URL                               tokenizer.py  the model's tokenizer and chat template
 gym.py        problems of reasoning-gym                          answers.py    the log of answers that a gateway keeps
 conversation.py   conversations as the model's chat template writes them, and what of them is learned
+show.py           records as text, with what is learned of them marked
 """
 
-from trainer.config import ArithmeticData, CodeTasksData, DataConfig, ReasoningGymData
+from trainer.config import ArithmeticData, CodeTasksData, DataConfig, ReasoningGymData, TrainerConfig
 from trainer.data.cache import FileDataset
 from trainer.data.gym import ReasoningGym
 from trainer.data.parse import ANY, Needs
 from trainer.data.problems import Arithmetic, CodeTasks
-from trainer.data.records import Dataset
+from trainer.data.records import Dataset, Learns
 from trainer.data.tokenizer import Tokenizer
 
 
@@ -27,3 +28,9 @@ def build_dataset(config: DataConfig, tokenizer: Tokenizer, seed: int, needs: Ne
     if isinstance(config, ReasoningGymData):
         return ReasoningGym(config, tokenizer, seed)
     return FileDataset(config, tokenizer, needs)
+
+
+def run_records(config: TrainerConfig, tokenizer: Tokenizer, learns: Learns, longest: int) -> Dataset:
+    """The records that a run trains on. It `learns` so much of each, in sequences of at most `longest` tokens."""
+    row = config.packing.max_tokens if config.packing is not None else None
+    return build_dataset(config.data, tokenizer, config.seed, Needs(learns, longest, row))

@@ -43,10 +43,17 @@ MUTATIONS: list[Mutation] = [
         ("sums_B1 / marked_BT.sum(-1, keepdim=True).clamp(min=1)", "sums_B1 / now_BT.shape[-1]"),
         ("torch.exp(mean_B1 + logprobs_BT - now_BT)", "torch.exp(mean_B1)"),
     ]),
+    *of("trainer/data/conversation.py", TR + "data/test_conversation.py", changes=[
+        ("mask + (0,) * len(between) + learned", "mask + (1,) * len(between) + learned"),
+        ("if thoughts.strip() not in written:", "if False:"),
+        ("if self._same(text, [*messages[:place], {**message", "if False and self._same(text, [*messages[:place], {**message"),
+    ]),
+    *of("trainer/data/tokenizer.py", TR + "data/test_conversation.py", changes=[
+        ('and message.get("weight") != 0:', "and True:"),
+        ("self.plain(text.removeprefix(self._end or self._tail) if ended else text)", "self.plain(text)"),
+    ]),
     *of("trainer/api/finetuning/examples.py", JOBS + "test_examples.py", changes=[
-        ('if raw["role"] == "assistant" and raw.get("weight", 1):', 'if raw["role"] == "assistant":'),
         ("for sequence in found)) > self._longest:", "for sequence in found)) >= self._longest:"),
-        ("mask + (0.0,) * len(between) + learned", "mask + (1.0,) * len(between) + learned"),
         ("if len(found) > 1:", "if len(found) > 2:"),
     ]),
     *of("trainer/api/finetuning/steps.py", JOBS + "test_examples.py", changes=[
