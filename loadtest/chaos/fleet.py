@@ -308,7 +308,7 @@ class Layout:
 
 
 def survivors(memory: Path) -> list[str]:
-    """What runs with an arena below `memory`."""
+    """The processes with an arena below `memory`."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):

@@ -61,7 +61,7 @@ class Members:
         return [self._binary, "--unsafe-no-fsync", *_words(arguments)]
 
     def save(self, snapshot: Path) -> None:
-        """What the members have agreed on by now. Raises CalledProcessError."""
+        """Write the data that the members agree on to `snapshot`. Raises CalledProcessError."""
         endpoint = f"--endpoints=http://{self.hosts.address(self.on[0])}:{CLIENTS}"
         _etcdctl(endpoint, "snapshot", "save", str(snapshot))
 
@@ -130,7 +130,7 @@ class Etcd(Members):
         until(self.listen)
 
     def stop(self) -> None:
-        """What they had agreed on stays."""
+        """The data stay."""
         for process in self._processes:
             process.kill()
             process.wait()

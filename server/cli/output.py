@@ -1,4 +1,4 @@
-"""What commands print: lines that stay whole where no terminal reads them, and tables that fit where one does."""
+"""The output of commands: lines that stay whole where no terminal reads them, and tables that fit where one does."""
 
 from __future__ import annotations
 

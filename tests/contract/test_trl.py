@@ -128,7 +128,7 @@ def settings(
 
 
 def assert_served(publisher: Publisher, model: Any) -> None:
-    """What is served has the bits of the trainer's float32 in the served dtype."""
+    """The served tensors have the bits of the trainer's float32 in the served dtype."""
     active = publisher.active()
     assert active is not None
     (record,) = [version for version in publisher.versions() if version.version == active.version]

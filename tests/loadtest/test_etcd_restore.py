@@ -20,7 +20,7 @@ from weightsync.errors import StoreLost
 
 
 class Loopback:
-    """What `Etcd` uses of `Hosts`."""
+    """The part of `Hosts` that `Etcd` uses."""
 
     def address(self, host: int) -> str:
         return f"127.{os.getpid() % 250 + 1}.{os.getpid() // 250 % 250 + 1}.{host + 1}"

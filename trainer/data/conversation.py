@@ -1,7 +1,7 @@
-"""Conversations as the model's chat template writes them: the prompts that are asked, and what is learned behind them.
+"""Conversations as the model's chat template writes them: the prompts, and the answers that are learned behind them.
 
 An answer is learned as the model is asked for it, behind the prompt that the template makes of the messages before it.
-What the template leaves out of a row is refused: it would be learned without, and nobody would see it.
+A row is refused if the template leaves out a part of it: the model would learn the rest, and no user would see that.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class ChatTemplate:
         return re.sub(r"\A\s*<think>\s*", "", whole[len(head) :]) if opened else whole[len(head) :]
 
     def follow(self, messages: Sequence[Message]) -> str:
-        """What is written behind an answer: the end of its turn, the normal messages, the beginning of the next."""
+        """The text behind an answer: the end of its turn, the normal messages, the beginning of the next."""
         _, found, text = self.prompt([_ASKED, {"role": "assistant", "content": MARK}, *messages]).partition(MARK)
         if not found:
             raise ValueError("the chat template leaves out earlier answers, so that none can be gone on from")
@@ -136,7 +136,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def tail(self) -> str:
-        """What is written behind the last answer."""
+        """The text behind the last answer."""
         said = [_ASKED, {"role": "assistant", "content": MARK}]
         try:
             return self.render(said, go_on=False).partition(MARK)[2]

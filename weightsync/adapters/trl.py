@@ -98,7 +98,7 @@ class _Client:
 
     @contextlib.contextmanager
     def weight_update(self) -> Iterator[None]:
-        """What is written inside becomes one version. After an error nothing is published."""
+        """The tensors that are written inside become one version. After an error nothing is published."""
         self._collected = {}
         try:
             yield

@@ -270,7 +270,7 @@ async def update_weight_version(
 
 
 def _round(model: Model, label: str | None) -> WeightUpdate:
-    """What this bucket belongs to; outside of a session another `weight_version` than before begins anew."""
+    """The update of this bucket; outside of a session another `weight_version` than before begins anew."""
     draft = model.updates.find(FAMILY)
     if draft is not None and draft.session:
         draft.label = label or draft.label

@@ -257,7 +257,7 @@ async def ended(fleet: Fleet) -> SwapRecord | None:
 
 
 def test_each_leader_has_the_time_of_a_request() -> None:
-    """It gives the phase that it finds its time anew."""
+    """A new leader gives the phase that runs its whole time again."""
     target = TargetRecord(1, "s", "test", 10.0)
     swap = SwapRecord("s", 1, "prepare", ("a",), deadline=10.0, opened_at=0.0)
     found, patience = [KeyValue(KEYS.swap, swap.to_json(), 1, 1)], outcome.Patience(target, 100.0)

@@ -80,7 +80,7 @@ def is_withdrawn(request: Any, parts: Container[str]) -> bool:
 
 @dataclass(frozen=True)
 class Weights:
-    """What an engine runs: the label of the version, and the digest of each of its parts, none before a commit."""
+    """The weights of an engine: the label of the version, and the digest of each part, none before a commit."""
 
     version: str
     parts: Mapping[str, str] = field(default_factory=dict)
