@@ -79,11 +79,13 @@ class Follow:
         self.again(source)
 
     @contextlib.contextmanager
-    def process(self, source: str, stderr: int | None = None) -> Iterator[subprocess.Popen[str]]:
+    def process(
+        self, source: str, stderr: int | None = None, policy: str = "default"
+    ) -> Iterator[subprocess.Popen[str]]:
         """A process that follows `source`, with a cache of its own; it is killed at the end."""
         command = [sys.executable, "-m", "server.cli", "follow", source, "--interval", "0.05", "--settle", "0"]
         command += ["--url", str(self.place[0]), "--admin-key-file", str(self.place[1])]
-        command += ["--cache-dir", str(self.root / "process")]
+        command += ["--policy", policy, "--cache-dir", str(self.root / "process")]
         with subprocess.Popen(command, stderr=stderr, text=True, env=os.environ | {"COLUMNS": "200"}) as process:
             try:
                 yield process

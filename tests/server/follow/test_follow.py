@@ -114,14 +114,16 @@ def test_a_release_that_ended_while_the_follower_was_dead(follow: Follow) -> Non
 
 
 def test_a_version_that_was_retired_before_its_release_is_published_again(follow: Follow) -> None:
+    follow.plan = replace(follow.plan, policy="mine")
+    follow.again()
     write(follow.runs / "step-1")
-    with pytest.raises(RequestFailed, match="no policy"):
+    with pytest.raises(RequestFailed, match="No policy"):
         follow.until(lambda _: False)
     found = follow.running.store.get(KEYS.version(2))
     assert found is not None
     retired = replace(VersionRecord.from_json(found.value), state="retired")
     follow.running.store.put(KEYS.version(2), retired.to_json())
-    follow.store_policy(AT_ONCE)
+    follow.store_policy(AT_ONCE, "mine")
     follow.until_tried("step-1", "released")
     assert follow.active == 3
 
@@ -307,12 +309,12 @@ def test_the_process_is_killed_between_publication_and_release(follow: Follow) -
     """It waits for a policy that is not stored, is killed, and goes on."""
     source = f"dir://{follow.runs}"
     write(follow.runs / "step-1")
-    with follow.process(source, subprocess.PIPE) as process:
+    with follow.process(source, subprocess.PIPE, policy="mine") as process:
         assert process.stderr is not None
-        said = next(line for line in process.stderr if "no policy" in line)
+        said = next(line for line in process.stderr if "No policy" in line)
         assert "WARNING" in said
-    follow.store_policy(AT_ONCE)
-    with follow.process(source) as process:
+    follow.store_policy(AT_ONCE, "mine")
+    with follow.process(source, policy="mine") as process:
         wait_until(lambda: follow.active == 2, 120, process=process)
         state = follow.root / "process" / "state.json"
         wait_until(lambda: "released" in state.read_text(), 60, process=process)
