@@ -19,7 +19,7 @@ import orjson
 from rich.console import Console
 
 from loadtest.chaos import joiner, report
-from loadtest.chaos.fleet import COUNT, Layout, Watch, survivors
+from loadtest.chaos.fleet import COUNT, Layout, Watch, pools, survivors
 from loadtest.chaos.hostile import complaints
 from loadtest.chaos.models import placed
 from loadtest.chaos.run import HEAL_S, START_S, Run, excuses, windows
@@ -31,7 +31,9 @@ from loadtest.hosts.namespaces import CannotShape, Hosts, obstacle, until
 from loadtest.measure.machine import machine
 from loadtest.models.checkpoints import TINY_SHAPE
 from server.up import interrupts
+from weightsync.control.records import Keys
 from weightsync.dying import with_me
+from weightsync.store import SyncStore
 
 STOP_S = 120.0
 LOAD_S = 5.0
@@ -103,6 +105,7 @@ def _run(layout: Layout, work: Path, minutes: float, seed: int, clients: int, ho
         doing = Run(layout, watches, console.print, recorder.start_again)
         if not doing.until_whole(START_S):
             raise SystemExit(f"the fleet did not start: {doing.missing()}; see {work / 'logs'}")
+        before = _held(layout)
         answers, attacks = work / "attempts.jsonl", work / "attacks.jsonl"
         vocabulary = str(TINY_SHAPE["vocab_size"])
         with (
@@ -119,6 +122,7 @@ def _run(layout: Layout, work: Path, minutes: float, seed: int, clients: int, ho
         for placed in layout.models:
             layout.processes[process_name(PUBLISHER, placed.publisher, placed.model)].stop()
         recorder.rest(HEAL_S)
+        held = report.held(before, _held(layout))
         broken, unix = windows(doing.done, ended), time.time() - time.monotonic()
         for window in broken:
             lasted = {"began": window.began + unix, "ended": window.ended + AFTER_S + unix}
@@ -139,6 +143,7 @@ def _run(layout: Layout, work: Path, minutes: float, seed: int, clients: int, ho
         attacks=complaints(attacked, broken),
         joiners=joiner.complaints(doing.stays, asked, past, excuses(doing.done, ended)),
         let_in=sum(map(report.let_in, pushes.values())),
+        held=held["complaints"],
         history=contradictions,
     )
     swaps = {model: report.swaps(watch.past, since) for model, watch in watches.items()}
@@ -151,11 +156,18 @@ def _run(layout: Layout, work: Path, minutes: float, seed: int, clients: int, ho
         "swaps": swaps,
         "pushes": pushes,
         "fetches": fetches,
+        "held": held,
         "history": report.history(contradictions, log.path),
         "ended by themselves": wrongs.ended,
         "violations": report.violations(found, swaps, doing.done, wrongs),
         "journal": report.journal(doing.done, began),
     }
+
+
+def _held(layout: Layout) -> report.Held:
+    with contextlib.closing(SyncStore(layout.store, create=False)) as store:
+        records = {placed.model: len(store.list(Keys(placed.model).root)[0]) for placed in layout.models}
+    return report.Held(layout.descriptors(), pools(layout.memory), records)
 
 
 @contextlib.contextmanager

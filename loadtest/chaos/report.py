@@ -127,6 +127,41 @@ def let_in(pushes: Mapping[str, int]) -> int:
     return sum(n for name, n in pushes.items() if name.startswith((*REFUSED, MISFIT)) and name.endswith(": done"))
 
 
+DESCRIPTORS = 2.0  # times as many as when the fleet was first whole, and some more: connections come and go
+MORE_DESCRIPTORS = 64
+SLOTS = 8  # of a pool: what is served and gone back to, what is staged, and what others still read
+RECORDS = 600  # of a model: 64 retired versions with their forms, the last swaps, what lives
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the fleet holds at one moment: descriptors by process, slots by pool, records by model."""
+
+    descriptors: Mapping[str, int]
+    slots: Mapping[str, int]
+    records: Mapping[str, int]
+
+
+def held(before: Held, after: Held) -> dict[str, Any]:
+    """`before`: when the fleet was first whole; `after`: when all came to rest."""
+    grown = {
+        name: f"{n} descriptors, {before.descriptors.get(name, 0)} at the start"
+        for name, n in after.descriptors.items()
+        if n > DESCRIPTORS * before.descriptors.get(name, 0) + MORE_DESCRIPTORS
+    }
+    said = [f"{name} holds {counts}" for name, counts in grown.items()]
+    said += [f"{pool} has {n} slots" for pool, n in after.slots.items() if n > SLOTS]
+    said += [f"{model} has {n} records" for model, n in after.records.items() if n > RECORDS]
+    most = max(after.descriptors, key=lambda name: after.descriptors[name], default="")
+    return {
+        "descriptors at the start, at rest": [sum(one.descriptors.values()) for one in (before, after)],
+        "most descriptors": f"{after.descriptors.get(most, 0)} of {most}",
+        "most slots of a pool": max(after.slots.values(), default=0),
+        "records": dict(after.records),
+        "complaints": said,
+    }
+
+
 def history(found: Sequence[Contradiction], path: Path) -> dict[str, Any]:
     """The contradictions of the recorded history to the rules, by rule."""
     counted = Counter(wrong.rule for wrong in found)
@@ -137,13 +172,15 @@ def history(found: Sequence[Contradiction], path: Path) -> dict[str, Any]:
 class Wrongs:
     """What goes wrong beside answers and swaps: processes that `ended` though nobody had broken them, by name; the
     exit status of the `load` (if it is not 0, nothing else is known); complaints about `attacks` and `joiners`; how
-    many versions were `let_in` that staging must refuse; what in the `history` contradicts the rules."""
+    many versions were `let_in` that staging must refuse; what is `held` beyond the bounds; what in the `history`
+    contradicts the rules."""
 
     ended: Mapping[str, int] = field(default_factory=dict)
     load: int | None = 0
     attacks: Sequence[str] = ()
     joiners: Sequence[str] = ()
     let_in: int = 0
+    held: Sequence[str] = ()
     history: Sequence[Contradiction] = ()
 
 
@@ -155,7 +192,7 @@ def violations(
     said += [f"{name} ended by itself, {count} times" for name, count in wrongs.ended.items()]
     said += [f"{wrongs.let_in} versions that must be refused were swapped in"] if wrongs.let_in else []
     said += [f"{len(wrongs.attacks)} hostile requests were not refused as they must be"] if wrongs.attacks else []
-    said += wrongs.joiners
+    said += [*wrongs.joiners, *wrongs.held]
     said += [f"{n} x {rule} in the history" for rule, n in Counter(wrong.rule for wrong in wrongs.history).items()]
     said += [f"{count} x {kind}" for kind, count in found.problems.items() if count]
     said += [f"{found.judged[kind]} failed requests: {kind}" for kind in VIOLATIONS if found.judged[kind]]
@@ -174,7 +211,7 @@ def show(console: Console, report: Mapping[str, Any]) -> None:
         table.add_row(name, str(of["count"]), str(of.get("recovery_s", "")), str(of.get("longest_s", "")))
     console.print(table)
     titles = [("requests", report["requests"]), ("attacks", report["attacks"]), ("joiners", report["joiners"])]
-    titles += [("history", report["history"])]
+    titles += [("held", report["held"]), ("history", report["history"])]
     titles += [(f"{title} of {model}", of) for title in ("swaps", "pushes") for model, of in report[title].items()]
     for title, figures in titles:
         table = Table(title, "")
