@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,7 +49,7 @@ class Supervised:
     ) -> None:
         self.name, self.host, self.log, self.own_ends = name, host, log, 0
         self._hosts, self._argv, self._env = hosts, list(argv), dict(env)
-        self._broken = self._held = False
+        self._broken = self._killed = self._held = False
         self._fenced, self._may_end_until = False, 0.0  # whether it is a part of it that is frozen
         self._frozen: list[int] = []
         self._restart_at: float | None = None
@@ -59,7 +60,7 @@ class Supervised:
             said = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
             how: dict[str, Any] = {"start_new_session": True, "preexec_fn": with_me()}
             self._process = self._hosts.run(self.host, self._argv, env=self._env, **said, **how)
-        self._broken = self._held = False
+        self._broken = self._killed = self._held = False
 
     @property
     def runs(self) -> bool:
@@ -83,6 +84,14 @@ class Supervised:
         """The status that it ended with; None while it runs."""
         return self._process.poll()
 
+    @property
+    def descriptors(self) -> int:
+        """How many it and its children have open; 0 when it has ended."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(self._process.pid)
+            return sum(one.num_fds() for one in (process, *process.children(recursive=True)))
+        return 0
+
     def terminate(self) -> None:
         """SIGTERM, and nothing else."""
         self._broken = True
@@ -90,7 +99,7 @@ class Supervised:
 
     def kill(self, part: str = "") -> None:
         """SIGKILL; `part`: only its child with that in its name."""
-        self._broken = True
+        self._broken = self._killed = True
         with contextlib.suppress(ProcessLookupError):  # it ended already, and is about to be started again
             os.kill(self._victim(part), signal.SIGKILL)
 
@@ -119,7 +128,7 @@ class Supervised:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(victim, signal.SIGCONT)
         self._frozen.clear()
-        self._broken = False
+        self._broken = self._killed  # it ends of a part that was killed meanwhile once it can notice
         if self._fenced:
             self._fenced, self._may_end_until = False, time.monotonic() + FENCE_S
 
@@ -244,6 +253,10 @@ class Layout:
         self.guests.append(guest)
         return guest
 
+    def descriptors(self) -> dict[str, int]:
+        """Of each process, by name."""
+        return {name: process.descriptors for name, process in self.processes.items()}
+
     def log(self, name: str) -> Path:
         return self._work / "logs" / f"{name}.log"
 
@@ -305,6 +318,12 @@ class Layout:
         key.write_text(secrets.token_urlsafe(32))
         for directory in ("etcd", *(f"arena{host}" for host in range(COUNT))):
             (self.memory / directory).mkdir(mode=0o700)
+
+
+def pools(memory: Path) -> dict[str, int]:
+    """How many slots each pool of each arena below `memory` has, by arena and pool."""
+    files = [path for path in memory.glob("arena*/*") if path.name.rpartition("-")[2].isdecimal()]
+    return dict(sorted(Counter(f"{path.parent.name}/{path.name.rpartition('-')[0]}" for path in files).items()))
 
 
 def survivors(memory: Path) -> list[str]:

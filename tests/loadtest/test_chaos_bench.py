@@ -22,12 +22,12 @@ import pytest
 
 from loadtest.chaos import joiner, publisher
 from loadtest.chaos.clients import Attempt, Question, Wish, attempt, drawn, problems
-from loadtest.chaos.fleet import DRAIN_S, Snapshot, Supervised, survivors
+from loadtest.chaos.fleet import DRAIN_S, Snapshot, Supervised, pools, survivors
 from loadtest.chaos.hostile import Attack, Attacker, bodies, complaints, told
 from loadtest.chaos.joiner import Joiner, Served, Stay, Tenure, tenures
 from loadtest.chaos.models import ALIAS, FIRST, SECOND, badness, placed
 from loadtest.chaos.models import token_of as token_of_model
-from loadtest.chaos.report import Wrongs, let_in, pushes, swaps, violations
+from loadtest.chaos.report import RECORDS, SLOTS, Held, Wrongs, held, let_in, pushes, swaps, violations
 from loadtest.chaos.run import Broken, windows
 from loadtest.chaos.verdict import AFTER_S, SILENT_S, Fault, Verdict, Window, judge, schedule, verdict
 from loadtest.histories.requests import Choice
@@ -128,6 +128,24 @@ def test_a_restore_breaks_every_gateway() -> None:
     restored = Broken(Fault("restore", "etcd", 0, 2.0, 0.0), 10.0, 12.0, healed=50.0)
     killed = Broken(Fault("kill", "etcd", 0, 0.0, 0.0), 10.0, 10.0, healed=50.0)
     assert windows([restored, killed], 90.0) == [Window(host, 10.0, 50.0) for host in range(3)]
+
+
+def test_a_fleet_that_holds_more_and_more_is_found(tmp_path: Path) -> None:
+    for name in (*(f"slot-aa.bb-{n:03d}" for n in range(SLOTS + 1)), "slot-aa-000", "layout-cc-lock"):
+        (tmp_path / "arena0").mkdir(exist_ok=True)
+        (tmp_path / "arena0" / name).touch()
+    slots = pools(tmp_path)
+    assert slots == {"arena0/slot-aa": 1, "arena0/slot-aa.bb": SLOTS + 1}
+    before = Held({"peer-0": 20, "gateway-0": 30}, {}, {FIRST: 9})
+    grown = Held({"peer-0": 20 * 2 + 65, "gateway-0": 124}, slots, {FIRST: RECORDS, SECOND: RECORDS + 1})
+    complaints = held(before, grown)["complaints"]
+    assert complaints == [
+        "peer-0 holds 105 descriptors, 20 at the start",
+        f"arena0/slot-aa.bb has {SLOTS + 1} slots",
+        f"{SECOND} has {RECORDS + 1} records",
+    ]
+    assert violations(Verdict(), {}, [], Wrongs(held=complaints)) == complaints
+    assert held(before, before)["complaints"] == []
 
 
 def test_a_process_that_outlives_its_run_is_found(tmp_path: Path) -> None:
@@ -385,6 +403,24 @@ def test_what_ends_because_a_part_of_it_was_frozen_has_not_ended_by_itself(
         until(lambda: process.returncode is not None)
         process.tend()
         assert process.own_ends == own_ends
+    finally:
+        process.stop()
+
+
+def test_what_ends_of_a_part_that_was_killed_while_it_was_frozen_has_not_ended_by_itself(tmp_path: Path) -> None:
+    words = ["sh", "-c", "sleep 600; exit 1"]
+    here: Any = SimpleNamespace(run=lambda _, argv, **popen: subprocess.Popen(argv, **popen))
+    process = Supervised("p", here, 0, words, {"PATH": os.environ["PATH"]}, tmp_path / "log")
+    try:
+        pid = process._process.pid
+        until(lambda: [child.name() for child in psutil.Process(pid).children()] == ["sleep"])
+        assert process.descriptors >= 6
+        process.freeze()
+        process.kill("sleep")
+        process.thaw()
+        until(lambda: process.returncode is not None)
+        process.tend()
+        assert (process.own_ends, process.descriptors) == (0, 0)
     finally:
         process.stop()
 
