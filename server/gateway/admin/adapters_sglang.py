@@ -108,7 +108,7 @@ async def update_from_disk(model: ModelDep, by: ByDep, body: FromDisk) -> dict[s
 
 @router.post("/begin_weight_update")
 async def begin(model: ModelDep, body: Begin | None = None) -> dict[str, Any]:
-    """Begins a session of buckets. What a trainer sent before and did not complete is dropped."""
+    """Begins a session of buckets. Buckets of a session that was not completed are dropped."""
     _check_selector(body or Begin())
     if model.updates.find(FAMILY) is not None:
         model.updates.drop()
