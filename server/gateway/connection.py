@@ -109,7 +109,7 @@ class GatewayProtocol:
         self._on_admin_port = self.server is not None and self.server[1] == self.gateway.config.admin_port
         clients = self.gateway.clients
         clients.add(self)
-        if len(clients) > self.limits.max_connections:
+        if len(clients) + len(self.gateway.handshakes) > self.limits.max_connections:
             message = f"{self.limits.max_connections} connections are open; try again."
             self.reject(Unavailable(message, code="overloaded"))
             return

@@ -94,6 +94,7 @@ class Gateway:
         self.buffered = 0  # bytes of request bodies held now
         self.look_ups: Counter[bytes | None] = Counter()  # of answers at other gateways, by the key that rates them
         self.clients: set[GatewayProtocol] = set()  # their connections
+        self.handshakes: set[asyncio.Task[None]] = set()  # of connections that are none of these yet
 
     @property
     def default(self) -> Model:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
@@ -11,9 +13,13 @@ from typing import Any
 import uvicorn
 
 from server.errors import ConfigError
+from server.gateway.gateway import Gateway
 from server.leaving import LeavingServer
 
-HANDSHAKE_S = 10.0  # a connection counts against --max-connections only once it has ended
+log = logging.getLogger("hotswap.gateway")
+HANDSHAKE_S = 10.0
+AGAIN_S = 1.0  # to the next attempt to accept, without a descriptor
+REFUSED = 64  # handshakes beyond --max-connections that go on, for the client to be told with a status
 FAREWELL_S = 2.0  # for an idle client to answer that its connection closes: nobody else waits for it
 
 
@@ -34,11 +40,68 @@ class GatewayServer(LeavingServer):
         loop, backlog = asyncio.get_running_loop(), self.config.backlog
         for at, listener in enumerate(sockets):
             context = self._admin_tls if at and self._admin_tls is not None else self.config.ssl
-            tls: dict[str, Any] = {}
-            if context is not None:
-                tls = {"ssl": context, "ssl_handshake_timeout": HANDSHAKE_S, "ssl_shutdown_timeout": FAREWELL_S}
-            self.servers.append(await loop.create_server(self._protocol, sock=listener, backlog=backlog, **tls))
+            gateway: Gateway = self.lifespan.state["gateway"]
+            if context is None:
+                self.servers.append(await loop.create_server(self._protocol, sock=listener, backlog=backlog))
+                continue
+            tls = TlsListener(gateway, listener, context, self._protocol)
+            tls.start(backlog)
+            self.servers.append(tls)  # type: ignore[arg-type]
 
     def _protocol(self) -> asyncio.Protocol:
         make: Any = self.config.http_protocol_class
         return make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+
+
+class TlsListener:
+    """Accepts connections that begin with a handshake. A handshake counts against --max-connections: a server of the
+    loop's own tells of a connection only once its handshake has ended. An asyncio.Server by what uvicorn calls."""
+
+    def __init__(
+        self, gateway: Gateway, listener: socket.socket, context: ssl.SSLContext, make: Callable[[], asyncio.Protocol]
+    ) -> None:
+        self._gateway, self._listener, self._context, self._make = gateway, listener, context, make
+        self._loop = asyncio.get_running_loop()
+
+    def start(self, backlog: int) -> None:
+        self._listener.setblocking(False)
+        self._listener.listen(backlog)
+        self._backlog = backlog
+        self._listen()
+
+    def close(self) -> None:
+        """No connection is accepted any more."""
+        if self._listener.fileno() >= 0:
+            self._loop.remove_reader(self._listener)
+            self._listener.close()
+
+    async def wait_closed(self) -> None:
+        """It is closed at once."""
+
+    def _listen(self) -> None:
+        if self._listener.fileno() >= 0:
+            self._loop.add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        handshakes, most = self._gateway.handshakes, self._gateway.config.limits.max_connections
+        for _ in range(self._backlog):
+            try:
+                connection, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:  # of descriptors or memory there are none
+                log.error("cannot accept a connection: %s; tried again in %g s", error.strerror, AGAIN_S)
+                self._loop.remove_reader(self._listener)
+                self._loop.call_later(AGAIN_S, self._listen)
+                return
+            if len(handshakes) + len(self._gateway.clients) >= most + REFUSED:
+                connection.close()
+                continue
+            agreeing = self._loop.create_task(self._agree(connection))
+            handshakes.add(agreeing)
+            agreeing.add_done_callback(handshakes.discard)
+
+    async def _agree(self, connection: socket.socket) -> None:
+        how: Any = {"ssl_handshake_timeout": HANDSHAKE_S, "ssl_shutdown_timeout": FAREWELL_S}
+        with contextlib.suppress(OSError):  # ssl.SSLError, and a client that leaves or is too slow
+            await self._loop.connect_accepted_socket(self._make, connection, ssl=self._context, **how)

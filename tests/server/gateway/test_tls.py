@@ -18,7 +18,7 @@ import uvicorn
 
 from server.cli.admin import AdminClient
 from server.errors import ConfigError, RequestFailed
-from server.gateway import GatewayConfig, HealthSettings, UpstreamSettings, listening
+from server.gateway import GatewayConfig, HealthSettings, Limits, UpstreamSettings, listening
 from server.gateway.admin.probes import ProbePrompt, ProbeSettings, build_probe
 from server.gateway.main import bind, run
 from tests.cluster_tls import Authority
@@ -84,7 +84,6 @@ def der(directory: Path) -> bytes:
 async def test_a_handshake_that_does_not_go_on_ends(
     authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, port: str
 ) -> None:
-    """A handshake is no connection yet, so --max-connections does not count it."""
     files = authority.mount(tmp_path / "gateway")
     monkeypatch.setattr(listening, "HANDSHAKE_S", 0.1)
     monkeypatch.setattr(uvicorn, "Server", lambda config: listening.GatewayServer(config, leave))
@@ -95,6 +94,34 @@ async def test_a_handshake_that_does_not_go_on_ends(
         assert await asyncio.wait_for(reader.read(), 30) == b""
         writer.close()
         assert not gateway.gateway.clients
+
+
+async def test_handshakes_count_as_connections(
+    authority: Authority, member: ClusterTls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond the bound and some to be refused with a status, a connection ends before its handshake."""
+    files = authority.mount(tmp_path / "gateway")
+    monkeypatch.setattr(listening, "REFUSED", 1)
+    monkeypatch.setattr(uvicorn, "Server", lambda config: listening.GatewayServer(config, leave))
+    tls = {"ssl_certfile": files / "tls.crt", "ssl_keyfile": files / "tls.key"}
+    with running_gateway(tmp_path, upstream=QUIET, limits=Limits(max_connections=3), **tls) as gateway:
+        there = gateway.gateway
+        slow = [await gateway.connect() for _ in range(3)]
+        for _, writer in slow:
+            writer.write(b"\x16\x03\x01")
+        await eventually(lambda: len(there.handshakes) == 3)
+        async with httpx.AsyncClient(verify=member.client_context(), timeout=30) as client:
+            refused = await client.get(f"https://{gateway.host}:{gateway.port}/healthz")
+        assert refused.status_code == 503
+        await eventually(lambda: not there.clients)
+        slow.append(await gateway.connect())
+        await eventually(lambda: len(there.handshakes) == 4)
+        reader, _ = await gateway.connect()
+        assert await asyncio.wait_for(reader.read(), 30) == b""
+        for _, writer in slow:
+            writer.close()
+        await eventually(lambda: not there.handshakes)
+        assert not there.clients
 
 
 async def leave() -> bool:
