@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 from rich.console import Console
@@ -53,6 +54,7 @@ LEAVES_S, TRAINER_LEAVES_S = 10.0, 130.0  # after SIGTERM; a trainer saves first
 PERSIST_S = 600.0  # for the copy of the active version at a stop
 USERS = ".users"  # the file in an arena that its servers hold a shared lock on
 LOOK_S = 1.0  # between two looks at the store's file
+SERVES = "serves"
 
 
 class Server:
@@ -88,7 +90,7 @@ class Server:
         self._begun: dict[str, float] = {}  # when each process was last started
         self._failures: dict[str, int] = {}  # in a row, each within STEADY_S of the start
         self._left: set[str] = set()  # what has ended, and is not to be started again
-        self._errors: dict[str, str] = {}  # of instances that do not serve yet, by id
+        self._notes: dict[str, str] = {}  # by id, how the gateway or an instance that does not serve yet stands
         self._store_seen: tuple[int, int] | None = None
         self._arena_lock: int | None = None  # shared with other servers in the same arena, if the store is
         self._look_at = 0.0
@@ -198,25 +200,26 @@ class Server:
             )
 
     def wait_ready(self, timeout_s: float | None = None, say: Callable[[str], None] = lambda _: None) -> None:
-        """Block until every instance serves; `say` gets each new error of one. Raises ProcessFailed, with reasons.
+        """Block until every instance serves; `say` gets a line for each phase or error of one, with the seconds so far.
+        Raises ProcessFailed, with reasons.
 
         `timeout_s`: another one than that of the configuration.
         """
         timeout_s = self.config.ready_timeout_s if timeout_s is None else timeout_s
-        deadline, told = time.monotonic() + timeout_s, dict[str, str]()
+        began, told = time.monotonic(), dict[str, str]()
         key_file = str(self.admin_key_file)
         info = ServerInfo(self.url, self.admin_url, self.name, self.store, key_file, os.getpid(), "starting")
         info.write(self.state_dir)
         while not self._ready():
-            for name, error in self._errors.items() - told.items():
-                say(f"{name}: {error}")
-            told |= self._errors
+            for name, note in sorted(self._notes.items() - told.items()):
+                say(f"{time.monotonic() - began:4.0f} s  {name}: {note}")
+            told |= self._notes
             for child in self._everything().values():
                 if not child.alive and not (_kind(child.name) == "publish" and child.returncode == 0):
                     cause = f"{found}\n" if (found := child.cause()) else ""
                     raise ProcessFailed(f"{child.name} ended early: {cause}the end of {child.log}:\n{child.tail()}")
-            if time.monotonic() > deadline:
-                why = "".join(f"{name}: {error}\n" for name, error in self._errors.items())
+            if time.monotonic() - began > timeout_s:
+                why = "".join(f"{name}: {note}\n" for name, note in self._notes.items() if note != SERVES)
                 raise ProcessFailed(
                     f"not ready after {timeout_s:.0f} s (--ready-timeout). {why}"
                     f"The logs are in {self.state_dir / 'logs'}"
@@ -329,11 +332,12 @@ class Server:
 
     def _ready(self) -> bool:
         """Whether each instance serves, or sleeps as it was ordered to before."""
-        self._errors = {}
+        self._notes = {}
         try:
             serving = [self._serves(model) for model in self.models]  # each, for the errors of its instances
             return all(serving)
         except httpx.HTTPError:
+            self._notes = {"gateway": "starts"}
             return False
 
     def _serves(self, model: Served) -> bool:
@@ -345,8 +349,8 @@ class Server:
             asked[what] = answer.raise_for_status().json()
         asleep = {row["id"] for row in asked["sleep"]["asleep"]}
         rows = [row for row in asked["instances"]["instances"] if row["id"] in ours]
-        self._errors |= {row["id"]: row["error"]["message"] for row in rows if row["error"]}
         eligible = {row["id"] for row in rows if row["eligible"]}
+        self._notes |= dict.fromkeys(ours - asleep, "the engine starts") | {row["id"]: _note(row) for row in rows}
         if not ours <= eligible | asleep:
             return False
         return ours <= asleep or httpx.get(f"{self.url}/readyz", timeout=2.0).status_code == 200
@@ -474,6 +478,15 @@ def run_up(config: UpConfig) -> None:
     finally:
         interrupts.ignore()
         server.stop(say)
+
+
+def _note(row: Mapping[str, Any]) -> str:
+    """How an instance stands that is being started."""
+    if row["error"]:
+        return str(row["error"]["message"])
+    if row["eligible"]:
+        return SERVES
+    return "takes its first version" if row["state"] in ("STAGING", "STAGED", "COMMITTING") else "the engine runs"
 
 
 def _kind(name: str) -> str:

@@ -95,7 +95,8 @@ class Answers:
         if url.endswith("/admin/instances"):
             look = self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
             errors = {name: {"code": "c", "message": error} if error is not None else None for name, error, _ in look}
-            body = {"instances": [{"id": name, "error": errors[name], "eligible": ok} for name, _, ok in look]}
+            rows = [{"id": name, "error": errors[name], "eligible": ok, "state": "STAGING"} for name, _, ok in look]
+            body = {"instances": rows}
         status = self.readyz if url.endswith("/readyz") else 200
         return httpx.Response(status, json=body, request=httpx.Request("GET", url))
 

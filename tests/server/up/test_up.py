@@ -290,7 +290,7 @@ def test_what_ended_early_is_told_with_its_cause_first(server: Server, tmp_path:
     assert rest == [f"the end of {log}:", "its end"]
 
 
-def test_what_keeps_an_instance_from_serving_is_said_once_and_at_the_end(
+def test_phases_of_a_start_and_what_keeps_an_instance_from_serving_are_said_once(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.start()
@@ -301,18 +301,25 @@ def test_what_keeps_an_instance_from_serving_is_said_once_and_at_the_end(
         for error in (None, "no room", "no memory")
     )
     said: list[str] = []
-    monkeypatch.setattr(up.httpx, "get", Answers(starting, failed, failed, again).get)
+    monkeypatch.setattr(up.httpx, "get", Answers([("of-another", None, True)], starting, failed, failed, again).get)
 
     def say(line: str) -> None:
-        said.append(line)
+        said.append(line.partition(" s  ")[2])
         assert ServerInfo.read(server.state_dir).state == "starting", "so that `hotswap status` can say it too"
-        if line == "instance-0: no memory":
+        if said[-1] == "instance-0: no memory":
             monkeypatch.setattr(up.time, "monotonic", lambda: float("inf"))
 
     server.config = replace(server.config, ready_timeout_s=1234.0)
-    with pytest.raises(ProcessFailed, match=r"after 1234 s .*\. instance-0: no memory\nThe logs are in .*logs"):
+    with pytest.raises(
+        ProcessFailed,
+        match=r"after 1234 s .*\. instance-0: no memory\nThe logs are in .*logs",
+    ):
         server.wait_ready(say=say)
-    assert said == ["instance-0: no room", "instance-0: no memory"]
+    assert said == [
+        *(f"instance-{number}: the engine starts" for number in range(2)),
+        *("instance-0: takes its first version", "instance-1: serves"),
+        *("instance-0: no room", "instance-0: no memory"),
+    ]
     monkeypatch.setattr(up.httpx, "get", Answers([("instance-0", None, True), ("instance-1", None, True)]).get)
     server.wait_ready()
     assert ServerInfo.read(server.state_dir).state == "ready"
