@@ -73,13 +73,14 @@ class ConsolePage {
     this.asked = this.key.value;
     if (!this.key.value) {
       this.#forget();
-      setText(byId("key-message"), "Type the admin key to see the fleet. The chat works without, where no key is asked.");
+      setText(byId("key-message"), "The chat works without the admin key, where no key is asked.");
       return;
     }
     await this.#choose();
     const paths = ["/admin/instances", "/admin/weights", "/admin/swap", "/admin/pause", "/admin/releases"];
     const [{ instances }, weights, { swap }, pause, { release, findings }] = await Promise.all(paths.map((path) => this.api.json(path)));
     setText(byId("key-message"), "The key works.");
+    document.body.classList.remove("locked");
     this.fleet.update(instances);
     this.weights.update(weights);
     this.releases.update(release, findings);
@@ -92,6 +93,7 @@ class ConsolePage {
 
   // Without the key nothing of what it showed stays on the page.
   #forget() {
+    document.body.classList.add("locked");
     this.fleet.update([]);
     this.weights.update({ active: null, versions: [] });
     this.releases.forget();
