@@ -4,6 +4,7 @@ certificates that members accept, and the tables say what the code does."""
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import subprocess
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import typer
 
 from server.cli.app import app
 from server.gateway.access.roles import table
+from server.up.paths import ServerInfo
 from tests.coordinating import coordinating
 from tests.lacking import program
 from tests.weightsync.test_tls import echo, shown
@@ -54,14 +56,20 @@ def train_one_step(model: Any) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_publishing_loop_runs_as_printed(
-    tied: bool, served_store: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    tied: bool,
+    served_store: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     model = model_of_transformers(tied)
     model.save_pretrained(tmp_path / "checkpoint")
     push(tmp_path / "checkpoint", store=served_store, model="NAME")
     (snippet,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    (url,) = re.findall(r'"(sqlite:.*?)"', snippet)
-    exec(snippet.replace(url, served_store), {"model": model, "train_one_step": train_one_step})
+    (tmp_path / "state" / "NAME").mkdir(parents=True)
+    ServerInfo("", "", "NAME", served_store, "", os.getpid()).write(tmp_path / "state" / "NAME")
+    monkeypatch.setenv("HOTSWAP_STATE_DIR", str(tmp_path / "state"))
+    exec(snippet, {"model": model, "train_one_step": train_one_step})
     assert capsys.readouterr().out.splitlines()[-1] == "step 2 now answers as version 4"
     with Publisher(served_store, model="NAME") as publisher:
         active, versions = publisher.active(), {v.version: v for v in publisher.versions()}

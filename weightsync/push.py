@@ -51,7 +51,8 @@ from weightsync.peer.copies import local_slot
 from weightsync.publish.cast import cast_schema, converted
 from weightsync.publish.checkpoint import INDEX, Checkpoint, read_config, read_inside
 from weightsync.publish.draft import commit_all
-from weightsync.publish.publisher import STORE_ENV, Publisher
+from weightsync.publish.publisher import Publisher
+from weightsync.running import STORE_ENV
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,7 @@ def push(
     places = {**({part: directory} if directory is not None else {}), **(parts or {})}
     contents = {check_name(name): opened_checkpoint(name, place) for name, place in places.items()}
     how: dict[str, Any] = {"lineage": lineage, "requested_by": requested_by, "reason": reason, "sign": sign}
-    with Publisher(store, model=model, **how) as publisher:
+    with Publisher(store, model=model, new_model=True, **how) as publisher:
         started = time.perf_counter()
         source = f"{_mark(upload_id) if upload_id else ''}{directory.resolve() if directory is not None else ''}"
         pieces = {
@@ -264,7 +265,7 @@ def push_delta(
     """
     done = {} if done is None else done
     how: dict[str, Any] = {"lineage": lineage, "requested_by": requested_by, "reason": reason, "sign": sign}
-    with Publisher(store, model=model, **how) as publisher:
+    with Publisher(store, model=model, new_model=True, **how) as publisher:
         started = time.perf_counter()
         applied = publish_delta(stream, publisher, upload_id=upload_id, onto=onto)
         version = applied.record.version
@@ -336,7 +337,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--onto", type=int, help="with --delta: the version that it carries on (default: the active one)"
     )
-    parser.add_argument("--store", default=os.environ.get(STORE_ENV), help=f"store URL (default: {STORE_ENV})")
+    parser.add_argument(
+        "--store",
+        default=os.environ.get(STORE_ENV),
+        help=f"store URL (default: {STORE_ENV}, or that of the server here)",
+    )
     parser.add_argument("--model", required=True, help="served model name")
     parser.add_argument("--lineage", default="push", help="who publishes; one at a time per name (default: push)")
     parser.add_argument("--step", type=int, help="training step to note down")

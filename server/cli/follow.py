@@ -15,8 +15,8 @@ from server.follow.loop import Follower, Plan
 from server.follow.opening import open_source
 from server.follow.state import StateFile
 from server.up import interrupts
-from server.up.paths import state_root
 from weightsync.bucket.metrics import serve
+from weightsync.running import state_root
 
 log = logging.getLogger("hotswap.follow")
 

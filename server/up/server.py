@@ -208,7 +208,8 @@ class Server:
         timeout_s = self.config.ready_timeout_s if timeout_s is None else timeout_s
         began, told = time.monotonic(), dict[str, str]()
         key_file = str(self.admin_key_file)
-        info = ServerInfo(self.url, self.admin_url, self.name, self.store, key_file, os.getpid(), "starting")
+        about = self.name, self.store, key_file, os.getpid(), "starting", tuple(model.name for model in self.models)
+        info = ServerInfo(self.url, self.admin_url, *about)
         info.write(self.state_dir)
         while not self._ready():
             for name, note in sorted(self._notes.items() - told.items()):

@@ -60,6 +60,7 @@ WeightSyncError               base: `code` for machines, a message that says wha
 │   └── VersionGone           a version was removed meanwhile
 ├── PublishError
 │   ├── StalePublisher        a newer publisher of the lineage has taken over
+│   ├── UnknownModel          nobody serves the model, and others are served
 │   ├── BadPart               a part that no version can have, or that has nothing to go with
 │   ├── DraftLost             the draft's lease ended, and other hosts may have freed its shares
 │   └── DraftClosed           the draft was already committed or aborted
@@ -123,6 +124,7 @@ from weightsync.errors.publishing import (
     RemoteError,
     SigningKeyError,
     StalePublisher,
+    UnknownModel,
     VersionRefused,
 )
 from weightsync.errors.store import (
@@ -226,6 +228,7 @@ __all__ = [
     "TransferTimedOut",
     "TransportUnavailable",
     "UnexpectedTensor",
+    "UnknownModel",
     "UnknownVersion",
     "UnsupportedDtype",
     "UnsupportedVllm",

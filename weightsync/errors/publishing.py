@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from weightsync.errors.base import WeightSyncError
 
 
@@ -15,6 +17,19 @@ class BadPart(PublishError):
     """A part cannot be published so: its name, an adapter without its configuration, or no base model to go with."""
 
     code = "bad_part"
+
+
+class UnknownModel(PublishError):
+    """The first version of a model that no instance serves, on a store whose instances serve other models."""
+
+    code = "unknown_model"
+
+    def __init__(self, model: str, served: Iterable[str]) -> None:
+        names = ", ".join(repr(name) for name in sorted(served))
+        super().__init__(
+            f"no instance serves a model {model!r}, and it has no version yet (instances serve {names}): pass a served "
+            "model's name as `model`, or `new_model=True` to publish the first version of a new one"
+        )
 
 
 class StalePublisher(PublishError):

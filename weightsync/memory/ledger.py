@@ -26,6 +26,7 @@ from weightsync.control.forms import check_config, completed, differing, kept_fi
 from weightsync.control.hosts import arena_key, host_of, local_path, slot_name, this_host
 from weightsync.control.lease import LeaseKeeper
 from weightsync.control.records import (
+    MODELS_PREFIX,
     ActiveRecord,
     ArenaRecord,
     CounterRecord,
@@ -46,7 +47,9 @@ from weightsync.errors import (
     PublishError,
     StalePublisher,
     StoreError,
+    StoreRefused,
     StoreUnavailable,
+    UnknownModel,
 )
 from weightsync.format.manifest import Schema, diff_schema, require_names, require_same_schema
 from weightsync.memory.arena import Arena, SlotLock, default_directory, pool_of
@@ -72,6 +75,7 @@ class Ledger:
         self._token = self._fence = 0
         self._holding = asyncio.Lock()
         self.who = self.reason = ""  # for the ledger
+        self.new_model = False  # others may be served alone
 
     async def hold(self) -> None:
         """Become the holder of the lineage, once; a publisher that held it before is stale from now on."""
@@ -117,10 +121,12 @@ class Ledger:
     ) -> tuple[VersionRecord, int, dict[str, SlotLock]]:
         """A free slot for each part, of `sizes` bytes, and a `publishing` record that names them.
 
-        Raises ArenaFull, StalePublisher.
+        Raises ArenaFull, StalePublisher, UnknownModel.
         """
         for _ in range(CLAIM_ATTEMPTS):
             counter = await self.store.get(self.keys.counter)  # before the list: every later claim moves it
+            if counter is None and not self.new_model:
+                await self._require_model()
             known = await self.versions()
             if sum(v.state == "ready" for v in known) > self._keep + 2:  # active and previous besides
                 await activation.retire(self.store, self.keys, spare=self._keep)
@@ -303,6 +309,14 @@ class Ledger:
         unread = (kv.value for kv in found if VersionRecord.readable(kv.key, kv.value) is None)
         self._unread_slots = {slot.decode() for raw in unread for slot in _SLOT.findall(raw)}
         return readable_versions(found)
+
+    async def _require_model(self) -> None:
+        """Raises UnknownModel if instances serve other models alone."""
+        with contextlib.suppress(StoreRefused):  # an etcd with roles shows no other model
+            found = (await self.store.list(MODELS_PREFIX))[0]
+            served = {name.removeprefix(MODELS_PREFIX) for kv in found if (name := kv.key.rpartition("/instances/")[0])}
+            if served and self.keys.model not in served:
+                raise UnknownModel(self.keys.model, served)
 
     async def close(self) -> None:
         """End the lease, and with it open drafts; the next claim takes a new one."""

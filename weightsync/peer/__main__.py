@@ -24,7 +24,7 @@ from weightsync.peer.control import PeerClient, listen
 from weightsync.peer.service import Peer, running
 from weightsync.peer.settings import Deltas, Pace, PeerSettings
 from weightsync.peer.shelf import lock_of
-from weightsync.publish.publisher import STORE_ENV
+from weightsync.running import STORE_ENV
 from weightsync.store import open_store
 from weightsync.tls import ENVIRONMENT as TLS_ENV
 from weightsync.tls import ClusterTls

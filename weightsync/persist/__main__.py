@@ -28,7 +28,7 @@ from weightsync.errors import PersistError, StoreUnavailable, WatchCompacted, We
 from weightsync.memory.ledger import ensure_arena
 from weightsync.peer.copies import all_parts, local_slot, own_copies
 from weightsync.persist.disk import Disk
-from weightsync.publish.publisher import STORE_ENV
+from weightsync.running import STORE_ENV
 from weightsync.store import open_store
 from weightsync.store.protocol import Store
 

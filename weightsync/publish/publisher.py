@@ -38,7 +38,7 @@ from weightsync.control.records import (
     VersionRecord,
 )
 from weightsync.control.strict_json import shown
-from weightsync.errors import BadPart, PublishError, StoreUnavailable
+from weightsync.errors import BadPart, PublishError
 from weightsync.format import fingerprint
 from weightsync.format.manifest import (
     CUTS,
@@ -57,13 +57,13 @@ from weightsync.peer.copies import own_copies, share_hosts
 from weightsync.publish.cast import converted
 from weightsync.publish.draft import Claim, Draft, commit_all
 from weightsync.publish.writer import spec_of
+from weightsync.running import STORE_ENV, store_of
 from weightsync.store import SyncStore
 
 if TYPE_CHECKING:
     from weightsync.format.signing import Signer
 
 
-STORE_ENV = "HOTSWAP_STORE"
 SIGN_ENV = "HOTSWAP_SIGN_KEY"
 MOST_LEASE_S = 3600  # a publisher that was killed keeps its slots for so long
 NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
@@ -100,16 +100,18 @@ class Publisher:
         requested_by: str = "",
         reason: str = "",
         sign: Path | str | None = None,
+        new_model: bool = False,
     ) -> None:
-        """`store` is a URL; without it HOTSWAP_STORE is read. Raises StoreUnavailable, ArenaUnavailable, HostNameError.
+        """`store` is a URL; without it HOTSWAP_STORE is read, else it is that of the server that `hotswap up` runs on
+        this host (of several, of the one that serves the model); `url` says which. `new_model`: the first version of a
+        model may come although the servers on the store serve other models alone. Raises StoreUnavailable,
+        ArenaUnavailable, HostNameError.
 
         Among several hosts HOTSWAP_HOST says which one this is. The ledger names `requested_by` (default: the lineage,
         host and process) as who publishes, and the `reason`. Versions are signed with the private key in the PEM file
         `sign` (default: HOTSWAP_SIGN_KEY; none: not signed). Raises SigningKeyError.
         """
-        url = store or os.environ.get(STORE_ENV)
-        if not url:
-            raise StoreUnavailable("(none)", "no store was named", f"Pass its URL, or set {STORE_ENV}")
+        self.url = store or os.environ.get(STORE_ENV) or store_of(model)
         self.model, self.lineage, self.host = model, lineage, this_host()
         self._keys = Keys(model)
         self._keys.publisher(lineage)
@@ -121,13 +123,14 @@ class Publisher:
             raise PublishError(f"keep cannot be {shown(keep)}: pass a number of versions")
         self._asked: dict[int, TargetRecord] = {}
         self._layouts: dict[str, tuple[Schema, Layout]] = {}
-        self._store = SyncStore(url, create=False, owner="publisher")
+        self._store = SyncStore(self.url, create=False, owner="publisher")
         self._signer = signer_of(sign)
         self._name = requested_by or f"{lineage}@{socket.gethostname()}:{os.getpid()}"
         TargetRecord(0, "", self._name, 1.0).to_json()  # refused before anything is written
         LedgerEntry("publish", "", reason=reason).to_json()
         self._ledger = Ledger(self._store.store, self._keys, lineage, lease_ttl_s, keep, self.host)
         self._ledger.who, self._ledger.reason = self._name, reason
+        self._ledger.new_model = new_model
         try:
             self.arena = self._store.run(ensure_arena(self._store.store, host=self.host))
         except BaseException:
@@ -172,8 +175,9 @@ class Publisher:
         `cast`: floating-point tensors are converted to the dtypes that are served, as those of a trainer with float32
         masters. It concerns versions that take their tensors and configuration from the ones before.
 
-        Raises TensorError, ConfigMismatch and RecordError (nothing was published), ArenaFull, StalePublisher,
-        DraftLost, PublishError, StoreUnavailable, and once the version is ready SwapAborted or SwapTimeout.
+        Raises TensorError, ConfigMismatch, UnknownModel and RecordError (nothing was published), ArenaFull,
+        StalePublisher, DraftLost, PublishError, StoreUnavailable, and once the version is ready SwapAborted or
+        SwapTimeout.
         """
         if activate:
             self._target(0, timeout_s, mode=mode)  # refused before anything is written

@@ -19,7 +19,7 @@ from weightsync.peer.chunks import Head, Shape
 from weightsync.peer.control import PeerClient
 from weightsync.peer.copies import parsed
 from weightsync.peer.messages import Key, Opened
-from weightsync.publish.publisher import STORE_ENV
+from weightsync.running import STORE_ENV
 from weightsync.store import open_store
 from weightsync.transport import Piece, Region, Transport, open_transport
 

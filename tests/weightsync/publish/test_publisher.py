@@ -402,6 +402,7 @@ def test_the_store_is_named_by_the_environment(store_url: str, monkeypatch: pyte
     with pytest.raises(StoreUnavailable, match="hotswap up"):
         Publisher(model="demo")
     monkeypatch.delenv("HOTSWAP_STORE")
+    monkeypatch.setenv("HOTSWAP_STATE_DIR", f"{store_url}.none")
     with pytest.raises(StoreUnavailable, match="HOTSWAP_STORE"):
         Publisher(model="demo")
 

@@ -1,0 +1,70 @@
+"""The servers that `hotswap up` runs on this host, as each describes itself in its state directory."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from weightsync.errors import StoreUnavailable
+
+STATE_ENV = "HOTSWAP_STATE_DIR"
+STORE_ENV = "HOTSWAP_STORE"
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """The content of server.json: where the gateway listens, its store, and which file holds the admin key. `model` is
+    the first of `models`. `state`: "starting" until every instance serves, then "ready"."""
+
+    url: str
+    admin_url: str
+    model: str
+    store: str
+    admin_key_file: str
+    pid: int
+    state: str = "ready"
+    models: tuple[str, ...] = ()
+
+
+def info_of(state_dir: Path) -> ServerInfo:
+    """Raises OSError, ValueError, TypeError or AttributeError, unless there is a description."""
+    fields = json.loads((state_dir / "server.json").read_text())
+    return ServerInfo(**{**fields, "models": tuple(fields.get("models", ()))})
+
+
+def state_root() -> Path:
+    """HOTSWAP_STATE_DIR, else the user's state directory."""
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(os.environ.get(STATE_ENV) or Path(base) / "hotswap")
+
+
+def state_dirs() -> list[Path]:
+    """Of the servers that were started under `state_root`, the latest last; one that was killed is among them."""
+    return [file.parent for file in sorted(state_root().glob("*/server.json"), key=lambda p: p.stat().st_mtime)]
+
+
+def store_of(model: str) -> str:
+    """The URL of the store of the only server that runs here; of several, of the only one with that model. Raises
+    StoreUnavailable."""
+    servers = [info for info in map(_described, state_dirs()) if info is not None]
+    names = [name for info in servers for name in info.models or (info.model,)]
+    if len(servers) > 1:
+        servers = [info for info in servers if model in (info.models or (info.model,))]
+    if len(servers) == 1:
+        return servers[0].store
+    found = f"no server runs with its state under {state_root()}"
+    if names:
+        which = "several" if servers else "none"
+        found = f"{which} of the servers that run here have the model {model!r} (they serve {', '.join(sorted(names))})"
+    raise StoreUnavailable("(none)", found, f"Start `hotswap up`, or pass the store's URL, or set {STORE_ENV}")
+
+
+def _described(state_dir: Path) -> ServerInfo | None:
+    """None if the server does not run."""
+    try:
+        info = info_of(state_dir)
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
+    return info if Path(f"/proc/{info.pid}").exists() else None
