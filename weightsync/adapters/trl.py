@@ -21,16 +21,15 @@ import contextlib
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
 from weightsync.errors import PublishError
 from weightsync.memory.parts import LORA, Adapter
-from weightsync.publish.publisher import Publisher
 
 if TYPE_CHECKING:
+    from weightsync.publish.publisher import Publisher
     from weightsync.publish.remote import RemotePublisher
 
     AnyPublisher = Publisher | RemotePublisher
@@ -49,7 +48,7 @@ def use(
 
     `publisher`, or a function that makes one, which the main process alone calls, once. `timeout_s`: of each swap.
     `logprobs_mode`: the instances' setting, which TRL asks for and warns of. Floating-point tensors are converted to
-    the dtypes that are served, if the publisher is on the server's host. Returns the class that replaces TRL's client.
+    the dtypes that are served. Returns the class that replaces TRL's client.
     """
     stock = importlib.import_module(CLIENT).VLLMClient
     stock = getattr(stock, "hotswap_stock", stock)
@@ -128,9 +127,7 @@ class _Client:
         """There is none; the publisher is closed by the program that made it."""
 
     def _publish(self, tensors: Iterable[tuple[str, Any]]) -> None:
-        publisher = type(self).hotswap_publisher()
-        publish = partial(publisher.publish, cast=True) if isinstance(publisher, Publisher) else publisher.publish
-        publish(tensors, timeout_s=self.hotswap_timeout_s)
+        type(self).hotswap_publisher().publish(tensors, cast=True, timeout_s=self.hotswap_timeout_s)
 
 
 class PublishCallback(TrainerCallback):  # type: ignore[misc] # transformers has no types
@@ -164,8 +161,6 @@ class PublishCallback(TrainerCallback):  # type: ignore[misc] # transformers has
             if not self._adapter:
                 raise PublishError("the model is a PEFT model: pass adapter=NAME, by which clients ask for it")
             self._publisher.publish(Adapter.from_peft(model), part=LORA + self._adapter, **about)
-        elif isinstance(self._publisher, Publisher):
-            self._publisher.publish(model.named_parameters(), cast=True, **about)
         else:
-            self._publisher.publish(model.named_parameters(), **about)
+            self._publisher.publish(model.named_parameters(), cast=True, **about)
         self._published = state.global_step

@@ -22,7 +22,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlencode, urlsplit
 
 import orjson
@@ -30,6 +30,7 @@ import orjson
 from weightsync.control.records import OnLost, SwapMode
 from weightsync.errors import RemoteError, SwapAborted, SwapTimeout
 from weightsync.format.delta import Base, DeltaHeader, DeltaWriter
+from weightsync.format.manifest import Schema, TensorSpec
 from weightsync.memory.parts import BASE, Adapter, own_digest
 from weightsync.publish.publisher import NamedTensors, Version, check_names, signer_of
 from weightsync.publish.succession import Succession
@@ -148,6 +149,7 @@ def _plain(value: Any) -> str:
 
 
 ATTEMPTS = 6
+T = TypeVar("T")
 Sent = tuple[dict[str, Any], DeltaWriter | None]  # the answer, and what was sent
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
 POLL_S = 0.2
@@ -203,12 +205,13 @@ class RemotePublisher:
         metadata: Mapping[str, str] | None = None,
         source: str = "",
         config: Mapping[str, Any] | None = None,
+        cast: bool = False,
     ) -> Version:
         """Send all tensors as a new version, have it swapped in with `activate`, and return its number.
 
         With `part` they are the draft model's ("draft") or an `Adapter` ("lora/NAME"), and the rest stays as it is.
         With `config`, the config.json of such a checkpoint, tensors and configuration may be others than before: see
-        `Publisher.publish`.
+        `Publisher.publish`. `cast`, too: the tensors are converted here, to the dtypes that the server tells.
 
         A lost connection or a server that restarts is tried again; what was sent twice becomes one version. Returns,
         with `wait`, when the version is active. Raises UnsupportedDtype and BadPart (nothing was sent), RemoteError
@@ -217,6 +220,7 @@ class RemotePublisher:
         if (versions := self._successions.get(part)) is None:
             versions = self._successions[part] = Succession(self.model, part, self._signer)
         about: dict[str, Any] = {"step": step, "metadata": metadata, "source": source, "config": config}
+        about["cast_to"] = self._schema(part) if cast and config is None else None
         header = versions.take(named_tensors, **about)
         query: dict[str, Any] = {"upload_id": uuid.uuid4().hex, "with_config": bool(header.config) or None}
         query |= {"part": part} if part else {}
@@ -262,24 +266,21 @@ class RemotePublisher:
         wish |= {"drain_s": drain_s} if drain_s is not None else {}
         return self._activate(version, wish) if activate else Version(version)
 
+    def _schema(self, part: str) -> Schema | None:
+        """Of the next version, as the server tells it. Raises RemoteError."""
+        path = f"/admin/weights/schema?{urlencode({'part': part})}"
+        rows = _tried(lambda _: self._api.call("GET", path)["tensors"])
+        return Schema({name: TensorSpec(dtype, tuple(shape)) for name, dtype, shape in rows}) if rows else None
+
     def _deliver(self, upload_id: str, send: Callable[[], Sent]) -> dict[str, Any]:
         """Send until it has arrived. Raises RemoteError."""
-        pause_s = FIRST_PAUSE_S
-        for attempt in range(1, ATTEMPTS + 1):
-            try:
-                if attempt > 1 and (known := self._find(upload_id)) is not None:
-                    return self._note(known, None, attempt)
-                return self._note(*send(), attempt)
-            except Refused as refusal:
-                if refusal.code not in PASSING or attempt == ATTEMPTS:
-                    raise _error(refusal) from refusal
-                pause_s = refusal.retry_after_s or pause_s
-            except Unreachable as fault:
-                if attempt == ATTEMPTS:
-                    raise RemoteError(f"{fault}; gave up after {ATTEMPTS} attempts: is the server running?") from fault
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-        raise AssertionError("unreachable: the last attempt returns or raises")
+
+        def once(attempt: int) -> dict[str, Any]:
+            if attempt > 1 and (known := self._find(upload_id)) is not None:
+                return self._note(known, None, attempt)
+            return self._note(*send(), attempt)
+
+        return _tried(once)
 
     def _useful_base(self, versions: Succession, header: DeltaHeader) -> Base | None:
         """The last version, if the server still has it and a difference from it is smaller than the whole."""
@@ -329,6 +330,24 @@ class RemotePublisher:
         else:
             raise SwapTimeout(version, wish["deadline_s"])
         return Version(version)
+
+
+def _tried(ask: Callable[[int], T]) -> T:
+    """The answer to `ask`, which is given the number of the attempt, from 1 on. Raises RemoteError."""
+    pause_s = FIRST_PAUSE_S
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            return ask(attempt)
+        except Refused as refusal:
+            if refusal.code not in PASSING or attempt == ATTEMPTS:
+                raise _error(refusal) from refusal
+            pause_s = refusal.retry_after_s or pause_s
+        except Unreachable as fault:
+            if attempt == ATTEMPTS:
+                raise RemoteError(f"{fault}; gave up after {ATTEMPTS} attempts: is the server running?") from fault
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+    raise AssertionError("unreachable: the last attempt returns or raises")
 
 
 def _ticks(timeout_s: float) -> Iterator[int]:

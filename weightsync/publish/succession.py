@@ -12,9 +12,10 @@ import numpy as np
 from weightsync.errors import BadPart, RemoteError
 from weightsync.format.delta import Base, DeltaHeader, DeltaWriter, is_worthwhile
 from weightsync.format.delta_codec import Bytes
-from weightsync.format.manifest import CUTS, TensorSpec, content_sha256, is_derived
+from weightsync.format.manifest import CUTS, Schema, TensorSpec, content_sha256, is_derived
 from weightsync.memory.parts import ADAPTER_CONFIG, BASE, LORA, Adapter, check_name, content_of
 from weightsync.memory.receiver import SlotReader
+from weightsync.publish.cast import converted
 from weightsync.publish.publisher import NamedTensors
 from weightsync.publish.writer import copy_sums, spec_of
 
@@ -98,15 +99,18 @@ class Succession:
         metadata: Mapping[str, str] | None = None,
         source: str = "",
         config: Mapping[str, Any] | None = None,
+        cast_to: Schema | None = None,
     ) -> DeltaHeader:
-        """Copies the tensors here; the header of the version in full. Raises UnsupportedDtype, PublishError,
+        """Copies the tensors here; the header of the version in full. `cast_to`: with floating-point tensors in its
+        dtypes. Raises UnsupportedDtype, PublishError,
         RemoteError."""
         pairs, own = content_of(named_tensors)
         more = {**(metadata or {}), **own}
         if not isinstance(self._next, HostModel):
             self._next.close()
             self._next = HostModel()
-        self._next.take(pairs)
+        wanted: Mapping[str, TensorSpec] = cast_to.tensors if cast_to is not None else {}
+        self._next.take((name, converted(tensor, wanted.get(name))) for name, tensor in pairs)
         text = json.dumps(dict(config), sort_keys=True) if config is not None else ""
         return self._header(step, more, source, text)
 

@@ -46,6 +46,7 @@ from weightsync.control.state import in_flight
 from weightsync.errors import BadSplit
 from weightsync.format.manifest import Schema
 from weightsync.memory.ledger import ensure_arena
+from weightsync.memory.parts import BASE, check_name
 
 router = APIRouter(prefix="/admin", tags=["admin"])
 
@@ -230,6 +231,19 @@ async def active(model: ModelDep) -> dict[str, Any]:
     record = await active_record(model)
     nothing = {"version": None, "epoch": 0, "previous": None}
     return {"model": model.name, **(asdict(record) if record is not None else nothing)}
+
+
+@router.get("/weights/schema")
+async def schema(model: ModelDep, part: Part = "") -> dict[str, Any]:
+    """The tensors that the next version of the base or draft model must have; null if it may have any."""
+    keys = Keys(model.name)
+    if check_name(part) == BASE:
+        found = await model_schema(model)
+    else:
+        kept = await model.store.get(keys.part_schema(part))
+        found = Schema.from_json(kept.value) if kept is not None else None
+    rows = found and [[name, spec.dtype, spec.shape] for name, spec in found.tensors.items()]
+    return {"model": model.name, "tensors": rows}
 
 
 @router.post("/weights/upload")

@@ -156,6 +156,24 @@ def test_a_trainers_bf16_parameters_are_sent_as_they_are(gateway: RunningGateway
         assert bytes(slot.buffer("weight")) == model.weight.detach().view(torch.uint8).numpy().tobytes()
 
 
+def test_masters_are_converted_to_the_dtypes_that_the_server_tells(
+    gateway: RunningGateway, remote: RemotePublisher
+) -> None:
+    served = {"a": torch.ones(300, 8, dtype=torch.bfloat16), "count": torch.zeros(2, dtype=torch.int64)}
+    assert remote.publish(served, activate=False, cast=True) == 1, "the first version is as it comes"
+    generator = torch.Generator().manual_seed(1)
+    masters = {"a": torch.randn(300, 8, generator=generator), "count": torch.tensor([1, 2])}
+    with pytest.raises(RemoteError, match="cast=True"):
+        remote.publish(masters, activate=False)
+    another = RemotePublisher(gateway.admin_url, ADMIN_KEY, MODEL)
+    for publisher in (remote, another):
+        publisher.publish(masters.items(), activate=False, cast=True)
+        with SlotReader.open(versions(gateway)[-1].slot) as slot:
+            assert bytes(slot.buffer("a")) == masters["a"].bfloat16().view(torch.uint8).numpy().tobytes()
+            assert slot.entry("count").dtype == "int64"
+    assert [v.version for v in versions(gateway)] == [1, 2, 3]
+
+
 @pytest.mark.broad
 def test_weights_all_new_go_in_full(gateway: RunningGateway, remote: RemotePublisher) -> None:
     remote.publish(weights(0), activate=False)
