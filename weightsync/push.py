@@ -149,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 push_delta(stream, upload_id=options.upload_id or uuid.uuid4().hex, onto=options.onto, **common)
         else:
             what = {"part": options.part, "parts": dict(options.more), "without": options.without}
-            what |= {"step": options.step, "cast": options.cast}
+            what |= {"step": options.step, "cast": options.cast, "strip": options.strip}
             push(options.directory, upload_id=options.upload_id or "", **what, **common)
     except WeightSyncError as error:
         known = {name: getattr(error, name) for name in DETAILS if getattr(error, name, None) is not None}
@@ -170,6 +170,7 @@ def push(
     lineage: str = "push",
     step: int | None = None,
     cast: bool = False,
+    strip: str = "",
     activate: bool = True,
     timeout_s: float = 600.0,
     requested_by: str = "",
@@ -181,12 +182,12 @@ def push(
 
     `part` says what it is ("draft", "lora/NAME"; the base by default), `parts` what else belongs to the version, and
     `without` what it takes away of the version before, for which no directory is needed. The same `upload_id` again
-    gives the same version, and publishes nothing. `cast` as in `Publisher.publish`. Raises CheckpointError before
-    anything is claimed, and whatever `Publisher.publish` raises.
+    gives the same version, and publishes nothing. `cast` and `strip` as in `Publisher.publish`. Raises CheckpointError
+    before anything is claimed, and whatever `Publisher.publish` raises.
     """
     done = {} if done is None else done
     places = {**({part: directory} if directory is not None else {}), **(parts or {})}
-    contents = {check_name(name): opened_checkpoint(name, place) for name, place in places.items()}
+    contents = {check_name(name): opened_checkpoint(name, place, strip) for name, place in places.items()}
     how: dict[str, Any] = {"lineage": lineage, "requested_by": requested_by, "reason": reason, "sign": sign}
     with Publisher(store, model=model, new_model=True, **how) as publisher:
         started = time.perf_counter()
@@ -227,9 +228,10 @@ def push(
     return version
 
 
-def opened_checkpoint(part: str, directory: Path) -> tuple[Checkpoint, dict[str, str]]:
+def opened_checkpoint(part: str, directory: Path, strip: str = "") -> tuple[Checkpoint, dict[str, str]]:
     """A directory and what goes into its manifest. Raises CheckpointError."""
-    checkpoint, adapter_config = Checkpoint(directory), directory / "adapter_config.json"
+    checkpoint = Checkpoint(directory, strip="" if part.startswith(LORA) else strip)
+    adapter_config = directory / "adapter_config.json"
     if not part.startswith(LORA):
         if adapter_config.exists() and not (directory / "config.json").exists():
             raise CheckpointError(str(directory), "holds an adapter: push it with --part lora/NAME")
@@ -332,6 +334,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--cast", action="store_true", help="convert floating-point tensors to the dtypes that are served"
     )
+    parser.add_argument("--strip", default="", metavar="PREFIX", help="taken away where a tensor's name begins with it")
     parser.add_argument("--when-told", action="store_true", help="read the delta after the line `go` on standard input")
     parser.add_argument("--upload-id", help="the same id again gives the same version")
     parser.add_argument(

@@ -61,6 +61,7 @@ def push(
     ] = [],  # noqa: B006
     activate: Annotated[bool, typer.Option(help="also swap it in")] = True,
     cast: Annotated[bool, typer.Option("--cast", help="convert floats to the dtypes that are served")] = False,
+    strip: Annotated[str, typer.Option(help='what is taken away where a name begins with it: "module."')] = "",
     sign_key: Annotated[str, typer.Option(help="name of the gateway's --sign-key that signs it")] = "",
     mode: Mode = SwapMode.together,
     drain: Drain = None,
@@ -79,6 +80,7 @@ def push(
     body |= {"without": without} if without else {}
     body |= ({"part": part} if part else {}) | ({"parts": dict(map(_part, more))} if more else {})
     body |= ({"sign_key": sign_key} if sign_key else {}) | ({"cast": True} if cast else {})
+    body |= {"strip": strip} if strip else {}
     body |= _swap_options(mode, drain, deadline, on_lost)
     answer = AdminClient(state_dir, url, admin_key_file).call("POST", "/admin/weights", body, reason)
     show_swap(answer)

@@ -13,11 +13,6 @@ def advice(got: Collection[str], served: Collection[str]) -> str:
     """How to publish tensors under the served model's names, if those of `got` have something before or between that
     the `served` ones lack, or lack what those begin with; else ""."""
     strange = sorted(name for name in got if name not in served)
-    if any(name.startswith(PEFT) for name in strange):
-        return (
-            "it is PEFT's name: publish what `merge_and_unload()` returns, or the adapter alone as the part lora/NAME "
-            "(`weightsync.Adapter`, `hotswap weights push DIR --part lora/NAME`)"
-        )
     if not strange:
         return ""
     bare = [".".join(word for word in name.split(".") if word not in INNER) for name in strange]
@@ -34,15 +29,19 @@ def advice(got: Collection[str], served: Collection[str]) -> str:
         inside = [name.removeprefix(prefix) for name in bare if name.startswith(prefix)]
         if len(inside) == len(bare) and all(name in served and name not in got for name in inside):
             return f"the served model calls it {inside[0]!r}: {_unwrapped(strange, inside)}"
+    if any(name.startswith(PEFT) for name in strange):
+        return (
+            "it is PEFT's name: publish what `merge_and_unload()` returns, or the adapter alone as the part lora/NAME "
+            "(`weightsync.Adapter.from_peft(model)`, `hotswap weights push DIR --part lora/NAME`)"
+        )
     return ""
 
 
 def _unwrapped(strange: list[str], inside: list[str]) -> str:
     before = strange[0].removesuffix(inside[0])
     words = before.rstrip(".").split(".")
-    if strange == [before + name for name in inside]:
-        if WRAPPERS.issuperset(words):
-            return f"publish the model that is wrapped (`model.{'.'.join(words)}`)"
-        if INNER.isdisjoint(words):
-            return f"publish the tensors without {before!r} before their names"
+    wraps = WRAPPERS.issuperset(words)
+    if strange == [before + name for name in inside] and (wraps or INNER.isdisjoint(words)):
+        there = f"publish `model.{'.'.join(words)}`, or " if wraps else ""
+        return f"{there}pass strip={before!r} (`hotswap weights push --strip {before}`)"
     return "publish what torch's `get_model_state_dict` returns, which has no names of torch.compile and FSDP"

@@ -65,12 +65,13 @@ def _listed(value: Any) -> list[Any]:
 
 
 def content_of(
-    what: Adapter | Mapping[str, Any] | Iterable[tuple[str, Any]],
+    what: Adapter | Mapping[str, Any] | Iterable[tuple[str, Any]], strip: str = ""
 ) -> tuple[Iterable[tuple[str, Any]], dict[str, str]]:
-    """(name, tensor) pairs of what is published, taken one at a time, and its metadata. Raises BadPart; PublishError at
-    the first item that is no pair."""
+    """(name, tensor) pairs of what is published, taken one at a time, and its metadata. `strip` is taken away where a
+    name begins with it, but for an adapter. Raises BadPart; PublishError at the first item that is no pair."""
     given, metadata = (what.tensors, what.metadata) if isinstance(what, Adapter) else (what, {})
-    return _pairs(given.items() if isinstance(given, Mapping) else given), metadata
+    pairs = _pairs(given.items() if isinstance(given, Mapping) else given)
+    return (pairs if isinstance(what, Adapter) else ((n.removeprefix(strip), t) for n, t in pairs)), metadata
 
 
 def _pairs(given: Any) -> Iterator[tuple[str, Any]]:

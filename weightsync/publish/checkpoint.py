@@ -148,10 +148,11 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 class Checkpoint:
     """All tensors of a checkpoint directory (or of one file), by name; derived ones (`is_derived`) only if `whole`.
-    Raises CheckpointError, for files that change while they are read, too."""
+    `strip` is taken away where a name begins with it. Raises CheckpointError, for files that change while they are
+    read, too."""
 
-    def __init__(self, path: Path | str, *, whole: bool = False) -> None:
-        self.path, self._whole = Path(path), whole
+    def __init__(self, path: Path | str, *, whole: bool = False, strip: str = "") -> None:
+        self.path, self._whole, self._strip = Path(path), whole, strip
         beside = [self.path / name for name in (INDEX, *CONFIGS)] if self.path.is_dir() else []
         self._before = states(beside)
         self._files = _shards(self.path)
@@ -223,6 +224,7 @@ class Checkpoint:
         for name, stored in found.items():
             if expected is not None and name not in expected:
                 continue  # an older one, as a rule: the index says which is meant
+            name = name.removeprefix(self._strip)
             if name in self._home:
                 raise CheckpointError(str(file), f"tensor {name!r} is in {self._home[name].name} too", tensor=name)
             if self._whole or not is_derived(name, stored.spec.shape):

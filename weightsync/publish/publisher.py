@@ -158,6 +158,7 @@ class Publisher:
         source: str = "",
         config: Mapping[str, Any] | None = None,
         cast: bool = False,
+        strip: str = "",
     ) -> Version:
         """Write all tensors as a new version, make it ready, with `activate` have it swapped in; returns its number.
 
@@ -174,6 +175,7 @@ class Publisher:
 
         `cast`: floating-point tensors are converted to the dtypes that are served, as those of a trainer with float32
         masters. It concerns versions that take their tensors and configuration from the ones before.
+        `strip`: what is taken away where a name begins with it ("module.", "_orig_mod."), but in adapters.
 
         Raises TensorError, ConfigMismatch, UnknownModel and RecordError (nothing was published), ArenaFull,
         StalePublisher, DraftLost, PublishError, StoreUnavailable, and once the version is ready SwapAborted or
@@ -184,7 +186,8 @@ class Publisher:
         check_metadata(metadata or {})
         given = {**({check_name(part): named_tensors} if named_tensors is not None else {}), **(parts or {})}
         text = config_text(config) if config is not None else None
-        contents = {check_name(n): self._content(n, what, onto, anew=text is not None) for n, what in given.items()}
+        anew = text is not None
+        contents = {check_name(n): self._content(n, what, onto, strip, anew=anew) for n, what in given.items()}
         with contextlib.ExitStack() as stack:
             pieces = {name: (schema, {**(metadata or {}), **more}) for name, (_, schema, more) in contents.items()}
             about: dict[str, Any] = {"onto": onto, "step": step, "source": source}
@@ -310,10 +313,10 @@ class Publisher:
         )
 
     def _content(
-        self, part: str, what: NamedTensors | Adapter, onto: int | None, *, anew: bool
+        self, part: str, what: NamedTensors | Adapter, onto: int | None, strip: str, *, anew: bool
     ) -> tuple[Iterable[tuple[str, Any]], Schema, dict[str, str]]:
         """(named tensors, their schema, metadata) of one part; `anew`: it may be another one than before."""
-        items, metadata = content_of(what)
+        items, metadata = content_of(what, strip)
         schema = None if anew else self._store.run(self._ledger.schema(part, onto))
         if schema is None:
             items = list(items)

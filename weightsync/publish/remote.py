@@ -206,12 +206,14 @@ class RemotePublisher:
         source: str = "",
         config: Mapping[str, Any] | None = None,
         cast: bool = False,
+        strip: str = "",
     ) -> Version:
         """Send all tensors as a new version, have it swapped in with `activate`, and return its number.
 
         With `part` they are the draft model's ("draft") or an `Adapter` ("lora/NAME"), and the rest stays as it is.
         With `config`, the config.json of such a checkpoint, tensors and configuration may be others than before: see
-        `Publisher.publish`. `cast`, too: the tensors are converted here, to the dtypes that the server tells.
+        `Publisher.publish`. `cast` and `strip`, too: the tensors are converted here, to the dtypes that the server
+        tells.
 
         A lost connection or a server that restarts is tried again; what was sent twice becomes one version. Returns,
         with `wait`, when the version is active. Raises UnsupportedDtype and BadPart (nothing was sent), RemoteError
@@ -220,7 +222,7 @@ class RemotePublisher:
         if (versions := self._successions.get(part)) is None:
             versions = self._successions[part] = Succession(self.model, part, self._signer)
         about: dict[str, Any] = {"step": step, "metadata": metadata, "source": source, "config": config}
-        about["cast_to"] = self._schema(part) if cast and config is None else None
+        about["strip"], about["cast_to"] = strip, self._schema(part) if cast and config is None else None
         header = versions.take(named_tensors, **about)
         query: dict[str, Any] = {"upload_id": uuid.uuid4().hex, "with_config": bool(header.config) or None}
         query |= {"part": part} if part else {}

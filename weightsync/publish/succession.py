@@ -100,11 +100,12 @@ class Succession:
         source: str = "",
         config: Mapping[str, Any] | None = None,
         cast_to: Schema | None = None,
+        strip: str = "",
     ) -> DeltaHeader:
         """Copies the tensors here; the header of the version in full. `cast_to`: with floating-point tensors in its
-        dtypes. Raises UnsupportedDtype, PublishError,
+        dtypes. `strip` as in `Publisher.publish`. Raises UnsupportedDtype, PublishError,
         RemoteError."""
-        pairs, own = content_of(named_tensors)
+        pairs, own = content_of(named_tensors, strip)
         more = {**(metadata or {}), **own}
         if not isinstance(self._next, HostModel):
             self._next.close()

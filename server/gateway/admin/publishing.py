@@ -91,6 +91,7 @@ class Pusher:
         parts: Mapping[str, str] | None = None,
         without: Sequence[str] = (),
         cast: bool = False,
+        strip: str = "",
         by: By | None = None,
         sign_key: str = "",
         upload_id: str = "",
@@ -100,7 +101,8 @@ class Pusher:
 
         `step` is the training step to note down; `part` what is in `path` if not the base model, `parts` {part: path}
         what else goes into the version, and `without` what is taken away, for which no `path` is needed; `sign_key`
-        the name of one of the gateway's. `cast`: floats are converted to the dtypes that are served. The same
+        the name of one of the gateway's. `cast`: floats are converted to the dtypes that are served. `strip`:
+        what is taken away where a tensor's name begins with it. The same
         `upload_id` again gives the same version. `collected`: the gateway made `path` itself, of what the request
         held. Any other path of a request below the role `admin` must lie in a `--checkpoints` directory. Raises
         HttpError, BadPart.
@@ -126,7 +128,11 @@ class Pusher:
         noted += [f"--upload-id={upload_id}"] if upload_id else []
         main = [where for _, where in named[:1]] if path is not None else []
         noted += [f"--with={name}={where}" for name, where in named[len(main) :]]
-        noted += [*(f"--without={name}" for name in without), *(["--cast"] if cast else [])]
+        noted += [
+            *(f"--without={name}" for name in without),
+            *(["--cast"] if cast else []),
+            *([f"--strip={strip}"] if strip else []),
+        ]
         return await self.keep(self._push((*noted, *main), version_only))
 
     def _permitted(self, named: list[tuple[str, str]]) -> list[tuple[str, str]]:

@@ -141,6 +141,11 @@ def test_a_version_that_is_not_held_is_said_so(state_dir: Path) -> None:
         (("push", ".", "--no-activate"), "/admin/weights", {"activate": False, "path": str(Path.cwd())}),
         (("push", "--without", "lora/x"), "/admin/weights", {"activate": True, "without": ["lora/x"]}),
         (("push", ".", "--cast"), "/admin/weights", {"activate": True, "cast": True, "path": str(Path.cwd())}),
+        (
+            ("push", ".", "--strip", "module."),
+            "/admin/weights",
+            {"activate": True, "strip": "module.", "path": str(Path.cwd())},
+        ),
         (("activate", 3), "/admin/weights/activate", {"version": 3}),
         (("rollback",), "/admin/weights/rollback", {"version": None}),
         (("rollback", 4), "/admin/weights/rollback", {"version": 4}),

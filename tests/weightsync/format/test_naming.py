@@ -8,20 +8,21 @@ import numpy as np
 import orjson
 import pytest
 
-from tests.weightsync.tensors import model, save_safetensors
-from weightsync import Publisher
+from tests.weightsync.tensors import model, read_back, save_safetensors
+from weightsync import Adapter, Publisher, SlotReader
 from weightsync.errors import CheckpointError, TensorMismatch
 from weightsync.format.naming import advice
+from weightsync.publish.succession import Succession
 from weightsync.push import push
 
 CONFIG = {"model_type": "llama"}
 NAMES = [*model(), "lm_head.weight"]
 PREFIXES = {
-    "module.": "`model.module`",
-    "_orig_mod.": "`model._orig_mod`",
-    "module._orig_mod.": "`model.module._orig_mod`",
-    "base_model.model.": "merge_and_unload",
-    "policy.": "without 'policy.'",
+    "module.": "`model.module`, or pass strip='module.'",
+    "_orig_mod.": "`model._orig_mod`, or pass strip='_orig_mod.'",
+    "module._orig_mod.": "`model.module._orig_mod`, or pass strip='module._orig_mod.'",
+    "base_model.model.": "pass strip='base_model.model.' (`hotswap weights push --strip base_model.model.`)",
+    "policy.": "pass strip='policy.'",
 }
 
 
@@ -38,6 +39,40 @@ def test_names_behind_a_prefix(publisher: Publisher, prefix: str, way: str) -> N
     assert refused.value.tensor in tensors
     assert "config.json" not in str(refused.value), "no engine can be started with such names"
     assert [v.version for v in publisher.versions()] == [1]
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_a_prefix_is_stripped_on_request(publisher: Publisher, store_url: str, prefix: str, tmp_path: Path) -> None:
+    publisher.publish(model(1), activate=False)
+    wrapped = {prefix + name: tensor for name, tensor in model(2).items()}
+    publisher.publish(iter(wrapped.items()), strip=prefix, activate=False)
+    mixed = model(2) | {prefix + "model.norm.weight": model(2)["model.norm.weight"]}
+    del mixed["model.norm.weight"]
+    publisher.publish(mixed, strip=prefix, activate=False)
+    save_safetensors(tmp_path / "model.safetensors", wrapped)
+    push(tmp_path, strip=prefix, store=store_url, model="demo", activate=False)
+    sent = Succession("demo").take(wrapped, strip=prefix)
+    for record in publisher.versions()[1:]:
+        assert {name: tensor.tobytes() for name, tensor in read_back(record).items()} == {
+            name: tensor.tobytes() for name, tensor in model(2).items()
+        }
+    assert sent.schema.tensors.keys() == model().keys()
+
+
+def test_an_adapter_keeps_its_names(publisher: Publisher) -> None:
+    lora = {"base_model.model.q_proj.lora_A.weight": np.zeros((2, 8), np.float32)}
+    parts = {"lora/x": Adapter(lora, {"r": 2})}
+    publisher.publish(model(1), parts=parts, strip="base_model.model.", activate=False)
+    (part,) = publisher.versions()[-1].parts
+    with SlotReader.open(Path(part.slot)) as reader:
+        assert set(reader.manifest.tensors) == set(lora)
+
+
+def test_the_names_of_a_model_with_an_adapter_inside() -> None:
+    inside = [f"base_model.model.{name.replace('mlp', 'mlp.base_layer')}" for name in NAMES]
+    said = advice([*inside, "base_model.model.model.layers.0.mlp.lora_A.default.weight"], NAMES)
+    assert "merge_and_unload" in said
+    assert "from_peft" in said
 
 
 def test_names_with_something_between() -> None:
