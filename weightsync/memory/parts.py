@@ -14,6 +14,7 @@ from weightsync.control.hosts import local_path
 from weightsync.control.records import PartRecord, VersionRecord
 from weightsync.control.strict_json import shown
 from weightsync.errors import BadPart, ManifestError, PublishError, SlotBusy
+from weightsync.format.naming import WRAPPERS
 from weightsync.memory.receiver import SlotReader
 
 BASE = ""
@@ -35,11 +36,15 @@ class Adapter:
 
     @classmethod
     def from_peft(cls, model: Any, adapter_name: str = "default") -> Self:
-        """An adapter of a `peft.PeftModel`. Raises BadPart."""
+        """An adapter of a `peft.PeftModel`, which DDP or torch.compile may wrap. Raises BadPart."""
+        while inside := [part for name, part in getattr(model, "_modules", {}).items() if name in WRAPPERS]:
+            model = inside[0]
         configs = getattr(model, "peft_config", {})
         if adapter_name not in configs:
             kind, there = type(model).__name__, ", ".join(configs) or "none"
             raise BadPart(f"a {kind} has no adapter {adapter_name!r} (it has {there}): pass a peft.PeftModel")
+        if (kind := configs[adapter_name].peft_type) != "LORA":
+            raise BadPart(f"the adapter {adapter_name!r} is of the kind {kind.value}: make it with peft.LoraConfig")
         from peft import get_peft_model_state_dict  # a program with such a model has loaded it
 
         # "auto", the default, asks the hub each time whether the base model's vocabulary has grown.
