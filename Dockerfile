@@ -55,12 +55,13 @@ RUN --mount=type=cache,target=/root/.cache \
  && /opt/venv/bin/pip install --no-deps --target /opt/mypy -r /mypy.txt \
  && /opt/venv/bin/pip uninstall -y uv
 COPY pyproject.toml README.md LICENSE /src/
+COPY client /src/client
 COPY server /src/server
 COPY trainer /src/trainer
 COPY weightsync /src/weightsync
 COPY loadtest /src/loadtest
 RUN PYTHONPATH=/opt/mypy python -m server.gateway.compiled \
- && pip install --no-deps --no-build-isolation /src
+ && pip install --no-deps --no-build-isolation /src/client /src
 
 FROM runtime-${ACCEL} AS hotswap
 COPY --from=build /opt/venv /opt/venv

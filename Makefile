@@ -97,7 +97,7 @@ tables: $(VENV)/.run ## The tables of the documentation that are made of declara
 setup: $(VENV)/.test $(VENV)/.native ## What the tests need, and the gateway's request path in machine code
 
 # Only what serving and training need.
-$(VENV)/.run: pyproject.toml $(LISTS) scripts/install.sh
+$(VENV)/.run: pyproject.toml client/pyproject.toml $(LISTS) scripts/install.sh
 	PYTHON=$(PYTHON) scripts/install.sh $(VENV) $(LISTS)
 	touch $@
 
@@ -129,4 +129,4 @@ lock: $(VENV)/.run ## Resolve requirements/*.txt from pyproject.toml (UPGRADE=1:
 	UV=$(VENV)/bin/uv scripts/lock.sh
 
 clean: ## Remove what make has made
-	rm -rf $(VENV) $(DOCS) $(EMULATED) .venv-gpu-emulated* runs build dist site *.egg-info server/gateway/_compiled
+	rm -rf $(VENV) $(DOCS) $(EMULATED) .venv-gpu-emulated* runs build client/build dist site *.egg-info server/gateway/_compiled

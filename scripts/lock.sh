@@ -20,8 +20,9 @@ only=" $* "
 here=$(mktemp -d)
 trap 'rm -rf "$here"' EXIT
 
-# What two packages bring besides and nothing here uses: a client of a hosting service, and the library of AWS.
-printf '%s ; python_version < "3"\n' fastapi-cloud-cli sentry-sdk aws-cdk-lib constructs jsii publication >"$here/cuda"
+# What two packages bring besides and nothing here uses: a client of a hosting service, and the library of AWS. The
+# client comes from this checkout, and what it asks for is asked for by the project, too.
+printf '%s ; python_version < "3"\n' hotswap-client fastapi-cloud-cli sentry-sdk aws-cdk-lib constructs jsii publication >"$here/cuda"
 # reasoning-gym asks for the release before the one that flashinfer asks for; both run on either.
 echo "tabulate>=0.9.0" >>"$here/cuda"
 # MLflow's client asks for what only Databricks and git need; it and S3's ask for other releases of three that work.
@@ -32,7 +33,7 @@ printf '%s ; python_version < "3"\n' torchvision torchaudio torchcodec triton | 
 
 # On an emulated GPU no kernel runs, and no request is answered. Packages that compile kernels, decode media, trace, or
 # read requests are left out. vLLM 0.32 has torch 2.11 there: the stand-in is tried with an older torch, too, than 2.14.
-left_out=(anthropic fastapi-cli fastar fastsafetensors flashinfer-python google-re2 humming-kernels instanttensor
+left_out=(anthropic fastapi-cli fastar fastsafetensors flashinfer-python google-re2 hotswap-client humming-kernels instanttensor
   lm-format-enforcer math-verify mistral-common nvidia-cudnn-frontend nvidia-cutlass-dsl nvtx opentelemetry-api
   opentelemetry-exporter-otlp opentelemetry-sdk opentelemetry-semantic-conventions-ai outlines-core pynvvideocodec
   quack-kernels supervisor tilelang tokenspeed-mla torchaudio torchcodec)

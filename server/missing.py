@@ -6,7 +6,7 @@ import importlib.util
 
 from server.errors import CliError
 
-INSTALL = 'pip install ".[cpu]" (.[cuda] for GPUs) in a checkout of Hotswap; docs/install.md has the one trap of each'
+INSTALL = 'pip install ./client ".[cpu]" (.[cuda] for GPUs) in a checkout of Hotswap; docs/install.md has the traps'
 NO_VISION = "pip uninstall -y torchvision torchaudio torchcodec: they are of another torch, and are not needed"
 OURS = frozenset({"server", "weightsync", "trainer", "loadtest"})
 

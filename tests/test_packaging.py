@@ -132,6 +132,16 @@ def test_an_installation_for_gpus_has_at_least_the_torch_that_the_tests_have() -
         assert pins(name)["torch"].startswith(f"{bound}."), "the trainer calls what torch has since then"
 
 
+def test_the_client_is_of_the_same_release_and_asks_for_no_package_of_its_own() -> None:
+    """So the lists, which are made without it, have all that it needs."""
+    files = (ROOT / "pyproject.toml", ROOT / "client" / "pyproject.toml")
+    hotswap, client = (tomllib.loads(file.read_text())["project"] for file in files)
+    assert f"{client['name']}=={client['version']}" in hotswap["dependencies"]
+    assert client["version"] == hotswap["version"]
+    wanted = [*client["dependencies"], *(name for extra in client["optional-dependencies"].values() for name in extra)]
+    assert set(wanted) <= set(hotswap["dependencies"])
+
+
 @pytest.fixture
 def uv() -> Path:
     found = Path(sys.prefix) / "bin" / "uv"

@@ -1,4 +1,6 @@
-"""What `pip install` of a built wheel gives: a `hotswap` that serves, publishes and trains, away from the checkout."""
+"""What `pip install` of the built wheels gives: a `hotswap` that serves, publishes and trains, away from the checkout;
+and of the client's wheel alone, a publisher.
+"""
 
 from __future__ import annotations
 
@@ -28,25 +30,28 @@ def without_checkout() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By distribution."""
     built, sources = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("sources")
     for name in PACKAGES:
         shutil.copytree(ROOT / name, sources / name, ignore=shutil.ignore_patterns("__pycache__", "_compiled"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, sources)
+    shutil.copytree(ROOT / "client", sources / "client", symlinks=True, ignore=shutil.ignore_patterns("build"))
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(built)]
-    subprocess.run([*command, str(sources)], check=True, timeout=300)
-    (made,) = built.glob("*.whl")
+    subprocess.run([*command, str(sources), str(sources / "client")], check=True, timeout=300)
+    made = {file.name.partition("-")[0]: file for file in built.glob("*.whl")}
+    assert made.keys() == {"hotswap", "hotswap_client"}
     return made
 
 
 @pytest.fixture(scope="module")
-def hotswap(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The command in an environment that has the pinned packages and the wheel, and nothing of the checkout."""
+def hotswap(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The command in an environment that has the pinned packages and the wheels, and nothing of the checkout."""
     environment = tmp_path_factory.mktemp("installed") / "venv"
     install = [str(ROOT / "scripts/install.sh"), str(environment), str(ROOT / "requirements/cpu.txt")]
     subprocess.run(install, check=True, timeout=600, cwd=environment.parent)
-    pip = [str(environment / "bin/python"), "-m", "pip", "install", "--quiet", "--no-deps", str(wheel)]
+    pip = [str(environment / "bin/python"), "-m", "pip", "install", "--quiet", "--no-deps", *wheels.values()]
     subprocess.run(pip, check=True, timeout=120, env=without_checkout())
     return environment / "bin/hotswap"
 
@@ -57,10 +62,55 @@ def alone(tmp_path: Path) -> dict[str, Any]:
     return {"env": without_checkout() | {"HOTSWAP_STATE_DIR": str(tmp_path / "state")}, "cwd": tmp_path}
 
 
-def test_every_file_that_is_not_code_is_in_it(wheel: Path) -> None:
+def test_every_file_is_in_one_of_them(wheels: dict[str, Path]) -> None:
+    files = {name: set(zipfile.ZipFile(wheel).namelist()) for name, wheel in wheels.items()}
     tracked = subprocess.check_output(["git", "ls-files", *PACKAGES], cwd=ROOT, text=True).split()
-    with zipfile.ZipFile(wheel) as archive:
-        assert set(tracked) <= set(archive.namelist())
+    assert set(tracked) <= files["hotswap"] | files["hotswap_client"]
+    assert not files["hotswap"] & files["hotswap_client"]
+    packages = {name for name in files["hotswap_client"] if ".dist-info/" not in name}
+    assert packages == {name for name in tracked if name.startswith("weightsync/")}
+
+
+PUBLISH = """
+import sys, numpy as np, weightsync
+url = f"sqlite://{sys.argv[1]}/store.db"
+weightsync.SyncStore(url).close()
+with weightsync.Publisher(url, model="demo") as publisher:
+    for dtype in (np.float32, np.float64):
+        print(publisher.publish({"module.a": np.ones((3, 5), dtype)}, cast=True, strip="module.", activate=False))
+for name in weightsync.__all__:
+    getattr(weightsync, name)
+try:
+    weightsync.RemotePublisher("http://127.0.0.1:9", "key", "demo", sign=sys.argv[2]).publish(np.ones(2))
+except weightsync.WeightSyncError as error:
+    print(type(error).__name__)
+print(sorted({"torch", "vllm", "server"} & sys.modules.keys()))
+"""
+PYTHONS = {"3.11": sys.executable} | {
+    version: str(found[-1])
+    for version in ("3.12", "3.13")
+    if (found := sorted((Path.home() / ".pyenv/versions").glob(f"{version}.*/bin/python")))
+}
+
+
+@pytest.mark.parametrize("version", PYTHONS)
+@pytest.mark.parametrize("extras", ["", "[bucket,sign,etcd]"])
+def test_the_client_publishes_by_itself(wheels: dict[str, Path], tmp_path: Path, version: str, extras: str) -> None:
+    subprocess.run([PYTHONS[version], "-m", "venv", tmp_path / "venv"], check=True, timeout=120)
+    python, key = tmp_path / "venv/bin/python", tmp_path / "key.pem"
+    pip = [python, "-m", "pip", "install", "--quiet", f"{wheels['hotswap_client']}{extras}"]
+    subprocess.run(pip, check=True, timeout=300, env=without_checkout())
+    told = PUBLISH if extras else PUBLISH.replace("weightsync.__all__", '["RemotePublisher", "Share", "open_store"]')
+    told = told if extras else told.replace(", sign=sys.argv[2]", "")
+    if extras:
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+        from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+        form = Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()
+        key.write_bytes(Ed25519PrivateKey.generate().private_bytes(*form))
+    env = without_checkout() | {"HOTSWAP_ARENA": str(tmp_path / "slots")}
+    done = subprocess.run([python, "-c", told, tmp_path, key], capture_output=True, text=True, cwd=tmp_path, env=env)
+    assert done.stdout.split() == ["1", "2", "PublishError", "[]"], done.stderr
 
 
 @pytest.mark.parametrize("command", [["--help"], ["up", "--help"], ["train", "--help"], ["bench", "--help"]])
