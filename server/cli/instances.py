@@ -17,6 +17,7 @@ from server.errors import RequestFailed
 app = typer.Typer(no_args_is_help=True)
 LONG_FLIP_MS = 50.0  # about a step
 POLL_S = 0.25
+LAST = 3  # swaps that `hotswap status` shows
 SETTLED_S = 3.0  # without a request: longer than between two looks of a gateway at its metrics
 Name = Annotated[str, typer.Argument(help="id of the instance, as `hotswap instances list` shows it")]
 
@@ -113,6 +114,22 @@ def show_instances(state_dir: Path | None, url: str | None = None, admin_key_fil
     for version, percent in percentages(client.call("GET", "/admin/weights/active")).items():
         lost = "" if version in asked else "; nobody runs it now, so others answer them"
         out.print(f"version {version} has {percent:g} % of the requests{lost}")
+
+
+def show_swaps(state_dir: Path | None) -> None:
+    """Print the active version, the newest that could be swapped in, and the last swaps."""
+    client = AdminClient(state_dir, None, None)
+    weights, out = client.call("GET", "/admin/weights"), console()
+    active = weights["active"]["version"] if weights["active"] is not None else None
+    newer = [v["version"] for v in weights["versions"] if v["state"] == "ready" and v["version"] > (active or 0)]
+    out.print(f"active: version {active}" if active is not None else "no version is active")
+    if newer:
+        out.print(f"published, and not active: {', '.join(map(str, sorted(newer)))}")
+    for swap in client.call("GET", "/admin/swaps")["swaps"][:LAST]:
+        took, ago = swap["ended_at"] - swap["opened_at"], time.time() - swap["ended_at"]
+        why = f": {swap['reason']}" if swap["reason"] else ""
+        what = f"swap to version {swap['version']}, {swap['mode']}: {swap['outcome']}"
+        out.print(f"{what} in {took:.2f} s, {ago:.0f} s ago{why}")
 
 
 def _device(found: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,15 @@ from server.up.paths import ServerInfo
 from tests.server.gateway.harness import ADMIN_KEY, KEYS, RunningGateway, post, running_gateway
 from tests.server.gateway.upstream import Link, Received
 from tests.waiting import eventually, wait_until
-from weightsync.control.records import ActiveRecord, DeviceRecord, ErrorInfo, ShareRecord, SplitRecord
+from weightsync.control.records import (
+    ActiveRecord,
+    DeviceRecord,
+    ErrorInfo,
+    PastSwapRecord,
+    ShareRecord,
+    SplitRecord,
+    VersionRecord,
+)
 
 
 @pytest.fixture
@@ -118,7 +127,31 @@ async def test_status_says_what_keeps_a_server_that_starts_from_serving(
             done = await asyncio.to_thread(CliRunner().invoke, app, ["status", "--state-dir", str(tmp_path)])
             assert done.exception is None
             assert ("toy is starting" in done.output) is said
+            assert "no version is active" in done.output
             assert "instance-0: tensor 'x' has checksum 1 as built" in done.output
+
+
+async def test_status_shows_the_active_version_and_the_last_swaps(gateway: RunningGateway, tmp_path: Path) -> None:
+    for version in (1, 2, 3):
+        ready = VersionRecord(version, "ready", "", 0, "", None, None, "t", 1, 0.0, "", 0)
+        gateway.store.put(KEYS.version(version), ready.to_json())
+    gateway.store.put(KEYS.active, ActiveRecord(2, 1, 1, "s", 0.0).to_json())
+    for number in range(4):
+        past = PastSwapRecord(f"s{number}", number, "done", "rolling", number, number + 0.5)
+        past = replace(past, outcome="aborted", reason="has NaN") if number == 1 else past
+        gateway.store.put(KEYS.past_swap(number), past.to_json())
+    url = f"http://127.0.0.1:{gateway.admin_port}"
+    ServerInfo(url, url, "toy", "", "/dev/null", 1).write(tmp_path)
+    done = await asyncio.to_thread(CliRunner().invoke, app, ["status", "--state-dir", str(tmp_path)])
+    assert done.exception is None
+    assert "active: version 2\npublished, and not active: 3\n" in done.output
+    swaps = [line for line in done.output.splitlines() if line.startswith("swap ")]
+    assert [line.partition(" s, ")[0] for line in swaps] == [
+        "swap to version 3, rolling: done in 0.50",
+        "swap to version 2, rolling: done in 0.50",
+        "swap to version 1, rolling: aborted in 0.50",
+    ]
+    assert swaps[2].endswith(" s ago: has NaN")
 
 
 async def test_drain_waits_for_what_is_there(gateway: RunningGateway) -> None:
