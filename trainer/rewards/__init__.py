@@ -71,9 +71,10 @@ class InWorker(Reward):
         await self._pool.open()
         self.nbytes = self._pool.nbytes
 
-    async def __call__(self, request: RewardRequest, /) -> float:
+    async def __call__(self, request: RewardRequest, /) -> float | None:
         try:
-            return float(await self._pool.ask(dataclasses.asdict(request)))
+            value: float | None = await self._pool.ask(vars(request))
+            return value
         except RewardTimeout:
             if self._rule:
                 return 0.0  # the answer is too much for it, which is the answer's fault
@@ -94,7 +95,7 @@ class ComparingInWorker(ComparingReward):
         await self._pool.open()
         self.nbytes = self._pool.nbytes
 
-    async def __call__(self, group: SampleGroup, /) -> list[float]:
+    async def __call__(self, group: SampleGroup, /) -> list[float | None]:
         values = await self._pool.ask({"group": dataclasses.asdict(group)})
         if not isinstance(values, list):
             raise RewardError(f"it returned {values!r}. Return a list with a number for each sample.")

@@ -6,15 +6,22 @@ import re
 from typing import Any
 
 from trainer.config import FormatReward
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, RewardError
 from trainer.rewards.scorer import Reward, RewardRequest
+
+
+def known(expected: str) -> str:
+    """A record's answer. Raises RewardError if it has none: what is compared with nothing would be wrong in silence."""
+    if not expected.strip():
+        raise RewardError("the record has no answer. Name its column in data.answer_key, or give the reward a `where`.")
+    return expected
 
 
 class ExactMatch(Reward):
     """1 when the answer is the expected text, surrounding white space aside."""
 
     async def __call__(self, request: RewardRequest, /) -> float:
-        return float(request.answer.strip() == request.expected.strip())
+        return float(request.answer.strip() == known(request.expected).strip())
 
 
 class Format(Reward):
@@ -54,7 +61,7 @@ class Regex:
         match = self._pattern.search(answer)
         if match is None:
             return 0.0
-        return float("answer" not in match.groupdict() or (match["answer"] or "").strip() == expected.strip())
+        return float("answer" not in match.groupdict() or (match["answer"] or "").strip() == known(expected).strip())
 
 
 # The text says itself which part of it is mathematics. "$18 and $20" does not.

@@ -44,8 +44,9 @@ class RewardRequest:
 @dataclass(frozen=True)
 class Score:
     """Weighted sum, each reward's own (unweighted) value by name, and why a reward has none of its own (`failures`: its
-    part is the configured `on_failure` then, if there is one). `missing` are those without a value: the sum is not to
-    be trained on. `relative` are the parts of group rewards. `full` when every other reward gave its best, 1."""
+    part is the configured `on_failure` then, if there is one). `missing` are those that failed without a value: the sum
+    is not to be trained on. A reward in neither does not apply to the record. `relative` are the parts of group
+    rewards. `full` when every other reward gave its best, 1."""
 
     total: float
     parts: dict[str, float] = field(default_factory=dict)
@@ -61,7 +62,7 @@ class Score:
         return replace(self, total=self.total + weight * value, parts={**self.parts, name: value})
 
     def compared(self, name: str, value: float | None, weight: float, why: str) -> Score:
-        """With the part of a group reward, or why it has none of its own."""
+        """With the part of a group reward, and why it has none of its own ('': it has, or does not apply)."""
         score = self if value is None else self.plus(name, value, weight)
         failures = {**self.failures, name: why} if why else self.failures
         return replace(score, failures=failures, relative=(*self.relative, name))
@@ -120,16 +121,18 @@ class Reward(_Evaluator, ABC):
     """Scores one answer."""
 
     @abstractmethod
-    async def __call__(self, request: RewardRequest, /) -> float:
-        """The answer's value. Anything raised is counted, and gives the configured `on_failure`."""
+    async def __call__(self, request: RewardRequest, /) -> float | None:
+        """The answer's value; None if the reward does not apply to the record. Anything raised is counted, and gives
+        the configured `on_failure`."""
 
 
 class ComparingReward(_Evaluator, ABC):
     """Scores all samples of a prompt together."""
 
     @abstractmethod
-    async def __call__(self, group: SampleGroup, /) -> list[float]:
-        """A value for each sample. Anything raised is counted, and gives all of them the configured `on_failure`."""
+    async def __call__(self, group: SampleGroup, /) -> list[float | None]:
+        """A value for each sample, None where the reward does not apply. Anything raised is counted, and gives all of
+        them the configured `on_failure`."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,7 @@ class Weighted:
 class _Tally:
     calls: int = 0
     failures: int = 0
+    applied: float = 0.0
     seconds: float = 0.0
 
 
@@ -159,6 +163,12 @@ class Scorer:
         self._lock = threading.Lock()
         self._tallies = {name: _Tally() for name in self._rewards}
         self._warned: set[str] = set()
+        self._partial: set[str] = set()  # the rewards that did not apply to some record
+
+    @property
+    def alone(self) -> bool:
+        """Whether there are rewards of single answers."""
+        return len(self._compare) < len(self._rewards)
 
     def open(self) -> Scorer:
         """Make all rewards ready; raises what the first that cannot be raises, having closed the others."""
@@ -180,14 +190,17 @@ class Scorer:
         return await asyncio.wrap_future(self._loop.run(self._compared(SampleGroup.of(requests, scores), scores)))
 
     def stats(self) -> dict[str, float]:
-        """Since the last call, by reward: `reward_time_ms/NAME` (mean of an evaluation, waiting included) and
-        `reward_failures/NAME` (count)."""
+        """Since the last call, by reward: `reward_time_ms/NAME` (mean of an evaluation, waiting included),
+        `reward_failures/NAME` (count), and `reward_applied/NAME` (the share of evaluations that gave a value or
+        failed), of a reward that has ever not applied."""
         with self._lock:
             tallies, self._tallies = self._tallies, {name: _Tally() for name in self._rewards}
         result = {}
         for name, tally in tallies.items():
             if tally.calls:
                 result[f"reward_time_ms/{name}"] = round(tally.seconds * 1e3 / tally.calls, 3)
+            if tally.calls and name in self._partial:
+                result[f"reward_applied/{name}"] = round(tally.applied / tally.calls, 6)
             result[f"reward_failures/{name}"] = float(tally.failures)
         return result
 
@@ -224,11 +237,11 @@ class Scorer:
         return Score(sum(self._rewards[name].weight * value for name, value in parts.items()), parts, failures)
 
     async def _value(self, name: str, reward: Reward, request: RewardRequest) -> tuple[float | None, str]:
-        async def valued() -> float:
-            return _finite(float(await reward(request)))
+        async def valued() -> list[float | None]:
+            return [_finite(await reward(request))]
 
-        value, why = await self._evaluate(name, valued)
-        return self._rewards[name].on_failure if value is None else value, why
+        (value,), why = await self._evaluate(name, valued, 1)
+        return value, why
 
     async def _compared(self, group: SampleGroup, scores: Sequence[Score]) -> list[Score]:
         results = await asyncio.gather(*(self._values(name, group) for name in self._compare))
@@ -239,44 +252,52 @@ class Scorer:
         return found
 
     async def _values(self, name: str, group: SampleGroup) -> tuple[Sequence[float | None], str]:
-        async def valued() -> list[float]:
+        async def valued() -> list[float | None]:
             reward = self._rewards[name].reward
             assert isinstance(reward, ComparingReward)
-            values = [_finite(float(value)) for value in await reward(group)]
+            values = [_finite(value) for value in await reward(group)]
             if len(values) != len(group.samples):
                 raise RewardError(f"it returned {len(values)} numbers for {len(group.samples)} samples.")
             return values
 
-        values, why = await self._evaluate(name, valued)
-        return [self._rewards[name].on_failure] * len(group.samples) if values is None else values, why
+        return await self._evaluate(name, valued, len(group.samples))
 
-    async def _evaluate(self, name: str, valued: Callable[[], Awaitable[T]]) -> tuple[T | None, str]:
-        """What it gives and '', or None and the reason."""
-        began, value, why = time.perf_counter(), None, ""
+    async def _evaluate(
+        self, name: str, valued: Callable[[], Awaitable[list[float | None]]], count: int
+    ) -> tuple[list[float | None], str]:
+        """The `count` values and '', or as many of `on_failure` and the reason."""
+        began, why = time.perf_counter(), ""
+        values = [self._rewards[name].on_failure] * count
         limit = self._rewards[name].deadline_s
         try:
             async with asyncio.timeout(limit):
-                value = await valued()
+                values = await valued()
         except TimeoutError:
             why = f"no value within {limit:g} s. Raise deadline_s or workers, or make the reward faster."
         except Exception as error:
             why = str(error) if isinstance(error, RewardError) else repr(error)
-        self._count(name, time.perf_counter() - began, why)
-        return value, why
+        self._count(name, time.perf_counter() - began, why, 1.0 if why else 1 - values.count(None) / count)
+        return values, why
 
-    def _count(self, name: str, seconds: float, why: str) -> None:
+    def _count(self, name: str, seconds: float, why: str, applied: float) -> None:
         with self._lock:
             tally = self._tallies[name]
             tally.calls += 1
             tally.seconds += seconds
             tally.failures += bool(why)
+            tally.applied += applied
         if why and name not in self._warned:  # the count goes to the metrics; the log gets the first
             self._warned.add(name)
             log.warning("reward %s failed (counted in reward_failures/%s from now on): %s", name, name, why)
+        if applied < 1 and name not in self._partial:
+            self._partial.add(name)
+            log.info("reward %s does not apply to every record: reward_applied/%s is the share", name, name)
 
 
-def _finite(value: float) -> float:
-    if not math.isfinite(value):
+def _finite(value: float | None) -> float | None:
+    if value is None:
+        return None
+    if not math.isfinite(value := float(value)):
         raise RewardError(f"it returned {value}. Return a finite number.")
     return value
 

@@ -122,7 +122,8 @@ class Scorers:
         finally:
             self._pending -= 1
         scores = {name: value for score in found for name, value in score.parts.items()}
-        failures = {name: why for score in found for name, why in score.failures.items()}
+        failures = dict.fromkeys(set(names) - scores.keys(), "it does not apply to this record")
+        failures |= {name: why for score in found for name, why in score.failures.items()}
         return {"scores": scores, "failures": failures}
 
 

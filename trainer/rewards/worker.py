@@ -16,7 +16,7 @@ import math
 import queue
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, BinaryIO
 
@@ -102,11 +102,11 @@ def _arguments(request: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _valued(value: Any) -> dict[str, Any]:
-    """The reply: a number, or the numbers of a group."""
+    """The reply: a number, or the numbers of a group; None where the reward does not apply."""
     many = isinstance(value, list | tuple)
-    values = [float(each) for each in (value if many else [value])]
+    values = [None if each is None else float(each) for each in (value if many else [value])]
     for number in values:
-        if not math.isfinite(number):  # JSON has no such numbers
+        if number is not None and not math.isfinite(number):  # JSON has no such numbers
             return {"problem": f"it returned {number}. Return a finite number."}
     return {"value": values if many else values[0]}
 
@@ -118,10 +118,9 @@ def _callable(target: str, concurrency: int = 64) -> Function:
     takes_extra = "extra" in inspect.signature(function).parameters
     if inspect.iscoroutinefunction(function):
 
-        async def asynchronous(prompt: str, answer: str, expected: str, extra: dict[str, Any]) -> float:
+        async def asynchronous(prompt: str, answer: str, expected: str, extra: dict[str, Any]) -> Any:
             more = {"extra": extra} if takes_extra else {}
-            result: Awaitable[float] = function(prompt, answer, expected, **more)
-            return float(await result)
+            return await function(prompt, answer, expected, **more)
 
         return _as_large(asynchronous, function)
 

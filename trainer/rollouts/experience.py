@@ -197,8 +197,8 @@ class Experience:
         """The step's tensors. Raises DataError for a sequence that the model cannot take."""
         if not self._sequences:
             raise RolloutError(
-                "a step has nothing to train on: each trajectory is empty, or its environment or reward failed. Check "
-                "rollout.stop_token_ids, and the warnings above."
+                "a step has nothing to train on: each trajectory is empty, its environment or reward failed, or no "
+                "reward applies to it. Check rollout.stop_token_ids, and the warnings above."
             )
         c = self._config
         for length in (s.length for s in self._sequences):

@@ -142,6 +142,7 @@ class RolloutSampler:
         self._host: EnvironmentHost | None = None
         self._teacher: Teacher | None = None
         self._waiting: dict[_Key, _Playing] = {}  # until their next round
+        self._said = False  # that no reward applies to some record
         try:
             if environment is not None and not isinstance(environment, SingleTurnEnvironment):
                 self._host = EnvironmentHost(environment)
@@ -341,15 +342,23 @@ class RolloutSampler:
         return None
 
     async def _score(self, record: Record, played: _Played, scorer: Scorer) -> Score | None:
-        """None when a reward has no value, though it was asked again."""
+        """None when a reward has no value, though it was asked again, or none applies."""
         request = _asked(record, played.trajectory, played.said)
         for _ in range(self._rollout.attempts):
             score = await scorer(request)
             if not score.missing:
-                if self._host is None or isinstance(self._host.config, ToolsEnvironment):
-                    return score  # nothing was given
-                return score.plus(ENVIRONMENT, played.given, self._host.config.weight)
-        self._counts["trajectories_without_reward"] += 1
+                break
+        else:
+            self._counts["trajectories_without_reward"] += 1
+            return None
+        if self._host is not None and not isinstance(self._host.config, ToolsEnvironment):
+            return score.plus(ENVIRONMENT, played.given, self._host.config.weight)
+        if score.parts or not scorer.alone:
+            return score
+        self._counts["trajectories_no_reward_applies_to"] += 1
+        if not self._said:
+            self._said = True
+            log.warning("no reward applies to record %d (counted from now on): it is left out", record.index)
         return None
 
     async def _answers(self, request: Request, begun: PartialSample, budget: int | None) -> list[_Played]:

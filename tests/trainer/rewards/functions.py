@@ -25,6 +25,11 @@ def of_extra(prompt: str, answer: str, expected: str, extra: dict[str, Any]) -> 
     return float(extra["bonus"])
 
 
+def of_some(prompt: str, answer: str, expected: str) -> float | None:
+    """Does not apply to an answer in letters."""
+    return None if answer.isalpha() else 1.0
+
+
 def misbehaves(prompt: str, answer: str, expected: str) -> float:
     """Does what the answer says."""
     if answer == "raise":
@@ -106,6 +111,8 @@ def ranked(group: SampleGroup) -> list[float]:
     first = group.samples[0].answer
     if first == "one number":
         return 1.0  # type: ignore[return-value]
+    if first == "nothing":
+        return [None, 2.0]  # type: ignore[list-item]
     if first == "too few":
         return [1.0]
     if first == "infinite":

@@ -32,7 +32,7 @@ from trainer.data.records import Record
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import ConfigError, RewardError, RewardWorkerDied
 from trainer.metrics.rollouts import rollout_metrics
-from trainer.rewards import ComparingReward, RewardRequest, SampleGroup, Score, Scorer, Weighted, build_scorer
+from trainer.rewards import ComparingReward, Reward, RewardRequest, SampleGroup, Score, Scorer, Weighted, build_scorer
 from trainer.rewards.pool import WorkerPool
 from trainer.rewards.worker import _batches
 from trainer.rollouts.sampling import RolloutSampler
@@ -116,6 +116,32 @@ def test_a_weighted_sum_keeps_its_parts() -> None:
     assert wrong.parts["exact_match"] == 0
     assert stats["reward_failures/callable"] == 0
     assert stats["reward_time_ms/callable"] > 0
+
+
+def test_a_reward_that_does_not_apply_is_left_out_of_the_sum() -> None:
+    rewards = [ExactMatchReward(weight=0.5), CallableReward(target=f"{HERE}:of_some", workers=1, on_failure=-1.0)]
+    ranked = GroupReward(target=f"{HERE}:ranked", workers=1)
+    with scoring(*rewards, ranked) as scorer:
+        one, two = ask(scorer, "nothing", "07")
+        stats = scorer.stats()
+    assert (one.parts, one.failures, one.total) == ({"exact_match": 0.0}, {}, 0.0)
+    assert (two.parts, two.total) == ({"exact_match": 1.0, "callable": 1.0, "group": 2.0}, 3.5)
+    assert (one.missing, two.full) == ([], True)
+    assert (stats["reward_failures/callable"], stats["reward_failures/group"]) == (0, 0)
+    assert (stats["reward_applied/callable"], stats["reward_applied/group"]) == (0.5, 0.5)
+    assert "reward_applied/exact_match" not in stats
+
+
+def test_a_record_without_an_answer_is_a_failure() -> None:
+    """No answer equals nothing, and each would be wrong in silence."""
+
+    async def asked() -> Score:
+        return await scorer(RewardRequest("3+4=", "<a></a>", " "))
+
+    with scoring(ExactMatchReward(), RegexReward(pattern="<a>(?P<answer>.*)</a>", workers=1)) as scorer:
+        score = asyncio.run(asked())
+    assert score.missing == ["exact_match", "regex"]
+    assert all("the record has no answer" in why for why in score.failures.values())
 
 
 def test_full_needs_the_best_of_every_reward() -> None:
@@ -385,6 +411,22 @@ def test_it_is_asked_again_and_an_outage_leaves_the_group_out(rollouts: Rollouts
         stats = running.stats()
     assert stats["trajectories_without_reward"] == 4
     assert stats["reward_failures/length"] == 2
+
+
+def test_a_trajectory_that_no_reward_applies_to_is_left_out_and_said(
+    server: GenerateServer, tokenizer: Tokenizer, record: Record, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Never(Reward):
+        async def __call__(self, request: RewardRequest, /) -> None:
+            return None
+
+    with client(server.url, tokenizer, Scorer({"never": Weighted(Never())}), max_tokens=8) as running:
+        assert running.submit(record, 4, 0).result(timeout=60).trajectories == ()
+        stats = running.stats()
+    assert (stats["trajectories_no_reward_applies_to"], stats["reward_applied/never"]) == (4, 0)
+    assert [m for m in caplog.messages if "no reward applies" in m] == [
+        f"no reward applies to record {record.index} (counted from now on): it is left out"
+    ]
 
 
 @pytest.mark.parametrize("samples", [1, 3])
