@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from trainer.config.strict import in_range, names_code, positive
 from trainer.errors import ConfigError
@@ -20,6 +20,8 @@ class RewardOptions:
     is worth 0: that is no outage.) With a number as `on_failure` the reward counts as that (before the weight) instead.
     `timeout_s` is how long one evaluation may run before it is killed; `deadline_s` how long a sample may wait for its
     value, queueing included. `workers` evaluations run at a time, each in its own process where the reward runs code.
+    `where` says for which records the reward is meant: a column of the record's `extra` and its value, or a list of
+    values; with several columns, each must fit. For other records the reward does not apply.
     """
 
     kind: str = ""
@@ -29,6 +31,7 @@ class RewardOptions:
     timeout_s: float = 10.0
     deadline_s: float = 120.0
     workers: int = 2
+    where: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         positive(self, "timeout_s", "deadline_s", "workers")

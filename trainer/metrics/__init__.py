@@ -16,7 +16,8 @@ Only throughput.py imports torch. Every event has `event` and `time` (Unix secon
              zero_std_groups, answer_tokens_mean, answer_tokens_max, truncated, rollout_tokens, version_lag_mean,
              version_lag_max, versions_per_sample; of each reward reward_time_ms/<name>, reward_failures/<name>,
              reward_applied/<name> (the share of samples, if it does not apply to all); generate_ms_mean,
-             score_ms_mean by sample; of the schedule filtered_groups, stale_groups, groups_ready, groups_in_flight; and what the algorithm adds (clip_ratio, entropy, kl, logprob_gap_mean, ...)
+             score_ms_mean by sample; of the schedule filtered_groups, stale_groups, groups_ready, groups_in_flight;
+             and what the algorithm adds (clip_ratio, entropy, kl, logprob_gap_mean, ...)
     eval     step, version, set (its name), served_versions, prompts, accuracy, reward_mean, reward/<name>, truncated,
              answer_tokens_mean, answer_tokens_max; pass_at_<k> for each k of the set's pass_at
     publish_failed  step, message

@@ -56,7 +56,8 @@ def build_rewards(configs: Sequence[RewardConfig], gateway: GatewayConfig | None
         name = config.name or (config.kind if not same else f"{config.kind}_{same + 1}")
         if name in rewards:
             raise ConfigError("rewards.name", f"{name} is given twice", "Give every reward its own name")
-        rewards[name] = Weighted(_build(config, gateway), config.weight, config.on_failure, config.deadline_s)
+        options = (config.weight, config.on_failure, config.deadline_s, config.where)
+        rewards[name] = Weighted(_build(config, gateway), *options)
     return rewards
 
 

@@ -143,6 +143,20 @@ class Weighted:
     weight: float = 1.0
     on_failure: float | None = None
     deadline_s: float = 120.0
+    where: Mapping[str, Any] = field(default_factory=dict)
+
+    def meant_for(self, extra: Mapping[str, Any]) -> bool:
+        """Whether each column of `where` has its value, or one of its list. Raises RewardError for a record that lacks
+        a column: a misspelt name would turn the reward off in silence."""
+        for column, wanted in self.where.items():
+            found: Any = extra.get(column, extra)
+            for key in column.split(".") if found is extra else ():
+                if not isinstance(found, Mapping) or key not in found:
+                    raise RewardError(f"the record has no column {column!r} (where). Name it in data.extra_keys.")
+                found = found[key]
+            if found not in (wanted if isinstance(wanted, list) else [wanted]):
+                return False
+        return True
 
 
 @dataclass
@@ -238,7 +252,8 @@ class Scorer:
 
     async def _value(self, name: str, reward: Reward, request: RewardRequest) -> tuple[float | None, str]:
         async def valued() -> list[float | None]:
-            return [_finite(await reward(request))]
+            meant = self._rewards[name].meant_for(request.extra)
+            return [_finite(await reward(request)) if meant else None]
 
         (value,), why = await self._evaluate(name, valued, 1)
         return value, why
@@ -255,6 +270,8 @@ class Scorer:
         async def valued() -> list[float | None]:
             reward = self._rewards[name].reward
             assert isinstance(reward, ComparingReward)
+            if not self._rewards[name].meant_for(group.extra):
+                return [None] * len(group.samples)
             values = [_finite(value) for value in await reward(group)]
             if len(values) != len(group.samples):
                 raise RewardError(f"it returned {len(values)} numbers for {len(group.samples)} samples.")

@@ -132,6 +132,17 @@ def test_a_reward_that_does_not_apply_is_left_out_of_the_sum() -> None:
     assert "reward_applied/exact_match" not in stats
 
 
+def test_a_column_says_which_records_a_reward_is_meant_for() -> None:
+    mine = ExactMatchReward(where={"bonus": [0.25, 0.5]}, name="mine")
+    other = RegexReward(pattern="0", where={"bonus": 2}, workers=1)
+    ranked = GroupReward(target=f"{HERE}:ranked", workers=1, where={"bonus": 0.25})
+    typo = ExactMatchReward(where={"bonus.of": 1}, name="typo", on_failure=0.0)
+    with scoring(mine, other, ranked, typo) as scorer:
+        (score,) = ask(scorer, "07")
+    assert score.parts == {"mine": 1.0, "typo": 0.0}
+    assert score.failures == {"typo": "the record has no column 'bonus.of' (where). Name it in data.extra_keys."}
+
+
 def test_a_record_without_an_answer_is_a_failure() -> None:
     """No answer equals nothing, and each would be wrong in silence."""
 
