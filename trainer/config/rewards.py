@@ -63,9 +63,10 @@ class RegexReward(RewardOptions):
 @dataclass(frozen=True)
 class CallableReward(RewardOptions):
     """`target` is `package.module:function`, called with (prompt, answer, expected), all text, and with `extra` (the
-    record's, a dict) if it has such a parameter; returns a number. It may be a coroutine function: then each worker
-    runs up to `concurrency` calls at a time. An attribute `many` of it gets the list of (prompt, answer, expected,
-    extra) that wait, up to its attribute `batch` (16), and returns as many numbers."""
+    record's, a dict) if it has such a parameter; returns a number, or None where it does not apply. A function written
+    for TRL (`completions`) or verl (`solution_str`) is called as it expects. It may be a coroutine function: then each
+    worker runs up to `concurrency` calls at a time. An attribute `many` of it gets the list of (prompt, answer,
+    expected, extra) that wait, up to its attribute `batch` (16), and returns as many numbers."""
 
     kind: Literal["callable"] = "callable"
     target: str = ""

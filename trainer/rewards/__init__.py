@@ -74,7 +74,10 @@ class InWorker(Reward):
 
     async def __call__(self, request: RewardRequest, /) -> float | None:
         try:
-            value: float | None = await self._pool.ask(vars(request))
+            asked = vars(request)
+            if self._rule:
+                asked = {name: asked[name] for name in ("prompt", "answer", "expected", "extra")}
+            value: float | None = await self._pool.ask(asked)
             return value
         except RewardTimeout:
             if self._rule:

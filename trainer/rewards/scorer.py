@@ -29,7 +29,8 @@ class RewardRequest:
     """A trajectory to score: the prompt's and the last answer's text, the record's answer, and the record's `extra`.
 
     `turns` are all that was written after the prompt, as chat messages (`assistant`: the policy); `tokens` counts the
-    policy's tokens, and `truncated` says that the trajectory was cut off.
+    policy's tokens, and `truncated` says that the trajectory was cut off. `messages` are the prompt's chat messages, if
+    it was given as such, and `token_ids` all tokens after the prompt.
     """
 
     prompt: str
@@ -39,6 +40,8 @@ class RewardRequest:
     turns: tuple[Mapping[str, Any], ...] = ()
     tokens: int = 0
     truncated: bool = False
+    messages: tuple[Mapping[str, Any], ...] = ()
+    token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,7 @@ class ScoreRequest(BaseModel):
     turns: list[dict[str, Any]] = []
     tokens: Annotated[int, Field(ge=0)] = 0
     truncated: bool = False
+    messages: list[dict[str, Any]] = []
     rewards: list[str] | None = None
 
 
@@ -163,8 +164,9 @@ def build_app(scorers: Scorers, key: str) -> FastAPI:
             return _refused(404, "unknown_reward", f"There is no reward {unknown[0]!r} here; there are {known}.")
         if scorers.full:
             return _refused(429, "overloaded", "Too many answers are being scored; ask again later.")
-        fields = body.model_dump(exclude={"rewards", "turns"})
-        return await scorers.score(RewardRequest(**fields, turns=tuple(body.turns)), names)
+        fields = body.model_dump(exclude={"rewards", "turns", "messages"})
+        request = RewardRequest(**fields, turns=tuple(body.turns), messages=tuple(body.messages))
+        return await scorers.score(request, names)
 
     return app
 

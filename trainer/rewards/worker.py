@@ -25,6 +25,7 @@ import orjson
 from trainer.config.strict import load_target
 from trainer.errors import ConfigError
 from trainer.rewards.scorer import Sample, SampleGroup
+from trainer.rewards.signatures import signature_of
 from trainer.worker_process import answer_all, pipes, refuse, say
 
 Function = Callable[..., Any]
@@ -53,7 +54,7 @@ def main() -> None:
 
 async def _awaited(function: Function, request: dict[str, Any]) -> dict[str, Any]:
     try:
-        return _valued(await asyncio.wait_for(function(*_arguments(request)), request["timeout_s"]))
+        return _valued(await asyncio.wait_for(function(*_arguments(function, request)), request["timeout_s"]))
     except TimeoutError:
         return {"late": True}
 
@@ -81,7 +82,7 @@ def _outcomes(function: Function, requests: list[dict[str, Any]]) -> list[dict[s
     """Of each. If a batch fails, each is tried alone, so that only the culprit does."""
     if len(requests) > 1:
         with contextlib.suppress(Exception):
-            values = [_valued(value) for value in function.many([_arguments(r) for r in requests])]  # type: ignore[attr-defined]
+            values = [_valued(value) for value in function.many([_texts(r) for r in requests])]  # type: ignore[attr-defined]
             if len(values) == len(requests):
                 return values
     return [_outcome(function, request) for request in requests]
@@ -89,15 +90,19 @@ def _outcomes(function: Function, requests: list[dict[str, Any]]) -> list[dict[s
 
 def _outcome(function: Function, request: dict[str, Any]) -> dict[str, Any]:
     try:
-        return _valued(function(*_arguments(request)))
+        return _valued(function(*_arguments(function, request)))
     except Exception as error:
         return {"problem": f"it raised {error!r}."}
 
 
-def _arguments(request: dict[str, Any]) -> tuple[Any, ...]:
+def _arguments(function: Function, request: dict[str, Any]) -> tuple[Any, ...]:
     if "group" in request:
         samples = tuple(Sample(**sample) for sample in request["group"]["samples"])
         return (SampleGroup(**{**request["group"], "samples": samples}),)
+    return (request,) if getattr(function, "whole", False) else _texts(request)
+
+
+def _texts(request: dict[str, Any]) -> tuple[Any, ...]:
     return request["prompt"], request["answer"], request["expected"], request["extra"]
 
 
@@ -112,22 +117,22 @@ def _valued(value: Any) -> dict[str, Any]:
 
 
 def _callable(target: str, concurrency: int = 64) -> Function:
-    """The user's function, given `extra` if it has such a parameter. One that holds a model may say in its attribute
-    `nbytes` how much that takes, and value several answers at once by `many`, `batch` at most."""
+    """The user's function, called as its signature says. One that holds a model may say in its attribute `nbytes` how
+    much that takes, and value several answers at once by `many`, `batch` at most."""
     function: Function = load_target(target, "rewards.target")
-    takes_extra = "extra" in inspect.signature(function).parameters
-    if inspect.iscoroutinefunction(function):
+    signature = signature_of(function, target)
 
-        async def asynchronous(prompt: str, answer: str, expected: str, extra: dict[str, Any]) -> Any:
-            more = {"extra": extra} if takes_extra else {}
-            return await function(prompt, answer, expected, **more)
+    async def asynchronous(request: dict[str, Any]) -> Any:
+        placed, named = signature.arguments(request)
+        return signature.value(await function(*placed, **named))
 
-        return _as_large(asynchronous, function)
+    def synchronous(request: dict[str, Any]) -> Any:
+        placed, named = signature.arguments(request)
+        return signature.value(function(*placed, **named))
 
-    def synchronous(prompt: str, answer: str, expected: str, extra: dict[str, Any]) -> Any:
-        return function(prompt, answer, expected, **({"extra": extra} if takes_extra else {}))
-
-    return _as_large(synchronous, function)
+    made: Function = asynchronous if inspect.iscoroutinefunction(function) else synchronous
+    made.whole = True  # type: ignore[attr-defined]
+    return _as_large(made, function)
 
 
 def _group(target: str, concurrency: int = 64) -> Function:

@@ -536,7 +536,7 @@ def _asked(record: Record, trajectory: Trajectory, said: Sequence[Message]) -> R
     answers = [message["content"] for message in said if message["role"] == "assistant"]
     return RewardRequest(
         record.prompt, answers[-1] if answers else "", record.answer, record.extra,
-        tuple(said), trajectory.policy_tokens, trajectory.truncated,
+        tuple(said), trajectory.policy_tokens, trajectory.truncated, record.messages, trajectory.token_ids,
     )  # fmt: skip
 
 
