@@ -132,7 +132,8 @@ def _answers(parsed: argparse.Namespace) -> Iterator[tuple[Record, TrajectoryGro
 
 def _about(record: Record) -> dict[str, Any]:
     prompt = list(record.messages) if record.messages else record.prompt
-    return {"prompt": prompt, "answer": record.answer, "extra": record.extra}
+    answer = [record.answer, *record.alternatives] if record.alternatives else record.answer
+    return {"prompt": prompt, "answer": answer, "extra": record.extra}
 
 
 def _write(path: str, lines: Sequence[dict[str, Any]]) -> None:

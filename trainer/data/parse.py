@@ -60,6 +60,7 @@ class Tokenised(msgspec.Struct, array_like=True):
     extra: dict[str, Any]
     messages: tuple[dict[str, Any], ...] = ()
     mask: tuple[int, ...] = ()
+    alternatives: tuple[str, ...] = ()
 
     def record(self, index: int) -> Record:
         return Record(
@@ -73,6 +74,7 @@ class Tokenised(msgspec.Struct, array_like=True):
             self.extra,
             self.messages,
             self.mask,
+            self.alternatives,
         )
 
     @property
@@ -130,8 +132,9 @@ class Parser:
 
     def _of_texts(self, value: dict[str, Any], prompt: str, *answers: str | None) -> Tokenised:
         target, chosen, rejected = (() if text is None else self._tokenizer.continuation(text) for text in answers)
-        expected, ids = self._expected(value, answers[0] or ""), self._tokenizer.prompt(prompt)
-        return Tokenised(prompt, expected, ids, target, chosen, rejected, self._extra(value))
+        (expected, *others), ids = self._expected(value, answers[0] or ""), self._tokenizer.prompt(prompt)
+        extra = self._extra(value)
+        return Tokenised(prompt, expected, ids, target, chosen, rejected, extra, alternatives=tuple(others))
 
     def _of_messages(
         self,
@@ -146,8 +149,9 @@ class Parser:
         tools, turn = self._tools(value), self._tokenizer.turn
         whole = [*messages, *_said(target)]
         text, ids = self._tokenizer.chat(whole[:-1] if target else messages, tools)
-        expected, extra = self._expected(value, _last(target) or ""), self._extra(value)
-        found = Tokenised(text, expected, ids, (), (), (), extra, tuple(normal(m) for m in messages))
+        (expected, *others), extra = self._expected(value, _last(target) or ""), self._extra(value)
+        said = tuple(normal(m) for m in messages)
+        found = Tokenised(text, expected, ids, (), (), (), extra, said, alternatives=tuple(others))
         if chosen and rejected:
             found.chosen_ids, found.rejected_ids = (turn(messages, _said(a)[0], tools)[1] for a in (chosen, rejected))
         elif target and self._needs.learns != "target":
@@ -180,16 +184,16 @@ class Parser:
             raise BadRecord(f"{TOOLS!r} is not a list of objects, nor one as JSON in a text")
         return tools or None
 
-    def _expected(self, value: dict[str, Any], target: str) -> str:
+    def _expected(self, value: dict[str, Any], target: str) -> list[str]:
+        """All that are right, at least one."""
         key = self._config.answer_key
         found = find(value, key)
         if found is _MISSING or found is None:
-            return target
-        if isinstance(found, (int, float)) and not isinstance(found, bool):
-            return str(found)
-        if not isinstance(found, str):
-            raise BadRecord(f"{key!r} is not a text")
-        return found
+            return [target]
+        answers = found if isinstance(found, list) else [found]
+        if not answers or not all(isinstance(a, str | int | float) and not isinstance(a, bool) for a in answers):
+            raise BadRecord(f"{key!r} is not a text, nor a list of texts")
+        return list(map(str, answers))
 
     def _extra(self, value: dict[str, Any]) -> dict[str, Any]:
         extra = value.get("extra") or {}

@@ -32,7 +32,8 @@ class Record:
     and `rejected_ids`, the two answers of a preference; both are empty when the record is none. `extra` is what else
     the data set says about it, as JSON values: the tests of a code task, say. Rewards get it. `messages` are the
     prompt's chat messages, if it was given as such. `mask` says which of the `target_ids` are learned (1) and which are
-    only read (0), the user's between two answers; left out, all are learned.
+    only read (0), the user's between two answers; left out, all are learned. `alternatives` are answers that are as
+    right as `answer`.
     """
 
     index: int
@@ -45,6 +46,7 @@ class Record:
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
     messages: tuple[dict[str, Any], ...] = field(default=(), hash=False)
     mask: tuple[int, ...] = ()
+    alternatives: tuple[str, ...] = ()
 
 
 class Dataset(Protocol):

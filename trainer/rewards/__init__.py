@@ -67,6 +67,7 @@ class InWorker(Reward):
     def __init__(self, config: RewardConfig, job: Mapping[str, Any]) -> None:
         self._pool = WorkerPool({"job": config.kind, **job}, config.workers, config.timeout_s)
         self._rule = isinstance(config, MathReward | RegexReward | GymReward)
+        self.compares = isinstance(config, MathReward | RegexReward)
 
     async def open(self) -> None:
         await self._pool.open()

@@ -40,7 +40,8 @@ class Judge(Reward):
 
     async def __call__(self, request: RewardRequest, /) -> float:
         c = self._config
-        words = {"prompt": request.prompt, "answer": request.answer, "expected": request.expected}
+        expected = "\n".join((request.expected, *request.alternatives))
+        words = {"prompt": request.prompt, "answer": request.answer, "expected": expected}
         # Not str.format: an answer with braces in it is no template.
         text = re.sub(r"\{(prompt|answer|expected)\}", lambda match: words[match[1]], c.template)
         async with self._room:

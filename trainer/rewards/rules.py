@@ -20,6 +20,8 @@ def known(expected: str) -> str:
 class ExactMatch(Reward):
     """1 when the answer is the expected text, surrounding white space aside."""
 
+    compares = True
+
     async def __call__(self, request: RewardRequest, /) -> float:
         return float(request.answer.strip() == known(request.expected).strip())
 

@@ -30,7 +30,7 @@ class RewardRequest:
 
     `turns` are all that was written after the prompt, as chat messages (`assistant`: the policy); `tokens` counts the
     policy's tokens, and `truncated` says that the trajectory was cut off. `messages` are the prompt's chat messages, if
-    it was given as such, and `token_ids` all tokens after the prompt.
+    it was given as such, and `token_ids` all tokens after the prompt. `alternatives` are as right as `expected`.
     """
 
     prompt: str
@@ -42,6 +42,7 @@ class RewardRequest:
     truncated: bool = False
     messages: tuple[Mapping[str, Any], ...] = ()
     token_ids: tuple[int, ...] = ()
+    alternatives: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,9 @@ class _Evaluator:
 
 class Reward(_Evaluator, ABC):
     """Scores one answer."""
+
+    compares: bool = False
+    """Whether it compares with the record's answer. Of several, the one that the answer fits best counts then."""
 
     @abstractmethod
     async def __call__(self, request: RewardRequest, /) -> float | None:
@@ -255,8 +259,13 @@ class Scorer:
 
     async def _value(self, name: str, reward: Reward, request: RewardRequest) -> tuple[float | None, str]:
         async def valued() -> list[float | None]:
-            meant = self._rewards[name].meant_for(request.extra)
-            return [_finite(await reward(request)) if meant else None]
+            if not self._rewards[name].meant_for(request.extra):
+                return [None]
+            best = _finite(await reward(request))
+            for other in request.alternatives if reward.compares else ():
+                if best is not None and best < 1:
+                    best = max(best, _finite(await reward(replace(request, expected=other))) or 0.0)
+            return [best]
 
         (value,), why = await self._evaluate(name, valued, 1)
         return value, why

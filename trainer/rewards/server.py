@@ -82,7 +82,7 @@ class ScoreRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     prompt: Text
     answer: Text
-    expected: Text = ""
+    expected: Text | list[Text] = ""
     extra: dict[str, Any] = {}
     turns: list[dict[str, Any]] = []
     tokens: Annotated[int, Field(ge=0)] = 0
@@ -164,8 +164,10 @@ def build_app(scorers: Scorers, key: str) -> FastAPI:
             return _refused(404, "unknown_reward", f"There is no reward {unknown[0]!r} here; there are {known}.")
         if scorers.full:
             return _refused(429, "overloaded", "Too many answers are being scored; ask again later.")
-        fields = body.model_dump(exclude={"rewards", "turns", "messages"})
-        request = RewardRequest(**fields, turns=tuple(body.turns), messages=tuple(body.messages))
+        fields = body.model_dump(exclude={"rewards", "turns", "messages", "expected"})
+        expected, *others = [body.expected] if isinstance(body.expected, str) else body.expected or [""]
+        lists = {"turns": body.turns, "messages": body.messages, "alternatives": others}
+        request = RewardRequest(expected=expected, **fields, **{name: tuple(each) for name, each in lists.items()})
         return await scorers.score(request, names)
 
     return app

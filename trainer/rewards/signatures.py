@@ -65,7 +65,7 @@ def _trl(signature: inspect.Signature, request: Request) -> tuple[tuple[Any, ...
     if chat:
         prompt = list(request.get("messages") or [{"role": "user", "content": prompt}])
         completion = list(request.get("turns") or [{"role": "assistant", "content": completion}])
-    row = dict.fromkeys(ANSWERS, request["expected"]) | request["extra"]
+    row = dict.fromkeys(ANSWERS, _golds(request)) | request["extra"]
     row |= dict(zip(TRL, (prompt, completion, request.get("token_ids", ())), strict=True))
     for name, parameter in names.items():
         if name not in row and parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD:
@@ -76,8 +76,14 @@ def _trl(signature: inspect.Signature, request: Request) -> tuple[tuple[Any, ...
 def _verl(signature: inspect.Signature, request: Request) -> tuple[tuple[Any, ...], dict[str, Any]]:
     extra = request["extra"]
     info = extra.get("extra_info", extra)
-    values = (extra.get("data_source", ""), request["answer"], request["expected"], info)
+    values = (extra.get("data_source", ""), request["answer"], _golds(request), info)
     return (), _taken(signature, dict(zip(VERL, values, strict=True)))
+
+
+def _golds(request: Request) -> Any:
+    """The record's answer, as the data has it: a text, or a list of texts."""
+    others = request.get("alternatives")
+    return [request["expected"], *others] if others else request["expected"]
 
 
 def _taken(signature: inspect.Signature, values: Mapping[str, Any]) -> dict[str, Any]:

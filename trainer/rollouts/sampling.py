@@ -537,6 +537,7 @@ def _asked(record: Record, trajectory: Trajectory, said: Sequence[Message]) -> R
     return RewardRequest(
         record.prompt, answers[-1] if answers else "", record.answer, record.extra,
         tuple(said), trajectory.policy_tokens, trajectory.truncated, record.messages, trajectory.token_ids,
+        record.alternatives,
     )  # fmt: skip
 
 

@@ -130,6 +130,11 @@ def test_messages_become_what_transformers_makes_of_them(chatty: Tokenizer) -> N
     assert ids[0] == chatty.eos_id
 
 
+def test_each_answer_of_a_list_is_right(tokenizer: Tokenizer) -> None:
+    record = parse({"prompt": "1+1=", "answer": ["2", 2.5]}, tokenizer)
+    assert (record.answer, record.alternatives) == ("2", ("2.5",))
+
+
 def test_the_last_answer_of_a_conversation_is_what_is_learnt(chatty: Tokenizer) -> None:
     good, bad = {"role": "assistant", "content": "3"}, {"role": "assistant", "content": "12"}
     record = parse({"messages": [USER, good]}, chatty, prompt_key="messages")
@@ -154,7 +159,8 @@ def test_the_last_answer_of_a_conversation_is_what_is_learnt(chatty: Tokenizer) 
         ({"prompt": None}, "'prompt' is not a text"),
         ({"prompt": ""}, "no tokens"),
         ({"prompt": "1", "target": 2}, "'target' is not a text"),
-        ({"prompt": "1", "answer": ["2"]}, "'answer' is not a text"),
+        ({"prompt": "1", "answer": ["2", None]}, "'answer' is not a text, nor a list of texts"),
+        ({"prompt": "1", "answer": []}, "'answer' is not a text, nor a list of texts"),
         ({"prompt": "1", "chosen": "2"}, "only one of 'chosen' and 'rejected'"),
         ({"prompt": "1", "extra": [1]}, "'extra' is not an object"),
         ({"prompt": [{"role": "user"}]}, "not a list of messages"),

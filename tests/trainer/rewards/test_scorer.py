@@ -143,6 +143,19 @@ def test_a_column_says_which_records_a_reward_is_meant_for() -> None:
     assert score.failures == {"typo": "the record has no column 'bonus.of' (where). Name it in data.extra_keys."}
 
 
+def test_each_of_several_answers_is_right() -> None:
+    async def asked() -> list[Score]:
+        requests = [RewardRequest("2+2=", said, "4", alternatives=("four", "IV")) for said in ("4", "IV", "5")]
+        return await asyncio.gather(*map(scorer, requests))
+
+    tagged = RegexReward(pattern=r"(?P<answer>\w+)", workers=1)
+    with scoring(ExactMatchReward(), tagged, CallableReward(target=f"{HERE}:length", workers=1)) as scorer:
+        scores = asyncio.run(asked())
+    assert [s.parts["exact_match"] for s in scores] == [1.0, 1.0, 0.0]
+    assert [s.parts["regex"] for s in scores] == [1.0, 1.0, 0.0]
+    assert [s.parts["callable"] for s in scores] == [1.0, 2.0, 1.0], "it is asked once"
+
+
 def test_a_record_without_an_answer_is_a_failure() -> None:
     """No answer equals nothing, and each would be wrong in silence."""
 

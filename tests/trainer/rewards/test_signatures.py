@@ -47,6 +47,14 @@ def gsm8k(solution_str: str, ground_truth: str, method: str = "strict", score: f
     return score if solution_str == ground_truth and method == "strict" else 0.0
 
 
+def any_of(solution_str: str, ground_truth: list[str]) -> float:
+    return float(ground_truth == ["5", "4"] and solution_str in ground_truth)
+
+
+def among(completions: list[str], answer: list[list[str]]) -> list[float]:
+    return [float(said in right) for said, right in zip(completions, answer, strict=True)]
+
+
 def one(answer: str) -> float:
     return 0.0
 
@@ -66,6 +74,11 @@ def test_functions_as_for_trl() -> None:
     assert "no column 'level'" in value(f"{HERE}:by_columns")
     request = {"prompt": "", "answer": "four", "expected": "", "extra": {}, "timeout_s": 60}
     assert asyncio.run(_awaited(_callable(f"{HERE}:awaits"), request)) == {"value": 4.0}
+
+
+def test_several_answers_reach_a_function_as_the_data_has_them() -> None:
+    assert value(f"{HERE}:any_of", expected="5", alternatives=["4"]) == 1.0
+    assert value(f"{HERE}:among", expected="5", alternatives=["4"]) == 1.0
 
 
 def test_functions_as_for_verl() -> None:
