@@ -3,6 +3,7 @@
 Forms of a test (a record's `extra["tests"]` is a list of them):
 
     "assert f(2) == 4"                      statements before the assertion are its set-up
+    "def check(candidate): ..."             as HumanEval's; extra["entry_point"] names the candidate
     {"call": "f", "args": [2], "expected": 4}
     {"input": "2\\n", "output": "4\\n"}     standard input and output of the program as a whole
 """
@@ -74,28 +75,59 @@ def _is_python(text: str) -> bool:
         return False
 
 
-def read_case(test: Any) -> Case:
+def read_cases(test: Any, entry_point: Any = None) -> list[Case]:
     """A test of a record. Raises RewardError for one in no known form."""
     if isinstance(test, str):
-        return _assertion(test)
+        return _checks(_statements(test), test, entry_point)
+    if isinstance(test, dict) and test.get("testtype") == "functional":
+        raise RewardError(f"a test calls a function, and names none: {test!r}. Write it as a call.")
     if isinstance(test, dict) and "input" in test and "output" in test:
-        return Case({"input": str(test["input"])}, str(test["output"]))
+        return [Case({"input": str(test["input"])}, str(test["output"]))]
     if isinstance(test, dict) and "call" in test and "expected" in test:
         call = f"{test['call']}(*{test.get('args', [])!r}, **{test.get('kwargs', {})!r})"
-        return Case({"setup": "", "expression": call, "tuples": False}, test["expected"])
+        return [Case({"setup": "", "expression": call, "tuples": False}, test["expected"])]
     raise RewardError(f"a test is in no known form: {test!r}. Write an assertion, a call, or input and output.")
 
 
-def _assertion(source: str) -> Case:
-    """`assert EXPRESSION == LITERAL` keeps the literal outside; of any other assertion the truth is asked."""
+def _statements(source: str) -> list[ast.stmt]:
     try:
-        *before, last = ast.parse(source).body or [ast.Pass()]
+        return ast.parse(source).body
     except SyntaxError as error:
         raise RewardError(f"a test is not Python: {source!r} ({error.msg}).") from None
-    if not isinstance(last, ast.Assert):
+
+
+def _checks(statements: list[ast.stmt], source: str, entry_point: Any) -> list[Case]:
+    """Of a function `check` as many as it has assertions: each is a case, after the statements before it."""
+    if statements and isinstance(statements[-1], ast.Assert):
+        return [_assertion(statements[:-1], statements[-1])]
+    check = next((s for s in statements if isinstance(s, ast.FunctionDef) and s.name == "check" and s.args.args), None)
+    if check is None or not any(isinstance(inside, ast.Assert) for inside in ast.walk(check)):
         raise RewardError(f"a test asserts nothing at its end: {source!r}.")
-    setup = "\n".join(ast.unparse(statement) for statement in before)
-    compare = last.test
+    calls = {s: s.value for s in statements if isinstance(s, ast.Expr) and isinstance(s.value, ast.Call)}
+    asked = {s: call.args[0] for s, call in calls.items() if ast.unparse(call.func) == "check" and call.args}
+    name = next(map(ast.unparse, asked.values()), entry_point)
+    if not name:
+        raise RewardError("a test checks a candidate, and names none. Give the record its name as `entry_point`.")
+    before = [s for s in statements if s is not check and s not in asked]
+    before += _statements(f"{check.args.args[0].arg} = {name}")
+    cases: list[Case] = []
+    for statement in check.body:
+        if isinstance(statement, ast.Assert):
+            cases.append(_assertion(before, statement))
+            continue
+        before = [*before, statement]
+        if any(isinstance(inside, ast.Assert) for inside in ast.walk(statement)):
+            cases.append(Case({"setup": _text(before), "expression": "True"}, expected=True))
+    return cases
+
+
+def _text(statements: list[ast.stmt]) -> str:
+    return "\n".join(ast.unparse(statement) for statement in statements)
+
+
+def _assertion(before: list[ast.stmt], last: ast.Assert) -> Case:
+    """`assert EXPRESSION == LITERAL` keeps the literal outside; of any other assertion the truth is asked."""
+    setup, compare = _text(before), last.test
     if isinstance(compare, ast.Compare) and len(compare.ops) == 1 and isinstance(compare.ops[0], ast.Eq):
         for asked, known in ((compare.left, compare.comparators[0]), (compare.comparators[0], compare.left)):
             try:
@@ -122,9 +154,10 @@ class Code(Reward):
 
     async def __call__(self, request: RewardRequest, /) -> float:
         tests = request.extra.get(self._config.tests_key)
+        tests = [tests] if isinstance(tests, str) and tests.strip() else tests
         if not isinstance(tests, Sequence) or not tests or isinstance(tests, str):
             raise RewardError(f"the record has no tests under {self._config.tests_key!r}. Give it a list of them.")
-        cases = [read_case(test) for test in tests]
+        cases = [case for test in tests for case in read_cases(test, request.extra.get("entry_point"))]
         async with self._room:
             try:
                 outcomes = await self._sandbox.run(program_in(request.answer), [case.asked for case in cases])

@@ -22,6 +22,7 @@ from typing import Any
 
 CHUNK = 1 << 16
 LOOK_S = 0.02  # how often memory is looked at
+KINDS: tuple[Any, ...] = (int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict)
 
 
 def main() -> None:
@@ -163,23 +164,32 @@ def run_program(job: dict[str, Any], case: dict[str, Any], channel: int) -> None
 def canonical(value: Any, *, tuples: bool = True) -> str:
     """A text that two values share exactly if they are equal, so that whoever asked reads no value that a program made.
 
-    `tuples`: whether a tuple differs from a list. Raises TypeError for what is no literal, RecursionError.
+    `tuples`: whether a tuple differs from a list. A value of a subclass (Counter, a named tuple) is written as its base
+    type writes it. Raises TypeError for what equals no literal, RecursionError.
     """
-    kind = type(value)
-    if kind is bool or (kind is float and value.is_integer()):
-        return str(int(value))
+    kind = next((base for base in KINDS if issubclass(type(value), base)), type(value))
+    if kind is int or (kind is float and float.is_integer(value)):
+        return int.__repr__(value if kind is int else float.__int__(value))
     if kind is complex and not value.imag:
         return canonical(value.real)
-    if kind in (int, float, complex, str, bytes) or value is None or value is ...:
+    if kind in (float, complex, str, bytes):
+        return kind.__repr__(value)
+    if value is None or value is ...:
         return repr(value)
+    if kind is bytearray:
+        return bytes.__repr__(bytes(value))
     if kind in (list, tuple):
-        inside = ",".join(canonical(item, tuples=tuples) for item in value)
+        inside = ",".join(canonical(item, tuples=tuples) for item in kind.__iter__(value))
         return f"({inside})" if kind is tuple and tuples else f"[{inside}]"
-    if kind is set:
-        return "{" + ",".join(sorted(canonical(item) for item in value)) + "}"
+    if kind in (set, frozenset):
+        return "{" + ",".join(sorted(canonical(item) for item in kind.__iter__(value))) + "}"
     if kind is dict:
-        pairs = (f"{canonical(key)}:{canonical(item, tuples=tuples)}" for key, item in value.items())
+        pairs = (f"{canonical(key)}:{canonical(item, tuples=tuples)}" for key, item in dict.items(value))
         return "{:" + ",".join(sorted(pairs)) + "}"
+    if hasattr(value, "as_integer_ratio"):  # a Decimal or a Fraction
+        above, below = value.as_integer_ratio()
+        if (above / below).as_integer_ratio() == (above, below):
+            return canonical(above / below)
     raise TypeError(f"a {kind.__name__} is no literal")
 
 

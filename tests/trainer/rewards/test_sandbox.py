@@ -11,8 +11,12 @@ import struct
 import subprocess
 import sys
 import time
+from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Iterator
 from dataclasses import replace
+from decimal import Decimal
+from enum import IntEnum
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +30,7 @@ from trainer.config import CodeReward
 from trainer.errors import RewardError, SandboxUnavailable
 from trainer.rewards import RewardRequest, Score, Scorer, build_scorer
 from trainer.rewards.bubblewrap import call_filter
-from trainer.rewards.code import program_in, read_case
+from trainer.rewards.code import program_in, read_cases
 from trainer.rewards.sandbox import Limits, Sandbox
 from trainer.rewards.sandboxed import canonical
 
@@ -91,6 +95,26 @@ def test_forms_of_tests(scorer: Scorer, program: str, tests: list[Any], value: f
     result = judge(scorer, program, tests, **({} if value else HASTE))
     assert result.failures == {}
     assert result.total == value
+
+
+CHECK = """
+METADATA = {"author": "jt"}
+def check(candidate):
+    assert candidate(2) == 4, "doubles"
+    for x in range(9, 12):
+        assert candidate(x) == x + x
+    ten = 10
+    assert candidate(ten) == 20
+"""
+
+
+def test_a_function_that_checks_a_candidate_is_a_case_for_each_assertion(scorer: Scorer) -> None:
+    """As HumanEval's tests are. Expected literals stay outside here too."""
+    cases = read_cases(CHECK, "f")
+    assert [case.expected for case in cases] == [4, True, 20]
+    assert read_cases(CHECK + "check(f)") == cases
+    assert judge(scorer, "f = lambda x: 2 * x", [CHECK + "check(f)"]).total == 1.0
+    assert judge(scorer, "f = lambda x: x + 2", [CHECK + "check(f)"]).total == pytest.approx(1 / 3)
 
 
 def test_what_one_test_has_started_is_not_counted_against_the_next(scorer: Scorer) -> None:
@@ -198,11 +222,18 @@ def test_a_block_nested_too_deep_is_no_program(deep: str) -> None:
     assert program_in(f"```\n{F}\n```\n```\n{deep}\n```").strip() == F
 
 
-@pytest.mark.parametrize("test", [1, {}, "f(2)", "assert", "x ==", {"call": "f"}])
+FUNCTIONAL = {"input": "2", "output": "4", "testtype": "functional"}
+UNNAMED = "def check(candidate):\n    assert candidate(2) == 4"
+
+
+@pytest.mark.parametrize(
+    "test",
+    [1, {}, "f(2)", "assert", "x ==", {"call": "f"}, FUNCTIONAL, UNNAMED, "def check(candidate): pass\ncheck(f)"],
+)
 def test_a_test_in_no_known_form_is_a_failure(scorer: Scorer, test: Any) -> None:
     assert judge(scorer, "f = 1", [test]).failures
     with pytest.raises(RewardError):
-        read_case(test)
+        read_cases(test)
 
 
 def test_a_record_without_tests_is_a_failure(scorer: Scorer) -> None:
@@ -340,7 +371,7 @@ def test_nothing_that_a_program_wrote_is_evaluated_outside(
 ) -> None:
     """Numbers that all have one hash make a set that takes the square of their count: minutes, beyond all limits."""
     forged = {"case": 0, "value": text}
-    case = read_case("assert f() == {1, 2}")
+    (case,) = read_cases("assert f() == {1, 2}")
     monkeypatch.setattr("ast.literal_eval", lambda text: pytest.fail("a program's text is evaluated"))
     assert not case.passed(forged)
 
@@ -350,6 +381,10 @@ def test_nothing_that_a_program_wrote_is_evaluated_outside(
     [
         ({1, 2.0}, {2, True}), ({"b": [1], "a": 2}, {"a": 2, "b": [True]}), (1.0, 1), (-0.0, 0), (1 + 0j, 1),
         ((), ()), (set(), set()), ({}, {}), ({(1, 2): {3}}, {(1, 2): {3}}), (b"x", b"x"), (None, None), (1.5, 1.5),
+        (Counter("aab"), {"a": 2, "b": 1}), (defaultdict(list, {1: [2]}), {1: [2]}), (OrderedDict(a=1), {"a": 1}),
+        (namedtuple("P", "x y")(1, 2), (1, 2)), (IntEnum("E", "A").A, 1), (bytearray(b"x"), b"x"),
+        (frozenset({1}), {1}), (Decimal(2), 2), (Decimal("0.5"), 0.5), (Fraction(4, 2), 2),
+        (type("L", (list,), {})([1]), [1]), (type("S", (str,), {"__repr__": lambda self: "?"})("x"), "x"),
     ],
 )  # fmt: skip
 def test_values_that_are_equal_are_told_alike(value: Any, expected: Any) -> None:
@@ -363,7 +398,7 @@ def test_values_that_differ_are_told_apart() -> None:
     ]  # fmt: skip
     assert len({canonical(value) for value in values}) == len(values)
     assert canonical((1, [(2,)]), tuples=False) == canonical([1, [[2]]])
-    for value in (frozenset({1}), object(), Ellipsis.__class__, type("L", (list,), {})()):
+    for value in (object(), Ellipsis.__class__, Decimal("0.1"), Fraction(1, 3), range(2)):
         with pytest.raises(TypeError, match="no literal"):
             canonical(value)
 
