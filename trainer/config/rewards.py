@@ -199,9 +199,9 @@ Answer to rate:
 
 @dataclass(frozen=True)
 class JudgeReward(RewardOptions):
-    """A chat model's rating, through `/v1/chat/completions`: the last number of its reply, from `lowest` to `highest`,
-    scaled to 0..1. `url` and `api_key_env` default to the run's gateway. `template` may use {prompt}, {answer} and
-    {expected}."""
+    """A chat model's rating, through `/v1/chat/completions`: the last one in its reply (`[[8]]`, `"score": 8`, `8/10`,
+    `80%`, or a number alone), from `lowest` to `highest`, scaled to 0..1. A reply without one is a failure. `url` and
+    `api_key_env` default to the run's gateway. `template` may use {prompt}, {answer} and {expected}."""
 
     kind: Literal["judge"] = "judge"
     model: str = ""

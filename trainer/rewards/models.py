@@ -15,13 +15,24 @@ from trainer.connection import Bearer, verify
 from trainer.errors import ConfigError, RewardError
 from trainer.rewards.scorer import Reward, RewardRequest
 
-_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+_NUMBER = r"(?<![\w.])(-?\d+(?:\.\d+)?)(?![\w])[*_]*"
+_OF = rf"{_NUMBER}(?:\s*(?:/|out of)\s*(\d+(?:\.\d+)?)|\s*(%))"
+# How judges mark their rating, the surest way first.
+_RATINGS = [
+    re.compile(pattern, re.IGNORECASE)
+    for pattern in (
+        rf"\[\[\s*(?:{_OF}|{_NUMBER})\s*\]\]",
+        rf"\b(?:rating|score|grade)\b[\"'*_\s]*[:=][\"'*_\s]*(?:{_OF}|{_NUMBER})",
+        _OF,
+        _NUMBER,
+    )
+]
 TRIES = 3
 
 
 class Judge(Reward):
     """A chat model's rating of an answer, through an OpenAI-compatible server: this run's gateway, or another one. The
-    value is the last number of the reply, scaled to 0..1."""
+    value is the rating in its reply (`rating_in`), scaled to 0..1."""
 
     def __init__(self, config: JudgeReward, gateway: GatewayConfig | None) -> None:
         self._config = config
@@ -46,10 +57,9 @@ class Judge(Reward):
         text = re.sub(r"\{(prompt|answer|expected)\}", lambda match: words[match[1]], c.template)
         async with self._room:
             reply = await self._ask(text)
-        numbers = _NUMBER.findall(reply)
-        if not numbers:
-            raise RewardError(f"the judge's reply has no number: {reply[:80]!r}.")
-        rating = min(max(float(numbers[-1]), c.lowest), c.highest)
+        rating = rating_in(reply, c.lowest, c.highest)
+        if rating is None:
+            raise RewardError(f"the judge's reply has no number from {c.lowest:g} to {c.highest:g}: {reply[-80:]!r}.")
         return (rating - c.lowest) / (c.highest - c.lowest)
 
     async def close(self) -> None:
@@ -78,6 +88,19 @@ class Judge(Reward):
                 problem = str(error) or type(error).__name__
             await asyncio.sleep(0.2 * 2**attempt)
         raise RewardError(f"the judge at {self._url} gave no answer ({problem}).")
+
+
+def rating_in(reply: str, lowest: float, highest: float) -> float | None:
+    """The last rating, marked in the surest way: `[[8]]`, `"score": 8`, `8/10` or `8 out of 10` or `80%`, or the number
+    alone. None without one from `lowest` to `highest`. `4/5` is four fifths of `highest`."""
+    for pattern in _RATINGS:
+        for match in reversed(list(pattern.finditer(reply))):
+            number, *rest = [group for group in match.groups() if group is not None]
+            whole = 100.0 if rest == ["%"] else float(rest[0]) if rest else highest
+            value = float(number) if whole == highest else float(number) * highest / (whole or 1.0)
+            if lowest <= value <= highest:
+                return value
+    return None
 
 
 class Classifier:

@@ -22,7 +22,7 @@ from trainer.config import ClassifierReward, GatewayConfig, JudgeReward, MathRew
 from trainer.errors import ConfigError
 from trainer.plan.report import file_bytes
 from trainer.rewards import RewardRequest, Score, Scorer, build_scorer
-from trainer.rewards.models import Classifier
+from trainer.rewards.models import Classifier, rating_in
 from trainer.tiny_model import write_tiny_model
 
 
@@ -244,7 +244,7 @@ def judge() -> Iterator[tuple[str, list[dict[str, Any]]]]:
         text = asked[-1]["messages"][0]["content"]
         if "[refused]" in text or ("[busy]" in text and failures):
             return JSONResponse({"error": {}}, 400 if "[refused]" in text else failures.pop())
-        reply = "none" if "[mute]" in text else "I would say 2/10... no, 7" if "[good]" in text else "99"
+        reply = "none" if "[mute]" in text else "I would say 2/10... no, 7/10" if "[good]" in text else "10"
         return JSONResponse({"choices": [{"message": {"content": reply}}]})
 
     app.post("/v1/chat/completions")(rate)
@@ -261,12 +261,26 @@ def test_a_judge_is_asked_through_the_gateway(
     pairs = [("[good] {answer}", "07"), ("great", "07"), ("[busy][good]", "07"), ("[mute]", "07"), ("[refused]", "07")]
     found = scores(JudgeReward(model="m"), *pairs, gateway=gateway)
     assert [round(s.total, 6) for s in found] == [0.7, 1.0, 0.7, 0.0, 0.0]
-    assert "no number" in found[3].failures["judge"]
+    assert "no number from 0 to 10" in found[3].failures["judge"]
     assert "HTTP 400" in found[4].failures["judge"]
     first = next(body for body in asked if "{answer}" in body["messages"][0]["content"])
     assert first["key"] == "Bearer secret"
     assert first["temperature"] == 0.0
     assert "07" in first["messages"][0]["content"]
+
+
+@pytest.mark.parametrize(
+    ("reply", "rating"),
+    [
+        ("8", 8.0), ("8/10", 8.0), ("I rate it 7 out of 10.", 7.0), ("85%", 8.5), ("0.8", 0.8), ("**9** / 10", 9.0),
+        ("Three of 4 steps hold, 1 does not. Rating: [[6]]", 6.0), ("[[ 7.5 ]] as 2 is wrong", 7.5), ("[[8/10]]", 8.0),
+        ('{"score": 6, "steps": 12}', 6.0), ('```json\n{"reason": "1 of 2", "rating": "3"}\n```', 3.0),
+        ("**Score:** 4/5, for 3 reasons", 8.0), ("8/10, as step 3 is wrong", 8.0), ("I would say 2... no, 7", 7.0),
+        ("10 would be too much: 11", 10.0), ("none", None), ("99", None), ("-1", None), ("Qwen3", None), ("", None),
+    ],
+)  # fmt: skip
+def test_a_judges_rating_is_read_as_judges_write_it(reply: str, rating: float | None) -> None:
+    assert rating_in(reply, 0.0, 10.0) == rating
 
 
 def test_a_judge_needs_a_server() -> None:
