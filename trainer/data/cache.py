@@ -113,6 +113,10 @@ class FileDataset:
         self.held_out: Sequence[Record] = [] if held_out is None else held_out
         self._evaluated = held_out
         if not self._records:
+            long = self._records.manifest.too_long
+            if long:
+                problem = f"each of the {long} usable records of {config.path} is longer than data.max_length"
+                raise DataError(f"{problem} ({config.max_length} tokens). Raise it.")
             raise DataError(f"{config.path} has no {config.records}. Add at least one.")
 
     def __len__(self) -> int:

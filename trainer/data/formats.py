@@ -5,7 +5,10 @@ A format cuts a file into units that can be read apart, each giving raw records 
 
 from __future__ import annotations
 
+import codecs
 import io
+import json
+import re
 import tarfile
 import zlib
 from collections.abc import Iterator
@@ -26,6 +29,14 @@ LARGEST_BYTES = 1 << 26  # of one record
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lzma", ".zip")
 BATCH_ROWS = 256
 JSON, TEXT = "json", {"txt": "prompt"}
+_BEYOND = re.compile(rb"\d{19}|NaN|Infinity")  # what orjson rounds or refuses, and Python's json reads
+_OTHERS = {  # by the first bytes of a file
+    b"[": "it begins an array, and lines of one object each are wanted: convert the file with jq -c '.[]'",
+    codecs.BOM_UTF16_LE: "it is UTF-16, and UTF-8 is wanted: convert the file with iconv",
+    codecs.BOM_UTF16_BE: "it is UTF-16, and UTF-8 is wanted: convert the file with iconv",
+    b"\x1f\x8b": "it is compressed: end the file's name in .gz",
+    b"\x28\xb5\x2f\xfd": "it is compressed: end the file's name in .zst",
+}
 
 
 class Unit(msgspec.Struct, frozen=True):
@@ -72,7 +83,7 @@ class Jsonl:
         number = 0
         try:
             for number, line in enumerate(_lines(unit), 1):
-                yield _parse(number, line) if line.strip() else None
+                yield _parse(number, line, number == 1 and unit.start == 0) if line.strip() else None
         except (EOFError, zlib.error, LZMAError) as error:
             yield Bad(number + 1, f"the compressed file is damaged ({error}); the rest of it is left out")
         except OSError as error:
@@ -81,13 +92,30 @@ class Jsonl:
             yield Bad(number + 1, f"the compressed file is damaged ({error}); the rest of it is left out")
 
 
-def _parse(number: int, line: bytes) -> Raw:
+def _parse(number: int, line: bytes, first: bool) -> Raw:
     if len(line) > LARGEST_BYTES:
         return Bad(number, f"the line is longer than {LARGEST_BYTES} bytes")
+    for start, reason in _OTHERS.items() if first else ():
+        if line.startswith(start):
+            return Bad(number, reason)
     try:
-        return number, orjson.loads(line)
+        return number, parsed(line)
     except ValueError as error:
         return Bad(number, f"it is not JSON ({error})")
+
+
+def parsed(text: bytes) -> Any:
+    """The value of a JSON text, behind a byte order mark or without, with integers of any size, and NaN where pandas
+    wrote it. Raises ValueError."""
+    text = text.removeprefix(codecs.BOM_UTF8)
+    if not _BEYOND.search(text):
+        return orjson.loads(text)
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate is no text
+    return value
 
 
 def _lines(unit: Unit) -> Iterator[bytes]:
@@ -249,10 +277,10 @@ def _record(name: str, parts: dict[str, bytes | None]) -> Raw:
             return Bad(place, f".{extension} is larger than {LARGEST_BYTES} bytes")
         try:
             if extension == JSON:
-                value = orjson.loads(content)
+                value = parsed(content)
                 record |= value if isinstance(value, dict) else {JSON: value}
             elif extension.endswith(f".{JSON}"):
-                record[extension.removesuffix(f".{JSON}")] = orjson.loads(content)
+                record[extension.removesuffix(f".{JSON}")] = parsed(content)
             else:
                 record[TEXT.get(extension, extension)] = content.decode()
         except ValueError as error:

@@ -191,9 +191,10 @@ class Parser:
         if found is _MISSING or found is None:
             return [target]
         answers = found if isinstance(found, list) else [found]
-        if not answers or not all(isinstance(a, str | int | float) and not isinstance(a, bool) for a in answers):
+        texts = [a for a in answers if isinstance(a, str | int | float) and not isinstance(a, bool) and a == a]
+        if not texts or len(texts) < len(answers):  # NaN is none
             raise BadRecord(f"{key!r} is not a text, nor a list of texts")
-        return list(map(str, answers))
+        return list(map(str, texts))
 
     def _extra(self, value: dict[str, Any]) -> dict[str, Any]:
         extra = value.get("extra") or {}

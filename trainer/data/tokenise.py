@@ -127,6 +127,8 @@ class Worker:
                     except TooLong:
                         too_long += 1
                         continue
+                    except OverflowError:
+                        found = Bad(place, "it keeps an integer of more than 64 bits: write it as a text")
                     except BadRecord as error:
                         found = Bad(place, str(error))
                 assert isinstance(found, Bad)

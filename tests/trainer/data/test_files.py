@@ -114,6 +114,44 @@ def test_lines_are_found_whatever_byte_a_range_begins_at(
         assert prompts(data) == ["1", "22", "333"], size
 
 
+BIG = 2**100
+READ: dict[str, tuple[bytes, str]] = {
+    "a byte order mark": (b'\xef\xbb\xbf{"prompt": "1", "answer": "2"}', "2"),
+    "an integer over 64 bits": (b'{"prompt": "1", "answer": %d}' % BIG, str(BIG)),
+    "NaN in an unused column": (b'{"prompt": "1", "answer": "NaN", "score": NaN}', "NaN"),
+}
+
+
+@pytest.mark.parametrize("case", READ)
+def test_values_are_read_as_they_were_written(open_data: Open, tmp_path: Path, case: str) -> None:
+    text, answer = READ[case]
+    (tmp_path / "a.jsonl").write_bytes(text)
+    assert open_data(tmp_path / "a.jsonl")[0].answer == answer
+    shard(tmp_path / "a.tar", {"a": {"json": text}})
+    assert open_data(tmp_path / "a.tar", "webdataset")[0].answer == answer
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        (b'{"prompt": "\\ud800", "answer": "NaN"}', "it is not JSON .*surrogates"),
+        (b'{"prompt": "NaN", "x": ' + b"[" * 100_000, "nested too deeply"),
+        (b'{"prompt": "1", "answer": NaN}', "'answer' is not a text"),
+        (b'{"prompt": "1", "extra": {"n": %d}}' % BIG, "more than 64 bits"),
+    ],
+    ids=["surrogate", "deep", "NaN that is used", "integer in extra"],
+)
+def test_a_value_that_cannot_be_kept_is_named(open_data: Open, tmp_path: Path, line: bytes, complaint: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "1"}\n' + line)
+    with pytest.raises(DataError, match=f"line 2: .*{complaint}"):
+        open_data(tmp_path / "a.jsonl")
+
+
+def test_a_limit_that_leaves_nothing_is_named(open_data: Open, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"each of the 3 .* longer than data\.max_length \(1 tokens\)\. Raise it"):
+        open_data(jsonl(tmp_path / "a.jsonl", problems(3)), max_length=1)
+
+
 @pytest.mark.parametrize("extension", COMPRESS)
 def test_compressed_lines(open_data: Open, tmp_path: Path, extension: str) -> None:
     plain = jsonl(tmp_path / "a.jsonl", problems(6000)).read_bytes()
@@ -180,7 +218,10 @@ def test_columns_that_are_not_named_are_not_read(open_data: Open, tmp_path: Path
         ("parquet", b"PAR1 not really", "not a Parquet file"),
         ("parquet", b"PAR1" + b"\xff" * 50 + b"\x20\0\0\0PAR1", "not a Parquet file"),
         ("webdataset", b"no tar at all" * 100, "the shard is damaged"),
-        ("jsonl", b"\xff\xfe{}", "line 1: it is not JSON"),
+        ("jsonl", '{"prompt": "1"}'.encode("utf-16"), "line 1: it is UTF-16, .* iconv"),
+        ("jsonl", b'[\n{"prompt": "1"}\n]', r"line 1: it begins an array, .* jq -c '\.\[\]'"),
+        ("jsonl", gzip.compress(b'{"prompt": "1"}'), r"line 1: it is compressed: .* \.gz"),
+        ("jsonl", zstandard.compress(b'{"prompt": "1"}'), r"line 1: it is compressed: .* \.zst"),
     ],
 )
 def test_another_kind_of_file_is_named(

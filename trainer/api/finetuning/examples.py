@@ -22,6 +22,7 @@ from trainer.api.errors import BadRequest
 from trainer.batch import Sequence
 from trainer.config import DpoConfig
 from trainer.data.conversation import joined, text_of
+from trainer.data.formats import parsed
 from trainer.data.records import Record
 from trainer.data.tokenizer import Tokenizer
 
@@ -67,7 +68,7 @@ def parse(line: bytes) -> Any:
     if len(line) > LONGEST_LINE:
         raise BadLine(f"it has more than {LONGEST_LINE >> 20} MB: shorten it")
     try:
-        return orjson.loads(line)
+        return parsed(line)
     except ValueError as error:
         raise BadLine(f"it is not JSON ({error}): write one object a line") from None
 

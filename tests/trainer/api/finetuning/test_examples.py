@@ -262,3 +262,9 @@ def test_each_epoch_takes_every_example_once_in_an_order_of_its_own() -> None:
     assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
     assert [rate for _, rate in taken] == pytest.approx([0.1 * left for left in range(9, 0, -1)])
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps(sums(1)[0]).encode() + b"\r\n")
+    assert check_file(tmp_path / "a.jsonl") == "supervised"
+    assert Lines(tmp_path / "a.jsonl").read(0) == sums(1)[0]
