@@ -68,7 +68,8 @@ class Dpo(AlgorithmBase):
             if not (r.chosen_ids and r.rejected_ids):
                 raise DataError(f"record {r.index} has no chosen and rejected answer. Give every DPO record both.")
             pair = next(self._number)
-            result += [Sequence(r.prompt_ids, ids, together=pair) for ids in (r.chosen_ids, r.rejected_ids)]
+            for ids, mask in ((r.chosen_ids, r.chosen_mask), (r.rejected_ids, r.rejected_mask)):
+                result.append(Sequence(r.prompt_ids, ids, together=pair, mask=mask or None))
         return result
 
     def loss(self, logprobs_BT: torch.Tensor, fields: Fields) -> LossOutput:

@@ -6,6 +6,7 @@ formats.py    JSON lines, Parquet, WebDataset                    parse.py      a
 storage.py    files by path or URL                               tokenizer.py  the model's tokenizer and chat template
 gym.py        problems of reasoning-gym                          answers.py    the log of answers that a gateway keeps
 conversation.py   conversations as the model's chat template writes them, and what of them is learned
+layouts.py        records as data sets commonly have them
 show.py           records as text, with what is learned of them marked
 """
 

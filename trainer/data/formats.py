@@ -21,6 +21,7 @@ import orjson
 
 from trainer.config import FileData
 from trainer.data.conversation import TOOLS
+from trainer.data.layouts import KEYS
 from trainer.data.storage import File, opened
 from trainer.errors import DataError
 
@@ -207,7 +208,7 @@ def _of_content(error: Exception) -> bool:
 
 def _columns(names: list[str], config: FileData) -> list[str]:
     wanted = {config.prompt_key, config.target_key, config.answer_key, config.chosen_key, config.rejected_key}
-    wanted |= {"extra", TOOLS, *config.extra_keys}
+    wanted |= {"extra", TOOLS, *KEYS, *config.extra_keys}
     return [name for name in names if name in wanted or any(key.startswith(f"{name}.") for key in wanted)]
 
 

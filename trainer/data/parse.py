@@ -8,6 +8,7 @@ import msgspec
 import orjson
 
 from trainer.config import FileData
+from trainer.data import layouts
 from trainer.data.conversation import TOOLS, Message, joined, normal, text_of
 from trainer.data.records import Learns, Record
 from trainer.data.tokenizer import Tokenizer
@@ -37,7 +38,8 @@ class Needs(msgspec.Struct, frozen=True):
         wanted = {"target": [record.target_ids], "preference": [record.chosen_ids, record.rejected_ids]}
         answers = wanted.get(self.learns)
         if answers is not None and not all(answers):
-            raise BadRecord(f"it has no {self.learns} to learn")
+            keys = "data.target_key names its key" if self.learns == "target" else "it needs two answers"
+            raise BadRecord(f"it has no {self.learns} to learn: {keys}")
         lengths = [len(record.prompt_ids) + len(ids) for ids in answers or [(0,)]]  # a sample has a token at least
         if self.longest is not None and max(lengths) > self.longest:
             raise BadRecord(f"it has {max(lengths)} tokens, and the model takes {self.longest}")
@@ -61,6 +63,8 @@ class Tokenised(msgspec.Struct, array_like=True):
     messages: tuple[dict[str, Any], ...] = ()
     mask: tuple[int, ...] = ()
     alternatives: tuple[str, ...] = ()
+    chosen_mask: tuple[int, ...] = ()
+    rejected_mask: tuple[int, ...] = ()
 
     def record(self, index: int) -> Record:
         return Record(
@@ -75,6 +79,8 @@ class Tokenised(msgspec.Struct, array_like=True):
             self.messages,
             self.mask,
             self.alternatives,
+            self.chosen_mask,
+            self.rejected_mask,
         )
 
     @property
@@ -107,19 +113,22 @@ class Parser:
 
     def _records(self, value: dict[str, Any]) -> list[Tokenised]:
         c = self._config
-        prompt = find(value, c.prompt_key)
-        target, chosen, rejected = (self._answer(value, key) for key in (c.target_key, c.chosen_key, c.rejected_key))
+        key, target_key = layouts.keys(value, c)
+        prompt = layouts.instruction(value) if key == layouts.INSTRUCTION else find(value, key)
+        target, chosen, rejected = (self._answer(value, name) for name in (target_key, c.chosen_key, c.rejected_key))
         if (chosen is None) != (rejected is None):
             raise BadRecord(f"it has only one of {c.chosen_key!r} and {c.rejected_key!r}")
-        if isinstance(chosen, list) and (prompt is _MISSING or prompt is None or len(chosen) > 1):
-            if not isinstance(rejected, list) or rejected[:-1] != chosen[:-1]:
-                raise BadRecord(f"{c.chosen_key!r} and {c.rejected_key!r} do not begin with the same messages")
-            prompt, chosen, rejected = chosen[:-1], chosen[-1:], rejected[-1:]
+        absent = prompt is _MISSING or prompt is None
+        if chosen and rejected and (absent or not (layouts.is_answer(chosen) and layouts.is_answer(rejected))):
+            prompt, chosen, rejected = self._implied(chosen, rejected)
+        elif absent:
+            keys = f", but {', '.join(value)}: name the prompt's key in data.prompt_key" if value else ""
+            raise BadRecord(f"it has no {key!r}{keys}")
         if isinstance(prompt, list):
-            messages = _messages(prompt, c.prompt_key) if prompt or chosen is None else []
+            messages = _messages(prompt, key)
         elif not isinstance(prompt, str):
-            raise BadRecord(f"{c.prompt_key!r} is not a text")
-        elif c.chat_template:
+            raise BadRecord(f"{key!r} is not a text")
+        elif c.chat_template or any(isinstance(answer, list) for answer in (target, chosen, rejected)):
             messages = [{"role": "user", "content": prompt}]
         else:
             return [self._of_texts(value, prompt, *(_last(answer) for answer in (target or None, chosen, rejected)))]
@@ -129,6 +138,16 @@ class Parser:
         if not messages:
             raise BadRecord("the prompt has no messages")
         return self._of_messages(value, messages, start, target, chosen, rejected)
+
+    def _implied(self, *answers: str | list[Message]) -> tuple[str | list[Message], ...]:
+        """The prompt that two answers begin with, and what follows it in each."""
+        names = f"{self._config.chosen_key!r} and {self._config.rejected_key!r}"
+        found = layouts.parted(*answers)
+        if not found[0] or len({type(answer) for answer in answers}) > 1:
+            raise BadRecord(f"{names} do not begin with the same messages")
+        if not all(layouts.is_answer(answer) for answer in found[1:]):
+            raise BadRecord(f"{names} part at a message that is not the assistant's")
+        return found
 
     def _of_texts(self, value: dict[str, Any], prompt: str, *answers: str | None) -> Tokenised:
         target, chosen, rejected = (() if text is None else self._tokenizer.continuation(text) for text in answers)
@@ -153,7 +172,8 @@ class Parser:
         said = tuple(normal(m) for m in messages)
         found = Tokenised(text, expected, ids, (), (), (), extra, said, alternatives=tuple(others))
         if chosen and rejected:
-            found.chosen_ids, found.rejected_ids = (turn(messages, _said(a)[0], tools)[1] for a in (chosen, rejected))
+            found.chosen_ids, found.chosen_mask = self._of_answer(messages, _said(chosen), tools)
+            found.rejected_ids, found.rejected_mask = self._of_answer(messages, _said(rejected), tools)
         elif target and self._needs.learns != "target":
             found.target_ids = turn(whole[:-1], whole[-1], tools)[1]
         elif target:
@@ -163,6 +183,16 @@ class Parser:
                 for prompt, rest, mask in sequences
             ] or [found]
         return [found]
+
+    def _of_answer(
+        self, messages: list[Message], answer: list[Message], tools: list[dict[str, Any]] | None
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Its tokens, of one turn or several, and which of them are learned, empty for all."""
+        sequences = joined(self._tokenizer.turns([*messages, *answer], tools, len(messages)))
+        if len(sequences) != 1:
+            raise BadRecord("the chat template writes the turns of an answer apart: give answers of one turn")
+        _, ids, mask = sequences[0]
+        return ids, mask if 0 in mask else ()
 
     def _answer(self, value: dict[str, Any], key: str) -> Answer:
         found = find(value, key)
@@ -217,6 +247,7 @@ def find(value: dict[str, Any], key: str) -> Any:
 
 
 def _messages(value: list[Any], key: str) -> list[Message]:
+    value = [layouts.message(m) for m in value]
     good = all(isinstance(m, dict) and text_of(m) is not None and isinstance(m.get("role"), str) for m in value)
     if not value or not good:
         raise BadRecord(f"{key!r} is not a list of messages with a role and a content")

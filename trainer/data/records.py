@@ -32,8 +32,8 @@ class Record:
     and `rejected_ids`, the two answers of a preference; both are empty when the record is none. `extra` is what else
     the data set says about it, as JSON values: the tests of a code task, say. Rewards get it. `messages` are the
     prompt's chat messages, if it was given as such. `mask` says which of the `target_ids` are learned (1) and which are
-    only read (0), the user's between two answers; left out, all are learned. `alternatives` are answers that are as
-    right as `answer`.
+    only read (0), the user's between two answers; left out, all are learned. `chosen_mask` and `rejected_mask` say so
+    of the two answers. `alternatives` are answers that are as right as `answer`.
     """
 
     index: int
@@ -47,6 +47,8 @@ class Record:
     messages: tuple[dict[str, Any], ...] = field(default=(), hash=False)
     mask: tuple[int, ...] = ()
     alternatives: tuple[str, ...] = ()
+    chosen_mask: tuple[int, ...] = ()
+    rejected_mask: tuple[int, ...] = ()
 
 
 class Dataset(Protocol):

@@ -176,7 +176,8 @@ def test_a_webdataset_is_read_as_its_own_library_reads_it(open_data: Open, tmp_p
     theirs = list(webdataset.WebDataset(str(tmp_path / "a.tar"), shardshuffle=False))
     assert [sample["__key__"] for sample in theirs] == ["x/0", "x/1", "x/2"]
     assert set(theirs[2]) >= {"v1.txt", "v1.target"}  # so it is not a record of ours
-    assert data.summary()["bad"] == [f"{tmp_path}/a.tar, sample 'x/2': 'prompt' is not a text"]
+    keys = "v1.target, v1.tests, v1.txt: name the prompt's key in data.prompt_key"
+    assert data.summary()["bad"] == [f"{tmp_path}/a.tar, sample 'x/2': it has no 'prompt', but {keys}"]
 
 
 @pytest.mark.parametrize("name", ["a.tar", "a.tar.gz"])

@@ -154,9 +154,9 @@ def test_the_last_answer_of_a_conversation_is_what_is_learnt(chatty: Tokenizer) 
     ("value", "complaint"),
     [
         ([1], "not an object"),
-        ({}, "'prompt' is not a text"),
+        ({}, "it has no 'prompt'"),
         ({"prompt": 3}, "'prompt' is not a text"),
-        ({"prompt": None}, "'prompt' is not a text"),
+        ({"prompt": None, "q": "1"}, r"it has no 'prompt', but prompt, q: name the prompt's key in data\.prompt_key"),
         ({"prompt": ""}, "no tokens"),
         ({"prompt": "1", "target": 2}, "'target' is not a text"),
         ({"prompt": "1", "answer": ["2", None]}, "'answer' is not a text, nor a list of texts"),

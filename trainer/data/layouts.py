@@ -1,0 +1,63 @@
+"""The layouts that records commonly have, where they have no prompt or no target under the configuration's keys.
+
+messages, or conversations     a conversation; ShareGPT's {"from", "value"} as well as {"role", "content"}
+instruction, input, output     Alpaca's; the input stands below the instruction, as LLaMA-Factory writes it
+prompt, completion             TRL's
+chosen, rejected               whose common beginning is the prompt, as TRL's `extract_prompt` takes it
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainer.config import FileData
+
+INSTRUCTION, INPUT, OUTPUT, COMPLETION = "instruction", "input", "output", "completion"
+PROMPTS = ("messages", "conversations", INSTRUCTION)
+KEYS = frozenset({*PROMPTS, INPUT, OUTPUT, COMPLETION})
+_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}  # ShareGPT's names
+_ROLES |= {role: role for role in ("system", "user", "assistant", "tool")}
+
+Answer = str | list[dict[str, Any]]
+
+
+def keys(value: dict[str, Any], config: FileData) -> tuple[str, str]:
+    """The keys of a record's prompt and of its target. Those that were set by hand are never replaced."""
+    prompt, target = config.prompt_key, config.target_key
+    if prompt == FileData.prompt_key and value.get(prompt) is None:
+        prompt = next((name for name in PROMPTS if value.get(name) is not None), prompt)
+    if target == FileData.target_key and value.get(target) is None:
+        names = (COMPLETION, OUTPUT) if prompt == INSTRUCTION else (COMPLETION,)
+        target = next((name for name in names if value.get(name) is not None), target)
+    return prompt, target
+
+
+def instruction(value: dict[str, Any]) -> Any:
+    """Alpaca's prompt."""
+    text, more = value.get(INSTRUCTION), value.get(INPUT)
+    return f"{text}\n{more}" if isinstance(text, str) and isinstance(more, str) and more else text
+
+
+def message(value: Any) -> Any:
+    """A message of ShareGPT with a role and a content; others as they are. Raises ValueError."""
+    if not (isinstance(value, dict) and "from" in value and "role" not in value):
+        return value
+    said = {name: part for name, part in value.items() if name not in ("from", "value")}
+    if value["from"] not in _ROLES:
+        raise ValueError(f"a message is from {value['from']!r}: write a role, and tool_calls for calls of tools")
+    return {**said, "role": _ROLES[value["from"]], "content": value.get("value")}
+
+
+def parted(chosen: Answer, rejected: Answer) -> tuple[Answer, Answer, Answer]:
+    """The common beginning of two answers, and the rest of each, which is not empty."""
+    place = 0
+    for place in range(min(len(chosen), len(rejected))):
+        if chosen[place] != rejected[place]:
+            place -= bool(place and chosen[place - 1] == " ")  # texts part at the space before a word
+            break
+    return chosen[:place], chosen[place:], rejected[place:]
+
+
+def is_answer(value: Answer) -> bool:
+    """Whether it is the assistant's alone, without the messages before it."""
+    return isinstance(value, str) or value[0]["role"] == "assistant"
