@@ -303,3 +303,20 @@ def test_a_bucket_takes_the_place_of_a_store_or_comes_beside_it(
     both = parse(tmp_path, GRPO | {"publish": PUBLISH["publish"] | bucket("s3://models/run")["publish"]}).publish
     assert both is not None
     assert both.store_url == "sqlite:///store.db"
+
+
+@pytest.mark.parametrize("line", ["steps: 1", "model: {path: n}"])
+def test_a_key_is_written_once(tmp_path: Path, line: str) -> None:
+    """YAML takes the last one, so that a second section replaces the first."""
+    (tmp_path / "run.yaml").write_text(f"steps: 3\nmodel:\n  path: m\n{line}\n")
+    key = line.partition(":")[0]
+    with pytest.raises(ConfigError, match=rf"{key}.* is in lines [12] and 4\. Write a key once"):
+        load(tmp_path / "run.yaml")
+
+
+def test_a_key_may_replace_a_merged_one(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(
+        f"{yaml.safe_dump(MINIMAL)}optimizer: &a {{lr: 0.1}}\nlora: {{<<: *a, lr: 0.2}}\n"
+    )
+    with pytest.raises(ConfigError, match=r"lora\.lr"):
+        load(tmp_path / "run.yaml")

@@ -22,10 +22,24 @@ from trainer.errors import ConfigError
 T = TypeVar("T")
 
 
+class _Once(yaml.SafeLoader):
+    """Refuses a key that is written twice in one mapping: YAML takes the last, silently."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)  # type: ignore[no-untyped-call]
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            name, line = str(key.value), key.start_mark.line + 1
+            if name in lines:
+                raise ConfigError(name, f"is in lines {lines[name]} and {line}", "Write a key once")
+            lines[name] = line
+        return node
+
+
 def read(cls: type[T], path: str | Path, overrides: list[str] | None = None) -> T:
     """Read a YAML file and apply `a.b=c` overrides. Raises ConfigError naming the key that does not fit."""
     try:
-        data = yaml.safe_load(Path(path).read_text())
+        data = _Once(Path(path).read_text()).get_single_data()
     except OSError as error:
         raise ConfigError("", f"cannot read {path}: {error.strerror}", "Name an existing YAML file") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
