@@ -11,6 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 from trainer.algorithms import build_algorithm
@@ -33,6 +34,7 @@ from trainer.megatron.hf_config import ModelShape
 from trainer.megatron.parallel import broadcast_json, is_rank_zero, on_rank_zero
 from trainer.memory.build import Serving, build_memory
 from trainer.memory.phases import Phases
+from trainer.metrics.rollouts import sample_texts
 from trainer.metrics.throughput import Stopwatch, Throughput, peak_flops
 from trainer.metrics.writers import MetricsWriter
 from trainer.publish import WeightPublisher
@@ -211,6 +213,11 @@ class Run:
         rate |= self._throughput.metrics(batch.fields, watch.ms["train_ms"], self.algorithm.epochs)
         values = {"step": state.step, **numbers, **rate, **watch.ms, **batch.metrics, **published, **stats.metrics}
         self._metrics.write("step", values)
+        shown = self.config.watch
+        if shown.samples and self._rank_zero is not None and self._falls(shown.samples_every, state):
+            samples = self._rank_zero.samples(shown.samples)
+            if samples:  # none of an algorithm that learns from records
+                self._metrics.write("samples", {"step": state.step, "samples": samples})
 
     def finish(self, state: TrainState) -> None:
         """Write the Hugging Face checkpoint, if one is wanted, and the last event."""
@@ -277,7 +284,7 @@ class RankZeroComponents:
     def __init__(self, config: TrainerConfig, shape: ModelShape, algorithm: Algorithm) -> None:
         """Raises ConfigError, DataError, SandboxUnavailable for what the user must correct."""
         self._config = config
-        tokenizer = model_tokenizer(config.model)
+        self._tokenizer = tokenizer = model_tokenizer(config.model)
         if tokenizer.size > shape.vocab:
             problem = f"the tokenizer has {tokenizer.size} tokens, the model {shape.vocab}"
             raise DataError(f"{config.model.path}: {problem}. Put the model's own tokenizer.json there.")
@@ -306,6 +313,10 @@ class RankZeroComponents:
     def summary(self) -> dict[str, Any]:
         """What the `start` event says about the data set."""
         return summary(self._dataset)
+
+    def samples(self, most: int) -> list[dict[str, Any]]:
+        """What a `samples` event says of the step's completions, those to `most` prompts."""
+        return sample_texts(self.experience.groups, most, partial(self._tokenizer.decode, special=True))
 
     def evaluate(self, name: str) -> dict[str, Any]:
         """What an `eval` event says of the set of that name. Raises RolloutError."""

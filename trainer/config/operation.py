@@ -204,15 +204,19 @@ class WandbConfig:
 class WatchConfig:
     """`progress` is drawn on standard error: a `bar`, `lines` (one an event, for logs), or nothing; `auto` is a bar on
     a terminal that does not show the JSON lines already. `tensorboard` is a directory for its event files.
-    `peak_tflops` is what MFU is a share of, by rank (default: the GPU's published bf16 figure; a CPU's is measured)."""
+    `peak_tflops` is what MFU is a share of, by rank (default: the GPU's published bf16 figure; a CPU's is measured).
+    Every `samples_every` steps a `samples` event has the completions of `samples` prompts (0: none)."""
 
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
     tensorboard: str | None = None
     wandb: WandbConfig | None = None
     peak_tflops: float | None = None
+    samples: int = 0
+    samples_every: int = 20
 
     def __post_init__(self) -> None:
-        positive(self, "peak_tflops")
+        positive(self, "peak_tflops", "samples_every")
+        in_range(self, "samples", 0, 1000)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ Only throughput.py imports torch. Every event has `event` and `time` (Unix secon
              and what the algorithm adds (clip_ratio, entropy, kl, logprob_gap_mean, ...)
     eval     step, version, set (its name), served_versions, prompts, accuracy, reward_mean, reward/<name>, truncated,
              answer_tokens_mean, answer_tokens_max; pass_at_<k> for each k of the set's pass_at
+    samples  step, samples: of each prompt, completion (texts with special tokens), finish_reason, reward (the weighted
+             sum), rewards (by name), versions (that wrote it)
     publish_failed  step, message
     carried         step (at which it was told), number (in the bucket), sent (bytes), full, seconds; or skipped, as a
                     newer version took its place

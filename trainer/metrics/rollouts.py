@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from trainer.errors import RolloutError
 from trainer.rewards.scorer import Score
@@ -38,6 +39,23 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], step: int) -> dict[str, f
         }
         | excluded
     )
+
+
+def sample_texts(
+    groups: Sequence[TrajectoryGroup], most: int, text: Callable[[Sequence[int]], str]
+) -> list[dict[str, Any]]:
+    """The first completion to each of `most` prompts, as a `samples` event has it; `text` decodes tokens."""
+    return [
+        {
+            "prompt": text(group.prompt_ids),
+            "completion": text(group.trajectories[0].token_ids),
+            "finish_reason": group.trajectories[0].finish_reason,
+            "reward": group.scores[0].total,
+            "rewards": group.scores[0].parts,
+            "versions": sorted({span.version for span in group.trajectories[0].versions}),
+        }
+        for group in [group for group in groups if group.trajectories][:most]
+    ]
 
 
 def score_metrics(scores: Sequence[Score]) -> dict[str, float]:

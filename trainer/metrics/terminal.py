@@ -34,8 +34,16 @@ def phases(values: dict[str, Any]) -> str:
     return "  ".join(f"{name} {value:.0f}" for name, value in times.items() if name in ("rollout", "train", "publish"))
 
 
+def _sample(step: int, values: dict[str, Any]) -> str:
+    """A completion behind its prompt, which ends at the mark, below its rewards and the versions that wrote it."""
+    rewards = "  ".join(f"{name} {value:.3g}" for name, value in values["rewards"].items())
+    versions = ", ".join(str(version) for version in values["versions"])
+    head = f"sample at step {step}: reward {values['reward']:.3g} ({rewards})  versions {versions}"
+    return f"{head}  {values['finish_reason']}\n{values['prompt']}>>>{values['completion']}"
+
+
 class Lines:
-    """One line an event, plain text."""
+    """One line an event, plain text; completions as they are."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(file=sys.stderr)
@@ -58,6 +66,8 @@ class Lines:
             return f"step {step}/{self._steps}  {summary(values)}  ms: {phases(values)}"
         if event == "eval":
             return f"{values['set']} at step {step}: {summary(values)} on {values['prompts']} prompts"
+        if event == "samples":
+            return "\n".join(_sample(step, sample) for sample in values["samples"])
         rest = "  ".join(f"{name} {value}" for name, value in values.items() if name != "step")
         return f"{event.replace('_', ' ')} at step {step}: {rest}"
 

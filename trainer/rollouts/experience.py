@@ -214,12 +214,16 @@ class Experience:
         if self.schedule is not None:
             self.schedule.skip_to(drawn)
 
+    @property
+    def groups(self) -> list[TrajectoryGroup]:
+        """The step's, in the order in which they were taken."""
+        return [rollout.group for rollout in self._taken]
+
     def metrics(self) -> dict[str, float]:
         """What is reported about the step's rollouts."""
         if self.schedule is None or self._rollouts is None:
             return {}
-        groups = [rollout.group for rollout in self._taken]
-        sampled = rollout_metrics(groups, self._step) | self.schedule.stats() | self._rollouts.stats()
+        sampled = rollout_metrics(self.groups, self._step) | self.schedule.stats() | self._rollouts.stats()
         return sampled | self.feed.stats()
 
     def _start(self, draw: Draw, before: Future[Outcome] | None = None) -> Future[Outcome]:

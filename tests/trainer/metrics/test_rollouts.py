@@ -13,7 +13,7 @@ import torch
 from tests.trainer.rollouts.trajectories import answer
 from trainer.batch import MASK, TOKENS, Sequence, collate
 from trainer.megatron.hf_config import ModelShape, load_shape
-from trainer.metrics.rollouts import evaluation_metrics, pass_at, rollout_metrics
+from trainer.metrics.rollouts import evaluation_metrics, pass_at, rollout_metrics, sample_texts
 from trainer.metrics.throughput import Throughput, flops_per_token, lengths, peak_flops, published_peak
 from trainer.rewards.scorer import Score
 from trainer.tiny_model import write_tiny_model
@@ -39,6 +39,18 @@ GROUPS = [
     ),
     TrajectoryGroup((2,), (sample((1, 2)), sample((3, 2))), (score(1, a=1, b=1), score(1, a=1, b=1))),
 ]
+
+
+def test_the_first_completion_to_each_prompt_is_shown() -> None:
+    """A group of which every episode failed has none."""
+    lost = TrajectoryGroup((9,), (), ())
+    shown = sample_texts([lost, *GROUPS], 2, lambda ids: ",".join(map(str, ids)))
+    assert [s["prompt"] for s in shown] == ["1", "2"]
+    assert shown[0] == {
+        "prompt": "1", "completion": "7,7,7,7", "finish_reason": "stop", "reward": 1, "rewards": {"a": 1, "b": 1},
+        "versions": [3],
+    }  # fmt: skip
+    assert sample_texts(GROUPS, 1, str) == sample_texts(GROUPS[:1], 5, str)
 
 
 def test_all_that_is_reported() -> None:

@@ -203,6 +203,15 @@ def test_lines_say_what_happened() -> None:
     assert text[3] == "publish failed at step 2: message refused [by x]"  # brackets are text, not markup
 
 
+def test_completions_are_shown_behind_their_prompts() -> None:
+    out = io.StringIO()
+    sample = {"prompt": "1+1=", "completion": "2\n[b]", "finish_reason": "stop", "reward": 0.5, "versions": [3, 4]}
+    shown = {"step": 2, "samples": [sample | {"rewards": {"math": 1, "format": 0}}]}
+    Lines(Console(file=out, width=20)).write("samples", shown)
+    head = "sample at step 2: reward 0.5 (math 1  format 0)  versions 3, 4  stop"
+    assert out.getvalue() == f"{head}\n1+1=>>>2\n[b]\n"
+
+
 def test_the_bar_shows_the_newest_step_and_keeps_evaluations() -> None:
     out = io.StringIO()
     bar = Bar(Console(file=out, width=160, force_terminal=True))

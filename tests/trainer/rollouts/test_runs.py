@@ -58,7 +58,16 @@ def reinforced(model: str, served: Fleet, **changes: Any) -> dict[str, Any]:
 def test_a_run_learns_from_samples_within_its_bound(
     zygote: Zygote, mistaken: str, served: Fleet, tmp_path: Path, schedule: dict[str, Any], oldest: int
 ) -> None:
-    trained = events(zygote.train(reinforced(mistaken, served, schedule=schedule), tmp_path), "step")
+    watch = {"samples": 2, "samples_every": 15}
+    run = zygote.train(reinforced(mistaken, served, schedule=schedule, watch=watch), tmp_path)
+    trained, shown = events(run, "step"), events(run, "samples")
+    assert [event["step"] for event in shown] == [15, 30]
+    for sample in (sample for event in shown for sample in event["samples"]):
+        assert set(sample["prompt"]) <= set("0123456789+=")
+        assert sample["completion"]
+        assert sample["rewards"] == {"exact_match": sample["reward"]}
+        assert set(sample["versions"]) <= {step["version"] for step in trained} | {trained[0]["version"] - 1}
+    assert {len(event["samples"]) for event in shown} == {2}
     rewards = [step["reward_mean"] for step in trained]
     # The first step is sampled from the mistaken weights, by seeds: about 0.2, give or take 0.04 of luck. Half of the
     # steps is enough for the luck of asynchronous ones to even out: they come to 0.65 and more.
