@@ -167,7 +167,7 @@ def canonical(value: Any, *, tuples: bool = True) -> str:
     `tuples`: whether a tuple differs from a list. A value of a subclass (Counter, a named tuple) is written as its base
     type writes it. Raises TypeError for what equals no literal, RecursionError.
     """
-    kind = next((base for base in KINDS if issubclass(type(value), base)), type(value))
+    kind: Any = next((base for base in KINDS if issubclass(type(value), base)), type(value))
     if kind is int or (kind is float and float.is_integer(value)):
         return int.__repr__(value if kind is int else float.__int__(value))
     if kind is complex and not value.imag:

@@ -166,8 +166,8 @@ def build_app(scorers: Scorers, key: str) -> FastAPI:
             return _refused(429, "overloaded", "Too many answers are being scored; ask again later.")
         fields = body.model_dump(exclude={"rewards", "turns", "messages", "expected"})
         expected, *others = [body.expected] if isinstance(body.expected, str) else body.expected or [""]
-        lists = {"turns": body.turns, "messages": body.messages, "alternatives": others}
-        request = RewardRequest(expected=expected, **fields, **{name: tuple(each) for name, each in lists.items()})
+        turns, messages = tuple(body.turns), tuple(body.messages)
+        request = RewardRequest(expected=expected, alternatives=tuple(others), turns=turns, messages=messages, **fields)
         return await scorers.score(request, names)
 
     return app
