@@ -125,7 +125,8 @@ class GymReward(RewardOptions):
 @dataclass(frozen=True)
 class FormatReward(RewardOptions):
     """1 when the whole answer is the named tags in order, each once, with something in each and only white space
-    between them: `tags: [think, answer]` wants `<think>...</think><answer>...</answer>`."""
+    between them: `tags: [think, answer]` wants `<think>...</think><answer>...</answer>`. The chat
+    template may have opened the first."""
 
     kind: Literal["format"] = "format"
     tags: tuple[str, ...] = ("think", "answer")

@@ -27,13 +27,17 @@ class ExactMatch(Reward):
 
 
 class Format(Reward):
-    """1 when the answer is the tags in order, each once, with something in each. Linear in the answer's length."""
+    """1 when the answer is the tags in order, each once, with something in each. Linear in the answer's length. The
+    first tag may be opened by the prompt, as templates of thinking models do."""
 
     def __init__(self, config: FormatReward) -> None:
         self._tags = config.tags
 
     async def __call__(self, request: RewardRequest, /) -> float:
         rest = request.answer.strip()
+        opened = f"<{self._tags[0]}>"
+        if request.prompt.rstrip().endswith(opened) and not rest.startswith(opened):
+            rest = opened + rest
         for tag in self._tags:
             inside, after = self._element(rest, tag)
             if not inside.strip() or any(f"<{t}>" in inside or f"</{t}>" in inside for t in self._tags):

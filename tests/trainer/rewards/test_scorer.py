@@ -34,6 +34,7 @@ from trainer.errors import ConfigError, RewardError, RewardWorkerDied
 from trainer.metrics.rollouts import rollout_metrics
 from trainer.rewards import ComparingReward, Reward, RewardRequest, SampleGroup, Score, Scorer, Weighted, build_scorer
 from trainer.rewards.pool import WorkerPool
+from trainer.rewards.rules import Format
 from trainer.rewards.worker import _batches
 from trainer.rollouts.sampling import RolloutSampler
 from trainer.worker_process import WorkerProcess, start_worker
@@ -97,6 +98,21 @@ def test_regex() -> None:
 def test_format(answer: str, value: float) -> None:
     with scoring(FormatReward()) as scorer:
         assert ask(scorer, answer)[0].total == value
+
+
+@pytest.mark.parametrize(
+    ("answer", "value"),
+    [
+        ("x\n</think>\n\n<answer>y</answer>", 1.0),
+        ("<think>x</think><answer>y</answer>", 1.0),
+        ("</think><answer>y</answer>", 0.0),
+        ("<answer>y</answer>", 0.0),
+    ],
+)
+def test_a_prompt_may_open_the_first_tag(answer: str, value: float) -> None:
+    """As the templates of R1 and Qwen3's thinking models do."""
+    request = RewardRequest("<｜User｜>2+2=<｜Assistant｜><think>\n", answer, "4")
+    assert asyncio.run(Format(FormatReward())(request)) == value
 
 
 def test_a_weighted_sum_keeps_its_parts() -> None:
