@@ -104,7 +104,10 @@ def rating_in(reply: str, lowest: float, highest: float) -> float | None:
 
 
 class Classifier:
-    """A Hugging Face sequence classifier: prompt and answer, as one text, to a number. Only its worker loads it."""
+    """A Hugging Face sequence classifier: prompt and answer to a number. They are one text; if the prompt was given as
+    messages and the classifier has a chat template of its own, it reads them in that. Only its worker loads it."""
+
+    whole = True  # it takes requests (worker.py)
 
     def __init__(self, path: str, label: int, *, probability: bool, max_tokens: int, batch: int = 1) -> None:
         import torch
@@ -126,14 +129,14 @@ class Classifier:
         if not -labels <= label < labels:
             raise ConfigError("rewards.label", f"{label}, but {path} has {labels} labels", "Name one of them")
 
-    def __call__(self, prompt: str, answer: str, expected: str, extra: dict[str, Any]) -> float:
-        return self.many([(prompt, answer, expected, extra)])[0]
+    def __call__(self, request: dict[str, Any]) -> float:
+        return self.many([request])[0]
 
-    def many(self, asked: Sequence[tuple[str, str, str, dict[str, Any]]]) -> list[float]:
+    def many(self, asked: Sequence[dict[str, Any]]) -> list[float]:
         """The values of several, from one forward pass."""
         torch = self._torch
         with torch.no_grad():
-            rows = [torch.tensor(self._tokens(prompt + answer)) for prompt, answer, *_ in asked]
+            rows = [torch.tensor(self._tokens(request)) for request in asked]
             ids, mask = (
                 torch.nn.utils.rnn.pad_sequence(padded, batch_first=True, padding_value=value)
                 for padded, value in ((rows, self._padding), ([torch.ones_like(row) for row in rows], 0))
@@ -141,8 +144,13 @@ class Classifier:
             logits = self._model(input_ids=ids, attention_mask=mask).logits.float()
             return [self._value(row) for row in logits]
 
-    def _tokens(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, truncation=True, max_length=self._max_tokens)["input_ids"]
+    def _tokens(self, request: dict[str, Any]) -> list[int]:
+        text, rendered = request["prompt"] + request["answer"], False
+        if request.get("messages") and self._tokenizer.chat_template:
+            answer = request.get("turns") or [{"role": "assistant", "content": request["answer"]}]
+            text, rendered = self._tokenizer.apply_chat_template([*request["messages"], *answer], tokenize=False), True
+        options = {"truncation": True, "max_length": self._max_tokens, "add_special_tokens": not rendered}
+        ids: list[int] = self._tokenizer(text, **options)["input_ids"]
         return ids
 
     def _value(self, logits: Any) -> float:

@@ -82,7 +82,7 @@ def _outcomes(function: Function, requests: list[dict[str, Any]]) -> list[dict[s
     """Of each. If a batch fails, each is tried alone, so that only the culprit does."""
     if len(requests) > 1:
         with contextlib.suppress(Exception):
-            values = [_valued(value) for value in function.many([_texts(r) for r in requests])]  # type: ignore[attr-defined]
+            values = [_valued(value) for value in function.many(requests)]  # type: ignore[attr-defined]
             if len(values) == len(requests):
                 return values
     return [_outcome(function, request) for request in requests]
@@ -150,7 +150,9 @@ def _group(target: str, concurrency: int = 64) -> Function:
 def _as_large(made: Function, function: Function) -> Function:
     made.nbytes = getattr(function, "nbytes", 0)  # type: ignore[attr-defined]
     if hasattr(function, "many"):
-        made.many, made.batch = function.many, getattr(function, "batch", 16)  # type: ignore[attr-defined]
+        many = function.many
+        made.many = lambda requests: many([_texts(request) for request in requests])  # type: ignore[attr-defined]
+        made.batch = getattr(function, "batch", 16)  # type: ignore[attr-defined]
     return made
 
 

@@ -182,8 +182,8 @@ def test_a_classifier_scores_prompt_and_answer(classifier: Path) -> None:
 def test_answers_that_wait_are_one_forward_pass(classifier: Path) -> None:
     """Rows of unequal length give what each gives alone."""
     model = Classifier(str(classifier), -1, probability=False, max_tokens=512, batch=8)
-    asked: list[tuple[str, str, str, dict[str, Any]]] = [("07" * n, "3", "", {}) for n in range(1, 9)]
-    alone = [model(*one) for one in asked]
+    asked: list[dict[str, Any]] = [{"prompt": "07" * n, "answer": "3"} for n in range(1, 9)]
+    alone = [model(one) for one in asked]
     assert model.batch == 8
     assert len(set(alone)) == 8
     assert model.many(asked) == pytest.approx(alone, abs=1e-5)
@@ -201,9 +201,26 @@ def test_a_classifier_without_padding_takes_one_at_a_time(classifier: Path, tmp_
     model = Classifier(str(tmp_path / "unpadded"), -1, probability=True, max_tokens=512, batch=8)
     assert model.batch == 1
     assert model.nbytes == pytest.approx(file_bytes(str(classifier)), abs=4096), "what --plan says of it"
-    assert model("07", "", "", {}) == Classifier(str(classifier), -1, probability=True, max_tokens=512)(
-        "07", "", "", {}
+    request = {"prompt": "07", "answer": ""}
+    assert model(request) == Classifier(str(classifier), -1, probability=True, max_tokens=512)(request)
+
+
+def test_a_classifier_reads_messages_in_its_own_template(classifier: Path, tmp_path: Path) -> None:
+    shutil.copytree(classifier, tmp_path / "own")
+    template = "{% for m in messages %}{{ '+' if m.role == 'user' else '=' }}{{ m.content }}{% endfor %}"
+    (tmp_path / "own" / "chat_template.jinja").write_text(template)
+    own, plain = (
+        Classifier(str(path), -1, probability=False, max_tokens=512) for path in (tmp_path / "own", classifier)
     )
+    request = {"prompt": "9" * 8, "answer": "5", "messages": [{"role": "user", "content": "2"}]}
+    assert own(request) == plain({"prompt": "+2=", "answer": "5"}), "the policy's own rendering is not read"
+    assert own({"prompt": "+2=", "answer": "5"}) == own(request), "a text stays a text"
+    said = [
+        {"role": "assistant", "content": "1"},
+        {"role": "user", "content": "3"},
+        {"role": "assistant", "content": "5"},
+    ]
+    assert own(request | {"turns": said}) == plain({"prompt": "+2=1+3=", "answer": "5"})
 
 
 @pytest.mark.broad
