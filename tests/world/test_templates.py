@@ -9,11 +9,11 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from tests.world import Row, found, rows
+from tests.world import Row, found, rows, templates
 from tests.world.kinds import CALL, KINDS, Message
 from trainer.data.conversation import THINK, ChatTemplate, normal
 
-LICENCES = {"Apache-2.0", "Apache 2.0 License"}
+LICENCES = {"Apache-2.0", "Apache 2.0 License", "The MIT License"}
 TOKENS = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
 
 
@@ -30,7 +30,7 @@ def transformers() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0}, [])), **TOKENS)
 
 
-@pytest.mark.parametrize("row", rows(), ids=lambda row: row.name)
+@pytest.mark.parametrize("row", templates(), ids=lambda row: row.name)
 def test_a_template_is_rendered_as_by_transformers_or_refused_by_both(row: Row) -> None:
     template = ChatTemplate(row.text, TOKENS)
     for kind, (messages, tools) in KINDS.items():
@@ -49,7 +49,7 @@ def test_a_template_is_rendered_as_by_transformers_or_refused_by_both(row: Row) 
             assert mine == theirs, kind
 
 
-@pytest.mark.parametrize("row", rows(), ids=lambda row: row.name)
+@pytest.mark.parametrize("row", templates(), ids=lambda row: row.name)
 def test_an_answer_is_learned_whole_behind_its_prompt_or_refused(row: Row) -> None:
     """No thought, call or text of a row vanishes, and a block of thoughts is opened and closed once."""
     template = ChatTemplate(row.text, TOKENS)
@@ -108,7 +108,7 @@ REFUSED = {
 
 def first_answer(name: str, kind: str) -> str:
     messages, tools = KINDS[kind]
-    template = next(ChatTemplate(row.text, TOKENS) for row in rows() if row.name == name)
+    template = next(ChatTemplate(row.text, TOKENS) for row in templates() if row.name == name)
     place = next(place for place, message in enumerate(messages) if message["role"] == "assistant")
     before, message = list(map(normal, messages[:place])), normal(messages[place])
     return template.answer(before, message, tools)[1]
