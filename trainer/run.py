@@ -20,7 +20,7 @@ from trainer.checkpoint.checkpoints import open_checkpoints
 from trainer.checkpoint.parts import Part
 from trainer.config import DistillConfig, TrainerConfig
 from trainer.connection import roll_back_serving
-from trainer.data import run_records
+from trainer.data import epoch_steps, run_records
 from trainer.data.records import summary
 from trainer.data.tokenizer import model_tokenizer
 from trainer.errors import DataError, Diverged, Preempted, PublishError, RankFailed
@@ -51,8 +51,9 @@ class Run:
 
     def __init__(self, config: TrainerConfig, shape: ModelShape, metrics: MetricsWriter, serving: Serving) -> None:
         """`serving` was opened before, so that its server may be asleep when the models are made."""
-        self.config, self.shape = config, shape
         self.algorithm = build_algorithm(config.algorithm, config.rollout.max_tokens)
+        config = in_steps(config, shape, self.algorithm)
+        self.config, self.shape = config, shape
         self.engine = Engine(config, shape, self.algorithm)
         self._metrics = metrics
         self.checkpoints = open_checkpoints(config, shape, self.engine)
@@ -274,6 +275,15 @@ class Run:
         """How good an evaluation at this very step was, if there was one."""
         step, score = self._evaluated
         return score if step == state.step else None
+
+
+def in_steps(config: TrainerConfig, shape: ModelShape, algorithm: Algorithm) -> TrainerConfig:
+    """With the steps that its epochs take. Collective; raises DataError, on rank 0."""
+    if config.epochs is None:
+        return config
+    tokenizer, longest = model_tokenizer(config.model), shape.max_positions
+    steps: int = broadcast_json(on_rank_zero(lambda: epoch_steps(config, tokenizer, algorithm.learns, longest)))
+    return dataclasses.replace(config, steps=steps, epochs=None)
 
 
 class RankZeroComponents:

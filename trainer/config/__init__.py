@@ -174,6 +174,8 @@ class TrainerConfig:
     nothing is packed. Defaults are for models of a billion weights and more; `tiny_run` in trainer/tiny_model.py has
     those for tiny ones. Rows are packed, as prime-rl does, up to verl's token budget; `packing: null` pads instead.
 
+    Data in files may give `epochs` instead of `steps`: as many steps as take each record so many times.
+
     `best` says by which number of which evaluation a step is better than another, as SET/METRIC (null: the accuracy of
     the first set). `save_to` gets the final weights as a Hugging Face checkpoint directory; in it `step-N` those of
     every `save_every` steps, and with `save_best` `best` those of the best evaluation so far.
@@ -182,7 +184,8 @@ class TrainerConfig:
     model: ModelConfig
     data: DataConfig
     algorithm: AlgorithmConfig
-    steps: int
+    steps: int = 0
+    epochs: float | None = None
     batch: int = 64
     micro_batch: int = 4
     packing: PackingConfig | None = field(default_factory=PackingConfig)
@@ -231,7 +234,8 @@ class TrainerConfig:
         return default if self.lora is None else default * LORA_LR
 
     def __post_init__(self) -> None:
-        positive(self, "steps", "batch", "micro_batch")
+        positive(self, "epochs", "batch", "micro_batch")
+        self._check_length()
         if self.optimizer.min_lr > self.lr:
             problem = f"{self.optimizer.min_lr:g} is above the learning rate, {self.lr:g}"
             raise ConfigError("optimizer.min_lr", problem, "Lower it, or set optimizer.lr")
@@ -290,6 +294,14 @@ class TrainerConfig:
             raise ConfigError(
                 "publish.store", problem, "Set it to the store's URL, or publish.bucket.url to a bucket's"
             )
+
+    def _check_length(self) -> None:
+        if self.epochs is None and self.steps <= 0:
+            raise ConfigError("steps", f"must be positive, got {self.steps}", "Set it, or epochs of data in files")
+        if self.epochs is not None and self.steps:
+            raise ConfigError("epochs", f"given beside steps ({self.steps})", "Leave one out")
+        if self.epochs is not None and not isinstance(self.data, FileData):
+            raise ConfigError("epochs", f"given, but {self.data.kind} makes its records up", "Set steps instead")
 
     @property
     def best_by(self) -> tuple[str, str]:

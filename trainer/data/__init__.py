@@ -10,6 +10,8 @@ layouts.py        records as data sets commonly have them
 show.py           records as text, with what is learned of them marked
 """
 
+import math
+
 from trainer.config import ArithmeticData, CodeTasksData, DataConfig, ReasoningGymData, TrainerConfig
 from trainer.data.cache import FileDataset
 from trainer.data.gym import ReasoningGym
@@ -35,3 +37,9 @@ def run_records(config: TrainerConfig, tokenizer: Tokenizer, learns: Learns, lon
     """The records that a run trains on. It `learns` so much of each, in sequences of at most `longest` tokens."""
     row = config.packing.max_tokens if config.packing is not None else None
     return build_dataset(config.data, tokenizer, config.seed, Needs(learns, longest, row))
+
+
+def epoch_steps(config: TrainerConfig, tokenizer: Tokenizer, learns: Learns, longest: int) -> int:
+    """How many steps take each record `config.epochs` times; what the last lacks is of the next epoch."""
+    assert config.epochs is not None
+    return math.ceil(config.epochs * len(run_records(config, tokenizer, learns, longest)) / config.batch)

@@ -30,8 +30,9 @@ from tests.trainer.data.conftest import Open, prompts
 from tests.trainer.data.writing import as_samples, jsonl, parquet, problems, shard
 from tests.trainer.rollouts.generate_server import serve_app
 from tests.waiting import wait_until
-from trainer.config import JsonlData
+from trainer.config import JsonlData, ModelConfig, SftConfig, TrainerConfig
 from trainer.data import cache as cache_module
+from trainer.data import epoch_steps
 from trainer.data.cache import FileDataset
 from trainer.data.storage import expand, find_files
 from trainer.data.tokenizer import Tokenizer
@@ -145,6 +146,15 @@ def test_a_value_that_cannot_be_kept_is_named(open_data: Open, tmp_path: Path, l
     (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "1"}\n' + line)
     with pytest.raises(DataError, match=f"line 2: .*{complaint}"):
         open_data(tmp_path / "a.jsonl")
+
+
+def test_epochs_are_counted_in_steps(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Of the records that can be used, and without those of an epoch that is not asked for but for the last step's."""
+    path = jsonl(tmp_path / "a.jsonl", [*problems(9), {"target": "7"}])
+    data = JsonlData(path=str(path), max_bad=1)
+    for epochs, steps in ((1, 3), (2, 5), (0.5, 2)):
+        config = TrainerConfig(ModelConfig("m"), data, SftConfig(), epochs=epochs, batch=4)
+        assert epoch_steps(config, tokenizer, "target", 100) == steps
 
 
 def test_a_limit_that_leaves_nothing_is_named(open_data: Open, tmp_path: Path) -> None:
