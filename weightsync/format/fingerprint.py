@@ -35,6 +35,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -81,10 +82,15 @@ def pack(flat: Array, stride: int, target: Array, a: Array, b: Array) -> int:
 
 
 def warm(nbytes: int = sys.maxsize) -> None:
-    """Import and compile on a thread, if so many bytes will be summed; who needs a kernel meanwhile waits for it."""
+    """Compile on a thread, if so many bytes will be summed; a caller that needs a kernel meanwhile waits for it.
+
+    The import comes first, on this thread: it adds to numpy's modules, and torch's compiler, which walks through them
+    when it begins, ends the engine if they change.
+    """
     global _wanted
     if not _compiled and nbytes > LITTLE:
         _wanted = True
+        _compiler()
         threading.Thread(target=_kernels, args=(nbytes,), name="hotswap-checksums").start()
 
 
@@ -144,12 +150,16 @@ NUMPY: dict[str, Callable[..., int]] = {
 }
 
 
-def _load() -> dict[str, Callable[..., int]]:
+def _compiler() -> ModuleType | None:
+    """The module of the kernels that numba compiles; None where it is not installed."""
     if importlib.util.find_spec("numba") is None:
-        return NUMPY
-    from weightsync.format import checksum_numba
+        return None
+    return importlib.import_module("weightsync.format.checksum_numba")
 
-    return checksum_numba.compile_kernels()
+
+def _load() -> dict[str, Callable[..., int]]:
+    compiler = _compiler()
+    return compiler.compile_kernels() if compiler is not None else NUMPY
 
 
 MASK = 0xFFFFFFFF

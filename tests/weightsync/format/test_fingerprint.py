@@ -407,3 +407,26 @@ def test_what_has_neither() -> None:
     assert is_finite(b"\xff" * 64, "int8")
     assert is_finite(b"\xff" * 64, "uint8")
     assert is_finite(b"", "float32")
+
+
+IMPORTS = """
+import sys, threading
+seen = []
+def hook(event, args):
+    if event == "import" and threading.current_thread() is not threading.main_thread():
+        seen.append(args[0])
+sys.addaudithook(hook)
+from weightsync.format import fingerprint
+fingerprint.warm()
+for thread in threading.enumerate():
+    if thread is not threading.main_thread():
+        thread.join()
+assert "numba" in sys.modules
+print([name for name in seen if name.split(".")[0] == "numpy"])
+"""
+
+
+def test_warming_up_changes_no_module_of_numpy_on_another_thread() -> None:
+    """torch's compiler walks through them when it begins, and an engine that compiles meanwhile would end."""
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
