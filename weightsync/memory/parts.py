@@ -74,6 +74,8 @@ def content_of(
 ) -> tuple[Iterable[tuple[str, Any]], dict[str, str]]:
     """(name, tensor) pairs of what is published, taken one at a time, and its metadata. `strip` is taken away where a
     name begins with it, but for an adapter. Raises BadPart; PublishError at the first item that is no pair."""
+    if not isinstance(strip, str):
+        raise PublishError(f"strip cannot be {shown(strip)}: pass a text that names begin with")
     given, metadata = (what.tensors, what.metadata) if isinstance(what, Adapter) else (what, {})
     pairs = _pairs(given.items() if isinstance(given, Mapping) else given)
     return (pairs if isinstance(what, Adapter) else ((n.removeprefix(strip), t) for n, t in pairs)), metadata

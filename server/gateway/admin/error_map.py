@@ -59,6 +59,7 @@ STATUS: dict[str, type[HttpError]] = {
     "remote_error": HttpError,
     "publish_error": HttpError,
     "bad_part": Unprocessable,
+    "unknown_model": NotFound,
     "stale_publisher": Conflict,
     "draft_lost": Unavailable,
     "draft_closed": Conflict,

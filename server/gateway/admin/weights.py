@@ -87,7 +87,9 @@ class Push(SwapOptions):
     parts: dict[str, str] = Field(default={}, max_length=256)
     without: list[Annotated[str, Field(max_length=200)]] = Field(default=[], max_length=256)
     cast: Annotated[bool, Field(description="convert floating-point tensors to the dtypes that are served")] = False
-    strip: Annotated[str, Field(max_length=200, description="taken away where a tensor's name begins with it")] = ""
+    strip: Annotated[
+        str, Field(pattern=r"^[\w.-]{0,200}$", description="taken away where a tensor's name begins with it")
+    ] = ""
     activate: bool = True
     sign_key: Annotated[str, Field(max_length=4096, description="name of a `--sign-key` of the gateway")] = ""
     upload_id: Annotated[
