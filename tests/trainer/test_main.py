@@ -117,7 +117,7 @@ def test_a_row_without_an_answer_ends_no_run_at_its_step(
     config |= {"steps": 3, "batch": 4, "checkpoint": None}
     status, _, errors = zygote.run(arguments(config, tmp_path), tmp_path)
     assert status == 2
-    assert "rows.jsonl, line 5: it has no target to learn. Correct the record, or set data.max_bad" in errors
+    assert "rows.jsonl, line 5: it has no target to learn: data.target_key names its key. Correct the record" in errors
     assert curve(config["metrics"]) == {}
     config["data"]["max_bad"] = 1
     assert zygote.run(arguments(config, tmp_path), tmp_path)[0] == 0

@@ -255,10 +255,12 @@ KEY = {
 }  # fmt: skip
 
 
+SWAP = {"version": 12, "mode": "rolling", "outcome": "aborted", "opened_at": 5.0, "ended_at": 7.5, "reason": "has NaN"}
 ANSWERS: dict[str, Any] = {
     "/admin/instances": {"instances": [INSTANCE, INSTANCE | {"id": "b", "answering": False, "eligible": False}]},
     "/admin/weights": {"active": {"version": 12}, "versions": [VERSION]},
     "/admin/weights/active": {"version": 12, "epoch": 31, "previous": 11, "split": None},
+    "/admin/swaps": {"swaps": [SWAP]},
     "/admin/sleep": {"asleep": [{"id": "instance-7"}]},
     "/admin/keys": {"inference": "keys", "keys": [KEY]},
 }
@@ -318,7 +320,9 @@ def test_a_pipe_gets_whole_lines_with_text_as_it_is(admin_url: str) -> None:
     assert [line for line in said.splitlines() if "[ml] evaluation-team" in line and limits in line], said
 
 
-def test_status_is_the_list_of_instances(admin_url: str, tmp_path: Path) -> None:
+def test_status_is_the_list_of_instances_and_swaps(admin_url: str, tmp_path: Path) -> None:
     info = {"url": admin_url, "admin_url": admin_url, "model": "m", "store": "", "admin_key_file": "", "pid": 1}
     (tmp_path / "server.json").write_text(json.dumps(info))
-    read("status", "--state-dir", str(tmp_path))
+    said = read("status", "--state-dir", str(tmp_path))
+    assert "active: version 12" in said
+    assert "swap to version 12, rolling: aborted in 2.50 s" in said
