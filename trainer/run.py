@@ -325,7 +325,7 @@ class RankZeroComponents:
         return summary(self._dataset)
 
     def samples(self, most: int) -> list[dict[str, Any]]:
-        """What a `samples` event says of the step's completions, those to `most` prompts."""
+        """The samples of a `samples` event: the step's completions to `most` prompts."""
         return sample_texts(self.experience.groups, most, partial(self._tokenizer.decode, special=True))
 
     def evaluate(self, name: str) -> dict[str, Any]:

@@ -135,7 +135,7 @@ RECORDS = 600  # of a model: 64 retired versions with their forms, the last swap
 
 @dataclass(frozen=True)
 class Held:
-    """What the fleet holds at one moment: descriptors by process, slots by pool, records by model."""
+    """The fleet's holdings at one moment: descriptors by process, slots by pool, records by model."""
 
     descriptors: Mapping[str, int]
     slots: Mapping[str, int]

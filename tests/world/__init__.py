@@ -57,7 +57,7 @@ def templates() -> list[Row]:
 
 
 def found() -> Iterator[Row]:
-    """What the installed packages hold, in the table's order."""
+    """The files of the installed packages, in the table's order."""
     for package, pattern in PLACES.items():
         distribution = importlib.metadata.distribution(package)
         about = distribution.metadata

@@ -17,11 +17,8 @@ from trainer.errors import ConfigError
 Request = dict[str, Any]
 TRL = ("prompts", "completions", "completion_ids")
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
-ANSWERS = (
-    "answer",
-    "solution",
-    "ground_truth",
-)  # columns that hold the record's answer, if it has no other of the name
+# Columns that hold the record's answer, if it has no other of the name.
+ANSWERS = ("answer", "solution", "ground_truth")
 ADVICE = "Write f(prompt, answer, expected[, extra]), f(completions, **columns) as for TRL, or f({}) as for verl"
 
 

@@ -15,7 +15,7 @@ CHAT = ({"role": "user", "content": "2+2="},)
 
 
 def value(target: str, answer: str = "4", **fields: Any) -> Any:
-    """What a worker replies."""
+    """The reply of a worker."""
     request = {"prompt": "2+2=", "answer": answer, "expected": "4", "extra": {}, "turns": [], "messages": []}
     reply = _outcome(_callable(target), {**request, "token_ids": [1] * 90, **fields})
     return reply["value"] if "value" in reply else reply["problem"]
@@ -104,7 +104,7 @@ def test_trls_own_functions_run_as_they_are() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """What a user's module has on top, made here only where TRL is there."""
+    """The beginning of a user's module, made here only where TRL is there."""
     if name != "overlong":
         raise AttributeError(name)
     from trl.rewards import get_soft_overlong_punishment
