@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import math
 import sys
@@ -22,7 +23,7 @@ from tests.contract.release import installed
 from tests.live import LiveServer
 from tests.server.gateway.admin.test_admin import checkpoint
 from weightsync import Adapter, Publisher, SlotReader
-from weightsync.adapters.trl import PublishCallback, _Client, use
+from weightsync.adapters.trl import CLIENT, PublishCallback, _Client, use
 from weightsync.errors import PublishError, ShapeMismatch
 
 INFO = "GET /server_info is refused here: it tells of an NCCL group"
@@ -103,6 +104,7 @@ def settings(
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    importlib.import_module(CLIENT)  # else `use` would import it, and nothing would undo what it replaces there
     for name in [name for name in sys.modules if name.startswith("trl.")]:
         if "VLLMClient" in vars(sys.modules[name]):
             monkeypatch.setattr(sys.modules[name], "VLLMClient", vars(sys.modules[name])["VLLMClient"])
