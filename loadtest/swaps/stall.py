@@ -260,10 +260,15 @@ def figures_of(ours: Measured, stock: Measured) -> dict[str, Any]:
 
 
 def stall_ms(gaps: Gaps, windows: Windows) -> float:
-    """The stall of a swap: its longest gap, less the mean of the longest before and after it; the median over swaps."""
-    quiet = gaps.longest(windows.quiet)
-    beside = map(statistics.fmean, itertools.pairwise(quiet))
-    added = (gap - usual for gap, usual in zip(gaps.longest(windows.swapping), beside, strict=True))
+    """The stall of a swap: its longest gap, less the mean of the longest before and after it; the median over swaps.
+
+    A quiet window in which each stream waits for a first token has no gap; the window on the other side counts alone.
+    """
+    added = [
+        during[0] - statistics.fmean(usual)
+        for swap, beside in zip(windows.swapping, itertools.pairwise(windows.quiet), strict=True)
+        if (during := gaps.longest([swap])) and (usual := gaps.longest(beside))
+    ]
     return 1e3 * statistics.median(added)
 
 
