@@ -402,16 +402,35 @@ def _compare(old: Any, new: Any, path: str, leaves: dict[int, Leaf], scalars: li
         cells = zip(old.__closure__ or (), new.__closure__ or (), strict=True)
         inside = [(a.cell_contents, b.cell_contents, f"{path}()") for a, b in cells]
         inside.append((old.__defaults__, new.__defaults__, path))
-    elif is_structure(new) and old.__dict__.keys() == new.__dict__.keys() and not has_native_state(new):
-        for key, value in new.__dict__.items():
-            if plain(value) and plain(old.__dict__[key]):
-                scalars.append(Change(f"{path}.{key}", old.__dict__, key, value))
-            else:
-                inside.append((old.__dict__[key], value, f"{path}.{key}"))
+    elif is_structure(new) and not has_native_state(new):
+        _compare_structures(old.__dict__, new.__dict__, path, leaves, scalars, seen)
     elif not same(old, new):
         raise NotInPlace(f"{path} is a {type(new).__name__}, whose contents are its own")
     for a, b, where in inside:
         _compare(a, b, where, leaves, scalars, seen)
+
+
+def _compare_structures(
+    old: dict[str, Any], new: dict[str, Any], path: str, leaves: dict[int, Leaf], scalars: list[Change], seen: set[int]
+) -> None:
+    """Walk the attributes of two objects.
+
+    The one that runs may have more of them: vLLM computes some when they are first asked for, and keeps them. They
+    stay if they are plain, and if no plain value changes that they may have been computed from.
+    """
+    if missing := sorted(new.keys() - old.keys()):
+        raise NotInPlace(f"{path}.{missing[0]} is new")
+    known = len(scalars)
+    for key, value in new.items():
+        if plain(value) and plain(old[key]):
+            scalars.append(Change(f"{path}.{key}", old, key, value))
+        else:
+            _compare(old[key], value, f"{path}.{key}", leaves, scalars, seen)
+    for key in sorted(old.keys() - new.keys()):
+        changed = [change.path for change in scalars[known:] if not same(change.holder[change.key], change.value)]
+        if changed or not (plain(old[key]) or isinstance(old[key], CONSTANT)):
+            reason = f"and {changed[0]} changes" if changed else f"and holds a {type(old[key]).__name__}"
+            raise NotInPlace(f"{path}.{key} was computed while it ran, {reason}")
 
 
 def _form(value: Any) -> str:

@@ -389,3 +389,28 @@ def test_what_can_be_copied_into_what_runs() -> None:
 def test_what_cannot_is_named(old: Any, new: Any, reason: str) -> None:
     with pytest.raises(NotInPlace, match=reason):
         changes(old, new)
+
+
+def quantisation(scale: torch.Tensor, clamp: float | None = None) -> Any:
+    from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
+
+    found = fp8_w8a8_moe_quant_config(w1_scale=scale, w2_scale=scale, block_shape=[128, 128])
+    found.gemm1_clamp_limit = clamp
+    return found
+
+
+def test_vllm_s_own_caches_stay_in_what_runs() -> None:
+    """A step asks a mixture's kernel for its `ocp_mx_scheme`, which is computed then and kept in the object."""
+    runs, made = quantisation(torch.zeros(2)), quantisation(torch.ones(2))
+    assert runs.ocp_mx_scheme is None
+    assert runs.__dict__.keys() > made.__dict__.keys()
+    leaves, _ = changes(runs, made)
+    assert [(leaf.live is runs.w1_scale, leaf.made is made.w1_scale) for leaf in leaves] == [(True, True)]
+
+    with pytest.raises(NotInPlace, match=r"_ocp_mx_scheme was computed while it ran, and layer.x.gemm1_clamp_limit"):
+        changes(runs, quantisation(torch.ones(2), clamp=7.0))
+    runs._ocp_mx_scheme = torch.zeros(1)
+    with pytest.raises(NotInPlace, match="_ocp_mx_scheme was computed while it ran, and holds a Tensor"):
+        changes(runs, made)
+    with pytest.raises(NotInPlace, match="_ocp_mx_scheme is new"):
+        changes(made, runs)
