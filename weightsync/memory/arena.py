@@ -18,6 +18,7 @@ import stat
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar
 
@@ -27,6 +28,7 @@ from weightsync.format.manifest import PREAMBLE
 DEFAULT_ROOT = Path("/dev/shm")  # noqa: S108 - shared memory is the point; the directory below it is private
 MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23  # Linux 5.14; not in the mmap module
 PREFAULT_CHUNK = 64 << 20
+TOUCHING = max(1, min(8, (os.cpu_count() or 1) // 2))  # threads: one brings in 3 GB in a second, eight 14
 PAGE = mmap.PAGESIZE
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -228,7 +230,7 @@ class Mappings:
                 self._faulted.discard(key)
             mapping = self._maps[key][1]
             if populate and key not in self._faulted:
-                prefault(mapping, write=self._write)
+                prefault(mapping, write=self._write, threads=TOUCHING if self._write else 1)  # readers serve meanwhile
                 self._faulted.add(key)
         return mapping
 
@@ -264,15 +266,20 @@ MAPPINGS = Mappings(write=True)
 READ_MAPPINGS = Mappings(write=False)
 
 
-def prefault(mapping: mmap.mmap | memoryview, *, write: bool) -> None:
+def prefault(mapping: mmap.mmap | memoryview, *, write: bool, threads: int = 1) -> None:
     """Fault in every page now, off the interpreter lock, instead of one by one in the copy that follows."""
     view = memoryview(mapping)
     begin = address_of(view)
     end, advice = begin + len(view), MADV_POPULATE_WRITE if write else MADV_POPULATE_READ
-    for start in range(begin - begin % PAGE, end, PREFAULT_CHUNK):  # the kernel takes whole pages alone
+
+    def bring_in(start: int) -> None:
         size = min(PREFAULT_CHUNK, end - start)
         if _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), advice) != 0:
             _touch(view[max(start - begin, 0) : start - begin + size], write=write)
+
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in pool.map(bring_in, range(begin - begin % PAGE, end, PREFAULT_CHUNK)):  # the kernel takes whole pages
+            pass
     view.release()
 
 

@@ -6,18 +6,17 @@ import contextlib
 import ctypes
 import itertools
 import mmap
+import time
 import warnings
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from weightsync.format.fingerprint import Words
-from weightsync.memory.arena import READ_MAPPINGS, prefault
+from weightsync.memory.arena import READ_MAPPINGS, TOUCHING, prefault
 
 CHUNK_NBYTES = 64 << 20  # pinned in one call, of 5 ms: meanwhile the driver takes no other one
-TOUCHING = 8  # threads: one brings in 3 GB in a second, eight 14
 READ_ONLY = 8  # cudaHostRegisterReadOnly: a slot is mapped so
 
 
@@ -32,17 +31,24 @@ def pinned(nbytes: int, device: torch.device) -> tuple[torch.Tensor, int]:
     data = torch.empty(nbytes, dtype=torch.uint8)
     if device.type != "cuda" or not nbytes:
         return data, 0
-    view = memoryview(data.numpy())
-    with ThreadPoolExecutor(TOUCHING) as threads:
-        for begin in range(0, nbytes, CHUNK_NBYTES):
-            threads.submit(prefault, view[begin : begin + CHUNK_NBYTES], write=True)
-    runtime: Any = torch.cuda.cudart()
-    status = int(runtime.cudaHostRegister(data.data_ptr(), nbytes, 0))
-    if status:
-        forget_error()
-    else:
-        weakref.finalize(data.untyped_storage(), runtime.cudaHostUnregister, data.data_ptr())
+    prefault(memoryview(data.numpy()), write=True, threads=TOUCHING)
+    if not (status := register(data.data_ptr(), nbytes)):
+        weakref.finalize(data.untyped_storage(), _runtime().cudaHostUnregister, data.data_ptr())
     return data, status
+
+
+def register(address: int, nbytes: int, flags: int = 0) -> int:
+    """Pin memory that is there; the status of the CUDA runtime, 0 where that went well.
+
+    The runtime's own answer is an enumeration's member, and each of them is true.
+    """
+    if status := int(_runtime().cudaHostRegister(address, nbytes, flags)):
+        forget_error()
+    return status
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()
 
 
 def forget_error() -> None:
@@ -85,17 +91,17 @@ class PinnedMap:
         if not self._refused:
             begin = chunk * CHUNK_NBYTES
             nbytes = min(CHUNK_NBYTES, self._bytes.numel() - begin)
-            self._refused = bool(torch.cuda.cudart().cudaHostRegister(self._address + begin, nbytes, READ_ONLY))
-            if self._refused:
-                forget_error()
-            else:
+            started = time.perf_counter()
+            self._refused = register(self._address + begin, nbytes, READ_ONLY) != 0
+            if not self._refused:
                 self._pinned.add(chunk)
+                time.sleep(time.perf_counter() - started)  # a step launches all of its kernels before the next call
         return not self._refused
 
     def release(self) -> None:
         """The device must not read it any more."""
         while self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._address + self._pinned.pop() * CHUNK_NBYTES)
+            _runtime().cudaHostUnregister(self._address + self._pinned.pop() * CHUNK_NBYTES)
 
 
 class PinnedMaps:

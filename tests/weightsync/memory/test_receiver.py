@@ -163,6 +163,16 @@ CUDA, PAGE = torch.device("cuda"), mmap.PAGESIZE
 CHUNK, PAGES = 2 * PAGE, 5
 
 
+class Status:
+    """As torch's `cudaError`: a member of an enumeration in C++ has a number, and is true, the one for success too."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __int__(self) -> int:
+        return self._number
+
+
 class Runtime:
     """Takes what it is asked to pin, or refuses it with `status`."""
 
@@ -172,11 +182,11 @@ class Runtime:
         self.asked: list[tuple[int, int]] = []
         self.taken: set[int] = set()
 
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> Status:
         assert flags == READ_ONLY, "the map is for reading alone"
         self.asked.append((address, nbytes))
         self.taken |= set() if self.status else {address}
-        return self.status
+        return Status(self.status)
 
     def cudaHostUnregister(self, address: int) -> None:
         self.taken.remove(address)
