@@ -25,7 +25,7 @@ from weightsync.memory.receiver import SlotReader
 from weightsync.vllm_engine.device.generation import Pace
 from weightsync.vllm_engine.model.placement import Box, Rect, matrix
 
-BLOCK_NBYTES = 1 << 20  # stays in a core's cache while it is read three times
+LOOKED_NBYTES = 32 << 20  # by a thread beside at once: each call takes the interpreter's lock, which steps wait for
 WAIT_S = 0.01
 
 
@@ -164,10 +164,10 @@ class Published:
 
     def _look(self, name: str) -> None:
         """Digest a tensor, on a thread beside."""
-        for begin in range(0, nbytes := self._entries[name].nbytes, BLOCK_NBYTES):
+        for begin in range(0, nbytes := self._entries[name].nbytes, LOOKED_NBYTES):
             if self._ended.is_set():
                 return
-            self._digest(name, begin, min(begin + BLOCK_NBYTES, nbytes))
+            self._digest(name, begin, min(begin + LOOKED_NBYTES, nbytes))
 
     def _read_parts(self, name: str, begin: int, end: int) -> None:
         """Digest the chunks that have the bytes [begin, end) of a tensor, and forget that they were to be."""
