@@ -28,11 +28,12 @@ from weightsync.vllm_engine.device.room import COPIES_ENV
 ANSWER = 32
 SWAPS = 2
 WARM_UP = 1  # the first version and this one: the slot of the next swap is new
-KV_GIB = 2
+KV_GIB = 5  # all answers at once: 16 of 2,048 tokens take 4 GiB in the shape of 8 B, and a step waits for none
 SHARE = "0.2"  # of the device, asked to be free by each of the two servers
 STEPS_NBYTES = 8 << 30  # what both servers need besides weights and KV cache, at most
 MOST_COPIES = 3
 WAIT_S = 300.0
+LARGEST = 48  # gaps of a swap that are told: each stall is one of each stream
 
 
 def streams_small(report: Report, device: Device, small: bool) -> None:
@@ -107,7 +108,7 @@ def _under_streams(report: Report, device: Device, model: Model, small: bool, *,
     _say_gaps(report, "vllm", theirs)
     figures = stall.figures_of(ours, theirs)
     wanted = ("stall_ms", "stall_ratio", "commit_ms", "commit_ms_max", "staging_gbps", "stage_ms", "publish_ms",
-              "goodput_kept", "goodput_kept_vllm", "kernels")  # fmt: skip
+              "goodput_kept", "goodput_kept_vllm", "longest_by_phase_ms", "tokens_per_s", "kernels")  # fmt: skip
     report.say("stalls", streams=streams, swaps=swaps, **{name: figures[name] for name in wanted})
 
 
@@ -125,6 +126,10 @@ def _say_gaps(report: Report, name: str, measured: Any) -> None:
         found: dict[str, Any] = {f"gap_{key}_ms": value for key, value in summary(gaps.within(chosen)).items()}
         longest = [value * 1e3 for value in gaps.longest(chosen)]
         report.say(f"{name}_{kind}", **found, longest_ms=longest, tokens_per_s=gaps.tokens_per_s(chosen))
+    for number, (begin, end) in enumerate(windows.swapping):
+        spans = [*windows.publishing, *windows.staging]
+        phases = [(at - begin, until - begin) for at, until in spans if begin <= at < end]
+        report.say(f"{name}_swap_{number}", phases_s=phases, gaps=gaps.largest((begin, end), LARGEST))
 
 
 class Operated:

@@ -42,6 +42,12 @@ class Gaps:
         """The longest gap in each window, seconds."""
         return [float(found.max()) for w in windows if len(found := self.within([w]))]
 
+    def largest(self, window: Window, count: int) -> list[tuple[float, float]]:
+        """The `count` longest gaps that end in the window: (seconds since the window began, milliseconds)."""
+        inside = np.flatnonzero((self.ends >= window[0]) & (self.ends <= window[1]))
+        chosen = inside[np.argsort(self.lengths[inside])[::-1][:count]]
+        return [(float(self.ends[i] - window[0]), float(self.lengths[i] * 1e3)) for i in chosen]
+
     def tokens_per_s(self, windows: Sequence[Window]) -> float:
         """Tokens that arrived inside the windows, over their total length."""
         count = sum(int(((self.ends >= a) & (self.ends < b)).sum()) for a, b in windows)
