@@ -36,7 +36,7 @@ ARENAS = "hotswap-gpu-day-"  # and the process group of the phase: the directori
 
 @dataclass(frozen=True)
 class Step:
-    """A phase. It takes `expected_s` on a Hopper GPU with 16 cores, which must be left for it to begin, and is ended
+    """A phase. It took `expected_s` on an H200 with 16 cores, which must be left for it to begin, and is ended
     after `limit_s`."""
 
     phase: str
@@ -69,12 +69,12 @@ class Call:
 CALLS = {
     "call-1": Call((
         ((Step("env", 2, 10), Step("flip", 8, 25), Step("remap", 3, 10), Step("checksum", 4, 15),
-          Step("stage", 30, 55)),),
-        ((Step("undo", 3, 15, small=True), Step("tied", 9, 20), Step("race", 8, 25), Step("memory", 40, 65)),
-         (Step("serve-small", 90, 130),)),
-    ), seconds=205, starts_s=12),
-    "call-2": Call((((Step("streams-small", 85, 115),),), ((Step("serve-fp8", 45, 75),),)), seconds=175, starts_s=10),
-    "call-3": Call((((Step("streams-8b", 150, 180),),),), seconds=200, starts_s=10),
+          Step("stage", 42, 70)),),
+        ((Step("undo", 3, 15, small=True), Step("tied", 10, 20), Step("race", 9, 25), Step("memory", 72, 110)),
+         (Step("serve-small", 104, 150),)),
+    ), seconds=250, starts_s=12),
+    "call-2": Call((((Step("streams-small", 115, 150),),), ((Step("serve-fp8", 78, 110),),)), seconds=280, starts_s=10),
+    "call-3": Call((((Step("streams-8b", 190, 225),),),), seconds=245, starts_s=10),
 }  # fmt: skip
 """The first one's first group has the device to itself: its times count. The rest is about bytes, and runs at once."""
 
