@@ -165,6 +165,14 @@ def test_what_is_packed_is_pinned(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         pack.requirements("9.9")
 
 
+def test_what_hotswap_needs_is_in_the_pack_or_on_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    packages = (pack.HERE / "packages.txt").read_text().replace("google-re2\n", "").replace("- numpy\n", "")
+    (tmp_path / "packages.txt").write_text(packages)
+    monkeypatch.setattr(pack, "HERE", tmp_path)
+    with pytest.raises(unpack.PackError, match=r"google-re2, numpy: Hotswap needs it; add it to packages.txt"):
+        pack.requirements("9.9")
+
+
 def test_wheels_that_are_there_are_not_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("Partial_Json-1.0.post7-py3-none-any.whl", "other-2.0-py3-none-any.whl"):
         (tmp_path / name).touch()

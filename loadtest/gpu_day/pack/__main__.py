@@ -14,6 +14,7 @@ import io
 import json
 import lzma
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -46,14 +47,25 @@ WRITTEN_AT = 1_700_000_000  # of all files in the archives: the same contents ha
 
 
 def requirements(vllm: str) -> list[str]:
-    """The pinned packages of the pack. Raises PackError for a package whose release is in no list."""
+    """The pinned packages of the pack. Raises PackError for a package whose release is in no list, and for what Hotswap
+    depends on and neither the pack nor the machine has."""
     lines = (line.strip() for line in PINS.read_text().splitlines())
     pins = dict(line.split("==") for line in lines if "==" in line and not line.startswith("#")) | {"vllm": vllm}
-    wanted = [line.partition("#")[0].strip() for line in (HERE / "packages.txt").read_text().splitlines()]
-    names = [*filter(None, wanted), "vllm"]
+    listed = [line.partition("#")[0].strip() for line in (HERE / "packages.txt").read_text().splitlines()]
+    names = [*(name for name in listed if name and not name.startswith("-")), "vllm"]
     if unknown := [name for name in names if name not in pins]:
         raise PackError(f"{', '.join(unknown)}: not in {PINS.relative_to(ROOT)}; take packages of that list")
+    if missing := sorted(dependencies() - {name.removeprefix("- ") for name in listed}):
+        raise PackError(
+            f"{', '.join(missing)}: Hotswap needs it; add it to packages.txt, with `- ` if the machine has it"
+        )
     return [f"{name}=={pins[name]}" for name in names]
+
+
+def dependencies() -> set[str]:
+    """The names of the packages that a server needs, whatever it runs on, but for Hotswap's own."""
+    found = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    return {name for line in found if not (name := re.split(r"[^\w.-]", line)[0]).startswith("hotswap-")}
 
 
 def wheels_of(wanted: Iterable[str], directory: Path) -> list[Path]:
