@@ -49,7 +49,10 @@ class Compilers:
             import llguidance
 
             made = kit["guidance"]
-            self._guidance = llguidance.LLTokenizer(made["tokenizer"], n_vocab=made["n_vocab"], eos_token=made["eos"])
+            with contextlib.suppress(ValueError):  # some decoders of tokenizers are unknown to it
+                self._guidance = llguidance.LLTokenizer(
+                    made["tokenizer"], n_vocab=made["n_vocab"], eos_token=made["eos"]
+                )
 
     def try_out(self, backend: str, kind: str, text: str) -> None:
         """Compile `text`, and make the masks of a few tokens. Raises SlowMask."""
@@ -88,6 +91,8 @@ class Compilers:
         """As vLLM's GuidanceBackend.compile_grammar: `text` is a grammar of llguidance's own."""
         import llguidance
 
+        if self._guidance is None:
+            raise ValueError("llguidance cannot work with the tokenizer of this model")
         matcher = llguidance.LLMatcher(self._guidance, text, log_level=0)
         if error := matcher.get_error():
             raise ValueError(error)

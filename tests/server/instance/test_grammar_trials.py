@@ -182,6 +182,15 @@ async def test_a_mask_that_takes_too_long_is_refused(kit: dict[str, Any]) -> Non
     await trials.close()
 
 
+async def test_a_tokenizer_that_llguidance_does_not_know_leaves_xgrammar(kit: dict[str, Any]) -> None:
+    made = orjson.loads(kit["guidance"]["tokenizer"]) | {"decoder": {"type": "Fuse"}}
+    trials = trials_of(kit | {"guidance": kit["guidance"] | {"tokenizer": orjson.dumps(made).decode()}})
+    await trials.check(regex("[a-z]+"))
+    with pytest.raises(GrammarRefused, match="llguidance cannot work with the tokenizer of this model"):
+        await trials.check(Grammar((("guidance", "grammar", "{}"),), frozenset({0})))
+    await trials.close()
+
+
 async def test_one_slow_grammar_holds_up_no_other(kit: dict[str, Any]) -> None:
     trials = trials_of(kit, seconds=60)
     await trials.check(regex("a"))
