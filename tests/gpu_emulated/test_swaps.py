@@ -78,6 +78,18 @@ def test_copies_are_counted_against_the_part_that_the_instance_was_given(checkpo
     assert (all_of_it, half, little) == (3, 3, 0)
 
 
+def test_the_device_reads_slots_itself(checkpoint: Callable[[str], Path]) -> None:
+    path = checkpoint("dense")
+
+    def work() -> list[object]:
+        worker = Worker(path)
+        found = flipped(worker, path)
+        maps = [*worker.engine._place._maps._maps.values()]
+        return [found, len(maps) > 1, all(held._pinned and not held._refused for held in maps)]
+
+    assert forked(work, late=1, poison=1, mib=4096) == [[], True, True]
+
+
 def test_host_memory_that_cannot_be_pinned(checkpoint: Callable[[str], Path]) -> None:
     path = checkpoint("dense")
     assert forked(lambda: flipped(Worker(path, copies="1"), path), late=1, poison=1, pin=0, mib=4096) == []

@@ -77,6 +77,7 @@ class Worker:
             self.engine = HotswapWeightTransferEngine(None, self.config, self.device, self.model)
             self.engine.init_transfer_engine(InitInfo())
         self.step = Step(self.model)
+        _ask_as_kernels_do(self.model)
 
     def built(self, tensors: Tensors | None) -> nn.Module:
         """As vLLM's loaders build it: from these tensors, or with placeholders."""
@@ -158,6 +159,13 @@ class Worker:
         self.step.replay()
         found += [f"the graph's {name}" for name in self.step.unlike(reference)]
         return found
+
+
+def _ask_as_kernels_do(model: nn.Module) -> None:
+    """Kernels of a mixture ask for this in the first step, and vLLM keeps it in what runs."""
+    for module in model.modules():
+        if (found := getattr(getattr(module, "quant_method", None), "moe_quant_config", None)) is not None:
+            _ = found.ocp_mx_scheme
 
 
 def _same(ours: Any, theirs: Any) -> bool:

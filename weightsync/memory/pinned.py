@@ -9,6 +9,7 @@ import mmap
 import time
 import warnings
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -51,6 +52,15 @@ def _runtime() -> Any:
     return torch.cuda.cudart()
 
 
+@contextlib.contextmanager
+def _giving_way() -> Iterator[None]:
+    """Around a call during which the driver takes no other one. A step has dozens, and each would wait for a call of
+    its own if these followed each other at once: as long as one took is left to steps."""
+    started = time.perf_counter()
+    yield
+    time.sleep(time.perf_counter() - started)
+
+
 def forget_error() -> None:
     """Take a refused call's error from the CUDA runtime, which keeps it for this thread: else the next kernel that
     torch launches raises it."""
@@ -91,17 +101,17 @@ class PinnedMap:
         if not self._refused:
             begin = chunk * CHUNK_NBYTES
             nbytes = min(CHUNK_NBYTES, self._bytes.numel() - begin)
-            started = time.perf_counter()
-            self._refused = register(self._address + begin, nbytes, READ_ONLY) != 0
+            with _giving_way():
+                self._refused = register(self._address + begin, nbytes, READ_ONLY) != 0
             if not self._refused:
                 self._pinned.add(chunk)
-                time.sleep(time.perf_counter() - started)  # a step launches all of its kernels before the next call
         return not self._refused
 
     def release(self) -> None:
         """The device must not read it any more."""
         while self._pinned:
-            _runtime().cudaHostUnregister(self._address + self._pinned.pop() * CHUNK_NBYTES)
+            with _giving_way():
+                _runtime().cudaHostUnregister(self._address + self._pinned.pop() * CHUNK_NBYTES)
 
 
 class PinnedMaps:

@@ -8,6 +8,7 @@ import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -233,6 +234,17 @@ def test_chunks_are_pinned_as_they_are_first_read(slot: Path, runtime: Runtime) 
         assert read.copy(target, words[first:last])
         assert np.array_equal(target.view(torch.int16).numpy(), words[first:last])
         assert runtime.asked == asked
+
+
+def test_steps_launch_between_two_chunks(slot: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver takes no launch while it pins a chunk."""
+    took, left = [0.25, 0.0, 0.5], list[float]()
+    clock = iter([now for seconds in took for now in (0.0, seconds)])
+    monkeypatch.setattr(pinned, "time", SimpleNamespace(perf_counter=lambda: next(clock), sleep=left.append))
+    mapping = map_of(slot)
+    words = words_of(mapping)
+    assert PinnedMap(mapping, CUDA).copy(torch.zeros(len(words), 8, dtype=torch.int16), words)
+    assert left == took
 
 
 def test_a_copy_does_not_reach_over_what_one_call_has_pinned(
