@@ -4,6 +4,7 @@ messages, or conversations     a conversation; ShareGPT's {"from", "value"} as w
 instruction, input, output     Alpaca's; the input stands below the instruction, as LLaMA-Factory writes it
 prompt, completion             TRL's
 chosen, rejected               whose common beginning is the prompt, as TRL's `extract_prompt` takes it
+reward_model                   verl's: its `ground_truth` is the answer; rewards get `data_source` and `extra_info`, too
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from trainer.config import FileData
 
 INSTRUCTION, INPUT, OUTPUT, COMPLETION = "instruction", "input", "output", "completion"
 PROMPTS = ("messages", "conversations", INSTRUCTION)
-KEYS = frozenset({*PROMPTS, INPUT, OUTPUT, COMPLETION})
+GROUND_TRUTH, OF_VERL = "reward_model.ground_truth", ("data_source", "extra_info")
+KEYS = frozenset({*PROMPTS, INPUT, OUTPUT, COMPLETION, GROUND_TRUTH, *OF_VERL})
 _ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}  # ShareGPT's names
 _ROLES |= {role: role for role in ("system", "user", "assistant", "tool")}
 
@@ -30,6 +32,13 @@ def keys(value: dict[str, Any], config: FileData) -> tuple[str, str]:
         names = (COMPLETION, OUTPUT) if prompt == INSTRUCTION else (COMPLETION,)
         target = next((name for name in names if value.get(name) is not None), target)
     return prompt, target
+
+
+def of_verl(value: dict[str, Any], config: FileData) -> bool:
+    """Whether a record has its answer where verl's data sets have it."""
+    found = value.get("reward_model")
+    here = isinstance(found, dict) and found.get("ground_truth") is not None
+    return here and config.answer_key == FileData.answer_key and value.get(config.answer_key) is None
 
 
 def instruction(value: dict[str, Any]) -> Any:

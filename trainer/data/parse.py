@@ -216,7 +216,7 @@ class Parser:
 
     def _expected(self, value: dict[str, Any], target: str) -> list[str]:
         """All that are right, at least one."""
-        key = self._config.answer_key
+        key = layouts.GROUND_TRUTH if layouts.of_verl(value, self._config) else self._config.answer_key
         found = find(value, key)
         if found is _MISSING or found is None:
             return [target]
@@ -233,6 +233,8 @@ class Parser:
         named = {key: find(value, key) for key in self._config.extra_keys}
         if absent := [key for key, found in named.items() if found is _MISSING]:
             raise BadRecord(f"{absent[0]!r} is missing")
+        if layouts.of_verl(value, self._config):
+            extra = {key: value[key] for key in layouts.OF_VERL if key in value} | extra
         return {**extra, **named}
 
 

@@ -70,6 +70,27 @@ def test_keys_that_the_record_has_go_first(tokenizer: Tokenizer) -> None:
         parse({"messages": [AGAIN]}, tokenizer, prompt_key="mine")
 
 
+VERL = {
+    "data_source": "openai/gsm8k",
+    "prompt": [ASKED],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "4"},
+    "extra_info": {"index": 7, "split": "train"},
+}
+
+
+def test_a_record_of_verl_has_its_answer_and_what_its_functions_take(tokenizer: Tokenizer) -> None:
+    found = parse(VERL, tokenizer)
+    assert (found.messages, found.answer) == ((ASKED,), "4")
+    assert found.extra == {name: VERL[name] for name in ("data_source", "extra_info")}
+    several = parse(VERL | {"reward_model": {"ground_truth": ["4", "four"]}}, tokenizer)
+    assert (several.answer, several.alternatives) == ("4", ("four",))
+    plain = parse(VERL | {"answer": "5"}, tokenizer), parse(VERL, tokenizer, answer_key="extra_info.index")
+    assert [(record.answer, record.extra) for record in plain] == [("5", {}), ("7", {})]
+    with pytest.raises(BadRecord, match=r"'reward_model.ground_truth' is not a text"):
+        parse(VERL | {"reward_model": {"ground_truth": {"target": "4"}}}, tokenizer)
+
+
 PREFERENCES: dict[str, dict[str, Any]] = {
     "implicit": {"chosen": [ASKED, RIGHT], "rejected": [ASKED, WRONG]},
     "parting early": {"chosen": [ASKED, RIGHT, AGAIN, RIGHT], "rejected": [ASKED, WRONG, AGAIN, WRONG]},
