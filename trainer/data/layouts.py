@@ -2,6 +2,7 @@
 
 messages, or conversations     a conversation; ShareGPT's {"from", "value"} as well as {"role", "content"}
 instruction, input, output     Alpaca's; the input stands below the instruction, as LLaMA-Factory writes it
+system, history                beside these two: the system message, and [question, answer] of the turns before
 prompt, completion             TRL's
 chosen, rejected               whose common beginning is the prompt, as TRL's `extract_prompt` takes it
 reward_model                   verl's: its `ground_truth` is the answer; rewards get `data_source` and `extra_info`, too
@@ -15,8 +16,10 @@ from trainer.config import FileData
 
 INSTRUCTION, INPUT, OUTPUT, COMPLETION = "instruction", "input", "output", "completion"
 PROMPTS = ("messages", "conversations", INSTRUCTION)
+SYSTEM, HISTORY = "system", "history"
 GROUND_TRUTH, OF_VERL = "reward_model.ground_truth", ("data_source", "extra_info")
-KEYS = frozenset({*PROMPTS, INPUT, OUTPUT, COMPLETION, GROUND_TRUTH, *OF_VERL})
+KEYS = frozenset({*PROMPTS, INPUT, OUTPUT, COMPLETION, SYSTEM, HISTORY, GROUND_TRUTH, *OF_VERL})
+SAID = ("user", "assistant")
 _ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}  # ShareGPT's names
 _ROLES |= {role: role for role in ("system", "user", "assistant", "tool")}
 
@@ -45,6 +48,20 @@ def instruction(value: dict[str, Any]) -> Any:
     """Alpaca's prompt."""
     text, more = value.get(INSTRUCTION), value.get(INPUT)
     return f"{text}\n{more}" if isinstance(text, str) and isinstance(more, str) and more else text
+
+
+def before(value: dict[str, Any], messages: list[Any]) -> list[dict[str, Any]]:
+    """The messages that stand before those of a record, in columns of their own. Raises ValueError."""
+    system, history = value.get(SYSTEM) or "", value.get(HISTORY) or []
+    if not isinstance(system, str):
+        raise ValueError(f"{SYSTEM!r} is not a text")
+    if not (isinstance(history, list) and all(isinstance(turn, list) and len(turn) == 2 for turn in history)):
+        raise ValueError(f"{HISTORY!r} is not a list of [question, answer]")
+    told = any(isinstance(m, dict) and "system" in (m.get("role"), m.get("from")) for m in messages)
+    if told and system:
+        raise ValueError(f"it has a system message, and {SYSTEM!r} besides: leave one out")
+    turns = [{"role": role, "content": text} for turn in history for role, text in zip(SAID, turn, strict=True)]
+    return [*([{"role": "system", "content": system}] if system else []), *turns]
 
 
 def message(value: Any) -> Any:

@@ -124,12 +124,13 @@ class Parser:
         elif absent:
             keys = f", but {', '.join(value)}: name the prompt's key in data.prompt_key" if value else ""
             raise BadRecord(f"it has no {key!r}{keys}")
+        before = layouts.before(value, prompt if isinstance(prompt, list) else []) if key in layouts.PROMPTS else []
         if isinstance(prompt, list):
-            messages = _messages(prompt, key)
+            messages = _messages([*before, *prompt], key)
         elif not isinstance(prompt, str):
             raise BadRecord(f"{key!r} is not a text")
-        elif c.chat_template or any(isinstance(answer, list) for answer in (target, chosen, rejected)):
-            messages = [{"role": "user", "content": prompt}]
+        elif c.chat_template or before or any(isinstance(answer, list) for answer in (target, chosen, rejected)):
+            messages = _messages([*before, {"role": "user", "content": prompt}], key)
         else:
             return [self._of_texts(value, prompt, *(_last(answer) for answer in (target or None, chosen, rejected)))]
         start = len(messages) if target else 0

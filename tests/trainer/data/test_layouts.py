@@ -35,6 +35,7 @@ def parse(value: dict[str, Any], tokenizer: Tokenizer, learns: Any = "samples", 
 
 
 SHAREGPT = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
+CHAT = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
 ALPACA = {"instruction": "2+2?", "input": "", "output": "4"}
 
 
@@ -60,6 +61,38 @@ def test_one_conversation_in_every_layout(tokenizer: Tokenizer, value: dict[str,
 def test_the_input_of_alpaca_is_part_of_the_prompt(tokenizer: Tokenizer, options: Any) -> None:
     found = parse(ALPACA | {"input": "As a word."}, tokenizer, "target", **options)
     assert (found.prompt, found.answer) == ("2+2?\nAs a word.", "4")
+
+
+SYSTEM, BRIEF = {"role": "system", "content": "Be brief."}, {"system": "Be brief."}
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ({"conversations": SHAREGPT, **BRIEF}, [SYSTEM, ASKED]),
+        (ALPACA | BRIEF, [SYSTEM, ASKED]),
+        (ALPACA | BRIEF | {"history": [["1+1?", "2"]]}, [SYSTEM, *CHAT, ASKED]),
+        (ALPACA | {"history": [["1+1?", "2"]], "system": ""}, [*CHAT, ASKED]),
+        ({"messages": [SYSTEM, ASKED, RIGHT], "system": None, "history": []}, [SYSTEM, ASKED]),
+    ],
+)
+def test_what_stands_before_in_columns_of_its_own(tokenizer: Tokenizer, value: dict[str, Any], expected: Any) -> None:
+    found = parse(value, tokenizer, "target")
+    assert found == parse({"prompt": expected, "target": [RIGHT]}, tokenizer, "target")
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        ({"messages": [SYSTEM, ASKED, RIGHT], **BRIEF}, "a system message, and 'system' besides"),
+        ({"conversations": SHAREGPT, "system": ["Be brief."]}, "'system' is not a text"),
+        (ALPACA | {"history": ["1+1?", "2"]}, "'history' is not a list of"),
+        (ALPACA | {"history": [["1+1?", 2]]}, "not a list of messages with a role and a content"),
+    ],
+)
+def test_what_stands_before_and_is_unclear_is_refused(tokenizer: Tokenizer, more: Any, problem: str) -> None:
+    with pytest.raises(BadRecord, match=problem):
+        parse(more, tokenizer, "target")
 
 
 def test_keys_that_the_record_has_go_first(tokenizer: Tokenizer) -> None:
