@@ -3,7 +3,9 @@
 # Where this is a checkout, Hotswap itself comes with them, from its sources.
 #
 # uv installs them, some twenty times as fast as pip. It does not read pip's configuration, so a directory of wheels or a
-# mirror that pip was told of is handed on; and where uv cannot reach an index, pip does it.
+# mirror that pip was told of is handed on; and where uv cannot reach an index, pip does it. Bytecode is written now, as
+# pip does: where Python may not write it (PYTHONDONTWRITEBYTECODE, as in images), each start of an engine compiles
+# thousands of modules, for 9 s.
 set -euo pipefail
 UV=0.13.9
 PYTORCH=https://download.pytorch.org/whl/cpu  # PyPI's torch needs CUDA; this index has the one for CPUs
@@ -24,7 +26,7 @@ for place in $wheels; do mirror+=(--find-links "$place"); done
 
 # uv shows what it downloads, with sizes; without a terminal its list of all that it installed is left out.
 by_uv() {
-  local command=("$venv/bin/uv" pip install --python "$python" --no-deps "${mirror[@]}" "$@")
+  local command=("$venv/bin/uv" pip install --compile-bytecode --python "$python" --no-deps "${mirror[@]}" "$@")
   [ -x "$venv/bin/uv" ] || return
   if [ -t 2 ]; then "${command[@]}"; else "${command[@]}" 2>&1 | sed '/^ [-+~] /d' >&2; fi
 }
