@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--small", action=argparse.BooleanOptionalAction, help="tiny shapes; the default where there is no CUDA"
     )
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of a phase that is asked for by itself")
-    parser.add_argument("--slower", type=float, default=1.0, help="stretches the limits, for less than an H100")
+    parser.add_argument("--slower", type=float, default=1.0, help="stretches the limits, for less than an H200")
     parser.add_argument("--began", type=float, help="when the first call began, as Python's time.monotonic tells it")
     parser.add_argument("--plan", action="store_true", help="print what would run when, and end")
     options = parser.parse_args(argv)
