@@ -43,6 +43,7 @@ def test_a_swap_is_compared_with_what_was_before_and_after_it() -> None:
     windows = Windows(quiet=[(0, 3), (5, 8), (10, 13)], swapping=[(3, 5), (8, 10)])
     gaps = Gaps(np.array([1.0, 4.0, 6.0, 9.0, 11.0]), np.array([0.10, 0.13, 0.12, 0.14, 0.14]))
     assert stall_ms(gaps, windows) == pytest.approx(1e3 * (0.02 + 0.01) / 2)
+    assert gaps.largest((3.5, 9.5), 2) == [(5.5, 140.0), (0.5, 130.0)]
     waits = Gaps(gaps.ends[:4], gaps.lengths[:4])  # in the last window no stream has its second token
     assert stall_ms(waits, windows) == pytest.approx(1e3 * (0.02 + 0.02) / 2)
 

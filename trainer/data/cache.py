@@ -48,7 +48,7 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.errors import DataError
 
 log = logging.getLogger(__name__)
-FORMAT = 4  # raised when what an entry holds changes
+FORMAT = 5  # raised when an entry holds something else of the same records
 MANIFEST = "MANIFEST"
 # What does not change the records.
 _INDIFFERENT = ("path", "eval_path", "max_bad", "cache_dir", "workers")

@@ -121,14 +121,16 @@ def test_pages_are_resident_before_they_are_used(arena: Arena) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 100  # 256 pages
 
 
-def test_prefaulting_keeps_what_is_there(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("threads", [1, 3])
+def test_prefaulting_keeps_what_is_there(arena: Arena, monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
     lock = arena.claim("m", SIZE, set())
     mapping = MAPPINGS.get(lock.path, lock.fd)
     mapping[:] = bytes(range(256)) * (SIZE // 256)
-    prefault(mapping, write=True)
+    monkeypatch.setattr(arenas, "PREFAULT_CHUNK", 4 * arenas.PAGE)
+    prefault(mapping, write=True, threads=threads)
     monkeypatch.setattr("weightsync.memory.arena._libc.madvise", lambda *_: -1)  # a kernel before 5.14
-    prefault(mapping, write=True)
-    prefault(mapping, write=False)
+    prefault(mapping, write=True, threads=threads)
+    prefault(mapping, write=False, threads=threads)
     assert mapping[:] == bytes(range(256)) * (SIZE // 256)
 
 

@@ -416,7 +416,8 @@ def _compare_structures(
     """Walk the attributes of two objects.
 
     The one that runs may have more of them: vLLM computes some when they are first asked for, and keeps them. They
-    stay if they are plain, and if no plain value changes that they may have been computed from.
+    stay if they are constants but for numbers, which may come of a tensor's contents, and if no plain value changes
+    that they may come of.
     """
     if missing := sorted(new.keys() - old.keys()):
         raise NotInPlace(f"{path}.{missing[0]} is new")
@@ -428,7 +429,7 @@ def _compare_structures(
             _compare(old[key], value, f"{path}.{key}", leaves, scalars, seen)
     for key in sorted(old.keys() - new.keys()):
         changed = [change.path for change in scalars[known:] if not same(change.holder[change.key], change.value)]
-        if changed or not (plain(old[key]) or isinstance(old[key], CONSTANT)):
+        if changed or not isinstance(old[key], CONSTANT) or isinstance(old[key], (int, float)):
             reason = f"and {changed[0]} changes" if changed else f"and holds a {type(old[key]).__name__}"
             raise NotInPlace(f"{path}.{key} was computed while it ran, {reason}")
 

@@ -409,8 +409,10 @@ def test_vllm_s_own_caches_stay_in_what_runs() -> None:
 
     with pytest.raises(NotInPlace, match=r"_ocp_mx_scheme was computed while it ran, and layer.x.gemm1_clamp_limit"):
         changes(runs, quantisation(torch.ones(2), clamp=7.0))
-    runs._ocp_mx_scheme = torch.zeros(1)
-    with pytest.raises(NotInPlace, match="_ocp_mx_scheme was computed while it ran, and holds a Tensor"):
-        changes(runs, made)
+    for held in (torch.zeros(1), 0.5, 3, True):  # each may have been computed from the scales, which change
+        runs._ocp_mx_scheme = held
+        reason = f"_ocp_mx_scheme was computed while it ran, and holds a {type(held).__name__}"
+        with pytest.raises(NotInPlace, match=reason):
+            changes(runs, made)
     with pytest.raises(NotInPlace, match="_ocp_mx_scheme is new"):
         changes(made, runs)
