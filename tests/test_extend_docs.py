@@ -35,9 +35,11 @@ from trainer.config.algorithms import AlgorithmConfig
 from trainer.config.strict import convert
 from trainer.environments import EnvironmentHost, Task
 from trainer.rewards import RewardRequest, build_scorer
-from weightsync import Collector, Publisher, SlotReader
+from weightsync import Publisher, SlotReader
 from weightsync.errors import TransferFailed
+from weightsync.peer.shelf import Regions
 from weightsync.publish.publisher import as_schema
+from weightsync.publish.spread import Gatherer
 from weightsync.store import SyncStore
 from weightsync.transport import Piece
 
@@ -152,14 +154,17 @@ def test_the_loss(packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 HOLDER = """
 import json, sys
 import numpy as np
-from weightsync import Share
+from weightsync import join
+from weightsync.peer.shelf import Regions
 from weightsync.publish.publisher import as_schema
-from weightsync.store import SyncStore
+from weightsync.publish.spread import HostShare, MemorySlot
 names = {{}}
 exec(open({code!r}).read(), names)
-share = Share(names["ProcessTransport"](), as_schema([("a", "float32", (1000, 1000))]))
-share.write("a", np.arange(1000000, dtype=np.float32).reshape(1000, 1000))
-print(json.dumps(share.seal()), flush=True)
+schema, transport = as_schema([("a", "float32", (1000, 1000))]), names["ProcessTransport"]()
+share = HostShare(MemorySlot(schema), "m", 1, schema, [])
+writer = join(share.ticket, 1)
+writer.write("a", np.arange(1000000, dtype=np.float32).reshape(1000, 1000))
+print(json.dumps(share.settle([writer.seal()], Regions(transport), transport.endpoint)), flush=True)
 sys.stdin.read()
 """
 
@@ -176,10 +181,10 @@ def test_the_transport(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder,
     ):
         assert holder.stdout is not None
-        offer = json.loads(holder.stdout.readline())
+        part, offer = json.loads(holder.stdout.readline())
         draft = publisher.begin(as_schema([("a", "float32", (1000, 1000))]))
-        assert Collector(transport).collect(offer, draft) >= 4_000_000
-        draft.commit()
+        assert Gatherer(transport, Regions(transport)).gather(offer, draft) >= 4_000_000
+        draft.commit(part)
         record = publisher.versions()[-1]
         with SlotReader.open(record.slot, manifest_digest=record.manifest_digest) as reader:
             reader.verify_all()
@@ -188,8 +193,8 @@ def test_the_transport(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             transport.connect(f"process:{holder.pid}".encode()),
             transport.register(bytearray(10), writable=True),
         )
-        region = base64.b64decode(offer["blocks"][0]["region"])
-        link.read(into, region, [Piece(2, 4, 8)], 60.0)
+        region, first = base64.b64decode(offer["region"]), offer["strips"][0][0]
+        link.read(into, region, [Piece(2, first + 4, 8)], 60.0)
         assert bytes(into.view)[2:] == np.arange(1, 3, dtype=np.float32).tobytes()
         with pytest.raises(TransferFailed, match="beyond"):
             link.read(into, region, [Piece(0, 0, 11)], 60.0)

@@ -100,7 +100,7 @@ def test_the_client_publishes_by_itself(wheels: dict[str, Path], tmp_path: Path,
     python, key = tmp_path / "venv/bin/python", tmp_path / "key.pem"
     pip = [python, "-m", "pip", "install", "--quiet", f"{wheels['hotswap_client']}{extras}"]
     subprocess.run(pip, check=True, timeout=300, env=without_checkout())
-    told = PUBLISH if extras else PUBLISH.replace("weightsync.__all__", '["RemotePublisher", "Share", "open_store"]')
+    told = PUBLISH if extras else PUBLISH.replace("weightsync.__all__", '["RemotePublisher", "Draft", "open_store"]')
     told = told if extras else told.replace(", sign=sys.argv[2]", "")
     if extras:
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey

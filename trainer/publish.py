@@ -190,8 +190,11 @@ class WeightPublisher:
                 yield from (Slice(name, tensor, 0, 0) for name, tensor in made)
 
     def _sealed(self, writer: Any, problem: str) -> Any:
-        """What a rank beside the slot wrote there, and lets go of; rank 0's draft stays open."""
-        if not isinstance(writer, weightsync.SlotWriter) or not self._hosts.beside:
+        """What a rank beside the slot wrote there, and lets go of, or what came from a host where nothing stays; rank
+        0's draft stays open."""
+        if not self._hosts.beside:
+            return self._hosts.part
+        if not isinstance(writer, weightsync.SlotWriter):
             return None
         return writer.release() if problem else writer.seal()
 

@@ -1,8 +1,8 @@
 """Ranks on several hosts publish one version: where each writes, and what moves to the host of rank 0.
 
-On a host whose peer takes up what is written there (`Publisher.share_hosts`), ranks write into a slot of their own
-host, and most of it stays there (`weightsync.publish.spread`). On any other host a rank holds its share in memory of
-its own (`weightsync.Share`), and ranks beside the slot of rank 0 read all of it.
+Ranks of other hosts than rank 0's write into a slot of their own host (`weightsync.publish.spread`). If the host's peer
+takes up what is written there (`Publisher.share_hosts`), most of it stays. On any other host the slot is in memory of
+its first rank, and ranks beside the slot of rank 0 read all of it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from trainer.config import PublishConfig
 from trainer.errors import ConfigError
 from trainer.megatron.parallel import broadcast_json, gather_json, on_rank_zero
 from weightsync.control.hosts import this_host
-from weightsync.errors import WeightSyncError
+from weightsync.errors import PublishError, WeightSyncError
 from weightsync.format.manifest import Schema
 from weightsync.peer.shelf import Regions
-from weightsync.publish.spread import Gatherer, HostShare
+from weightsync.publish.spread import Gatherer, HostShare, MemorySlot
+from weightsync.publish.writer import SealedPart
 from weightsync.tls import ClusterTls
 from weightsync.transport import Transport, open_transport
 
@@ -53,11 +54,10 @@ class SeveralHosts:
         self._beside = [rank for rank, name in enumerate(self._names) if name == self._names[0]]
         self.one, self.beside = len(self._beside) == len(found), self._rank in self._beside
         self._transport: Transport | None = None
-        self._share: weightsync.Share | None = None
-        self._collector: weightsync.Collector | None = None
+        self._memory: MemorySlot | None = None
         self._slot: HostShare | None = None  # of this rank's host, on the first rank there
-        self._is_placed: list[bool] = []  # by rank: whether it writes into a slot of its own host
         self.shares: dict[str, dict[str, Any]] = {}  # what stays on other hosts, for `Draft.spread`
+        self.part: SealedPart | None = None  # what ranks of this host wrote of which nothing stays, on the first rank
         if not self.one:
             problems = gather_json(self._open(config))
             on_rank_zero(lambda: check(problems, SILENT))
@@ -68,99 +68,99 @@ class SeveralHosts:
         if self._transport is None:
             return
         self._regions = Regions(self._transport)
-        if self.beside:
-            self._collector = weightsync.Collector(self._transport)
-            self._gatherer = Gatherer(self._transport, self._regions)
-        else:
-            self._share = weightsync.Share(self._transport, schema)
+        self._gatherer = Gatherer(self._transport, self._regions)
 
     def writer(self, ticket: Mapping[str, Any], places: Mapping[str, str], kept: Sequence[str]) -> Any:
         """What this rank writes into, if it is not rank 0. `places` are the directories of slots on hosts that keep
         what is written there, `kept` versions that stay there. Raises WeightSyncError, after all ranks have been
         here."""
-        self.shares, told = {}, {}
+        self.shares, self.part = {}, None
         if not self.one:
-            told = {name: mine for name, mine in gather_json(self._claim(ticket, places, kept)) if mine is not None}
-        self._is_placed = [name[1] in told for name in self._names]
-        if self._is_placed[self._rank]:
-            ticket = told[self._name]
-        elif not self.beside:
-            return self._share
+            told = gather_json(self._claim(ticket, places, kept))
+            if not self.beside:
+                ticket = told[self._first]
+                if "problem" in ticket:
+                    raise PublishError(ticket["problem"])
         return weightsync.join({**ticket, "slot": Path(ticket["slot"])}, self._rank) if self._rank else None
 
     @property
     def _name(self) -> str:
         return str(self._names[self._rank][1])
 
+    @property
+    def _first(self) -> int:
+        """The first rank of this rank's host."""
+        return self._names.index(self._names[self._rank])
+
     def _claim(
         self, ticket: Mapping[str, Any], places: Mapping[str, str], kept: Sequence[str]
-    ) -> tuple[str, dict[str, Any] | None]:
-        """The ticket to a slot on this host, on its first rank. Without room, ranks hold their shares as ever."""
+    ) -> dict[str, Any] | None:
+        """The ticket to a slot on this host, or the problem with it, on its first rank: a slot that stays there, or one
+        in memory."""
         self.close_slot()
-        mine = self._names[self._rank]
-        is_one = len({name for name in self._names if name[1] == mine[1]}) == 1  # not two machines of one name
-        if self.beside or not is_one or self._names.index(mine) != self._rank or self._name not in places:
-            return self._name, None
+        if self.beside or self._first != self._rank:
+            return None
+        is_one = len({name for name in self._names if name[1] == self._name}) == 1  # not two machines of one name
+        if is_one and self._name in places:
+            try:
+                return self._opened(places[self._name], ticket["version"], kept)
+            except (WeightSyncError, OSError) as error:
+                log.warning("host %s sends all of its share to the first host: %s", self._name, error)
         try:
-            self._slot = HostShare(places[self._name], self._model, ticket["version"], self._schema, kept)
+            self._memory = self._memory or MemorySlot(self._schema)
+            return self._opened(self._memory, ticket["version"], kept)
         except (WeightSyncError, OSError) as error:
-            log.warning("host %s sends all of its share to the first host: %s", self._name, error)
-            return self._name, None
-        return self._name, self._slot.ticket
+            return {"problem": f"host {self._name} has no memory for a share: {error}"}
+
+    def _opened(self, where: str | MemorySlot, version: int, kept: Sequence[str]) -> dict[str, Any]:
+        self._slot = HostShare(where, self._model, version, self._schema, kept)
+        return self._slot.ticket
 
     def bring(self, writer: Any, problem: str) -> str:
         """Copy to rank 0's slot what does not stay on other hosts, unless a rank has a problem; returns this rank's.
 
         Shares must stay as they are until all ranks have been here: let nobody write again before another collective.
         """
-        problem, offer, part = self._sealed(writer, problem)
-        told = gather_json({"problem": problem, "offer": offer, "part": part})
+        part: SealedPart | None = None
+        if not self.beside and isinstance(writer, weightsync.SlotWriter):
+            if problem:
+                writer.release()
+            else:
+                part = writer.seal()
+        told = gather_json({"problem": problem, "part": part})
         if any(rank["problem"] for rank in told):
             return problem
+        problem, settled = self._settled([rank["part"] for rank in told])
+        found = gather_json({"problem": problem, "settled": settled})
+        if any(rank["problem"] for rank in found):
+            return problem
         rests: list[Any] = []
-        if any(self._is_placed):
-            problem, settled = self._settled([rank["part"] for rank in told])
-            found = gather_json({"problem": problem, "name": self._name, "settled": settled})
-            if any(rank["problem"] for rank in found):
-                return problem
-            here = [(rank["name"], *rank["settled"]) for rank in found if rank["settled"] is not None]
-            self.shares, rests = {name: part for name, part, _ in here}, [rest for _, _, rest in here]
-        if self._collector is None:
+        for rank, (part, rest) in ((n, rank["settled"]) for n, rank in enumerate(found) if rank["settled"]):
+            rests.append(rest)
+            if part is not None:
+                self.shares[self._names[rank][1]] = part
+        if not self.beside:
             return ""
-        offers: list[tuple[Any, Any]] = [(self._gatherer.gather, rest) for rest in rests]
-        offers += [(self._collector.collect, rank["offer"]) for rank in told if rank["offer"] is not None]
         try:
-            for read, offer in offers[self._beside.index(self._rank) :: len(self._beside)]:
-                read(offer, writer)
+            for rest in rests[self._beside.index(self._rank) :: len(self._beside)]:
+                self._gatherer.gather(rest, writer)
         except WeightSyncError as error:
             return str(error)
         return ""
 
-    def _sealed(self, writer: Any, problem: str) -> tuple[str, dict[str, Any] | None, dict[str, Any] | None]:
-        """This rank's problem, what others may read of it, and what it wrote into a slot of its own host."""
-        if self._is_placed[self._rank]:
-            if problem and isinstance(writer, weightsync.SlotWriter):
-                writer.release()
-            return problem, None, None if problem else writer.seal()
-        if self._share is None:
-            return problem, None, None
-        if problem:
-            self._share.discard()
-            return problem, None, None
-        try:
-            return "", self._share.seal(), None
-        except WeightSyncError as error:
-            return str(error), None, None
-
-    def _settled(self, parts: list[dict[str, Any] | None]) -> tuple[str, Any]:
-        """On the first rank of a host with a slot: what stays there, and what is to be read."""
+    def _settled(self, parts: list[SealedPart | None]) -> tuple[str, Any]:
+        """On the first rank of a host with a slot: its problem, or what stays there, and what is to be read."""
         if self._slot is None or self._transport is None:
             return "", None
         mine = [part for part, name in zip(parts, self._names, strict=True) if name == self._names[self._rank] and part]
         try:
-            return "", self._slot.settle(mine, self._regions, self._transport.endpoint)
+            part, rest = self._slot.settle(mine, self._regions, self._transport.endpoint)
         except WeightSyncError as error:
             return str(error), None
+        if self._slot.stays:
+            return "", (part, rest)
+        self.part = part
+        return "", (None, rest)
 
     def accept(self, manifest: str | None) -> str:
         """Have the hosts with shares leave them to their peers; what kept one of them from it, on rank 0. `manifest` is
@@ -183,7 +183,7 @@ class SeveralHosts:
 
     def close(self) -> None:
         self.close_slot()
-        for opened in (self._collector, self._share, self._transport):
+        for opened in (self._memory, self._transport):
             if opened is not None:
                 opened.close()
 

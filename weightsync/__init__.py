@@ -3,7 +3,6 @@
     Publisher, Draft, join       write a version              SlotReader         read and verify one
     RemotePublisher              the same over HTTP
     BucketPublisher              the same through an object store
-    Share, Collector             a rank on another host
     Quantizer                    quantised tensors, as checkpoints hold them
     Coordinator, Participant     the two sides of a swap      open_store, Store  where the records live
 
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from weightsync.publish.publisher import Publisher, Version, as_schema
     from weightsync.publish.quantize import Quantizer
     from weightsync.publish.remote import RemotePublisher
-    from weightsync.publish.shares import Collector, Share
     from weightsync.publish.writer import SlotWriter, join
     from weightsync.store import Store, SyncStore, open_store
 
@@ -38,7 +36,6 @@ _HOME = {
     "Adapter": "memory.parts",
     "Arena": "memory.arena",
     "BucketPublisher": "bucket.publisher",
-    "Collector": "publish.shares",
     "CommitResult": "control.agent",
     "Coordinator": "control.coordinator",
     "Draft": "publish.draft",
@@ -51,7 +48,6 @@ _HOME = {
     "Quantizer": "publish.quantize",
     "RemotePublisher": "publish.remote",
     "Schema": "format.manifest",
-    "Share": "publish.shares",
     "SlotReader": "memory.receiver",
     "SlotWriter": "publish.writer",
     "StageResult": "control.agent",
@@ -74,7 +70,6 @@ __all__ = [
     "Adapter",
     "Arena",
     "BucketPublisher",
-    "Collector",
     "CommitResult",
     "Coordinator",
     "Draft",
@@ -87,7 +82,6 @@ __all__ = [
     "Quantizer",
     "RemotePublisher",
     "Schema",
-    "Share",
     "SlotReader",
     "SlotWriter",
     "StageResult",

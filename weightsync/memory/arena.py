@@ -172,6 +172,11 @@ class SlotLock:
     def nbytes(self) -> int:
         return os.fstat(self.fd).st_size
 
+    @property
+    def is_sparse(self) -> bool:
+        """Whether it takes more memory when more is written."""
+        return is_sparse(os.fstat(self.fd))
+
     def admit_writers(self) -> None:
         """From exclusive to shared, so that the other ranks can hold the slot too while they write.
 
@@ -198,6 +203,11 @@ class SlotLock:
         self.release()
 
 
+def is_sparse(found: os.stat_result) -> bool:
+    """Whether a file has pages that were not allocated yet. Those of an arena's slots all are."""
+    return found.st_blocks * 512 < found.st_size
+
+
 def _drop_in_child() -> None:
     """A forked data-loader worker must not keep a dead trainer's slot locked."""
     for lock in SlotLock._live:
@@ -219,7 +229,8 @@ class Mappings:
         self._lock = threading.Lock()
 
     def get(self, path: Path, locked_fd: int, *, populate: bool = True) -> mmap.mmap:
-        """The map of the file that is open as `locked_fd`; `populate` faults its pages in, once."""
+        """The map of the file that is open as `locked_fd`; `populate` faults its pages in, once. Those of a file that
+        has no room for all of them yet are left to what writes there."""
         found = os.fstat(locked_fd)
         key = (found.st_dev, found.st_ino)
         with self._lock:
@@ -229,7 +240,7 @@ class Mappings:
                 self._maps[key] = (path, self._map(locked_fd, found.st_size))
                 self._faulted.discard(key)
             mapping = self._maps[key][1]
-            if populate and key not in self._faulted:
+            if populate and key not in self._faulted and not is_sparse(found):
                 prefault(mapping, write=self._write, threads=TOUCHING if self._write else 1)  # readers serve meanwhile
                 self._faulted.add(key)
         return mapping

@@ -1,9 +1,9 @@
-"""A version that lies on several hosts: ranks write into a slot of their own host, and most chunks stay there.
+"""A version that ranks of several hosts write: each host into a slot of its own, of which most chunks may stay there.
 
 Where a tensor lies in a slot follows from the schema alone, so a trainer's hosts can write one version into several
-slots. Chunks whose tensors were all written on one host stay there, and that host's peer serves them. The others, of
-tensors that are cut across hosts and at the borders between the hosts' tensors, go to the publisher's slot, which
-lacks those that stay elsewhere. All of this happens before anybody is told of the version:
+slots. Chunks whose tensors were all written on one host stay there if that host's peer serves them. The others, of
+tensors that are cut across hosts, at the borders between the hosts' tensors, and of hosts without a peer, go to the
+publisher's slot, which lacks those that stay elsewhere. All of this happens before anybody is told of the version:
 
     hosts, kept = publisher.share_hosts(), publisher.kept()                   the publisher's host, who has a draft
     share = HostShare(hosts[host], MODEL, draft.version, draft.schema, kept)  one rank of each of those hosts
@@ -14,6 +14,9 @@ lacks those that stay elsewhere. All of this happens before anybody is told of t
     share.accept(raw)                                                         there: its peer will find it
     draft.commit()                                                            when all have
 
+On a host without a peer nothing stays. Its slot is a `MemorySlot` of the rank that makes the share. Its part goes to
+`Draft.spread` or `Draft.commit` as one of the publisher's own host does, and `accept` is not needed there.
+
 From `accept` on the version's record alone decides: whoever fails then cannot know whether there is one. So nobody
 takes a share away. One that no record names is not looked for, and its slot is as good as any for what comes next.
 """
@@ -21,6 +24,7 @@ takes a share away. One that no record names is not looked for, and its slot is 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,7 +32,7 @@ from typing import Any, Protocol
 import msgspec
 import xxhash
 
-from weightsync.errors import ArenaUnavailable, PublishError
+from weightsync.errors import ArenaUnavailable, PublishError, SlotBusy
 from weightsync.format.manifest import Layout, Schema, digest_of, write_header
 from weightsync.memory.arena import MAPPINGS, Arena, SlotLock
 from weightsync.memory.parts import BASE
@@ -89,25 +93,58 @@ def staying(schema: Schema, layout: Layout, known: Iterable[str]) -> int:
     return chunks_of(schema, layout, here) & ~chunks_of(schema, layout, schema.tensors.keys() - here)
 
 
+class MemorySlot:
+    """The slot of a host without a peer, for one version after the other: memory of this process, of which only what
+    is written takes room. Other processes of this host and PID namespace can join it."""
+
+    def __init__(self, schema: Schema) -> None:
+        """Raises OSError."""
+        self._fd = os.memfd_create("hotswap-share")
+        self._path = Path(f"/proc/{os.getpid()}/fd/{self._fd}")
+        os.ftruncate(self._fd, Layout.of(schema).total_nbytes)
+
+    def claim(self) -> SlotLock:
+        """Raises SlotBusy while ranks write the version before."""
+        lock = SlotLock.try_exclusive(self._path)
+        if lock is None:
+            raise SlotBusy("a rank of this host still writes the version before: wait until it has sealed its part")
+        return lock
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def _claimed(directory: Path, model: str, nbytes: int, kept: Collection[str]) -> SlotLock:
+    """A slot of an arena with a peer. Raises ArenaError, OSError."""
+    if not lock_of(directory, model).exists():
+        raise ArenaUnavailable(f"no peer of {model} has been in {directory}: share it with the trainer's ranks")
+    left = Journal.all_in(directory, model)
+    in_use = {str(journal.slot) for journal in left if not journal.share or journal.key.digest in kept}
+    lock = Arena(directory).claim(copies_pool(model, BASE), nbytes, in_use)
+    Journal.drop(lock.path)  # of a share that no record names
+    return lock
+
+
 class HostShare:
     """A slot on a host that is not the publisher's, for its ranks to write into, and what becomes of it.
 
     It is held until `close`: until then nobody reuses it, whether a peer has found it or not.
     """
 
-    def __init__(self, directory: Path | str, model: str, version: int, schema: Schema, kept: Collection[str]) -> None:
-        """`directory` is the host's arena, as its peer sees it, `kept` what `Publisher.kept` says of the versions whose
-        shares must stay: their peer may be away, and hold none. Raises ArenaError, OSError."""
-        if not lock_of(Path(directory), model).exists():
-            raise ArenaUnavailable(f"no peer of {model} has been in {directory}: share it with the trainer's ranks")
+    def __init__(
+        self, where: Path | str | MemorySlot, model: str, version: int, schema: Schema, kept: Collection[str]
+    ) -> None:
+        """`where` is the host's arena, as its peer sees it; with a `MemorySlot` nothing stays there. `kept` is what
+        `Publisher.kept` says of the versions whose shares must stay: their peer may be away, and hold none. Raises
+        ArenaError, OSError."""
         self._model, self._schema, self._layout = model, schema, Layout.of(schema)
+        self.stays = not isinstance(where, MemorySlot)
         self._settled: tuple[dict[str, Sums], Bitmap] | None = None
-        arena, pool = Arena(directory), copies_pool(model, BASE)
-        left = Journal.all_in(arena.directory, model)
-        in_use = {str(journal.slot) for journal in left if not journal.share or journal.key.digest in kept}
-        self._lock = arena.claim(pool, self._layout.total_nbytes, in_use)
+        if isinstance(where, MemorySlot):
+            self._lock = where.claim()
+        else:
+            self._lock = _claimed(Path(where), model, self._layout.total_nbytes, kept)
         try:
-            Journal.drop(self._lock.path)  # of a share that no record names
             self._lock.admit_writers()
             self._mapping = MAPPINGS.get(self._lock.path, self._lock.fd)
             draft = blank(schema, self._layout, version, model)
@@ -126,7 +163,7 @@ class HostShare:
         """
         with memoryview(self._mapping) as slot:
             known, slices = digested(self._schema, self._layout, parts, slot)
-            stay = staying(self._schema, self._layout, known)
+            stay = staying(self._schema, self._layout, known) if self.stays else 0
             strips = [*self._borders(known, stay), *_cut(parts, known)]
             strips = [msgspec.structs.replace(strip, digest=strip.sum(slot)) for strip in strips]
         self._settled = known, Bitmap(-(-self._layout.total_nbytes // self._layout.chunk_nbytes), stay)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import psutil
 import xxhash
 
 from weightsync.errors import (
@@ -268,6 +269,7 @@ class SlotWriter:
     def __init__(self, lock: SlotLock, mapping: mmap.mmap, schema: Schema, layout: Layout, rank: int) -> None:
         self.schema, self.layout, self.rank = schema, layout, rank
         self.lock = lock
+        self._grows = lock.is_sparse
         self._view = memoryview(mapping)
         self._sums: dict[str, Sums] = {}
         self._slices: dict[str, list[tuple[int, int, int]]] = {}
@@ -280,7 +282,8 @@ class SlotWriter:
         A name that the model lacks is left out if its bytes are those of a matrix written before: state dicts list
         tied weights under each of their names. So is a derived tensor (`is_derived`), whose digest is "".
 
-        Raises UnexpectedTensor, ShapeMismatch, DtypeMismatch, UnsupportedDtype, DraftClosed.
+        Raises UnexpectedTensor, ShapeMismatch, DtypeMismatch, UnsupportedDtype, DraftClosed, and PublishError without
+        memory for it (`MemorySlot`).
         """
         if name not in self._unsealed().tensors:
             if is_derived(name, spec_of(name, tensor).shape):
@@ -342,6 +345,12 @@ class SlotWriter:
         return self.schema
 
     def _target(self, name: str, spec: TensorSpec) -> memoryview:
+        """Raises PublishError: the kernel gives out more memory than it has, and ends processes when that comes to
+        light."""
+        if self._grows and spec.nbytes > (free := psutil.virtual_memory().available):
+            raise PublishError(
+                f"tensor {name!r} needs {spec.nbytes:,} bytes of memory, {free:,} are free: put fewer ranks on a host"
+            )
         offset = self.layout.offsets[name]
         return self._view[offset : offset + spec.nbytes]
 

@@ -23,12 +23,11 @@ from tests.trainer.cases import publishing
 from tests.trainer.cases.lora import write_adapter
 from trainer.errors import TrainerError
 from trainer.megatron.hf_files import write_shards
-from weightsync import Share
 from weightsync.bucket.publisher import BucketPublisher
 from weightsync.errors import PublishError, StoreUnavailable, TransportUnavailable
 from weightsync.memory.ledger import Ledger
-from weightsync.publish.shares import Offer
 from weightsync.publish.spread import Gatherer, HostShare
+from weightsync.publish.writer import SlotWriter
 from weightsync.transport import open_transport
 
 BUCKET: dict[str, Any] = {"model": "toy", "timeout_s": 100}
@@ -89,8 +88,8 @@ def on_hosts(hosts: list[str], **arguments: Any) -> Iterator[Any]:
 
 
 def publish_from_hosts(hosts: list[str], steps: int, **arguments: Any) -> dict[str, Any]:
-    """One version and one after each of `steps` steps; whether this rank has held a share, in which memory; and how
-    many bytes it read from others for each version."""
+    """One version and one after each of `steps` steps; whether this rank's host has held a share in memory (on its
+    first rank), and its region after each step; and how many bytes it read from others for each version."""
     gathered, gather, regions = list[int](), Gatherer.gather, list[list[str]]()
 
     def counted(*given: Any) -> int:
@@ -103,37 +102,43 @@ def publish_from_hosts(hosts: list[str], steps: int, **arguments: Any) -> dict[s
         for step in range(steps):
             built.step(random_batch(built.shape.vocab, seed=step))
             versions.append(publisher.publish(step + 1).version)
-            regions.append([block.region.descriptor.hex() for block in _blocks(publisher)])
-        return {"versions": versions, "held": bool(_blocks(publisher)), "regions": regions, "gathered": gathered}
+            regions.append(_region(publisher._hosts))
+        part = publisher._hosts.part or {"sums": {}, "slices": {}}
+        held = bool(part["sums"] or part["slices"])
+        return {"versions": versions, "held": held, "regions": regions, "gathered": gathered}
 
 
-def _blocks(publisher: Any) -> list[Any]:
-    share = publisher._hosts._share
-    return share._blocks if share is not None else []
+def _region(hosts: trainer.several_hosts.SeveralHosts) -> str:
+    """That of the slot in memory of this rank, "" if there is none."""
+    if hosts._memory is None or hosts._slot is None:
+        return ""
+    return hosts._regions.of(hosts._slot._lock.path, hosts._slot._lock.fd, writable=True).region.descriptor.hex()
 
 
-def no_room(_share: Share, *_: Any) -> Any:
-    raise PublishError("made to have no memory")
+def no_room(writer: SlotWriter, *given: Any) -> Any:
+    if writer.rank:
+        raise PublishError("made to have no memory")
+    return TARGET(writer, *given)
 
 
-def ended(share: Share) -> dict[str, Any]:
+def ended(*_: Any) -> Any:
     """The library of the transport does not start any more."""
-    share.discard()
     raise TransportUnavailable("nixl", "made to have ended", "Start it again")
 
 
-def unreachable(share: Share) -> dict[str, Any]:
+def unreachable(*given: Any) -> Any:
     """An offer whose holder has gone meanwhile."""
     with open_transport("tcp", listen="127.0.0.1", tls=None) as gone:
-        endpoint = gone.endpoint
-    return msgspec.structs.replace(Offer.from_json(SEAL(share)), endpoint=endpoint).to_json()
+        endpoint = msgspec.to_builtins(gone.endpoint)
+    part, offer = SETTLE(*given)
+    return part, offer | {"endpoint": endpoint}
 
 
-def other_bytes(share: Share) -> dict[str, Any]:
+def other_bytes(share: HostShare, *given: Any) -> Any:
     """An offer of what is not in the memory any more."""
-    offer = SEAL(share)
-    share._blocks[0].view[0] ^= 1
-    return offer
+    part, offer = SETTLE(share, *given)
+    share._mapping[offer["strips"][0][0]] ^= 1
+    return part, offer
 
 
 def not_kept(_share: HostShare, _raw: bytes) -> None:
@@ -146,12 +151,12 @@ async def unanswered(*given: Any) -> int:
     raise StoreUnavailable("test", "made not to answer", "Wait")
 
 
-SEAL, MAKE_READY = Share.seal, Ledger.make_ready
+TARGET, SETTLE, MAKE_READY = SlotWriter._target, HostShare.settle, Ledger.make_ready
 BROKEN: dict[str, tuple[type, str, Callable[..., Any]]] = {
-    "memory": (Share, "_place", no_room),
-    "transport": (Share, "seal", ended),
-    "holder": (Share, "seal", unreachable),
-    "bytes": (Share, "seal", other_bytes),
+    "memory": (SlotWriter, "_target", no_room),
+    "transport": (HostShare, "settle", ended),
+    "holder": (HostShare, "settle", unreachable),
+    "bytes": (HostShare, "settle", other_bytes),
     "share": (HostShare, "accept", not_kept),
     "answer": (Ledger, "make_ready", unanswered),
 }
