@@ -30,9 +30,8 @@ FAILING = 50  # one host of so many
 LEASE_S = 5.0  # after which a host that was cut off is missed
 
 
-def standard(delta_of_raw: float) -> dict[str, dict[str, Scenario]]:
-    """By group and name; `delta_of_raw` is how much smaller a difference is than a version."""
-    delta = replace(MANY, params=MANY.params * delta_of_raw, chunk_nbytes=32 * MIB)
+def standard() -> dict[str, dict[str, Scenario]]:
+    """By group and name."""
     fewer = replace(MANY, hosts=128)
     return {
         "8 hosts, 8 B parameters, 100 Gbit/s": all_ways(FEW),
@@ -46,7 +45,6 @@ def standard(delta_of_raw: float) -> dict[str, dict[str, Scenario]]:
             "swarm, wide": _wide(PARTS),
             "swarm, wide, uplinks 4:1": replace(_wide(PARTS), oversubscription=4.0),
         },
-        "the same as a difference, one publisher": _both(delta),
         "256 hosts that need all of 1 T parameters, one publisher": _both(WHOLE),
         "chunk size: 128 hosts, 1 T parameters, four hosts an instance, one publisher": {
             f"trees, {size} MiB": replace(fewer, chunk_nbytes=size * MIB) for size in (512, 1024, 2048, 4096)
@@ -85,15 +83,12 @@ def _wide(scenario: Scenario) -> Scenario:
 
 FLEETS = (10, 100, 1000)
 SLOTS_IN_A_SWAP = 3  # the active version, the one before, the one that comes
-DELTAS = Path(__file__).parents[2] / "docs/benchmarks/delta.json"
-CORES = 32  # of a host, for making and applying a difference
 
 
 def run(json: Path | None, only: Scenario | None = None) -> dict[str, Any]:
     """Simulate the standard cases, or `only` one in all ways; print the tables, write the figures to `json`."""
-    out, delta = Console(), _delta()
-    groups = {"as asked": all_ways(only)} if only is not None else standard(delta["delta_of_raw"])
-    found: dict[str, Any] = {"machine": machine(), "delta": delta, "fan_out": {}}
+    out, groups = Console(), {"as asked": all_ways(only)} if only is not None else standard()
+    found: dict[str, Any] = {"machine": machine(), "fan_out": {}}
     for group, cases in groups.items():
         found["fan_out"][group] = figures = {name: simulated(scenario) for name, scenario in cases.items()}
         _print_fan_out(out, group, figures)
@@ -155,13 +150,6 @@ def _store(fleets: tuple[int, ...]) -> dict[str, Any]:
         "fleets": {str(n): records.at_scale(flow, n, n) for n in fleets},
         "this_machine": {"etcd": store.measure(), "followers": followers},
     }
-
-
-def _delta() -> dict[str, float]:
-    """What `hotswap bench delta` measured on one machine; a version made by one core and applied by one."""
-    codec = jsonlib.loads(DELTAS.read_text())["codec"]
-    names = ("share", "delta_of_raw", "encode_gb_per_cpu_s", "apply_gb_per_cpu_s")
-    return {name: codec[name] for name in names} | {"cores": CORES}
 
 
 def _print_fan_out(out: Console, group: str, figures: dict[str, Any]) -> None:

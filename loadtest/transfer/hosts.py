@@ -188,7 +188,7 @@ def _peer(host: str, store: str, directory: Path, chunk: int, begin: Begin) -> I
     """A peer; gives the variables by which others know that they are on its host."""
     arena = tempfile.mkdtemp(prefix=f"hotswap-{host}-", dir="/dev/shm")
     variables = {"HOTSWAP_HOST": host, "HOTSWAP_ARENA": arena, "HOTSWAP_STORE": store, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "weightsync.peer", "--model", MODEL, "--transport", "tcp", "--no-deltas"]
+    command = [sys.executable, "-m", "weightsync.peer", "--model", MODEL, "--transport", "tcp"]
     with (directory / f"{host}.log").open("wb") as log:
         process = begin([*command, "--chunk", str(chunk)], variables, log)
     try:

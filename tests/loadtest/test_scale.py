@@ -148,7 +148,7 @@ def test_a_scenario_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> Non
 
 
 def test_the_standard_cases_can_be_made() -> None:
-    groups = standard(0.02)
+    groups = standard()
     assert sum(len(cases) for cases in groups.values()) > 15
     assert all(scenario.chunks < 3000 for cases in groups.values() for scenario in cases.values())
 

@@ -36,7 +36,7 @@ from tests.lacking import unable
 from tests.waiting import eventually
 from weightsync.control.records import CopyRecord
 from weightsync.format.manifest import TensorSpec, digest_of
-from weightsync.peer.messages import Key, Opened
+from weightsync.peer.messages import Opened
 from weightsync.transport import Transport, available, open_transport
 
 
@@ -190,7 +190,7 @@ class Holder:
         where = transport.name, transport.endpoint, region
         self.opened = Opened(len(DATA), CHUNK, digests, "all", 1, *where, "ticket")
 
-    async def open(self, _host: str, _address: str, _key: Key) -> Opened:
+    async def open(self, _host: str, _address: str, _digest: str) -> Opened:
         return self.opened
 
     async def close(self, _host: str, _address: str, _ticket: str, nbytes: int) -> None:

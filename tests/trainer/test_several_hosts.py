@@ -85,7 +85,7 @@ def peers(store_url: str, directory: Path, monkeypatch: pytest.MonkeyPatch, name
     hosts = Hosts(store_url, directory, monkeypatch, "tiny")
     try:
         for name in names:
-            hosts.start(name, "--deltas", "never")
+            hosts.start(name)
         wait_until(lambda: len(hosts.store.list("copies/tiny/takers/")[0]) == len(names), 120)
         yield hosts
     finally:

@@ -417,8 +417,8 @@ class CopyRecord(Record):
     """One host's copy of a slot, written by its peer, which others ask at `address` (HOST:PORT) for it.
 
     `slot` is its slot name, `digest` that of its manifest, `nbytes` the size of the whole slot, `since` unix seconds.
-    A copy that is `fetching` serves the chunks it has; `error` says what holds it up. `delta_of`: the peer also has the
-    difference of this slot from the one with that manifest digest. `rack`: where the host is, None if it was not told.
+    A copy that is `fetching` serves the chunks it has; `error` says what holds it up. `delta_of`: the release before
+    writes it where it has a difference to this slot. `rack`: where the host is, None if it was not told.
     """
 
     host: str

@@ -7,8 +7,7 @@ shelf.py       what this host has: published slots, fetched copies, their journa
 fetch.py       fetches one slot: from holders, chunk by chunk, resumed, checked
 holders.py     the hosts that a fetch reads from, and when to open or leave one
 plan.py        which chunk is read from which holder
-deltas.py      differences between versions, and whether one is worth it
-serve.py       what this host serves: slots are prepared and offered, tickets admit readers
+serve.py       what this host serves: slots are offered, tickets admit readers
 control.py     both ends of the control channel; messages.py has what they say
 chunks.py      a slot as chunks, and the bitmap of those that a host has
 

@@ -14,7 +14,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
 
 from weightsync.control.hosts import HOST_ENV, check_host
 from weightsync.errors import HostNameError, WeightSyncError
@@ -22,7 +21,7 @@ from weightsync.memory.arena import Arena
 from weightsync.memory.ledger import ensure_arena
 from weightsync.peer.control import PeerClient, listen
 from weightsync.peer.service import Peer, running
-from weightsync.peer.settings import Deltas, Pace, PeerSettings
+from weightsync.peer.settings import Pace, PeerSettings
 from weightsync.peer.shelf import lock_of
 from weightsync.running import STORE_ENV
 from weightsync.store import open_store
@@ -122,7 +121,6 @@ def _settings(options: argparse.Namespace) -> PeerSettings:
         chunk_nbytes=options.chunk,
         readers=options.readers,
         lease_ttl_s=options.lease_ttl,
-        deltas=options.deltas,
         data_port=options.data_port,
         rack=options.rack,
         pace=Pace(options.reads_per_holder, options.reads, options.read_timeout, limit),
@@ -167,11 +165,6 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--reads-per-holder", type=int, default=pace.per_holder, help="of them from one host")
     p.add_argument("--read-timeout", type=float, default=pace.read_timeout_s, help="for one chunk, seconds")
     p.add_argument("--limit-gbps", type=float, help="Gbit/s this host reads at most (default: no limit)")
-    p.add_argument(
-        "--deltas", choices=get_args(Deltas), default=defaults.deltas,
-        help="differences between versions; auto: where they were found to be sooner there (default: %(default)s)",
-    )  # fmt: skip
-    p.add_argument("--no-deltas", action="store_const", dest="deltas", const="never", help="the same as --deltas never")
     p.add_argument("--lease-ttl", type=float, default=defaults.lease_ttl_s, help="until a dead peer is forgotten, s")
     p.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     return p

@@ -1,8 +1,8 @@
-"""A slot, or a delta, as chunks: what is read at once, checked on arrival and remembered over a restart.
+"""A slot as chunks: what is read at once, checked on arrival and remembered over a restart.
 
-The manifest of a slot tells whether a chunk is right (`Head.parts`). Of a delta, and of a slot whose manifest has no
-digests of cut tensors, the holder tells the digests of the chunks. The first bytes of a slot make it one, so they are
-written last; such a digest counts them as if they were there. A `Bitmap` says which chunks a host has.
+The manifest of a slot tells whether a chunk is right (`Head.parts`). If it has no digests of cut tensors, the holder
+tells the digests of the chunks. The first bytes of a slot make it one, so they are written last; such a digest counts
+them as if they were there. A `Bitmap` says which chunks a host has.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from starlette.routing import Route
 
 from weightsync.errors import PeerRefused, PeerUnreachable, TransportUnavailable
 from weightsync.peer.chunks import Bitmap
-from weightsync.peer.messages import TOLD, Ask, Close, Have, Key, Open, Opened, Refusal
+from weightsync.peer.messages import TOLD, Ask, Close, Have, Open, Opened, Refusal
 from weightsync.peer.metrics import PeerMetrics
 from weightsync.peer.serve import Tickets
 from weightsync.tls import ClusterTls
@@ -52,8 +52,8 @@ class PeerClient:
             trust_env=False,
         )
 
-    async def open(self, host: str, address: str, key: Key) -> Opened:
-        wish = Open(self._model, key.digest, self._host, (self._transport,), key.delta_of)
+    async def open(self, host: str, address: str, digest: str) -> Opened:
+        wish = Open(self._model, digest, self._host, (self._transport,))
         return _decoded(host, await self._call(host, address, "POST", f"/v1/open?{TOLD}", wish, OPEN_S), Opened)
 
     async def have(
@@ -68,8 +68,8 @@ class PeerClient:
     async def manifest(self, host: str, address: str, ticket: str) -> bytes:
         return await self._call(host, address, "GET", f"/v1/manifest/{ticket}", timeout_s=OPEN_S)
 
-    async def close(self, host: str, address: str, ticket: str, nbytes: int, bytes_per_s: float = 0.0) -> None:
-        await self._call(host, address, "POST", f"/v1/close/{ticket}", Close(nbytes, bytes_per_s))
+    async def close(self, host: str, address: str, ticket: str, nbytes: int) -> None:
+        await self._call(host, address, "POST", f"/v1/close/{ticket}", Close(nbytes))
 
     async def __aenter__(self) -> Self:
         return self
@@ -161,7 +161,7 @@ class Control:
 
     async def _close(self, request: Request) -> Response:
         said = await _parsed(request, Close)
-        self._tickets.close(request.path_params["ticket"], said.nbytes, said.bytes_per_s)
+        self._tickets.close(request.path_params["ticket"], said.nbytes)
         return _json({})
 
     async def _tell(self, _: Request) -> Response:

@@ -30,7 +30,6 @@ from weightsync.control.state import in_flight
 from weightsync.errors import CopyUnavailable, ManifestError, RecordError, SlotBusy
 from weightsync.memory.parts import BASE, base_of, slots_of
 from weightsync.memory.receiver import SlotReader
-from weightsync.peer.messages import Key
 from weightsync.peer.slices import PartCopyRecord, part_copy_key
 from weightsync.store.protocol import KeyValue, Store
 
@@ -379,20 +378,22 @@ class CopyBoard:
                     records[event.kv.key] = record
                 self.changed.set()
 
-    def offered(self, key: Key) -> list[CopyRecord]:
+    def offered(self, digest: str) -> list[CopyRecord]:
         """The records of the hosts that can be asked for it."""
-        records = self._records.get(key.digest, {}).values()
-        return [r for r in records if r.slot and key.delta_of in ("", r.delta_of)]
+        return [record for record in self._records.get(digest, {}).values() if record.slot]
 
     def _read(self, kv: KeyValue) -> CopyRecord | None:
-        """None for this host's own, and for what cannot be read: another release may have written it."""
-        return other_copy(self._keys, kv, self._host)
-
-
-async def copies_elsewhere(store: Store, keys: Keys, digests: Iterable[str], host: str) -> list[CopyRecord]:
-    """The copies of these slots on hosts other than `host`, as of now. Raises StoreUnavailable."""
-    found = [kv for digest in digests for kv in (await store.list(keys.copies_of(digest)))[0]]
-    return [record for kv in found if (record := other_copy(keys, kv, host)) is not None and record.slot]
+        """None for this host's own, for what cannot be read, as another release may have written it, and for a record
+        that does not say what its key says."""
+        named = parse_key(self._keys, kv.key)
+        if named is None or named[1] == self._host:
+            return None
+        try:
+            record = CopyRecord.from_json(kv.value)
+        except RecordError as error:
+            log.warning("%s is passed over: %s", kv.key, error)
+            return None
+        return record if (record.digest, record.host) == named else None
 
 
 async def hosts_with_peers(store: Store, keys: Keys, slices: str | None = None) -> list[tuple[str, str]]:
@@ -411,29 +412,16 @@ async def hosts_with_peers(store: Store, keys: Keys, slices: str | None = None) 
     return hosts
 
 
-def other_copy(keys: Keys, kv: KeyValue, host: str) -> CopyRecord | None:
-    """The record, unless it is that of `host` or does not say what its key says."""
-    named = parse_key(keys, kv.key)
-    if named is None or named[1] == host:
-        return None
-    try:
-        record = CopyRecord.from_json(kv.value)
-    except RecordError as error:
-        log.warning("%s is passed over: %s", kv.key, error)
-        return None
-    return record if (record.digest, record.host) == named else None
-
-
 class Since:
     """When each state began, so that a record changes only when what it says does."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Key, str], float] = {}
+        self._known: dict[tuple[str, str], float] = {}  # by digest and state
 
-    def of(self, key: Key, state: str) -> float:
+    def of(self, digest: str, state: str) -> float:
         """Unix seconds."""
-        return self._known.setdefault((key, state), time.time())
+        return self._known.setdefault((digest, state), time.time())
 
-    def keep(self, keys: Mapping[Key, object]) -> None:
+    def keep(self, digests: set[str]) -> None:
         """Forget all others."""
-        self._known = {k: since for k, since in self._known.items() if k[0] in keys}
+        self._known = {known: since for known, since in self._known.items() if known[0] in digests}

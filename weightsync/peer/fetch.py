@@ -1,7 +1,7 @@
-"""Brings one slot to this host: finds holders, reads the slot or its difference from one that is here, and checks it.
+"""Brings one slot to this host: finds holders, reads the slot, and checks it.
 
-`Bring` does it all for one slot. `Fetch` reads one slot or delta, chunk by chunk, from several holders at once: it does
-what the planner says until all chunks are here. A holder that dies, stalls or sends wrong bytes is left out; one that
+`Bring` does it all for one slot. `Fetch` reads it chunk by chunk, from several holders at once: it does what the
+planner says until all chunks are here. A holder that dies, stalls or sends wrong bytes is left out; one that
 stalled is tried again when nobody else has what is missing.
 """
 
@@ -11,10 +11,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from weightsync.control.hosts import host_of
@@ -27,16 +26,12 @@ from weightsync.errors import (
     StoreError,
     TransferError,
     TransferTimedOut,
-    WeightSyncError,
 )
 from weightsync.format.manifest import PREAMBLE
-from weightsync.peer import deltas
 from weightsync.peer.chunks import Bitmap, Head, Shape
 from weightsync.peer.control import PeerClient
 from weightsync.peer.copies import CopyBoard
-from weightsync.peer.deltas import Speeds
 from weightsync.peer.holders import LOST_S, WRONG_S, Background, LeftOut, OtherChunks, Source, Sources, Ways
-from weightsync.peer.messages import Key
 from weightsync.peer.metrics import PeerMetrics
 from weightsync.peer.plan import Assignment, Planner, feeders
 from weightsync.peer.settings import Pace, PeerSettings
@@ -62,32 +57,28 @@ class Bring:
         board: CopyBoard,
         hosts: Callable[[PartRecord], Awaitable[list[tuple[str, str]]]],
         metrics: PeerMetrics,
-        speeds: Speeds,
     ) -> None:
         """`hosts`: (rack, host) of those that need the same of a slot as this one. It raises StoreUnavailable."""
         self._settings, self._shelf, self._client, self._transport = settings, shelf, client, transport
-        self._board, self._hosts, self._metrics, self._speeds = board, hosts, metrics, speeds
+        self._board, self._hosts, self._metrics = board, hosts, metrics
         self._pool = ThreadPoolExecutor(settings.pace.total, thread_name_prefix="peer-read")
-        self._left_out: dict[Key, LeftOut] = {}
+        self._left_out: dict[str, LeftOut] = {}
         self._background = Background()
         self.waiting: Sources | None = None  # while it depends on holders
 
-    async def slot(self, key: Key, part: PartRecord, begun: Callable[[], None]) -> str:
-        """Returns how it came, "full" or "delta"; `begun` is called when there is a slot for it.
+    async def slot(self, part: PartRecord, begun: Callable[[], None]) -> None:
+        """`begun` is called when there is a slot for it.
 
         Raises ArenaError, DigestMismatch, ManifestError, NoHolder, ShareLost, PeerRefused, PeerUnreachable, OSError.
         """
-        ways = await self._ways(part)
-        writers = (host_of(part.slot), *part.shares) if part.shares else ()
-        sources = self._sources(key, ways, patient=True, writers=writers)
+        digest = part.manifest_digest
+        sources = await self._sources(part)
         try:
             with self._waits_for(sources):
                 first = await first_answer(sources)
-            head = await self._head(key, first)
-            copy = await self._claim(key, part, head.shape or first.shape, head)
+            head = await self._head(digest, first)
+            copy = await self._claim(part, head.shape or first.shape, head)
             begun()
-            if not len(copy.journal.done) and await self._came_as_delta(key, part, copy, sources, ways):
-                return "delta"
             fetch = await self._read(copy, sources)
         finally:
             await sources.close()
@@ -95,21 +86,20 @@ class Bring:
             await to_the_end(asyncio.to_thread(_finish, copy, head, self._pool))
         except DigestMismatch:
             for host in fetch.read_from:
-                self._leave(key, host, WRONG_S)
-            self._shelf.drop(key)
+                self._leave(digest, host, WRONG_S)
+            self._shelf.drop(digest)
             raise
-        self._left_out.pop(key, None)
-        return "full"
+        self._left_out.pop(digest, None)
 
-    def has_others(self, key: Key) -> bool:
+    def has_others(self, digest: str) -> bool:
         """Whether a host that is not left out offers it."""
-        left_out = self._left_out.get(key, LeftOut())
-        return any(left_out.is_able(record.host, needed=False) for record in self._board.offered(key))
+        left_out = self._left_out.get(digest, LeftOut())
+        return any(left_out.is_able(record.host, needed=False) for record in self._board.offered(digest))
 
-    def keep_to(self, wanted: set[Key]) -> None:
+    def keep_to(self, wanted: set[str]) -> None:
         """Forget which hosts were left out for slots that are not wanted any more."""
-        for key in [key for key in self._left_out if Key(key.digest) not in wanted]:
-            del self._left_out[key]
+        for digest in self._left_out.keys() - wanted:
+            del self._left_out[digest]
 
     async def close(self) -> None:
         """Call after the last fetch: waits until the holders have been told that their tickets are free again."""
@@ -128,15 +118,17 @@ class Bring:
         below = [(rack, host) for rack, host in hosts if host not in part.shares]
         return feeders([*below, (self._settings.rack, me)], source, me)
 
-    def _sources(self, key: Key, ways: Ways, *, patient: bool, writers: Sequence[str] = ()) -> Sources:
-        left_out = self._left_out.setdefault(key, LeftOut())
+    async def _sources(self, part: PartRecord) -> Sources:
+        digest, ways = part.manifest_digest, await self._ways(part)
+        writers = (host_of(part.slot), *part.shares) if part.shares else ()
+        left_out = self._left_out.setdefault(digest, LeftOut())
         return Sources(
-            self._client, self._transport, key, lambda: self._board.offered(key), left_out, self._background,
-            seed=self._settings.host, rack=self._settings.rack, ways=ways, writers=writers, patient=patient,
+            self._client, self._transport, digest, lambda: self._board.offered(digest), left_out, self._background,
+            seed=self._settings.host, rack=self._settings.rack, ways=ways, writers=writers,
         )  # fmt: skip
 
-    def _leave(self, key: Key, host: str, seconds: float) -> None:
-        self._left_out.setdefault(key, LeftOut()).leave(host, seconds)
+    def _leave(self, digest: str, host: str, seconds: float) -> None:
+        self._left_out.setdefault(digest, LeftOut()).leave(host, seconds)
 
     @contextlib.contextmanager
     def _waits_for(self, sources: Sources) -> Iterator[None]:
@@ -146,19 +138,19 @@ class Bring:
         finally:
             self.waiting = None
 
-    async def _head(self, key: Key, first: Source) -> Head:
+    async def _head(self, digest: str, first: Source) -> Head:
         """The manifest, from the first holder. If it fails, that holder is left out for a while.
 
         Raises ManifestError, PeerRefused, PeerUnreachable.
         """
         try:
             raw = await self._client.manifest(first.host, first.record.address, first.opened.ticket)
-            head = await asyncio.to_thread(Head.parse, raw, key.digest, first.shape.nbytes)
+            head = await asyncio.to_thread(Head.parse, raw, digest, first.shape.nbytes)
             if not (head.shape.agrees(first.shape) if head.shape is not None else first.shape.digests):
-                raise OtherChunks(first.host, key.digest)
+                raise OtherChunks(first.host, digest)
             return head
         except (ManifestError, PeerRefused, PeerUnreachable) as error:
-            self._leave(key, first.host, WRONG_S if isinstance(error, ManifestError) else LOST_S)
+            self._leave(digest, first.host, WRONG_S if isinstance(error, ManifestError) else LOST_S)
             raise
 
     async def _read(self, copy: Copy, sources: Sources) -> Fetch:
@@ -166,49 +158,15 @@ class Bring:
         fetch = Fetch(copy, settled, sources, self._metrics, self._pool, self._settings.pace, self._settings.host)
         with self._waits_for(sources):
             await fetch.run()
-        self._speeds.fetched(fetch.read_from, fetch.nbytes, fetch.seconds)
         return fetch
 
-    async def _came_as_delta(self, key: Key, part: PartRecord, slot: Copy, full: Sources, ways: Ways) -> bool:
-        """Try the difference from a slot that is here, if somebody offers it and it pays; False: fetch all of it."""
-        offers = {record.delta_of for record in self._board.offered(key) if record.delta_of}
-        base = next((b for digest in offers if (b := self._shelf.find(Key(digest))) and b.have is None), None)
-        if base is None or self._speeds.deltas == "never":
-            return False
-        wish = Key(key.digest, base.key.digest)
-        sources = self._sources(wish, ways, patient=False)
-        try:
-            with self._waits_for(sources):
-                first = await first_answer(sources)
-            offering = [record.host for record in self._board.offered(wish)]
-            lacks = slot.nbytes - len(self._shelf.settled(slot)) * slot.shape.chunk_nbytes
-            if not first.shape.digests or not self._speeds.is_worth_reading(first.shape.nbytes, lacks, offering):
-                return False
-            await full.close()  # its tickets are for others meanwhile
-            delta = await self._claim(wish, part, first.shape, None)
-            await self._read(delta, sources)
-            await to_the_end(asyncio.to_thread(self._apply, delta, base.path, slot))
-        except (WeightSyncError, OSError) as error:
-            log.warning("%s does not come as a delta, but in full: %s", key.digest, error)
-            self._shelf.drop(wish)
-            return False
-        finally:
-            await sources.close()
-        return True
-
-    def _apply(self, delta: Copy, base: Path, slot: Copy) -> None:
-        started = time.monotonic()
-        assert slot.head is not None, "claimed with its manifest"
-        deltas.apply(delta, base, slot, slot.head)
-        delta.whole = True
-        self._speeds.apply.learn(slot.nbytes, time.monotonic() - started)
-
-    async def _claim(self, key: Key, part: PartRecord, shape: Shape, head: Head | None) -> Copy:
-        copy = self._shelf.copies.get(key)
+    async def _claim(self, part: PartRecord, shape: Shape, head: Head) -> Copy:
+        copy = self._shelf.copies.get(part.manifest_digest)
         if copy is not None and copy.shape == shape:
             return copy  # begun before, and put off for something more urgent
-        self._shelf.drop(key)
-        claimed, resumed = await to_the_end(asyncio.to_thread(self._shelf.claim, key, part.name, shape, head))
+        self._shelf.drop(part.manifest_digest)
+        claiming = asyncio.to_thread(self._shelf.claim, part.manifest_digest, part.name, shape, head)
+        claimed, resumed = await to_the_end(claiming)
         self._metrics.resumed.inc(resumed)
         return claimed
 
@@ -284,9 +242,7 @@ class Fetch:
         self._begins = _begins(copy)
         self._reads: dict[asyncio.Task[None], tuple[Assignment, Source]] = {}
         self._threads: set[asyncio.Future[None]] = set()
-        self._began_at: float | None = None
         self.read_from: set[str] = set()
-        self.nbytes, self.seconds = 0, 0.0  # that were read, from the first read's beginning to the last one's end
 
     async def run(self) -> None:
         """Return when every chunk is settled. Raises as `Sources.check`."""
@@ -342,7 +298,6 @@ class Fetch:
         start, end = self._copy.shape.bounds(chunk)
         await self._throttle.take(end - start)
         started = time.monotonic()
-        self._began_at = self._began_at or started
         loop = asyncio.get_running_loop()
         thread = loop.run_in_executor(self._pool, self._read_now, source, chunk)
         self._threads.add(thread)
@@ -383,14 +338,11 @@ class Fetch:
         self._metrics.received.labels(source.host).inc(end - start)
         self._sources.came(source, end - start)
         self.read_from.add(source.host)
-        self.nbytes += end - start
-        self.seconds = time.monotonic() - (self._began_at or 0.0)
-        self._sources.bytes_per_s = self.nbytes / max(self.seconds, 1e-6)
 
     def _lost(self, read: Assignment, source: Source, error: TransferError) -> None:
         self._metrics.refetched.labels(_reason(error), read.host).inc()
         self._sources.problem = error
-        log.warning("chunk %d of %s: %s", read.chunk, self._copy.key.digest, error)
+        log.warning("chunk %d of %s: %s", read.chunk, self._copy.digest, error)
         if isinstance(error, TransferTimedOut):
             self._sources.stalled(source)
         else:

@@ -1,6 +1,6 @@
 """The holders that one fetch reads from: found in the store's records, opened, looked after, left out for a while.
 
-Sources     all holders of one key, and when to open, ask or leave one of them
+Sources     all holders of one slot, and when to open, ask or leave one of them
 Source      one holder that is open, with a ticket there
 Opener      opens a holder and says goodbye to it, so that no ticket or connection outlives its use
 LeftOut     hosts that are not read from for a while, because they failed
@@ -21,7 +21,7 @@ from weightsync.control.records import CopyRecord
 from weightsync.errors import ManifestError, PeerError, PeerRefused, PeerUnreachable, WeightSyncError
 from weightsync.peer.chunks import BadBitmap, Bitmap, Shape
 from weightsync.peer.control import OPEN_S, PeerClient
-from weightsync.peer.messages import ALL, Key, Opened
+from weightsync.peer.messages import ALL, Opened
 from weightsync.peer.plan import NOBODY, Holder, choose, halves
 from weightsync.transport import Link, Transport
 
@@ -69,18 +69,18 @@ class ShareLost(PeerError):
 
 
 class Sources:
-    """The holders of one key, for the host `seed`. `offered` returns the records of now.
+    """The holders of one slot, for the host `seed`. `offered` returns the records of now.
 
     The caller keeps `left_out` and `background` from fetch to fetch. `ways` lead up the trees (`plan.feeders`): hosts
     on them are opened first, and others while chunks are `loose`: before all, the `writers`, several hosts that wrote
-    the slot together and have some chunks each. If `patient`, a fetch waits for as long as the store knows of a holder.
+    the slot together and have some chunks each. A fetch waits for as long as the store knows of a holder.
     """
 
     def __init__(
         self,
         client: PeerClient,
         transport: Transport,
-        key: Key,
+        digest: str,
         offered: Callable[[], Iterable[CopyRecord]],
         left_out: LeftOut,
         background: Background,
@@ -89,12 +89,11 @@ class Sources:
         rack: str = "",
         ways: Ways = (),
         writers: Sequence[str] = (),
-        patient: bool = True,
     ) -> None:
         self._writers = list(writers)
-        self._client, self._opener = client, Opener(client, transport, key, background)
-        self.key, self._offered = key, offered
-        self._seed, self._rack, self._left_out, self._patient = seed, rack, left_out, patient
+        self._client, self._opener = client, Opener(client, transport, digest, background)
+        self.digest, self._offered = digest, offered
+        self._seed, self._rack, self._left_out = seed, rack, left_out
         self._turn, self._patience, self._feeders = 0, Patience(), Feeders(ways)
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._opening: dict[str, float] = {}  # since when; those are in `_asking` too
@@ -105,7 +104,6 @@ class Sources:
         self.loose = -1  # bits of those to read from anybody
         self.chunk_s = 0.0  # how long the last one took
         self.news = asyncio.Event()  # a holder has more than before
-        self.bytes_per_s = 0.0  # as holders are told when they are left
         self.open: dict[str, Source] = {}
         self.problem: WeightSyncError | None = None  # the last one that kept a holder from being read
 
@@ -199,14 +197,14 @@ class Sources:
     def held_up(self) -> NoHolder | None:
         """Why nothing has been read for a while; None: something has."""
         silent = time.monotonic() - self._moved_at
-        return NoHolder(self.key.digest, self.problem) if silent > (OPEN_S if self._opening else SILENT_S) else None
+        return NoHolder(self.digest, self.problem) if silent > (OPEN_S if self._opening else SILENT_S) else None
 
     def check(self) -> None:
         """Raises NoHolder when the store has known of no holder for a while.
 
-        Unless `patient`, also when nothing has been read for a while; and, patient or not, when holders disagree on the
-        digests of the chunks: another fetch may begin with one of the others. Raises ShareLost when nothing has come
-        for a while, and one of the `writers` is gone.
+        Also when holders disagree on the digests of the chunks and nothing has been read for a while: another fetch may
+        begin with one of the others. Raises ShareLost when nothing has come for a while, and one of the `writers` is
+        gone.
         """
         if any(True for _ in self._offered()):
             self._seen_at = time.monotonic()
@@ -214,8 +212,8 @@ class Sources:
             self._check_writers()
         gone = time.monotonic() - max(self._seen_at, self._moved_at) > SILENT_S
         problem = self.held_up()
-        if gone or (problem is not None and (self._disagreed or not self._patient)):
-            raise problem or NoHolder(self.key.digest, self.problem)
+        if gone or (problem is not None and self._disagreed):
+            raise problem or NoHolder(self.digest, self.problem)
 
     def _check_writers(self) -> None:
         """Raises ShareLost when one is gone, or all are open, and what is missing is nowhere."""
@@ -223,7 +221,7 @@ class Sources:
         others = [host for host in self._writers if host != self._seed]
         gone = next((host for host in others if host not in found), "")
         if (gone or self.open.keys() >= set(others)) and "ready" not in found.values() and self._needs_another():
-            raise ShareLost(self.key.digest, gone, self._writers)
+            raise ShareLost(self.digest, gone, self._writers)
 
     def leave(self, source: Source, seconds: float) -> None:
         """Do not read from it for `seconds`; reads in flight fail."""
@@ -304,7 +302,7 @@ class Sources:
             self.problem = error if isinstance(error, WeightSyncError) else PeerRefused(host, 200, "bad", str(error))
             self._disagreed |= isinstance(error, OtherChunks)
             if not passing:
-                log.info("%s is not read from host %s: %s", self.key.digest, host, error)
+                log.info("%s is not read from host %s: %s", self.digest, host, error)
 
     async def _ask(self, source: Source, tree: Literal[0, 1] | None = None) -> None:
         """What it has by now; with `tree` once it has more there, and not oftener than every NEWS_S."""
@@ -336,7 +334,7 @@ class Sources:
         if self._is_open(source):
             del self.open[source.host]
             self._patience.forget(source.host)
-            self._opener.leave(source, self.bytes_per_s)
+            self._opener.leave(source)
 
 
 class Background:
@@ -421,10 +419,10 @@ class OtherChunks(ManifestError):
 
 
 class Opener:
-    """Opens holders of one key. `shape` is what the first one said of the chunks; the others must say the same."""
+    """Opens holders of one slot. `shape` is what the first one said of the chunks; the others must say the same."""
 
-    def __init__(self, client: PeerClient, transport: Transport, key: Key, background: Background) -> None:
-        self._client, self._transport, self._key, self._background = client, transport, key, background
+    def __init__(self, client: PeerClient, transport: Transport, digest: str, background: Background) -> None:
+        self._client, self._transport, self._digest, self._background = client, transport, digest, background
         self.shape: Shape | None = None
 
     async def open(self, record: CopyRecord) -> Source:
@@ -438,13 +436,13 @@ class Opener:
         self.shape = source.shape
         return source
 
-    def leave(self, source: Source, bytes_per_s: float) -> None:
+    def leave(self, source: Source) -> None:
         """Say goodbye in the background: the holder may not answer."""
-        self._background.begin(self._say_goodbye(source, bytes_per_s))
+        self._background.begin(self._say_goodbye(source))
 
     async def _asked(self, record: CopyRecord) -> Opened:
         """If cancelled, give back the ticket that may still arrive."""
-        asking = asyncio.create_task(self._client.open(record.host, record.address, self._key))
+        asking = asyncio.create_task(self._client.open(record.host, record.address, self._digest))
         try:
             return await asyncio.shield(asking)
         except asyncio.CancelledError:
@@ -460,7 +458,7 @@ class Opener:
         link = await self._linked(opened.endpoint)
         if self.shape is not None and not shape.agrees(self.shape):
             link.close()
-            raise OtherChunks(record.host, self._key.digest)
+            raise OtherChunks(record.host, self._digest)
         return Source(record, opened, shape, link, have, opened.active)
 
     async def _linked(self, endpoint: bytes) -> Link:
@@ -471,10 +469,10 @@ class Opener:
             connecting.add_done_callback(lambda late: None if late.exception() else late.result().close())
             raise
 
-    async def _say_goodbye(self, source: Source, bytes_per_s: float) -> None:
+    async def _say_goodbye(self, source: Source) -> None:
         await asyncio.to_thread(source.link.close)
         address, ticket = source.record.address, source.opened.ticket
-        await self._client.close(source.host, address, ticket, source.nbytes, bytes_per_s)
+        await self._client.close(source.host, address, ticket, source.nbytes)
 
 
 @dataclass

@@ -7,8 +7,8 @@ POST /v1/have/{ticket}     Ask -> Have           what can be read by now; also k
 GET  /v1/manifest/{ticket} -> canonical JSON     its digest is the one that was asked for
 POST /v1/close/{ticket}    Close -> {}
 
-With TOLD the reader checks chunks by the manifest, where that has what it takes. Without, it is of a release that wants
-the digests of all chunks from the holder.
+`digest` names a slot by the digest of its manifest. With TOLD the reader checks chunks by the manifest, where that has
+what it takes. Without, it is of a release that wants the digests of all chunks from the holder.
 
 Every refusal is a `Refusal` with its HTTP status: 404 unknown_copy, unknown_ticket; 409 no_common_transport; 503 busy;
 400 bad_request.
@@ -16,7 +16,7 @@ Every refusal is a `Refusal` with its HTTP status: 404 unknown_copy, unknown_tic
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import msgspec
 
@@ -24,25 +24,15 @@ ALL = "all"  # instead of a bitmap
 TOLD = "digests=manifest"
 
 
-class Key(NamedTuple):
-    """The key of a served object: the slot with that manifest digest, or its difference from the slot `delta_of`."""
-
-    digest: str
-    delta_of: str = ""
-
-
 class Open(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`reader` is the host that asks, `transports` those it can read with."""
+    """`reader` is the host that asks, `transports` those it can read with. `delta_of`: the release before may ask for
+    the difference from that slot instead. Nobody has one, and it reads the slot when it is refused."""
 
     model: str
     digest: str
     reader: str
     transports: tuple[str, ...]
     delta_of: str = ""
-
-    @property
-    def key(self) -> Key:
-        return Key(self.digest, self.delta_of)
 
 
 class Opened(msgspec.Struct, frozen=True):
@@ -74,8 +64,8 @@ class Have(msgspec.Struct, frozen=True):
 
 
 class Close(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`nbytes`: how much was read on the ticket; `bytes_per_s`: how fast the reader reads from all together, 0 if it
-    does not know. For the holder's own account: it does not see one-sided reads.
+    """`nbytes`: how much was read on the ticket, for the holder's own account: it does not see one-sided reads.
+    `bytes_per_s`: the release before says it, and nobody looks at it.
     """
 
     nbytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]

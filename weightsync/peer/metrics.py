@@ -19,7 +19,7 @@ class PeerMetrics:
             "hotswap_peer_sent_bytes", "Bytes that other hosts say they read here", ["reader"], registry=registry
         )
         self.fetch_seconds = Histogram(
-            "hotswap_peer_fetch_seconds", "Duration of a fetch", ["how"], buckets=SECONDS, registry=registry
+            "hotswap_peer_fetch_seconds", "Duration of a fetch", buckets=SECONDS, registry=registry
         )
         self.refetched = Counter(
             "hotswap_peer_chunks_refetched",

@@ -10,14 +10,13 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from weightsync.control.hosts import check_host, local_path
-from weightsync.control.records import Keys, PartRecord, VersionRecord
+from weightsync.control.records import PartRecord, VersionRecord
 from weightsync.errors import (
     HostNameError,
     ManifestError,
@@ -25,18 +24,14 @@ from weightsync.errors import (
     SlotBusy,
     TransferError,
     TransportUnavailable,
-    WeightSyncError,
 )
 from weightsync.memory.arena import SlotLock
 from weightsync.peer.chunks import Shape, digests_of, manifest_of
-from weightsync.peer.copies import all_parts, copies_elsewhere
-from weightsync.peer.deltas import Speeds, base_for, make
-from weightsync.peer.messages import ALL, Have, Key, Open, Opened
+from weightsync.peer.copies import all_parts
+from weightsync.peer.messages import ALL, Have, Open, Opened
 from weightsync.peer.metrics import PeerMetrics
 from weightsync.peer.plan import halves
-from weightsync.peer.settings import PeerSettings
 from weightsync.peer.shelf import Copy, Published, Shelf
-from weightsync.store.protocol import Store
 from weightsync.transport import Transport
 
 log = logging.getLogger("hotswap.peer")
@@ -47,86 +42,40 @@ NEWS_S = 0.5  # how long an answer waits for news
 
 
 class Offers:
-    """Prepares what was published on this host before other hosts are told of it.
+    """Puts what was published on this host on the shelf."""
 
-    Everything that is not in `preparing` may be announced; `changed` is called when that grows.
-    """
+    def __init__(self, host: str, shelf: Shelf) -> None:
+        self._host, self._shelf = host, shelf
+        self._told: set[str] = set()  # slots that were logged as impossible to open
 
-    def __init__(
-        self,
-        settings: PeerSettings,
-        store: Store,
-        shelf: Shelf,
-        tickets: Tickets,
-        speeds: Speeds,
-        pool: Executor,
-        changed: Callable[[], None],
-    ) -> None:
-        self._settings, self._store, self._keys, self._shelf = settings, store, Keys(settings.model), shelf
-        self._tickets, self._speeds, self._pool, self._changed = tickets, speeds, pool, changed
-        self._told: set[Key] = set()  # slots that were logged as impossible to open
-        self.preparing: dict[Key, asyncio.Task[None]] = {}
-
-    async def offer(self, version: VersionRecord, versions: list[VersionRecord]) -> None:
-        """The slots of `version` that were published here. Raises StoreUnavailable."""
+    async def offer(self, version: VersionRecord) -> None:
+        """The slots of `version` that were published here."""
         for part in all_parts(version):
-            key, path = Key(part.manifest_digest), local_path(part.slot, self._settings.host)
+            digest, path = part.manifest_digest, local_path(part.slot, self._host)
             if part.shares:
-                await self._shared(part, key, path)
-                continue
-            if path is None or key in self._shelf.published:
-                continue
-            if await self._published(key, path):
-                known = {p.manifest_digest for v in versions for p in all_parts(v)} - {key.digest}
-                if others := await copies_elsewhere(self._store, self._keys, known, self._settings.host):
-                    base = base_for(part, versions, self._shelf, others)
-                    self.preparing[key] = asyncio.create_task(self._prepare(key, part, base))
+                await self._shared(part, digest, path)
+            elif path is not None and digest not in self._shelf.published:
+                await self._publish(digest, path)
 
-    async def _shared(self, part: PartRecord, key: Key, path: Path | None) -> None:
+    async def _shared(self, part: PartRecord, digest: str, path: Path | None) -> None:
         """A slot some chunks of which are on other hosts. Once it is whole where it was published, it is as any."""
-        if key in self._shelf.published or (path is None and self._settings.host not in part.shares):
+        if digest in self._shelf.published or (path is None and self._host not in part.shares):
             return
-        if path is not None and key in self._shelf.copies:
-            self._shelf.hand_back(key, path)
-        elif self._shelf.find(key) is None and not await asyncio.to_thread(self._shelf.take_share, key) and path:
-            await self._published(key, path)
+        if path is not None and digest in self._shelf.copies:
+            self._shelf.hand_back(digest, path)
+        elif self._shelf.find(digest) is None and not await asyncio.to_thread(self._shelf.take_share, digest) and path:
+            await self._publish(digest, path)
 
-    def stop(self) -> None:
-        """Stop preparing. Work in a thread runs to its end, unannounced."""
-        for task in self.preparing.values():
-            task.cancel()
-
-    async def _published(self, key: Key, path: Path) -> bool:
-        """Whether the slot is there. One that cannot be opened is tried again later and does not hold up others."""
+    async def _publish(self, digest: str, path: Path) -> None:
+        """A slot that cannot be opened is tried again later and does not hold up others."""
         try:
-            there = await asyncio.to_thread(self._shelf.publish, key, path)
+            await asyncio.to_thread(self._shelf.publish, digest, path)
         except (OSError, TransferError) as error:
-            if key not in self._told:
-                log.warning("%s is not offered as long as %s cannot be opened: %s", key.digest, path, error)
-                self._told.add(key)
-            return False
-        self._told.discard(key)
-        return there
-
-    async def _prepare(self, key: Key, part: PartRecord, base: PartRecord | None) -> None:
-        """Make its difference from the version before, if that is worthwhile, and have its chunks known."""
-        try:
-            if base is not None and self._speeds.is_worth_making(part.nbytes):
-                await asyncio.to_thread(self._make, part, base)
-                self._shelf.drop_deltas(part.name, key.digest)
-            await self._tickets.know(key)
-        except (WeightSyncError, OSError) as error:  # reused meanwhile, or no room
-            log.info("%s is offered in full only: %s", key.digest, error)
-        except Exception:  # a fault of ours, which must not keep the version from others
-            log.exception("%s is offered in full only", key.digest)
-        finally:
-            del self.preparing[key]
-            self._changed()
-
-    def _make(self, part: PartRecord, base: PartRecord) -> None:
-        started = time.monotonic()
-        if make(self._shelf, part, base, self._settings.chunk_nbytes, self._pool):
-            self._speeds.make.learn(part.nbytes, time.monotonic() - started)
+            if digest not in self._told:
+                log.warning("%s is not offered as long as %s cannot be opened: %s", digest, path, error)
+                self._told.add(digest)
+        else:
+            self._told.discard(digest)
 
 
 @dataclass
@@ -155,20 +104,19 @@ class Tickets:
         chunk_nbytes: int,
         most: int,
         unused_s: float = UNUSED_S,
-        told: Callable[[str, float], None] = lambda reader, bytes_per_s: None,
     ) -> None:
-        """`told` is called with a reader and how fast it says that it reads."""
         self._host, self._shelf, self._transport, self._metrics, self._pool = host, shelf, transport, metrics, pool
-        self._chunk_nbytes, self._most, self._unused_s, self._told = chunk_nbytes, most, unused_s, told
+        self._chunk_nbytes, self._most, self._unused_s = chunk_nbytes, most, unused_s
         self._open: dict[str, Ticket] = {}
         self._opening = 0
-        self._digesting: dict[Key, asyncio.Lock] = {}
+        self._digesting: dict[str, asyncio.Lock] = {}
 
     async def open(self, wish: Open, *, told: bool) -> Opened:
         """`told`: the reader checks chunks by the manifest, if that has what it takes. Raises PeerRefused."""
         if not _is_host(wish.reader):
             raise self._refusal(400, "bad_request", f"{wish.reader[:64]!r} is no name of a host; give it HOTSWAP_HOST")
-        found = self._shelf.find(wish.key) if wish.model == self._shelf.model else None
+        there = wish.model == self._shelf.model and not wish.delta_of
+        found = self._shelf.find(wish.digest) if there else None
         if found is None:
             raise self._refusal(404, "unknown_copy", f"{wish.digest} is not here; ask another host")
         if self._transport.name not in wish.transports:
@@ -195,27 +143,26 @@ class Tickets:
         return Have(_encoded(ticket.found), len(self._open))
 
     def manifest(self, ticket_id: str) -> bytes:
-        """Of the slot, or of the one that a delta leads to. Raises PeerRefused."""
+        """Raises PeerRefused."""
         try:
-            return self._shelf.manifest(self._used(ticket_id).found.key.digest)
+            return self._shelf.manifest(self._used(ticket_id).found.digest)
         except ManifestError as error:
             raise self._refusal(404, "unknown_copy", str(error)) from error
 
-    def close(self, ticket_id: str, nbytes: int = 0, bytes_per_s: float = 0.0) -> None:
+    def close(self, ticket_id: str, nbytes: int = 0) -> None:
         """The reader has read `nbytes` on it. An unknown ticket is ignored: it has ended by itself."""
         ticket = self._open.pop(ticket_id, None)
         if ticket is None:
             return
-        self._told(ticket.reader, bytes_per_s)
         self._metrics.readers.set(len(self._open))
         self._metrics.sent.labels(ticket.reader).inc(nbytes)
         if ticket.lock is not None:
             ticket.lock.release()
 
-    def close_all(self, key: Key | None = None) -> None:
-        """End the tickets for `key`, or all."""
+    def close_all(self, digest: str | None = None) -> None:
+        """End the tickets for a slot, or all."""
         for ticket in list(self._open.values()):
-            if key is None or ticket.found.key == key:
+            if digest is None or ticket.found.digest == digest:
                 self.close(ticket.id)
 
     async def sweep(self) -> None:
@@ -226,15 +173,9 @@ class Tickets:
             for ticket in [t for t in self._open.values() if t.used_at < oldest]:
                 self.close(ticket.id)
 
-    async def know(self, key: Key) -> None:
-        """Have the chunks of a published slot digested, unless its manifest tells of them. Raises PeerRefused."""
-        found = self._shelf.published.get(key)
-        if found is not None and found.shape is None:
-            await self._digest(found)
-
     async def _digest(self, found: Copy | Published) -> None:
         """Once, while nobody can reuse the slot. Raises PeerRefused."""
-        async with self._digesting.setdefault(found.key, asyncio.Lock()):
+        async with self._digesting.setdefault(found.digest, asyncio.Lock()):
             if found.shape is None or not found.shape.digests:
                 if found.have is not None:
                     raise self._refusal(503, "busy", "it is being fetched; ask again, or another host")
@@ -245,7 +186,7 @@ class Tickets:
                 finally:
                     if lock is not None:
                         lock.release()
-        self._digesting.pop(found.key, None)
+        self._digesting.pop(found.digest, None)
 
     async def _admit(self, wish: Open, found: Copy | Published, *, told: bool) -> Opened:
         lock = None
@@ -258,7 +199,7 @@ class Tickets:
             endpoint, region = await asyncio.to_thread(
                 lambda: (self._transport.endpoint, found.mapped.region.descriptor)
             )
-            if self._shelf.find(wish.key) is not found:
+            if self._shelf.find(wish.digest) is not found:
                 raise self._refusal(404, "unknown_copy", f"{wish.digest} has just been dropped here; ask another host")
         except BaseException as error:
             if lock is not None:
@@ -278,7 +219,7 @@ class Tickets:
         except SlotBusy:
             raise self._refusal(503, "busy", "the slot is being looked at for reuse; ask again") from None
         try:
-            manifest_of(found.mapped.view, found.key.digest)
+            manifest_of(found.mapped.view, found.digest)
             return lock
         except BaseException as error:
             lock.release()

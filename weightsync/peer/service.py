@@ -41,10 +41,8 @@ from weightsync.peer.copies import (
     ready_versions,
     wanted_slots,
 )
-from weightsync.peer.deltas import Speeds
 from weightsync.peer.fetch import Bring
 from weightsync.peer.holders import ShareLost
-from weightsync.peer.messages import Key
 from weightsync.peer.metrics import PeerMetrics
 from weightsync.peer.serve import Offers, Tickets
 from weightsync.peer.settings import PeerSettings
@@ -78,12 +76,11 @@ class Peer:
     ) -> None:
         self._store, self._keys, self._host, self._address = store, Keys(settings.model), settings.host, address
         self.metrics = PeerMetrics()
-        self._speeds = Speeds(settings.deltas)
         self._shelf = Shelf(arena, settings.model, Regions(transport))
         self._pool = ThreadPoolExecutor(DIGEST_THREADS, thread_name_prefix="peer-digest")
         self._tickets = Tickets(
             settings.host, self._shelf, transport, self.metrics, self._pool,
-            chunk_nbytes=settings.chunk_nbytes, most=settings.readers, told=self._speeds.told,
+            chunk_nbytes=settings.chunk_nbytes, most=settings.readers,
         )  # fmt: skip
         self._shelf.dropping = self._tickets.close_all
         self.control = Control(self._tickets, self.metrics)
@@ -92,14 +89,10 @@ class Peer:
         self._since = Since()
         self._needs = Needs(self._keys, settings.host, self._copies.changed.set)
         self._shelf.needs = self._needs.of
-        bring = Bring(
-            settings, self._shelf, client, transport, self._copies, self._like_this, self.metrics, self._speeds
-        )
+        bring = Bring(settings, self._shelf, client, transport, self._copies, self._like_this, self.metrics)
         self._supply = Supply(self._shelf, bring, self.metrics, self._copies.changed.set)
         self._settings = settings
-        self._offers = Offers(
-            settings, store, self._shelf, self._tickets, self._speeds, self._pool, self._copies.changed.set
-        )
+        self._offers = Offers(settings.host, self._shelf)
 
     async def run(self) -> None:
         """For ever. When cancelled, it unlocks the slots and deletes its records."""
@@ -109,7 +102,6 @@ class Peer:
             await self._follow()
         finally:
             sweeping.cancel()
-            self._offers.stop()
             await self._supply.end()
             await self._announcer.end()
             self._tickets.close_all()
@@ -146,19 +138,19 @@ class Peer:
         """Offer, drop, fetch and announce as the records have it now."""
         await self._needs.look(self._store, board.swap.id if board.swap is not None else "")
         versions = ready_versions(board)
-        alive = {Key(part.manifest_digest) for version in versions for part in all_parts(version)}
+        alive = {part.manifest_digest for version in versions for part in all_parts(version)}
         await self._supply.keep_to(alive)
         self._drop_all_but(alive)
         for version in versions:
-            await self._offers.offer(version, versions)
+            await self._offers.offer(version)
         wanted = wanted_slots(board)
-        missing = [part.manifest_digest for part in wanted if not self._shelf.has(Key(part.manifest_digest))]
+        missing = [part.manifest_digest for part in wanted if not self._shelf.has(part.manifest_digest)]
         self._copies.keep_to(set(missing))
         await self._supply.steer(wanted)
         records = list(self._records())
-        self._since.keep({Key(record.digest): record for record in records})
+        self._since.keep({record.digest for record in records})
         parts = list(self._parts())
-        await self._announcer.say(records, [key.digest for key in alive], parts, self._needs.group)
+        await self._announcer.say(records, alive, parts, self._needs.group)
         for state in STATES:
             self.metrics.copies.labels(state).set(sum(record.state == state for record in records))
         self.metrics.copies.labels("slices").set(len(parts))
@@ -167,47 +159,40 @@ class Peer:
         """(rack, host) of the hosts that need the same of a slot. Slices are of the base model alone."""
         return await hosts_with_peers(self._store, self._keys, self._needs.group if part.name == BASE else None)
 
-    def _drop_all_but(self, alive: set[Key]) -> None:
-        for key in [key for key in list(self._shelf.copies) if Key(key.digest) not in alive]:
-            self._shelf.drop(key)
-        for key in self._shelf.published.keys() - alive:
-            self._tickets.close_all(key)
-            del self._shelf.published[key]
+    def _drop_all_but(self, alive: set[str]) -> None:
+        for digest in self._shelf.copies.keys() - alive:
+            self._shelf.drop(digest)
+        for digest in self._shelf.published.keys() - alive:
+            self._tickets.close_all(digest)
+            del self._shelf.published[digest]
         self._shelf.forget(alive)
 
     def _records(self) -> list[CopyRecord]:
         """What this host has, and what it is fetching or cannot fetch."""
-        found: dict[str, CopyRecord] = {}
-        for key in {**self._shelf.published, **self._shelf.copies}:
-            here = self._shelf.find(key)
-            if here is not None and not key.delta_of and key not in self._offers.preparing:
-                found[key.digest] = self._record(key, here)
-        for key in self._supply.turns.problems.keys() - self._shelf.copies.keys():
-            found.setdefault(key.digest, self._record(key, None))
-        return list(found.values())
+        digests = {**self._shelf.published, **self._shelf.copies, **self._supply.turns.problems}
+        return [self._record(digest, self._shelf.find(digest)) for digest in digests]
 
     def _parts(self) -> Iterator[PartCopyRecord]:
         """The copies that lack chunks, but none that are needed here."""
-        for key, copy in list(self._shelf.copies.items()):
+        for digest, copy in list(self._shelf.copies.items()):
             if not copy.whole and copy.head is not None and self._shelf.is_met(copy):
                 met = self._needs.met(copy.head.manifest.schema.digest)
-                yield PartCopyRecord(self._host, slot_name(copy.path, self._host), key.digest, met)
+                yield PartCopyRecord(self._host, slot_name(copy.path, self._host), digest, met)
 
-    def _record(self, key: Key, here: Copy | Published | None) -> CopyRecord:
-        problem = self._supply.turns.problems.get(key)
-        state: CopyState = "failed" if key in self._supply.turns.failed else "fetching"
+    def _record(self, digest: str, here: Copy | Published | None) -> CopyRecord:
+        problem = self._supply.turns.problems.get(digest)
+        state: CopyState = "failed" if digest in self._supply.turns.failed else "fetching"
         if here is not None and here.have is None:
             state, problem = "ready", None
         return CopyRecord(
             host=self._host,
             slot=slot_name(here.path, self._host) if here is not None else "",
-            digest=key.digest,
+            digest=digest,
             nbytes=here.nbytes if here is not None else 0,
             state=state,
             address=self._address,
-            since=self._since.of(key, state),
+            since=self._since.of(digest, state),
             error=problem,
-            delta_of=self._shelf.delta_to(key),
             rack=self._settings.rack or None,
         )
 
@@ -242,7 +227,7 @@ async def running(peer: Peer, listener: socket.socket, tls: ClusterTls | None) -
 class _Current:
     """The fetch in flight."""
 
-    key: Key
+    digest: str
     task: asyncio.Task[None]
 
 
@@ -261,23 +246,24 @@ class Supply:
     async def steer(self, wanted: Sequence[PartRecord]) -> None:
         """Fetch the most urgent slot, and nothing else."""
         self._wanted = list(wanted)
-        parts = {Key(part.manifest_digest): part for part in wanted}
+        parts = {part.manifest_digest: part for part in wanted}
         self.turns.keep_to(set(parts))
         self._bring.keep_to(set(parts))
         self._look_at_current()
-        key = self.turns.next([key for key in parts if not self._shelf.has(key)])
-        if self._current is not None and self._is_over(self._current, key):
+        digest = self.turns.next([digest for digest in parts if not self._shelf.has(digest)])
+        if self._current is not None and self._is_over(self._current, digest):
             await self.stop()
-        if key is not None and self._current is None:
-            self._current = _Current(key, asyncio.create_task(self._get(key, parts[key]), name=f"fetch {key.digest}"))
+        if digest is not None and self._current is None:
+            self._current = _Current(digest, asyncio.create_task(self._get(parts[digest]), name=f"fetch {digest}"))
 
-    def _is_over(self, current: _Current, key: Key | None) -> bool:
-        """Whether to stop it in favour of `key`. A fetch whose slot has just become whole is about to end by itself."""
-        return current.task.done() or (current.key != key and not self._shelf.has(current.key))
+    def _is_over(self, current: _Current, digest: str | None) -> bool:
+        """Whether to stop it in favour of `digest`. A fetch whose slot has just become whole is about to end by
+        itself."""
+        return current.task.done() or (current.digest != digest and not self._shelf.has(current.digest))
 
-    async def keep_to(self, alive: set[Key]) -> None:
+    async def keep_to(self, alive: set[str]) -> None:
         """Stop a fetch of a slot that is not in `alive`; its slot may be dropped only after that."""
-        if self._current is not None and self._current.key not in alive:
+        if self._current is not None and self._current.digest not in alive:
             await self.stop()
 
     async def stop(self) -> None:
@@ -296,48 +282,47 @@ class Supply:
         if self._current is None or self._current.task.done() or self._bring.waiting is None:
             return
         if (problem := self._bring.waiting.held_up()) is not None:
-            self.turns.waits(self._current.key, problem)
+            self.turns.waits(self._current.digest, problem)
         elif self._bring.waiting.has_moved:
-            self.turns.goes_on(self._current.key)
+            self.turns.goes_on(self._current.digest)
 
-    async def _get(self, key: Key, part: PartRecord) -> None:
-        started = time.monotonic()
+    async def _get(self, part: PartRecord) -> None:
+        started, digest = time.monotonic(), part.manifest_digest
         try:
-            how = await self._bring.slot(key, part, self._changed)
+            await self._bring.slot(part, self._changed)
         except ArenaFull as error:
-            if not self._make_room(key):
-                self._failed(key, error)
+            if not self._make_room(digest):
+                self._failed(digest, error)
         except ShareLost as error:
-            self._failed(key, error)
+            self._failed(digest, error)
         except (PeerError, PeerUnreachable) as error:
-            self.turns.ended(key, error, failed=False)
+            self.turns.ended(digest, error, failed=False)
         except (DigestMismatch, ManifestError) as error:  # of the hosts it came from, which are left out now
-            if self._bring.has_others(key):
-                self.turns.ended(key, error, failed=False)
+            if self._bring.has_others(digest):
+                self.turns.ended(digest, error, failed=False)
             else:
-                self._failed(key, error)
+                self._failed(digest, error)
         except (WeightSyncError, OSError) as error:
-            self._failed(key, error)
+            self._failed(digest, error)
         except Exception as error:  # a fault of ours: said, and not tried again at once
-            log.exception("the fetch of %s broke", key.digest)
-            self._failed(key, error)
+            log.exception("the fetch of %s broke", digest)
+            self._failed(digest, error)
         else:
-            self._metrics.fetch_seconds.labels(how).observe(time.monotonic() - started)
-            self.turns.done(key)
-            log.info("%s (%s) is here after %.2f s", key.digest, part.name or "base", time.monotonic() - started)
+            self._metrics.fetch_seconds.observe(time.monotonic() - started)
+            self.turns.done(digest)
+            log.info("%s (%s) is here after %.2f s", digest, part.name or "base", time.monotonic() - started)
         self._changed()
 
-    def _failed(self, key: Key, error: Exception) -> None:
-        self._metrics.failures.labels(self.turns.ended(key, error, failed=True).code).inc()
+    def _failed(self, digest: str, error: Exception) -> None:
+        self._metrics.failures.labels(self.turns.ended(digest, error, failed=True).code).inc()
 
-    def _make_room(self, key: Key) -> bool:
-        """Drop copies that are less urgent than `key`; False if there are none."""
-        order = [Key(part.manifest_digest) for part in self._wanted]
-        urgent = set(order[: order.index(key) + 1]) if key in order else {key}
-        spare = [key for key, copy in list(self._shelf.copies.items()) if not copy.is_source]
-        victims = [k for k in spare if k.delta_of or Key(k.digest) not in urgent]
+    def _make_room(self, digest: str) -> bool:
+        """Drop copies that are less urgent than `digest`; False if there are none."""
+        order = [part.manifest_digest for part in self._wanted]
+        urgent = order[: order.index(digest) + 1] if digest in order else [digest]
+        victims = [d for d, copy in list(self._shelf.copies.items()) if not copy.is_source and d not in urgent]
         for victim in victims:
-            log.info("%s is dropped: there is no room for it beside %s", victim.digest, key.digest)
+            log.info("%s is dropped: there is no room for it beside %s", victim, digest)
             self._shelf.drop(victim)
         return bool(victims)
 
@@ -346,60 +331,60 @@ class Turns:
     """The order of missing slots to fetch, and what holds up the others. Times are of the monotonic clock."""
 
     def __init__(self) -> None:
-        self.problems: dict[Key, ErrorInfo] = {}  # the latest error of each fetch
-        self.failed: set[Key] = set()  # fetches that ended with their error
-        self._again_at: dict[Key, float] = {}
-        self._pauses: dict[Key, float] = {}
-        self._passed_over: dict[Key, float] = {}  # until when; those only wait for a holder
+        self.problems: dict[str, ErrorInfo] = {}  # the latest error of each fetch
+        self.failed: set[str] = set()  # fetches that ended with their error
+        self._again_at: dict[str, float] = {}
+        self._pauses: dict[str, float] = {}
+        self._passed_over: dict[str, float] = {}  # until when; those only wait for a holder
 
-    def next(self, missing: Sequence[Key]) -> Key | None:
+    def next(self, missing: Sequence[str]) -> str | None:
         """The most urgent slot that may be tried; one that waits for a holder goes after the others."""
         now = time.monotonic()
-        due = [key for key in missing if self._again_at.get(key, 0.0) <= now]
-        return next((key for key in due if self._passed_over.get(key, 0.0) <= now), due[0] if due else None)
+        due = [digest for digest in missing if self._again_at.get(digest, 0.0) <= now]
+        return next((digest for digest in due if self._passed_over.get(digest, 0.0) <= now), due[0] if due else None)
 
-    def waits(self, key: Key, error: WeightSyncError) -> None:
+    def waits(self, digest: str, error: WeightSyncError) -> None:
         """No holder of it can be read from: keep waiting, let other missing slots go first, log with back-off."""
         now = time.monotonic()
-        if self._passed_over.get(key, 0.0) > now:
+        if self._passed_over.get(digest, 0.0) > now:
             return
-        pause = self._longer(key)
-        log.warning("%s waits for a holder; others are not held up for %g s: %s", key.digest, pause, error)
-        self._passed_over[key] = now + pause
-        if key not in self.failed:
-            self.problems[key] = ErrorInfo.of(error)
+        pause = self._longer(digest)
+        log.warning("%s waits for a holder; others are not held up for %g s: %s", digest, pause, error)
+        self._passed_over[digest] = now + pause
+        if digest not in self.failed:
+            self.problems[digest] = ErrorInfo.of(error)
 
-    def goes_on(self, key: Key) -> None:
+    def goes_on(self, digest: str) -> None:
         """The slot is being read."""
-        if key not in self.failed:
-            self._forget(key)
+        if digest not in self.failed:
+            self._forget(digest)
 
-    def done(self, key: Key) -> None:
+    def done(self, digest: str) -> None:
         """The slot is here."""
-        self.failed.discard(key)
-        self._forget(key)
+        self.failed.discard(digest)
+        self._forget(digest)
 
-    def ended(self, key: Key, error: Exception, *, failed: bool) -> ErrorInfo:
+    def ended(self, digest: str, error: Exception, *, failed: bool) -> ErrorInfo:
         """The fetch ended with an error. `failed`: trying again at once would not help."""
-        info = self.problems[key] = ErrorInfo.of(error)
-        pause = self._longer(key) if failed else AGAIN_S
+        info = self.problems[digest] = ErrorInfo.of(error)
+        pause = self._longer(digest) if failed else AGAIN_S
         if failed:
-            self.failed.add(key)
-        log.warning("%s could not be fetched; again in %g s: %s", key.digest, pause, error)
-        self._again_at[key] = time.monotonic() + pause
+            self.failed.add(digest)
+        log.warning("%s could not be fetched; again in %g s: %s", digest, pause, error)
+        self._again_at[digest] = time.monotonic() + pause
         return info
 
-    def keep_to(self, wanted: set[Key]) -> None:
+    def keep_to(self, wanted: set[str]) -> None:
         """Forget all others."""
         self.failed &= wanted
         for told in (self.problems, self._again_at, self._pauses, self._passed_over):
-            for key in told.keys() - wanted:
-                del told[key]  # type: ignore[attr-defined]
+            for digest in told.keys() - wanted:
+                del told[digest]  # type: ignore[attr-defined]
 
-    def _forget(self, key: Key) -> None:
+    def _forget(self, digest: str) -> None:
         for told in (self.problems, self._again_at, self._pauses, self._passed_over):
-            told.pop(key, None)  # type: ignore[attr-defined]
+            told.pop(digest, None)  # type: ignore[attr-defined]
 
-    def _longer(self, key: Key) -> float:
-        pause = self._pauses[key] = min(2 * self._pauses.get(key, FIRST_PAUSE_S / 2), LONGEST_PAUSE_S)
+    def _longer(self, digest: str) -> float:
+        pause = self._pauses[digest] = min(2 * self._pauses.get(digest, FIRST_PAUSE_S / 2), LONGEST_PAUSE_S)
         return pause

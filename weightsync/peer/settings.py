@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from weightsync.format.manifest import CHUNK
-
-Deltas = Literal["always", "auto", "never"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,6 @@ class PeerSettings:
     chunk_nbytes: int = CHUNK
     readers: int = 8
     lease_ttl_s: float = 5.0
-    deltas: Deltas = "auto"
     data_port: int = 0
     rack: str = ""
     pace: Pace = field(default_factory=Pace)

@@ -1,4 +1,4 @@
-"""The shelf: slots that were published here, and copies (slots and deltas) that were fetched.
+"""The shelf: slots that were published here, and copies of slots that were fetched, each by its manifest's digest.
 
 The peer keeps a copy's slot locked for as long as the copy is here. It locks a published slot only while somebody reads
 it, so a publisher finds its slots as free as if there were no peer.
@@ -20,7 +20,7 @@ import hashlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,7 +30,6 @@ from weightsync.errors import ManifestError, SlotBusy
 from weightsync.format.slices import Slices
 from weightsync.memory.arena import MAPPINGS, READ_MAPPINGS, Arena, SlotLock, pool_of
 from weightsync.peer.chunks import MAX_CHUNKS, Bitmap, Head, Shape, manifest_of, shape_of
-from weightsync.peer.messages import Key
 from weightsync.transport import Region, Transport
 
 log = logging.getLogger("hotswap.peer")
@@ -44,25 +43,20 @@ class Shelf:
 
     def __init__(self, arena: Arena, model: str, regions: Regions) -> None:
         self.arena, self.model, self.regions = arena, model, regions
-        self.copies: dict[Key, Copy] = {}
-        self.published: dict[Key, Published] = {}
-        self.dropping: Callable[[Key], None] = lambda key: None  # called before a copy's slot is given back
+        self.copies: dict[str, Copy] = {}
+        self.published: dict[str, Published] = {}
+        self.dropping: Callable[[str], None] = lambda digest: None  # called before a copy's slot is given back
         self.needs: Callable[[str], Slices | None] = lambda schema: None  # of a slot with that schema; None: everything
-        self._left: dict[Key, Journal] = {}  # what an earlier process began
+        self._left: dict[str, Journal] = {}  # what an earlier process began
         self._claiming = threading.Lock()
 
-    def find(self, key: Key) -> Copy | Published | None:
-        copy = self.copies.get(key)
-        return copy if copy is not None and copy.whole else self.published.get(key) or copy
+    def find(self, digest: str) -> Copy | Published | None:
+        copy = self.copies.get(digest)
+        return copy if copy is not None and copy.whole else self.published.get(digest) or copy
 
-    def delta_to(self, key: Key) -> str | None:
-        """The digest from which this host has a difference to `key`."""
-        whole = [copy.key for copy in list(self.copies.values()) if copy.whole and copy.key.delta_of]
-        return next((found.delta_of for found in whole if found.digest == key.digest), None)
-
-    def has(self, key: Key) -> bool:
+    def has(self, digest: str) -> bool:
         """Whether all of it is here, or all that is needed here and can be opened."""
-        found = self.find(key)
+        found = self.find(digest)
         return found is not None and (found.have is None or (isinstance(found, Copy) and self.is_met(found)))
 
     def is_met(self, copy: Copy) -> bool:
@@ -99,10 +93,10 @@ class Shelf:
         if lock.nbytes >= journal.shape.nbytes:
             mapped = self.regions.of(lock.path, lock.fd, writable=True)
             whole = _is_whole(mapped.view, journal)
-            head = None if whole else Head.of_part(mapped.view, journal.key.digest)
+            head = None if whole else Head.of_part(mapped.view, journal.digest)
             if whole or (head is not None and head.shape == journal.shape):
-                self.copies[journal.key] = Copy(
-                    journal.key, journal.part, lock.path, lock, mapped, journal.shape, journal, head, whole,
+                self.copies[journal.digest] = Copy(
+                    journal.digest, journal.part, lock.path, lock, mapped, journal.shape, journal, head, whole,
                     is_open=not whole,
                 )  # fmt: skip
                 return True
@@ -116,73 +110,60 @@ class Shelf:
         try:
             if lock.nbytes < journal.shape.nbytes:
                 return False
-            self._left[journal.key] = journal
+            self._left[journal.digest] = journal
             return True
         finally:
             lock.release()
 
-    def take_share(self, key: Key) -> bool:
+    def take_share(self, digest: str) -> bool:
         """Take up the chunks of a slot that ranks of this host have left here (`leave`); False if there are none."""
-        left = (j for j in Journal.all_in(self.arena.directory, self.model) if j.key == key and j.share)
+        left = (j for j in Journal.all_in(self.arena.directory, self.model) if j.digest == digest and j.share)
         return any(self._adopt_open(journal) for journal in left)
 
-    def hand_back(self, key: Key, path: Path) -> None:
+    def hand_back(self, digest: str, path: Path) -> None:
         """What a publisher of this host left with gaps, and is whole now, is as any slot that it has published."""
-        copy = self.copies.get(key)
-        if copy is not None and copy.whole and copy.path == path and self.publish(key, path):
-            self.drop(key)
+        copy = self.copies.get(digest)
+        if copy is not None and copy.whole and copy.path == path and self.publish(digest, path):
+            self.drop(digest)
 
-    def claim(self, key: Key, part: str, shape: Shape, head: Head | None) -> tuple[Copy, int]:
+    def claim(self, digest: str, part: str, shape: Shape, head: Head | None) -> tuple[Copy, int]:
         """A slot to fetch into, and how many of its chunks are there from an earlier attempt. Raises ArenaError.
 
         Chunks of an earlier attempt are digested, and taken if they are right.
         """
         with self._claiming:
-            return self._claim(key, part, shape, head)
+            return self._claim(digest, part, shape, head)
 
-    def _claim(self, key: Key, part: str, shape: Shape, head: Head | None) -> tuple[Copy, int]:
-        left = self._left.pop(key, None)
+    def _claim(self, digest: str, part: str, shape: Shape, head: Head | None) -> tuple[Copy, int]:
+        left = self._left.pop(digest, None)
         if left is not None and left.shape == shape and (lock := SlotLock.try_exclusive(left.slot)) is not None:
             if lock.nbytes == shape.nbytes:
                 return self._resume(left, lock, head)
             lock.release()
         if left is not None:
             left.remove()
-        reserved = {str(journal.slot) for journal in list(self._left.values())}
-        lock = self.arena.claim(
-            self._pool(key, part), shape.nbytes, reserved | {str(copy.path) for copy in list(self.copies.values())}
-        )
+        in_use = {str(journal.slot) for journal in list(self._left.values())}
+        in_use |= {str(copy.path) for copy in list(self.copies.values())}
+        lock = self.arena.claim(copies_pool(self.model, part), shape.nbytes, in_use)
         try:
-            journal = Journal.begin(lock.path, self.model, part, key, shape)
+            journal = Journal.begin(lock.path, self.model, part, digest, shape)
             return self._take(journal, lock, head), 0
         except BaseException:
             lock.release()
             raise
 
-    def drop(self, key: Key) -> None:
+    def drop(self, digest: str) -> None:
         """Give a copy's slot back, after its readers were turned away."""
-        if key in self.copies:
-            self.dropping(key)
-            copy = self.copies.pop(key)
+        if digest in self.copies:
+            self.dropping(digest)
+            copy = self.copies.pop(digest)
             copy.journal.remove()
             copy.lock.release()
 
-    def drop_deltas(self, part: str, digest: str) -> None:
-        """Keep no difference of a part but the newest, to `digest`: the room is the publisher's.
-
-        Those that are not whole stay: a thread may be writing them.
-        """
-        for copy in list(self.copies.values()):
-            if copy.key.delta_of and copy.part == part and copy.key.digest != digest and copy.whole:
-                self.drop(copy.key)
-
-    def forget(self, wanted: Iterable[Key]) -> None:
+    def forget(self, wanted: set[str]) -> None:
         """Give up the fetches of an earlier process that nobody wants any more."""
-        kept = set(wanted)
-        for key in list(self._left):
-            slot = Key(key.digest)
-            unwanted = slot not in kept or (key.delta_of and self.has(slot))
-            if unwanted and (left := self._left.pop(key, None)) is not None:  # None: a thread is claiming it
+        for digest in self._left.keys() - wanted:
+            if (left := self._left.pop(digest, None)) is not None:  # None: a thread is claiming it
                 left.remove()
 
     def close(self) -> None:
@@ -191,7 +172,7 @@ class Shelf:
             copy.lock.release()
         self.copies.clear()
 
-    def publish(self, key: Key, path: Path) -> bool:
+    def publish(self, digest: str, path: Path) -> bool:
         """Offer a slot that a publisher of this host wrote; False when it is not there (any more)."""
         try:
             lock = SlotLock.shared(path)
@@ -201,18 +182,18 @@ class Shelf:
             if not lock.nbytes:  # whoever made it was killed before it had pages
                 return False
             mapped = self.regions.of(path, lock.fd, writable=False)
-            shape = shape_of(manifest_of(mapped.view, key.digest), len(mapped.view))
+            shape = shape_of(manifest_of(mapped.view, digest), len(mapped.view))
         except ManifestError:
             return False
         else:
-            self.published[key] = Published(key, path, mapped, shape)
+            self.published[digest] = Published(digest, path, mapped, shape)
             return True
         finally:
             lock.release()
 
     def manifest(self, digest: str) -> bytes:
         """The raw manifest of a slot that is here, wholly or not. Raises ManifestError."""
-        found = self.find(Key(digest))
+        found = self.find(digest)
         if found is None:
             raise ManifestError(f"{digest} is not here; ask another host")
         if isinstance(found, Copy) and found.head is not None:
@@ -229,18 +210,11 @@ class Shelf:
         return self._take(left, lock, head), len(right)
 
     def _take(self, journal: Journal, lock: SlotLock, head: Head | None) -> Copy:
-        if journal.key.delta_of:
-            lock.share()
-        else:
-            lock.admit_writers()  # no header until all of it is there
+        lock.admit_writers()  # no header until all of it is there
         mapped = self.regions.of(lock.path, lock.fd, writable=True)
-        copy = Copy(journal.key, journal.part, lock.path, lock, mapped, journal.shape, journal, head)
-        self.copies[journal.key] = copy
+        copy = Copy(journal.digest, journal.part, lock.path, lock, mapped, journal.shape, journal, head)
+        self.copies[journal.digest] = copy
         return copy
-
-    def _pool(self, key: Key, part: str) -> str:
-        """Slots of their own, apart from the publishers'; one size to a pool."""
-        return pool_of(f"deltas/{self.model}/", part) if key.delta_of else copies_pool(self.model, part)
 
 
 def copies_pool(model: str, part: str) -> str:
@@ -260,14 +234,12 @@ def leave(slot: SlotLock, view: memoryview, head: Head, model: str, part: str, d
     """
     assert head.shape is not None, "nobody could tell whether a chunk is right"
     head.write(view, part=True)
-    return Journal.begin(slot.path, model, part, Key(head.digest), head.shape, done, share=True)
+    return Journal.begin(slot.path, model, part, head.digest, head.shape, done, share=True)
 
 
 def _is_whole(view: memoryview, journal: Journal) -> bool:
-    if journal.key.delta_of:
-        return False  # read again from the journal: a delta's own end says whether it is whole
     with contextlib.suppress(ManifestError):
-        manifest_of(view, journal.key.digest)
+        manifest_of(view, journal.digest)
         return True
     return False
 
@@ -276,7 +248,7 @@ def _is_whole(view: memoryview, journal: Journal) -> bool:
 class Published:
     """A slot that a publisher of this host wrote. Without a `shape` its chunks must be digested first."""
 
-    key: Key
+    digest: str
     path: Path
     mapped: Mapped
     shape: Shape | None = None
@@ -294,14 +266,14 @@ class Published:
 
 @dataclass
 class Copy:
-    """A slot or delta that was, or is being, fetched; `whole` once all of it is there and was verified. `grew` is set
+    """A slot that was, or is being, fetched; `whole` once all of it is there and was verified. `grew` is set
     when a chunk arrives, and another event takes its place.
 
     `head` is known of a slot that this process fetched: its manifest is not in the slot before it is whole, or
     `is_open`: it lacks chunks, and has a header by which the instances here read the others.
     """
 
-    key: Key
+    digest: str
     part: str
     path: Path
     lock: SlotLock
@@ -338,11 +310,11 @@ class _First(msgspec.Struct, frozen=True):
     model: str
     part: str
     digest: str
-    delta_of: str
     nbytes: int
     chunk_nbytes: int
     digests: tuple[str, ...]
     share: bool = False
+    delta_of: str = ""  # the release before fetched differences, too
 
 
 class Journal:
@@ -352,9 +324,9 @@ class Journal:
     """
 
     def __init__(
-        self, path: Path, model: str, part: str, key: Key, shape: Shape, done: Bitmap, *, share: bool = False
+        self, path: Path, model: str, part: str, digest: str, shape: Shape, done: Bitmap, *, share: bool = False
     ) -> None:
-        self.path, self.model, self.part, self.key, self.shape, self.done = path, model, part, key, shape, done
+        self.path, self.model, self.part, self.digest, self.shape, self.done = path, model, part, digest, shape, done
         self.share = share
 
     @classmethod
@@ -363,15 +335,15 @@ class Journal:
         slot: Path,
         model: str,
         part: str,
-        key: Key,
+        digest: str,
         shape: Shape,
         done: Bitmap | None = None,
         *,
         share: bool = False,
     ) -> Journal:
         """A new one for `slot` with the chunks `done`, in place of any that was there. Raises OSError."""
-        journal = cls(_beside(slot), model, part, key, shape, done or Bitmap(shape.chunks), share=share)
-        first = _First(model, part, key.digest, key.delta_of, shape.nbytes, shape.chunk_nbytes, shape.digests, share)
+        journal = cls(_beside(slot), model, part, digest, shape, done or Bitmap(shape.chunks), share=share)
+        first = _First(model, part, digest, shape.nbytes, shape.chunk_nbytes, shape.digests, share)
         lines = [msgspec.json.encode(first), *(b"%d" % chunk for chunk in journal.done), b""]
         fresh = journal.path.with_name(f".{journal.path.name}")
         fresh.write_bytes(b"\n".join(lines))
@@ -394,14 +366,13 @@ class Journal:
             shape = Shape(first.nbytes, first.chunk_nbytes, first.digests)
         except (OSError, ValueError):  # msgspec's errors are ValueErrors
             return None
-        if first.delta_of and not shape.digests:
+        if first.delta_of:
             return None
         done = Bitmap(shape.chunks)
         for line in lines[:-1]:
             if line.isdigit() and len(line) <= LONGEST_LINE and int(line) < shape.chunks:
                 done.add(int(line))
-        key = Key(first.digest, first.delta_of)
-        return cls(path, first.model, first.part, key, shape, done, share=first.share)
+        return cls(path, first.model, first.part, first.digest, shape, done, share=first.share)
 
     @property
     def slot(self) -> Path:
@@ -419,7 +390,7 @@ class Journal:
 
     def keep(self, done: Bitmap) -> None:
         """Forget the chunks that are not in `done`. Raises OSError."""
-        Journal.begin(self.slot, self.model, self.part, self.key, self.shape, done, share=self.share)
+        Journal.begin(self.slot, self.model, self.part, self.digest, self.shape, done, share=self.share)
         self.done = done
 
     @staticmethod

@@ -119,7 +119,7 @@ def _claimed(directory: Path, model: str, nbytes: int, kept: Collection[str]) ->
     if not lock_of(directory, model).exists():
         raise ArenaUnavailable(f"no peer of {model} has been in {directory}: share it with the trainer's ranks")
     left = Journal.all_in(directory, model)
-    in_use = {str(journal.slot) for journal in left if not journal.share or journal.key.digest in kept}
+    in_use = {str(journal.slot) for journal in left if not journal.share or journal.digest in kept}
     lock = Arena(directory).claim(copies_pool(model, BASE), nbytes, in_use)
     Journal.drop(lock.path)  # of a share that no record names
     return lock

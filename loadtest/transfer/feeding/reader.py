@@ -18,7 +18,7 @@ from weightsync.control.records import CopyRecord, Keys
 from weightsync.peer.chunks import Head, Shape
 from weightsync.peer.control import PeerClient
 from weightsync.peer.copies import parsed
-from weightsync.peer.messages import Key, Opened
+from weightsync.peer.messages import Opened
 from weightsync.running import STORE_ENV
 from weightsync.store import open_store
 from weightsync.transport import Piece, Region, Transport, open_transport
@@ -41,7 +41,7 @@ class Reader:
         """Until `stopped`. Raises PeerRefused, PeerUnreachable, TransferError, ValueError (wrong bytes)."""
         host, address = self._holder.host, self._holder.address
         while not self.stopped:
-            opened = await self._client.open(host, address, Key(self._holder.digest))
+            opened = await self._client.open(host, address, self._holder.digest)
             head = None
             if not opened.digests:
                 raw = await self._client.manifest(host, address, opened.ticket)

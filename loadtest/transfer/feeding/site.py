@@ -46,7 +46,7 @@ class Host:
         return Child(f"{name} of {self.name}", args, log, self.variables | ONE_THREAD)
 
     def peer(self) -> Child:
-        return self.child("peer", ["weightsync.peer", "--model", MODEL, "--transport", "tcp", "--no-deltas"])
+        return self.child("peer", ["weightsync.peer", "--model", MODEL, "--transport", "tcp"])
 
     def instance(self, port: int, kv_nbytes: int = SERVING_KV) -> Child:
         args = ["server.cli", "instance", "--model", str(self.site.model), "--name", MODEL, "--port", str(port)]

@@ -194,7 +194,7 @@ MUTATIONS: list[Mutation] = [
         ("if strip.sum(into.view) != strip.digest:", "if not strip.sum(into.view):"),
     ]),
     *of("weightsync/publish/spread.py", WS + "peer/test_spread_faults.py::test_the_next_version_leaves_a_share_that_a_record_names", changes=[
-        ("if not journal.share or journal.key.digest in kept", "if not journal.share"),
+        ("if not journal.share or journal.digest in kept", "if not journal.share"),
     ]),
     *of("weightsync/peer/shelf.py", WS + "peer/test_spread_faults.py::test_a_peer_that_starts_before_the_commit_keeps_the_share", changes=[
         ("            if journal.share:\n                continue\n", ""),
@@ -209,7 +209,7 @@ MUTATIONS: list[Mutation] = [
         ("return free | lacks", "return free"),
     ]),
     *of("weightsync/peer/service.py", WS + "peer/test_shelf.py", changes=[
-        ("if not copy.is_source]", "]"),
+        ("if not copy.is_source and d not in urgent]", "if d not in urgent]"),
     ]),
     *of("weightsync/persist/__main__.py", WS + "persist/test_persist.py", changes=[
         ("[active.version, active.previous, *shared_versions(active.split)]", "[active.version, *shared_versions(active.split)]"),

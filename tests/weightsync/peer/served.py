@@ -21,7 +21,6 @@ from weightsync.peer.chunks import Head
 from weightsync.peer.control import Control, PeerClient, listen, serving
 from weightsync.peer.fetch import Fetch, first_answer
 from weightsync.peer.holders import Background, LeftOut, Sources
-from weightsync.peer.messages import Key
 from weightsync.peer.metrics import PeerMetrics
 from weightsync.peer.serve import Tickets
 from weightsync.peer.settings import Pace
@@ -40,17 +39,16 @@ class Served:
     record: VersionRecord
     path: Path
     client: PeerClient
-    rates: dict[str, float]  # what readers said
 
     @property
-    def key(self) -> Key:
-        return Key(self.record.manifest_digest)
+    def digest(self) -> str:
+        return self.record.manifest_digest
 
     @property
     def copy(self) -> CopyRecord:
         """What the store would say of it."""
         nbytes = self.path.stat().st_size
-        return CopyRecord("a", slot_name(self.path, "a"), self.key.digest, nbytes, "ready", self.address, 0.0)
+        return CopyRecord("a", slot_name(self.path, "a"), self.digest, nbytes, "ready", self.address, 0.0)
 
     def readers(self) -> int:
         return int(self.metrics.readers._value.get())
@@ -69,17 +67,17 @@ async def slot_served(store_url: str, directory: Path, monkeypatch: pytest.Monke
         record = newest(publisher)
     path = local_path(record.slot, "a")
     assert path is not None
-    metrics, listener, rates = PeerMetrics(), listen(Address("127.0.0.1"), None), dict[str, float]()
+    metrics, listener = PeerMetrics(), listen(Address("127.0.0.1"), None)
     address = f"127.0.0.1:{listener.getsockname()[1]}"
     with open_transport("tcp", listen="127.0.0.1", tls=None) as transport, ThreadPoolExecutor(1) as pool:
         shelf = Shelf(Arena(directory), MODEL, Regions(transport))
-        assert shelf.publish(Key(record.manifest_digest), path)
-        tickets = Tickets("a", shelf, transport, metrics, pool, chunk_nbytes=CHUNK, most=2, told=rates.__setitem__)
+        assert shelf.publish(record.manifest_digest, path)
+        tickets = Tickets("a", shelf, transport, metrics, pool, chunk_nbytes=CHUNK, most=2)
         async with (
             serving(Control(tickets, metrics).app, listener, None),
             PeerClient(MODEL, "b", "tcp", None) as client,
         ):
-            yield Served(tickets, metrics, address, record, path, client, rates)
+            yield Served(tickets, metrics, address, record, path, client)
 
 
 GUARD_S = 60.0
@@ -126,19 +124,18 @@ class Reader:
         self.sources = Sources(
             served.client,
             self.wrapped,  # type: ignore[arg-type]
-            served.key,
+            served.digest,
             lambda: self.offered,
             self.left_out,
             self.background,
             seed="b",
-            patient=True,
         )
 
     async def claim(self) -> Copy:
         first = await first_answer(self.sources)
         raw = await self.served.client.manifest("a", self.served.address, first.opened.ticket)
-        head = Head.parse(raw, self.served.key.digest)
-        return self.shelf.claim(self.served.key, "", head.shape or first.shape, head)[0]
+        head = Head.parse(raw, self.served.digest)
+        return self.shelf.claim(self.served.digest, "", head.shape or first.shape, head)[0]
 
     def fetch(self, copy: Copy) -> Fetch:
         return Fetch(copy, lambda: copy.journal.done, self.sources, PeerMetrics(), self._pool, Pace(), "b")

@@ -24,21 +24,20 @@ from weightsync.peer import serve
 from weightsync.peer.chunks import Bitmap, Shape
 from weightsync.peer.control import PeerClient, listen, serving
 from weightsync.peer.copies import parsed
-from weightsync.peer.messages import ALL, Key
+from weightsync.peer.messages import ALL, TOLD
 from weightsync.transport.addresses import Address
 
 
 async def test_a_ticket_holds_the_slot_until_it_is_closed(served: Served) -> None:
     assert not served.is_held()
-    opened = await served.client.open("a", served.address, served.key)
+    opened = await served.client.open("a", served.address, served.digest)
     assert (opened.have, opened.active, opened.nbytes) == (ALL, 1, served.path.stat().st_size)
     assert not opened.digests  # the manifest has what tells
     assert served.is_held()
     raw = await served.client.manifest("a", served.address, opened.ticket)
     assert digest_of(raw) == served.record.manifest_digest
-    await served.client.close("a", served.address, opened.ticket, 5, 1e6)
+    await served.client.close("a", served.address, opened.ticket, 5)
     assert not served.is_held()
-    assert served.rates == {"b": 1e6}, "the reader says how fast it reads"
     with pytest.raises(PeerRefused) as caught:
         await served.client.have("a", served.address, opened.ticket, 5)
     assert (caught.value.status, caught.value.reason) == (404, "unknown_ticket")
@@ -46,19 +45,19 @@ async def test_a_ticket_holds_the_slot_until_it_is_closed(served: Served) -> Non
 
 async def test_a_ticket_that_is_not_used_ends(served: Served) -> None:
     served.tickets._unused_s = 0.2
-    await served.client.open("a", served.address, served.key)
+    await served.client.open("a", served.address, served.digest)
     sweeping = asyncio.create_task(served.tickets.sweep())
     await eventually(lambda: not served.is_held(), 30)
     sweeping.cancel()
 
 
 async def test_there_is_room_for_so_many_readers(served: Served) -> None:
-    tickets = [(await served.client.open("a", served.address, served.key)).ticket for _ in range(2)]
+    tickets = [(await served.client.open("a", served.address, served.digest)).ticket for _ in range(2)]
     with pytest.raises(PeerRefused, match="2 readers are here already") as caught:
-        await served.client.open("a", served.address, served.key)
+        await served.client.open("a", served.address, served.digest)
     assert (caught.value.status, caught.value.reason) == (503, "busy")
     await served.client.close("a", served.address, tickets[0], 0)
-    await served.client.open("a", served.address, served.key)
+    await served.client.open("a", served.address, served.digest)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +74,7 @@ async def test_refusals(
 ) -> None:
     async with PeerClient(model, host, transport, None) as client:
         with pytest.raises(PeerRefused) as caught:
-            await client.open("a", served.address, Key(digest or served.key.digest))
+            await client.open("a", served.address, digest or served.digest)
     assert (caught.value.status, caught.value.reason) == (status, code)
     assert b"x=" not in served.metrics.generate()
 
@@ -88,7 +87,7 @@ async def test_refusals(
     ],
 )
 async def test_bad_bodies(served: Served, call: str, body: bytes) -> None:
-    ticket = (await served.client.open("a", served.address, served.key)).ticket
+    ticket = (await served.client.open("a", served.address, served.digest)).ticket
     async with httpx.AsyncClient(base_url=f"http://{served.address}") as client:
         answer = await client.post(f"/v1/{call}{ticket if call == 'close/' else ''}", content=body)
     assert (answer.status_code, answer.json()["code"], served.readers()) == (400, "bad_request", 1)
@@ -99,9 +98,9 @@ async def test_an_answer_waits_for_news_of_its_tree(served: Served, monkeypatch:
     """A reader that was told of chunk 0 hears of chunk 2 as soon as it is there, and does not wait for chunk 1."""
     monkeypatch.setattr(serve, "NEWS_S", 0.1)
     shape = Shape(5 * CHUNK, CHUNK, ("0" * 32,) * 5)
-    copy, _ = served.tickets._shelf.claim(Key("e" * 32), "", shape, None)
+    copy, _ = served.tickets._shelf.claim("e" * 32, "", shape, None)
     copy.came(0)
-    opened = await served.client.open("a", served.address, copy.key)
+    opened = await served.client.open("a", served.address, copy.digest)
     first, _ = await served.client.have("a", served.address, opened.ticket, 5, 0)
     asking = asyncio.create_task(served.client.have("a", served.address, opened.ticket, 5, 0))
     copy.came(1)
@@ -120,7 +119,7 @@ async def test_releases_that_know_no_trees_are_asked_and_answered(served: Served
     async def before(request: httpx.Request) -> None:
         asked.append((request.url.query.decode(), request.content))
 
-    opened = await served.client.open("a", served.address, served.key)
+    opened = await served.client.open("a", served.address, served.digest)
     served.client._http.event_hooks["request"].append(before)
     await served.client.have("a", served.address, opened.ticket, 5, 1)
     ((query, body),) = asked
@@ -134,12 +133,25 @@ async def test_releases_that_know_no_trees_are_asked_and_answered(served: Served
         assert (wrong.status_code, wrong.json()["code"]) == (400, "bad_request")
 
 
+async def test_a_reader_of_the_release_before_is_refused_a_difference_and_served_the_slot(served: Served) -> None:
+    """Refused so, it tries the other holders of a difference, and then reads all of the slot."""
+    wish = {"model": MODEL, "digest": served.digest, "reader": "b", "transports": ["tcp"]}
+    async with httpx.AsyncClient(base_url=f"http://{served.address}") as reader:
+        refused = await reader.post(f"/v1/open?{TOLD}", json=wish | {"delta_of": "d" * 32})
+        assert (refused.status_code, refused.json()["code"]) == (404, "unknown_copy")
+        opened = await reader.post(f"/v1/open?{TOLD}", json=wish | {"delta_of": ""})
+        assert opened.json()["have"] == ALL
+        close = f"/v1/close/{opened.json()['ticket']}"
+        assert (await reader.post(close, json={"nbytes": 5, "bytes_per_s": 1e6})).status_code == 200
+    assert served.readers() == 0
+
+
 async def test_an_answer_that_is_too_long_or_does_not_end_is_given_up(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("weightsync.peer.control.MAX_ANSWER", 100)
     with pytest.raises(PeerRefused, match="more than 100 bytes"):
-        await served.client.open("a", served.address, served.key)
+        await served.client.open("a", served.address, served.digest)
     monkeypatch.setattr("weightsync.peer.control.ANSWER_S", 0.3)
 
     async def dribble(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -166,18 +178,18 @@ async def test_a_slot_that_was_reused_is_not_served(served: Served) -> None:
     with served.path.open("r+b") as slot:
         slot.write(bytes(64))
     with pytest.raises(PeerRefused) as caught:
-        await served.client.open("a", served.address, served.key)
+        await served.client.open("a", served.address, served.digest)
     assert caught.value.reason == "unknown_copy"
     assert not served.is_held()
 
 
 async def test_what_is_no_peer(served: Served) -> None:
     with pytest.raises(PeerUnreachable):
-        await served.client.open("a", "127.0.0.1:1", served.key)
+        await served.client.open("a", "127.0.0.1:1", served.digest)
     listener = listen(Address("127.0.0.1"), None)
     async with serving(Starlette(), listener, None):
         with pytest.raises(PeerRefused, match="does not answer as a peer"):
-            await served.client.open("a", f"127.0.0.1:{listener.getsockname()[1]}", served.key)
+            await served.client.open("a", f"127.0.0.1:{listener.getsockname()[1]}", served.digest)
 
 
 def test_beyond_loopback_only_with_tls(
@@ -215,8 +227,7 @@ def test_the_data_port_and_the_rack_may_come_from_the_environment(
         monkeypatch.setenv("HOTSWAP_RACK", "r1")
     asked = ["--store", "sqlite:///x", "--model", MODEL, "--host-id", "a"]
     settings = main._settings(main._parser().parse_args(asked))
-    assert (settings.data_port, settings.rack, settings.deltas) == (port, "r1" if said else "", "auto")
-    assert main._settings(main._parser().parse_args([*asked, "--no-deltas"])).deltas == "never"
+    assert (settings.data_port, settings.rack) == (port, "r1" if said else "")
     with pytest.raises(SystemExit):
         main._parser().parse_args([*asked, "--data-port", "70000"])
     assert "--data-port" in capsys.readouterr().err

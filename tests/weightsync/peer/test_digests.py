@@ -39,7 +39,7 @@ def without_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def opened_as_before(served: Served) -> Opened:
     """By a reader that wants all digests from the holder."""
-    wish = Open(MODEL, served.key.digest, "b", ("tcp",))
+    wish = Open(MODEL, served.digest, "b", ("tcp",))
     async with httpx.AsyncClient() as client:
         answer = await client.post(f"http://{served.address}/v1/open", content=msgspec.json.encode(wish))
     return msgspec.json.decode(answer.raise_for_status().content, type=Opened)
@@ -47,8 +47,7 @@ async def opened_as_before(served: Served) -> Opened:
 
 async def test_a_holder_reads_no_byte_before_it_offers(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "digests_of", lambda *_: pytest.fail("the slot is digested again"))
-    await served.tickets.know(served.key)
-    opened = await served.client.open("a", served.address, served.key)
+    opened = await served.client.open("a", served.address, served.digest)
     assert (opened.digests, opened.chunk_nbytes) == ((), CHUNK)
 
 
@@ -89,7 +88,7 @@ async def test_an_older_reader_is_told_the_digests_of_all_chunks(served: Served)
     opened = await opened_as_before(served)
     with ThreadPoolExecutor(1) as pool:
         assert opened.digests == digests_of(memoryview(served.path.read_bytes()), CHUNK, pool)
-    again = await served.client.open("a", served.address, served.key)
+    again = await served.client.open("a", served.address, served.digest)
     assert again.digests in ((), opened.digests)
 
 
@@ -99,8 +98,8 @@ async def test_an_older_reader_waits_for_a_copy_to_be_whole(reader: Reader) -> N
     await reader.sources.close()
     served = reader.served
     served.tickets._shelf.published.clear()
-    served.tickets._shelf.copies[served.key] = copy
-    await served.client.open("a", served.address, served.key)
+    served.tickets._shelf.copies[served.digest] = copy
+    await served.client.open("a", served.address, served.digest)
     with pytest.raises(httpx.HTTPStatusError, match="503"):
         await opened_as_before(served)
 

@@ -34,7 +34,6 @@ async def test_the_only_holder_is_tried_again_though_it_stalled(
     copy.head.write(copy.mapped.view)
     assert bytes(copy.mapped.view) == served.path.read_bytes()
     await nobody_reads(served)
-    assert served.rates["b"] > 0
 
 
 def test_a_holder_that_stalled_is_left_out_while_others_have_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

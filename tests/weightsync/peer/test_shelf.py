@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,18 +16,18 @@ from tests.weightsync.peer.hosts import MODEL
 from weightsync import Store
 from weightsync.control.hosts import slot_name
 from weightsync.control.records import CopyRecord, PartRecord, VersionRecord
-from weightsync.errors import ArenaFull, DigestMismatch, ManifestError, PeerRefused
+from weightsync.errors import ArenaFull, DigestMismatch, ManifestError, PeerError, PeerRefused
 from weightsync.memory.arena import Arena
 from weightsync.peer.chunks import Bitmap, Head, Shape, digests_of
 from weightsync.peer.control import PeerClient
-from weightsync.peer.messages import Key, Open
+from weightsync.peer.messages import Open
 from weightsync.peer.metrics import PeerMetrics
-from weightsync.peer.service import Peer, Supply
+from weightsync.peer.service import Peer, Supply, Turns
 from weightsync.peer.settings import PeerSettings
 from weightsync.peer.shelf import Journal, Regions, Shelf
 from weightsync.transport import Transport
 
-KEY = Key("d" * 32, "b" * 32)  # a delta: bytes without a header
+DIGEST = "d" * 32
 CHUNK = 4096
 
 
@@ -44,12 +45,12 @@ def found(directory: Path) -> Journal | None:
 
 
 def test_chunks_are_remembered(tmp_path: Path) -> None:
-    journal = Journal.begin(tmp_path / "slot-1", "demo", "", KEY, SHAPE)
+    journal = Journal.begin(tmp_path / "slot-1", "demo", "", DIGEST, SHAPE)
     for chunk in (3, 1):
         journal.add(chunk)
     again = found(tmp_path)
     assert again is not None
-    assert (again.slot, again.key, again.shape, sorted(again.done)) == (tmp_path / "slot-1", KEY, SHAPE, [1, 3])
+    assert (again.slot, again.digest, again.shape, sorted(again.done)) == (tmp_path / "slot-1", DIGEST, SHAPE, [1, 3])
     assert next(Journal.all_in(tmp_path, "another"), None) is None
     again.keep(Bitmap(8, 0b1000))
     assert sorted(found(tmp_path).done) == [3]  # type: ignore[union-attr]
@@ -60,7 +61,7 @@ def test_chunks_are_remembered(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("end", [b"5", b"99\n", b"x\n", b"-1\n", b"\n\n", 5000 * b"1" + b"\n"])
 def test_a_line_that_is_cut_short_or_wrong_counts_for_nothing(tmp_path: Path, end: bytes) -> None:
-    journal = Journal.begin(tmp_path / "slot-1", "demo", "", KEY, SHAPE)
+    journal = Journal.begin(tmp_path / "slot-1", "demo", "", DIGEST, SHAPE)
     journal.add(2)
     with journal.path.open("ab") as file:
         file.write(end)
@@ -73,11 +74,19 @@ def test_what_is_no_journal_is_passed_over(tmp_path: Path, head: bytes) -> None:
     assert found(tmp_path) is None
 
 
+def test_a_difference_that_the_release_before_fetched_is_passed_over(tmp_path: Path) -> None:
+    journal = Journal.begin(tmp_path / "slot-1", "demo", "", DIGEST, SHAPE)
+    first, rest = journal.path.read_bytes().split(b"\n", 1)
+    older = json.loads(first) | {"delta_of": "b" * 32}
+    journal.path.write_bytes(json.dumps(older).encode() + b"\n" + rest)
+    assert found(tmp_path) is None
+
+
 def test_only_chunks_with_the_right_bytes_are_taken_over(tmp_path: Path, transport: Transport) -> None:
     """The process died between the note and the bytes, or somebody wrote there."""
     directory = tmp_path / "arena"
     first = Shelf(Arena(directory), "demo", Regions(transport))
-    copy, resumed = first.claim(KEY, "", SHAPE, None)
+    copy, resumed = first.claim(DIGEST, "", SHAPE, None)
     assert resumed == 0
     copy.mapped.view[: 4 * CHUNK] = CONTENT[: 4 * CHUNK]
     for chunk in (0, 1, 2, 5):
@@ -86,47 +95,28 @@ def test_only_chunks_with_the_right_bytes_are_taken_over(tmp_path: Path, transpo
     first.close()
     second = Shelf(Arena(directory), "demo", Regions(transport))
     second.adopt()
-    assert second.find(KEY) is None
-    again, resumed = second.claim(KEY, "", SHAPE, None)
+    assert second.find(DIGEST) is None
+    again, resumed = second.claim(DIGEST, "", SHAPE, None)
     assert (again.path, resumed, sorted(again.journal.done)) == (copy.path, 2, [0, 2])
-    second.drop(KEY)
+    second.drop(DIGEST)
     assert not list(directory.glob("fetch-*"))
 
 
 def test_what_is_left_of_something_else_is_given_up(tmp_path: Path, transport: Transport) -> None:
     first = Shelf(Arena(tmp_path / "arena"), "demo", Regions(transport))
-    copy, _ = first.claim(KEY, "", SHAPE, None)
+    copy, _ = first.claim(DIGEST, "", SHAPE, None)
     copy.journal.add(0)
     first.close()
     second = Shelf(Arena(tmp_path / "arena"), "demo", Regions(transport))
     second.adopt()
     changed = Shape(SHAPE.nbytes, CHUNK, ("0" * 32, *SHAPE.digests[1:]))
-    _, resumed = second.claim(KEY, "", changed, None)
+    _, resumed = second.claim(DIGEST, "", changed, None)
     assert resumed == 0
     third = Shelf(Arena(tmp_path / "arena"), "demo", Regions(transport))
     second.close()
     third.adopt()
     third.forget(set())
     assert not list((tmp_path / "arena").glob("fetch-*"))
-
-
-def test_what_is_claimed_while_it_is_given_up_stays_claimed(
-    tmp_path: Path, transport: Transport, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = Shelf(Arena(tmp_path / "arena"), "demo", Regions(transport))
-    first.claim(KEY, "", SHAPE, None)[0].journal.add(0)
-    first.close()
-    second = Shelf(Arena(tmp_path / "arena"), "demo", Regions(transport))
-    second.adopt()
-
-    def claimed(_: Key) -> bool:
-        """The slot is here, so the difference is not wanted; but another thread makes it anew just now."""
-        second.claim(KEY, "", SHAPE, None)
-        return True
-
-    monkeypatch.setattr(second, "has", claimed)
-    second.forget({Key(KEY.digest)})
-    assert second.copies[KEY].journal.path.exists()
 
 
 @pytest.mark.parametrize(
@@ -159,26 +149,14 @@ async def peer(store: Store, arena_directory: Path, transport: Transport) -> Asy
 
 async def test_a_copy_that_is_dropped_is_read_no_more(peer: Peer) -> None:
     """Its slot takes another version next, and its readers would blame this host for wrong bytes."""
-    copy, _ = peer._shelf.claim(KEY, "", SHAPE, None)
+    copy, _ = peer._shelf.claim(DIGEST, "", SHAPE, None)
     copy.mapped.view[:] = CONTENT
     copy.whole = True
-    opened = await peer._tickets.open(Open(MODEL, KEY.digest, "b", ("tcp",), KEY.delta_of), told=True)
+    opened = await peer._tickets.open(Open(MODEL, DIGEST, "b", ("tcp",)), told=True)
     assert (await peer._tickets.have(opened.ticket)).have == "all"
-    peer._shelf.drop(KEY)
+    peer._shelf.drop(DIGEST)
     with pytest.raises(PeerRefused, match="ticket has ended"):
         await peer._tickets.have(opened.ticket)
-
-
-async def test_a_difference_that_is_being_written_keeps_its_slot(peer: Peer) -> None:
-    """A newer one of the part is made meanwhile; the slot would be another's while a thread still writes there."""
-    copy, _ = peer._shelf.claim(KEY, "", SHAPE, None)
-    peer._shelf.drop_deltas("", "n" * 32)
-    assert peer._shelf.copies == {KEY: copy}
-    copy.whole = True
-    peer._shelf.drop_deltas("", KEY.digest)
-    assert peer._shelf.copies == {KEY: copy}
-    peer._shelf.drop_deltas("", "n" * 32)
-    assert peer._shelf.copies == {}
 
 
 async def test_a_slot_that_cannot_be_opened_holds_up_nothing_else(
@@ -186,18 +164,17 @@ async def test_a_slot_that_cannot_be_opened_holds_up_nothing_else(
 ) -> None:
     version = VersionRecord(1, "ready", slot_name(tmp_path, "me"), 1, "d" * 32, None, None, "p", 1, 0.0, "", 1)
 
-    def publish(key: Key, path: Path) -> bool:
+    def publish(digest: str, path: Path) -> bool:
         raise OSError(errno.EMFILE, "as told")
 
     monkeypatch.setattr(peer._shelf, "publish", publish)
-    await peer._offers.offer(version, [version])
-    assert not peer._offers.preparing
+    await peer._offers.offer(version)
 
 
 async def test_a_slot_whose_publisher_was_killed_before_it_had_pages_is_not_offered(peer: Peer, tmp_path: Path) -> None:
     empty = tmp_path / "slot-empty"
     empty.touch()
-    assert not peer._shelf.publish(KEY, empty)
+    assert not peer._shelf.publish(DIGEST, empty)
 
 
 class Failing:
@@ -208,14 +185,14 @@ class Failing:
     def __init__(self, error: Exception, *others: bool) -> None:
         self._error, self._others, self.asked = error, list(others), 0
 
-    async def slot(self, key: Key, part: PartRecord, begun: Callable[[], None]) -> str:
+    async def slot(self, part: PartRecord, begun: Callable[[], None]) -> None:
         self.asked += 1
         raise self._error
 
-    def has_others(self, key: Key) -> bool:
+    def has_others(self, digest: str) -> bool:
         return self._others.pop(0)
 
-    def keep_to(self, wanted: set[Key]) -> None: ...
+    def keep_to(self, wanted: set[str]) -> None: ...
 
     async def close(self) -> None: ...
 
@@ -226,11 +203,10 @@ class Coming(Failing):
     def __init__(self, peer: Peer) -> None:
         self._peer, self.go_on = peer, asyncio.Event()
 
-    async def slot(self, key: Key, part: PartRecord, begun: Callable[[], None]) -> str:
-        copy, _ = self._peer._shelf.claim(key, "", SHAPE, None)
+    async def slot(self, part: PartRecord, begun: Callable[[], None]) -> None:
+        copy, _ = self._peer._shelf.claim(part.manifest_digest, "", SHAPE, None)
         copy.whole = True
         await self.go_on.wait()
-        return "full"
 
 
 async def test_a_fetch_that_is_about_to_end_may_say_so(peer: Peer) -> None:
@@ -240,13 +216,13 @@ async def test_a_fetch_that_is_about_to_end_may_say_so(peer: Peer) -> None:
 
         async def has_it() -> bool:
             await supply.steer([PART])
-            return peer._shelf.has(Key(PART.manifest_digest))
+            return peer._shelf.has(PART.manifest_digest)
 
         await eventually(has_it)
         await supply.steer([PART])
         coming.go_on.set()
         await said.wait()
-    assert metrics.fetch_seconds.labels("full")._sum.get() > 0
+    assert metrics.fetch_seconds._sum.get() > 0
     await supply.end()
 
 
@@ -260,7 +236,7 @@ async def test_a_fault_of_the_peers_own_is_said_and_not_tried_again_at_once(peer
     broken = Failing(KeyError("no such thing"))
     supply = Supply(peer._shelf, broken, PeerMetrics(), lambda: None)  # type: ignore[arg-type]
     await eventually(lambda: failed(supply), GUARD_S)
-    assert supply.turns.problems[Key(PART.manifest_digest)].code == "internal_error"
+    assert supply.turns.problems[PART.manifest_digest].code == "internal_error"
     for _ in range(3):
         await supply.steer([PART])
         await asyncio.sleep(0)
@@ -270,15 +246,15 @@ async def test_a_fault_of_the_peers_own_is_said_and_not_tried_again_at_once(peer
 
 async def test_a_share_of_this_host_does_not_make_room(peer: Peer) -> None:
     """Other copies do; nobody else may have what ranks of this host wrote, until all of it is here."""
-    peer._shelf.claim(Key("f" * 32), "", SHAPE, None)
-    share, _ = peer._shelf.claim(Key("s" * 32), "", SHAPE, None)
+    peer._shelf.claim("f" * 32, "", SHAPE, None)
+    share, _ = peer._shelf.claim("s" * 32, "", SHAPE, None)
     share.journal.share = True
     full = Failing(ArenaFull("/arena", 1, 0))
     supply = Supply(peer._shelf, full, PeerMetrics(), lambda: None)  # type: ignore[arg-type]
     await eventually(lambda: failed(supply), GUARD_S)
-    assert list(peer._shelf.copies) == [share.key]
+    assert list(peer._shelf.copies) == [share.digest]
     share.whole = True
-    assert supply._make_room(Key(PART.manifest_digest))
+    assert supply._make_room(PART.manifest_digest)
     assert peer._shelf.copies == {}
     await supply.end()
 
@@ -301,11 +277,62 @@ async def test_wrong_contents_fail_a_fetch_only_when_no_other_host_has_it(peer: 
 
 
 async def test_who_is_left_out_is_no_other_host(peer: Peer) -> None:
-    bring, key = peer._supply._bring, Key(PART.manifest_digest)
-    assert not bring.has_others(key)
-    records = {h: CopyRecord(h, f"//{h}/slot", key.digest, 1, "ready", "127.0.0.1:1", 0.0) for h in ("a", "b")}
-    bring._board._records[key.digest] = records
-    bring._leave(key, "a", 60)
-    assert bring.has_others(key)
-    bring._leave(key, "b", 60)
-    assert not bring.has_others(key)
+    bring, digest = peer._supply._bring, PART.manifest_digest
+    assert not bring.has_others(digest)
+    records = {h: CopyRecord(h, f"//{h}/slot", digest, 1, "ready", "127.0.0.1:1", 0.0) for h in ("a", "b")}
+    bring._board._records[digest] = records
+    bring._leave(digest, "a", 60)
+    assert bring.has_others(digest)
+    bring._leave(digest, "b", 60)
+    assert not bring.has_others(digest)
+
+
+# whose turn it is
+
+
+class Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr("weightsync.peer.service.time.monotonic", lambda: self.now)
+
+
+A, B = "a" * 32, "b" * 32
+
+
+def test_what_waits_for_a_holder_stands_back_for_another_but_not_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, turn = Clock(monkeypatch), Turns()
+    assert turn.next([]) is None
+    assert turn.next([A, B]) == A
+    turn.waits(A, PeerError("nobody has it"))
+    assert (turn.next([A, B]), turn.next([A])) == (B, A)
+    assert turn.problems[A].code == "peer_error"
+    assert A not in turn.failed
+    clock.now += 5
+    assert turn.next([A, B]) == A  # tried again
+    turn.waits(A, PeerError("still"))
+    clock.now += 5
+    assert turn.next([A, B]) == B  # for longer each time, as B would come to nothing otherwise
+    turn.goes_on(A)
+    assert turn.next([A, B]) == A
+    assert not turn.problems
+
+
+def test_what_failed_is_tried_again_later_and_stays_failed_until_it_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, turn = Clock(monkeypatch), Turns()
+    turn.ended(A, PeerError("no"), failed=True)
+    assert turn.next([A]) is None
+    clock.now += 5
+    assert turn.next([A]) == A
+    turn.goes_on(A)
+    turn.waits(A, PeerError("nobody"))
+    assert turn.failed == {A}
+    assert turn.problems[A].message == "no"
+    turn.done(A)
+    assert (turn.failed, turn.problems) == (set(), {})
+    turn.ended(A, PeerError("no"), failed=False)
+    clock.now += 0.5
+    assert turn.next([A]) == A
+    turn.ended(B, ValueError("broken"), failed=True)
+    assert turn.problems[B].code == "internal_error"
+    turn.keep_to({A})
+    assert (set(turn.problems), turn.failed) == ({A}, set())

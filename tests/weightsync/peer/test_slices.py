@@ -19,7 +19,6 @@ from weightsync.format.versions import Records, opened
 from weightsync.memory.arena import Arena
 from weightsync.peer.chunks import Bitmap, Head, Shape, manifest_of
 from weightsync.peer.copies import wait_for_slots
-from weightsync.peer.messages import Key
 from weightsync.peer.shelf import Regions, Shelf
 from weightsync.peer.slices import Needs, PartCopyRecord, SlicesRecord, part_copy_key, slices_prefix
 from weightsync.transport import Transport
@@ -312,12 +311,12 @@ def test_without_digests_of_chunks_everything_is_fetched(tmp_path: Path, transpo
         shelf = Shelf(Arena(tmp_path / str(len(metadata))), MODEL, Regions(transport))
         shelf.needs = lambda found: HALF if found == SCHEMA.digest else None
         shape = head.shape or Shape(layout.total_nbytes, 1 << 16, ("0" * 32,) * -(-layout.total_nbytes // (1 << 16)))
-        copy, _ = shelf.claim(Key(manifest.digest), "", shape, head)
+        copy, _ = shelf.claim(manifest.digest, "", shape, head)
         needed = HALF.chunks(shape.nbytes, shape.chunk_nbytes) if metadata else Bitmap.full(shape.chunks).bits
         assert shelf.settled(copy).bits == Bitmap.full(shape.chunks).bits & ~needed
         copy.is_open = True
-        assert not shelf.has(copy.key)
+        assert not shelf.has(copy.digest)
         for chunk in Bitmap(shape.chunks, needed):
             copy.came(chunk)
-        assert shelf.has(copy.key) == (not copy.journal.done.complete)  # with all of it, it is to become a slot
+        assert shelf.has(copy.digest) == (not copy.journal.done.complete)  # with all of it, it is to become a slot
         shelf.close()

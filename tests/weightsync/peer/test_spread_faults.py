@@ -22,7 +22,6 @@ from weightsync.control.records import ActiveRecord, CopyRecord, VersionRecord
 from weightsync.errors import StoreUnavailable
 from weightsync.memory.arena import Arena
 from weightsync.peer.chunks import Bitmap
-from weightsync.peer.messages import Key
 from weightsync.peer.shelf import Journal, Regions, Shelf
 from weightsync.persist import restore
 from weightsync.transport import Transport
@@ -66,7 +65,7 @@ def require_standing(hosts: Hosts, transport: Transport, *records: VersionRecord
     """Peers that start on both hosts now offer every chunk of the versions, with the bytes that were published."""
     for record in records:
         assert record.state == "ready"
-        key, found = Key(record.manifest_digest), []
+        key, found = record.manifest_digest, []
         for host in "ab":
             shelf = Shelf(Arena(hosts.arena(host)), MODEL, Regions(transport))
             shelf.adopt()
