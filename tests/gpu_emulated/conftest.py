@@ -6,7 +6,6 @@ pytest's own process imports vLLM and makes checkpoints; each test forks (`forks
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,7 +48,7 @@ def imported() -> None:
     cumem.libcudart = cuda_wrapper.CudaRTLibrary()
     os.environ[OWNER_ENV] = str(os.getpid())
     register()
-    fingerprint._kernels(sys.maxsize)  # compiled once
+    fingerprint._kernels()  # compiled once
     assert not torch.cuda.is_initialized(), "an import asked for a device: forks cannot have one now"
 
 

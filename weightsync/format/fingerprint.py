@@ -13,11 +13,11 @@ the published bytes stand beside it in the manifest.
 
 The fingerprint of a version is the xxh3_128 of the lines `name:F`, sorted by name.
 
-The inner loops are compiled with numba where it is installed and run in numpy otherwise, with the same results. The
-products of two int16 words, added as int32, are what `vpmaddwd` does; with AVX-512 a core sums 60-100 GB/s in its
-cache, so the sums cost little beside the memory traffic they ride on. numba is one of vLLM's requirements; its import
-(0.3 s) and its compiler (1 s, kept on disk where a cache directory is writable) run once, off the critical path if
-`warm` is called early.
+The inner loops are compiled with numba. Where it is not installed, rows are summed in numpy, with the same results;
+packed words, which only an engine has, are not. The products of two int16 words, added as int32, are what `vpmaddwd`
+does; with AVX-512 a core sums 60-100 GB/s in its cache, so the sums cost little beside the memory traffic they ride on.
+numba is one of vLLM's requirements; its import (0.3 s) and its compiler (1 s, kept on disk where a cache directory is
+writable) run once, off the critical path if `warm` is called early.
 
 `is_finite` looks for NaN and infinities as the bytes are read, by two reductions over words that lie in the cache. In
 every IEEE format the words of NaN and infinity are the largest of their sign: from `limit` on where the sign bit is
@@ -61,7 +61,11 @@ _wanted = False  # the compiled ones, by somebody who called `warm`
 
 def rows(flat: Array, stride: int, a: Array, b: Array) -> int:
     """sum of a[r] * b[c] * flat[r * stride + c] mod 2^32, as an int of either sign. flat: int16 or uint8 [...]."""
-    return int(_kernels(flat.nbytes)["rows"](flat, stride, a, b))
+    global _summed
+    if not _compiled and not _wanted and _summed + flat.nbytes <= LITTLE:
+        _summed += flat.nbytes
+        return numpy_rows(flat, stride, a, b)
+    return int(_kernels()["rows"](flat, stride, a, b))
 
 
 def packed(units: Array, a: Array, b: Array) -> int:
@@ -69,7 +73,7 @@ def packed(units: Array, a: Array, b: Array) -> int:
 
     int32: the words (2k, 2k+1) of row n; b: [k, 2]. int16: the word k of row n; b: [k].
     """
-    return int(_kernels(units.nbytes)["packed" if units.itemsize == 4 else "packed_words"](units, a, b))
+    return int(_kernels()["packed" if units.itemsize == 4 else "packed_words"](units, a, b))
 
 
 def pack(flat: Array, stride: int, target: Array, a: Array, b: Array) -> int:
@@ -78,7 +82,7 @@ def pack(flat: Array, stride: int, target: Array, a: Array, b: Array) -> int:
     flat: int32 pairs of words, `stride` from row to row; target: int32 [blocks, k, n] pairs, k a multiple of 16, or
     int16 words, k a multiple of 32; n a multiple of 4.
     """
-    return int(_kernels(target.nbytes)["pack" if target.itemsize == 4 else "pack_words"](flat, stride, target, a, b))
+    return int(_kernels()["pack" if target.itemsize == 4 else "pack_words"](flat, stride, target, a, b))
 
 
 def warm(nbytes: int = sys.maxsize) -> None:
@@ -91,19 +95,16 @@ def warm(nbytes: int = sys.maxsize) -> None:
     if not _compiled and nbytes > LITTLE:
         _wanted = True
         _compiler()
-        threading.Thread(target=_kernels, args=(nbytes,), name="hotswap-checksums").start()
+        threading.Thread(target=_kernels, name="hotswap-checksums").start()
 
 
-def _kernels(nbytes: int) -> dict[str, Callable[..., int]]:
-    """Those to sum `nbytes` with."""
-    global _summed
-    if not _compiled and not _wanted and _summed + nbytes <= LITTLE:
-        _summed += nbytes
-        return NUMPY
+def _kernels() -> dict[str, Callable[..., int]]:
+    """The compiled ones, by name."""
     if not _compiled:
         with _lock:
             if not _compiled:
-                _compiled.update(_load())
+                compiler = _compiler()
+                _compiled.update(compiler.compile_kernels() if compiler is not None else {"rows": numpy_rows})
     return _compiled
 
 
@@ -117,49 +118,11 @@ def numpy_rows(flat: Array, stride: int, a: Array, b: Array) -> int:
     return total
 
 
-def numpy_packed(pairs: Array, a: Array, b: Array) -> int:
-    low, high = b[:, :1].astype(np.int32), b[:, 1:].astype(np.int32)
-    total = 0
-    for block, multipliers in zip(pairs, a, strict=True):
-        sums = (((block << 16) >> 16) * low + (block >> 16) * high).sum(axis=0, dtype=np.int32)
-        total += int((sums * multipliers).sum(dtype=np.int32))
-    return total
-
-
-def numpy_packed_words(words: Array, a: Array, b: Array) -> int:
-    wide, total = b[:, None].astype(np.int32), 0
-    for block, multipliers in zip(words, a, strict=True):
-        total += int(((block * wide).sum(axis=0, dtype=np.int32) * multipliers).sum(dtype=np.int32))
-    return total
-
-
-def numpy_pack(flat: Array, stride: int, target: Array, a: Array, b: Array) -> int:
-    (blocks, wide, lanes), size = target.shape, target.itemsize
-    strides = (lanes * stride * 4, size, stride * 4)
-    units = flat.view(target.dtype)
-    np.copyto(target, np.lib.stride_tricks.as_strided(units, (blocks, wide, lanes), strides))
-    return (numpy_packed if size == 4 else numpy_packed_words)(target, a, b)
-
-
-NUMPY: dict[str, Callable[..., int]] = {
-    "rows": numpy_rows,
-    "packed": numpy_packed,
-    "packed_words": numpy_packed_words,
-    "pack": numpy_pack,
-    "pack_words": numpy_pack,
-}
-
-
 def _compiler() -> ModuleType | None:
     """The module of the kernels that numba compiles; None where it is not installed."""
     if importlib.util.find_spec("numba") is None:
         return None
     return importlib.import_module("weightsync.format.checksum_numba")
-
-
-def _load() -> dict[str, Callable[..., int]]:
-    compiler = _compiler()
-    return compiler.compile_kernels() if compiler is not None else NUMPY
 
 
 MASK = 0xFFFFFFFF
