@@ -28,9 +28,10 @@ Stamp = tuple[int, int, int] | None
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches `host`; False for a name other than localhost, wherever it may lead."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host.strip("[]"))
     except ValueError:
         return host == "localhost"
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def stamp(path: Path) -> Stamp:

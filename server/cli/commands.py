@@ -230,8 +230,10 @@ def _show_plan(world: World, asked: DoctorReport) -> None:
         if world.model_dir is None:
             raise ConfigError("--plan: say with --model of which checkpoint.")
         model = plan.Model.of(world.model_dir, world.tensor_parallel_size)
-        gpu = world.accelerator() if asked.gpu_gib is None else None
-        total = plan.require(gpu.nbytes if gpu is not None else int(asked.gpu_gib * 2**30) if asked.gpu_gib else None)
+        first = next(iter(world.gpus_taken()), None)
+        total = int(asked.gpu_gib * 2**30) if asked.gpu_gib else first.nbytes if first is not None else 0
+        if not total:
+            raise ConfigError("--plan: no GPU is seen here; say with --gpu-gib how much memory it is to have.")
         found = plan.rows(model, world.room(total), asked.sequence_tokens)
     if asked.as_json:
         print(json.dumps([asdict(row) for row in found]))

@@ -15,7 +15,6 @@ from typing import Any
 
 from rich.table import Table
 
-from server.errors import ConfigError
 from weightsync.errors import CheckpointError
 from weightsync.format.manifest import Schema
 from weightsync.publish.checkpoint import Checkpoint, read_config
@@ -107,13 +106,6 @@ def rows(model: Model, room: Room, tokens: int) -> list[Row]:
         sequences = max(0, cache) // (model.token * tokens) if model.token else 0
         found.append(Row(copies, cache, sequences, (MOST_COPIES - copies) * model.weights, copies == chosen))
     return found
-
-
-def require(total: int | None) -> int:
-    """Raises ConfigError where no GPU and no size is known."""
-    if total is None:
-        raise ConfigError("--plan: torch sees no GPU here; say with --gpu-gib how much memory it is to have.")
-    return total
 
 
 def table(found: Iterable[Row], tokens: int) -> Table:

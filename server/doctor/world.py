@@ -6,7 +6,6 @@ import ast
 import asyncio
 import contextlib
 import importlib.util
-import ipaddress
 import os
 import resource
 import subprocess
@@ -28,7 +27,6 @@ from weightsync.vllm_engine.device.room import UTILIZATION, Room
 from weightsync.vllm_engine.gpus import Gpu, Gpus, look
 
 RUN_TIMEOUT_S = 20.0
-MEASURED_NBYTES = 1 << 30  # of which a half is copied to the other: more than a cache of a GPU holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,43 +50,12 @@ def run_command(command: Sequence[str]) -> Ran:
     return Ran(done.returncode, done.stdout.decode(errors="replace").strip())
 
 
-@dataclass(frozen=True, slots=True)
-class Accelerator:
-    """The first GPU: its memory in bytes, the ms that a byte of a copy takes there and from pinned host memory (None
-    where they could not be measured), and what of the memory no process holds (None: all)."""
-
-    name: str
-    nbytes: int
-    ms_per_byte: float | None = None
-    ms_per_byte_from_host: float | None = None
-    free: int | None = None
-
-
-def find_accelerator() -> Accelerator | None:
-    """Measures for a fraction of a second. Raises RuntimeError, as when the device has no memory left."""
-    if torch_cuda() is None:
-        return None
-    import torch
-
-    from weightsync.vllm_engine.device import cuda
-
-    if not torch.cuda.is_available():
-        return None
-    device = torch.device("cuda:0")
-    found = torch.cuda.get_device_properties(device)
-    free, total = torch.cuda.mem_get_info(device)
-    data = torch.empty(MEASURED_NBYTES, dtype=torch.uint8, device=device)
-    on_device, from_host = cuda.ms_per_byte_on_device(data), cuda.ms_per_byte_from_host(device)
-    return Accelerator(found.name, total, on_device, from_host, free)
-
-
 @dataclass(frozen=True)
 class World:
     """This host and what is to run on it. None: not asked for, so what needs it is skipped or takes its default.
 
-    `root` stands for `/` where `/proc` and `/sys` are read. `accelerator` measures the first GPU; None if there is none
-    that torch uses. `gpus` are all that NVML tells of; None if its package is not installed. `limit` gives the soft
-    limit of a resource (-1: none).
+    `root` stands for `/` where `/proc` and `/sys` are read. `gpus` are all that NVML tells of; None if its package is
+    not installed. `limit` gives the soft limit of a resource (-1: none).
     """
 
     store: Annotated[str | None, Option("store URL to check", env="HOTSWAP_STORE")] = None
@@ -117,7 +84,6 @@ class World:
     root: Path = Path("/")
     shm: Path = DEFAULT_ROOT
     run: Callable[[Sequence[str]], Ran] = run_command
-    accelerator: Callable[[], Accelerator | None] = find_accelerator
     gpus: Callable[[], Gpus | None] = look
     limit: Callable[[int], int] = lambda which: resource.getrlimit(which)[0]
 
@@ -132,10 +98,10 @@ class World:
         except OSError:
             return None
 
-    def room(self, total: int, free: int | None = None) -> Room:
-        """What an instance will have of a GPU of `total` bytes, of which `free` are free (None: all)."""
+    def room(self, total: int) -> Room:
+        """What an instance will have of a GPU of `total` bytes that nothing else uses."""
         utilization, kv_cache = self.gpu_memory_utilization, self.kv_cache_memory_bytes
-        return Room.of(total, total if free is None else free, utilization=utilization, kv_cache=kv_cache)
+        return Room.of(total, total, utilization=utilization, kv_cache=kv_cache)
 
     @property
     def ranks(self) -> int:
@@ -155,8 +121,6 @@ class World:
     @property
     def has_gpu_build(self) -> bool:
         """Whether the torch installed here computes on CUDA devices."""
-        from server.doctor.world import torch_cuda
-
         return torch_cuda() is not None
 
 
@@ -209,18 +173,6 @@ def file_system(world: World, path: Path) -> str | None:
         if place.is_relative_to(where) and len(where.parts) >= best[0]:
             best = (len(where.parts), kind)  # type: ignore[assignment]
     return best[1]
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this host can reach it. A name other than localhost is taken for another host's."""
-    if host == "localhost":
-        return True
-    try:
-        address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
-    except ValueError:
-        return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return bool((mapped or address).is_loopback)
 
 
 UNTOLD = "hotswap"  # no store is named: only where it would be matters

@@ -1,24 +1,17 @@
-"""Memory: shared memory and the limits on it, huge pages, NUMA nodes, open files and locked memory."""
+"""Memory: shared memory and the limits on it, open files and locked memory."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import re
 import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from server.doctor.checks.network import devices
 from server.doctor.plan import scratch_of
 from server.doctor.registry import Finding, check, fail, ok, skip, warn
-from server.doctor.world import (
-    World,
-    arena_directory,
-    held_nbytes,
-    size,
-)
+from server.doctor.world import World, arena_directory, held_nbytes, size
 from weightsync.errors import CheckpointError
 from weightsync.format.manifest import Layout
 from weightsync.publish.checkpoint import Checkpoint, read_config
@@ -71,7 +64,7 @@ def pinned_nbytes(world: World, nbytes: int, scratch: int = 0) -> int:
             there = remap.sets_that_fit(each, given, wanted, scratch=scratch)
         else:
             there = wanted if wanted is not None else given.copies(each, scratch)
-    except (ValueError, mapping.RemapUnavailable):  # `swap-pause` says what is wrong
+    except (ValueError, mapping.RemapUnavailable):  # an instance says what is wrong when it starts
         there = 0
     return world.ranks * (cuda.PIECES * cuda.PIECE_NBYTES + (room.MOST_COPIES - there) * each)
 
@@ -162,76 +155,6 @@ def _host_total(world: World) -> int | None:
     return None
 
 
-THP = "/sys/kernel/mm/transparent_hugepage"
-
-
-@check("huge-pages", "transparent huge pages, and memory set aside for others")
-def huge_pages(world: World) -> Iterator[Finding]:
-    processes, shared = _chosen(world.read(f"{THP}/enabled")), _chosen(world.read(f"{THP}/shmem_enabled"))
-    if processes is None:
-        yield skip("this kernel has no transparent huge pages")
-    elif processes == "never":
-        mend = f"echo madvise > {THP}/enabled"
-        yield warn("transparent huge pages are off: torch cannot ask for them for large tensors", mend)
-    else:
-        yield ok(f"transparent: {processes} for processes, {shared or 'unknown'} for shared memory")
-    yield from _set_aside(world)
-
-
-def _set_aside(world: World) -> Iterator[Finding]:
-    table = dict(re.findall(r"^(\w+):\s+(\d+)", world.read("/proc/meminfo") or "", re.MULTILINE))
-    free = int(table.get("HugePages_Free", 0)) * int(table.get("Hugepagesize", 0)) << 10
-    if free:
-        mend = "sysctl vm.nr_hugepages=0, unless another program needs them: slots lie in ordinary pages"
-        yield warn(f"{size(free)} are set aside as huge pages that nobody uses", mend)
-
-
-def _chosen(text: str | None) -> str | None:
-    """`always [madvise] never` as `madvise`."""
-    found = re.search(r"\[(\w+)\]", text or "")
-    return found.group(1) if found else None
-
-
-NODES = "/sys/devices/system/node"
-
-
-@check("numa", "NUMA nodes, which of them this process may use, and where the RDMA devices are")
-def numa(world: World) -> Iterator[Finding]:
-    yield from judge_numa(world, os.sched_getaffinity(0))
-
-
-def judge_numa(world: World, cores: set[int]) -> Iterator[Finding]:
-    """`cores`: those this process may run on."""
-    online = world.read(f"{NODES}/online")
-    if online is None:
-        yield skip("this kernel tells nothing of NUMA nodes")
-        return
-    nodes = {n: parse_list(world.read(f"{NODES}/node{n}/cpulist") or "") for n in sorted(parse_list(online))}
-    used = [n for n, theirs in nodes.items() if theirs & cores]
-    text = f"{len(nodes)} node(s); this process may run on {', '.join(map(str, used)) or 'none'}"
-    text += "".join(f"; {d.name} is at node {world.read(f'/sys/class/infiniband/{d.name}/device/numa_node')}"
-                    for d in devices(world))  # fmt: skip
-    if len(used) > 1:
-        mend = "Start each instance on one node: numactl --cpunodebind=N --membind=N, or VLLM_CPU_OMP_THREADS_BIND"
-        yield warn(text, mend)
-    else:
-        yield ok(text)
-    if (world.read("/proc/sys/vm/zone_reclaim_mode") or "0") != "0":
-        yield warn(
-            "zone_reclaim_mode is on: a full node evicts pages instead of taking another's",
-            "sysctl vm.zone_reclaim_mode=0",
-        )
-
-
-def parse_list(text: str) -> set[int]:
-    """`0-3,8` as {0, 1, 2, 3, 8}."""
-    found: set[int] = set()
-    for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
-        found |= set(range(int(first), int(last or first) + 1))
-    return found
-
-
 FILES_WANTED = 16_384  # a gateway holds two for each stream, and takes 10,000 connections by default
 FILES_NEEDED = 1024
 
@@ -254,7 +177,7 @@ def locked_memory(world: World) -> Iterator[Finding]:
     mend = "ulimit -l unlimited (LimitMEMLOCK=infinity; in a container --ulimit memlock=-1 or CAP_IPC_LOCK)"
     if have == resource.RLIM_INFINITY:
         yield ok("no limit")
-    elif devices(world):
+    elif any(world.path("/sys/class/infiniband").glob("*")):
         yield fail(f"{size(have)}: slots cannot be registered with the RDMA devices here", mend)
     elif not world.has_gpu_build:
         yield ok(f"{size(have)}; nothing here pins memory")

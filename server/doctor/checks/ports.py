@@ -12,8 +12,9 @@ import psutil
 
 from server.doctor.processes import is_ours, listener_on, ours
 from server.doctor.registry import Finding, check, fail, ok, skip, warn
-from server.doctor.world import World, is_loopback
+from server.doctor.world import World
 from server.ports import authority
+from weightsync.tls import is_loopback
 
 PROBE_TIMEOUT_S = 2.0
 DEFAULT_PORT = "8000"

@@ -1,4 +1,4 @@
-"""The software: versions, the compiled gateway, GPUs and their driver, the sandbox of rewards."""
+"""The software: versions, the compiled gateway, GPUs and their driver, the sandbox of rewards, transports."""
 
 from __future__ import annotations
 
@@ -238,3 +238,22 @@ def judge_sandbox(world: World, bubblewrap: str | None, *, as_root: bool) -> Fin
     off = [mend for path, (bad, mend) in SWITCHES.items() if not as_root and world.read(path) == bad]
     in_container = "In a container, allow namespaces (a seccomp profile that lets unshare and mount pass)"
     return warn(f"{bubblewrap} cannot isolate: {trial.said}", "; ".join(off) or in_container)
+
+
+@check("transports", "what can carry versions between hosts")
+def transports(world: World) -> Iterator[Finding]:
+    from weightsync.transport import available
+
+    yield from judge_transports(available())
+
+
+def judge_transports(found: Mapping[str, str]) -> Iterator[Finding]:
+    """By name, why it cannot be used; empty if it can."""
+    usable = [name for name, why in found.items() if not why]
+    missing = "; ".join(f"{name}: {why}" for name, why in found.items() if why)
+    if not usable:
+        yield warn(missing, "Install one of them (requirements/); on a single host none is needed")
+        return
+    yield ok(f"{', '.join(usable)} can be used")
+    if missing:
+        yield skip(f"not available: {missing}")

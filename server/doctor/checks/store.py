@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from server.doctor.registry import Finding, check, fail, ok, skip, warn
-from server.doctor.world import World, file_system, is_loopback
+from server.doctor.world import World, file_system
 from weightsync import open_store
 from weightsync.errors import StoreError, StoreRefused, StoreUnavailable
 from weightsync.store.etcd_url import EtcdUrl
 from weightsync.store.sqlite import parse
+from weightsync.tls import is_loopback
 
 REMOTE = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "fuse", "glusterfs", "lustre")
 LEASE_S = 10.0

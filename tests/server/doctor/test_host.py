@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from server.doctor import world as worlds
-from server.doctor.checks.memory import judge_numa, need_of, pinned_nbytes
-from server.doctor.checks.network import judge_transports
-from server.doctor.checks.software import judge_caches, judge_compiled, judge_gpu, judge_sandbox
+from server.doctor.checks.memory import need_of, pinned_nbytes
+from server.doctor.checks.software import judge_caches, judge_compiled, judge_gpu, judge_sandbox, judge_transports
 from server.doctor.registry import Status
 from server.doctor.world import cuda_in, run_command
 from server.gpus import DEVICES_ENV
@@ -106,9 +105,6 @@ def test_torchs_cuda_is_read_without_importing_it(tmp_path: Path, text: str, cud
     assert cuda_in(tmp_path / "absent.py") is None
 
 
-MEMINFO = "MemTotal: 4096 kB\nHugePages_Free: {}\nHugepagesize: 2048 kB\n"
-
-
 @pytest.mark.parametrize(
     "files",
     [
@@ -127,7 +123,8 @@ def test_the_smallest_memory_limit_above_this_process_counts(tmp_path: Path, fil
 
 def test_without_a_limit_the_hosts_memory_counts(tmp_path: Path) -> None:
     files = {"/proc/self/cgroup": "0::/\n4:memory:/x", "/sys/fs/cgroup/memory.max": "max"}
-    files |= {"/sys/fs/cgroup/memory/x/memory.limit_in_bytes": str(2**63 - 4096), "/proc/meminfo": MEMINFO}
+    files["/proc/meminfo"] = "MemTotal: 4096 kB\n"
+    files |= {"/sys/fs/cgroup/memory/x/memory.limit_in_bytes": str(2**63 - 4096)}
     assert "no limit" in only(findings("memory-limit", host(tmp_path, files)), "ok").found
     only(findings("memory-limit", host(tmp_path, files, model_dir=checkpoint(tmp_path / "m", 1))), "fail")
     only(findings("memory-limit", host(tmp_path / "bare")), "skip")
@@ -141,7 +138,7 @@ def test_open_files(tmp_path: Path, limit: int, expected: Status) -> None:
 def test_locked_memory_matters_where_there_is_an_rdma_device(tmp_path: Path) -> None:
     limits = {resource.RLIMIT_MEMLOCK: 65_536}
     only(findings("locked-memory", host(tmp_path, limit=lambda which: limits[which])), "ok")
-    rdma_device(tmp_path)
+    host(tmp_path, {"/sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE"})
     assert "unlimited" in only(findings("locked-memory", host(tmp_path, limit=limits.__getitem__)), "fail").mend
     limits[resource.RLIMIT_MEMLOCK] = resource.RLIM_INFINITY
     only(findings("locked-memory", host(tmp_path, limit=limits.__getitem__)), "ok")
@@ -199,55 +196,6 @@ def test_what_workers_of_gpus_pin_counts_against_the_limit(tmp_path: Path, monke
     only(findings("memory-limit", host(tmp_path, files, **given)), "ok")
     found = only(findings("memory-limit", host(tmp_path, files, **given, environ={COPIES_ENV: "0"})), "fail").found
     assert "131 MiB that workers of GPUs pin" in found
-
-
-def rdma_device(root: Path, state: str = "4: ACTIVE", *, verbs: bool = True, node: bool = True) -> None:
-    port = {"state": state, "link_layer": "Ethernet", "rate": "100 Gb/sec (4X EDR)"}
-    files = {f"/sys/class/infiniband/mlx5_0/ports/1/{name}": text for name, text in port.items()}
-    files["/sys/class/infiniband/mlx5_0/device/numa_node"] = "1"
-    files |= {"/sys/class/infiniband_verbs/uverbs0/ibdev": "mlx5_0\n"} if verbs else {}
-    files |= {"/dev/infiniband/uverbs0": ""} if node else {}
-    host(root, files)
-
-
-def test_rdma_ports_and_access(tmp_path: Path) -> None:
-    assert "TCP" in only(findings("rdma", host(tmp_path)), "skip").found
-    rdma_device(tmp_path / "well")
-    found = findings("rdma", host(tmp_path / "well"))
-    assert statuses(found) == ["ok", "ok"]
-    assert "mlx5_0: port 1 ACTIVE Ethernet 100 Gb/sec (4X EDR)" in found[0].found
-    rdma_device(tmp_path / "down", "1: DOWN", node=False)
-    found = findings("rdma", host(tmp_path / "down"))
-    assert statuses(found) == ["warn", "fail"]
-    assert "cable" in found[0].mend
-    assert "container" in found[1].mend
-    rdma_device(tmp_path / "bare", verbs=False)
-    assert "modprobe" in findings("rdma", host(tmp_path / "bare"))[1].mend
-
-
-THP = "/sys/kernel/mm/transparent_hugepage"
-
-
-def test_huge_pages(tmp_path: Path) -> None:
-    only(findings("huge-pages", host(tmp_path / "old")), "skip")
-    files = {f"{THP}/enabled": "always [madvise] never", f"{THP}/shmem_enabled": "[never]"}
-    well = only(findings("huge-pages", host(tmp_path / "well", files)), "ok")
-    assert "madvise for processes, never for shared memory" in well.found
-    files = {f"{THP}/enabled": "always madvise [never]", "/proc/meminfo": MEMINFO.format(512)}
-    found = findings("huge-pages", host(tmp_path / "off", files))
-    assert statuses(found) == ["warn", "warn"]
-    assert "1.0 GiB" in found[1].found
-
-
-def test_numa(tmp_path: Path) -> None:
-    only(judge_numa(host(tmp_path / "none"), {0}), "skip")
-    nodes = {"online": "0-1", "node0/cpulist": "0-3", "node1/cpulist": "4-7"}
-    files = {f"/sys/devices/system/node/{name}": text for name, text in nodes.items()}
-    only(judge_numa(host(tmp_path, files), {4, 7}), "ok")
-    rdma_device(tmp_path)
-    assert "mlx5_0 is at node 1" in only(judge_numa(host(tmp_path), {0, 5}), "warn").found
-    files = {"/proc/sys/vm/zone_reclaim_mode": "1"}
-    assert statuses(judge_numa(host(tmp_path, files), {0})) == ["ok", "warn"]
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,12 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from server.doctor.checks.ports import speaks_tls
 from server.doctor.processes import is_ours
 from server.doctor.registry import Status
-from server.doctor.world import World, is_loopback
+from server.doctor.world import World
 from server.ports import free_port
 from tests.etcd import Tls
 from tests.server.doctor.worlds import findings, only, statuses
 from tests.server.gateway.upstream import upstream
-from weightsync.tls import ENVIRONMENT
+from weightsync.tls import ENVIRONMENT, is_loopback
 
 STARTS = ()  # `up` starts nothing here
 LISTENS = """

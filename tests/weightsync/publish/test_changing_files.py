@@ -134,7 +134,6 @@ OWN = {
     "weightsync/persist/export.py": "files beside the weights, which have no version",
     "weightsync/vllm_engine/loader.py": "by `Checkpoint.opened`, and the names alone",
     "server/doctor/checks/memory.py": "names and shapes",
-    "server/doctor/checks/swap_pause.py": "names and shapes",
     "server/doctor/plan.py": "names and shapes",
     "server/instance/sidecar.py": "names and shapes",
     "server/up/resume.py": "by `Checkpoint.glance`",
