@@ -1,5 +1,5 @@
 """The admin port of a running gateway, as commands reach it: where it is, the key to it, the authority that vouches
-for it, and the tables that show its answers.
+for it, and the options that say so.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import inspect
 import os
 import ssl
 from collections.abc import Callable, Iterable, Mapping
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -31,46 +30,32 @@ Url = Annotated[
 KeyFile = Annotated[Path | None, typer.Option(envvar="HOTSWAP_ADMIN_KEY_FILE", help="file with the admin key")]
 Reason = Annotated[str | None, typer.Option(help="why; the ledger keeps it")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
-
-
 Which = Annotated[
     str | None, typer.Option("--model", envvar="HOTSWAP_MODEL", help="which model, where the gateway has several")
 ]
-_model: ContextVar[str] = ContextVar("model", default="")
-
-
-def for_model(function: Callable[..., None]) -> Callable[..., None]:
-    """Of a command, one that takes --model: every `AdminClient` that it makes asks about that model."""
-
-    @functools.wraps(function)
-    def command(*args: Any, model: str | None = None, **given: Any) -> None:
-        before = _model.set(model or "")
-        try:
-            function(*args, **given)
-        finally:
-            _model.reset(before)
-
-    hints = {**get_type_hints(function, include_extras=True), "model": Which}
-    which = inspect.Parameter("model", inspect.Parameter.KEYWORD_ONLY, default=None)
-    parameters = [*inspect.signature(function).parameters.values(), which]
-    command.__annotations__ = hints
-    signed = [each.replace(annotation=hints[each.name]) for each in parameters]
-    command.__signature__ = inspect.Signature(signed)  # type: ignore[attr-defined]
-    return command
+WHERE = {"state_dir": StateDir, "url": Url, "admin_key_file": KeyFile}
 
 
 class AdminClient:
-    """The gateway's /admin routes. What the command line and the environment leave out is read from the state
-    directory of a server that was started here. Raises CliError."""
+    """The gateway's /admin routes, where it has several models those of `model`. What the command line and the
+    environment leave out is read from the state directory of a server that was started here, with the first request.
+    """
 
-    def __init__(self, state_dir: Path | None, url: str | None = None, key_file: Path | None = None) -> None:
-        key = os.environ.get(KEY_ENV)
+    def __init__(
+        self, state_dir: Path | None, url: str | None = None, admin_key_file: Path | None = None, model: str = ""
+    ) -> None:
+        self._state_dir, self._url, self._key_file, self._model = state_dir, url, admin_key_file, model
+
+    @functools.cached_property
+    def _http(self) -> httpx.Client:
+        """Raises CliError."""
+        key, url, key_file = os.environ.get(KEY_ENV), self._url, self._key_file
         if url is None or (key_file is None and not key):
-            info = ServerInfo.read(state_dir or default_state_dir(None))
+            info = ServerInfo.read(self._state_dir or default_state_dir(None))
             url, key_file = url or info.admin_url, key_file or Path(info.admin_key_file)
         headers = {"authorization": f"Bearer {key or _key_in(key_file)}"}
-        which = {"model": _model.get()} if _model.get() else {}
-        self._http = httpx.Client(base_url=url, headers=headers, params=which, verify=admin_tls(url), timeout=TIMEOUT_S)
+        which = {"model": self._model} if self._model else {}
+        return httpx.Client(base_url=url, headers=headers, params=which, verify=admin_tls(url), timeout=TIMEOUT_S)
 
     def call(self, method: str, path: str, body: dict[str, Any] | None = None, reason: str | None = None) -> Any:
         """The JSON answer; RequestFailed carries the gateway's own message. `reason` is for the ledger."""
@@ -123,6 +108,30 @@ def admin_tls(url: str) -> ssl.SSLContext | bool:
     except OSError as error:
         raise RequestFailed(f"{CA_ENV}={os.environ[CA_ENV]} cannot be used ({error}): name a PEM file") from error
     return member.client_context() if member is not None else True
+
+
+def for_gateway(function: Callable[..., None]) -> Callable[..., None]:
+    """Of a function that takes `client`, a command with the options that say where the gateway is instead."""
+    return _with_client(function, WHERE)
+
+
+def for_model(function: Callable[..., None]) -> Callable[..., None]:
+    """The same, and with --model: the client asks about that model."""
+    return _with_client(function, WHERE | {"model": Which})
+
+
+def _with_client(function: Callable[..., None], where: Mapping[str, Any]) -> Callable[..., None]:
+    @functools.wraps(function)
+    def command(**given: Any) -> None:
+        function(client=AdminClient(**{name: given.pop(name) for name in where}), **given)
+
+    hints = {**get_type_hints(function, include_extras=True), **where}
+    own = [each for each in inspect.signature(function).parameters.values() if each.name != "client"]
+    added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in where]
+    command.__annotations__ = {name: hint for name, hint in hints.items() if name != "client"}
+    signed = [each.replace(annotation=hints[each.name]) for each in [*own, *added]]
+    command.__signature__ = inspect.Signature(signed)  # type: ignore[attr-defined]
+    return command
 
 
 def percentages(active: dict[str, Any]) -> dict[int, float]:

@@ -105,11 +105,13 @@ def status(
     name: Annotated[str | None, typer.Option(help="model name, if several run here")] = None,
 ) -> None:
     """Show the instances, the active version and the last swaps of a running server."""
+    from server.cli.admin import AdminClient
     from server.cli.instances import show_instances, show_swaps
     from server.up.paths import ServerInfo, default_state_dir
 
     directory = state_dir or default_state_dir(name)
     if (info := ServerInfo.read(directory)).state != "ready":
         print(f"{info.model} is {info.state}: not every instance serves")
-    show_instances(directory)
-    show_swaps(directory)
+    client = AdminClient(directory)
+    show_instances(client)
+    show_swaps(client)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from server.cli.admin import AdminClient, AsJson, KeyFile, Reason, StateDir, Url, for_model
+from server.cli.admin import AdminClient, AsJson, Reason, for_model
 from server.cli.keys import seconds_of
 from server.cli.output import console, table
 from server.cli.weights import show_swap
@@ -21,16 +21,13 @@ app = typer.Typer(no_args_is_help=True)
 @app.command()
 @for_model
 def approve(
+    client: AdminClient,
     request: Annotated[str | None, typer.Argument(help="id of a request; without one, those that wait")] = None,
     refuse: Annotated[bool, typer.Option("--refuse", help="refuse it, or withdraw your own")] = False,
     reason: Reason = None,
     as_json: AsJson = False,
-    state_dir: StateDir = None,
-    url: Url = None,
-    admin_key_file: KeyFile = None,
 ) -> None:
     """Approve what somebody else has asked for, which is then carried out; or list what waits."""
-    client = AdminClient(state_dir, url, admin_key_file)
     if request is None:
         _list(client.call("GET", "/admin/approvals"), as_json)
         return
@@ -53,6 +50,7 @@ def approve(
 @app.command()
 @for_model
 def policy(
+    client: AdminClient,
     approvals: Annotated[
         list[str] | None,
         typer.Option("--approve", help="activate, split, rollback, release or policy: needs approval; may be repeated"),
@@ -61,12 +59,8 @@ def policy(
     lapse: Annotated[str, typer.Option(help="how long a request waits, such as 1h")] = "1h",
     reason: Reason = None,
     as_json: AsJson = False,
-    state_dir: StateDir = None,
-    url: Url = None,
-    admin_key_file: KeyFile = None,
 ) -> None:
     """Show which requests need the approval of a second identity, or set it."""
-    client = AdminClient(state_dir, url, admin_key_file)
     if approvals and nothing:
         raise CliError("--approve and --nothing exclude each other")
     if unknown := set(approvals or ()) - set(GUARDED):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from server.cli.admin import AdminClient, KeyFile, StateDir, Url, for_model, percentages
+from server.cli.admin import AdminClient, for_model, percentages
 from server.cli.output import console, table
 from server.errors import RequestFailed
 
@@ -24,22 +23,19 @@ Name = Annotated[str, typer.Argument(help="id of the instance, as `hotswap insta
 
 @app.command("list")
 @for_model
-def list_(state_dir: StateDir = None, url: Url = None, admin_key_file: KeyFile = None) -> None:
+def list_(client: AdminClient) -> None:
     """Every instance with its state, versions, load and last swap times."""
-    show_instances(state_dir, url, admin_key_file)
+    show_instances(client)
 
 
 @app.command()
 @for_model
 def drain(
+    client: AdminClient,
     name: Name,
     wait: Annotated[float, typer.Option(help="seconds to wait until it has no request of any gateway's")] = 0.0,
-    state_dir: StateDir = None,
-    url: Url = None,
-    admin_key_file: KeyFile = None,
 ) -> None:
     """Send it no new requests, at any gateway, until `resume` or until it is started anew."""
-    client = AdminClient(state_dir, url, admin_key_file)
     client.call("POST", f"/admin/instances/{name}/drain")
     if wait:
         _wait_until_idle(client, name, wait)
@@ -48,26 +44,23 @@ def drain(
 
 @app.command()
 @for_model
-def resume(name: Name, state_dir: StateDir = None, url: Url = None, admin_key_file: KeyFile = None) -> None:
+def resume(client: AdminClient, name: Name) -> None:
     """Send it requests again."""
-    answer = AdminClient(state_dir, url, admin_key_file).call("POST", f"/admin/instances/{name}/resume")
+    answer = client.call("POST", f"/admin/instances/{name}/resume")
     console().print(f"{name} " + ("is about to stop by itself" if answer["draining"] else "gets requests again"))
 
 
 @app.command()
 @for_model
 def sleep(
+    client: AdminClient,
     name: Name,
     level: Annotated[int, typer.Option(min=1, max=2, help="1: quick to wake, 2: least memory")] = 2,
     drain: Annotated[float, typer.Option(help="seconds that requests in flight get to end")] = 30.0,
     wait: Annotated[float, typer.Option(help="seconds to wait until its memory is free")] = 60.0,
-    state_dir: StateDir = None,
-    url: Url = None,
-    admin_key_file: KeyFile = None,
 ) -> None:
     """Have it give its memory back, until `wake`."""
     body = {"level": level, "drain_s": drain, "requested_by": "hotswap", "wait_s": 0.0}
-    client = AdminClient(state_dir, url, admin_key_file)
     client.call("POST", f"/admin/instances/{name}/sleep", body)
     asleep = _wait_for(lambda: name in {r["id"] for r in client.call("GET", "/admin/sleep")["asleep"]}, wait)
     console().print(f"{name} " + ("sleeps" if asleep else "is falling asleep"))
@@ -76,22 +69,18 @@ def sleep(
 @app.command()
 @for_model
 def wake(
+    client: AdminClient,
     name: Name,
     wait: Annotated[float, typer.Option(help="seconds to wait until it serves")] = 120.0,
-    state_dir: StateDir = None,
-    url: Url = None,
-    admin_key_file: KeyFile = None,
 ) -> None:
     """End its sleep."""
-    client = AdminClient(state_dir, url, admin_key_file)
     client.call("POST", f"/admin/instances/{name}/wake", {"wait_s": 0.0})
     serves = _wait_for(lambda: name in _eligible(client), wait)
     console().print(f"{name} " + ("serves" if serves else "is waking"))
 
 
-def show_instances(state_dir: Path | None, url: str | None = None, admin_key_file: Path | None = None) -> None:
+def show_instances(client: AdminClient) -> None:
     """Print every instance with its state, versions and last swap times."""
-    client = AdminClient(state_dir, url, admin_key_file)
     rows = client.call("GET", "/admin/instances")["instances"]
     on_gpus = ["copies"] if any(r.get("device_copies") is not None for r in rows) else []
     shown = table("instance", "state", "version", "epoch", "weights", "load", "stage, flip ms", *on_gpus)
@@ -116,9 +105,8 @@ def show_instances(state_dir: Path | None, url: str | None = None, admin_key_fil
         out.print(f"version {version} has {percent:g} % of the requests{lost}")
 
 
-def show_swaps(state_dir: Path | None) -> None:
+def show_swaps(client: AdminClient) -> None:
     """Print the active version, the newest that could be swapped in, and the last swaps."""
-    client = AdminClient(state_dir, None, None)
     weights, out = client.call("GET", "/admin/weights"), console()
     active = weights["active"]["version"] if weights["active"] is not None else None
     newer = [v["version"] for v in weights["versions"] if v["state"] == "ready" and v["version"] > (active or 0)]

@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from server.cli.admin import AdminClient, AsJson, KeyFile, Reason, StateDir, Url
+from server.cli.admin import AdminClient, AsJson, Reason, for_gateway
 from server.cli.output import console, table
 from server.errors import CliError
 from server.key_limits import LIMITS, KeyLimits, Limit
@@ -76,8 +76,10 @@ def _option(field: str, limit: Limit) -> Any:
 
 
 @app.command()
+@for_gateway
 @with_limits
 def create(
+    client: AdminClient,
     name: Annotated[str, typer.Argument(help="who it is for")],
     scope: Scopes = None,
     expires: Expires = None,
@@ -87,16 +89,12 @@ def create(
     yes: Annotated[bool, typer.Option("--yes", help="do not ask before the first key closes inference")] = False,
     as_json: AsJson = False,
     reason: Reason = None,
-    state_dir: StateDir = None,
-    url: Url = None,
-    admin_key_file: KeyFile = None,
 ) -> None:
     """Make a key. It is shown this once: only its digest is kept. After the first, inference asks for one."""
     body = {"name": name, **_scopes(scope), **_expiry(expires), **(limits or {})} | (
         {"collect": True} if collect else {}
     )
     body |= {"models": model} if model else {}
-    client = AdminClient(state_dir, url, admin_key_file)
     if Scope.infer in (scope or [Scope.infer]) and client.call("GET", "/admin/keys")["inference"] == "open":
         typer.echo(CLOSES, err=True)
         if sys.stdin.isatty() and sys.stdout.isatty() and not yes:
@@ -105,11 +103,10 @@ def create(
 
 
 @app.command("list")
-def list_keys(
-    as_json: AsJson = False, state_dir: StateDir = None, url: Url = None, admin_key_file: KeyFile = None
-) -> None:
+@for_gateway
+def list_keys(client: AdminClient, as_json: AsJson = False) -> None:
     """List all keys with their limits."""
-    answer = AdminClient(state_dir, url, admin_key_file).call("GET", "/admin/keys")
+    answer = client.call("GET", "/admin/keys")
     if as_json:
         print(json.dumps(answer))
         return
@@ -128,14 +125,17 @@ def list_keys(
 
 
 @app.command()
-def show(key_id: Id, state_dir: StateDir = None, url: Url = None, admin_key_file: KeyFile = None) -> None:
+@for_gateway
+def show(client: AdminClient, key_id: Id) -> None:
     """Print one key's record as JSON."""
-    print(json.dumps(AdminClient(state_dir, url, admin_key_file).call("GET", _path(key_id)), indent=1))
+    print(json.dumps(client.call("GET", _path(key_id)), indent=1))
 
 
 @app.command()
+@for_gateway
 @with_limits
 def update(
+    client: AdminClient,
     key_id: Id,
     name: Annotated[str | None, typer.Option(help="who it is for")] = None,
     scope: Scopes = None,
@@ -148,9 +148,6 @@ def update(
     all_models: Annotated[bool, typer.Option("--all-models", help="it may ask for any")] = False,
     limits: Limited = None,
     reason: Reason = None,
-    state_dir: StateDir = None,
-    url: Url = None,
-    admin_key_file: KeyFile = None,
 ) -> None:
     """Change what is named, in all gateways, within a moment; the rest stays."""
     body = {**_scopes(scope), **_expiry(expires), **(limits or {})}
@@ -162,38 +159,34 @@ def update(
     body |= {"models": model or []} if model or all_models else {}
     if not body:
         raise CliError("nothing to change: name what is to be different (--help lists the options)")
-    record = AdminClient(state_dir, url, admin_key_file).call("PATCH", _path(key_id), body, reason)
+    record = client.call("PATCH", _path(key_id), body, reason)
     console().print(f"key {record['id']} ({record['name']}) is {record['state']}")
 
 
 @app.command()
+@for_gateway
 def rotate(
+    client: AdminClient,
     key_id: Id,
     grace: Annotated[str, typer.Option(help="how long the old key works beside the new one, such as 24h")] = "0s",
     as_json: AsJson = False,
     reason: Reason = None,
-    state_dir: StateDir = None,
-    url: Url = None,
-    admin_key_file: KeyFile = None,
 ) -> None:
     """Give a record a new key, which is shown this once; limits stay."""
-    client = AdminClient(state_dir, url, admin_key_file)
     _show_key(
         client.call("POST", f"{_path(key_id)}/rotate", {"grace_s": seconds_of("--grace", grace)}, reason), as_json
     )
 
 
 @app.command()
+@for_gateway
 def revoke(
+    client: AdminClient,
     key_id: Id,
     forget: Annotated[bool, typer.Option(help="also remove its record")] = False,
     reason: Reason = None,
-    state_dir: StateDir = None,
-    url: Url = None,
-    admin_key_file: KeyFile = None,
 ) -> None:
     """End a key for good."""
-    client = AdminClient(state_dir, url, admin_key_file)
     record = client.call("GET", _path(key_id))
     if record["state"] != "revoked":
         record = client.call("DELETE", _path(key_id), reason=reason)
@@ -203,11 +196,10 @@ def revoke(
 
 
 @app.command("open")
-def open_inference(
-    reason: Reason = None, state_dir: StateDir = None, url: Url = None, admin_key_file: KeyFile = None
-) -> None:
+@for_gateway
+def open_inference(client: AdminClient, reason: Reason = None) -> None:
     """Let everybody in without a key, until one is made; only when all keys for inference are revoked."""
-    AdminClient(state_dir, url, admin_key_file).call("POST", "/admin/keys/inference/open", reason=reason)
+    client.call("POST", "/admin/keys/inference/open", reason=reason)
     console().print("inference asks for no key, until one is made")
 
 

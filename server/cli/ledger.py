@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from server.cli.admin import AdminClient, AsJson, KeyFile, StateDir, Url
+from server.cli.admin import AdminClient, AsJson, StateDir, for_gateway
 from server.cli.output import console, table
 from server.errors import CliError, as_cli_error
 from server.up.paths import ServerInfo, default_state_dir
@@ -30,15 +30,14 @@ Place = Annotated[
 
 
 @app.command("list")
+@for_gateway
 def list_entries(
+    client: AdminClient,
     limit: Annotated[int, typer.Option(help="entries at most, of the newest 1000")] = 20,
     as_json: AsJson = False,
-    state_dir: StateDir = None,
-    url: Url = None,
-    admin_key_file: KeyFile = None,
 ) -> None:
     """Show the newest entries, as the gateway has them."""
-    answer = AdminClient(state_dir, url, admin_key_file).call("GET", f"/admin/ledger?limit={limit}")
+    answer = client.call("GET", f"/admin/ledger?limit={limit}")
     if as_json:
         print(json.dumps(answer))
         return

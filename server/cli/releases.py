@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from server.cli.admin import AdminClient, AsJson, KeyFile, Reason, StateDir, Url, for_model
+from server.cli.admin import AdminClient, AsJson, Reason, for_model
 from server.cli.output import console, table
 from server.cli.weights import show_swap
 from server.errors import CliError
@@ -24,17 +24,14 @@ LOOK_S = 1.0
 @app.command()
 @for_model
 def start(
+    client: AdminClient,
     version: Annotated[int, typer.Argument(help="the version that is to take over")],
     policy: Name = "default",
     file: File = None,
     wait: Annotated[bool, typer.Option("--wait", help="until it has ended; status 1 if it was rolled back")] = False,
     reason: Reason = None,
-    state_dir: StateDir = None,
-    url: Url = None,
-    admin_key_file: KeyFile = None,
 ) -> None:
     """Begin to release a version."""
-    client = AdminClient(state_dir, url, admin_key_file)
     body: dict[str, Any] = {"version": version, "policy": policy}
     body |= {"text": _read(file)} if file is not None else {}
     release = client.call("POST", "/admin/releases", body, reason)
@@ -56,11 +53,9 @@ def start(
 
 @app.command()
 @for_model
-def status(
-    as_json: AsJson = False, state_dir: StateDir = None, url: Url = None, admin_key_file: KeyFile = None
-) -> None:
+def status(client: AdminClient, as_json: AsJson = False) -> None:
     """Show the release under way, or the last one, with what is known of its conditions."""
-    answer = AdminClient(state_dir, url, admin_key_file).call("GET", "/admin/releases")
+    answer = client.call("GET", "/admin/releases")
     if as_json:
         print(json.dumps(answer))
         return
@@ -83,25 +78,22 @@ def status(
 
 @app.command()
 @for_model
-def cancel(reason: Reason = None, state_dir: StateDir = None, url: Url = None, admin_key_file: KeyFile = None) -> None:
+def cancel(client: AdminClient, reason: Reason = None) -> None:
     """Take the candidate back."""
-    release = AdminClient(state_dir, url, admin_key_file).call("POST", "/admin/releases/cancel", {}, reason)
+    release = client.call("POST", "/admin/releases/cancel", {}, reason)
     console().print(f"version {release['stable']} gets all requests again")
 
 
 @app.command()
 @for_model
 def policies(
+    client: AdminClient,
     name: Annotated[str | None, typer.Argument(help="show this one")] = None,
     put: Annotated[Path | None, typer.Option(help="store this file under the name")] = None,
     delete: Annotated[bool, typer.Option("--delete", help="delete the one of that name")] = False,
     reason: Reason = None,
-    state_dir: StateDir = None,
-    url: Url = None,
-    admin_key_file: KeyFile = None,
 ) -> None:
     """List the policies; show, store or delete one."""
-    client = AdminClient(state_dir, url, admin_key_file)
     if (put is not None or delete) and (name is None or (put is not None and delete)):
         raise CliError("name the policy, and say one of --put FILE and --delete")
     if put is not None:

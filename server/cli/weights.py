@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import orjson
 import typer
 
-from server.cli.admin import AdminClient, AsJson, KeyFile, Reason, StateDir, Url, for_model, percentages
+from server.cli.admin import AdminClient, AsJson, Reason, StateDir, for_model, percentages
 from server.cli.bucket import BucketUrl, remove_version, show_versions, verify_stored
 from server.cli.output import console, show, table
 from server.errors import CliError, as_cli_error
@@ -53,6 +53,7 @@ Deadline = Annotated[float | None, typer.Option(help="seconds to stage everywher
 @app.command()
 @for_model
 def push(
+    client: AdminClient,
     directory: Annotated[Path | None, typer.Argument(help="Hugging Face checkpoint directory")] = None,
     part: Annotated[str, typer.Option(help='what it is: "draft" or "lora/NAME" (default: the base model)')] = "",
     more: Annotated[list[str], typer.Option("--with", help="PART=DIR: one more part of the same version")] = [],  # noqa: B006
@@ -68,9 +69,6 @@ def push(
     on_lost: Lost = OnLost.abort,
     deadline: Deadline = None,
     reason: Reason = None,
-    state_dir: StateDir = None,
-    url: Url = None,
-    admin_key_file: KeyFile = None,
 ) -> None:
     """Publish a checkpoint as a new version and, unless --no-activate, swap it in."""
     if directory is None and not without and not more:
@@ -82,7 +80,7 @@ def push(
     body |= ({"sign_key": sign_key} if sign_key else {}) | ({"cast": True} if cast else {})
     body |= {"strip": strip} if strip else {}
     body |= _swap_options(mode, drain, deadline, on_lost)
-    answer = AdminClient(state_dir, url, admin_key_file).call("POST", "/admin/weights", body, reason)
+    answer = client.call("POST", "/admin/weights", body, reason)
     show_swap(answer)
     if kept := answer.get("kept"):
         console().print(f"kept from the version before: {', '.join(kept)}")
@@ -97,18 +95,12 @@ def _part(argument: str) -> tuple[str, str]:
 
 @app.command("list")
 @for_model
-def list_versions(
-    bucket: BucketUrl = None,
-    as_json: AsJson = False,
-    state_dir: StateDir = None,
-    url: Url = None,
-    admin_key_file: KeyFile = None,
-) -> None:
+def list_versions(client: AdminClient, bucket: BucketUrl = None, as_json: AsJson = False) -> None:
     """List the versions held."""
     if bucket is not None:
         show_versions(bucket, as_json=as_json)
         return
-    answer = AdminClient(state_dir, url, admin_key_file).call("GET", "/admin/weights")
+    answer = client.call("GET", "/admin/weights")
     if as_json:
         print(orjson.dumps(answer).decode())
         return
@@ -128,18 +120,15 @@ def list_versions(
 @app.command()
 @for_model
 def activate(
+    client: AdminClient,
     version: Annotated[int, typer.Argument(help="a version from `hotswap weights list`")],
     mode: Mode = SwapMode.together,
     drain: Drain = None,
     on_lost: Lost = OnLost.abort,
     deadline: Deadline = None,
     reason: Reason = None,
-    state_dir: StateDir = None,
-    url: Url = None,
-    admin_key_file: KeyFile = None,
 ) -> None:
     """Swap a published version in."""
-    client = AdminClient(state_dir, url, admin_key_file)
     body = {"version": version, **_swap_options(mode, drain, deadline, on_lost)}
     show_swap(client.call("POST", "/admin/weights/activate", body, reason))
 
@@ -147,24 +136,23 @@ def activate(
 @app.command()
 @for_model
 def rollback(
+    client: AdminClient,
     version: Annotated[int | None, typer.Argument(help="default: the one that served before the active one")] = None,
     mode: Mode = SwapMode.together,
     drain: Drain = None,
     on_lost: Lost = OnLost.abort,
     deadline: Deadline = None,
     reason: Reason = None,
-    state_dir: StateDir = None,
-    url: Url = None,
-    admin_key_file: KeyFile = None,
 ) -> None:
     """Go back to the version that served before the active one, or to another that is still held."""
     body = {"version": version, **_swap_options(mode, drain, deadline, on_lost)}
-    show_swap(AdminClient(state_dir, url, admin_key_file).call("POST", "/admin/weights/rollback", body, reason))
+    show_swap(client.call("POST", "/admin/weights/rollback", body, reason))
 
 
 @app.command()
 @for_model
 def split(
+    client: AdminClient,
     shares: Annotated[list[str] | None, typer.Argument(help="VERSION=PERCENT of each; together 100")] = None,
     sticky: Annotated[
         str, typer.Option(help="requests equal in it go to one version: key, session or header:NAME")
@@ -180,14 +168,10 @@ def split(
     on_lost: Lost = OnLost.abort,
     deadline: Deadline = None,
     reason: Reason = None,
-    state_dir: StateDir = None,
-    url: Url = None,
-    admin_key_file: KeyFile = None,
 ) -> None:
     """Divide requests between versions: 12=90 13=10. To give all of them to one, activate it."""
     if end == bool(shares):
         raise CliError("say which versions share the traffic, such as 12=90 13=10, or --end alone")
-    client = AdminClient(state_dir, url, admin_key_file)
     if end:
         show_swap(client.call("DELETE", "/admin/weights/split", None, reason))
         return

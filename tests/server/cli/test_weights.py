@@ -225,7 +225,7 @@ def test_a_url_and_a_key_are_enough_where_no_server_was_started(
     monkeypatch.delenv("HOTSWAP_ADMIN_KEY", raising=False)
     with answering(lambda *_: (502, b"<html>Bad Gateway</html>")) as page:
         with pytest.raises(CliError, match="no server was started"):
-            AdminClient(None, page)
+            AdminClient(None, page).call("GET", "/admin/keys")
         monkeypatch.setenv("HOTSWAP_ADMIN_KEY", "secret")
         with pytest.raises(RequestFailed, match="HTTP 502 and no JSON; is that the admin port"):
             AdminClient(None, page).call("GET", "/admin/keys")
