@@ -31,19 +31,40 @@ MAX_WAIT_S = 600
 
 Version = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 Priority = Annotated[int, Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
+Finish = Annotated[float, Meta(gt=0, le=MAX_FINISH_S)]
+Wait = Annotated[float, Meta(ge=0, le=MAX_WAIT_S)]
+Deadline = Annotated[float, Meta(gt=0, le=MAX_WAIT_S)]
 
 
-class _Wish(msgspec.Struct, forbid_unknown_fields=True):
-    """The body's field; headers are brought into the same form."""
+class Wish(msgspec.Struct, forbid_unknown_fields=True):
+    """What a request asks of swaps and the queue; taken out before vLLM sees the body."""
 
-    policy: Literal["keep", "recompute", "finish", "abort"] | None = None
-    finish_s: Annotated[float, Meta(gt=0, le=MAX_FINISH_S)] | None = None
-    version: Version | None = None
-    min_version: Version | None = None
-    wait_s: Annotated[float, Meta(ge=0, le=MAX_WAIT_S)] | None = None
-    priority: Priority | None = None
-    deadline_s: Annotated[float, Meta(gt=0, le=MAX_WAIT_S)] | None = None
-    failover: Failover | None = None
+    policy: Annotated[
+        Literal["keep", "recompute", "finish", "abort"] | None,
+        Meta(description="What a change of the weights in the middle of the answer does to it."),
+    ] = None
+    finish_s: Annotated[
+        Finish | None, Meta(description="Seconds a swap waits for this request; with policy finish, or a version.")
+    ] = None
+    version: Annotated[
+        Version | None,
+        Meta(description="Only this version of the weights may answer; not with policy keep or recompute."),
+    ] = None
+    min_version: Annotated[Version | None, Meta(description="Only this version or a later one may answer.")] = None
+    wait_s: Annotated[
+        Wait | None, Meta(description="Seconds to wait for such a version; with version or min_version.")
+    ] = None
+    priority: Annotated[
+        Priority | None,
+        Meta(description="Class in the queue; the lowest goes first, and the key says what is the lowest allowed."),
+    ] = None
+    deadline_s: Annotated[
+        Deadline | None, Meta(description="Seconds in which the request must get to an instance.")
+    ] = None
+    failover: Annotated[
+        Failover | None,
+        Meta(description="Instance that may resume this stream if its own dies: of the same version, any, or none."),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,23 +88,13 @@ class Asked:
         return "same" if chosen == "any" and self.uncrossed else chosen
 
 
-# Names and values of the headers that are read; everything else with the prefix is refused.
-_INTEGER = re.compile(rb"[0-9]{1,19}")
+# Headers that are read, with the fields that they set; everything else with the prefix is refused.
+HEADERS = {b"x-hotswap-" + name.replace("_", "-").encode(): name for name in Wish.__struct_fields__}
+_NAMES = {name: header.decode() for header, name in HEADERS.items()}
+_TEXTS = ("policy", "failover")
+_INTEGER = re.compile(rb"-?[0-9]{1,19}")
 _SECONDS = re.compile(rb"[0-9]{1,5}(\.[0-9]{1,30})?([eE][+-]?[0-9]{1,3})?")  # what JSON writes
-_SIGNED = re.compile(rb"-?[0-9]{1,3}")
-_FORMS: dict[bytes, tuple[str, re.Pattern[bytes] | None]] = {
-    b"x-hotswap-policy": ("policy", None),
-    b"x-hotswap-finish-s": ("finish_s", _SECONDS),
-    b"x-hotswap-version": ("version", _INTEGER),
-    b"x-hotswap-min-version": ("min_version", _INTEGER),
-    b"x-hotswap-wait-s": ("wait_s", _SECONDS),
-    b"x-hotswap-priority": ("priority", _SIGNED),
-    b"x-hotswap-deadline-s": ("deadline_s", _SECONDS),
-    b"x-hotswap-failover": ("failover", None),
-}
-HEADERS = frozenset(_FORMS)
-_NAMES = {name: header.decode() for header, (name, _) in _FORMS.items()}
-_wishes = msgspec.json.Decoder(_Wish)
+_wishes = msgspec.json.Decoder(Wish)
 
 
 def read(headers: Mapping[bytes, bytes], body: bytes, *, in_body: bool) -> tuple[Asked, bytes]:
@@ -112,21 +123,24 @@ def priority_within(asked: Asked, principal: Principal) -> int:
     return asked.priority
 
 
-def _from_headers(headers: Mapping[bytes, bytes]) -> _Wish:
+def _from_headers(headers: Mapping[bytes, bytes]) -> Wish:
     found: dict[str, Any] = {}
     for header, value in headers.items():
-        name, form = _FORMS[header]
-        if form is not None and not form.fullmatch(value):
-            raise _bad(f"{header.decode()}: {value.decode('latin-1')!r} is not a number in its range.", header.decode())
-        text = value.decode("latin-1")
-        found[name] = text if form is None else float(text) if form is _SECONDS else int(text)
+        name, text = HEADERS[header], value.decode("latin-1")
+        if name in _TEXTS:
+            found[name] = text
+            continue
+        seconds = name.endswith("_s")
+        if not (_SECONDS if seconds else _INTEGER).fullmatch(value):
+            raise _bad(f"{header.decode()}: {text!r} is not a number in its range.", header.decode())
+        found[name] = float(text) if seconds else int(text)
     try:
-        return msgspec.convert(found, _Wish)
+        return msgspec.convert(found, Wish)
     except msgspec.ValidationError as exc:
         raise _bad(f"A x-hotswap header cannot be used: {exc}.", _place(exc, _NAMES)) from exc
 
 
-def _from_body(body: bytes) -> tuple[_Wish, bytes]:
+def _from_body(body: bytes) -> tuple[Wish, bytes]:
     """Values at the top stay the bytes they are: nothing is built of a large body, and no number changes its form."""
     fields = raw_fields(body)
     try:
@@ -136,7 +150,7 @@ def _from_body(body: bytes) -> tuple[_Wish, bytes]:
     return wish, msgspec.json.encode(fields)
 
 
-def _merged(a: _Wish, b: _Wish) -> _Wish:
+def _merged(a: Wish, b: Wish) -> Wish:
     for name in _NAMES:
         mine, other = getattr(a, name), getattr(b, name)
         if mine is not None and other is not None and mine != other:
@@ -146,7 +160,7 @@ def _merged(a: _Wish, b: _Wish) -> _Wish:
     return a
 
 
-def _check(wish: _Wish) -> None:
+def _check(wish: Wish) -> None:
     exact, least = wish.version, wish.min_version
     if exact is not None and least is not None and exact < least:
         raise _contradiction(f"version {exact} is before min_version {least}.", "min_version")
@@ -161,11 +175,11 @@ def _check(wish: _Wish) -> None:
         raise _contradiction("failover any goes on with other weights; leave it out, or ask for same.", "failover")
 
 
-def _uncrossed(wish: _Wish) -> bool:
+def _uncrossed(wish: Wish) -> bool:
     return wish.policy in ("finish", "abort") or wish.version is not None
 
 
-def _lines(wish: _Wish) -> bytes:
+def _lines(wish: Wish) -> bytes:
     values = {b"policy": wish.policy, b"finish-s": wish.finish_s, b"version": wish.version}
     values[b"min-version"] = wish.min_version
     lines = [b"%b%b: %b\r\n" % (WISH, n, str(v).encode()) for n, v in values.items() if v is not None]

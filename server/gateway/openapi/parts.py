@@ -7,40 +7,10 @@ from typing import Any
 import msgspec
 
 from server.answers.feedback import FeedbackRequest
-from server.gateway.terms import MAX_FINISH_S, MAX_WAIT_S
-from server.key_limits import MAX_PRIORITY, MIN_PRIORITY, RATE_HEADERS
+from server.gateway.terms import Wish
+from server.key_limits import RATE_HEADERS
 
 Json = dict[str, Any]
-
-VERSION: Json = {"type": "integer", "minimum": 1, "maximum": 2**63 - 1}
-WISHES: dict[str, tuple[Json, str]] = {
-    "policy": (
-        {"type": "string", "enum": ["keep", "recompute", "finish", "abort"]},
-        "What a change of the weights in the middle of the answer does to it.",
-    ),
-    "finish_s": (
-        {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_FINISH_S},
-        "Seconds a swap waits for this request; with policy finish, or a version.",
-    ),
-    "version": (VERSION, "Only this version of the weights may answer; not with policy keep or recompute."),
-    "min_version": (VERSION, "Only this version or a later one may answer."),
-    "wait_s": (
-        {"type": "number", "minimum": 0, "maximum": MAX_WAIT_S},
-        "Seconds to wait for such a version; with version or min_version.",
-    ),
-    "priority": (
-        {"type": "integer", "minimum": MIN_PRIORITY, "maximum": MAX_PRIORITY},
-        "Class in the queue; the lowest goes first, and the key says what is the lowest allowed.",
-    ),
-    "deadline_s": (
-        {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_WAIT_S},
-        "Seconds in which the request must get to an instance.",
-    ),
-    "failover": (
-        {"type": "string", "enum": ["same", "any", "off"]},
-        "Which instance may resume this stream if its own dies: one of the same version, any, or none.",
-    ),
-}
 
 ERROR: Json = {
     "type": "object",
@@ -121,19 +91,9 @@ def components() -> Json:
         "bearer": {"type": "http", "scheme": "bearer", "description": "`Authorization: Bearer KEY`"},
         "apiKey": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "As Anthropic's clients do."},
     }
-    wish = {name: {"anyOf": [schema, {"type": "null"}], "description": text} for name, (schema, text) in WISHES.items()}
-    _, feedback = msgspec.json.schema_components([FeedbackRequest], ref_template="#/components/schemas/{name}")
+    _, bodies = msgspec.json.schema_components([FeedbackRequest, Wish], ref_template="#/components/schemas/{name}")
     return {
-        "schemas": {
-            **feedback,
-            "Error": ERROR,
-            "Wish": {
-                "type": "object",
-                "description": "What a request asks of swaps and the queue; taken out before vLLM sees the body.",
-                "properties": wish,
-                "additionalProperties": False,
-            },
-        },
+        "schemas": {**bodies, "Error": ERROR},
         "responses": {f"Error{status}": _error(status, text) for status, text in STATUSES.items()},
         "headers": HEADERS,
         "parameters": parameters(),
@@ -144,9 +104,9 @@ def components() -> Json:
 def parameters() -> dict[str, Json]:
     """Request headers of every forwarded POST route, by name."""
     found = {}
-    for field, (schema, text) in WISHES.items():
+    for field, told in msgspec.json.schema_components([Wish])[1]["Wish"]["properties"].items():
         name = "x-hotswap-" + field.replace("_", "-")
-        found[name] = {"name": name, "in": "header", "description": text, "schema": schema}
+        found[name] = {"name": name, "in": "header", "description": told["description"], "schema": told["anyOf"][0]}
     session = "Requests with the same word go to the same instance while it has room."
     found["x-session-id"] = {"name": "x-session-id", "in": "header", "description": session}
     found["x-session-id"]["schema"] = {"type": "string"}
