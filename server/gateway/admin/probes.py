@@ -23,10 +23,12 @@ import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import orjson
 import yaml
+from msgspec import Meta
 
 from server.errors import ConfigError, ServerError
 from server.gateway.config import GatewayConfig
@@ -209,7 +211,22 @@ def _require_finite(prompt: ProbePrompt, logprobs: list[float]) -> None:
 
 
 MAX_TOKENS = 1024
-_KEYS = frozenset({"prompt", "max_tokens", "name", "expect", "min_mean_logprob"})
+_Text = Annotated[str, Meta(min_length=1)]
+_Tokens = Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1)]
+
+
+class _Regex(msgspec.Struct, forbid_unknown_fields=True):
+    regex: str
+
+
+class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+    """An entry of the file."""
+
+    prompt: _Text | _Tokens
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] = 8
+    name: _Text = ""
+    expect: _Text | _Regex | None = None
+    min_mean_logprob: Annotated[float, Meta(le=0)] | None = None
 
 
 @dataclass(frozen=True)
@@ -265,38 +282,15 @@ def _entries(path: Path) -> Any:
     raise ConfigError(f"--probes {path}: must end in .yaml, .yml or .jsonl.")
 
 
-def _prompt(where: str, number: int, entry: Any) -> ProbePrompt:
-    if not isinstance(entry, dict):
-        raise ConfigError(f"{where}: must be an object with `prompt`.")
-    if unknown := sorted(str(key) for key in entry.keys() - _KEYS):
-        raise ConfigError(f"{where}: {unknown[0]!r} is not known; there are {', '.join(sorted(_KEYS))}.")
-    prompt, tokens = entry.get("prompt"), entry.get("max_tokens", 8)
-    if isinstance(prompt, list) and all(type(token) is int and token >= 0 for token in prompt):
-        prompt = tuple(prompt)
-    if not isinstance(prompt, str | tuple) or not prompt:
-        raise ConfigError(f"{where}: `prompt` must be text or a list of token ids, and not empty.")
-    if type(tokens) is not int or not 1 <= tokens <= MAX_TOKENS:
-        raise ConfigError(f"{where}: `max_tokens` must be between 1 and {MAX_TOKENS}.")
-    name, least = entry.get("name", f"#{number}"), entry.get("min_mean_logprob")
-    if not isinstance(name, str) or not name:
-        raise ConfigError(f"{where}: `name` must be text.")
-    if least is not None and (type(least) not in (int, float) or not least <= 0):
-        raise ConfigError(f"{where}: `min_mean_logprob` must be a number, 0 or less.")
-    return ProbePrompt(name, prompt, tokens, _expectation(where, entry.get("expect")), least)
-
-
-def _expectation(where: str, expect: Any) -> str | re.Pattern[str] | None:
-    match expect:
-        case None:
-            return None
-        case str() if expect:
-            return expect
-        case {"regex": str(pattern), **rest} if not rest:
-            try:
-                return re.compile(pattern)
-            except re.error as error:
-                raise ConfigError(f"{where}: `expect.regex` is not a regular expression: {error}.") from error
-    raise ConfigError(f"{where}: `expect` must be text, or an object with `regex`.")
+def _prompt(where: str, number: int, raw: Any) -> ProbePrompt:
+    try:
+        entry = msgspec.convert(raw, _Entry)
+        expect = re.compile(entry.expect.regex) if isinstance(entry.expect, _Regex) else entry.expect
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {error}.") from error
+    except re.error as error:
+        raise ConfigError(f"{where}: `expect.regex` is not a regular expression: {error}.") from error
+    return ProbePrompt(entry.name or f"#{number}", entry.prompt, entry.max_tokens, expect, entry.min_mean_logprob)
 
 
 def _short(text: str) -> str:
