@@ -13,7 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Body, Request, Response
+from fastapi import APIRouter, Body, Response
 from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, ConfigDict
 
@@ -26,7 +26,8 @@ from server.gateway.admin.trainers import (
     pauses,
     publish,
     publish_update,
-    refused_group,
+    refuse,
+    refused,
     room,
 )
 from server.gateway.admin.weights import model_schema
@@ -219,40 +220,13 @@ async def health(model: ModelDep) -> Response:
     return Response()
 
 
-async def _refuse_group(request: Request) -> None:
-    raise refused_group(request.url.path.removeprefix("/"))
-
-
-for _verb in (
-    "init_weights_update_group",
-    "destroy_weights_update_group",
-    "update_weights_from_distributed",
-    "update_weights_from_ipc",
-    "init_weights_send_group_for_remote_instance",
+refuse(
+    router, "nccl_unsupported", "init_weights_update_group", "destroy_weights_update_group",
+    "update_weights_from_distributed", "update_weights_from_ipc", "init_weights_send_group_for_remote_instance",
     "send_weights_to_remote_instance",
-):
-    router.add_api_route(f"/{_verb}", _refuse_group, methods=["POST"])
-
-
-async def _refuse_memory(request: Request) -> None:
-    raise Unsupported(
-        "Instances keep their memory: versions are staged beside the one that serves, so nothing need be released.",
-        code="memory_unsupported",
-    )
-
-
-for _verb in ("release_memory_occupation", "resume_memory_occupation"):
-    router.add_api_route(f"/{_verb}", _refuse_memory, methods=["GET"])
-    router.add_api_route(f"/{_verb}", _refuse_memory, methods=["POST"])
-
-
-@router.post("/abort_request")
-async def abort_request() -> None:
-    """Requests belong to the clients that sent them."""
-    raise Unsupported(
-        "Requests are ended by their clients: close the connection, or send them with x-hotswap-policy: abort.",
-        code="abort_unsupported",
-    )
+)  # fmt: skip
+refuse(router, "memory_unsupported", "release_memory_occupation", "resume_memory_occupation", methods=("GET", "POST"))
+refuse(router, "abort_unsupported", "abort_request")
 
 
 @router.post("/update_weight_version")
@@ -312,7 +286,7 @@ def _check(body: Update) -> None:
 
 def _check_selector(body: Begin) -> None:
     if body.selector == "draft":
-        raise Unsupported("A draft model is a part of a version: publish with Publisher.", code="draft_unsupported")
+        raise refused("draft_unsupported")
 
 
 def _incomplete(state: str, update: WeightUpdate, missing: int) -> Conflict:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Query
 
-from server.errors import BadRequest, Conflict, HttpError, Unsupported
+from server.errors import BadRequest, Conflict, HttpError
 from server.gateway.admin.publishing import WeightUpdate, refused_pickle
 from server.gateway.admin.trainers import (
     active_version,
@@ -22,7 +22,8 @@ from server.gateway.admin.trainers import (
     pause_ttl,
     pauses,
     publish_update,
-    refused_group,
+    refuse,
+    refused,
     room,
 )
 from server.gateway.admin.weights import model_schema
@@ -42,7 +43,7 @@ _PICKLES = frozenset({"ipc_handles", "ipc_handles_pickled"})
 async def init(model: ModelDep, init_info: Annotated[dict[str, Any], Body(embed=True)]) -> dict[str, str]:
     """A trainer that begins anew: what it may have left half-way is given up."""
     if _GROUP_FIELDS & init_info.keys():
-        raise refused_group("init_weight_transfer_engine with an address")
+        raise refused("nccl_unsupported", "init_weight_transfer_engine with an address")
     if init_info:
         raise _unknown("init_info", init_info)
     model.updates.drop()
@@ -88,14 +89,6 @@ async def finish(
     return {"message": "Weight update finished", "weight_version": str(report["version"])}
 
 
-@router.post("/start_draft_weight_update")
-async def start_draft() -> None:
-    """A speculative draft model is a part of a version here."""
-    raise Unsupported(
-        "The draft model is a part of a version here: publish it with weightsync.Publisher.", code="draft_unsupported"
-    )
-
-
 @router.post("/pause")
 async def pause(
     model: ModelDep,
@@ -136,42 +129,23 @@ async def world_size(model: ModelDep, include_dp: Annotated[bool, Query()] = Tru
     return {"world_size": max(1, len(model.fleet.instances)) if include_dp else 1}
 
 
-@router.get("/server_info")
-async def server_info() -> None:
-    """Trainers look here for the group by which they send weights, before they join it."""
-    raise refused_group("server_info")
-
-
 @router.post("/reset_prefix_cache")
 async def reset_prefix_cache() -> dict[str, bool]:
     """Nothing to do: no request reads a block that other weights than its own computed."""
     return {"success": True}
 
 
-@router.post("/abort_requests")
-async def abort_requests() -> None:
-    """Requests belong to the clients that sent them."""
-    raise Unsupported(
-        "Requests are ended by their clients: close the connection, or send them with x-hotswap-policy: abort.",
-        code="abort_unsupported",
-    )
-
-
-@router.post("/collective_rpc")
-async def collective_rpc() -> None:
-    """Nothing runs in the engines but what they came with."""
-    raise Unsupported(
-        "Methods of the workers are not called from outside: publish weights with start, update and finish, or with "
-        "weightsync.Publisher.",
-        code="collective_rpc_unsupported",
-    )
+refuse(router, "draft_unsupported", "start_draft_weight_update")
+refuse(router, "nccl_unsupported", "server_info", methods=("GET",))  # where trainers look for the group first
+refuse(router, "abort_unsupported", "abort_requests")
+refuse(router, "collective_rpc_unsupported", "collective_rpc")
 
 
 async def _collect(model: Model, draft: WeightUpdate, info: dict[str, Any]) -> None:
     if _PICKLES & info.keys():
         raise refused_pickle()
     if _TENSOR_FIELDS & info.keys():
-        raise refused_group("update_weights with names and shapes")
+        raise refused("nccl_unsupported", "update_weights with names and shapes")
     match info:
         case {"checkpoint_path": str(path), **rest} if not rest:
             draft.use(path)

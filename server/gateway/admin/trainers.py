@@ -6,11 +6,12 @@ systems are in adapters_vllm.py and adapters_sglang.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from pydantic import Field, FiniteFloat, RootModel, model_validator
 
 from server.errors import BadRequest, Conflict, Unsupported
@@ -61,7 +62,6 @@ async def series(model: ModelDep) -> dict[str, Any]:
 
 
 PAUSE_TTL_S = 120.0  # these trainers never renew: a longer pause than this ends by itself
-SLACK = 64 << 20  # over the bytes of the tensors, for headers
 
 
 async def publish(model: Model, path: Path, label: str | None, by: By, *, collected: bool = False) -> dict[str, Any]:
@@ -95,7 +95,7 @@ async def publish_update(model: Model, update: WeightUpdate, label: str | None, 
 
 def room(schema: Schema | None) -> int | None:
     """Bytes that an update may have."""
-    return None if schema is None else sum(spec.nbytes for spec in schema.tensors.values()) + SLACK
+    return None if schema is None else sum(spec.nbytes for spec in schema.tensors.values()) + weights.SLACK
 
 
 async def active_version(model: Model) -> int | None:
@@ -130,14 +130,36 @@ def check_mode(mode: str | None, freezing: tuple[str, ...]) -> None:
         )
 
 
-def refused_group(verb: str) -> Unsupported:
-    """The answer to what needs a communication group, or shared device memory, with the trainer."""
-    return Unsupported(
-        f"{verb}: there is no NCCL group and no shared device memory between trainer and engines here. Write weights "
-        "with weightsync.Publisher on this host, or weightsync.RemotePublisher from another one; or save a checkpoint "
-        "and run `hotswap weights push DIR`, or send its path or its safetensors to the routes of docs/adapters.md.",
-        code="nccl_unsupported",
-    )
+# Refusals, by code: what these trainers may ask of others, and what to do here instead.
+REFUSALS = {
+    "nccl_unsupported": "{verb}: there is no NCCL group and no shared device memory between trainer and engines here. "
+    "Write weights with weightsync.Publisher on this host, or weightsync.RemotePublisher from another one; or save a "
+    "checkpoint and run `hotswap weights push DIR`, or send its path or its safetensors to the routes of "
+    "docs/adapters.md.",
+    "memory_unsupported": "Instances keep their memory: versions are staged beside the one that serves, so nothing "
+    "need be released.",
+    "abort_unsupported": "Requests are ended by their clients: close the connection, or send them with "
+    "x-hotswap-policy: abort.",
+    "draft_unsupported": "The draft model is a part of a version here: publish it with weightsync.Publisher.",
+    "collective_rpc_unsupported": "Methods of the workers are not called from outside: publish weights with start, "
+    "update and finish, or with weightsync.Publisher.",
+}
+
+
+def refused(code: str, verb: str = "") -> Unsupported:
+    """One of REFUSALS; "nccl_unsupported" answers what needs a communication group or shared device memory."""
+    return Unsupported(REFUSALS[code].format(verb=verb), code=code)
+
+
+def refuse(router: APIRouter, code: str, *verbs: str, methods: Sequence[str] = ("POST",)) -> None:
+    """Has the routes of these names answer with a refusal."""
+
+    async def answer(request: Request) -> None:
+        raise refused(code, request.url.path.removeprefix("/"))
+
+    for verb in verbs:
+        for method in methods:
+            router.add_api_route(f"/{verb}", answer, methods=[method])
 
 
 def _step(label: str | None) -> int | None:

@@ -9,6 +9,7 @@ from server import api, key_limits
 from server.errors import HttpError
 from server.gateway import GatewayConfig, QueueSettings, UpstreamSettings, config
 from server.gateway.admin.error_map import DETAILS, STATUS
+from server.gateway.admin.trainers import REFUSALS
 from server.gateway.app import build_app
 from server.gateway.fleet import routing
 from server.gateway.fleet.instance import FIELDS
@@ -64,7 +65,7 @@ def test_every_code_in_the_table_exists() -> None:
     }
     own = set(re.findall(r'code="(\w+)"|default_code[^=]*= "(\w+)"', SOURCES))
     limits = {f"{limit.name}_limit" for limit in key_limits.LIMITS.values() if limit.counts in ("minute", "now")}
-    known = {code for pair in own for code in pair if code} | limits | STATUS.keys()
+    known = {code for pair in own for code in pair if code} | limits | STATUS.keys() | REFUSALS.keys()
     assert documented <= known
     base = {HttpError.default_code, "bad_request", "conflict", "unprocessable", "insufficient_storage", "push_failed"}
     assert known - STATUS.keys() - base <= documented

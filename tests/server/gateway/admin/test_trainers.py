@@ -386,7 +386,7 @@ async def test_what_sglang_has_and_this_has_not(
 async def test_a_payload_larger_than_the_model_is_refused(
     gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("server.gateway.admin.trainers.SLACK", 0)
+    monkeypatch.setattr("server.gateway.admin.weights.SLACK", 0)
     known_schema(gateway)
     async with Client(gateway) as client:
         status, answer = await client.call("/update_weights_from_tensor", bucket(a=1.0, b=1.0, c=1.0))
