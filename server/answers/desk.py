@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Final, Protocol
 from server.answers.feedback import Feedback, Known, Recent
 from server.answers.parse import ROUTES, About, Answer, Unreadable, parse
 from server.gateway.access.keys import Principal
-from server.gateway.observe.backlog import Backlog
+from server.gateway.observe.logs import Backlog
 from server.gateway.observe.stats import Finished, ProcessStats
 from server.gateway.wire.capture import Capture
 

@@ -18,17 +18,7 @@ from starlette.routing import Match
 from server.errors import BadRequest, HttpError, MethodNotAllowed, NotFound, Unavailable
 from server.gateway import feedback
 from server.gateway.access.roles import undeclared
-from server.gateway.admin import (
-    adapters_sglang,
-    adapters_vllm,
-    approvals,
-    fleet,
-    keys,
-    ledger,
-    releases,
-    trainers,
-    weights,
-)  # fmt: skip
+from server.gateway.admin import adapters_sglang, adapters_vllm, approvals, fleet, keys, releases, trainers, weights
 from server.gateway.admin.error_map import to_http
 from server.gateway.config import GatewayConfig
 from server.gateway.console import routes as console
@@ -67,7 +57,7 @@ def _routes() -> APIRouter:
     """The same for every app: FastAPI takes a twentieth of a second to read their signatures."""
     router = APIRouter()
     _add_probes(router)
-    own = (feedback, listing, weights, fleet, trainers, keys, ledger, approvals, releases)
+    own = (feedback, listing, weights, fleet, trainers, keys, approvals, releases)
     for part in (*own, adapters_vllm, adapters_sglang, console):
         router.include_router(part.router)
     missing = undeclared(pair for pair in routes_of(router) if not is_public(pair[1]))

@@ -33,12 +33,11 @@ from server.gateway.models.directory import Directory
 from server.gateway.models.file import External, ModelsFile
 from server.gateway.models.model import Model, keep_going
 from server.gateway.models.served import Served
-from server.gateway.observe.keeper import LedgerKeeper
+from server.gateway.observe.ledger import LedgerKeeper, Webhooks
 from server.gateway.observe.metrics import Counted, render
 from server.gateway.observe.pages import Pages
 from server.gateway.observe.stats import ProcessStats, Stats
 from server.gateway.observe.tracing import open_watchers
-from server.gateway.observe.webhooks import Webhooks
 from server.gateway.openapi.document import PublicDocument
 from server.gateway.wire.pool import Outbox
 from weightsync.control.chain import LedgerEntry

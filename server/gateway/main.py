@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from server.errors import ConfigError
-from server.gateway import memory
 from server.gateway.access.key_sources import load_keys, read_private
 from server.gateway.config import GatewayConfig
 from server.gateway.fleet import routing
@@ -116,7 +115,7 @@ def run(config: GatewayConfig, argv: Sequence[str] = ()) -> None:
     if config.cluster_tls is not None:
         ClusterTls(config.cluster_tls)
     if config.webhooks.key_file is not None:
-        from server.gateway.observe.webhooks import read_secrets
+        from server.gateway.observe.ledger import read_secrets
 
         read_secrets(config.webhooks.key_file)
     for flag in ("--reward-key", "--sign-key"):
@@ -161,7 +160,7 @@ def _shared(host: str, port: int) -> socket.socket:
 
 
 def _serve(config: GatewayConfig, listeners: list[socket.socket]) -> None:
-    from server.gateway.listening import GatewayServer
+    from server.gateway.listening import GatewayServer, spare_memory
 
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection takes two descriptors while it is forwarded
@@ -172,7 +171,7 @@ def _serve(config: GatewayConfig, listeners: list[socket.socket]) -> None:
         return True
 
     server = GatewayServer(uvicorn_config(config), leave, admin_tls(config))
-    memory.prepare()
+    spare_memory()
     server.run(listeners)
 
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping
 from typing import NoReturn
 
-from server.sleeping import SleeperRecord, SleepOrder, orders, stay_asleep
+from server.orders import SleeperRecord, SleepOrder, orders, stay_asleep
 from weightsync.control.records import Keys
 from weightsync.errors import RecordError, StoreError
 from weightsync.store import Store, open_store

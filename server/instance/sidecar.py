@@ -18,7 +18,7 @@ from prometheus_client import Counter, Gauge
 
 from server.instance.hosts import RankFailed, located
 from server.instance.middleware import Admission
-from server.sleeping import SleepOrder, ordered, stay_asleep
+from server.orders import SleepOrder, ordered, stay_asleep
 from weightsync.control.agent import CommitResult, Participant, StageResult
 from weightsync.control.agent_state import same
 from weightsync.control.hosts import this_host

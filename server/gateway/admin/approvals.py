@@ -1,11 +1,15 @@
-"""`/admin/policy` and `/admin/approvals`: which requests need a second identity, and those that wait for one."""
+"""`/admin/policy` and `/admin/approvals`: which requests need a second identity, and those that wait for one.
+
+`GET /admin/ledger`: who did what to weights and keys, and why. The chain itself is weightsync/control/chain.py. The
+command `hotswap ledger` exports and verifies it without a gateway: what checks the record is not what wrote it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Request, Response
+from fastapi import APIRouter, Path, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from server.errors import Conflict
@@ -14,11 +18,14 @@ from server.gateway.access.keys import lacking
 from server.gateway.access.records import ADMIN, By
 from server.gateway.admin.releases import described as released
 from server.gateway.admin.weights import WAITS, checked, waits
-from server.gateway.deps import ByDep, ModelDep
+from server.gateway.deps import ByDep, GatewayDep, ModelDep
+from weightsync.control import chain
 from weightsync.errors import Conflict as StoreConflict
 
 router = APIRouter(prefix="/admin", tags=["admin"])
 
+Limit = Annotated[int, Query(ge=1, le=1000, description="entries at most")]
+Before = Annotated[int | None, Query(ge=1, le=2**53, description="only those with a lower number")]
 PendingId = Annotated[str, Path(pattern="^[0-9a-f]{12}$")]
 
 
@@ -93,3 +100,9 @@ async def refuse(model: ModelDep, by: ByDep, pending_id: PendingId) -> dict[str,
 def described(pending: PendingRecord) -> dict[str, Any]:
     """As it is shown: without the digest of who asked."""
     return {name: value for name, value in asdict(pending).items() if name != "digest"}
+
+
+@router.get("/ledger")
+async def entries(gateway: GatewayDep, limit: Limit = 100, before: Before = None) -> dict[str, Any]:
+    """The last entries of the ledger that are in the store, newest first: who did what to weights and keys, and why."""
+    return {"entries": [asdict(entry) for entry in await chain.recent(gateway.store, limit, before)]}

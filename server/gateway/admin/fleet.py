@@ -4,7 +4,7 @@ Each order is a record in the store, so any gateway may give it, it holds at eve
 
 - A drained instance gets no new request. What is in flight goes on, and swaps reach it as before: when it is resumed
   it serves what all serve.
-- A sleeping instance gives its memory back and has it again when it wakes (server/sleeping.py); a trainer that shares
+- A sleeping instance gives its memory back and has it again when it wakes (server/orders.py); a trainer that shares
   the device with the fleet orders this between its phases. It is in no swap and gets no request; it wakes with dummy
   weights, or those it slept with, and serves nothing but the version active then. The order holds for an instance
   that is started anew.
@@ -27,10 +27,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from server.errors import NotFound
 from server.gateway.deps import ModelDep
-from server.gateway.fleet.drains import DrainRecord, drains
 from server.gateway.fleet.instance import FIELDS, Instance
 from server.gateway.models.model import Model
-from server.sleeping import Level, SleeperRecord, SleepOrder, orders, sleepers
+from server.orders import DrainRecord, Level, SleeperRecord, SleepOrder, drains, orders, sleepers
 from weightsync.control.records import InstanceRecord, Keys, PauseRecord
 from weightsync.errors import LeaseLost
 from weightsync.store import Store

@@ -18,7 +18,6 @@ from server.errors import BadUpstream, HttpError, Unavailable
 from server.gateway.config import UpstreamSettings
 from server.gateway.fleet import routing
 from server.gateway.fleet.affinity import Hint, Recent, no_hint
-from server.gateway.fleet.drains import DrainRecord, drains
 from server.gateway.fleet.instance import FAULTS, Instance
 from server.gateway.fleet.retries import Patience, RetryBudget, WaitingRoom
 from server.gateway.fleet.routing import Need
@@ -26,6 +25,7 @@ from server.gateway.fleet.shadow import Shadows
 from server.gateway.fleet.splits import Splits
 from server.gateway.observe.stats import Stats
 from server.gateway.wire.journal import ReplayMemory
+from server.orders import DrainRecord, drains
 from weightsync.control.records import ActiveRecord, DiskRecord, InstanceRecord, Keys, SwapRecord, VersionRecord
 from weightsync.errors import RecordError, StoreError, TlsUnavailable
 from weightsync.memory.parts import LORA

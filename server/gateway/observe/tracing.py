@@ -26,9 +26,8 @@ from server import api
 from server.errors import ConfigError
 from server.gateway.config import ObserveSettings
 from server.gateway.observe import context
-from server.gateway.observe.backlog import Backlog
 from server.gateway.observe.context import TraceContext
-from server.gateway.observe.logs import AccessLog, stderr
+from server.gateway.observe.logs import AccessLog, Backlog, stderr
 from server.gateway.observe.stats import Finished, ProcessStats, Seen
 from server.gateway.wire.head import RequestHead
 from weightsync.control.chain import LedgerEntry

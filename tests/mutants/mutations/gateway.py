@@ -229,7 +229,7 @@ MUTATIONS: list[Mutation] = [
         ("            if each.instance is instance:\n                each.end(\"cut\")", "            pass"),
         ("if not line.startswith(_OWN))", ")"),
     ]),
-    *of(GATEWAY + "observe/webhooks.py", f"{GW}observe/test_webhooks.py", changes=[
+    *of(GATEWAY + "observe/ledger.py", f"{GW}observe/test_webhooks.py", changes=[
         ("if entry.model and not self._serves(entry.model):", "if False:"),
         ("if 200 <= status < 300:", "if status < 600:"),
         ("self.counts.outcomes[\"lost\"] += to - self.number", "pass"),

@@ -26,7 +26,7 @@ from server.gateway.access import budgets
 from server.gateway.gateway import Gateway
 from server.gateway.main import bind, uvicorn_config
 from server.gateway.models import model
-from server.gateway.observe import pages, webhooks
+from server.gateway.observe import ledger, pages
 from server.gateway.release import progress, runner
 from server.ports import free_port, url_of
 from tests.server.gateway.pusher import WarmPusher
@@ -45,7 +45,7 @@ model.Pusher = WarmPusher  # type: ignore[misc]
 pages.MOST_KEPT_S = 0.0  # a test that asks for metrics wants what has just happened
 # A gateway looks at files, deadlines, budgets and releases a few times a second; a test waits for each look.
 gateways.RELOAD_INTERVAL_S = gateways.SWEEP_INTERVAL_S = budgets.INTERVAL_S = 0.05
-webhooks.LOOK_S = progress.LOOK_S = runner.FLUSH_S = 0.05  # type: ignore[misc]
+ledger.LOOK_S = progress.LOOK_S = runner.FLUSH_S = 0.05  # type: ignore[misc]
 gateways.FIRST_VIEW_TIMEOUT_S = 60.0  # one that gives up sooner begins without keys, cache scopes and limits
 # uvicorn looks ten times a second whether it is to end, and whether its connections have.
 _HURRIED = {"sleep": lambda for_s: asyncio.sleep(for_s / 20)}

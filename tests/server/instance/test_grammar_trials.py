@@ -27,8 +27,7 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 from server.errors import ConfigError
 from server.instance.grammars import bounds
 from server.instance.grammars.guard import Backend, bounded_parser, tried
-from server.instance.grammars.trials import HELPER, Grammar, GrammarRefused, GrammarsBusy, Limits, Trials
-from server.instance.grammars.turns import NoTurn, Turns
+from server.instance.grammars.trials import HELPER, Grammar, GrammarRefused, GrammarsBusy, Limits, NoTurn, Trials, Turns
 from server.instance.inflight import Wish
 from server.instance.provenance import Trace, current_trace
 from tests.server.instance.test_bounds import USUAL

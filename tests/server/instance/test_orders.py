@@ -16,7 +16,7 @@ from server.gateway.admin.fleet import PauseLeases
 from server.instance.config import InstanceConfig
 from server.instance.middleware import Admission
 from server.instance.rest import rest
-from server.sleeping import SleeperRecord, SleepOrder, ordered, orders, sleepers, stay_asleep
+from server.orders import SleeperRecord, SleepOrder, ordered, orders, sleepers, stay_asleep
 from tests.server.asking import call
 from tests.server.gateway.harness import KEYS, MODEL, RunningGateway, running_gateway
 from tests.server.instance.engines import Engine, config_of, sidecar_of, version

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from server.gateway import UpstreamSettings
-from server.sleeping import SleeperRecord, SleepOrder, ordered, orders, stay_asleep
+from server.orders import SleeperRecord, SleepOrder, ordered, orders, stay_asleep
 from tests.server.gateway.harness import ADMIN_KEY, KEYS, RunningGateway, running_gateway
 from tests.trainer.ranks import Ranks
 from tests.waiting import wait_until

@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 from server.cli.app import app
 from server.gateway.access.records import KEYS_PREFIX, USAGE_PREFIX
 from server.gateway.access.scope import STORE_KEY
-from server.gateway.fleet.drains import drains
-from server.sleeping import orders, sleepers
+from server.orders import drains, orders, sleepers
 from tests.etcd import Etcd
 from tests.waiting import eventually
 from tests.weightsync.fleet import MODEL, Engine

@@ -19,7 +19,7 @@ import orjson
 import pytest
 
 from server.errors import BadRequest
-from server.gateway.observe import backlog
+from server.gateway.observe import logs
 from server.gateway.observe.logs import AccessLog, JsonFormatter, LineWriter, json_line, text_line
 from server.gateway.observe.stats import Finished, of_refusal
 from server.gateway.wire.bodies import Usage
@@ -243,7 +243,7 @@ def test_a_share_of_requests_and_all_that_failed() -> None:
 
 
 def test_a_line_that_cannot_be_made_does_not_end_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backlog, "FLUSH_S", 60.0)
+    monkeypatch.setattr(logs, "FLUSH_S", 60.0)
     reading, writing = os.pipe()
     writer = LineWriter(writing)
     for record in (b"before", 7, b"after"):

@@ -14,7 +14,7 @@ import pytest
 
 from server.errors import ConfigError
 from server.gateway.config import ObserveSettings, UpstreamSettings
-from server.gateway.observe import backlog, context
+from server.gateway.observe import context, logs
 from server.gateway.observe.tracing import Span, SpanSender, traces_url
 from tests.server.gateway.harness import KEYS, RunningGateway, post, running_gateway
 from tests.server.gateway.observe.otlp_collector import Collector, collecting
@@ -229,7 +229,7 @@ def test_a_share_of_traces_is_begun() -> None:
 
 
 def test_what_is_waiting_is_sent_at_the_end(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backlog, "FLUSH_S", 60.0)
+    monkeypatch.setattr(logs, "FLUSH_S", 60.0)
     counts = {"exported": 0, "dropped": 0, "failed": 0}
     sender = SpanSender(collector.endpoint, counts)
     for i in range(100):
@@ -242,7 +242,7 @@ def test_what_is_waiting_is_sent_at_the_end(collector: Collector, monkeypatch: p
 def test_a_span_that_cannot_be_made_does_not_end_the_sender(
     collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backlog, "FLUSH_S", 60.0)
+    monkeypatch.setattr(logs, "FLUSH_S", 60.0)
     counts = {"exported": 0, "dropped": 0, "failed": 0}
     sender = SpanSender(collector.endpoint, counts)
     sender.put(0, lambda n: [Span("s", 1 // n, 1, 0, 1.0, 2.0, {})])

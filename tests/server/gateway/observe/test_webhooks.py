@@ -21,7 +21,7 @@ import pytest
 
 from server.errors import ConfigError
 from server.gateway.config import WebhookSettings
-from server.gateway.observe import webhooks
+from server.gateway.observe import ledger
 from tests.server.gateway.harness import ADMIN_KEY, MODEL, RunningGateway, admin, gateway_process, get, running_gateway
 from tests.waiting import eventually, wait_until
 from weightsync.control import chain
@@ -34,7 +34,7 @@ SECRET, OTHER = ("whsec_" + base64.b64encode(letter * 32).decode() for letter in
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(webhooks, "RETRY_S", 0.01)
+    monkeypatch.setattr(ledger, "RETRY_S", 0.01)
 
 
 class Receiver(ThreadingHTTPServer):
@@ -267,7 +267,7 @@ def test_the_gateway_that_leads_is_killed_while_it_delivers(tmp_path: Path, rece
 def test_the_signature_is_the_one_of_the_reference() -> None:
     """The vector that the libraries of Standard Webhooks are tested with."""
     secret = base64.b64decode("MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw")
-    headers = webhooks.signed("msg_p5jXN8AQM9LWM0D4loKWxJek", 1614265330, b'{"test": 2432232314}', [secret])
+    headers = ledger.signed("msg_p5jXN8AQM9LWM0D4loKWxJek", 1614265330, b'{"test": 2432232314}', [secret])
     assert headers["webhook-signature"] == "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="
 
 
@@ -282,7 +282,7 @@ def test_settings_that_cannot_work_are_refused(tmp_path: Path) -> None:
         key.write_text(text)
         key.chmod(0o600)
         with pytest.raises(ConfigError, match=problem):
-            webhooks.read_secrets(key)
+            ledger.read_secrets(key)
     key.chmod(0o644)
     with pytest.raises(ConfigError, match="Others can read"):
-        webhooks.read_secrets(key)
+        ledger.read_secrets(key)

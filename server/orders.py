@@ -1,8 +1,9 @@
-"""Sleep of instances, as the store has it: the admin port writes orders, instances follow them and say that they sleep.
+"""Orders of operators for instances, as the store has them: to sleep, and to get no new requests (drains).
 
-An order holds for the instance's id, not for one process: an instance that is started while it is ordered to sleep
-sleeps before it has an engine. An order may hang on a lease, so that whoever ordered it cannot forget it: when the
-lease is over the instance wakes by itself.
+The admin port writes orders to sleep; instances follow them and say that they sleep. Such an order holds for the
+instance's id, not for one process: an instance that is started while it is ordered to sleep sleeps before it has an
+engine. It may hang on a lease, so that whatever ordered it cannot forget it: when the lease is over the instance wakes
+by itself.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from weightsync.control.lease import LeaseKeeper
-from weightsync.control.records import Keys
+from weightsync.control.records import InstanceRecord, Keys
 from weightsync.control.strict_json import Record
 from weightsync.errors import RecordError, StoreError
 from weightsync.store.protocol import Store
@@ -119,3 +120,26 @@ def _parsed(raw: bytes) -> SleepOrder | None:
     except RecordError as error:  # of a newer version: it is not known what it wants
         log.error("ignoring an order to sleep: %s", error)
         return None
+
+
+@dataclass(frozen=True)
+class DrainRecord(Record):
+    """No new requests for this process of the instance, from any gateway. `since` is unix seconds.
+
+    One that is started anew under the same id takes requests. An instance that is stopped drains by itself, and says so
+    in its own record.
+    """
+
+    id: str
+    address: str
+    pid: int
+    since: float
+
+    def meant_for(self, record: InstanceRecord) -> bool:
+        """Whether `record` is still the process that was to be drained."""
+        return (self.id, self.address, self.pid) == (record.id, record.address, record.pid)
+
+
+def drains(keys: Keys) -> str:
+    """The prefix of the drain records' keys."""
+    return f"{keys.root}drains/"

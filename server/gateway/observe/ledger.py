@@ -1,4 +1,7 @@
-"""Webhooks: the gateway that leads posts each new entry of the ledger, signed as Standard Webhooks 1.0.0 has it.
+"""What the gateway that leads does for the ledger: it tells traces of new entries, moves older ones to files, and tells
+webhooks.
+
+It posts each new entry of the ledger, signed as Standard Webhooks 1.0.0 has it.
 
     gateway/webhooks/{model}/{url, digested}   HookRecord: the last entry that was delivered there, or given up
 
@@ -38,7 +41,7 @@ from server.gateway.observe.stats import HookCounts
 from weightsync.control import chain
 from weightsync.control.chain import ArchiveRecord, HeadRecord, LedgerEntry
 from weightsync.control.strict_json import Record
-from weightsync.errors import Conflict, RecordError, StoreError
+from weightsync.errors import Conflict, LedgerUnavailable, RecordError, StoreError
 from weightsync.store import MISSING, Store
 from weightsync.tls import stamp
 
@@ -50,6 +53,8 @@ log = logging.getLogger("hotswap.gateway")
 TIMEOUT_S = 20.0  # until the receiver has answered
 LOOK_S = 1.0  # between two looks, where nobody tells of an entry
 RETRY_S, MAX_RETRY_S = 1.0, 3600.0  # after the first failure, and at most: each wait is twice the one before
+EVERY = 100  # entries after which it looks whether older ones should leave the store
+KEEPER_RETRY_S = 0.5
 GIVE_UP_S = 3 * 86_400.0  # after so long an entry is given up, for those after it
 SECRET = "whsec_"  # noqa: S105 - what a secret begins with
 
@@ -276,3 +281,41 @@ class _Hook:
             return
         self.counts.behind = max(0, self.counts.behind - (number - (self.number or 0)))
         self.number = number
+
+
+class LedgerKeeper:
+    """Follows the ledger while `leads`. `on_entry` is told of every new entry; older ones leave for `place`."""
+
+    def __init__(self, store: Store, place: str, leads: Callable[[], bool], on_entry: Callable[[LedgerEntry], None]):
+        self._store, self._place, self._leads, self._on_entry = store, place, leads, on_entry
+
+    async def run(self) -> None:
+        """For ever. Whatever the store or the files do, swaps go on; it is logged."""
+        away = False
+        while True:
+            try:
+                _, revision = await self._store.list(chain.HEAD)
+                away = False
+                async for event in self._store.watch(chain.ENTRIES, revision + 1):
+                    if event.kind == "put" and self._leads():
+                        await self._take(event.kv.value)
+            except StoreError as exc:
+                if not away:
+                    log.warning("the ledger is not followed until the store answers: %s", exc)
+                away = True
+                await asyncio.sleep(KEEPER_RETRY_S)
+
+    async def _take(self, line: bytes) -> None:
+        try:
+            entry = LedgerEntry.from_json(line)
+        except RecordError as exc:
+            log.error("ignoring an entry of the ledger: %s", exc)
+            return
+        self._on_entry(entry)
+        if entry.number % EVERY:
+            return
+        try:
+            if moved := await chain.archive(self._store, self._place):
+                log.info("%d entries of the ledger left the store for %s", moved, self._place or "nowhere")
+        except LedgerUnavailable as exc:
+            log.error("older entries of the ledger stay in the store: %s", exc)
