@@ -110,28 +110,33 @@ def admin_tls(url: str) -> ssl.SSLContext | bool:
     return member.client_context() if member is not None else True
 
 
-def for_gateway(function: Callable[..., None]) -> Callable[..., None]:
-    """Of a function that takes `client`, a command with the options that say where the gateway is instead."""
-    return _with_client(function, WHERE)
+Command = Callable[..., None]
 
 
-def for_model(function: Callable[..., None]) -> Callable[..., None]:
-    """The same, and with --model: the client asks about that model."""
-    return _with_client(function, WHERE | {"model": Which})
+def with_options(
+    parameter: str, hints: Mapping[str, Any], make: Callable[..., Any], **defaults: Any
+) -> Callable[[Command], Command]:
+    """Of a function that takes `parameter`, a command with the options of `hints` instead, of whose values `make` makes
+    it. An option is None by default, unless `defaults` say otherwise."""
+
+    def decorate(function: Command) -> Command:
+        @functools.wraps(function)
+        def command(**given: Any) -> None:
+            function(**{parameter: make(**{name: given.pop(name) for name in hints})}, **given)
+
+        own = {**get_type_hints(function, include_extras=True), **hints}
+        kept = [each for each in inspect.signature(function).parameters.values() if each.name != parameter]
+        added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name)) for name in hints]
+        signed = [p.replace(annotation=own[p.name], kind=inspect.Parameter.KEYWORD_ONLY) for p in [*kept, *added]]
+        command.__signature__ = inspect.Signature(signed)  # type: ignore[attr-defined]
+        command.__annotations__ = {p.name: p.annotation for p in signed}
+        return command
+
+    return decorate
 
 
-def _with_client(function: Callable[..., None], where: Mapping[str, Any]) -> Callable[..., None]:
-    @functools.wraps(function)
-    def command(**given: Any) -> None:
-        function(client=AdminClient(**{name: given.pop(name) for name in where}), **given)
-
-    hints = {**get_type_hints(function, include_extras=True), **where}
-    own = [each for each in inspect.signature(function).parameters.values() if each.name != "client"]
-    added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in where]
-    command.__annotations__ = {name: hint for name, hint in hints.items() if name != "client"}
-    signed = [each.replace(annotation=hints[each.name]) for each in [*own, *added]]
-    command.__signature__ = inspect.Signature(signed)  # type: ignore[attr-defined]
-    return command
+for_gateway = with_options("client", WHERE, AdminClient)  # of a function that takes `client`
+for_model = with_options("client", WHERE | {"model": Which}, AdminClient)  # which asks about that model
 
 
 def percentages(active: dict[str, Any]) -> dict[int, float]:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import json
 import re
 import sys
 import time
-from collections.abc import Callable
 from enum import StrEnum
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 
-from server.cli.admin import AdminClient, AsJson, Reason, for_gateway
+from server.cli.admin import AdminClient, AsJson, Reason, for_gateway, with_options
 from server.cli.output import console, table
 from server.errors import CliError
 from server.key_limits import LIMITS, KeyLimits, Limit
@@ -38,7 +35,6 @@ class Scope(StrEnum):
 
 
 Id = Annotated[str, typer.Argument(help="a key's id, from `hotswap keys list`")]
-Limited = dict[str, Any] | None  # what of a body is limits; see `with_limits`
 Scopes = Annotated[
     list[Scope] | None, typer.Option("--scope", help="infer (default), or a role on the admin port; may be repeated")
 ]
@@ -48,26 +44,6 @@ Models = Annotated[
 Expires = Annotated[str | None, typer.Option(help="time from now, such as 30d, 12h or 90m; `none`: never")]
 
 
-def with_limits(function: Callable[..., None]) -> Callable[..., None]:
-    """Of a function that takes `limits`, one that Typer makes a command with an option for each limit of."""
-
-    @functools.wraps(function)
-    def command(**given: Any) -> None:
-        limits = {field: _number(field, given.pop(field)) for field in LIMITS if given[field] is not None}
-        function(limits={"limits": limits} if limits else {}, **{k: v for k, v in given.items() if k not in LIMITS})
-
-    hints = get_type_hints(function, include_extras=True)
-    parameters = list(inspect.signature(function).parameters.values())
-    at = next(index for index, parameter in enumerate(parameters) if parameter.name == "limits")
-    parameters[at : at + 1] = [inspect.Parameter(field, parameters[at].kind, default=None) for field in LIMITS]
-    command.__annotations__ = {name: hint for name, hint in hints.items() if name != "limits"} | {
-        field: _option(field, limit) for field, limit in LIMITS.items()
-    }
-    signed = [p.replace(annotation=command.__annotations__[p.name]) for p in parameters]
-    command.__signature__ = inspect.Signature(signed)  # type: ignore[attr-defined]
-    return command
-
-
 def _option(field: str, limit: Limit) -> Any:
     flag = f"--{field.replace('_', '-')}"
     if getattr(KeyLimits, field) is None:
@@ -75,25 +51,32 @@ def _option(field: str, limit: Limit) -> Any:
     return Annotated[int | None, typer.Option(flag, help=f"{limit.help}; {limit.least} to {limit.most}")]
 
 
+def _limits(**given: Any) -> dict[str, Any]:
+    """What of a body is limits."""
+    limits = {field: _number(field, value) for field, value in given.items() if value is not None}
+    return {"limits": limits} if limits else {}
+
+
+with_limits = with_options("limits", {field: _option(field, limit) for field, limit in LIMITS.items()}, _limits)
+
+
 @app.command()
 @for_gateway
 @with_limits
 def create(
     client: AdminClient,
+    limits: dict[str, Any],
     name: Annotated[str, typer.Argument(help="who it is for")],
     scope: Scopes = None,
     expires: Expires = None,
     collect: Annotated[bool, typer.Option("--collect", help="keep the answers it gets, for training")] = False,
     model: Models = None,
-    limits: Limited = None,
     yes: Annotated[bool, typer.Option("--yes", help="do not ask before the first key closes inference")] = False,
     as_json: AsJson = False,
     reason: Reason = None,
 ) -> None:
     """Make a key. It is shown this once: only its digest is kept. After the first, inference asks for one."""
-    body = {"name": name, **_scopes(scope), **_expiry(expires), **(limits or {})} | (
-        {"collect": True} if collect else {}
-    )
+    body = {"name": name, **_scopes(scope), **_expiry(expires), **limits} | ({"collect": True} if collect else {})
     body |= {"models": model} if model else {}
     if Scope.infer in (scope or [Scope.infer]) and client.call("GET", "/admin/keys")["inference"] == "open":
         typer.echo(CLOSES, err=True)
@@ -136,6 +119,7 @@ def show(client: AdminClient, key_id: Id) -> None:
 @with_limits
 def update(
     client: AdminClient,
+    limits: dict[str, Any],
     key_id: Id,
     name: Annotated[str | None, typer.Option(help="who it is for")] = None,
     scope: Scopes = None,
@@ -146,11 +130,10 @@ def update(
     ] = None,
     model: Models = None,
     all_models: Annotated[bool, typer.Option("--all-models", help="it may ask for any")] = False,
-    limits: Limited = None,
     reason: Reason = None,
 ) -> None:
     """Change what is named, in all gateways, within a moment; the rest stays."""
-    body = {**_scopes(scope), **_expiry(expires), **(limits or {})}
+    body = {**_scopes(scope), **_expiry(expires), **limits}
     body |= {
         field: value
         for field, value in (("name", name), ("disabled", disabled), ("collect", collect))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import orjson
 import typer
 
-from server.cli.admin import AdminClient, AsJson, Reason, StateDir, for_model, percentages
+from server.cli.admin import AdminClient, AsJson, Reason, StateDir, for_model, percentages, with_options
 from server.cli.bucket import BucketUrl, remove_version, show_versions, verify_stored
 from server.cli.output import console, show, table
 from server.errors import CliError, as_cli_error
@@ -50,10 +50,21 @@ Name = Annotated[str | None, typer.Option(help="the model's served name; needed 
 Deadline = Annotated[float | None, typer.Option(help="seconds to stage everywhere; default: the gateway's")]
 
 
+def _how(mode: SwapMode, drain: float | None, on_lost: OnLost, deadline: float | None) -> dict[str, Any]:
+    """What of a body says how the fleet takes a version."""
+    return {"mode": mode.value, "drain_s": drain, "deadline_s": deadline, "on_lost": on_lost.value}
+
+
+SWAP = {"mode": Mode, "drain": Drain, "on_lost": Lost, "deadline": Deadline}
+for_swap = with_options("how", SWAP, _how, mode=SwapMode.together, on_lost=OnLost.abort)
+
+
 @app.command()
 @for_model
+@for_swap
 def push(
     client: AdminClient,
+    how: dict[str, Any],
     directory: Annotated[Path | None, typer.Argument(help="Hugging Face checkpoint directory")] = None,
     part: Annotated[str, typer.Option(help='what it is: "draft" or "lora/NAME" (default: the base model)')] = "",
     more: Annotated[list[str], typer.Option("--with", help="PART=DIR: one more part of the same version")] = [],  # noqa: B006
@@ -64,10 +75,6 @@ def push(
     cast: Annotated[bool, typer.Option("--cast", help="convert floats to the dtypes that are served")] = False,
     strip: Annotated[str, typer.Option(help='what is taken away where a name begins with it: "module."')] = "",
     sign_key: Annotated[str, typer.Option(help="name of the gateway's --sign-key that signs it")] = "",
-    mode: Mode = SwapMode.together,
-    drain: Drain = None,
-    on_lost: Lost = OnLost.abort,
-    deadline: Deadline = None,
     reason: Reason = None,
 ) -> None:
     """Publish a checkpoint as a new version and, unless --no-activate, swap it in."""
@@ -79,7 +86,7 @@ def push(
     body |= ({"part": part} if part else {}) | ({"parts": dict(map(_part, more))} if more else {})
     body |= ({"sign_key": sign_key} if sign_key else {}) | ({"cast": True} if cast else {})
     body |= {"strip": strip} if strip else {}
-    body |= _swap_options(mode, drain, deadline, on_lost)
+    body |= how
     answer = client.call("POST", "/admin/weights", body, reason)
     show_swap(answer)
     if kept := answer.get("kept"):
@@ -119,40 +126,38 @@ def list_versions(client: AdminClient, bucket: BucketUrl = None, as_json: AsJson
 
 @app.command()
 @for_model
+@for_swap
 def activate(
     client: AdminClient,
+    how: dict[str, Any],
     version: Annotated[int, typer.Argument(help="a version from `hotswap weights list`")],
-    mode: Mode = SwapMode.together,
-    drain: Drain = None,
-    on_lost: Lost = OnLost.abort,
-    deadline: Deadline = None,
     reason: Reason = None,
 ) -> None:
     """Swap a published version in."""
-    body = {"version": version, **_swap_options(mode, drain, deadline, on_lost)}
+    body = {"version": version, **how}
     show_swap(client.call("POST", "/admin/weights/activate", body, reason))
 
 
 @app.command()
 @for_model
+@for_swap
 def rollback(
     client: AdminClient,
+    how: dict[str, Any],
     version: Annotated[int | None, typer.Argument(help="default: the one that served before the active one")] = None,
-    mode: Mode = SwapMode.together,
-    drain: Drain = None,
-    on_lost: Lost = OnLost.abort,
-    deadline: Deadline = None,
     reason: Reason = None,
 ) -> None:
     """Go back to the version that served before the active one, or to another that is still held."""
-    body = {"version": version, **_swap_options(mode, drain, deadline, on_lost)}
+    body = {"version": version, **how}
     show_swap(client.call("POST", "/admin/weights/rollback", body, reason))
 
 
 @app.command()
 @for_model
+@for_swap
 def split(
     client: AdminClient,
+    how: dict[str, Any],
     shares: Annotated[list[str] | None, typer.Argument(help="VERSION=PERCENT of each; together 100")] = None,
     sticky: Annotated[
         str, typer.Option(help="requests equal in it go to one version: key, session or header:NAME")
@@ -163,10 +168,6 @@ def split(
         typer.Option(help="VERSION=PERCENT: requests of others that are repeated on it, unseen by clients"),
     ] = [],  # noqa: B006
     end: Annotated[bool, typer.Option("--end", help="all requests to the active version again")] = False,
-    mode: Mode = SwapMode.together,
-    drain: Drain = None,
-    on_lost: Lost = OnLost.abort,
-    deadline: Deadline = None,
     reason: Reason = None,
 ) -> None:
     """Divide requests between versions: 12=90 13=10. To give all of them to one, activate it."""
@@ -183,7 +184,7 @@ def split(
             raise CliError(f"--shadow: give version {repeated['version']} a share, such as {repeated['version']}=0")
         asked[repeated["version"]]["shadow"] = repeated["percent"]
     body = {"shares": list(asked.values()), "sticky": sticky, "minimum": minimum}
-    body |= _swap_options(mode, drain, deadline, on_lost)
+    body |= how
     show_swap(client.call("POST", "/admin/weights/split", body, reason))
 
 
@@ -283,10 +284,6 @@ def _records(state_dir: Path | None, store: str | None, name: str | None) -> tup
         return store, name
     server = ServerInfo.read(state_dir or default_state_dir(name))
     return server.store, server.model
-
-
-def _swap_options(mode: SwapMode, drain_s: float | None, deadline_s: float | None, on_lost: OnLost) -> dict[str, Any]:
-    return {"mode": mode.value, "drain_s": drain_s, "deadline_s": deadline_s, "on_lost": on_lost.value}
 
 
 def show_swap(answer: dict[str, Any]) -> None:
