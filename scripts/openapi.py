@@ -11,9 +11,9 @@ from pathlib import Path
 import orjson
 from fastapi import FastAPI
 
+from server.gateway import openapi
 from server.gateway.app import build_app
 from server.gateway.config import GatewayConfig
-from server.gateway.openapi import document
 from server.instance import openapi as instance
 from server.instance.config import vllm_parser
 from server.instance.main import prepare_environment
@@ -23,9 +23,9 @@ def main(directory: Path) -> None:
     """public.json and admin.json."""
     app = build_app(GatewayConfig(store="sqlite:///nowhere/store.db", model="NAME"))
     directory.mkdir(parents=True, exist_ok=True)
-    public = document.public(app, instance.document(_vllm_app()), key_required=False)
+    public = openapi.public(app, instance.document(_vllm_app()), key_required=False)
     (directory / "public.json").write_bytes(orjson.dumps(public))
-    (directory / "admin.json").write_bytes(document.admin(app))
+    (directory / "admin.json").write_bytes(openapi.admin(app))
 
 
 def _vllm_app() -> FastAPI:

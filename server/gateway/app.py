@@ -26,7 +26,7 @@ from server.gateway.deps import GatewayDep
 from server.gateway.gateway import Gateway
 from server.gateway.middleware import AdminGate, RequestIdMiddleware, error_response, is_public
 from server.gateway.models import listing
-from server.gateway.openapi import document
+from server.gateway.openapi import admin as admin_document
 from server.gateway.routes import elsewhere
 from weightsync.errors import WeightSyncError
 
@@ -113,7 +113,7 @@ def _add_probes(app: APIRouter) -> None:
     async def openapi(request: Request, gateway: GatewayDep) -> Response:
         """The OpenAPI document of this port."""
         if request.state.admin_port:
-            body = await asyncio.to_thread(document.admin, request.app)  # the first takes a tenth of a second
+            body = await asyncio.to_thread(admin_document, request.app)  # the first takes a tenth of a second
         else:
             body = await gateway.document.get(request.app)
         return Response(body, media_type="application/json")

@@ -38,7 +38,7 @@ from server.gateway.observe.metrics import Counted, render
 from server.gateway.observe.pages import Pages
 from server.gateway.observe.stats import ProcessStats, Stats
 from server.gateway.observe.tracing import open_watchers
-from server.gateway.openapi.document import PublicDocument
+from server.gateway.openapi import PublicDocument
 from server.gateway.wire.pool import Outbox
 from weightsync.control.chain import LedgerEntry
 from weightsync.errors import RecordError, StoreError

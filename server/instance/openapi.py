@@ -1,7 +1,7 @@
 """The OpenAPI document of one instance: vLLM's routes as vLLM describes them, with the answers it leaves undescribed.
 
 vLLM declares what its routes take, but not what most of them answer, and nothing of what is added here. The gateway
-shows the public part of this document on its port (server/gateway/openapi/).
+shows the public part of this document on its port (server/gateway/openapi.py).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from server.gateway import UpstreamSettings
-from server.gateway.openapi.document import PATH
+from server.gateway.openapi import PATH
 from server.gateway.routes import public_names
 from tests.schemathesis.run import schemathesis
 from tests.server.gateway.harness import ADMIN, RunningGateway, get, request, running_gateway

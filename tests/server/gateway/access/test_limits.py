@@ -15,7 +15,7 @@ from fastapi import FastAPI
 
 from server.gateway import UpstreamSettings
 from server.gateway.access.costs import BYTES_PER_TOKEN
-from server.gateway.openapi.parts import components
+from server.gateway.openapi import components
 from server.instance import generate
 from server.instance.inflight import Inflight
 from server.instance.middleware import ProvenanceMiddleware

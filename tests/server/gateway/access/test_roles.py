@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
 from server.errors import ConfigError, Forbidden, HttpError, Unauthorized, Unavailable
-from server.gateway import GatewayConfig
+from server.gateway import GatewayConfig, openapi
 from server.gateway.access import oidc, roles
 from server.gateway.access.keys import KeyRing
 from server.gateway.access.oidc import AdminAccess
@@ -25,7 +25,6 @@ from server.gateway.access.records import INFER, ROLES, Role, granted
 from server.gateway.app import build_app, routes_of
 from server.gateway.config import OidcSettings
 from server.gateway.middleware import is_public
-from server.gateway.openapi import document
 from tests.server.gateway.harness import ADMIN, RunningGateway, get, new_key, post, request, running_gateway
 
 
@@ -97,7 +96,7 @@ async def test_a_key_for_inference_alone_reads_nothing_and_a_role_alone_infers_n
 
 def test_the_document_names_the_role_of_each_route(tmp_path: Path) -> None:
     app = build_app(GatewayConfig(store=f"sqlite://{tmp_path}/store.db", model="m"))
-    told = orjson.loads(document.admin(app))
+    told = orjson.loads(openapi.admin(app))
     assert told["paths"]["/admin/keys"]["post"]["security"] == [{"bearer": ["admin"]}, {"apiKey": ["admin"]}]
     assert told["paths"]["/healthz"]["get"]["security"] == []
 
