@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
-from .inflight import Problem
+from .inflight import Problem, RequestProblem
 from .provenance import Span, current_trace, problem_body, prompt_spans, to_spans
 from .routed_experts import FIELD, encoded
 
@@ -53,16 +53,6 @@ class GenerateRequest(BaseModel):
     stream: bool = True
     stream_interval: int = Field(default=1, ge=1, le=1024)
     priority: int = 0
-
-
-class RequestProblem(Exception):
-    """A request that cannot be served as asked; becomes an OpenAI-shaped error body."""
-
-    def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request", param: str | None = None):
-        super().__init__(message)
-        self.status = status
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 class Choice:
@@ -135,8 +125,6 @@ async def generate(raw: Request) -> Response:
         return JSONResponse(await unless_gone(raw, run.whole()))
     except Problem as ended:
         return JSONResponse(problem_body(ended), status_code=ended.status)
-    except RequestProblem as problem:
-        return JSONResponse(problem.body, status_code=problem.status)
 
 
 async def unless_gone(raw: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -245,7 +233,7 @@ class Run:
             problem = problem_body(ended)
         except Exception as error:
             message = f"generation failed: {error or type(error).__name__}; the request can be retried"
-            problem = RequestProblem(message, status=500, code="engine_error").body
+            problem = problem_body(RequestProblem(message, status=500, code="engine_error"))
         for choice in self._choices:
             if choice.untold():
                 yield self._told(choice)

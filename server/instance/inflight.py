@@ -28,6 +28,17 @@ class Problem(Exception):
     retry_after_s: int | None = None
 
 
+class RequestProblem(Problem):
+    """A request that cannot be served as it is asked."""
+
+    status, type = 400, "invalid_request_error"
+
+    def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request", param: str | None = None):
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+        self.type = self.type if status < 500 else "server_error"
+
+
 class WeightsChanged(Problem):
     """The request was ended by a swap, as it asked, rather than answered by two versions."""
 

@@ -36,7 +36,7 @@ from starlette.exceptions import HTTPException as AnyHTTPException
 
 from server import api
 from server.instance import replay
-from server.instance.inflight import Problem, VersionMismatch, Wish
+from server.instance.inflight import RequestProblem, VersionMismatch, Wish
 from server.instance.prefixes import with_shares
 from server.instance.provenance import Trace, annotate, annotate_chunk, cannot_take, current_trace, problem_body
 from server.instance.routed_experts import FIELD as ROUTING
@@ -178,8 +178,11 @@ async def _turn_away(scope: Any, send: Any) -> None:
 
 async def refuse(send: Any, status: int, body: bytes, why: bytes) -> None:
     """Tell the gateway that there is no answer here, and `why`."""
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    headers.append((b"x-hotswap-refused", why))
+    await _send_json(send, status, body, (b"x-hotswap-refused", why))
+
+
+async def _send_json(send: Any, status: int, body: bytes, *more: tuple[bytes, bytes]) -> None:
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *more]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
@@ -216,9 +219,8 @@ class ProvenanceMiddleware:
             return
         try:
             replaying, receive = await replay.read(scope, receive, self._resumable)
-        except replay.BadResume as problem:
-            error = {"message": str(problem), "type": "invalid_request_error", "param": None, "code": "bad_resume"}
-            await _send_json(send, 400, {"error": error})
+        except RequestProblem as problem:
+            await _send_json(send, problem.status, orjson.dumps(problem_body(problem)))
             return
         trace = Trace(Wish.of(scope.get("headers", ())), replaying, scope["path"])
         current_trace.set(trace)
@@ -233,19 +235,9 @@ class ProvenanceMiddleware:
                 raise
 
 
-class NotBoolean(Problem):
-    """A field that says neither yes nor no. vLLM 0.33 refuses such spans too; 0.32 does not know the field."""
-
-    status, type, code = 400, "invalid_request_error", "invalid_parameter"
-
-    def __init__(self, param: str) -> None:
-        super().__init__(f"{param} must be true or false")
-        self.param = param
-
-
 def _read_along(receive: Any, trace: Trace, route: str) -> Any:
     """`receive`, which tells `trace` of the body: the prefixes of its prompt, and what more it wants, which is its
-    routing, and spans in vLLM's form. Raises NotBoolean."""
+    routing, and spans in vLLM's form. Raises RequestProblem."""
     parts: list[bytes] = []
 
     async def read_along() -> Any:
@@ -261,7 +253,7 @@ def _read_along(receive: Any, trace: Trace, route: str) -> Any:
                 try:
                     trace.as_vllm = route in VLLM_SPANS and wants(body, WANTED)
                     trace.wants_routing = wants(body, ROUTING)
-                except NotBoolean as problem:
+                except RequestProblem as problem:
                     trace.problem = problem
                     raise
         return message
@@ -270,7 +262,7 @@ def _read_along(receive: Any, trace: Trace, route: str) -> Any:
 
 
 def wants(body: bytes, field: str) -> bool:
-    """Whether its field says so, in any way that vLLM takes for true. Raises NotBoolean; other faults are vLLM's."""
+    """Whether its field says so in any way that vLLM takes for true. Raises RequestProblem; other faults are vLLM's."""
     if field.encode() not in body:
         return False
     try:
@@ -280,7 +272,8 @@ def wants(body: bytes, field: str) -> bool:
     try:
         return isinstance(fields, dict) and _BOOL.validate_python(fields.get(field, False))
     except ValidationError as error:
-        raise NotBoolean(field) from error
+        message = f"{field} must be true or false"  # vLLM 0.33 says so too; 0.32 does not know its field
+        raise RequestProblem(message, code="invalid_parameter", param=field) from error
 
 
 class _Answer:
@@ -362,14 +355,12 @@ class _Answer:
         """Nothing was sent yet: the typed error, whatever the route made of it."""
         assert self._trace.problem is not None
         self._over = True
-        body = orjson.dumps(problem_body(self._trace.problem, self._trace.path))
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-        if isinstance(self._trace.problem, VersionMismatch):
-            headers.append((b"x-hotswap-refused", VERSION))
-        if (seconds := self._trace.problem.retry_after_s) is not None:
-            headers.append((b"retry-after", b"%d" % seconds))
-        await self._send({"type": "http.response.start", "status": self._trace.problem.status, "headers": headers})
-        await self._send({"type": "http.response.body", "body": body})
+        problem, more = self._trace.problem, list[tuple[bytes, bytes]]()
+        if isinstance(problem, VersionMismatch):
+            more.append((b"x-hotswap-refused", VERSION))
+        if problem.retry_after_s is not None:
+            more.append((b"retry-after", b"%d" % problem.retry_after_s))
+        await _send_json(self._send, problem.status, orjson.dumps(problem_body(problem, self._trace.path)), *more)
 
     def _whole(self, body: bytes) -> bytes:
         payload = orjson.loads(body) if body else None
@@ -396,13 +387,6 @@ class _Answer:
 def _is_error(body: bytes) -> bool:
     """Whether vLLM, or /generate, tells the end of a stream in this event."""
     return body.startswith((b"event: error", b'data: {"error"'))
-
-
-async def _send_json(send: Any, status: int, body: dict[str, Any]) -> None:
-    data = orjson.dumps(body)
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": data})
 
 
 log = logging.getLogger("hotswap.instance")

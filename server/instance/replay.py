@@ -13,14 +13,11 @@ from typing import Any
 import msgspec
 
 from server import api
+from server.instance.inflight import RequestProblem
 from server.resume import RESUMABLE, RESUME, RESUMED, Resume
 
 ROUTES = frozenset(route.path for route in api.ROUTES if route.continued)
 MAX_RESUME = 16 * 2**20
-
-
-class BadResume(ValueError):
-    """The bytes before the body are not those that a gateway writes there."""
 
 
 class Replaying:
@@ -126,19 +123,19 @@ def replayed(output: Any, resume: Resume) -> Any | None:
 
 
 async def read(scope: Any, receive: Any, routes: Container[str] = ROUTES) -> tuple[Replaying, Any]:
-    """What the gateway asks for, and `receive` without what it put before the body. Raises BadResume."""
+    """What the gateway asks for, and `receive` without what it put before the body. Raises RequestProblem."""
     headers = dict(scope.get("headers", ()))
     if scope["path"] not in routes or RESUMABLE not in headers:
         return Replaying(), receive
     if (length := headers.get(RESUME)) is None:
         return Replaying(wanted=True), receive
     if not length.isdigit() or not 0 < int(length) <= MAX_RESUME:
-        raise BadResume(f"{RESUME.decode()}: {length!r} is not a length")
+        raise _bad(f"{RESUME.decode()}: {length!r} is not a length")
     prefix, receive = await _split(receive, int(length))
     try:
         return Replaying(wanted=True, resume=msgspec.json.decode(prefix, type=Resume)), receive
     except msgspec.DecodeError as error:
-        raise BadResume(f"what stands before the body cannot be read: {error}") from error
+        raise _bad(f"what stands before the body cannot be read: {error}") from error
 
 
 async def _split(receive: Any, size: int) -> tuple[bytes, Any]:
@@ -147,7 +144,7 @@ async def _split(receive: Any, size: int) -> tuple[bytes, Any]:
     while len(data) < size and more:
         message = await receive()
         if message["type"] != "http.request":
-            raise BadResume("the client left")
+            raise _bad("the client left")
         data += message.get("body", b"")
         more = message.get("more_body", False)
     rest: list[dict[str, Any]] = [{"type": "http.request", "body": data[size:], "more_body": more}]
@@ -156,3 +153,8 @@ async def _split(receive: Any, size: int) -> tuple[bytes, Any]:
         return rest.pop() if rest else await receive()
 
     return data[:size], receive_rest
+
+
+def _bad(message: str) -> RequestProblem:
+    """The bytes before the body are not those that a gateway writes there."""
+    return RequestProblem(message, code="bad_resume")

@@ -20,6 +20,7 @@ from anyio.from_thread import start_blocking_portal
 from safetensors.numpy import save
 
 from server.instance.generate import RequestProblem, parse
+from server.instance.provenance import problem_body
 from tests.server.gateway.admin.conftest import arena
 from tests.server.gateway.admin.test_admin import SETTINGS, Toy, checkpoint, participating
 from tests.server.gateway.harness import ADMIN_KEY, MODEL, RunningGateway, running_gateway
@@ -92,7 +93,7 @@ async def answer(link: Link, received: Received) -> None:
         if received.target == "/generate":
             parse(received.body)
     except RequestProblem as problem:
-        await link.json(orjson.dumps(problem.body), b"%d Refused" % problem.status)
+        await link.json(orjson.dumps(problem_body(problem)), b"%d Refused" % problem.status)
         return
     if received.target == "/classify" and "input" not in orjson.loads(received.body):
         await link.json(b'{"error": {"message": "input: Field required"}}', b"400 Bad Request")

@@ -182,4 +182,4 @@ async def test_generate_names_the_field_that_is_refused() -> None:
 
     with pytest.raises(RequestProblem) as refused:
         await run_of([VLLMValidationError("no", parameter=FIELD)], routed_experts=True).start()
-    assert refused.value.body["error"]["param"] == FIELD
+    assert refused.value.param == FIELD
