@@ -16,11 +16,10 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import orjson
 
-from server.gateway.fleet.instance import Signals
+from server.gateway.fleet.instance import Instance, Signals
 from weightsync.control.records import Keys
 from weightsync.errors import StoreError
 from weightsync.store import Store
@@ -29,13 +28,6 @@ from weightsync.store.protocol import KeyValue
 EARLY_S = 0.002  # which a sleep may end before its time
 INTERVAL_S = 2.0
 KEPT_SAMPLES = 300
-
-
-class Scraped(Protocol):
-    """The values that are read from an instance."""
-
-    signals: Signals | None
-    inflight: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +66,7 @@ class Throughput:
         self.samples: deque[Sample] = deque(maxlen=KEPT_SAMPLES)
         self._rates: dict[str, _Rate] = {}
 
-    def sample(self, instances: Mapping[str, Scraped], now: float) -> None:
+    def sample(self, instances: Mapping[str, Instance], now: float) -> None:
         """Adds what the instances say at the time `now`; one whose last scrape failed counts as idle."""
         seen = {name: i.signals for name, i in instances.items() if i.signals is not None}
         self._rates = {name: rate for name, rate in self._rates.items() if name in seen}
@@ -91,7 +83,7 @@ class Throughput:
             )
         )
 
-    async def run(self, instances: Mapping[str, Scraped]) -> None:
+    async def run(self, instances: Mapping[str, Instance]) -> None:
         """Samples for ever, at full multiples of the interval: several gateways' samples then stand side by side."""
         while True:
             tick = (time.time() // INTERVAL_S + 1) * INTERVAL_S

@@ -36,7 +36,7 @@ _SHADOW: Final = ("errors", "tokens", *_TEXT)
 
 
 class AnswerReader:
-    """A consumer of the desk (desk.Consumer) and the reader of a gateway's releases (runner.Reader)."""
+    """A consumer of the desk (desk.Consumer) that reads the answers of a release's step."""
 
     name = "release"
     share = 1.0

@@ -19,7 +19,7 @@ from weightsync.tls import ClusterTls
 
 
 class FleetControl:
-    """A runner.Control by way of the coordinator. It reads the store, as this gateway's view may be a moment behind."""
+    """The fleet by way of its coordinator. It reads the store, as this gateway's view may be a moment behind."""
 
     def __init__(
         self,
@@ -36,6 +36,7 @@ class FleetControl:
         self._named = named
 
     async def serving(self) -> tuple[int | None, Mapping[int, Share] | None]:
+        """The active version, and the shares of others; None while a swap is under way."""
         found = await self._store.get(self._keys.swap)
         swap = SwapRecord.from_json(found.value) if found is not None else None
         active = await self._active()
@@ -47,14 +48,17 @@ class FleetControl:
         return active.version, {share.version: Share(share.percent, share.shadow) for share in shares}
 
     async def instances(self) -> int:
+        """How many there are that can take a version."""
         found, _ = await self._store.list(self._keys.instances)
         return sum(InstanceRecord.from_json(kv.value).state in PARTICIPATING for kv in found)
 
     async def ready(self, version: int) -> bool:
+        """Whether it is published and was not retired."""
         found = await self._store.get(self._keys.version(version))
         return found is not None and VersionRecord.from_json(found.value).state == "ready"
 
     async def split(self, record: ReleaseRecord, share: Share, policy: Policy) -> None:
+        """Returns when the fleet has it so. Raises WeightSyncError, HttpError."""
         percents = {record.stable: 100.0 - share.traffic, record.version: share.traffic}
         shadow = {record.version: share.shadow} if share.shadow else {}
         sticky = "" if policy.sticky == "none" else policy.sticky
@@ -72,6 +76,7 @@ class FleetControl:
             raise SwapAborted(record.version, report.reason or "no reason given", report.tensor)
 
     async def commit(self, record: ReleaseRecord, version: int) -> None:
+        """The same for the whole fleet."""
         back = version == record.stable
         why = record.reason if back else f"the release of version {version} has passed all steps"
         report = await self._coordinator.activate(
@@ -85,6 +90,7 @@ class FleetControl:
             raise SwapAborted(version, report.reason or "no reason given", report.tensor)
 
     async def evaluate(self, record: ReleaseRecord, policy: Policy) -> str:
+        """Why the candidate does not pass the evaluation sets; "" if it does. Raises ServerError if that is unknown."""
         import httpx
 
         candidate = self._instance_of(record.version)

@@ -15,10 +15,12 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from server.errors import ConfigError, Conflict, HttpError, NotFound, ServerError
 from server.gateway.access.records import By
+from server.gateway.release.answers import AnswerReader
+from server.gateway.release.control import FleetControl
 from server.gateway.release.evidence import FLUSH_S, Observer, Watched, summed
 from server.gateway.release.judge import Evidence, Finding, judged
 from server.gateway.release.policy import Policy, parse, seconds_of
@@ -48,38 +50,6 @@ AGAIN_S: Final = 2.0  # between two attempts to bring the stable version back
 WATCHED: Final = ("judging", "held")
 
 
-class Control(Protocol):
-    """What a release does to the fleet."""
-
-    async def serving(self) -> tuple[int | None, Mapping[int, Share] | None]:
-        """The active version, and the shares of others; None while a swap is under way."""
-
-    async def instances(self) -> int:
-        """How many there are that can take a version."""
-
-    async def ready(self, version: int) -> bool:
-        """Whether it is published and was not retired."""
-
-    async def split(self, record: ReleaseRecord, share: Share, policy: Policy) -> None:
-        """Returns when the fleet has it so. Raises WeightSyncError, HttpError."""
-
-    async def commit(self, record: ReleaseRecord, version: int) -> None:
-        """The same for the whole fleet."""
-
-    async def evaluate(self, record: ReleaseRecord, policy: Policy) -> str:
-        """Why the candidate does not pass the evaluation sets; "" if it does. Raises ServerError if nobody can say."""
-
-
-class Reader(Protocol):
-    """Reads the answers of a step (answers.AnswerReader)."""
-
-    async def watch(self, policy: Policy, step: int) -> None:
-        """Read for the conditions of this step, and for nothing else."""
-
-    async def stop(self) -> None:
-        """Read nothing."""
-
-
 class Releases:
     """The releases of one model. `current` is the one under way, or the last one."""
 
@@ -87,10 +57,10 @@ class Releases:
         self,
         store: Store,
         model: str,
-        control: Control,
+        control: FleetControl,
         observer: Observer,
         leads: Callable[[], bool],
-        reader: Reader | None = None,
+        reader: AnswerReader | None = None,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
         """`tell` is told of each state that it comes to."""
