@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import fsspec
 import msgspec
@@ -193,20 +193,8 @@ def _rewrite(folder: Folder, path: str, marks: list[Mark]) -> int:
     return len(lines) - len(kept)
 
 
-class Segment(Protocol):
-    """The lines that a writer has not closed yet."""
-
-    size: int
-
-    def append(self, lines: list[bytes]) -> None:
-        """All of them, or none: raises OSError."""
-
-    def close(self, path: str, marks: list[Mark]) -> None:
-        """The segment appears at `path`, without what `marks` cover."""
-
-
 class _InMemory:
-    """Lines for an object store."""
+    """The lines of a segment that is not closed yet, for an object store."""
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
@@ -214,17 +202,19 @@ class _InMemory:
         self.size = 0
 
     def append(self, lines: list[bytes]) -> None:
+        """All of them, or none: raises OSError."""
         self._lines += lines
         self.size += sum(map(len, lines)) + len(lines)
 
     def close(self, path: str, marks: list[Mark]) -> None:
+        """The segment appears at `path`, without what `marks` cover."""
         kept = _kept(self._lines, marks)
         if kept:
             self._folder.write(path, b"\n".join(kept) + b"\n")
 
 
 class _InFile:
-    """Lines in a file of this host, which is locked while its writer lives."""
+    """The same in a file of this host, which is locked while its writer lives."""
 
     def __init__(self, folder: Folder, name: str) -> None:
         self._folder, self._path = folder, Path(name)
@@ -273,9 +263,9 @@ class Writer:
         self._number = 0
         self._lines: list[bytes] = []  # not in the segment yet
         self._size = 0  # bytes of them
-        self._segment: Segment | None = None
+        self._segment: _InMemory | _InFile | None = None
         self._opened_at = 0.0  # monotonic
-        self._closing: deque[Segment] = deque()  # which could not be closed yet
+        self._closing: deque[_InMemory | _InFile] = deque()  # which could not be closed yet
         self._maintained_at = 0.0
         self._failing = False
 
@@ -329,7 +319,7 @@ class Writer:
             self._folder.remove(path)
             total -= size
 
-    def _is_over(self, segment: Segment, now: float) -> bool:
+    def _is_over(self, segment: _InMemory | _InFile, now: float) -> bool:
         return segment.size >= self._bounds.segment_bytes or now - self._opened_at >= self._bounds.segment_s
 
     def _write(self, now: float) -> None:

@@ -38,7 +38,8 @@ WHERE = {"state_dir": StateDir, "url": Url, "admin_key_file": KeyFile}
 
 class AdminClient:
     """The gateway's /admin routes, where it has several models those of `model`. What the command line and the
-    environment leave out is read from the state directory of a server that was started here, with the first request.
+    environment leave out is read from the state directory of a server that was started here, with the first request;
+    and anew when there was no answer or the key was refused, as `up` may have begun again elsewhere.
     """
 
     def __init__(
@@ -67,14 +68,18 @@ class AdminClient:
         return self._answer("POST", path, {**query, "reason": reason}, content=iter(pieces), headers=headers)
 
     def _answer(self, method: str, path: str, query: Mapping[str, str], **what: Any) -> Any:
+        http = self._http
         try:
-            answer = self._http.request(method, httpx.URL(path).copy_merge_params(query), **what)
+            answer = http.request(method, httpx.URL(path).copy_merge_params(query), **what)
         except httpx.TransportError as error:
-            raise RequestFailed(f"no answer from {self._http.base_url}: {error}; is `hotswap up` running?") from error
+            del self._http
+            raise RequestFailed(f"no answer from {http.base_url}: {error}; is `hotswap up` running?") from error
+        if answer.status_code == 401:
+            del self._http
         try:
             payload = answer.json() if answer.content else {}
         except ValueError:
-            problem = f"{self._http.base_url} answers HTTP {answer.status_code} and no JSON"
+            problem = f"{http.base_url} answers HTTP {answer.status_code} and no JSON"
             raise RequestFailed(f"{problem}; is that the admin port of a gateway?", answer.status_code) from None
         if answer.is_error:
             told = payload.get("error", {})

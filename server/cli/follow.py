@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
-from typing import Any
 
 from server.cli.admin import AdminClient
-from server.errors import ConfigError, RequestFailed
+from server.errors import ConfigError
 from server.follow.config import FollowConfig
 from server.follow.loop import Follower, Plan
 from server.follow.opening import open_source
@@ -19,32 +16,6 @@ from weightsync.bucket.metrics import serve
 from weightsync.running import state_root
 
 log = logging.getLogger("hotswap.follow")
-
-
-class Gateway:
-    """The admin port, looked up anew when it does not answer: `up` may have begun again elsewhere, with other keys."""
-
-    def __init__(self, state_dir: Path | None, url: str | None, key_file: Path | None) -> None:
-        self._where = state_dir, url, key_file
-        self._client: AdminClient | None = None
-
-    def call(self, method: str, path: str, body: dict[str, Any] | None = None, reason: str | None = None) -> Any:
-        """As AdminClient.call. Raises CliError."""
-        return self._asked(lambda client: client.call(method, path, body, reason))
-
-    def upload(self, path: str, query: Mapping[str, str], pieces: Iterable[bytes], reason: str) -> Any:
-        """As AdminClient.upload. Raises CliError."""
-        return self._asked(lambda client: client.upload(path, query, pieces, reason))
-
-    def _asked(self, ask: Callable[[AdminClient], Any]) -> Any:
-        client = self._client or AdminClient(*self._where)
-        try:
-            answer = ask(client)
-        except RequestFailed as error:
-            self._client = client if error.status and error.status != 401 else None
-            raise
-        self._client = client
-        return answer
 
 
 def run_follow(config: FollowConfig) -> None:
@@ -68,7 +39,7 @@ def run_follow(config: FollowConfig) -> None:
         interval_s=config.interval_s,
         settle_s=config.settle_s,
     )
-    gateway = Gateway(config.state_dir, config.url, config.admin_key_file)
+    gateway = AdminClient(config.state_dir, config.url, config.admin_key_file)
     follower = Follower(source, gateway, file, cache, plan)
     if config.metrics:
         try:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from server.cli.follow import Gateway
+from server.cli.admin import AdminClient
 from server.follow.config import FollowConfig
 from server.follow.loop import Follower, Plan
 from server.follow.opening import open_source
@@ -43,7 +43,7 @@ class Follow:
 
     def open(self, source: Source | None = None) -> None:
         """Begins to follow `source`, or `runs`."""
-        self.admin = Gateway(None, str(self.place[0]), Path(self.place[1]))
+        self.admin = AdminClient(None, str(self.place[0]), Path(self.place[1]))
         source = source or open_source(FollowConfig(source=f"dir://{self.runs}"))
         self.file = StateFile(self.root / "cache", source.told)
         self.follower = Follower(source, self, self.file, self.root / "cache", self.plan)

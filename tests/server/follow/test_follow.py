@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from prometheus_client import generate_latest
 
-from server.cli.follow import Gateway, run_follow
+from server.cli.admin import AdminClient
+from server.cli.follow import run_follow
 from server.errors import ConfigError, RequestFailed
 from server.follow import loop
 from server.follow.config import FollowConfig
@@ -197,7 +198,7 @@ def test_what_is_out_of_reach_is_tried_again(follow: Follow, monkeypatch: pytest
     with pytest.raises(SourceUnavailable, match="No such file"):
         follow.follower.step()
     (follow.root / "away").rename(follow.runs)
-    good, follow.admin = follow.admin, Gateway(None, "http://127.0.0.1:1", follow.place[1])
+    good, follow.admin = follow.admin, AdminClient(None, "http://127.0.0.1:1", follow.place[1])
     with pytest.raises(RequestFailed, match="no answer from"):
         follow.follower.step()
     follow.admin = good
@@ -213,7 +214,7 @@ def refuse_pushes(follow: Follow, monkeypatch: pytest.MonkeyPatch, error: Reques
     def call(method: str, path: str, *rest: Any) -> Any:
         if (method, path) == ("POST", "/admin/weights"):
             raise error
-        return Gateway.call(follow.admin, method, path, *rest)
+        return AdminClient.call(follow.admin, method, path, *rest)
 
     monkeypatch.setattr(follow, "call", call)
 
@@ -251,7 +252,7 @@ def test_a_checkpoint_that_changes_while_it_is_published_is_not_released(
     write(follow.runs / "step-1", 1.0)
 
     def call(method: str, path: str, *rest: Any) -> Any:
-        answer = Gateway.call(follow.admin, method, path, *rest)
+        answer = AdminClient.call(follow.admin, method, path, *rest)
         if (method, path) == ("POST", "/admin/weights") and answer["version"] == 2:
             write(follow.runs / "step-1", 2.0)
         return answer
@@ -292,7 +293,7 @@ def test_a_release_waits_for_the_approval_of_somebody_else(follow: Follow, dies:
     follow.follower.step()
     made = follow.admin.call("POST", "/admin/keys", {"name": "second", "scopes": ["operator"]})["key"]
     (second := follow.root / "second.key").write_text(made)
-    Gateway(None, str(follow.place[0]), second).call("POST", f"/admin/approvals/{waiting.pending}")
+    AdminClient(None, str(follow.place[0]), second).call("POST", f"/admin/approvals/{waiting.pending}")
     follow.until_tried("step-1", "released")
     assert (follow.active, len(follow.deeds("release"))) == (2, 1)
 
@@ -328,7 +329,7 @@ def test_a_fault_is_told_once_and_tried_again_later_each_time(
 ) -> None:
     waits: list[float] = []
     source, file = open_source(FollowConfig(source=str(tmp_path))), StateFile(tmp_path / "cache", "dir:///x")
-    follower = Follower(source, Gateway(None, None, None), file, tmp_path, Plan())
+    follower = Follower(source, AdminClient(None, None, None), file, tmp_path, Plan())
 
     def step() -> float:
         if len(waits) < 8:

@@ -10,7 +10,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from server.cli.follow import Gateway
+from server.cli.admin import AdminClient
 from server.errors import ConfigError
 from server.follow.config import FollowConfig
 from server.follow.opening import open_source
@@ -118,7 +118,7 @@ def test_what_is_wrong_in_the_registry_is_said(models: Models, tmp_path: Path, m
         list(registry(url, model="none").candidates())
     models.choose(models.add(write(tmp_path / "good", shards=2)))
     (found,) = models.source().candidates()
-    home = models.source().fetch(found, tmp_path / "cache", Gateway(None, None, None))
+    home = models.source().fetch(found, tmp_path / "cache", AdminClient(None, None, None))
     assert {path.name for path in home.iterdir()} == found.files.keys()
     (empty := tmp_path / "empty").mkdir()
     (empty / "notes.txt").write_text("no checkpoint")

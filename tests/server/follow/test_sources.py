@@ -11,7 +11,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from server.cli.follow import Gateway
+from server.cli.admin import AdminClient
 from server.errors import CliError, ConfigError, StateTaken
 from server.follow import sources
 from server.follow.config import FollowConfig
@@ -21,7 +21,7 @@ from server.follow.state import KEPT, Current, FollowState, StateFile
 from tests.server.follow.checkpoints import write
 from weightsync.publish.checkpoint import INDEX, Checkpoint
 
-NOBODY = Gateway(None, None, None)  # who fetches checkpoints asks nobody
+NOBODY = AdminClient(None, None, None)  # who fetches checkpoints asks nobody
 
 
 def opened(url: object, **options: Any) -> Source:
