@@ -8,7 +8,7 @@ import logging
 from server.cli.admin import AdminClient
 from server.errors import ConfigError
 from server.follow.config import FollowConfig
-from server.follow.loop import Follower, Plan
+from server.follow.loop import Follower
 from server.follow.opening import open_source
 from server.follow.state import StateFile
 from server.up import interrupts
@@ -29,18 +29,8 @@ def run_follow(config: FollowConfig) -> None:
     default = state_root() / "follow" / hashlib.sha256(told.encode()).hexdigest()[:16]
     cache = (config.cache_dir or default).expanduser().absolute()
     file = StateFile(cache, told)
-    plan = Plan(
-        part=config.part,
-        policy=config.policy,
-        activate=config.activate,
-        sign_key=config.sign_key,
-        cast=config.cast,
-        newest_by=config.newest_by,
-        interval_s=config.interval_s,
-        settle_s=config.settle_s,
-    )
     gateway = AdminClient(config.state_dir, config.url, config.admin_key_file)
-    follower = Follower(source, gateway, file, cache, plan)
+    follower = Follower(source, gateway, file, cache, config)
     if config.metrics:
         try:
             serve(follower.metrics.registry, config.metrics)

@@ -14,11 +14,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from server.errors import CliError, RequestFailed
+from server.follow.config import FollowConfig
 from server.follow.metrics import FollowMetrics
 from server.follow.sources import Admin, BadCheckpoint, Candidate, FollowError, Source, Wish, natural
 from server.follow.state import Current, FollowState, Outcome, StateFile
@@ -33,22 +34,8 @@ REFUSED = (413, 422)  # what the gateway answers to a checkpoint that it can mak
 WAITS = ("not_whole", "release_under_way")
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What becomes of candidates: see FollowConfig."""
-
-    part: str = ""
-    policy: str = "default"
-    activate: bool = False
-    sign_key: str = ""
-    cast: bool = False
-    newest_by: str = "name"
-    interval_s: float = 10.0
-    settle_s: float = 10.0
-
-
 class Follower:
-    """Follows one source. `cache` is for what is fetched."""
+    """Follows one source. `cache` is for what is fetched; `config` says what becomes of candidates."""
 
     def __init__(
         self,
@@ -56,11 +43,11 @@ class Follower:
         admin: Admin,
         file: StateFile,
         cache: Path,
-        plan: Plan,
+        config: FollowConfig,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.metrics = FollowMetrics(clock)
-        self._source, self._admin, self._file, self._cache, self._plan = source, admin, file, cache, plan
+        self._source, self._admin, self._file, self._cache, self._config = source, admin, file, cache, config
         self._clock = clock
         self._seen: tuple[str, float] = "", 0.0  # the newest candidate that is not taken yet, and since when it is so
         self._verified: tuple[str, Path] | None = None
@@ -95,7 +82,7 @@ class Follower:
             self._write(now)
             self._say("candidate", f"{newest.name} is new: {newest.nbytes:,} bytes")
         if now is None:
-            return self._plan.interval_s
+            return self._config.interval_s
         if now.version is None:
             return self._publish(now, newest)
         return self._release(now, now.version)
@@ -131,7 +118,7 @@ class Follower:
             return False
         if candidate.identity in state.refused:
             return True
-        if self._plan.newest_by == "time":
+        if self._config.newest_by == "time":
             return candidate.modified < last.modified
         return natural(candidate.name) < natural(last.name)
 
@@ -140,7 +127,7 @@ class Follower:
         if identity != candidate.identity:
             since = self._clock()
             self._seen = candidate.identity, since
-        return self._clock() - since >= self._plan.settle_s
+        return self._clock() - since >= self._config.settle_s
 
     # what becomes of it
 
@@ -151,7 +138,7 @@ class Follower:
         try:
             directory = self._fetched(candidate)
             if self._busy(now):
-                return self._plan.interval_s
+                return self._config.interval_s
             version = self._published(now, candidate, directory)
         except BadCheckpoint as error:
             self._end("refused", str(error))
@@ -180,7 +167,9 @@ class Follower:
 
     def _published(self, now: Current, candidate: Candidate, directory: Path) -> int:
         """The version. Raises BadCheckpoint for what the gateway can make none of."""
-        wish = Wish(now.upload_id, now.attempt, self._why(now), self._plan.part, self._plan.sign_key, self._plan.cast)
+        wish = Wish(
+            now.upload_id, now.attempt, self._why(now), self._config.part, self._config.sign_key, self._config.cast
+        )
         try:
             with self.metrics.seconds.labels("publish").time():
                 return self._source.publish(candidate, directory, self._admin, wish)
@@ -213,24 +202,24 @@ class Follower:
             self._write(replace(now, pending=waiting))
             return 0.0
         if self._busy(now):
-            return self._plan.interval_s
+            return self._config.interval_s
         try:
-            if self._plan.activate or active["version"] is None:
+            if self._config.activate or active["version"] is None:
                 return self._activate(now, version)
             now = replace(now, before=before)
             self._write(now)
-            body = {"version": version, "policy": self._plan.policy}
+            body = {"version": version, "policy": self._config.policy}
             begun = self._admin.call("POST", "/admin/releases", body, self._why(now))
         except RequestFailed as error:
             if error.code == "unknown_version":  # retired since
                 self._write(replace(now, version=None, attempt=now.attempt + 1))
             elif error.code not in WAITS:
                 raise
-            return self._plan.interval_s
+            return self._config.interval_s
         if "pending" in begun:
             return self._wait(now, begun["pending"]["id"])
         self._write(replace(now, release=begun["id"]))
-        begins = f"the release of version {version} ({now.name}) has begun, by policy {self._plan.policy}"
+        begins = f"the release of version {version} ({now.name}) has begun, by policy {self._config.policy}"
         self._say("candidate", begins)
         return LOOK_S
 

@@ -149,18 +149,14 @@ class Checkpoints:
             raise
 
 
-class Readable(Protocol):
-    """Where files are read from. Raises SourceUnavailable."""
-
-    def read(self, file: File, target: Path) -> None:
-        """Copies it. Raises OSError where `target` cannot be written."""
-
-
-class Place(Readable, Protocol):
-    """A file system."""
+class Place(Protocol):
+    """Where files are. Raises SourceUnavailable."""
 
     def ls(self, path: str) -> tuple[dict[str, str], dict[str, File]]:
         """Paths of the directories in it, and its files, by name."""
+
+    def read(self, file: File, target: Path) -> None:
+        """Copies it. Raises OSError where `target` cannot be written."""
 
 
 class FilesystemPlace:
@@ -269,7 +265,7 @@ def natural(name: str) -> tuple[Any, ...]:
     return tuple(int(part) if index % 2 else part for index, part in enumerate(re.split(r"([0-9]+)", name)))
 
 
-def fetched(candidate: Candidate, cache: Path, place: Readable) -> Path:
+def fetched(candidate: Candidate, cache: Path, place: Place) -> Path:
     """The directory in `cache` with its files; those that are there already are not fetched again. What was fetched of
     other candidates goes. Raises SourceUnavailable, CacheFull."""
     with only_home(candidate, cache) as home:
@@ -294,7 +290,7 @@ def only_home(candidate: Candidate, cache: Path) -> Iterator[Path]:
         raise SourceUnavailable(f"{home} cannot be written ({error.strerror}): name another --cache-dir") from error
 
 
-def _fetch(candidate: Candidate, home: Path, place: Readable) -> None:
+def _fetch(candidate: Candidate, home: Path, place: Place) -> None:
     shards = {name for name in candidate.files if name.endswith(".safetensors")}
     for name in sorted(candidate.files.keys() - shards):
         _fetch_one(candidate.files[name], home / name, place)
@@ -307,7 +303,7 @@ def _fetch(candidate: Candidate, home: Path, place: Readable) -> None:
         _fetch_one(candidate.files[name], home / name, place)
 
 
-def _fetch_one(file: File, target: Path, place: Readable) -> None:
+def _fetch_one(file: File, target: Path, place: Place) -> None:
     if _there(target, file):
         return
     part = target.with_name(f".{target.name}.part")

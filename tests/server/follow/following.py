@@ -14,7 +14,7 @@ import pytest
 
 from server.cli.admin import AdminClient
 from server.follow.config import FollowConfig
-from server.follow.loop import Follower, Plan
+from server.follow.loop import Follower
 from server.follow.opening import open_source
 from server.follow.sources import Source
 from server.follow.state import FollowState, StateFile
@@ -37,7 +37,7 @@ class Follow:
         self.runs.mkdir()
         (root / "admin.key").write_text(ADMIN_KEY)
         self.place = [f"http://127.0.0.1:{running.admin_port}", root / "admin.key"]
-        self.plan = Plan(**{"interval_s": 0.01, "settle_s": 0.0, **plan})
+        self.plan = FollowConfig("", **{"interval_s": 0.01, "settle_s": 0.0, **plan})
         self.dies_after = ""
         self.open()
 

@@ -19,7 +19,7 @@ from server.cli.follow import run_follow
 from server.errors import ConfigError, RequestFailed
 from server.follow import loop
 from server.follow.config import FollowConfig
-from server.follow.loop import Follower, Plan
+from server.follow.loop import Follower
 from server.follow.metrics import FollowMetrics
 from server.follow.opening import open_source
 from server.follow.sources import SourceUnavailable
@@ -229,7 +229,7 @@ def test_a_gateway_that_does_not_see_the_directory_is_told_so(follow: Follow, mo
 
 def test_a_checkpoint_must_stay_as_it_is(follow: Follow) -> None:
     now = 100.0
-    follow.plan = Plan(interval_s=0.01, settle_s=5.0)
+    follow.plan = FollowConfig("", interval_s=0.01, settle_s=5.0)
     follow.again()
     follow.follower._clock = lambda: now
     follow.store_policy(AT_ONCE)
@@ -264,7 +264,7 @@ def test_a_checkpoint_that_changes_while_it_is_published_is_not_released(
 
 
 def test_activated_at_once_and_with_the_approval_of_somebody_else(follow: Follow) -> None:
-    follow.plan = Plan(interval_s=0.01, settle_s=0.0, activate=True)
+    follow.plan = FollowConfig("", interval_s=0.01, settle_s=0.0, activate=True)
     follow.again()
     write(follow.runs / "step-1", 1.0)
     follow.until_tried("step-1", "released")
@@ -329,7 +329,7 @@ def test_a_fault_is_told_once_and_tried_again_later_each_time(
 ) -> None:
     waits: list[float] = []
     source, file = open_source(FollowConfig(source=str(tmp_path))), StateFile(tmp_path / "cache", "dir:///x")
-    follower = Follower(source, AdminClient(None, None, None), file, tmp_path, Plan())
+    follower = Follower(source, AdminClient(None, None, None), file, tmp_path, FollowConfig(""))
 
     def step() -> float:
         if len(waits) < 8:
