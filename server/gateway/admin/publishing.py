@@ -26,13 +26,14 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, BinaryIO, TypeVar
+from typing import Annotated, Any, BinaryIO, TypeVar
 
 import orjson
+from pydantic import BaseModel, ConfigDict, Field
 
 from server.errors import (
     BadRequest,
@@ -71,6 +72,25 @@ class Published(int):
         return made
 
 
+class Publication(BaseModel):
+    """Checkpoints on this host that become a version: in `path` the `part`, else the base model; in `parts` others, by
+    part. `without` are parts of the version before that are taken away, for which no `path` is needed."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    path: str = Field(default="", max_length=4096)
+    part: str = Field(default="", max_length=200)
+    parts: dict[str, str] = Field(default={}, max_length=256)
+    without: list[Annotated[str, Field(max_length=200)]] = Field(default=[], max_length=256)
+    cast: Annotated[bool, Field(description="convert floating-point tensors to the dtypes that are served")] = False
+    strip: Annotated[
+        str, Field(pattern=r"^[\w.-]{0,200}$", description="taken away where a tensor's name begins with it")
+    ] = ""
+    sign_key: Annotated[str, Field(max_length=4096, description="name of a `--sign-key` of the gateway")] = ""
+    upload_id: Annotated[
+        str, Field(pattern="^([A-Za-z0-9_-]{8,64})?$", description="the same id again, the same version")
+    ] = ""
+
+
 class Pusher:
     """Runs publications one after the other: two at once would fence each other off."""
 
@@ -83,38 +103,27 @@ class Pusher:
 
     async def push(
         self,
-        path: Path | None,
+        what: Publication,
         then: Callable[[Published], Awaitable[T]],
+        by: By | None = None,
         *,
         step: int | None = None,
-        part: str = "",
-        parts: Mapping[str, str] | None = None,
-        without: Sequence[str] = (),
-        cast: bool = False,
-        strip: str = "",
-        by: By | None = None,
-        sign_key: str = "",
-        upload_id: str = "",
         collected: bool = False,
     ) -> T:
-        """Publishes the checkpoint in `path` and hands its version to `then`, whether or not the caller waits.
+        """Publishes `what` and hands its version to `then`, whether or not the caller waits.
 
-        `step` is the training step to note down; `part` what is in `path` if not the base model, `parts` {part: path}
-        what else goes into the version, and `without` what is taken away, for which no `path` is needed; `sign_key`
-        the name of one of the gateway's. `cast`: floats are converted to the dtypes that are served. `strip`:
-        what is taken away where a tensor's name begins with it. The same
-        `upload_id` again gives the same version. `collected`: the gateway made `path` itself, of what the request
+        `step` is the training step to note down. `collected`: the gateway made `what.path` itself, of what the request
         held. Any other path of a request below the role `admin` must lie in a `--checkpoints` directory. Raises
         HttpError, BadPart.
         """
-        named = [*([(part, str(path))] if path is not None else []), *(parts or {}).items()]
+        named = [*([(what.part, str(Path(what.path)))] if what.path else []), *what.parts.items()]
         for name, where in named:
             check_name(name)
             _check_path(where)
-        for name in without:
+        for name in what.without:
             check_name(name)
         try:
-            key_file = self._config.named.find("--sign-key", sign_key) if sign_key else ""
+            key_file = self._config.named.find("--sign-key", what.sign_key) if what.sign_key else ""
         except ConfigError as error:
             raise BadRequest(str(error), code="unknown_sign_key", param="sign_key") from error
         if by is not None and not by.admin and not collected:
@@ -123,16 +132,13 @@ class Pusher:
         async def version_only(answer: dict[str, Any]) -> T:
             return await then(Published.of(answer))
 
-        noted = [*_named(by), f"--part={part}", *([] if step is None else [f"--step={step}"])]
+        noted = [*_named(by), f"--part={what.part}", *([] if step is None else [f"--step={step}"])]
         noted += [f"--sign-key={key_file}"] if key_file else []
-        noted += [f"--upload-id={upload_id}"] if upload_id else []
-        main = [where for _, where in named[:1]] if path is not None else []
+        noted += [f"--upload-id={what.upload_id}"] if what.upload_id else []
+        main = [where for _, where in named[:1]] if what.path else []
         noted += [f"--with={name}={where}" for name, where in named[len(main) :]]
-        noted += [
-            *(f"--without={name}" for name in without),
-            *(["--cast"] if cast else []),
-            *([f"--strip={strip}"] if strip else []),
-        ]
+        noted += [f"--without={name}" for name in what.without]
+        noted += [*(["--cast"] if what.cast else []), *([f"--strip={what.strip}"] if what.strip else [])]
         return await self.keep(self._push((*noted, *main), version_only))
 
     def _permitted(self, named: list[tuple[str, str]]) -> list[tuple[str, str]]:

@@ -18,7 +18,7 @@ from server.errors import BadRequest, Conflict, Unsupported
 from server.gateway.access.records import By
 from server.gateway.admin import weights
 from server.gateway.admin.fleet import MAX_TTL_S, PauseLeases
-from server.gateway.admin.publishing import WeightUpdate
+from server.gateway.admin.publishing import Publication, WeightUpdate
 from server.gateway.admin.weights import SwapOptions
 from server.gateway.deps import ModelDep
 from server.gateway.models.model import Model
@@ -78,7 +78,8 @@ async def publish(model: Model, path: Path, label: str | None, by: By, *, collec
             raise Conflict(f"Version {version} waits. {asked}.", code="approval_required", details=swap)
         return {"version": version, "swap": swap}
 
-    return await model.pusher.push(path, then, step=_step(label), by=by, collected=collected)
+    what = Publication.model_construct(path=str(path))
+    return await model.pusher.push(what, then, by, step=_step(label), collected=collected)
 
 
 async def publish_update(model: Model, update: WeightUpdate, label: str | None, by: By) -> dict[str, Any]:

@@ -14,7 +14,6 @@ import errno
 import os
 import tempfile
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
 
 from fastapi import APIRouter, Query, Request, Response
@@ -24,7 +23,7 @@ from starlette.requests import ClientDisconnect
 from server.errors import BadRequest, Conflict, InsufficientStorage, PayloadTooLarge
 from server.gateway.access.approvals import Guarded, PendingRecord
 from server.gateway.access.records import By
-from server.gateway.admin.publishing import Prepared, Published
+from server.gateway.admin.publishing import Prepared, Publication, Published
 from server.gateway.deps import ByDep, ModelDep
 from server.gateway.models.model import Model
 from weightsync.control import activation, history, placement
@@ -75,26 +74,14 @@ class SwapOptions(BaseModel):
     on_lost: Annotated[OnLost, Field(description="when an instance dies before the commit")] = "abort"
 
 
-class Push(SwapOptions):
+class Push(SwapOptions, Publication):
     """A Hugging Face checkpoint directory on the gateway's host: the base model, or the `part` ("draft", "lora/NAME").
 
     `parts` adds more directories to the same version, by part. `without` are parts of the version before that it takes
     away; with them alone it needs no `path`.
     """
 
-    path: str = Field(default="", max_length=4096)
-    part: str = Field(default="", max_length=200)
-    parts: dict[str, str] = Field(default={}, max_length=256)
-    without: list[Annotated[str, Field(max_length=200)]] = Field(default=[], max_length=256)
-    cast: Annotated[bool, Field(description="convert floating-point tensors to the dtypes that are served")] = False
-    strip: Annotated[
-        str, Field(pattern=r"^[\w.-]{0,200}$", description="taken away where a tensor's name begins with it")
-    ] = ""
     activate: bool = True
-    sign_key: Annotated[str, Field(max_length=4096, description="name of a `--sign-key` of the gateway")] = ""
-    upload_id: Annotated[
-        str, Field(pattern="^([A-Za-z0-9_-]{8,64})?$", description="the same id again, the same version")
-    ] = ""
 
 
 class Activate(SwapOptions):
@@ -158,19 +145,7 @@ async def push(model: ModelDep, by: ByDep, body: Push, response: Response) -> di
             return {**answer, "swap": None, **swap}
         return {**answer, "swap": swap}
 
-    answer = await model.pusher.push(
-        Path(body.path) if body.path else None,
-        then,
-        part=body.part,
-        parts=body.parts,
-        without=body.without,
-        cast=body.cast,
-        strip=body.strip,
-        by=by,
-        sign_key=body.sign_key,
-        upload_id=body.upload_id,
-    )
-    return _accepted(answer, response)
+    return _accepted(await model.pusher.push(body, then, by), response)
 
 
 @router.post("/weights/activate", responses=WAITS)

@@ -16,7 +16,7 @@ from server.errors import BadRequest, HttpError, UpstreamTimeout
 from server.gateway.access.records import By
 from server.gateway.admin import publishing
 from server.gateway.admin.error_map import to_http
-from server.gateway.admin.publishing import Published, Pusher
+from server.gateway.admin.publishing import Publication, Published, Pusher
 from server.gateway.config import GatewayConfig, NamedSettings
 from tests.waiting import eventually
 from tests.weightsync.format.test_signing import pair
@@ -65,6 +65,11 @@ async def version_of(answer: dict[str, Any]) -> int:
     return int(answer["version"])
 
 
+def one(path: Path, **more: Any) -> Publication:
+    """Unchecked, as no request's body is."""
+    return Publication.model_construct(path=str(path), **more)
+
+
 async def spare_of(pusher: Pusher) -> asyncio.subprocess.Process:
     assert pusher._spare is not None
     return await asyncio.shield(pusher._spare)
@@ -75,7 +80,7 @@ async def test_a_publication_is_signed_with_the_key_that_is_named(
 ) -> None:
     private, public = pair(tmp_path, "k")
     pusher._config = replace(pusher._config, named=NamedSettings(sign_key=(f"ops={private}",)))
-    await pusher.push(checkpoint, version, sign_key="ops", by=By("key ops (1)", "a good one", admin=True))
+    await pusher.push(one(checkpoint, sign_key="ops"), version, By("key ops (1)", "a good one", admin=True))
     store = open_store(pusher._config.store)
     found = await store.get(Keys("demo").version(1))
     assert found is not None
@@ -84,7 +89,7 @@ async def test_a_publication_is_signed_with_the_key_that_is_named(
     assert (entry.action, entry.who, entry.reason) == ("publish", "key ops (1)", "a good one")
     await store.close()
     with pytest.raises(BadRequest, match=r"no --sign-key .*another \(ops\)"):
-        await pusher.push(checkpoint, version, sign_key=str(private))
+        await pusher.push(one(checkpoint, sign_key=str(private)), version)
 
 
 async def test_a_push_names_the_files_that_the_version_keeps(pusher: Pusher, checkpoint: Path) -> None:
@@ -94,12 +99,12 @@ async def test_a_push_names_the_files_that_the_version_keeps(pusher: Pusher, che
     (checkpoint / "config.json").write_text('{"model_type": "llama"}')
     (checkpoint / "generation_config.json").write_text('{"top_k": 5}')
     (checkpoint / "chat_template.jinja").write_text("{{ messages }}")
-    assert await pusher.push(checkpoint, kept) == ()
+    assert await pusher.push(one(checkpoint), kept) == ()
     await activated(pusher, 1)
     (checkpoint / "chat_template.jinja").unlink()
-    assert await pusher.push(checkpoint, kept) == ("chat template",)
+    assert await pusher.push(one(checkpoint), kept) == ("chat template",)
     (checkpoint / "config.json").unlink()
-    assert await pusher.push(checkpoint, kept) == ("config.json", "generation_config.json", "chat template")
+    assert await pusher.push(one(checkpoint), kept) == ("config.json", "generation_config.json", "chat template")
 
 
 async def activated(pusher: Pusher, number: int) -> None:
@@ -111,23 +116,23 @@ async def activated(pusher: Pusher, number: int) -> None:
 
 
 async def test_from_the_second_publication_on_a_process_waits_for_it(pusher: Pusher, checkpoint: Path) -> None:
-    assert await pusher.push(checkpoint, version) == 1
+    assert await pusher.push(one(checkpoint), version) == 1
     waiting = await spare_of(pusher)
-    assert await pusher.push(checkpoint, version) == 2
+    assert await pusher.push(one(checkpoint), version) == 2
     assert waiting.returncode == 0  # it was the one that published
     after = await spare_of(pusher)
     assert after.pid != waiting.pid
     broken = checkpoint.parent / "broken"
     broken.mkdir()
     with pytest.raises(HttpError, match="has no"):
-        await pusher.push(broken, version)
+        await pusher.push(one(broken), version)
     assert after.returncode == 1
-    assert await pusher.push(checkpoint, version, step=7) == 3
+    assert await pusher.push(one(checkpoint), version, step=7) == 3
 
 
 async def test_the_same_upload_id_again_gives_the_same_version(pusher: Pusher, checkpoint: Path) -> None:
     for upload_id, number in (("follow-a", 1), ("follow-a", 1), ("follow-b", 2), ("", 3), ("", 4)):
-        assert await pusher.push(checkpoint, version, upload_id=upload_id) == number
+        assert await pusher.push(one(checkpoint, upload_id=upload_id), version) == number
 
 
 HOSTILE = ["--store", "-x", "--with=draft=/x", "lora/--json", "draft\0", "draft\ud800", "-" * 200]
@@ -136,17 +141,17 @@ HOSTILE = ["--store", "-x", "--with=draft=/x", "lora/--json", "draft\0", "draft\
 @pytest.mark.parametrize("warm", [False, True])
 async def test_no_value_of_a_client_s_is_taken_for_an_option(pusher: Pusher, checkpoint: Path, warm: bool) -> None:
     if warm:
-        assert await pusher.push(checkpoint, version) == 1
+        assert await pusher.push(one(checkpoint), version) == 1
     for value in HOSTILE:
         for how in ({"part": value}, {"parts": {value: str(checkpoint)}}, {"without": [value]}):
             with pytest.raises((HttpError, WeightSyncError)) as refused:
-                await pusher.push(checkpoint, version, **how)
+                await pusher.push(one(checkpoint, **how), version)
             error = refused.value if isinstance(refused.value, HttpError) else to_http(refused.value)
             assert (error.status, error.code) == (422, "bad_part"), error
     for path in ("/x\0y", "/x\ud800", f"/{'x' * 5000}", "/\n--store"):
         for what, how in ((checkpoint, {"parts": {"draft": path}}), (Path(path), {})):
             with pytest.raises(HttpError) as wrong:
-                await pusher.push(what, version, **how)
+                await pusher.push(one(what, **how), version)
             assert 400 <= wrong.value.status < 500, wrong.value
 
 
@@ -159,15 +164,15 @@ async def test_an_upload_id_is_taken_for_no_option(pusher: Pusher) -> None:
 
 
 async def test_a_spare_that_died_is_not_missed(pusher: Pusher, checkpoint: Path) -> None:
-    assert await pusher.push(checkpoint, version) == 1
+    assert await pusher.push(one(checkpoint), version) == 1
     waiting = await spare_of(pusher)
     waiting.kill()
     await waiting.wait()
-    assert await pusher.push(checkpoint, version) == 2
+    assert await pusher.push(one(checkpoint), version) == 2
 
 
 async def test_closing_ends_the_spare(pusher: Pusher, checkpoint: Path) -> None:
-    assert await pusher.push(checkpoint, version) == 1
+    assert await pusher.push(one(checkpoint), version) == 1
     waiting = await spare_of(pusher)
     await pusher.close()
     assert waiting.returncode is not None
@@ -190,14 +195,14 @@ async def test_a_publication_that_hangs_is_ended_and_the_next_one_goes_on(
 
     monkeypatch.setattr(pusher, "_start", hangs)
     monkeypatch.setattr(publishing, "STALLED_S", 1.0, raising=False)
-    stuck = asyncio.create_task(pusher.push(checkpoint, version))
+    stuck = asyncio.create_task(pusher.push(one(checkpoint), version))
     await asyncio.wait({stuck}, timeout=120)
     assert stuck.done(), "everybody else waits for it"
     error = stuck.exception()
     assert isinstance(error, UpstreamTimeout)
     assert error.code == "push_stalled"
     monkeypatch.setattr(publishing, "STALLED_S", 60.0)
-    assert await pusher.push(checkpoint, version) == 1
+    assert await pusher.push(one(checkpoint), version) == 1
 
 
 BUSY_ELSEWHERE = """
