@@ -29,7 +29,7 @@ worker_process.py  processes that run other people's code and can be killed
 batch.py       sequences to tensors, packed or not
 launch.py      starts the ranks, starts them anew, passes SIGTERM on
 connection.py  keys and certificates
-config/        one frozen dataclass per component
+config/        one frozen struct per component
 errors.py      one tree of exceptions
 """
 

@@ -40,7 +40,7 @@ class TrainerError(Exception):
     exit_code = 1
 
 
-class ConfigError(TrainerError):
+class ConfigError(TrainerError, ValueError):
     """A configuration value cannot be used. `key` is its dotted path ('' for the file itself)."""
 
     exit_code = 2

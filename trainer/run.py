@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
+import msgspec
+
 from trainer.algorithms import build_algorithm
 from trainer.algorithms.base import Algorithm
 from trainer.checkpoint.checkpoints import open_checkpoints
@@ -283,7 +285,7 @@ def in_steps(config: TrainerConfig, shape: ModelShape, algorithm: Algorithm) -> 
         return config
     tokenizer, longest = model_tokenizer(config.model), shape.max_positions
     steps: int = broadcast_json(on_rank_zero(lambda: epoch_steps(config, tokenizer, algorithm.learns, longest)))
-    return dataclasses.replace(config, steps=steps, epochs=None)
+    return msgspec.structs.replace(config, steps=steps, epochs=None)
 
 
 class RankZeroComponents:

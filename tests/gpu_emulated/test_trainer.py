@@ -7,11 +7,12 @@ import functools
 import hashlib
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import msgspec
 import pytest
 import torch
 from torch.nn.attention import SDPBackend
@@ -137,11 +138,11 @@ def in_phases(path: str, parallel: Layout, offload: str | None, directory: str, 
 
         room = 0
         if offload:
-            memory = build_memory(replace(built.config, memory=MemoryConfig(1024.0)), built)
+            memory = build_memory(msgspec.structs.replace(built.config, memory=MemoryConfig(1024.0)), built)
             room = sum(component.bytes for component in memory.ledger.components)  # type: ignore[union-attr]
         section = MemoryConfig(room * 1.02 / 2**30, 0.0, directory=directory, offload=offload) if offload else None
         server = Restartable("engine", room, Mock(), Mock(), "instantiated")
-        memory = build_memory(replace(built.config, memory=section), built, [server])
+        memory = build_memory(msgspec.structs.replace(built.config, memory=section), built, [server])
         told: dict[str, Any] = {"numbers": [], "kept": [], "used": [], "pinned": [], "room": room}
         for step in range(3):
             memory.enter("train")

@@ -4,61 +4,52 @@ from __future__ import annotations
 
 import os
 import ssl
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from trainer.config import Dtype, FaultsConfig, GatewayConfig, ModelConfig, ParallelConfig
-from trainer.config.strict import positive, read
+from trainer.config.strict import Count, Natural, Positive, Section, read
 from trainer.errors import ConfigError
 from weightsync.tls import is_loopback
 
 
-@dataclass(frozen=True)
-class LimitsConfig:
+class LimitsConfig(Section, frozen=True):
     """`rank` is the largest of an adapter. Of each key: `models` training clients, `pending` requests that wait or run,
     `jobs` that have not ended, and uploaded `files` of at most `file_mb` each. `resident` clients without a pending
     gradient stay in memory, `served` snapshots of adapters in the server; of each client as many snapshots without a
     name stay on disk. `body_mb` bounds a request."""
 
-    rank: int = 64
-    models: int = 64
-    pending: int = 2000
-    resident: int = 16
-    served: int = 8
-    body_mb: int = 64
-    jobs: int = 8
-    files: int = 100
-    file_mb: int = 512
-
-    def __post_init__(self) -> None:
-        names = ("rank", "models", "pending", "resident", "served", "body_mb", "jobs", "files", "file_mb")
-        positive(self, *names)
+    rank: Count = 64
+    models: Count = 64
+    pending: Count = 2000
+    resident: Count = 16
+    served: Count = 8
+    body_mb: Count = 64
+    jobs: Count = 8
+    files: Count = 100
+    file_mb: Count = 512
 
 
-@dataclass(frozen=True)
-class JobsConfig:
+class JobsConfig(Section, frozen=True):
     """What fine-tuning jobs train with. `rank` of their adapters: by default 16, or `limits.rank` if that is less. A
     job's first step has `learning_rate` (of preferences `dpo_learning_rate`) times the job's multiplier, and it falls
     linearly towards zero."""
 
-    rank: int | None = None
-    learning_rate: float = 1e-4
-    dpo_learning_rate: float = 1e-5
-
-    def __post_init__(self) -> None:
-        positive(self, "rank", "learning_rate", "dpo_learning_rate")
+    rank: Count | None = None
+    learning_rate: Positive = 1e-4
+    dpo_learning_rate: Positive = 1e-5
 
 
-@dataclass(frozen=True)
-class RanksConfig:
+class RanksConfig(Section, frozen=True):
     """What watches over several ranks, as in `faults` of `hotswap train`. After one has died all are started anew, at
     most `max_restarts` times, and go on from the journal."""
 
-    max_restarts: int = 100
-    heartbeat_s: float = 2.0
-    heartbeat_timeout_s: float = 60.0
-    collective_timeout_s: float = 600.0
-    grace_s: float = 30.0
+    max_restarts: Natural = 100
+    heartbeat_s: Positive = 2.0
+    heartbeat_timeout_s: Positive = 60.0
+    collective_timeout_s: Positive = 600.0
+    grace_s: Positive = 30.0
 
     def __post_init__(self) -> None:
         _ = self.as_trainer
@@ -66,29 +57,24 @@ class RanksConfig:
     @property
     def as_trainer(self) -> FaultsConfig:
         """Ranks that nobody asks for anything do not hang."""
-        return FaultsConfig(**asdict(self), hang_s=0.0)
+        return FaultsConfig(**msgspec.structs.asdict(self), hang_s=0.0)
 
 
-@dataclass(frozen=True)
-class ServedConfig:
+class ServedConfig(Section, frozen=True):
     """The model that the gateway serves, and the store of its versions (default: HOTSWAP_STORE). `dtype` must be what
     the serving engine was started with."""
 
     model: str
     store: str | None = None
     dtype: Dtype = "bfloat16"
-    timeout_s: float = 60.0
-
-    def __post_init__(self) -> None:
-        positive(self, "timeout_s")
+    timeout_s: Positive = 60.0
 
     @property
     def store_url(self) -> str:
         return self.store or os.environ.get("HOTSWAP_STORE", "")
 
 
-@dataclass(frozen=True)
-class ApiConfig:
+class ApiConfig(Section, frozen=True):
     """`directory` holds the journal, the states of all clients and their checkpoints. `parallel` is the layout of the
     model over ranks. `base_model` is the name by which clients ask for the model (default: `publish.model`),
     `tokenizer` what the SDK's get_tokenizer() loads (default: `model.path`). `micro_tokens` bounds the tokens of a
@@ -100,8 +86,8 @@ class ApiConfig:
     gateway: GatewayConfig
     publish: ServedConfig
     directory: str
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    faults: RanksConfig = field(default_factory=RanksConfig)
+    parallel: ParallelConfig = ParallelConfig()
+    faults: RanksConfig = RanksConfig()
     host: str = "127.0.0.1"
     port: int = 8400
     ssl_certfile: str | None = None
@@ -110,14 +96,13 @@ class ApiConfig:
     tokenizer: str | None = None
     full: bool = False
     adapters: str = "tinker"
-    alpha: float = 32.0
-    micro_tokens: int = 8192
+    alpha: Positive = 32.0
+    micro_tokens: Count = 8192
     seed: int = 0
-    limits: LimitsConfig = field(default_factory=LimitsConfig)
-    jobs: JobsConfig = field(default_factory=JobsConfig)
+    limits: LimitsConfig = LimitsConfig()
+    jobs: JobsConfig = JobsConfig()
 
     def __post_init__(self) -> None:
-        positive(self, "micro_tokens", "alpha")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("ssl_certfile", "given without ssl_keyfile, or the other way round", "Give both or none")
         if self.ssl_certfile is None and not is_loopback(self.host):

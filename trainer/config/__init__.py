@@ -1,4 +1,4 @@
-"""The trainer's configuration: one frozen dataclass per component. Imports neither torch nor Megatron.
+"""The trainer's configuration: one frozen struct per component. Imports neither torch nor Megatron.
 
 `load(path, overrides)` reads YAML strictly (trainer/config/strict.py) and checks what can be checked without the model.
 Sizes are counts unless a name ends in `_s` (seconds).
@@ -6,7 +6,6 @@ Sizes are counts unless a name ends in `_s` (seconds).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainer.config import strict
@@ -91,7 +90,7 @@ from trainer.config.sections import (
     RolloutConfig,
     ScheduleConfig,
 )
-from trainer.config.strict import in_range, positive
+from trainer.config.strict import Count, Natural, Positive, Section
 from trainer.errors import ConfigError
 
 __all__ = [
@@ -168,8 +167,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class TrainerConfig:
+class TrainerConfig(Section, frozen=True):
     """Everything one run needs. `batch` counts prompts (records) a step, `micro_batch` sequences a forward pass where
     nothing is packed. Defaults are for models of a billion weights and more; `tiny_run` in trainer/tiny_model.py has
     those for tiny ones. Rows are packed, as prime-rl does, up to verl's token budget; `packing: null` pads instead.
@@ -185,31 +183,31 @@ class TrainerConfig:
     data: DataConfig
     algorithm: AlgorithmConfig
     steps: int = 0
-    epochs: float | None = None
-    batch: int = 64
-    micro_batch: int = 4
-    packing: PackingConfig | None = field(default_factory=PackingConfig)
+    epochs: Positive | None = None
+    batch: Count = 64
+    micro_batch: Count = 4
+    packing: PackingConfig | None = PackingConfig()
     lora: LoraConfig | None = None
     seed: int = 0
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    parallel: ParallelConfig = ParallelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
     rewards: tuple[RewardConfig, ...] = (ExactMatchReward(),)
-    environment: EnvironmentConfig = field(default_factory=SingleTurnEnvironment)
-    order: OrderConfig = field(default_factory=OrderConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    schedule: ScheduleConfig = field(default_factory=ColocatedSchedule)
+    environment: EnvironmentConfig = SingleTurnEnvironment()
+    order: OrderConfig = OrderConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    schedule: ScheduleConfig = ColocatedSchedule()
     memory: MemoryConfig | None = None
     gateway: GatewayConfig | None = None
     telemetry: TelemetryConfig | None = None
     publish: PublishConfig | None = None
     checkpoint: CheckpointConfig | None = None
-    faults: FaultsConfig = field(default_factory=FaultsConfig)
+    faults: FaultsConfig = FaultsConfig()
     eval: tuple[EvalConfig, ...] = ()
     best: str | None = None
     metrics: str = "-"
-    watch: WatchConfig = field(default_factory=WatchConfig)
+    watch: WatchConfig = WatchConfig()
     save_to: str | None = None
-    save_every: int = 0
+    save_every: Natural = 0
     save_best: bool = False
 
     @property
@@ -234,12 +232,10 @@ class TrainerConfig:
         return default if self.lora is None else default * LORA_LR
 
     def __post_init__(self) -> None:
-        positive(self, "epochs", "batch", "micro_batch")
         self._check_length()
         if self.optimizer.min_lr > self.lr:
             problem = f"{self.optimizer.min_lr:g} is above the learning rate, {self.lr:g}"
             raise ConfigError("optimizer.min_lr", problem, "Lower it, or set optimizer.lr")
-        in_range(self, "save_every", 0, 10**9)
         samples = isinstance(self.algorithm, PolicyConfig)
         needs = self.algorithm.name if samples else "eval" if self.eval else ""
         self._check_evaluation()

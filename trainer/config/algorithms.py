@@ -1,30 +1,40 @@
-"""The configuration of algorithms: one dataclass each; its first field, `name`, chooses it.
+"""The configuration of algorithms: one struct each; its tag, `name`, chooses it.
 
 Those that sample share `PolicyConfig`: the clipped policy gradient of trainer/algorithms/policy.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta, field
 
 from trainer.config.sections import GatewayConfig
-from trainer.config.strict import in_range, names_code, positive
+from trainer.config.strict import (
+    Coefficient,
+    Count,
+    Fraction,
+    FunctionName,
+    Named,
+    Natural,
+    NonNegative,
+    Positive,
+    Section,
+    Text,
+)
 from trainer.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class SftConfig:
+class SftConfig(Named, frozen=True, tag="sft"):
     """Supervised fine-tuning: cross-entropy on the target tokens (`on_prompt` also on the prompt's)."""
 
     LR: ClassVar[float] = 2e-5  # TRL's
 
-    name: Literal["sft"] = "sft"
     on_prompt: bool = False
 
 
-@dataclass(frozen=True)
-class DpoConfig:
+class DpoConfig(Named, frozen=True, tag="dpo"):
     """Direct preference optimisation (arXiv 2305.18290) against the initial weights: a second copy of the model, or
     with `lora` the model without its adapters.
 
@@ -34,22 +44,17 @@ class DpoConfig:
 
     LR: ClassVar[float] = 1e-6  # TRL's
 
-    name: Literal["dpo"] = "dpo"
-    beta: float = 0.1
+    beta: Positive = 0.1
     loss: Literal["sigmoid", "robust", "ipo"] = "sigmoid"
-    label_smoothing: float = 0.0
-    minibatches: int = 1
+    label_smoothing: Annotated[float, Meta(ge=0.0, lt=0.5)] = 0.0
+    minibatches: Count = 1
 
     def __post_init__(self) -> None:
-        positive(self, "beta", "minibatches")
-        if not 0.0 <= self.label_smoothing < 0.5:
-            raise ConfigError("label_smoothing", f"must be in [0, 0.5), got {self.label_smoothing}", "Lower it")
         if self.loss == "ipo" and self.label_smoothing:
             raise ConfigError("label_smoothing", "is not defined for ipo", "Leave it at 0, or choose another loss")
 
 
-@dataclass(frozen=True)
-class CorrectionConfig:
+class CorrectionConfig(Section, frozen=True):
     """The correction for tokens that other weights, or another engine's arithmetic, sampled.
 
     With w = trainer's probability at the start of the step / engine's, of a token, of the whole answer (`sequence`, a
@@ -63,24 +68,17 @@ class CorrectionConfig:
 
     kind: Literal["none", "truncated", "masked"] = "none"
     level: Literal["token", "sequence", "geometric"] = "token"
-    low: float = 0.0
-    high: float = 2.0
-    max_lag: int | None = None
-    lag_decay: float = 1.0
-
-    def __post_init__(self) -> None:
-        in_range(self, "low", 0.0, 1.0)
-        in_range(self, "high", 1.0, 1e6)
-        in_range(self, "lag_decay", 0.0, 1.0)
-        if self.max_lag is not None:
-            in_range(self, "max_lag", 0, 10**9)
+    low: Fraction = 0.0
+    high: Annotated[float, Meta(ge=1.0, le=1e6)] = 2.0
+    max_lag: Natural | None = None
+    lag_decay: Fraction = 1.0
 
 
+ClipHigh = Annotated[float, Meta(ge=0.0, le=100.0)]
 _CLIPPING = ("clip_low", "clip_high", "dual_clip", "ratio", "objective")
 
 
-@dataclass(frozen=True)
-class PolicyConfig:
+class PolicyConfig(Named, frozen=True):
     """The clipped policy gradient. `name` and the advantages are the algorithm's.
 
     The ratio of a token's probabilities, now and when it was sampled (see `correction`), is clipped to
@@ -100,36 +98,27 @@ class PolicyConfig:
 
     LR: ClassVar[float] = 1e-6  # TRL's and verl's
 
-    name: str = ""
-    samples_per_prompt: int = 8
-    clip_low: float = 0.2
-    clip_high: float = 0.28
+    samples_per_prompt: Count = 8
+    clip_low: Fraction = 0.2
+    clip_high: ClipHigh = 0.28
     dual_clip: float | None = None
     ratio: Literal["token", "sequence", "trajectory"] = "token"
     objective: Literal["clip", "cispo"] = "clip"
     normalize: Literal["token", "sequence", "length"] = "token"
-    kl_coef: float = 0.0
+    kl_coef: Coefficient = 0.0
     kl_unbiased: bool = False
-    entropy_coef: float = 0.0
-    minibatches: int = 1
-    epochs: int = 1
+    entropy_coef: Coefficient = 0.0
+    minibatches: Count = 1
+    epochs: Count = 1
     mask_truncated: bool = False
-    overlong_buffer: int = 0
-    overlong_penalty: float = 1.0
-    length_weight: float = 0.0
-    length_after: int = 0
+    overlong_buffer: Natural = 0
+    overlong_penalty: Positive = 1.0
+    length_weight: Coefficient = 0.0
+    length_after: Natural = 0
     drop_zero_std: bool = False
-    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    correction: CorrectionConfig = CorrectionConfig()
 
     def __post_init__(self) -> None:
-        positive(self, "samples_per_prompt", "minibatches", "epochs", "overlong_penalty")
-        in_range(self, "clip_low", 0.0, 1.0)
-        in_range(self, "clip_high", 0.0, 100.0)
-        in_range(self, "kl_coef", 0.0, 10.0)
-        in_range(self, "entropy_coef", 0.0, 10.0)
-        in_range(self, "overlong_buffer", 0, 10**9)
-        in_range(self, "length_weight", 0.0, 10.0)
-        in_range(self, "length_after", 0, 10**9)
         if self.kl_unbiased and not self.kl_coef:
             raise ConfigError("kl_unbiased", "set, but kl_coef is 0", "Raise kl_coef, or leave it out")
         if self.length_weight and self.samples_per_prompt < 2:
@@ -143,7 +132,7 @@ class PolicyConfig:
 
     def _no_meaning(self, why: str, *keys: str) -> None:
         """Refuse options that this algorithm would not look at."""
-        plain = {f.name: f.default for f in fields(PolicyConfig)}
+        plain = {f.name: f.default for f in msgspec.structs.fields(PolicyConfig)}
         for key in keys:
             if getattr(self, key) != plain[key]:
                 raise ConfigError(key, f"has no meaning for {self.name}, {why}", "Leave it out")
@@ -164,15 +153,13 @@ class PolicyConfig:
             raise ConfigError("samples_per_prompt", f"{self.samples_per_prompt} is no group", advice)
 
 
-@dataclass(frozen=True)
-class GrpoConfig(PolicyConfig):
+class GrpoConfig(PolicyConfig, frozen=True, tag="grpo"):
     """Group-relative policy optimisation (DeepSeekMath, arXiv 2402.03300): the reward among those of one prompt.
 
     `kl_coef` weighs the k3 estimate of KL in the loss. `scale_rewards: false` leaves the group's standard deviation
     out. Its descendants are options: docs/trainer/algorithms.md says which make Dr. GRPO, DAPO, GSPO and CISPO.
     """
 
-    name: Literal["grpo"] = "grpo"
     scale_rewards: bool = True
 
     def __post_init__(self) -> None:
@@ -180,8 +167,7 @@ class GrpoConfig(PolicyConfig):
         self._needs_group()
 
 
-@dataclass(frozen=True)
-class RlooConfig(PolicyConfig):
+class RlooConfig(PolicyConfig, frozen=True, tag="rloo"):
     """REINFORCE leave-one-out (arXiv 2402.14740): the reward against the mean of the prompt's other samples.
 
     The whole answer is one action: `ratio` is that of its probability, against the trainer's own at the start of the
@@ -189,10 +175,9 @@ class RlooConfig(PolicyConfig):
     `kl_coef` weighs the answer's KL in the reward. `normalize_advantages` divides by the batch's standard deviation.
     """
 
-    name: Literal["rloo"] = "rloo"
     ratio: Literal["token", "sequence", "trajectory"] = "trajectory"
     normalize: Literal["token", "sequence", "length"] = "sequence"
-    clip_high: float = 0.2
+    clip_high: ClipHigh = 0.2
     normalize_advantages: bool = False
 
     def __post_init__(self) -> None:
@@ -201,8 +186,7 @@ class RlooConfig(PolicyConfig):
         self._needs_group()
 
 
-@dataclass(frozen=True)
-class KimiConfig(PolicyConfig):
+class KimiConfig(PolicyConfig, frozen=True, tag="kimi"):
     """Kimi k1.5's policy optimisation (arXiv 2501.12599, section 2.3.2), a variant of online mirror descent.
 
     `tau` weighs the squared change of a trajectory's log-probability since the start of the step, which takes the place
@@ -212,44 +196,38 @@ class KimiConfig(PolicyConfig):
     the gradient's sign.
     """
 
-    name: Literal["kimi"] = "kimi"
-    minibatches: int = 4
-    tau: float = 0.1
+    minibatches: Count = 4
+    tau: NonNegative = 0.1
     reset_optimizer: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._needs_group()
-        in_range(self, "tau", 0.0, 1e6)
         if self.reset_optimizer and self.updates == 1:
             problem = "set, but a step has one update, which is then the learning rate times the gradient's sign"
             raise ConfigError("reset_optimizer", problem, "Raise minibatches or epochs, or set it to false")
         self._no_meaning("which does not clip", *_CLIPPING, "normalize")
 
 
-@dataclass(frozen=True)
-class ReinforceConfig(PolicyConfig):
+class ReinforceConfig(PolicyConfig, frozen=True, tag="reinforce++"):
     """REINFORCE++ (arXiv 2501.03262): KL by token in the reward, returns normalised over the whole batch.
 
     `baseline` subtracts the group's mean reward first (REINFORCE++-baseline). `gamma` discounts.
     """
 
-    name: Literal["reinforce++"] = "reinforce++"
-    samples_per_prompt: int = 1
-    clip_high: float = 0.2
+    samples_per_prompt: Count = 1
+    clip_high: ClipHigh = 0.2
     baseline: bool = False
-    gamma: float = 1.0
+    gamma: Fraction = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._kl_in_reward()
-        in_range(self, "gamma", 0.0, 1.0)
         if self.baseline and self.samples_per_prompt < 2:
             raise ConfigError("baseline", "is the mean of a group", "Set samples_per_prompt to at least 2")
 
 
-@dataclass(frozen=True)
-class PpoConfig(PolicyConfig):
+class PpoConfig(PolicyConfig, frozen=True, tag="ppo"):
     """Proximal policy optimisation (arXiv 1707.06347) with a critic, a third or fourth copy of the model.
 
     Generalised advantage estimation (1506.02438) with `gamma`, `lam`, normalised over the batch unless
@@ -261,28 +239,22 @@ class PpoConfig(PolicyConfig):
 
     CRITIC_LR: ClassVar[float] = 1e-5  # verl's
 
-    name: Literal["ppo"] = "ppo"
-    samples_per_prompt: int = 1
-    clip_high: float = 0.2
-    gamma: float = 1.0
-    lam: float = 0.95
+    samples_per_prompt: Count = 1
+    clip_high: ClipHigh = 0.2
+    gamma: Fraction = 1.0
+    lam: Fraction = 0.95
     normalize_advantages: bool = True
-    value_clip: float | None = 0.2
-    critic_lr: float | None = None
+    value_clip: Positive | None = 0.2
+    critic_lr: Positive | None = None
     critic_path: str | None = None
-    critic_warmup: int = 0
+    critic_warmup: Natural = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._kl_in_reward()
-        in_range(self, "gamma", 0.0, 1.0)
-        in_range(self, "lam", 0.0, 1.0)
-        in_range(self, "critic_warmup", 0, 10**9)
-        positive(self, "value_clip", "critic_lr")
 
 
-@dataclass(frozen=True)
-class CustomConfig(PolicyConfig):
+class CustomConfig(PolicyConfig, frozen=True, kw_only=True, tag="custom"):
     """A loss of one's own over the tensors of the policy gradient, in place of the clipped one.
 
     `loss` is `package.module:function`, called with `PolicyTensors` (trainer/algorithms/custom.py), which hold
@@ -291,21 +263,18 @@ class CustomConfig(PolicyConfig):
     it is (`reward`). The options that clip, and `ratio` and `objective`, have no meaning here.
     """
 
-    name: Literal["custom"] = "custom"
-    loss: str = ""
+    loss: FunctionName
     advantages: Literal["normalized", "centred", "leave_one_out", "reward"] = "normalized"
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        names_code(self, "loss", "function")
         self._no_meaning("whose loss is a function of yours: give it what it needs as options", *_CLIPPING)
         if self.advantages != "reward":
             self._needs_group()
 
 
-@dataclass(frozen=True)
-class TeacherConfig(GatewayConfig):
+class TeacherConfig(GatewayConfig, frozen=True, kw_only=True):
     """A server with OpenAI's completions, at `url` + /v1/completions, whose `model` is the teacher. Keys, certificates
     and retries are as a gateway's.
 
@@ -316,20 +285,13 @@ class TeacherConfig(GatewayConfig):
 
     SECTION = "algorithm.teacher"
 
-    model: str = ""
+    model: Text
     form: Literal["prompt_logprobs", "echo"] = "prompt_logprobs"
     tokenizer: str | None = None
-    min_logprob: float = -30.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.model:
-            raise ConfigError("model", "missing", "Name the teacher, as its server calls it")
-        in_range(self, "min_logprob", -1e4, -1.0)
+    min_logprob: Annotated[float, Meta(ge=-1e4, le=-1.0)] = -30.0
 
 
-@dataclass(frozen=True)
-class DistillConfig(PolicyConfig):
+class DistillConfig(PolicyConfig, frozen=True, kw_only=True, tag="distill"):
     """On-policy distillation (GKD, arXiv 2306.13649): a `teacher` says how probable it finds each token that the policy
     sampled, and the loss is the reverse KL of policy and teacher at each token.
 
@@ -338,16 +300,12 @@ class DistillConfig(PolicyConfig):
 
     LR: ClassVar[float] = 2e-5  # as fine-tuning's, which this is on the policy's own samples
 
-    name: Literal["distill"] = "distill"
-    teacher: TeacherConfig | None = None
-    samples_per_prompt: int = 1
-    reward_weight: float = 0.0
+    teacher: TeacherConfig
+    samples_per_prompt: Count = 1
+    reward_weight: Annotated[float, Meta(ge=0.0, le=1e3)] = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.teacher is None:
-            raise ConfigError("teacher", "missing", "Write teacher: {url: http://host:port, model: NAME}")
-        in_range(self, "reward_weight", 0.0, 1e3)
         if self.reward_weight:
             self._needs_group()
             return

@@ -1,17 +1,19 @@
-"""The configuration of data sets: one dataclass per kind; its first field, `kind`, chooses it."""
+"""The configuration of data sets: one struct per kind; its tag, `kind`, chooses it."""
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from trainer.config.strict import in_range, positive
+import msgspec
+from msgspec import Meta, field
+
+from trainer.config.strict import Count, Fraction, Kind, Natural, Positive, Section, Text
 from trainer.errors import ConfigError
 
+PROMPT, TARGET, ANSWER = "prompt", "target", "answer"
 
-@dataclass(frozen=True)
-class FileData:
+
+class FileData(Kind, frozen=True, kw_only=True):
     """Records in files. `path` (and `eval_path`, for the held-out ones) is a path or any fsspec URL, with `*` or
     `{000..009}` for several files.
 
@@ -25,28 +27,19 @@ class FileData:
     $HOTSWAP_CACHE, else ~/.cache/hotswap). `workers` processes tokenise (0: one a core).
     """
 
-    kind: str = ""
-    path: str = ""
+    path: Text
     eval_path: str | None = None
-    prompt_key: str = "prompt"
-    target_key: str = "target"
-    answer_key: str = "answer"
+    prompt_key: str = PROMPT
+    target_key: str = TARGET
+    answer_key: str = ANSWER
     chosen_key: str = "chosen"
     rejected_key: str = "rejected"
     extra_keys: tuple[str, ...] = ()
     chat_template: bool = False
-    max_bad: int = 0
-    max_length: int | None = None
+    max_bad: Natural = 0
+    max_length: Count | None = None
     cache_dir: str | None = None
-    workers: int = 0
-
-    def __post_init__(self) -> None:
-        if not self.path:
-            advice = f"Name {self.kind.upper()} files: a path or URL, with * or {{000..009}} for several"
-            raise ConfigError("path", "missing", advice)
-        in_range(self, "max_bad", 0, 10**9)
-        in_range(self, "workers", 0, 1024)
-        positive(self, "max_length")
+    workers: Natural = 0
 
     def pattern(self, path: str) -> str:
         """The files that `path` or `eval_path` names."""
@@ -58,30 +51,20 @@ class FileData:
         return "records"
 
 
-@dataclass(frozen=True)
-class JsonlData(FileData):
+class JsonlData(FileData, frozen=True, tag="jsonl"):
     """One JSON object a line; files may be compressed (.gz, .zst, .bz2, .xz)."""
 
-    kind: Literal["jsonl"] = "jsonl"
 
-
-@dataclass(frozen=True)
-class ParquetData(FileData):
+class ParquetData(FileData, frozen=True, tag="parquet"):
     """One record a row, keys are columns. Only the columns that are named are read."""
 
-    kind: Literal["parquet"] = "parquet"
 
-
-@dataclass(frozen=True)
-class WebDatasetData(FileData):
+class WebDatasetData(FileData, frozen=True, tag="webdataset"):
     """Tar shards. The files of one record follow each other and share their name up to its first dot; what comes after
     is the key: `.json` holds an object whose keys are the record's, any other extension (`.prompt`, `.txt`) a text."""
 
-    kind: Literal["webdataset"] = "webdataset"
 
-
-@dataclass(frozen=True)
-class AnswersData(FileData):
+class AnswersData(FileData, frozen=True, tag="answers"):
     """The log of answers that a gateway keeps (docs/feedback.md); `path` is its directory.
 
     `learn`: `corrections` gives what users wrote instead of an answer, for SFT; `preferences` a correction over the
@@ -91,7 +74,6 @@ class AnswersData(FileData):
     `rating`. What was asked with an answer (`metadata`) is part of the record: `answer_key: metadata.solution`.
     """
 
-    kind: Literal["answers"] = "answers"
     learn: Literal["corrections", "preferences", "prompts"] = "corrections"
     keys: tuple[str, ...] = ()
     min_version: int | None = None
@@ -108,68 +90,45 @@ class AnswersData(FileData):
         return f"{self.learn} that the filters let through"
 
 
-@dataclass(frozen=True)
-class ArithmeticData:
+class ArithmeticData(Kind, frozen=True, tag="arithmetic"):
     """Addition problems, generated. See trainer/data/problems.py for what `mistake` and `noise` do to the targets."""
 
-    kind: Literal["arithmetic"] = "arithmetic"
-    operands: int = 2
-    largest: int = 9
-    noise: float = 0.0
+    operands: Literal[2, 3] = 2
+    largest: Annotated[int, Meta(ge=1, le=9)] = 9
+    noise: Fraction = 0.0
     mistake: Literal["random", "off_by_one", "carry"] = "random"
-    held_out: int = 0
+    held_out: Natural = 0
 
     def __post_init__(self) -> None:
-        if self.operands not in (2, 3):
-            raise ConfigError("operands", f"{self.operands} is not supported", "Use 2 or 3 one-digit operands")
-        in_range(self, "largest", 1, 9)
-        in_range(self, "noise", 0.0, 1.0)
-        in_range(self, "held_out", 0, (self.largest + 1) ** self.operands // 2)
+        if self.held_out > (most := (self.largest + 1) ** self.operands // 2):
+            raise ConfigError("held_out", f"{self.held_out} is more than half of the problems", f"Use at most {most}")
 
 
-@dataclass(frozen=True)
-class CodeTasksData:
+class CodeTasksData(Kind, frozen=True, tag="code_tasks"):
     """Small programs to write, generated. See trainer/data/problems.py for what `noise` does to the targets."""
 
-    kind: Literal["code_tasks"] = "code_tasks"
-    noise: float = 0.0
-    held_out: int = 0
-
-    def __post_init__(self) -> None:
-        in_range(self, "noise", 0.0, 1.0)
-        in_range(self, "held_out", 0, 200)
+    noise: Fraction = 0.0
+    held_out: Annotated[int, Meta(ge=0, le=200)] = 0
 
 
-@dataclass(frozen=True)
-class GymTask:
+class GymTask(Section, frozen=True):
     """A task of reasoning-gym, and its options (the package's gallery lists both). `weight` is its share of the
     problems, against the other tasks'."""
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
-    weight: float = 1.0
-
-    def __post_init__(self) -> None:
-        positive(self, "weight")
+    weight: Positive = 1.0
 
 
-@dataclass(frozen=True)
-class ReasoningGymData:
+class ReasoningGymData(Kind, frozen=True, kw_only=True, tag="reasoning_gym"):
     """Problems of reasoning-gym, generated; their reward is `reasoning_gym`. `instructions` follow each question.
     `chat_template: false` leaves the prompt a plain text."""
 
-    kind: Literal["reasoning_gym"] = "reasoning_gym"
-    tasks: tuple[GymTask, ...] = ()
-    records: int = 100_000
-    held_out: int = 128
+    tasks: Annotated[tuple[GymTask, ...], Meta(min_length=1, description="Name one or more: - {name: chain_sum}")]
+    records: Count = 100_000
+    held_out: Natural = 128
     instructions: str = "Give the final answer between <answer> and </answer>."
     chat_template: bool = True
-
-    def __post_init__(self) -> None:
-        if not self.tasks:
-            raise ConfigError("tasks", "empty", "Name at least one: - {name: chain_sum}")
-        positive(self, "records")
-        in_range(self, "held_out", 0, 100_000)
 
 
 DataConfig = ReasoningGymData | JsonlData | ParquetData | WebDatasetData | AnswersData | ArithmeticData | CodeTasksData
@@ -178,4 +137,4 @@ DataConfig = ReasoningGymData | JsonlData | ParquetData | WebDatasetData | Answe
 def identity(config: DataConfig) -> dict[str, Any]:
     """What must stay the same for a run to be continued, as far as the configuration tells. Files are known by what is
     in them, wherever they are (see Contents in trainer/data/records.py)."""
-    return {"kind": "files"} if isinstance(config, FileData) else dataclasses.asdict(config)
+    return {"kind": "files"} if isinstance(config, FileData) else msgspec.to_builtins(config)

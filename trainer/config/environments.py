@@ -1,23 +1,20 @@
-"""The configuration of environments: one dataclass per kind; its first field, `kind`, chooses it."""
+"""The configuration of environments: one struct per kind; its tag, `kind`, chooses it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from trainer.config.strict import in_range, names_code, positive
+from msgspec import Meta, field
+
+from trainer.config.strict import Count, FunctionName, Kind, NonNegative, Positive, Text
 from trainer.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class SingleTurnEnvironment:
+class SingleTurnEnvironment(Kind, frozen=True, tag="single_turn"):
     """One answer to each prompt, and nothing after it."""
 
-    kind: Literal["single_turn"] = "single_turn"
 
-
-@dataclass(frozen=True)
-class EnvironmentOptions:
+class EnvironmentOptions(Kind, frozen=True):
     """The options of every environment of several turns.
 
     An episode ends after `max_turns` answers at the latest. `timeout_s` is how long one `reset` or `step` may take
@@ -27,66 +24,42 @@ class EnvironmentOptions:
     is the factor of the environment's own rewards in the trajectory's.
     """
 
-    kind: str = ""
-    max_turns: int = 8
-    timeout_s: float = 30.0
-    workers: int = 2
-    attempts: int = 2
-    max_observation_tokens: int = 1024
-    weight: float = 1.0
-
-    def __post_init__(self) -> None:
-        positive(self, "max_turns", "timeout_s", "workers", "attempts", "max_observation_tokens")
-        in_range(self, "weight", 0.0, 1e6)
+    max_turns: Count = 8
+    timeout_s: Positive = 30.0
+    workers: Count = 2
+    attempts: Count = 2
+    max_observation_tokens: Count = 1024
+    weight: NonNegative = 1.0
 
 
-@dataclass(frozen=True)
-class CallableEnvironment(EnvironmentOptions):
+class CallableEnvironment(EnvironmentOptions, frozen=True, kw_only=True, tag="callable"):
     """`target` is `package.module:name`, a class or function that makes an `Environment` (trainer/environments), called
     with `options` as keyword arguments."""
 
-    kind: Literal["callable"] = "callable"
-    target: str = ""
+    target: FunctionName
     options: dict[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        names_code(self, "target", "class")
 
-
-@dataclass(frozen=True)
-class FunctionTool:
+class FunctionTool(Kind, frozen=True, tag="function"):
     """A Python function `package.module:name`. Its name, docstring and annotated parameters are what the model is
     told. It runs with the trainer's rights: for functions that you wrote."""
 
-    kind: Literal["function"] = "function"
-    target: str = ""
-
-    def __post_init__(self) -> None:
-        names_code(self, "target", "function")
+    target: FunctionName
 
 
-@dataclass(frozen=True)
-class PythonTool:
+class PythonTool(Kind, frozen=True, tag="python"):
     """`python(code)`: what a program prints that the model wrote. It runs in the sandbox of the code reward, with
     nothing kept between calls (docs/trainer/rewards.md says what the sandbox covers)."""
 
-    kind: Literal["python"] = "python"
-    timeout_s: float = 5.0
-    memory_mb: int = 256
+    timeout_s: Positive = 5.0
+    memory_mb: Annotated[int, Meta(ge=64)] = 256
     sandbox: Literal["bubblewrap", "none"] = "bubblewrap"
 
-    def __post_init__(self) -> None:
-        positive(self, "timeout_s")
-        in_range(self, "memory_mb", 64, 2**20)
 
-
-@dataclass(frozen=True)
-class McpTools:
+class McpTools(Kind, frozen=True, tag="mcp"):
     """All tools of an MCP server: a `command` that talks over its standard input and output, or the `url` of one that
     talks over HTTP. `only` names those that the model is told of; left out, all."""
 
-    kind: Literal["mcp"] = "mcp"
     command: tuple[str, ...] = ()
     url: str = ""
     only: tuple[str, ...] = ()
@@ -99,49 +72,33 @@ class McpTools:
 ToolConfig = FunctionTool | PythonTool | McpTools
 
 
-@dataclass(frozen=True)
-class ToolsEnvironment(EnvironmentOptions):
+class ToolsEnvironment(EnvironmentOptions, frozen=True, kw_only=True, tag="tools"):
     """The model calls tools, and reads what they answer, until an answer has no call in it. A call is a JSON object
     `{"name": ..., "arguments": {...}}` between `call_start` and `call_end`. What cannot be read as one is told to the
     model as an error, as is a tool that raises. `describe` puts the tools' schemas into a system message."""
 
-    kind: Literal["tools"] = "tools"
-    tools: tuple[ToolConfig, ...] = ()
-    call_start: str = "<tool_call>"
-    call_end: str = "</tool_call>"
+    tools: Annotated[tuple[ToolConfig, ...], Meta(min_length=1, description="Name one or more: - {kind: python}")]
+    call_start: Text = "<tool_call>"
+    call_end: Text = "</tool_call>"
     describe: bool = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.tools:
-            raise ConfigError("tools", "empty", "Name at least one: {kind: python}, {kind: function, target: ...}")
-        if not self.call_start or not self.call_end:
-            raise ConfigError("call_start", "a call must have a beginning and an end", "Give both tags")
 
-
-@dataclass(frozen=True)
-class VerifiersEnvironment(EnvironmentOptions):
+class VerifiersEnvironment(EnvironmentOptions, frozen=True, kw_only=True, tag="verifiers"):
     """An environment of the package `verifiers`. `env` is its configuration as verifiers itself takes it (`taskset`,
     the agents with their `harness` and `runtime`); a record's answer is the number of its task in the taskset. `python`
     runs it: an interpreter that has verifiers and the taskset, since verifiers asks for other releases of packages than
     the trainer. What a task's rewards give is the environment's reward, on the last answer."""
 
-    kind: Literal["verifiers"] = "verifiers"
-    env: dict[str, Any] = field(default_factory=dict)
-    python: str = ""
-    call_start: str = "<tool_call>"
-    call_end: str = "</tool_call>"
-    timeout_s: float = 120.0
+    env: dict[str, Any]
+    python: Text
+    call_start: Text = "<tool_call>"
+    call_end: Text = "</tool_call>"
+    timeout_s: Positive = 120.0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         taskset = self.env.get("taskset")
         if not isinstance(taskset, dict) or not taskset.get("id"):
             raise ConfigError("env", "names no taskset", "Write env: {taskset: {id: ...}}, as verifiers takes it")
-        if not self.python:
-            raise ConfigError("python", "missing", "Name an interpreter that has verifiers: /path/of/venv/bin/python")
-        if not self.call_start or not self.call_end:
-            raise ConfigError("call_start", "a call must have a beginning and an end", "Give both tags")
 
 
 EnvironmentConfig = SingleTurnEnvironment | CallableEnvironment | ToolsEnvironment | VerifiersEnvironment

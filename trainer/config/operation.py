@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
-import re
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from msgspec import Meta
 
 from trainer.config.datasets import DataConfig
 from trainer.config.rewards import RewardConfig
-from trainer.config.strict import in_range, key_in, positive, server
+from trainer.config.strict import Count, Natural, NonNegative, Positive, Section, Text, key_in, server
 from trainer.errors import ConfigError
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+COLLECTIVE_TIMEOUT_S = 600.0
+SetName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*\Z", description="Use letters, digits, _ and -")]
 
 
-@dataclass(frozen=True)
-class CheckpointConfig:
+class CheckpointConfig(Section, frozen=True):
     """`resume`: `auto` goes on from the newest whole checkpoint if there is one, `must` insists, `never` starts new.
 
     Kept are the newest `keep`, every one whose step is a multiple of `keep_every`, and the `keep_best` that did best in
@@ -26,22 +26,16 @@ class CheckpointConfig:
     """
 
     path: str
-    every: int = 100
-    keep: int = 2
-    keep_every: int = 0
-    keep_best: int = 0
+    every: Count = 100
+    keep: Count = 2
+    keep_every: Natural = 0
+    keep_best: Natural = 0
     asynchronous: bool = True
-    max_failures: int = 0
+    max_failures: Natural = 0
     resume: Literal["auto", "must", "never"] = "auto"
 
-    def __post_init__(self) -> None:
-        positive(self, "every", "keep")
-        for name in ("keep_every", "keep_best", "max_failures"):
-            in_range(self, name, 0, 10**9)
 
-
-@dataclass(frozen=True)
-class FaultsConfig:
+class FaultsConfig(Section, frozen=True):
     """`max_restarts`: how often all ranks are started anew after one failed (not after a mistake of the user's).
 
     Every rank sends a heartbeat each `heartbeat_s`; one that is silent for `heartbeat_timeout_s` is named and ended.
@@ -56,33 +50,20 @@ class FaultsConfig:
     steps in a row.
     """
 
-    max_restarts: int = 0
-    heartbeat_s: float = 2.0
-    heartbeat_timeout_s: float = 60.0
-    hang_s: float = 1800.0
-    collective_timeout_s: float = 600.0
-    grace_s: float = 120.0
+    max_restarts: Natural = 0
+    heartbeat_s: Positive = 2.0
+    heartbeat_timeout_s: Positive = 60.0
+    hang_s: NonNegative = 1800.0
+    collective_timeout_s: Positive = COLLECTIVE_TIMEOUT_S
+    grace_s: Positive = 120.0
     on_diverged: Literal["stop", "rollback"] = "stop"
-    max_rollbacks: int = 3
+    max_rollbacks: Count = 3
     rollback_serving: bool = True
-    spike_sigma: float = 0.0
-    spike_window: int = 32
-    spike_patience: int = 1
+    spike_sigma: NonNegative = 0.0
+    spike_window: Annotated[int, Meta(ge=8)] = 32
+    spike_patience: Count = 1
 
     def __post_init__(self) -> None:
-        positive(
-            self,
-            "heartbeat_s",
-            "heartbeat_timeout_s",
-            "collective_timeout_s",
-            "grace_s",
-            "max_rollbacks",
-            "spike_patience",
-        )
-        in_range(self, "max_restarts", 0, 10**6)
-        in_range(self, "hang_s", 0.0, 1e9)
-        in_range(self, "spike_sigma", 0.0, 1e6)
-        in_range(self, "spike_window", 8, 10**6)
         if self.heartbeat_timeout_s < 2 * self.heartbeat_s:
             raise ConfigError(
                 "heartbeat_timeout_s",
@@ -91,8 +72,7 @@ class FaultsConfig:
             )
 
 
-@dataclass(frozen=True)
-class EvalConfig:
+class EvalConfig(Section, frozen=True):
     """One of the sets of prompts that are answered through the gateway and scored: at the start, every `every` steps
     and at the end. Its numbers are called `eval/NAME/...`.
 
@@ -102,24 +82,17 @@ class EvalConfig:
     evaluation. `pass_at` (null: `samples`, if there are several) lists the k for which pass@k is estimated.
     """
 
-    name: str = "held_out"
-    every: int = 20
-    prompts: int = 100
-    samples: int = 1
-    temperature: float | None = None
-    top_p: float = 1.0
+    name: SetName = "held_out"
+    every: Count = 20
+    prompts: Count = 100
+    samples: Count = 1
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
     pass_at: tuple[int, ...] | None = None
     data: DataConfig | None = None
     rewards: tuple[RewardConfig, ...] | None = None
 
     def __post_init__(self) -> None:
-        positive(self, "every", "prompts", "samples")
-        if not NAME.fullmatch(self.name):
-            raise ConfigError("name", f"{self.name!r} cannot be a set's", "Use letters, digits, _ and -")
-        if self.temperature is not None:
-            in_range(self, "temperature", 0.0, 2.0)
-        if not 0.0 < self.top_p <= 1.0:
-            raise ConfigError("top_p", f"must be in (0, 1], got {self.top_p}", "Give a value in that range")
         if self.samples > 1 and self.heat == 0.0:
             raise ConfigError("temperature", f"0, so all {self.samples} samples are the same", "Set samples to 1")
         for k in self.passes:
@@ -149,8 +122,7 @@ class EvalConfig:
         return ("accuracy", "reward_mean", *(f"pass_at_{k}" for k in self.passes))
 
 
-@dataclass(frozen=True)
-class TelemetryConfig:
+class TelemetryConfig(Section, frozen=True):
     """The console that shows the run's numbers: the gateway's admin port. The key is in the environment variable
     `admin_key_env`, or in `admin_key_file` (0600), never in this file. `ca_file` and `cluster_tls` are as in
     `gateway`."""
@@ -158,12 +130,11 @@ class TelemetryConfig:
     admin_url: str
     admin_key_env: str = "HOTSWAP_ADMIN_KEY"
     admin_key_file: str | None = None
-    timeout_s: float = 5.0
+    timeout_s: Positive = 5.0
     ca_file: str | None = None
     cluster_tls: str | None = None
 
     def __post_init__(self) -> None:
-        positive(self, "timeout_s")
         server("admin_url", self.admin_url, self.ca_file, self.cluster_tls)
 
     def admin_key(self) -> str:
@@ -177,12 +148,11 @@ class TelemetryConfig:
         return key
 
 
-@dataclass(frozen=True)
-class WandbConfig:
+class WandbConfig(Section, frozen=True):
     """Weights & Biases. `offline` writes below `dir`, for `wandb sync` later; `online` wants WANDB_API_KEY. Runs of the
     same `id` are one run there: set it for a run that will be resumed."""
 
-    project: str = "hotswap"
+    project: Text = "hotswap"
     name: str | None = None
     group: str | None = None
     id: str | None = None
@@ -190,18 +160,13 @@ class WandbConfig:
     dir: str = "runs"
     mode: Literal["offline", "online"] = "offline"
 
-    def __post_init__(self) -> None:
-        if not self.project:
-            raise ConfigError("project", "empty", "Name the W&B project")
-
     def check_key(self) -> None:
         """Raises ConfigError when `online` has no key."""
         if self.mode == "online" and not os.environ.get("WANDB_API_KEY"):
             raise ConfigError("watch.wandb.mode", "online, but WANDB_API_KEY is not set", "Set it, or use offline")
 
 
-@dataclass(frozen=True)
-class WatchConfig:
+class WatchConfig(Section, frozen=True):
     """`progress` is drawn on standard error: a `bar`, `lines` (one an event, for logs), or nothing; `auto` is a bar on
     a terminal that does not show the JSON lines already. `tensorboard` is a directory for its event files.
     `peak_tflops` is what MFU is a share of, by rank (default: the GPU's published bf16 figure; a CPU's is measured).
@@ -210,17 +175,12 @@ class WatchConfig:
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
     tensorboard: str | None = None
     wandb: WandbConfig | None = None
-    peak_tflops: float | None = None
-    samples: int = 0
-    samples_every: int = 20
-
-    def __post_init__(self) -> None:
-        positive(self, "peak_tflops", "samples_every")
-        in_range(self, "samples", 0, 1000)
+    peak_tflops: Positive | None = None
+    samples: Natural = 0
+    samples_every: Count = 20
 
 
-@dataclass(frozen=True)
-class ServingMemory:
+class ServingMemory(Section, frozen=True):
     """The instances that share the device with the trainer, and the admin port that puts them to sleep.
 
     `instances`: their ids; empty: all there are. `level` 2 gives everything back, 1 what is quick to have again (vLLM's
@@ -234,19 +194,15 @@ class ServingMemory:
     admin_key_file: str | None = None
     instances: tuple[str, ...] = ()
     level: Literal[1, 2] = 2
-    drain_s: float = 30.0
-    timeout_s: float = 180.0
-    ttl_s: float = 60.0
-    engine_gib: float | None = None
-    kv_cache_gib: float = 1.0
+    drain_s: Annotated[float, Meta(ge=0.0, le=3600.0)] = 30.0
+    timeout_s: Positive = 180.0
+    ttl_s: Annotated[float, Meta(ge=3.0, le=86400.0)] = 60.0
+    engine_gib: Positive | None = None
+    kv_cache_gib: NonNegative = 1.0
     ca_file: str | None = None
     cluster_tls: str | None = None
 
     def __post_init__(self) -> None:
-        positive(self, "timeout_s", "engine_gib")
-        in_range(self, "drain_s", 0.0, 3600.0)
-        in_range(self, "ttl_s", 3.0, 86400.0)
-        in_range(self, "kv_cache_gib", 0.0, 1e6)
         self.as_telemetry()
 
     def as_telemetry(self) -> TelemetryConfig:
@@ -263,8 +219,7 @@ class ServingMemory:
             raise ConfigError("memory.serving", error.problem, advice) from None
 
 
-@dataclass(frozen=True)
-class MemoryConfig:
+class MemoryConfig(Section, frozen=True):
     """Phases that share a device: what one does not need is offloaded before the next begins.
 
     `budget_gib` is what trainer and serving may hold of one device together (without a GPU: of this host's memory, all
@@ -273,17 +228,13 @@ class MemoryConfig:
     (pinned memory; needs a GPU), `disk` (a file in `directory` that is gone with the process), or `auto`.
     """
 
-    budget_gib: float | None = None
-    reserve_gib: float | None = None
+    budget_gib: Positive | None = None
+    reserve_gib: NonNegative | None = None
     offload: Literal["auto", "host", "disk"] = "auto"
     directory: str = "/var/tmp"  # noqa: S108 - a file without a name, and not memory as /tmp may be
     serving: ServingMemory | None = None
 
     def __post_init__(self) -> None:
-        positive(self, "budget_gib")
-        if self.reserve_gib is None:
-            return
-        in_range(self, "reserve_gib", 0.0, 1e6)
-        if self.budget_gib is not None and self.reserve_gib >= self.budget_gib:
+        if self.reserve_gib is not None and self.budget_gib is not None and self.reserve_gib >= self.budget_gib:
             problem = f"{self.reserve_gib:g} leaves nothing of budget_gib ({self.budget_gib:g})"
             raise ConfigError("reserve_gib", problem, "Lower it, or raise budget_gib")

@@ -1,17 +1,16 @@
-"""The configuration of rewards: one dataclass per kind; its first field, `kind`, chooses it."""
+"""The configuration of rewards: one struct per kind; its tag, `kind`, chooses it."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from trainer.config.strict import in_range, names_code, positive
+from msgspec import Meta, field
+
+from trainer.config.strict import Count, Finite, FunctionName, Kind, Positive, Text
 from trainer.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class RewardOptions:
+class RewardOptions(Kind, frozen=True):
     """The options of every reward.
 
     `weight` is its factor in the sum, `name` what metrics call it (default: its kind, numbered when used twice).
@@ -24,121 +23,77 @@ class RewardOptions:
     values; with several columns, each must fit. For other records the reward does not apply.
     """
 
-    kind: str = ""
-    weight: float = 1.0
+    weight: Finite = 1.0
     name: str = ""
-    on_failure: float | None = None
-    timeout_s: float = 10.0
-    deadline_s: float = 120.0
-    workers: int = 2
+    on_failure: Finite | None = None
+    timeout_s: Positive = 10.0
+    deadline_s: Positive = 120.0
+    workers: Count = 2
     where: dict[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        positive(self, "timeout_s", "deadline_s", "workers")
-        for key in ("weight", "on_failure"):
-            if not math.isfinite(getattr(self, key) or 0.0):
-                raise ConfigError(key, f"{getattr(self, key)} is no finite number", "Give a finite number")
 
-
-@dataclass(frozen=True)
-class ExactMatchReward(RewardOptions):
+class ExactMatchReward(RewardOptions, frozen=True, tag="exact_match"):
     """1 when the answer's text equals the target, surrounding white space aside."""
 
-    kind: Literal["exact_match"] = "exact_match"
 
-
-@dataclass(frozen=True)
-class RegexReward(RewardOptions):
+class RegexReward(RewardOptions, frozen=True, kw_only=True, tag="regex"):
     """1 when `pattern` is found; with a group named `answer`, 1 when that group equals the target."""
 
-    kind: Literal["regex"] = "regex"
-    pattern: str = ""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.pattern:
-            raise ConfigError("pattern", "missing", "Give a Python regular expression")
+    pattern: Text
 
 
-@dataclass(frozen=True)
-class CallableReward(RewardOptions):
+class CallableReward(RewardOptions, frozen=True, kw_only=True, tag="callable"):
     """`target` is `package.module:function`, called with (prompt, answer, expected), all text, and with `extra` (the
     record's, a dict) if it has such a parameter; returns a number, or None where it does not apply. A function written
     for TRL (`completions`) or verl (`solution_str`) is called as it expects. It may be a coroutine function: then each
     worker runs up to `concurrency` calls at a time. An attribute `many` of it gets the list of (prompt, answer,
     expected, extra) that wait, up to its attribute `batch` (16), and returns as many numbers."""
 
-    kind: Literal["callable"] = "callable"
-    target: str = ""
-    concurrency: int = 64
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        positive(self, "concurrency")
-        names_code(self, "target", "function")
+    target: FunctionName
+    concurrency: Count = 64
 
 
-@dataclass(frozen=True)
-class GroupReward(RewardOptions):
+class GroupReward(RewardOptions, frozen=True, kw_only=True, tag="group"):
     """`target` is `package.module:function`, called with all samples of a prompt (a `SampleGroup`, trainer/rewards),
     once every other reward has valued them; returns a number for each, in their order. It may be a coroutine function,
     as in `callable`. If it fails, it fails for the whole group. It is not asked in evaluations, where a prompt has one
     answer."""
 
-    kind: Literal["group"] = "group"
-    target: str = ""
-    concurrency: int = 64
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        positive(self, "concurrency")
-        if self.target.count(":") != 1:
-            raise ConfigError("target", f"{self.target!r} names no function", "Write package.module:function")
+    target: FunctionName
+    concurrency: Count = 64
 
 
-@dataclass(frozen=True)
-class MathReward(RewardOptions):
+class MathReward(RewardOptions, frozen=True, tag="math"):
     """1 when the answer means the same as the target (math-verify: LaTeX, fractions, sets, intervals, units aside).
 
     `boxed_only` reads nothing but the last `\\boxed{...}` of the answer; targets are read alike with it and without.
     `precision` is the number of decimals that
     floating-point values must share."""
 
-    kind: Literal["math"] = "math"
     boxed_only: bool = False
-    precision: int = 6
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        in_range(self, "precision", 0, 15)
+    precision: Annotated[int, Meta(ge=0, le=15)] = 6
 
 
-@dataclass(frozen=True)
-class GymReward(RewardOptions):
+class GymReward(RewardOptions, frozen=True, tag="reasoning_gym"):
     """What the verifier of a reasoning-gym task gives, for records of the data set `reasoning_gym`. It reads what is
     between `<tag>` and `</tag>`, the last such place; with an empty `tag` the whole answer."""
 
-    kind: Literal["reasoning_gym"] = "reasoning_gym"
     tag: str = "answer"
 
 
-@dataclass(frozen=True)
-class FormatReward(RewardOptions):
+class FormatReward(RewardOptions, frozen=True, tag="format"):
     """1 when the whole answer is the named tags in order, each once, with something in each and only white space
     between them: `tags: [think, answer]` wants `<think>...</think><answer>...</answer>`. The chat
     template may have opened the first."""
 
-    kind: Literal["format"] = "format"
     tags: tuple[str, ...] = ("think", "answer")
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if not self.tags or not all(tag.isidentifier() for tag in self.tags) or len(set(self.tags)) < len(self.tags):
             raise ConfigError("tags", f"{list(self.tags)} are no distinct names", "List tag names, each once")
 
 
-@dataclass(frozen=True)
-class CodeReward(RewardOptions):
+class CodeReward(RewardOptions, frozen=True, tag="code"):
     """1 when the program in the answer passes the record's tests (`extra[tests_key]`), run in a sandbox; `partial`
     gives the fraction that passed instead. See docs/trainer/rewards.md for the forms of tests.
 
@@ -147,43 +102,29 @@ class CodeReward(RewardOptions):
     runs model-written code with this process's rights and only the resource limits: for machines that hold nothing.
     """
 
-    kind: Literal["code"] = "code"
     tests_key: str = "tests"
     partial: bool = False
-    case_timeout_s: float = 4.0
-    memory_mb: int = 256
-    disk_mb: int = 16
-    output_kb: int = 256
-    processes: int = 16
+    case_timeout_s: Positive = 4.0
+    memory_mb: Annotated[int, Meta(ge=64)] = 256
+    disk_mb: Count = 16
+    output_kb: Count = 256
+    processes: Count = 16
     sandbox: Literal["bubblewrap", "none"] = "bubblewrap"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        positive(self, "case_timeout_s", "disk_mb", "output_kb", "processes")
-        in_range(self, "memory_mb", 64, 2**20)
 
-
-@dataclass(frozen=True)
-class ClassifierReward(RewardOptions):
+class ClassifierReward(RewardOptions, frozen=True, kw_only=True, tag="classifier"):
     """A Hugging Face sequence classifier's opinion of prompt and answer, in its own process. With one label its logit
     (or the sigmoid of it, `probability`), else the log-odds (or the probability) of `label`. Up to `batch` answers that
     wait are one forward pass; their values then depend in the last bits on what they were beside. It reads the first
     `max_tokens` of a text, or as many as its tokenizer says that it takes."""
 
-    kind: Literal["classifier"] = "classifier"
-    path: str = ""
+    path: Text
     label: int = -1
     probability: bool = True
-    max_tokens: int = 8192
-    batch: int = 16
-    workers: int = 1
-    timeout_s: float = 60.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        positive(self, "max_tokens", "batch")
-        if not self.path:
-            raise ConfigError("path", "missing", "Name a directory with a sequence classification checkpoint")
+    max_tokens: Count = 8192
+    batch: Count = 16
+    workers: Count = 1
+    timeout_s: Positive = 60.0
 
 
 JUDGE_PROMPT = """Rate the answer to a task from 0 (wrong or useless) to 10 (perfect). Reply with the number only.
@@ -198,28 +139,22 @@ Answer to rate:
 {answer}"""
 
 
-@dataclass(frozen=True)
-class JudgeReward(RewardOptions):
+class JudgeReward(RewardOptions, frozen=True, kw_only=True, tag="judge"):
     """A chat model's rating, through `/v1/chat/completions`: the last one in its reply (`[[8]]`, `"score": 8`, `8/10`,
     `80%`, or a number alone), from `lowest` to `highest`, scaled to 0..1. A reply without one is a failure. `url` and
     `api_key_env` default to the run's gateway. `template` may use {prompt}, {answer} and {expected}."""
 
-    kind: Literal["judge"] = "judge"
-    model: str = ""
+    model: Text
     url: str = ""
     api_key_env: str | None = None
     template: str = JUDGE_PROMPT
-    lowest: float = 0.0
-    highest: float = 10.0
-    max_tokens: int = 16
-    workers: int = 32
-    timeout_s: float = 60.0
+    lowest: Finite = 0.0
+    highest: Finite = 10.0
+    max_tokens: Count = 16
+    workers: Count = 32
+    timeout_s: Positive = 60.0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        positive(self, "max_tokens")
-        if not self.model:
-            raise ConfigError("model", "missing", "Name the model that judges, as the server calls it")
         if "{answer}" not in self.template:
             raise ConfigError("template", "does not show the answer", "Put {answer} into it")
         if not self.lowest < self.highest:

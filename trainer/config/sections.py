@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from trainer.config.strict import in_range, key_in, positive, server
+from msgspec import Meta, field
+
+from trainer.config.strict import (
+    Coefficient,
+    Count,
+    Finite,
+    Fraction,
+    Named,
+    Natural,
+    NonNegative,
+    Positive,
+    Section,
+    key_in,
+    server,
+)
 from trainer.errors import ConfigError
 from weightsync.errors import BadPart
 from weightsync.memory.parts import LORA, NAME_RULE, check_name
@@ -21,8 +33,7 @@ Dtype = Literal["float32", "bfloat16"]
 TrainDtype = Literal["float32", "bfloat16", "float16"]
 
 
-@dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Section, frozen=True):
     """A Hugging Face checkpoint directory (config.json, safetensors, tokenizer files), its precision and its memory.
 
     `bfloat16` and `float16` keep fp32 main weights in the optimizer and cast the model; `float16` scales the loss.
@@ -44,24 +55,21 @@ class ModelConfig:
     fp8: Literal["none", "hybrid", "e4m3"] = "none"
     recompute: Literal["none", "selective", "full"] = "none"
     fp32_head: bool = False
-    router_balance_loss: float = 0.0
-    router_z_loss: float = 0.0
+    router_balance_loss: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.0
+    router_z_loss: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.0
     chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict, hash=False)
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if taken := sorted(self.chat_template_kwargs.keys() & GIVEN):
             raise ConfigError("chat_template_kwargs", f"has {taken[0]!r}, which a run gives itself", "Leave it out")
         if self.fp32_head and self.dtype == "float32":
             raise ConfigError("fp32_head", "set, but all of the model is in fp32", "Leave it out")
-        in_range(self, "router_balance_loss", 0.0, 100.0)
-        in_range(self, "router_z_loss", 0.0, 100.0)
         if self.fp8 != "none" and self.dtype != "bfloat16":
             raise ConfigError("fp8", f"{self.fp8} works on top of bfloat16, not {self.dtype}", "Set dtype to bfloat16")
 
 
-@dataclass(frozen=True)
-class LoraConfig:
+class LoraConfig(Section, frozen=True):
     """Low-rank adapters (arXiv 2106.09685) are trained instead of the weights, which stay as they are in `model.path`.
 
     A linear layer in `target_modules` (default: all; in a mixture those of every expert) adds `alpha` / `rank` x B A x,
@@ -70,16 +78,13 @@ class LoraConfig:
     """
 
     name: str = "adapter"
-    rank: int = 16
-    alpha: float = 32.0
-    dropout: float = 0.0
+    rank: Count = 16
+    alpha: Positive = 32.0
+    dropout: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.0
     target_modules: tuple[LinearLayer, ...] = LINEAR_LAYERS
     save: Literal["adapter", "merged"] = "adapter"
 
     def __post_init__(self) -> None:
-        positive(self, "rank", "alpha")
-        if not 0.0 <= self.dropout < 1.0:
-            raise ConfigError("dropout", f"must be in [0, 1), got {self.dropout}", "Give a value in that range")
         if not self.target_modules:
             raise ConfigError("target_modules", "empty, so nothing would be trained", "Name one, or leave it out")
         if len(set(self.target_modules)) < len(self.target_modules):
@@ -96,8 +101,7 @@ class LoraConfig:
         return LORA + self.name
 
 
-@dataclass(frozen=True)
-class ParallelConfig:
+class ParallelConfig(Section, frozen=True):
     """Sizes of the parallel dimensions; the product of the first four is the number of processes (ranks).
 
     `context` cuts sequences. `expert` spreads the experts of a mixture over ranks that are already there: those of
@@ -108,19 +112,17 @@ class ParallelConfig:
     gradients too (ZeRO-3, torch's FSDP).
     """
 
-    tensor: int = 1
-    pipeline: int = 1
-    data: int = 1
-    context: int = 1
-    expert: int = 1
-    expert_tensor: int | None = None
-    virtual_pipeline: int = 1
+    tensor: Count = 1
+    pipeline: Count = 1
+    data: Count = 1
+    context: Count = 1
+    expert: Count = 1
+    expert_tensor: Count | None = None
+    virtual_pipeline: Count = 1
     sequence: bool = False
     shard: Literal["optimizer", "full"] = "optimizer"
 
     def __post_init__(self) -> None:
-        sizes = ("tensor", "pipeline", "data", "context", "expert", "expert_tensor", "virtual_pipeline")
-        positive(self, *sizes)
         if self.virtual_pipeline > 1 and self.pipeline == 1:
             raise ConfigError("virtual_pipeline", "interleaves pipeline stages, but there is one", "Raise pipeline")
         if self.sequence and self.tensor == 1:
@@ -154,8 +156,7 @@ class ParallelConfig:
                 raise ConfigError("shard", problem, f"Set {other} to 1, or shard to optimizer")
 
 
-@dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(Section, frozen=True):
     """AdamW or Muon, their states sharded over data-parallel ranks, and the learning-rate schedule.
 
     `lr` null: what TRL takes for the algorithm (`LR` in trainer/config/algorithms.py), and for adapters LORA_LR times
@@ -170,38 +171,29 @@ class OptimizerConfig:
     """
 
     name: Literal["adamw", "muon"] = "adamw"
-    lr: float | None = None
-    min_lr: float = 0.0
-    warmup_steps: int = 0
+    lr: Positive | None = None
+    min_lr: NonNegative = 0.0
+    warmup_steps: Natural = 0
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    weight_decay: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    momentum: float = 0.95
-    ns_steps: int = 5
-    clip_grad: float = 1.0
+    weight_decay: Coefficient = 0.0
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.999
+    eps: Positive = 1e-8
+    momentum: Fraction = 0.95
+    ns_steps: Annotated[int, Meta(ge=1, le=100)] = 5
+    clip_grad: Positive = 1.0
     offload: bool = False
-    loss_scale: float = 2048.0
-    loss_scale_window: int = 1000
+    loss_scale: Positive = 2048.0
+    loss_scale_window: Count = 1000
 
     def __post_init__(self) -> None:
-        positive(self, "lr", "eps", "clip_grad", "loss_scale", "loss_scale_window")
-        in_range(self, "beta1", 0.0, 1.0)
-        in_range(self, "beta2", 0.0, 1.0)
-        in_range(self, "min_lr", 0.0, math.inf if self.lr is None else self.lr)
-        in_range(self, "weight_decay", 0.0, 10.0)
-        in_range(self, "warmup_steps", 0, 10**9)
-        in_range(self, "momentum", 0.0, 1.0)
-        in_range(self, "ns_steps", 1, 100)
         if self.name == "adamw" and (self.momentum, self.ns_steps) != (0.95, 5):
             raise ConfigError("momentum", "momentum and ns_steps are Muon's", "Set name to muon, or leave them out")
         if self.name == "muon" and self.offload:
             raise ConfigError("offload", "Muon's arithmetic is not done in host memory", "Set it to false")
 
 
-@dataclass(frozen=True)
-class RolloutConfig:
+class RolloutConfig(Section, frozen=True):
     """Sampling. Temperature stays 1: the ratio needs log-probs of the distribution that was sampled from. `seeded`
     sends a seed with every request, so that a resumed run samples the same (engines sample a little slower then).
 
@@ -223,15 +215,15 @@ class RolloutConfig:
     2510.11370). The server has to record them.
     """
 
-    max_tokens: int = 4096
+    max_tokens: Count = 4096
     temperature: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
     seeded: bool = True
     request: Literal["sample", "group"] = "sample"
     on_swap: Literal["keep", "recompute", "finish"] = "keep"
-    attempts: int = 2
-    stop_repeats: int | None = None
-    token_budget: int | None = None
+    attempts: Count = 2
+    stop_repeats: Annotated[int, Meta(ge=16)] | None = None
+    token_budget: Count | None = None
     routed_experts: bool = False
     fixed_sampler: bool = False
 
@@ -241,12 +233,9 @@ class RolloutConfig:
         return 1 if self.token_budget is None else -(-self.max_tokens // self.token_budget)
 
     def __post_init__(self) -> None:
-        positive(self, "max_tokens", "attempts", "token_budget")
         if self.token_budget is not None and self.token_budget >= self.max_tokens:
             problem = f"{self.token_budget} ends no trajectory before max_tokens ({self.max_tokens}) does"
             raise ConfigError("token_budget", problem, "Lower it, or leave it out")
-        if self.stop_repeats is not None:
-            in_range(self, "stop_repeats", 16, 10**6)
         if self.temperature != 1.0:
             raise ConfigError(
                 "temperature",
@@ -255,35 +244,28 @@ class RolloutConfig:
             )
 
 
-@dataclass(frozen=True)
-class QuantizeConfig:
+class QuantizeConfig(Section, frozen=True):
     """How the published weights are quantised, from the bfloat16 export. `served`: as the served model is.
 
     `int8` per output channel, `fp8` in blocks of `block` x `block`, `w4a16` in groups of `group_size`.
     """
 
     scheme: Literal["served", "int8", "fp8", "w4a16"]
-    group_size: int = 128
-    block: int = 128
-
-    def __post_init__(self) -> None:
-        positive(self, "group_size", "block")
+    group_size: Count = 128
+    block: Count = 128
 
 
-@dataclass(frozen=True)
-class BucketConfig:
+class BucketConfig(Section, frozen=True):
     """A bucket that versions go to, any URL of fsspec's; its credentials come from the environment, as fsspec takes
     them. The newest `keep` versions stay there, and each `full_every`th is in full. `metrics` is the ADDRESS:PORT at
     which Prometheus finds what was carried there."""
 
     url: str
-    keep: int = 3
-    full_every: int = 10
+    keep: Count = 3
+    full_every: Count = 10
     metrics: str | None = None
 
     def __post_init__(self) -> None:
-        in_range(self, "keep", 1, 10**6)
-        in_range(self, "full_every", 1, 10**6)
         if "://" not in self.url:
             raise ConfigError("url", "is no URL", "Write one of fsspec's, such as s3://BUCKET/RUN")
         if re.search(r"://[^/]*@|\?", self.url):
@@ -291,8 +273,7 @@ class BucketConfig:
             raise ConfigError("url", problem, "Put them into the environment, for S3 AWS_ACCESS_KEY_ID and the like")
 
 
-@dataclass(frozen=True)
-class PublishConfig:
+class PublishConfig(Section, frozen=True):
     """Where versions go, and how often. `store` is that of a server's versions, by default what the variable
     HOTSWAP_STORE of the environment names; `bucket` is for fleets that share no network with the trainer. One of both
     is needed.
@@ -306,17 +287,15 @@ class PublishConfig:
     model: str
     store: str | None = None
     lineage: str = "trainer"
-    every: int = 1
+    every: Count = 1
     dtype: Dtype = "bfloat16"
     quantize: QuantizeConfig | None = None
-    timeout_s: float = 300.0
-    max_failures: int = 0
+    timeout_s: Positive = 300.0
+    max_failures: Natural = 0
     transport: Literal["auto", "tcp", "nixl"] = "auto"
     bucket: BucketConfig | None = None
 
     def __post_init__(self) -> None:
-        positive(self, "every", "timeout_s")
-        in_range(self, "max_failures", 0, 1000)
         if self.quantize is not None and self.dtype != "bfloat16":
             problem = f"{self.dtype}, but weights are quantised from the bfloat16 export"
             raise ConfigError("dtype", problem, "Set it to bfloat16, or leave quantize out")
@@ -326,20 +305,15 @@ class PublishConfig:
         return self.store or os.environ.get("HOTSWAP_STORE", "")
 
 
-@dataclass(frozen=True)
-class PackingConfig:
+class PackingConfig(Section, frozen=True):
     """Sequences end to end in rows of at most `max_tokens` tokens, each attending to itself only. A forward pass takes
     one row, so this bounds its activations; `micro_batch` is not used then. The default is verl's token budget of a
     GPU."""
 
-    max_tokens: int = 16384
-
-    def __post_init__(self) -> None:
-        positive(self, "max_tokens")
+    max_tokens: Count = 16384
 
 
-@dataclass(frozen=True)
-class GatewayConfig:
+class GatewayConfig(Section, frozen=True):
     """The gateway of `/generate`. `api_key_env` names the environment variable that holds the inference key, or
     `api_key_file` the file it is in, which is read again for every request. For https, `ca_file` is the authority that
     signed the gateway's certificate (default: those of the system), or `cluster_tls` a member's directory with tls.crt,
@@ -353,12 +327,11 @@ class GatewayConfig:
     api_key_file: str | None = None
     ca_file: str | None = None
     cluster_tls: str | None = None
-    timeout_s: float = 1800.0
-    retry_s: float = 30.0
-    concurrency: int = 512
+    timeout_s: Positive = 1800.0
+    retry_s: Positive = 30.0
+    concurrency: Count = 512
 
     def __post_init__(self) -> None:
-        positive(self, "timeout_s", "retry_s", "concurrency")
         server("url", self.url, self.ca_file, self.cluster_tls)
 
     def api_key(self) -> str | None:
@@ -370,20 +343,18 @@ class GatewayConfig:
         return key_in(self.api_key_file, f"{self.SECTION}.api_key_file") if self.api_key_file is not None else None
 
 
-@dataclass(frozen=True)
-class CurriculumConfig:
+class CurriculumConfig(Section, frozen=True):
     """From easy to hard, over the first `records` draws: problems of a difficulty of at most `first` at the beginning,
     of at most `last` at the end and from then on. The difficulty is the number `field` of a record's `extra` (`a.b`
     looks into an object), or without `field` what is measured, 1 - the problem's success rate."""
 
-    records: int
-    first: float
-    last: float = 1.0
+    records: Count
+    first: Finite
+    last: Finite = 1.0
     field: str | None = None
 
     def __post_init__(self) -> None:
-        positive(self, "records")
-        if not math.isfinite(self.first) or not math.isfinite(self.last) or self.last <= self.first:
+        if self.last <= self.first:
             problem = f"goes from a difficulty of {self.first} to one of {self.last}"
             raise ConfigError("last", problem, "Set last above first: a curriculum goes from easy to hard")
         if self.field is None and not 0.0 <= self.first < self.last <= 1.0:
@@ -391,8 +362,7 @@ class CurriculumConfig:
             raise ConfigError("first", problem, "Keep first and last within [0, 1], or name a field")
 
 
-@dataclass(frozen=True)
-class OrderConfig:
+class OrderConfig(Section, frozen=True):
     """Which problems are drawn, and how often; left out, each once an epoch. The equations are in
     trainer/rollouts/feed.py.
 
@@ -402,12 +372,8 @@ class OrderConfig:
 
     prioritize: bool = False
     curriculum: CurriculumConfig | None = None
-    floor: float = 0.05
-    rate: float = 0.5
-
-    def __post_init__(self) -> None:
-        in_range(self, "floor", 0.001, 1.0)
-        in_range(self, "rate", 0.01, 1.0)
+    floor: Annotated[float, Meta(ge=0.001, le=1.0)] = 0.05
+    rate: Annotated[float, Meta(ge=0.01, le=1.0)] = 0.5
 
     @property
     def thins(self) -> bool:
@@ -420,8 +386,7 @@ class OrderConfig:
         return self.prioritize or (self.curriculum is not None and self.curriculum.field is None)
 
 
-@dataclass(frozen=True)
-class ColocatedSchedule:
+class ColocatedSchedule(Named, frozen=True, tag="colocated"):
     """A step's rollouts, then its training, by turns: the two may share one device. Every token a step trains on was
     sampled from the weights that the step starts from, unless groups are oversampled or go on over several steps.
 
@@ -430,31 +395,19 @@ class ColocatedSchedule:
     up to `oversample` x `batch` more than it lacks; what is good and left over is used in the next steps.
     """
 
-    name: Literal["colocated"] = "colocated"
-    max_refills: int = 3
-    oversample: float = 1.0
-
-    def __post_init__(self) -> None:
-        in_range(self, "max_refills", 0, 1000)
-        in_range(self, "oversample", 0.0, 100.0)
+    max_refills: Natural = 3
+    oversample: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0
 
 
-@dataclass(frozen=True)
-class OneStepOffSchedule:
+class OneStepOffSchedule(Named, frozen=True, tag="one-step-off"):
     """The next step's rollouts are under way while this one trains: tokens are at most `publish.every` steps old,
     unless groups are oversampled or go on over several steps. `max_refills` and `oversample` as under `colocated`."""
 
-    name: Literal["one-step-off"] = "one-step-off"
-    max_refills: int = 3
-    oversample: float = 1.0
-
-    def __post_init__(self) -> None:
-        in_range(self, "max_refills", 0, 1000)
-        in_range(self, "oversample", 0.0, 100.0)
+    max_refills: Natural = 3
+    oversample: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0
 
 
-@dataclass(frozen=True)
-class AsyncSchedule:
+class AsyncSchedule(Named, frozen=True, tag="async"):
     """The server never stops: groups are taken as they finish, answers go on across swaps.
 
     No token is trained on that is more than `max_lag` optimizer steps old. `buffer` is how many groups may be sampled
@@ -462,15 +415,9 @@ class AsyncSchedule:
     `rollout.token_budget` a group may take longer; the tokens of it that are too old are read and not trained on.
     """
 
-    name: Literal["async"] = "async"
-    max_lag: int = 2
-    buffer: int | None = None
-    max_refills: int = 3
-
-    def __post_init__(self) -> None:
-        in_range(self, "max_lag", 1, 1000)
-        in_range(self, "max_refills", 0, 1000)
-        positive(self, "buffer")
+    max_lag: Count = 2
+    buffer: Count | None = None
+    max_refills: Natural = 3
 
 
 ScheduleConfig = ColocatedSchedule | OneStepOffSchedule | AsyncSchedule

@@ -1,29 +1,61 @@
-"""Mappings into frozen dataclasses, strictly: every key must be known and every value must have its declared type.
+"""Mappings into frozen structs, strictly: every key must be known, and every value has its declared type and range.
 
-A field whose type is a union of dataclasses is chosen by its first field, a `Literal` tag:
-`algorithm: {name: grpo, ...}` becomes the dataclass whose `name` is `Literal["grpo"]`.
+msgspec checks them, and this module says in the words of a YAML file what was refused. Of several sections that a key
+may hold, a tag chooses one: `algorithm: {name: grpo, ...}` becomes the struct whose tag is `grpo`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import importlib
-import math
+import re
 import types
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+import msgspec
 import yaml
+from msgspec import Meta
 
 from trainer.errors import ConfigError
 
 T = TypeVar("T")
 
+FINITE = 1e300  # msgspec takes no infinite bound, and only a bound refuses what is infinite or no number
+Count = Annotated[int, Meta(gt=0)]
+Natural = Annotated[int, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0.0, le=FINITE)]
+NonNegative = Annotated[float, Meta(ge=0.0, le=FINITE)]
+Finite = Annotated[float, Meta(ge=-FINITE, le=FINITE)]
+Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
+Coefficient = Annotated[float, Meta(ge=0.0, le=10.0)]
+Text = Annotated[str, Meta(min_length=1)]
+FunctionName = Annotated[str, Meta(pattern=r"^[^:]+:[^:]+\Z", description="Write package.module:function")]
 
-class _Once(yaml.SafeLoader):
-    """Refuses a key that is written twice in one mapping: YAML takes the last, silently."""
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A section of a configuration."""
+
+
+class Named(Section, frozen=True, tag_field="name"):
+    """A section that its `name` chooses."""
+
+    @property
+    def name(self) -> str:
+        return str(self.__struct_config__.tag)
+
+
+class Kind(Section, frozen=True, tag_field="kind"):
+    """A section that its `kind` chooses."""
+
+    @property
+    def kind(self) -> str:
+        return str(self.__struct_config__.tag)
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads 3e-4 as a number, as YAML 1.2 does, and refuses a key that is written twice in one mapping: YAML takes the
+    last, silently."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)  # type: ignore[no-untyped-call]
@@ -36,10 +68,20 @@ class _Once(yaml.SafeLoader):
         return node
 
 
+_Loader.add_implicit_resolver(  # type: ignore[no-untyped-call]
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d[\d_]*(\.[\d_]*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def parse(text: str) -> Any:
+    """Raises YAMLError, and ConfigError for a key that is written twice."""
+    return _Loader(text).get_single_data()
+
+
 def read(cls: type[T], path: str | Path, overrides: list[str] | None = None) -> T:
     """Read a YAML file and apply `a.b=c` overrides. Raises ConfigError naming the key that does not fit."""
     try:
-        data = _Once(Path(path).read_text()).get_single_data()
+        data = parse(Path(path).read_text())
     except OSError as error:
         raise ConfigError("", f"cannot read {path}: {error.strerror}", "Name an existing YAML file") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -51,80 +93,67 @@ def read(cls: type[T], path: str | Path, overrides: list[str] | None = None) -> 
 
 def build(cls: type[T], data: object, key: str = "") -> T:
     """Build `cls` from a mapping. Raises ConfigError with the dotted key of the first value that does not fit."""
-    if not isinstance(data, Mapping):
-        raise ConfigError(key, f"expected a mapping, got {_shown(data)}", "Write its keys below it, indented")
-    hints = get_type_hints(cls)
-    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    for name in data:
-        if name not in fields:
-            raise ConfigError(_join(key, str(name)), "unknown key", _did_you_mean(str(name), fields))
-    values = {name: convert(hints[name], value, _join(key, name)) for name, value in data.items()}
-    for name, field in fields.items():
-        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        if required and name not in values:
-            raise ConfigError(_join(key, name), "missing", "This key has no default; set it")
-    try:
-        return cls(**values)
-    except ConfigError as error:  # raised by __post_init__, which does not know where it stands
-        raise ConfigError(_join(key, error.key), error.problem, error.advice) from None
+    built: T = convert(cls, data, key)
+    return built
 
 
 def convert(hint: Any, value: object, key: str) -> Any:
     """One value to its declared type. Integers are accepted for floats, lists for tuples; nothing else is coerced."""
-    origin = get_origin(hint)
-    if origin in (Union, types.UnionType):
-        return _convert_union(get_args(hint), value, key)
-    if origin is Literal:
-        return _convert_literal(get_args(hint), value, key)
-    if origin is dict:
-        if not isinstance(value, Mapping):
-            raise ConfigError(key, f"expected a mapping, got {_shown(value)}", "Write its keys below it, indented")
-        return dict(value)
-    if origin is tuple:
-        if not isinstance(value, (list, tuple)):
-            raise ConfigError(key, f"expected a list, got {_shown(value)}", "Write it as a YAML list")
-        return tuple(convert(get_args(hint)[0], item, f"{key}[{i}]") for i, item in enumerate(value))
-    if dataclasses.is_dataclass(hint):
-        return build(hint, value, key)  # type: ignore[arg-type]
-    return _convert_scalar(hint, value, key)
+    try:
+        return msgspec.convert(value, hint)
+    except msgspec.ValidationError as error:
+        raise _explained(error, hint, value, key) from None
 
 
-def _convert_scalar(hint: Any, value: object, key: str) -> Any:
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if hint is float and isinstance(value, str):  # YAML 1.1 reads 3e-4 as a string
-        try:
-            return float(value)
-        except ValueError:
-            pass
-    if type(value) is not hint:
-        raise ConfigError(
-            key, f"expected {hint.__name__}, got {_shown(value)}", f"Give a value of type {hint.__name__}"
-        )
-    return value
+def _explained(error: msgspec.ValidationError, hint: Any, value: object, key: str) -> ConfigError:
+    """What msgspec refused: where that is, what is there, and what may be."""
+    placed = re.fullmatch(r"(.*) - at (`key` in )?`\$(.*)`", str(error), re.DOTALL)
+    text, of_key, path = placed.groups() if placed else (str(error), None, "")
+    key, cause = f"{key}{path}".removeprefix("."), error.__cause__
+    if isinstance(cause, ConfigError):  # of a __post_init__, which does not know where it stands
+        return ConfigError(_join(key, cause.key), cause.problem, cause.advice)
+    if unknown := re.match("Object contains unknown field `(.*)`", text):
+        return ConfigError(_join(key, unknown[1]), "unknown key", _did_you_mean(unknown[1], *_at(hint, value, path)))
+    if missing := re.match("Object missing required field `(.*)`", text):
+        key, path = _join(key, missing[1]), f"{path}.{missing[1]}"
+    hint, value = _at(hint, value, path)
+    choices = [choice for member in _members(hint) if get_origin(member) is Literal for choice in get_args(member)]
+    described = [meta.description for each in (hint, *get_args(hint)) for meta in getattr(each, "__metadata__", ())]
+    if choices:
+        advice = f"Set it to one of: {', '.join(map(str, choices))}"
+    elif any(described):
+        (advice,) = described
+    elif missing:
+        advice = "This key has no default; set it"
+    else:
+        advice = text.split(", got ")[0].replace("`", "").replace("object", "mapping").replace("array", "list")
+        advice += " as every key" if of_key else ""
+    return ConfigError(key, "missing" if missing else f"cannot be {_shown(value)}", advice)
 
 
-def _convert_literal(allowed: tuple[Any, ...], value: object, key: str) -> Any:
-    if value not in allowed:
-        choices = ", ".join(str(a) for a in allowed)
-        raise ConfigError(key, f"{_shown(value)} is not one of {choices}", "Choose one of these")
-    return value
+def _at(hint: Any, value: Any, path: str) -> tuple[Any, Any]:
+    """The declared type and the value at a place such as `.rewards[0].kind`."""
+    for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
+        members = _members(hint)
+        if index:
+            hint, value = get_args(members[0])[0], value[int(index)]
+        elif name == members[0].__struct_config__.tag_field:
+            hint, value = Literal[tuple(sorted(each.__struct_config__.tag for each in members))], value.get(name)
+        else:
+            hint, value = get_type_hints(_chosen(members, value), include_extras=True)[name], value.get(name)
+    return hint, value
 
 
-def _convert_union(members: tuple[Any, ...], value: object, key: str) -> Any:
-    if value is None and type(None) in members:
-        return None
-    members = tuple(m for m in members if m is not type(None))
-    if len(members) == 1:
-        return convert(members[0], value, key)
-    if not isinstance(value, Mapping):
-        raise ConfigError(key, f"expected a mapping, got {_shown(value)}", "Write its keys below it, indented")
-    tag = dataclasses.fields(members[0])[0].name
-    by_tag = {get_args(get_type_hints(m)[tag])[0]: m for m in members}
-    if value.get(tag) not in by_tag:
-        choices = ", ".join(sorted(by_tag))
-        raise ConfigError(_join(key, tag), f"{_shown(value.get(tag))} is not known", f"Set it to one of: {choices}")
-    return build(by_tag[value[tag]], value, key)
+def _members(hint: Any) -> list[Any]:
+    """The types of a union, without None and bounds."""
+    members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    return [get_args(each)[0] if get_origin(each) is Annotated else each for each in members if each is not type(None)]
+
+
+def _chosen(members: list[Any], value: Any) -> Any:
+    """The struct that a mapping's tag names."""
+    given = value.get(members[0].__struct_config__.tag_field)
+    return next((each for each in members if each.__struct_config__.tag == given), members[0])
 
 
 def override(data: Any, assignments: list[str]) -> None:
@@ -138,7 +167,7 @@ def override(data: Any, assignments: list[str]) -> None:
             node = node.setdefault(name, {}) if isinstance(node, dict) else None
         if not isinstance(node, dict):
             raise ConfigError(path, "no such section", "The part before the last dot must name a section")
-        node[rest[-1]] = yaml.safe_load(text)
+        node[rest[-1]] = parse(text)
 
 
 def _join(key: str, name: str) -> str:
@@ -149,29 +178,11 @@ def _shown(value: object) -> str:
     return "nothing" if value is None else f"{value!r} ({type(value).__name__})"
 
 
-def _did_you_mean(name: str, known: Mapping[str, object]) -> str:
+def _did_you_mean(name: str, hint: Any, value: Any) -> str:
+    struct = _chosen(_members(hint), value)
+    known = [*filter(None, [struct.__struct_config__.tag_field]), *struct.__struct_fields__]
     close = difflib.get_close_matches(name, known, n=1)
     return f"Did you mean '{close[0]}'?" if close else f"Known keys here: {', '.join(known)}"
-
-
-def positive(section: object, *names: str) -> None:
-    for name in names:
-        value = getattr(section, name)
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise ConfigError(name, f"must be positive, got {value}", "Give a value above 0")
-
-
-def in_range(section: object, name: str, low: float, high: float) -> None:
-    value = getattr(section, name)
-    if not low <= value <= high:
-        raise ConfigError(name, f"must be in [{low}, {high}], got {value}", "Give a value in that range")
-
-
-def names_code(section: object, name: str, what: str) -> None:
-    """Check that a value has the form of code's address. `load_target` imports it."""
-    value = getattr(section, name)
-    if value.count(":") != 1:
-        raise ConfigError(name, f"{value!r} names no {what}", f"Write package.module:{what}")
 
 
 def load_target(target: str, key: str) -> Any:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import dataclasses
 import errno
 import fcntl
 import itertools
@@ -223,7 +222,7 @@ def _refuse(bad: list[str], allowed: int) -> None:
 
 
 def _key(files: list[File], config: FileData, tokenizer: Tokenizer, needs: Needs) -> str:
-    values = {k: v for k, v in dataclasses.asdict(config).items() if k not in _INDIFFERENT}
+    values = {k: v for k, v in msgspec.to_builtins(config).items() if k not in _INDIFFERENT}
     sources = [(file.url, file.size, file.stamp) for file in files]
     return xxhash.xxh3_128_hexdigest(msgspec.json.encode([FORMAT, values, tokenizer.digest, needs, sources]))
 
@@ -332,7 +331,7 @@ class _Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-        values = dataclasses.asdict(config)
+        values = msgspec.to_builtins(config)
         model = (str(tokenizer.directory), tokenizer.template, tokenizer.given)
         self._setup = Setup(*model, str(directory), config.kind, values, needs)  # type: ignore[arg-type]
         self._told = False

@@ -6,10 +6,10 @@ carries these, and the reward (trainer/rewards/gym.py) makes the entry again to 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from trainer.config import GymTask, ReasoningGymData
@@ -51,7 +51,7 @@ class ReasoningGym:
         """The task of a place, where its problem is found, and the problem."""
         chosen = int(np.random.default_rng([seed, number]).choice(len(self._shares), p=self._shares))
         task, place = self._config.tasks[chosen], {"seed": seed, "number": number}
-        return task, place, problem_of(dataclasses.asdict(task), place)
+        return task, place, problem_of(msgspec.structs.asdict(task), place)
 
     def _record(self, index: int, task: GymTask, place: dict[str, int], entry: dict[str, Any]) -> Record:
         text = f"{entry['question']}\n{self._config.instructions}" if self._config.instructions else entry["question"]

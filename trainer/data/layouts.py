@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainer.config import FileData
+from trainer.config.datasets import ANSWER, PROMPT, TARGET, FileData
 
 INSTRUCTION, INPUT, OUTPUT, COMPLETION = "instruction", "input", "output", "completion"
 PROMPTS = ("messages", "conversations", INSTRUCTION)
@@ -29,9 +29,9 @@ Answer = str | list[dict[str, Any]]
 def keys(value: dict[str, Any], config: FileData) -> tuple[str, str]:
     """The keys of a record's prompt and of its target. Those that were set by hand are never replaced."""
     prompt, target = config.prompt_key, config.target_key
-    if prompt == FileData.prompt_key and value.get(prompt) is None:
+    if prompt == PROMPT and value.get(prompt) is None:
         prompt = next((name for name in PROMPTS if value.get(name) is not None), prompt)
-    if target == FileData.target_key and value.get(target) is None:
+    if target == TARGET and value.get(target) is None:
         names = (COMPLETION, OUTPUT) if prompt == INSTRUCTION else (COMPLETION,)
         target = next((name for name in names if value.get(name) is not None), target)
     return prompt, target
@@ -41,7 +41,7 @@ def of_verl(value: dict[str, Any], config: FileData) -> bool:
     """Whether a record has its answer where verl's data sets have it."""
     found = value.get("reward_model")
     here = isinstance(found, dict) and found.get("ground_truth") is not None
-    return here and config.answer_key == FileData.answer_key and value.get(config.answer_key) is None
+    return here and config.answer_key == ANSWER and value.get(config.answer_key) is None
 
 
 def instruction(value: dict[str, Any]) -> Any:

@@ -8,6 +8,8 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from trainer.config.environments import CallableEnvironment, ToolsEnvironment, VerifiersEnvironment
 from trainer.environments import verifiers_worker
 from trainer.environments.base import Message, Observation, Task
@@ -23,7 +25,7 @@ class EnvironmentHost:
 
     def __init__(self, config: CallableEnvironment | ToolsEnvironment | VerifiersEnvironment) -> None:
         self.config = config
-        self._job = dataclasses.asdict(config)
+        self._job = msgspec.to_builtins(config)
         self._command: tuple[str, ...] = ()  # of another interpreter, if it is not this one
         if isinstance(config, VerifiersEnvironment):
             self._command = (config.python, verifiers_worker.__file__)

@@ -25,7 +25,8 @@ from megatron.core import parallel_state as ps
 from megatron.core.tensor_parallel import random as tp_random
 from torch.distributed.rendezvous import rendezvous
 
-from trainer.config import FaultsConfig, ParallelConfig
+from trainer.config import ParallelConfig
+from trainer.config.operation import COLLECTIVE_TIMEOUT_S
 from trainer.errors import ConfigError, RankFailed
 from trainer.launch import attempt
 from trainer.megatron import shim
@@ -38,9 +39,7 @@ _control: Any = None
 
 
 @contextmanager
-def distributed(
-    parallel: ParallelConfig, seed: int, timeout_s: float = FaultsConfig.collective_timeout_s
-) -> Iterator[None]:
+def distributed(parallel: ParallelConfig, seed: int, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> Iterator[None]:
     """Join the run's process groups (torchrun's environment variables; alone without them) for the body's duration.
     `timeout_s` bounds a collective of the groups that compute. Raises ConfigError if the launcher has started another
     number of ranks."""
@@ -70,7 +69,7 @@ def distributed(
         dist.destroy_process_group()
 
 
-def split(parallel: ParallelConfig, seed: int, timeout_s: float = FaultsConfig.collective_timeout_s) -> None:
+def split(parallel: ParallelConfig, seed: int, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> None:
     """Cut the world into Megatron's groups and seed every generator. The sizes must multiply to the world's."""
     assert dist.get_world_size() == parallel.world_size
     ps.initialize_model_parallel(

@@ -12,12 +12,12 @@ Each model has its own TransformerConfig: Megatron hangs the optimizer's loss sc
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
 import torch
 from megatron.core import parallel_state as ps
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -163,7 +163,7 @@ def _replicated(transformer: TransformerConfig, chunk: Any) -> Any:
 
 def _critic_optimizer(config: TrainerConfig) -> OptimizerSection:
     """As the actor's, but for a constant learning rate without warm-up."""
-    return dataclasses.replace(config.optimizer, min_lr=0.0, warmup_steps=0, decay="constant")
+    return msgspec.structs.replace(config.optimizer, min_lr=0.0, warmup_steps=0, decay="constant")
 
 
 def _model_tensors(chunk: Any) -> Iterator[torch.Tensor]:

@@ -34,9 +34,10 @@ Only throughput.py imports torch. Every event has `event` and `time` (Unix secon
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
+
+import msgspec
 
 from trainer.config import TrainerConfig
 from trainer.metrics.dashboards import HttpMetrics, TensorBoard, Wandb
@@ -60,7 +61,7 @@ def build_writers(config: TrainerConfig) -> MetricsWriter:
         if config.watch.tensorboard is not None:
             writers.append(Spared("TensorBoard", TensorBoard(config.watch.tensorboard)))
         if config.watch.wandb is not None:
-            writers.append(Spared("W&B", Wandb(config.watch.wandb, dataclasses.asdict(config))))
+            writers.append(Spared("W&B", Wandb(config.watch.wandb, msgspec.to_builtins(config))))
     except BaseException:
         Tee(*writers).close()
         raise

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
@@ -96,7 +97,7 @@ def as_yaml(choice: Choice) -> str:
     """The keys of a configuration that choose this layout."""
     parallel = {
         field.name: getattr(choice.parallel, field.name)
-        for field in dataclasses.fields(choice.parallel)
+        for field in msgspec.structs.fields(choice.parallel)
         if getattr(choice.parallel, field.name) != field.default
     }
     lines = [f"parallel: {_flow(parallel)}", f"model: {{recompute: {choice.economy.recompute}}}"]

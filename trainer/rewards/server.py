@@ -19,7 +19,7 @@ import hmac
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,10 +27,11 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from msgspec import Meta
 from pydantic import BaseModel, ConfigDict, Field
 
 from trainer.config import GatewayConfig, RewardConfig
-from trainer.config.strict import positive, read
+from trainer.config.strict import Count, Section, read
 from trainer.errors import ConfigError, TrainerError
 from trainer.main import quiet
 from trainer.rewards import ComparingReward, RewardRequest, Scorer, Weighted, build_rewards
@@ -39,23 +40,19 @@ from weightsync.tls import is_loopback
 Text = Annotated[str, Field(max_length=4 * 2**20)]
 
 
-@dataclass(frozen=True)
-class RewardServerConfig:
+class RewardServerConfig(Section, frozen=True):
     """`rewards` are entries as a trainer has them; `group` rewards compare samples and have no place here. `gateway` is
     where a judge answers that names no server. With `key_file`, a request must carry the key in it as a bearer token;
     beyond loopback there must be one, and a TLS proxy before it. `pending` bounds the answers that are being scored."""
 
-    rewards: tuple[RewardConfig, ...]
+    rewards: Annotated[tuple[RewardConfig, ...], Meta(min_length=1, description="Name at least one reward")]
     host: str = "127.0.0.1"
     port: int = 8500
     key_file: str | None = None
     gateway: GatewayConfig | None = None
-    pending: int = 256
+    pending: Count = 256
 
     def __post_init__(self) -> None:
-        positive(self, "pending")
-        if not self.rewards:
-            raise ConfigError("rewards", "empty", "Name at least one reward")
         for reward in self.rewards:
             if reward.kind == "group":
                 raise ConfigError("rewards", "a group reward compares samples", "Use rewards of single answers")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from statistics import fmean, stdev
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -81,7 +81,7 @@ GRPO = {
 def test_grpo_and_its_descendants(config: GrpoConfig, packed: bool) -> None:
     t = trial(config, packed=packed)
     expected = plain.policy_loss(
-        dataclasses.asdict(config),
+        msgspec.to_builtins(config),
         t.logprobs,
         BEHAVIOUR if config.ratio == "token" else t.given[OLD_LOGPROBS],
         constant(plain.grpo_advantages(BATCH, scale=config.scale_rewards)),
@@ -107,7 +107,7 @@ def test_kernels_that_differ_stop_no_answer_of_gspo() -> None:
     advantages = plain.grpo_advantages(BATCH, scale=True)
     gradients = torch.autograd.grad(output.total, t.logits)
     assert [g.any().item() for g in gradients] == [a != 0 for a in advantages]
-    further = build_algorithm(dataclasses.replace(config, minibatches=4), LONGEST)
+    further = build_algorithm(msgspec.structs.replace(config, minibatches=4), LONGEST)
     assert OLD_LOGPROBS in further.needs
 
 
@@ -153,10 +153,10 @@ def test_importance_correction(correction: CorrectionConfig, packed: bool, norma
     lags = [sample.lags(5) for sample in SAMPLES]
     behaviour = [tuple(b.tolist()) for b in BEHAVIOUR]
     old = t.given[OLD_LOGPROBS] if corrected else t.logprobs
-    weights, kept = plain.correction_weights(dataclasses.asdict(correction), old, behaviour, lags)
+    weights, kept = plain.correction_weights(msgspec.to_builtins(correction), old, behaviour, lags)
     rejected = sum(not k for row in kept for k in row)
     expected = plain.policy_loss(
-        dataclasses.asdict(config),
+        msgspec.to_builtins(config),
         t.logprobs,
         t.given[OLD_LOGPROBS] if corrected else BEHAVIOUR,
         constant(plain.grpo_advantages(BATCH, scale=True)),
@@ -178,9 +178,9 @@ def test_in_the_only_update_the_current_policy_is_the_old_one() -> None:
     now = [p.detach() for p in t.logprobs]
     behaviour = [tuple(b.tolist()) for b in BEHAVIOUR]
     nothing = [[0.0] * len(b) for b in BEHAVIOUR]
-    weights, kept = plain.correction_weights(dataclasses.asdict(config.correction), now, behaviour, nothing)
+    weights, kept = plain.correction_weights(msgspec.to_builtins(config.correction), now, behaviour, nothing)
     advantages = constant(plain.grpo_advantages(BATCH, scale=True))
-    t.check(plain.policy_loss(dataclasses.asdict(config), t.logprobs, now, advantages, weights=weights, kept=kept))
+    t.check(plain.policy_loss(msgspec.to_builtins(config), t.logprobs, now, advantages, weights=weights, kept=kept))
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
@@ -205,7 +205,7 @@ def test_rloo(config: RlooConfig, packed: bool) -> None:
         advantages = [(a - middle) / (std + 1e-4) for a in advantages]
     exact = [[a] * len(b) for a, b in zip(advantages, BEHAVIOUR, strict=True)]
     proximal = t.given[OLD_LOGPROBS] if OLD_LOGPROBS in t.algorithm.needs else [p.detach() for p in t.logprobs]
-    expected = plain.policy_loss(dataclasses.asdict(config), t.logprobs, proximal, exact)
+    expected = plain.policy_loss(msgspec.to_builtins(config), t.logprobs, proximal, exact)
     t.check(expected, rtol=1e-5, atol=1e-7)  # the rewards' part of the advantages travelled in single precision
 
 
@@ -226,7 +226,7 @@ def test_reinforce_plus_plus(config: ReinforceConfig, packed: bool) -> None:
     returns = [
         [sum(config.gamma ** (u - i) * row[u] for u in range(i, len(row))) for i in range(len(row))] for row in by_token
     ]
-    t.check(plain.policy_loss(dataclasses.asdict(config), t.logprobs, BEHAVIOUR, plain.normalize(returns)))
+    t.check(plain.policy_loss(msgspec.to_builtins(config), t.logprobs, BEHAVIOUR, plain.normalize(returns)))
 
 
 PPO = {
@@ -245,7 +245,7 @@ def test_ppo(config: PpoConfig, packed: bool) -> None:
     values = [v.tolist() for v in t.given[VALUES]]
     raw = [plain.gae(r, v, config.gamma, config.lam) for r, v in zip(by_token, values, strict=True)]
     advantages = plain.normalize(raw) if config.normalize_advantages else raw
-    t.check(plain.policy_loss(dataclasses.asdict(config), t.logprobs, BEHAVIOUR, advantages))
+    t.check(plain.policy_loss(msgspec.to_builtins(config), t.logprobs, BEHAVIOUR, advantages))
 
     returns = [[a + v for a, v in zip(*pair, strict=True)] for pair in zip(raw, values, strict=True)]
     generator = torch.Generator().manual_seed(9)
@@ -418,7 +418,7 @@ def test_each_token_is_worth_what_the_teacher_thinks_of_it(config: DistillConfig
         pairs = zip(sample.teacher_logprobs, sample.logprobs, strict=True)
         row = [config.reward_weight * reward + teacher - mine for teacher, mine in pairs]
         advantages.append(torch.tensor(row, dtype=torch.float32).double().tolist())  # as a batch has it
-    output = t.check(plain.policy_loss(dataclasses.asdict(config), t.logprobs, BEHAVIOUR, advantages))
+    output = t.check(plain.policy_loss(msgspec.to_builtins(config), t.logprobs, BEHAVIOUR, advantages))
     teacher = [torch.tensor(s.teacher_logprobs, dtype=torch.float32).double() for s in SAMPLES]
     gaps = [(mine.detach() - theirs).sum().item() for mine, theirs in zip(t.logprobs, teacher, strict=True)]
     assert output.sums["teacher_kl"].item() == pytest.approx(sum(gaps))

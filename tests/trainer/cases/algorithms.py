@@ -3,12 +3,12 @@ ranks of tests/trainer/ranks.py."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -124,7 +124,7 @@ def critic_is_the_trunk(path: str) -> float:
         hidden: list[torch.Tensor] = []
         actor.decoder.register_forward_hook(lambda _m, _i, output: hidden.append(output))
         fields = _batch(built.algorithm, 0)
-        built.config = dataclasses.replace(built.config, micro_batch=64)
+        built.config = msgspec.structs.replace(built.config, micro_batch=64)
         values = built.values(fields)
         built.logprobs(fields)
         return (values - hidden[0][..., 3].t()).abs().max().item()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import tempfile
 import weakref
 from collections import Counter
@@ -11,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
@@ -66,7 +66,7 @@ def phases(
 
 
 def _memory(built: Any, section: dict[str, Any], serving: Restartable) -> Any:
-    config = dataclasses.replace(built.config, memory=MemoryConfig(**section))
+    config = msgspec.structs.replace(built.config, memory=MemoryConfig(**section))
     return build_memory(config, built, [serving])
 
 

@@ -7,10 +7,10 @@ import asyncio
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 
@@ -101,7 +101,7 @@ def test_one_that_fails_again_and_again_is_left_out(play: Play, how: str) -> Non
 
 async def test_one_that_hangs_costs_the_others_of_its_process_nothing() -> None:
     async with hosting(CallableEnvironment(target=f"{HERE}:Obedient", workers=1)) as host:
-        hurried = EnvironmentHost(replace(host.config, timeout_s=1.0))
+        hurried = EnvironmentHost(msgspec.structs.replace(host.config, timeout_s=1.0))
         (hanging, _), (waiting, _), (asking, _) = [await host.begin(Task("", [])) for _ in range(3)]
         hanging.host = hurried  # it is the first whose time is up
         asked = asyncio.create_task(asking.step("hang"))

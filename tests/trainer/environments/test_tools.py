@@ -22,6 +22,7 @@ from tests.lacking import lacking
 from tests.trainer.environments.functions import hosting
 from trainer.config import FunctionTool, McpTools, PythonTool, ToolsEnvironment, VerifiersEnvironment
 from trainer.config.environments import ToolConfig
+from trainer.config.strict import build
 from trainer.environments import EnvironmentHost, Observation, Task
 from trainer.environments.tools import Tools, open_tools
 from trainer.environments.verifiers_worker import Game, Unsupported, message_of
@@ -213,14 +214,17 @@ async def test_an_interpreter_without_verifiers_is_said_before_the_run() -> None
         assert error.value.key == key
 
 
+CALL_END: dict[str, Any] = {"env": ENV, "python": "p", "call_end": ""}
+
+
 @pytest.mark.parametrize(
     ("options", "key"),
-    [({"python": "p"}, "env"), ({"env": ENV}, "python"), ({"env": ENV, "python": "p", "call_end": ""}, "call_start")],
+    [({"python": "p"}, "env"), ({"env": {}, "python": "p"}, "env"), ({"env": ENV}, "python"), (CALL_END, "call_end")],
 )
 def test_the_configuration_names_a_taskset_and_an_interpreter(options: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError) as error:
-        VerifiersEnvironment(**options)
-    assert error.value.key == key
+        build(VerifiersEnvironment, options, "environment")
+    assert error.value.key == f"environment.{key}"
 
 
 @pytest.mark.parametrize(

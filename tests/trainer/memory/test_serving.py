@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from server.gateway import UpstreamSettings
@@ -172,8 +172,8 @@ def test_a_server_makes_room_before_the_engine_is_built(
     key = tmp_path / "key"
     key.touch(0o600)
     key.write_text(ADMIN_KEY)
-    section = dataclasses.replace(config(gateway), engine_gib=0.5, kv_cache_gib=0.5, admin_key_file=str(key))
-    memory = {"budget_gib": budget_gib, "serving": dataclasses.asdict(section)}
+    section = msgspec.structs.replace(config(gateway), engine_gib=0.5, kv_cache_gib=0.5, admin_key_file=str(key))
+    memory = {"budget_gib": budget_gib, "serving": msgspec.to_builtins(section)}
     found = two_ranks.call("opened", path=tiny_model, parallel={"data": 2}, memory=memory)
     state = "instantiated" if room else "destroyed"
     assert found == [[["engine", state], ["kv_cache", state]]] * 2

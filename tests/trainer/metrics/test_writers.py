@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import yaml
@@ -179,7 +179,8 @@ def test_progress_is_chosen_by_the_terminal(tmp_path: Path, monkeypatch: pytest.
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(f"sys.{name}", Terminal())
     assert isinstance(chosen_progress(config(tmp_path)), Bar)
-    assert chosen_progress(dataclasses.replace(config(tmp_path), metrics="-")) is None  # the lines are there already
+    on_stdout = msgspec.structs.replace(config(tmp_path), metrics="-")
+    assert chosen_progress(on_stdout) is None  # the lines are there already
     assert isinstance(chosen_progress(config(tmp_path, progress="lines")), Lines)
     monkeypatch.setattr("sys.stderr", io.StringIO())
     assert chosen_progress(config(tmp_path)) is None
