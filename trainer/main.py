@@ -58,8 +58,7 @@ def check(config: TrainerConfig) -> ModelShape:
     """Everything that can be found wrong before a process group exists. Raises TrainerError."""
     shape = load_shape(config.model.path)
     shape.check_parallel(config.parallel)
-    if not config.model.random_init:
-        HfTensors(config.model.path).check(shape.schema("float32"))
+    HfTensors(config.model.path).check(shape.schema("float32"))
     if config.checkpoint is not None:
         _check_writable("checkpoint.path", config.checkpoint.path)
     if config.save_to is not None:

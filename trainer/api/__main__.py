@@ -48,8 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _asked(arguments: list[str], config: ApiConfig) -> int:
     shape = load_shape(config.model.path)
     shape.check_parallel(config.parallel)
-    if not config.model.random_init:
-        HfTensors(config.model.path).check(shape.schema("float32"))
+    HfTensors(config.model.path).check(shape.schema("float32"))
     if config.parallel.world_size > 1 and not is_rank():
         return launch("trainer.api", arguments, config.parallel, config.faults.as_trainer)
     if RunDir.of_environment().final() is not None:

@@ -115,8 +115,6 @@ class ApiConfig(Section, frozen=True):
             raise ConfigError("model.router_balance_loss", problem, "Leave it and router_z_loss out")
         if self.parallel.shard == "full":
             raise ConfigError("parallel.shard", "each rank has its weights whole here", "Set it to optimizer")
-        if self.full and self.model.random_init:
-            raise ConfigError("full", "begins with the weights of a checkpoint", "Set model.random_init to false")
         if self.model.dtype == "float16":
             raise ConfigError("model.dtype", "float16 needs a scaled loss", "Set it to bfloat16 or float32")
         if not self.publish.store_url:

@@ -177,7 +177,7 @@ class Tenants:
         """Raises TrainerError when the checkpoint cannot be trained on. `full`: tenants have no adapters. Of tenants
         without a gradient the `resident` that were used last stay in memory."""
         self.shape, self._model, self._micro_tokens, self._most = shape, model, micro_tokens, resident
-        self._tensors = None if model.random_init else HfTensors(model.path)
+        self._tensors = HfTensors(model.path)
         self._transformer = transformer_config(shape, parallel or ParallelConfig(), model)
         self._chunks = [Apart(self._transformer, c) for c in load_model(shape, self._transformer, self._tensors)]
         self._bases = [unwrap(chunk) for chunk in self._chunks]
@@ -208,7 +208,6 @@ class Tenants:
         is `described`, `seed` a whole number of any size."""
         self._put(None)
         if lora is None:
-            assert self._tensors is not None  # the configuration says so
             self._held.clear()
             named = {name: p for base in self._bases for name, p in parameters(base)}
             load_hf(named.items(), self.shape, self._tensors.get)

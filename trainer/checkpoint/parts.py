@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from trainer.errors import ResumeError
 
@@ -20,23 +20,9 @@ class Part(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-@runtime_checkable
-class HasBlobs(Protocol):
-    """A part with more to keep than JSON should carry. `load_blobs` is called after `load_state_dict`."""
-
-    def blobs(self) -> dict[str, bytes]: ...
-
-    def load_blobs(self, blobs: dict[str, bytes]) -> None: ...
-
-
 def take(parts: Mapping[str, Part]) -> dict[str, bytes]:
     """Every part's state at this moment, by file name below a checkpoint."""
-    files = {}
-    for name, part in parts.items():
-        files[f"{FOLDER}/{name}.json"] = json.dumps(part.state_dict()).encode()
-        if isinstance(part, HasBlobs):
-            files |= {f"{FOLDER}/{name}.{blob}": data for blob, data in part.blobs().items()}
-    return files
+    return {f"{FOLDER}/{name}.json": json.dumps(part.state_dict()).encode() for name, part in parts.items()}
 
 
 def write(files: Mapping[str, bytes], directory: Path) -> None:
@@ -58,8 +44,5 @@ def restore(parts: Mapping[str, Part], directory: Path) -> None:
             continue
         try:
             part.load_state_dict(json.loads(path.read_text()))
-            if isinstance(part, HasBlobs):
-                found = (directory / FOLDER).glob(f"{name}.*")
-                part.load_blobs({f.name.removeprefix(f"{name}."): f.read_bytes() for f in found if f != path})
         except (ValueError, KeyError, TypeError) as error:
             raise ResumeError(f"{path} does not fit this run ({error!r}). Set checkpoint.resume to never.") from error

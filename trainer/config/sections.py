@@ -39,7 +39,6 @@ class ModelConfig(Section, frozen=True):
     `bfloat16` and `float16` keep fp32 main weights in the optimizer and cast the model; `float16` scales the loss.
     `bfloat16` is TRL's and verl's default, and the precision in which models are served.
     `fp8` runs the linear layers in 8 bits on top of bfloat16 (a GPU that has it, with TransformerEngine).
-    `random_init` ignores the weight files and starts from Megatron's own initialisation (benchmarks).
     `recompute` computes activations a second time in the backward pass instead of keeping them: those of attention
     (`selective`) or of whole layers (`full`).
     `fp32_head` computes the logits of a half-precision model in fp32.
@@ -51,7 +50,6 @@ class ModelConfig(Section, frozen=True):
 
     path: str
     dtype: TrainDtype = "bfloat16"
-    random_init: bool = False
     fp8: Literal["none", "hybrid", "e4m3"] = "none"
     recompute: Literal["none", "selective", "full"] = "none"
     fp32_head: bool = False
@@ -194,7 +192,7 @@ class OptimizerConfig(Section, frozen=True):
 
 
 class RolloutConfig(Section, frozen=True):
-    """Sampling. Temperature stays 1: the ratio needs log-probs of the distribution that was sampled from. `seeded`
+    """Sampling, at temperature 1: the ratio needs log-probs of the distribution that was sampled from. `seeded`
     sends a seed with every request, so that a resumed run samples the same (engines sample a little slower then).
 
     `request: sample` asks for each sample by itself: its rewards start when it is complete, and a fleet shares a
@@ -216,7 +214,6 @@ class RolloutConfig(Section, frozen=True):
     """
 
     max_tokens: Count = 4096
-    temperature: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
     seeded: bool = True
     request: Literal["sample", "group"] = "sample"
@@ -236,12 +233,6 @@ class RolloutConfig(Section, frozen=True):
         if self.token_budget is not None and self.token_budget >= self.max_tokens:
             problem = f"{self.token_budget} ends no trajectory before max_tokens ({self.max_tokens}) does"
             raise ConfigError("token_budget", problem, "Lower it, or leave it out")
-        if self.temperature != 1.0:
-            raise ConfigError(
-                "temperature",
-                f"{self.temperature} would make the engine's log-probs those of another distribution",
-                "Leave it at 1.0",
-            )
 
 
 class QuantizeConfig(Section, frozen=True):

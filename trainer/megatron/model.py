@@ -179,19 +179,16 @@ class ValueHead(torch.nn.Linear):  # type: ignore[misc]
         return values, None
 
 
-def load_critic(
-    shape: ModelShape, transformer: TransformerConfig, tensors: HfTensors | None, chunk: int | None = None
-) -> Any:
-    """This rank's part: the checkpoint's trunk (None: Megatron's initialisation), and a new head on the last stage.
+def load_critic(shape: ModelShape, transformer: TransformerConfig, tensors: HfTensors, chunk: int | None = None) -> Any:
+    """This rank's part: the checkpoint's trunk, and a new head on the last stage.
 
     Nothing is tied to the embedding, whose second copy the value head replaces.
     """
     untied = dataclasses.replace(shape, tied=False)
     model = build_model(untied, transformer, chunk)
-    if tensors is not None:
-        tensors.check(shape.schema("float32"))
-        get = tensors.get
-        load_hf(parameters(model), untied, lambda name: get(_EMBEDDING if shape.tied and name == _HEAD else name))
+    tensors.check(shape.schema("float32"))
+    get = tensors.get
+    load_hf(parameters(model), untied, lambda name: get(_EMBEDDING if shape.tied and name == _HEAD else name))
     if model.post_process:
         model.output_layer = ValueHead(transformer)
     return model

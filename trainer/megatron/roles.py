@@ -74,7 +74,7 @@ class Role:
 
 def build_roles(config: TrainerConfig, shape: ModelShape, algorithm: Algorithm) -> dict[RoleName, Role]:
     """Every role the algorithm needs, each from the initial checkpoint. Collective."""
-    tensors = None if config.model.random_init else HfTensors(config.model.path)
+    tensors = HfTensors(config.model.path)
     roles: dict[RoleName, Role] = {}
     reference = REFERENCE_LOGPROBS in algorithm.needs
     if reference and config.lora is None:
@@ -111,18 +111,15 @@ class _Adapted:
         return model
 
 
-def load_model(shape: ModelShape, transformer: TransformerConfig, tensors: HfTensors | None) -> list[Any]:
-    """This rank's chunks of the language model, from the checkpoint (None: Megatron's initialisation)."""
+def load_model(shape: ModelShape, transformer: TransformerConfig, tensors: HfTensors) -> list[Any]:
+    """This rank's chunks of the language model, from the checkpoint."""
     return _placed(transformer, lambda chunk: _language_model(shape, transformer, tensors, chunk))
 
 
-def _language_model(
-    shape: ModelShape, transformer: TransformerConfig, tensors: HfTensors | None, chunk: int | None
-) -> Any:
+def _language_model(shape: ModelShape, transformer: TransformerConfig, tensors: HfTensors, chunk: int | None) -> Any:
     model = build_model(shape, transformer, chunk)
-    if tensors is not None:
-        tensors.check(shape.schema("float32"))
-        load_hf(parameters(model), shape, tensors.get)
+    tensors.check(shape.schema("float32"))
+    load_hf(parameters(model), shape, tensors.get)
     return model
 
 

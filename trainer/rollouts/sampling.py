@@ -183,7 +183,7 @@ class RolloutSampler:
 
     def _request(self, record: Record, n: int) -> Request:
         c = self._rollout
-        about = Request(record.prompt_ids, n, c.max_tokens, c.temperature, stop_token_ids=c.stop_token_ids)
+        about = Request(record.prompt_ids, n, c.max_tokens, 1.0, stop_token_ids=c.stop_token_ids)
         return replace(about, model=self._model, stop_repeats=c.stop_repeats)
 
     def _training(self, record: Record, n: int, number: int) -> Request:
