@@ -1,15 +1,9 @@
-"""`python -m trainer.long2short merge|sample|pairs`: a model that thinks shorter, by Kimi k1.5's ways.
+"""`python -m trainer.long2short merge|sample|pairs`: a model that thinks shorter, by Kimi k1.5's ways (arXiv
+2501.12599, section 2.4; docs/trainer/algorithms.md).
 
-They are those of arXiv 2501.12599, section 2.4:
-
-    merge    the average of a long model's and a short model's weights: no training
-    sample   of `--samples` answers to each prompt the shortest right one, as data for fine-tuning (`sft`)
-    pairs    the shortest right answer is preferred to each longer one: wrong ones, and right ones of more than
-             `LONGER` times its length, as data for `dpo`
-
-The fourth way is reinforcement learning with `algorithm.length_weight` and a smaller `rollout.max_tokens`. `sample` and
-`pairs` take the configuration of a run: its data, gateway, rollouts and rewards. An answer is right when every reward
-is at its best.
+`sample` and `pairs` take the configuration of a run: its data, gateway, rollouts and rewards. An answer is right when
+every reward is at its best; `pairs` prefers the shortest right one to wrong ones, and to right ones of more than
+`LONGER` times its length.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Importance correction between the engine that sampled and the trainer that learns, and for stale tokens.
 
-The trainer's policy at the start of a step differs from the one that sampled: the engine computes in other kernels and
-precision, and with asynchronous schedules its weights were older. w = exp(old - behaviour) says by how much.
+With w = exp(old - behaviour), `old` being the trainer's log-prob at the start of the step, the loss of a token weighs
 
-    truncated   the loss of a token weighs clamp(w, low, high)                      TIS (Yao et al. 2025)
+    truncated   clamp(w, low, high)                                                 TIS (Yao et al. 2025)
     masked      w where low <= w <= high; the others leave loss and denominator     MIS (Liu et al. 2025), IcePop
 
-by token, or w over the whole answer: its product (`sequence`) or geometric mean (`geometric`). Tokens older than
-`max_lag` optimizer steps leave too; the others' weight is multiplied by lag_decay ^ lag.
+w is a token's, or that of the whole answer: its product (`sequence`) or geometric mean (`geometric`). Tokens older than
+`max_lag` optimizer steps leave too; the others' weight is multiplied by lag_decay ^ lag. At the levels of answers the
+oldest token decides for all.
 """
 
 from __future__ import annotations

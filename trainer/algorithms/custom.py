@@ -1,12 +1,10 @@
-"""A loss of one's own, in place of the clipped one. Samples, rewards, advantages, the importance correction, KL,
-entropy and the mean over a step's tokens or answers stay those of the policy gradient (policy.py).
-
-The function returns the loss of each token, [B, T]. With w, the correction's weight, a token adds to the step's loss
+"""A loss of one's own in place of the clipped one (policy.py): a function returns the loss of each token, [B, T]. With
+w, the correction's weight, a token adds to the step's loss
 
     w loss(tensors) + kl_coef KL - entropy_coef H
 
-Beside the loss it may return what is to be reported: (loss, {name: values [B, T]}), and the metrics of the step have
-the means over all trained tokens, as `custom/NAME`.
+It may return (loss, {name: values [B, T]}): the step's metrics have the means over all trained tokens, as
+`custom/NAME`.
 """
 
 from __future__ import annotations

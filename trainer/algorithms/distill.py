@@ -1,17 +1,10 @@
-"""On-policy distillation: the policy learns from a teacher's log-probs of what it sampled itself (Agarwal et al., GKD,
-arXiv 2306.13649; Gu et al., MiniLLM, 2306.08543).
-
-Every token has an advantage of its own,
+"""On-policy distillation (Agarwal et al., GKD, arXiv 2306.13649; Gu et al., MiniLLM, 2306.08543). In the policy
+gradient's loss (policy.py) every token has an advantage of its own:
 
     A_t = teacher's logprob - engine's logprob + reward_weight * (r - mean) / (std + 1e-4)
 
-in the policy gradient's loss (policy.py). The first difference is, less its sign, the estimate k1 of the reverse KL of
-policy and teacher at that token. Where the policy samples from its current weights, the mean of the loss's gradient is
-that of
-
-    the mean over sampled prefixes y of KL(policy(. | y) || teacher(. | y))
-
-at those prefixes: what a token does to later ones is not counted. The reward's part is GRPO's, and is off at first.
+The first difference is, less its sign, the estimate k1 of the reverse KL of policy and teacher at that token. What a
+token does to later ones is not counted.
 """
 
 from __future__ import annotations

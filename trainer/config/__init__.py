@@ -1,7 +1,8 @@
 """The trainer's configuration: one frozen struct per component. Imports neither torch nor Megatron.
 
 `load(path, overrides)` reads YAML strictly (trainer/config/strict.py) and checks what can be checked without the model.
-Sizes are counts unless a name ends in `_s` (seconds).
+docs/trainer.md and its pages say what each key does; docstrings here have sources, units and what one has to know to
+read the code. Sizes are counts unless a name ends in `_s` (seconds).
 """
 
 from __future__ import annotations
@@ -170,14 +171,7 @@ __all__ = [
 class TrainerConfig(Section, frozen=True):
     """Everything one run needs. `batch` counts prompts (records) a step, `micro_batch` sequences a forward pass where
     nothing is packed. Defaults are for models of a billion weights and more; `tiny_run` in trainer/tiny_model.py has
-    those for tiny ones. Rows are packed, as prime-rl does, up to verl's token budget; `packing: null` pads instead.
-
-    Data in files may give `epochs` instead of `steps`: as many steps as take each record so many times.
-
-    `best` says by which number of which evaluation a step is better than another, as SET/METRIC (null: the accuracy of
-    the first set). `save_to` gets the final weights as a Hugging Face checkpoint directory; in it `step-N` those of
-    every `save_every` steps, and with `save_best` `best` those of the best evaluation so far.
-    """
+    those for tiny ones. Rows are packed, as prime-rl does, up to verl's token budget."""
 
     model: ModelConfig
     data: DataConfig

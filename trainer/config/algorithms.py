@@ -1,4 +1,5 @@
-"""The configuration of algorithms: one struct each; its tag, `name`, chooses it.
+"""The configuration of algorithms: one struct each; its tag, `name`, chooses it. docs/trainer/algorithms.md has the
+keys, trainer/algorithms the formulas.
 
 Those that sample share `PolicyConfig`: the clipped policy gradient of trainer/algorithms/policy.py.
 """
@@ -35,12 +36,8 @@ class SftConfig(Named, frozen=True, tag="sft"):
 
 
 class DpoConfig(Named, frozen=True, tag="dpo"):
-    """Direct preference optimisation (arXiv 2305.18290) against the initial weights: a second copy of the model, or
-    with `lora` the model without its adapters.
-
-    `loss: sigmoid` is DPO's, with `label_smoothing` the conservative one (the share of preferences that are wrong);
-    `robust` removes that share's bias (2403.00409); `ipo` regresses the per-token margin to 1 / (2 beta) (2310.12036).
-    """
+    """Direct preference optimisation (arXiv 2305.18290) against the initial weights. `label_smoothing` is the share of
+    preferences that are wrong; `robust` (2403.00409) removes its bias, `ipo` (2310.12036) takes means over tokens."""
 
     LR: ClassVar[float] = 1e-6  # TRL's
 
@@ -55,16 +52,8 @@ class DpoConfig(Named, frozen=True, tag="dpo"):
 
 
 class CorrectionConfig(Section, frozen=True):
-    """The correction for tokens that other weights, or another engine's arithmetic, sampled.
-
-    With w = trainer's probability at the start of the step / engine's, of a token, of the whole answer (`sequence`, a
-    product) or its geometric mean (`geometric`): `truncated` weighs the loss by clamp(w, low, high) (TIS), `masked` by
-    w where it is within [low, high] and leaves other tokens out of the loss and of its denominator (MIS, IcePop).
-    `none` puts the engine's log-probs straight into the clipped ratio.
-
-    Staleness, with or without that: tokens of weights more than `max_lag` optimizer steps old are left out likewise,
-    the others weigh `lag_decay` to the power of their lag. At the levels of answers, the oldest token decides for all.
-    """
+    """The correction for tokens that other weights, or another engine's arithmetic, sampled
+    (trainer/algorithms/correction.py). `max_lag` counts optimizer steps."""
 
     kind: Literal["none", "truncated", "masked"] = "none"
     level: Literal["token", "sequence", "geometric"] = "token"
@@ -79,21 +68,10 @@ _CLIPPING = ("clip_low", "clip_high", "dual_clip", "ratio", "objective")
 
 
 class PolicyConfig(Named, frozen=True):
-    """The clipped policy gradient. `name` and the advantages are the algorithm's.
+    """The clipped policy gradient (trainer/algorithms/policy.py). The advantages are the algorithm's.
 
-    The ratio of a token's probabilities, now and when it was sampled (see `correction`), is clipped to
-    [1 - clip_low, 1 + clip_high] (0.28: DAPO's); `dual_clip` bounds it from above also where the advantage is negative.
-    `ratio: sequence` takes the geometric mean over the answer instead (GSPO), `trajectory` the product.
-    `objective: cispo` clips the ratio as a weight, without gradient, so that clipped tokens still learn.
-    The loss is a mean over tokens, or over answers of their mean (`normalize: sequence`) or of their sum divided by
-    `rollout.max_tokens` (`length`).
-    `entropy_coef` above 0 rewards the policy's entropy, averaged as the loss is.
-    `kl_coef` above 0 penalises KL to the initial weights, at the price of a second copy of the model. Where KL is in
-    the loss, `kl_unbiased` weighs its estimate by the token's ratio to the policy that sampled it (DeepSeek-V3.2).
-    `mask_truncated` leaves answers out that met `rollout.max_tokens`. Within the last `overlong_buffer` tokens before
-    it the reward falls by up to `overlong_penalty`. `drop_zero_std` replaces groups with equal rewards by others.
-    `length_weight` is the factor of Kimi k1.5's length reward (arXiv 2501.12599, section 2.3.3), which prefers the
-    shorter of a group's right answers; it counts from optimizer step `length_after` on.
+    `overlong_buffer` counts tokens before `rollout.max_tokens`, `length_after` optimizer steps. `length_weight` is the
+    factor of Kimi k1.5's length reward (arXiv 2501.12599, section 2.3.3).
     """
 
     LR: ClassVar[float] = 1e-6  # TRL's and verl's
@@ -154,11 +132,8 @@ class PolicyConfig(Named, frozen=True):
 
 
 class GrpoConfig(PolicyConfig, frozen=True, tag="grpo"):
-    """Group-relative policy optimisation (DeepSeekMath, arXiv 2402.03300): the reward among those of one prompt.
-
-    `kl_coef` weighs the k3 estimate of KL in the loss. `scale_rewards: false` leaves the group's standard deviation
-    out. Its descendants are options: docs/trainer/algorithms.md says which make Dr. GRPO, DAPO, GSPO and CISPO.
-    """
+    """Group-relative policy optimisation (DeepSeekMath, arXiv 2402.03300): the reward among those of one prompt. Its
+    descendants (Dr. GRPO, DAPO, GSPO, CISPO) are options."""
 
     scale_rewards: bool = True
 
@@ -168,12 +143,8 @@ class GrpoConfig(PolicyConfig, frozen=True, tag="grpo"):
 
 
 class RlooConfig(PolicyConfig, frozen=True, tag="rloo"):
-    """REINFORCE leave-one-out (arXiv 2402.14740): the reward against the mean of the prompt's other samples.
-
-    The whole answer is one action: `ratio` is that of its probability, against the trainer's own at the start of the
-    step, and the gradient of a step's only update is A times that of the sum of its tokens' log-probs.
-    `kl_coef` weighs the answer's KL in the reward. `normalize_advantages` divides by the batch's standard deviation.
-    """
+    """REINFORCE leave-one-out (arXiv 2402.14740): the reward against the mean of the prompt's other samples. The whole
+    answer is one action."""
 
     ratio: Literal["token", "sequence", "trajectory"] = "trajectory"
     normalize: Literal["token", "sequence", "length"] = "sequence"
@@ -187,14 +158,9 @@ class RlooConfig(PolicyConfig, frozen=True, tag="rloo"):
 
 
 class KimiConfig(PolicyConfig, frozen=True, tag="kimi"):
-    """Kimi k1.5's policy optimisation (arXiv 2501.12599, section 2.3.2), a variant of online mirror descent.
-
-    `tau` weighs the squared change of a trajectory's log-probability since the start of the step, which takes the place
-    of clipping: the options that clip, and `ratio`, `objective` and `normalize`, have no meaning here.
-    `reset_optimizer` has each step begin with an optimizer that has seen no gradient, since its problem is a new one.
-    Both count from a step's second update on: a lone one knows no change, and Adam's first is the learning rate times
-    the gradient's sign.
-    """
+    """Kimi k1.5's policy optimisation (arXiv 2501.12599, section 2.3.2), a variant of online mirror descent. `tau` and
+    `reset_optimizer` count from a step's second update on: a lone one knows no change, and Adam's first is the learning
+    rate times the gradient's sign."""
 
     minibatches: Count = 4
     tau: NonNegative = 0.1
@@ -210,10 +176,7 @@ class KimiConfig(PolicyConfig, frozen=True, tag="kimi"):
 
 
 class ReinforceConfig(PolicyConfig, frozen=True, tag="reinforce++"):
-    """REINFORCE++ (arXiv 2501.03262): KL by token in the reward, returns normalised over the whole batch.
-
-    `baseline` subtracts the group's mean reward first (REINFORCE++-baseline). `gamma` discounts.
-    """
+    """REINFORCE++ (arXiv 2501.03262): KL by token in the reward, returns normalised over the whole batch."""
 
     samples_per_prompt: Count = 1
     clip_high: ClipHigh = 0.2
@@ -228,14 +191,10 @@ class ReinforceConfig(PolicyConfig, frozen=True, tag="reinforce++"):
 
 
 class PpoConfig(PolicyConfig, frozen=True, tag="ppo"):
-    """Proximal policy optimisation (arXiv 1707.06347) with a critic, a third or fourth copy of the model.
-
-    Generalised advantage estimation (1506.02438) with `gamma`, `lam`, normalised over the batch unless
-    `normalize_advantages` is off. `kl_coef` weighs KL by token in the reward. Values move by at most `value_clip` from
-    the old ones before their error stops counting (None: no clip). The critic starts from `critic_path` (default: the
-    model) with a new head, learns with `critic_lr` (default: the optimizer's `lr`, or CRITIC_LR if that is not given
-    either), and alone for `critic_warmup` steps.
-    """
+    """Proximal policy optimisation (arXiv 1707.06347) with a critic, a third or fourth copy of the model, and
+    generalised advantage estimation (1506.02438). The critic starts from `critic_path` (default: the model) with a new
+    head. `critic_lr` null: the optimizer's `lr`, or CRITIC_LR if that is not given either. `critic_warmup` counts
+    steps."""
 
     CRITIC_LR: ClassVar[float] = 1e-5  # verl's
 
@@ -255,13 +214,8 @@ class PpoConfig(PolicyConfig, frozen=True, tag="ppo"):
 
 
 class CustomConfig(PolicyConfig, frozen=True, kw_only=True, tag="custom"):
-    """A loss of one's own over the tensors of the policy gradient, in place of the clipped one.
-
-    `loss` is `package.module:function`, called with `PolicyTensors` (trainer/algorithms/custom.py), which hold
-    `options` too. `advantages` says what a sample of a prompt is worth: its reward among the prompt's in units of their
-    standard deviation (`normalized`), less their mean (`centred`), less the mean of the others (`leave_one_out`), or as
-    it is (`reward`). The options that clip, and `ratio` and `objective`, have no meaning here.
-    """
+    """A loss of one's own in place of the clipped one: `loss` is called with `PolicyTensors`
+    (trainer/algorithms/custom.py)."""
 
     loss: FunctionName
     advantages: Literal["normalized", "centred", "leave_one_out", "reward"] = "normalized"
@@ -275,13 +229,8 @@ class CustomConfig(PolicyConfig, frozen=True, kw_only=True, tag="custom"):
 
 
 class TeacherConfig(GatewayConfig, frozen=True, kw_only=True):
-    """A server with OpenAI's completions, at `url` + /v1/completions, whose `model` is the teacher. Keys, certificates
-    and retries are as a gateway's.
-
-    `form` is how it is asked for log-probs of a prompt: vLLM's `prompt_logprobs`, or the older `echo` with `logprobs`.
-    `tokenizer` is a directory with the teacher's tokenizer.json, for servers that have no /tokenize to compare with.
-    `min_logprob` is the least that a log-prob counts as: one token that the teacher rules out shall not outweigh all.
-    """
+    """A server with OpenAI's completions, at `url` + /v1/completions, whose `model` is the teacher. `tokenizer` is a
+    directory with the teacher's tokenizer.json, for servers that have no /tokenize to compare with."""
 
     SECTION = "algorithm.teacher"
 
@@ -292,11 +241,7 @@ class TeacherConfig(GatewayConfig, frozen=True, kw_only=True):
 
 
 class DistillConfig(PolicyConfig, frozen=True, kw_only=True, tag="distill"):
-    """On-policy distillation (GKD, arXiv 2306.13649): a `teacher` says how probable it finds each token that the policy
-    sampled, and the loss is the reverse KL of policy and teacher at each token.
-
-    `reward_weight` above 0 adds so much of GRPO's advantage: reinforcement and distillation in one.
-    """
+    """On-policy distillation (GKD, arXiv 2306.13649): the loss is the reverse KL of policy and teacher by token."""
 
     LR: ClassVar[float] = 2e-5  # as fine-tuning's, which this is on the policy's own samples
 

@@ -1,4 +1,4 @@
-"""The configuration of data sets: one struct per kind; its tag, `kind`, chooses it."""
+"""The configuration of data sets: one struct per kind; its tag, `kind`, chooses it (docs/trainer/data.md)."""
 
 from __future__ import annotations
 
@@ -14,18 +14,9 @@ PROMPT, TARGET, ANSWER = "prompt", "target", "answer"
 
 
 class FileData(Kind, frozen=True, kw_only=True):
-    """Records in files. `path` (and `eval_path`, for the held-out ones) is a path or any fsspec URL, with `*` or
-    `{000..009}` for several files.
-
-    Keys are looked up in each record; `a.b` looks into an object. A prompt is a text, or a list of chat messages, which
-    the model's chat template renders (`chat_template: true` makes a text the user's message). The answer that rewards
-    compare with is the target unless `answer_key` is there. `chosen` and `rejected` make a preference. What else
-    rewards need is the object `extra`, and what `extra_keys` name.
-
-    Up to `max_bad` records that cannot be used are left out, counted and named; one more ends the run. Records of more
-    than `max_length` tokens are left out and counted. Tokenised records are kept in `cache_dir` (default:
-    $HOTSWAP_CACHE, else ~/.cache/hotswap). `workers` processes tokenise (0: one a core).
-    """
+    """Records in files. `path` and `eval_path` (the held-out ones) are paths or any fsspec URL, with `*` or
+    `{000..009}` for several files. `max_bad` counts records, `max_length` tokens. `cache_dir` null: $HOTSWAP_CACHE,
+    else ~/.cache/hotswap. `workers` processes tokenise (0: one a core)."""
 
     path: Text
     eval_path: str | None = None
@@ -65,14 +56,8 @@ class WebDatasetData(FileData, frozen=True, tag="webdataset"):
 
 
 class AnswersData(FileData, frozen=True, tag="answers"):
-    """The log of answers that a gateway keeps (docs/feedback.md); `path` is its directory.
-
-    `learn`: `corrections` gives what users wrote instead of an answer, for SFT; `preferences` a correction over the
-    answer, or an answer that was rated up over one to the same prompt that was rated down, for DPO; `prompts` each
-    prompt once, for GRPO and the like. Only answers count to the keys named in `keys` (all, if none is), of which a
-    version from `min_version` to `max_version` wrote some, from `since` to before `until` (unix seconds), and with that
-    `rating`. What was asked with an answer (`metadata`) is part of the record: `answer_key: metadata.solution`.
-    """
+    """The log of answers that a gateway keeps; `path` is its directory. docs/feedback.md says what is learned from it.
+    `since` and `until` are Unix seconds."""
 
     learn: Literal["corrections", "preferences", "prompts"] = "corrections"
     keys: tuple[str, ...] = ()

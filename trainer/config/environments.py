@@ -1,4 +1,4 @@
-"""The configuration of environments: one struct per kind; its tag, `kind`, chooses it."""
+"""The configuration of environments: one struct per kind; its tag chooses it (docs/trainer/environments.md)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,8 @@ class SingleTurnEnvironment(Kind, frozen=True, tag="single_turn"):
 
 
 class EnvironmentOptions(Kind, frozen=True):
-    """The options of every environment of several turns.
-
-    An episode ends after `max_turns` answers at the latest. `timeout_s` is how long one `reset` or `step` may take
-    before its process is killed; the environments run in `workers` processes. An episode that fails (the environment
-    raises, hangs, dies or answers nonsense) is played again up to `attempts` times in all, and then left out of the
-    step: nothing is trained on it. What the environment says in a turn is cut after `max_observation_tokens`. `weight`
-    is the factor of the environment's own rewards in the trajectory's.
-    """
+    """The options of every environment of several turns. `timeout_s` is how long one `reset` or `step` may take before
+    its process is killed. `weight` is the factor of the environment's own rewards in the trajectory's."""
 
     max_turns: Count = 8
     timeout_s: Positive = 30.0
@@ -73,9 +67,8 @@ ToolConfig = FunctionTool | PythonTool | McpTools
 
 
 class ToolsEnvironment(EnvironmentOptions, frozen=True, kw_only=True, tag="tools"):
-    """The model calls tools, and reads what they answer, until an answer has no call in it. A call is a JSON object
-    `{"name": ..., "arguments": {...}}` between `call_start` and `call_end`. What cannot be read as one is told to the
-    model as an error, as is a tool that raises. `describe` puts the tools' schemas into a system message."""
+    """The model calls tools, and reads what they answer, until an answer has no call in it: a JSON object `{"name":
+    ..., "arguments": {...}}` between `call_start` and `call_end`."""
 
     tools: Annotated[tuple[ToolConfig, ...], Meta(min_length=1, description="Name one or more: - {kind: python}")]
     call_start: Text = "<tool_call>"
@@ -84,10 +77,9 @@ class ToolsEnvironment(EnvironmentOptions, frozen=True, kw_only=True, tag="tools
 
 
 class VerifiersEnvironment(EnvironmentOptions, frozen=True, kw_only=True, tag="verifiers"):
-    """An environment of the package `verifiers`. `env` is its configuration as verifiers itself takes it (`taskset`,
-    the agents with their `harness` and `runtime`); a record's answer is the number of its task in the taskset. `python`
-    runs it: an interpreter that has verifiers and the taskset, since verifiers asks for other releases of packages than
-    the trainer. What a task's rewards give is the environment's reward, on the last answer."""
+    """An environment of the package `verifiers`. `env` is its configuration as verifiers itself takes it; a record's
+    answer is the number of its task in the taskset. `python` is an interpreter that has verifiers and the taskset,
+    since verifiers asks for other releases of packages than the trainer."""
 
     env: dict[str, Any]
     python: Text

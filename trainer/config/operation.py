@@ -17,13 +17,7 @@ SetName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*\Z", descripti
 
 
 class CheckpointConfig(Section, frozen=True):
-    """`resume`: `auto` goes on from the newest whole checkpoint if there is one, `must` insists, `never` starts new.
-
-    Kept are the newest `keep`, every one whose step is a multiple of `keep_every`, and the `keep_best` that did best in
-    an evaluation at their very step (0: none for that; `best` says by which number). With `asynchronous` a thread
-    writes a copy in host memory while training goes on. `max_failures` is how many in a row may fail to be written
-    before the run stops.
-    """
+    """Where checkpoints go, and which stay. `every` and `keep_every` count steps, `max_failures` writes in a row."""
 
     path: str
     every: Count = 100
@@ -36,19 +30,9 @@ class CheckpointConfig(Section, frozen=True):
 
 
 class FaultsConfig(Section, frozen=True):
-    """`max_restarts`: how often all ranks are started anew after one failed (not after a mistake of the user's).
-
-    Every rank sends a heartbeat each `heartbeat_s`; one that is silent for `heartbeat_timeout_s` is named and ended.
-    A collective of the backend that computes (NCCL) fails after `collective_timeout_s`; ranks that wait for samples are
-    in none. When no rank gets on for `hang_s`, each says where it is and ends (0: never; it must be longer than the
-    longest phase, rollouts included). After SIGTERM the ranks have `grace_s` to save and leave.
-
-    `on_diverged` says what a loss or gradient that is not finite, or that leaps, leads to: `stop` ends the run,
-    `rollback` goes back to the last checkpoint, at most `max_rollbacks` times; the batch that did it twice is left out.
-    With `rollback_serving` the server goes back to that checkpoint's version too. A leap is a loss or gradient norm
-    `spike_sigma` standard deviations above the mean of the last `spike_window` steps (0: not watched), `spike_patience`
-    steps in a row.
-    """
+    """Ranks that die or hang, and numbers that leap. `hang_s` must be longer than the longest phase, rollouts included;
+    0: never. A leap is a loss or gradient norm `spike_sigma` standard deviations above the mean of the last
+    `spike_window` steps, `spike_patience` steps in a row; 0 turns that off."""
 
     max_restarts: Natural = 0
     heartbeat_s: Positive = 2.0
@@ -73,14 +57,8 @@ class FaultsConfig(Section, frozen=True):
 
 
 class EvalConfig(Section, frozen=True):
-    """One of the sets of prompts that are answered through the gateway and scored: at the start, every `every` steps
-    and at the end. Its numbers are called `eval/NAME/...`.
-
-    `data` (null: the run's) says where its prompts are: what that source holds out, or all records of one that holds
-    out nothing; the first `prompts` are taken. `rewards` (null: the run's) judge the answers. Each prompt is answered
-    `samples` times, at `temperature` (null: 0 for one sample, 1 for several) and `top_p`, with the same seeds at every
-    evaluation. `pass_at` (null: `samples`, if there are several) lists the k for which pass@k is estimated.
-    """
+    """One of the sets of prompts that are answered through the gateway and scored, every `every` steps. Null is the
+    run's for `data` and `rewards`, and for `pass_at` (the k of pass@k) `samples`, if there are several."""
 
     name: SetName = "held_out"
     every: Count = 20
@@ -167,10 +145,8 @@ class WandbConfig(Section, frozen=True):
 
 
 class WatchConfig(Section, frozen=True):
-    """`progress` is drawn on standard error: a `bar`, `lines` (one an event, for logs), or nothing; `auto` is a bar on
-    a terminal that does not show the JSON lines already. `tensorboard` is a directory for its event files.
-    `peak_tflops` is what MFU is a share of, by rank (default: the GPU's published bf16 figure; a CPU's is measured).
-    Every `samples_every` steps a `samples` event has the completions of `samples` prompts (0: none)."""
+    """How a run is shown. `peak_tflops` is what MFU is a share of, by rank (default: the GPU's published bf16 figure; a
+    CPU's is measured). `tensorboard` is a directory."""
 
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
     tensorboard: str | None = None
@@ -181,12 +157,8 @@ class WatchConfig(Section, frozen=True):
 
 
 class ServingMemory(Section, frozen=True):
-    """The instances that share the device with the trainer, and the admin port that puts them to sleep.
-
-    `instances`: their ids; empty: all there are. `level` 2 gives everything back, 1 what is quick to have again (vLLM's
-    sleep mode where it is on; else the process keeps its imports). Requests get `drain_s` to end. An instance wakes by
-    itself `ttl_s` after the trainer has died. `engine_gib` (null: the published weights) and `kv_cache_gib` are what
-    the instances together take of one device, for the plan. `ca_file` and `cluster_tls` are as in `gateway`.
+    """The instances that share the device with the trainer, and the admin port that puts them to sleep. `instances` has
+    their ids; empty: all there are. `engine_gib` and `kv_cache_gib` are what the instances together take of one device.
     """
 
     admin_url: str
@@ -220,13 +192,8 @@ class ServingMemory(Section, frozen=True):
 
 
 class MemoryConfig(Section, frozen=True):
-    """Phases that share a device: what one does not need is offloaded before the next begins.
-
-    `budget_gib` is what trainer and serving may hold of one device together (without a GPU: of this host's memory, all
-    ranks together; null: all there is, of a GPU what other processes leave); `reserve_gib` of it is kept for
-    activations and buffers (null: on a GPU what the plan estimates, else nothing). `offload` is where to: `host`
-    (pinned memory; needs a GPU), `disk` (a file in `directory` that is gone with the process), or `auto`.
-    """
+    """Phases that share a device: what one does not need is offloaded before the next begins. `budget_gib` is what
+    trainer and serving may hold of one device together; without a GPU: of this host's memory, all ranks together."""
 
     budget_gib: Positive | None = None
     reserve_gib: NonNegative | None = None

@@ -1,4 +1,4 @@
-"""The configuration of rewards: one struct per kind; its tag, `kind`, chooses it."""
+"""The configuration of rewards: one struct per kind; its tag, `kind`, chooses it (docs/trainer/rewards.md)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,10 @@ from trainer.errors import ConfigError
 
 
 class RewardOptions(Kind, frozen=True):
-    """The options of every reward.
-
-    `weight` is its factor in the sum, `name` what metrics call it (default: its kind, numbered when used twice).
-    A trajectory whose reward raises, hangs or dies is scored again (`rollout.attempts`) and then left out of the step:
-    an outage teaches nothing. (An answer that makes a regex, the math reward or the tests of code run into `timeout_s`
-    is worth 0: that is no outage.) With a number as `on_failure` the reward counts as that (before the weight) instead.
-    `timeout_s` is how long one evaluation may run before it is killed; `deadline_s` how long a sample may wait for its
-    value, queueing included. `workers` evaluations run at a time, each in its own process where the reward runs code.
-    `where` says for which records the reward is meant: a column of the record's `extra` and its value, or a list of
-    values; with several columns, each must fit. For other records the reward does not apply.
-    """
+    """The options of every reward. `weight` is its factor in the sum, `name` what metrics call it (default: its kind,
+    numbered when used twice). `timeout_s` is how long one evaluation may run, `deadline_s` how long a sample may wait
+    for its value, queueing included. A number as `on_failure` counts, before the weight, for a value that could not be
+    had. `where` maps columns of the record's `extra` to a value or a list of values."""
 
     weight: Finite = 1.0
     name: str = ""
@@ -43,31 +36,24 @@ class RegexReward(RewardOptions, frozen=True, kw_only=True, tag="regex"):
 
 
 class CallableReward(RewardOptions, frozen=True, kw_only=True, tag="callable"):
-    """`target` is `package.module:function`, called with (prompt, answer, expected), all text, and with `extra` (the
-    record's, a dict) if it has such a parameter; returns a number, or None where it does not apply. A function written
-    for TRL (`completions`) or verl (`solution_str`) is called as it expects. It may be a coroutine function: then each
-    worker runs up to `concurrency` calls at a time. An attribute `many` of it gets the list of (prompt, answer,
-    expected, extra) that wait, up to its attribute `batch` (16), and returns as many numbers."""
+    """`target` is called with (prompt, answer, expected), all text, and with `extra` (the record's, a dict) if it has
+    such a parameter; returns a number, or None where it does not apply. Functions written for TRL or verl are called as
+    they expect. Of a coroutine function each worker runs up to `concurrency` calls at a time."""
 
     target: FunctionName
     concurrency: Count = 64
 
 
 class GroupReward(RewardOptions, frozen=True, kw_only=True, tag="group"):
-    """`target` is `package.module:function`, called with all samples of a prompt (a `SampleGroup`, trainer/rewards),
-    once every other reward has valued them; returns a number for each, in their order. It may be a coroutine function,
-    as in `callable`. If it fails, it fails for the whole group. It is not asked in evaluations, where a prompt has one
-    answer."""
+    """`target` is called with all samples of a prompt (a `SampleGroup`, trainer/rewards), once every other reward has
+    valued them; returns a number for each, in their order. It is not asked in evaluations."""
 
     target: FunctionName
     concurrency: Count = 64
 
 
 class MathReward(RewardOptions, frozen=True, tag="math"):
-    """1 when the answer means the same as the target (math-verify: LaTeX, fractions, sets, intervals, units aside).
-
-    `boxed_only` reads nothing but the last `\\boxed{...}` of the answer; targets are read alike with it and without.
-    `precision` is the number of decimals that
+    """1 when the answer means the same as the target (math-verify). `precision` is the number of decimals that
     floating-point values must share."""
 
     boxed_only: bool = False
@@ -94,13 +80,9 @@ class FormatReward(RewardOptions, frozen=True, tag="format"):
 
 
 class CodeReward(RewardOptions, frozen=True, tag="code"):
-    """1 when the program in the answer passes the record's tests (`extra[tests_key]`), run in a sandbox; `partial`
-    gives the fraction that passed instead. See docs/trainer/rewards.md for the forms of tests.
-
-    `timeout_s` is for all tests of an answer, `case_timeout_s` for each. `memory_mb` bounds each process, and a test's
-    processes together; `disk_mb` the whole sandbox, `output_kb` a test. `processes` counts threads too. `sandbox: none`
-    runs model-written code with this process's rights and only the resource limits: for machines that hold nothing.
-    """
+    """1 when the program in the answer passes the record's tests (`extra[tests_key]`), run in a sandbox. `timeout_s` is
+    for all tests of an answer, `case_timeout_s` for each. `memory_mb` bounds each process, and a test's processes
+    together; `disk_mb` the whole sandbox, `output_kb` a test; `processes` counts threads too."""
 
     tests_key: str = "tests"
     partial: bool = False
@@ -115,8 +97,8 @@ class CodeReward(RewardOptions, frozen=True, tag="code"):
 class ClassifierReward(RewardOptions, frozen=True, kw_only=True, tag="classifier"):
     """A Hugging Face sequence classifier's opinion of prompt and answer, in its own process. With one label its logit
     (or the sigmoid of it, `probability`), else the log-odds (or the probability) of `label`. Up to `batch` answers that
-    wait are one forward pass; their values then depend in the last bits on what they were beside. It reads the first
-    `max_tokens` of a text, or as many as its tokenizer says that it takes."""
+    wait are one forward pass. It reads the first `max_tokens` of a text, or as many as its tokenizer says that it
+    takes."""
 
     path: Text
     label: int = -1
@@ -140,9 +122,8 @@ Answer to rate:
 
 
 class JudgeReward(RewardOptions, frozen=True, kw_only=True, tag="judge"):
-    """A chat model's rating, through `/v1/chat/completions`: the last one in its reply (`[[8]]`, `"score": 8`, `8/10`,
-    `80%`, or a number alone), from `lowest` to `highest`, scaled to 0..1. A reply without one is a failure. `url` and
-    `api_key_env` default to the run's gateway. `template` may use {prompt}, {answer} and {expected}."""
+    """A chat model's rating, through `/v1/chat/completions`, from `lowest` to `highest`, scaled to 0..1. `url` and
+    `api_key_env` default to the run's gateway."""
 
     model: Text
     url: str = ""

@@ -35,18 +35,8 @@ TrainDtype = Literal["float32", "bfloat16", "float16"]
 
 class ModelConfig(Section, frozen=True):
     """A Hugging Face checkpoint directory (config.json, safetensors, tokenizer files), its precision and its memory.
-
-    `bfloat16` and `float16` keep fp32 main weights in the optimizer and cast the model; `float16` scales the loss.
-    `bfloat16` is TRL's and verl's default, and the precision in which models are served.
-    `fp8` runs the linear layers in 8 bits on top of bfloat16 (a GPU that has it, with TransformerEngine).
-    `recompute` computes activations a second time in the backward pass instead of keeping them: those of attention
-    (`selective`) or of whole layers (`full`).
-    `fp32_head` computes the logits of a half-precision model in fp32.
-    `router_balance_loss` and `router_z_loss` are the coefficients of a mixture's auxiliary losses: for equal use of the
-    experts (Switch Transformer, arXiv 2101.03961), and against large logits of the routers (ST-MoE, 2202.08906).
-    `chat_template` is a Jinja file in place of the model's own template, `chat_template_kwargs` what a template is
-    given besides the messages (`enable_thinking: false`). Servers are asked with token ids and keep their own.
-    """
+    The router losses are those of Switch Transformer (arXiv 2101.03961) and ST-MoE (2202.08906). `chat_template` is a
+    Jinja file."""
 
     path: str
     dtype: TrainDtype = "bfloat16"
@@ -68,12 +58,7 @@ class ModelConfig(Section, frozen=True):
 
 
 class LoraConfig(Section, frozen=True):
-    """Low-rank adapters (arXiv 2106.09685) are trained instead of the weights, which stay as they are in `model.path`.
-
-    A linear layer in `target_modules` (default: all; in a mixture those of every expert) adds `alpha` / `rank` x B A x,
-    with `dropout` on x while it trains. The adapter is published, and asked for answers, as `name`. `save_to` gets the
-    adapter in PEFT's format, or with `save: merged` the whole model with the adapter added to its weights.
-    """
+    """Low-rank adapters (arXiv 2106.09685), trained instead of the weights."""
 
     name: str = "adapter"
     rank: Count = 16
@@ -100,15 +85,8 @@ class LoraConfig(Section, frozen=True):
 
 
 class ParallelConfig(Section, frozen=True):
-    """Sizes of the parallel dimensions; the product of the first four is the number of processes (ranks).
-
-    `context` cuts sequences. `expert` spreads the experts of a mixture over ranks that are already there: those of
-    `tensor` x `context` x `data`, in groups of `expert_tensor` that cut each expert (default: `tensor`).
-    `virtual_pipeline` gives every pipeline stage that many chunks of layers (the interleaved schedule).
-    `sequence` also cuts the activations between tensor-parallel regions along the sequence.
-    `shard`: `optimizer` shards the optimizer's states over data-parallel ranks (ZeRO-1), `full` the weights and
-    gradients too (ZeRO-3, torch's FSDP).
-    """
+    """Sizes of the parallel dimensions; the product of the first four is the number of processes (ranks). `expert` and
+    `expert_tensor` (default: `tensor`) divide `tensor` x `context` x `data`, the ranks that are already there."""
 
     tensor: Count = 1
     pipeline: Count = 1
@@ -155,17 +133,11 @@ class ParallelConfig(Section, frozen=True):
 
 
 class OptimizerConfig(Section, frozen=True):
-    """AdamW or Muon, their states sharded over data-parallel ranks, and the learning-rate schedule.
+    """AdamW or Muon (arXiv 2502.16982), and the learning-rate schedule.
 
     `lr` null: what TRL takes for the algorithm (`LR` in trainer/config/algorithms.py), and for adapters LORA_LR times
-    as much ("LoRA Without Regret", Schulman et al. 2025). `beta2` and `clip_grad` are TRL's and verl's.
-    `muon` (arXiv 2502.16982) makes the momentum of every matrix in a layer orthogonal, in `ns_steps` steps of Newton
-    and Schulz; `momentum` is of those. Embedding, output layer, norms and biases stay AdamW's, with the same learning
-    rate.
-    `offload` keeps fp32 main weights and states in host memory and updates there (for GPUs: without one they are there
-    anyway).
-    `loss_scale` is where float16's dynamic scaling starts; it doubles after `loss_scale_window` good steps and halves
-    when gradients overflow. It multiplies each token's loss, not their mean, so it starts lower than is usual.
+    as much ("LoRA Without Regret", Schulman et al. 2025). `beta2` and `clip_grad` are TRL's and verl's. `loss_scale`
+    multiplies each token's loss, not their mean, so it starts lower than is usual.
     """
 
     name: Literal["adamw", "muon"] = "adamw"
@@ -192,25 +164,12 @@ class OptimizerConfig(Section, frozen=True):
 
 
 class RolloutConfig(Section, frozen=True):
-    """Sampling, at temperature 1: the ratio needs log-probs of the distribution that was sampled from. `seeded`
-    sends a seed with every request, so that a resumed run samples the same (engines sample a little slower then).
-
-    `request: sample` asks for each sample by itself: its rewards start when it is complete, and a fleet shares a
-    prompt's samples. `group` asks for a prompt's samples at once, which costs less where answers are a few tokens.
-    `on_swap` is what new weights do to an answer that is being written: `keep` its keys and values, `recompute` them,
-    or `finish` it on the version it began with; one that takes longer than the swap waits goes on with the new weights.
-    `fixed_sampler` says that the server is meant to keep its weights: a run that samples and publishes nothing is
-    refused without it.
+    """Sampling, at temperature 1: the ratio needs log-probs of the distribution that was sampled from.
 
     `max_tokens` is how much may follow a prompt: the answer, or all turns of an episode together, tools' answers too.
-    The default has room for a chain of thought (TRL and verl: 512, their examples for reasoning 4096 to 8192).
-    A trajectory without a reward (`rewards.on_failure`) is scored again up to `attempts` times in all.
-    `stop_repeats` ends an answer whose last so many tokens are one passage eight times or more (Kimi k1.5's repeat
-    detection): it counts as truncated, and its tokens up to there as its answer.
-    `token_budget` is how many tokens a trajectory gets in an iteration; one that is longer goes on in the next, from
-    the weights that are there then (partial rollouts, Kimi k1.5, arXiv 2501.12599, section 2.6.2).
-    `routed_experts` asks for the experts that each token of a mixture went to, and training sends it there too (R3,
-    2510.11370). The server has to record them.
+    `seeded` sends a seed with every request, so that a resumed run samples the same; engines sample a little slower
+    then. `stop_repeats` and `token_budget` (partial rollouts) count tokens; both are Kimi k1.5's (arXiv 2501.12599).
+    `routed_experts` is R3 (2510.11370). `attempts` is how often a trajectory is scored in all.
     """
 
     max_tokens: Count = 4096
@@ -236,10 +195,8 @@ class RolloutConfig(Section, frozen=True):
 
 
 class QuantizeConfig(Section, frozen=True):
-    """How the published weights are quantised, from the bfloat16 export. `served`: as the served model is.
-
-    `int8` per output channel, `fp8` in blocks of `block` x `block`, `w4a16` in groups of `group_size`.
-    """
+    """How the published weights are quantised, from the bfloat16 export: `int8` per output channel, `fp8` in blocks of
+    `block` x `block`, `w4a16` in groups of `group_size`, or as the `served` model is."""
 
     scheme: Literal["served", "int8", "fp8", "w4a16"]
     group_size: Count = 128
@@ -265,15 +222,9 @@ class BucketConfig(Section, frozen=True):
 
 
 class PublishConfig(Section, frozen=True):
-    """Where versions go, and how often. `store` is that of a server's versions, by default what the variable
-    HOTSWAP_STORE of the environment names; `bucket` is for fleets that share no network with the trainer. One of both
-    is needed.
-
-    `dtype` is the published one: it must be what the serving engine was started with. `quantize` is for a server of
-    quantised weights; one that quantises what it is given takes `dtype`. `max_failures` is how many publishes in a row
-    may fail (the old version goes on serving) before the run stops. A publish may take `timeout_s`. `transport` brings
-    shares of ranks on other hosts to rank 0's: `auto`, `tcp` or `nixl`.
-    """
+    """Where versions go, and how often: to the store of a server (default: HOTSWAP_STORE), a bucket, or both. `dtype`
+    must be what the serving engine was started with. `max_failures` publishes in a row may fail (the old version goes
+    on serving) before the run stops."""
 
     model: str
     store: str | None = None
@@ -297,9 +248,8 @@ class PublishConfig(Section, frozen=True):
 
 
 class PackingConfig(Section, frozen=True):
-    """Sequences end to end in rows of at most `max_tokens` tokens, each attending to itself only. A forward pass takes
-    one row, so this bounds its activations; `micro_batch` is not used then. The default is verl's token budget of a
-    GPU."""
+    """Sequences end to end in rows of at most `max_tokens` tokens, verl's budget of a GPU. A forward pass takes one
+    row."""
 
     max_tokens: Count = 16384
 
@@ -335,9 +285,8 @@ class GatewayConfig(Section, frozen=True):
 
 
 class CurriculumConfig(Section, frozen=True):
-    """From easy to hard, over the first `records` draws: problems of a difficulty of at most `first` at the beginning,
-    of at most `last` at the end and from then on. The difficulty is the number `field` of a record's `extra` (`a.b`
-    looks into an object), or without `field` what is measured, 1 - the problem's success rate."""
+    """From easy to hard, over the first `records` draws (trainer/rollouts/feed.py). `first` and `last` are
+    difficulties, on the scale of the record's number `field`, or of 1 - success rate."""
 
     records: Count
     first: Finite
@@ -354,12 +303,7 @@ class CurriculumConfig(Section, frozen=True):
 
 
 class OrderConfig(Section, frozen=True):
-    """Which problems are drawn, and how often; left out, each once an epoch. The equations are in
-    trainer/rollouts/feed.py.
-
-    `prioritize` draws problem i in proportion to 1 - its success rate s_i, of which `rate` is the share that its newest
-    group has. `curriculum` goes from easy to hard. `floor` is the least chance that a problem has when its turn comes.
-    """
+    """Which problems are drawn, and how often (trainer/rollouts/feed.py); left out, each once an epoch."""
 
     prioritize: bool = False
     curriculum: CurriculumConfig | None = None
@@ -378,33 +322,21 @@ class OrderConfig(Section, frozen=True):
 
 
 class ColocatedSchedule(Named, frozen=True, tag="colocated"):
-    """A step's rollouts, then its training, by turns: the two may share one device. Every token a step trains on was
-    sampled from the weights that the step starts from, unless groups are oversampled or go on over several steps.
-
-    `max_refills` bounds how many more prompts, as a multiple of `batch`, a step may draw for groups that the algorithm
-    sends back (dynamic sampling). A step samples as many groups at once as the share that was of use lately asks for,
-    up to `oversample` x `batch` more than it lacks; what is good and left over is used in the next steps.
-    """
+    """A step's rollouts, then its training, by turns. `max_refills` and `oversample` are multiples of `batch`."""
 
     max_refills: Natural = 3
     oversample: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0
 
 
 class OneStepOffSchedule(Named, frozen=True, tag="one-step-off"):
-    """The next step's rollouts are under way while this one trains: tokens are at most `publish.every` steps old,
-    unless groups are oversampled or go on over several steps. `max_refills` and `oversample` as under `colocated`."""
+    """The next step's rollouts are under way while this one trains. The rest is as under `colocated`."""
 
     max_refills: Natural = 3
     oversample: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0
 
 
 class AsyncSchedule(Named, frozen=True, tag="async"):
-    """The server never stops: groups are taken as they finish, answers go on across swaps.
-
-    No token is trained on that is more than `max_lag` optimizer steps old. `buffer` is how many groups may be sampled
-    ahead, in flight and finished together; null is the most that the bound allows, (`max_lag` + 1) x `batch`. With
-    `rollout.token_budget` a group may take longer; the tokens of it that are too old are read and not trained on.
-    """
+    """The server never stops: groups are taken as they finish. `max_lag` counts optimizer steps, `buffer` groups."""
 
     max_lag: Count = 2
     buffer: Count | None = None

@@ -1,26 +1,22 @@
 """Layers without TransformerEngine: torch's RMSNorm and scaled dot-product attention, causal, for rows of any kind.
 
-Megatron-Core's own local modules would do for tensor, pipeline and data parallelism, but not for sequence parallelism
-(`WrappedTorchNorm` refuses it) nor for context parallelism (`DotProductAttention` refuses it and materialises the score
-matrix). Only the linear layers of an fp8 model are TransformerEngine's; they carry the same parameters.
+Megatron-Core's own local modules refuse sequence parallelism (`WrappedTorchNorm`) and context parallelism
+(`DotProductAttention`, which also materialises the score matrix). Only the linear layers of an fp8 model are
+TransformerEngine's; they carry the same parameters.
 
-Packed rows: a dense block-diagonal mask would cost T * T scores a row whatever is packed in it. On a GPU, in half
-precision, the tokens of all segments follow each other, and torch's variable-length flash attention is told where each
-begins (`Ragged`): one call, and no score too many. Elsewhere the segments are gathered into right-padded batches, one
+Packed rows: on a GPU, in half precision, the tokens of all segments follow each other, and torch's variable-length
+flash attention is told where each begins (`Ragged`). Elsewhere the segments are gathered into right-padded batches, one
 for each power of two of their length, attended causally, and scattered back: at most four times the scores of the
-segments alone, a handful of kernel calls, any backend of scaled dot-product attention, and the very computation that
-unpacked sequences get. Their rotary positions count from the start of each segment, not of the row.
+segments alone, a handful of kernel calls, and the very computation that unpacked sequences get. Rotary positions count
+from the start of each segment.
 
-Context parallelism: every rank holds a part of each sequence. A sequence of T positions is cut into 2N chunks for N
-ranks; rank r holds chunks r and 2N - 1 - r, in that order, so that causal attention is as much work on every rank
-(Megatron-Core's rotary embedding expects this order). Attention gathers the keys and values of the whole sequence and
-answers for the rank's own queries: one all-gather a layer in place of a ring (Llama 3, arXiv:2407.21783, section
-3.3.2); grouped keys and values are small next to the queries. Each of the rank's two chunks is attended by itself, over
-the keys up to its end: its queries are the last of them, so that the mask is causal from the lower right corner, which
-needs no tensor on a GPU (flash attention has it), and nothing is computed for what lies beyond. Of packed rows, the
-segments that begin in a chunk see that chunk alone, and go the way of other packed rows; the one that began before sees
-its own earlier keys. To variable-length attention both chunks are more segments, of which some have more keys than
-queries. (TransformerEngine's ring would want every segment padded to a multiple of 2N, and cut by itself.)
+Context parallelism: a sequence of T positions is cut into 2N chunks for N ranks; rank r holds chunks r and 2N - 1 - r,
+in that order (Megatron-Core's rotary embedding expects it), so that causal attention is as much work on every rank.
+Attention gathers the keys and values of the whole sequence, one all-gather a layer in place of a ring (Llama 3,
+arXiv:2407.21783, section 3.3.2), and answers for the rank's own queries. Each chunk is attended by itself, over the
+keys up to its end: its queries are the last of them, so the mask is causal from the lower right corner. Of packed rows,
+the segments that begin in a chunk go the way of other packed rows; the one that began before sees its own earlier keys.
+To variable-length attention both chunks are more segments, of which some have more keys than queries.
 """
 
 from __future__ import annotations

@@ -5,15 +5,11 @@ moves by its momentum M, made orthogonal. With the gradient G,
     O  = NS((1 - m) G + m M)    some steps of Newton and Schulz, X <- a X + (b X X^T + c (X X^T)^2) X
     W <- W - lr (weight_decay W + 0.2 sqrt(max(rows, columns)) O)
 
-The matrices are those of the layers, as Hugging Face names them: q, k, v, gate and up each by itself, experts too, and
-routers. Embedding, output layer, norms and biases are AdamW's. The factor 0.2 sqrt(max(...)) gives both the updates of
-one size, so that they share a learning rate.
-
-Megatron-Core 0.16.1 has a Muon, but it needs the package emerging-optimizers, which has no release for Python 3.11, and
-gives up sharded states. This one stands where AdamW stands inside Megatron's distributed optimizer: a rank holds the
-weights and momentum of its part of a buffer. For its step the parts of a matrix come together, one matrix at a time
-(algorithm 1 of 2502.16982): every rank that has some of it makes the whole orthogonal and takes its own part, so that
-the numbers are the same in every layout. Where AdamW has a second moment, Muon has none: a number stands for it.
+docs/trainer/parallelism.md says which matrices are Muon's, and why this is not Megatron-Core's. It stands where AdamW
+stands inside Megatron's distributed optimizer: a rank holds the weights and momentum of its part of a buffer. For a
+step the parts of a matrix come together, one matrix at a time (algorithm 1 of 2502.16982): every rank that has some of
+it makes the whole orthogonal and takes its own part, so that the numbers are the same in every layout. Where AdamW has
+a second moment, Muon has none: a number stands for it.
 """
 
 from __future__ import annotations

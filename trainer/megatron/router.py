@@ -1,19 +1,19 @@
 """The router of a mixture: Megatron-Core's, with auxiliary losses that are the same in every layout, and with routing
 that was recorded elsewhere.
 
-Auxiliary losses, of each layer and micro-batch, over the tokens that are no padding (E experts, k of them for a
-token, p the softmax over all experts):
+Auxiliary losses, of each layer and micro-batch, over the tokens that are no padding (E experts, k of them for a token,
+p the softmax over all experts):
 
     balance   E sum over experts i of f_i P_i    f_i: share of the k choices that fell on i, P_i: mean of p_i
               (Switch Transformer, arXiv 2101.03961)
     z         mean over tokens of (log sum exp of the logits)^2    (ST-MoE, 2202.08906)
 
-A step's are the means over its micro-batches, times their coefficient, beside the algorithm's mean loss. Megatron would
-weigh them by the number of all tokens, prompts too, over what the algorithm's loss is a mean of.
+A step's are the means over its micro-batches, times their coefficient. Megatron would weigh them by the number of all
+tokens, prompts too, over what the algorithm's loss is a mean of.
 
-Replay: a token goes to the experts that the engine sent it to when it sampled (R3, arXiv 2510.11370), weighted by the
-trainer's own logits, through which the gradient goes. Tokens without a record are routed as ever. Megatron's own
-RouterReplay keeps its records in lists of the process, which neither pipeline stages nor several models fit.
+Replay (R3, arXiv 2510.11370): a token goes to its recorded experts, weighted by the trainer's own logits; one without a
+record is routed as ever. Megatron's own RouterReplay keeps its records in lists of the process, which neither pipeline
+stages nor several models fit.
 """
 
 from __future__ import annotations

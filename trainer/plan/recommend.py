@@ -1,21 +1,12 @@
-"""The layout to train a model with on so many GPUs: the first in the decision tables that is possible and fits.
+"""The layout to train a model with on so many GPUs: the first in the decision tables (docs/trainer/plan.md) that is
+possible and fits.
 
-The tables say which way to cut a model and what to give up for memory, by its size.
+Tensor parallelism (70-80 % efficient: an all-reduce in every layer) stays inside a node, pipeline parallelism (60-70 %:
+bubbles) goes across, data parallelism (over 90 %) takes the ranks that are left. Context parallelism starts at 16384
+tokens and leaves a rank 4096 at least: below that attention waits for the keys and values of others.
 
-Parallelism, by the number of weights. Tensor parallelism (70-80 % efficient: an all-reduce in every layer) stays inside
-a node, pipeline parallelism (60-70 %: bubbles) goes across, data parallelism (over 90 %) takes the ranks that are left.
-
-    below 7 B        data parallel only
-    7 B to 30 B      tensor 8, data N/8
-    30 B to 100 B    tensor 8, pipeline 2-4, data the rest
-    100 B to 500 B   tensor 8, pipeline 8-16, data the rest
-    experts          as above, and spread over as many ranks as match their number
-    long sequences   as above, and context parallel as far as activations need: 16384 tokens and more, of which a rank
-                     keeps 4096 at least (below that attention waits for the keys and values of others)
-
-Memory, in this order while a layout does not fit: optimizer states sharded (ZeRO-1, always on); activations recomputed
-(30 % more arithmetic, 50-70 % fewer activations); everything sharded (ZeRO-3, gathers every layer; where the layout
-allows); optimizer states in host memory (as fast as the bus).
+While a layout does not fit: activations recomputed (30 % more arithmetic, 50-70 % fewer activations); everything
+sharded (ZeRO-3, gathers every layer; where the layout allows); optimizer states in host memory (as fast as the bus).
 """
 
 from __future__ import annotations

@@ -1,12 +1,5 @@
 """The code reward: does the program in an answer pass its tests? Expected results stay outside of the sandbox.
-
-Forms of a test (a record's `extra["tests"]` is a list of them):
-
-    "assert f(2) == 4"                      statements before the assertion are its set-up
-    "def check(candidate): ..."             as HumanEval's; extra["entry_point"] names the candidate
-    {"call": "f", "args": [2], "expected": 4}
-    {"input": "2\\n", "output": "4\\n"}     standard input and output of the program as a whole
-"""
+docs/trainer/rewards.md has the forms of a test; a record's `extra["tests"]` is a list of them."""
 
 from __future__ import annotations
 

@@ -1,16 +1,12 @@
 """Rollouts: records in; trajectories, with their scores, out. On rank 0 only.
 
 `RolloutSampler` samples and scores on a thread of its own, so that prompts decode while the training thread computes. A
-trajectory goes to its rewards the moment it is complete, while the others of its prompt still decode.
+failure outside of the model never becomes a reward: the part that failed is tried again, and in the end the trajectory
+is left out of its group.
 
-What fails outside of the model never becomes a reward: an episode that fails is played again, a score that is missing
-is asked for again, and in the end the trajectory is left out of its group.
-
-With `rollout.token_budget` a group is sampled in rounds (partial rollouts, Kimi k1.5, arXiv 2501.12599, section 2.6.2):
-in each, a trajectory gets so many tokens at most. What a round leaves is a `Partial`, plain data that a checkpoint can
-hold; the next round goes on from it, whatever weights are there then. An episode waits in its environment's process.
-Where that has lost it, after a resume or a fault, a new one is begun and the recorded answers are played to it; if it
-does not say the same again, the trajectory begins anew.
+With `rollout.token_budget` a group is sampled in rounds (docs/trainer/schedules.md). What a round leaves is a
+`Partial`, plain data that a checkpoint can hold; the next round goes on from it, whatever weights are there then. An
+episode waits in its environment's process; where that has lost it, the recorded answers are played to a new one.
 """
 
 from __future__ import annotations

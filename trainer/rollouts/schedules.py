@@ -1,34 +1,28 @@
-"""When samples are taken: which groups a step trains on, and what is sampled meanwhile. Runs on rank 0.
+"""When samples are taken: which groups a step trains on, and what is sampled meanwhile (docs/trainer/schedules.md).
+Runs on rank 0.
 
 A schedule draws records from the feed, has them sampled (`start`), and hands out finished groups. Those that the
 algorithm sends back (`keep` says no: dynamic sampling, as in DAPO, arXiv 2503.14476) are replaced by new draws, within
-`max_refills` times the batch a step; beyond that the step takes them, so that it is whole.
+`max_refills` times the batch a step.
 
-Colocated and one-step-off train on records in the order they were drawn. With seeded sampling, what a colocated step
-trains on depends on nothing but the weights and the seed. For that they decide by what stands in line, never by what is
-there already. With y the share of the groups finished lately that were of use, a step that lacks n groups has
+Colocated and one-step-off decide by what stands in line, never by what is there already, so that a seeded colocated
+step depends on nothing but the weights and the seed. With y the share of the groups finished lately that were of use, a
+step that lacks n groups has
 
     min(floor(n / y + reserve) + long, n + oversample * batch)
 
 of them under way at once: `long` are those that an iteration's tokens were too few for, and `reserve` (a quarter of a
-batch) makes up for others that will be, where tokens have a budget. What is good and not needed is the first that the
-next step takes.
+batch) makes up for others that will be, where tokens have a budget.
 
-The asynchronous schedule always has samples in flight and trains on groups about as they finish. It keeps the bound on
-staleness by choosing, not by throwing away, which would favour short answers. A group that weights of s optimizer steps
-sample may be used up to step s + max_lag. With B groups a step, at most `left + d * B` more groups can be used within
-the next d steps; if that many are due by then, the next one must come from these, and is waited for (earliest deadline
-first is feasible). Otherwise any finished one will do. At most (max_lag + 1) * B groups are ahead of training, which is
-also the back-pressure on sampling (as in AReaL, arXiv 2505.24298, whose rule counts the same first in, first out).
+Under the asynchronous schedule a group that weights of s optimizer steps sample may be used up to step s + max_lag.
+With B groups a step, at most `left + d * B` more groups can be used within the next d steps; if that many are due by
+then, the next one must come from these, and is waited for (earliest deadline first is feasible). At most
+(max_lag + 1) * B groups are ahead of training (as in AReaL, arXiv 2505.24298, whose rule counts the same first in,
+first out).
 
-Where a trajectory gets a budget of tokens in an iteration (partial rollouts, Kimi k1.5, arXiv 2501.12599, section
-2.6.2), a group is sampled in rounds. An iteration, from the moment a step has its groups to the same moment of the
-next, is one round of all groups that are not finished. A step that has too few begins another round. The continuation
-is sampled by the weights that are there then, so its bound counts from there: nobody waits for more than a round.
-Tokens that are over the bound when the group is trained on are read and not trained on.
-
-Age counts optimizer steps, not versions: where only every n-th step is published, or publishing fails, what is sampled
-is older. Groups that are over the bound for that reason are sampled again, if there are newer weights.
+With a budget of tokens (partial rollouts, Kimi k1.5, arXiv 2501.12599, section 2.6.2) a group is sampled in rounds, one
+an iteration: from the moment a step has its groups to the same moment of the next. The bound of a continuation counts
+from the weights that write it.
 """
 
 from __future__ import annotations
