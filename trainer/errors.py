@@ -2,18 +2,15 @@
 
 TrainerError                 base: message says what to do, `exit_code` is what the process ends with
 ├── ConfigError              a key of the configuration is unknown, missing or impossible
-├── ModelError               the model directory cannot be trained
-│   ├── UnsupportedModel     architecture or option outside what is converted exactly
+├── ModelError               the model directory cannot be trained, or not exactly
 │   └── WeightsError         a weight file is missing, truncated, or does not fit the model
 ├── UnsupportedMegatron      the installed Megatron-Core is a release whose private names may be others
 ├── DataError                a record of the data set cannot be used
 ├── RewardError              a reward gave no value (not a wrong answer: that is a score)
 │   ├── RewardTimeout        it took too long and was killed
-│   ├── RewardWorkerDied     its process ended on its own
 │   └── SandboxUnavailable   code cannot be run in isolation on this machine
 ├── EnvironmentFailed        an episode could not be played: the environment raised, hung, died or answered nonsense
-├── RolloutError             the gateway refused a request
-│   └── GatewayUnreachable   nobody answered within the retry budget
+├── RolloutError             the gateway refused a request, or did not answer within the retry budget
 ├── TeacherError             the teacher of a distillation refused, or answered something else than log-probs
 │   └── TeacherUnreachable   it did not answer within the retry budget
 ├── PublishError             a version could not be published or did not become active
@@ -23,7 +20,6 @@ TrainerError                 base: message says what to do, `exit_code` is what 
 ├── NoLayout                 no parallel layout of a model fits on the GPUs there are
 ├── MemoryPlanError          a phase cannot be held in memory, or a component cannot change as asked
 │   ├── OverBudget           what a phase needs is more than the budget; nothing was moved
-│   ├── OffloadError         a component could not be written out or read back
 │   └── SleepTimeout         instances did not fall asleep, or wake, in time
 ├── Diverged                 the loss or the gradient is no longer a finite number
 ├── Preempted                SIGTERM came; what there is was saved
@@ -51,13 +47,9 @@ class ConfigError(TrainerError, ValueError):
 
 
 class ModelError(TrainerError):
-    """The model directory cannot be trained."""
+    """The model directory cannot be trained, or its architecture or an option is not converted exactly."""
 
     exit_code = 2
-
-
-class UnsupportedModel(ModelError):
-    """Architecture or option that is not converted exactly, so it is refused."""
 
 
 class WeightsError(ModelError):
@@ -88,15 +80,12 @@ class DataError(TrainerError):
 
 
 class RewardError(TrainerError):
-    """A reward raised, or returned something that is not a finite number. Counted; the step goes on."""
+    """A reward raised, returned something that is not a finite number, or its process ended. Counted; the step goes
+    on."""
 
 
 class RewardTimeout(RewardError):
     """A reward took too long. Its process was killed and replaced."""
-
-
-class RewardWorkerDied(RewardError):
-    """The process that evaluated a reward ended on its own. It was replaced."""
 
 
 class SandboxUnavailable(RewardError):
@@ -114,15 +103,12 @@ class EpisodeInterrupted(EnvironmentFailed):
 
 
 class RolloutError(TrainerError):
-    """The gateway refused a request. `status` is the HTTP status (0: none)."""
+    """The gateway refused a request, or did not answer within the retry budget. `status` is the HTTP status (0:
+    none)."""
 
     def __init__(self, message: str, *, status: int = 0) -> None:
         self.status = status
         super().__init__(message)
-
-
-class GatewayUnreachable(RolloutError):
-    """Nobody answered within the retry budget."""
 
 
 class TeacherError(TrainerError):
@@ -185,10 +171,6 @@ class OverBudget(MemoryPlanError):
     def __init__(self, message: str, *, needed: int, budget: int) -> None:
         self.needed, self.budget = needed, budget
         super().__init__(message)
-
-
-class OffloadError(MemoryPlanError):
-    """A component could not be written out (it is still in memory) or read back."""
 
 
 class SleepTimeout(MemoryPlanError):

@@ -313,11 +313,11 @@ def test_what_is_offloaded_leaves_the_device_and_comes_back(models: dict[str, st
 
 def test_a_refused_pin_is_an_error_of_ours_and_leaves_none_behind() -> None:
     def work() -> list[Any]:
-        from trainer.errors import OffloadError
+        from trainer.errors import MemoryPlanError
         from trainer.memory.offload import HostVault
 
         storage = torch.ones(MB, device="cuda").untyped_storage()
-        with pytest.raises(OffloadError, match=r"memory\.offload to disk"):
+        with pytest.raises(MemoryPlanError, match=r"memory\.offload to disk"):
             HostVault().save([storage])
         return [standin.library().cudaPeekAtLastError(), torch.ones(4, device="cuda").sum().item()]
 
@@ -466,7 +466,7 @@ def a_question_about_shared_memory(models: dict[str, str], directory: Path) -> N
 
     def refusing(self: Any) -> None:
         if any(storage.is_shared() for storage in offload._storages(self._tensors())):
-            raise offload.OffloadError(f"{self.name} lies in shared memory")
+            raise offload.MemoryPlanError(f"{self.name} lies in shared memory")
         plain(self)
 
     offload.StorageComponent._offload = refusing  # type: ignore[method-assign]

@@ -22,7 +22,7 @@ from tests.server.gateway.harness import ADMIN_KEY, running_gateway
 from tests.waiting import wait_until
 from trainer.config import GatewayConfig, JudgeReward, ServingMemory, TelemetryConfig
 from trainer.connection import ROLLBACK_ROUTE, roll_back_serving, verify
-from trainer.errors import ConfigError, GatewayUnreachable, PublishError
+from trainer.errors import ConfigError, PublishError, RolloutError
 from trainer.memory.serving import Fleet
 from trainer.metrics.dashboards import ROUTE, WAITING, HttpMetrics, point
 from trainer.metrics.writers import Tee
@@ -251,7 +251,7 @@ async def test_rollouts_from_a_server_whose_authority_is_in_a_file(authority: Au
     with serving(tls) as server:
         client = GenerateClient(GatewayConfig(server.url, ca_file=str(ca), retry_s=0.2))
         try:
-            with pytest.raises(GatewayUnreachable, match="CERTIFICATE_VERIFY_FAILED"):
+            with pytest.raises(RolloutError, match="CERTIFICATE_VERIFY_FAILED"):
                 await client.generate(ASK)
             assert not server.keys
             ca.write_bytes(authority.ca.read_bytes())

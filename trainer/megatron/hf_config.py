@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.config import LINEAR_LAYERS, Dtype, ParallelConfig
-from trainer.errors import ConfigError, ModelError, UnsupportedModel
+from trainer.errors import ConfigError, ModelError
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -159,7 +159,7 @@ class ModelShape:
 
 
 def load_shape(directory: str | Path) -> ModelShape:
-    """Read `config.json`. Raises ModelError (unreadable, incomplete) or UnsupportedModel (says what is supported)."""
+    """Read `config.json`. Raises ModelError: it is unreadable, incomplete or not supported."""
     path = Path(directory) / "config.json"
     try:
         config = json.loads(path.read_text())
@@ -200,7 +200,7 @@ def _mixture(config: dict[str, Any], path: Path) -> dict[str, Any]:
     if not (isinstance(experts, int) and isinstance(chosen, int) and 0 < chosen <= experts):
         raise ModelError(f"{path}: {chosen} of {experts} experts per token. Use the config.json of the checkpoint.")
     if chosen == 1:
-        raise UnsupportedModel(f"{path}: one expert per token is not converted. Use a model with at least two.")
+        raise ModelError(f"{path}: one expert per token is not converted. Use a model with at least two.")
     normalize = family == "mixtral" or bool(config.get("norm_topk_prob", False))
     return {"experts": experts, "experts_per_token": chosen, "expert_ffn": ffn, "normalize_router": normalize}
 
@@ -208,21 +208,21 @@ def _mixture(config: dict[str, Any], path: Path) -> dict[str, Any]:
 def _refuse_unsupported(config: dict[str, Any], path: Path) -> None:
     names = config.get("architectures") or [config.get("model_type", "none named")]
     if names[0] not in ARCHITECTURES:
-        raise UnsupportedModel(f"{path}: {names[0]} is not supported. Supported: {', '.join(ARCHITECTURES)}.")
+        raise ModelError(f"{path}: {names[0]} is not supported. Supported: {', '.join(ARCHITECTURES)}.")
     if config.get("quantization_config"):
         advice = "Train the checkpoint that it was made of, and set publish.quantize.scheme to served"
-        raise UnsupportedModel(f"{path}: the weights are quantised. {advice}.")
+        raise ModelError(f"{path}: the weights are quantised. {advice}.")
     for key in ("attention_bias", "mlp_bias"):
         if config.get(key):
-            raise UnsupportedModel(f"{path}: {key} is set, which is not converted. Use a model without it.")
+            raise ModelError(f"{path}: {key} is set, which is not converted. Use a model without it.")
     mixtral_window = "sliding_window" if names[0] == "MixtralForCausalLM" else "use_sliding_window"
     for key in (mixtral_window, "router_jitter_noise", "mlp_only_layers"):
         if config.get(key):
-            raise UnsupportedModel(f"{path}: {key} is {config[key]}, which is not converted. Use a model without it.")
+            raise ModelError(f"{path}: {key} is {config[key]}, which is not converted. Use a model without it.")
     if config.get("decoder_sparse_step", 1) != 1:
-        raise UnsupportedModel(f"{path}: decoder_sparse_step must be 1: mixtures in some layers are not converted.")
+        raise ModelError(f"{path}: decoder_sparse_step must be 1: mixtures in some layers are not converted.")
     if config.get("hidden_act", "silu") != "silu":
-        raise UnsupportedModel(f"{path}: hidden_act {config['hidden_act']!r} is not supported. Supported: silu.")
+        raise ModelError(f"{path}: hidden_act {config['hidden_act']!r} is not supported. Supported: silu.")
 
 
 def _rope(config: dict[str, Any], path: Path) -> tuple[float, float | None]:
@@ -234,4 +234,4 @@ def _rope(config: dict[str, Any], path: Path) -> tuple[float, float | None]:
         return theta, None
     if kind == "llama3" and all(rope.get(key) == value for key, value in _LLAMA3_ROPE.items()):
         return theta, float(rope["factor"])
-    raise UnsupportedModel(f"{path}: RoPE scaling {rope} is not supported. Supported: default, and llama3 as released.")
+    raise ModelError(f"{path}: RoPE scaling {rope} is not supported. Supported: default, and llama3 as released.")

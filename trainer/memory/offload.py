@@ -21,7 +21,7 @@ from typing import Protocol
 
 import torch
 
-from trainer.errors import MemoryPlanError, OffloadError
+from trainer.errors import MemoryPlanError
 from trainer.memory.ledger import Base, Component
 from weightsync.memory.pinned import pinned
 
@@ -60,7 +60,7 @@ class StorageComponent(Base):
         self._sizes = {storage._cdata: storage.nbytes() for storage in everything}
         # Of memory on a GPU torch says that it is shared, always.
         if any(storage.device.type == "cpu" and storage.is_shared() for storage in everything):
-            raise OffloadError(f"{self.name} lies in shared memory, which others may use. Leave it where it is.")
+            raise MemoryPlanError(f"{self.name} lies in shared memory, which others may use. Leave it where it is.")
         self._vault.save(self._kept)
         for storage in everything:
             _empty(storage)
@@ -130,11 +130,11 @@ class Vault(Protocol):
     """Keeps the bytes of one component's storages while their memory is given away."""
 
     def save(self, storages: list[torch.UntypedStorage]) -> None:
-        """Raises OffloadError; the storages are untouched either way."""
+        """Raises MemoryPlanError; the storages are untouched either way."""
         ...
 
     def restore(self, storages: list[torch.UntypedStorage]) -> None:
-        """Into storages of the same sizes, in the same order, once. Raises OffloadError."""
+        """Into storages of the same sizes, in the same order, once. Raises MemoryPlanError."""
         ...
 
     def forget(self) -> None:
@@ -163,7 +163,7 @@ class DiskVault:
                 self._fd = os.dup(file.fileno())
         except OSError as error:
             problem = f"cannot write {total / 2**30:.2f} GiB below {self._directory} ({error.strerror})"
-            raise OffloadError(f"{problem}. Set memory.directory to a disk with room for it.") from error
+            raise MemoryPlanError(f"{problem}. Set memory.directory to a disk with room for it.") from error
 
     def restore(self, storages: list[torch.UntypedStorage]) -> None:
         assert self._fd is not None
@@ -204,7 +204,7 @@ class HostVault:
                 kept.append(host)
             torch.cuda.synchronize()
         except RuntimeError as error:
-            raise OffloadError(f"no pinned host memory ({error}). Set memory.offload to disk.") from error
+            raise MemoryPlanError(f"no pinned host memory ({error}). Set memory.offload to disk.") from error
         self._kept = kept
 
     def restore(self, storages: list[torch.UntypedStorage]) -> None:
@@ -245,7 +245,7 @@ def _read(fd: int, into: memoryview, offset: int) -> None:
         try:
             count = os.preadv(fd, [into[done : done + PIECE]], offset + done)
         except OSError as error:
-            raise OffloadError(f"cannot read offloaded memory back ({error.strerror}). Resume the run.") from error
+            raise MemoryPlanError(f"cannot read offloaded memory back ({error.strerror}). Resume the run.") from error
         if count == 0:
-            raise OffloadError("the file of offloaded memory has been cut short. Resume the run from its checkpoint.")
+            raise MemoryPlanError("the file of offloaded memory has been cut short. Resume the run.")
         done += count

@@ -13,7 +13,7 @@ from collections.abc import Coroutine, Mapping
 from operator import attrgetter
 from typing import Any
 
-from trainer.errors import ConfigError, RewardError, RewardTimeout, RewardWorkerDied
+from trainer.errors import ConfigError, RewardError, RewardTimeout
 from trainer.worker_process import GRACE_S, Lost, WorkerProcess, start_worker
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 30.0  # between attempts to replace a worker
@@ -43,7 +43,7 @@ class WorkerPool:
         self.nbytes = sum(worker.nbytes for worker in self._workers)
 
     async def ask(self, request: Mapping[str, Any]) -> Any:
-        """The value a worker gives. Raises RewardError: what it raised there, RewardTimeout, RewardWorkerDied."""
+        """The value a worker gives. Raises RewardError: what it raised there, or its process ended; RewardTimeout."""
         alone = False
         while True:
             worker = await self._take(alone=alone)
@@ -75,7 +75,7 @@ class WorkerPool:
         except Lost:
             if shared:
                 raise
-            raise RewardWorkerDied(f"its process ended (status {await worker.status()}).") from None
+            raise RewardError(f"its process ended (status {await worker.status()}).") from None
         finally:
             worker.busy -= worker.room if alone else 1
             self._replace_dead()
@@ -87,7 +87,7 @@ class WorkerPool:
         return reply["value"]
 
     async def _take(self, *, alone: bool) -> WorkerProcess:
-        """A worker with room, or with nobody else in it. Raises RewardWorkerDied when there are none, nor will be."""
+        """A worker with room, or with nobody else in it. Raises RewardError when there are none, nor will be."""
         while True:
             self._replace_dead()
             able = (w for w in self._workers if w.alive and w.busy < (1 if alone else w.room))
@@ -96,7 +96,7 @@ class WorkerPool:
                 found.busy += found.room if alone else 1
                 return found
             if not self._workers and self._problem:
-                raise RewardWorkerDied(f"there is no process left to evaluate it: {self._problem}")
+                raise RewardError(f"there is no process left to evaluate it: {self._problem}")
             await self._changed.wait()
 
     def _replace_dead(self) -> None:

@@ -23,7 +23,7 @@ import orjson
 from trainer import routing
 from trainer.config import GatewayConfig
 from trainer.connection import Bearer, verify
-from trainer.errors import GatewayUnreachable, RolloutError
+from trainer.errors import RolloutError
 from trainer.trajectory import LENGTH, REPEAT, UNFINISHED, Turn, VersionSpan
 
 RETRYABLE = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -129,7 +129,7 @@ class GenerateClient:
         `budget`: the most tokens that each answer gets in this call; one that is not complete then comes back
         UNFINISHED. `begun` is what an earlier call brought of the request's only answer.
 
-        Raises GatewayUnreachable after that, RolloutError for a refusal or an answer that breaks the contract.
+        Raises RolloutError after `retry_s`, and for a refusal or an answer that breaks the contract.
         """
         assert begun is None or request.n == 1
         drafts = [_Draft.of(request, begun, budget) for _ in range(request.n)]
@@ -313,14 +313,14 @@ class _Patience:
         self._deadline, self._delay = math.inf, FIRST_DELAY_S
 
     async def pause(self, interruption: _Interrupted, *, progress: bool) -> None:
-        """Wait before the next try. Raises GatewayUnreachable when it has been enough."""
+        """Wait before the next try. Raises RolloutError when it has been enough."""
         if progress or interruption.swap:
             self._relax()
         else:
             self._deadline = min(self._deadline, time.monotonic() + self._config.retry_s)
         wait = self._delay if interruption.wait_s is None else max(interruption.wait_s, self._delay)
         if time.monotonic() + wait > self._deadline:
-            raise GatewayUnreachable(
+            raise RolloutError(
                 f"no rollout from {self._config.url} within {self._config.retry_s:g} s; last: {interruption.problem}. "
                 "Start the server with `hotswap up`, or set gateway.url."
             )

@@ -79,7 +79,7 @@ def test_what_cannot_be_is_refused_on_every_rank(two_ranks: Ranks, tiny_model: s
         assert rank[1] == ["MemoryPlanError", "actor is offloaded. Enter a phase that needs it first."]
     assert first[2][0] == "RankFailed"
     assert "rank 1" in first[2][1]
-    assert last[2][0] == "OffloadError"
+    assert last[2][0] == "MemoryPlanError"
     assert "memory.directory" in last[2][1]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.errors import OffloadError
+from trainer.errors import MemoryPlanError
 from trainer.memory.offload import DiskVault, HostVault, StorageComponent
 from weightsync.memory.pinned import pinned
 
@@ -108,7 +108,7 @@ def test_a_full_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "posix_fallocate", full)
     tensor = torch.arange(100.0)
     held = component(tmp_path, [tensor])
-    with pytest.raises(OffloadError, match=r"No space left.*memory\.directory"):
+    with pytest.raises(MemoryPlanError, match=r"No space left.*memory\.directory"):
         held.offload()
     assert held.state == "instantiated"
     assert tensor.sum() == 4950
@@ -158,15 +158,15 @@ def test_a_file_that_was_cut_short_is_noticed(tmp_path: Path) -> None:
     held.offload()
     assert vault._fd is not None
     os.ftruncate(vault._fd, 1000)
-    with pytest.raises(OffloadError, match="cut short"):
+    with pytest.raises(MemoryPlanError, match="cut short"):
         held.reload()
     assert held.state == "offloaded"
 
 
 def test_what_cannot_be_offloaded_is_said(tmp_path: Path) -> None:
-    with pytest.raises(OffloadError, match=r"gone .*memory\.directory"):
+    with pytest.raises(MemoryPlanError, match=r"gone .*memory\.directory"):
         component(tmp_path / "gone", [torch.zeros(3)]).offload()
-    with pytest.raises(OffloadError, match="shared memory"):
+    with pytest.raises(MemoryPlanError, match="shared memory"):
         component(tmp_path, [torch.zeros(100).share_memory_()]).offload()
 
 
@@ -262,6 +262,6 @@ def test_memory_that_cannot_be_pinned_is_an_error_that_says_what_to_do(monkeypat
     monkeypatch.setattr("trainer.memory.offload.pinned", lambda n, _: pinned(n, torch.device("cuda")))
     forgotten: list[None] = []
     monkeypatch.setattr("weightsync.memory.pinned.forget_error", lambda: forgotten.append(None))
-    with pytest.raises(OffloadError, match=r"status 2.*memory\.offload to disk"):
+    with pytest.raises(MemoryPlanError, match=r"status 2.*memory\.offload to disk"):
         HostVault().save([torch.ones(10).untyped_storage()])
     assert forgotten == [None], "else the next kernel raises it"

@@ -30,7 +30,7 @@ from trainer.config import (
 )
 from trainer.data.records import Record
 from trainer.data.tokenizer import Tokenizer
-from trainer.errors import ConfigError, RewardError, RewardWorkerDied
+from trainer.errors import ConfigError, RewardError
 from trainer.metrics.rollouts import rollout_metrics
 from trainer.rewards import ComparingReward, Reward, RewardRequest, SampleGroup, Score, Scorer, Weighted, build_scorer
 from trainer.rewards.pool import WorkerPool
@@ -326,7 +326,7 @@ async def test_a_worker_that_is_replaced_when_its_pool_is_closed_is_ended_too(
         ended.append(self.process.returncode)
 
     monkeypatch.setattr(WorkerProcess, "end", slowly)
-    with pytest.raises(RewardWorkerDied):
+    with pytest.raises(RewardError, match="status 3"):
         await pool.ask(DIE)
     closing = asyncio.create_task(pool.close())
     await asyncio.sleep(0)
@@ -344,19 +344,19 @@ async def test_without_workers_a_reward_fails_at_once_and_says_why(
 
     with monkeypatch.context() as patched:
         patched.setattr("trainer.rewards.pool.start_worker", refused)
-        with pytest.raises(RewardWorkerDied, match="status 3"):
+        with pytest.raises(RewardError, match="status 3"):
             await pool.ask(DIE)
-        with pytest.raises(RewardWorkerDied, match="no more processes"):
+        with pytest.raises(RewardError, match="no more processes"):
             await asyncio.wait_for(pool.ask(FINE), 120)
 
     async def answers() -> bool:
-        with contextlib.suppress(RewardWorkerDied):
+        with contextlib.suppress(RewardError):
             return await pool.ask(FINE) == 1.0
         return False
 
     await eventually(answers, 120)  # it is tried again and again
     await pool.close()
-    with pytest.raises(RewardWorkerDied, match="closed"):
+    with pytest.raises(RewardError, match="closed"):
         await pool.ask(FINE)
 
 
