@@ -57,11 +57,11 @@ def die_with_parent() -> None:
     die_with(os.getppid(), signal.SIGKILL)
 
 
-def status_of(run: Callable[[], int]) -> int:
-    """The exit status of `run`, or of what it raises, which has been said then. One that the user must mend is final
-    for all ranks."""
+def status_of(run: Callable[[], int | None]) -> int:
+    """The exit status of `run` (None: 0), or that of the error that it raised, which is printed. One that the user must
+    mend is final for all ranks."""
     try:
-        return run()
+        return run() or 0
     except RankFailed as error:
         return error.exit_code  # said by the rank that failed
     except Preempted as error:

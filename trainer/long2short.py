@@ -21,7 +21,8 @@ from trainer.config import TrainerConfig, load
 from trainer.data import build_dataset
 from trainer.data.records import Record, take
 from trainer.data.tokenizer import Tokenizer, model_tokenizer
-from trainer.errors import ConfigError, TrainerError, WeightsError
+from trainer.errors import ConfigError, WeightsError
+from trainer.launch import status_of
 from trainer.megatron.hf_files import HfTensors, finish_checkpoint, write_shards
 from trainer.rewards import build_scorer
 from trainer.rollouts.sampling import RolloutSampler
@@ -34,12 +35,7 @@ AT_ONCE = 16  # prompts whose answers are under way
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status."""
     parsed = _parser().parse_args(arguments)
-    try:
-        parsed.run(parsed)
-    except TrainerError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    return status_of(lambda: parsed.run(parsed))
 
 
 def merge(long: str | Path, short: str | Path, into: str | Path, share: float = 0.5) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from trainer.errors import TrainerError
+from trainer.launch import status_of
 from trainer.report.write import write_report
 
 
@@ -15,12 +15,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("metrics", nargs="+", help="the `metrics` file of a run")
     parser.add_argument("--to", metavar="DIR", help="where to (default: beside the first file)")
     parsed = parser.parse_args(arguments)
-    try:
-        print(write_report(parsed.metrics, parsed.to))
-    except TrainerError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    return status_of(lambda: print(write_report(parsed.metrics, parsed.to)))
 
 
 if __name__ == "__main__":

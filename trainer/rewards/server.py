@@ -32,7 +32,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from trainer.config import GatewayConfig, RewardConfig
 from trainer.config.strict import Count, Section, read
-from trainer.errors import ConfigError, TrainerError
+from trainer.errors import ConfigError
+from trainer.launch import status_of
 from trainer.main import quiet
 from trainer.rewards import ComparingReward, RewardRequest, Scorer, Weighted, build_rewards
 from weightsync.tls import is_loopback
@@ -197,14 +198,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="override a value, e.g. port=8500")
     parsed = parser.parse_args(arguments)
     quiet()
-    try:
-        serve(read(RewardServerConfig, parsed.config, parsed.set))
-    except TrainerError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return status_of(lambda: serve(read(RewardServerConfig, parsed.config, parsed.set)))
 
 
 if __name__ == "__main__":
