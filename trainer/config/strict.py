@@ -34,7 +34,7 @@ FunctionName = Annotated[str, Meta(pattern=r"^[^:]+:[^:]+\Z", description="Write
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A section of a configuration."""
+    """A section of a configuration. Types and ranges are checked by `convert`, not by the constructor."""
 
 
 class Named(Section, frozen=True, tag_field="name"):
