@@ -151,7 +151,7 @@ def _show(config: TrainerConfig, count: int) -> int:
     from trainer.algorithms import build_algorithm
     from trainer.batch import Sequence
     from trainer.data import run_records
-    from trainer.data.records import take
+    from trainer.data.records import place, take
     from trainer.data.show import shown
     from trainer.data.tokenizer import model_tokenizer
 
@@ -161,7 +161,7 @@ def _show(config: TrainerConfig, count: int) -> int:
         record = records[index]
         asked = [Sequence(record.prompt_ids, ())]
         for sequence in asked if algorithm.learns == "samples" else algorithm.sequences([record], []):
-            print(f"--- record {index}: {shown(sequence, tokenizer)}")
+            print(f"--- record {index}{place(records, index)}: {shown(sequence, tokenizer)}")
     return 0
 
 

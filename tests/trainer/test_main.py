@@ -98,12 +98,11 @@ def test_the_first_records_are_shown_as_they_are_trained_on(
         assert main([*arguments(config | more, tmp_path), "--show", "2"]) == 0
         shown[name] = capfd.readouterr().out
     first, second = take(8, 3, 0, 2)
-    assert f"--- record {first}: 6 tokens, 2 learned\n{first}+1=[[{first + 1}<eos>]]\n" in shown["sft"]
+    head = f"--- record {first} ({tmp_path}/rows.jsonl, line {first + 1}):"
+    assert f"{head} 6 tokens, 2 learned\n{first}+1=[[{first + 1}<eos>]]\n" in shown["sft"]
     assert f"\n{second}+1=[[{second + 1}<eos>]]\n" in shown["sft"]
-    assert (
-        f"{first}+1=[[{first + 1}<eos>]]\n--- record {first}: 6 tokens, 2 learned\n{first}+1=[[0<eos>]]" in shown["dpo"]
-    )
-    assert f"--- record {first}: 4 tokens, 0 learned\n{first}+1=\n" in shown["grpo"]
+    assert f"{first}+1=[[{first + 1}<eos>]]\n{head} 6 tokens, 2 learned\n{first}+1=[[0<eos>]]" in shown["dpo"]
+    assert f"{head} 4 tokens, 0 learned\n{first}+1=\n" in shown["grpo"]
     assert shown["sft"].count("--- record") == 2
 
 

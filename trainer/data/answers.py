@@ -26,7 +26,7 @@ Key = tuple[str, str, str]  # id of an answer, and name and id of the key that g
 
 
 class AnswerLog:
-    """The format. A unit is a segment, and a record's place its line."""
+    """The format. A unit is a segment."""
 
     def units(self, file: File, config: FileData) -> list[Unit]:
         return [Unit(file.url)]
@@ -36,8 +36,8 @@ class AnswerLog:
         assert isinstance(config, AnswersData)
         files = find_files(config.pattern(unit.url.rpartition("/")[0]))
         index = _index(tuple(files), config)
-        for number, record in _lines(unit.url):
-            yield index.learnt(number, record) if record["record"] == "answer" else None
+        for record in _lines(unit.url):
+            yield index.learnt(record) if record["record"] == "answer" else None
 
 
 class _Unusable(ValueError):
@@ -54,15 +54,15 @@ class _Index:
     liked: dict[int, tuple[float, str]] = field(default_factory=dict)
     first: dict[int, Key] = field(default_factory=dict)
 
-    def learnt(self, number: int, record: dict[str, Any]) -> Raw:
-        """The record of a data set that this answer gives."""
+    def learnt(self, record: dict[str, Any]) -> Raw:
+        """The record of a data set that this answer gives, None if it gives none."""
         said = self.said.get(_key(record))
         if not self._wanted(record, said):
             return None
         try:
             found = self._learnt(record, said)
         except _Unusable as error:
-            return Bad(number, str(error))
+            return Bad(str(error))
         if found is None:
             return None
         about = record["about"]
@@ -71,7 +71,7 @@ class _Index:
             "weight_version": about["first_version"],
             "score": (said or {}).get("score"),
         }
-        return number, {**found, "metadata": record["metadata"], "extra": extra}
+        return {**found, "metadata": record["metadata"], "extra": extra}
 
     def _learnt(self, record: dict[str, Any], said: dict[str, Any] | None) -> dict[str, Any] | None:
         if self.config.learn == "prompts":
@@ -130,21 +130,21 @@ class _Index:
 def _index(files: tuple[File, ...], config: AnswersData) -> _Index:
     index = _Index(config)
     for file in files:
-        for _, record in _lines(file.url):
+        for record in _lines(file.url):
             if record["record"] == "feedback":
                 at = _key(record)
                 if at not in index.said or index.said[at]["time"] <= record["time"]:
                     index.said[at] = record
     if config.learn != "corrections":
         for file in files:
-            for _, record in _lines(file.url):
+            for record in _lines(file.url):
                 if record["record"] == "answer":
                     index.take(record)
     return index
 
 
-def _lines(url: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line numbers, from 1, and records. Raises DataError for what is none."""
+def _lines(url: str) -> Iterator[dict[str, Any]]:
+    """The records. Raises DataError for what is none."""
     with opened(url) as stream:
         for number, line in enumerate(stream, 1):
             try:
@@ -158,7 +158,7 @@ def _lines(url: str) -> Iterator[tuple[int, dict[str, Any]]]:
                 raise DataError(
                     f"{url}, line {number}: format {version} of the log, and {FORMAT} is known here. Use one release."
                 )
-            yield number, record
+            yield record
 
 
 def _key(record: dict[str, Any]) -> Key:

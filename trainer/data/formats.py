@@ -6,6 +6,7 @@ A format cuts a file into units that can be read apart, each giving raw records 
 from __future__ import annotations
 
 import codecs
+import gzip
 import io
 import json
 import re
@@ -29,7 +30,9 @@ UNIT_BYTES = 1 << 25  # of a file read by one worker at a time
 LARGEST_BYTES = 1 << 26  # of one record
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lzma", ".zip")
 BATCH_ROWS = 256
-JSON, TEXT = "json", {"txt": "prompt"}
+JSON, TEXT, NAME = "json", {"txt": "prompt"}, "__key__"
+LEFT_OUT = "the rest of it is left out"
+_PLACES = {"jsonl": "line", "answers": "line", "webdataset": "sample"}
 _BEYOND = re.compile(rb"\d{19}|NaN|Infinity")  # what orjson rounds or refuses, and Python's json reads
 _OTHERS = {  # by the first bytes of a file
     b"[": "it begins an array, and lines of one object each are wanted: convert the file with jq -c '.[]'",
@@ -49,14 +52,21 @@ class Unit(msgspec.Struct, frozen=True):
 
 
 class Bad(msgspec.Struct, frozen=True):
-    """`count` records that cannot be read, at a place in the unit: a line number from 1, or words."""
+    """`count` records that cannot be read, with a name if the format gives records names."""
 
-    place: int | str
     reason: str
     count: int = 1
+    name: str = ""
 
 
-Raw = tuple[int | str, Any] | Bad | None  # a place and the record there; None for an empty line
+Raw = Any  # a record; Bad; or None, which counts for places alone: an empty line
+
+
+def place(kind: str, url: str, number: int, bad: Bad | None = None) -> str:
+    """The place of record `number` of a file, from 1, for messages; of as many as a bad one stands for."""
+    word = _PLACES.get(kind, "row")
+    several = f"{word}s {number} to {number + bad.count - 1}" if bad and bad.count > 1 else f"{word} {number}"
+    return f"{url}, {several}{f' ({bad.name})' if bad and bad.name else ''}"
 
 
 class Format(Protocol):
@@ -72,8 +82,7 @@ class Format(Protocol):
 
 
 class Jsonl:
-    """JSON lines. A unit is a range of bytes: the lines that begin in it. A compressed file is one unit. Places are
-    line numbers, from 1 at the start of the unit."""
+    """JSON lines. A unit is a range of bytes: the lines that begin in it. A compressed file is one unit."""
 
     def units(self, file: File, config: FileData) -> list[Unit]:
         if file.url.endswith(COMPRESSED) or not file.seekable or file.size <= UNIT_BYTES:
@@ -81,28 +90,40 @@ class Jsonl:
         return [Unit(file.url, start, start + UNIT_BYTES) for start in range(0, file.size, UNIT_BYTES)]
 
     def read(self, unit: Unit, config: FileData) -> Iterator[Raw]:
-        number = 0
-        try:
-            for number, line in enumerate(_lines(unit), 1):
-                yield _parse(number, line, number == 1 and unit.start == 0) if line.strip() else None
-        except (EOFError, zlib.error, LZMAError) as error:
-            yield Bad(number + 1, f"the compressed file is damaged ({error}); the rest of it is left out")
-        except OSError as error:
-            if error.errno is not None or not unit.url.endswith(COMPRESSED):
-                raise
-            yield Bad(number + 1, f"the compressed file is damaged ({error}); the rest of it is left out")
+        return _until_damaged(_json(unit), unit.url)
 
 
-def _parse(number: int, line: bytes, first: bool) -> Raw:
+def _json(unit: Unit) -> Iterator[Raw]:
+    for number, line in enumerate(_lines(unit)):
+        yield _parse(line, number == 0 and unit.start == 0) if line.strip() else None
+
+
+def _parse(line: bytes, first: bool) -> Raw:
     if len(line) > LARGEST_BYTES:
-        return Bad(number, f"the line is longer than {LARGEST_BYTES} bytes")
+        return Bad(f"the line is longer than {LARGEST_BYTES} bytes")
     for start, reason in _OTHERS.items() if first else ():
         if line.startswith(start):
-            return Bad(number, reason)
+            return Bad(reason)
     try:
-        return number, parsed(line)
+        value = parsed(line)
     except ValueError as error:
-        return Bad(number, f"it is not JSON ({error})")
+        return Bad(f"it is not JSON ({error})")
+    return Bad("it is not an object") if value is None else value
+
+
+def _until_damaged(records: Iterator[Raw], url: str) -> Iterator[Raw]:
+    """The records of a file that may be compressed, and in place of those behind a damage one that is bad."""
+    try:
+        yield from records
+    except (EOFError, zlib.error, LZMAError, OSError) as error:
+        if not (_of_content(error) and url.endswith(COMPRESSED)):
+            raise
+        yield Bad(f"the compressed file is damaged ({error}); {LEFT_OUT}")
+
+
+def _of_content(error: Exception) -> bool:
+    """Whether the file is wrong, rather than the reading of it: OSError is raised for both."""
+    return not isinstance(error, OSError) or (type(error) in (OSError, gzip.BadGzipFile) and error.errno is None)
 
 
 def parsed(text: bytes) -> Any:
@@ -147,8 +168,7 @@ def _pieces(stream: Any) -> Iterator[bytes]:
 
 
 class Parquet:
-    """Parquet. A unit is a range of row groups; only the columns that the configuration names are read. Places are
-    `row N`, from 1 at the start of the file."""
+    """Parquet. A unit is a range of row groups; only the columns that the configuration names are read."""
 
     def units(self, file: File, config: FileData) -> list[Unit]:
         if not file.seekable:
@@ -169,21 +189,17 @@ class Parquet:
 
         with _parquet(unit.url) as parquet:
             columns = _columns(parquet.schema_arrow.names, config)
-            row = sum(parquet.metadata.row_group(g).num_rows for g in range(unit.start))
             for group in range(unit.start, unit.end):
-                rows = parquet.metadata.row_group(group).num_rows
-                done = 0
+                left = parquet.metadata.row_group(group).num_rows
                 try:
                     for batch in parquet.iter_batches(BATCH_ROWS, [group], columns, use_threads=False):
                         for value in batch.to_pylist():
-                            done += 1
-                            yield f"row {row + done}", value
+                            left -= 1
+                            yield value
                 except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
                     if not _of_content(error):
                         raise
-                    reason = f"its row group {group} is damaged ({error})"
-                    yield Bad(f"rows {row + done + 1} to {row + rows}", reason, rows - done)
-                row += rows
+                    yield Bad(f"row group {group} is damaged ({error})", left)
 
 
 @contextmanager
@@ -201,11 +217,6 @@ def _parquet(url: str) -> Iterator[Any]:
         yield parquet
 
 
-def _of_content(error: Exception) -> bool:
-    """Whether the file is wrong, rather than the reading of it: Arrow raises OSError for both."""
-    return not isinstance(error, OSError) or (type(error) is OSError and error.errno is None)
-
-
 def _columns(names: list[str], config: FileData) -> list[str]:
     wanted = {config.prompt_key, config.target_key, config.answer_key, config.chosen_key, config.rejected_key}
     wanted |= {"extra", TOOLS, *KEYS, *config.extra_keys}
@@ -214,8 +225,8 @@ def _columns(names: list[str], config: FileData) -> list[str]:
 
 class WebDataset:
     """WebDataset shards: tar files in which neighbours with the same name up to its first dot are one sample
-    (https://github.com/webdataset/webdataset). A unit is a shard; nothing is unpacked onto the disk. Places are the
-    samples' names."""
+    (https://github.com/webdataset/webdataset). A unit is a shard; nothing is unpacked onto the disk. A record's name
+    is its key `__key__`, as in the library of that name."""
 
     def units(self, file: File, config: FileData) -> list[Unit]:
         return [Unit(file.url)]
@@ -225,8 +236,10 @@ class WebDataset:
         try:
             for name, parts in _samples(unit.url):
                 yield _record(name, parts)
-        except (tarfile.TarError, EOFError, zlib.error) as error:
-            yield Bad(f"after sample {name!r}", f"the shard is damaged ({error}); the rest of it is left out")
+        except (tarfile.TarError, EOFError, zlib.error, LZMAError, OSError) as error:
+            if not _of_content(error):
+                raise
+            yield Bad(f"the shard is damaged after {name!r} ({error}); {LEFT_OUT}")
 
 
 def _samples(url: str) -> Iterator[tuple[str, dict[str, bytes | None]]]:
@@ -272,10 +285,10 @@ def _split(path: str) -> tuple[str, str, str]:
 
 
 def _record(name: str, parts: dict[str, bytes | None]) -> Raw:
-    place, record = f"sample {name!r}", dict[str, Any]()
+    record: dict[str, Any] = {NAME: name}
     for extension, content in parts.items():
         if content is None:
-            return Bad(place, f".{extension} is larger than {LARGEST_BYTES} bytes")
+            return Bad(f".{extension} is larger than {LARGEST_BYTES} bytes", name=name)
         try:
             if extension == JSON:
                 value = parsed(content)
@@ -286,6 +299,6 @@ def _record(name: str, parts: dict[str, bytes | None]) -> Raw:
                 record[TEXT.get(extension, extension)] = content.decode()
         except ValueError as error:
             if extension == JSON or extension.endswith(f".{JSON}"):
-                return Bad(place, f".{extension} is not JSON ({error})")
+                return Bad(f".{extension} is not JSON ({error})", name=name)
             # Another's file, an image say: no text, and not asked for.
-    return place, record
+    return record

@@ -53,7 +53,8 @@ class Record:
 
 class Dataset(Protocol):
     """Records by index, and the held-out ones that are never trained on. One that leaves records out says so in a
-    method `summary() -> dict` (JSON values); one whose content can change has a `digest` of it."""
+    method `summary() -> dict` (JSON values); one whose content can change has a `digest` of it; one that reads files
+    says in `place(index) -> str` where a record is."""
 
     @property
     def held_out(self) -> Sequence[Record]: ...
@@ -67,6 +68,11 @@ def summary(dataset: Dataset) -> dict[str, Any]:
     """What the metrics say about a data set: how many records and held-out ones, and what it says itself."""
     said = dataset.summary() if hasattr(dataset, "summary") else {}
     return {"records": len(dataset), "held_out": len(dataset.held_out), **said}
+
+
+def place(dataset: Dataset, index: int) -> str:
+    """Where a record is, in brackets behind a space: its file, and the line or row; nothing of a generated one."""
+    return f" ({dataset.place(index)})" if hasattr(dataset, "place") else ""
 
 
 def take(size: int, seed: int, start: int, count: int) -> list[int]:

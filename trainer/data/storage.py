@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import fsspec
-import zstandard
 
 from trainer.errors import DataError
 
 HTTP = ("http://", "https://")
 # What says, without reading a file, that it is no longer the one it was; stores name it differently.
 _STAMPS = ("mtime", "ETag", "etag", "md5Hash", "Content-MD5", "checksum", "LastModified", "last_modified", "updated")
-BLOCK_BYTES = 1 << 16
+_CLIENTS = ("aiohttp", "azure", "botocore", "fsspec", "gcsfs", "google", "httpx", "httpx2", "s3fs")
 
 
 @dataclass(frozen=True)
@@ -29,10 +27,6 @@ class File:
     size: int
     stamp: str
     seekable: bool = True
-
-    @property
-    def remote(self) -> bool:
-        return is_remote(self.url)
 
 
 def is_remote(url: str) -> bool:
@@ -74,7 +68,11 @@ def opened(url: str, start: int | None = None, *, decompress: bool = True) -> It
     with fsspec.open(url, "rb", compression=compression, block_size=0 if whole_over_http else 1 << 22) as stream:
         if start:
             stream.seek(start)
-        yield ZstdReader(stream) if zstd else stream
+        if zstd:
+            import pyarrow as pa  # slow to import; fsspec's own reader ends with the first frame, in silence
+
+            stream = pa.CompressedInputStream(pa.PythonFile(stream, "r"), "zstd")
+        yield stream
 
 
 @contextlib.contextmanager
@@ -89,14 +87,14 @@ def explained(url: str) -> Iterator[None]:
     except DataError:
         raise
     except Exception as error:
-        if not isinstance(error, OSError) and not _of_client(error):
+        if not isinstance(error, OSError) and not of_client(error):
             raise
         raise DataError(f"cannot read {url}: {str(error) or type(error).__name__}. Check it and its store.") from error
 
 
-def _of_client(error: Exception) -> bool:
+def of_client(error: Exception) -> bool:
     """Whether an HTTP client raised it; these errors are no OSError."""
-    return type(error).__module__.split(".")[0] in ("aiohttp", "botocore", "google", "azure", "gcsfs", "s3fs", "fsspec")
+    return type(error).__module__.split(".")[0] in _CLIENTS
 
 
 def _glob(url: str) -> list[File]:
@@ -113,6 +111,11 @@ def _glob(url: str) -> list[File]:
         return [_file(filesystem, path, path if local else filesystem.unstrip_protocol(path)) for path in found]
 
 
+def file_at(url: str) -> File:
+    """The file of a path or URL without wildcards. Raises what the store does: see `explained`."""
+    return _file(*fsspec.core.url_to_fs(url), url)
+
+
 def _file(filesystem: Any, path: str, url: str) -> File:
     info = filesystem.info(path)
     if info.get("type") == "directory":
@@ -121,40 +124,3 @@ def _file(filesystem: Any, path: str, url: str) -> File:
     size = info.get("size")
     seekable = bool(info.get("partial")) if url.startswith(HTTP) else True
     return File(url, -1 if size is None else int(size), stamp, seekable)
-
-
-class ZstdReader(io.RawIOBase):
-    """The content of one frame or several, one after the other. Raises EOFError where the last is not whole."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        self._frame: Any = None  # None between two frames
-        self._content = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._content:
-            block = self._stream.read(BLOCK_BYTES)
-            if not block:
-                if self._frame is not None:
-                    raise EOFError("it ends before its last frame does")
-                return 0
-            self._content = memoryview(self._decompress(block))
-        size = min(len(buffer), len(self._content))
-        buffer[:size] = self._content[:size]
-        self._content = self._content[size:]
-        return size
-
-    def _decompress(self, block: bytes) -> bytes:
-        parts = []
-        while block:
-            self._frame = self._frame or zstandard.ZstdDecompressor().decompressobj()
-            try:
-                parts.append(self._frame.decompress(block))
-            except zstandard.ZstdError as error:
-                raise EOFError(str(error)) from None
-            block = self._frame.unused_data if self._frame.eof else b""
-            self._frame = None if self._frame.eof else self._frame
-        return b"".join(parts)

@@ -1,224 +1,223 @@
-"""One unit of a source to one segment of the cache: what a worker does, its messages, and what a segment is.
+"""Raw records to tokenised ones: what becomes of one unit of a source, the processes, and the files that they write.
 
-A worker is `python -m trainer.data.tokenise`; after a first line (Setup) it reads JSON lines saying what to do (Task),
-writes the segment and answers each with one JSON line (Done, or Failed). It ends with its input, or with its parent.
+NAME.records    the records end to end, msgpack
+NAME.index      int64 [n, 3], little-endian: where record i ends, its 64-bit digest, its number in its file, from 1
 
-A segment is two files: tokenised records, and their places.
-
-    NAME.records    the records end to end, msgpack
-    NAME.index      int64 [n, 2], little-endian: where record i ends, and its 64-bit digest
-
-Nothing but the index of the segments in use is mapped; a record is read and checked when it is asked for.
+A unit becomes a pair of files of its own, which `Writer.take` appends to the pair of the whole. Nothing but the index
+of the whole is mapped; a record is read and checked when it is asked for.
 """
 
 from __future__ import annotations
 
-import array
 import contextlib
+import multiprocessing
 import os
-import sys
+import shutil
+import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
 import xxhash
 
-from trainer.config import AnswersData, FileData, JsonlData, ParquetData, WebDatasetData, strict
+from trainer.config import FileData
 from trainer.data.answers import AnswerLog
-from trainer.data.formats import Bad, Format, Jsonl, Parquet, Unit, WebDataset
+from trainer.data.formats import NAME, Bad, Format, Jsonl, Parquet, Unit, WebDataset
 from trainer.data.parse import BadRecord, Needs, Parser, Tokenised, TooLong
 from trainer.data.storage import explained, is_remote
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import DataError
+from trainer.launch import die_with_parent
 
+FORMATS: dict[str, Format] = {
+    "jsonl": Jsonl(),
+    "parquet": Parquet(),
+    "webdataset": WebDataset(),
+    "answers": AnswerLog(),
+}
 NAMED = 20  # bad records that are named; all are counted
 ATTEMPTS, DELAY_S = 3, 1.0  # for stores that are reached over a network
-
-
-_KINDS: dict[str, tuple[type[FileData], Format]] = {
-    "jsonl": (JsonlData, Jsonl()),
-    "parquet": (ParquetData, Parquet()),
-    "webdataset": (WebDatasetData, WebDataset()),
-    "answers": (AnswersData, AnswerLog()),
-}
+SMALL_BYTES = 1 << 22  # not worth the start of a process
+_ROW = struct.Struct("<3q")
 _INT64_MAX = (1 << 63) - 1
 
 
-class Setup(msgspec.Struct, frozen=True):
-    """The first message to a worker."""
-
-    model: str
-    template: str | None
-    given: dict[str, Any]
-    directory: str
-    kind: Literal["jsonl", "parquet", "webdataset", "answers"]
-    config: dict[str, Any]
-    needs: Needs
-
-
-class Task(msgspec.Struct, frozen=True, tag=True):
-    """Tokenise a unit into the segment `name`."""
-
-    name: str
-    unit: Unit
-
-
-class Done(msgspec.Struct, frozen=True, tag=True):
-    """The result of a unit. `places` counts its lines, for naming those of the next unit; `bad` are the first few."""
+class Done(msgspec.Struct, frozen=True):
+    """The result of a unit. `places` counts its lines or rows; `bad` are the first few, each with its number."""
 
     records: int
-    size: int
     tokens: int
     places: int
     bad_records: int
     too_long: int
-    bad: list[Bad]
+    bad: list[tuple[int, Bad]]
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The unit cannot be read at all; the message says what to do."""
+def tokenise(
+    units: Sequence[Unit], size: int, config: FileData, tokenizer: Tokenizer, needs: Needs, directory: Path
+) -> Iterator[Done]:
+    """Write part i (see `part_name`) from unit i, for all units, on as many processes as the configuration and the work
+    ask for; the result of each, in the units' order. Raises DataError for the first unit that cannot be read; closing
+    the iterator ends the processes."""
+    names = [part_name(number) for number in range(len(units))]
+    count = min(config.workers or len(os.sched_getaffinity(0)), len(units))
+    if count <= 1 or (size < SMALL_BYTES and config.workers == 0):
+        yield from map(Worker(config, tokenizer, needs, directory), names, units)
+        return
+    context, done = multiprocessing.get_context("spawn"), 0
+    stop = context.RawValue("b", 0)
+    model = (str(tokenizer.directory), tokenizer.template, tokenizer.given)
+    pool = ProcessPoolExecutor(count, context, _begin, (config, model, needs, directory, stop))
+    try:
+        for result in pool.map(_in_process, names, units):
+            yield result
+            done += 1
+    except BrokenProcessPool:
+        raise DataError(
+            f"a worker that tokenised {units[done].url}, or a part behind it, died; what it printed says why. "
+            "If it was killed for memory, lower data.workers."
+        ) from None
+    finally:
+        stop.value = 1
+        pool.shutdown(cancel_futures=True)
 
-    message: str
+
+def part_name(number: int) -> str:
+    return f"{number:06d}"
 
 
-def format_of(kind: str) -> Format:
-    """The format of the files that a config entry of this kind names."""
-    return _KINDS[kind][1]
+_worker: Worker | None = None  # of this process, if it is one of the pool's
+
+
+def _begin(config: FileData, model: tuple[Any, ...], needs: Needs, directory: Path, stop: Any) -> None:
+    global _worker
+    die_with_parent()
+    os.dup2(2, 1)  # the metrics may go to the standard output, and libraries print there
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _worker = Worker(config, Tokenizer(*model), needs, directory, stop)
+
+
+def _in_process(name: str, unit: Unit) -> Done:
+    assert _worker is not None
+    return _worker(name, unit)
 
 
 class Worker:
-    """Tokenises units in this process."""
+    """Tokenises units in this process, until `stop.value` is set."""
 
-    def __init__(self, config: FileData, tokenizer: Tokenizer, needs: Needs, directory: Path) -> None:
-        self._config, self._directory = config, directory
-        self._parse, self._format = Parser(config, tokenizer, needs), format_of(config.kind)
+    def __init__(self, config: FileData, tokenizer: Tokenizer, needs: Needs, directory: Path, stop: Any = None) -> None:
+        self._config, self._directory, self._stop = config, directory, stop
+        self._parse, self._format = Parser(config, tokenizer, needs), FORMATS[config.kind]
 
-    def __call__(self, task: Task) -> Done:
+    def __call__(self, name: str, unit: Unit) -> Done:
         """Tries again after what may pass. Raises DataError when the unit cannot be read."""
-        attempts = ATTEMPTS if is_remote(task.unit.url) else 1
+        attempts = ATTEMPTS if is_remote(unit.url) else 1
         for attempt in range(1, attempts + 1):
             try:
-                with explained(task.unit.url):
-                    return self._segment(task)
+                with explained(unit.url):
+                    return self._part(name, unit)
             except DataError:
                 if attempt == attempts:
                     raise
                 time.sleep(DELAY_S * attempt)
         raise AssertionError("unreachable")
 
-    def _segment(self, task: Task) -> Done:
-        bad: list[Bad] = []
+    def _part(self, name: str, unit: Unit) -> Done:
+        bad: list[tuple[int, Bad]] = []
         places = bad_records = too_long = 0
-        with SegmentWriter(self._directory, task.name) as segment:
-            for raw in self._format.read(task.unit, self._config):
-                places, found = places + 1, raw
+        with Writer(self._directory, name) as part:
+            for raw in self._format.read(unit, self._config):
+                place = places + 1
+                places += raw.count if isinstance(raw, Bad) else 1
                 if raw is None:
                     continue
-                if not isinstance(raw, Bad):
-                    place, value = raw
-                    try:
-                        for record in self._parse(value):
-                            segment.append(record)
-                        continue
-                    except TooLong:
-                        too_long += 1
-                        continue
-                    except OverflowError:
-                        found = Bad(place, "it keeps an integer of more than 64 bits: write it as a text")
-                    except BadRecord as error:
-                        found = Bad(place, str(error))
-                assert isinstance(found, Bad)
-                bad_records += found.count
-                bad += [found] if len(bad) < NAMED else []
-                if bad_records > self._config.max_bad:
+                found = raw if isinstance(raw, Bad) else None
+                try:
+                    for record in [] if found else self._parse(raw):
+                        part.append(record, place)
+                except TooLong:
+                    too_long += 1
+                except OverflowError:
+                    found = Bad("it keeps an integer of more than 64 bits: write it as a text")
+                except BadRecord as error:
+                    found = Bad(str(error), name=raw.get(NAME, "") if isinstance(raw, dict) else "")
+                if found:
+                    bad_records += found.count
+                    bad += [(place, found)] if len(bad) < NAMED else []
+                if bad_records > self._config.max_bad or (self._stop is not None and self._stop.value):
                     break  # the run ends anyway
-        return Done(segment.count, segment.size, segment.tokens, places, bad_records, too_long, bad)
+        return Done(part.count, part.tokens, places, bad_records, too_long, bad)
 
 
-def main() -> None:
-    """The worker process."""
-    from trainer.launch import die_with_parent
-
-    die_with_parent()
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # what libraries print must not come between the answers
-    setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=Setup)
-    config: FileData = strict.build(_KINDS[setup.kind][0], setup.config)
-    tokenizer = Tokenizer(setup.model, setup.template, setup.given)
-    worker = Worker(config, tokenizer, setup.needs, Path(setup.directory))
-    for line in sys.stdin.buffer:
-        answer: Done | Failed
-        try:
-            answer = worker(msgspec.json.decode(line, type=Task))
-        except DataError as error:
-            answer = Failed(str(error))
-        answers.write(msgspec.json.encode(answer) + b"\n")
-
-
-class SegmentWriter:
-    """Appends records. Use as a context; the index is written when it ends well."""
+class Writer:
+    """Writes a pair of files. Use as a context. Raises DataError when the disk refuses."""
 
     def __init__(self, directory: Path, name: str) -> None:
-        self.path = directory / f"{name}.records"
-        with writing(self.path):
-            self._records = self.path.open("wb")
-        self._index_path = directory / f"{name}.index"
-        self._index = array.array("q")
-        self._end = 0
-        self.tokens = 0
+        self.count = self.size = self.tokens = 0
+        self._path = directory / f"{name}.records"
+        with writing(self._path):
+            self._records = self._path.open("wb")
+            self._index = self._path.with_suffix(".index").open("wb")
 
-    @property
-    def count(self) -> int:
-        return len(self._index) // 2
-
-    @property
-    def size(self) -> int:
-        return self._end
-
-    def append(self, record: Tokenised) -> None:
+    def append(self, record: Tokenised, place: int) -> None:
+        """`place` is the record's number in its unit."""
         encoded = msgspec.msgpack.encode(record)
-        with writing(self.path):
+        self.count, self.size, self.tokens = self.count + 1, self.size + len(encoded), self.tokens + record.tokens
+        with writing(self._path):
             self._records.write(encoded)
-        self._end += len(encoded)
-        self.tokens += record.tokens
-        self._index.extend((self._end, _digest(encoded)))
+            self._index.write(_ROW.pack(self.size, _digest(encoded), place))
 
-    def __enter__(self) -> SegmentWriter:
+    def take(self, name: str, places: int) -> None:
+        """Moves the records of a part behind these; `places` is how many lines or rows its file has before the part."""
+        part = self._path.with_name(f"{name}.records")
+        index = np.fromfile(part.with_suffix(".index"), "<i8").reshape(-1, 3) + np.array([self.size, 0, places])
+        with writing(self._path):
+            with part.open("rb") as records:
+                shutil.copyfileobj(records, self._records, 1 << 20)
+            self._index.write(index.tobytes())
+            self.count, self.size = self.count + len(index), self.size + part.stat().st_size
+            part.unlink()
+            part.with_suffix(".index").unlink()
+
+    def __enter__(self) -> Writer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, _: object, __: TracebackType | None) -> None:
-        with writing(self.path):
-            self._records.close()
-            if kind is None:
-                np.frombuffer(self._index, dtype="<i8").tofile(self._index_path)
+        with writing(self._path), self._records, self._index:
+            pass
 
 
-def digests(directory: Path, name: str) -> bytes:
-    """The digests of all records of a written segment, in order."""
-    return np.fromfile(directory / f"{name}.index", "<i8").reshape(-1, 2)[:, 1].tobytes()
-
-
-class Segment:
-    """Random access to a written segment."""
+class Records:
+    """Random access to the records of a written pair of files."""
 
     def __init__(self, directory: Path, name: str, count: int) -> None:
-        self.path = directory / f"{name}.records"
-        self._records = self.path.open("rb", buffering=0)  # closed with this object
-        shape = (count, 2)
-        self._index = np.memmap(directory / f"{name}.index", "<i8", "r", shape=shape) if count else np.empty(shape)
+        self._path = directory / f"{name}.records"
+        self._records = self._path.open("rb", buffering=0)  # closed with this object
+        index, shape = self._path.with_suffix(".index"), (count, 3)
+        self._index = np.memmap(index, "<i8", "r", shape=shape) if count else np.empty(shape, "<i8")
 
     def read(self, index: int) -> Tokenised:
         """Raises DataError when the bytes are not those that were written."""
         start = int(self._index[index - 1, 0]) if index else 0
-        end, digest = (int(number) for number in self._index[index])
+        end, digest, _ = (int(number) for number in self._index[index])
         encoded = os.pread(self._records.fileno(), end - start, start)
         if len(encoded) != end - start or _digest(encoded) != digest:
-            raise DataError(f"{self.path} is damaged at byte {start}. Remove {self.path.parent}; it is made anew.")
+            raise DataError(f"{self._path} is damaged at byte {start}. Remove {self._path.parent}; it is made anew.")
         return msgspec.msgpack.decode(encoded, type=Tokenised)
+
+    def place(self, index: int) -> int:
+        """The number of a record's line or row in its file, from 1."""
+        return int(self._index[index, 2])
+
+    def digest(self, window: range) -> str:
+        """Of some records in order: the same however their files were cut and wherever these are."""
+        return xxhash.xxh3_128_hexdigest(self._index[window.start : window.stop, 1].tobytes())
 
 
 @contextlib.contextmanager
@@ -232,7 +231,3 @@ def writing(path: Path) -> Iterator[None]:
 
 def _digest(data: bytes) -> int:
     return xxhash.xxh3_64_intdigest(data) & _INT64_MAX
-
-
-if __name__ == "__main__":
-    main()
