@@ -1,7 +1,7 @@
 # syntax=docker/dockerfile:1
 # docker build -t hotswap:cpu .
 # docker build -t hotswap:cuda --build-arg ACCEL=cuda .            # for NVIDIA GPUs, with TransformerEngine
-# docker build -t hotswap:full --build-arg EXTRAS=extras-cpu .     # RDMA, Parquet, followed runs: see requirements/
+# docker build -t hotswap:full --build-arg EXTRAS=extras-cpu .     # RDMA, followed runs: see requirements/
 # docker run --shm-size 4g -v /models:/models:ro -p 8000:8000 hotswap:cpu up --model /models/NAME --host 0.0.0.0
 # Versions live in /dev/shm: give it three times the size of the model. On Kubernetes: k8s/README.md.
 ARG ACCEL=cpu

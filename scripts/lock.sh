@@ -4,7 +4,7 @@
 # no other Python: lists for GPUs are for 3.12, which Megatron-Core's newer releases want, all others for 3.11.
 #
 #   cpu, cuda                 serving and training          extras `cpu` and `cuda`
-#   extras-cpu, extras-cuda   what some users add to that   extras `data`, `track`, `ray` and `rdma-*`
+#   extras-cpu, extras-cuda   what some users add to that   extras `gym`, `track`, `ray` and `rdma-*`
 #   fp8-cuda                  TransformerEngine, too        extra `fp8`
 #   gpu-emulated              apart, of the emulated GPU    extra `cuda` and group `gpu-emulated`, without kernels
 #   gpu-emulated-0.33         the same with vLLM 0.33
@@ -33,9 +33,9 @@ printf '%s ; python_version < "3"\n' torchvision torchaudio torchcodec triton | 
 
 # On an emulated GPU no kernel runs, and no request is answered. Packages that compile kernels, decode media, trace, or
 # read requests are left out. vLLM 0.32 has torch 2.11 there: the stand-in is tried with an older torch, too, than 2.14.
-left_out=(anthropic fastapi-cli fastar fastsafetensors flashinfer-python google-re2 hotswap-client humming-kernels instanttensor
+left_out=(anthropic datasets fastapi-cli fastar fastsafetensors flashinfer-python google-re2 hotswap-client humming-kernels instanttensor
   lm-format-enforcer math-verify mistral-common nvidia-cudnn-frontend nvidia-cutlass-dsl nvtx opentelemetry-api
-  opentelemetry-exporter-otlp opentelemetry-sdk opentelemetry-semantic-conventions-ai outlines-core pynvvideocodec
+  opentelemetry-exporter-otlp opentelemetry-sdk opentelemetry-semantic-conventions-ai outlines-core pyarrow pynvvideocodec
   quack-kernels supervisor tilelang tokenspeed-mla torchaudio torchcodec)
 printf '%s ; python_version < "3"\n' "${left_out[@]}" >"$here/kernels"
 printf '%s\n' vllm==0.32.0 torch==2.11.0 torchvision==0.26.0 | cat "$here/kernels" - >"$here/emulated"
@@ -65,9 +65,9 @@ lock() {
 cpu=requirements/cpu.txt cuda=requirements/cuda.txt
 lock cpu cpu "To serve and to train on machines without a GPU." --extra cpu
 lock cuda cuda "To serve and to train on NVIDIA GPUs." --extra cuda
-more=(--extra data --extra gym --extra track --extra s3 --extra mlflow --extra ray)
-WITHOUT=$cpu lock extras-cpu cpu "Other data formats, followed runs, Ray and RDMA, on top of cpu.txt." --extra cpu "${more[@]}" --extra rdma-cpu
-WITHOUT=$cuda lock extras-cuda cuda "Other data formats, followed runs, Ray and RDMA, on top of cuda.txt." --extra cuda "${more[@]}" --extra rdma-cuda
+more=(--extra gym --extra track --extra s3 --extra mlflow --extra ray)
+WITHOUT=$cpu lock extras-cpu cpu "Generated data, followed runs, Ray and RDMA, on top of cpu.txt." --extra cpu "${more[@]}" --extra rdma-cpu
+WITHOUT=$cuda lock extras-cuda cuda "Generated data, followed runs, Ray and RDMA, on top of cuda.txt." --extra cuda "${more[@]}" --extra rdma-cuda
 WITHOUT=$cuda lock fp8-cuda cuda "8-bit layers by TransformerEngine, on top of cuda.txt." --extra cuda --extra fp8
 lock gpu-emulated emulated "To run vLLM 0.32's and Hotswap's code for CUDA on a stand-in (\`make gpu-emulated\`), in an environment of its own." --extra cuda --group gpu-emulated
 lock gpu-emulated-0.33 emulated-0.33 "The same with vLLM 0.33 (\`make gpu-emulated VLLM=0.33\`), in an environment of its own." --extra cuda --group gpu-emulated

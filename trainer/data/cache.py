@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import dataclasses
 import fcntl
 import itertools
 import logging
