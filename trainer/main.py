@@ -151,11 +151,13 @@ def _show(config: TrainerConfig, count: int) -> int:
     from trainer.algorithms import build_algorithm
     from trainer.batch import Sequence
     from trainer.data import run_records
+    from trainer.data.hub import at_commits
     from trainer.data.records import place, take
     from trainer.data.show import shown
     from trainer.data.tokenizer import model_tokenizer
 
     algorithm, tokenizer = build_algorithm(config.algorithm, config.rollout.max_tokens), model_tokenizer(config.model)
+    config = at_commits(config, keep=False)
     records = run_records(config, tokenizer, algorithm.learns, load_shape(config.model.path).max_positions)
     for index in take(len(records), config.seed, 0, count):
         record = records[index]

@@ -23,6 +23,7 @@ from trainer.checkpoint.parts import Part
 from trainer.config import DistillConfig, TrainerConfig
 from trainer.connection import roll_back_serving
 from trainer.data import epoch_steps, run_records
+from trainer.data.hub import at_commits
 from trainer.data.records import summary
 from trainer.data.tokenizer import model_tokenizer
 from trainer.errors import DataError, Diverged, Preempted, PublishError, RankFailed
@@ -54,6 +55,7 @@ class Run:
     def __init__(self, config: TrainerConfig, shape: ModelShape, metrics: MetricsWriter, serving: Serving) -> None:
         """`serving` was opened before, so that its server may be asleep when the models are made."""
         self.algorithm = build_algorithm(config.algorithm, config.rollout.max_tokens)
+        config = on_rank_zero(lambda: at_commits(config, keep=True)) or config  # the others have no data
         config = in_steps(config, shape, self.algorithm)
         self.config, self.shape = config, shape
         self.engine = Engine(config, shape, self.algorithm)

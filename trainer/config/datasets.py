@@ -37,22 +37,58 @@ class FileData(Kind, frozen=True, kw_only=True):
         return path
 
     @property
+    def parts(self) -> tuple[str, str | None]:
+        """The names of what is trained on, and of what is held out."""
+        return self.path, self.eval_path
+
+    @property
     def records(self) -> str:
         """The name of what the files have, for messages."""
         return "records"
 
 
 class JsonlData(FileData, frozen=True, tag="jsonl"):
-    """One JSON object a line; files may be compressed (.gz, .zst, .bz2, .xz)."""
+    """One JSON object a line, or in files that are named .json an array of them; files may be compressed (.gz, .zst,
+    .bz2, .xz)."""
+
+
+class CsvData(FileData, frozen=True, tag="csv"):
+    """CSV, or in files that are named .tsv values between tabs, below a line of keys; files may be compressed. Values
+    are texts."""
 
 
 class ParquetData(FileData, frozen=True, tag="parquet"):
     """One record a row, keys are columns. Only the columns that are named are read."""
 
 
+class ArrowData(FileData, frozen=True, tag="arrow"):
+    """Arrow's streams, which `datasets` writes, and files. One record a row, keys are columns."""
+
+
 class WebDatasetData(FileData, frozen=True, tag="webdataset"):
     """Tar shards. The files of one record follow each other and share their name up to its first dot; what comes after
     is the key: `.json` holds an object whose keys are the record's, any other extension (`.prompt`, `.txt`) a text."""
+
+
+class HubData(FileData, frozen=True, kw_only=True, tag="hub"):
+    """A data set of the Hugging Face hub: `path` is its name, such as openai/gsm8k, or a directory of that layout.
+
+    `config`, `split` and `revision` are as in `datasets.load_dataset`. `train[:5%]` and `train[100:200]` are parts of a
+    split, counted in records that can be used. `eval_split` is held out.
+    """
+
+    config: str | None = None
+    split: str = "train"
+    eval_split: str | None = None
+    revision: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.eval_path is not None:
+            raise ConfigError("eval_path", "is for data in files", "Set eval_split")
+
+    @property
+    def parts(self) -> tuple[str, str | None]:
+        return self.split, self.eval_split
 
 
 class AnswersData(FileData, frozen=True, tag="answers"):
@@ -116,7 +152,10 @@ class ReasoningGymData(Kind, frozen=True, kw_only=True, tag="reasoning_gym"):
     chat_template: bool = True
 
 
-DataConfig = ReasoningGymData | JsonlData | ParquetData | WebDatasetData | AnswersData | ArithmeticData | CodeTasksData
+DataConfig = (
+    ReasoningGymData | JsonlData | CsvData | ParquetData | ArrowData | WebDatasetData | HubData | AnswersData
+    | ArithmeticData | CodeTasksData
+)  # fmt: skip
 
 
 def identity(config: DataConfig) -> dict[str, Any]:

@@ -29,11 +29,12 @@ from typing import Any, overload
 import msgspec
 import xxhash
 
-from trainer.config import FileData
+from trainer.config import FileData, HubData
 from trainer.data.formats import place
+from trainer.data.hub import sources, window
 from trainer.data.parse import ANY, Needs
 from trainer.data.records import Record
-from trainer.data.storage import File, explained, find_files
+from trainer.data.storage import File, explained
 from trainer.data.tokenise import FORMATS, NAMED, Records, Writer, part_name, tokenise, writing
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import DataError
@@ -46,16 +47,17 @@ _INDIFFERENT = ("path", "eval_path", "max_bad", "cache_dir", "workers")
 
 
 class CachedRecords(Sequence[Record]):
-    """The usable records of the files of a path, in order. Holds two open files, no records."""
+    """The usable records of a part of the data, a path or a split, in order. Holds two open files, no records."""
 
     def __init__(self, config: FileData, part: str, tokenizer: Tokenizer, needs: Needs) -> None:
         began = time.monotonic()
-        directory, self.manifest = prepare(find_files(config.pattern(part)), config, tokenizer, needs)
+        files, read_by = sources(config, part)
+        directory, self.manifest = prepare(files, read_by, tokenizer, needs)
         self.seconds = time.monotonic() - began
-        self._kind, counts = config.kind, [count for _, count in self.manifest.files]
+        self._kind, counts = read_by.kind, [count for _, count in self.manifest.files]
         self._ends = list(itertools.accumulate(counts))
         self._records = Records(directory, ALL, sum(counts))
-        self._window = range(sum(counts))
+        self._window = window(config, part, sum(counts))
         for problem in self.manifest.bad:
             log.warning("Left out: %s", problem)
 
@@ -89,8 +91,9 @@ class FileDataset:
     cannot be read, for too many bad records, and when there are none."""
 
     def __init__(self, config: FileData, tokenizer: Tokenizer, needs: Needs = ANY) -> None:
-        self._records = CachedRecords(config, config.path, tokenizer, needs)
-        held_out = CachedRecords(config, config.eval_path, tokenizer, ANY) if config.eval_path else None
+        part, eval_part = config.parts
+        self._config, self._records = config, CachedRecords(config, part, tokenizer, needs)
+        held_out = CachedRecords(config, eval_part, tokenizer, ANY) if eval_part else None
         self.held_out: Sequence[Record] = [] if held_out is None else held_out
         self._evaluated = held_out
         if not self._records:
@@ -116,9 +119,11 @@ class FileDataset:
         return self._records.digest
 
     def summary(self) -> dict[str, Any]:
-        """What was read and what was left out, for the metrics: counts, and the first bad records by name."""
+        """What was read and left out, for the metrics: counts, the first bad records by name, and the commit of
+        a data set of the hub."""
         parts = [part.manifest for part in (self._records, self._evaluated) if part is not None]
-        return {
+        at = {"revision": self._config.revision} if isinstance(self._config, HubData) else {}
+        return at | {
             "tokens": self._records.manifest.tokens,
             "bad_records": sum(part.bad_records for part in parts),
             "too_long": sum(part.too_long for part in parts),

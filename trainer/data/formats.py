@@ -1,4 +1,5 @@
-"""File formats, by the kind of the data set's config entry: JSON lines, Parquet, WebDataset; answers.py has a fourth.
+"""File formats, by the kind of the data set's config entry: JSON, CSV, Parquet, Arrow, WebDataset; answers.py has
+another.
 
 A format cuts a file into units that can be read apart, each giving raw records in order.
 """
@@ -6,6 +7,7 @@ A format cuts a file into units that can be read apart, each giving raw records 
 from __future__ import annotations
 
 import codecs
+import csv
 import gzip
 import io
 import json
@@ -15,6 +17,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from lzma import LZMAError
+from pathlib import PurePath
 from typing import Any, Protocol
 
 import msgspec
@@ -27,7 +30,7 @@ from trainer.data.storage import File, opened
 from trainer.errors import DataError
 
 UNIT_BYTES = 1 << 25  # of a file read by one worker at a time
-LARGEST_BYTES = 1 << 26  # of one record
+LARGEST_BYTES = 1 << 26  # of one record, and of an array of them
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lzma", ".zip")
 BATCH_ROWS = 256
 JSON, TEXT, NAME = "json", {"txt": "prompt"}, "__key__"
@@ -35,7 +38,8 @@ LEFT_OUT = "the rest of it is left out"
 _PLACES = {"jsonl": "line", "answers": "line", "webdataset": "sample"}
 _BEYOND = re.compile(rb"\d{19}|NaN|Infinity")  # what orjson rounds or refuses, and Python's json reads
 _OTHERS = {  # by the first bytes of a file
-    b"[": "it begins an array, and lines of one object each are wanted: convert the file with jq -c '.[]'",
+    b"[": "it begins an array, and lines of one object each are wanted: end the file's name in .json, or convert the "
+    "file with jq -c '.[]'",
     codecs.BOM_UTF16_LE: "it is UTF-16, and UTF-8 is wanted: convert the file with iconv",
     codecs.BOM_UTF16_BE: "it is UTF-16, and UTF-8 is wanted: convert the file with iconv",
     b"\x1f\x8b": "it is compressed: end the file's name in .gz",
@@ -64,7 +68,7 @@ Raw = Any  # a record; Bad; or None, which counts for places alone: an empty lin
 
 def place(kind: str, url: str, number: int, bad: Bad | None = None) -> str:
     """The place of record `number` of a file, from 1, for messages; of as many as a bad one stands for."""
-    word = _PLACES.get(kind, "row")
+    word = "record" if _may_be_array(url) and kind == "jsonl" else _PLACES.get(kind, "row")
     several = f"{word}s {number} to {number + bad.count - 1}" if bad and bad.count > 1 else f"{word} {number}"
     return f"{url}, {several}{f' ({bad.name})' if bad and bad.name else ''}"
 
@@ -82,10 +86,12 @@ class Format(Protocol):
 
 
 class Jsonl:
-    """JSON lines. A unit is a range of bytes: the lines that begin in it. A compressed file is one unit."""
+    """JSON lines. A unit is a range of bytes: the lines that begin in it. A compressed file is one unit, and so is one
+    that is named `.json`, which may also be an array of records."""
 
     def units(self, file: File, config: FileData) -> list[Unit]:
-        if file.url.endswith(COMPRESSED) or not file.seekable or file.size <= UNIT_BYTES:
+        one = file.url.endswith(COMPRESSED) or _may_be_array(file.url)
+        if one or not file.seekable or file.size <= UNIT_BYTES:
             return [Unit(file.url)]
         return [Unit(file.url, start, start + UNIT_BYTES) for start in range(0, file.size, UNIT_BYTES)]
 
@@ -93,9 +99,32 @@ class Jsonl:
         return _until_damaged(_json(unit), unit.url)
 
 
+def _may_be_array(url: str) -> bool:
+    return f".{JSON}" in PurePath(url).suffixes
+
+
 def _json(unit: Unit) -> Iterator[Raw]:
-    for number, line in enumerate(_lines(unit)):
-        yield _parse(line, number == 0 and unit.start == 0) if line.strip() else None
+    lines = _lines(unit)
+    for number, line in enumerate(lines):
+        first = number == 0 and unit.start == 0
+        if first and _may_be_array(unit.url) and line.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+            yield from _array(line, lines)
+        else:
+            yield _parse(line, first) if line.strip() else None
+
+
+def _array(start: bytes, lines: Iterator[bytes]) -> list[Raw]:
+    pieces, size = [start], len(start)
+    for line in lines:
+        size += len(line)
+        if size <= LARGEST_BYTES:
+            pieces.append(line)
+    if size > LARGEST_BYTES:
+        return [Bad(f"the array is longer than {LARGEST_BYTES} bytes: convert the file with jq -c '.[]'")]
+    try:
+        return [Bad("it is not an object") if value is None else value for value in parsed(b"".join(pieces))]
+    except ValueError as error:
+        return [Bad(f"it is not JSON ({error})")]
 
 
 def _parse(line: bytes, first: bool) -> Raw:
@@ -167,12 +196,37 @@ def _pieces(stream: Any) -> Iterator[bytes]:
             return
 
 
+class Csv:
+    """CSV, and TSV by the file's name, below a line of names. Values are texts, an empty one is none. A unit is a file:
+    only its beginning says which line breaks are quoted."""
+
+    def units(self, file: File, config: FileData) -> list[Unit]:
+        return [Unit(file.url)]
+
+    def read(self, unit: Unit, config: FileData) -> Iterator[Raw]:
+        return _until_damaged(_rows(unit.url), unit.url)
+
+
+def _rows(url: str) -> Iterator[Raw]:
+    csv.field_size_limit(LARGEST_BYTES)
+    delimiter = "\t" if ".tsv" in PurePath(url).suffixes else ","
+    with opened(url) as stream:
+        text = io.TextIOWrapper(io.BufferedReader(stream, 1 << 16), "utf-8-sig", newline="")
+        try:
+            for row in csv.DictReader(text, delimiter=delimiter, strict=True):
+                if None in row:
+                    yield Bad("it has more values than the file has names")
+                else:
+                    yield {name: value or None for name, value in row.items()}
+        except (csv.Error, UnicodeDecodeError) as error:
+            yield Bad(f"it is not CSV in UTF-8 ({error}); {LEFT_OUT}")
+
+
 class Parquet:
     """Parquet. A unit is a range of row groups; only the columns that the configuration names are read."""
 
     def units(self, file: File, config: FileData) -> list[Unit]:
-        if not file.seekable:
-            raise DataError(f"{file.url} is on a server without range requests, which Parquet needs. Copy it first.")
+        _check_seekable(file)
         with _parquet(file.url) as parquet:
             groups, units, start, size = parquet.metadata, [], 0, 0
             for number in range(groups.num_row_groups):
@@ -215,6 +269,50 @@ def _parquet(url: str) -> Iterator[Any]:
                 raise
             raise DataError(f"{url} is not a Parquet file ({error}). Write it anew.") from None
         yield parquet
+
+
+class Arrow:
+    """Arrow's formats for streams, which `datasets` writes, and for files. A unit is a file; of the columns those that
+    the configuration names are taken."""
+
+    def units(self, file: File, config: FileData) -> list[Unit]:
+        _check_seekable(file)
+        return [Unit(file.url)]
+
+    def read(self, unit: Unit, config: FileData) -> Iterator[Raw]:
+        import pyarrow as pa
+
+        with opened(unit.url, 0, decompress=False) as stream:
+            begun = False
+            try:
+                for batch in _batches(stream):
+                    columns = _columns(batch.schema.names, config)
+                    for start in range(0, batch.num_rows, BATCH_ROWS):
+                        yield from batch.slice(start, BATCH_ROWS).select(columns).to_pylist()
+                        begun = True
+            except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
+                if not _of_content(error):
+                    raise
+                if not begun:
+                    raise DataError(f"{unit.url} is not an Arrow file ({error}). Write it anew.") from None
+                yield Bad(f"the file is damaged ({error}); {LEFT_OUT}")
+
+
+def _batches(stream: Any) -> Iterator[Any]:
+    import pyarrow as pa
+
+    try:
+        reader = pa.ipc.open_stream(stream)
+    except pa.ArrowInvalid:
+        stream.seek(0)
+        file = pa.ipc.open_file(stream)
+        return (file.get_batch(number) for number in range(file.num_record_batches))
+    return iter(reader)
+
+
+def _check_seekable(file: File) -> None:
+    if not file.seekable:
+        raise DataError(f"{file.url} is on a server without range requests, which its format needs. Copy it first.")
 
 
 def _columns(names: list[str], config: FileData) -> list[str]:

@@ -113,7 +113,8 @@ def _glob(url: str) -> list[File]:
 
 def file_at(url: str) -> File:
     """The file of a path or URL without wildcards. Raises what the store does: see `explained`."""
-    return _file(*fsspec.core.url_to_fs(url), url)
+    filesystem, path = fsspec.core.url_to_fs(url)
+    return _file(filesystem, path, url)
 
 
 def _file(filesystem: Any, path: str, url: str) -> File:

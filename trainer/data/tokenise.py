@@ -28,7 +28,7 @@ import xxhash
 
 from trainer.config import FileData
 from trainer.data.answers import AnswerLog
-from trainer.data.formats import NAME, Bad, Format, Jsonl, Parquet, Unit, WebDataset
+from trainer.data.formats import NAME, Arrow, Bad, Csv, Format, Jsonl, Parquet, Unit, WebDataset
 from trainer.data.parse import BadRecord, Needs, Parser, Tokenised, TooLong
 from trainer.data.storage import explained, is_remote
 from trainer.data.tokenizer import Tokenizer
@@ -37,7 +37,9 @@ from trainer.launch import die_with_parent
 
 FORMATS: dict[str, Format] = {
     "jsonl": Jsonl(),
+    "csv": Csv(),
     "parquet": Parquet(),
+    "arrow": Arrow(),
     "webdataset": WebDataset(),
     "answers": AnswerLog(),
 }

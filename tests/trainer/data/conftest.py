@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 
-from trainer.config import AnswersData, FileData, JsonlData, ParquetData, WebDatasetData
+from trainer.config import AnswersData, ArrowData, CsvData, FileData, HubData, JsonlData, ParquetData, WebDatasetData
 from trainer.data.cache import FileDataset
 from trainer.data.parse import ANY, Needs
 from trainer.data.tokenizer import Tokenizer
 
 KINDS: dict[str, type[FileData]] = {
     "jsonl": JsonlData,
+    "csv": CsvData,
+    "arrow": ArrowData,
+    "hub": HubData,
     "parquet": ParquetData,
     "webdataset": WebDatasetData,
     "answers": AnswersData,

@@ -17,16 +17,18 @@ import threading
 from collections.abc import Callable, Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import psutil
+import pyarrow as pa
 import pytest
 import zstandard
 from fastapi import FastAPI
 from fastapi.staticfiles import StaticFiles
 
 from tests.trainer.data.conftest import Open, prompts
-from tests.trainer.data.writing import as_samples, jsonl, parquet, problems, shard
+from tests.trainer.data.writing import as_samples, jsonl, parquet, problems, shard, write
 from tests.trainer.rollouts.generate_server import serve_app
 from tests.waiting import wait_until
 from trainer.config import JsonlData, ModelConfig, SftConfig, TrainerConfig
@@ -41,14 +43,8 @@ from trainer.tiny_model import write_tiny_model
 COMPRESS = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": zstandard.compress}
 
 
-def write(kind: str, path: Path, records: list[dict[str, str]]) -> Path:
-    if kind == "webdataset":
-        return shard(path, as_samples(records, path.stem))
-    return parquet(path, records, rows=7) if kind == "parquet" else jsonl(path, records)
-
-
 @pytest.mark.parametrize("workers", [1, 3])
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "webdataset"])
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "arrow", "webdataset"])
 def test_records_are_the_same_from_every_format(open_data: Open, tmp_path: Path, kind: str, workers: int) -> None:
     records = problems(30)
     for part in range(3):
@@ -188,6 +184,48 @@ def test_a_damaged_row_group_is_left_out_whole(open_data: Open, tmp_path: Path) 
     assert {r["prompt"] for r in problems(25)} | {r["prompt"] for r in problems(50, 50)} <= set(prompts(kept))
 
 
+def test_values_of_csv_are_the_texts_that_were_written(open_data: Open, tmp_path: Path) -> None:
+    text = '\ufeffprompt,answer,target\r\n"1,\r\n""2""=",007,\r\n\r\n3=,NaN,x\r\n'
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(text.encode()))
+    data = open_data(tmp_path / "a.csv.gz", "csv")
+    assert [(r.prompt, r.answer, bool(r.target_ids)) for r in (data[i] for i in range(2))] == [
+        ('1,\r\n"2"=', "007", False),
+        ("3=", "NaN", True),
+    ]
+    assert data.place(1) == f"{tmp_path}/a.csv.gz, row 2"
+
+
+@pytest.mark.parametrize("new", [pa.ipc.new_stream, pa.ipc.new_file])
+def test_a_damaged_arrow_file_gives_what_is_whole(open_data: Open, tmp_path: Path, new: Any) -> None:
+    table = pa.Table.from_pylist(problems(200))
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as sink, new(sink, table.schema) as writer:
+        writer.write_table(table, 20)
+    path = tmp_path / "a.arrow"
+    assert prompts(open_data(path, "arrow")) == [r["prompt"] for r in problems(200)]
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(DataError, match="row .*the file is damaged" if new is pa.ipc.new_stream else "not an Arrow"):
+        open_data(path, "arrow")
+    if new is pa.ipc.new_stream:
+        rest = open_data(path, "arrow", max_bad=1)
+        assert prompts(rest) == [r["prompt"] for r in problems(len(rest))]
+
+
+def test_an_array_of_records(open_data: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("\ufeff" + json.dumps([*problems(20), None], indent=1))
+    monkeypatch.setattr("trainer.data.formats.UNIT_BYTES", 50)
+    data = open_data(path, max_bad=1)
+    assert prompts(data) == [r["prompt"] for r in problems(20)]
+    assert data.summary()["bad"] == [f"{path}, record 21: it is not an object"]
+    assert prompts(open_data(jsonl(tmp_path / "b.json", problems(3)))) == [r["prompt"] for r in problems(3)]
+    path.write_text("[1, 2")
+    with pytest.raises(DataError, match="record 1: it is not JSON"):
+        open_data(path)
+    monkeypatch.setattr("trainer.data.formats.LARGEST_BYTES", 4)
+    with pytest.raises(DataError, match=r"the array is longer than 4 bytes: convert .* jq -c '\.\[\]'"):
+        open_data(path)
+
+
 def test_columns_that_are_not_named_are_not_read(open_data: Open, tmp_path: Path) -> None:
     rows = [{**r, "reward": {"truth": "7", "other": 1}, "tests": ["t"], "image": b"\x00" * 10} for r in problems(3)]
     path = parquet(tmp_path / "a.parquet", rows)
@@ -201,7 +239,11 @@ def test_columns_that_are_not_named_are_not_read(open_data: Open, tmp_path: Path
     [
         ("parquet", b"PAR1 not really", "not a Parquet file"),
         ("parquet", b"PAR1" + b"\xff" * 50 + b"\x20\0\0\0PAR1", "not a Parquet file"),
+        ("arrow", b"no Arrow", "not an Arrow file"),
         ("webdataset", b"no tar at all" * 100, "the shard is damaged"),
+        ("csv", b'prompt\n1\n"2', "row 2: it is not CSV in UTF-8"),
+        ("csv", b"prompt\n\xff", "row 1: it is not CSV in UTF-8"),
+        ("csv", b"prompt\n1,2", "row 1: it has more values than the file has names"),
         ("jsonl", '{"prompt": "1"}'.encode("utf-16"), "line 1: it is UTF-16, .* iconv"),
         ("jsonl", b'[\n{"prompt": "1"}\n]', r"line 1: it begins an array, .* jq -c '\.\[\]'"),
         ("jsonl", gzip.compress(b'{"prompt": "1"}', mtime=0), r"line 1: it is compressed: .* \.gz"),

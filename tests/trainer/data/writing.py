@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import tarfile
@@ -46,6 +47,24 @@ def shard(path: Path, samples: Mapping[str, Mapping[str, bytes]]) -> Path:
 def as_samples(records: Iterable[object], prefix: str = "s") -> dict[str, dict[str, bytes]]:
     """Each record as one `.json`."""
     return {f"{prefix}{i:06d}": {"json": json.dumps(record).encode()} for i, record in enumerate(records)}
+
+
+def write(kind: str, path: Path, records: Sequence[Mapping[str, Any]]) -> Path:
+    """Records as a file of a kind, or by the ending of its name."""
+    if kind in ("webdataset", "tar"):
+        return shard(path, as_samples(records, path.stem))
+    if kind in ("csv", "tsv"):
+        with path.open("w", newline="") as file:
+            rows = csv.DictWriter(file, list(records[0]), delimiter="\t" if kind == "tsv" else ",")
+            rows.writeheader()
+            rows.writerows(records)
+        return path
+    if kind == "arrow":
+        table = pa.Table.from_pylist([dict(r) for r in records])
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:
+            stream.write_table(table)
+        return path
+    return parquet(path, records, rows=7) if kind == "parquet" else jsonl(path, records)
 
 
 LLAMA = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>")
