@@ -1,10 +1,11 @@
 """Data sets: records from files or made up, tokenised, in an order that the seed decides.
 
 records.py    what a record and a data set are, and the order    problems.py   made up: additions, small programs
-cache.py      data sets in files, tokenised once                 tokenise.py   what a tokenising process does
-formats.py    JSON lines, Parquet, WebDataset                    parse.py      a raw record to token ids
+cache.py      data sets in files, tokenised once                 tokenise.py   the processes that tokenise, their files
+formats.py    JSON, CSV, Parquet, Arrow, WebDataset              parse.py      a raw record to token ids
 storage.py    files by path or URL                               tokenizer.py  the model's tokenizer and chat template
-gym.py        problems of reasoning-gym                          answers.py    the log of answers that a gateway keeps
+hub.py        data sets by their names on the hub                answers.py    the log of answers that a gateway keeps
+gym.py        problems of reasoning-gym
 conversation.py   conversations as the model's chat template writes them, and what of them is learned
 layouts.py        records as data sets commonly have them
 show.py           records as text, with what is learned of them marked

@@ -93,9 +93,8 @@ class FileDataset:
     def __init__(self, config: FileData, tokenizer: Tokenizer, needs: Needs = ANY) -> None:
         part, eval_part = config.parts
         self._config, self._records = config, CachedRecords(config, part, tokenizer, needs)
-        held_out = CachedRecords(config, eval_part, tokenizer, ANY) if eval_part else None
-        self.held_out: Sequence[Record] = [] if held_out is None else held_out
-        self._evaluated = held_out
+        self._evaluated = [CachedRecords(config, eval_part, tokenizer, ANY)] if eval_part else []
+        self.held_out: Sequence[Record] = self._evaluated[0] if self._evaluated else []
         if not self._records:
             long = self._records.manifest.too_long
             if long:
@@ -121,14 +120,15 @@ class FileDataset:
     def summary(self) -> dict[str, Any]:
         """What was read and left out, for the metrics: counts, the first bad records by name, and the commit of
         a data set of the hub."""
-        parts = [part.manifest for part in (self._records, self._evaluated) if part is not None]
+        opened = [self._records, *self._evaluated]
+        parts = [part.manifest for part in opened]
         at = {"revision": self._config.revision} if isinstance(self._config, HubData) else {}
         return at | {
             "tokens": self._records.manifest.tokens,
             "bad_records": sum(part.bad_records for part in parts),
             "too_long": sum(part.too_long for part in parts),
             "bad": [name for part in parts for name in part.bad],
-            "seconds": round(self._records.seconds + (self._evaluated.seconds if self._evaluated else 0.0), 3),
+            "seconds": round(sum(part.seconds for part in opened), 3),
         }
 
 

@@ -51,7 +51,7 @@ ANY = Needs()
 
 
 class Tokenised(msgspec.Struct, array_like=True):
-    """A record as the cache keeps it; see Record."""
+    """A record as the cache keeps it: the fields of Record behind its index, in their order."""
 
     prompt: str
     answer: str
@@ -67,21 +67,7 @@ class Tokenised(msgspec.Struct, array_like=True):
     rejected_mask: tuple[int, ...] = ()
 
     def record(self, index: int) -> Record:
-        return Record(
-            index,
-            self.prompt,
-            self.answer,
-            self.prompt_ids,
-            self.target_ids,
-            self.chosen_ids,
-            self.rejected_ids,
-            self.extra,
-            self.messages,
-            self.mask,
-            self.alternatives,
-            self.chosen_mask,
-            self.rejected_mask,
-        )
+        return Record(index, *msgspec.structs.astuple(self))
 
     @property
     def tokens(self) -> int:

@@ -26,7 +26,6 @@ class Hub:
         self.app.get("/api/datasets/{owner}/{name}/revision/{revision}")(self._info)
         self.app.get("/api/datasets/{owner}/{name}/tree/{revision}")(self._tree)
         self.app.get("/api/datasets/{owner}/{name}/tree/{revision}/{path:path}")(self._tree)
-        self.app.post("/api/datasets/{owner}/{name}/paths-info/{revision}")(self._paths)
         self.app.api_route("/datasets/{owner}/{name}/resolve/{revision}/{path:path}", methods=["GET", "HEAD"])(
             self._file
         )
@@ -85,12 +84,6 @@ class Hub:
             if recursive or not folders:
                 found[file] = _entry(file, place)
         return JSONResponse(list(found.values())) if found else _refused(404, "EntryNotFound")
-
-    async def _paths(self, owner: str, name: str, revision: str, request: Request) -> Response:
-        commit, form = self._at(f"{owner}/{name}", revision), await request.json()
-        assert commit is not None
-        files = self._files(commit)
-        return JSONResponse([_entry(path, files[path]) for path in form["paths"] if path in files])
 
     def _file(self, owner: str, name: str, revision: str, path: str) -> Response:
         commit = self._at(f"{owner}/{name}", revision)
