@@ -133,6 +133,8 @@ def _builder(path: str, config: str | None, revision: str | None) -> Any:
 
 
 def _commit(path: str, revision: str | None) -> str:
+    if "/" not in path:
+        raise HFValidationError("it has no owner, and is no directory")
     if revision is not None and _COMMIT.fullmatch(revision):
         return revision
     if hub.is_offline_mode():
@@ -154,10 +156,9 @@ def _remedied(name: str) -> Iterator[None]:
             f"{name} is read with the package datasets ({error}). Install it: pip install datasets"
         ) from None
     except Exception as error:
-        remedy = next(
-            (remedy for kind, remedy in _REMEDIES if isinstance(error, kind)), AWAY if of_client(error) else None
-        )
-        if remedy is None:
+        remedies = [remedy for kind, remedy in _REMEDIES if isinstance(error, kind)]
+        if not remedies and not of_client(error):
             raise
+        remedy = remedies[0] if remedies else AWAY
         problem = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
         raise DataError(f"cannot read the data set {name} ({problem}). {remedy}.") from error

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -109,6 +113,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "private": ({"path": "us/private"}, r"us/private .*[Cc]orrect the name; if it is private, set HF_TOKEN"),
     "gated": ({"path": "us/gated"}, r"us/gated .*Ask for access on its page, and set HF_TOKEN"),
     "no such name": ({"path": "a/b/c"}, "Write owner/name, or an existing directory"),
+    "no owner": ({"path": "sums"}, "sums .*no owner.* Write owner/name, or an existing directory"),
     "revision": ({"revision": "v9"}, r"us/sums .*Correct data\.revision"),
     "config": ({"config": "none"}, r"us/sums .*main.*other.*Correct data\.config"),
     "split": ({"split": "dev"}, r"us/sums has no split 'dev'\. Name one of these: train, test\."),
@@ -150,6 +155,21 @@ def test_a_hub_that_cannot_be_reached(hub: Hub, open_data: Open, monkeypatch: py
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(DataError, match=r"us/sums .*the network and HF_ENDPOINT"):
         open_data("us/sums", "hub")
+
+
+def test_a_run_shows_its_records_with_their_places(hub: Hub, tmp_path: Path, tiny_model: str) -> None:
+    """In processes of its own, by the environment alone."""
+    commit = hub.commit("us/sums", FILES)
+    data = {"kind": "hub", "path": "us/sums", "workers": 2}
+    config = {"model": {"path": tiny_model}, "data": data, "algorithm": {"name": "sft"}, "steps": 1, "metrics": "-"}
+    (tmp_path / "run.yaml").write_text(json.dumps(config))
+    command = [sys.executable, "-m", "trainer.main", "--config", str(tmp_path / "run.yaml"), "--show", "2"]
+    about = {"HF_ENDPOINT": huggingface_hub.constants.ENDPOINT, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "hf")}
+    shown = subprocess.run(command, env=os.environ | about, capture_output=True, text=True, check=False)
+    place = rf"\(hf://datasets/us/sums@{commit}/data/train-\d\.jsonl, line \d+\)"
+    assert len(re.findall(rf"^--- record \d+ {place}: \d+ tokens, \d+ learned$", shown.stdout, re.MULTILINE)) == 2, (
+        shown.stderr
+    )
 
 
 def test_without_a_network_what_was_downloaded_is_read(
