@@ -16,7 +16,7 @@ import orjson
 import xxhash
 
 from trainer.config import AnswersData, FileData
-from trainer.data.formats import Bad, Raw, Unit
+from trainer.data.formats import Bad, Raw, Unit, Whole
 from trainer.data.storage import File, find_files, opened
 from trainer.errors import DataError
 
@@ -25,11 +25,8 @@ CUT = frozenset({"length", "max_tokens", "max_output_tokens"})  # finish reasons
 Key = tuple[str, str, str]  # id of an answer, and name and id of the key that got it
 
 
-class AnswerLog:
-    """The format. A unit is a segment."""
-
-    def units(self, file: File, config: FileData) -> list[Unit]:
-        return [Unit(file.url)]
+class AnswerLog(Whole):
+    """The format."""
 
     def read(self, unit: Unit, config: FileData) -> Iterator[Raw]:
         """Raises DataError for a file of something else."""

@@ -85,6 +85,13 @@ class Format(Protocol):
         ...
 
 
+class Whole:
+    """Of a format whose files are read whole."""
+
+    def units(self, file: File, config: FileData) -> list[Unit]:
+        return [Unit(file.url)]
+
+
 class Jsonl:
     """JSON lines. A unit is a range of bytes: the lines that begin in it. A compressed file is one unit, and so is one
     that is named `.json`, which may also be an array of records."""
@@ -196,12 +203,9 @@ def _pieces(stream: Any) -> Iterator[bytes]:
             return
 
 
-class Csv:
-    """CSV, and TSV by the file's name, below a line of names. Values are texts, an empty one is none. A unit is a file:
-    only its beginning says which line breaks are quoted."""
-
-    def units(self, file: File, config: FileData) -> list[Unit]:
-        return [Unit(file.url)]
+class Csv(Whole):
+    """CSV, and TSV by the file's name, below a line of names. Values are texts, an empty one is none. Files are
+    read whole: only the beginning says which line breaks are quoted."""
 
     def read(self, unit: Unit, config: FileData) -> Iterator[Raw]:
         return _until_damaged(_rows(unit.url), unit.url)
@@ -321,13 +325,10 @@ def _columns(names: list[str], config: FileData) -> list[str]:
     return [name for name in names if name in wanted or any(key.startswith(f"{name}.") for key in wanted)]
 
 
-class WebDataset:
+class WebDataset(Whole):
     """WebDataset shards: tar files in which neighbours with the same name up to its first dot are one sample
-    (https://github.com/webdataset/webdataset). A unit is a shard; nothing is unpacked onto the disk. A record's name
+    (https://github.com/webdataset/webdataset). Nothing is unpacked onto the disk. A record's name
     is its key `__key__`, as in the library of that name."""
-
-    def units(self, file: File, config: FileData) -> list[Unit]:
-        return [Unit(file.url)]
 
     def read(self, unit: Unit, config: FileData) -> Iterator[Raw]:
         name = ""
