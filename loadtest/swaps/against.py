@@ -22,6 +22,8 @@ from loadtest.workload.children import publishing
 from server.errors import CliError
 
 PAIRS, SWAPS, EACH_S = 4, 2, 6.0  # swaps of a visit, and what each takes at most with the quiet time before
+# Room for all streams, and no more: two servers and two publishers share the memory of the machine, 24 GB at least.
+ARGS = (*VLLM_ARGS, "--kv-cache-memory-bytes", str(5 << 28))
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def run(
 @contextlib.contextmanager
 def _side(checkout: Checkout, state: Path, models: list[Path]) -> Iterator[Side]:
     with (
-        paired.serving(checkout, state.resolve(), models[0], MODEL, VLLM_ARGS) as serving,
+        paired.serving(checkout, state.resolve(), models[0], MODEL, ARGS) as serving,
         publishing(serving.store, MODEL, models, checkout.environment) as publish,
     ):
         for number in range(WARM_UP):
