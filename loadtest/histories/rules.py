@@ -32,7 +32,7 @@ from weightsync.control.records import (
     VersionRecord,
     shared_versions,
 )
-from weightsync.control.state import PARTICIPATING, confirmed, in_flight
+from weightsync.control.state import PARTICIPATING, confirmed, in_flight, untried
 from weightsync.control.strict_json import Record
 from weightsync.errors import NotEnoughInstances
 
@@ -155,6 +155,7 @@ class Rules:
             require(not in_flight(before), "two swaps at once", "phases")
             require(after.phase in ("prepare", "aborted"), f"opened in phase {after.phase}", "phases")
         self.seen[f"{'restarting' if after.changes else after.mode} {after.phase}"] += 1
+        self.seen[f"untried {after.phase}"] += untried(before)
         self.seen[f"split {after.phase}"] += after.split is not None
         self.seen[f"placed anew {after.phase}"] += "+" in after.id
         if after.phase == "aborted" and before is not None and before.phase == "canary":
@@ -183,7 +184,8 @@ class Rules:
         require(swap.phase == "commit", f"a commit by a swap in phase {swap.phase}", "commit")
         require(active.version == swap.target and active.split == swap.split, "another version was committed", "commit")
         if before is not None:
-            previous = before.previous if before.version == active.version else before.version
+            former = swap.former or before
+            previous = former.previous if former.version == active.version else former.version
             require(active.previous == previous, "the way back was lost", "commit")
         for name in swap.participants if not swap.changes else ():
             record = self.instances.get(name)  # None: it has gone since the decision, as if right after the commit

@@ -33,17 +33,21 @@ PROBE_FAILS = 0.15
 START_FAILS = 0.1  # of the starts that a swap asks for
 WRONG = "wrong"  # a fingerprint that nobody published
 BROKEN = ErrorInfo("c", "broken")
+UNFIT = ErrorInfo("not_finite", "no instance can run it", "t")
 FORMS = tuple(FormRecord(f'[["{name}","float32",[1]]]', "{}") for name in ("a", "b"))
 
 
 @dataclass
 class Faults:
-    """What goes wrong next; each is used up by the first it happens to, but for `flips`: while it holds, all fail."""
+    """What goes wrong next; each is used up by the first it happens to, but for `flips`: while it holds, all fail.
+
+    `unfit`: the versions that no instance can run."""
 
     stage: bool = False
     build: bool = False
     flip: bool = False
     flips: bool = False
+    unfit: set[int] = field(default_factory=set)
     seen: Counter[str] = field(default_factory=Counter)
 
     def take(self, name: str) -> bool:
@@ -341,7 +345,7 @@ class Instance(Watcher):
         try:
             fingerprint = self._staged(stage.swap.target)
         except ValueError:
-            return self._say(agent_state.refused(self.record, BROKEN))
+            return self._say(agent_state.refused(self.record, self._fault(stage.swap.target)))
         if fingerprint is not None:
             self._say(agent_state.staged(self.record, stage.swap.target, fingerprint))
         return None
@@ -361,11 +365,17 @@ class Instance(Watcher):
             raise ValueError(version)
         return built
 
+    def _fault(self, version: int) -> ErrorInfo:
+        return UNFIT if version in self.faults.unfit else BROKEN
+
     def _end_staging(self) -> None:
         staging, held = self.staging, self.engine.held
         assert staging is not None
         if staging.unwanted and self.rng.random() < 0.5:
             staging.built = ""  # stopped in time; else it was through already
+        elif staging.version in self.faults.unfit:
+            staging.built = ""
+            self.faults.seen["unfit"] += 1
         elif staging.version not in held and self.faults.take("stage"):
             staging.built = ""
         else:
@@ -393,7 +403,7 @@ class Instance(Watcher):
                 self.engine.held.pop(active.version, None)
                 raise FingerprintMismatch(active.version, active.fingerprint, fingerprint or "")
         except (ValueError, FingerprintMismatch):
-            return self._say(agent_state.behind(record, BROKEN))
+            return self._say(agent_state.behind(record, active, self._fault(active.version)))
         self.busy, self.began = (flip, fingerprint or ""), self.store.now
         return None
 

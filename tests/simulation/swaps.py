@@ -15,13 +15,15 @@ from loadtest.simulation.schedules import World
 from loadtest.simulation.store import ModelStore, Puts
 from weightsync.control import agent_state
 from weightsync.control.records import ActiveRecord, PauseRecord, ShareRecord, SplitRecord, TargetRecord, VersionRecord
+from weightsync.control.state import NOT_RUN, confirmed, in_flight
 
 from .swap_actors import FORMS, KEYS, Candidate, Faults, Gateway, Instance
 
 PAUSE_TTL_S = 8.0
 OTHER_FORM = 0.3  # of the versions
 SPLITS = 0.25  # of the wishes
-TEAR_ALL = 0.3  # of the schedules
+TEAR_ALL, LOSE_ALL = 0.3, 0.2  # of the schedules
+UNFIT = 0.15  # of the versions
 
 
 class Swaps(World):
@@ -41,6 +43,7 @@ class Swaps(World):
         self.rules = Rules(KEYS)
         self.rules.seen = self.seen
         self.asked = self.published = 0
+        self.settling = False
         self.pausers: list[int] = []
         for _ in range(2):
             self.publish()
@@ -59,12 +62,21 @@ class Swaps(World):
         self.store.require()
         self.published += 1
         v, new = self.published, FORMS[self.rng.random() < OTHER_FORM]
+        if not self.settling and self.served() and self.rng.random() < UNFIT:
+            self.faults.unfit.add(v)
         form = new.digest
         record = VersionRecord(v, "ready", "", 0, "", None, None, "t", 1, 0.0, "", 0, fingerprint=f"f{v}", form=form)
         puts: dict[str, bytes | None] = {KEYS.version(v): record.to_json()}
         if not any(known.form == form and known.state == "ready" for known in self.versions()):
             puts[KEYS.form(form)] = new.to_json()  # else it carries on a version that has it
         self.store.txn({}, puts)
+
+    def served(self) -> bool:
+        """Whether there is a version to return to: a swap has ended, and an instance runs what it has committed."""
+        swap, active = self.rules.swap, self.rules.active
+        if swap is None or active is None or in_flight(swap) or swap.reason == NOT_RUN:
+            return False
+        return any(confirmed(record, active) for record in self.rules.instances.values())
 
     def ask(self) -> None:
         self.store.require()
@@ -193,7 +205,7 @@ class Swaps(World):
     def settle(self) -> None:
         """From here on nothing fails: whatever the state, the last wish gets its answer, and everybody serves."""
         store = self.store
-        store.up, store.lose_answer, self.pausers = True, False, []
+        store.up, store.lose_answer, self.pausers, self.settling = True, False, [], True
         self.faults.stage = self.faults.build = self.faults.flip = self.faults.flips = False
         for actor in self.actors:
             actor.frozen = False
@@ -204,6 +216,8 @@ class Swaps(World):
         if self.rng.random() < TEAR_ALL:
             self.tear_all()
             self.come_to_rest()
+        if self.rng.random() < LOSE_ALL:
+            self.lose_all()
 
     def come_to_rest(self) -> None:
         quiet = 0
@@ -226,9 +240,11 @@ class Swaps(World):
         self.faults.flips = True
         self.publish()
         self.wish(self.published, None)
-        for _ in range(20):
+        for _ in range(40):  # answers that last hold up the flip for as long as a drain may take
             self.calm(2)
             self.tick(2.0)
+            if (swap := self.rules.swap) is not None and swap.target == self.published and not in_flight(swap):
+                break
         swap, active = self.rules.swap, self.rules.active
         require(swap and swap.phase == "aborted", "no instance could flip, and the swap is not aborted")
         require(
@@ -249,6 +265,23 @@ class Swaps(World):
         self.tick(2 * PAUSE_TTL_S)
         self.calm(12)
         away.restart()
+
+    def lose_all(self) -> None:
+        """All instances are away while a version is committed that none of them can run."""
+        if (before := self.rules.active) is None or not self.served():
+            return
+        for instance in self.instances:
+            instance.crash()
+        self.tick(2 * PAUSE_TTL_S)
+        self.publish()
+        self.faults.unfit.add(self.published)
+        self.wish(self.published, None)
+        self.calm(8)
+        for instance in self.instances:
+            instance.restart()
+        self.come_to_rest()
+        active = self.rules.active
+        require(active and active.version == before.version, "no instance can run it, and another commit stands")
 
     def dead_end(self) -> str | None:
         """What is not as it must be at rest."""

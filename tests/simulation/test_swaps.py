@@ -27,7 +27,7 @@ HAPPENED = {  # in a share; four times as often as a rule, and what is rare twen
     "together revert": 10, "all torn": 12, "probe failed": 8, "cut": 1, "admitted": 300, "refused": 20, "left out": 3,
     "staging given up": 10, "registered while staging": 1, "restarting done": 20, "restarting aborted": 45,
     "restarting revert": 2, "started for a swap": 90, "turns": 45, "forms dropped": 10, "split done": 25,
-    "split aborted": 50,
+    "split aborted": 50, "unfit": 40, "untried done": 2, "untried revert": 40,
 }  # fmt: skip
 
 
@@ -118,7 +118,8 @@ RULES = [
         swap_state, "_revert", a_revert_that_forgets_the_version_before,
     )),
     without("a commit that stands though all are torn", "no instance could flip, and", (
-        swap_state, "_confirm", lambda real, view, swap: real(view, replace(swap, former=None)),
+        swap_state, "_confirm",
+        lambda real, view, swap: real(view, replace(swap, former=None) if swap.participants else swap),
     )),
     without("a revert though one serves", "reverted, and an instance serves it", (
         swap_state, "_confirm", a_revert_though_one_serves,
@@ -126,6 +127,7 @@ RULES = [
     without("turns without an end", "the swap stays in phase (canary|commit)", (
         swap_state, "_failed_start", lambda *_: None,
     ), (swap_state, "RESTART_S", 1e9)),
+    without("an untried version stands", "stays STARTING", (swap_state, "untried", lambda *_: False)),
     without("a split that stays as it was placed", "instances run the versions, not", (
         placement, "is_off", lambda *_: False,
     ), broad=True),

@@ -422,8 +422,8 @@ class Participant:
                 raise FingerprintMismatch(active.version, active.fingerprint, fingerprint or "")
             version = _ready(board, active.version)
         except Exception as error:
-            behind = agent_state.behind(self._record, ErrorInfo.of(error))
-            if behind.error != record.error:  # else each attempt would say it
+            behind = agent_state.behind(self._record, active, ErrorInfo.of(error))
+            if behind != record:  # else each attempt would say it
                 log.warning("instance %s cannot follow to version %d: %s", record.id, active.version, error)
             await self._say(behind)
             return CATCH_UP_RETRY_S

@@ -242,9 +242,10 @@ def flipped(record: InstanceRecord, active: ActiveRecord, fingerprint: str | Non
     return replace(serving(record, active), active_version=active.version, fingerprint=fingerprint)
 
 
-def behind(record: InstanceRecord, error: ErrorInfo) -> InstanceRecord:
-    """It runs a version that the fleet has left; STARTING keeps it out of routing until it has caught up."""
-    return replace(_unstaged(record), state="STARTING", error=error)
+def behind(record: InstanceRecord, active: ActiveRecord, error: ErrorInfo) -> InstanceRecord:
+    """It cannot follow that commit; STARTING keeps it out of routing until it has caught up."""
+    swap_id = record.swap_id if active.trial is not None else active.swap_id
+    return replace(_unstaged(record), state="STARTING", swap_id=swap_id, error=error)
 
 
 def torn(record: InstanceRecord, error: ErrorInfo) -> InstanceRecord:

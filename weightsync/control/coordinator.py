@@ -43,6 +43,7 @@ from weightsync.control.state import (
     depends_on,
     in_flight,
     phase_of,
+    untried,
 )
 from weightsync.control.trial import Probe, ProbeResult, Trial
 from weightsync.errors import Conflict, StoreError, StoreRefused
@@ -269,6 +270,9 @@ def view_of(
     if any(splits) and board.active is not None and (now_active := board.version(board.active.version)) is not None:
         shared[now_active.version] = now_active
     asked = [version, *shared_versions(target.split)] if opening and target is not None else []
+    since = None
+    if swap is not None and untried(swap):
+        asked, since = [swap.target], swap.former
     records = [known for v in asked if v is not None and (known := board.version(v)) is not None]
     return View(
         now=now,
@@ -279,7 +283,7 @@ def view_of(
         instances=board.instances,
         target_fingerprint=record.fingerprint if record is not None else "",
         probe=probe,
-        changes=next((found for v in asked if v is not None and (found := changes_to(board, v))), ""),
+        changes=next((found for v in asked if v is not None and (found := changes_to(board, v, since))), ""),
         starts=board.starts,
         shared=shared,
         refused=next((found for one in records if (found := refuses(one))), ""),

@@ -22,7 +22,8 @@ from functools import lru_cache
 from typing import Any
 
 from weightsync.control.board import Board
-from weightsync.control.records import FormRecord, SwapRecord
+from weightsync.control.records import ActiveRecord, FormRecord, SwapRecord
+from weightsync.control.state import untried
 from weightsync.errors import (
     ConfigMismatch,
     DtypeMismatch,
@@ -158,9 +159,10 @@ def changes(before: FormRecord, after: FormRecord) -> str:
     return f"config.json has another {', '.join(keys) or 'text'}"
 
 
-def changes_to(board: Board, version: int) -> str:
-    """Why `version` takes other engines than the active version has, in words; "" if the running ones can take it."""
-    active, wanted = board.active, board.version(version)
+def changes_to(board: Board, version: int, since: ActiveRecord | None = None) -> str:
+    """Why `version` takes other engines than the active version has, or the one of `since`, in words; "" if those can
+    take it."""
+    active, wanted = since or board.active, board.version(version)
     serving = board.version(active.version) if active is not None else None
     if serving is None or wanted is None or serving.form == wanted.form:
         return ""
@@ -185,7 +187,7 @@ def start_of(board: Board, name: str) -> Start | None:
     if active is None:
         return Start(None, None)
     version = active.of(name).version
-    if swap is None or not is_turn(swap, name) or swap.phase == "revert":
+    if swap is None or not _tries(board, swap, name):
         return _start(board, version)
     tried = board.starts.get(name)
     if tried is not None and tried.swap_id == swap.id and tried.error is not None:
@@ -193,9 +195,11 @@ def start_of(board: Board, name: str) -> Start | None:
     return _start(board, version, swap.id)
 
 
-def is_turn(swap: SwapRecord, name: str) -> bool:
-    """Whether the swap has this instance restart now."""
-    return swap.turn == name and swap.phase in ("canary", "commit", "revert")
+def _tries(board: Board, swap: SwapRecord, name: str) -> bool:
+    """Whether the swap learns from this instance's start if its version can be started with."""
+    if untried(swap):
+        return bool(changes_to(board, swap.target, swap.former))
+    return swap.turn == name and swap.phase in ("canary", "commit")
 
 
 def _start(board: Board, number: int, swap_id: str | None = None) -> Start:

@@ -25,7 +25,7 @@ from weightsync.control.records import (
     SwapRecord,
     TargetRecord,
 )
-from weightsync.control.state import RESTART_S, confirm_within_s, in_flight, not_flipped
+from weightsync.control.state import RESTART_S, confirm_within_s, in_flight, not_flipped, untried
 from weightsync.errors import StoreRefused, StoreUnavailable, SwapAborted, SwapTimeout, WatchCompacted
 from weightsync.store.protocol import MISSING, Store
 
@@ -73,7 +73,7 @@ async def of_request(store: Store, keys: Keys, target: TargetRecord) -> SwapRepo
     async def ended(board: Board) -> SwapReport | None:
         swap, wanted = board.swap, board.target
         if swap is not None and swap.id == target.id:
-            return None if in_flight(swap) else _report(board, swap)
+            return None if in_flight(swap) and not untried(swap) else _report(board, swap)
         if wanted is None or (wanted.id == target.id and not (swap is not None and swap.answers(target))):
             return None
         never = f"superseded by a request for version {wanted.version}"
@@ -97,7 +97,7 @@ async def of_version(store: Store, keys: Keys, version: int, timeout_s: float) -
         active, swap, revision = board.active, board.swap, board.revision(keys.swap)
         before = revision if before < 0 else before
         if active is not None and active.version == version:
-            return True if swap is None or swap.id != active.swap_id or swap.phase == "done" else None
+            return True if swap is None or swap.id != active.swap_id or _stands(swap) else None
         if swap is not None and swap.target == version and swap.phase == "aborted" and revision > before:
             _report(board, swap).checked()
         return None
@@ -167,7 +167,7 @@ async def _hint(store: Store, keys: Keys) -> str:
 
 def _report(board: Board, swap: SwapRecord) -> SwapReport:
     active = board.active
-    ok = swap.phase == "done" and active is not None and active.swap_id == swap.id
+    ok = _stands(swap) and active is not None and active.swap_id == swap.id
     now = time.time()
     committed_at = active.committed_at if ok and active is not None else now
     return SwapReport(
@@ -186,6 +186,11 @@ def _report(board: Board, swap: SwapRecord) -> SwapReport:
         split=swap.split,
         not_flipped=not_flipped(swap, active, board.instances) if ok else (),
     )
+
+
+def _stands(swap: SwapRecord) -> bool:
+    """Whether its commit stands, as far as an instance could say."""
+    return swap.phase == "done" or untried(swap)
 
 
 def _remembered(past: PastSwapRecord) -> SwapReport:

@@ -44,6 +44,9 @@ go, so that versions of the committed split have other numbers of them than they
 itself that places them anew; after one that failed it waits for REPLACE_S.
 
 The probe is the coordinator's callable that judges a canary (`trial`).
+
+A version that is asked for while no instance is there is committed, and the swap stays in its phase commit until one
+has run it (`untried`). If the version turns out to be one that no instance can run, the one before serves again.
 """
 
 from __future__ import annotations
@@ -55,6 +58,7 @@ from typing import Literal
 from weightsync.control import placement
 from weightsync.control.records import (
     ActiveRecord,
+    ErrorInfo,
     InstanceRecord,
     Keys,
     ShareRecord,
@@ -68,7 +72,14 @@ from weightsync.control.records import (
     shared_versions,
 )
 from weightsync.control.trial import ProbeResult
-from weightsync.errors import ConfigMismatch, NotEnoughInstances
+from weightsync.errors import (
+    ConfigMismatch,
+    DtypeMismatch,
+    MissingTensor,
+    NotEnoughInstances,
+    ShapeMismatch,
+    UnexpectedTensor,
+)
 
 CONFIRM_S = 45.0  # for an instance to say after a commit that it flipped: 30 s for its `finish` requests, and more
 ROLLING_DRAIN_S = 30.0
@@ -76,6 +87,8 @@ RESTART_S = 600.0  # for an instance to start anew and to load a version; one th
 REPLACE_S = 30.0
 TOO_OLD = "one of an older release never does: swap with mode together until all instances are upgraded"
 CANNOT_READ = "one of an older release never is, as it cannot read of its trial: upgrade all instances first"
+NOT_RUN = "a newer version was asked for before an instance had run it"
+MISFITS = frozenset(e.code for e in (ConfigMismatch, MissingTensor, UnexpectedTensor, ShapeMismatch, DtypeMismatch))
 PARTICIPATING = frozenset({"SERVING", "STAGING", "STAGED", "COMMITTING"})
 
 
@@ -88,7 +101,8 @@ class View:
     leader before it has begun.
     `target_state` and `target_fingerprint` are of the version in question: the swap's while one is in flight, else the
     target's; None and "" if there is no such version. `probe` is what the probe of this swap's canary came to.
-    `changes` says why the running engines cannot take the target, "" if they can; `starts` what became of restarts.
+    `changes` says why engines of the version before cannot take the target, "" if they can; `starts` what became of
+    restarts.
     `refused` says why a version that the target asks for may not be swapped in, "" if it may. `shared` has the versions
     that splits name, and that of the commit record, as far as they exist.
     """
@@ -175,6 +189,13 @@ def in_flight(swap: SwapRecord | None) -> bool:
     return swap is not None and swap.phase in ("prepare", "canary", "commit", "revert")
 
 
+def untried(swap: SwapRecord | None) -> bool:
+    """Whether it was committed while no instance was there to try it, and no instance has run it yet."""
+    if swap is None or swap.phase != "commit" or swap.participants:
+        return False
+    return swap.former is None or swap.former.version != swap.target
+
+
 def phase_of(swap: SwapRecord | None) -> tuple[str, ...]:
     """Names a phase of a swap, or in it a turn: no other one has the same name."""
     return (swap.id, swap.phase, swap.turn or "") if swap is not None else ()
@@ -224,7 +245,7 @@ def _open(view: View, target: TargetRecord) -> Step:
         drain_s=target.drain_s,
         on_lost=target.on_lost,
         split=target.split,
-        former=view.active,
+        former=view.active if participants else _former(view),
     )
     if (reason := _not_ready(view, target)) is not None:
         return Step("refuse", replace(swap, phase="aborted", reason=reason))
@@ -233,6 +254,13 @@ def _open(view: View, target: TargetRecord) -> Step:
     if view.changes and view.active is not None and participants:
         return _open_restarts(view, swap)
     return Step("open", swap)
+
+
+def _former(view: View) -> ActiveRecord | None:
+    """The commit record to return to: the last that an instance has run; None if there is none."""
+    active, last = view.active, view.swap
+    overtaken = active is not None and last is not None and (last.id, last.reason) == (active.swap_id, NOT_RUN)
+    return last.former if last is not None and overtaken else active
 
 
 def _not_ready(view: View, target: TargetRecord) -> str | None:
@@ -383,11 +411,15 @@ def _blocked(view: View, swap: SwapRecord) -> Step | None:
         instance = view.instances.get(name)
         if instance is not None and instance.swap_id == swap.id and instance.error is not None:
             step = abort(view, swap, f"instance {name}: {instance.error.message}", instance.error.tensor)
-            at_fault = instance.error.tensor is not None or instance.error.code == ConfigMismatch.code
-            return replace(step, refused=swap.of(name).target) if at_fault else step
+            return replace(step, refused=swap.of(name).target) if _at_fault(instance.error) else step
     if (reason := _odd_fingerprint(view, swap)) is not None:
         return abort(view, swap, reason)
     return None
+
+
+def _at_fault(error: ErrorInfo) -> bool:
+    """Whether the version is at fault, and not the instance."""
+    return error.tensor is not None or error.code == ConfigMismatch.code
 
 
 def _lost(view: View, name: str) -> str | None:
@@ -467,9 +499,10 @@ def _built(view: View, instance: InstanceRecord, swap: SwapRecord) -> str | None
 def _committed(view: View, swap: SwapRecord) -> ActiveRecord:
     """The commit record of this swap."""
     before = view.active
-    previous = before.version if before is not None else None
-    if before is not None and before.version == swap.target:
-        previous = before.previous  # committing what is active already must not lose the way back
+    former = swap.former or before
+    previous = former.version if former is not None else None
+    if former is not None and former.version == swap.target:
+        previous = former.previous  # committing what is active already must not lose the way back
     return ActiveRecord(
         version=swap.target,
         epoch=before.epoch + 1 if before is not None else 1,
@@ -482,6 +515,12 @@ def _committed(view: View, swap: SwapRecord) -> ActiveRecord:
 
 
 def _commit(view: View, swap: SwapRecord) -> Step:
+    active, former = view.active, swap.former
+    if active is not None and any(confirmed(i, active) for i in view.instances.values()):
+        former = active  # an instance has come since it opened
+    if not swap.participants and former is not None:
+        # It may take days until an instance comes, and each version that can be returned to holds a slot.
+        swap = replace(swap, former=replace(former, previous=None, split=None))
     return Step("commit", replace(swap, phase="commit"), _committed(view, swap))
 
 
@@ -489,6 +528,8 @@ def _confirm(view: View, swap: SwapRecord) -> Step | Wait:
     active = view.active
     if active is None or active.swap_id != swap.id:
         return Step("finish", replace(swap, phase="done", reason="overtaken by a later commit"))
+    if untried(swap):
+        return _first_try(view, swap, active)
     alive = [view.instances[name] for name in swap.participants if name in view.instances]
     late = [i.id for i in alive if not confirmed(i, active) and i.state in PARTICIPATING]
     if late and view.left_s(swap) > 0:
@@ -501,6 +542,23 @@ def _confirm(view: View, swap: SwapRecord) -> Step | Wait:
         return _revert(view, swap, f"no instance could flip ({torn.id}: {why})")
     reason = f"no confirmation from {', '.join(late)}" if late else _torn(swap, view)
     return Step("finish", replace(swap, phase="done", reason=reason))
+
+
+def _first_try(view: View, swap: SwapRecord, active: ActiveRecord) -> Step | Wait:
+    """No instance was there to refuse the version. The first that runs it ends the swap; the word of the first that
+    cannot, for the version's fault, has the version before committed again. A newer wish does not wait for either."""
+    if any(confirmed(i, active) for i in view.instances.values()):
+        return Step("finish", replace(swap, phase="done"))
+    failed = {name: start.error for name, start in view.starts.items() if start.swap_id == swap.id}
+    behind = {i.id: i.error for i in view.instances.values() if i.state == "STARTING" and i.swap_id == swap.id}
+    for name, error in (failed | behind).items():
+        if error is None or (error.code in MISFITS and not view.changes):
+            continue  # what it runs does not fit this fleet's versions, and the one before would not either
+        if swap.former is not None and (name in failed or _at_fault(error)):
+            return replace(_revert(view, swap, f"instance {name}: {error.message}"), refused=swap.target)
+    if view.target is not None and not swap.answers(view.target):
+        return Step("finish", replace(swap, phase="done", reason=NOT_RUN))
+    return Wait()
 
 
 def _failed_start(view: View, swap: SwapRecord) -> str | None:

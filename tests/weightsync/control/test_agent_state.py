@@ -151,7 +151,9 @@ def test_what_it_says_afterwards() -> None:
     assert agent_state.flipped(STAGED, TRYING.of("a"), "f2") == TRIAL
     assert agent_state.serving(replace(TRIAL, state="STARTING"), TRYING.of("a")) == TRIAL
     assert agent_state.serving(TRIAL, COMMITTED) == replace(TRIAL, state="SERVING")
-    assert agent_state.behind(STAGED, error) == replace(SERVING, state="STARTING", swap_id="new", error=error)
+    assert agent_state.behind(STAGED, COMMITTED, error) == replace(
+        SERVING, state="STARTING", swap_id="new", error=error
+    )
     assert agent_state.refused(STAGED, error).error == error
     assert agent_state.torn(STAGED, error).state == "TORN"
     assert agent_state.serving(STAGED, ACTIVE) == replace(SERVING, swap_id="new")

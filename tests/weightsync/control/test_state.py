@@ -13,12 +13,14 @@ from weightsync.control.records import (
     InstanceRecord,
     Keys,
     ShareRecord,
+    StartRecord,
     SwapRecord,
     TargetRecord,
     VersionState,
 )
 from weightsync.control.state import (
     CONFIRM_S,
+    NOT_RUN,
     TOO_OLD,
     Ask,
     Step,
@@ -362,3 +364,73 @@ def test_a_failed_staging_is_never_left_out() -> None:
     """Weights that one instance cannot build are no reason to go on with the rest."""
     broken = replace(STAGED["b"], error=ErrorInfo("digest_mismatch", "bytes changed", "w"))
     assert without_it(a=STAGED["a"], b=broken).kind == "abort"
+
+
+# a commit while no instance was there to refuse the version
+
+UNTRIED = replace(SWAP, phase="commit", participants=(), former=ACTIVE)
+ALONE = ActiveRecord(2, 6, 1, "swap-2", 100.0)
+BEHIND = InstanceRecord("a", "x", "STARTING", 1, 5, swap_id="swap-2", error=ErrorInfo("not_finite", "NaN in w", "w"))
+MISFIT = ErrorInfo("config_mismatch", "rope_theta differs")
+
+
+def untried(*fleet: InstanceRecord, **changes: object) -> Step | Ask | Wait:
+    known: dict[str, object] = {"swap": UNTRIED, "active": ALONE, "instances": {i.id: i for i in fleet}}
+    return decide(view(**known | changes))
+
+
+def test_a_version_that_no_instance_has_tried_is_not_done() -> None:
+    opened = step(swap=None, instances={}).swap
+    committed = step(swap=opened, instances={})
+    assert (committed.kind, committed.swap.phase) == ("commit", "commit")
+    assert committed.active == ALONE
+    assert committed.swap.former == replace(ACTIVE, previous=None), "one version less holds a slot"
+    assert untried() == Wait()
+    assert untried(replace(BEHIND, error=None)) == Wait(), "it is loading"
+    done = untried(replace(BEHIND, state="SERVING", active_version=2, active_epoch=6, error=None))
+    assert done == Step("finish", replace(UNTRIED, phase="done"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"instances": {"a": BEHIND}},
+        {"instances": {"a": replace(BEHIND, error=MISFIT)}, "changes": "another configuration"},
+        {"starts": {"a": StartRecord("swap-2", 2, ErrorInfo("start_failed", "it ended"))}, "changes": "other tensors"},
+    ],
+)
+def test_the_version_before_serves_again_if_the_first_instance_cannot_run_it(changes: dict[str, object]) -> None:
+    back = untried(**changes)
+    assert isinstance(back, Step)
+    assert (back.kind, back.refused, back.swap.phase) == ("revert", 2, "revert")
+    assert back.active is not None
+    assert (back.active.version, back.active.epoch) == (1, 7)
+    assert (back.swap.reason or "").startswith("instance a: ")
+    assert step(swap=back.swap, active=back.active, instances={}).kind == "abort"
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [
+        replace(BEHIND, swap_id="swap-1"),  # it says so of the version before
+        replace(BEHIND, error=ErrorInfo("out_of_memory", "no room")),
+        replace(BEHIND, error=MISFIT),  # nor would the version before fit to it
+    ],
+)
+def test_a_fault_that_is_not_the_version_s_takes_nothing_back(behind: InstanceRecord) -> None:
+    assert untried(behind) == Wait()
+
+
+def test_a_newer_wish_does_not_wait_and_returns_to_what_an_instance_has_run() -> None:
+    newer = replace(TARGET, version=3, id="swap-3")
+    ended = untried(target=newer)
+    assert ended == Step("finish", replace(UNTRIED, phase="done", reason=NOT_RUN))
+    opened = step(swap=replace(UNTRIED, phase="done", reason=NOT_RUN), active=ALONE, target=newer, instances={})
+    assert (opened.swap.target, opened.swap.former) == (3, ACTIVE)
+    committed = step(swap=opened.swap, active=ALONE, target=newer, instances={})
+    assert committed.active is not None
+    assert (committed.active.version, committed.active.previous, committed.active.epoch) == (3, 1, 7)
+    ran = {"a": replace(BEHIND, state="SERVING", active_version=2, active_epoch=6)}
+    committed = step(swap=opened.swap, active=ALONE, target=newer, instances=ran)
+    assert committed.active is not None
+    assert (committed.active.version, committed.active.previous) == (3, 2), "one has run it meanwhile"

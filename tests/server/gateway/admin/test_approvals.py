@@ -67,7 +67,7 @@ async def test_a_second_identity_approves_and_the_ledger_names_both(gateway: Run
     assert (status, report["version"]) == (200, 1)
     assert active(gateway) == 1
     assert (await ask(gateway, "POST", path, two))[1]["code"] == "unknown_approval"
-    waited, approved, asked, committed, _ = [e for e in ledger(gateway) if e.version == 1]
+    waited, approved, asked, committed = [e for e in ledger(gateway) if e.version == 1]
     assert (waited.action, waited.who, waited.reason) == ("approval_wait", f"key one ({one_id})", "better")
     assert (approved.action, approved.who, approved.reason) == ("approve", f"key two ({two_id})", "I have looked")
     assert (asked.action, asked.who, asked.subject) == (
