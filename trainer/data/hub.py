@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub as hub
-from msgspec.structs import replace
 from huggingface_hub.errors import (
     GatedRepoError,
     HFValidationError,
@@ -27,6 +26,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from msgspec.structs import replace
 
 from trainer.config import ArrowData, CsvData, FileData, HubData, JsonlData, ParquetData, TrainerConfig, WebDatasetData
 from trainer.data.storage import File, explained, file_at, find_files, of_client
