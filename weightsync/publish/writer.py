@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import psutil
 import xxhash
 
 from weightsync.errors import (
@@ -347,10 +346,14 @@ class SlotWriter:
     def _target(self, name: str, spec: TensorSpec) -> memoryview:
         """Raises PublishError: the kernel gives out more memory than it has, and ends processes when that comes to
         light."""
-        if self._grows and spec.nbytes > (free := psutil.virtual_memory().available):
-            raise PublishError(
-                f"tensor {name!r} needs {spec.nbytes:,} bytes of memory, {free:,} are free: put fewer ranks on a host"
-            )
+        if self._grows:
+            import psutil  # readers of checkpoints import this module where it is missing
+
+            if spec.nbytes > (free := psutil.virtual_memory().available):
+                advice = "put fewer ranks on a host"
+                raise PublishError(
+                    f"tensor {name!r} needs {spec.nbytes:,} bytes of memory, {free:,} are free: {advice}"
+                )
         offset = self.layout.offsets[name]
         return self._view[offset : offset + spec.nbytes]
 

@@ -35,7 +35,7 @@ MUTATIONS: list[Mutation] = [
         ("ends = replace(active, trial=None) if", "ends = active if"),
         ("    if view.active is None or view.active.trial is None:\n", "    if view.active is None:\n"),
         ("    if view.target_state != \"ready\":\n        return abort(", "    if view.target_state is None:\n        return abort("),
-        ("previous = before.previous  # committing", "previous = before.version  # committing"),
+        ("previous = former.previous  # committing", "previous = former.version  # committing"),
         ("if late and view.left_s(swap) > 0:", "if late and view.left_s(swap) >= 0:"),
         ("if swap.on_lost == \"continue\" and left and whole and swap.canary not in lost:", "if swap.on_lost == \"continue\" and left and whole:"),
         ("not confirmed(i, active) and i.state in PARTICIPATING]", "not confirmed(i, active)]"),

@@ -67,7 +67,9 @@ async def test_versions_are_listed_with_what_may_be_done(console: Watched, gatew
 async def test_a_version_is_activated_from_the_dialog_by_keyboard_alone(
     console: Watched, gateway: RunningGateway
 ) -> None:
-    """With nobody registered a commit is immediate; the coordinator of this gateway makes it."""
+    """With nobody registered a commit is immediate; the coordinator of this gateway makes it, and it is done when an
+    instance runs the version."""
+    address = gateway.gateway.default.fleet.instances["i0"].record.address
     await asyncio.to_thread(gateway.unregister, "i0")
     await asyncio.to_thread(put_versions, gateway, 1, None)
     page = console.page
@@ -91,6 +93,7 @@ async def test_a_version_is_activated_from_the_dialog_by_keyboard_alone(
     await page.keyboard.press("Enter")  # on Close, which has the focus
     await dialog.wait_for(state="hidden")
     await console.wait_text("#active", "v2")
+    await asyncio.to_thread(gateway.register, address, "i0", active_version=2, active_epoch=2)
     await console.wait_text("#swaps", "done")
     await console.wait_text("#announcements", "Weight version 2 serves now.")
     assert "v2 done" in (await page.locator("#timeline svg").get_attribute("aria-label") or "")

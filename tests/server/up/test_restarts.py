@@ -18,6 +18,7 @@ from tests.server.up.restarts import KEYS, MODEL, Child, Up, committed, flip, fr
 from tests.weightsync.tensors import model
 from weightsync import Publisher, SyncStore
 from weightsync.control.records import CounterRecord, InstanceRecord
+from weightsync.control.state import untried
 from weightsync.persist.disk import Disk
 from weightsync.publish.checkpoint import Checkpoint
 
@@ -51,7 +52,7 @@ def test_an_end_without_warning_loses_no_key_version_number_or_history(server: U
     server.start()
     key = server.make_key()
     history = {name: value for name, value in server.records().items() if name.startswith(KEYS.history)}
-    assert len(history) == 2
+    assert len(history) == 1, "no instance was there to end the second swap"
     getattr(server, end)()
     started = server.start()
     assert server.served() == (2, 2.0)
@@ -361,7 +362,7 @@ def test_a_run_may_be_killed_at_any_line(
             kept.verify()
         (server.kill if loses == "processes" else server.lose_power)()
         goes_on = server.start()
-        run(swap_until(goes_on.store, lambda swap: swap.phase in ("done", "aborted")))
+        run(swap_until(goes_on.store, lambda swap: swap.phase in ("done", "aborted") or untried(swap)))
         if loses == "power" and committed not in copies:
             assert goes_on.said[0].startswith(f"version {committed} is lost")
             committed = before

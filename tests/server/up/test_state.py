@@ -109,7 +109,7 @@ def test_fresh_discards_all_but_the_admin_key_and_says_what(server: Up, tmp_path
     server.kill()
     started = server.start(fresh=True, model=str(save_checkpoint(tmp_path / "other", 9.0)))
     assert server.told == [
-        "discarding 1 API key(s), inference closed to who has none, versions 1 to 2 and a history of 2 swap(s)"
+        "discarding 1 API key(s), inference closed to who has none, versions 1 to 2 and a history of 1 swap(s)"
     ]
     assert server.served() == (1, 9.0)
     assert server.door(None) == "anonymous"

@@ -8,12 +8,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import pytest
+from msgspec.structs import replace
 
 from tests.trainer.data.conftest import Open, prompts
 from tests.trainer.data.hub_server import TOKEN, Hub
