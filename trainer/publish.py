@@ -190,8 +190,8 @@ class WeightPublisher:
                 yield from (Slice(name, tensor, 0, 0) for name, tensor in made)
 
     def _sealed(self, writer: Any, problem: str) -> Any:
-        """What a rank beside the slot wrote there, and lets go of, or what came from a host where nothing stays; rank
-        0's draft stays open."""
+        """The part that a rank beside the slot wrote there, and lets go of, or that came from a host where nothing
+        stays; rank 0's draft stays open."""
         if not self._hosts.beside:
             return self._hosts.part
         if not isinstance(writer, weightsync.SlotWriter):

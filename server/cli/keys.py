@@ -52,7 +52,7 @@ def _option(field: str, limit: Limit) -> Any:
 
 
 def _limits(**given: Any) -> dict[str, Any]:
-    """What of a body is limits."""
+    """Fields of a body that set limits."""
     limits = {field: _number(field, value) for field, value in given.items() if value is not None}
     return {"limits": limits} if limits else {}
 

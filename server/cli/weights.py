@@ -51,7 +51,7 @@ Deadline = Annotated[float | None, typer.Option(help="seconds to stage everywher
 
 
 def _how(mode: SwapMode, drain: float | None, on_lost: OnLost, deadline: float | None) -> dict[str, Any]:
-    """What of a body says how the fleet takes a version."""
+    """Fields of a body that say how the fleet takes a version."""
     return {"mode": mode.value, "drain_s": drain, "deadline_s": deadline, "on_lost": on_lost.value}
 
 

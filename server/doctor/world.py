@@ -99,7 +99,7 @@ class World:
             return None
 
     def room(self, total: int) -> Room:
-        """What an instance will have of a GPU of `total` bytes that nothing else uses."""
+        """The share of an instance in a GPU of `total` bytes that nothing else uses."""
         utilization, kv_cache = self.gpu_memory_utilization, self.kv_cache_memory_bytes
         return Room.of(total, total, utilization=utilization, kv_cache=kv_cache)
 

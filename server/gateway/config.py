@@ -249,7 +249,7 @@ class AnswerSettings:
 
 @dataclass(frozen=True)
 class WebhookSettings:
-    """Who is told of the ledger's entries (observe/ledger.py)."""
+    """The receiver of the ledger's entries (observe/ledger.py)."""
 
     urls: Annotated[
         tuple[str, ...],

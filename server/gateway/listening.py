@@ -122,8 +122,8 @@ def spare_memory() -> None:
 
 
 def _spare_the_collector() -> None:
-    """What is loaded by now stays, and requests leave no reference cycles: there is little to collect, and a full
-    collection of 200,000 objects would hold every stream up for 50 ms each few seconds."""
+    """The modules that are loaded by now stay, and requests leave no reference cycles: there is little to collect, and
+    a full collection of 200,000 objects would hold every stream up for 50 ms each few seconds."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)

@@ -37,7 +37,7 @@ Deadline = Annotated[float, Meta(gt=0, le=MAX_WAIT_S)]
 
 
 class Wish(msgspec.Struct, forbid_unknown_fields=True):
-    """What a request asks of swaps and the queue; taken out before vLLM sees the body."""
+    """The wishes of a request about swaps and the queue; taken out before vLLM sees the body."""
 
     policy: Annotated[
         Literal["keep", "recompute", "finish", "abort"] | None,

@@ -123,7 +123,7 @@ def replayed(output: Any, resume: Resume) -> Any | None:
 
 
 async def read(scope: Any, receive: Any, routes: Container[str] = ROUTES) -> tuple[Replaying, Any]:
-    """What the gateway asks for, and `receive` without what it put before the body. Raises RequestProblem."""
+    """The gateway's wishes, and `receive` without what it put before the body. Raises RequestProblem."""
     headers = dict(scope.get("headers", ()))
     if scope["path"] not in routes or RESUMABLE not in headers:
         return Replaying(), receive

@@ -39,7 +39,7 @@ FORMS = tuple(FormRecord(f'[["{name}","float32",[1]]]', "{}") for name in ("a", 
 
 @dataclass
 class Faults:
-    """What goes wrong next; each is used up by the first it happens to, but for `flips`: while it holds, all fail.
+    """The faults that come next; each is used up by the first it happens to, but for `flips`: while it holds, all fail.
 
     `unfit`: the versions that no instance can run."""
 

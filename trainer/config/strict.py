@@ -106,7 +106,7 @@ def convert(hint: Any, value: object, key: str) -> Any:
 
 
 def _explained(error: msgspec.ValidationError, hint: Any, value: object, key: str) -> ConfigError:
-    """What msgspec refused: where that is, what is there, and what may be."""
+    """The refusal of msgspec: the place, the value there, and the values that may be."""
     placed = re.fullmatch(r"(.*) - at (`key` in )?`\$(.*)`", str(error), re.DOTALL)
     text, of_key, path = placed.groups() if placed else (str(error), None, "")
     key, cause = f"{key}{path}".removeprefix("."), error.__cause__

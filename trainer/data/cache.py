@@ -118,8 +118,8 @@ class FileDataset:
         return self._records.digest
 
     def summary(self) -> dict[str, Any]:
-        """What was read and left out, for the metrics: counts, the first bad records by name, and the commit of
-        a data set of the hub."""
+        """Figures of reading, for the metrics: counts of records read and left out, the first bad records by name, and
+        the commit of a data set of the hub."""
         opened = [self._records, *self._evaluated]
         parts = [part.manifest for part in opened]
         at = {"revision": self._config.revision} if isinstance(self._config, HubData) else {}

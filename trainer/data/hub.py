@@ -148,7 +148,7 @@ def _downloaded(path: str, revision: str | None) -> str:
 
 @contextlib.contextmanager
 def _remedied(name: str) -> Iterator[None]:
-    """What the hub and its libraries raise, as DataError."""
+    """Errors of the hub and its libraries, as DataError."""
     try:
         yield
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""What the gateway that leads does for the ledger: it tells traces of new entries, moves older ones to files, and tells
+"""The ledger's keeper at the gateway that leads: it tells traces of new entries, moves older ones to files, and tells
 webhooks.
 
 It posts each new entry of the ledger, signed as Standard Webhooks 1.0.0 has it.

@@ -1,4 +1,5 @@
-"""What copies of a model on a GPU take from its KV cache: from a checkpoint's headers and a worker's own functions."""
+"""The memory that copies of a model on a GPU take from its KV cache: from a checkpoint's headers and a worker's own
+functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a host without a peer wrote into memory reaches the slot byte for byte, over a real transport; failures are
+"""A host without a peer writes into memory, which reaches the slot byte for byte, over a real transport; failures are
 typed."""
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def contents(publisher: Publisher) -> dict[str, bytes]:
 
 
 def halves(writer: Any, half: int) -> None:
-    """What one of two tensor parallel ranks has: half of what is cut, along two dimensions."""
+    """The tensors of one of two tensor parallel ranks: half of what is cut, along two dimensions."""
     writer.write_slice("column", FULL["column"][4 * half : 4 * half + 4], 4 * half)
     writer.write_slice("row", FULL["row"][:, 4 * half : 4 * half + 4], 4 * half, dim=1)
     writer.write_slice("deep", FULL["deep"][:, 4 * half : 4 * half + 4], 4 * half, dim=1)
@@ -83,7 +83,7 @@ def memory() -> Iterator[MemorySlot]:
 
 
 def of_another_host(share: HostShare) -> list[Any]:
-    """What two ranks there have sealed."""
+    """The parts that two ranks there have sealed."""
     one, other = (weightsync.join(share.ticket, rank) for rank in (1, 2))
     halves(one, 1)
     for name in ("whole", "empty", "scalar"):
