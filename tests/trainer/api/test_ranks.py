@@ -162,12 +162,13 @@ def test_a_rank_that_is_killed(tmp_path: Path, tiny_model: str) -> None:
         for rank in (1, 0):
             passed = client.forward_backward(data, "cross_entropy")
             stepped = client.optim_step(types.AdamParams(learning_rate=1e-3))
+            killed = rank_process(api.process.pid, rank)
             wait_until(lambda: _in_a_pass(api, client), 240, what=lambda: f"both on disk: {_open(api, client)}")
+            killed.suspend()  # so that the pass is not over before the request is there
             with ThreadPoolExecutor(1) as asking:
                 about = {"request_id": f"{client.model_id}:{_open(api, client)[0][1]}"}
                 answer = asking.submit(api.post, "retrieve_future", json=about)
-                killed = rank_process(api.process.pid, rank)
-                os.kill(killed.pid, signal.SIGKILL)
+                killed.kill()
                 if rank == 1:
                     assert answer.result().status_code == 503
                     assert answer.result().json()["error"]["code"] == "server_ended"
