@@ -37,9 +37,9 @@ WHERE = {"state_dir": StateDir, "url": Url, "admin_key_file": KeyFile}
 
 
 class AdminClient:
-    """The gateway's /admin routes, where it has several models those of `model`. What the command line and the
-    environment leave out is read from the state directory of a server that was started here, with the first request;
-    and anew when there was no answer or the key was refused, as `up` may have begun again elsewhere.
+    """The gateway's /admin routes; of a gateway with several models, those of `model`. The first request reads options
+    that the command line and the environment leave out from the state directory of a server that was started here. The
+    client reads them anew when there was no answer or the key was refused, as `up` may have begun again elsewhere.
     """
 
     def __init__(

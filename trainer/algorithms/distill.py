@@ -3,8 +3,8 @@ gradient's loss (policy.py) every token has an advantage of its own:
 
     A_t = teacher's logprob - engine's logprob + reward_weight * (r - mean) / (std + 1e-4)
 
-The first difference is, less its sign, the estimate k1 of the reverse KL of policy and teacher at that token. What a
-token does to later ones is not counted.
+The first difference, with its sign turned, is the estimate k1 of the reverse KL of policy and teacher at that token.
+The effect of a token on later ones is not counted.
 """
 
 from __future__ import annotations

@@ -303,7 +303,7 @@ class CurriculumConfig(Section, frozen=True):
 
 
 class OrderConfig(Section, frozen=True):
-    """Which problems are drawn, and how often (trainer/rollouts/feed.py); left out, each once an epoch."""
+    """The choice and frequency of problems (trainer/rollouts/feed.py). Without it each comes once an epoch."""
 
     prioritize: bool = False
     curriculum: CurriculumConfig | None = None

@@ -4,7 +4,7 @@
 failure outside of the model never becomes a reward: the part that failed is tried again, and in the end the trajectory
 is left out of its group.
 
-With `rollout.token_budget` a group is sampled in rounds (docs/trainer/schedules.md). What a round leaves is a
+With `rollout.token_budget` a group is sampled in rounds (docs/trainer/schedules.md). A round leaves a
 `Partial`, plain data that a checkpoint can hold; the next round goes on from it, whatever weights are there then. An
 episode waits in its environment's process; where that has lost it, the recorded answers are played to a new one.
 """

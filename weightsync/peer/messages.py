@@ -25,8 +25,9 @@ TOLD = "digests=manifest"
 
 
 class Open(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`reader` is the host that asks, `transports` those it can read with. `delta_of`: the release before may ask for
-    the difference from that slot instead. Nobody has one, and it reads the slot when it is refused."""
+    """`reader` is the host that asks, `transports` are those that it can read with. `delta_of`: a peer
+    of the release before may ask for the difference from that slot instead. No peer of this release has one: the peer
+    that asks is refused, and reads the slot."""
 
     model: str
     digest: str
