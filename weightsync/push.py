@@ -11,8 +11,8 @@ strings, one line) and goes on as if it had been started with them; at the end o
 
 Exit status 0 when the version is ready (and, unless told otherwise, active), 1 when not. With --json one JSON object
 goes to standard output: {"version", "manifest_digest", "base_version", "parts" (as the record has them), "active",
-"tensors", "nbytes", "seconds", "gbps"}, of DIR also "kept" (files that DIR lacks: the version keeps those of the one
-before), with an upload id also "duplicate", of a delta "received" (its bytes); or
+"tensors", "nbytes", "seconds", "gbps"}, of DIR also "kept" (files that DIR lacks: the version has what was
+served before), with an upload id also "duplicate", of a delta "received" (its bytes); or
 {"error": {"code", "message", "tensor", and what is known of DETAILS}, "version"} where `version` says which one is
 ready all the same, if one is.
 """

@@ -90,7 +90,7 @@ def push(
     answer = client.call("POST", "/admin/weights", body, reason)
     show_swap(answer)
     if kept := answer.get("kept"):
-        console().print(f"kept from the version before: {', '.join(kept)}")
+        console().print(f"kept as served: {', '.join(kept)}")
 
 
 def _part(argument: str) -> tuple[str, str]:

@@ -21,7 +21,7 @@ from typing import TypeVar
 from weightsync.control.board import Board
 from weightsync.control.forms import MOST_STARTS, check_config, differing, start_of
 from weightsync.control.records import ErrorInfo, FormRecord, Keys, StartRecord, VersionRecord
-from weightsync.errors import ConfigMismatch, RecordError, StoreError, WeightSyncError
+from weightsync.errors import ConfigMismatch, RecordError, StoreError, StoreRefused, WeightSyncError
 from weightsync.memory.ledger import ensure_arena
 from weightsync.publish.checkpoint import read_config, write_config
 from weightsync.store import Store, open_store
@@ -56,6 +56,23 @@ async def check_own(config: InstanceConfig, store: Store, version: VersionRecord
     wanted = FormRecord.from_json(found.value).config if found is not None else ""
     if wanted and (names := await asyncio.to_thread(differing, own, wanted)):
         raise ConfigMismatch(names[0], f"than {config.model_dir}, with which the instance was started")
+
+
+async def tell_own(config: InstanceConfig, store: Store) -> None:
+    """Tell publishers what versions without a configuration are computed with. Raises StoreError."""
+    key, own = Keys(config.model).config, read_config(config.model_dir)
+    found = await store.get(key)
+    before = found.value.decode() if found is not None else ""
+    if own is None or own == before:
+        return
+    with contextlib.suppress(WeightSyncError):  # what cannot be compared is replaced
+        if before and (names := await asyncio.to_thread(differing, before, own)):
+            told = f"{', '.join(names)} of {config.model_dir} are not those of the instances before it"
+            log.warning("%s: versions without a config.json are computed otherwise here", told)
+    try:
+        await store.put(key, own.encode())
+    except StoreRefused as error:  # a role of a release before; what has a config.json is another form then
+        log.warning("publishers are not told the configuration of %s: %s", config.model_dir, error)
 
 
 async def tell_failure(config: InstanceConfig, swap_id: str, error: Exception) -> None:

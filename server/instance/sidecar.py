@@ -31,7 +31,7 @@ from weightsync.store import Store, open_store
 
 from .config import InstanceConfig
 from .engine import Engine
-from .forms import check_own
+from .forms import check_own, tell_own
 from .rest import sleeper
 from .slices import Saying
 
@@ -198,7 +198,9 @@ class Sidecar:
 
     async def _join(self, store: Store, participant: Participant) -> None:
         """Wait for a first version, then take part: until one is loaded, this instance runs dummy weights."""
-        while not await _has_active(store, self._config.model):  # noqa: ASYNC110 - outlives outages of the store
+        while not await _has_told(store, self._config):  # noqa: ASYNC110 - outlives outages of the store
+            await asyncio.sleep(POLL_S)
+        while not await _has_active(store, self._config.model):  # noqa: ASYNC110 - as above
             await asyncio.sleep(POLL_S)
         participant.start()
         await participant.ended()
@@ -278,6 +280,13 @@ class Sidecar:
         COMMIT_SECONDS.set(times["commit_ms"] / 1e3)
         SWAPS.inc()
         return CommitResult(times["commit_ms"])
+
+
+async def _has_told(store: Store, config: InstanceConfig) -> bool:
+    with contextlib.suppress(StoreError):
+        await tell_own(config, store)
+        return True
+    return False
 
 
 async def _has_active(store: Store, model: str) -> bool:

@@ -148,11 +148,12 @@ class Board:
         return {name: _parsed(StartRecord, kv.value) for name, kv in found.items()}
 
     def form(self, digest: str) -> FormRecord | None:
-        """The form of that name; "" is that of the key `schema`, without a configuration of its own."""
+        """The form of that name; "" is that of the keys `schema` and `config`."""
         if digest:
             return self._record(FormRecord, self.keys.form(digest))
-        found = self._found.get(self.keys.schema)
-        return FormRecord(found.value.decode(), "") if found is not None else None
+        tensors, config = self._found.get(self.keys.schema), self._found.get(self.keys.config)
+        own = config.value.decode() if config is not None else ""
+        return FormRecord(tensors.value.decode(), own) if tensors is not None else None
 
     def revision(self, key: str) -> int:
         """What to compare with before writing `key` (0: it does not exist), or what depends on all keys under it, if

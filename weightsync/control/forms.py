@@ -1,8 +1,8 @@
 """The form of a version: the tensors it has, and the configuration that an engine must be started with to run them.
 
 The configuration is config.json, and generation_config.json and chat template with it (publish/checkpoint.py): they say
-where an answer ends and what the model is asked. A version that is published without them has those of the model
-directory.
+where an answer ends and what the model is asked. A version that is published without them has those of the version that
+it follows, and the first one those of the model directory, which each instance tells (`Keys.config`).
 
 Versions of one form are swapped into a running engine. A version of another form takes a new engine: its instances
 restart one by one (`state`), and each learns here what to start with. A form is published with the first version that
@@ -80,13 +80,15 @@ def differing(served: str, wanted: str) -> tuple[str, ...]:
     installed, what its class for the model makes of both counts, and the keys are those of the class.
     """
     before, after = _meant(_fields(served)), _meant(_fields(wanted))
-    beside = [{name: fields.pop(name) for name in BESIDE if name in fields} for fields in (before, after)]
+    own, given = ({name: fields.pop(name) for name in BESIDE if name in fields} for fields in (before, after))
+    if isinstance(generation := given.get(GENERATION), dict):  # without the file, vLLM takes what config.json says
+        own.setdefault(GENERATION, {name: before[name] for name in generation if name in before})
     if before != after:
         with contextlib.suppress(Exception):  # not installed, a model that it does not know, values that it refuses
             from transformers import AutoConfig
 
             before, after = (_meant(AutoConfig.for_model(**fields).to_dict()) for fields in (before, after))
-    return _unlike(before | beside[0], after | beside[1])
+    return _unlike(before | own, after | own | given)  # a file that is not given stays as it is
 
 
 def completed(served: str, wanted: str) -> str:
@@ -127,9 +129,8 @@ def _meant(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unlike(before: dict[str, Any], after: dict[str, Any]) -> tuple[str, ...]:
-    """The keys in which they differ; of BESIDE only what both have, as one that is not given stays as it is."""
-    names = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
-    names -= {name for name in BESIDE if name not in before or name not in after}
+    """The keys in which they differ."""
+    names = (name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
     return tuple(sorted(name.removeprefix(OWN) for name in names))
 
 

@@ -26,7 +26,7 @@ MOST_TOLD = 4096  # characters of an error's message
 TAKEN = frozenset(
     {"versions", "instances", "active", "target", "swap", "schema", "leader", "pauses", "counter", "schemas", "forms"}
     | {"starts", "publishers", "sleeps", "sleepers", "drains", "hosts", "disks", "takers", "parts"}
-    | {"current", "policies", "evidence"}
+    | {"current", "policies", "evidence", "config"}
 )
 
 
@@ -89,6 +89,12 @@ class Keys:
     @property
     def schema(self) -> str:
         return f"{self.root}schema"
+
+    @property
+    def config(self) -> str:
+        """The configuration in the instances' model directory, which versions without one are computed with. Each
+        instance writes it before it takes part; none in a fleet that has had no instance."""
+        return f"{self.root}config"
 
     @property
     def leader(self) -> str:
@@ -211,7 +217,7 @@ class VersionRecord(Record):
     `fingerprint` is what every instance must arrive at when it has built the version ("": none was computed).
     `slot`, `manifest_digest` and `nbytes` are the base model's; `base_version` is the version that published them, if
     another, and `base_fingerprint` its own fingerprint where `fingerprint` is over base and parts. `form` names the
-    FormRecord of its tensors; "": those of the key `schema`, with the configuration of each instance's directory.
+    FormRecord of its tensors; "": those of the key `schema`, with the configuration of the key `config`.
     `signature` is the base model's DSSE envelope (`format/signing.py`; "": not signed). `shares` are hosts that have
     chunks of the base model which its slot lacked when it was published. `refused`: an instance has refused to stage
     it for what it is, and no swap has committed it since.

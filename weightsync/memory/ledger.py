@@ -111,9 +111,9 @@ class Ledger:
         await self._form_for((await self._basis(onto))[0], schema, config)
 
     async def kept(self, form: str, config: str | None) -> list[str]:
-        """The files that a version of this form has of the one before it, as its checkpoint with the `config` does not
-        have them. Raises PublishError."""
-        served = (await self._form_of(form))[0].config if form else ""
+        """The files that a version of this form has of the one before it, or of the instances' model directory, as its
+        checkpoint with the `config` does not have them. Raises PublishError."""
+        served = (await self._form_of(form))[0].config if form else await self._own_config()
         return kept_files(served, config) if served else []
 
     async def claim(
@@ -258,24 +258,29 @@ class Ledger:
 
         Raises TensorMismatch, ConfigMismatch.
         """
-        form, served = FormRecord("", ""), None
         if basis is not None and basis.form:
             form, served = await self._form_of(basis.form)
+            before = form.config
         else:
             found = await self.store.get(self.keys.schema)
-            served = Schema.from_json(found.value) if found is not None else None
+            before, served = await self._own_config(), Schema.from_json(found.value) if found is not None else None
         alike, keys = served is not None and not diff_schema(served, schema), tuple[str, ...]()
-        if alike and form.config and config:
-            keys = await asyncio.to_thread(differing, form.config, config)
+        if alike and config:  # without an instance that has told its own it may be another, and is the version's then
+            keys = await asyncio.to_thread(differing, before, config) if before else ("config.json",)
         if alike and not keys:
             return (basis.form if basis is not None else ""), None
         if served is not None:
             (require_same_schema if config is None else require_names)(served, schema)
         if config is None:
             return "", None
-        check_config(form.config or config, config)
-        new = FormRecord(schema.to_json().decode(), completed(form.config or config, config))
+        check_config(before or config, config)
+        new = FormRecord(schema.to_json().decode(), completed(before or config, config))
         return new.digest, new
+
+    async def _own_config(self) -> str:
+        """The configuration of the instances' model directory; "" if none has told it."""
+        found = await self.store.get(self.keys.config)
+        return found.value.decode() if found is not None else ""
 
     async def _form_of(self, digest: str) -> tuple[FormRecord, Schema]:
         """Raises PublishError."""

@@ -43,7 +43,8 @@ def roles(models: Iterable[str]) -> tuple[Role, ...]:
         leading = {keys.active, keys.swap, keys.leader, keys.history, keys.pauses}
         ordering = {f"{keys.root}drains/", f"{keys.root}sleeps/", keys.training, keys.disks, GATEWAYS}
         writes["gateway"] |= publishing | leading | ordering
-        writes["instance"] |= {keys.instances, keys.starts, f"{keys.root}sleepers/", f"{SLICES}{keys.model}/"}
+        writes["instance"] |= {keys.instances, keys.starts, keys.config}
+        writes["instance"] |= {f"{keys.root}sleepers/", f"{SLICES}{keys.model}/"}
         writes["trainer"] |= publishing
         writes["peer"] |= {keys.copies, keys.disks, ARENA_KEY, ARENAS}
         reads["trainer"].add(keys.history)  # what became of a swap that it has asked for

@@ -184,7 +184,7 @@ def test_a_push_says_which_files_the_version_keeps(state_dir: Path, monkeypatch:
     kept = {"version": 3, "swap": None, "kept": ["generation_config.json", "chat template"]}
     monkeypatch.setattr(AdminClient, "call", lambda *_: kept)
     said = run("push", ".", "--no-activate", "--state-dir", state_dir)[1]
-    assert "kept from the version before: generation_config.json, chat template" in said
+    assert "kept as served: generation_config.json, chat template" in said
     kept["kept"] = []
     assert "kept" not in run("push", ".", "--no-activate", "--state-dir", state_dir)[1]
 

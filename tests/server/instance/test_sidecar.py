@@ -17,11 +17,12 @@ from cryptography.hazmat.primitives.asymmetric import ed25519
 from server.errors import ConfigError
 from server.instance import sidecar
 from server.instance.config import Form
+from server.instance.forms import tell_own
 from server.instance.sidecar import reference_schema
 from tests.server.instance.engines import Engine, config_of, sidecar_of, version
 from tests.waiting import eventually
 from weightsync.control.records import ActiveRecord, FormRecord, Keys
-from weightsync.errors import ConfigMismatch, VersionRefused
+from weightsync.errors import ConfigMismatch, StoreRefused, VersionRefused
 from weightsync.format.signing import Trust
 from weightsync.store import open_store
 
@@ -99,6 +100,40 @@ async def test_the_first_version_must_be_one_for_the_configuration_that_the_engi
     await staging._stage(store, version(1, form="same"))
     with pytest.raises(ConfigMismatch, match="another rope_theta"):
         await staging._stage(store, version(1, form="other"))
+    await store.close()
+
+
+async def test_an_instance_tells_the_configuration_of_its_directory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It tells before it waits for a version: the first may have none."""
+    config = config_of(tmp_path)
+    key = Keys(config.model).config
+    store = open_store(config.store)
+    await tell_own(config, store)
+    assert await store.get(key) is None, "a directory without config.json says nothing"
+    for theta in (1, 2):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "m", "rope_theta": theta}))
+        told = b'{"model_type": "m", "rope_theta": %d}' % theta
+        async with sidecar_of(config).running():
+            while (found := await store.get(key)) is None or found.value != told:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    await store.close()
+    assert "rope_theta of" in caplog.text, "the one before it had another"
+
+
+async def test_a_role_of_a_release_before_keeps_no_instance_from_serving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    config = config_of(tmp_path)
+    store = open_store(config.store)
+
+    async def refuse(*given: Any) -> None:
+        raise StoreRefused("memory:", "permission denied", "Grant it")
+
+    monkeypatch.setattr(store, "put", refuse)
+    await tell_own(config, store)
     await store.close()
 
 

@@ -317,7 +317,11 @@ def test_configurations_differ_in_what_an_engine_reads(
         ({GENERATION: {"eos_token_id": 1}}, {GENERATION: {"eos_token_id": 1, "transformers_version": "5"}}, (), False),
         ({TEMPLATE: "a"}, {TEMPLATE: "b"}, ("chat_template",), False),
         ({TEMPLATE: "a"}, {}, (), True),
-        ({}, {TEMPLATE: "a"}, (), False),
+        ({}, {TEMPLATE: "a"}, ("chat_template",), False),
+        ({}, {GENERATION: {"eos_token_id": 2, "_from_model_config": True}}, (), False),  # as config.json has it
+        ({}, {GENERATION: {"eos_token_id": 2, "temperature": 0.6}}, ("generation_config",), False),
+        ({}, {GENERATION: {"eos_token_id": [2, 3]}}, ("generation_config",), False),
+        ({}, {GENERATION: "text"}, ("generation_config",), False),
     ],
 )
 def test_what_lies_beside_a_configuration_counts_where_it_is_given(

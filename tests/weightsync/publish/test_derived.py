@@ -10,6 +10,7 @@ import pytest
 
 from tests.weightsync.tensors import model, read_back, save_safetensors
 from weightsync import Publisher
+from weightsync.control.records import Keys
 from weightsync.errors import UnexpectedTensor
 from weightsync.format.manifest import Schema, TensorSpec, diff_schema, is_derived
 from weightsync.persist.disk import disk_piece, slot_piece, write_piece, write_synced
@@ -69,6 +70,7 @@ def test_a_checkpoint_with_them_follows_one_without_and_the_other_way(
 
 def test_versions_that_have_them_already_are_of_the_same_form(publisher: Publisher) -> None:
     """A program that writes a schema of its own may carry them."""
+    publisher._store.put(Keys(publisher.model).config, b'{"model_type": "llama"}')
     whole = Schema({name: TensorSpec(str(t.dtype), t.shape) for name, t in (model() | DERIVED).items()})
     with publisher.begin(whole) as draft:
         for name, tensor in (model(1) | DERIVED).items():

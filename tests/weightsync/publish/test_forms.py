@@ -11,6 +11,7 @@ import pytest
 
 from tests.weightsync.tensors import model
 from weightsync import Publisher
+from weightsync.control.forms import GENERATION, TEMPLATE
 from weightsync.control.records import FormRecord, Keys
 from weightsync.errors import (
     ConfigMismatch,
@@ -72,6 +73,32 @@ def test_another_configuration_of_the_same_tensors_is_another_form(publisher: Pu
     with pytest.raises(ConfigMismatch, match="eos_token_id"):
         publisher.publish(model(3), config=CONFIG | {"rope_theta": 1e6, "eos_token_id": 7}, activate=False)
     assert len(publisher.versions()) == 3
+
+
+def test_a_version_without_a_configuration_has_that_of_the_instances(publisher: Publisher) -> None:
+    """So what follows it is another form where its own is another."""
+    own = CONFIG | {"rope_theta": 1e4, GENERATION: {"eos_token_id": 2}}
+    publisher._store.put(Keys(publisher.model).config, json.dumps(own).encode())
+    publisher.publish(model(), wait=False)
+    publisher.publish(model(1), config=CONFIG | {"rope_theta": 1e4}, wait=False)
+    publisher.publish(model(2), config=CONFIG | {"rope_theta": 1e6}, wait=False)
+    publisher.publish(model(3), config=own | {TEMPLATE: "a", "rope_theta": 1e6}, wait=False)
+    first, same, other, template = publisher.versions()
+    assert (first.form, same.form) == ("", "")
+    assert len({first.form, other.form, template.form}) == 3
+    assert json.loads(form_of(publisher, other.form).config)[GENERATION] == {"eos_token_id": 2}
+    assert publisher.kept_files(same, json.dumps(CONFIG)) == ["generation_config.json"]
+    with pytest.raises(ConfigMismatch, match="vocab_size"):
+        publisher.publish(model(3), config=own | {"vocab_size": 32}, onto=1, activate=False)
+
+
+def test_a_configuration_that_no_instance_has_told_is_none_that_is_dropped(publisher: Publisher) -> None:
+    publisher.publish(model(), wait=False)
+    publisher.publish(model(1), config=CONFIG, wait=False)
+    publisher.publish(model(2), config=CONFIG, wait=False)
+    first, other, following = forms(publisher)
+    assert (first, other == following) == ("", True)
+    assert json.loads(form_of(publisher, other).config) == CONFIG
 
 
 def test_a_configuration_that_cannot_be_compared_is_never_the_first(publisher: Publisher) -> None:
