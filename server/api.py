@@ -61,10 +61,11 @@ class Forwarded:
 SGLANG: Final = frozenset({
     "/abort_request", "/begin_weight_update", "/continue_generation", "/destroy_weights_update_group",
     "/end_weight_update", "/flush_cache", "/get_model_info", "/health_generate",
-    "/init_weights_send_group_for_remote_instance", "/init_weights_update_group", "/model_info", "/pause_generation",
+    "/init_weights_send_group_for_remote_instance", "/init_weights_update_group", "/load_lora_adapter", "/model_info",
+    "/pause_generation",
     "/release_memory_occupation", "/resume_memory_occupation", "/send_weights_to_remote_instance",
     "/update_weight_version", "/update_weights_from_disk", "/update_weights_from_distributed",
-    "/update_weights_from_ipc", "/update_weights_from_tensor",
+    "/update_weights_from_ipc", "/update_weights_from_tensor", "/unload_lora_adapter",
 })  # fmt: skip
 ROUTES: Final[tuple[Forwarded, ...]] = (
     Forwarded("GET", "/v1/models", "the served model", answer="serve.engine.protocol:ModelList"),

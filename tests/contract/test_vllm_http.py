@@ -25,8 +25,7 @@ OTHERS = "a form of other APIs: the same is asked by the routes that are here"
 # What stock vLLM answers and this server does not.
 NOT_HERE = {
     "POST /v1/audio/transcriptions": SPEECH, "POST /v1/audio/translations": SPEECH, "WEBSOCKET /v1/realtime": SPEECH,
-    "POST /v1/load_lora_adapter": ADMIN, "POST /v1/unload_lora_adapter": ADMIN, "POST /sleep": ADMIN,
-    "POST /wake_up": ADMIN, "GET /is_sleeping": ADMIN, "POST /release_kv_cache_memory": ADMIN,
+    "POST /sleep": ADMIN, "POST /wake_up": ADMIN, "GET /is_sleeping": ADMIN, "POST /release_kv_cache_memory": ADMIN,
     "POST /weight_checker": ADMIN, "GET /kv_event_sources": ENGINE, "POST /reset_encoder_cache": ENGINE,
     "POST /reset_mm_cache": ENGINE, "POST /start_profile": ENGINE, "POST /stop_profile": ENGINE,
     "POST /fault_tolerance/apply": ENGINE, "GET /fault_tolerance/status": ENGINE, "POST /scale_elastic_ep": ENGINE,

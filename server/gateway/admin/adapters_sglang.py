@@ -3,6 +3,7 @@
     update_weights_from_disk    publishes a checkpoint and swaps it in
     update_weights_from_tensor  collects buckets of safetensors; the one that completes the model swaps it in
     begin_weight_update, end_weight_update   a session around buckets, whose end swaps them in
+    load_lora_adapter, unload_lora_adapter   publish an adapter, or a version without it, and swap it in
     pause_generation, continue_generation   a pause lease of 120 s
 
 Answers have SGLang's form, {"success", "message"}, and so have refusals (server/errors.py `error_body`).
@@ -10,7 +11,6 @@ Answers have SGLang's form, {"success", "message"}, and so have refusals (server
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Response
@@ -18,8 +18,10 @@ from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, ConfigDict
 
 from server.errors import BadRequest, Conflict, Unsupported
-from server.gateway.admin.publishing import WeightUpdate, refused_pickle
+from server.gateway.admin.publishing import Publication, WeightUpdate, refused_pickle
 from server.gateway.admin.trainers import (
+    LoadAdapter,
+    UnloadAdapter,
     active_version,
     check_mode,
     pause_ttl,
@@ -103,8 +105,27 @@ async def update_from_disk(model: ModelDep, by: ByDep, body: FromDisk) -> dict[s
         raise Unsupported("`keep_pause` and `manifest` are not understood here; leave them out.", code="unsupported")
     await pauses(model).renew_all(FAMILY)
     label = body.weight_version or (str(body.token_step) if body.token_step else None)
-    report = await publish(model, Path(body.model_path), label, by)
+    report = await publish(model, Publication.model_construct(path=body.model_path), by, label)
     return {**_success(report), "num_paused_requests": 0}
+
+
+class LoadLora(TrainerRequest, LoadAdapter):
+    """LoadLoRAAdapterReqInput: an instance keeps every adapter of a version, so all are pinned."""
+
+    pinned: bool = False
+    lora_id: str | None = None
+
+
+@router.post("/load_lora_adapter")
+async def load_lora(model: ModelDep, by: ByDep, body: LoadLora) -> dict[str, Any]:
+    """Publishes an adapter as a part of a version and swaps it in."""
+    return _success(await body.publish(model, by))
+
+
+@router.post("/unload_lora_adapter")
+async def unload_lora(model: ModelDep, by: ByDep, body: UnloadAdapter) -> dict[str, Any]:
+    """Publishes a version without the adapter and swaps it in."""
+    return _success(await body.publish(model, by))
 
 
 @router.post("/begin_weight_update")

@@ -4,23 +4,28 @@
     update_weights        collects: {"checkpoint_path": DIR} or {"safetensors": BASE64}, or a list of such
     finish_weight_update  publishes the draft and swaps it in; answers when every instance has it
     pause, resume         a pause lease of 120 s
+    v1/load_lora_adapter, v1/unload_lora_adapter   publish an adapter, or a version without it, and swap it in
 
 Nothing a trainer does between start and finish touches an engine, so it need not pause.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Query
+from fastapi.responses import PlainTextResponse
 
 from server.errors import BadRequest, Conflict, HttpError
-from server.gateway.admin.publishing import WeightUpdate, refused_pickle
+from server.gateway.admin.publishing import Publication, WeightUpdate, refused_pickle
 from server.gateway.admin.trainers import (
+    LoadAdapter,
+    UnloadAdapter,
     active_version,
     check_mode,
     pause_ttl,
     pauses,
+    publish,
     publish_update,
     refuse,
     refused,
@@ -67,9 +72,18 @@ async def start(model: ModelDep) -> dict[str, str]:
 
 @router.post("/update_weights")
 async def update(
-    model: ModelDep, update_info: Annotated[dict[str, Any] | list[dict[str, Any]], Body(embed=True)]
+    model: ModelDep,
+    by: ByDep,
+    update_info: Annotated[dict[str, Any] | list[dict[str, Any]] | None, Body()] = None,
+    weight_dir: Annotated[str | None, Body(min_length=1, max_length=4096, description="prime-rl's: all of it")] = None,
 ) -> dict[str, str]:
-    """Adds weights to the draft."""
+    """Adds weights to the draft. With prime-rl's `weight_dir` there is none: the checkpoint is swapped in."""
+    if weight_dir is not None and update_info is None:
+        await pauses(model).renew_all(FAMILY)
+        report = await publish(model, Publication.model_construct(path=weight_dir), by)
+        return {"message": "Weights updated", "status": "ok", "weight_version": str(report["version"])}
+    if weight_dir is not None or update_info is None:
+        raise _unknown("update_info", {"weight_dir": weight_dir} if weight_dir is not None else {})
     draft = model.updates.find(FAMILY)
     if draft is None:
         raise Conflict("No weight update is under way here: call start_weight_update first.", code="no_update")
@@ -87,6 +101,27 @@ async def finish(
     await pauses(model).renew_all(FAMILY)  # first: if the store is away, the draft stays for another try
     report = await publish_update(model, model.updates.take(FAMILY), weight_version, by)
     return {"message": "Weight update finished", "weight_version": str(report["version"])}
+
+
+class LoadLora(LoadAdapter):
+    """LoadLoRAAdapterRequest: an adapter is always replaced, with or without `load_inplace`."""
+
+    load_inplace: bool = False
+    is_3d_lora_weight: Literal[False] = False
+
+
+@router.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
+async def load_lora(model: ModelDep, by: ByDep, body: LoadLora) -> str:
+    """Publishes an adapter as a part of a version and swaps it in."""
+    await body.publish(model, by)
+    return f"Success: LoRA adapter '{body.lora_name}' added successfully."
+
+
+@router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
+async def unload_lora(model: ModelDep, by: ByDep, body: UnloadAdapter) -> str:
+    """Publishes a version without the adapter and swaps it in."""
+    await body.publish(model, by)
+    return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
 
 
 @router.post("/pause")

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
-from pydantic import Field, FiniteFloat, RootModel, model_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, RootModel, model_validator
 
 from server.errors import BadRequest, Conflict, Unsupported
 from server.gateway.access.records import By
@@ -23,6 +22,7 @@ from server.gateway.admin.weights import SwapOptions
 from server.gateway.deps import ModelDep
 from server.gateway.models.model import Model
 from weightsync.format.manifest import Schema
+from weightsync.memory.parts import LORA
 
 router = APIRouter(prefix="/admin", tags=["admin"])
 
@@ -64,8 +64,39 @@ async def series(model: ModelDep) -> dict[str, Any]:
 PAUSE_TTL_S = 120.0  # these trainers never renew: a longer pause than this ends by itself
 
 
-async def publish(model: Model, path: Path, label: str | None, by: By, *, collected: bool = False) -> dict[str, Any]:
-    """Publishes the checkpoint in `path` and swaps it in: its version and the report. Raises HttpError, SwapAborted.
+class LoadAdapter(BaseModel):
+    """The fields that vLLM's LoadLoRAAdapterRequest and SGLang's LoadLoRAAdapterReqInput have in common."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    lora_name: Annotated[str, Field(max_length=190)]
+    lora_path: Annotated[
+        str, Field(min_length=1, max_length=4096, description="a directory in PEFT's layout on the gateway's host")
+    ]
+
+    async def publish(self, model: Model, by: By) -> dict[str, Any]:
+        """As the function `publish`. An adapter of this name that is there is replaced."""
+        return await publish(model, Publication.model_construct(path=self.lora_path, part=LORA + self.lora_name), by)
+
+
+class UnloadAdapter(BaseModel):
+    """UnloadLoRAAdapterRequest and UnloadLoRAAdapterReqInput; the numbers of both mean nothing here."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    lora_name: Annotated[str, Field(max_length=190)]
+    lora_int_id: int | None = None
+    lora_id: str | None = None
+    rid: Any = None
+    http_worker_ipc: Any = None
+
+    async def publish(self, model: Model, by: By) -> dict[str, Any]:
+        """As the function `publish`, of a version without the adapter. Raises BadPart if there is none."""
+        return await publish(model, Publication.model_construct(without=[LORA + self.lora_name]), by)
+
+
+async def publish(
+    model: Model, what: Publication, by: By, label: str | None = None, *, collected: bool = False
+) -> dict[str, Any]:
+    """Publishes `what` and swaps it in: its version and the report. Raises HttpError, SwapAborted, BadPart.
 
     `label` is the trainer's own name for its weights, noted as the version's step if it is a number. `collected`: see
     Pusher.push.
@@ -78,7 +109,6 @@ async def publish(model: Model, path: Path, label: str | None, by: By, *, collec
             raise Conflict(f"Version {version} waits. {asked}.", code="approval_required", details=swap)
         return {"version": version, "swap": swap}
 
-    what = Publication.model_construct(path=str(path))
     return await model.pusher.push(what, then, by, step=_step(label), collected=collected)
 
 
@@ -87,7 +117,8 @@ async def publish_update(model: Model, update: WeightUpdate, label: str | None, 
 
     async def work() -> dict[str, Any]:
         try:
-            return await publish(model, update.seal(), label, by, collected=update.collected)
+            what = Publication.model_construct(path=str(update.seal()))
+            return await publish(model, what, by, label, collected=update.collected)
         finally:
             update.drop()
 

@@ -201,6 +201,59 @@ async def test_a_store_that_is_away_at_finish_loses_no_update(
         assert left_behind() == []
 
 
+async def test_prime_rl_names_a_directory(gateway: RunningGateway, tmp_path: Path) -> None:
+    """As src/prime_rl/utils/client.py of prime-rl asks (559b4477): a pause, one call, and generation goes on."""
+    toy = Toy()
+    async with participating(gateway, toy), Client(gateway) as client:
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.call("/pause?mode=keep&clear_cache=false"))[0] == 200
+        status, answer = await client.call("/update_weights", {"weight_dir": checkpoint(tmp_path / "one")})
+        assert (status, answer["weight_version"]) == (200, "1")
+        assert (await client.call("/resume"))[0] == 200
+        assert toy.committed == [1]
+        for body in ({"weight_dir": None}, {"weight_dir": str(tmp_path), "update_info": {}}):
+            status, answer = await client.call("/update_weights", body)
+            assert (status, answer["error"]["code"]) == (400, "invalid_parameter")
+        status, answer = await client.call("/update_weights", {"weight_dir": str(tmp_path / "nowhere")})
+        assert (status, answer["error"]["code"]) == (400, "checkpoint_error")
+
+
+def adapter(directory: Path) -> str:
+    checkpoint(directory)
+    (directory / "model.safetensors").rename(directory / "adapter_model.safetensors")
+    (directory / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 1}')
+    return str(directory)
+
+
+def parts(gateway: RunningGateway, version: int) -> list[str]:
+    found = gateway.store.get(KEYS.version(version))
+    assert found is not None
+    return [part.name for part in VersionRecord.from_json(found.value).parts]
+
+
+@pytest.mark.parametrize("prefix", ["/v1", ""])
+async def test_an_adapter_is_a_part_of_a_version(gateway: RunningGateway, tmp_path: Path, prefix: str) -> None:
+    """vLLM's routes, which TRL asks, and SGLang's, which prime-rl asks too."""
+    toy, named = Toy(), {"lora_name": "mine", "lora_path": adapter(tmp_path / "adapter")}
+    load, unload = f"{prefix}/load_lora_adapter", f"{prefix}/unload_lora_adapter"
+    async with participating(gateway, toy), Client(gateway) as client:
+        refused, answer = await client.call(load, named)
+        assert (refused, answer["error"]["code"]) == (422, "bad_part"), "there is no base yet"
+        await first_version(gateway, client, tmp_path)
+        for body in (named, named | ({"load_inplace": True} if prefix else {"pinned": True})):
+            answered = await client.post(load, json=body)
+            assert answered.status_code == 200
+            told = answered.text if prefix else answered.json()["success"]
+            assert told == ("Success: LoRA adapter 'mine' added successfully." if prefix else True)
+        assert (await client.post(unload, json={"lora_name": "mine"})).status_code == 200
+        assert toy.committed == [2, 3, 4, 5]
+        assert [parts(gateway, version) for version in toy.committed] == [[], ["lora/mine"], ["lora/mine"], []]
+        assert (await client.post(unload, json={"lora_name": "mine"})).status_code == 422
+        for wrong in ({"lora_path": ""}, {"lora_name": "a b"}, {"novelty": 1}, {"lora_path": str(tmp_path / "no")}):
+            assert (await client.post(load, json=named | wrong)).status_code in (400, 422)
+        assert toy.committed == [2, 3, 4, 5]
+
+
 async def test_vllm_pause_and_resume(gateway: RunningGateway) -> None:
     async with Client(gateway) as client:
         assert (await client.get("/is_paused")).json() == {"is_paused": False}
