@@ -208,6 +208,21 @@ def test_adapters_come_and_are_rolled_back_again_and_again(lora: LiveServer, ada
         assert lora.client.post("/generate", json={"model": "guest", "prompt": "a"}).status_code == 404
 
 
+def test_an_adapter_comes_and_goes_by_the_routes_of_stock(lora: LiveServer, adapters: dict[str, Path]) -> None:
+    base, guest = answers(lora), []
+    for name in ("one", "two"):  # the second replaces the first, which vLLM does with `load_inplace` alone
+        body = {"lora_name": "guest", "lora_path": str(adapters[name])}
+        loaded = lora.admin.post("/v1/load_lora_adapter", json=body)
+        assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'guest' added successfully.")
+        guest.append(answers(lora, "guest"))
+    assert guest[0] != guest[1]
+    assert base not in guest
+    unloaded = lora.admin.post("/v1/unload_lora_adapter", json={"lora_name": "guest"})
+    assert (unloaded.status_code, unloaded.text) == (200, "Success: LoRA adapter 'guest' removed successfully.")
+    assert lora.client.post("/generate", json={"model": "guest", "prompt": "a"}).status_code == 404
+    assert answers(lora) == base
+
+
 @pytest.mark.parametrize("policy", ["keep", "recompute", "abort", "finish"])
 async def test_an_answer_through_an_adapter_ends_where_no_version_has_it(
     lora: LiveServer, adapters: dict[str, Path], policy: str
