@@ -2,11 +2,15 @@
 
     20261125T065335123-3f2a9c01-000001.jsonl   a segment, named by the moment it was closed, its writer, its number
     20261125T065300001-3f2a9c01-000002.open    what a writer on this host has so far; no reader looks at it
-    20261125T070000000-9b1d.forget             records of this key up to this moment are gone (`forget`)
+    20261125T070000000-9b1d.forget             what was kept of this key before this file is gone (`forget`)
 
 A segment appears whole: on a file system of this host by renaming the `.open` file, in an object store by one write. On
 this host a line is in its file within a tenth of a second, so a process that is killed loses no more than that, and the
 next writer closes what it has left. Elsewhere lines wait in memory until their segment is closed.
+
+Clocks of two hosts are never compared to delete a key's lines. What is in a segment was there before the deletion, and
+goes. Of the lines that it still holds, each writer drops those that ended before it saw the mark, by its own clock,
+which timed them; it looks for marks every `MAINTAIN_S` and at each segment's end.
 
 Retention drops whole segments: those that were closed too long ago, then the oldest until the rest is small enough.
 """
@@ -135,7 +139,10 @@ def closed_at(path: str) -> float:
 
 
 class Mark(msgspec.Struct):
-    """Records of the key with this name or id, up to this moment (unix seconds), are gone."""
+    """Records of the key with this name or id, up to this moment (unix seconds), are gone.
+
+    In a file the moment is the deleter's; a writer puts the one at which it saw the file in its place.
+    """
 
     key: str
     before: float
@@ -164,8 +171,7 @@ class _Owned(_Owner):
 def forget(url: str, key: str) -> int:
     """Deletes what was kept of the key with this name or id: the number of records that were in segments.
 
-    Lines that writers have not closed yet go before they do, since they look for the mark that this leaves. What is in
-    a segment was written before: it goes whatever the clock of its writer says.
+    Lines that writers have not closed yet go before they do, since they look for the mark that this leaves.
     """
     folder = Folder(url)
     now = time.time()
@@ -173,8 +179,10 @@ def forget(url: str, key: str) -> int:
     return sum(_rewrite(folder, path, [Mark(key, math.inf)]) for path, _ in folder.segments())
 
 
-def _marks(folder: Folder) -> list[Mark]:
-    return [msgspec.json.decode(raw, type=Mark) for path, _ in folder.forgotten() if (raw := folder.read(path))]
+def _mark(folder: Folder, path: str, before: float) -> Mark | None:
+    """That of this file; None for a file that is gone by now."""
+    raw = folder.read(path)
+    return Mark(msgspec.json.decode(raw, type=Mark).key, before) if raw else None
 
 
 def _kept(lines: list[bytes], marks: list[Mark]) -> list[bytes]:
@@ -268,6 +276,9 @@ class Writer:
         self._closing: deque[_InMemory | _InFile] = deque()  # which could not be closed yet
         self._maintained_at = 0.0
         self._failing = False
+        self._marks: dict[str, Mark | None] = {}  # by the path; None: older than this writer's first line
+        with self._noted():
+            self._marks = {path: None for path, _ in folder.forgotten()}
 
     def append(self, line: bytes) -> None:
         """A record, without its newline."""
@@ -307,6 +318,7 @@ class Writer:
         """Adopts what dead writers left, and drops what is over the bounds. Raises OSError."""
         if self._folder.local:
             self._adopt()
+        self._look()
         now, bounds = time.time(), self._bounds
         for path, _ in self._folder.forgotten():
             if closed_at(path) < now - bounds.max_age_s:
@@ -337,12 +349,18 @@ class Writer:
         while self._closing:
             self._number += 1
             path = self._folder.name(time.time(), self.name, f"{self._number:06d}", SEGMENT)
-            marks = _marks(self._folder)
+            marks = self._look()
             self._closing[0].close(path, marks)
             self._closing.popleft()
-            later = _marks(self._folder)  # of a key that was forgotten meanwhile
+            later = self._look()  # of a key that was forgotten meanwhile
             if len(later) > len(marks):
                 _rewrite(self._folder, path, later)
+
+    def _look(self) -> list[Mark]:
+        """The marks that came since this writer began, each with the moment at which it saw them. Raises OSError."""
+        for path in [path for path, _ in self._folder.forgotten() if path not in self._marks]:
+            self._marks[path] = _mark(self._folder, path, time.time())
+        return [mark for mark in self._marks.values() if mark is not None]
 
     def _adopt(self) -> None:
         for half in Path(self._folder.path).glob(f"*{HALF}"):
@@ -356,7 +374,9 @@ class Writer:
                 except BlockingIOError:
                     continue  # its writer lives
                 path = self._folder.name(opened.stat().st_mtime, self.name, opened.stem.rpartition("-")[2], SEGMENT)
-                _publish(self._folder, opened, path, _marks(self._folder))
+                # Its writer cannot say any more which marks it had seen: each of them counts.
+                marks = [_mark(self._folder, mark, math.inf) for mark, _ in self._folder.forgotten()]
+                _publish(self._folder, opened, path, [mark for mark in marks if mark is not None])
                 log.info("%s was left by a writer that is gone, and is a segment now", opened.name)
 
     @contextlib.contextmanager

@@ -107,7 +107,8 @@ def test_retention_keeps_the_newest_that_fit(sizes: list[int], most: int, seed: 
 @settings(max_examples=40, deadline=None)
 @given(steps=st.lists(STEP, max_size=12), per_segment=st.integers(1, 4))
 def test_a_key_that_is_forgotten_is_gone_wherever_its_lines_are(steps: list[tuple[str, str]], per_segment: int) -> None:
-    """Records up to the deletion are in no segment, then or later; those after it, and other keys', are all there."""
+    """Records up to the deletion are in no segment, then or later; those after a writer's next look, and other keys',
+    are all there."""
     url = f"memory://forget-{next(_MEMORIES)}"
     folder = Folder(url)
     writers = [Writer(folder, bounded(segment_bytes=per_segment * len(line(0)))) for _ in range(2)]
@@ -121,6 +122,8 @@ def test_a_key_that_is_forgotten_is_gone_wherever_its_lines_are(steps: list[tupl
             forget(url, key if then == "forget" else f"id-of-{key}")
             wanted = {name: owner for name, owner in wanted.items() if owner != key}
             assert not {f"a{n}" for n, (k, _) in enumerate(steps[: number + 1]) if k == key} & set(ids(folder))
+            for writer in writers:
+                writer.maintain()
     for writer in writers:
         writer.close()
     assert sorted(ids(folder)) == sorted(wanted)
@@ -143,6 +146,46 @@ def test_what_is_in_a_segment_is_forgotten_whatever_the_clock_of_its_writer_says
     writer.tick()
     assert forget(url, "ada") == 1
     assert ids(folder) == []
+
+
+@pytest.mark.parametrize("ahead", [-300.0, 300.0])
+def test_the_writers_clock_alone_says_which_open_lines_are_forgotten(
+    url: str, ahead: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock of the host that deletes is another, `ahead` seconds behind it or before it."""
+    folder, writer = writing(url)
+    right = time.time
+    monkeypatch.setattr(time, "time", lambda: right() + ahead)
+    writer.append(line(0))
+    with monkeypatch.context() as deleter:
+        deleter.setattr(time, "time", right)
+        assert forget(url, "ada") == 0
+    ended_before = line(1)
+    writer.maintain()
+    writer.append(ended_before)  # it waited to be parsed
+    writer.append(line(2))
+    writer.close()
+    assert ids(folder) == ["a2"]
+
+
+def test_marks_older_than_a_writer_are_not_about_its_lines(url: str) -> None:
+    early = line(0)
+    forget(url, "ada")
+    folder, writer = writing(url)
+    writer.append(early)
+    writer.append(line(1))
+    writer.close()
+    assert ids(folder) == ["a0", "a1"]
+
+
+def test_what_a_killed_writer_left_is_forgotten_by_every_mark(tmp_path: Path) -> None:
+    """Only the writer knew which marks were there before its lines."""
+    folder = Folder(str(tmp_path))
+    lines = line(0, "ada", ended=2e10) + b"\n" + line(1, "bob") + b"\n"
+    (tmp_path / f"20261125T065300001-dead-000001{OPEN}").write_bytes(lines)
+    forget(str(tmp_path), "ada")
+    Writer(folder, bounded()).maintain()
+    assert ids(folder) == ["a1"]
 
 
 def test_what_is_said_later_is_forgotten_too(url: str) -> None:
