@@ -10,10 +10,12 @@ The libraries are imported once. Each trial runs in a forked child, whose memory
 happens to the child happens to nobody else, and to try the next one costs a fork.
 """
 
+import collections
 import contextlib
 import ctypes
 import json
 import os
+import random
 import re
 import resource
 import select
@@ -30,6 +32,7 @@ NICE = 5  # what decodes goes first
 STARVED = 20  # how many times its CPU seconds a trial may take by the clock, on a host that has no time for it
 PLACE = re.compile(r"^\[[\d:]+\] \S+: ")  # in xgrammar's own sources
 STEPS = 64  # tokens for which a mask is made, as decoding would
+BRANCHES = 4  # ways on from one mask that are followed
 MOST_MASK_S = 0.1  # of CPU per token: every stream of the engine waits while it makes one
 
 
@@ -44,6 +47,8 @@ class Compilers:
             import xgrammar
 
             info = xgrammar.TokenizerInfo.deserialize_json(kit["xgrammar"])
+            # Each way on in a grammar begins with some byte, so tokens of one byte reach all of them.
+            self._bytewise = {token for token, word in enumerate(info.decoded_vocab) if len(word) == 1}
             self._xgrammar = xgrammar.GrammarCompiler(info, max_threads=kit["threads"], cache_enabled=False)
         if kit.get("guidance") is not None:
             import llguidance
@@ -97,35 +102,34 @@ class Compilers:
         if error := matcher.get_error():
             raise ValueError(error)
 
-    @staticmethod
-    def _try_masks(compiled: Any) -> None:
+    def _try_masks(self, compiled: Any) -> None:
+        """Makes the masks of `STEPS` tokens: one by one of the oldest branch that has none, and of the newest."""
+        import numpy as np
         import xgrammar
 
-        matcher = xgrammar.GrammarMatcher(compiled)
-        size = compiled.tokenizer_info.vocab_size
-        mask = xgrammar.allocate_token_bitmask(1, size)
+        branches = collections.deque([xgrammar.GrammarMatcher(compiled)])
+        mask = xgrammar.allocate_token_bitmask(1, compiled.tokenizer_info.vocab_size)
+        chance = random.Random(0)  # noqa: S311 - the same branches in each run
         for step in range(STEPS):
+            if not branches:
+                return
+            matcher = branches.pop() if step % 2 else branches.popleft()
             began = time.process_time()
             matcher.fill_next_token_bitmask(mask)
             if time.process_time() - began > MOST_MASK_S:
                 raise SlowMask
-            token = _some_token(mask[0].tolist(), step)
-            if token is None or not matcher.accept_token(token) or matcher.is_terminated():
-                return
+            allowed = np.flatnonzero(np.unpackbits(mask[0].numpy().view(np.uint8), bitorder="little"))
+            bytewise = [token for token in allowed.tolist() if token in self._bytewise]
+            tokens = chance.sample(bytewise, min(len(bytewise), BRANCHES))
+            tokens += chance.sample(allowed.tolist(), min(len(allowed), 1))
+            for token in dict.fromkeys(tokens):
+                branch = matcher.fork()
+                if branch.accept_token(token) and not branch.is_terminated():
+                    branches.append(branch)
 
 
 class SlowMask(Exception):
     """A grammar for which each token would take longer than all other streams may wait."""
-
-
-def _some_token(words: list[int], step: int) -> int | None:
-    """One of the tokens that a mask (32 a word) allows: another one at each step, the same in each run."""
-    start = step * 7919
-    for i in range(len(words)):
-        at = (start + i) % len(words)
-        if words[at]:
-            return 32 * at + (words[at] & -words[at]).bit_length() - 1
-    return None
 
 
 class Helper:

@@ -168,16 +168,22 @@ async def test_what_takes_too_much_is_refused_and_the_next_one_is_tried(
     await trials.close()
 
 
-@pytest.mark.broad
-async def test_a_mask_that_takes_too_long_is_refused(kit: dict[str, Any]) -> None:
-    """It compiles at once; the engine would then take that long for each token, and its other streams with it."""
+@pytest.mark.parametrize("before", ["", "#{200}|01230123"], ids=["at once", "on another branch"])
+async def test_a_mask_that_takes_too_long_is_refused(kit: dict[str, Any], before: str) -> None:
+    """It compiles at once; the engine would then take that long for each token, and its other streams with it.
+
+    The first token that is allowed leads away from the slow branch.
+    """
     chance = random.Random(0)
-    words = ["".join(chance.choices("abcdefghij {}:,01234567", k=chance.randint(2, 8))) for _ in range(50_000)]
-    words += ["<eos>"]
+    characters = "abcdefghij {}:,01234567"
+    words = ["".join(chance.choices(characters, k=chance.randint(2, 8))) for _ in range(50_000)]
+    words = ["#", *words, *characters, "<eos>"]
     info = xgrammar.TokenizerInfo(words, stop_token_ids=[len(words) - 1])
     trials = trials_of(kit | {"xgrammar": info.serialize_json(), "guidance": None})
+    slow = "(" + "|".join(f"(a|b|c|[d-z]){{{n}}}" for n in range(1, 90)) + ")*x"
     with pytest.raises(GrammarRefused, match="each token"):
-        await trials.check(regex("(" + "|".join(f"(a|b|c|[d-z]){{{n}}}" for n in range(1, 90)) + ")*x"))
+        await trials.check(regex(before + slow))
+    await trials.check(regex("#{200}|01230123x"))
     await trials.close()
 
 
