@@ -14,7 +14,7 @@ import re
 import shlex
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from tests.k8s.helm import (
     CHART,
     NAMES,
     NAMESPACE,
+    ROOT,
     SETS,
     Object,
     Pod,
@@ -37,6 +38,7 @@ from tests.k8s.helm import (
     template,
 )
 
+README = ROOT / "k8s" / "README.md"
 REFUSED = {
     "gateway.replica=3": "replica",
     "gateway.replicas=0": "/gateway/replicas",
@@ -153,14 +155,22 @@ def test_an_etcd_without_users_and_tls_is_reached_so() -> None:
     assert not [o for o in r.objects if o["metadata"]["name"].startswith("hotswap-etcd")]
 
 
-def test_an_etcd_of_the_chart_needs_no_cert_manager() -> None:
-    r = rendered(
-        *("--set", "etcd.tls.existingSecret=members,etcd.tls.clientSecret=clients"),
-        *("--set", "clusterTls.mode=existingSecret,clusterTls.existingSecret=cluster"),
-    )
-    assert not [o for o in r.objects if o["apiVersion"].startswith("cert-manager.io")]
-    assert r.pod("etcd").secrets() == {"members"}
-    assert {"clients", "cluster"} <= r.pod("gateway").secrets()
+def test_the_secrets_that_the_readme_names_take_the_place_of_cert_manager() -> None:
+    step = README.read_text().partition("\n3. cert-manager, or ")[2].partition("\n4. ")[0]
+    secrets = {name: name.replace(".", "-").lower() for name in re.findall(r"`(\S+Secret)`", step)}
+
+    def with_secrets(names: Collection[str]) -> Release:
+        settings = [f"{name}={secrets[name]}" for name in names] + re.findall(r"`(\S+=existingSecret)`", step)
+        return rendered("--set", ",".join(settings))
+
+    def issued(r: Release) -> list[Object]:
+        return [o for o in r.objects if o["apiVersion"].startswith("cert-manager.io")]
+
+    r = with_secrets(secrets)
+    assert not issued(r)
+    assert r.pod("etcd").secrets() == {"etcd-tls-existingsecret"}
+    assert {"etcd-tls-clientsecret", "clustertls-existingsecret"} <= r.pod("gateway").secrets()
+    assert issued(with_secrets([name for name in secrets if not name.startswith("etcd.")]))
 
 
 @pytest.mark.parametrize("name", NAMES)
