@@ -38,6 +38,7 @@ from tests.k8s.helm import (
     template,
 )
 
+GPU = "nvidia.com/gpu"
 README = ROOT / "k8s" / "README.md"
 REFUSED = {
     "gateway.replica=3": "replica",
@@ -227,6 +228,20 @@ def test_the_memory_of_a_model_is_asked_for_where_it_may_be_filled(name: str) ->
         for container in (c for c in pod.containers() if c["name"] in ("peer", "instance", "follower")):
             needs = container["resources"]
             assert needs["requests"]["memory"] == needs["limits"]["memory"], pod.where
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_pod_that_asks_for_gpus_tolerates_their_taint(name: str) -> None:
+    """Nodes with GPUs usually carry it, and not every cluster adds the toleration by itself."""
+    asking = [
+        pod
+        for pod in release(name).pods()
+        if pod.spec.get("resourceClaims") or any(GPU in c["resources"].get("limits", {}) for c in pod.containers())
+    ]
+    assert bool(asking) == (name not in ("defaults", "minimal"))
+    for pod in asking:
+        taint = {"key": GPU, "operator": "Exists", "effect": "NoSchedule"}
+        assert taint in pod.spec.get("tolerations", []), pod.where
 
 
 @pytest.mark.parametrize("name", NAMES)
