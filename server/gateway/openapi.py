@@ -320,9 +320,10 @@ def error_responses(statuses: tuple[str, ...]) -> Json:
 
 def components() -> Json:
     """Everything the references here point at."""
+    header = "As Anthropic's clients do; `api-key`, as Azure's clients send it, is the same."
     security = {
         "bearer": {"type": "http", "scheme": "bearer", "description": "`Authorization: Bearer KEY`"},
-        "apiKey": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "As Anthropic's clients do."},
+        "apiKey": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": header},
     }
     _, bodies = msgspec.json.schema_components([FeedbackRequest, Wish], ref_template="#/components/schemas/{name}")
     return {

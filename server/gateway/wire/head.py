@@ -57,7 +57,7 @@ class RequestHead:
     No dataclass, whose `__init__` would stay Python where this is compiled.
     """
 
-    key: bytes | None = None  # the client's key, from Authorization or x-api-key
+    key: bytes | None = None  # the client's key, from Authorization, x-api-key or api-key
     content_length: int | None = None
     chunked: bool = False
     expect_continue: bool = False
@@ -206,6 +206,7 @@ _READERS: Final = {
     b"access-control-request-method": _preflight,
     b"authorization": _authorization,
     b"x-api-key": _api_key,
+    b"api-key": _api_key,  # as Azure's clients send it
     b"x-request-id": _request_id,
     SESSION: _session,
 }

@@ -92,6 +92,19 @@ async def test_sdk_raises_its_own_errors(
     assert says in caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("key", "error"),
+    [("the-key-of-the-sdk-tests", openai.InternalServerError), ("w" * 20, openai.AuthenticationError)],
+)
+async def test_the_sdk_for_azure_sends_its_key_in_a_header_of_its_own(
+    gateway: RunningGateway, key: str, error: type[openai.APIStatusError]
+) -> None:
+    url = f"{gateway.url}/v1"
+    async with openai.AsyncAzureOpenAI(base_url=url, api_key=key, api_version="preview", max_retries=0) as azure:
+        with pytest.raises(error):  # with the right key there is no instance
+            await azure.responses.create(model="toy", input="x")
+
+
 async def test_sdk_sees_the_instances_own_errors_unchanged(gateway: RunningGateway, sdk: openai.AsyncOpenAI) -> None:
     body = b'{"error":{"message":"no such model","type":"NotFoundError","param":"model","code":404}}'
     async with gateway.instance(answering(body, b"404 Not Found")):

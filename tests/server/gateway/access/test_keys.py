@@ -266,7 +266,8 @@ async def test_a_key_is_nowhere_to_be_found(tmp_path: Path, caplog: pytest.LogCa
             key = line.split()[2]
             for path in ("/v1/completions", "/nowhere", "/v1/completions", "/v1/completions"):
                 await gateway.ask(post(path, b'{"model":"x"}', line))
-            await gateway.ask(post(headers=f"X-Api-Key: {key}\r\n", body=b"not json"))
+            for header in ("X-Api-Key", "Api-Key"):
+                await gateway.ask(post(headers=f"{header}: {key}\r\n", body=b"not json"))
             await admin(gateway, "GET", "", key=key)
             rotated = orjson.loads((await admin(gateway, "POST", f"/{key_id}/rotate")).body)["key"]
             await admin(gateway, "DELETE", f"/{key_id}")

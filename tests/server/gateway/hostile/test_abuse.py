@@ -134,6 +134,7 @@ async def test_no_control_route_under_any_spelling_on_the_public_port(
 CARRIERS = (
     "x-session-id", "traceparent", "tracestate", "baggage", "x-request-id", "user-agent", "accept", "content-type",
     "anthropic-version", "x-hotswap-policy", "x-hotswap-version", "x-hotswap-priority", "authorization", "x-api-key",
+    "api-key",
 )  # fmt: skip
 
 
@@ -149,7 +150,7 @@ async def test_a_value_cannot_carry_a_header(gateway: GatewayProcess, behind: Up
         "a\x85b",
     ):
         line = f"{name}: {value}\r\n"
-        await gateway.ask(post(headers=line if name in ("authorization", "x-api-key") else AUTH + line))
+        await gateway.ask(post(headers=line if name in ("authorization", "x-api-key", "api-key") else AUTH + line))
     for request in reached(behind):
         assert "x-injected" not in request.headers
         assert request.raw_head.count(b"\n") == request.raw_head.count(b"\r\n")
@@ -159,7 +160,7 @@ async def test_a_value_cannot_carry_a_header(gateway: GatewayProcess, behind: Up
 async def test_what_reaches_an_instance_is_on_a_list(gateway: GatewayProcess, behind: Upstream) -> None:
     lines = "".join(
         f"{name}: x\r\n" for name in ("cookie", "x-forwarded-for", "forwarded", "x_hotswap_probe", "x-hotswap_probe",
-        "proxy-authorization", "te", "trailer", "via", "origin", "x-data-parallel-rank", "content-encoding")
+        "proxy-authorization", "api-key", "te", "trailer", "via", "origin", "x-data-parallel-rank", "content-encoding")
     )  # fmt: skip
     got = await gateway.ask(post(headers=AUTH + lines))
     assert got.status == 200

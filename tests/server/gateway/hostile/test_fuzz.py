@@ -175,7 +175,8 @@ def check_upstream(sent: list[bytes]) -> None:
         plain = [b"/v1/" + name for name in (posts if method == b"POST" else (b"models",))]
         plain += [b"/tokenize", b"/detokenize", b"/generate"] if method == b"POST" else []
         assert path in plain or path.startswith(b"/v1/responses/"), raw
-        assert not [name for name, _ in seen.headers if name.lower() in (b"authorization", b"x-api-key", b"cookie")]
+        secret = {b"authorization", b"x-api-key", b"api-key", b"cookie"}
+        assert not secret & {name.lower() for name, _ in seen.headers}
         ours = [(name, value) for name, value in seen.headers if name.lower().startswith(b"x-hotswap")]
         assert ours.count((b"x-hotswap-cache-scope", b"public")) == 1
         assert len({name for name, _ in ours}) == len(ours)

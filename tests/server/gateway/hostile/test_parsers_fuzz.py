@@ -43,7 +43,7 @@ def check(error: HttpError | ConfigError, names: Path | None = None) -> None:
 token = st.text("abcdefghijklmnopqrstuvwxyz-_0123456789", min_size=1, max_size=20).map(str.encode)
 OTHERS = (
     b"host content-length transfer-encoding connection expect authorization x-api-key x-request-id x-session-id "
-    b"traceparent tracestate content-type user-agent"
+    b"api-key traceparent tracestate content-type user-agent"
 )
 known = st.sampled_from([*sorted(terms.HEADERS), *OTHERS.split()])
 value = st.binary(max_size=40).map(lambda raw: raw.translate(None, b"\r\n\0")) | st.sampled_from(
@@ -69,7 +69,7 @@ def test_heads(headers: list[tuple[bytes, bytes]]) -> None:
     assert raw.count(b"\r\n\r\n") == 1
     lines = raw.split(b"\r\n")[1:-2]
     names = [line.partition(b":")[0] for line in lines]
-    assert not {b"authorization", b"x-api-key", b"cookie", b"connection", b"transfer-encoding"} & set(names)
+    assert not {b"authorization", b"x-api-key", b"api-key", b"cookie", b"connection", b"transfer-encoding"} & set(names)
     assert names.count(b"content-length") == names.count(b"host") == 1
 
 
