@@ -57,8 +57,6 @@ class StagingFailed(WeightSyncError):
 class EngineDied(WeightSyncError):
     """The engine's processes have ended, or answer no more; this instance cannot serve."""
 
-    code = "engine_died"
-
 
 class Engine:
     """vLLM's `AsyncLLM` with the swap calls. `active` is (version, epoch) of the last commit, or None before it.

@@ -10,8 +10,6 @@ from weightsync.errors.base import WeightSyncError
 class UnsupportedVllm(WeightSyncError):
     """The installed vLLM is a release whose private names may be others than those used here."""
 
-    code = "unsupported_vllm"
-
     def __init__(self, found: str | None, supported: Sequence[str]) -> None:
         self.found = found
         known = " or ".join(supported)
@@ -28,8 +26,6 @@ class ConfigMismatch(WeightSyncError):
     `field` of config.json is to blame.
     """
 
-    code = "config_mismatch"
-
     def __init__(self, field: str, problem: str) -> None:
         self.field = field
         super().__init__(
@@ -40,8 +36,6 @@ class ConfigMismatch(WeightSyncError):
 
 class PartNotServed(WeightSyncError):
     """A version has a part that this instance has no place for; nothing changed."""
-
-    code = "part_not_served"
 
     def __init__(self, part: str, advice: str) -> None:
         self.part, self.advice = part, advice

@@ -8,13 +8,9 @@ from weightsync.errors.base import WeightSyncError
 class TransferError(WeightSyncError):
     """A read from another host's memory did not happen; what arrived of it is not to be used."""
 
-    code = "transfer_error"
-
 
 class TransportUnavailable(TransferError):
     """A transport cannot be used on this machine: not installed, broken, or not allowed as configured."""
-
-    code = "transport_unavailable"
 
     def __init__(self, transport: str, reason: str, advice: str) -> None:
         self.transport, self.reason, self.advice = transport, reason, advice
@@ -24,8 +20,6 @@ class TransportUnavailable(TransferError):
 class PeerUnreachable(TransferError):
     """No connection to a peer: it is down, somewhere else, or does not know this one."""
 
-    code = "peer_unreachable"
-
     def __init__(self, peer: str, reason: str) -> None:
         self.peer, self.reason = peer, reason
         super().__init__(f"peer {peer} cannot be reached: {reason}; read from another host, or look whether it is up")
@@ -33,8 +27,6 @@ class PeerUnreachable(TransferError):
 
 class TransferFailed(TransferError):
     """A read ended before all its bytes were there; nothing more is written. Reading again, elsewhere, may work."""
-
-    code = "transfer_failed"
 
     def __init__(self, peer: str, reason: str) -> None:
         self.peer, self.reason = peer, reason
@@ -44,8 +36,6 @@ class TransferFailed(TransferError):
 class TransferTimedOut(TransferError):
     """A read was not done in time and was given up; nothing more is written."""
 
-    code = "transfer_timed_out"
-
     def __init__(self, peer: str, seconds: float) -> None:
         self.peer, self.seconds = peer, seconds
         super().__init__(f"reading from {peer} was not done after {seconds:g} s: read from another host")
@@ -54,13 +44,9 @@ class TransferTimedOut(TransferError):
 class PeerError(WeightSyncError):
     """A version could not be had from another host."""
 
-    code = "peer_error"
-
 
 class CopyUnavailable(PeerError):
     """This host has no copy of a version; `cause` is the code of what kept its peer from fetching one, if known."""
-
-    code = "copy_unavailable"
 
     def __init__(self, version: int, host: str, reason: str, cause: str | None = None) -> None:
         self.version, self.host, self.cause = version, host, cause
@@ -69,8 +55,6 @@ class CopyUnavailable(PeerError):
 
 class PeerRefused(PeerError):
     """Another host's peer does not serve what was asked for, or not now. `status` is HTTP's, `reason` the peer's."""
-
-    code = "peer_refused"
 
     def __init__(self, host: str, status: int, reason: str, message: str) -> None:
         self.host, self.status, self.reason, self.message = host, status, reason, message
@@ -93,8 +77,6 @@ class HostNameError(PeerError):
 class TlsUnavailable(WeightSyncError):
     """The certificate, the key or the authority of a member of the cluster cannot be used, or is asked for."""
 
-    code = "tls_unavailable"
-
     def __init__(self, directory: str, reason: str, advice: str) -> None:
         self.directory, self.reason, self.advice = directory, reason, advice
         super().__init__(f"certificates in {directory or 'no directory'}: {reason}. {advice}")
@@ -102,8 +84,6 @@ class TlsUnavailable(WeightSyncError):
 
 class RayUnavailable(WeightSyncError):
     """The Ray cluster that was named cannot be used."""
-
-    code = "ray_unavailable"
 
     def __init__(self, address: str, reason: str, advice: str) -> None:
         self.address, self.reason, self.advice = address, reason, advice

@@ -10,19 +10,13 @@ from weightsync.errors.base import WeightSyncError
 class ArenaError(WeightSyncError):
     """Shared-memory slots cannot be had."""
 
-    code = "arena_error"
-
 
 class ArenaUnavailable(ArenaError):
     """The arena directory is absent, unwritable or not private."""
 
-    code = "arena_unavailable"
-
 
 class ArenaFull(ArenaError):
     """No room for one more slot. `needed` and `free` are bytes."""
-
-    code = "arena_full"
 
     def __init__(self, directory: str, needed: int, free: int) -> None:
         self.directory, self.needed, self.free = directory, needed, free
@@ -35,25 +29,17 @@ class ArenaFull(ArenaError):
 class SlotBusy(ArenaError):
     """The slot is held by somebody else."""
 
-    code = "slot_busy"
-
 
 class ManifestError(WeightSyncError):
     """The file is not a slot, or holds another version than the one asked for."""
-
-    code = "manifest_error"
 
 
 class PersistError(WeightSyncError):
     """The directory with the copies of versions cannot be used."""
 
-    code = "persist_error"
-
 
 class PersistFull(PersistError):
     """A version was not written to disk, for want of room; what is there stays."""
-
-    code = "persist_full"
 
     def __init__(self, version: int, problem: str) -> None:
         self.version, self.problem = version, problem
@@ -62,8 +48,6 @@ class PersistFull(PersistError):
 
 class VersionLost(PersistError):
     """The version committed last cannot be served again. `offer`: the newest one that can, None if there is none."""
-
-    code = "version_lost"
 
     def __init__(self, version: int, reason: str, offer: int | None) -> None:
         self.version, self.reason, self.offer = version, reason, offer
@@ -74,19 +58,13 @@ class VersionLost(PersistError):
 class BucketError(WeightSyncError):
     """A bucket of versions cannot be used as it was named."""
 
-    code = "bucket_error"
-
 
 class BucketUnavailable(BucketError):
     """It cannot be reached, read or written now; doing the same again later may work."""
 
-    code = "bucket_unavailable"
-
 
 class BucketTaken(BucketError):
     """The number that this publisher would have used next is another's."""
-
-    code = "bucket_taken"
 
     def __init__(self, url: str, number: int) -> None:
         self.number = number
@@ -97,8 +75,6 @@ class BucketTaken(BucketError):
 class BucketDamaged(BucketError):
     """An object is not what the record of its version, or its own digest, says."""
 
-    code = "bucket_damaged"
-
     def __init__(self, path: str, problem: str) -> None:
         self.path = path
         super().__init__(f"{path} is damaged: {problem}; publish a later version, in full")
@@ -106,8 +82,6 @@ class BucketDamaged(BucketError):
 
 class VersionNeeded(BucketError):
     """A version of a bucket cannot be removed: `users` are the versions that need it, none if it is the newest."""
-
-    code = "version_needed"
 
     def __init__(self, bucket: str, version: int, users: Sequence[int]) -> None:
         self.bucket, self.version, self.users = bucket, version, tuple(users)
@@ -121,8 +95,6 @@ class VersionNeeded(BucketError):
 
 class VersionGone(BucketError):
     """A version that was there a moment ago was removed, as newer ones came."""
-
-    code = "version_gone"
 
     def __init__(self, url: str, number: int) -> None:
         self.number = number

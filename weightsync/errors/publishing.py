@@ -10,19 +10,13 @@ from weightsync.errors.base import WeightSyncError
 class PublishError(WeightSyncError):
     """A version could not be published."""
 
-    code = "publish_error"
-
 
 class BadPart(PublishError):
     """A part cannot be published so: its name, an adapter without its configuration, or no base model to go with."""
 
-    code = "bad_part"
-
 
 class UnknownModel(PublishError):
     """The first version of a model that no instance serves, on a store whose instances serve other models."""
-
-    code = "unknown_model"
 
     def __init__(self, model: str, served: Iterable[str]) -> None:
         names = ", ".join(repr(name) for name in sorted(served))
@@ -35,8 +29,6 @@ class UnknownModel(PublishError):
 class StalePublisher(PublishError):
     """A newer publisher of this lineage has taken over; this one may write no more."""
 
-    code = "stale_publisher"
-
     def __init__(self, lineage: str, token: int, holder: str) -> None:
         self.lineage, self.token, self.holder = lineage, token, holder
         super().__init__(
@@ -48,19 +40,13 @@ class StalePublisher(PublishError):
 class DraftLost(PublishError):
     """The lease of a draft with shares on other hosts ended before the commit: these hosts may have freed them."""
 
-    code = "draft_lost"
-
 
 class DraftClosed(PublishError):
     """The draft was already committed or aborted; begin another."""
 
-    code = "draft_closed"
-
 
 class CheckpointError(WeightSyncError):
     """A checkpoint cannot be read. `file` and `tensor` say where, when known."""
-
-    code = "checkpoint_error"
 
     def __init__(self, file: str, problem: str, *, tensor: str | None = None) -> None:
         self.file, self.problem, self.tensor = file, problem, tensor
@@ -69,8 +55,6 @@ class CheckpointError(WeightSyncError):
 
 class DeltaError(WeightSyncError):
     """A delta is damaged, cut off, or was never one; nothing of it was published."""
-
-    code = "delta_error"
 
     def __init__(self, problem: str) -> None:
         self.problem = problem
@@ -91,8 +75,6 @@ class DeltaBaseMismatch(DeltaError):
 class RemoteError(WeightSyncError):
     """A server refused a version, or could not be reached. `status` is HTTP's, `answer_code` the server's, if known."""
 
-    code = "remote_error"
-
     def __init__(self, message: str, *, status: int | None = None, answer_code: str | None = None) -> None:
         self.status, self.answer_code = status, answer_code
         super().__init__(message)
@@ -101,16 +83,12 @@ class RemoteError(WeightSyncError):
 class SigningKeyError(WeightSyncError):
     """The file of a key or certificate cannot be read, or holds another kind of key."""
 
-    code = "signing_key_error"
-
     def __init__(self, path: str, problem: str) -> None:
         super().__init__(f"{path}: {problem}")
 
 
 class VersionRefused(WeightSyncError):
     """The policy of an instance asks for a signature that this version does not have."""
-
-    code = "version_refused"
 
     def __init__(self, version: int, problem: str) -> None:
         self.version = version

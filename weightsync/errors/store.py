@@ -8,13 +8,9 @@ from weightsync.errors.base import WeightSyncError
 class StoreError(WeightSyncError):
     """The store refused or could not answer."""
 
-    code = "store_error"
-
 
 class StoreUnavailable(StoreError):
     """The store cannot be used now; reading or writing again later may work."""
-
-    code = "store_unavailable"
 
     def __init__(self, path: str, reason: str, advice: str) -> None:
         self.path, self.reason, self.advice = path, reason, advice
@@ -24,8 +20,6 @@ class StoreUnavailable(StoreError):
 class StoreRefused(StoreUnavailable):
     """The store answers and refuses this client or what it asks; trying again helps after somebody has changed it."""
 
-    code = "store_refused"
-
 
 class StoreLost(StoreUnavailable):
     """There is another store than the one this process was using, or an older copy of it.
@@ -34,13 +28,9 @@ class StoreLost(StoreUnavailable):
     would be none.
     """
 
-    code = "store_lost"
-
 
 class StoreClosed(StoreError):
     """This program has closed its connection to the store, or the publisher that had it."""
-
-    code = "store_closed"
 
     def __init__(self, owner: str) -> None:
         super().__init__(f"this {owner} was closed: make another")
@@ -48,8 +38,6 @@ class StoreClosed(StoreError):
 
 class Conflict(StoreError):
     """A key was not at the revision the caller expected; nothing was written."""
-
-    code = "conflict"
 
     def __init__(self, key: str, expected: int, found: int) -> None:
         self.key, self.expected, self.found = key, expected, found
@@ -59,8 +47,6 @@ class Conflict(StoreError):
 class LeaseLost(StoreError):
     """The lease expired or was revoked; grant a new one and write the leased keys again."""
 
-    code = "lease_lost"
-
     def __init__(self, lease: int) -> None:
         self.lease = lease
         super().__init__(f"lease {lease} has ended; grant a new one and write its keys again")
@@ -68,8 +54,6 @@ class LeaseLost(StoreError):
 
 class WatchCompacted(StoreError):
     """Events before `oldest` are no longer kept; list the prefix and watch from the revision that list returned."""
-
-    code = "watch_compacted"
 
     def __init__(self, start_revision: int, oldest: int) -> None:
         self.start_revision, self.oldest = start_revision, oldest
@@ -81,8 +65,6 @@ class WatchCompacted(StoreError):
 class RecordError(StoreError):
     """A record is not what its key says it is."""
 
-    code = "record_error"
-
     def __init__(
         self, record: str, problem: str, advice: str = "Was it written by another release? Run the same one everywhere"
     ) -> None:
@@ -93,13 +75,9 @@ class RecordError(StoreError):
 class RecordRefused(RecordError):
     """A name or a value that no record can have. Nothing was written."""
 
-    code = "record_refused"
-
 
 class LedgerUnavailable(WeightSyncError):
     """A file of the ledger cannot be read or written, or the chain may not be moved as it is."""
-
-    code = "ledger_unavailable"
 
     def __init__(self, what: str, problem: str) -> None:
         super().__init__(f"{what}: {problem}")

@@ -8,13 +8,9 @@ from weightsync.errors.base import WeightSyncError
 class SwapError(WeightSyncError):
     """A version was not made active."""
 
-    code = "swap_error"
-
 
 class SwapAborted(SwapError):
     """The version was not made active and nothing changed. `reason` says why, `tensor` names a culprit if known."""
-
-    code = "swap_aborted"
 
     def __init__(self, version: int, reason: str, tensor: str | None = None) -> None:
         self.version, self.reason, self.tensor = version, reason, tensor
@@ -23,8 +19,6 @@ class SwapAborted(SwapError):
 
 class SwapTimeout(SwapError):
     """No outcome in time."""
-
-    code = "swap_timeout"
 
     def __init__(self, version: int, seconds: float, hint: str = "") -> None:
         self.version, self.seconds = version, seconds
@@ -35,16 +29,12 @@ class SwapTimeout(SwapError):
 class StagingCancelled(SwapError):
     """The swap it was staged for has ended, or was superseded."""
 
-    code = "staging_cancelled"
-
     def __init__(self) -> None:
         super().__init__("staging was cancelled: its swap has ended, or another one took its place")
 
 
 class FingerprintMismatch(SwapError):
     """An instance built other weights of a version than were committed; it must not serve them."""
-
-    code = "fingerprint_mismatch"
 
     def __init__(self, version: int, expected: str, got: str) -> None:
         self.version, self.expected, self.got = version, expected, got
@@ -57,14 +47,10 @@ class FingerprintMismatch(SwapError):
 class BadSplit(SwapError):
     """Requests cannot be divided like that."""
 
-    code = "bad_split"
-
 
 class NotEnoughInstances(SwapError):
     """Versions cannot share traffic: an engine runs one version, so each takes instances of its own. `needed` is how
     many there must be."""
-
-    code = "not_enough_instances"
 
     def __init__(self, versions: int, minimum: int, have: int) -> None:
         self.needed, self.have = versions * minimum, have
@@ -78,8 +64,6 @@ class NotEnoughInstances(SwapError):
 
 class UnknownVersion(SwapError):
     """There is no such version, or it is not ready."""
-
-    code = "unknown_version"
 
     def __init__(self, version: int, state: str | None) -> None:
         self.version, self.state = version, state

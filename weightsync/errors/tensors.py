@@ -10,8 +10,6 @@ from weightsync.errors.base import WeightSyncError
 class TensorError(WeightSyncError):
     """One tensor is to blame; `tensor` names it."""
 
-    code = "tensor_error"
-
     def __init__(self, tensor: str, message: str) -> None:
         self.tensor: str = tensor
         super().__init__(message)
@@ -23,8 +21,6 @@ OTHER_FORM = ", or give the config.json of a checkpoint that is so (config=, `ho
 class TensorMismatch(TensorError):
     """A tensor is not what the reference schema says; `expected` and `got` are what they say of it."""
 
-    code = "tensor_mismatch"
-
     def __init__(self, tensor: str, expected: object, got: object, message: str) -> None:
         self.expected, self.got = expected, got
         super().__init__(tensor, message)
@@ -33,16 +29,12 @@ class TensorMismatch(TensorError):
 class MissingTensor(TensorMismatch):
     """A tensor of the schema was not delivered."""
 
-    code = "missing_tensor"
-
     def __init__(self, tensor: str, expected: object = None) -> None:
         super().__init__(tensor, expected, None, f"tensor {tensor!r} is missing: publish every tensor{OTHER_FORM}")
 
 
 class UnexpectedTensor(TensorMismatch):
     """A tensor that the schema does not have. `advice`: what else to do than to leave it out."""
-
-    code = "unexpected_tensor"
 
     def __init__(self, tensor: str, got: object = None, advice: str = "") -> None:
         remedy = f"; {advice}" if advice else f": leave it out{OTHER_FORM}"
@@ -52,8 +44,6 @@ class UnexpectedTensor(TensorMismatch):
 
 class ShapeMismatch(TensorMismatch):
     """A tensor has another shape than the schema says."""
-
-    code = "shape_mismatch"
 
     def __init__(self, tensor: str, expected: Sequence[int], got: Sequence[int]) -> None:
         message = (
@@ -65,8 +55,6 @@ class ShapeMismatch(TensorMismatch):
 class DtypeMismatch(TensorMismatch):
     """A tensor has another dtype than the schema says."""
 
-    code = "dtype_mismatch"
-
     def __init__(self, tensor: str, expected: str, got: str) -> None:
         message = f"tensor {tensor!r} is {got}, the served model has {expected}: convert it (`cast=True`){OTHER_FORM}"
         super().__init__(tensor, expected, got, message)
@@ -74,8 +62,6 @@ class DtypeMismatch(TensorMismatch):
 
 class DigestMismatch(TensorError):
     """The bytes of a tensor are not those that were published."""
-
-    code = "digest_mismatch"
 
     def __init__(self, tensor: str, expected: str, got: str) -> None:
         self.expected, self.got = expected, got
@@ -86,8 +72,6 @@ class DigestMismatch(TensorError):
 
 class NotFinite(TensorError):
     """A tensor has NaN or infinities, as it was published or in the type that it is served in."""
-
-    code = "not_finite"
 
     def __init__(self, tensor: str, dtype: str) -> None:
         super().__init__(
@@ -100,8 +84,6 @@ class NotFinite(TensorError):
 class ChecksumMismatch(TensorError):
     """A built tensor, or one of two copies of a tensor, does not have the checksum it must have."""
 
-    code = "checksum_mismatch"
-
     def __init__(self, tensor: str, expected: int, got: int) -> None:
         self.expected, self.got = expected, got
         super().__init__(
@@ -111,8 +93,6 @@ class ChecksumMismatch(TensorError):
 
 class PartsMismatch(TensorError):
     """The parts of a tensor on all ranks overlap or leave a gap."""
-
-    code = "parts_mismatch"
 
     def __init__(self, tensor: str, covered: int, words: int) -> None:
         self.covered, self.words = covered, words
@@ -125,8 +105,6 @@ class PartsMismatch(TensorError):
 class UnsupportedDtype(TensorError):
     """The element type of a tensor cannot be carried."""
 
-    code = "unsupported_dtype"
-
     def __init__(self, tensor: str, dtype: str) -> None:
         self.dtype = dtype
         super().__init__(tensor, f"tensor {tensor!r} is {dtype}, which cannot be carried: convert it before publishing")
@@ -134,8 +112,6 @@ class UnsupportedDtype(TensorError):
 
 class QuantizationError(WeightSyncError):
     """Weights cannot be quantised as asked, or not in the form in which the model is served."""
-
-    code = "quantization_error"
 
     def __init__(self, message: str, tensor: str | None = None) -> None:
         self.tensor = tensor

@@ -202,8 +202,6 @@ def manifest_of(view: memoryview, digest: str) -> bytes:
 class BadBitmap(TransferError):
     """A peer sent no list of chunks, or one of a slot of another size; do not read from that peer."""
 
-    code = "bad_bitmap"
-
     def __init__(self, problem: str) -> None:
         super().__init__(f"a peer's list of chunks cannot be used: {problem}. Does it run the same release?")
 

@@ -188,8 +188,6 @@ def _finish(copy: Copy, head: Head, pool: ThreadPoolExecutor) -> None:
 class ChunkMismatch(TransferError):
     """A chunk that arrived does not have its digest."""
 
-    code = "chunk_mismatch"
-
     def __init__(self, host: str, chunk: int) -> None:
         self.host, self.chunk = host, chunk
         super().__init__(f"chunk {chunk} from host {host} has wrong bytes: it is read elsewhere; look at its memory")

@@ -49,8 +49,6 @@ TREES: tuple[Literal[0, 1], ...] = (0, 1)
 class NoHolder(PeerError):
     """Nobody who has what is missing can be read from now."""
 
-    code = "no_holder"
-
     def __init__(self, digest: str, why: WeightSyncError | None) -> None:
         reason = f"the last one: {why}" if why is not None else "is `hotswap peer` running where it was published?"
         super().__init__(f"no host that has {digest} can be read from; {reason}")
@@ -58,8 +56,6 @@ class NoHolder(PeerError):
 
 class ShareLost(PeerError):
     """Chunks that hosts wrote of a version are offered by nobody any more."""
-
-    code = "share_lost"
 
     def __init__(self, digest: str, gone: str, writers: Sequence[str]) -> None:
         self.host = gone
@@ -410,6 +406,8 @@ def _class(round_trip_s: float) -> int:
 
 class OtherChunks(ManifestError):
     """Two hosts report different digests for the chunks of a slot. Its manifest determines every byte: one is wrong."""
+
+    code = ManifestError.code
 
     def __init__(self, host: str, digest: str) -> None:
         super().__init__(

@@ -33,8 +33,6 @@ PROBES = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 5, "TCP_USER_TIM
 class TetherFailed(WeightSyncError):
     """A worker could not connect to the leader of its instance."""
 
-    code = "tether_failed"
-
     def __init__(self, host: str, address: str, reason: str) -> None:
         super().__init__(
             f"the worker on host {host} cannot reach its leader at {address} ({reason}): set VLLM_HOST_IP there to "

@@ -36,8 +36,6 @@ NOTES = 256 << 10  # compressed: about 20 bytes a tensor
 class LayoutPoolError(ArenaError):
     """No layout slot could be had; the message says why and what to free."""
 
-    code = "layout_pool_error"
-
 
 @dataclass
 class Notes:
