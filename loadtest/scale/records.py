@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from weightsync import CommitResult, Coordinator, Participant, Publisher, StageResult, Store, open_store
+from weightsync.control.coordinator import depends_on
 from weightsync.control.records import ActiveRecord, CopyRecord, InstanceRecord, Keys, SwapRecord, VersionRecord
-from weightsync.control.state import Step, depends_on
+from weightsync.control.state import Step
 from weightsync.memory.ledger import ensure_arena
 
 MODEL = "bench"

@@ -30,7 +30,6 @@ import asyncio
 import logging
 import time
 from dataclasses import replace
-from enum import Enum
 from typing import Final
 
 from server.errors import BadUpstream, HttpError, TooManyRequests, Unavailable, UpstreamTimeout
@@ -41,7 +40,7 @@ from server.gateway.fleet.instance import Instance
 from server.gateway.fleet.retries import Continuation
 from server.gateway.fleet.routing import Need
 from server.gateway.observe.context import TraceContext
-from server.gateway.observe.stats import Finished
+from server.gateway.observe.stats import Finished, State
 from server.gateway.queue.gate import Waiter
 from server.gateway.queue.line import Ticket
 from server.gateway.wire.bodies import NONE, Usage, last_version
@@ -54,17 +53,6 @@ log: Final = logging.getLogger("hotswap.gateway")
 
 STALE_S: Final = 1.0  # after it was sent: a pooled connection that ends later was not closed already
 VERSION_HEADER: Final = b"x-hotswap-weight-version"
-
-
-class State(Enum):
-    """The state of a request. The names are those of metrics."""
-
-    QUEUED = "queued"
-    HELD = "held"
-    CONNECTING = "connecting"
-    WAITING = "waiting"
-    STREAMING = "streaming"
-    ENDED = "ended"
 
 
 class Exchange:

@@ -59,8 +59,8 @@ def a_revert_that_forgets_the_version_before(real: Any, *args: Any) -> Step:
     return replace(step, active=replace(step.active, previous=step.swap.target))
 
 
-def a_revert_though_one_serves(real: Any, view: swap_state.View, swap: SwapRecord) -> Step | Wait:
-    step: Step | Wait = real(view, swap)
+def a_revert_though_one_serves(real: Any, view: swap_state.View, swap: SwapRecord, active: ActiveRecord) -> Step | Wait:
+    step: Step | Wait = real(view, swap, active)
     missed = isinstance(step, Step) and "not flipped" in (step.swap.reason or "") and swap.former is not None
     return swap_state._revert(view, swap, "one could not flip") if missed else step
 
@@ -119,7 +119,9 @@ RULES = [
     )),
     without("a commit that stands though all are torn", "no instance could flip, and", (
         swap_state, "_confirm",
-        lambda real, view, swap: real(view, replace(swap, former=None) if swap.participants else swap),
+        lambda real, view, swap, active: real(
+            view, replace(swap, former=None) if swap.participants else swap, active
+        ),
     )),
     without("a revert though one serves", "reverted, and an instance serves it", (
         swap_state, "_confirm", a_revert_though_one_serves,

@@ -40,7 +40,6 @@ from weightsync.control.state import (
     View,
     abort,
     decide,
-    depends_on,
     in_flight,
     phase_of,
     untried,
@@ -289,3 +288,21 @@ def view_of(
         refused=next((found for one in records if (found := refuses(one))), ""),
         lasted_s=lasted_s,
     )
+
+
+def depends_on(step: Step, keys: Keys) -> list[str]:
+    """The keys a step was decided on: it must be written only if none of them has changed.
+
+    A commit compares the instances' records as one ("instances/"): none was written since the leader looked, so who has
+    staged has not said anything else since. The store does not compare what is gone: if the lease of a participant ends
+    in the moment of the commit, that is as if it had died right after it. Whoever leaves of its own will says DRAINING
+    first, which the commit notices.
+    """
+    found = [keys.leader, keys.swap, keys.active]
+    if step.kind in ("open", "refuse"):
+        found.append(keys.target)
+    if step.kind in ("open", "try", "commit"):
+        found += [keys.version(version) for version in (step.swap.target, *shared_versions(step.swap.split))]
+    if step.kind in ("try", "commit", "revert"):
+        found.append(keys.instances)
+    return found

@@ -24,8 +24,8 @@ the commit record is as it was. A rolling swap has nothing to try when no versio
 there are no participants: it is then done together.
 
 Every step is written by the leader, in a transaction that compares the leader's key and all it was decided on: a
-deposed leader writes nothing. A leader that dies leaves records from which the next one goes on; a probe that was under
-way is run again.
+deposed leader writes nothing. A leader that dies leaves records from which the next one goes on; a probe (`trial`) that
+was under way is run again.
 
 A version whose tensors differ from those of the active one takes other engines. Its swap is rolling, and nobody stages:
 who has its `turn`, the canary for its trial first, drains, starts its process anew with the form of the version
@@ -43,8 +43,6 @@ that or runs it already. The leader computes who runs what when it opens the swa
 go, so that versions of the committed split have other numbers of them than they should, the leader opens a swap by
 itself that places them anew; after one that failed it waits for REPLACE_S.
 
-The probe is the coordinator's callable that judges a canary (`trial`).
-
 A version that is asked for while no instance is there is committed, and the swap stays in its phase commit until one
 has run it (`untried`). If the version turns out to be one that no instance can run, the one before serves again.
 """
@@ -60,7 +58,6 @@ from weightsync.control.records import (
     ActiveRecord,
     ErrorInfo,
     InstanceRecord,
-    Keys,
     ShareRecord,
     SplitRecord,
     StartRecord,
@@ -161,28 +158,13 @@ def decide(view: View) -> Step | Ask | Wait:
     if swap is not None and swap.phase == "canary":
         return _canary(view, swap)
     if swap is not None and swap.phase in ("commit", "revert"):
-        return _take_turns(view, swap) if swap.changes else _confirm(view, swap)
+        active = view.active
+        if active is None or active.swap_id != swap.id:
+            return Step("finish", replace(swap, phase="done", reason="overtaken by a later commit"))
+        return _take_turns(view, swap, active) if swap.changes else _confirm(view, swap, active)
     if view.target is not None and (swap is None or not swap.answers(view.target)):
         return _open(view, view.target)
     return _replace(view)
-
-
-def depends_on(step: Step, keys: Keys) -> list[str]:
-    """The keys a step was decided on: it must be written only if none of them has changed.
-
-    A commit compares the instances' records as one ("instances/"): none was written since the leader looked, so who has
-    staged has not said anything else since. The store does not compare what is gone: if the lease of a participant ends
-    in the moment of the commit, that is as if it had died right after it. Whoever leaves of its own will says DRAINING
-    first, which the commit notices.
-    """
-    found = [keys.leader, keys.swap, keys.active]
-    if step.kind in ("open", "refuse"):
-        found.append(keys.target)
-    if step.kind in ("open", "try", "commit"):
-        found += [keys.version(version) for version in (step.swap.target, *shared_versions(step.swap.split))]
-    if step.kind in ("try", "commit", "revert"):
-        found.append(keys.instances)
-    return found
 
 
 def in_flight(swap: SwapRecord | None) -> bool:
@@ -350,12 +332,9 @@ def _prepare(view: View, swap: SwapRecord) -> Step | Wait:
         return abort(view, swap, f"not staged within {phase_s(swap):g} s by {', '.join(waiting)}")
     if waiting:
         return Wait(view.left_s(swap))
-    if swap.mode == "together":
-        return _commit(view, swap)
-    moving = _moving(view, swap)
-    if not moving:  # others have left, and nobody is to try anything
-        return _commit(view, swap)
-    return _try(view, swap, min(moving))
+    moving = _moving(view, swap) if swap.mode == "rolling" else []
+    # Others may have left, so that no instance is to try anything.
+    return _try(view, swap, min(moving)) if moving else _commit(view, swap)
 
 
 def _try(view: View, swap: SwapRecord, canary: str) -> Step:
@@ -407,11 +386,10 @@ def _blocked(view: View, swap: SwapRecord) -> Step | None:
     lost = {name: what for name in staying if (what := _lost(view, name)) is not None}
     if lost:
         return _without(view, swap, lost)
-    for name in swap.participants:
-        instance = view.instances.get(name)
-        if instance is not None and instance.swap_id == swap.id and instance.error is not None:
-            step = abort(view, swap, f"instance {name}: {instance.error.message}", instance.error.tensor)
-            return replace(step, refused=swap.of(name).target) if _at_fault(instance.error) else step
+    for instance in filter(None, map(view.instances.get, swap.participants)):
+        if instance.swap_id == swap.id and instance.error is not None:
+            step = abort(view, swap, f"instance {instance.id}: {instance.error.message}", instance.error.tensor)
+            return replace(step, refused=swap.of(instance.id).target) if _at_fault(instance.error) else step
     if (reason := _odd_fingerprint(view, swap)) is not None:
         return abort(view, swap, reason)
     return None
@@ -425,9 +403,8 @@ def _at_fault(error: ErrorInfo) -> bool:
 def _lost(view: View, name: str) -> str | None:
     """Why this participant will not take part any more."""
     instance = view.instances.get(name)
-    if instance is None:
-        return "gone"
-    return instance.state if instance.state not in PARTICIPATING else None
+    state = instance.state if instance is not None else "gone"
+    return None if state in PARTICIPATING else state
 
 
 def _without(view: View, swap: SwapRecord, lost: Mapping[str, str]) -> Step:
@@ -464,14 +441,13 @@ def _odd_fingerprint(view: View, swap: SwapRecord) -> str | None:
     seen: dict[tuple[str, int], str] = {}
     digests: dict[tuple[str, int], tuple[str, str]] = {}
     shares = {share.version: share.fingerprint for share in swap.split.shares} if swap.split is not None else {}
-    for name in swap.participants:
-        instance = view.instances.get(name)
-        built = _built(view, instance, swap) if instance is not None else None
-        if instance is None or not built:
+    for instance in filter(None, map(view.instances.get, swap.participants)):
+        name, built = instance.id, _built(view, instance, swap)
+        if not built:
             continue
         version = swap.of(name).target
         published = shares.get(version, view.target_fingerprint)
-        layout, _, digest = view.instances[name].built.partition(":")
+        layout, _, digest = instance.built.partition(":")
         first, expected = digests.setdefault((layout, version), (name, digest))
         if digest != expected:
             return (
@@ -524,10 +500,7 @@ def _commit(view: View, swap: SwapRecord) -> Step:
     return Step("commit", replace(swap, phase="commit"), _committed(view, swap))
 
 
-def _confirm(view: View, swap: SwapRecord) -> Step | Wait:
-    active = view.active
-    if active is None or active.swap_id != swap.id:
-        return Step("finish", replace(swap, phase="done", reason="overtaken by a later commit"))
+def _confirm(view: View, swap: SwapRecord, active: ActiveRecord) -> Step | Wait:
     if untried(swap):
         return _first_try(view, swap, active)
     alive = [view.instances[name] for name in swap.participants if name in view.instances]
@@ -574,11 +547,8 @@ def _failed_start(view: View, swap: SwapRecord) -> str | None:
     return None
 
 
-def _take_turns(view: View, swap: SwapRecord) -> Step | Wait:
+def _take_turns(view: View, swap: SwapRecord, active: ActiveRecord) -> Step | Wait:
     """After the commit: who does not run the active version yet restarts, one at a time."""
-    active = view.active
-    if active is None or active.swap_id != swap.id:
-        return Step("finish", replace(swap, phase="done", reason="overtaken by a later commit"))
     names, here = swap.participants, view.instances
     behind = [name for name in names if name not in here or not confirmed(here[name], active)]
     if swap.turn in behind and view.left_s(swap) > 0:

@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Final, Protocol
 
 from server.errors import HttpError
@@ -22,7 +23,6 @@ from server.key_limits import NAMED
 from weightsync.control.chain import LedgerEntry
 from weightsync.control.records import InstanceRecord, SwapRecord
 
-PHASES: Final = ("queued", "held", "connecting", "waiting", "streaming", "stalled")
 FAILOVERS: Final = ("resumed", "complete", "nobody", "given_up", "not_resumable")
 SWAP_PHASES: Final = ("prepare", "canary", "commit")
 SWAP_ENDS: Final = ("done", "aborted")
@@ -33,6 +33,20 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 FIRST_TOKEN = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 2.0, 3.0, 5.0, 10.0, 30.0, 60.0)
 GAP = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 1.0, 2.5, 10.0)
 STALL = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+
+class State(Enum):
+    """The state of a request."""
+
+    QUEUED = "queued"
+    HELD = "held"
+    CONNECTING = "connecting"
+    WAITING = "waiting"
+    STREAMING = "streaming"
+    ENDED = "ended"
+
+
+PHASES: Final = (*(state.value for state in State if state is not State.ENDED), "stalled")
 
 
 class Histogram:

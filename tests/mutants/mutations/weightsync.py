@@ -39,7 +39,6 @@ MUTATIONS: list[Mutation] = [
         ("if late and view.left_s(swap) > 0:", "if late and view.left_s(swap) >= 0:"),
         ("if swap.on_lost == \"continue\" and left and whole and swap.canary not in lost:", "if swap.on_lost == \"continue\" and left and whole:"),
         ("not confirmed(i, active) and i.state in PARTICIPATING]", "not confirmed(i, active)]"),
-        ("        found.append(keys.target)\n", "        pass\n"),
         ("instance.state == \"STAGED\" and instance.staged_version == target", "instance.state == \"STAGED\""),
     ]),
     *of("weightsync/control/agent_state.py", WS + "control/test_agent_state.py", changes=[
@@ -70,8 +69,11 @@ MUTATIONS: list[Mutation] = [
         ("return any(end > now for end in self._ends.values())", "return bool(self._ends)"),
         ("            self._known.clear()\n            await self._apply()\n", "            pass\n"),
     ]),
-    *of("weightsync/control/state.py", WS + "control/test_coordinator.py", changes=[
+    *of("weightsync/control/coordinator.py", WS + "control/test_coordinator.py", changes=[
         ("        found.append(keys.instances)\n", "        pass\n"),
+    ]),
+    *of("weightsync/control/coordinator.py", WS + "control/test_state.py", changes=[
+        ("        found.append(keys.target)\n", "        pass\n"),
     ]),
     *of("weightsync/format/signing.py", WS + "format/test_signing.py", changes=[
         ("if not part.signature:", "if False:"),

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from weightsync.control.coordinator import depends_on
 from weightsync.control.records import (
     ActiveRecord,
     ErrorInfo,
@@ -27,7 +28,6 @@ from weightsync.control.state import (
     View,
     Wait,
     decide,
-    depends_on,
     not_flipped,
     on_trial,
 )
