@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
@@ -105,6 +105,7 @@ class TelemetryConfig(Section, frozen=True):
     `admin_key_env`, or in `admin_key_file` (0600), never in this file. `ca_file` and `cluster_tls` are as in
     `gateway`."""
 
+    section: ClassVar[str] = "telemetry"
     admin_url: str
     admin_key_env: str = "HOTSWAP_ADMIN_KEY"
     admin_key_file: str | None = None
@@ -119,10 +120,10 @@ class TelemetryConfig(Section, frozen=True):
         """Raises ConfigError when there is none."""
         key = os.environ.get(self.admin_key_env, "")
         if not key and self.admin_key_file is not None:
-            return key_in(self.admin_key_file, "telemetry.admin_key_file")
+            return key_in(self.admin_key_file, f"{self.section}.admin_key_file")
         if not key or not key.isascii() or not key.isprintable():
-            advice = f"Set {self.admin_key_env}, or telemetry.admin_key_file"
-            raise ConfigError("telemetry", "there is no admin key to post metrics with", advice)
+            advice = f"Set {self.admin_key_env}, or {self.section}.admin_key_file"
+            raise ConfigError(self.section, "there is no admin key", advice)
         return key
 
 
@@ -156,14 +157,12 @@ class WatchConfig(Section, frozen=True):
     samples_every: Count = 20
 
 
-class ServingMemory(Section, frozen=True):
+class ServingMemory(TelemetryConfig, frozen=True):
     """The instances that share the device with the trainer, and the admin port that puts them to sleep. `instances` has
     their ids; empty: all there are. `engine_gib` and `kv_cache_gib` are what the instances together take of one device.
     """
 
-    admin_url: str
-    admin_key_env: str = "HOTSWAP_ADMIN_KEY"
-    admin_key_file: str | None = None
+    section: ClassVar[str] = "memory.serving"
     instances: tuple[str, ...] = ()
     level: Literal[1, 2] = 2
     drain_s: Annotated[float, Meta(ge=0.0, le=3600.0)] = 30.0
@@ -171,24 +170,6 @@ class ServingMemory(Section, frozen=True):
     ttl_s: Annotated[float, Meta(ge=3.0, le=86400.0)] = 60.0
     engine_gib: Positive | None = None
     kv_cache_gib: NonNegative = 1.0
-    ca_file: str | None = None
-    cluster_tls: str | None = None
-
-    def __post_init__(self) -> None:
-        self.as_telemetry()
-
-    def as_telemetry(self) -> TelemetryConfig:
-        """Where the admin port is and how its key is found, in the form that knows how to read it."""
-        place = (self.admin_url, self.admin_key_env, self.admin_key_file, self.timeout_s)
-        return TelemetryConfig(*place, self.ca_file, self.cluster_tls)
-
-    def admin_key(self) -> str:
-        """Raises ConfigError when there is none."""
-        try:
-            return self.as_telemetry().admin_key()
-        except ConfigError as error:
-            advice = error.advice.replace("telemetry.", "memory.serving.")
-            raise ConfigError("memory.serving", error.problem, advice) from None
 
 
 class MemoryConfig(Section, frozen=True):
