@@ -15,7 +15,6 @@ import os
 import time
 import weakref
 from pathlib import Path
-from types import TracebackType
 
 from weightsync.errors import DigestMismatch, ManifestError, MissingTensor, SlotBusy
 from weightsync.format.manifest import (
@@ -141,9 +140,7 @@ class SlotReader:
     def __enter__(self) -> SlotReader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _check_bounds(self) -> None:

@@ -7,7 +7,6 @@ import mmap
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from weightsync.control.hosts import slot_name
@@ -202,9 +201,7 @@ class Draft:
     def __enter__(self) -> Draft:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.abort()
 
 

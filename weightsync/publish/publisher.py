@@ -21,7 +21,6 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from weightsync.control import activation, outcome
@@ -410,9 +409,7 @@ class Publisher:
     def __enter__(self) -> Publisher:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _make_ready(

@@ -14,7 +14,6 @@ import mmap
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Protocol, Self
 
 from weightsync.errors import TransferFailed
@@ -85,9 +84,7 @@ class Transport(Protocol):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

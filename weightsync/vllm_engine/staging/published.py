@@ -12,7 +12,6 @@ import math
 import threading
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from types import TracebackType
 
 import numpy as np
 import torch
@@ -72,9 +71,7 @@ class Published:
     def __enter__(self) -> Published:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
