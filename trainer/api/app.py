@@ -139,6 +139,12 @@ def door_of(request: Request) -> Door:
     return door
 
 
+async def _asked(request: Request) -> tuple[Door, Client]:
+    """Raises Unauthorized, Unavailable."""
+    door = door_of(request)
+    return door, await door.client(request)
+
+
 async def content_of(request: Request) -> bytes:
     """The body, decompressed. Raises BadRequest."""
     most = door_of(request).service.config.limits.body_mb << 20
@@ -194,8 +200,7 @@ async def client_dynamic_config(request: Request) -> dict[str, Any]:
 
 @router.get("/get_server_capabilities")
 async def capabilities(request: Request) -> dict[str, Any]:
-    door = door_of(request)
-    client = await door.client(request)
+    door, client = await _asked(request)
     longest = min(client.context, door.service.tenants.shape.max_positions)
     model = {"model_name": door.service.config.name, "max_context_length": longest}
     return {"supported_models": [model | {"trainable": True, "sampleable": True}]}
@@ -209,8 +214,7 @@ async def telemetry() -> dict[str, str]:
 
 @router.post("/create_session")
 async def create_session(request: Request) -> dict[str, Any]:
-    door = door_of(request)
-    client = await door.client(request)
+    door, client = await _asked(request)
     body = await body_of(request, wire.CreateSession)
     about = {"user_metadata": body.user_metadata, "display_name": body.display_name, "tags": body.tags}
     made = Record(SESSION, str(uuid.uuid4()), client.owner, about=about)
@@ -221,8 +225,7 @@ async def create_session(request: Request) -> dict[str, Any]:
 
 @router.post("/session_heartbeat")
 async def session_heartbeat(request: Request) -> dict[str, Any]:
-    door = door_of(request)
-    client = await door.client(request)
+    door, client = await _asked(request)
     door.service.heard(door.service.record(SESSION, (await body_of(request, wire.SessionId)).session_id, client).id)
     return {"type": "session_heartbeat"}
 
@@ -249,51 +252,44 @@ async def session(request: Request, session_id: str) -> dict[str, Any]:
 
 @router.post("/create_model")
 async def create_model(request: Request) -> dict[str, Any]:
-    door = door_of(request)
-    client = await door.client(request)
+    door, client = await _asked(request)
     return _future(await door.service.create(client, await body_of(request, wire.CreateModel)), 0)
 
 
 @router.post("/load_weights")
 async def load_weights(request: Request) -> dict[str, Any]:
-    door = door_of(request)
-    client = await door.client(request)
+    door, client = await _asked(request)
     return _future(*await door.service.load(client, await body_of(request, wire.LoadWeights)))
 
 
 @router.post("/forward_backward")
 async def forward_backward(request: Request) -> dict[str, Any]:
-    door = door_of(request)
-    client = await door.client(request)
+    door, client = await _asked(request)
     return _future(*await door.service.batch(client, await content_of(request)))
 
 
 @router.post("/optim_step")
 async def optim_step(request: Request) -> dict[str, Any]:
-    door = door_of(request)
-    client = await door.client(request)
+    door, client = await _asked(request)
     return _future(*await door.service.numbered(client, STEP, await body_of(request, wire.OptimStep)))
 
 
 @router.post("/save_weights")
 async def save_weights(request: Request) -> dict[str, Any]:
-    door = door_of(request)
-    client = await door.client(request)
+    door, client = await _asked(request)
     return _future(*await door.service.numbered(client, SAVE, await body_of(request, wire.SaveWeights)))
 
 
 @router.post("/save_weights_for_sampler")
 async def save_weights_for_sampler(request: Request) -> dict[str, Any]:
-    door = door_of(request)
-    client = await door.client(request)
+    door, client = await _asked(request)
     body = await body_of(request, wire.SaveForSampler)
     return _future(*await door.service.numbered(client, SAVE_FOR_SAMPLER, body))
 
 
 @router.post("/get_info")
 async def get_info(request: Request) -> dict[str, Any]:
-    door = door_of(request)
-    client = await door.client(request)
+    door, client = await _asked(request)
     found = door.service.record(MODEL, (await body_of(request, wire.ModelId)).model_id, client)
     c = door.service.config
     return {
@@ -311,8 +307,7 @@ async def get_info(request: Request) -> dict[str, Any]:
 
 @router.post("/create_sampling_session")
 async def create_sampling_session(request: Request) -> dict[str, Any]:
-    door = door_of(request)
-    client = await door.client(request)
+    door, client = await _asked(request)
     made = door.service.sampler(client, await body_of(request, wire.CreateSampler))
     return {"type": "create_sampling_session", "sampling_session_id": made}
 
@@ -327,8 +322,7 @@ async def sampler(request: Request, sampler_id: str) -> dict[str, Any]:
 
 @router.post("/asample")
 async def asample(request: Request) -> dict[str, Any]:
-    door = door_of(request)
-    client = await door.client(request)
+    door, client = await _asked(request)
     body = await body_of(request, wire.SampleRequest)
     if body.sampling_session_id is None or body.seq_id is None:
         raise BadRequest("a sample needs sampling_session_id and seq_id: create a sampling client first")
@@ -341,16 +335,14 @@ async def asample(request: Request) -> dict[str, Any]:
 @router.post("/cancel_future", status_code=204)
 async def cancel_future(request: Request) -> None:
     """Of a sample; a training client's requests are executed."""
-    door = door_of(request)
-    client = await door.client(request)
+    door, client = await _asked(request)
     door.cancel_sample(client, (await body_of(request, wire.RequestId)).request_id)
 
 
 @router.post("/retrieve_future")
 async def retrieve_future(request: Request) -> Response:
     """The result, once it is there; 408, which the SDK asks again after, if it is not within half a minute."""
-    door = door_of(request)
-    client = await door.client(request)
+    door, client = await _asked(request)
     identity = (await body_of(request, wire.RequestId)).request_id
     of, _, number = identity.rpartition(":")
     if not number.isdecimal():
@@ -366,8 +358,7 @@ async def retrieve_future(request: Request) -> Response:
 
 @router.post("/weights_info")
 async def weights_info(request: Request) -> dict[str, Any]:
-    door = door_of(request)
-    client = await door.client(request)
+    door, client = await _asked(request)
     path = (await body_of(request, wire.TinkerPath)).tinker_path
     lora = door.service.lora_of_checkpoint(client, path)
     return {
@@ -381,8 +372,7 @@ async def weights_info(request: Request) -> dict[str, Any]:
 
 @router.get("/training_runs")
 async def training_runs(request: Request, limit: int = 20, offset: int = 0) -> dict[str, Any]:
-    door = door_of(request)
-    client = await door.client(request)
+    door, client = await _asked(request)
     found = door.service.journal.of_owner(MODEL, client.owner)[::-1]
     runs = [_run(door, record) for record in found[offset : offset + limit]]
     return {"training_runs": runs, "cursor": {"offset": offset, "limit": limit, "total_count": len(found)}}

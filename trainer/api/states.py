@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.checkpoint.directory import flush as sync
 from trainer.config import LoraConfig
 from trainer.errors import CheckpointError, WeightsError
 from trainer.exports import write_parts
@@ -132,15 +132,6 @@ def settle(beside: Path, path: Path) -> None:
     sync(beside)
     beside.replace(path)
     sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """To disk, a file or a directory."""
-    opened = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
 
 
 def _tensor(tensors: HfTensors, kind: str, name: str) -> Tensor:
