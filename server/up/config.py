@@ -26,7 +26,9 @@ class UpConfig:
     models: Annotated[
         Path | None, Option("file that names several models, aliases and upstreams; starts those with a checkpoint")
     ] = None
-    name: Annotated[str | None, Option("name clients ask for; default: the directory's name")] = None
+    name: Annotated[
+        str | None, Option("name clients ask for; default: the directory's name, or OWNER/NAME of the hub")
+    ] = None
     host: Annotated[str, Option("address the gateway listens on")] = "127.0.0.1"
     port: Annotated[int, Option("port the gateway listens on")] = 8000
     state_dir: Annotated[Path | None, Option("store, keys and logs; default: per model name")] = None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -31,10 +33,16 @@ def default_state_dir(name: str | None) -> Path:
     """The state directory of model `name`; without a name, of the only (or latest) server started here."""
     root = running.state_root()
     if name is not None:
-        return root / name
+        return root / readable(name)
     if not (started := running.state_dirs()):
         raise CliError(f"no server was started with its state under {root}; start `hotswap up` or pass --state-dir")
     return started[-1]
+
+
+def readable(name: str) -> str:
+    """A name for files and processes, another one for every name of a model."""
+    plain = re.sub("[^A-Za-z0-9._-]", "-", name)[:64]
+    return plain if plain == name else f"{plain}-{hashlib.blake2b(name.encode(), digest_size=4).hexdigest()}"
 
 
 def resolve_model(model: str) -> Path:

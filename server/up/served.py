@@ -3,9 +3,7 @@ have a checkpoint there."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +12,7 @@ from server.errors import CliError, ConfigError, as_cli_error
 from server.gateway.models.file import ModelEntry, read
 from server.instance.config import check_vllm_args
 from server.up.config import UpConfig
-from server.up.paths import resolve_model
+from server.up.paths import readable, resolve_model
 
 OWN_DRAFTS = ("draft_model", "eagle", "eagle3")  # ways to speculate whose weights are a checkpoint of their own
 
@@ -49,7 +47,7 @@ def served(config: UpConfig) -> tuple[Served, ...]:
     found: list[Served] = []
     if config.model is not None:
         checkpoint = resolve_model(config.model)
-        name = config.name or checkpoint.name
+        name = config.name or (checkpoint.name if Path(config.model).expanduser().is_dir() else config.model)
         if name in [entry.name for entry in entries]:
             raise CliError(
                 f"--model {config.model}: {config.models} has a checkpoint for {name} too; leave one of them out"
@@ -67,12 +65,6 @@ def served(config: UpConfig) -> tuple[Served, ...]:
         kv_cache_gib = entry.kv_cache_gib or config.kv_cache_gib
         found.append(Served(entry.name, resolve_model(entry.checkpoint), entry.instances, kv_cache_gib, args, tag))
     return tuple(found)
-
-
-def readable(name: str) -> str:
-    """A name for files and processes, another one for every name of a model."""
-    plain = re.sub("[^A-Za-z0-9._-]", "-", name)[:64]
-    return plain if plain == name else f"{plain}-{hashlib.blake2b(name.encode(), digest_size=4).hexdigest()}"
 
 
 def draft_dir(vllm_args: Sequence[str]) -> Path | None:

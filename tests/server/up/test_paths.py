@@ -8,7 +8,9 @@ import pytest
 from huggingface_hub import constants
 
 from server.errors import ModelNotFound
-from server.up.paths import resolve_model
+from server.up import served
+from server.up.config import UpConfig
+from server.up.paths import default_state_dir, resolve_model
 from tests.server.asking import answering
 
 MODEL = "owner/name"
@@ -59,3 +61,12 @@ def test_a_name_that_no_model_has_is_told_at_once(name: str) -> None:
         ModelNotFound, match="no name of a model: name a checkpoint directory, or a model as OWNER/NAME"
     ):
         resolve_model(name)
+
+
+def test_a_model_of_the_hub_is_served_under_its_name_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its directory in the cache is called by a commit. Its state is where commands look for servers."""
+    monkeypatch.setenv("HOTSWAP_STATE_DIR", str(tmp_path))
+    monkeypatch.setattr(served, "resolve_model", lambda name: tmp_path / "snapshots" / "0123abcd")
+    (found,) = served.served(UpConfig(MODEL))
+    assert found.name == MODEL
+    assert default_state_dir(MODEL).parent == tmp_path
