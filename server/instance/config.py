@@ -144,7 +144,7 @@ def default_instance_id() -> str:
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
-_CORS = "no page of another site may ask the gateway; answer CORS in a proxy in front of it"
+_CORS = "the gateway answers pages of other sites; name each of them with --allow-origin"
 _TLS = "give it to `hotswap gateway`, which serves TLS (docs/security.md); instances use --cluster-tls"
 _DOOR = "clients never reach an instance: set limits of the gateway, or put a proxy in front of it (docs/gateway.md)"
 _OURS = "hotswap sets it: weights come as versions (docs/architecture.md)"

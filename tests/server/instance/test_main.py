@@ -113,10 +113,10 @@ def test_the_command_says_so_in_one_line(tmp_path: Path) -> None:
     [
         (("--api-key", "secret"), "--api-key-file"),
         (("--api_key=secret",), "hotswap keys create"),
-        (("--allowed-origins", '["*"]'), "proxy"),
+        (("--allowed-origins", '["*"]'), "--allow-origin"),
         (("--max-model-len", "8", "--ssl-certfile", "x"), "hotswap gateway"),
         (("--served-model-name", "m"), "--name"),
-        (("--allowed-orig", '["*"]'), "proxy"),  # vLLM takes the beginning of an option
+        (("--allowed-orig", '["*"]'), "--allow-origin"),  # vLLM takes the beginning of an option
         (("--root-path", "/x"), "proxy"),
         (("--middleware=a.b",), "proxy"),
     ],
