@@ -29,7 +29,7 @@ server/live/clients/test_fields_fuzz server/live/clients/test_openapi server/liv
 server/live/clients/test_trainers server/live/fleet/test_faults server/live/fleet/test_monitoring
 server/live/fleet/test_sleep server/live/swaps/test_answers server/live/swaps/test_cache
 server/live/swaps/test_crossings server/live/swaps/test_policies server/live/swaps/test_prefixes
-server/live/swaps/test_swaps server/live/swaps/test_terms vllm_suite/test_vllm_suite_live
+server/live/swaps/test_swaps server/live/swaps/test_terms test_guides vllm_suite/test_vllm_suite_live
 """
 _PAIR = """
 chaos/test_failure_contract server/live/fleet/test_failover server/live/fleet/test_routing

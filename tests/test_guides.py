@@ -1,0 +1,201 @@
+"""docs/guide: every block of a page runs, in the page's order, against the server that tests share.
+
+A block of `sh` or `python` behind the comment `<!-- not run: REASON -->` is checked instead: its commands and their
+options exist, and so do the names that it imports. NOT_RUN counts them. A block of `text` behind a block shows lines
+of its output: numbers stand for any number there, and `...` for anything.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import importlib.util
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import typer
+from click import Command, Context
+
+from server.cli.app import app
+from server.up.paths import ServerInfo
+from tests.lacking import program
+from tests.live import LiveServer
+
+ROOT = Path(__file__).parents[1]
+GUIDE = ROOT / "docs" / "guide"
+NOT_RUN = {"your-own-loop": 1}
+BLOCK = re.compile(
+    r"^(?:<!-- not run: (.+?) -->\n)?```(\w*)\n(.*?)^```$(?:\n\n^```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL
+)
+SHIM = '#!/bin/sh\nexec {python} -m server.cli "$@"\n'
+VLLM = Path(str(importlib.util.find_spec("vllm").origin)).parent  # type: ignore[union-attr]
+OPTIONS_OF_VLLM = ("engine/arg_utils.py", "entrypoints/launchers/cli_args.py")
+
+
+class Block(NamedTuple):
+    reason: str  # why it is not run
+    language: str
+    code: str
+    output: str
+
+
+def blocks(page: str) -> list[Block]:
+    """The blocks of a page of docs/guide that are in `sh` or `python`."""
+    found = BLOCK.findall((GUIDE / f"{page}.md").read_text())
+    return [block for block in map(Block._make, found) if block.language in ("sh", "python")]
+
+
+class Reader:
+    """A reader in a directory with the checkpoints `model` and `tuned`, beside a running server of the model demo."""
+
+    def __init__(self, live: LiveServer, variables: dict[str, str]) -> None:
+        self._live, self._variables, self._names = live, variables, {"__name__": "guide"}
+
+    def follows(self, block: Block) -> None:
+        code = block.code.replace("127.0.0.1:8000", self._live.url.removeprefix("http://"))
+        code = code.replace("127.0.0.1:8001", self._live.processes.admin_url.removeprefix("http://"))
+        code = re.sub(r"\bdemo\b", self._live.name, code)
+        if block.language == "python":
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                exec(compile(code, "docs/guide", "exec", dont_inherit=True), self._names)
+            shows(block.output, printed.getvalue())
+        else:
+            command = ["bash", "-eu", "-o", "pipefail", "-c", code]
+            ran = subprocess.run(command, capture_output=True, text=True, env=os.environ | self._variables, timeout=240)
+            assert ran.returncode == 0, f"{block.code}\n{ran.stdout}\n{ran.stderr}"
+            shows(block.output, ran.stdout + ran.stderr)
+
+
+def shows(expected: str, printed: str) -> None:
+    """Whether each line that a page shows was printed."""
+    for line in expected.splitlines():
+        parts = (r"[\d.]+".join(map(re.escape, re.split(r"\d[\d.]*", part))) for part in line.split("..."))
+        assert re.search(".*".join(parts), printed), f"not printed: {line}\n{printed}"
+
+
+@pytest.fixture
+def reader(
+    live: LiveServer, checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Reader]:
+    live.push(checkpoints["a"])
+    (tmp_path / "model").symlink_to(checkpoints["a"])
+    (tmp_path / "tuned").symlink_to(checkpoints["b"])
+    state, of = tmp_path / "state" / live.name, live.processes
+    state.mkdir(parents=True)
+    ServerInfo(live.url, of.admin_url, live.name, of.store, str(of.admin_key_file), os.getpid()).write(state)
+    shim = tmp_path / "bin" / "hotswap"
+    shim.parent.mkdir()
+    asks = shim.with_name("curl")  # an answer that is an error ends the page
+    asks.write_text(f'#!/bin/sh\nexec {program("curl")} --fail-with-body "$@"\n')
+    asks.chmod(0o755)
+    shim.write_text(SHIM.format(python=sys.executable))
+    shim.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOTSWAP_STATE_DIR", str(state.parent))
+    monkeypatch.setenv("HOTSWAP_ADMIN_KEY", of.admin_key)
+    path = {"PATH": f"{shim.parent}:{os.environ['PATH']}", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    yield Reader(live, path | {"COLUMNS": "200"})
+    live.push(checkpoints["a"])
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("page", list(NOT_RUN))
+def test_a_reader_follows_the_page(page: str, reader: Reader) -> None:
+    for block in blocks(page):
+        if not block.reason:
+            reader.follows(block)
+
+
+@pytest.mark.parametrize("page", list(NOT_RUN))
+def test_the_blocks_that_are_not_run(page: str) -> None:
+    left_out = [block for block in blocks(page) if block.reason]
+    assert len(left_out) == NOT_RUN[page]
+    for block in left_out:
+        if block.language == "python":
+            check_imports(block.code)
+        else:
+            for line in block.code.replace("\\\n", " ").splitlines():
+                check_command(shlex.split(line, comments=True))
+
+
+def test_every_page_is_here_and_leads_on() -> None:
+    assert {path.stem for path in GUIDE.glob("*.md")} == set(NOT_RUN)
+    for page in NOT_RUN:
+        text = (GUIDE / f"{page}.md").read_text()
+        prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+        assert len(text.split()) >= 400, page
+        assert len(prose.split()) <= 900, page
+        assert text.rpartition("\n## ")[2].startswith("Read next\n"), page
+
+
+def test_every_metric_that_is_named_exists() -> None:
+    ours, theirs = (ROOT / "docs" / "api.md").read_text(), (VLLM / "v1" / "metrics" / "loggers.py").read_text()
+    for page in NOT_RUN:
+        named = re.findall(
+            r"`(hotswap_(?:gateway|instance|swap|active)\w+|vllm:\w+)`", (GUIDE / f"{page}.md").read_text()
+        )
+        assert all(f"`{n}`" in ours or f'"{n.removesuffix("_total")}"' in theirs for n in named), named
+
+
+def check_command(words: list[str]) -> None:
+    """The command exists, with these options; those of `up` that are not its own are vLLM's."""
+    while words and re.match(r"[A-Z_]+=", words[0]):
+        words = words[1:]
+    match words:
+        case []:
+            pass
+        case ["hotswap", *given]:
+            context, command = Context(typer.main.get_command(app), info_name="hotswap"), None
+            while command is None or hasattr(command, "commands") or hasattr(command, "list_commands"):
+                group: Any = command or context.command
+                command = group.get_command(context, given.pop(0))
+            check_options(command, given)
+        case ["vllm", "serve", *given]:
+            check_vllm_options(given)
+        case ["make", *targets]:
+            makefile = (ROOT / "Makefile").read_text()
+            assert all(re.search(rf"^{re.escape(t)}:", makefile, re.MULTILINE) for t in targets if "=" not in t), (
+                targets
+            )
+        case ["pip", "install", *_] | ["export", *_] | ["nvidia-smi", *_] | ["torchrun", *_]:
+            pass
+        case _:
+            raise AssertionError(f"unknown: {words}")
+
+
+def check_options(command: Command, given: list[str]) -> None:
+    own = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    foreign = [word for word in given if word.startswith("-") and word.partition("=")[0] not in own]
+    if foreign:
+        assert command.name in ("up", "train", "train-server"), (command.name, foreign)
+    if command.name == "up":
+        check_vllm_options(foreign)
+    elif foreign:
+        assert {word.partition("=")[0] for word in foreign} <= {"--set", "--plan", "--show"}, foreign
+
+
+def check_vllm_options(words: list[str]) -> None:
+    known = "".join((VLLM / name).read_text() for name in OPTIONS_OF_VLLM)
+    for word in words:
+        if word.startswith("--"):
+            name = word.partition("=")[0].removeprefix("--")
+            assert f'"--{name}"' in known or re.search(rf"\b{name.replace('-', '_')}\b", known), word
+
+
+def check_imports(code: str) -> None:
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            module = importlib.import_module(node.module)
+            assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                importlib.import_module(alias.name)
