@@ -32,7 +32,7 @@ from tests.live import LiveServer
 
 ROOT = Path(__file__).parents[1]
 GUIDE = ROOT / "docs" / "guide"
-NOT_RUN = {"your-own-loop": 1}
+NOT_RUN = {"your-own-loop": 1, "from-vllm-serve": 3}
 BLOCK = re.compile(
     r"^(?:<!-- not run: (.+?) -->\n)?```(\w*)\n(.*?)^```$(?:\n\n^```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL
 )
