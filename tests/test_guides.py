@@ -12,27 +12,42 @@ import contextlib
 import importlib
 import importlib.util
 import io
+import json
+import math
 import os
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import httpx
 import pytest
+import torch
 import typer
 from click import Command, Context
+from huggingface_hub.errors import GatedRepoError
 
 from server.cli.app import app
+from server.errors import ServerError
+from server.gateway.fleet.view import Fleet
+from server.gpus import devices_of_each, visible_devices
+from server.missing import NO_VISION
+from server.up import paths
 from server.up.paths import ServerInfo
 from tests.lacking import program
 from tests.live import LiveServer
+from weightsync import Publisher
+from weightsync.errors import ArenaFull, UnsupportedVllm, WeightSyncError
+from weightsync.vllm_engine.gpus import Gpus
+from weightsync.vllm_engine.releases import VLLM_VERSIONS
 
 ROOT = Path(__file__).parents[1]
 GUIDE = ROOT / "docs" / "guide"
-NOT_RUN = {"your-own-loop": 1, "from-vllm-serve": 3}
+NOT_RUN = {"your-own-loop": 1, "from-vllm-serve": 3, "when-it-does-not-work": 0}
 BLOCK = re.compile(
     r"^(?:<!-- not run: (.+?) -->\n)?```(\w*)\n(.*?)^```$(?:\n\n^```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL
 )
@@ -69,10 +84,14 @@ class Reader:
                 exec(compile(code, "docs/guide", "exec", dont_inherit=True), self._names)
             shows(block.output, printed.getvalue())
         else:
-            command = ["bash", "-eu", "-o", "pipefail", "-c", code]
-            ran = subprocess.run(command, capture_output=True, text=True, env=os.environ | self._variables, timeout=240)
-            assert ran.returncode == 0, f"{block.code}\n{ran.stdout}\n{ran.stderr}"
-            shows(block.output, ran.stdout + ran.stderr)
+            shows(block.output, self.run(code))
+
+    def run(self, code: str) -> str:
+        """What a shell prints, stderr last."""
+        command = ["bash", "-eu", "-o", "pipefail", "-c", code]
+        ran = subprocess.run(command, capture_output=True, text=True, env=os.environ | self._variables, timeout=240)
+        assert ran.returncode == 0, f"{code}\n{ran.stdout}\n{ran.stderr}"
+        return ran.stdout + ran.stderr
 
 
 def shows(expected: str, printed: str) -> None:
@@ -135,6 +154,85 @@ def test_every_page_is_here_and_leads_on() -> None:
         assert len(text.split()) >= 400, page
         assert len(prose.split()) <= 900, page
         assert text.rpartition("\n## ")[2].startswith("Read next\n"), page
+
+
+@pytest.mark.engine
+def test_what_a_reader_is_told_when_it_does_not_work(reader: Reader, live: LiveServer) -> None:
+    """Each text below a heading is what the code says there."""
+    page = (GUIDE / "when-it-does-not-work.md").read_text()
+    shown = dict(re.findall(r"^### ([^\n]+)\n\n```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
+    said = {**told_of_a_start(), **told_to_clients(live), **told_to_publishers(live, Path("model"))}
+    port = f"--port {live.processes.config.port}"
+    started = reader.run(f"hotswap up model {port} 2>&1 || true")
+    said["The port is taken"] = started.replace(port.split()[1], "8000")
+    assert said.keys() == shown.keys()
+    for heading, expected in shown.items():
+        shows(expected, re.sub(rf"'{live.name}'", "'demo'", said[heading]))
+
+
+def told_of_a_start() -> dict[str, str]:
+    """By heading, of what keeps a server from starting."""
+    name, asked = "meta-llama/Llama-3.2-1B", httpx.Request("GET", "https://huggingface.co")
+    gated = GatedRepoError("", response=httpx.Response(403, request=asked))
+    unseen = raised(lambda: visible_devices({}, Gpus((), why_none="NVML: Driver Not Loaded")))
+    few = raised(lambda: devices_of_each([2, 2], {"CUDA_VISIBLE_DEVICES": "0,1"}, None))
+    return {
+        "The hub gives the model to some alone": paths._not_fetched(name, gated),
+        "Another release of vLLM": str(UnsupportedVllm("0.34.0", VLLM_VERSIONS)),
+        "torchvision of another torch": NO_VISION,
+        "No GPU, or too few": f"{unseen}\n{few}",
+        "Shared memory is full": str(ArenaFull("/dev/shm", 16_060_522_496, 64 << 20)),
+    }
+
+
+def told_to_clients(live: LiveServer) -> dict[str, str]:
+    """By heading, of answers with an error."""
+    stranger = live.client.post("/v1/completions", json={"model": "gpt-4", "prompt": "hi"})
+    locked = httpx.get(f"{live.processes.admin_url}/admin/weights").text
+    empty: Any = SimpleNamespace(instances={}, model="demo", _last_seen=-math.inf)
+    gone = str(Fleet.unavailable(empty))
+    return {"The model does not exist": stranger.text, "A key is required": locked, "No instance": gone}
+
+
+def told_to_publishers(live: LiveServer, checkpoint: Path) -> dict[str, str]:
+    """By heading, of versions that are refused and of publishers that may not write."""
+    from transformers import AutoModelForCausalLM
+
+    weights = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).state_dict()
+    config = json.loads((checkpoint / "config.json").read_text())
+    first, second = (Publisher(live.processes.store, model=live.name) for _ in range(2))
+    stray = Publisher(live.processes.store, model="dmeo")
+    nan = {**weights, "model.norm.weight": torch.full_like(weights["model.norm.weight"], math.nan)}
+    more = {**weights, "score.weight": torch.zeros(2, 2)}
+    rotated = {**config, "rope_parameters": {"rope_theta": 5000.0, "rope_type": "default"}}
+    longer = {**config, "max_position_embeddings": 4096}
+
+    def refused(publisher: Publisher, tensors: dict[str, Any], config: Any = None) -> str:
+        return raised(lambda: publisher.publish(tensors, config=config))
+
+    with contextlib.closing(first), contextlib.closing(second), contextlib.closing(stray):
+        names = [refused(first, {f"module.{name}": w for name, w in weights.items()}), refused(first, more)]
+        nowhere = raised(lambda: Publisher(model="demo"), HOTSWAP_STATE_DIR="nowhere")
+        said = {
+            "The names do not fit": "\n".join(names),
+            "float32 into bfloat16": refused(first, {name: w.float() for name, w in weights.items()}),
+            "A single instance cannot restart": refused(first, weights, rotated),
+            "config_mismatch": refused(first, weights, longer),
+            "Weights that are not finite": refused(first, nan),
+            "The publisher finds no server": f"{nowhere}\n{refused(stray, weights)}",
+        }
+        second.hold()
+        return said | {"Two trainers": refused(first, weights)}
+
+
+def raised(call: Callable[[], object], **environment: str) -> str:
+    """The text of the error that it raises."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        with pytest.raises((WeightSyncError, ServerError)) as error:
+            call()
+    return str(error.value)
 
 
 def test_every_metric_that_is_named_exists() -> None:
