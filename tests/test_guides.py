@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import importlib
 import importlib.util
 import io
@@ -28,6 +29,7 @@ import httpx
 import pytest
 import torch
 import typer
+import yaml
 from click import Command, Context
 from huggingface_hub.errors import GatedRepoError
 
@@ -40,14 +42,16 @@ from server.up import paths
 from server.up.paths import ServerInfo
 from tests.lacking import program
 from tests.live import LiveServer
+from tests.packages import unpacked
 from weightsync import Publisher
+from weightsync.adapters.trl import CLIENT
 from weightsync.errors import ArenaFull, UnsupportedVllm, WeightSyncError
 from weightsync.vllm_engine.gpus import Gpus
 from weightsync.vllm_engine.releases import VLLM_VERSIONS
 
 ROOT = Path(__file__).parents[1]
 GUIDE = ROOT / "docs" / "guide"
-NOT_RUN = {"your-own-loop": 1, "from-vllm-serve": 3, "when-it-does-not-work": 0}
+NOT_RUN = {"your-own-loop": 1, "from-vllm-serve": 3, "when-it-does-not-work": 0, "trl-verl-openrlhf": 3}
 BLOCK = re.compile(
     r"^(?:<!-- not run: (.+?) -->\n)?```(\w*)\n(.*?)^```$(?:\n\n^```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL
 )
@@ -73,7 +77,8 @@ class Reader:
     """A reader in a directory with the checkpoints `model` and `tuned`, beside a running server of the model demo."""
 
     def __init__(self, live: LiveServer, variables: dict[str, str]) -> None:
-        self._live, self._variables, self._names = live, variables, {"__name__": "guide"}
+        self._live, self._variables = live, variables
+        self.names: dict[str, Any] = {"__name__": "guide"}  # of the Python blocks, and what the reader has of them
 
     def follows(self, block: Block) -> None:
         code = block.code.replace("127.0.0.1:8000", self._live.url.removeprefix("http://"))
@@ -81,7 +86,7 @@ class Reader:
         code = re.sub(r"\bdemo\b", self._live.name, code)
         if block.language == "python":
             with contextlib.redirect_stdout(io.StringIO()) as printed:
-                exec(compile(code, "docs/guide", "exec", dont_inherit=True), self._names)
+                exec(compile(code, "docs/guide", "exec", dont_inherit=True), self.names)
             shows(block.output, printed.getvalue())
         else:
             shows(block.output, self.run(code))
@@ -128,10 +133,53 @@ def reader(
 
 @pytest.mark.engine
 @pytest.mark.parametrize("page", list(NOT_RUN))
-def test_a_reader_follows_the_page(page: str, reader: Reader) -> None:
+def test_a_reader_follows_the_page(page: str, reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    if page == "trl-verl-openrlhf":
+        reader.names |= for_trl(monkeypatch)
     for block in blocks(page):
         if not block.reason:
             reader.follows(block)
+
+
+def for_trl(patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Has TRL's trainers take two steps on a CPU; the data and the reward of the reader."""
+    import trl
+    from datasets import Dataset
+
+    client = importlib.import_module(CLIENT)
+    for module in [m for name, m in sys.modules.items() if name.startswith("trl.") and "VLLMClient" in vars(m)]:
+        patch.setattr(module, "VLLMClient", client.VLLMClient)  # `use` replaces it
+    here: dict[str, Any] = {
+        "output_dir": "out", "max_steps": 2, "report_to": [], "save_strategy": "no", "use_cpu": True, "bf16": False,
+        "per_device_train_batch_size": 4, "disable_tqdm": True, "gradient_checkpointing": False,
+    }  # fmt: skip
+    patch.setattr(trl, "GRPOConfig", functools.partial(trl.GRPOConfig, **here, num_generations=4))
+    patch.setattr(trl, "SFTConfig", functools.partial(trl.SFTConfig, **here))
+    prompts, texts = (Dataset.from_dict({key: ["3+4=", "1+1="] * 4}) for key in ("prompt", "text"))
+
+    def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return [float(ids[0] % 7) for ids in completion_ids]
+
+    return {"prompts": prompts, "texts": texts, "reward": reward}
+
+
+def test_the_settings_of_verl_exist() -> None:
+    (code,) = [
+        code
+        for _, language, code, _ in BLOCK.findall((GUIDE / "trl-verl-openrlhf.md").read_text())
+        if language == "yaml"
+    ]
+    theirs = unpacked("verl", "0.9.1") / "verl" / "trainer" / "config"
+    known = yaml.safe_load((theirs / "_generated_ppo_trainer.yaml").read_text())
+
+    def exist(wanted: dict[str, Any], known: dict[str, Any]) -> None:
+        for key, value in wanted.items():
+            assert key in known, key
+            if isinstance(value, dict):
+                exist(value, known[key])
+
+    exist(yaml.safe_load(code), known)
+    assert "hf_model" in (theirs / "actor" / "actor.yaml").read_text()
 
 
 @pytest.mark.parametrize("page", list(NOT_RUN))
