@@ -14,6 +14,7 @@ import warnings
 from contextlib import closing
 from pathlib import Path
 
+from trainer import devices
 from trainer.config import TrainerConfig, load
 from trainer.errors import ConfigError
 from trainer.launch import RunDir, die_with_parent, is_first, is_rank, launch, status_of
@@ -39,6 +40,10 @@ def _asked(arguments: list[str], parsed: argparse.Namespace) -> int:
     if parsed.show is not None:
         return _show(config, parsed.show)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads(config)))  # before torch is imported, here and by the ranks
+    if parsed.ray is None:  # Ray gives its ranks theirs
+        shared = config.memory is not None and config.memory.serving is not None
+        store = config.publish.store_url if config.publish is not None else ""
+        devices.take(config.devices, config.parallel.world_size, store, shared=shared)
     shape = check(config)
     if parsed.ray is not None and not is_rank():
         from trainer.ray_ranks import absolute

@@ -34,7 +34,7 @@ from trainer.faults.heartbeat import progress
 from trainer.faults.supervision import Faults
 from trainer.megatron.engine import Engine, StepStats
 from trainer.megatron.hf_config import ModelShape
-from trainer.megatron.parallel import broadcast_json, is_rank_zero, on_rank_zero
+from trainer.megatron.parallel import broadcast_json, device_name, gather_json, is_rank_zero, on_rank_zero
 from trainer.memory.build import Serving, build_memory
 from trainer.memory.phases import Phases
 from trainer.metrics.rollouts import sample_texts
@@ -87,12 +87,14 @@ class Run:
         self._began = time.monotonic()
         saved = self.checkpoints.resume() if self.checkpoints else None
         state = TrainState(**saved) if saved is not None else TrainState()
+        devices = gather_json(device_name())
         if self._rank_zero is not None:
             c = self.config
             values: dict[str, Any] = {
                 "steps": c.steps,
                 "algorithm": c.algorithm.name,
                 "world_size": c.parallel.world_size,
+                "devices": devices,
             }
             values |= {"parameters": self.shape.parameters, "step": state.step, "data": self._rank_zero.summary()}
             self._metrics.write("start", values)

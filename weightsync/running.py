@@ -45,18 +45,23 @@ def state_dirs() -> list[Path]:
     return [file.parent for file in sorted(state_root().glob("*/server.json"), key=lambda p: p.stat().st_mtime)]
 
 
+def servers() -> list[ServerInfo]:
+    """Those that run here now, the latest last."""
+    return [info for info in map(_described, state_dirs()) if info is not None]
+
+
 def store_of(model: str) -> str:
     """The URL of the store of the only server that runs here; of several, of the only one with that model. Raises
     StoreUnavailable."""
-    servers = [info for info in map(_described, state_dirs()) if info is not None]
-    names = [name for info in servers for name in info.models or (info.model,)]
-    if len(servers) > 1:
-        servers = [info for info in servers if model in (info.models or (info.model,))]
-    if len(servers) == 1:
-        return servers[0].store
+    here = servers()
+    names = [name for info in here for name in info.models or (info.model,)]
+    if len(here) > 1:
+        here = [info for info in here if model in (info.models or (info.model,))]
+    if len(here) == 1:
+        return here[0].store
     found = f"no server runs with its state under {state_root()}"
     if names:
-        which = "several" if servers else "none"
+        which = "several" if here else "none"
         found = f"{which} of the servers that run here have the model {model!r} (they serve {', '.join(sorted(names))})"
     raise StoreUnavailable("(none)", found, f"Start `hotswap up`, or pass the store's URL, or set {STORE_ENV}")
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
+from trainer import devices
 from trainer.api.config import ApiConfig, load
 from trainer.errors import ConfigError
 from trainer.launch import TERMINATED, RunDir, die_with_parent, is_first, is_rank, launch, status_of
@@ -46,6 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _asked(arguments: list[str], config: ApiConfig) -> int:
+    devices.take(config.devices, config.parallel.world_size, config.publish.store_url)
     shape = load_shape(config.model.path)
     shape.check_parallel(config.parallel)
     HfTensors(config.model.path).check(shape.schema("float32"))

@@ -76,17 +76,18 @@ class ServedConfig(Section, frozen=True):
 
 class ApiConfig(Section, frozen=True):
     """`directory` holds the journal, the states of all clients and their checkpoints. `parallel` is the layout of the
-    model over ranks. `base_model` is the name by which clients ask for the model (default: `publish.model`),
-    `tokenizer` what the SDK's get_tokenizer() loads (default: `model.path`). `micro_tokens` bounds the tokens of a
-    forward pass, padding included. With `ssl_certfile` and `ssl_keyfile` it speaks HTTPS; beyond loopback it must.
-    Adapters are published as `adapters`-0, -1 and so on, in the lineage `adapters`. With `full` one client at a time
-    trains all weights, which are published as whole versions."""
+    model over ranks, `devices` their GPUs. `base_model` is the name by which clients ask for the model (default:
+    `publish.model`), `tokenizer` what the SDK's get_tokenizer() loads (default: `model.path`). `micro_tokens` bounds
+    the tokens of a forward pass, padding included. With `ssl_certfile` and `ssl_keyfile` it speaks HTTPS; beyond
+    loopback it must. Adapters are published as `adapters`-0, -1 and so on, in the lineage `adapters`. With `full` one
+    client at a time trains all weights, which are published as whole versions."""
 
     model: ModelConfig
     gateway: GatewayConfig
     publish: ServedConfig
     directory: str
     parallel: ParallelConfig = ParallelConfig()
+    devices: int | str | None = None
     faults: RanksConfig = RanksConfig()
     host: str = "127.0.0.1"
     port: int = 8400

@@ -190,6 +190,7 @@ class TrainerConfig(Section, frozen=True):
     lora: LoraConfig | None = None
     seed: int = 0
     parallel: ParallelConfig = ParallelConfig()
+    devices: int | str | None = None
     optimizer: OptimizerConfig = OptimizerConfig()
     rewards: tuple[RewardConfig, ...] = (ExactMatchReward(),)
     environment: EnvironmentConfig = SingleTurnEnvironment()

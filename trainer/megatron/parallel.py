@@ -31,6 +31,7 @@ from trainer.errors import ConfigError, RankFailed
 from trainer.launch import attempt
 from trainer.megatron import shim
 from weightsync.control.hosts import keep_to_loopback
+from weightsync.vllm_engine import gpus
 
 T = TypeVar("T")
 CONTROL_TIMEOUT = timedelta(days=30)
@@ -93,6 +94,15 @@ def is_rank_zero() -> bool:
 
 def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def device_name() -> str:
+    """This rank's device as the start of a run tells of it: "cpu", or the GPU's number, name and UUID."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    about = torch.cuda.get_device_properties(torch.cuda.current_device())
+    uuid, index = gpus.of_device(str(about.uuid))
+    return f"{about.name}, {uuid}" if index is None else f"GPU {index}: {about.name}, {uuid}"
 
 
 def use_device() -> None:

@@ -6,8 +6,9 @@ dashboards.py  the console, TensorBoard, W&B
 
 Only throughput.py imports torch. Every event has `event` and `time` (Unix seconds). Events and their keys:
 
-    start    steps, algorithm, world_size, parameters, step (the one resumed from, 0 for a fresh run); data: records,
-             held_out, and of files also tokens, bad_records, too_long, bad (the first by name), seconds
+    start    steps, algorithm, world_size, devices (of each rank: "cpu", or a GPU's number, name, UUID), parameters,
+             step (the one resumed from, 0 for a fresh run); data: records, held_out, and of files also tokens,
+             bad_records, too_long, bad (the first by name), seconds
     step     step, loss, grad_norm, lr, tokens, tokens_per_s, version;
              times by phase: rollout_ms, train_ms, publish_ms (of which write_ms until the version is complete, swap_ms
              until the fleet serves it), and what a schedule adds; step_ms, their sum or less where they overlap;

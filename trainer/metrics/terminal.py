@@ -61,7 +61,8 @@ class Lines:
         if event == "start":
             self._steps = values["steps"]
             since = f" from step {step}" if step else ""
-            return f"{values['algorithm']}: {self._steps} steps{since}, {values['parameters']:,} parameters"
+            on = ", ".join(sorted(set(values["devices"])))
+            return f"{values['algorithm']}: {self._steps} steps{since}, {values['parameters']:,} parameters, on {on}"
         if event == "step":
             return f"step {step}/{self._steps}  {summary(values)}  ms: {phases(values)}"
         if event == "eval":

@@ -23,7 +23,7 @@ from trainer.metrics.terminal import Bar, Lines
 from trainer.metrics.throughput import Stopwatch
 from trainer.metrics.writers import JsonLines, Spared
 
-START = {"steps": 3, "algorithm": "grpo", "world_size": 1, "parameters": 1000, "step": 0}
+START = {"steps": 3, "algorithm": "grpo", "world_size": 1, "devices": ["cpu"], "parameters": 1000, "step": 0}
 STEP = {"step": 1, "loss": 0.5, "reward_mean": 0.25, "rollout_ms": 12.0, "train_ms": 3.0, "version": 2, "mfu": 0.5}
 EVAL = {"step": 1, "version": 2, "set": "held_out", "prompts": 7, "accuracy": 0.75, "reward_mean": 0.5}
 
@@ -198,7 +198,7 @@ def test_lines_say_what_happened() -> None:
         lines.write(event, values)
     lines.write("publish_failed", {"step": 2, "message": "refused [by x]"})
     text = out.getvalue().splitlines()
-    assert text[0] == "grpo: 3 steps, 1,000 parameters"
+    assert text[0] == "grpo: 3 steps, 1,000 parameters, on cpu"
     assert text[1] == "step 1/3  loss +0.5000  reward 0.250  version 2  MFU 50.0%  ms: rollout 12  train 3"
     assert "accuracy 75.0%" in text[2]
     assert text[3] == "publish failed at step 2: message refused [by x]"  # brackets are text, not markup
