@@ -31,7 +31,11 @@ from weightsync.tls import ClusterTls
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 SECURITY = (ROOT / "docs" / "security.md").read_text()
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "k8s" / "README.md"]
+DOCUMENTS = [
+    ROOT / "README.md",
+    *sorted(page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "reference"),
+    ROOT / "k8s" / "README.md",
+]
 
 
 @pytest.fixture
