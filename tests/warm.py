@@ -26,6 +26,7 @@ from server.up.forks import Forks
 from tests.started.sitecustomize import TEST
 from tests.waiting import wait_until
 from weightsync.dying import with_me
+from weightsync.format import fingerprint
 
 ENGINES, TRAINERS, SYNC, BARE = "engines", "trainers", "sync", "bare"
 MODULES = {
@@ -41,7 +42,7 @@ MODULES = {
     ),
     TRAINERS: (
         "trainer.faults.supervision", "trainer.loop", "trainer.main", "trainer.api.finetuning.routes",
-        "tests.trainer.cases",
+        "tests.trainer.cases", "transformers.utils.chat_template_utils",
     ),
     SYNC: (
         "weightsync.format.delta", "weightsync.peer.__main__", "weightsync.peer.copies",
@@ -121,6 +122,7 @@ def prepare_trainers() -> None:
 
 def prepare_sync() -> None:
     _import(SYNC)
+    fingerprint._kernels()  # numba, whose import takes longer than all else that a push does
 
 
 def prepare_bare() -> None:
