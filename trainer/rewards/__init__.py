@@ -22,8 +22,6 @@ from trainer.config import (
     RewardConfig,
 )
 from trainer.errors import ConfigError, RewardError, RewardTimeout
-from trainer.rewards.code import Code
-from trainer.rewards.models import Judge
 from trainer.rewards.pool import WorkerPool
 from trainer.rewards.rules import ExactMatch, Format
 from trainer.rewards.scorer import ComparingReward, Reward, RewardRequest, Sample, SampleGroup, Score, Scorer, Weighted
@@ -118,8 +116,12 @@ def _build(config: RewardConfig, gateway: GatewayConfig | None) -> Reward | Comp
     if isinstance(config, FormatReward):
         return Format(config)
     if isinstance(config, CodeReward):
+        from trainer.rewards.code import Code  # each worker process imports this package, and uses neither of the two
+
         return Code(config)
     if isinstance(config, JudgeReward):
+        from trainer.rewards.models import Judge
+
         return Judge(config, gateway)
     return InWorker(config, _job(config))
 
