@@ -43,8 +43,15 @@ from trainer.tiny_model import write_tiny_model
 COMPRESS = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": zstandard.compress}
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "arrow", "webdataset"])
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    [
+        *((kind, 1) for kind in ("jsonl", "csv", "parquet", "arrow", "webdataset")),
+        ("parquet", 3),
+        # Processes get units, whatever they are of.
+        *(pytest.param(kind, 3, marks=pytest.mark.broad) for kind in ("jsonl", "csv", "arrow", "webdataset")),
+    ],
+)
 def test_records_are_the_same_from_every_format(open_data: Open, tmp_path: Path, kind: str, workers: int) -> None:
     records = problems(30)
     for part in range(3):
@@ -66,7 +73,7 @@ def test_the_order_does_not_depend_on_how_files_are_cut(
     records = problems(60)
     path = write(kind, tmp_path / "a.data", records)
     whole = open_data(path, kind)
-    for size in (50, 333) if workers > 1 else (1, 50, 333):
+    for size in (50,) if workers > 1 else (1, 50, 333):
         monkeypatch.setattr("trainer.data.formats.UNIT_BYTES", size)
         cut = open_data(path, kind, workers=workers, cache_dir=str(tmp_path / f"cut-{size}"))
         assert prompts(cut) == prompts(whole) == [r["prompt"] for r in records]
