@@ -258,12 +258,14 @@ class Ledger:
 
         Raises TensorMismatch, ConfigMismatch.
         """
+        served: Schema | None = None
         if basis is not None and basis.form:
             form, served = await self._form_of(basis.form)
             before = form.config
         else:
-            found = await self.store.get(self.keys.schema)
-            before, served = await self._own_config(), Schema.from_json(found.value) if found is not None else None
+            before = await self._own_config()
+            if (found := await self.store.get(self.keys.schema)) is not None:
+                served = Schema.from_json(found.value)
         alike, keys = served is not None and not diff_schema(served, schema), tuple[str, ...]()
         if alike and config:  # without an instance that has told its own it may be another, and is the version's then
             keys = await asyncio.to_thread(differing, before, config) if before else ("config.json",)
