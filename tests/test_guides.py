@@ -87,15 +87,16 @@ class Reader:
         self.names: dict[str, Any] = {"__name__": "guide"}  # of the Python blocks, and what the reader has of them
 
     def follows(self, block: Block) -> None:
+        expected = re.sub(r"\bdemo\b", self._live.name, block.output)
         code = block.code.replace("127.0.0.1:8000", self._live.url.removeprefix("http://"))
         code = code.replace("127.0.0.1:8001", self._live.processes.admin_url.removeprefix("http://"))
         code = re.sub(r"\bdemo\b", self._live.name, code)
         if block.language == "python":
             with contextlib.redirect_stdout(io.StringIO()) as printed:
                 exec(compile(code, "docs/guide", "exec", dont_inherit=True), self.names)
-            shows(block.output, printed.getvalue())
+            shows(expected, printed.getvalue())
         else:
-            shows(block.output, self.run(code))
+            shows(expected, self.run(code))
 
     def run(self, code: str) -> str:
         """What a shell prints, stderr last."""
