@@ -1,7 +1,10 @@
-"""Inputs that this project did not write, as packages carry them: what users bring. TABLE.tsv names each, its package
-and version, the file, the licence and a digest. Nothing is copied: the tests read the packages that are installed.
+"""Inputs that this project did not write: what users bring. TABLE.tsv names each, its source, the file, the licence and
+a digest.
 
-`python -m tests.world` writes the table anew, after a package changes.
+A source is a package with its version, whose files the tests read where it is installed; or a repository with its
+commit, of which `facts/` has what `facts.py` has extracted. No text of any source is copied.
+
+`python -m tests.world` writes the table anew, after a package or an extraction changes.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 TABLE = Path(__file__).with_name("TABLE.tsv")
+FACTS = Path(__file__).with_name("facts")
+REPOSITORY = "github.com/"
 # Packages whose files hold chat templates: files of their own, or texts in a module (`FILE.py#N`, the Nth of them). Or
 # problems with their solutions: lines of JSON.
 PLACES = {
@@ -27,6 +32,8 @@ PLACES = {
 
 
 class Row(NamedTuple):
+    """`package` is a distribution, or `github.com/OWNER/NAME`, whose `version` is a commit."""
+
     package: str
     version: str
     path: str
@@ -40,7 +47,9 @@ class Row(NamedTuple):
 
     @property
     def text(self) -> str:
-        """As the installed package has it."""
+        """As the installed package has it; of a repository, its facts."""
+        if self.package.startswith(REPOSITORY):
+            return facts(self.path).read_text()
         path, _, number = self.path.partition("#")
         text = _read(importlib.metadata.distribution(self.package), path)
         return _texts(text)[int(number)] if number else text
@@ -51,13 +60,18 @@ def rows() -> list[Row]:
     return [Row(*line.split("\t")) for line in TABLE.read_text().splitlines()[1:]]
 
 
+def facts(path: str) -> Path:
+    """What was extracted of a file of a repository."""
+    return FACTS / path.rpartition("/")[2]
+
+
 def templates() -> list[Row]:
     """The chat templates among them."""
-    return [row for row in rows() if not row.path.endswith(".gz")]
+    return [row for row in rows() if not row.path.endswith((".gz", ".json", ".jsonl", ".txt"))]
 
 
 def found() -> Iterator[Row]:
-    """The files of the installed packages, in the table's order."""
+    """The files of the installed packages, then the facts, in the table's order."""
     for package, pattern in PLACES.items():
         distribution = importlib.metadata.distribution(package)
         about = distribution.metadata
@@ -76,6 +90,9 @@ def found() -> Iterator[Row]:
             for place, each in texts.items():
                 digest = hashlib.sha256(each.encode()).hexdigest()
                 yield Row(package, distribution.version, place, licence, digest)
+    for row in rows():
+        if row.package.startswith(REPOSITORY):
+            yield row._replace(sha256=hashlib.sha256(row.text.encode()).hexdigest())
 
 
 def _read(distribution: importlib.metadata.Distribution, path: str) -> str:
@@ -92,5 +109,5 @@ def _texts(source: str) -> list[str]:
 
 
 def main() -> None:
-    lines = ["\t".join(Row._fields), *("\t".join(row) for row in found())]
+    lines = ["\t".join(Row._fields), *("\t".join(row) for row in list(found()))]
     TABLE.write_text("\n".join(lines) + "\n")

@@ -1,17 +1,19 @@
-"""Problems and solutions of others: each package's own solution has the full reward."""
+"""Problems and solutions of others: each one's own solution has the full reward, and that of another problem none."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from tests.lacking import lacking
 from tests.world import rows
-from trainer.config import CodeReward
+from trainer.config import CodeReward, MathReward, RewardConfig
 from trainer.errors import SandboxUnavailable
 from trainer.rewards import RewardRequest, Score, build_scorer
 
@@ -22,11 +24,14 @@ def problems() -> list[dict[str, Any]]:
     return [json.loads(line) for line in row.text.splitlines()]
 
 
-def scores(asked: list[dict[str, Any]]) -> list[Score]:
-    async def all_of_them() -> list[Score]:
-        return await asyncio.gather(*(scorer(_request(problem)) for problem in asked))
+CODE = CodeReward(case_timeout_s=60.0, timeout_s=600.0, deadline_s=3000.0)
+MATH = MathReward(workers=1, timeout_s=60.0, deadline_s=3000.0)
 
-    config = CodeReward(case_timeout_s=60.0, timeout_s=600.0, deadline_s=3000.0)
+
+def scores(config: RewardConfig, asked: Sequence[RewardRequest]) -> list[Score]:
+    async def all_of_them() -> list[Score]:
+        return await asyncio.gather(*map(scorer, asked))
+
     try:
         with contextlib.closing(build_scorer([config])) as scorer:
             return asyncio.run(all_of_them())
@@ -43,10 +48,76 @@ def _request(problem: dict[str, Any]) -> RewardRequest:
 def test_each_solution_of_human_eval_passes_its_check(every: int) -> None:
     asked = problems()[::every]
     names = [problem["task_id"] for problem in asked]
-    found = scores(asked)
+    found = scores(CODE, [_request(problem) for problem in asked])
     assert {name: score for name, score in zip(names, found, strict=True) if score.total != 1.0} == {}
 
 
 def test_a_body_that_returns_nothing_passes_none() -> None:
     wrong = [problem | {"canonical_solution": "    return None\n"} for problem in problems()[::20]]
-    assert [score.total for score in scores(wrong)] == [0.0] * len(wrong)
+    assert [score.total for score in scores(CODE, list(map(_request, wrong)))] == [0.0] * len(wrong)
+
+
+def told(name: str) -> list[Any]:
+    """The facts of the file `name` of a repository."""
+    (row,) = (row for row in rows() if row.name == name)
+    found: list[Any] = json.loads(row.text)
+    return found
+
+
+def worth(pairs: Sequence[tuple[str, str]]) -> dict[tuple[str, str], float | None]:
+    """(gold, answer) to the math reward; None where it fails."""
+    asked = [RewardRequest("?", answer, gold, {}) for gold, answer in pairs]
+    return {pair: score.parts.get("math") for pair, score in zip(pairs, scores(MATH, asked), strict=True)}
+
+
+SAID = [  # as models end their answers
+    "\\boxed{{{}}}",
+    "So we get $x = 7$ first.\n\nTherefore the answer is $\\boxed{{{}}}$.",
+    "<think>\nMaybe $\\boxed{{0}}$?\n</think>\n\n**Final Answer**\n\\[ \\boxed{{{}}} \\]",
+    "The final answer is ${}$.",
+    "Final answer: \\({}\\)",
+    "The final answer is {}.",
+    "First 3 + 4 = 7.\n#### {}",
+    "<think>It may be 7.</think>\n<answer>{}</answer>",
+    "{}",
+]
+GROUPED = re.compile(r",(?:\\!\s*)?(?=\d{3})")  # the commas within 10,\!080 and 58,500
+PART = re.compile(r"-?\\d?frac\{[^{}]*\}\{[^{}]*\}|-?\d*\.?\d+(?:/\d+)?|-?\\sqrt\{[^{}]*\}")
+UNIT = re.compile(r"\^\\circ|_\{?\d\}?$|^x=(?=5$)|\\\$|\\(?:text|mbox)\{.*")  # beside one number, it may be left out
+
+
+def _plain(gold: str) -> str:
+    return GROUPED.sub("", UNIT.sub("", gold)).strip()
+
+
+@pytest.mark.parametrize("every", [25, pytest.param(4, marks=pytest.mark.broad)])
+def test_each_gold_of_math500_is_worth_1_against_itself(every: int) -> None:
+    golds = told("math500_test.json")
+    assert len(golds) == 500
+    found = worth([(gold, form.format(gold)) for gold in golds[::every] for form in SAID])
+    assert {pair: value for pair, value in found.items() if value != 1.0} == {}
+
+
+@pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.broad)])
+def test_a_number_out_of_a_gold_of_math500_is_worth_0(every: int) -> None:
+    golds = {gold: _plain(gold) for gold in told("math500_test.json")}
+    parts = [(gold, part) for gold, text in golds.items() for part in sorted(set(PART.findall(text)) - {text})]
+    assert len({gold for gold, _ in parts}) > 80
+    forms = ("\\boxed{{{}}}", "The answer is {}.")
+    found = worth([(gold, form.format(part)) for gold, part in parts[::every] for form in forms])
+    assert {pair: value for pair, value in found.items() if value != 0.0} == {}
+
+
+@pytest.mark.parametrize("every", [1997, pytest.param(97, marks=pytest.mark.broad)])
+def test_a_gold_of_math500_is_worth_0_for_another_problem(every: int) -> None:
+    golds = {gold: sorted(re.sub(r"[\s{}()]", "", _plain(gold))) for gold in told("math500_test.json")}
+    pairs = [(gold, other) for gold in golds for other in golds if golds[gold] != golds[other]]
+    pairs.remove(("0", "5x - 7y + 11z + 4 = 0"))  # an equation is worth its right side
+    found = worth([(gold, f"\\boxed{{{other}}}") for gold, other in pairs[::every]])
+    assert {pair: value for pair, value in found.items() if value != 0.0} == {}
+
+
+@pytest.mark.parametrize("name", ["gpt", "qwen3"])
+def test_an_answer_of_a_model_to_math500_is_worth_what_a_reader_says(name: str) -> None:
+    read = {(gold, answer): value for gold, answer, value in told(f"math500_{name}_answers.json")}
+    assert worth(list(read)) == read

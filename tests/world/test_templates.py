@@ -13,7 +13,7 @@ from tests.world import Row, found, rows, templates
 from tests.world.kinds import CALL, KINDS, Message
 from trainer.data.conversation import THINK, ChatTemplate, normal
 
-LICENCES = {"Apache-2.0", "Apache 2.0 License", "The MIT License"}
+LICENCES = {"Apache-2.0", "Apache 2.0 License", "MIT", "The MIT License"}
 TOKENS = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
 
 

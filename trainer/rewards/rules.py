@@ -72,8 +72,16 @@ class Regex:
 
 # The text says itself which part of it is mathematics. "$18 and $20" does not.
 _MARKED = re.compile(r"\\boxed|\\\(|\\\[|(?<!\\)\$[^$]+\$(?!\d)|\$\$")
-# A gold in words ("18 dollars"). The name of a function is no word.
-_WORD = re.compile(r"(?<![A-Za-z\d])(?!(?:arc)?(?:sin|cos|tan|log|exp|sqrt)(?![A-Za-z]))[A-Za-z]{3,}")
+# A gold in words ("18 dollars"), and words behind a number in a box. The name of a function is no word.
+_NAMED = r"(?!(?:arc)?(?:sin|cos|tan|log|exp|sqrt)(?![A-Za-z]))[A-Za-z]{3,}"
+_WORD = re.compile(rf"(?<![A-Za-z\d]){_NAMED}")
+_UNIT = re.compile(rf"(?<=\\boxed\{{)([^A-Za-z{{}}]*\d) +({_NAMED}(?: +[A-Za-z]+)*)(?=\}})")
+# Stands before the result of an answer that marks no part.
+_LEAD = re.compile(r"####|<answer>|\banswer(?: is|\W{0,4}:)", re.IGNORECASE)
+_COMMAND = re.compile(r"\\[A-Za-z]+(?:\{[A-Za-z() ]*\})?")
+_TH = r"(?:st|nd|rd|th)\}"
+_ORDINAL = re.compile(rf"(?<=\d)\^(?:\{{(\\text|\\mathrm)?\{{?{_TH}(?(1)\}})|(?:\\text|\\mathrm)\{{{_TH})")
+_PI = re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])")
 _MIXED = re.compile(r"(?<![\d.,/])(\d{1,9}) +([1-9]\d{0,8})/([1-9]\d{0,8})(?![\d/])")
 
 
@@ -99,8 +107,20 @@ class MathAnswer:
         gold = self._gold(_plain(expected.rpartition("####")[2].strip()))
         if not gold:
             raise ValueError(f"the expected answer {expected!r} is not one expression. Write one number, or LaTeX")
-        found = self._parse(_plain(answer), self._latex if self._boxed_only else self._any)
+        found = self._found(_plain(answer))
         return float(self._math.verify(gold, found, float_rounding=self._precision, timeout_seconds=None))
+
+    def _found(self, text: str) -> list[Any]:
+        """The result of an answer. If no part is marked, its end may be an expression: (3/2, 13) is not 13."""
+        if _MARKED.search(text):
+            return self._parse(text, self._latex if self._boxed_only else self._any)
+        end = _LEAD.split(text.strip().removesuffix("</answer>"))[-1].strip(" \n.*:")
+        told = "\n" in end or len(end) > 200 or (re.search(r"\d", end) and _WORD.search(_COMMAND.sub("", end)))
+        boxed = [] if told else self._parse(f"\\boxed{{{end}}}", self._latex)
+        number = self._parse(text, self._any)
+        if not boxed or _digits(boxed[-1]) != _digits(end):
+            return number
+        return boxed + (number if number and ("=" in end or _digits(number[-1]) == _digits(end)) else [])
 
     def _gold(self, text: str) -> list[Any]:
         """The expected result, in each of its readings."""
@@ -121,7 +141,10 @@ class MathAnswer:
 
 
 def _plain(text: str) -> str:
-    """Mixed numbers as fractions, 1 1/2 as 3/2: math-verify adds the first two numbers."""
+    """In the form that math-verify reads: 1 1/2 as 3/2 (it adds 1 and 1), 12^{th} as 12, words behind a number in a box
+    as \\text, pi as \\pi."""
+    text = _PI.sub(r"\\pi ", _ORDINAL.sub("", text)).replace("−", "-")
+    text = _UNIT.sub(r"\1\\text{ \2}", text)
     return _MIXED.sub(lambda m: f"{int(m[1]) * int(m[3]) + int(m[2])}/{m[3]}" if int(m[2]) < int(m[3]) else m[0], text)
 
 
