@@ -24,8 +24,9 @@ import msgspec
 import orjson
 
 from trainer.config import FileData
+from trainer.config.datasets import PROMPT
 from trainer.data.conversation import TOOLS
-from trainer.data.layouts import KEYS
+from trainer.data.layouts import KEYS, MEDIA
 from trainer.data.storage import File, opened
 from trainer.errors import DataError
 
@@ -321,7 +322,7 @@ def _check_seekable(file: File) -> None:
 
 def _columns(names: list[str], config: FileData) -> list[str]:
     wanted = {config.prompt_key, config.target_key, config.answer_key, config.chosen_key, config.rejected_key}
-    wanted |= {"extra", TOOLS, *KEYS, *config.extra_keys}
+    wanted |= {"extra", TOOLS, *KEYS, *config.extra_keys, *(MEDIA if config.prompt_key == PROMPT else ())}
     return [name for name in names if name in wanted or any(key.startswith(f"{name}.") for key in wanted)]
 
 

@@ -1,8 +1,10 @@
 """The layouts that records commonly have, where they have no prompt or no target under the configuration's keys.
 
-messages, or conversations     a conversation; ShareGPT's {"from", "value"} as well as {"role", "content"}
+messages, or conversations     a conversation; ShareGPT's {"from", "value"} as well as {"role", "content"}, and
+                               LLaMA-Factory's content of parts {"type", "value"}
 instruction, input, output     Alpaca's; the input stands below the instruction, as LLaMA-Factory writes it
 system, history                beside these two: the system message, and [question, answer] of the turns before
+text                           TRL's and LLaMA-Factory's for pre-training: all of it is learned
 prompt, completion             TRL's
 chosen, rejected               whose common beginning is the prompt, as TRL's `extract_prompt` takes it
 reward_model                   verl's: its `ground_truth` is the answer; rewards get `data_source` and `extra_info`, too
@@ -10,17 +12,19 @@ reward_model                   verl's: its `ground_truth` is the answer; rewards
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from trainer.config.datasets import ANSWER, PROMPT, TARGET, FileData
 
 INSTRUCTION, INPUT, OUTPUT, COMPLETION = "instruction", "input", "output", "completion"
 PROMPTS = ("messages", "conversations", INSTRUCTION)
-SYSTEM, HISTORY = "system", "history"
+SYSTEM, HISTORY, TEXT, LABEL = "system", "history", "text", "label"
+MEDIA = ("images", "videos", "audios")
 GROUND_TRUTH, OF_VERL = "reward_model.ground_truth", ("data_source", "extra_info")
-KEYS = frozenset({*PROMPTS, INPUT, OUTPUT, COMPLETION, SYSTEM, HISTORY, GROUND_TRUTH, *OF_VERL})
-SAID = ("user", "assistant")
-_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}  # ShareGPT's names
+KEYS = frozenset({*PROMPTS, INPUT, OUTPUT, COMPLETION, SYSTEM, HISTORY, TEXT, LABEL, GROUND_TRUTH, *OF_VERL})
+SAID, CALLS = ("user", "assistant"), "function_call"
+_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", CALLS: "assistant"}  # ShareGPT's names
 _ROLES |= {role: role for role in ("system", "user", "assistant", "tool")}
 
 Answer = str | list[dict[str, Any]]
@@ -64,14 +68,57 @@ def before(value: dict[str, Any], messages: list[Any]) -> list[dict[str, Any]]:
     return [*([{"role": "system", "content": system}] if system else []), *turns]
 
 
+def check(value: dict[str, Any], *, learned: bool) -> None:
+    """Raises ValueError for a record in one of these layouts whose texts alone mean something else than the record, or
+    whose answer is not to be `learned`."""
+    if media := next((name for name in MEDIA if value.get(name)), ""):
+        raise ValueError(f"it has {media!r}, and a run reads texts alone")
+    if learned and value.get(LABEL) is False:
+        raise ValueError(f"its {LABEL!r} is false, and SFT would learn the bad answer")
+
+
 def message(value: Any) -> Any:
-    """A message of ShareGPT with a role and a content; others as they are. Raises ValueError."""
-    if not (isinstance(value, dict) and "from" in value and "role" not in value):
+    """A message of ShareGPT, or with LLaMA-Factory's parts, with a role and a content; others as they are. Raises
+    ValueError."""
+    if not isinstance(value, dict):
         return value
-    said = {name: part for name, part in value.items() if name not in ("from", "value")}
-    if value["from"] not in _ROLES:
-        raise ValueError(f"a message is from {value['from']!r}: write a role, and tool_calls for calls of tools")
-    return {**said, "role": _ROLES[value["from"]], "content": value.get("value")}
+    if "from" in value and "role" not in value:
+        said = {name: part for name, part in value.items() if name not in ("from", "value")}
+        if value["from"] not in _ROLES:
+            raise ValueError(f"a message is from {value['from']!r}: write a role, and tool_calls for calls of tools")
+        value = {**said, "role": _ROLES[value["from"]], "content": value.get("value")} | (
+            {"content": "", "tool_calls": calls(value.get("value"))} if value["from"] == CALLS else {}
+        )
+    content = value.get("content")
+    if isinstance(content, list) and content and all(isinstance(part, dict) and "value" in part for part in content):
+        return _of_parts(value, content)
+    return value
+
+
+def calls(text: Any) -> list[dict[str, Any]]:
+    """Calls of tools, in OpenAI's form, out of {"name", "arguments"} as JSON in a text, or a list of these."""
+    try:
+        found = json.loads(text)
+        found = found if isinstance(found, list) else [found]
+        return [{"type": "function", "function": {"name": c["name"], "arguments": c["arguments"]}} for c in found]
+    except (ValueError, TypeError, KeyError):
+        raise ValueError('a call of a tool is not {"name": ..., "arguments": {...}} as JSON in a text') from None
+
+
+def _of_parts(value: dict[str, Any], parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of LLaMA-Factory's message its texts, thoughts and calls."""
+    texts: dict[str, list[str]] = {"text": [], "reasoning": [], "tool_call": []}
+    for part in parts:
+        if part.get("type") not in texts or not isinstance(part["value"], str):
+            raise ValueError(f"a message has a part of type {part.get('type')!r}, and a run reads {', '.join(texts)}")
+        texts[part["type"]].append(part["value"])
+    said = {name: part for name, part in value.items() if name != "loss_weight"}
+    said |= {"content": "".join(texts["text"]), "weight": value.get("loss_weight")}
+    if texts["reasoning"]:
+        said["reasoning_content"] = "".join(texts["reasoning"])
+    if texts["tool_call"]:
+        said["tool_calls"] = [call for text in texts["tool_call"] for call in calls(text)]
+    return said
 
 
 def parted(chosen: Answer, rejected: Answer) -> tuple[Answer, Answer, Answer]:

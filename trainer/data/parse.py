@@ -8,6 +8,7 @@ import msgspec
 import orjson
 
 from trainer.config import FileData
+from trainer.config.datasets import PROMPT, TARGET
 from trainer.data import layouts
 from trainer.data.conversation import TOOLS, Message, joined, normal, text_of
 from trainer.data.records import Learns, Record
@@ -98,13 +99,19 @@ class Parser:
         return found
 
     def _records(self, value: dict[str, Any]) -> list[Tokenised]:
-        c = self._config
+        c, learned = self._config, self._needs.learns == "target"
         key, target_key = layouts.keys(value, c)
+        if c.prompt_key == PROMPT:
+            layouts.check(value, learned=learned and c.target_key == TARGET)
         prompt = layouts.instruction(value) if key == layouts.INSTRUCTION else find(value, key)
         target, chosen, rejected = (self._answer(value, name) for name in (target_key, c.chosen_key, c.rejected_key))
         if (chosen is None) != (rejected is None):
             raise BadRecord(f"it has only one of {c.chosen_key!r} and {c.rejected_key!r}")
         absent = prompt is _MISSING or prompt is None
+        text = value.get(layouts.TEXT)
+        alone = (absent and key == PROMPT) or key == layouts.TEXT
+        if learned and alone and (target is None or target_key == layouts.TEXT) and isinstance(text, str):
+            return [self._of_text(value, text)]
         if chosen and rejected and (absent or not (layouts.is_answer(chosen) and layouts.is_answer(rejected))):
             prompt, chosen, rejected = self._implied(chosen, rejected)
         elif absent:
@@ -136,6 +143,11 @@ class Parser:
             raise BadRecord(f"{names} part at a message that is not the assistant's")
         return found
 
+    def _of_text(self, value: dict[str, Any], text: str) -> Tokenised:
+        """All of it is learned behind its first token: the tokenizer's BOS, where it has one."""
+        ids = (*self._tokenizer.prompt(text), self._tokenizer.eos_id)
+        return Tokenised("", "", ids[:1], ids[1:], (), (), self._extra(value))
+
     def _of_texts(self, value: dict[str, Any], prompt: str, *answers: str | None) -> Tokenised:
         target, chosen, rejected = (() if text is None else self._tokenizer.continuation(text) for text in answers)
         (expected, *others), ids = self._expected(value, answers[0] or ""), self._tokenizer.prompt(prompt)
@@ -158,7 +170,7 @@ class Parser:
         (expected, *others), extra = self._expected(value, _last(target) or ""), self._extra(value)
         said = tuple(normal(m) for m in messages)
         found = Tokenised(text, expected, ids, (), (), (), extra, said, alternatives=tuple(others))
-        if chosen and rejected:
+        if chosen and rejected and self._needs.learns != "target":
             found.chosen_ids, found.chosen_mask = self._of_answer(messages, _said(chosen), tools)
             found.rejected_ids, found.rejected_mask = self._of_answer(messages, _said(rejected), tools)
         elif target and self._needs.learns != "target":
@@ -185,8 +197,8 @@ class Parser:
         found = find(value, key)
         if found is _MISSING or found is None:
             return None
-        if isinstance(found, list):
-            return _messages(found, key)
+        if isinstance(found, list | dict):
+            return _messages(found if isinstance(found, list) else [found], key)
         if not isinstance(found, str):
             raise BadRecord(f"{key!r} is not a text")
         return found
@@ -199,7 +211,8 @@ class Parser:
             tools = found
         if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
             raise BadRecord(f"{TOOLS!r} is not a list of objects, nor one as JSON in a text")
-        return tools or None
+        named = [{"type": "function", "function": t} if "name" in t and "type" not in t else t for t in tools or ()]
+        return named or None
 
     def _expected(self, value: dict[str, Any], target: str) -> list[str]:
         """All that are right, at least one."""

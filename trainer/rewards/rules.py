@@ -114,7 +114,7 @@ class MathAnswer:
         """The result of an answer. If no part is marked, its end may be an expression: (3/2, 13) is not 13."""
         if _MARKED.search(text):
             return self._parse(text, self._latex if self._boxed_only else self._any)
-        end = _LEAD.split(text.strip().removesuffix("</answer>"))[-1].strip(" \n.*:")
+        end = _LEAD.split(text.strip().removesuffix("</answer>"))[-1].strip(" \n*:").rstrip(". *")
         told = "\n" in end or len(end) > 200 or (re.search(r"\d", end) and _WORD.search(_COMMAND.sub("", end)))
         boxed = [] if told else self._parse(f"\\boxed{{{end}}}", self._latex)
         number = self._parse(text, self._any)

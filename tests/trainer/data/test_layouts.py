@@ -15,6 +15,7 @@ from trainer.config import DpoConfig, JsonlData
 from trainer.data.parse import BadRecord, Needs, Parser
 from trainer.data.records import Record
 from trainer.data.tokenizer import Tokenizer
+from trainer.errors import DataError
 
 ASKED, AGAIN = {"role": "user", "content": "2+2?"}, {"role": "user", "content": "Sure?"}
 RIGHT, WRONG = {"role": "assistant", "content": "4"}, {"role": "assistant", "content": "5"}
@@ -181,7 +182,7 @@ def test_the_users_turns_within_an_answer_are_not_learnt(tokenizer: Tokenizer) -
     ("value", "complaint"),
     [
         ({"text": "2+2=4"}, "it has no 'prompt', but text: name the prompt's key in data.prompt_key"),
-        ({"conversations": [{"from": "function_call", "value": "f()"}]}, "from 'function_call': write a role"),
+        ({"conversations": [{"from": "bing", "value": "4"}]}, "from 'bing': write a role"),
         ({"chosen": [ASKED, RIGHT], "rejected": [AGAIN, WRONG]}, "do not begin with the same messages"),
         ({"chosen": [ASKED, RIGHT], "rejected": "5"}, "do not begin with the same messages"),
         ({"chosen": "4", "rejected": "5"}, "do not begin with the same messages"),
@@ -203,3 +204,6 @@ def test_a_template_that_writes_turns_apart_takes_answers_of_one_turn(tmp_path: 
 def test_the_columns_of_every_layout_are_read(open_data: Open, tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = parquet(tmp_path / "a.parquet", [ALPACA | {"input": "As a word."}])
     assert open_data(path, "parquet", tokenizer=tokenizer)[0].prompt == "2+2?\nAs a word."
+    seen = parquet(tmp_path / "b.parquet", [ALPACA | {"images": ["1.png"]}])
+    with pytest.raises(DataError, match="row 1: it has 'images'"):
+        open_data(seen, "parquet", tokenizer=tokenizer)
