@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -79,7 +79,7 @@ def differing(served: str, wanted: str) -> tuple[str, ...]:
     Releases of transformers give keys other names, and write defaults or leave them out. Where transformers is
     installed, what its class for the model makes of both counts, and the keys are those of the class.
     """
-    before, after = _meant(_fields(served)), _meant(_fields(wanted))
+    before, after = (_meant(_fields(text, object_hook=_number)) for text in (served, wanted))
     own, given = ({name: fields.pop(name) for name in BESIDE if name in fields} for fields in (before, after))
     if isinstance(generation := given.get(GENERATION), dict):  # without the file, vLLM takes what config.json says
         own.setdefault(GENERATION, {name: before[name] for name in generation if name in before})
@@ -111,10 +111,16 @@ def meaning(config: str) -> str:
     return json.dumps(_meant(_fields(config)), sort_keys=True)
 
 
-def _fields(text: str) -> dict[str, Any]:
+def _number(value: dict[str, Any]) -> Any:
+    """The number that transformers writes as an object, since JSON has none that is infinite."""
+    written = value.get("__float__")
+    return float(written) if written in ("Infinity", "-Infinity", "NaN") else value
+
+
+def _fields(text: str, object_hook: Callable[[dict[str, Any]], Any] | None = None) -> dict[str, Any]:
     """Raises ConfigMismatch."""
     try:
-        fields = json.loads(text)
+        fields = json.loads(text, object_hook=object_hook)
     except ValueError as error:
         raise ConfigMismatch("config.json", f"not JSON ({error})") from None
     if not isinstance(fields, dict):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -308,6 +309,29 @@ def test_configurations_differ_in_what_an_engine_reads(
 ) -> None:
     """Whatever release of transformers has written them."""
     assert differing(json.dumps(served), json.dumps(wanted)) == keys
+
+
+FAMILIES = (
+    "llama mistral mixtral qwen2 qwen3 qwen3_moe qwen3_vl gemma2 gemma3 phi3 olmo2 gpt_oss glm4_moe deepseek_v3 llama4 "
+    "gpt2 granite smollm3 mamba2 bamba"
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES.split())
+def test_a_configuration_that_transformers_loads_and_saves_again_is_the_same(family: str, tmp_path: Path) -> None:
+    """Short or in full. Another value is told."""
+    from transformers import AutoConfig
+
+    AutoConfig.for_model(family).save_pretrained(tmp_path / "first")
+    loaded = AutoConfig.from_pretrained(tmp_path / "first")
+    loaded.save_pretrained(tmp_path / "again")
+    first, again = ((tmp_path / name / "config.json").read_text() for name in ("first", "again"))
+    full = loaded.to_json_string(use_diff=False)
+    short = json.dumps(loaded.to_diff_dict() | {"model_type": family})
+    for other in (again, full, short):
+        assert (differing(first, other), differing(other, first)) == ((), ())
+    changed = json.loads(full) | {"tie_word_embeddings": not loaded.tie_word_embeddings}
+    assert differing(first, json.dumps(changed)) == ("tie_word_embeddings",)
 
 
 @pytest.mark.parametrize(
