@@ -114,7 +114,7 @@ def meaning(config: str) -> str:
 def _number(value: dict[str, Any]) -> Any:
     """The number that transformers writes as an object, since JSON has none that is infinite."""
     written = value.get("__float__")
-    return float(written) if written in ("Infinity", "-Infinity", "NaN") else value
+    return float(written) if written in ("Infinity", "-Infinity") else value
 
 
 def _fields(text: str, object_hook: Callable[[dict[str, Any]], Any] | None = None) -> dict[str, Any]:
