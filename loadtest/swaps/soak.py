@@ -188,11 +188,4 @@ if __name__ == "__main__":
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--instances", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=120.0)
-    options = parser.parse_args()
-    run(
-        options.json,
-        swaps=options.swaps,
-        clients=options.clients,
-        instances=options.instances,
-        minutes=options.minutes,
-    )
+    run(**vars(parser.parse_args()))

@@ -318,14 +318,6 @@ if __name__ == "__main__":
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--swaps", type=int, default=6)
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--model-kind", choices=sorted(BENCHED), default="dense")
+    parser.add_argument("--model-kind", dest="kind", choices=sorted(BENCHED), default="dense")
     parser.add_argument("--staging", choices=STAGINGS, nargs="+", default=STAGINGS)
-    options = parser.parse_args()
-    run(
-        options.json,
-        streams=options.streams,
-        swaps=options.swaps,
-        small=options.small,
-        kind=options.model_kind,
-        staging=options.staging,
-    )
+    run(**vars(parser.parse_args()))
