@@ -18,6 +18,7 @@ from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900, func_only=True)]  # a start has a limit of its own
 LONG = 500  # tokens: long enough for a swap to come in the middle
+THROUGH = 300  # the same of an engine that serves adapters, whose steps take longer
 PROMPTS = [[(7 * i + 3 * j) % 500 + 3 for j in range(12)] for i in range(2)]
 ACCEPTED, PROPOSED = "vllm:spec_decode_num_accepted_tokens_total", "vllm:spec_decode_num_draft_tokens_total"
 
@@ -228,7 +229,7 @@ async def test_an_answer_through_an_adapter_ends_where_no_version_has_it(
     lora: LiveServer, adapters: dict[str, Path], policy: str
 ) -> None:
     """The base would go on under a label that is true of it, and the adapter under one that is not."""
-    body = {"model": "guest", "prompt_token_ids": PROMPTS[0], "max_tokens": LONG, "ignore_eos": True, "stream": True}
+    body = {"model": "guest", "prompt_token_ids": PROMPTS[0], "max_tokens": THROUGH, "ignore_eos": True, "stream": True}
     for _ in range(8):  # on a busy machine the swap may come when everything is said
         version = await asyncio.to_thread(pushed, lora, adapters["one"], "lora/guest")
         swap: asyncio.Task[None] | None = None
@@ -242,7 +243,7 @@ async def test_an_answer_through_an_adapter_ends_where_no_version_has_it(
         if policy == "finish" or "error" in event:
             break
     if policy == "finish":
-        assert event["choices"][0]["weight_versions"] == [{"version": version, "start": 0, "end": LONG}]
+        assert event["choices"][0]["weight_versions"] == [{"version": version, "start": 0, "end": THROUGH}]
     else:
         assert event["error"]["code"] == "weights_changed"
     assert lora.client.get("/readyz").status_code == 200
@@ -253,18 +254,18 @@ async def test_streams_through_an_adapter_go_on_with_its_new_weights(
 ) -> None:
     """Tokens before the swap are those of the old adapter, and labelled so; then the other's."""
     first = await asyncio.to_thread(pushed, lora, adapters["one"], "lora/x")
-    alone = [token for token, _ in await stream(lora, LONG, "x")]
-    base = [token for token, _ in await stream(lora, LONG)]
+    alone = [token for token, _ in await stream(lora, THROUGH, "x")]
+    base = [token for token, _ in await stream(lora, THROUGH)]
     second = await asyncio.to_thread(pushed, lora, adapters["two"], "lora/x", activate=False)
     for attempt in range(8):  # on a busy machine the swap may come when everything is said
         if attempt:
             await asyncio.to_thread(lora.rollback)
         begun = {model: asyncio.Event() for model in ("x", None)}
-        tasks = [asyncio.create_task(stream(lora, LONG, model, event)) for model, event in begun.items()]
+        tasks = [asyncio.create_task(stream(lora, THROUGH, model, event)) for model, event in begun.items()]
         await asyncio.gather(*(event.wait() for event in begun.values()))
         assert (await asyncio.to_thread(lora.activate, second)).status_code == 200
         adapted, plain = await asyncio.gather(*tasks)
-        if adapted[LONG - 100][1] == second:
+        if adapted[THROUGH - 100][1] == second:
             break
     assert {v for _, v in adapted} == {first, second}, "the stream did not cross the swap"
     crossed = next(i for i, (_, v) in enumerate(adapted) if v == second)
@@ -330,12 +331,12 @@ async def test_what_a_request_has_computed_stays_when_another_one_s_adapter_goes
     lora: LiveServer, adapters: dict[str, Path]
 ) -> None:
     """A withdrawal has answers computed again, and a swap those that ask for it: not those whose weights stay."""
-    expected = [token for token, _ in await stream(lora, LONG)]
+    expected = [token for token, _ in await stream(lora, THROUGH)]
     for _ in range(8):  # on a busy machine the swaps may come when everything is said
         version = await asyncio.to_thread(pushed, lora, adapters["one"], "lora/guest")
         before = lora.engine_metric("vllm:num_preemptions_total")
         begun = asyncio.Event()
-        task = asyncio.create_task(stream(lora, LONG, begun=begun))
+        task = asyncio.create_task(stream(lora, THROUGH, begun=begun))
         await begun.wait()
         await asyncio.to_thread(lora.rollback)
         seen = await task
