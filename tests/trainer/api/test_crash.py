@@ -48,7 +48,7 @@ def test_killed_between_requests(api: ApiServer, service: tinker.ServiceClient, 
 
 def test_killed_in_the_middle_of_a_pass(api: ApiServer, service: tinker.ServiceClient) -> None:
     """The SDK waits for the answers through the restart: the pass is executed again, and the step after it once."""
-    data = sums() * 600
+    data = sums() * 300
     calm, client = new(service), new(service)
     expected = learn(calm, sums(), 1) + learn(calm, data, 1), loss_of(calm)
     first = learn(client, sums(), 1)
