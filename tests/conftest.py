@@ -68,7 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for plugin in (cpu, starts):  # imported above
         config.pluginmanager.register(plugin)
     if config.getoption("numprocesses", None):
-        for kind in (warm.ENGINES, warm.TRAINERS, warm.SYNC):
+        for kind in (warm.ENGINES, warm.GATEWAYS, warm.TRAINERS, warm.SYNC):
             warm.shared(kind)  # by all workers
 
 

@@ -1,10 +1,11 @@
 """Processes forked from one that has imported their libraries once, which saves each its imports.
 
-There are three such warm processes, which all workers share: ENGINES has vLLM, TRAINERS has Megatron-Core, SYNC has
-what peers and processes that publish import of weightsync. (BARE has nothing: test_forks.py starts one to see what
-becomes of orders.) They are what `hotswap up` forks instances from (server/up/forks.py), but for this: they listen, and
-the libraries that an instance begins with are not loaded. `install()` has every `hotswap instance` that this process
-starts (server/up/processes.py) forked from the first.
+There are four such warm processes, which all workers share: ENGINES has vLLM, GATEWAYS the gateway (compiled where that
+was built), TRAINERS has Megatron-Core, SYNC has what peers and processes that publish import of weightsync. (BARE has
+nothing: test_forks.py starts one to see what becomes of orders.) They are what `hotswap up` forks instances from
+(server/up/forks.py), but for this: they listen, and the libraries that an instance begins with are not loaded.
+`install()` has every `hotswap instance` and every gateway that this process starts (server/up/processes.py) forked from
+the first two.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tests.waiting import wait_until
 from weightsync.dying import with_me
 from weightsync.format import fingerprint
 
-ENGINES, TRAINERS, SYNC, BARE = "engines", "trainers", "sync", "bare"
+ENGINES, GATEWAYS, TRAINERS, SYNC, BARE = "engines", "gateways", "trainers", "sync", "bare"
 MODULES = {
     ENGINES: (
         "server.cli.app", "server.instance.engine", "server.instance.generate", "server.instance.grammars.guard",
@@ -40,6 +41,7 @@ MODULES = {
         "vllm.v1.worker.cpu_worker", "weightsync.vllm_engine.backend", "weightsync.vllm_engine.engine_core.core",
         "weightsync.vllm_engine.staging.stager",
     ),
+    GATEWAYS: ("server.gateway.app", "server.gateway.main"),
     TRAINERS: (
         "trainer.faults.supervision", "trainer.loop", "trainer.main", "trainer.api.finetuning.routes",
         "tests.trainer.cases", "transformers.utils.chat_template_utils",
@@ -89,13 +91,15 @@ def connected(kind: str) -> Forks:
 
 
 def install() -> None:
-    """Instances that this process starts are forked from now on."""
+    """Instances and gateways that this process starts are forked from now on."""
     cold = processes.Child._process
 
     def process(self: Any) -> Any:
         if self._args[:2] == ["server.cli", "instance"] and "--headless" not in self._args:
             env = self._env | {TEST: os.environ.get(TEST, "")}  # of the test that has it started again
             return warm(ENGINES).start(self._args, env, self.log, self._inherited)
+        if self._args[0] == "server.gateway":
+            return warm(GATEWAYS).start(self._args, self._env, self.log, self._inherited)
         return cold(self)
 
     processes.Child._process = process  # type: ignore[method-assign]
@@ -108,6 +112,10 @@ def prepare_engines() -> None:
     prepare_environment()
     import_engine()
     _import(ENGINES)
+
+
+def prepare_gateways() -> None:
+    _import(GATEWAYS)
 
 
 def prepare_trainers() -> None:
