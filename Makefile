@@ -83,6 +83,7 @@ check: lint types ## Format, lint and strict types
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(PY) scripts/openings.py
 types: $(VENV)/.test
 	$(VENV)/bin/mypy
 
