@@ -53,7 +53,7 @@ class Forwarded:
 
     @property
     def at_instance(self) -> str:
-        """What vLLM calls it."""
+        """vLLM's path of the route."""
         return self.path.replace("{id}", "{response_id}")
 
 

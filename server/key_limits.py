@@ -20,7 +20,7 @@ MOST: Final = 10**12
 
 @dataclass(frozen=True)
 class Limit:
-    """What the field alone does not say. `help` is that of the option, `meaning` the row of the documentation.
+    """The rest of a limit, besides its field. `help` is that of the option, `meaning` the row of the documentation.
 
     A limit with a `counts` is enforced by counting: "minute" is the units taken in any 60 seconds, "month" those of the
     calendar month (UTC), "now" the requests that run. `units` are those that a request takes, by its tokens: those of

@@ -24,6 +24,6 @@ def require(*packages: str) -> None:
 
 
 def of(error: ModuleNotFoundError) -> CliError | None:
-    """What to say of `error`; None if a module of our own is missing, which is a fault of ours."""
+    """The error to show for `error`; None if a module of our own is missing, which is a fault of ours."""
     package = (error.name or "").partition(".")[0]
     return told(package) if package and package not in OURS else None

@@ -33,10 +33,10 @@ CONFIG_HELP = "YAML file with any of these options, by their names without dashe
 
 @dataclass(frozen=True)
 class Option:
-    """What a field alone does not say. Without `flag` the field's name is it, without a unit `_s` at the end.
+    """The rest of an option, besides its field. Without `flag` it has the field's name, less a unit `_s` at the end.
 
     `env` names the variable where several commands share one. `read` makes the value of its text. A flag that begins
-    with `--no-` sets its field to False; `negatable` gives a switch such a second flag. What is `positional` has no
+    with `--no-` sets its field to False; `negatable` gives a switch such a second flag. A `positional` option has no
     flag on the command line; Typer alone takes it.
     """
 
@@ -144,7 +144,7 @@ def build(config: type[T], given: Mapping[str, Any], command: str = "", **others
 
 
 def from_file(file: Path, declared: Sequence[Setting]) -> dict[str, Any]:
-    """What a YAML file sets, by flag, not yet converted. Raises ConfigError."""
+    """The settings of a YAML file, by flag, not yet converted. Raises ConfigError."""
     import yaml
 
     try:
@@ -235,7 +235,7 @@ def _built(config: type[T], tree: Mapping[str, Any]) -> T:
 
 
 def _shape(hint: Any, option: Option) -> dict[str, Any]:
-    """What a type hint says of the values."""
+    """The shape of the values, as a type hint says it."""
     hint = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     if get_origin(hint) in (Union, types.UnionType):
         hint = next(one for one in get_args(hint) if one is not type(None))

@@ -37,7 +37,7 @@ def scope_line(name: bytes) -> bytes:
 
 
 def seed(scope: bytes) -> int:
-    """What the chain of a prompt begins from. `scope`: a `scope_line`; prompts of two have no number in common."""
+    """The first number of a prompt's chain. `scope`: a `scope_line`; prompts of two have no number in common."""
     return int(xxh3_64_intdigest(scope))
 
 
@@ -64,9 +64,9 @@ def chain(body: bytes, start: int, link: int) -> list[int]:
 
 
 class Report:
-    """What an instance's cache holds, or how that has changed.
+    """The prefixes that an instance's cache holds, or how they have changed.
 
-    `cursor` is asked with the next time. `whole`: all that is held, under any version, is in `held`. `held` and
+    The next question is asked with `cursor`. `whole`: all that is held, under any version, is in `held`. `held` and
     `dropped` are prefixes by the version of the weights that computed their blocks, 0 for those before the first one.
     """
 
@@ -88,7 +88,7 @@ _WIRE: Any = tuple[str, bool, dict[int, bytes], dict[int, bytes]]
 
 
 def decode(raw: bytes) -> Report:
-    """What `encode` has written. Raises ValueError for anything else."""
+    """The report that `encode` has written. Raises ValueError for anything else."""
     cursor, whole, held, dropped = msgspec.msgpack.decode(raw, type=_WIRE)
     if not cursor.isascii() or not cursor.replace("-", "").isalnum():
         raise ValueError("its cursor is none")
@@ -103,7 +103,7 @@ def pack(prefixes: Iterable[int]) -> bytes:
 
 
 def unpack(packed: bytes) -> tuple[int, ...]:
-    """What `pack` has packed. Raises ValueError."""
+    """The prefixes that `pack` has packed. Raises ValueError."""
     if len(packed) % 8:
         raise ValueError("prefixes have 8 bytes each")
     return struct.unpack(f"<{len(packed) // 8}Q", packed)

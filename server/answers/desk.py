@@ -50,7 +50,7 @@ class Consumer(Protocol):
         """An answer that it wanted."""
 
     def rate(self, feedback: Feedback) -> None:
-        """What was said of an answer, in its share or not."""
+        """Takes a user's rating of an answer, in its share or not."""
 
     def tick(self) -> None:
         """Called a few times a second."""
@@ -118,7 +118,7 @@ class Desk:
             capture.drop()
 
     def rate(self, feedback: Feedback, principal: Principal) -> None:
-        """What was said of an answer that a key got."""
+        """Takes a user's rating of an answer that a key got."""
         concerned = self._with_room([consumer for consumer in self._consumers if consumer.wants(principal)])
         if concerned:
             self._put(lambda: self._tell(feedback, concerned))
@@ -191,7 +191,7 @@ def _run(work: Callable[[], None]) -> None:
 
 
 def about_of(finished: Finished, principal: Principal) -> About:
-    """What is known of an exchange, as its record has it."""
+    """The fields of an exchange that its record has."""
     return About(
         request_id=finished.request_id,
         served=finished.model,

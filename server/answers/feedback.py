@@ -1,7 +1,7 @@
-"""What users say of answers: its form, the answers that can still be rated, and the way to the gateway that knows one.
+"""Users' feedback on answers: its form, the answers that can still be rated, and the way to the gateway that knows one.
 
-A gateway knows the answers that it gave, the last `MOST` of them and for `window_s` seconds. What is said of another
-one it passes on through the store: it writes `gateway/feedback/{model}/{id}`, and every gateway of the model looks
+A gateway knows the answers that it gave, the last `MOST` of them and for `window_s` seconds. Feedback on another one
+is passed on through the store: the gateway writes `gateway/feedback/{model}/{id}`, and every gateway of the model looks
 whether it knows the answer. The one that does deletes the record and has the feedback then; the poster takes the record
 back after `PASS_ON_S` and says that there is no such answer. The record is under a lease, so that none stays.
 """
@@ -61,7 +61,7 @@ class FeedbackRequest(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=
 
 
 class Feedback(msgspec.Struct, tag_field="record", tag="feedback"):
-    """What was said of an answer, as a record. `key` is that which got the answer; `by` says who rated it.
+    """A user's rating of an answer, as a record. `key` is that which got the answer; `by` says who rated it.
 
     `score` is 1 for up and 0 for down; None where there is a correction alone. `correction` is a text, or a message of
     the assistant. The versions are the answer's. `replaced` is the score that was said of it before.

@@ -8,8 +8,8 @@ A segment appears whole: on a file system of this host by renaming the `.open` f
 this host a line is in its file within a tenth of a second, so a process that is killed loses no more than that, and the
 next writer closes what it has left. Elsewhere lines wait in memory until their segment is closed.
 
-Clocks of two hosts are never compared to delete a key's lines. What is in a segment was there before the deletion, and
-goes. Of the lines that it still holds, each writer drops those that ended before it saw the mark, by its own clock,
+Clocks of two hosts are never compared to delete a key's lines. The lines in segments were there before the deletion,
+and go. Of the lines that it still holds, each writer drops those that ended before it saw the mark, by its own clock,
 which timed them; it looks for marks every `MAINTAIN_S` and at each segment's end.
 
 Retention drops whole segments: those that were closed too long ago, then the oldest until the rest is small enough.

@@ -57,7 +57,7 @@ class Choice(msgspec.Struct):
 
 
 class About(msgspec.Struct, frozen=True):
-    """What the gateway knows of an exchange: unix seconds, seconds, and names. `code` is that of an error."""
+    """The gateway's knowledge of an exchange: unix seconds, seconds, and names. `code` is that of an error."""
 
     request_id: str
     route: str
@@ -137,7 +137,7 @@ def _whole(answer: bytes) -> Iterator[dict[str, Any]]:
 
 
 def _events(answer: bytes) -> Iterator[dict[str, Any]]:
-    """What the events say, as far as they are whole: an answer of another kind (an error) is one object."""
+    """The objects in the events that are whole. An answer of another kind (an error) is one object."""
     if answer[:1] == b"{":
         yield _object(answer)
         return
@@ -193,7 +193,7 @@ def _item(item: dict[str, Any]) -> dict[str, Any]:
 
 
 def _common(record: Answer, payload: dict[str, Any]) -> None:
-    """What answers and events of all routes have: an id, an error, counts."""
+    """Takes the fields that answers and events of all routes have: an id, an error, counts."""
     inner = payload.get("response") or payload.get("message")
     inner = inner if isinstance(inner, dict) else {}
     named = payload.get("id") or inner.get("id")

@@ -24,7 +24,7 @@ app = typer.Typer(no_args_is_help=True)
 
 
 class Rating(StrEnum):
-    """What was said of an answer."""
+    """A user's rating of an answer."""
 
     up = "up"
     down = "down"

@@ -223,7 +223,7 @@ def doctor(context: typer.Context, given: dict[str, Any]) -> None:
 
 
 def _show_plan(world: World, asked: DoctorReport) -> None:
-    """What copies on the device take, for `--model` on each rank."""
+    """The memory that copies on the device take, for `--model` on each rank."""
     from server.doctor import plan
 
     with as_cli_error(ConfigError, CheckpointError):

@@ -126,7 +126,7 @@ def _device(found: dict[str, Any]) -> str:
 
 
 def _troubles(row: dict[str, Any]) -> Iterator[str]:
-    """What keeps requests away from it, or went wrong last."""
+    """The reasons that keep requests away from the instance, and its last error."""
     if not row["answering"]:
         yield "does not answer its health check"
     elif row["circuit"] != "closed":

@@ -240,7 +240,7 @@ def _limited(limits: dict[str, int | None]) -> str:
 
 
 def _spent(key: dict[str, Any]) -> str:
-    """What is used of the month's budget, and when it begins anew."""
+    """The tokens used of the month's budget, and when the budget begins anew."""
     spent = key.get("spent")
     return "" if spent is None else f" ({spent['tokens']} used; resets {_date(spent['resets_at'])})"
 

@@ -66,7 +66,7 @@ async def _apply(etcd: str, wanted: tuple[Role, ...], passwords: dict[str, str],
 
 
 def _password(path: Path) -> str:
-    """What is in the file, which is written (0600) if it is not there."""
+    """The password in the file, which is written (0600) if it is not there."""
     try:
         if not path.exists():
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -287,7 +287,7 @@ def _records(state_dir: Path | None, store: str | None, name: str | None) -> tup
 
 
 def show_swap(answer: dict[str, Any]) -> None:
-    """What became of a request: a swap, a publication alone, or that it waits for approval."""
+    """Prints the outcome of a request: a swap, a publication alone, or that it waits for approval."""
     if answer.get("pending") is not None:
         waiting = answer["pending"]
         until = time.strftime("%Y-%m-%d %H:%M", time.localtime(waiting["until"]))

@@ -1,4 +1,4 @@
-"""What versions on a GPU take from the KV cache: `hotswap doctor --plan`.
+"""The memory that versions on a GPU take from the KV cache: `hotswap doctor --plan`.
 
 Everything is arithmetic from a checkpoint's headers, its config.json and the functions that a worker counts with
 (weightsync/vllm_engine/device/room.py); nothing is measured. Sequences are a lower bound for models that attend to a
@@ -45,8 +45,8 @@ class Model:
 
 
 def scratch_of(schema: Schema, config: Mapping[str, Any]) -> int:
-    """What the largest layer that vLLM processes takes while it is staged: all weights if they are quantised, else the
-    experts."""
+    """The bytes that the largest layer that vLLM processes takes while it is staged: of all weights if they are
+    quantised, else of the experts."""
     layers: dict[str, int] = {}
     for name, spec in schema.tensors.items():
         if EXPERTS in name or "quantization_config" in config:
@@ -63,7 +63,7 @@ def layer_of(name: str) -> str:
 
 
 def token_nbytes(config: Mapping[str, Any], ranks: int) -> int:
-    """What one token takes in the KV cache of each rank. Raises KeyError for what the configuration lacks."""
+    """The bytes of one token in the KV cache of each rank. Raises KeyError for a field that the configuration lacks."""
     text = config.get("text_config", config)
     quantised = config.get("quantization_config") or {}
     scheme = quantised.get("kv_cache_scheme") or {}

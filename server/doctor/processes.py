@@ -1,4 +1,4 @@
-"""Who on this host uses a directory, a file in shared memory, or a port."""
+"""The processes of this host that use a directory, a file in shared memory, or a port."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def ours() -> list[psutil.Process]:
 
 
 def listener_on(port: int) -> psutil.Process | None:
-    """Who listens on a TCP port; None if that is nobody's that can be looked at."""
+    """The process that listens on a TCP port; None if there is none that can be looked at."""
     with contextlib.suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
             place = connection.laddr
@@ -53,7 +53,7 @@ def mapped_below(world: World, directory: Path) -> set[Path]:
 
 
 def arenas_in_environments(world: World) -> set[Path]:
-    """What HOTSWAP_ARENA is for the processes that can be looked at."""
+    """The values of HOTSWAP_ARENA in the processes that can be looked at."""
     name = "HOTSWAP_ARENA="
     words = (word for text in _of_each(world, "environ") for word in text.split("\0"))
     return {Path(word.removeprefix(name)) for word in words if word.startswith(name)}

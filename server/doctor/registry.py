@@ -32,7 +32,7 @@ def warn(found: str, mend: str) -> Finding:
 
 
 def fail(found: str, mend: str) -> Finding:
-    """What was asked for cannot run so."""
+    """A finding with which the server cannot run as asked."""
     return Finding("fail", found, mend)
 
 

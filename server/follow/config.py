@@ -14,7 +14,7 @@ NewestBy = Literal["name", "time"]
 
 @dataclass(frozen=True)
 class FollowConfig:
-    """What is followed, how a checkpoint is taken, and what becomes of it. Times in seconds. Raises ConfigError."""
+    """The source that is followed, how a checkpoint is taken, and what becomes of it. Seconds. Raises ConfigError."""
 
     source: Annotated[
         str,

@@ -107,8 +107,8 @@ class Follower:
         return None
 
     def _over(self, candidate: Candidate, state: FollowState) -> bool:
-        """Whether it was tried, or is older than what was: that newer ones were deleted is no reason to go back. What
-        somebody chose is over only if it was the last that was tried."""
+        """Whether the candidate was tried, or is older than one that was: that newer ones were deleted is no reason to go
+        back. A candidate that a user chose is over only if it was the last that was tried."""
         if not state.tried:
             return False
         last = state.tried[-1]
@@ -162,7 +162,7 @@ class Follower:
         return self._verified[1]
 
     def _identity_of(self, candidate: Candidate) -> str:
-        """What the candidate of that name is now."""
+        """The present identity of the candidate of that name."""
         return next((one.identity for one in self._source.candidates() if one.name == candidate.name), "")
 
     def _published(self, now: Current, candidate: Candidate, directory: Path) -> int:

@@ -11,7 +11,7 @@ from weightsync.bucket.metrics import SECONDS
 
 
 class FollowMetrics:
-    """What was tried, what that took, and how far the fleet is behind its source."""
+    """The candidates that were tried, the time that this took, and how far the fleet is behind its source."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` in seconds."""

@@ -33,7 +33,7 @@ from weightsync.publish.checkpoint import INDEX, Checkpoint, read_config, read_i
 
 SUMS = "SHA256SUMS"
 MAX_SUMS = 4 << 20
-# What changes with a file's content, by file system; the first that it tells counts.
+# Fields that change with a file's content, by file system; the first that the file system tells counts.
 TAGS = ("ETag", "etag", "md5Hash", "content_md5", "generation", "LastModified", "updated", "mtime", "created")
 TIMES = ("LastModified", "last_modified", "updated", "mtime", "created")
 _SHARD = re.compile(r"(.*)-\d{5}-of-(\d{5})\.safetensors")
@@ -41,7 +41,7 @@ _SUM = re.compile(r"([0-9a-fA-F]{64})(?: [ *](?:\./)?(\S.*))?")
 
 
 class FollowError(ServerError):
-    """What keeps a checkpoint from being taken. The message says what to do."""
+    """A checkpoint cannot be taken. The message says why, and what to do."""
 
 
 class SourceUnavailable(FollowError):
@@ -70,8 +70,8 @@ class File:
 class Candidate:
     """A directory of a source that may be a checkpoint. `files` are those that a publication reads, by name.
 
-    `lacks` says why it is not whole yet, if it is not. Somebody has `chosen` it: that it is older than another one is
-    then no reason to leave it out.
+    `lacks` says why the directory is not whole yet, if it is not. A user has `chosen` it, if set: that the directory is
+    older than another one is then no reason to leave it out.
     """
 
     source: str
@@ -119,7 +119,7 @@ class Wish:
 
 
 class Source(Protocol):
-    """What a follower follows. `told` names it, without secrets."""
+    """A place that a follower follows. `told` names the place, without secrets."""
 
     told: str
 
@@ -189,7 +189,7 @@ class FilesystemPlace:
 
 @contextlib.contextmanager
 def reading(told: str, advice: Callable[[Exception], str] = lambda _: "") -> Iterator[None]:
-    """Whatever the library behind a source raises becomes SourceUnavailable, but for a full disk of ours.
+    """Each error of the library behind a source becomes SourceUnavailable, but for a full disk of ours.
 
     Libraries have exceptions of their own, and their messages may hold the URL as it is.
     """
@@ -266,8 +266,8 @@ def natural(name: str) -> tuple[Any, ...]:
 
 
 def fetched(candidate: Candidate, cache: Path, place: Place) -> Path:
-    """The directory in `cache` with its files; those that are there already are not fetched again. What was fetched of
-    other candidates goes. Raises SourceUnavailable, CacheFull."""
+    """The directory in `cache` with the candidate's files; those that are there already are not fetched again. Files of
+    other candidates are removed. Raises SourceUnavailable, CacheFull."""
     with only_home(candidate, cache) as home:
         _fetch(candidate, home, place)
     return home
@@ -326,7 +326,7 @@ def _of_index(home: Path) -> set[str]:
 
 
 def no_room(nbytes: int, cache: Path) -> str:
-    """What a CacheFull says."""
+    """The message of a CacheFull."""
     return f"{cache} has no room for {nbytes:,} bytes: make room there, or name another directory with --cache-dir"
 
 

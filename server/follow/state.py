@@ -1,4 +1,4 @@
-"""What a follower knows across restarts: FollowState in `state.json`, whole or not at all, beside what was fetched.
+"""A follower's memory across restarts: FollowState in `state.json`, whole or not at all, beside the fetched files.
 
 A lost file costs nothing that matters: the same checkpoint becomes the same version (`upload_id`), and a release of it
 that is under way is recognised.

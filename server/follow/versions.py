@@ -88,7 +88,7 @@ class Versions:
             query = {"upload_id": f"{_mark(version)}{wish.attempt}"}
             query |= {"with_config": "true"} if version.header.config else {}
             query |= {"part": version.part} if version.part else {}
-            # What has not become active yet carries the parts that came before; else the active version does.
+            # A version that has not become active yet carries the parts that came before; else the active version does.
             before = max((found.version for found in held.values()), default=0)
             query |= {"onto": str(before)} if before > active else {}
             blocks = reader.stream(version, files, base)
@@ -114,14 +114,14 @@ def _mark(version: StoredVersion) -> str:
 
 @dataclass(frozen=True)
 class Held:
-    """What a fleet has of a bucket's version: the newest ready `version` that carries it, and it as a delta's base."""
+    """A bucket's version in a fleet: the newest ready `version` that carries it, and the version as a delta's base."""
 
     version: int
     base: Base
 
 
 def _held(admin: Admin) -> dict[str, Held]:
-    """What came from a bucket and is in a version that is ready, by the upload."""
+    """The versions of a bucket that are in a version that is ready, by their uploads."""
     listed: list[dict[str, Any]] = admin.call("GET", "/admin/weights")["versions"]
     ready = {
         digest: int(version["version"])

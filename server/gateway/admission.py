@@ -46,7 +46,7 @@ class Client(Protocol):
         """Bytes of the answer, its `last` perhaps."""
 
     def body_done(self) -> None:
-        """Nobody needs the request's body any more."""
+        """Releases the request's body, which is not needed any more."""
 
     def answered(self, *, keep_alive: bool) -> None:
         """The answer is complete."""
@@ -58,7 +58,7 @@ class Client(Protocol):
         """Nothing was written: `error` is the answer."""
 
     def cut(self) -> None:
-        """What was written stays incomplete: the connection ends."""
+        """Ends the connection: the answer written so far stays incomplete."""
 
 
 class Request:
@@ -129,7 +129,7 @@ class Request:
             self.failover = "off"
 
     def hint(self) -> affinity.Hint:
-        """What routing may know of it; made when it is first asked for."""
+        """The request's hint for routing, made when it is first asked for."""
         if self.known is None:
             self.known = affinity.hint(self.target.route.name, self.body, self.head.scope, self.head.session)
         return self.known

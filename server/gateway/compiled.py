@@ -39,7 +39,7 @@ _DIGEST = _BUILT / "DIGEST"
 
 
 def sources() -> list[Path]:
-    """What is compiled."""
+    """The files that are compiled."""
     own = [_HERE / f"{name.replace('.', '/')}.py" for name in MODULES]
     return [*own, *(_HERE.parent / f"{name}.py" for name in SHARED)]
 

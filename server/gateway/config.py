@@ -213,7 +213,7 @@ class OidcSettings:
 
 @dataclass(frozen=True)
 class AnswerSettings:
-    """What is kept of the answers to keys that have opted in, where, and for how long (docs/feedback.md)."""
+    """The log of answers to keys that have opted in: where it is, and how long it lasts (docs/feedback.md)."""
 
     url: Annotated[
         str | None,
@@ -298,7 +298,7 @@ class NamedSettings:
         return {name: value for name, _, value in (text.partition("=") for text in texts)}
 
     def find(self, flag: str, name: str) -> str:
-        """What `flag` says of `name`. Raises ConfigError."""
+        """The value that `flag` gives to `name`. Raises ConfigError."""
         known = self.of(flag)
         if name not in known:
             names = ", ".join(known) or "none"

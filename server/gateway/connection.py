@@ -205,7 +205,7 @@ class GatewayProtocol:
             self.close()
 
     def shutdown(self) -> None:
-        """What is in hand is answered, and what the client sends at once because that answer did not say `close`."""
+        """Ends after the request in hand, and one that the client sends at once as its answer did not say `close`."""
         if self.exchange is not None or self._reading:
             self._stopping = True
         elif self._app is not None and self._app.busy:
@@ -366,7 +366,7 @@ class GatewayProtocol:
             self.transport.write(data)
 
     def body_done(self) -> None:
-        """Nobody needs the request's body any more."""
+        """Releases the request's body, which is not needed any more."""
         self.gateway.buffered -= self._body_size
         self._body_size = 0
         self._body = b""
@@ -478,7 +478,7 @@ class GatewayProtocol:
             self.transport.close()
 
     def write_error(self, error: HttpError, *, keep_alive: bool) -> None:
-        """A whole answer of the gateway's own. What an exchange ends with is told of by itself."""
+        """Writes a whole answer of the gateway's own. The exchange, if there is one, tells of its own end."""
         stats = self.gateway.stats
         request_id = self.head.request_id if self.head is not None else new_request_id()
         url = without_slash(self.url)

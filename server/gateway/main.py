@@ -139,7 +139,7 @@ def run(config: GatewayConfig, argv: Sequence[str] = ()) -> None:
 
 
 def bind_beside(config: GatewayConfig, place: Place) -> tuple[GatewayConfig, list[socket.socket]]:
-    """What `bind` does, for one of several workers."""
+    """The same as `bind`, for one of several workers."""
     die_with(place.parent)  # in order: SIGTERM
     public, admin = _shared(config.host, place.port), socket.socket(fileno=place.admin)
     public.listen(BACKLOG)

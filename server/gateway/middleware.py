@@ -79,7 +79,7 @@ def _finished(scope: Scope, status: int, duration_s: float) -> Finished:
 
 
 def _methods_at(scope: Scope) -> tuple[str, ...]:
-    """What a page may send there; nothing where the public port has nothing."""
+    """The methods that a page may send there; none where the public port has no route."""
     targets = find(scope["raw_path"])
     if targets:
         return () if targets[0].route.admin else tuple(target.route.method.decode() for target in targets)

@@ -115,7 +115,7 @@ def public(app: FastAPI, instance: Json, *, key_required: bool) -> Json:
 
 
 def admin(app: FastAPI) -> bytes:
-    """The document of the admin port, as bytes. What is forwarded from there too is told of on the public one."""
+    """The document of the admin port, as bytes. Routes that are forwarded from there too are in the public one."""
     own = app.openapi()
     paths: Json = {}
     for path, item in own["paths"].items():

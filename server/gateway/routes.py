@@ -51,7 +51,7 @@ _BY_NAME: Final = {route.name: route for route in _FORWARDED}
 _EXACT: Final = {
     route.name.encode(): (Target(route, route.name.encode()),) for route in _FORWARDED if "{" not in route.name
 }
-# What stock vLLM answers and nothing here does, and what to ask instead; on either port.
+# Paths that stock vLLM answers and no route here does, and what to ask instead; on either port.
 _ELSEWHERE: Final = {
     "/docs": "GET /openapi.json has the document that such a page shows.",
     "/redoc": "GET /openapi.json has the document that such a page shows.",
@@ -101,7 +101,7 @@ def without_slash(url: bytes) -> bytes:
 
 
 def elsewhere(path: str, *, admin_port: bool) -> str:
-    """What to say of a path that has no route."""
+    """The message for a path that has no route."""
     hint = _ELSEWHERE.get(path)
     if hint is None:
         hint = "GET /openapi.json names the routes of this port."

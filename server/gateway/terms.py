@@ -98,7 +98,7 @@ _wishes = msgspec.json.Decoder(Wish)
 
 
 def read(headers: Mapping[bytes, bytes], body: bytes, *, in_body: bool) -> tuple[Asked, bytes]:
-    """What is asked for, and the body without the field. `in_body`: it is a JSON object that has the field.
+    """The terms that are asked for, and the body without the field. `in_body`: it is a JSON object with the field.
 
     Raises BadRequest.
     """

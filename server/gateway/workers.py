@@ -56,7 +56,7 @@ class Place:
 
     @classmethod
     def taken(cls) -> Place | None:
-        """What this process was told, None if it is no worker. Nothing it starts is told the same."""
+        """The place given to this process, None if it is no worker. No process that it starts gets the same."""
         told = os.environ.pop(VARIABLE, None)
         return None if told is None else cls(**orjson.loads(told))
 

@@ -28,7 +28,7 @@ from weightsync.vllm_engine.releases import find
 
 @dataclass(frozen=True)
 class Form:
-    """What an engine is started with. `digest`: of the versions that it can run, None if none is known yet.
+    """The form that an engine is started with. `digest`: of the versions that it can run, None if none is known yet.
 
     `config` is their configuration ("": that of the model directory), and `config_dir` holds it, None if the model
     directory does; `tensors` is the JSON of their schema. `swap_id` is the swap that asked for this start, None if none
@@ -115,7 +115,7 @@ class InstanceConfig:
         return any(argument.split("=")[0] in ACROSS_HOSTS for argument in self.vllm_args)
 
     def address(self, port: int) -> str:
-        """What its record says, and gateways connect to."""
+        """The instance's address in its record, to which gateways connect."""
         return url_of(self.advertise or self.host, port, "http" if self.cluster_tls is None else "https")
 
     def vllm_argv(self, *, cpu: bool, port: int) -> list[str]:

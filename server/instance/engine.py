@@ -125,7 +125,7 @@ class Engine:
         )
 
     async def reads(self, schema: list[list[Any]]) -> Reads | None:
-        """What the ranks on each host read of versions with this schema; None: not all can say. Raises RankFailed,
+        """The tensors of versions with this schema that each host's ranks read; None: not all say. Raises RankFailed,
         EngineDied."""
         (answers,) = await self._answer(self._ranks.workers("hotswap_reads", schema))
         return joined_reads(schema, self.hosts, answers)
@@ -181,7 +181,7 @@ class Engine:
         }
 
     async def _until_staged(self, call: Awaitable[list[list[Any]]]) -> list[list[Any]]:
-        """What all workers report once none of them stages any more."""
+        """The reports of all workers once none of them stages any more."""
         began = time.monotonic()
         reports = await self._answer(call)
         while any(reports[i][j]["running"] for i, j in self._every(reports)):
@@ -221,8 +221,8 @@ class Engine:
         return bool(events and config.cache_config.enable_prefix_caching)
 
     async def prefixes(self) -> list[Changes]:
-        """What the cache of each data-parallel rank has come to hold, or holds no more, since the last call. Raises
-        RankFailed, EngineDied."""
+        """The changes of each data-parallel rank's cache since the last call: prefixes that it now holds, or holds no more.
+        Raises RankFailed, EngineDied."""
         return [changes or [] for changes in await self._answer(self._ranks.call("hotswap_prefixes"))]
 
     async def pause(self) -> None:
@@ -253,7 +253,7 @@ class Engine:
             await asyncio.sleep(WATCH_S)
 
     async def _answer(self, call: Awaitable[T], timeout_s: float = float("inf")) -> T:
-        """What the engine answers. Raises EngineDied: vLLM leaves the calls of a dead engine waiting for ever."""
+        """The answer of the engine. Raises EngineDied: vLLM leaves the calls of a dead engine waiting for ever."""
         task = asyncio.ensure_future(call)
         deadline = time.monotonic() + timeout_s
         while not task.done():
@@ -351,7 +351,7 @@ class Adapters:
         return self._table.get(name) if name is not None else None
 
     def orders(self, version: VersionRecord) -> list[dict[str, Any]]:
-        """What the workers are told of the parts of `version` (backend.UpdateInfo), draft model included."""
+        """The orders to the workers for the parts of `version` (backend.UpdateInfo), draft model included."""
         names = {part.name for part in version.parts if part.name.startswith(LORA)}
         self._names[version.version] = names
         return [

@@ -96,7 +96,7 @@ class Process(context.ForkServerProcess):
 
 
 class Context(context.ForkServerContext):
-    """What vLLM gets where it asks for a way to start processes."""
+    """The context that vLLM gets where it asks for a way to start processes."""
 
     Process = Process
 

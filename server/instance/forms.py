@@ -1,6 +1,6 @@
-"""What an instance is started with: the configuration of the versions that it is to run.
+"""The form that an instance is started with: the configuration of the versions that it is to run.
 
-It comes from the store, with the version (weightsync/control/forms.py), as what the model directory holds may be the
+The form comes from the store, with the version (weightsync/control/forms.py), as the model directory may hold the
 configuration of other tensors. vLLM gets it as a directory in the arena: config.json of the version, its
 generation_config.json and chat template, and links to what else lies in the model directory but its weights. A swap
 that has this instance restart is told if it cannot.

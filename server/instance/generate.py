@@ -222,7 +222,7 @@ class Run:
             raise RequestProblem(str(error), param=getattr(error, "parameter", None) or "prompt") from error
 
     async def events(self) -> AsyncIterator[ServerSentEvent]:
-        """`token` events as they come, then `done`. What was written before an error is told before it."""
+        """`token` events as they come, then `done`. Tokens that were written before an error are told before it."""
         try:
             async for choice in self._tokens():
                 if choice.untold() >= self._request.stream_interval or choice.finish_reason is not None:

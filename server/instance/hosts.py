@@ -4,7 +4,7 @@ vLLM's `AsyncLLM.collective_rpc` and `call_utility_async` reach every engine cor
 swap must hear all of them. `_call_utility_async` is vLLM's own, and private: it is used here only.
 
 The workers on other hosts each hold a connection to the leader, by which each end notices that the other has ended.
-What is said on it is written down beside the other end, `weightsync/vllm_engine/tether.py`.
+The messages on the connection are described beside the other end, `weightsync/vllm_engine/tether.py`.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Ranks:
         self._client = client
 
     async def call(self, method: str, *args: Any) -> list[Any]:
-        """What `method` of each engine core answers, when all have. Raises RankFailed, naming the ranks that raised."""
+        """The answers of all engine cores to `method`, in order. Raises RankFailed, naming the ranks that raised."""
         core = self._client.engine_core
         calls = [core._call_utility_async(method, *args, engine=engine) for engine in core.core_engines]
         answers = await asyncio.gather(*calls, return_exceptions=True)
@@ -141,7 +141,7 @@ class Ranks:
         return answers
 
     async def workers(self, method: str, *args: Any) -> list[list[Any]]:
-        """What `method` of each worker answers, by data-parallel rank. Raises as `call`."""
+        """The answers of all workers to `method`, by data-parallel rank. Raises as `call`."""
         return await self.call("collective_rpc", method, None, args, {})
 
 
@@ -182,7 +182,7 @@ class Tethers:
 
     @contextlib.asynccontextmanager
     async def listening(self, nodes: int, tls: ClusterTls | None) -> AsyncIterator[dict[str, object]]:
-        """What to give to the workers, {} on one host; while the context is open they can connect.
+        """The options for the workers, {} on one host; while the context is open they can connect.
 
         The address is the one where vLLM's own queues are reached. Raises ConfigError.
         """
@@ -249,7 +249,7 @@ class Tethers:
 
 
 def own_address() -> str:
-    """What vLLM tells the other hosts of this one: $VLLM_HOST_IP, or that of the way out."""
+    """This host's address as vLLM tells it to the others: $VLLM_HOST_IP, or that of the way out."""
     from vllm.utils.network_utils import get_ip
 
     return str(get_ip())

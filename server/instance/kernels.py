@@ -1,4 +1,4 @@
-"""What an engine on a GPU compiles when it is first asked for it: what that takes, and where it is kept."""
+"""The kernels that an engine on a GPU compiles at their first use: what that takes, and where they are kept."""
 
 from __future__ import annotations
 

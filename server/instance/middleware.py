@@ -1,9 +1,9 @@
 """The middleware before vLLM's routes, outermost first: who may ask (`Admission`), what weights answered
 (`ProvenanceMiddleware`), and what a fault of vLLM's means (`answer_faults`).
 
-Members of the cluster may ask, with the key that this instance has written into its record in the store. Whoever else
-asked for more than health and metrics would get around the gateway's keys, limits and cache scopes. While this instance
-drains, or tries a version as a canary, only the probes may generate; once its engine has died nobody may.
+Members of the cluster may ask, with the key that this instance has written into its record in the store. Another
+client may ask for health and metrics alone, or it would get around the gateway's keys, limits and cache scopes. While
+this instance drains, or tries a version as a canary, only the probes may generate; once its engine has died none may.
 
 The gateway routes nothing to such an instance, but it hears of it a moment later; what it has sent by then is refused
 here. `x-hotswap-refused` tells it why, and that decides whether it may ask others:
@@ -13,8 +13,8 @@ here. `x-hotswap-refused` tells it why, and that decides whether it may ask othe
     engine    the engine had died before it came       the same
     lost      the engine died while it ran             it may be what killed the engine: it counts as a loss
 
-vLLM's schemas admit values that its code then cannot take, such as a text where the code asks for a key. What vLLM
-fails over before the engine has answered is therefore the request's fault, and gets a typed 400. A 500 would tell the
+vLLM's schemas admit values that its code then cannot take, such as a text where the code asks for a key. An error
+of vLLM before the engine has answered is therefore the request's fault, and gets a typed 400. A 500 would tell the
 client to try again, and the gateway to leave the instance out.
 """
 
@@ -337,13 +337,13 @@ class _Answer:
         await self._send(message)
 
     def _events(self, body: bytes) -> bytes:
-        """What is sent of the event(s) in `body`."""
+        """The bytes to send for the event(s) in `body`."""
         if self._annotated or self._trace.problem is not None or _is_error(body):
             return annotate_chunk(body, self._trace)
         return b"" if self._trace.replaying.muted else body
 
     async def _broken_off(self) -> bool:
-        """The engine has died. What no other instance can go on with ends with vLLM's own error instead: False."""
+        """Breaks an answer off whose engine has died. False: no other instance can go on, and vLLM's error ends it."""
         if self._start is not None:
             self._over = True
             await refuse(self._send, 503, DEAD, LOST)

@@ -40,7 +40,7 @@ def with_shares(route: str, body: bytes, scope: str) -> list[tuple[int, float]]:
 
 
 class Ledger:
-    """What the caches of all data-parallel ranks hold together, and the last `most` changes of that."""
+    """The prefixes that the caches of all data-parallel ranks hold together, and the last `most` changes of them."""
 
     def __init__(self, most: int = CHANGES) -> None:
         self._name = secrets.token_hex(8)  # of this process: a cursor of another one says nothing here
@@ -49,7 +49,7 @@ class Ledger:
         self._count = 0
 
     def take_in(self, ranks: Iterable[Changes]) -> None:
-        """What the engines say has changed."""
+        """Takes the changes that the engines report."""
         for rank, changes in enumerate(ranks):
             for label, held, dropped in changes:
                 version = int(label) if label.isdecimal() else 0
@@ -59,7 +59,7 @@ class Ledger:
                     self._mark((version, prefix), self._ranks.get((version, prefix), 0) & ~(1 << rank))
 
     def after(self, cursor: str) -> Report:
-        """What has changed after the report with this cursor; all that is held, if that cannot be told."""
+        """The changes after the report with this cursor; all prefixes held, if the changes cannot be told."""
         name, _, number = cursor.partition("-")
         told = int(number) if name == self._name and number.isascii() and number.isdigit() else -1
         whole = not self._count - len(self._changes) <= told <= self._count
@@ -105,7 +105,7 @@ router = APIRouter(include_in_schema=False)
 
 @router.get(PATH)
 async def prefixes(request: Request, after: str = "") -> Response:
-    """What gateways ask for with each scrape. `after`: the cursor of the last report."""
+    """The report that gateways ask for with each scrape. `after`: the cursor of the last report."""
     holdings: Holdings = request.app.state.hotswap_prefixes
     try:
         report = await holdings.after(after)

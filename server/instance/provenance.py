@@ -400,7 +400,7 @@ async def _accepted(outputs: AsyncIterator[Any]) -> AsyncIterator[Any]:
 
 
 def cannot_take(error: Exception) -> str:
-    """What a client is told of an error in vLLM's code that its request has caused."""
+    """The message to a client whose request has caused an error in vLLM's code."""
     what = f"{type(error).__name__}: {error}".removesuffix(": ")
     return f"vLLM cannot take this request ({what}); check the types and ranges of its fields"
 

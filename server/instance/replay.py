@@ -84,7 +84,7 @@ class Replaying:
         return {"resumed_at": self.resume.resumed_at} if self.resume is not None else {}
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """What the gateway is told in the head of a stream."""
+        """The headers that tell the gateway of a replay, in the head of a stream."""
         found = [(RESUMABLE, b"1")] if self.resumable else []
         return [*found, (RESUMED, b"1")] if self.resume is not None else found
 

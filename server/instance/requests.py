@@ -19,7 +19,7 @@ MOST_SEQUENCES = 16_384  # prompts times choices that one request has in the eng
 
 
 def bound_renderer(renderer: Any, max_model_len: int) -> None:
-    """What vLLM's renderer is asked to tokenize, by any route. Larger prompts raise VLLMValidationError."""
+    """Bounds the prompts that vLLM's renderer tokenizes, by any route. Larger ones raise VLLMValidationError."""
     most = max(MOST_TEXT, 8 * max_model_len)
     tokenize, render = renderer.tokenize_prompt_async, renderer.render_cmpl_async
 

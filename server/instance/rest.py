@@ -55,12 +55,12 @@ async def _rest(config: InstanceConfig, store: Store) -> None:
 
 
 def sleeper(config: InstanceConfig, order: SleepOrder, *, in_place: bool = False) -> SleeperRecord:
-    """What this process says of itself while it sleeps."""
+    """The record of this process while it sleeps."""
     return SleeperRecord(config.instance_id, order.level, os.getpid(), socket.gethostname(), time.time(), in_place)
 
 
 def start_over(environment: Mapping[str, str]) -> NoReturn:
-    """Become the same command anew, with the environment it was started with. What is open here is closed by exec."""
+    """Become the same command anew, with the environment it was started with. Open files are closed by exec."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -38,7 +38,7 @@ class RoutingLost(Problem):
 
 
 class Recording:
-    """What one engine records. `config` is vLLM's."""
+    """The recording of one engine. `config` is vLLM's."""
 
     def __init__(self, config: Any) -> None:
         self._config = config

@@ -262,9 +262,9 @@ class Sidecar:
         )
 
     async def _drop(self, version: VersionRecord) -> None:
-        """What an aborted swap had staged is not taken for that version again.
+        """Drops the bytes that an aborted swap had staged, so that they are not taken for that version again.
 
-        A version that was held before it, and is as published, stays: a rollback to it is a flip.
+        A version that was held before the swap, and is as published, stays: a rollback to it is a flip.
         """
         await self._engine.drop(version.version, previous=version.version == self._suspect)
 

@@ -1,4 +1,4 @@
-"""What an instance needs of each version on each of its hosts, said in the store, so that peers fetch no more.
+"""The tensors of each version that an instance needs on each of its hosts, in the store, so that peers fetch no more.
 
 An instance on one host needs everything there. Where its ranks are on several hosts, the workers say what they read,
 before the first version if the tensors are known by then, and the union of each host's ranks goes into its record.
@@ -30,7 +30,7 @@ RETRY_S = 1.0
 
 @dataclass(frozen=True)
 class Reads:
-    """What the ranks of an instance read of versions of one schema, by host, and what none of them reads."""
+    """The tensors of one schema's versions that an instance's ranks read, by host, and those that none reads."""
 
     slices: Mapping[str, Slices]
     unread: tuple[str, ...]

@@ -121,7 +121,7 @@ async def begin(url: str, wanted: Sequence[Wanted], remember: Callable[[str], No
 
 
 async def describe(url: str, wanted: Iterable[str]) -> tuple[str, list[Path]]:
-    """What a store holds, in a line, for who is about to discard it; and where copies were last written."""
+    """The content of a store in a line, for a user about to discard it; and where copies were last written."""
     try:
         store = open_store(url, create=False)
     except StoreError as error:
@@ -156,7 +156,7 @@ async def _origins(store: Store) -> dict[str, OriginRecord]:
 
 
 async def _copies(store: Store, keys: Keys) -> DiskRecord | None:
-    """What this host had on disk when copies were last written."""
+    """The record of this host's disk when copies were last written."""
     found = await store.get(keys.disk(this_host()))
     return DiskRecord.from_json(found.value) if found is not None else None
 
@@ -187,7 +187,7 @@ def free_arena(directory: Path) -> None:
 
 
 async def _settle_arena(store: Store, directory: Path, wanted: Iterable[str], shared: bool) -> Arena:
-    """Where the slots are. What a killed run has left there besides slots cannot be verified, and goes."""
+    """The arena with the slots. Other files that a killed run has left there cannot be verified, and go."""
     if shared:
         return await ensure_arena(store, directory)
     arena = Arena(directory)
@@ -211,7 +211,7 @@ class _Beginning:
         self.copies: DiskRecord | None = None
 
     async def run(self, arena: Arena, digest: str) -> Sequence[str] | None:
-        """What must be published first. `digest`: of the checkpoint."""
+        """The arguments of the publication that must come first. `digest`: of the checkpoint."""
         active = await self._active()
         if self.wanted.copies is not None:
             require_own(self.wanted.copies, self._name)
@@ -231,7 +231,7 @@ class _Beginning:
 
     @property
     def _name(self) -> str:
-        """What tells this store from others, wherever its file is moved."""
+        """The name that tells this store from others, wherever its file is moved."""
         if isinstance(self.store, SqliteStore):
             return self.store.store_id
         return "etcd " + self.store.url.partition("?")[0].partition("://")[2].partition("/")[2]
@@ -375,7 +375,7 @@ class _Beginning:
             raise CliError(f"version {version} has adapters: start with --enable-lora, as before, or anew with --fresh")
 
     async def _missing_draft(self, version: int) -> Sequence[str] | None:
-        """What to publish when a draft model is named for the first time."""
+        """The arguments of a publication when a draft model is named for the first time."""
         if self.wanted.draft is None or DRAFT in await self._parts(version):
             return None
         self.said.append(f"version {version} has no draft model: a new version gets {self.wanted.draft}")
@@ -387,7 +387,7 @@ class _Beginning:
 
 
 def glance(checkpoint: Path) -> str:
-    """What tells a checkpoint from others, without reading all of it; "" for one without weights."""
+    """A text that tells a checkpoint from others, without reading all of it; "" for one without weights."""
     try:
         return Checkpoint(checkpoint, whole=True).glance()
     except CheckpointError:

@@ -403,7 +403,7 @@ class Server:
         return child
 
     def _forks(self) -> Forks:
-        """What instances are forked from; a new one where the last has ended."""
+        """The server that instances are forked from; a new one where the last has ended."""
         if self._fork_server is None or self._fork_server.look():
             log = self.state_dir / "logs" / "forks.log"
             self._fork_server = forks.begin(FORKED, log, inherited=[self.state.inherited])
@@ -440,7 +440,7 @@ class Server:
         return [*args, *model.vllm_args]
 
     def _instance_tracing(self) -> dict[str, str]:
-        """What vLLM's own tracing reads from the environment: it speaks gRPC unless told otherwise."""
+        """The environment that vLLM's own tracing reads: it speaks gRPC unless told otherwise."""
         if self.config.otlp_endpoint is None:
             return {}
         return {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_SERVICE_NAME": "hotswap-instance"}

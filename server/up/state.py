@@ -34,7 +34,7 @@ GONE_S = 30.0  # after SIGKILL: what is still there then hangs in the kernel
 
 @dataclass(frozen=True)
 class _Known:
-    """What state.json says. `copies`: the directories of the copies of versions that go with what is discarded."""
+    """The content of state.json. `copies`: the directories of the copies of versions that go with what is discarded."""
 
     store_id: str
     discarding: bool = False

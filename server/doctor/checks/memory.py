@@ -52,8 +52,8 @@ def need_of(world: World) -> Need | None:
 
 
 def pinned_nbytes(world: World, nbytes: int, scratch: int = 0) -> int:
-    """What the workers of all instances pin of a host with GPUs: a ring each, and its part of the versions, of `nbytes`
-    in all ranks, that have no room on the device. `scratch`: what a staging takes there besides."""
+    """The bytes that the workers of all instances pin of a host with GPUs: a ring each, and its part of the versions,
+    of `nbytes` in all ranks, that have no room on the device. `scratch`: the bytes that a staging takes there besides."""
     from weightsync.vllm_engine.device import cuda, mapping, remap, room
 
     each = -(-nbytes // world.tensor_parallel_size)

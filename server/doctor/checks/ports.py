@@ -66,7 +66,7 @@ def listeners(world: World) -> Iterator[Finding]:
 
 
 def _listens(process: psutil.Process) -> Finding | None:
-    """What of it can be reached from other hosts and speaks no TLS."""
+    """The process's ports that can be reached from other hosts and speak no TLS, as a finding."""
     try:
         command = process.cmdline()
         places = [c.laddr for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]

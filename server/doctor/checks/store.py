@@ -195,7 +195,7 @@ def judge_clock(who: str, low: float, high: float) -> Finding:
 
 
 def bounds(samples: Iterable[Sample]) -> tuple[float, float]:
-    """What all samples say of the other clock less ours; taken until it is narrow or they end. At least one."""
+    """The bounds of the other clock less ours, by all samples; taken until they are narrow or these end. At least one."""
     low, high = float("-inf"), float("inf")
     for sample in samples:
         low, high = max(low, sample.date - sample.received), min(high, sample.date + 1 - sample.sent)

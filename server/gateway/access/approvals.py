@@ -72,7 +72,7 @@ class PendingRecord(Record):
 
     @property
     def subject(self) -> str:
-        """What it is, for the ledger."""
+        """The request in words, for the ledger."""
         if self.policy is not None:
             return f"policy: {in_words(self.policy)}"
         return f"{self.action} asked for by {self.who}"
@@ -200,5 +200,5 @@ class Approvals:
 
 
 def gone(pending_id: str) -> Conflict:
-    """Somebody else has just approved or refused it."""
+    """The error where another user has just approved or refused the request."""
     return Conflict(f"The request {pending_id} does not wait any more.", code="approval_gone")

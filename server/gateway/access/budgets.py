@@ -1,4 +1,4 @@
-"""What keys have used of their budgets of the month, for all gateways and over restarts.
+"""The tokens that keys have used of their budgets of the month, for all gateways and over restarts.
 
     gateway/spent/{YYYY-MM}/{key id}   SpentRecord: tokens of the calendar month (UTC)
     gateway/added/{gateway}            the id of the gateway's last addition, for an hour: written with the sum, so a
@@ -52,7 +52,7 @@ class Budgets:
         limits.saved = self._tell
 
     def used(self, key_id: str, limit: int) -> dict[str, Any]:
-        """What is known of a key's month, with what is not written yet."""
+        """The state of a key's month, with the tokens that are not written yet."""
         month, until = this_month(time.time())
         tokens = self._saved.get(_place(month, key_id), 0)
         for meter in self._limits.meters():

@@ -66,18 +66,18 @@ class Cost:
 
     @property
     def total(self) -> int:
-        """What is reserved."""
+        """The tokens that are reserved."""
         return self.prompt + self.output
 
     def used(self, usage: Usage | None, status: int) -> int:
-        """What it cost in the end."""
+        """The tokens that the request cost in the end."""
         prompt, answers = self.spent(usage, status)
         return prompt + answers
 
     def spent(self, usage: Usage | None, status: int) -> tuple[int, int]:
-        """What its prompts and its answers cost in the end.
+        """The tokens that the request's prompts and its answers cost in the end.
 
-        `usage` is what is known of its tokens; one that is not exact tells no prompt. An answer that says nothing cost
+        `usage` is what is known of the tokens; one that is not exact tells no prompt. An answer that says nothing cost
         nothing if it failed, else (499: the client left before an instance had it) its prompt.
         """
         if usage is None:

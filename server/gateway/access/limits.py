@@ -4,9 +4,9 @@ Nothing is awaited and nothing is read from the store: what a gateway may use of
 beside the requests (sharing.py), and only where several gateways run.
 
 **Windows.** Per minute means in any 60 seconds, not in the minute of a clock and not as a bucket that fills: a window
-that slides by the second. What is taken in a second leaves the window when 60 whole seconds have passed after it, so no
-60 seconds, wherever they begin, hold more than the limit; a token bucket of the same size lets twice as much pass in
-its first minute. The price is 61 integers a limit.
+that slides by the second. The units of a second leave the window when 60 whole seconds have passed after it, so no 60
+seconds, wherever they begin, hold more than the limit; a token bucket of the same size lets twice as much pass in its
+first minute. The price is 61 integers a limit.
 
 **Tokens** are charged when a request is admitted, with the most it may cost (costs.py). The true count replaces that at
 the end. If it is higher it counts from then on, and that of a stream as it grows; if it is lower, the rest is given
@@ -81,7 +81,7 @@ class Quota:
         self.used -= taken
 
     def remaining(self) -> int:
-        """What is left of the limit, in all gateways together."""
+        """The units left of the limit, in all gateways together."""
         return max(0, self.limit - self.used - self.elsewhere)
 
     def head(self) -> bytes:
@@ -211,7 +211,7 @@ def this_month(wall: float) -> tuple[str, float]:
 
 
 _UNBOUNDED: Final = 1 << 62
-# What is counted; first what needs no look at the body.
+# The limits that count; first those that need no look at the body.
 _COUNTED: Final = sorted((one for one in LIMITS.items() if one[1].counts), key=lambda one: one[1].units is not None)
 
 
@@ -258,7 +258,7 @@ class Meter:
         return not any(quota.busy for quota in self.counted)
 
     def quotas(self) -> dict[str, Quota]:
-        """What is limited and divided among gateways, by resource: `KEY/NAME`."""
+        """The quotas that are divided among gateways, by resource: `KEY/NAME`."""
         divided = [q for q in self.counted if q.limit != _UNBOUNDED and not isinstance(q, Month)]
         return {f"{self.key}/{quota.name}": quota for quota in divided}
 

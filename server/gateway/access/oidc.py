@@ -41,7 +41,7 @@ CLAIMS: Final = ["exp", "iss", "aud", "sub"]  # a token without one of them is r
 
 
 class AdminAccess:
-    """Who asks on the admin port: the owner of a key, or of a token."""
+    """The check of requests on the admin port: each comes from the owner of a key, or of a token."""
 
     def __init__(self, keys: KeyRing, settings: OidcSettings) -> None:
         """Raises ConfigError."""
@@ -76,7 +76,7 @@ class Tokens:
             raise ConfigError(f"--oidc-ca {settings.ca_file}: cannot be used ({error}); name a PEM file.") from error
 
     async def principal(self, token: bytes) -> Principal:
-        """Whose token it is. Raises Unauthorized, Forbidden, Unavailable."""
+        """The owner of the token. Raises Unauthorized, Forbidden, Unavailable."""
         claims = await self._claims(token)
         subject = claims["sub"]
         if not subject or len(subject) > 256 or not subject.isprintable():
@@ -128,7 +128,7 @@ class Tokens:
         return claims
 
     def _values(self, claims: Mapping[str, Any]) -> Iterator[str]:
-        """What the claim says, one by one; a text may hold several, as `scope` does."""
+        """The values of the claim, one by one; a text may hold several, as `scope` does."""
         found: Any = claims.get(self._settings.claim)
         if found is None:
             found = claims

@@ -118,7 +118,7 @@ _TEMPLATES: Final = tuple(
 
 
 def needed(method: str, path: str) -> Role:
-    """What a request needs; the highest role where no route is found, so that no odd spelling of one asks for less."""
+    """The role that a request needs; the highest where no route is found, so that no odd spelling asks for less."""
     asked = f"{method} {path}"
     exact = NEEDED.get(asked)
     if exact is not None:

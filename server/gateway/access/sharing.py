@@ -198,7 +198,7 @@ class Division:
         self._held = {resource: min(units, self._changed.get(resource, units)) for resource, units in plan.held.items()}
 
     def record(self, plan: Plan | None, uses: Mapping[str, Use]) -> UsageRecord:
-        """What to write: `plan`, or, without one, what holds already."""
+        """The record to write: of `plan`, or, without one, of what holds already."""
         held = self._held if plan is None else plan.held
         shares = (_share(r, units, uses.get(r)) for r, units in sorted(held.items()))
         state: State = plan.state if plan is not None else "active" if self._active else "entering"
@@ -206,7 +206,7 @@ class Division:
         return UsageRecord(self.me, state, tuple(sorted(allows_for)), tuple(shares))
 
     def farewell(self, uses: Mapping[str, Use]) -> UsageRecord:
-        """What to leave behind: this gateway takes no more requests. Those that still run end with it."""
+        """The last record of this gateway, which takes no more requests. Those that still run end with it."""
         shares = (Share(r, use.used, use.used, 0) for r, use in sorted(uses.items()) if use.used and _lasts(r))
         return UsageRecord(self.me, "left", (), tuple(shares))
 
@@ -233,7 +233,7 @@ class Division:
         return any(share.used or share.demand for share in said)
 
     def _let_go(self, resource: str, use: Use | None, wanted: dict[str, int]) -> bool:
-        """Nobody uses it: back to an equal part, where that is free. Whether that makes this gateway hold more."""
+        """An unused resource goes back to an equal part, where that is free. Whether this gateway then holds more."""
         limit = use.limit if use is not None else 0
         equal = limit // len(self._allows_for)
         if self._held[resource] >= equal:
@@ -273,7 +273,7 @@ def divide(units: int, demands: Mapping[str, int]) -> dict[str, int]:
 
 
 def _lasts(resource: str) -> bool:
-    """What was taken of it counts for a minute, not only while the request runs."""
+    """Whether units taken of the resource count for a minute, not only while the request runs."""
     field = NAMED.get(resource.rpartition("/")[2])
     return field is None or LIMITS[field].counts == "minute"
 
@@ -416,7 +416,7 @@ class Sharing:
         return False
 
     def _hurry(self) -> None:
-        """Somebody is short: the next step comes soon."""
+        """A key is short of its part: the next step comes soon."""
         if self._hurry_at == math.inf:
             self._hurry_at = self._stepped_at + HURRY_S
             self._news.put_nowait(None)
@@ -550,7 +550,7 @@ class Sharing:
                 self._allot(meter)
 
     def _allot(self, meter: Meter) -> None:
-        """What the meter may use, here and now."""
+        """Sets the units that the meter may use, here and now."""
         for resource, quota in meter.quotas().items():
             self._check_limit(resource, quota.limit)
             quota.allotted = self._before.held(resource, quota.limit)

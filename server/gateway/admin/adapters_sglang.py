@@ -219,7 +219,7 @@ async def flush_cache() -> PlainTextResponse:
 @router.get("/get_model_info")
 @router.get("/model_info")
 async def model_info(model: ModelDep) -> dict[str, Any]:
-    """What is served. Raises Unavailable when nothing is."""
+    """The model that is served. Raises Unavailable when none is."""
     record = next((i.record for i in model.fleet.serving), None)
     if record is None:
         raise model.fleet.unavailable()

@@ -1,16 +1,16 @@
-"""The fleet's control on the admin port: who there is, draining an instance, sending it to sleep, pausing them all.
+"""The fleet's control on the admin port: the instances, draining one, sending one to sleep, pausing them all.
 
 Each order is a record in the store, so any gateway may give it, it holds at every one, and it outlives them.
 
-- A drained instance gets no new request. What is in flight goes on, and swaps reach it as before: when it is resumed
-  it serves what all serve.
+- A drained instance gets no new request. Requests in flight go on, and swaps reach the instance as before: when it is
+  resumed it serves what all serve.
 - A sleeping instance gives its memory back and has it again when it wakes (server/orders.py); a trainer that shares
   the device with the fleet orders this between its phases. It is in no swap and gets no request; it wakes with dummy
   weights, or those it slept with, and serves nothing but the version active then. The order holds for an instance
   that is started anew.
-- A pause stops generation on every instance for as long as somebody keeps saying so: its record is under a lease that
-  only the one who paused renews. Nobody else keeps it alive, the gateway least of all: if who paused dies, or the
-  gateway, or the store, generation goes on when the time to live is over.
+- A pause stops generation on every instance for as long as the client that paused keeps saying so: the record of the
+  pause is under a lease that this client alone renews. The gateway does not keep the lease alive: if the client dies,
+  or the gateway, or the store, generation goes on when the time to live is over.
 """
 
 from __future__ import annotations

@@ -240,7 +240,7 @@ class ProbePrompt:
     min_mean_logprob: float | None = None
 
     def objection(self, text: str, logprobs: list[float]) -> str | None:
-        """What is wrong with this answer, if anything is."""
+        """The fault of this answer, None if it has none."""
         if isinstance(self.expect, re.Pattern) and self.expect.search(text) is None:
             return f"answered {_short(text)}, in which {self.expect.pattern!r} is not found"
         if isinstance(self.expect, str) and self.expect not in text:

@@ -306,7 +306,7 @@ async def _stalled(pid: int) -> None:
 
 @dataclass(frozen=True)
 class _Work:
-    """What a process has done: its first thread, which publishes, in bytes and ticks, and all of it in seconds."""
+    """The work of a process: that of its first thread, which publishes, in bytes and ticks, and all in seconds."""
 
     first: tuple[bytes, ...]
     cpu_s: float
@@ -343,7 +343,7 @@ def _check_path(path: str) -> None:
 
 
 def _answer_of(status: int | None, out: bytes, err: bytes) -> dict[str, Any]:
-    """What the process says of the version it published. Raises what it says went wrong."""
+    """The answer of the process about the version it published. Raises the error that the process tells."""
     answer = _last_json(out) or _last_json(err)
     if status == 0 and isinstance(answer.get("version"), int):
         return answer

@@ -1,11 +1,11 @@
 """An index of which instance has the beginning of a prompt in its prefix cache, by the bytes of the request.
 
 Each instance has a table of prefixes (server/prefixes.py): those that it was sent from here count at once, and those
-that it reports to hold count until it reports that it has dropped them. What another gateway has sent there, and what
-was evicted, becomes known with the reports, which come with each scrape.
+that it reports to hold count until it reports that it has dropped them. Prefixes that another gateway has sent there,
+or that were evicted, become known with the reports, which come with each scrape.
 
-It is a guess, and only ever costs time when it is wrong: blocks may be evicted by the time a request comes, and a
-tokenizer may join what was cut apart.
+The index is a guess, and only ever costs time when it is wrong: blocks may be evicted by the time a request comes, and
+a tokenizer may join what was cut apart.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Hint:
 
     @property
     def key(self) -> int:
-        """What decides between instances that are equal otherwise, in the same way in every gateway; 0: nothing."""
+        """The number that decides between instances equal otherwise, the same in every gateway; 0: none does."""
         return self.session or (self.prefixes[0] if self.prefixes else 0)
 
 
@@ -83,7 +83,7 @@ class Recent(Generic[V]):
         return len(self._young.keys() | self._old.keys())
 
     def get(self, key: int) -> V | None:
-        """What was put last, if it is remembered."""
+        """The value that was put last, if it is remembered."""
         found = self._young.get(key)
         return found if found is not None else self._old.get(key)
 

@@ -116,7 +116,7 @@ class Instance:
         self.pool.reopen()
 
     def scraped(self, signals: Signals | None, inflight_then: int) -> None:
-        """What its metrics say. `inflight_then`: requests from here when they were asked for, which it counts too."""
+        """Takes the instance's metrics. `inflight_then`: requests from here when they were asked for, counted too."""
         self.signals = signals
         if signals is not None:
             self.window.adapt(signals, self.working)
@@ -124,7 +124,7 @@ class Instance:
         self._elsewhere = others + pressure(signals)
 
     def reported(self, report: Report | None, now: float) -> None:
-        """What it says its prefix cache holds. None: it has no such report, and what it was sent has to do."""
+        """Takes a report of the instance's prefix cache. None: it makes none, and requests sent there have to do."""
         if report is None:
             self.reports = False
             return
@@ -216,7 +216,7 @@ def parse(page: bytes) -> Signals:
 
 
 def pressure(signals: Signals | None) -> float:
-    """What an instance's own state adds to its requests, in requests: who queues there waits for a whole answer."""
+    """The load of an instance's own state, in requests: a request that queues there waits for a whole answer."""
     if signals is None:
         return 0.0
     full = max(0.0, signals.kv_cache_usage - _FULL_FROM) / (1.0 - _FULL_FROM)
@@ -273,14 +273,14 @@ class Window:
 
 
 class Health:
-    """Is an instance well: judged by its answers to clients, and by those to the gateway's own probes.
+    """Whether an instance is well, judged by its answers to clients, and by those to the gateway's own probes.
 
         closed --EJECT_AFTER failures in a row, or too many of the last ones--> open, for a time that grows
         open --the time is up--> half_open: one request a second tries it
         half_open --TRIALS answers--> closed        half_open --a failure--> open, for twice as long
 
-    A failure is a connection that is refused or breaks, silence for too long, or a status of FAULTS. What a client has
-    done wrong (4xx, 501) and a refusal for the version that runs there say nothing against an instance. Plain state:
+    A failure is a connection that is refused or breaks, silence for too long, or a status of FAULTS. Faults of
+    clients (4xx, 501) and a refusal for the version that runs there say nothing against an instance. Plain state:
     `now` (monotonic seconds) is handed in, and who may be ejected at all is for the fleet to say (view.py).
     """
 
@@ -375,5 +375,5 @@ class Health:
         return seconds
 
     def probed(self, *, well: bool) -> None:
-        """What /health said."""
+        """Takes the outcome of a request to /health."""
         self.probe_failures = 0 if well else self.probe_failures + 1

@@ -1,9 +1,9 @@
 """Routing: which instances may answer a request, and which of them does.
 
-Whoever is not `eligible` is never asked. Whoever refused a connection a moment ago, or stages a version, is asked only
-if nobody better is there. Of the rest a `Policy` chooses, which `--routing` names: one of POLICIES, or `MODULE:NAME` of
-a function or class outside. `Candidate` lists what a policy can look at. A policy is added by writing it here and
-naming it in POLICIES: the option, its help and the check of the settings follow from that.
+An instance that is not `eligible` is never asked. One that refused a connection a moment ago, or stages a version, is
+asked only if no better one is there. Of the rest a `Policy` chooses, which `--routing` names: one of POLICIES, or
+`MODULE:NAME` of a function or class outside. `Candidate` lists what a policy can look at. A policy is added by writing
+it here and naming it in POLICIES: the option, its help and the check of the settings follow from that.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Repeating one must cost its original nothing. So a repetition
   waits in the gateway's queue; there are at most MOST at a time, and each may take LIMIT_S seconds and LIMIT_BYTES;
 * has a lower priority in the engine than any request can have, and is cut when a request needs its place;
 * counts in no limit of a key, in no load, window or health of an instance, and for no share of a split;
-* is begun when its original goes to an instance, and neither waits for the other. Whatever becomes of it is a number.
+* is begun when its original goes to an instance, and neither waits for the other. Its outcome is only counted.
 
 Repeated are requests of routes that only generate text, and that pin no version. A judge (`listen`) gets each answer
 that has come to its end, and each failure of the version or its engine, under the request id of the original; without a
@@ -76,7 +76,7 @@ class Request(Protocol):
 
 
 class OfFleet(Protocol):
-    """What is known of the instances (view.py)."""
+    """The gateway's view of the instances (view.py)."""
 
     serving: list[Instance]
 
@@ -102,7 +102,7 @@ class Shadows:
         return self._judge
 
     def ignore(self) -> None:
-        """Nobody listens any more."""
+        """Takes the judge away, and drops the answers it has not read."""
         judge, self._judge = self._judge, None
         while judge is not None and not judge.empty():
             judge.get_nowait().capture.drop()

@@ -137,7 +137,7 @@ class Splits:
         return chosen
 
     def _value(self, request: Divided) -> bytes:
-        """What it sticks by; b"" if it has nothing of the kind."""
+        """The value that the request sticks by; b"" if it has none."""
         sticky = self._record.sticky if self._record is not None else ""
         if sticky == "key":
             return request.principal.digest

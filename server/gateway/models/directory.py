@@ -38,8 +38,8 @@ class Directory:
         self.several = len(models) > 1 or bool(aliases)
 
     def find(self, name: str | None, allowed: frozenset[str] | None) -> tuple[Served, ...]:
-        """Who answers a request for `name`, the first choice first; None: it names no model. `allowed`: the names that
-        its key may ask for, None if any. Raises NotFound."""
+        """The models that answer a request for `name`, the first choice first; None: the request names none. `allowed`:
+        the names that its key may ask for, None if any. Raises NotFound."""
         if not name:
             name = self.default.name
         if allowed is not None and name not in allowed:

@@ -57,7 +57,7 @@ class ExternalPool(Pool):
 
 
 class Upstream:
-    """What makes a request one for the upstream (served.Served.upstream)."""
+    """The changes that make a request one for the upstream (served.Served.upstream)."""
 
     def __init__(self, at: file.External) -> None:
         self.name = at.name
@@ -93,7 +93,7 @@ class Upstream:
         return b"POST %b HTTP/1.1\r\n%b%bcontent-length: %d\r\n\r\n" % (target, opening, lines, length)
 
     def answer(self, *, hides_usage: bool) -> Foreign:
-        """What its answer passes through."""
+        """The filter that the upstream's answer passes through."""
         return Foreign(self.name, hides_usage=hides_usage)
 
 

@@ -90,7 +90,7 @@ class External:
 
 @dataclass(frozen=True)
 class ModelsFile:
-    """What the file says, checked. `own` are the models of instances, with what is special to each; the first one of
+    """The file's content, checked. `own` are the models of instances, with what is special to each; the first one of
     the file is the default."""
 
     names: tuple[str, ...]
@@ -150,7 +150,7 @@ def read(path: Path) -> ModelsFile:
 
 
 def _problems(found: _File) -> Iterator[tuple[str, str]]:
-    """What the types do not say: where, and what is wrong."""
+    """The faults that the types do not show: the place of each, and what is wrong."""
     names: set[str] = set()
     for number, entry in enumerate(found.models):
         if entry.name in names:

@@ -28,7 +28,7 @@ BEGAN: Final = int(time.time())
 
 @router.get(MODELS, include_in_schema=False)
 async def models(request: Request, gateway: GatewayDep) -> dict[str, Any]:
-    """What the key may ask for: models, their adapters, aliases; as OpenAI lists models."""
+    """The names that the key may ask for: models, their adapters, aliases; as OpenAI lists models."""
     principal = principal_of(request, gateway)
     directory = gateway.directory
     told = await asyncio.gather(*(_of(served) for served in directory.models.values()))

@@ -1,7 +1,7 @@
 """One model of this gateway's, whole: the fleet that serves it, its queue and its counts, its swaps and releases.
 
-Every record of it in the store lies below `models/{name}/`, and nothing here knows of another model. What is shared by
-all models of a process is in gateway.py.
+Every record of the model in the store lies below `models/{name}/`, and nothing here knows of another model. State that
+all models of a process share is in gateway.py.
 """
 
 from __future__ import annotations

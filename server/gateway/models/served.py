@@ -1,4 +1,4 @@
-"""What a request needs of a model: who can answer it, who waits for that, and what is counted."""
+"""The parts of a model that a request needs: its instances, its queue, and its counts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from server.gateway.wire.foreign import Foreign
 
 
 class Upstream(Protocol):
-    """What a request to a server that is not ours needs (external.py)."""
+    """The changes to a request that goes to a server that is not ours (external.py)."""
 
     def check(self, route: str, *, constrained: bool) -> None: ...
 

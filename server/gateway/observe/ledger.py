@@ -257,7 +257,7 @@ class _Hook:
             wait_s = min(2 * wait_s, MAX_RETRY_S)
 
     async def _post(self, client: httpx.AsyncClient, entry: LedgerEntry) -> tuple[str, float]:
-        """What went wrong ("": nothing), and for how many seconds the receiver asks to be left alone."""
+        """The error ("": none), and for how many seconds the receiver asks to be left alone."""
         import httpx
 
         body = message(entry)
@@ -290,7 +290,7 @@ class LedgerKeeper:
         self._store, self._place, self._leads, self._on_entry = store, place, leads, on_entry
 
     async def run(self) -> None:
-        """For ever. Whatever the store or the files do, swaps go on; it is logged."""
+        """Runs for ever. Errors of the store and of files are logged, and swaps go on."""
         away = False
         while True:
             try:

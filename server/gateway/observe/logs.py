@@ -189,7 +189,7 @@ class AccessLog:
 
 
 def fields(finished: Finished) -> dict[str, Any]:
-    """What a line says; what there was not is left out."""
+    """The fields of a line; those without a value are left out."""
     found: dict[str, Any] = {
         "request_id": finished.request_id,
         "method": finished.method,

@@ -142,7 +142,7 @@ def _tokens(of: Callable[[Tokens], int]) -> Callable[[CountedModel], Mapping[Any
 
 
 def _signal(name: str) -> Callable[[CountedModel], Mapping[Any, Value]]:
-    """What each instance's last scrape told, if it worked."""
+    """The signal `name` of each instance, from its last scrape if that worked."""
     return lambda g: {i.id: getattr(i.signals, name) for i in g.instances if i.signals is not None}
 
 

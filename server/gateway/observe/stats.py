@@ -108,7 +108,7 @@ class Finished:
 
 
 def of_refusal(request_id: bytes, method: bytes, route: str, key: str, error: HttpError) -> Finished:
-    """What is told of a request that the gateway answered itself, without forwarding it."""
+    """The record of a request that the gateway answered itself, without forwarding it."""
     return Finished(
         request_id=request_id.decode(),
         method=method.decode("latin-1") if method.isalpha() else "-",
@@ -160,7 +160,7 @@ class OfVersion:
 
 
 class HookCounts:
-    """What a webhook has sent: attempts by outcome, and the entries that its URL has not got."""
+    """The counts of a webhook: attempts by outcome, and the entries that its URL has not got."""
 
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter(delivered=0, failed=0, lost=0)
@@ -183,7 +183,7 @@ class Swaps:
         self._told = told
 
     def swap(self, before: SwapRecord | None, record: SwapRecord) -> None:
-        """The swap record has changed. What was there when this process began is not counted."""
+        """Counts a change of the swap record. The record that was there when this process began is not counted."""
         if before is None or (before.id == record.id and before.phase == record.phase):
             return
         now = time.time()

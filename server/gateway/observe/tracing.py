@@ -93,7 +93,7 @@ class Tracer:
 
 
 def attributes(finished: Finished) -> dict[str, Any]:
-    """What a span says of a request; nothing of prompts, answers and keys."""
+    """The attributes of a request's span; none tells of prompts, answers or keys."""
     found: dict[str, Any] = {
         "http.request.method": finished.method,
         "http.route": finished.route,
@@ -150,7 +150,7 @@ def _event(entry: LedgerEntry) -> list[Span]:
 
 
 class SpanSender(Backlog):
-    """Sends spans to a collector. What became of them is counted in `counts`: "exported", "dropped" (the queue was
+    """Sends spans to a collector. Their outcomes are counted in `counts`: "exported", "dropped" (the queue was
     full: one for a record, however many spans it would have made) or "failed" (the collector did not take them)."""
 
     most = 4096
@@ -193,7 +193,7 @@ def traces_url(endpoint: str) -> str:
 
 
 def _open_exporter(url: str, service: str) -> tuple[Callable[[Span], ReadableSpan], Any]:
-    """What makes a span of ours one of the SDK's, and the SDK's exporter."""
+    """A function that makes a span of ours one of the SDK's, and the SDK's exporter."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource

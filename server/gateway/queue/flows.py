@@ -1,7 +1,7 @@
 """Fairness between the keys of one class: start-time fair queueing.
 
-Each key has a flow, a line of its own, served in the order it came. What a flow has been given is counted in its start
-tag: the cost of every request that left it, over its weight. The flow with the lowest tag goes next, and the tag of the
+Each key has a flow, a line of its own, served in the order it came. The start tag of a flow counts what it was given:
+the cost of every request that left it, over its weight. The flow with the lowest tag goes next, and the tag of the
 last one that went is the class's virtual time, from which a flow that was idle begins: nobody saves up, nobody owes.
 
 Why this one (Goyal, Vin and Cheng, "Start-time Fair Queuing", SIGCOMM 1996): it needs no knowledge of the rate at which
@@ -168,7 +168,7 @@ class Class(Generic[T]):
             self._levels.pop()
 
     def _rest(self) -> None:
-        """Nobody waits: the next one finds everybody equal."""
+        """Sets all tags back, as no request waits: the next one finds all keys equal."""
         self._flows.clear()
         self._heap.clear()
         self._virtual = 0.0

@@ -6,8 +6,8 @@ waited longest for its turn instead: the least urgent class moves on too, at a b
 class the keys' lines are served fairly (flows.py), and each line in the order it came.
 
 When it is full (`max_entries`), the key with the longest line for its weight in the least urgent class makes room: its
-last request is sent away, or the new one if that is its own. So a key that sends in bursts displaces itself and nobody
-else (longest queue drop: Suter, Lakshman, Stiliadis and Choudhury, INFOCOM 1998). Who is refused, and with what:
+last request is sent away, or the new one if that is its own. So a key that sends in bursts displaces itself and no
+other key (longest queue drop: Suter, Lakshman, Stiliadis and Choudhury, INFOCOM 1998). Requests are refused with:
 
     429 queue_full       this key holds the longest line: it sends faster than its share is served
     503 overloaded       what waits is more urgent, or the bodies that wait take `max_bytes`, or the wait would be over
@@ -104,7 +104,7 @@ class AdmissionQueue(Generic[W]):
         return evicted
 
     def pop(self, now: float) -> Ticket[W]:
-        """Takes who goes next. Somebody must be `waiting`."""
+        """Takes the ticket that goes next. At least one must be `waiting`."""
         self._turn += 1
         lines = self._next_class()
         lines.served = self._turn
@@ -135,7 +135,7 @@ class AdmissionQueue(Generic[W]):
         ticket.waits = True
 
     def needs(self) -> list[Need | None]:
-        """What those put aside need."""
+        """The needs of the tickets put aside."""
         return list(self._aside)
 
     def first_aside(self, need: Need | None) -> Ticket[W] | None:
@@ -143,7 +143,7 @@ class AdmissionQueue(Generic[W]):
         return next(iter(self._aside.get(need, ())), None)
 
     def settle(self, key: bytes, priority: int, more: int) -> None:
-        """What was let through for `key` cost `more` tokens than its ticket said (fewer, if negative)."""
+        """A request that was let through for `key` cost `more` tokens than its ticket said (fewer, if negative)."""
         lines = self._classes.get(priority)
         if lines is not None:
             lines.settle(key, more)

@@ -1,8 +1,8 @@
-"""What the text of answers shows of a release: its reader of the answers' desk, of shadow answers, and of feedback.
+"""A release's evidence from the text of answers: its reader of the answers' desk, shadow answers, and feedback.
 
-It is at the desk (server/answers/desk.py) while a step is judged whose conditions need texts or feedback, and gone
-otherwise: answers are not read for nothing. It keeps nothing of them. Rewards are asked a few at a time; what finds no
-room is not scored, whatever version wrote it, so that what is scored stays a fair sample.
+The reader is at the desk (server/answers/desk.py) while a step is judged whose conditions need texts or feedback, and
+gone otherwise: answers are not read for nothing. It keeps nothing of them. Rewards are asked a few at a time; an answer
+that finds no room is not scored, whatever version wrote it, so that the scored ones stay a fair sample.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a release does to the fleet: splits, commits, and questions to the candidate's instances."""
+"""A release's actions on the fleet: splits, commits, and questions to the candidate's instances."""
 
 from __future__ import annotations
 

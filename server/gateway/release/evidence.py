@@ -83,7 +83,7 @@ class Observer:
                 self._changed = True
 
     def taken(self) -> tuple[Watched, EvidenceRecord] | None:
-        """What to write, if anything has changed since it was last asked for."""
+        """The record to write, if it has changed since it was last asked for."""
         with self._lock:
             if self._watched is None or not self._changed:
                 return None
@@ -96,7 +96,7 @@ class Observer:
             return self._watched, EvidenceRecord(counted, lost)
 
     def again(self) -> None:
-        """What was taken could not be written."""
+        """Marks the record as changed, as the one that was taken could not be written."""
         with self._lock:
             self._changed = True
 

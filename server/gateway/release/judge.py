@@ -35,7 +35,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What is known of one condition. `candidate` and `stable` are the intervals of the means."""
+    """The state of one condition. `candidate` and `stable` are the intervals of the means."""
 
     condition: Condition
     state: State
@@ -46,7 +46,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Ruling:
-    """What becomes of the release: the step goes on, is over, or waits for evidence; or the version goes."""
+    """The decision on a release: the step goes on, is over, or waits for evidence; or the version goes."""
 
     kind: Literal["wait", "next", "hold", "rollback"]
     reason: str

@@ -29,7 +29,7 @@ from server.answers.measures import Pattern
 from server.errors import ConfigError
 from server.gateway.release.statistics import LEAST
 
-# What is measured of each answer by itself: whether its values lie between 0 and 1, and what they are.
+# The metrics of each answer by itself: whether the values lie between 0 and 1, and what they are.
 METRICS: Final[dict[str, tuple[bool, str]]] = {
     "errors": (True, "1 for a request that the server failed, or under which an instance was lost"),
     "left": (True, "1 for a request whose client left before the end of its answer"),
@@ -76,7 +76,7 @@ steps:
 
 
 class Condition(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """What must hold of one metric: exactly one of the five bounds.
+    """A condition on one metric: exactly one of the five bounds.
 
     Those with `increase`, `decrease` and `change` compare with the stable version: a number in the metric's unit, or a
     percentage of the stable version's mean ("20%"). `answers`: those that count. `prove`: a step does not end before
@@ -238,7 +238,7 @@ def searched(patterns: Sequence[str]) -> tuple[Pattern, ...]:
 
 
 def _problems(policy: Policy) -> Iterator[str]:
-    """What the types do not say."""
+    """The faults that the types do not show."""
     if not 0 < len(policy.steps) <= MAX_STEPS:
         yield f"it needs 1 to {MAX_STEPS} steps, and has {len(policy.steps)}."
     for what, duration in [("hold", policy.hold), *((f"step {n + 1}", s.for_) for n, s in enumerate(policy.steps))]:

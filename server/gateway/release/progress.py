@@ -35,7 +35,7 @@ class Share:
 
 @dataclass(frozen=True)
 class World:
-    """What there is at `now` (unix seconds). `active` is the version of the commit record, `shares` are those of the
+    """The state at `now` (unix seconds). `active` is the version of the commit record, `shares` are those of the
     other versions in it; None while a swap is under way. `evidence`: of this step, by judge.key_of. `evaluated`:
     what the evaluation came to, "" if it was passed, None if it is not over."""
 

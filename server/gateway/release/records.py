@@ -1,4 +1,4 @@
-"""What the store knows of releases. Every gateway reads it; a release goes on where a gateway that died has left it.
+"""The store's records of releases. Every gateway reads them; a release goes on where a gateway that died has left it.
 
 releases/{model}/current              ReleaseRecord, written by the leader of the coordinators, by compare-and-swap
 releases/{model}/policies/{name}      text of a policy
@@ -100,7 +100,7 @@ class LostMetric(Record):
 
 @dataclass(frozen=True)
 class EvidenceRecord(Record):
-    """What one gateway has counted in one step of a release."""
+    """The counts of one gateway in one step of a release."""
 
     counted: tuple[Counted, ...] = ()
     lost: tuple[LostMetric, ...] = field(default=())

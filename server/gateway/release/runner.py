@@ -126,7 +126,7 @@ class Releases:
         await append(self._store, {}, {self._keys.policy(name): text.encode() if text is not None else None}, entry)
 
     async def findings(self) -> tuple[Finding, ...]:
-        """What is known of the conditions of the step that is judged now. Raises StoreError."""
+        """The states of the conditions of the step that is judged now. Raises StoreError."""
         record = self.current
         if record is None or record.state not in WATCHED:
             return ()
@@ -339,7 +339,7 @@ class Releases:
 
 
 def watched(record: ReleaseRecord | None) -> Watched | None:
-    """What is to be counted for it."""
+    """The versions to count for the release; None if none is under way."""
     if record is None or record.state not in WATCHED:
         return None
     return Watched(record.id, record.step, frozenset({record.version, record.stable}))

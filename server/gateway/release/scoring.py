@@ -49,7 +49,7 @@ class Question(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
     @property
     def text(self) -> str:
-        """What the reward is shown of it."""
+        """The text of the prompt that the reward is shown."""
         return self.prompt or "\n".join(str(message.get("content", "")) for message in self.messages)
 
 
@@ -63,7 +63,7 @@ class RewardClient:
     async def score(
         self, name: str, reward: Reward, prompt: str, answer: str, expected: str, extra: Mapping[str, Any]
     ) -> float:
-        """What the reward called `name` gives. Raises ScoringFailed."""
+        """The score by the reward called `name`. Raises ScoringFailed."""
         import httpx
 
         body = {"prompt": prompt, "answer": answer, "expected": expected, "extra": dict(extra), "rewards": [name]}

@@ -2,8 +2,8 @@
 
 Whether a request's body is one JSON object is checked without building it: a body of empty lists would cost seconds of
 the loop and 20 times its size in memory, and a long prompt 20 times the time, if it were turned into Python objects
-only to be thrown away. What stands inside of long texts is the instance's to judge, as it reads it anyway: here only
-their ends are looked for, which takes an eighth of the time. Bodies that the gateway writes anew are checked whole.
+only to be thrown away. The inside of long texts is the instance's to judge, as it reads them anyway: here only their
+ends are looked for, which takes an eighth of the time. Bodies that the gateway writes anew are checked whole.
 
 The tokens of an answer are read once, from its last kilobytes; nothing is parsed while an answer passes. An instance
 writes the counts where its answers end: `usage` in whole answers and in the last event of those streams that were asked
@@ -91,8 +91,8 @@ _FAULTS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def check_object(body: bytes) -> Fields:
-    """What `body` has of them. Raises BadRequest if it is not a JSON object in UTF-8; what is wrong inside of long
-    texts is overlooked, and those in the fields are only told by how they begin and end."""
+    """The fields that `body` has. Raises BadRequest if `body` is not a JSON object in UTF-8; faults inside of long texts
+    are overlooked, and long texts in the fields are only told by how they begin and end."""
     if len(body) > 2 * LONG:
         body = without_texts(body)
     try:
@@ -283,7 +283,7 @@ def _ends_outermost(rest: bytes) -> bool:
 
 
 def estimate_usage(tail: bytes, body_bytes: int) -> Usage | None:
-    """What a cut stream of `body_bytes` has cost: its events, at the mean size of those in `tail`; a token in each."""
+    """The cost of a cut stream of `body_bytes`: its events, at the mean size of those in `tail`; a token in each."""
     events = tail.count(b"\n\n")
     if body_bytes > len(tail) and events > 1:
         whole_ones = tail.rfind(b"\n\n") - tail.find(b"\n\n")

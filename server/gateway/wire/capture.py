@@ -58,7 +58,7 @@ class Capture:
         self.pieces.clear()
 
     def drop(self) -> None:
-        """Nobody reads it after all. For the event loop."""
+        """Drops the capture, which is not read after all. For the event loop."""
         self._memory.taken -= self._charged
         self._clear()
 

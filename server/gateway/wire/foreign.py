@@ -34,11 +34,11 @@ class Foreign:
         self._held = b""
 
     def fault(self, status: int, retry_after: bytes) -> HttpError | None:
-        """What clients are told of this status; None: the answer is theirs."""
+        """The error that clients get for this status; None: they get the upstream's answer."""
         return fault_of(self.name, status, retry_after)
 
     def take(self, piece: bytes) -> bytes:
-        """What of the body may go out now: whole events, without the one of tokens alone, up to an error."""
+        """The bytes of the body that may go out now: whole events, without the one of tokens alone, up to an error."""
         if self.ended:
             return b""
         if not self.reads:
@@ -57,7 +57,7 @@ class Foreign:
         return piece
 
     def rest(self) -> bytes:
-        """What was held back, when the body has ended."""
+        """The bytes that were held back, when the body has ended."""
         held, self._held = self._held, b""
         return held
 
@@ -79,7 +79,7 @@ class Foreign:
 
 
 def _told(event: bytes) -> Event:
-    """What an event says; nothing if that cannot be read."""
+    """The content of an event; empty if it cannot be read."""
     try:
         return decode_event(b"".join(_DATA.findall(event)))
     except (ValueError, TypeError):  # msgspec's errors are ValueErrors
@@ -87,8 +87,8 @@ def _told(event: bytes) -> Event:
 
 
 def fault_of(name: str, status: int, retry_after: bytes) -> HttpError | None:
-    """What clients are told of an upstream's refusal; None: the answer is theirs. What is wrong with the gateway's own
-    key, or with its bill, is not for them to see."""
+    """The error that clients get for an upstream's refusal; None: they get its answer. Faults of the gateway's own key,
+    or of its bill, are not for them to see."""
     if 200 <= status < 300 or status in _THEIRS:
         return None
     seconds = int(retry_after) if re.fullmatch(rb"\d{1,5}", retry_after) else 5

@@ -67,7 +67,7 @@ class Journal:
         self.lost = False  # it has become too long, or what the instance sends cannot be continued
 
     def take(self, piece: bytes) -> bytes:
-        """What of the body may go out now: whole events."""
+        """The bytes of the body that may go out now: whole events."""
         if self._partial or piece[-2:] != b"\n\n":
             piece = self._whole(piece)
         self._pieces.append(piece)
@@ -77,7 +77,7 @@ class Journal:
         return piece
 
     def rest(self) -> bytes:
-        """What was held back, when the body has ended in order."""
+        """The bytes that were held back, when the body has ended in order."""
         rest, self._partial = self._partial, b""
         return rest
 
@@ -103,7 +103,7 @@ class Journal:
         return not self.lost
 
     def resume(self, version: int | None) -> Resume:
-        """What another instance has to know; `version`: of the weights that must go on, None if any may."""
+        """The state that another instance goes on from; `version`: of the weights that must, None if any may."""
         self._seams.append(len(self._ids))
         reason, stop = self.finish or (None, None)
         return Resume(

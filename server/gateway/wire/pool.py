@@ -158,7 +158,7 @@ class Pool:
         return link
 
     def _refused(self, exc: OSError) -> Unavailable:
-        """What clients are told, who are not told where instances are; the log is."""
+        """The error for clients, which does not say where the instance is; the log says that."""
         where = self.authority.decode()
         if isinstance(exc, ssl.SSLError):
             reason = tls_fault(exc)
@@ -220,7 +220,7 @@ class Outbox:
     A turn of a busy gateway reads from many connections, and each read makes a write. Written at once, every write
     wakes the other side, which has gone to sleep again by the next; written together, the first finds it asleep and
     the others awake. That took 15 of 59 us from a request with 32 clients on the same machine, and added nothing at one
-    client. What nobody waits for is done behind the writes.
+    client. Work that no client waits for is done behind the writes.
     """
 
     __slots__ = ("_pending", "_work")

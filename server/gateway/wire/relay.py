@@ -110,7 +110,7 @@ class ResponseRelay:
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
-            # Whatever follows a complete response only costs the connection, not the answer.
+            # Bytes that follow a complete response only cost the connection, not the answer.
             if not self.complete or self._fault:
                 raise BadUpstream(f"The instance sent a malformed response ({self._fault or exc}).") from exc
             self.reusable = False
@@ -162,7 +162,7 @@ class ResponseRelay:
         return event if self._close_delimited or self._http10 else b""
 
     def fault(self) -> HttpError | None:
-        """What clients are told instead of an answer of an upstream that is not ours; None: the answer is theirs."""
+        """The error that clients get instead of the answer of an upstream that is not ours; None: they get that."""
         foreign = self.foreign
         return None if foreign is None else foreign.fault(self.status, self.header(b"retry-after"))
 
@@ -206,7 +206,7 @@ class ResponseRelay:
         return out
 
     def _pass(self, data: bytes, piece: bytes) -> bytes:
-        """What a token usually costs: `data` is a chunk around `piece`, and its frame need be neither read nor made."""
+        """The usual path of a token: `data` is a chunk around `piece`, and its frame need be neither read nor made."""
         taken = piece
         if self.journal is not None:
             taken = self.journal.take(piece)

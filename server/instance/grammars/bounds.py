@@ -61,7 +61,7 @@ def _check_bytes(what: str, nbytes: int) -> None:
 
 
 def check_schema(schema: str | Mapping[str, Any]) -> None:
-    """Raises TooMuch. What is no JSON is left to vLLM, which says so."""
+    """Raises TooMuch. Text that is no JSON is left to vLLM, which says so."""
     try:
         text = schema.encode("utf-8", "replace") if isinstance(schema, str) else orjson.dumps(schema)
         _check_bytes("a schema", len(text))

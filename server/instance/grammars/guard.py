@@ -114,7 +114,7 @@ class Backend:
         return ("xgrammar", "guidance") if chosen == "auto" else (chosen,) if chosen in ("xgrammar", "guidance") else ()
 
     def kit(self) -> dict[str, Any]:
-        """What helper.py needs to set up the libraries as the engine does."""
+        """The values that helper.py needs to set up the libraries as the engine does."""
         from vllm.tokenizers import cached_tokenizer_from_config
 
         tokenizer = cached_tokenizer_from_config(model_config=self._config.model_config)
@@ -191,7 +191,7 @@ def _schema(text: str) -> Any:
 
 
 def _for_xgrammar(kind: Any, text: str) -> tuple[str, str]:
-    """What vLLM makes of it for xgrammar: choices become a grammar."""
+    """The kind and text that vLLM gives to xgrammar: choices become a grammar."""
     from vllm.v1.structured_output.utils import choice_as_grammar, grammar_is_likely_lark
 
     if kind.name == "CHOICE":

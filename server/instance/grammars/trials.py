@@ -48,7 +48,7 @@ class GrammarRefused(Problem):
 
 
 class GrammarsBusy(Problem):
-    """Nobody can say now what the grammar costs; the same request may be good later."""
+    """The cost of the grammar cannot be told now; the same request may be good later."""
 
     status, type, param, code, retry_after_s = 429, "rate_limit_error", "structured_outputs", "grammars_busy", RETRY_S
 
@@ -237,7 +237,7 @@ class _Helper:
         return self._reading is None or self._reading.done()
 
     async def ask(self, attempts: tuple[tuple[str, str, str], ...]) -> dict[str, Any]:
-        """What it reports of one trial. Raises EOFError or OSError when it has ended."""
+        """The helper's report of one trial. Raises EOFError or OSError when the helper has ended."""
         if self.ended:
             raise EOFError
         number = next(self._numbers)
