@@ -23,8 +23,8 @@ from server import api
 
 SIZES: Final = tuple(n for exponent in range(8, 16) for n in (2**exponent, 3 * 2 ** (exponent - 1)))  # 256 B to 48 KiB
 LOOK: Final = 4096  # where the prompt's field is looked for; if it is further on, the body counts from its start
-# What comes first in the prompt that a route makes of its body. Inside a JSON string such a name cannot occur: its
-# quotes would be escaped.
+# The fields that come first in the prompt that a route makes of its body. Inside a JSON string such a name cannot
+# occur: its quotes would be escaped.
 PROMPT_FIELDS: Final = {route.path: route.prompt for route in api.ROUTES if route.prompt}
 SCOPE: Final = b"x-hotswap-cache-scope"  # the header that says whose cache blocks a request may hit
 
@@ -37,7 +37,7 @@ def scope_line(name: bytes) -> bytes:
 
 
 def seed(scope: bytes) -> int:
-    """The first number of a prompt's chain. `scope`: a `scope_line`; prompts of two have no number in common."""
+    """The seed of a prompt's chain. `scope`: a `scope_line`; prompts of two have no number in common."""
     return int(xxh3_64_intdigest(scope))
 
 

@@ -14,7 +14,7 @@ NewestBy = Literal["name", "time"]
 
 @dataclass(frozen=True)
 class FollowConfig:
-    """The source that is followed, how a checkpoint is taken, and what becomes of it. Seconds. Raises ConfigError."""
+    """The source that is followed, and how its checkpoints are taken and used. Times in seconds. Raises ConfigError."""
 
     source: Annotated[
         str,

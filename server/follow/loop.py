@@ -107,8 +107,8 @@ class Follower:
         return None
 
     def _over(self, candidate: Candidate, state: FollowState) -> bool:
-        """Whether the candidate was tried, or is older than one that was: that newer ones were deleted is no reason to go
-        back. A candidate that a user chose is over only if it was the last that was tried."""
+        """Whether the candidate was tried, or is older than one that was: deleted newer ones are no reason to go back.
+        A candidate that a user chose is over only if it was the last that was tried."""
         if not state.tried:
             return False
         last = state.tried[-1]

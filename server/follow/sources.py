@@ -70,8 +70,8 @@ class File:
 class Candidate:
     """A directory of a source that may be a checkpoint. `files` are those that a publication reads, by name.
 
-    `lacks` says why the directory is not whole yet, if it is not. A user has `chosen` it, if set: that the directory is
-    older than another one is then no reason to leave it out.
+    `lacks` says why the directory is not whole yet, if it is not. A user has named it if it is `chosen`: that
+    it is older than another one is then no reason to leave it out.
     """
 
     source: str

@@ -121,7 +121,7 @@ class Held:
 
 
 def _held(admin: Admin) -> dict[str, Held]:
-    """The versions of a bucket that are in a version that is ready, by their uploads."""
+    """The versions of a bucket that a ready version of the fleet carries, by their uploads."""
     listed: list[dict[str, Any]] = admin.call("GET", "/admin/weights")["versions"]
     ready = {
         digest: int(version["version"])

@@ -213,7 +213,7 @@ class OidcSettings:
 
 @dataclass(frozen=True)
 class AnswerSettings:
-    """The log of answers to keys that have opted in: where it is, and how long it lasts (docs/feedback.md)."""
+    """The log of answers to keys that have opted in: its content, its place, and its age (docs/feedback.md)."""
 
     url: Annotated[
         str | None,

@@ -203,7 +203,7 @@ class Exchange:
         self._place(None)
 
     def turned_away(self, error: HttpError) -> None:
-        """No instance answers the request, or goes on with its answer (gate.Waiter, for what was queued in vain)."""
+        """No instance answers the request, or goes on with its answer (gate.Waiter, for a request queued in vain)."""
         answered = self.status != 0
         if self.state is State.ENDED or (not answered and self._falls_back(error)):
             return

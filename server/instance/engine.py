@@ -221,7 +221,7 @@ class Engine:
         return bool(events and config.cache_config.enable_prefix_caching)
 
     async def prefixes(self) -> list[Changes]:
-        """The changes of each data-parallel rank's cache since the last call: prefixes that it now holds, or holds no more.
+        """The changes of each data-parallel rank's cache since the last call: prefixes that it now holds, or no longer.
         Raises RankFailed, EngineDied."""
         return [changes or [] for changes in await self._answer(self._ranks.call("hotswap_prefixes"))]
 

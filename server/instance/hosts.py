@@ -130,7 +130,7 @@ class Ranks:
         self._client = client
 
     async def call(self, method: str, *args: Any) -> list[Any]:
-        """The answers of all engine cores to `method`, in order. Raises RankFailed, naming the ranks that raised."""
+        """The answers of all engine cores to `method`, by rank. Raises RankFailed, naming the ranks that raised."""
         core = self._client.engine_core
         calls = [core._call_utility_async(method, *args, engine=engine) for engine in core.core_engines]
         answers = await asyncio.gather(*calls, return_exceptions=True)

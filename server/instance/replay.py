@@ -84,7 +84,7 @@ class Replaying:
         return {"resumed_at": self.resume.resumed_at} if self.resume is not None else {}
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """The headers that tell the gateway of a replay, in the head of a stream."""
+        """The headers of a stream that tell the gateway whether it can be resumed, and whether it was."""
         found = [(RESUMABLE, b"1")] if self.resumable else []
         return [*found, (RESUMED, b"1")] if self.resume is not None else found
 

@@ -211,7 +211,7 @@ class _Beginning:
         self.copies: DiskRecord | None = None
 
     async def run(self, arena: Arena, digest: str) -> Sequence[str] | None:
-        """The arguments of the publication that must come first. `digest`: of the checkpoint."""
+        """The arguments of the publication that must come first, None without one. `digest`: of the checkpoint."""
         active = await self._active()
         if self.wanted.copies is not None:
             require_own(self.wanted.copies, self._name)

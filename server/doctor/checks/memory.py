@@ -53,7 +53,7 @@ def need_of(world: World) -> Need | None:
 
 def pinned_nbytes(world: World, nbytes: int, scratch: int = 0) -> int:
     """The bytes that the workers of all instances pin of a host with GPUs: a ring each, and its part of the versions,
-    of `nbytes` in all ranks, that have no room on the device. `scratch`: the bytes that a staging takes there besides."""
+    of `nbytes` in all ranks, that have no room on the device. `scratch`: the bytes that a staging adds there."""
     from weightsync.vllm_engine.device import cuda, mapping, remap, room
 
     each = -(-nbytes // world.tensor_parallel_size)

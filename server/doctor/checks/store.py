@@ -195,7 +195,7 @@ def judge_clock(who: str, low: float, high: float) -> Finding:
 
 
 def bounds(samples: Iterable[Sample]) -> tuple[float, float]:
-    """The bounds of the other clock less ours, by all samples; taken until they are narrow or these end. At least one."""
+    """The bounds of the other clock less ours, by one sample or more; read until the bounds are narrow."""
     low, high = float("-inf"), float("inf")
     for sample in samples:
         low, high = max(low, sample.date - sample.received), min(high, sample.date + 1 - sample.sent)

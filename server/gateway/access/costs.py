@@ -29,7 +29,7 @@ USUAL_OUTPUT: Final = 256  # tokens, for an answer that nothing bounds; vLLM wou
 MOST: Final = 1 << 40  # tokens; nobody means more
 WEIGHT: Final = 0.1  # of the last answer in an instance's pace
 _MOST_TEXT: Final = 32  # characters of a number
-# What bounds an answer on each route that generates, the one that counts first; and the bound where none is sent.
+# The fields that bound an answer, by route that generates, the one that counts first; and the bound without one.
 _FIELDS: Final = {route.path: (route.bounds, route.unbounded) for route in api.ROUTES if route.bounds}
 _NESTED: Final = {route.path: route.nested for route in api.ROUTES if route.nested}
 _PROMPTS: Final = {route.path: route.prompts for route in api.ROUTES if route.prompts}

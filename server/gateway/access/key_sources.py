@@ -371,7 +371,7 @@ def _told(action: Action, record: KeyRecord, by: By, before: KeyRecord | None = 
 
 
 def _closing(record: KeyRecord) -> dict[str, bytes]:
-    """The values written with a record: a key for inference closes inference to those who have none, for good."""
+    """The values written with a record: a key for inference closes inference to clients without one, for good."""
     return {DOOR: DoorRecord(open=False, since=time.time()).to_json()} if INFER in record.scopes else {}
 
 

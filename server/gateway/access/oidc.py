@@ -41,7 +41,7 @@ CLAIMS: Final = ["exp", "iss", "aud", "sub"]  # a token without one of them is r
 
 
 class AdminAccess:
-    """The check of requests on the admin port: each comes from the owner of a key, or of a token."""
+    """Finds the caller of a request on the admin port: the owner of a key, or of a token."""
 
     def __init__(self, keys: KeyRing, settings: OidcSettings) -> None:
         """Raises ConfigError."""

@@ -416,7 +416,7 @@ class Sharing:
         return False
 
     def _hurry(self) -> None:
-        """A key is short of its part: the next step comes soon."""
+        """Lets the next step come soon, as units are short."""
         if self._hurry_at == math.inf:
             self._hurry_at = self._stepped_at + HURRY_S
             self._news.put_nowait(None)

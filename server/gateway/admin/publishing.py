@@ -306,7 +306,7 @@ async def _stalled(pid: int) -> None:
 
 @dataclass(frozen=True)
 class _Work:
-    """The work of a process: that of its first thread, which publishes, in bytes and ticks, and all in seconds."""
+    """A process's work: of its first thread, which publishes, in bytes and ticks, and of all threads in seconds."""
 
     first: tuple[bytes, ...]
     cpu_s: float

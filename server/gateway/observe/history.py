@@ -2,8 +2,8 @@
 
 Throughput comes from the counters that the engines keep: it is the fleet's, whichever gateway asks. Training points are
 in the store: all gateways know them, after restarts too. A point supersedes those of the same and of later steps that
-were reported before it: a run that went back to a checkpoint, or a new one, goes on from where it is. Reports
-of one step in several requests are put together.
+were reported before it: a run that went back to a checkpoint, or a new one, goes on from where it is. Reports of one
+step in several requests are put together.
 """
 
 from __future__ import annotations

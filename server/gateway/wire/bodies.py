@@ -91,8 +91,8 @@ _FAULTS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def check_object(body: bytes) -> Fields:
-    """The fields that `body` has. Raises BadRequest if `body` is not a JSON object in UTF-8; faults inside of long texts
-    are overlooked, and long texts in the fields are only told by how they begin and end."""
+    """The fields that `body` has. Raises BadRequest if `body` is not a JSON object in UTF-8; faults inside of long
+    texts are overlooked, and long texts in the fields are only told by how they begin and end."""
     if len(body) > 2 * LONG:
         body = without_texts(body)
     try:

@@ -1,9 +1,9 @@
 """Heads of requests, and the gateway's own answers; no sockets.
 
 A request's head is checked, and written anew for the instance. The forwarded headers are an allow-list: hop-by-hop
-headers, credentials, cookies and headers that could steer the instance's own middleware never leave
-the gateway. llhttp (httptools) has already refused duplicate or malformed Content-Length, Content-Length beside
-Transfer-Encoding, bare line feeds, folded headers and control characters.
+headers, credentials, cookies and headers that could steer the instance's own middleware never leave the gateway. llhttp
+(httptools) has already refused duplicate or malformed Content-Length, Content-Length beside Transfer-Encoding, bare
+line feeds, folded headers and control characters.
 """
 
 from __future__ import annotations
