@@ -111,7 +111,7 @@ class Server:
     def start(self, say: Callable[[str], None] = lambda _: None) -> None:
         """Start every process; returns at once. `say` is told what it waits for, or discards. Raises CliError.
 
-        What is refused leaves everything as it was. Call `stop` whatever happens.
+        A refused start leaves everything as it was. Call `stop` whatever happens.
         """
         self.state.claim()
         self.children.clear()

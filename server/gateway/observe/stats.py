@@ -1,6 +1,6 @@
 """The counts of this gateway: plain numbers, cheap enough for every chunk of a stream (metrics.py shows them).
 
-Whoever wants to know of single requests, the access log and traces, is told of each when it is over (`Finished`).
+The readers of single requests, the access log and traces, are told of each when it is over (`Finished`).
 """
 
 from __future__ import annotations

@@ -337,7 +337,7 @@ class ResponseRelay:
 def whole_chunk(data: bytes) -> int:
     """Where the content of `data` begins if it is one chunk with content, to the byte and as usually written; else 0.
 
-    What is not, the parser reads: several chunks or half a one, extensions, capitals, leading zeros, the last chunk.
+    The parser reads all else: several chunks or half a one, extensions, capitals, leading zeros, the last chunk.
     """
     line = data.find(b"\r\n", 0, 10)
     size = len(data) - line - 4

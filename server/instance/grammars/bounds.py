@@ -1,6 +1,6 @@
 """Bounds on structured output, so that no schema, pattern or grammar takes the memory or the time of the others.
 
-What a grammar costs to compile grows with what it spells out, not with its length: `{"minItems": 1000000000}` is 20
+The cost of compiling a grammar grows with what it spells out, not with its length: `{"minItems": 1000000000}` is 20
 bytes and takes the memory of the host. So each is looked at before vLLM gets it: how long it is, how many nodes and how
 deep, how often its repetitions multiply (a bound inside a bound), whether a reference or a rule leads to itself before
 anything is read. The look itself is linear in the length, and stops at the first bound that is exceeded.
