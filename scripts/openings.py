@@ -15,6 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("weightsync", "server", "trainer")
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 GENERATED = ("docs/options.md", "docs/reference")
 OPENING = re.compile(r"(?:^|(?<=[.!] ))(?:What|Who|Whoever|Whatever|Nobody|Somebody)\b[^.?]*\.?(?!\?)")
 
@@ -22,9 +23,8 @@ OPENING = re.compile(r"(?:^|(?<=[.!] ))(?:What|Who|Whoever|Whatever|Nobody|Someb
 def in_source(text: str) -> Iterator[tuple[int, str]]:
     """The line and the text of each docstring, and of each block of comments."""
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            if said := ast.get_docstring(node):
-                yield node.body[0].lineno, said
+        if isinstance(node, DOCUMENTED) and (said := ast.get_docstring(node)):
+            yield node.body[0].lineno, said
     block: list[str] = []
     began = last = 0
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -40,7 +40,7 @@ def in_source(text: str) -> Iterator[tuple[int, str]]:
 
 def in_page(text: str) -> Iterator[tuple[int, str]]:
     """The line and the text of each paragraph, list item and cell; code and headings are none."""
-    plain = re.sub(r"^```.*?^```", lambda code: "\n" * code[0].count("\n"), text, flags=re.M | re.S)
+    plain = re.sub(r"^```.*?^```", lambda code: "\n" * code[0].count("\n"), text, flags=re.MULTILINE | re.DOTALL)
     for number, line in enumerate(plain.splitlines(), 1):
         if not line.startswith("#"):
             for cell in line.strip("| ").split(" | "):

@@ -4,7 +4,7 @@
 made from what the sources say now; after an edit, without a compiler, or with HOTSWAP_PURE=1 Python runs the sources,
 which is the same and slower. So an edit takes effect at once, and `make setup` makes it fast again.
 
-The modules keep to rules of mypyc: no slotted or generic dataclasses (its classes have no `__dict__` anyway), and msgspec
+They keep to rules of mypyc: no slotted or generic dataclasses (its classes have no `__dict__` anyway), and msgspec
 structures in modules of their own; and no slice of bytes between two bounds whose first may lie behind the second, for
 which mypyc 2.4 raises SystemError (hence wire/bodies.py is not among them).
 """
