@@ -66,7 +66,7 @@ class Applied:
 
 def publish_delta(stream: BinaryIO, publisher: Publisher, *, upload_id: str, onto: int | None = None) -> Applied:
     """Make the version that `stream` holds ready, under the next number; the same `upload_id` again gives the same one.
-    What it does not bring it takes from version `onto`, as in `Publisher.publish`.
+    Parts that the version does not bring come from version `onto`, as in `Publisher.publish`.
 
     The publisher holds its lineage, so of two processes that were given one upload only the later can commit, and it
     looks here first. Raises DeltaError, DeltaBaseMismatch, DigestMismatch, and what `Publisher.begin_all` raises.
@@ -178,7 +178,7 @@ def push(
     sign: Path | None = None,
     done: dict[str, Any] | None = None,
 ) -> int:
-    """Publish the checkpoint in `directory`; returns its version. What is known so far is put into `done`.
+    """Publish the checkpoint in `directory`; returns its version. The facts known so far are put into `done`.
 
     `part` says what it is ("draft", "lora/NAME"; the base by default), `parts` what else belongs to the version, and
     `without` what it takes away of the version before, for which no directory is needed. The same `upload_id` again

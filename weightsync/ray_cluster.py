@@ -2,7 +2,7 @@
 
 An actor stands for each process: it starts the same command that one would type on its node, hands on what the command
 prints, and ends it. The resources of all of them are one placement group. When a node is lost, Ray gives its bundles
-to other nodes as soon as one has room; a process that is started again goes where its bundle is then. Nobody but Ray
+to other nodes as soon as one has room; a process that is started again goes where its bundle is then. Ray alone
 decides which node that is.
 
 Arguments and environments travel to the actors in Ray's own pickles, among machines that run whatever a member of the
@@ -51,7 +51,7 @@ class Node:
 
 @dataclass(frozen=True)
 class News:
-    """What a process has printed since the last look, how it ended, and the files that it then left in its
+    """The output of a process since the last look, how it ended, and the files that it then left in its
     directory."""
 
     out: bytes
@@ -286,7 +286,7 @@ class _Keeper:
                 self._news.notify()
 
     def look(self, wait_s: float) -> News:
-        """What there is to know; waits a while until there is something."""
+        """The news of the process; waits a while until there is some."""
         deadline = time.monotonic() + wait_s
         while self._process.poll() is None and not any(self._printed) and (left := deadline - time.monotonic()) > 0:
             with self._news:

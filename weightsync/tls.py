@@ -35,7 +35,7 @@ def is_loopback(host: str) -> bool:
 
 
 def stamp(path: Path) -> Stamp:
-    """What changes when a file is written, replaced or given another mode; None if it is not there."""
+    """A stamp that changes when a file is written, replaced or given another mode; None if it is not there."""
     try:
         found = path.stat()
     except OSError:
@@ -121,9 +121,9 @@ class FollowedContext(ssl.SSLContext):
 class ClusterTls:
     """A member's certificate, its key and the cluster's own authority: `tls.crt`, `tls.key`, `ca.crt` in a directory.
 
-    That is how a Kubernetes TLS secret of cert-manager looks when it is mounted. Whoever shows a certificate of that
-    authority is a member, so it must sign nothing else. Clients expect NAME in a server's certificate instead of its
-    address, which is not known beforehand. Raises TlsUnavailable.
+    That is how a Kubernetes TLS secret of cert-manager looks when it is mounted. The holder of a certificate of that
+    authority is a member, so the authority must sign nothing else. Clients expect NAME in a server's certificate
+    instead of its address, which is not known beforehand. Raises TlsUnavailable.
     """
 
     NAME = "hotswap"  # the DNS name in every member's certificate

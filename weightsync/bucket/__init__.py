@@ -7,8 +7,8 @@ objects.py    the bucket, its records, what is kept    publisher.py  the trainer
 carrier.py    out of slots, in a process of its own    metrics.py    of publishers         __main__.py a checkpoint
 
 A number is claimed by creating its record where there is none yet: a conditional put in S3 (`If-None-Match`), exclusive
-creation elsewhere. So of two publishers that believe to come next one has the number, and the other learns of it. What
-a publisher that was killed has left behind no record names, so nobody reads it, and the next one removes it.
+creation elsewhere. So of two publishers that believe to come next one has the number, and the other learns of it. No
+record names the objects left by a killed publisher, so no follower reads them, and the next publisher removes them.
 
 A version is one part of the model, the base model or another (memory/parts.py); its record says which versions have the
 others. Versions are deltas of the one before of their part, and each so many come in full: nobody has to begin at the

@@ -1,11 +1,11 @@
-"""Carries versions out of slots into a bucket, in a process of its own, so that whoever publishes goes on meanwhile.
+"""Carries versions out of slots into a bucket, in a process of its own, so that the publisher goes on meanwhile.
 
     carrier = Carrier("s3://models/run", model="demo")
     carrier.hand(slot, manifest_digest)      # back at once: the slot is held until it is there and the next one too
     for outcome in carrier.outcomes(): ...
 
 One version is on its way at a time. One more waits, and a newer one takes its place: followers take the newest anyway.
-The process ends with this one. What it was about to put there no record names then, and nobody reads it.
+The process ends with this one. No record then names the objects of a version under way, and no follower reads them.
 
 Orders and answers are JSON, a line each:
 
@@ -43,8 +43,8 @@ TAKEN_S = 30.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a version that was handed over. `number` is the bucket's, `sent` in bytes; `error` says what to do
-    and `code` is its code, "" where it is there. `skipped`: a newer one took its place."""
+    """The outcome of a version that was handed over. `number` is the bucket's, `sent` in bytes; `error` says what to do
+    and `code` is its code, "" where the version is there. `skipped`: a newer one took its place."""
 
     number: int = 0
     sent: int = 0

@@ -71,7 +71,7 @@ class StoredVersion:
 
     @property
     def nbytes(self) -> int:
-        """What it takes in the bucket."""
+        """The bytes that the version takes in the bucket."""
         return sum(part.nbytes for part in self.parts)
 
     def to_bytes(self) -> bytes:
@@ -307,7 +307,7 @@ class Bucket:
 
 
 class BucketTakenAlready(Exception):
-    """What was to be created is there."""
+    """The object to create is there already."""
 
 
 def _record(number: int) -> str:

@@ -85,7 +85,7 @@ class BucketPublisher:
         is. With `config`, the config.json of such a checkpoint, tensors and configuration may be others
         than before.
 
-        Nobody sees a version before it is whole. Raises UnsupportedDtype and BadPart (nothing was sent), BucketTaken,
+        No version is seen before it is whole. Raises UnsupportedDtype and BadPart (nothing was sent), BucketTaken,
         for good, and BucketUnavailable, after which it can be called again.
         """
         versions = self._of(part)

@@ -107,12 +107,12 @@ async def retire(store: Store, keys: Keys, *, spare: int, below: int | None = No
 def retirement(
     keys: Keys, versions: Iterable[VersionRecord], needed: set[int], *, spare: int, below: int | None = None
 ) -> dict[str, bytes | None]:
-    """What to write: superseded versions as retired, and the oldest tombstones no more, nor forms only they name.
+    """The keys to write: superseded versions as retired; the oldest tombstones, and forms only they name, as gone.
 
     The oldest come first, and as many as leave room in the transaction; the next one has the rest. A retired version
     names the parts alone that it published itself.
 
-    Whoever writes it compares the revision of each key: a publisher writes the form anew that no version had.
+    The writer compares the revision of each key: a publisher writes the form anew that no version had.
     """
     known = list(versions)
     victims = superseded(known, needed, spare=spare, below=below)
@@ -196,7 +196,7 @@ async def request(
 ) -> int:
     """Write the target; returns the revision to wait from. `fence`: keys that must still be at these revisions.
 
-    `reason` and `action` are for the ledger. What waited for `approval` waits no more, in the same transaction.
+    `reason` and `action` are for the ledger. The request behind `approval` waits no more, in the same transaction.
 
     An operator asks without a fence. Raises UnknownVersion when a version is not ready, Conflict when `fence` fell.
     """

@@ -238,7 +238,7 @@ class Participant:
 
     @property
     def record(self) -> InstanceRecord:
-        """What this instance says, or will say, of itself."""
+        """The record in which this instance describes, or will describe, itself."""
         return self._record
 
     @property
@@ -340,7 +340,7 @@ class Participant:
         raise LeaseLost(lease.id)
 
     def _under_way(self) -> list[asyncio.Task[Any]]:
-        """What runs beside the watch; when it has ended there is something to do."""
+        """The tasks that run beside the watch. When one has ended there is something to do."""
         draining = [self._draining[1]] if self._draining is not None else []
         staging = [self._staging.task] if self._staging is not None else []
         return [task for task in (*draining, *staging) if not task.done()]

@@ -98,7 +98,7 @@ Action = Rest | Serve | Stage | Drain | Flip | Restart
 
 
 def decide(record: InstanceRecord, view: View) -> Action:
-    """What the instance does next."""
+    """The next action of the instance."""
     view = view.of(record.id)
     active, swap = view.active, view.swap
     if record.state in OUT_FOR_GOOD:
@@ -213,7 +213,7 @@ def _nearest(
     return next((i.id for i in found if i.state in PARTICIPATING and not confirmed(i, active)), None)
 
 
-# What it says of itself afterwards.
+# The record of the instance afterwards.
 
 
 def serving(record: InstanceRecord, active: ActiveRecord | None) -> InstanceRecord:

@@ -34,7 +34,7 @@ class Board:
     """
 
     def __init__(self, keys: Keys, found: Iterable[KeyValue] = (), revision: int = 0) -> None:
-        """`found` is all there was at `revision`. Whoever does not `follow` a store calls `apply`."""
+        """`found` is all there was at `revision`. A caller that does not `follow` a store calls `apply`."""
         self.keys = keys
         self.seen = revision  # of the last event; one transaction may be several events of one revision
         self._found: dict[str, KeyValue] = {}
@@ -142,7 +142,7 @@ class Board:
 
     @property
     def starts(self) -> dict[str, StartRecord]:
-        """What became of starts that swaps asked for, by instance."""
+        """The outcomes of starts that swaps asked for, by instance."""
         prefix = self.keys.starts
         found = {k.removeprefix(prefix): kv for k, kv in self._found.items() if k.startswith(prefix)}
         return {name: _parsed(StartRecord, kv.value) for name, kv in found.items()}
@@ -156,8 +156,8 @@ class Board:
         return FormRecord(tensors.value.decode(), own) if tensors is not None else None
 
     def revision(self, key: str) -> int:
-        """What to compare with before writing `key` (0: it does not exist), or what depends on all keys under it, if
-        it ends with "/"."""
+        """The revision to compare with before a write of `key` (0: there is no such key). If `key` ends with "/": the
+        newest revision under it, for a write that depends on all keys there."""
         if key.endswith("/"):
             return max((kv.mod_revision for k, kv in self._found.items() if k.startswith(key)), default=MISSING)
         return self._found[key].mod_revision if key in self._found else MISSING

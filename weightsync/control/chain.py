@@ -14,10 +14,10 @@ a conflict over anything else is told to the caller as before.
 
 Entries beyond the newest `KEPT` leave the store by `FILE` at a time: for JSONL files in a directory or at a URL of
 fsspec's, or, if no place is named, for nowhere; then the record keeps the digest with which the rest begins. A file is
-whole before its record is written, and its entries go after that. Who dies in between leaves entries in both places.
+whole before its record is written, and its entries go after that. A crash in between leaves entries in both places.
 
-A chain proves order and wholeness to whoever has noted an earlier head. Who may write the whole store can write another
-chain: `verify` with an `anchor` notices.
+A chain proves order and wholeness to a reader who has noted an earlier head. A writer of the whole store can write
+another chain: `verify` with an `anchor` notices.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ ACTIONS: tuple[Action, ...] = get_args(Action)
 
 @dataclass(frozen=True)
 class LedgerEntry(Record):
-    """What happened. `at` is unix seconds; `who` an admin identity, LINEAGE@HOST:PID or "coordinator".
+    """One deed. `at` is unix seconds; `who` an admin identity, LINEAGE@HOST:PID or "coordinator".
 
-    `reason` is why, as whoever did it says; `outcome` what came of it, where that is known with the deed itself.
+    `reason` is why, in the words of `who`; `outcome` is the result, where that is known with the deed itself.
     `swap` is the id that a request for a version shares with the commit, the end and the history of its swap.
     """
 
@@ -137,7 +137,7 @@ async def append(
 
 @dataclass(frozen=True)
 class Held:
-    """What the store has of the chain. `entries` are bytes by number."""
+    """The part of the chain that the store has. `entries` are bytes by number."""
 
     head: HeadRecord
     archived: ArchiveRecord
@@ -157,7 +157,7 @@ class Held:
 
     @property
     def before(self) -> HeadRecord:
-        """What the first entry that is still somewhere follows."""
+        """The entry before the first one that is still somewhere."""
         return HeadRecord(self.archived.dropped, self.archived.dropped_digest)
 
     def blocks(self, place: str = "") -> Iterator[tuple[range, Mapping[int, list[bytes]]]]:
@@ -184,7 +184,7 @@ def _numbered(items: list[KeyValue]) -> Iterator[tuple[int, bytes]]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `verify` found: the entries from `first` on fit up to `head` (NUMBER:DIGEST), or `number` does not."""
+    """The finding of `verify`: the entries from `first` on fit up to `head` (NUMBER:DIGEST), or `number` does not."""
 
     entries: int
     first: int

@@ -223,7 +223,7 @@ class Phases:
 def transaction(
     board: Board, step: Step, leader: int, *, spare: int = 0
 ) -> tuple[dict[str, int], dict[str, bytes | None]]:
-    """What a step compares and writes; `leader` is the revision of the leader's key in its term."""
+    """The keys that a step compares and writes; `leader` is the revision of the leader's key in its term."""
     keys, swap = board.keys, step.swap
     puts: dict[str, bytes | None] = {keys.swap: swap.to_json()}
     if step.active is not None:
@@ -244,7 +244,7 @@ def transaction(
 
 
 def _superseded_by(board: Board, step: Step, spare: int) -> dict[str, bytes | None]:
-    """What a commit makes superfluous goes with it, so that the slot is free for the next version at once."""
+    """The versions that a commit makes superfluous go with it, so that a slot is free for the next one at once."""
     active = step.active or board.active
     if active is None:
         return {}
@@ -259,7 +259,7 @@ def view_of(
     refuses: Callable[[VersionRecord], str] = lambda _: "",
     lasted_s: float = 0.0,
 ) -> View:
-    """What `decide` looks at."""
+    """The view that `decide` looks at."""
     swap, target = board.swap, board.target
     version = swap.target if swap is not None and in_flight(swap) else target.version if target is not None else None
     record = board.version(version) if version is not None else None
@@ -293,10 +293,10 @@ def view_of(
 def depends_on(step: Step, keys: Keys) -> list[str]:
     """The keys a step was decided on: it must be written only if none of them has changed.
 
-    A commit compares the instances' records as one ("instances/"): none was written since the leader looked, so who has
-    staged has not said anything else since. The store does not compare what is gone: if the lease of a participant ends
-    in the moment of the commit, that is as if it had died right after it. Whoever leaves of its own will says DRAINING
-    first, which the commit notices.
+    A commit compares the instances' records as one ("instances/"): none was written since the leader looked, so those
+    that had staged have said nothing else since. The store does not compare keys that are gone: if the lease of a
+    participant ends in the moment of the commit, that is as if it had died right after it. An instance that leaves of
+    its own will says DRAINING first, which the commit notices.
     """
     found = [keys.leader, keys.swap, keys.active]
     if step.kind in ("open", "refuse"):

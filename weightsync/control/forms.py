@@ -181,7 +181,7 @@ def changes_to(board: Board, version: int, since: ActiveRecord | None = None) ->
 
 @dataclass(frozen=True)
 class Start:
-    """What an instance is to be started with: the form of `version`, for the swap `swap_id` if one asked for it."""
+    """The way to start an instance: with the form of `version`, for the swap `swap_id` if one asked for it."""
 
     version: int | None
     form: str | None

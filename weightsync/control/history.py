@@ -43,7 +43,7 @@ class History:
         return cls(keys, await _entries(store, keys))
 
     def additions(self, entry: PastSwapRecord) -> dict[str, bytes | None]:
-        """What the transaction that ends the swap writes besides. Say `added` when it went through."""
+        """The further writes of the transaction that ends the swap. Say `added` when the transaction went through."""
         kept = self._numbers[-(KEPT - 1) :]
         puts: dict[str, bytes | None] = {self._keys.past_swap(n): None for n in self._numbers[: -len(kept) or None]}
         return puts | {self._keys.past_swap(self._next): entry.to_json()}
@@ -72,7 +72,7 @@ async def goes_back(store: Store, keys: Keys, active: int, version: int) -> bool
 
 
 def entry(board: Board, step: Step, now: float) -> PastSwapRecord:
-    """What is kept of a swap that `step`, one of ENDS, brings to its end at the time `now` (unix seconds)."""
+    """The record kept of a swap that `step`, one of ENDS, brings to its end at the time `now` (unix seconds)."""
     swap, active, target = step.swap, board.active, board.target
     stands = swap.phase == "done" and active is not None and active.swap_id == swap.id
     committed = active if stands else None
@@ -110,7 +110,7 @@ def _requested_by(swap: SwapRecord, target: TargetRecord | None) -> str:
 
 
 def ledger_entries(board: Board, step: Step) -> list[LedgerEntry]:
-    """What the ledger says of a step: that it commits, or how it ends the swap."""
+    """The entries of the ledger for a step: that it commits, or how it ends the swap."""
     swap, who = step.swap, _requested_by(step.swap, board.target)
     asked = f"asked for by {who}" if who else ""
     about: dict[str, Any] = {"model": board.keys.model, "swap": swap.id, "subject": asked}
@@ -128,7 +128,7 @@ def ledger_entries(board: Board, step: Step) -> list[LedgerEntry]:
 
 
 def probe_outcome(swap: SwapRecord) -> Literal["passed", "failed"] | None:
-    """What the probe of its canary came to; None while no canary was judged."""
+    """The outcome of the probe of the swap's canary; None while no canary was judged."""
     if swap.canary is None or swap.phase == "canary":
         return None
     if swap.phase == "aborted":

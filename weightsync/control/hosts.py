@@ -32,7 +32,7 @@ def check_host(host: str) -> str:
 
 
 def slot_name(path: Path | str, host: str) -> str:
-    """What records call the slot at the absolute `path` on `host`. Raises HostNameError."""
+    """The name that records give the slot at the absolute `path` on `host`. Raises HostNameError."""
     rooted = "/" + str(path).lstrip("/") if str(path).startswith("/") else str(path)  # `//` is where a host begins
     return f"//{host}{rooted}" if check_host(host) else rooted
 

@@ -73,9 +73,9 @@ class Keys:
 
     @property
     def concerns(self) -> tuple[tuple[str, str], ...]:
-        """What each instance and each host follows, as prefixes and the first key of each: the commit; and `swap`,
-        `target` and `versions/`, which are the last keys under the root. The instances' records are for who coordinates
-        and who routes."""
+        """The keys that each instance and each host follows, as prefixes and the first key of each: the commit; and
+        `swap`, `target` and `versions/`, which are the last keys under the root. The instances' records are for those
+        that coordinate and route."""
         return (self.active, ""), (self.root, self.swap)
 
     @property
@@ -112,7 +112,7 @@ class Keys:
 
     @property
     def training(self) -> str:
-        """What a trainer reports of its steps; outside `root` for the same reason."""
+        """The reports of a trainer on its steps; outside `root` for the same reason."""
         return f"training/{self.model}/"
 
     @property
@@ -149,7 +149,7 @@ class Keys:
 
     @property
     def starts(self) -> str:
-        """What became of starts that a swap asked for, by instance."""
+        """The outcomes of starts that a swap asked for, by instance."""
         return f"{self.root}starts/"
 
     def start(self, instance_id: str) -> str:
@@ -176,7 +176,7 @@ class Keys:
         return f"{self.copies_of(digest)}{host}"
 
     def disk(self, host: str) -> str:
-        """What a host has on disk; "-" is the one host."""
+        """The copies that a host has on disk; "-" is the one host."""
         return f"{self.disks}{host or '-'}"
 
     def past_swap(self, number: int) -> str:
@@ -247,8 +247,8 @@ class VersionRecord(Record):
 
 @dataclass(frozen=True)
 class FormRecord(Record):
-    """What an engine must be started with to run a version: `tensors` is the JSON of its Schema, `config` the text of
-    its config.json. Versions that differ in their values alone share one."""
+    """The form that an engine must be started with to run a version. `tensors` is the JSON of its Schema, `config` the
+    text of its config.json. Versions that differ in their values alone share one."""
 
     LONG_TEXTS = True
     tensors: str
@@ -321,7 +321,7 @@ class ActiveRecord(Record):
     trial: ShareRecord | None = None
 
     def of(self, instance: str) -> ActiveRecord:
-        """What the commit asks of that instance; `trial` is None unless it is the canary."""
+        """The commit as it concerns that instance; `trial` is None unless it is the canary."""
         if self.split is None and self.trial is None:
             return self
         trial = self.trial if self.trial is not None and instance in self.trial.instances else None
@@ -362,7 +362,7 @@ class SwapRecord(Record):
     split: SplitRecord | None = None
 
     def of(self, instance: str) -> SwapRecord:
-        """What the swap asks of that instance."""
+        """The swap as it concerns that instance."""
         if self.split is None:
             return self
         share = self.split.share_of(instance)

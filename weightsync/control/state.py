@@ -27,11 +27,11 @@ Every step is written by the leader, in a transaction that compares the leader's
 deposed leader writes nothing. A leader that dies leaves records from which the next one goes on; a probe (`trial`) that
 was under way is run again.
 
-A version whose tensors differ from those of the active one takes other engines. Its swap is rolling, and nobody stages:
-who has its `turn`, the canary for its trial first, drains, starts its process anew with the form of the version
-(`forms`), stages the version and flips. One restarts at a time, and while it is away its record may be, too. What fails
-before the commit aborts the swap; what fails after it reverts the commit, and those that have restarted return, one by
-one, likewise:
+A version whose tensors differ from those of the active one takes other engines. Its swap is rolling, and no instance
+stages before its `turn`. The one whose turn it is, the canary for its trial first, drains, starts its process anew with
+the form of the version (`forms`), stages the version and flips. One restarts at a time, and while it is away its record
+may be, too. A failure before the commit aborts the swap. A failure after the commit reverts it, and the instances that
+have restarted return, one by one, likewise:
 
     canary  --as above, but the others need not have staged it--> commit
     commit  --each in its turn has come back with the version--> done

@@ -42,7 +42,7 @@ class Trial:
         return self._task
 
     def result(self, swap: SwapRecord | None) -> ProbeResult | None:
-        """What the probe of `swap` came to; None if there is none yet. Ends one that has lost its swap."""
+        """The outcome of the probe of `swap`; None if there is none yet. Ends a probe that has lost its swap."""
         if swap is None or (swap.id, swap.phase) != (self._swap_id, "canary"):
             self.end()
         return self._task.result() if self._task is not None and self._task.done() else None

@@ -17,5 +17,5 @@ class WeightSyncError(Exception):
         cls.code = cls.__dict__.get("code") or re.sub("(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
     def to_json(self) -> dict[str, str | None]:
-        """What goes into an instance record or the output of a command: code, message, tensor."""
+        """The error as an instance record or the output of a command has it: code, message, tensor."""
         return {"code": self.code, "message": str(self), "tensor": self.tensor}

@@ -215,7 +215,7 @@ class RawBlock:
 class DeltaReader:
     """Reads a delta from a stream once, strictly: `header` first, then `blocks()`, which ends with the whole digest.
 
-    What blocks say is not to be trusted before `blocks()` has ended. Raises DeltaError.
+    The contents of blocks are not to be trusted before `blocks()` has ended. Raises DeltaError.
     """
 
     def __init__(self, stream: BinaryIO) -> None:

@@ -211,7 +211,7 @@ def _pack(plane: Bytes) -> tuple[int, bytes | memoryview]:
 
 
 def _unpack(how: int, data: memoryview, nbytes: int) -> Bytes:
-    """Raises DeltaError. What a compressed stream says of its size is compared before anything is allocated."""
+    """Raises DeltaError. The size that a compressed stream states is compared before anything is allocated."""
     if how == ZEROS and not data:
         return np.zeros(nbytes, np.uint8)
     if how == STORED and len(data) == nbytes:

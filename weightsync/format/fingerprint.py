@@ -162,7 +162,7 @@ def grid(dtype: str, shape: Sequence[int]) -> tuple[int, int]:
 
 
 def word_type(dtype: str) -> type[np.int16] | type[np.uint8]:
-    """What one word of the tensor is read as."""
+    """The type that one word of the tensor is read as."""
     return np.uint8 if ITEMSIZE[dtype] == 1 else np.int16
 
 

@@ -13,8 +13,8 @@ A slot file carries a manifest and its tensors:
 .   tensors                       from the first page after the room for the manifest, 64-byte aligned
 
 A file that has only some chunks of a version, for the ranks of its host, is no slot. It begins with another magic and
-no digest at 16, so that nobody takes it for one; the digest is at 48 (16 bytes). Who opens it all the same, with
-`part`, must check what it reads by the digests of the parts.
+no digest at 16, so that nobody takes it for one; the digest is at 48 (16 bytes). A reader that opens it
+all the same, with `part`, must check what it reads by the digests of the parts.
 
 All else is zeros, so every byte of a slot follows from its manifest and tensors: copies on all hosts are the same.
 
@@ -166,7 +166,7 @@ def cut_ends(offset: int, nbytes: int, chunk_nbytes: int) -> list[int]:
 
 
 def _cut_nbytes(places: Iterable[tuple[int, int]], chunk_nbytes: int) -> int:
-    """What the digests of all parts take as text."""
+    """The bytes that the digests of all parts take as text."""
     parts = sum(len(cut_ends(offset, nbytes, chunk_nbytes)) for offset, nbytes in places)
     return parts * DIGEST_NBYTES * 4 // 3
 
@@ -252,7 +252,7 @@ class Manifest:
 
     @cached_property
     def fingerprint(self) -> str:
-        """What every instance that runs this version must report."""
+        """The fingerprint that every instance that runs this version must report."""
         from weightsync.format.fingerprint import fingerprint_of  # numpy: not for those who only read manifests
 
         return fingerprint_of({name: entry.checksum for name, entry in self.tensors.items()})
@@ -401,12 +401,12 @@ def write_header(target: mmap.mmap | memoryview, manifest: Manifest, layout: Lay
 
 
 def preamble_of(raw: bytes, digest: str) -> bytes:
-    """What the slot of the manifest `raw` begins with."""
+    """The first bytes of the slot of the manifest `raw`."""
     return _PREAMBLE.pack(MAGIC, SLOT_FORMAT, len(raw), digest.encode())
 
 
 def part_preamble_of(raw: bytes, digest: str) -> bytes:
-    """What a file that has a part of that slot begins with, PREAMBLE bytes."""
+    """The first PREAMBLE bytes of a file that has a part of that slot."""
     return _PREAMBLE.pack(PART_MAGIC, SLOT_FORMAT, len(raw), b"") + bytes.fromhex(digest)
 
 

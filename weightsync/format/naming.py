@@ -1,4 +1,4 @@
-"""What to do about tensors that have other names than the served model's: wrappers and savers change them."""
+"""Advice on tensors that have other names than the served model's: wrappers and savers change them."""
 
 from __future__ import annotations
 

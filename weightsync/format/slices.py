@@ -43,7 +43,7 @@ class Slices:
         return cls(schema.digest, size, blocks)
 
     def joined(self, other: Slices) -> Slices:
-        """What either needs; both are of one schema."""
+        """The slices that either needs; both are of one schema."""
         assert (self.schema, self.block_nbytes) == (other.schema, other.block_nbytes), "of another schema"
         return Slices(self.schema, self.block_nbytes, self.blocks | other.blocks)
 

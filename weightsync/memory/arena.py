@@ -162,7 +162,7 @@ class SlotLock:
 
     @property
     def in_place(self) -> bool:
-        """Whether the path still leads to the file that is locked. Nobody but a holder of LOCK_EX removes a slot."""
+        """Whether the path still leads to the file that is locked. Only a holder of LOCK_EX removes a slot."""
         try:
             return os.path.samestat(os.stat(self.path), os.fstat(self.fd))
         except FileNotFoundError:

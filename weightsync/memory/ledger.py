@@ -224,7 +224,7 @@ class Ledger:
     def _entries(
         self, ready: VersionRecord, target: TargetRecord | None, without: Collection[str]
     ) -> list[LedgerEntry]:
-        """What the ledger says of a version that becomes ready, and of the request for it."""
+        """The entries of the ledger for a version that becomes ready, and for the request for it."""
         brought = [part.name for part in activation.own_parts(ready)]
         parts = ", ".join([*brought, *(f"without {name}" for name in without)])
         about: dict[str, Any] = {"model": self.keys.model, "version": ready.version, "subject": parts}
@@ -440,7 +440,7 @@ def naming(
 
 
 def wanted(target: KeyValue | None, active: KeyValue | None, swap: KeyValue | None) -> list[int]:
-    """What a new version may be based on, best first: the version asked for unless it was refused, the active one."""
+    """The versions to base a new one on, best first: the one asked for unless it was refused, the active one."""
     versions: list[int] = []
     if target is not None:
         asked = TargetRecord.readable(target.key, target.value)

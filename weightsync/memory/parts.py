@@ -53,7 +53,7 @@ class Adapter:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """What the manifest has of the configuration. Raises BadPart."""
+        """The configuration as the manifest has it. Raises BadPart."""
         try:
             config = dict(self.config.to_dict() if hasattr(self.config, "to_dict") else self.config)
             return {ADAPTER_CONFIG: orjson.dumps(config, _listed, orjson.OPT_NON_STR_KEYS).decode()}
@@ -178,7 +178,7 @@ def compose(
 def still_there(
     record: VersionRecord, bringing: Container[str], host: str = "", copied: Container[str] = ()
 ) -> VersionRecord | None:
-    """What is left of a version to carry on, besides the parts that a new one is `bringing`: on `host`, or `copied`.
+    """The version with the parts that are left, besides those that a new one is `bringing`: on `host`, or `copied`.
 
     Slots live in memory: after a restart of the host an etcd store still names those from before. `copied` are manifest
     digests of which hosts have copies. None without a base.

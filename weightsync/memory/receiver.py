@@ -1,6 +1,6 @@
 """Reads a version out of its slot: mapped, never copied, held against reuse for as long as anybody may read it.
 
-The map itself is kept for the life of the process (`READ_MAPPINGS`). What holds the slot is a lock of each reader's
+The map itself is kept for the life of the process (`READ_MAPPINGS`). The slot is held by a lock of each reader's
 own, which ends with the reader and the last view that was taken through it.
 """
 

@@ -235,7 +235,7 @@ class Bitmap:
         return self.bits == (1 << self.chunks) - 1
 
     def missing(self) -> Iterator[int]:
-        """What is not in it, in ascending order."""
+        """The chunks that are not in the set, in ascending order."""
         return iter(Bitmap(self.chunks, self.bits ^ ((1 << self.chunks) - 1)))
 
     def encoded(self) -> str:

@@ -1,6 +1,6 @@
 """Copies in the store: which hosts have which slots, which slots a host should have, and where they are here.
 
-Whoever is about to open a version's slots calls `wait_for_slots`, which waits while the host's peer fetches them. A
+A process that will open a version's slots calls `wait_for_slots`, which waits while the host's peer fetches them. A
 peer writes the records of its own copies under a lease (`Announcer`), and follows those of other hosts (`CopyBoard`).
 """
 
@@ -138,7 +138,7 @@ def wanted_slots(board: Board) -> list[PartRecord]:
 
 
 def wanted_versions(board: Board) -> list[int]:
-    """What instances may have to stage, the most urgent first."""
+    """The versions that instances may have to stage, the most urgent first."""
     swap, target, active = board.swap, board.target, board.active
     numbers: list[int | None] = []
     if swap is not None and in_flight(swap):
@@ -240,12 +240,12 @@ class _Wait:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _there(self, key: str, path_in: Callable[[bytes], Path | None]) -> Path | None:
-        """What `path_in` finds in the record at `key` now."""
+        """The path that `path_in` finds in the record at `key` now."""
         found = await self._store.get(key)
         return path_in(found.value) if found is not None else None
 
     async def _put(self, key: str, path_in: Callable[[bytes], Path | None]) -> Path:
-        """What `path_in` finds in the record at `key`, once it finds something."""
+        """The path that `path_in` finds in the record at `key`, once there is one."""
         found, revision = await self._store.list(key)
         for kv in found:
             if kv.key == key and (path := path_in(kv.value)) is not None:

@@ -348,7 +348,7 @@ class Fetch:
 
 
 def _begins(copy: Copy) -> int:
-    """The first byte to read of it. What makes it a slot is written when all the rest is there."""
+    """The first byte to read of the copy. The bytes that make it a slot are written when all the rest is there."""
     if copy.head is None:
         return 0
     return PREAMBLE if copy.shape.digests else copy.head.layout.header_nbytes

@@ -47,7 +47,7 @@ TREES: tuple[Literal[0, 1], ...] = (0, 1)
 
 
 class NoHolder(PeerError):
-    """Nobody who has what is missing can be read from now."""
+    """No host that has the missing chunks can be read from now."""
 
     def __init__(self, digest: str, why: WeightSyncError | None) -> None:
         reason = f"the last one: {why}" if why is not None else "is `hotswap peer` running where it was published?"
@@ -136,7 +136,7 @@ class Sources:
         return None
 
     def fed(self) -> tuple[str, ...]:
-        """Who feeds even chunks and odd ones now, "" for nobody."""
+        """The hosts that feed even chunks and odd ones now, "" for none."""
         return self._feeders.now(self._may_feed, time.monotonic(), self.chunk_s)
 
     def is_late(self) -> bool:
@@ -176,7 +176,7 @@ class Sources:
                 self._end(source)
 
     def begin(self) -> None:
-        """What went before does not count as silence."""
+        """The time before does not count as silence."""
         self._seen_at = self._moved_at = self._began_at = time.monotonic()
 
     def moved(self) -> None:
@@ -301,7 +301,7 @@ class Sources:
                 log.info("%s is not read from host %s: %s", self.digest, host, error)
 
     async def _ask(self, source: Source, tree: Literal[0, 1] | None = None) -> None:
-        """What it has by now; with `tree` once it has more there, and not oftener than every NEWS_S."""
+        """Ask `source` which chunks it has; with `tree` once it has more there, and not oftener than every NEWS_S."""
         chunks, address, ticket = source.shape.chunks, source.record.address, source.opened.ticket
         if tree is not None:
             await asyncio.sleep(source.told_at + NEWS_S - time.monotonic())
@@ -512,9 +512,9 @@ class LeftOut:
 
 
 class Feeders:
-    """Who feeds a receiver now, and whether the source is spared where nobody does.
+    """The hosts that feed a receiver now, and whether the source is spared where none does.
 
-    `ways` are up the trees (`plan.feeders`): who is left out is passed over.
+    `ways` are up the trees (`plan.feeders`): a host that is left out is passed over.
     """
 
     def __init__(self, ways: Ways = ()) -> None:
@@ -538,8 +538,8 @@ class Feeders:
             self._others_at = self._others_at if host == self.source else now
 
     def spared(self, now: float) -> str:
-        """The source, "" while nobody else has had anything for a while. What it sends to one that looks for chunks
-        of a slow tree costs the time of all hosts; the others give on what it has sent."""
+        """The source, "" while no other host has had anything for a while. A chunk that the source sends because a tree
+        is slow costs the time of all hosts; the others give on the chunks that it has sent."""
         return self.source if self._others_at >= now - PATIENCE_S else ""
 
     def now(self, is_able: Callable[[str], bool], now: float, slowest_s: float = 0.0) -> tuple[str, ...]:

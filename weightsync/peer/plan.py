@@ -1,9 +1,9 @@
 """The plan of a receiver: which chunk it reads from which host next, from what it knows of the holders.
 
-Nothing is done here and nothing remembered: the same arguments give the same answer. Nobody coordinates the receivers.
+Nothing is done here and nothing remembered: the same arguments give the same answer. No host coordinates the receivers.
 
 All of them compute the same two binary trees over the hosts (`feeders`). Even chunks go down the one, odd chunks down
-the other; who has children in one is a leaf in the other, so each host sends no more than it receives (Sanders, Speck,
+the other; a parent in one is a leaf in the other, so each host sends no more than it receives (Sanders, Speck,
 Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009). Where a tree is broken or slow,
 the receiver takes the chunks of that half from anybody, what is rarest first, beginning at another chunk than others
 (Cohen, "Incentives Build Robustness in BitTorrent", 2003), and opens the source for them only if nobody else has any.
@@ -109,7 +109,7 @@ class Planner:
         late: bool = False,
         lacks: int = 0,
     ) -> list[Assignment]:
-        """What to begin now, besides what is `in_flight`: from each feeder the first chunk of its tree, and the `loose`
+        """The reads to begin, besides those `in_flight`: from each feeder the first chunk of its tree, and the `loose`
         chunks from anybody. Of those the rarest goes first, from the nearest, least busy host; of equally rare ones
         those that a near host has.
 

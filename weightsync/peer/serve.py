@@ -133,7 +133,7 @@ class Tickets:
             self._opening -= 1
 
     async def have(self, ticket_id: str, tree: Literal[0, 1] | None = None) -> Have:
-        """What can be read by now; with `tree` this waits for news there, at most NEWS_S. Raises PeerRefused."""
+        """The chunks readable by now; with `tree` this waits for news there, at most NEWS_S. Raises PeerRefused."""
         ticket = self._used(ticket_id)
         if tree is not None:
             with contextlib.suppress(TimeoutError):

@@ -168,7 +168,7 @@ class Peer:
         self._shelf.forget(alive)
 
     def _records(self) -> list[CopyRecord]:
-        """What this host has, and what it is fetching or cannot fetch."""
+        """The records of slots that this host has, is fetching or cannot fetch."""
         digests = {**self._shelf.published, **self._shelf.copies, **self._supply.turns.problems}
         return [self._record(digest, self._shelf.find(digest)) for digest in digests]
 

@@ -39,7 +39,7 @@ LONGEST_LINE = len(str(MAX_CHUNKS))  # Python takes no number of thousands of di
 
 
 class Shelf:
-    """The slots of one model on this host. What touches files blocks; slots may be claimed on several threads."""
+    """The slots of one model on this host. Calls that touch files block; slots may be claimed on several threads."""
 
     def __init__(self, arena: Arena, model: str, regions: Regions) -> None:
         self.arena, self.model, self.regions = arena, model, regions
@@ -121,7 +121,7 @@ class Shelf:
         return any(self._adopt_open(journal) for journal in left)
 
     def hand_back(self, digest: str, path: Path) -> None:
-        """What a publisher of this host left with gaps, and is whole now, is as any slot that it has published."""
+        """A slot that a publisher of this host left with gaps, and that is whole now, is as any that it published."""
         copy = self.copies.get(digest)
         if copy is not None and copy.whole and copy.path == path and self.publish(digest, path):
             self.drop(digest)
@@ -218,7 +218,7 @@ class Shelf:
 
 
 def copies_pool(model: str, part: str) -> str:
-    """What the arena calls the slots that hold copies and shares of versions."""
+    """The arena's name for the slots that hold copies and shares of versions."""
     return pool_of(f"copies/{model}/", part)
 
 
@@ -427,7 +427,7 @@ class Regions:
         self._lock = threading.Lock()
 
     def of(self, path: Path, locked_fd: int, *, writable: bool) -> Mapped:
-        """The file that is open as `locked_fd`; slow the first time. What is writable here stays so."""
+        """The file that is open as `locked_fd`; slow the first time. A file that is writable here stays so."""
         found = os.fstat(locked_fd)
         inode = (found.st_dev, found.st_ino)
         with self._lock:

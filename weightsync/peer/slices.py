@@ -1,9 +1,9 @@
-"""What the instances of a host need of each version, and the records that say so.
+"""The slices of each version that the instances of a host need, and the records that say so.
 
     slices/{model}/{host}/{instance}        SlicesRecord: what an instance reads on that host, under its lease
-    copies/{model}/parts/{digest}/{host}    PartCopyRecord: a copy that has that, and not all, under the peer's lease
+    copies/{model}/parts/{digest}/{host}    PartCopyRecord: a copy that has those, and not all, under the peer's lease
 
-Every instance says it for each of its hosts, and most say "everything". Those of a release that knows nothing of slices
+Instances state their needs for each host, and most say "everything". Those of a release that knows nothing of slices
 say nothing: so a peer fetches everything as long as an instance of the fleet has not said what it needs on any host.
 When all instances of a host have gone, its peer keeps to what they needed last: they are likely to come back.
 """
@@ -30,7 +30,7 @@ LOOK_S, LOOK_AGAIN_S = 30.0, 2.0  # between looks for instances that say nothing
 
 @dataclass(frozen=True)
 class SlicesRecord(Record):
-    """What an instance needs of the base model on one of its hosts, as `Slices.to_text` has it; "": everything."""
+    """The slices of the base model that an instance needs on a host, as `Slices.to_text` has them; "": everything."""
 
     host: str
     instance: str
@@ -62,7 +62,7 @@ def part_copy_key(keys: Keys, digest: str, host: str) -> str:
 
 
 class Needs:
-    """What the instances of `host` need. `changed` is called when that may be something else than before."""
+    """The needs of the instances of `host`. `changed` is called when these may be others than before."""
 
     def __init__(self, keys: Keys, host: str, changed: Callable[[], None]) -> None:
         self._keys, self._host, self._changed = keys, host, changed
@@ -118,7 +118,7 @@ class Needs:
         return joined.digest if joined is not None else ""
 
     def met(self, schema: str) -> tuple[str, ...]:
-        """What a copy with all of `of(schema)` can be opened for."""
+        """The digests of slices that a copy with all of `of(schema)` can be opened for."""
         joined = self.of(schema)
         return () if joined is None else tuple(sorted({joined.digest, *(slices.digest for slices in self._last)}))
 
@@ -134,7 +134,7 @@ def _joined(all_of_them: tuple[Slices, ...]) -> Slices:
 
 
 def _parsed(kv: KeyValue) -> Slices | None:
-    """What cannot be read, of another release say, needs everything."""
+    """The slices in a record; a record that cannot be read, of another release say, needs everything."""
     try:
         record = SlicesRecord.from_json(kv.value)
         return Slices.from_text(record.slices) if record.slices else None

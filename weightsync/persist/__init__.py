@@ -5,9 +5,9 @@ Writing, behind each commit, in a process of its own (`service.py`; low priority
     python -m weightsync.persist --store URL --model NAME --dir DIR [--keep N] [--max-bytes B]
 
 It runs until SIGTERM or SIGINT, and then first finishes the copy of the version that is active: exit status 0 when that
-version is on disk, 1 when it is not. A second signal ends it at once. What it has, and what it could not write, is in
-the store (`DiskRecord`), in the gateway's metrics and in its log. One process at a time writes to DIR; a second one
-waits for it.
+version is on disk, 1 when it is not. A second signal ends it at once. The copies that it has, and those
+that failed, are in the store (`DiskRecord`), in the gateway's metrics and in its log. One process at a time writes to
+DIR; a second one waits for it.
 
 Reading, before anything else of a server starts (`restore.py`):
 

@@ -76,7 +76,7 @@ class Piece:
 
 @contextlib.contextmanager
 def slot_piece(path: Path, digest: str) -> Iterator[Piece]:
-    """What lies in a slot, held against reuse meanwhile; not mapped, so that its pages are nobody's but the arena's.
+    """The piece in a slot, held against reuse meanwhile; not mapped, so that its pages are the arena's alone.
 
     Raises ManifestError, SlotBusy.
     """
@@ -92,7 +92,7 @@ def slot_piece(path: Path, digest: str) -> Iterator[Piece]:
 
 
 def slot_header(path: Path) -> tuple[Manifest, str]:
-    """What a slot says that it holds, and the digest of that. Raises ManifestError, SlotBusy."""
+    """The manifest in the header of a slot, and its digest. Raises ManifestError, SlotBusy."""
     lock = SlotLock.shared(path)
     try:
         return _header(lock)
@@ -126,7 +126,7 @@ def slot_is_left(path: Path, digest: str) -> bool:
 
 @contextlib.contextmanager
 def disk_piece(directory: Path, digest: str) -> Iterator[Piece]:
-    """What `write_piece` left in `directory`. Raises ManifestError, CheckpointError."""
+    """The piece that `write_piece` left in `directory`. Raises ManifestError, CheckpointError."""
     manifest = read_manifest(directory, digest)
     checkpoint = Checkpoint(directory, whole=True)
     if checkpoint.schema.tensors != manifest.schema.tensors:
@@ -188,7 +188,7 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """What was made, renamed or removed in it is so after a power loss, too."""
+    """Files made, renamed or removed in the directory stay so after a power loss."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -225,7 +225,7 @@ def _write_safetensors(path: Path, piece: Piece, names: list[str], go_on: Callab
 
 
 def _give_to_disk(fd: int) -> None:
-    """Nobody reads it soon: its pages are worth more to others."""
+    """The file is not read soon: its pages are worth more to others."""
     os.fdatasync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -295,7 +295,7 @@ class Disk:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """To be the one who writes; waits for another. What a writer that was killed has left is removed."""
+        """The lock of the one writer; waits for another. The halves that a killed writer has left are removed."""
         fd = os.open(self.directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
@@ -305,7 +305,7 @@ class Disk:
             os.close(fd)
 
     def kept(self) -> list[OnDisk]:
-        """What can be read of the directory, the version written first first."""
+        """The copies in the directory that can be read, the version written first first."""
         found = []
         for path in self.directory.iterdir():
             if _is_copy(path):
@@ -331,7 +331,7 @@ class Disk:
 
     @property
     def nbytes(self) -> int:
-        """What all of it takes; a file that several versions share counts once."""
+        """The bytes that all copies take; a file that several versions share counts once."""
         walks = (found for path in self._all() for found in os.walk(path))
         found = (os.lstat(Path(at, name)) for at, _, names in walks for name in names)
         return sum({(stat.st_dev, stat.st_ino): stat.st_size for stat in found}.values())
@@ -468,7 +468,7 @@ def _is_copy(path: Path) -> bool:
 
 
 def _remove_halves(directory: Path) -> None:
-    """What a writer that was killed has left."""
+    """Remove the halves that a killed writer has left."""
     for path in directory.glob(".*"):
         if path.name.startswith((NEW, OLD)) and path.name[len(NEW) :].isdecimal():
             shutil.rmtree(path, ignore_errors=True)

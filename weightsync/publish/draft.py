@@ -93,7 +93,7 @@ class Draft:
 
     @property
     def ticket(self) -> Ticket:
-        """What the other ranks pass to `weightsync.join`: a small dict that can be sent as JSON."""
+        """The ticket that the other ranks pass to `weightsync.join`: a small dict that can be sent as JSON."""
         self._require_open()
         write_header(self._claim.mapping, self._manifest, self._layout)
         return {"slot": str(self._claim.lock.path), "version": self.version, "draft": self._manifest.digest}

@@ -164,7 +164,7 @@ class Publisher:
         `named_tensors` are (Hugging Face name, torch.Tensor | numpy array). A generator is consumed one tensor at a
         time, except for the first version of a model, which defines the schema. With `wait`, returns when the version
         is active. With `part` they are the draft model's ("draft") or an `Adapter` ("lora/NAME"); `parts` adds further
-        ones to the same version. What a version does not bring it takes from version `onto` (default: the one that is
+        ones to the same version. Parts that a version does not bring come from version `onto` (default: the one that is
         active or about to be), but for the parts that it is to be `without`. With None for the tensors a version takes
         parts away, and brings what is in `parts` alone. `mode` as in `activate`.
 
@@ -380,7 +380,7 @@ class Publisher:
         return self._store.run(self._ledger.schema(part))
 
     def copies(self) -> dict[str, CopyRecord]:
-        """What this host has copies of, by manifest digest; none on the one host."""
+        """The copies that this host has, by manifest digest; none on the one host."""
         return self._store.run(own_copies(self._store.store, self._keys, self.host))
 
     def share_hosts(self) -> dict[str, str]:

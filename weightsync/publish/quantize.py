@@ -59,7 +59,7 @@ class Quantizer:
 
     @classmethod
     def like(cls, schema: Schema | None) -> Quantizer:
-        """What makes such tensors as a served model has (`Publisher.schema()`).
+        """The quantizer that makes such tensors as a served model has (`Publisher.schema()`).
 
         Raises QuantizationError when they are not quantised, or in a form that this class does not make.
         """

@@ -123,7 +123,7 @@ class AdminApi:
 
 
 def _last_words(connection: http.client.HTTPConnection, lost: OSError) -> Any:
-    """What the server said before it closed a connection that was still being sent to."""
+    """The answer of the server from before it closed a connection that was still being sent to."""
     try:
         response = connection.getresponse()
     except (OSError, http.client.HTTPException):

@@ -69,7 +69,7 @@ class Strip(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Rest(msgspec.Struct, frozen=True):
-    """What of a host's slot others are to read now. `endpoint` and `region` may hold a token, as an `Offer`'s may."""
+    """The strips of a host's slot for others to read. `endpoint` and `region` may hold a token, as an `Offer`'s may."""
 
     endpoint: bytes
     region: bytes

@@ -316,7 +316,7 @@ class SlotWriter:
         return part
 
     def part(self) -> SealedPart:
-        """What this rank wrote so far: the sums of whole tensors, and where its slices lie.
+        """This rank's writes so far: the sums of whole tensors, and where its slices lie.
 
         `slices` has (rank, first byte, bytes) as manifests do; `strips` says where the bytes of each are: the first
         one, how many lie in a row, from one row to the next, and how many rows.
@@ -393,7 +393,7 @@ def digested(
 ) -> tuple[dict[str, Sums], Slices]:
     """The sums of every tensor of which the ranks that sealed `parts` wrote all, and the slices that they wrote.
 
-    What they wrote in slices is summed here. Raises PublishError when two ranks wrote different bytes.
+    Tensors that they wrote in slices are summed here. Raises PublishError when two ranks wrote different bytes.
     """
     known: dict[str, Sums] = {}
     slices: Slices = {}

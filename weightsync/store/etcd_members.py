@@ -264,8 +264,8 @@ class Members:
             raise MemberFailed(closed(self._url), unsent=False) from error
 
     def _leave(self, channel: Channel) -> bool:
-        """Ask the next member from now on, unless somebody has moved on already; or the same ones, if there are new
-        certificates, or somebody has found some (True). Who still uses a connection of before keeps it."""
+        """Ask the next member from now on, unless another call has moved on already; or the same ones, if there are
+        new certificates, or another call has found some (True). A call keeps a connection that it still uses."""
         if self._channels and channel not in self._channels:
             return True
         if self._channels and self._channels[self._current] is channel:

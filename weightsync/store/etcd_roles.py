@@ -26,7 +26,7 @@ GATEWAYS = "gateway/"  # API keys, their use, and the secret of cache scopes (se
 
 @dataclass(frozen=True)
 class Role:
-    """The rights of one kind of process: keys, and prefixes that end in "/". What may be written may be read."""
+    """The rights of one kind of process: keys, and prefixes that end in "/". A key that may be written may be read."""
 
     name: str
     reads: frozenset[str]

@@ -63,7 +63,7 @@ class SqliteStore:
 
     @property
     def store_id(self) -> str:
-        """What tells this store from any other."""
+        """The id that tells this store from any other."""
         assert self._db.store_id is not None, "it was opened"
         return self._db.store_id
 

@@ -4,10 +4,10 @@
     leases  when each ends, on the host's monotonic clock; `boot_id` tells the leases of a former boot apart
     meta    the revision counter, `boot_id`, and `store_id`, which tells this store from any other
 
-A process keeps to the store it opened: another file in its place, or an older copy of it, is StoreLost. What outlives
-its writer is on the disk when its transaction returns; leases, and what hangs on them, end with the power anyway.
+A process keeps to the store it opened: another file in its place, or an older copy of it, is StoreLost. Keys that
+outlive their writer are on the disk when their transaction returns; leases and their keys end with the power anyway.
 
-Whoever comes first after a lease has ended deletes its keys; a reader never sees them, because it looks first.
+The first process after the end of a lease deletes its keys; a reader never sees them, because it looks first.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Address:
 
     @property
     def reachable(self) -> str:
-        """What others connect to: the host itself, or, of a wildcard, the address of the default route."""
+        """The address that others connect to: the host itself, or, of a wildcard, the address of the default route."""
         return self.host if not ipaddress.ip_address(self.host).is_unspecified else _own_address(self.family)
 
     def __str__(self) -> str:

@@ -59,7 +59,7 @@ START_TIMEOUT_S = 60.0
 
 
 class NixlEndpoint(msgspec.Struct, frozen=True):
-    """Who the owner is; the way to it is in the descriptor of each region."""
+    """The owner; the way to it is in the descriptor of each region."""
 
     peer: str
     engine: Literal["nixl"] = NAME
@@ -239,7 +239,7 @@ class Rebuilt:
                 worker.kill()
 
     def descriptor(self, region: int) -> bytes:
-        """What readers need to know of a region now."""
+        """The descriptor that readers need of a region now."""
         with self._lock:
             self._running()
             return self._descriptors[region]
@@ -382,7 +382,7 @@ class Worker:
             future.set_result(reply.data)
 
     def _end(self) -> None:
-        """Whatever ended it: the process is reaped, and then those who wait are told."""
+        """Reap the process, whatever ended it, and then tell those who wait."""
         with self._lock:
             wanted, self._lost = self._lost, True
             process, pending = self._process, list(self._pending.values())

@@ -175,7 +175,7 @@ class Reading:
 
 
 def _configure(settings: Settings) -> None:
-    """Before UCX is loaded. What the environment says already, stays."""
+    """Before UCX is loaded. Settings that the environment has already stay."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
     os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
     # Never another process's memory directly: containers of one host have different process numbers.

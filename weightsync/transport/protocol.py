@@ -4,7 +4,7 @@ An owner registers a buffer and hands out two opaque byte strings, the `endpoint
 of the region, over a channel of the caller's. A reader connects to the endpoint and reads pieces of the region into a
 region of its own. All calls block and may be made from any thread.
 
-What every transport needs follows the protocol: checks before a byte moves, and `Uses`, which ends reads in flight.
+The needs of every transport follow the protocol: checks before a byte moves, and `Uses`, which ends reads in flight.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Region(Protocol):
         """Opaque; `remote` of a read on the other side."""
 
     def close(self) -> None:
-        """Nobody reads it or writes into it through the transport afterwards. Reads in flight fail. Twice is fine."""
+        """The transport neither reads the buffer nor writes into it afterwards. Reads in flight fail. Twice is fine."""
 
 
 class Link(Protocol):
@@ -139,7 +139,7 @@ class Uses:
         return self._closed
 
     def close(self) -> None:
-        """Nobody can begin a use any more, and all have ended. Twice is fine."""
+        """No use can begin any more, and all have ended. Twice is fine."""
         with self._changed:
             self._closed = True
             enders = list(self._enders.values())

@@ -127,7 +127,7 @@ class HotswapWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._stager = BundleStager(self._base, runner, self.device, self._rules)
 
     def reads(self, schema: list[list[Any]]) -> Reads:
-        """What this worker reads of versions with this schema. Raises MissingTensor, UnsupportedModelError."""
+        """This worker's reads of versions with this schema. Raises MissingTensor, UnsupportedModelError."""
         self._stager.wait()
         return self._base.reads(schema_of((n, d, s) for n, d, s in schema))
 
@@ -171,10 +171,10 @@ class HotswapWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return self._stager.report
 
     def drop(self, version: int, *, previous: bool) -> None:
-        """What was staged as `version` is not offered again; with `previous`, nor what a rollback would flip to.
+        """The bundle staged as `version` is not offered again; with `previous`, nor the one a rollback would flip to.
 
-        What runs stays. A staging of it that is under way is told to stop, and not waited for: `report` says when it
-        has, and should it have been through, the next one begins by giving it up.
+        The live one stays. A staging of `version` that is under way is told to stop, and not waited for: `report` says
+        when it has, and should it have been through, the next one begins by giving it up.
         """
         report = self._stager.report
         if report.running:
@@ -194,7 +194,7 @@ class HotswapWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._held.give_up(staged, ())
 
     def vacate(self) -> None:
-        """Before the worker sleeps: device memory of versions goes back. What is held stays, in host memory."""
+        """Before the worker sleeps: device memory of versions goes back. Bundles that are held stay, in host memory."""
         self._stager.vacate()
 
     def report(self) -> BundleReport:
@@ -257,8 +257,8 @@ class WorkerMethods:
         return gpus.of_device(str(torch.cuda.get_device_properties(device).uuid)) if device.type == "cuda" else None
 
     def hotswap_reads(self, schema: list[list[Any]]) -> tuple[str, str] | None:
-        """What this worker reads of versions of the base with this schema: (slices as text; the tensors that nothing is
-        filled from, a bit for each name in order, in hex). None: it cannot be said."""
+        """This worker's reads of versions of the base with this schema: (slices as text; the tensors that nothing is
+        filled from, a bit for each name in order, in hex). None: the worker cannot say."""
         try:
             reads = self.weight_transfer_engine.reads(schema)
         except Exception:  # of a loader: what is wrong with the model, if anything is, a staging says

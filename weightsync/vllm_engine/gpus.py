@@ -27,7 +27,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """What NVML sees: whole GPUs by their index, each followed by its parts. `why_none` is "" unless it sees none."""
+    """The GPUs that NVML sees: whole ones by index, each before its parts. `why_none` is "" unless it sees none."""
 
     devices: tuple[Gpu, ...]
     driver: str = ""

@@ -25,7 +25,7 @@ GIVEN = "dummy_weight_value"  # where vLLM looks for the value of a dummy weight
 class PlaceholderLoader(DummyModelLoader):
     """Weights of one value, which takes a tenth of the time of vLLM's random ones: an instance starts sooner.
 
-    What a checkpoint may lack, buffers and scales of one element, keeps the value that it was made with, as when vLLM
+    A tensor that a checkpoint may lack, a buffer or a scale of one element, keeps its initial value, as when vLLM
     loads a checkpoint: a random scale of the KV cache may be negative, and vLLM then fails at its first step. Scales of
     one element that the checkpoint has are loaded from it: captured graphs take them in as numbers, which no version
     can change afterwards.

@@ -70,5 +70,5 @@ def known() -> bool:
 
 
 def find(name: str) -> Any:
-    """What the installed release has under a name of `MODULES`. Raises UnsupportedVllm."""
+    """The object that the installed release has under a name of `MODULES`. Raises UnsupportedVllm."""
     return getattr(importlib.import_module(MODULES[release()][name]), name)

@@ -11,7 +11,7 @@
   with every request whose weights change: what a bad version computed does not live on under a good one's label. The
   same holds when the scales of a quantised KV cache change: what lies there was written with the old ones.
 * Blocks of the KV cache that hold what other weights wrote are zeroed before the next request gets them (below).
-* What other weights made of an image is not found again: it is encoded anew, also when a prompt is in the middle of it.
+* An image that other weights have encoded is encoded anew, also when a prompt is in the middle of it.
 * A request that must see no token of the new version is ended by the commit, or not let in (requests.py). So is one
   through an adapter that the new version does not have.
 * Version spans are attached to every partial output, not to the last one only; those over a prompt that a commit fell

@@ -88,7 +88,7 @@ class Holdings:
             self._drop(key)
 
     def take(self) -> Changes:
-        """What has changed since the last time, or from nothing, by version."""
+        """The changes since the last time, or from nothing, by version."""
         moved = {weights for weights, version in self._told.items() if self._labels.get(weights, version) != version}
         if moved:
             self._changed |= {key: None for key in self._held if key[0] in moved}

@@ -50,7 +50,7 @@ PUBLIC = "public"
 
 
 def wish_of(request: Any) -> Mapping[str, Any]:
-    """What the request asked for; empty for one that came another way."""
+    """The wish of the request; empty for one that came another way."""
     if (sampling := request.sampling_params) is not None:
         return (sampling.extra_args or {}).get(KEY, {})
     pooling = request.pooling_params

@@ -130,7 +130,7 @@ def _sample_tokens(runner: Any, sample: Callable[..., Any], grammar_output: Any)
 
 
 def rows_of(batch: Any, ids: list[str], scheduled: Any) -> SimpleNamespace:
-    """Whose rows a step computes: the requests in the batch's order, where each one's rows begin (and the end of all),
+    """The rows a step computes: the requests in the batch's order, where each one's rows begin (and the end of all),
     and how many of its tokens were computed before."""
     ends = np.cumsum([0, *(scheduled.num_scheduled_tokens[request_id] for request_id in ids)])
     before = batch.num_computed_tokens_cpu[: len(ids)].copy()
@@ -145,7 +145,7 @@ def outcome(sampled: list[list[int]], ids: list[str], scheduled: Any) -> tuple[n
     return got, np.where(got > 0, drafted + 1 - got, 0)
 
 
-# What commits change --------------------------------------------------------------------------------------------
+# Changes by commits ---------------------------------------------------------------------------------------------
 
 
 def _told(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -204,7 +204,7 @@ def _forget_keys(recorder: Any, request_id: str, first: int) -> None:
         recorder._publish_blocks([], release_keys=forgotten[::-1])
 
 
-# What the store has no room for ---------------------------------------------------------------------------------
+# Blocks without room in the store -------------------------------------------------------------------------------
 
 
 def forgive(store: Any) -> None:

@@ -160,7 +160,7 @@ def words_of(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _origin() -> list[object]:
-    """What fills slots on this machine. During a rolling upgrade two releases share an arena: they keep slots apart."""
+    """The origin of slots here. During a rolling upgrade two releases share an arena: they keep slots apart."""
     cpu = sorted(name for name, value in torch.cpu.get_capabilities().items() if value is True)
     packages = [installed(name) for name in PACKAGES]
     return [FORMAT, packages, torch.__version__, torch.backends.cpu.get_cpu_capability(), cpu]

@@ -8,8 +8,8 @@ layer goes through the same code beside the running one, on the staging thread:
 3. `process` calls vLLM's own processing.
 4. `harvest` collects what differs from the state before loading: tensors, closures, kernels, scalars.
 
-What existed before loading is the layer's structure: live and twin are walked side by side, and it never moves. What
-loading and processing made belongs to the version. There is no list of layer classes. A quantisation method of
+Objects from before loading are the layer's structure, which never moves: live and twin are walked side by side. Those
+that loading and processing made belong to the version. There is no list of layer classes. A quantisation method of
 another package works like vLLM's own.
 
 `in_place` then compares what was made with what runs. If they differ in the contents of tensors and in scalars alone,
@@ -62,7 +62,7 @@ class Leaf:
 
 
 class NotInPlace(Exception):
-    """What was made cannot be copied into what runs; the message says which tensor or attribute, and why."""
+    """The made layer cannot be copied into the running one; the message says which tensor or attribute, and why."""
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ from weightsync.vllm_engine.staging.sums import (
 
 @dataclass
 class Plan:
-    """What processing makes of a model, learnt by doing it once.
+    """The result of processing a model, learnt by doing it once.
 
     `live` are the running tensors that get the contents of the slot's `views`, `scalars` where processing's numbers go,
     both by path. Modules in `private` are replaced as a whole in each instance, for the reason given.
@@ -99,7 +99,7 @@ class Built:
 
 @dataclass(frozen=True)
 class Reads:
-    """What a worker reads of each version, and the tensors that nothing of it is filled from."""
+    """The slices that a worker reads of each version, and the tensors that nothing in the worker is filled from."""
 
     slices: Slices
     unread: tuple[str, ...]
@@ -188,7 +188,7 @@ class Builder:
         return Published(reader, pace, allow_non_finite=self._allow_non_finite, share=self._share, threads=threads)
 
     def reads(self, schema: Schema) -> Reads:
-        """What this worker reads of versions with this schema, learnt as for a staging, over memory that nobody fills.
+        """This worker's reads of versions with this schema, learnt as for a staging, over memory that nobody fills.
 
         Raises MissingTensor, UnsupportedModelError.
         """
@@ -300,7 +300,7 @@ class Builder:
         return self._learnt[1]
 
     def _entries(self, placement: Placement) -> Iterator[Entry]:
-        """What is filled from published words alone."""
+        """The entries that are filled from published words alone."""
         yield from (entry for entry in self.layout.entries if entry.source not in placement.opaque)
         for moved in self.plan.moved.values():
             for path, move in moved.moves.items():
@@ -452,7 +452,7 @@ class Builder:
         return made
 
     def _form(self, layer: str, placement: Placement) -> tuple[Any, ...]:
-        """What decides how a layer is processed, but for its weights."""
+        """The facts that decide how a layer is processed, but for its weights."""
         assert self._processing is not None
         modules = {name: self._processing.modules[name] for name in self._processing.layers[layer]}
         kinds = [(n.removeprefix(layer), type(m), type(getattr(m, "quant_method", None))) for n, m in modules.items()]

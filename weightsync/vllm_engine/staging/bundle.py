@@ -5,7 +5,7 @@ flipped again. A part that a version does not name is no piece of it. An adapter
 with the commit. A draft model runs on beside the version, as speculation has no other then.
 
 The workers of an instance may be on several hosts. The leader has waited until every host has a copy
-(`server/instance/hosts.py`) and says where each was. What counts is the digest of the manifest: a copy that has moved
+(`server/instance/hosts.py`) and says where each was. The digest of the manifest decides: a copy that has moved
 meanwhile is found in the arena of this host.
 """
 
@@ -34,7 +34,7 @@ class Flippable(Protocol):
         """Make it what runs; returns what was replaced."""
 
     def release(self) -> None:
-        """Nobody will run it any more."""
+        """The weights are not run any more."""
 
 
 @dataclass(frozen=True)

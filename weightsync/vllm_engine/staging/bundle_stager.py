@@ -127,7 +127,7 @@ class BundleStager:
         self._find_parts()
 
     def _find_parts(self) -> None:
-        """What this worker has besides the base; what it has not is refused with its reason when a version has it."""
+        """Find the parts that this worker has besides the base. A version with others is refused with the reason."""
         try:
             self._stagers[DRAFT] = draft_stager(self._runner, self._device, self._rules)
         except PartNotServed as error:

@@ -93,7 +93,7 @@ class LoraHost:
         return _copy(reader, name)
 
     def _check_finite(self, model: Any) -> None:
-        """What was scaled, merged and cast to the type that adapters are served in."""
+        """Check the weights as they were scaled, merged and cast to the type that adapters are served in."""
         for module, weights in model.loras.items() if not self._allow_non_finite else ():
             for matrices in (weights.lora_a, weights.lora_b):
                 for matrix in matrices if isinstance(matrices, list) else [matrices]:

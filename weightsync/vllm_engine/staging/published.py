@@ -1,9 +1,9 @@
 """A published slot as the builder reads it: views and words of rectangles, each byte digested once.
 
 Bytes are digested, and looked through for values that are not finite, just before they are used, while they are in the
-cache; or, where a device copies them itself, on threads beside. What is used before `finish` is trusted only after it.
-Of a slot of which this host has a part, what is read is digested chunk by chunk and compared at once: bytes that are
-not here cannot be taken for the version's.
+cache; or, where a device copies them itself, on threads beside. Bytes used before `finish` are trusted only after it.
+Bytes of a slot of which this host has a part are digested chunk by chunk and compared at once: those that are not here
+cannot be taken for the version's.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def all_finite(tensor: torch.Tensor) -> bool:
 
 
 class Published:
-    """`pace` is called with the bytes about to be read. What is read before `finish` is trusted only after it.
+    """`pace` is called with the bytes about to be read. Bytes read before `finish` are trusted only after it.
 
     Bytes that are NaN or infinite raise NotFinite as they are read, unless `allow_non_finite`. `share`: (index, of how
     many): workers on one host look at every so many-th tensor each, as an instance stages a version only if all do.

@@ -116,7 +116,7 @@ class Garbage:
 def staging_device(
     device: torch.device, share: float, kv_cache: int | None = None, *, captured: bool = False
 ) -> StagingDevice:
-    """What stages for a model that runs on `device`, of which the instance was given `share`.
+    """The staging device for a model that runs on `device`, of which the instance was given `share`.
 
     `kv_cache`: bytes that are to be left to its KV cache, None: whatever is left. `captured`: graphs hold the model's
     addresses already.
@@ -179,7 +179,7 @@ class Stager:
         self._thread.start()
 
     def reads(self, schema: Schema) -> Reads:
-        """What this worker reads of versions with this schema, while no staging runs. Raises as `Builder.reads`."""
+        """This worker's reads of versions with this schema, while no staging runs. Raises as `Builder.reads`."""
         return self._builder.reads(schema)
 
     def wait(self) -> None:
