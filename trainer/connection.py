@@ -37,7 +37,7 @@ class Bearer(httpx.Auth):
 
 
 def verify(config: GatewayConfig | TelemetryConfig | ServingMemory) -> ssl.SSLContext | bool:
-    """What httpx checks a server's certificate with. Raises ConfigError."""
+    """The value for httpx's `verify`, which checks a server's certificate. Raises ConfigError."""
     if config.cluster_tls is not None:
         try:
             return ClusterTls(config.cluster_tls).client_context()

@@ -32,7 +32,7 @@ BEST, RECORD = "best", "best.json"
 
 
 class Exports:
-    """What a run with `save_to` writes there."""
+    """The checkpoints that a run with `save_to` writes there."""
 
     def __init__(self, config: TrainerConfig, shape: ModelShape, engine: Engine) -> None:
         assert config.save_to is not None

@@ -1,4 +1,4 @@
-"""The training loop. What it calls is in run.py; what is learned is in the algorithm."""
+"""The training loop. The functions that it calls are in run.py; the objective is in the algorithm."""
 
 from __future__ import annotations
 

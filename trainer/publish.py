@@ -118,7 +118,7 @@ class WeightPublisher:
         return found
 
     def close(self) -> None:
-        """Let another trainer have the lineage. What is on its way to the bucket does not get there."""
+        """Let another trainer have the lineage. The uploads on their way to the bucket do not get there."""
         with contextlib.ExitStack() as last_first:
             for opened in (self._scratch, self._publisher, self._carrier, self._hosts):
                 if opened is not None:
@@ -287,7 +287,7 @@ def typed(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def quantizer_for(config: PublishConfig, served: Schema | None, exported: Schema) -> weightsync.Quantizer | None:
-    """What quantises the export as configured, checked against what is served. Raises ConfigError."""
+    """The quantizer of the export as configured, checked against the served tensors. Raises ConfigError."""
     wanted, form, problem = config.quantize, None, ""
     try:
         form = weightsync.Quantizer.like(served)

@@ -1,6 +1,6 @@
 """The ranks of a run on the nodes of a Ray cluster, each in a bundle of one placement group.
 
-What trainer/launch.py does on one machine with torchrun's agent is done here with actors. Ranks meet at a store that
+Actors do here the work of torchrun's agent on one machine (trainer/launch.py). Ranks meet at a store that
 this process keeps, at its node's address alone, over all attempts. A rank that fails, or whose node is lost, ends the
 attempt; the next one begins from the newest checkpoint, wherever there is room. So checkpoints must be in a place that
 all nodes see. Ray shows each rank its own GPUs alone.

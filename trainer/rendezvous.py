@@ -47,7 +47,7 @@ class Loopback(RendezvousHandler):  # type: ignore[misc]
         return False
 
     def set_closed(self) -> None:
-        """Nobody else could join."""
+        """No other agent could join."""
 
     def num_nodes_waiting(self) -> int:
         return 0

@@ -251,7 +251,7 @@ class Run:
                 last_first.callback(self._rank_zero.close)
 
     def _evaluate(self, names: Sequence[str], state: TrainState) -> dict[str, dict[str, Any]]:
-        """What came of each set, on rank 0."""
+        """The outcome of each set, on rank 0."""
         assert self._rank_zero is not None
         found = {}
         for name in names:
@@ -265,7 +265,7 @@ class Run:
             self._report_checkpoints()
 
     def _left_behind(self, state: TrainState) -> str:
-        """What a run that leaves now can go on from, on rank 0."""
+        """The message on how a run that leaves now can go on, on rank 0."""
         if self.checkpoints is None:
             return "nothing saved"
         if self.checkpoints.written == state.step:
@@ -322,12 +322,12 @@ class RankZeroComponents:
 
     @property
     def parts(self) -> dict[str, Part]:
-        """What a checkpoint keeps of the run, beside the engine."""
+        """The parts of the run that a checkpoint keeps, beside the engine."""
         kept: dict[str, Part] = {"data": self.experience.feed}
         return kept if self.experience.schedule is None else kept | {"rollouts": self.experience.schedule}
 
     def summary(self) -> dict[str, Any]:
-        """What the `start` event says about the data set."""
+        """The facts about the data set in the `start` event."""
         return summary(self._dataset)
 
     def samples(self, most: int) -> list[dict[str, Any]]:
@@ -335,7 +335,7 @@ class RankZeroComponents:
         return sample_texts(self.experience.groups, most, partial(self._tokenizer.decode, special=True))
 
     def evaluate(self, name: str) -> dict[str, Any]:
-        """What an `eval` event says of the set of that name. Raises RolloutError."""
+        """The fields of an `eval` event for the set of that name. Raises RolloutError."""
         assert self._rollouts is not None
         return self._sets[name](self._rollouts)
 

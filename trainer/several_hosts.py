@@ -63,7 +63,7 @@ class SeveralHosts:
             on_rank_zero(lambda: check(problems, SILENT))
 
     def carry(self, schema: Schema) -> None:
-        """What versions are made of: called once, before anything is written."""
+        """Take the schema of the versions: called once, before anything is written."""
         self._schema = schema
         if self._transport is None:
             return
@@ -71,7 +71,7 @@ class SeveralHosts:
         self._gatherer = Gatherer(self._transport, self._regions)
 
     def writer(self, ticket: Mapping[str, Any], places: Mapping[str, str], kept: Sequence[str]) -> Any:
-        """What this rank writes into, if it is not rank 0. `places` are the directories of slots on hosts that keep
+        """The writer of this rank, if it is not rank 0. `places` are the directories of slots on hosts that keep
         what is written there, `kept` versions that stay there. Raises WeightSyncError, after all ranks have been
         here."""
         self.shares, self.part = {}, None

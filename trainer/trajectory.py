@@ -1,4 +1,4 @@
-"""What was sampled for a record: a group of trajectories, each made of turns, with their scores.
+"""The samples for a record: a group of trajectories, each made of turns, with their scores.
 
 A trajectory begins with the record's prompt. After it the policy and its environment write by turns: the policy its
 answers and tool calls, the environment what a tool or a user says. All tokens of the turns stand end to end in
@@ -119,7 +119,7 @@ class Trajectory:
 
     @cached_property
     def versions(self) -> tuple[VersionSpan, ...]:
-        """Who wrote the policy's tokens, counted from the first token after the prompt."""
+        """The versions that wrote the policy's tokens, counted from the first token after the prompt."""
         return tuple(span.shifted(start) for start, turn in self._placed() for span in turn.versions)
 
     @cached_property

@@ -181,8 +181,8 @@ def refuse(replies: BinaryIO, error: ConfigError) -> None:
 async def answer_all(
     answer: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]], requests: BinaryIO, replies: BinaryIO
 ) -> None:
-    """Reply to each request with what `answer` makes of it, all at the same time, until there are no more. What it
-    raises is the reply's `problem`."""
+    """Reply to each request with the result of `answer`, all at the same time, until there are no more. An exception
+    of `answer` is the reply's `problem`."""
     loop, tasks = asyncio.get_running_loop(), set[asyncio.Task[None]]()
 
     async def answered(request: dict[str, Any]) -> None:

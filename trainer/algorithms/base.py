@@ -69,7 +69,7 @@ class Algorithm(Protocol):
     resets_optimizer: bool  # whether each step begins with an optimizer that has seen no gradient
 
     def sequences(self, records: Seq[Record], groups: Seq[TrajectoryGroup], step: int = 0) -> list[Sequence]:
-        """What to train on. `groups` is empty when no rollouts are wanted; `step` counts the
+        """The sequences to train on. `groups` is empty when no rollouts are wanted; `step` counts the
         optimizer steps in the trainer's weights."""
         ...
 

@@ -29,7 +29,7 @@ KEY = "algorithm.loss"
 
 @dataclass(frozen=True)
 class PolicyTensors:
-    """What a loss is computed from. All tensors are float [B, T] about the token at t + 1, and mean something only
+    """The inputs of a loss. All tensors are float [B, T] about the token at t + 1, and mean something only
     where `mask` is 1. Rows may hold several answers, packed, so sums over an answer are taken with `over_answer`.
 
     Under tensor, context and pipeline parallelism the function sees whole sequences, as without; under data parallelism

@@ -109,7 +109,7 @@ class PolicyGradient(AlgorithmBase, ABC, Generic[ConfigT]):
 
     @abstractmethod
     def credit(self, rewards: list[float]) -> list[float]:
-        """What each trajectory of a group is worth."""
+        """The credit of each trajectory of a group."""
 
     def keep_group(self, group: TrajectoryGroup) -> bool:
         return not self.config.drop_zero_std or len(set(group.rewards)) > 1
@@ -137,7 +137,7 @@ class PolicyGradient(AlgorithmBase, ABC, Generic[ConfigT]):
     def _sums(
         self, logprobs_BT: torch.Tensor, old_BT: torch.Tensor, correction: Correction, fields: Fields
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """What is reported, as sums over tokens and as maxima."""
+        """The numbers to report, as sums over tokens and as maxima."""
         mask = fields[MASK]
         gap = ((old_BT.detach() - fields[BEHAVIOUR_LOGPROBS]) * mask).abs()
         sums = {"logprob_gap_mean": gap.sum(), "entropy": (fields[ENTROPY].detach() * mask).sum()}

@@ -89,7 +89,7 @@ def _be_rank(config: ApiConfig, shape: ModelShape) -> None:
 
 
 class _Beginning(contextlib.AbstractContextManager[None]):
-    """What fails within, when the ranks are started for the first time, would fail again: they are not started anew."""
+    """The ranks are not started anew after a failure within, at their first start: the failure would come again."""
 
     def __init__(self, attempt: int) -> None:
         self._attempt = attempt

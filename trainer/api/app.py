@@ -40,7 +40,7 @@ KEEP_SAMPLES_S = 600.0
 
 
 class Door:
-    """What the routes share: who asks, the service, and the samples that are under way."""
+    """The objects that the routes share: the gateway to ask about clients, the service, and the samples under way."""
 
     def __init__(self, service: Service, gateway: Gateway, sampler: Sampler) -> None:
         self.service, self.gateway, self.sampler = service, gateway, sampler
@@ -208,7 +208,7 @@ async def capabilities(request: Request) -> dict[str, Any]:
 
 @router.post("/telemetry")
 async def telemetry() -> dict[str, str]:
-    """What the SDK says of itself is not kept."""
+    """The SDK's reports about itself are not kept."""
     return {"status": "accepted"}
 
 
@@ -232,7 +232,7 @@ async def session_heartbeat(request: Request) -> dict[str, Any]:
 
 @router.post("/sessions/{session_id}/finish", status_code=204)
 async def finish_session(request: Request, session_id: str) -> None:
-    """What a session has made stays until it is deleted."""
+    """The models and checkpoints that a session has made stay until they are deleted."""
     door = door_of(request)
     door.service.heard(door.service.record(SESSION, session_id, await door.client(request)).id, over=True)
 

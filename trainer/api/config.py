@@ -32,8 +32,8 @@ class LimitsConfig(Section, frozen=True):
 
 
 class JobsConfig(Section, frozen=True):
-    """What fine-tuning jobs train with. `rank` of their adapters: by default 16, or `limits.rank` if that is less. A
-    job's first step has `learning_rate` (of preferences `dpo_learning_rate`) times the job's multiplier, and it falls
+    """The settings of fine-tuning jobs. `rank` of their adapters: by default 16, or `limits.rank` if that is less. A
+    job's first step has `learning_rate` (of preferences `dpo_learning_rate`) times the job's multiplier. The rate falls
     linearly towards zero."""
 
     rank: Count | None = None
@@ -42,7 +42,7 @@ class JobsConfig(Section, frozen=True):
 
 
 class RanksConfig(Section, frozen=True):
-    """What watches over several ranks, as in `faults` of `hotswap train`. After one has died all are started anew, at
+    """The watch over several ranks, as in `faults` of `hotswap train`. After a rank has died all are started anew, at
     most `max_restarts` times, and go on from the journal."""
 
     max_restarts: Natural = 100

@@ -1,4 +1,4 @@
-"""What a client of the training API is told when its request cannot be done as asked.
+"""The errors that a client of the training API gets when its request cannot be done as asked.
 
 ApiError          base: `status` of the HTTP answer, `code`, `param`, and a message that says what to do
 ├── BadRequest    the request must be changed (400)
@@ -76,6 +76,6 @@ class Unavailable(ApiError):
 
 
 class Ended(Unavailable):
-    """The server ends, or its ranks start again. What was acknowledged is done after that."""
+    """The server ends, or its ranks start again. The acknowledged requests are done after that."""
 
     code = "server_ended"

@@ -1,4 +1,4 @@
-"""What survives a crash of the server: one SQLite file, of which every transaction is on disk when it returns.
+"""The journal: one SQLite file, which survives a crash of the server. Each transaction is on disk when it returns.
 
 A request to a training client is written down before the server acknowledges it, and its answer with everything that it
 changed in one transaction. So after a restart
@@ -81,8 +81,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Done:
-    """What a request has come to: its answer, and the records that it makes or replaces. `keep`: its body is needed
-    again after a crash, until a request that is `settled`: then none up to it is."""
+    """The outcome of a request: its answer, and the records that it makes or replaces. `keep`: its body is needed
+    again after a crash, until a request is `settled`: no body up to that request's is needed any more then."""
 
     answer: Answer
     records: tuple[Record, ...] = ()

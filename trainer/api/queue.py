@@ -81,7 +81,7 @@ class Queue:
         return answer
 
     def end(self, why: Ended | None = None) -> None:
-        """Take no more, and tell that to all who wait. What was taken is executed after the next start."""
+        """Take no more, and tell that to all who wait. The requests taken are executed after the next start."""
         self._why = why or self._why
         self.over.set()
         for event in self._answered.values():
@@ -100,7 +100,7 @@ class Queue:
             self._answered.pop(request.id).set()
 
     async def close(self) -> None:
-        """What runs is given up; it is executed after the next start."""
+        """The running requests are given up; they are executed after the next start."""
         tasks = [line.task for line in self._lines.values() if line.task is not None]
         for task in tasks:
             task.cancel()

@@ -46,7 +46,7 @@ WAIT_S = 30.0  # for an instance to have a version that is committed
 
 @dataclass(frozen=True)
 class Client:
-    """Who asks: a hash of the key, the key for the gateway, and the longest context that the server takes."""
+    """The client: a hash of the key, the key for the gateway, and the longest context that the server takes."""
 
     owner: str
     key: str = field(repr=False)
@@ -121,7 +121,7 @@ class Gateway:
 
 @dataclass
 class _Part:
-    """What one name of the server's answers with (None: the base model's). `users` are requests that are under way."""
+    """The weights under one of the server's names (None: the base model's). `users` are requests that are under way."""
 
     name: str | None
     snapshot: Path | None = None

@@ -1,4 +1,4 @@
-"""What the requests of the training API do: sessions, training clients, checkpoints and samplers.
+"""The work that the training API's requests ask for: sessions, training clients, checkpoints and samplers.
 
 A training client's requests are numbered, written into the journal and executed by the queue. Everything they do on the
 model runs on one thread. A client whose tenant is not in memory (after a restart, or because others were used since) is
@@ -60,7 +60,7 @@ class Service:
             SAVE_FOR_SAMPLER: self._save_for_sampler,
         }
 
-    # What is refused before a request has a number, is refused at once. After that it has to be a result: the SDK has
+    # A refusal before the request has a number comes at once. After that a refusal has to be a result: the SDK has
     # given the next number away.
 
     async def create(self, client: Client, body: wire.CreateModel) -> str:
@@ -184,7 +184,7 @@ class Service:
         return [found for found in self.journal.below(CHECKPOINT, model) if not _expired(found)]
 
     def lora_of_checkpoint(self, client: Client, path: str) -> Mapping[str, Any] | None:
-        """What its adapter is like; None: all weights. Raises NotFound, BadRequest."""
+        """The settings of the checkpoint's adapter; None: all weights. Raises NotFound, BadRequest."""
         found = self._checkpoint(path, client.owner)
         lora: Mapping[str, Any] | None = self.record(MODEL, found.parent, client).about["lora"]
         return lora

@@ -1,4 +1,4 @@
-"""What a tenant is on disk: its weights and Adam's moments, in a directory that can be read in another layout.
+"""A tenant on disk: its weights and Adam's moments, in a directory that can be read in another layout.
 
     DIRECTORY/model-*.safetensors   each rank's share: `weight.NAME`, `exp_avg.NAME` and `exp_avg_sq.NAME` in float32,
                                     where NAME is PEFT's, or of all weights Hugging Face's
@@ -36,7 +36,7 @@ Kinds = Mapping[str, Mapping[str, Tensor]]
 
 
 def described(lora: LoraConfig | None) -> dict[str, Any] | None:
-    """What makes two tenants fit each other; None: all weights."""
+    """The settings that two tenants must share to fit each other; None: all weights."""
     if lora is None:
         return None
     return {"rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.target_modules)}
@@ -108,7 +108,7 @@ def fresh(directory: Path) -> None:
 
 
 def flush(directory: Path) -> None:
-    """What all ranks have written there outlives a power failure. Collective. Raises CheckpointError."""
+    """The files that all ranks have written there outlive a power failure. Collective. Raises CheckpointError."""
 
     def flushed() -> None:
         with writing(directory):
@@ -120,7 +120,7 @@ def flush(directory: Path) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """What the disk refuses becomes a CheckpointError."""
+    """An error of the disk becomes a CheckpointError."""
     try:
         yield
     except OSError as error:

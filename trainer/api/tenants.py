@@ -1,4 +1,4 @@
-"""What clients train on one base model, which is in memory once: adapters of many, or all weights for one at a time.
+"""The tenants of one base model, which is in memory once: adapters of many, or all weights for one at a time.
 
 A tenant is what one training client trains, with its gradient and Adam's moments. One tenant's adapter at a time is on
 the model's layers (`lora.put`), so that tenants cannot touch each other. A tenant without an adapter has the model's
@@ -7,8 +7,8 @@ is torch's AdamW, on fp32 main weights.
 
 Every rank has its part of the model and of each tenant. Rank 0 is asked, and tells the others what it is asked
 (`_everywhere`): they wait in `follow`, over gloo and for as long as it takes, and do the same. The batches are rank 0's
-alone, and so are log-probs and losses. A TrainerError is every rank's; after any other they are no longer together, and
-must all start again (Ended). What is here runs on one thread of a rank.
+alone, and so are log-probs and losses. A TrainerError is every rank's; after any other error the ranks are no longer
+together, and must all start again (Ended). The code here runs on one thread of a rank.
 
 Shapes: B sequences, T positions.
 """
@@ -96,7 +96,7 @@ class Tenant:
                 self.gradient[name] += g
 
     def kinds(self, *, optimizer: bool = True) -> states.Kinds:
-        """What a state has of it."""
+        """The tenant's tensors that a state has, by kind."""
         moments = {k: {n: pair[i] for n, pair in self.moments.items()} for i, k in enumerate((FIRST, SECOND))}
         return {WEIGHT: self.weights, **(moments if optimizer else {})}
 
@@ -133,7 +133,7 @@ _COMMANDS: Final[dict[str, Callable[..., Any]]] = {}
 
 
 def _everywhere(method: Callable[Concatenate[Tenants, P], R]) -> Callable[Concatenate[Tenants, P], R]:
-    """What rank 0 is asked, all ranks do. Positional arguments are JSON, and the other ranks get them too; named ones
+    """All ranks do rank 0's calls. Positional arguments are JSON, and the other ranks get them too; named ones
     are rank 0's alone."""
     name: str = getattr(method, "__name__", "")
     _COMMANDS[name] = method
@@ -231,8 +231,8 @@ class Tenants:
 
     @_everywhere
     def read(self, name: str, directory: str, optimizer: bool) -> None:
-        """What `write` has written, with Adam's moments or without. Raises CheckpointError; nothing has changed
-        then."""
+        """Read the files that `write` has written, with Adam's moments or without. Raises CheckpointError; nothing has
+        changed then."""
         tenant = self._held[name]
         kinds = tenant.kinds(optimizer=optimizer)
         steps = states.read(Path(directory), kinds, self.shape, tenant.lora)

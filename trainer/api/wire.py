@@ -151,7 +151,7 @@ def _tensor(number: int, name: str, message: Any) -> NDArray[Any]:
 
 
 def batch_body(batch: Batch) -> bytes:
-    """What `read_batch` reads."""
+    """The bytes that `read_batch` reads."""
     request = _CLASSES["ForwardBackwardRequest"](
         model_id=batch.model_id, seq_id=batch.seq_id, loss_fn=batch.loss, forward_only=batch.forward_only
     )
@@ -179,7 +179,7 @@ def output(logprobs: Sequence[NDArray[np.float32]], metrics: Mapping[str, float]
 
 
 def read_output(content: bytes) -> tuple[list[NDArray[np.float32]], dict[str, float]]:
-    """What `output` was given."""
+    """The arguments that `output` was given."""
     answer = _CLASSES["ForwardBackwardOutput"]()
     answer.ParseFromString(content)
     ((batched,),) = [[f.value for f in record.fields] for record in answer.loss_fn_outputs]

@@ -223,7 +223,7 @@ class Checkpoints:
 
 
 def open_checkpoints(config: TrainerConfig, shape: ModelShape, engine: Engine) -> Checkpoints | None:
-    """Those of a run, if it keeps any. What must be equal for one to be continued is taken from its configuration."""
+    """The checkpoints of a run, if any. The identity that a continued run must share comes from its configuration."""
     if config.checkpoint is None:
         return None
     lora = config.lora

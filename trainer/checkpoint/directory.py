@@ -64,7 +64,7 @@ class CheckpointDir:
             if name not in known:
                 flush(file)
             listing[name] = known[name] if name in known else describe(file)
-        # What was reported but is not there must be found missing by every reader.
+        # A file that was reported but is not there must be found missing by every reader.
         write_flushed(staged / MANIFEST, json.dumps({"state": state, "files": known | listing}))
         replaced = self.path / f"{UNFINISHED}replaced-{final.name}"
         if final.exists():  # a torn one, or one of this step: it goes when the new one is there, removing takes long
@@ -106,7 +106,7 @@ class CheckpointDir:
         return state
 
     def problem(self, directory: Path, part: int = 0, parts: int = 1) -> str:
-        """What is wrong with the `part`-th of `parts` shares of a checkpoint's files, by name; empty when nothing is.
+        """The problem with the `part`-th of `parts` shares of a checkpoint's files, by name; empty when there is none.
         The ranks divide the reading between them this way."""
         try:
             _, files = read_manifest(directory)
@@ -190,7 +190,7 @@ def describe(file: Path) -> tuple[int, str]:
 
 
 def problem_with(file: Path, size: int, expected: str) -> str:
-    """What is wrong with a file that should have `size` bytes and this digest; empty when nothing is."""
+    """The problem with a file that should have `size` bytes and this digest; empty when there is none."""
     if not file.exists():
         return f"{file} is missing."
     if file.stat().st_size != size:

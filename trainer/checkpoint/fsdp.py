@@ -43,7 +43,7 @@ def tensors(role: Role) -> dict[str, torch.Tensor]:
 
 
 def write_numbers(role: Role, directory: Path) -> None:
-    """What is the same on every rank."""
+    """Write the numbers that are the same on every rank."""
     states = _states(role)
     steps = {name: int(states[optimized]["step"]) for name, _, optimized in _weights(role)}
     (directory / NUMBERS).write_text(json.dumps({"steps": steps, "scheduler": role.scheduler.state_dict()}))

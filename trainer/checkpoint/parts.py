@@ -26,7 +26,7 @@ def take(parts: Mapping[str, Part]) -> dict[str, bytes]:
 
 
 def write(files: Mapping[str, bytes], directory: Path) -> None:
-    """What `take` returned, below a checkpoint that is being written."""
+    """Write the files that `take` returned below a checkpoint that is being written."""
     for name, data in files.items():
         path = directory / name
         path.parent.mkdir(exist_ok=True)

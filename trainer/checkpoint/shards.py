@@ -6,7 +6,7 @@ rank 0 makes the index of that. Megatron's own asynchronous writer forks and sta
 killed rank.
 
 Reading runs nothing that lies in the directory. torch keeps the index (`.metadata`) as a pickle and unpickles whatever
-the index calls bytes. Who can write the directory can write both, and the manifest's digests as well, which tell damage
+the index calls bytes. A writer of the directory can write both, and the manifest's digests as well, which tell damage
 and not intent. Here the index is made of the classes alone that an index is made of; bytes must first pass torch's
 weights-only unpickler; and a shard lies in the directory itself or nowhere.
 """
@@ -89,7 +89,7 @@ class StagedTensors:
 
 
 class _Take(torch_dist.TorchDistSaveShardedStrategy):  # type: ignore[misc]
-    """What Megatron calls with the shards."""
+    """The strategy that Megatron calls with the shards."""
 
     def __init__(self, writer: _Later) -> None:
         super().__init__("torch_dist", 1)
@@ -134,7 +134,7 @@ class _Later(dcp.FileSystemWriter):  # type: ignore[misc]
         return results
 
     def resolve_data(self, item: Any) -> torch.Tensor | io.BytesIO:
-        """What `write_data` asks of a planner."""
+        """The method of a planner that `write_data` calls."""
         return self._data[item.index]
 
     def index(self, results: list[WriteResult]) -> None:
@@ -246,8 +246,7 @@ class CheckedReader(dcp.FileSystemReader):  # type: ignore[misc]
 
 @contextlib.contextmanager
 def refusing(directory: Path) -> Iterator[None]:
-    """What torch says when a file is not to be read, or on every rank when one of them could not, becomes a
-    ResumeError."""
+    """torch's error for a file that is not to be read becomes a ResumeError, on every rank when one could not."""
     try:
         yield
     except pickle.UnpicklingError as error:

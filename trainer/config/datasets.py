@@ -159,6 +159,6 @@ DataConfig = (
 
 
 def identity(config: DataConfig) -> dict[str, Any]:
-    """What must stay the same for a run to be continued, as far as the configuration tells. Files are known by what is
-    in them, wherever they are (see Contents in trainer/data/records.py)."""
+    """The settings of the data that must stay the same for a run to be continued. Files are known by their contents,
+    wherever they are (see Contents in trainer/data/records.py)."""
     return {"kind": "files"} if isinstance(config, FileData) else msgspec.to_builtins(config)

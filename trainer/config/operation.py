@@ -96,7 +96,7 @@ class EvalConfig(Section, frozen=True):
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """What an evaluation can be compared by with another, each reward's own mean aside."""
+        """The metrics by which evaluations can be compared, each reward's own mean aside."""
         return ("accuracy", "reward_mean", *(f"pass_at_{k}" for k in self.passes))
 
 

@@ -61,8 +61,8 @@ class MathReward(RewardOptions, frozen=True, tag="math"):
 
 
 class GymReward(RewardOptions, frozen=True, tag="reasoning_gym"):
-    """What the verifier of a reasoning-gym task gives, for records of the data set `reasoning_gym`. It reads what is
-    between `<tag>` and `</tag>`, the last such place; with an empty `tag` the whole answer."""
+    """The score of a reasoning-gym task's verifier, for records of the data set `reasoning_gym`. The verifier reads the
+    text between `<tag>` and `</tag>`, the last such place; with an empty `tag` the whole answer."""
 
     tag: str = "answer"
 

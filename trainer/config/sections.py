@@ -80,7 +80,7 @@ class LoraConfig(Section, frozen=True):
 
     @property
     def part(self) -> str:
-        """What the adapter is called in a version of the weights."""
+        """The adapter's name in a version of the weights."""
         return LORA + self.name
 
 

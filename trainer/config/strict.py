@@ -186,7 +186,7 @@ def _did_you_mean(name: str, hint: Any, value: Any) -> str:
 
 
 def load_target(target: str, key: str) -> Any:
-    """What `package.module:name` names. Raises ConfigError."""
+    """The object that `package.module:name` names. Raises ConfigError."""
     module, _, name = target.partition(":")
     try:
         return getattr(importlib.import_module(module), name)

@@ -43,8 +43,8 @@ class _Unusable(ValueError):
 
 @dataclass
 class _Index:
-    """What the whole log says of its answers. `liked`: of each prompt, the score and the text of the answer that was
-    liked best. `first`: the answer that asked it first."""
+    """The feedback of the whole log. `liked`: of each prompt, the score and the text of the answer that was liked best.
+    `first`: of each prompt, the first answer."""
 
     config: AnswersData
     said: dict[Key, dict[str, Any]] = field(default_factory=dict)

@@ -42,7 +42,7 @@ from trainer.errors import DataError
 log = logging.getLogger(__name__)
 FORMAT = 7  # raised when an entry holds something else of the same records
 MANIFEST, ALL = "MANIFEST", "all"
-# What does not change the records.
+# The settings that do not change the records.
 _INDIFFERENT = ("path", "eval_path", "max_bad", "cache_dir", "workers")
 
 

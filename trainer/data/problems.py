@@ -143,7 +143,7 @@ def program(problem: tuple[Step, Step], parentheses: bool) -> str:
 
 
 def expected(problem: tuple[Step, Step], x: int) -> int:
-    """What the right program returns."""
+    """The value that the right program returns."""
     for name, number in problem:
         x = _APPLY[name](x, number)
     return x

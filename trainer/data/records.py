@@ -65,7 +65,7 @@ class Dataset(Protocol):
 
 
 def summary(dataset: Dataset) -> dict[str, Any]:
-    """What the metrics say about a data set: how many records and held-out ones, and what it says itself."""
+    """The facts of a data set for the metrics: how many records and held-out ones, and the data set's own summary."""
     said = dataset.summary() if hasattr(dataset, "summary") else {}
     return {"records": len(dataset), "held_out": len(dataset.held_out), **said}
 

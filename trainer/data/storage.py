@@ -13,7 +13,7 @@ import fsspec
 from trainer.errors import DataError
 
 HTTP = ("http://", "https://")
-# What says, without reading a file, that it is no longer the one it was; stores name it differently.
+# The fields that show, without reading a file, that its content has changed; stores name them differently.
 _STAMPS = ("mtime", "ETag", "etag", "md5Hash", "Content-MD5", "checksum", "LastModified", "last_modified", "updated")
 _CLIENTS = ("aiohttp", "azure", "botocore", "fsspec", "gcsfs", "google", "httpx", "httpx2", "s3fs")
 
@@ -77,7 +77,7 @@ def opened(url: str, start: int | None = None, *, decompress: bool = True) -> It
 
 @contextlib.contextmanager
 def explained(url: str) -> Iterator[None]:
-    """What a store raises, as DataError: a missing file, no permission, no connection, no driver."""
+    """The errors of a store, as DataError: a missing file, no permission, no connection, no driver."""
     try:
         yield
     except ImportError as error:

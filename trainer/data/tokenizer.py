@@ -106,9 +106,9 @@ class Tokenizer:
                 yield self.turn(messages[:place], message, tools)
 
     def reply(self, messages: Sequence[Mapping[str, Any]], after: Sequence[int]) -> Ids:
-        """What follows a turn of the model that ended with the tokens `after`: the messages, and the beginning of the
-        model's next turn, as the chat template writes them. What was written before is not tokenised again. Raises
-        ValueError as `chat`. Without a template it is the messages' texts end to end."""
+        """The tokens after a turn of the model that ended with the tokens `after`: the messages, and the beginning of
+        the model's next turn, as the chat template writes them. Earlier text is not tokenised again. Raises
+        ValueError as `chat`. Without a template the reply is the messages' texts end to end."""
         if self._chat is None:
             return self.plain("".join(message["content"] for message in messages))
         text = self._chat.follow([normal(message) for message in messages])

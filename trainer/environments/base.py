@@ -1,4 +1,4 @@
-"""What an environment is: `reset` begins an episode, `step` takes an answer of the model and says what comes next.
+"""An environment's interface: `reset` begins an episode, `step` takes an answer of the model and says what comes next.
 
     class Guess(Environment):
         def reset(self, task: Task) -> Observation:
@@ -29,7 +29,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Task:
-    """What an episode is about: a record's prompt as text and as messages (one of the user's if it was a text), the
+    """The subject of an episode: a record's prompt as text and as messages (one of the user's if it was a text), the
     answer that rewards compare with, and the record's `extra`."""
 
     prompt: str
@@ -40,8 +40,8 @@ class Task:
 
 @dataclass(frozen=True)
 class Observation:
-    """What the model reads next. After `reset` the messages are the prompt; empty, the record's own prompt is. After a
-    `step` they follow the model's answer, `reward` is what that answer was worth, and `done` ends the episode."""
+    """The messages for the model to read. After `reset` they are the prompt; if there are none, the record's own is.
+    After a `step` they follow the model's answer, `reward` is the worth of that answer, and `done` ends the episode."""
 
     messages: Sequence[Message] = ()
     reward: float = 0.0
@@ -49,7 +49,7 @@ class Observation:
 
 
 class Environment(ABC):
-    """Plays episodes. What it raises fails the episode, which is played again or left out: nothing is trained on it."""
+    """Plays episodes. An exception fails the episode, which is played again or left out: nothing is trained on it."""
 
     @abstractmethod
     def reset(self, task: Task) -> Observation | Awaitable[Observation]:
@@ -65,8 +65,8 @@ class Environment(ABC):
 
 
 def observation_to_json(value: object, most: int | None = None) -> dict[str, Any]:
-    """What it says is cut after `most` characters. Raises ValueError, which says what is wrong, for what an environment
-    must not return."""
+    """The JSON of an observation, whose texts are cut after `most` characters. Raises ValueError, which says what is
+    wrong, for a value that an environment must not return."""
     if not isinstance(value, Observation):
         raise ValueError(f"it returned {type(value).__name__} instead of an Observation.")
     for message in value.messages:

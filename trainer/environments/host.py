@@ -91,7 +91,7 @@ class Episode:
         return self.open and self.worker.alive
 
     async def step(self, answer: str) -> Observation:
-        """What comes after the answer. Raises EnvironmentFailed; EpisodeInterrupted when another is to blame."""
+        """The observation after the answer. Raises EnvironmentFailed; EpisodeInterrupted when another is to blame."""
         return await self._ask({"op": "step", "answer": answer})
 
     async def close(self) -> None:

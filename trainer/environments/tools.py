@@ -1,8 +1,8 @@
-"""Tools: the model asks for one by name, and reads what it answers, until an answer asks for none.
+"""Tools: the model asks for one by name, and reads the tool's reply, until an answer asks for none.
 
-What the model got wrong (a call that is no JSON, a tool that does not exist, arguments that do not fit, a function that
-raises) it is told, as a text that begins with `error:`. What is not its fault (an MCP server that is away, a sandbox
-that does not start) fails the episode.
+The model is told its own mistakes (a call that is no JSON, a tool that does not exist, arguments that do not fit, a
+function that raises), as a text that begins with `error:`. A fault of something else (an MCP server that is away, a
+sandbox that does not start) fails the episode.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ It speaks the protocol of worker.py and imports nothing of Hotswap: verifiers as
 Hotswap pins, so it lives in an environment of its own.
 
 verifiers runs an episode itself and asks an OpenAI-compatible endpoint for each answer of the model. That endpoint is
-here. What it is asked for waits until the trainer's next `step` brings the answer:
+here. A request to it waits until the trainer's next `step` brings the answer:
 
     reset -> run_episode -> request -> its messages, the prompt
     step  -> answer to the request -> next request -> the messages since then; or the end, and the reward

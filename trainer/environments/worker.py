@@ -2,7 +2,7 @@
 
 JOB is the configuration entry of the environment. The first line it writes is `{}`, or `{"problem": ...}` if it cannot
 make one. Requests are `{"id", "episode", "op": "reset" | "step" | "close", ...}`; a reply repeats the `id` beside
-`value` or `problem`. Episodes go on at the same time. What the environments print goes to standard error.
+`value` or `problem`. Episodes go on at the same time. The environments' own output goes to standard error.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ async def _called(method: Callable[..., Any], *arguments: Any) -> Any:
 
 @contextlib.asynccontextmanager
 async def _made(job: dict[str, Any]) -> AsyncIterator[Callable[[], Environment]]:
-    """What makes an environment. Raises ConfigError, SandboxUnavailable."""
+    """The function that makes an environment. Raises ConfigError, SandboxUnavailable."""
     config = strict.build(KINDS[job["kind"]], job, "environment")
     if isinstance(config, ToolsEnvironment):
         async with open_tools(config.tools) as tools:

@@ -26,7 +26,7 @@ class Guard:
         return self._in_a_row > 0
 
     def problem(self, **numbers: float) -> str:
-        """What is wrong with a step's `loss`, `grad_norm`, ...; empty when nothing is, or not for long enough yet."""
+        """The problem with a step's `loss`, `grad_norm`, ...; empty when there is none, or not for long enough yet."""
         for name, value in numbers.items():
             if not math.isfinite(value):
                 return f"{name} is {value}"

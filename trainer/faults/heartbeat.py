@@ -134,14 +134,14 @@ def watched_by(rank: int, world: int) -> int:
 
 
 def silence(peer: Watched, silent_s: float) -> str:
-    """What is said of a peer that no longer beats."""
+    """The message about a peer that no longer beats."""
     who = str(peer.last) if peer.last is not None else f"rank {peer.rank}, which has sent none"
     return f"no heartbeat for {silent_s:.1f} s from {who}: stopped, or its machine is gone."
 
 
 def hang(beats: list[Beat], hang_s: float) -> str:
-    """What is said when no rank has got on for `hang_s`; empty while one has. The rank that is somewhere else than
-    most is who the others wait for. Ranks that are done beat no more: they neither hang nor get on."""
+    """The message when no rank has got on for `hang_s`; empty while one has. The others wait for the rank that is
+    somewhere else than most. Ranks that are done beat no more: they neither hang nor get on."""
     beats = [beat for beat in beats if beat.phase != DONE]
     if not beats or min(beat.still_s for beat in beats) < hang_s:
         return ""
@@ -203,7 +203,7 @@ class StoreBoard:
         self._store.set(self._key("fault"), fault)
 
     def fault(self, attempt: int | None = None) -> str:
-        """What ended this attempt, or an earlier one; empty when nobody said."""
+        """The fault that ended this attempt, or an earlier one; empty when none was reported."""
         return self._read(self._key("fault", attempt))
 
     def _read(self, key: str) -> str:

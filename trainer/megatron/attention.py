@@ -245,7 +245,7 @@ class Blocks:
         return found
 
     def scatter(self, parts: list[Tensor], like: Tensor) -> Tensor:
-        """What was computed for each bucket, [S, L, ...] each, back to [N, ...]; zeros at padding."""
+        """The results of all buckets, [S, L, ...] each, back to [N, ...]; zeros at padding."""
         result = like.new_zeros(like.shape[0], *parts[0].shape[2:])
         kept = [part.flatten(0, 1)[b.kept] for part, b in zip(parts, self.buckets, strict=True)]
         return result.index_copy(0, self.places, torch.cat(kept))

@@ -200,7 +200,7 @@ def global_name(model: Any, name: str) -> str:
 
 
 def whole(parameter: Tensor) -> Tensor:
-    """What a tensor-parallel rank holds of a parameter. Collective if it is sharded over data-parallel ranks too."""
+    """The tensor-parallel rank's part of a parameter. Collective if it is sharded over data-parallel ranks too."""
     return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
 
 
@@ -222,7 +222,7 @@ def load_hf(named: Iterable[tuple[str, Tensor]], shape: ModelShape, get: Callabl
 def export_slices(
     named: Iterable[tuple[str, Tensor]], shape: ModelShape, together: Container[str] = frozenset()
 ) -> Iterator[Slice]:
-    """What this rank speaks for of its parameters, as slices of Hugging Face tensors. The slices of all ranks cover
+    """The parameters that this rank speaks for, as slices of Hugging Face tensors. The slices of all ranks cover
     every tensor exactly once. Without communication, but for tensors that are named in `together`: one of the ranks
     that cut them gets all of them, each in turn, one parameter at a time; and under `shard: full`, where one parameter
     at a time is gathered."""

@@ -225,7 +225,7 @@ class Engine:
     def _run(
         self, role: Role, micro_batches: list[Fields], reduce: Callable[..., Any], *, forward_only: bool
     ) -> list[Any]:
-        """What `reduce` made of the micro-batches of this rank (passes.py). Recorded routing is the actor's: critic and
+        """The results of `reduce` on its micro-batches (passes.py). Recorded routing is the actor's: critic and
         reference have routers of their own."""
         if role.name != "actor":
             micro_batches = [{k: t for k, t in batch.items() if k != ROUTING} for batch in micro_batches]
@@ -239,7 +239,7 @@ class Engine:
         )
 
     def _said(self, roles: list[RoleName], fields: Fields) -> list[torch.Tensor]:
-        """What each of the roles says of rank 0's batch, [B, T] float32, on rank 0; nothing on the other ranks."""
+        """The output of each of the roles for rank 0's batch, [B, T] float32, on rank 0; nothing on the other ranks."""
         asked = {name: fields[name] for name in (TOKENS, MASK, SEGMENTS, POSITIONS, ROUTING) if name in fields}
         (micro_batches,) = self._shared_out(on_rank_zero(lambda: [asked]))
         found = []

@@ -28,7 +28,7 @@ Gradient = dict[str, Tensor]
 
 
 class Apart(_BaseDataParallel):  # type: ignore[misc]
-    """What Megatron asks of a wrapper around a chunk of a model, whose parameters have their gradients in `main_grad`
+    """A wrapper around a chunk of a model, as Megatron asks for it. The parameters have their gradients in `main_grad`
     while they are reduced."""
 
     def __init__(self, config: TransformerConfig, module: Any) -> None:

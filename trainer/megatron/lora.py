@@ -11,8 +11,8 @@ A and B are cut as their layer is, so that the result is the same in every layou
     experts                      the dispatcher sums over the ranks that cut an expert, outputs as well as the gradients
                                  of inputs: only the gradient of the whole matrix is summed here
 
-What A makes has r numbers for each token and projection, so that this is all the traffic there is. With A first it also
-saves the memory of B A, which nobody ever forms except to merge.
+The output of A has r numbers for each token and projection, so that this is all the traffic there is. Applying A
+first also saves the memory of B A, which is never formed except to merge.
 
 Dropout is on the input of the adapter, drawn once for the projections of a fused layer.
 """
@@ -162,7 +162,7 @@ class Adapter(torch.nn.ModuleDict):
         return self._fused(made).T * (self._lora.alpha / self._lora.rank)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """What Megatron asks of a module for a checkpoint."""
+        """The shards that Megatron asks a module for when a checkpoint is made."""
         axes = {f"{name}.{'B' if self.column else 'A'}": 0 if self.column else 1 for name in self}
         state = self.state_dict(prefix="", keep_vars=True)
         groups = {"tp_group": self.group, "dp_cp_group": metadata["dp_cp_group"]}

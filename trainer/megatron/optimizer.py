@@ -53,7 +53,7 @@ def reset_optimizer(optimizer: Any) -> None:
 
 
 def moment_bytes(optimizer: Any) -> int:
-    """What a first step will add to an optimizer: two moments in fp32 for each number, or Muon's one."""
+    """The bytes that a first step will add to an optimizer: two moments in fp32 for each number, or Muon's one."""
     found = 0
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         ones = part.optimizer.matrices if isinstance(part.optimizer, Muon) else frozenset()
@@ -93,7 +93,7 @@ class HostAdam(HybridDeviceOptimizer):  # type: ignore[misc]
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """What `state_dict` returned."""
+        """Load the state that `state_dict` returned."""
         groups = [group | self._own for group in state_dict["param_groups"]]
         super().load_state_dict(state_dict | {"param_groups": groups})
 

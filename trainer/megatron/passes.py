@@ -1,7 +1,7 @@
 """One pass of a batch through a model: cut into micro-batches, through Megatron's schedule, in any layout.
 
 The schedule is plain accumulation without pipeline stages, 1F1B with them, and the interleaved one where stages hold
-several chunks of layers. Whatever the layout, `reduce` is asked about whole sequences: under context parallelism every
+several chunks of layers. In every layout `reduce` is asked about whole sequences: under context parallelism every
 rank gets the outputs of the others as well, and the gradient of its own part goes back.
 
 Shapes: B sequences, T label positions, N context-parallel ranks.
@@ -50,7 +50,7 @@ def run(
     forward_only: bool,
     values: bool = False,
 ) -> list[Any]:
-    """What `reduce(output_BT, micro_batch)` returned for each micro-batch of this data-parallel rank, on the last
+    """The results of `reduce(output_BT, micro_batch)` for each micro-batch of this data-parallel rank, on the last
     pipeline stage; an empty list on the others. Collective.
 
     `chunks` are the model's parts on this rank. Their output are the log-probs float32 [B, T] of the tokens at t + 1,

@@ -44,8 +44,8 @@ def feed_forward(layer: Any) -> Any:
 
 
 def load_strategies() -> tuple[Any, ...]:
-    """What `dist_checkpointing.load` is to read with, named: the directory is not to choose among all that Megatron
-    has. 0.19 keeps what is no tensor among the shards, and reads `common.pt` by itself where it finds one."""
+    """The named strategies for `dist_checkpointing.load` to read with: the directory is not to choose among all that
+    Megatron has. 0.19 keeps what is no tensor among the shards, and reads `common.pt` by itself where it finds one."""
     sharded = importlib.import_module("megatron.core.dist_checkpointing.strategies.torch")
     if release() != "0.16.1":
         return (sharded.TorchDistLoadShardedStrategy(),)

@@ -99,7 +99,7 @@ class Router(TopKRouter):  # type: ignore[misc]
 
 
 class _Replay:
-    """What Megatron's top-k asks in place of itself."""
+    """The object that Megatron's top-k asks in place of itself."""
 
     def __init__(self, experts_Nk: Tensor) -> None:
         self._experts = experts_Nk

@@ -51,7 +51,7 @@ class Serving:
 
 
 def open_serving(config: TrainerConfig, shape: ModelShape) -> Serving:
-    """What `memory.serving` says; nothing without it. Collective, before the engine is built: where the device has no
+    """The server that `memory.serving` names, if any. Collective, before the engine is built: where the device has no
     room for the trainer beside the server, the server sleeps from now on. Raises SleepTimeout."""
     section = config.memory.serving if config.memory is not None else None
     if config.memory is None or section is None:
@@ -89,9 +89,9 @@ def build_memory(
 
 
 def budget_bytes(section: MemoryConfig, awake: int) -> int:
-    """What components may hold: `budget_gib`, or what there is for them, on the rank that has least. On a GPU that is
-    what nothing holds, what this process holds, and the server's part that is awake (`awake` bytes), less what CUDA and
-    NCCL take for themselves. Collective."""
+    """The bytes that components may hold: `budget_gib`, or the room for them, on the rank that has least. On a GPU that
+    room is the free bytes, those of this process, and the server's part that is awake (`awake` bytes), less the bytes
+    that CUDA and NCCL take for themselves. Collective."""
     if section.budget_gib is not None:
         return int(section.budget_gib * GIB)
     here = Hardware(1, device_bytes() + awake).room if torch.cuda.is_available() else device_bytes()
@@ -99,7 +99,7 @@ def budget_bytes(section: MemoryConfig, awake: int) -> int:
 
 
 def reserve_bytes(config: TrainerConfig, shape: ModelShape) -> int:
-    """What is kept of the budget: `reserve_gib`, or on a GPU the activations and logits that the plan estimates."""
+    """The reserve of the budget: `reserve_gib`, or on a GPU the activations and logits that the plan estimates."""
     assert config.memory is not None
     if config.memory.reserve_gib is not None:
         return int(config.memory.reserve_gib * GIB)
@@ -108,7 +108,7 @@ def reserve_bytes(config: TrainerConfig, shape: ModelShape) -> int:
 
 
 def _trainer_bytes(config: TrainerConfig, shape: ModelShape) -> int:
-    """What the trainer's components will hold of a device."""
+    """The bytes that the trainer's components will hold of a device."""
     found = _estimate(config, shape)
     ranks = 1 if torch.cuda.is_available() else config.parallel.world_size
     return ranks * (found.weights + found.gradients + found.optimizer)
@@ -162,7 +162,7 @@ def _expected(engine: Engine, name: str) -> int:
 
 
 def _reward_model(models: Models | None) -> Sequence[Component]:
-    """What rewards hold, as rank 0 knows. They run on the CPU: where there is a GPU, that is not the shared memory."""
+    """The rewards' models, as rank 0 knows them. They run on the CPU: with a GPU, that is not the shared memory."""
     nbytes: int = broadcast_json(models.nbytes if models is not None else 0)
     if nbytes == 0 or torch.cuda.is_available():
         return []

@@ -51,7 +51,7 @@ class Component(Protocol):
 
     @property
     def bytes(self) -> int:
-        """What it holds, or will hold, of the device when it is instantiated."""
+        """The bytes of the device that the component holds, or will hold, when it is instantiated."""
         ...
 
     @property
@@ -225,8 +225,8 @@ def private_bytes(pid: int | None = None) -> int:
 
 
 def device_bytes() -> int:
-    """What is free of this rank's GPU or held by this process; without one, the memory of this host, or of the
-    container if that is less."""
+    """The bytes of this rank's GPU that are free or held by this process; without a GPU, the memory of this host, or of
+    the container if that is less."""
     if torch.cuda.is_available():
         free, _ = torch.cuda.mem_get_info()
         return int(free) + int(torch.cuda.memory_reserved())

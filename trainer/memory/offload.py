@@ -1,7 +1,7 @@
 """Components made of tensors: offloading empties their storages, reloading fills the same storages again.
 
 Views, parameters, optimizer states and Megatron's flat buffers all keep their storage, so nothing that refers to a
-tensor notices. Whoever touches one meanwhile ends the process, so `guard` has modules refuse to run. Gradients need no
+tensor notices. Any access to one meanwhile ends the process, so `guard` has modules refuse to run. Gradients need no
 keeping: every step begins by zeroing them.
 
 A vault keeps the bytes, in a file without a name or in pinned host memory. On CPU bytes go between a storage and the
@@ -185,7 +185,7 @@ class DiskVault:
 
 
 class HostVault:
-    """Pinned host memory, from where a GPU takes it back at the speed of the bus. What was pinned once serves every
+    """Pinned host memory, from where a GPU takes bytes back at the speed of the bus. A page pinned once serves every
     offload until it is forgotten: the kernel takes far longer to find and pin pages than the bus to fill them."""
 
     def __init__(self) -> None:

@@ -47,10 +47,10 @@ from trainer.metrics.writers import JsonLines, MetricsWriter, Spared, Tee
 
 
 def build_writers(config: TrainerConfig) -> MetricsWriter:
-    """Where rank 0's events go. The JSON lines are the record of the run, so writing them must work; the others are
+    """The writers of rank 0's events. The JSON lines are the record of the run: writing them must work; the others are
     for looking at, and training goes on without one that fails.
 
-    Raises ConfigError for a telemetry or W&B key that is missing. What was opened before that is closed.
+    Raises ConfigError for a telemetry or W&B key that is missing. The writers opened before that are closed.
     """
     writers: list[MetricsWriter] = []
     try:

@@ -1,6 +1,6 @@
 """Dashboards that draw a run's numbers: the gateway's console, TensorBoard, Weights & Biases.
 
-Whatever becomes of the gateway, training goes on: a thread of its own posts to its admin port and leaves out what it
+Training goes on even if the gateway fails: a thread of its own posts to the admin port and leaves out events that it
 cannot keep up with (the newest are kept); the first failure in a row is logged. TensorBoard and W&B share the names of
 the numbers, grouped by what they are about. W&B is offline unless told otherwise: `wandb sync
 DIR/wandb/offline-run-*` uploads it later.

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-# What is shown of a step, where the algorithm and the schedule have it: name, key, format.
+# The numbers shown of a step, where the algorithm and the schedule have them: name, key, format.
 SHOWN = (
     ("loss", "loss", "+.4f"),
     ("reward", "reward_mean", ".3f"),

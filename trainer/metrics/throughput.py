@@ -102,7 +102,7 @@ class Throughput:
     frozen: bool = False
 
     def metrics(self, fields: Fields, train_ms: float, passes: int = 1) -> dict[str, float]:
-        """What a step's `fields` (all of them, of every rank) took: `train_tokens_per_s` counts prompts too.
+        """The throughput of a step's `fields` (all of them, of every rank): `train_tokens_per_s` counts prompts too.
         `passes` is how often each sequence was trained on (epochs)."""
         found = lengths(fields)
         tokens = float(found.sum()) * passes

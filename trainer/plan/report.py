@@ -41,7 +41,7 @@ class PlanOptions:
 
 
 def workload_of(config: TrainerConfig, length: int) -> Workload:
-    """What a run with this configuration trains with."""
+    """The workload of a run with this configuration."""
     algorithm, batch = config.algorithm, config.batch
     samples = getattr(algorithm, "samples_per_prompt", 1) if isinstance(algorithm, PolicyConfig) else 1
     together = 2 if isinstance(algorithm, DpoConfig) else 1  # a preference's answers stay in one micro-batch

@@ -200,7 +200,7 @@ def _rewards(run: RunEvents) -> Iterator[str]:
 
 
 def _faults(run: RunEvents) -> Iterator[str]:
-    """What was survived, each kind with its last reason."""
+    """The faults that the run survived, each kind with its last reason."""
     for kind, said in (
         ("publish_failed", "publishes failed"),
         ("checkpoint_failed", "checkpoints failed"),

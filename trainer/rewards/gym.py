@@ -9,7 +9,7 @@ from trainer.data.gym import KEY, maker, package, problem_of
 
 
 class GymAnswer:
-    """What the task's own verifier gives for the answer, 0 to 1. In a worker: a verifier may take for ever."""
+    """The score of the task's own verifier for the answer, 0 to 1. In a worker: a verifier may take for ever."""
 
     def __init__(self, *, tag: str) -> None:
         """Raises ConfigError when the package is missing. Its import takes long, and is no answer's fault."""

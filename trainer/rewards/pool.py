@@ -1,9 +1,9 @@
 """Worker processes that can be killed: what a reward runs there cannot stall a step.
 
 Each worker (worker.py) reads requests and writes replies, one JSON object a line; nothing is pickled. It works on as
-many at a time as it says at its start. One that is over its time is killed with all that descend from it, and replaced,
-as is one that dies, be it at work or not. What else it had in hand is asked again, each alone, so that only the culprit
-fails. Who gives up waiting leaves the worker to it: nobody else is sent there before it has answered or was killed.
+many at a time as it says at its start. A worker over its time is killed with all that descend from it, and replaced, as
+is one that dies, at work or not. Its other requests are asked again, each alone, so that only the culprit fails. A
+caller that gives up leaves the worker to its request: no other is sent there before the worker has answered or is dead.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class Sandbox:
         return outcomes
 
     async def output(self, program: str) -> str:
-        """What a program prints, and the error that ended it. Raises RewardTimeout, RewardError."""
+        """The output of a program, and the error that ended it. Raises RewardTimeout, RewardError."""
         (outcome,) = await self.run(program, [{"input": "", "errors": True}]) or [{"error": "it said nothing"}]
         if "output" in outcome:
             return base64.b64decode(outcome["output"]).decode(errors="replace")

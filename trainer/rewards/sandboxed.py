@@ -65,7 +65,7 @@ def run_case(job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
 
 
 def collect(source: int, seconds: float, limit: int, replies: int, memory: int | None) -> tuple[bytes, str]:
-    """What comes from a pipe until its end, and what was wrong with it. `memory`: of all processes together."""
+    """The bytes from a pipe until its end, and the problem with them. `memory`: of all processes together."""
     pieces: list[bytes] = []
     size, deadline = 0, time.monotonic() + seconds
     ready = select.poll()

@@ -233,7 +233,7 @@ class Scorer:
 
     @property
     def nbytes(self) -> int:
-        """What rewards that hold models hold of the host's memory while they are awake."""
+        """The bytes of the host's memory that rewards with models hold while they are awake."""
         return sum(weighted.reward.nbytes for weighted in self._rewards.values())
 
     def rest(self) -> None:

@@ -114,7 +114,7 @@ class Scorers:
         return self._pending >= self._room
 
     async def score(self, request: RewardRequest, names: list[str]) -> dict[str, dict[str, Any]]:
-        """What each of `names` gives, and why one gives nothing."""
+        """The score of each of `names`, or the reason why there is none."""
         self._pending += 1
         try:
             found = await asyncio.gather(*(self._scorers[name](request) for name in names))

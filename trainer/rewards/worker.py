@@ -2,7 +2,7 @@
 
 JOB names the job and its options. The first line it writes is `{"concurrency": n, "bytes": n}` (bytes: of the models
 that it holds), or `{"problem": ...}` if it cannot do the job. Each request has an `id`, which its reply repeats beside
-`value`, `problem` or `late`. What the reward's own code prints goes to standard error.
+`value`, `problem` or `late`. The output of the reward's own code goes to standard error.
 
 A job whose function has `many`, and a `batch` above 1, batches queued requests; it never waits for more.
 """
@@ -60,7 +60,7 @@ async def _awaited(function: Function, request: dict[str, Any]) -> dict[str, Any
 
 
 def _batches(requests: BinaryIO, most: int) -> Iterator[list[bytes]]:
-    """What has come since the last ones were taken, `most` lines at a time."""
+    """The lines that have come since the last ones were taken, `most` at a time."""
     come: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def read() -> None:

@@ -102,7 +102,7 @@ class ExperienceMaker:
             self._experience.schedule.steps.published(version, step)
 
     def _ask(self, question: Callable[[Experience], T]) -> T | None:
-        """What rank 0's experience answers; None on the other ranks. See `on_rank_zero` for errors."""
+        """The answer of rank 0's experience; None on the other ranks. See `on_rank_zero` for errors."""
 
         def asked() -> T:
             assert self._experience is not None  # on rank 0
@@ -111,7 +111,7 @@ class ExperienceMaker:
         return on_rank_zero(asked)
 
     def _looked_at(self, fields: Fields, watch: Stopwatch) -> Fields:
-        """What training would ask of the models, before it sends them away: preferences are not sampled in parts."""
+        """`fields` with the models' values, before the models are sent away: preferences are not sampled in parts."""
         if not self._phases.shared or broadcast_json(self._engine.algorithm.needs <= fields.keys()):
             return fields
         self._phases.enter("inference", watch)
@@ -186,7 +186,7 @@ class Experience:
         return self._lay_out_part() if self._part else None
 
     def fill(self, values: Fields) -> None:
-        """What the models said of the last part: [B, T] by name."""
+        """Take the models' values for the last part: [B, T] by name."""
         for name, values_BT in values.items():
             found = take_back(values_BT.cpu(), self._part, self._rows)
             pairs = zip(self._part, found, strict=True)
@@ -220,7 +220,7 @@ class Experience:
         return [rollout.group for rollout in self._taken]
 
     def metrics(self) -> dict[str, float]:
-        """What is reported about the step's rollouts."""
+        """The metrics of the step's rollouts."""
         if self.schedule is None or self._rollouts is None:
             return {}
         sampled = rollout_metrics(self.groups, self._step) | self.schedule.stats() | self._rollouts.stats()

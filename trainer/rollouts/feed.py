@@ -77,7 +77,7 @@ class Feed:
         return Draw(number, self._dataset[index])
 
     def measured(self, draw: Draw, group: TrajectoryGroup) -> None:
-        """What the samples of a draw came to. One without any says nothing."""
+        """Note the success of a draw's samples. A draw without any says nothing."""
         if not self._order.measures or not group.scores:
             return
         share = sum(score.full for score in group.scores) / len(group.scores)

@@ -1,6 +1,6 @@
 """The gateway's `/generate`: a prompt's tokens in; tokens, log-probs and weight versions out, as a stream.
 
-What a stream has brought is kept. If it ends early (the connection is lost, the server is overloaded or restarts, a
+The tokens of a stream are kept. If a stream ends early (the connection is lost, the server is overloaded or restarts, a
 swap did not wait for the answer any longer), the client asks for the rest: the prompt and the tokens so far go back as
 the new prompt. So an answer may take as long as it needs, and none is begun again for what happens to it on the way.
 
@@ -203,7 +203,7 @@ class _Interrupted(Exception):
 
 @dataclass
 class _Draft:
-    """What has come of one answer; `begun` of its tokens before the request that is under way. It may have `most`
+    """One answer so far; `begun` of its tokens came before the request that is under way. The answer may have `most`
     tokens, and `limit` of them when the call ends."""
 
     most: int
@@ -227,7 +227,7 @@ class _Draft:
         return _Draft(most, limit, request.stop_repeats, tokens, logprobs, turn.versions, routing=turn.routing)
 
     def rest(self, request: Request) -> Request:
-        """What to ask for now, of the request for this answer."""
+        """The request for the rest of the answer, made of the request for all of it."""
         rest = replace(request.after(self.token_ids), max_tokens=self.limit - len(self.token_ids))
         if rest.routed_from is None:
             return rest
@@ -342,7 +342,7 @@ async def _events(response: httpx.Response) -> AsyncIterator[tuple[str, dict[str
 
 
 def _problem(status: int, content: bytes, headers: httpx.Headers) -> Exception:
-    """What to raise for an error that the server answered."""
+    """The exception for an error that the server answered."""
     code, problem = error_part(content, "code"), f"HTTP {status}: {error_part(content, 'message')}"
     if code == WEIGHTS_CHANGED:
         return _Interrupted(problem, swap=True)

@@ -99,8 +99,8 @@ class _Playing:
 
 @dataclass(frozen=True)
 class _How:
-    """Who scores trajectories, whether those of a group are compared too (which training does, and evaluations do not),
-    the most tokens that each gets in a round, and whom else to ask about them."""
+    """The scorer of trajectories, whether it compares those of a group too (training does, and evaluations do not), the
+    most tokens that each gets in a round, and the teacher who is asked about them."""
 
     scorer: Scorer
     compared: bool = False
@@ -528,7 +528,7 @@ class RolloutSampler:
 
 
 def _asked(record: Record, trajectory: Trajectory, said: Sequence[Message]) -> RewardRequest:
-    """What rewards are asked about a trajectory."""
+    """The question to the rewards about a trajectory."""
     answers = [message["content"] for message in said if message["role"] == "assistant"]
     return RewardRequest(
         record.prompt, answers[-1] if answers else "", record.answer, record.extra,

@@ -98,7 +98,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Setup:
-    """What every schedule has. `max_lag`: how many optimizer steps old a token may be that a step trains on. `rounds`:
+    """The setup of a schedule. `max_lag`: how many optimizer steps old a token may be that a step trains on. `rounds`:
     iterations that the longest trajectory takes; 1 where they have no budget."""
 
     batch: int
@@ -193,7 +193,7 @@ class Schedule(ABC):
         self.pending.append(pending)
 
     def _send_next(self, count: int) -> None:
-        """What a checkpoint interrupted comes first, now that the server has its weights."""
+        """The draws that a checkpoint interrupted come first, now that the server has its weights."""
         again, self._interrupted = self._interrupted[:count], self._interrupted[count:]
         for draw in [*again, *self.feed.draw(count - len(again))]:
             self._send(draw)
@@ -209,9 +209,9 @@ class Schedule(ABC):
         return Rollout(finished.draw, group)
 
     def _sent_again(self, finished: Pending, step: int) -> bool:
-        """Whether its group was over the bound, and another is to come for it. What the newest weights that the server
-        has were asked for is as young as can be. Of one that took several rounds, the last counts: the tokens before it
-        that are too old are left out."""
+        """Whether its group was over the bound, and another is to come for it. A group that the server's newest weights
+        were asked for is as young as can be. Of a group that took several rounds, the last round counts: the tokens
+        before it that are too old are left out."""
         group = self._group(finished)
         wrote = group.oldest if self._rounds == 1 else group.newest
         if finished.served >= self.steps.served or wrote is None or step - wrote <= self.max_lag + finished.patience:
@@ -222,7 +222,7 @@ class Schedule(ABC):
         return True
 
     def _sent_back(self, draw: Draw, group: TrajectoryGroup) -> bool:
-        """Whether the algorithm does not want it and another may come for it. What it says of the problem counts."""
+        """Whether the algorithm does not want the group and another may come for it. The group's success counts."""
         self.feed.measured(draw, group)
         if self._keep(group) or self._refills_left == 0:
             return False
@@ -334,7 +334,7 @@ class InOrder(Schedule):
         self._line_up()
 
     def _renew(self, step: int) -> None:
-        """What is known to be too old is sampled again now, all at the same time."""
+        """The groups known to be too old are sampled again now, all at the same time."""
         for pending in self.pending[: self.batch]:
             if isinstance(_result(pending.future), TrajectoryGroup):
                 self._sent_again(pending, step)
@@ -383,7 +383,7 @@ class Asynchronous(Schedule):
         self._fill(min(self._in_time(step + 1), steps_left * self.batch))
 
     def _go_on(self) -> None:
-        """What is still in its round stays in it: it has the deadline of the weights that began it."""
+        """The groups still in their round stay in it: they have the deadline of the weights that began it."""
         for pending in self.pending:
             if pending.rests:
                 pending.go_on(self._start, self.steps.served)

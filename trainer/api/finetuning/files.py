@@ -22,7 +22,7 @@ UPLOADED, RESULTS = "fine-tune", "fine-tune-results"  # the purposes
 
 
 class Files:
-    """What it does waits for the disk: call it on a thread."""
+    """The methods of this class wait for the disk: call them on a thread."""
 
     def __init__(self, config: ApiConfig, journal: Journal) -> None:
         self._journal, self._limits = journal, config.limits

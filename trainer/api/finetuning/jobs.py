@@ -142,12 +142,12 @@ class Jobs:
         ]
 
     async def close(self) -> None:
-        """What runs goes on after the next start."""
+        """The running jobs go on after the next start."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    # What clients ask for.
+    # The requests of clients.
 
     async def create(self, client: Client, body: CreateJob) -> Record:
         """Raises BadRequest, NotFound, TooMany."""
@@ -251,7 +251,7 @@ class Jobs:
         await self._tidy(job)
 
     def _base(self, client: Client, name: str) -> dict[str, Any]:
-        """What a job begins with: the base model and a rank, or a state to go on from. Raises NotFound, BadRequest."""
+        """The start of a job: the base model and a rank, or a state to go on from. Raises NotFound, BadRequest."""
         if name == self._config.name:
             return {"from": None, "rank": self._config.job_rank}
         found = self.tuned(client, name)
@@ -279,7 +279,7 @@ class Jobs:
         self._wake()
         return changed
 
-    # What happens to jobs.
+    # The course of a job.
 
     async def _change(self, identity: str, states: set[str], *also: Record, **changes: Any) -> Record | None:
         """The job's record as it is then, on disk; None, and nothing has changed, in another state."""

@@ -30,7 +30,7 @@ Limit = Annotated[int, Query(ge=1, le=10_000)]
 
 @dataclass(frozen=True)
 class Desk:
-    """What the routes share."""
+    """The objects that the routes share."""
 
     jobs: Jobs
     models: Models

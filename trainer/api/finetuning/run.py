@@ -61,7 +61,7 @@ class At:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What an epoch has left: the paths of the adapter and, of the last one, of the state to train on from."""
+    """The result of an epoch: the path of the adapter and, after the last epoch, of the state to train on from."""
 
     step: int
     adapter: str
@@ -128,7 +128,7 @@ class Run:
         await self._answer(created)
 
     async def _step(self) -> tuple[dict[str, float], int]:
-        """What was measured, and how many tokens were learned."""
+        """The measured metrics, and the number of learned tokens."""
         rows, learning_rate = self._plan.of_step(self._at.step)
         sequences = await asyncio.to_thread(self._sequences, self._training, rows)
         before = list(self._seqs)
@@ -150,7 +150,7 @@ class Run:
         return {"train_loss": said[LOSS]} | measured, tokens
 
     async def _gradient(self, sequences: Sequence[Tokens], fields: Fields) -> tuple[dict[str, float], Tensor]:
-        """What is known of the loss, and the weights [B, T] that make cross_entropy's gradient the loss's."""
+        """The metrics of the loss, and the weights [B, T] that make cross_entropy's gradient the loss's."""
         logprobs_BT = torch.zeros_like(fields[MASK])
         if not self._algorithm.needs:  # its derivatives are the same everywhere
             return {}, derivatives(self._algorithm, logprobs_BT, fields)[1]

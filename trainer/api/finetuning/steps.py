@@ -23,7 +23,7 @@ from trainer.data.records import shuffled
 
 @dataclass(frozen=True)
 class Plan:
-    """What a job with `rows` examples does. `seed` decides the order of the examples in each epoch."""
+    """The steps of a job with `rows` examples. `seed` decides the order of the examples in each epoch."""
 
     rows: int
     epochs: int
