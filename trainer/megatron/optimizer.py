@@ -69,7 +69,7 @@ class HostAdam(HybridDeviceOptimizer):  # type: ignore[misc]
     updates them. Gradients and new weights travel on streams of their own, so that one parameter is computed while
     others travel. The device keeps the weights of the model alone.
 
-    What Megatron's lacks is here: it has its states from the start, as checkpoints want them; its settings are none of
+    This class adds to Megatron's: it has its states from the start, as checkpoints want them; its settings are none of
     a checkpoint's, so that a run may be resumed with it or without; weights that are fp32 on the device are loaded too;
     and its main weights are pinned in any precision, or the thread that computes would wait for each copy of them.
     Without a GPU it makes the same copies of weights that are on the host already.

@@ -62,8 +62,8 @@ class Teacher:
     async def logprobs(self, prompt_ids: Sequence[int], trajectory: Trajectory) -> tuple[float, ...] | None:
         """Those of all tokens after the prompt, 0 on the environment's; None if the teacher cannot take this one.
 
-        What may pass (connection lost, 429, 5xx) is asked again for `retry_s` seconds. Raises TeacherUnreachable after
-        that, TeacherError for a refusal that others would meet too, or an answer that is none."""
+        A request that may succeed later (connection lost, 429, 5xx) is sent again for `retry_s` seconds. Raises
+        TeacherUnreachable after that, TeacherError for a refusal that others would meet too, or for no answer."""
         if not trajectory.policy_tokens:
             return (0.0,) * len(trajectory.token_ids)
         found = await self._of((*prompt_ids, *trajectory.token_ids))
