@@ -33,8 +33,7 @@ TAKEN = frozenset(
 def check_leaf(what: str, name: str) -> str:
     """`name` itself, which is to be the last part of a key. Raises RecordRefused, which names `what` it is.
 
-    A key that ends with "/" stands for all keys under it where revisions are compared (`Store.txn`).
-    """
+    A key that ends with "/" stands for all keys under it where revisions are compared (`Store.txn`)."""
     if not isinstance(name, str) or not name or "/" in name or not name.isprintable() or len(name) > MOST_NAME:
         problem = f"{shown(name)} cannot be the end of a key"
         raise RecordRefused(what, problem, f'Use 1 to {MOST_NAME} printable characters without "/"')
@@ -92,8 +91,7 @@ class Keys:
 
     @property
     def config(self) -> str:
-        """The configuration in the instances' model directory, which versions without one are computed with. Each
-        instance writes it before it takes part; none in a fleet that has had no instance."""
+        """The configuration in the model directory, as each instance tells it: versions without one have it."""
         return f"{self.root}config"
 
     @property
@@ -197,8 +195,7 @@ class ArenaRecord(Record):
 class PartRecord(Record):
     """Weights beside the base model's: `name` is "draft" (the speculative model) or "lora/NAME".
 
-    `version` is the one that published it: a version that changes only other parts carries it on.
-    """
+    `version` is the one that published it: a version that changes only other parts carries it on."""
 
     name: str
     version: int
@@ -220,8 +217,7 @@ class VersionRecord(Record):
     FormRecord of its tensors; "": those of the key `schema`, with the configuration of the key `config`.
     `signature` is the base model's DSSE envelope (`format/signing.py`; "": not signed). `shares` are hosts that have
     chunks of the base model which its slot lacked when it was published. `refused`: an instance has refused to stage
-    it for what it is, and no swap has committed it since.
-    """
+    it for what it is, and no swap has committed it since."""
 
     version: int
     state: VersionState
