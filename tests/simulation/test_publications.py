@@ -146,7 +146,9 @@ async def test_publications_over_a_store_that_flaps_leave_nothing(clock: Clock, 
     assert world.done["StoreUnavailable"] > count / 5, world.done
     await asyncio.sleep(30.0)
     await calm(world, names)
-    assert world.left() == before
+    left = world.left()
+    assert left.pop("descriptors") <= before.pop("descriptors")  # those that tests before have left may go meanwhile
+    assert left == before
     assert len(world.arena.slots(KEYS.model)) <= 4, "one more, while a lost claim had one until its lease ended"
     for each in (*world.coordinators, *world.instances):
         await each.stop()

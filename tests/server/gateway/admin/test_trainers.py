@@ -25,6 +25,7 @@ from server.gateway.admin import publishing
 from server.gateway.admin.fleet import PauseLeases
 from tests.server.gateway.admin.test_admin import SETTINGS, Toy, checkpoint, participating
 from tests.server.gateway.harness import ADMIN_KEY, KEYS, RunningGateway, running_gateway
+from tests.waiting import eventually
 from weightsync import SlotReader, ensure_arena
 from weightsync.control.records import VersionRecord
 from weightsync.errors import ShapeMismatch, StoreUnavailable
@@ -201,11 +202,15 @@ async def test_a_store_that_is_away_at_finish_loses_no_update(
         assert left_behind() == []
 
 
+async def healthy(client: Client) -> bool:
+    return (await client.get("/health")).status_code == 200
+
+
 async def test_prime_rl_names_a_directory(gateway: RunningGateway, tmp_path: Path) -> None:
     """As src/prime_rl/utils/client.py of prime-rl asks (559b4477): a pause, one call, and generation goes on."""
     toy = Toy()
     async with participating(gateway, toy), Client(gateway) as client:
-        assert (await client.get("/health")).status_code == 200
+        await eventually(lambda: healthy(client))  # prime-rl waits, too, until an instance is seen
         assert (await client.call("/pause?mode=keep&clear_cache=false"))[0] == 200
         status, answer = await client.call("/update_weights", {"weight_dir": checkpoint(tmp_path / "one")})
         assert (status, answer["weight_version"]) == (200, "1")
