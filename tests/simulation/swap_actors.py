@@ -325,7 +325,7 @@ class Instance(Watcher):
             if self.draining is None or self.draining[0] != action.swap.id:
                 self.draining = (action.swap.id, self.store.now + action.swap.drain_s)
             if self.record.state != "COMMITTING":
-                self._say(agent_state.leaving(self.record))
+                self._say(agent_state.leaving(self.record, action.swap))
         elif isinstance(action, Flip):
             self._begin_flip(action)
         elif isinstance(action, Restart):

@@ -513,7 +513,7 @@ class Participant:
     async def _leave(self, swap: SwapRecord) -> None:
         """Out of routing, and wait for streams to end, beside the watch: the swap may abort meanwhile."""
         if self._record.state != "COMMITTING":
-            await self._say(agent_state.leaving(self._record))
+            await self._say(agent_state.leaving(self._record, swap))
         if self._draining is None or self._draining[0] != swap.id:
             self._stop_draining()
             self._draining = (swap.id, asyncio.create_task(self._drain_streams(swap.drain_s)))

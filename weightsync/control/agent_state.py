@@ -234,8 +234,9 @@ def refused(record: InstanceRecord, error: ErrorInfo) -> InstanceRecord:
     return replace(_unstaged(record), state="SERVING", error=error)
 
 
-def leaving(record: InstanceRecord) -> InstanceRecord:
-    return replace(record, state="COMMITTING")
+def leaving(record: InstanceRecord, swap: SwapRecord) -> InstanceRecord:
+    """It drains in its turn, for a swap that it may not have staged for: its errors are about that swap from now on."""
+    return replace(record, state="COMMITTING", swap_id=swap.id, error=None)
 
 
 def flipped(record: InstanceRecord, active: ActiveRecord, fingerprint: str | None) -> InstanceRecord:

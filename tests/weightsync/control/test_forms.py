@@ -129,6 +129,16 @@ def test_a_failed_start_of_this_swap_ends_it(tried: StartRecord) -> None:
     assert (later.swap.phase, later.swap.participants, later.swap.turn) == ("revert", ("b", "a"), "b")
 
 
+def test_a_canary_that_takes_any_form_says_which_swap_it_fails() -> None:
+    """It was started before there was a version, so it flips without a restart, and has not staged for the swap."""
+    leaves = agent_state.leaving(InstanceRecord("a", "x", "SERVING", error=ERROR), CANARY)
+    assert (leaves.state, leaves.swap_id, leaves.error) == ("COMMITTING", "swap-2", None)
+    assert isinstance(coordinate(view(swap=CANARY, active=TRYING, instances=fleet(a=leaves))), Wait)
+    failed = agent_state.behind(leaves, TRYING, ERROR)
+    ended = step(view(swap=CANARY, active=TRYING, instances=fleet(a=failed)))
+    assert (ended.kind, ended.active, ended.swap.reason) == ("abort", ACTIVE, "instance a: no memory")
+
+
 def test_turns_are_taken_one_by_one() -> None:
     seen = view(swap=COMMIT, active=COMMITTED, instances=fleet(a=TRIAL))
     assert coordinate(seen) == Wait(TURN_S), "the canary has not yet seen the commit"
