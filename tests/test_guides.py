@@ -99,7 +99,7 @@ class Reader:
             shows(expected, self.run(code))
 
     def run(self, code: str) -> str:
-        """What a shell prints, stderr last."""
+        """The output of a shell, stderr last."""
         command = ["bash", "-eu", "-o", "pipefail", "-c", code]
         ran = subprocess.run(command, capture_output=True, text=True, env=os.environ | self._variables, timeout=240)
         assert ran.returncode == 0, f"{code}\n{ran.stdout}\n{ran.stderr}"

@@ -57,7 +57,7 @@ def test_what_cannot_be_taken_is_refused(asked: str | None, ranks: int, said: st
 
 
 def test_the_stores_say_what_servers_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of all their models. What the configuration names is shared, and so is a device in phases."""
+    """The GPUs of all models of the servers are held. A GPU that the configuration names is shared, in phases too."""
     url = f"sqlite://{tmp_path}/store.db"
     with contextlib.closing(SyncStore(url)) as store:
         for model, uuid in (("a", UUIDS[0]), ("org/b", UUIDS[1])):

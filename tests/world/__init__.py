@@ -61,7 +61,7 @@ def rows() -> list[Row]:
 
 
 def facts(path: str) -> Path:
-    """What was extracted of a file of a repository."""
+    """The facts that were extracted from a file of a repository."""
     return FACTS / path.rpartition("/")[2]
 
 
