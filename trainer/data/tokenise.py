@@ -74,8 +74,7 @@ def tokenise(
         return
     context, done = multiprocessing.get_context("spawn"), 0
     stop = context.RawValue("b", 0)
-    model = (str(tokenizer.directory), tokenizer.template, tokenizer.given)
-    pool = ProcessPoolExecutor(count, context, _begin, (config, model, needs, directory, stop))
+    pool = ProcessPoolExecutor(count, context, _begin, (config, tokenizer, needs, directory, stop))
     try:
         for result in pool.map(_in_process, names, units):
             yield result
@@ -97,12 +96,12 @@ def part_name(number: int) -> str:
 _worker: Worker | None = None  # of this process, if it is one of the pool's
 
 
-def _begin(config: FileData, model: tuple[Any, ...], needs: Needs, directory: Path, stop: Any) -> None:
+def _begin(config: FileData, tokenizer: Tokenizer, needs: Needs, directory: Path, stop: Any) -> None:
     global _worker
     die_with_parent()
     os.dup2(2, 1)  # the metrics may go to the standard output, and libraries print there
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker = Worker(config, Tokenizer(*model), needs, directory, stop)
+    _worker = Worker(config, tokenizer, needs, directory, stop)
 
 
 def _in_process(name: str, unit: Unit) -> Done:

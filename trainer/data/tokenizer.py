@@ -1,4 +1,4 @@
-"""The model's own tokenizer, straight from `tokenizer.json`, and its chat template."""
+"""The model's own tokenizer, as transformers and so the engine make it of its directory, and its chat template."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from trainer.data.conversation import ChatTemplate, Ids, Tools, normal
 from trainer.errors import DataError
 
 PROBES, PROBE_TOKENS = 8, 128  # texts to compare tokenizers by, and about how many tokens they are made of
+LINE = "\n"  # no token of SentencePiece's tokenizers goes on behind it
 TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -30,13 +31,10 @@ class Tokenizer:
     def __init__(
         self, directory: str | Path, template: str | None = None, given: Mapping[str, Any] | None = None
     ) -> None:
-        self.directory, self.template, self.given = Path(directory), template, dict(given or {})
-        path = self.directory / "tokenizer.json"
-        try:
-            self._tokenizer = RustTokenizer.from_file(str(path))
-        except Exception as error:  # the Rust side raises plain Exception for every cause
-            raise DataError(f"cannot read {path} ({error}). Put the model's tokenizer.json there.") from None
-        self._chat = load_chat_template(self.directory, template, self.given)
+        self.directory = Path(directory)
+        self._tokenizer = _as_served(self.directory)
+        self._spaces = [self._tokenizer.id_to_token(token) for token in self.plain("a")][:1] in (["▁"], ["▁a"])
+        self._chat = load_chat_template(self.directory, template, dict(given or {}))
         self._stops = self._named_ends()
         self._tail = self._chat.tail if self._chat else ""
         # Of the tokens at which engines stop the one that the template writes behind an answer, else the first.
@@ -71,6 +69,14 @@ class Tokenizer:
         """The text's tokens and no others."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
+    def behind(self, text: str) -> tuple[int, ...]:
+        """The tokens of a text that follows another one: without the space that SentencePiece's tokenizers write before
+        the first."""
+        if not self._spaces:
+            return self.plain(text)
+        line, both = self.plain(LINE), self.plain(LINE + text)
+        return both[len(line) :] if both[: len(line)] == line else self.plain(text)
+
     def prompt(self, text: str) -> tuple[int, ...]:
         """With the special tokens that the model expects at the start (BOS, where it has one)."""
         return tuple(self._tokenizer.encode(text).ids)
@@ -80,8 +86,8 @@ class Tokenizer:
         return self._chat is not None
 
     def continuation(self, text: str) -> tuple[int, ...]:
-        """Without special tokens, then end-of-sequence."""
-        return (*self._tokenizer.encode(text, add_special_tokens=False).ids, self.eos_id)
+        """Behind a prompt, without special tokens, then end-of-sequence."""
+        return (*self.behind(text), self.eos_id)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], tools: Tools = None) -> tuple[str, Ids]:
         """The prompt that the model's chat template makes of the messages and of the tools that it may call, and its
@@ -110,10 +116,10 @@ class Tokenizer:
         the model's next turn, as the chat template writes them. Earlier text is not tokenised again. Raises
         ValueError as `chat`. Without a template the reply is the messages' texts end to end."""
         if self._chat is None:
-            return self.plain("".join(message["content"] for message in messages))
+            return self.behind("".join(message["content"] for message in messages))
         text = self._chat.follow([normal(message) for message in messages])
         ended = bool(after) and after[-1] == self.eos_id
-        return self.plain(text.removeprefix(self._end or self._tail) if ended else text)
+        return self.behind(text.removeprefix(self._end or self._tail) if ended else text)
 
     @property
     def _template(self) -> ChatTemplate:
@@ -125,8 +131,8 @@ class Tokenizer:
         """An answer as the template writes it, up to the token at which an engine stops."""
         if answer.endswith(self._tail):
             answer = answer.removesuffix(self._tail)
-            return self.plain(answer + self._end) if self._end else self.continuation(answer)
-        ids = self.plain(answer)
+            return self.behind(answer + self._end) if self._end else self.continuation(answer)
+        ids = self.behind(answer)
         places = [place for place, token in enumerate(ids) if token in self._stops]
         return ids[: places[-1] + 1] if places else (*ids, self.eos_id)
 
@@ -143,6 +149,24 @@ class Tokenizer:
         """Text, without special tokens or with them."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=not special)
         return text
+
+
+def _as_served(directory: Path) -> RustTokenizer:
+    """Of some families transformers makes another tokenizer than `tokenizer.json` says. It is that file's where only
+    the model's own code, which nothing runs here, could make one. Raises DataError."""
+    from transformers import AutoTokenizer  # takes a second; a process that is given a tokenizer needs none
+
+    path = directory / "tokenizer.json"
+    try:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True).backend_tokenizer
+        except Exception:  # a class may raise anything
+            tokenizer = RustTokenizer.from_file(str(path))
+    except Exception as error:  # the Rust side raises plain Exception for every cause
+        raise DataError(f"cannot read {path} ({error}). Put the model's tokenizer.json there.") from None
+    tokenizer.no_truncation()  # which the file may ask for, and engines do not do
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _model_eos(directory: Path) -> list[int]:
