@@ -292,6 +292,7 @@ async def test_the_page_s_own_environment(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_the_page_s_example_is_played(server: GenerateServer, tokenizer: Tokenizer, tmp_path: Path) -> None:
     script, settings = blocks("Games")
+    script = script.replace('"guess"', '"1+2="')  # the model of sums has no letters
     exec(script.replace("numbers.jsonl", str(tmp_path / "numbers.jsonl")), {})
     assert len([json.loads(line) for line in (tmp_path / "numbers.jsonl").read_text().splitlines()]) == 50
     config: Any = yaml.safe_load(settings)
