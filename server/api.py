@@ -158,7 +158,7 @@ ROUTES: Final[tuple[Forwarded, ...]] = (
     ),
     Forwarded("GET", "/version", "vLLM's version", tag="health", answer=""),  # vLLM has no type of it
     Forwarded(
-        "POST", "/generate", "tokens in, tokens out, with the weight version of each (below)",
+        "POST", "/generate", "tokens in, tokens out, each with its version; in its own form or SGLang's (below)",
         works="generate", continued=True, bounds=("max_tokens",), unbounded=16,
         prompt=(b'"prompt',),  # prompt, prompt_token_ids
         prompts="prompt_token_ids", operation="text_completion", tag="tokens", stream=True,

@@ -25,9 +25,10 @@ from server.gateway.fleet import affinity
 from server.gateway.fleet.routing import Need
 from server.gateway.models.directory import Directory
 from server.gateway.models.served import Served
-from server.gateway.routes import Target, find
+from server.gateway.routes import COMPLETIONS, GENERATE, Target, find
 from server.gateway.wire.bodies import NONE, check_object, named, with_model
 from server.gateway.wire.head import Headers, RequestHead, head_too_large, read_head
+from server.gateway.wire.sglang import Wanted, is_sglang, translate
 
 STREAMED: Final = b"/admin/weights/upload"
 MODELS: Final = b"/v1/models"
@@ -77,6 +78,7 @@ class Request:
     failover: Failover = "off"  # who may go on with a stream whose instance dies
     grant: Grant | None = None  # of the key's limits, where it has any
     extra_head: bytes = b""  # header lines for the answer
+    sglang: Wanted | None = None  # it came in SGLang's form of /generate, and is answered so
 
     def __init__(
         self,
@@ -105,10 +107,11 @@ class Request:
 
         Raises BadRequest if nobody could from the start."""
         able, refused = [], None
+        route = self.target.route if self.sglang is None else GENERATE.route
         for served in self.served[count:]:
             try:
                 if served.upstream is not None:
-                    served.upstream.check(self.target.route.name, constrained=self.need is not None)
+                    served.upstream.check(route.name, constrained=self.need is not None)
                 able.append(served)
             except BadRequest as error:
                 refused = error
@@ -209,9 +212,14 @@ class Admission:
     ) -> Request:
         """The request with what it asks for, by header or in its body, checked and in words for the instance."""
         directory, name, fields = self._directory, None, NONE
+        wanted: Wanted | None = None
         if target.route.json_body:
             body = body.removeprefix(BOM_UTF8)
             fields = check_object(body)
+            if target is GENERATE and is_sglang(fields):
+                target = COMPLETIONS
+                body, wanted = translate(body)
+                fields = check_object(body)
         elif target.route.method == b"GET":
             body = b""
         served = directory.only
@@ -219,7 +227,7 @@ class Admission:
             name = named(fields)
             served = directory.find(name, principal.models)
         request = Request(target, head, body, None, served, http10, keep_alive, principal)
-        request.priority, request.fields = principal.priority, fields
+        request.priority, request.fields, request.sglang = principal.priority, fields, wanted
         mode = self._config.upstream.failover.mode
         request.failover = mode if target.route.continued else "off"
         in_body = fields.has_wish

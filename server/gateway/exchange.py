@@ -48,6 +48,7 @@ from server.gateway.wire.capture import Capture
 from server.gateway.wire.head import upstream_head
 from server.gateway.wire.pool import UpstreamConnection
 from server.gateway.wire.relay import ResponseRelay
+from server.gateway.wire.sglang import Translation
 
 log: Final = logging.getLogger("hotswap.gateway")
 
@@ -547,6 +548,8 @@ class Exchange:
         request = self.request
         relay = ResponseRelay(request.head.request_id, http10=request.http10, keep_alive=request.keep_alive)
         relay.extra_head = request.extra_head
+        if request.sglang is not None:
+            relay.sglang = Translation(request.sglang, self.started)
         if request.failover != "off":
             relay.memory, relay.request_bytes = self._fleet.replay, len(request.body)
         if self._capture is not None:

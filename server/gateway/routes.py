@@ -57,6 +57,8 @@ _ELSEWHERE: Final = {
     "/redoc": "GET /openapi.json has the document that such a page shows.",
     "/invocations": "POST the same body to the route of its kind, such as /v1/chat/completions.",
 }
+GENERATE: Final = _EXACT[b"/generate"][0]
+COMPLETIONS: Final = _EXACT[b"/v1/completions"][0]
 _RESPONSE_GET: Final = _BY_NAME["/v1/responses/{id}"]
 _RESPONSE_CANCEL: Final = _BY_NAME["/v1/responses/{id}/cancel"]
 _RESPONSE_ID: Final = re.compile(rb"/v1/responses/([A-Za-z0-9_-]{1,128})(/cancel)?")

@@ -30,7 +30,7 @@ from weightsync import ensure_arena
 __all__ = ["arena"]  # the fixture is used by name
 HERE = Path(__file__).parent
 BUCKET = save({"a": np.ones((4, 4), np.float32), "b": np.ones(8, np.float32)})  # all tensors of the model
-FORM = "POST /generate has a form of its own here, not SGLang's `text` and `sampling_params`"
+PROMPT = [5, 6, 7]  # the token ids of every prompt
 REFUSALS = (RuntimeError, requests.HTTPError, aiohttp.ClientResponseError)
 
 
@@ -98,10 +98,39 @@ async def answer(link: Link, received: Received) -> None:
     if received.target == "/classify" and "input" not in orjson.loads(received.body):
         await link.json(b'{"error": {"message": "input: Field required"}}', b"400 Bad Request")
         return
-    choice = {"index": 0, "text": "4", "message": {"role": "assistant", "content": "4"}, "finish_reason": "stop"}
+    asked = orjson.loads(received.body or b"{}")
+    message = {"message": {"role": "assistant", "content": "4"}}
+    choices = [choice(asked, i) | message for i in range(_prompts(asked) * asked.get("n", 1))]
     usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-    whole = {"id": "1", "object": "", "created": 1, "model": MODEL, "choices": [choice], "usage": usage}
-    await link.json(orjson.dumps(whole | {"data": [{"id": MODEL, "max_model_len": 128}]}))
+    whole = {"id": "1", "object": "", "created": 1, "model": MODEL, "choices": choices, "usage": usage}
+    whole |= {"data": [{"id": MODEL, "max_model_len": 128}], "weight_version": 1}
+    if asked.get("stream") and received.target == "/v1/completions":
+        await link.sse_head()
+        await link.chunk(b"data: " + orjson.dumps(whole) + b"\n\n")
+        await link.chunk(b"data: [DONE]\n\n")
+        await link.end()
+        return
+    await link.json(orjson.dumps(whole))
+
+
+def choice(asked: dict[str, Any], index: int) -> dict[str, Any]:
+    """As /v1/completions says it, with token ids and log-probabilities where they are asked for."""
+    said: dict[str, Any] = {"index": index, "text": "4", "finish_reason": "stop"}
+    if asked.get("return_token_ids"):
+        spans = {"weight_versions": [{"version": 1, "start": 0, "end": 1}]}
+        said |= {"token_ids": [8], "prompt_token_ids": PROMPT} | spans
+    if asked.get("logprobs") is not None:
+        ids = [*(PROMPT if asked.get("echo") else []), 8]
+        names = [f"token_id:{token}" if asked.get("return_tokens_as_token_ids") else f"<{token}>" for token in ids]
+        values = [None if token == PROMPT[0] else -1.0 for token in ids]
+        tops = [value and {name: value} for name, value in zip(names, values, strict=True)]
+        said["logprobs"] = {"tokens": names, "token_logprobs": values, "top_logprobs": tops}
+    return said
+
+
+def _prompts(asked: dict[str, Any]) -> int:
+    prompt = asked.get("prompt")
+    return len(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else 1
 
 
 @pytest.fixture(scope="module")

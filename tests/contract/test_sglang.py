@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -23,10 +24,12 @@ import pytest
 import requests
 from safetensors.numpy import save
 
+from server.errors import BadRequest
 from server.gateway.admin import adapters_sglang
+from server.gateway.wire import sglang
 from server.ports import free_port
 from tests.contract import stubs
-from tests.contract.conftest import FORM, Served, calls, check, gap, named
+from tests.contract.conftest import PROMPT, Served, calls, check, gap, named
 from tests.contract.release import Sources
 from tests.packages import unpacked
 from tests.server.gateway.harness import ADMIN_KEY, MODEL
@@ -36,6 +39,15 @@ RELEASE, ROUTER = ("sglang", "0.5.23"), ("sglang-router", "0.3.2")
 CLIENTS = ("sglang.lang.backend.runtime_endpoint", "sglang.srt.entrypoints.http_server_engine")
 TEXT = SimpleNamespace(text_="3+4=", images_=[])
 PARAMS = SimpleNamespace(dtype=None, stop=(), regex=None, to_srt_kwargs=lambda: {"max_new_tokens": 1})
+IO, TYPES = "sglang.srt.managers.io_struct", "sglang.api.v1.api_types"
+
+
+def chosen(**given: Any) -> Any:
+    """A method to choose by, which wants all that `select` can ask for."""
+    return given
+
+
+chosen.requires_unconditional_logprobs = True  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module")
@@ -56,16 +68,16 @@ ENDPOINT = [  # each method, what it is given, and the status of the answer
     gap("start_profile", (), reason="engines are not profiled from outside"),
     gap("stop_profile", (), reason="engines are not profiled from outside"),
     gap("concatenate_and_append", ([], ""), reason="SGLang's own server has no such route any more"),
-    gap("cache_prefix", ("3+4=",), reason=FORM),
-    gap("select", (TEXT, ["7"], 0.0, None), reason=FORM),
-    *(gap(name, (TEXT,), reason=FORM) for name in ("commit_lazy_operations", "fill_image")),
-    *(gap(name, (TEXT, PARAMS), reason=FORM) for name in ("generate", "generate_stream")),
+    ("cache_prefix", ("3+4=",), 200),
+    ("select", (TEXT, ["7", "8"], 0.0, chosen), 200),
+    *((name, (TEXT,), 200) for name in ("commit_lazy_operations", "fill_image")),
+    *((name, (TEXT, PARAMS), 200) for name in ("generate", "generate_stream")),
 ]
 ADAPTER = [
     ("update_weights_from_tensor", ([("a", [0.0])],), 422),  # a pickle
     ("release_memory_occupation", (), 501),
     ("resume_memory_occupation", (), 501),
-    gap("generate", ("3+4=", {"max_new_tokens": 1}), reason=FORM),
+    ("generate", ("3+4=", {"max_new_tokens": 1}), 200),
     ("begin_weight_update", ("draft",), 501),
     ("end_weight_update", (), 409),  # no session is open
 ]
@@ -86,6 +98,59 @@ def adapter(clients: list[Any], served: Served) -> Any:
 @pytest.mark.parametrize(("name", "given", "status"), ADAPTER)
 def test_the_adapter_of_the_engine(adapter: Any, name: str, given: tuple[Any, ...], status: int) -> None:
     check(adapter, name, given, status)
+
+
+def test_what_the_clients_read_of_answers(endpoint: Any, adapter: Any) -> None:
+    assert endpoint.generate(TEXT, PARAMS)[0] == "4"
+    assert [(text, meta["weight_version"]) for text, meta in endpoint.generate_stream(TEXT, PARAMS)] == [("4", "1")]
+    told = endpoint.select(TEXT, ["7", "8"], 0.0, chosen)
+    assert told["normalized_prompt_logprobs"] == [-1.0, -1.0]
+    assert told["input_token_logprobs"] == [[[None, 6, "<6>"], [-1.0, 7, "<7>"]]] * 2
+    assert told["output_token_logprobs"] == told["unconditional_token_logprobs"] == [[], []]
+    told = adapter.generate(input_ids=[PROMPT, PROMPT], sampling_params={"n": 2}, return_logprob=True)
+    assert [each["meta_info"]["output_token_logprobs"] for each in told] == [[[-1.0, 8, None]]] * 4
+
+
+@pytest.fixture(scope="module")
+def types() -> Any:
+    """SGLang's own types of the bodies of its HTTP routes."""
+    return stubs.load(unpacked(*RELEASE), [TYPES], stubs.SGLANG)[0]
+
+
+def test_answers_are_of_sglangs_own_types(types: Any, served: Served) -> None:
+    """Its codec reads them, and what it has no field for is told besides."""
+    for more in ({}, {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 1}):
+        body = {"text": "3+4=", "rid": "mine", "sampling_params": {"max_new_tokens": 1}, **more}
+        types.GenerateRequest.from_json_value(body)
+        told = httpx.post(f"{served.gateway.url}/generate", json=body, timeout=240).json()
+        read = types.GenerateResponse.from_json_value(told)
+        assert (read.text, read.output_ids, read.meta_info.id) == ("4", [8], "mine")
+        meta, found = read.meta_info.to_json_value(), told["meta_info"]
+        assert {name: meta[name] for name in found.keys() & meta.keys()} == {n: found[n] for n in found.keys() & meta}
+        assert found.keys() - meta.keys() == {"prompt_weight_versions"}
+        assert read.meta_info.weight_version == "1"
+
+
+def test_fields_of_generate(types: Any) -> None:
+    """Each of SGLang's is translated, or refused by name; the defaults of its own types are taken."""
+    ours, struct = sglang.Asked.__struct_fields__, Sources(RELEASE[1], unpacked(*RELEASE))
+    every = set(types.GenerateRequest.__struct_fields__) | struct.attributes(f"{IO}:GenerateReqInput")
+    assert set(ours) - every == {"model", "hotswap"}
+    defaults = types.GenerateRequest(text="a", sampling_params=types.SamplingParams()).to_json_value()
+    _, wanted = sglang.translate(json.dumps(defaults).encode())
+    assert (wanted.listed, wanted.stream, wanted.logprobs) == (False, False, False)
+    for name in every - set(ours):
+        refused_by_name({"text": "a", name: {"a": 1}}, name)
+    params = set(types.SamplingParams.__struct_fields__)
+    assert set(sglang.Sampling.__struct_fields__) <= params
+    for name in params - set(sglang.Sampling.__struct_fields__):
+        refused_by_name({"text": "a", "sampling_params": {name: {"a": 1}}}, f"sampling_params.{name}")
+
+
+def refused_by_name(body: dict[str, Any], name: str) -> None:
+    with pytest.raises(BadRequest) as refused:
+        sglang.translate(json.dumps(body).encode())
+    assert (refused.value.code, refused.value.param) == ("unsupported_parameter", name)
 
 
 def test_every_call_of_the_clients_is_here(clients: list[Any]) -> None:
@@ -135,7 +200,7 @@ def test_fields_of_its_requests() -> None:
         "UpdateWeightsFromTensorReqInput": adapters_sglang.FromTensor,
         "PauseGenerationReqInput": adapters_sglang.Pause,
     }.items():
-        fields = struct.attributes(f"sglang.srt.managers.io_struct:{theirs}") | {"rid", "http_worker_ipc"}
+        fields = struct.attributes(f"{IO}:{theirs}") | {"rid", "http_worker_ipc"}
         assert fields - ours.model_fields.keys() == set(), theirs
 
 

@@ -69,6 +69,8 @@ class Fields(msgspec.Struct):
     sampling_params: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     input: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    text: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    input_ids: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     query: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     queries: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     documents: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET

@@ -22,6 +22,7 @@ from server.gateway.wire.capture import Capture
 from server.gateway.wire.foreign import HEADERS, Foreign
 from server.gateway.wire.head import date_line, status_line
 from server.gateway.wire.journal import Journal, ReplayMemory
+from server.gateway.wire.sglang import Translation
 from server.resume import RESUMABLE, RESUMED
 
 MAX_HEAD: Final = 64 * 2**10
@@ -64,6 +65,7 @@ class ResponseRelay:
         "request_bytes",
         "reusable",
         "seen",
+        "sglang",
         "sse",
         "status",
     )
@@ -98,6 +100,7 @@ class ResponseRelay:
         self.journal: Journal | None = None  # of a stream that another instance could go on with
         self.capture: Capture | None = None  # where somebody wants the whole answer
         self.foreign: Foreign | None = None  # where it is of an upstream that is not ours
+        self.sglang: Translation | None = None  # where the client gets another form of it
 
     def feed(self, data: bytes) -> bytes:
         """Bytes for the client. Raises BadUpstream if `data` is not what HTTP allows here."""
@@ -200,6 +203,9 @@ class ResponseRelay:
             piece += self.foreign.rest()
         if piece:
             self._keep(piece)
+        if self.sglang is not None and (piece or self.complete):
+            piece = self.sglang.take(piece, ended=self.complete)
+        if piece:
             out += b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunked else piece
         if self.complete and self._chunked:
             out += b"0\r\n\r\n"
@@ -215,6 +221,7 @@ class ResponseRelay:
             self.complete = self.foreign.ended
         if taken:
             self._keep(taken)
+            taken = taken if self.sglang is None else self.sglang.take(taken, ended=False)
         out = data
         if taken is not piece:
             out = b"%x\r\n%b\r\n" % (len(taken), taken) if taken else b""
@@ -296,6 +303,9 @@ class ResponseRelay:
             elif name == b"content-type":
                 self.sse = value[:17].lower() == b"text/event-stream"
         foreign = self.foreign
+        self.sglang = self.sglang if status == 200 else None
+        if self.sglang is not None:
+            dropped = dropped | {b"content-length"}  # of the other form
         if foreign is None:
             lines += [b"%b: %b\r\n" % pair for pair in self._headers if pair[0] not in dropped and pair[0] not in _OURS]
         else:

@@ -201,8 +201,9 @@ async def test_a_body_that_is_written_anew_is_checked_to_its_last_byte(tmp_path:
 async def test_it_has_no_versions_and_not_every_route(tmp_path: Path) -> None:
     async with external(tmp_path, hosted) as (up, gateway):
         assert (await gateway.ask(chat("x-hotswap-min-version: 1\r\n"))).refusal == (400, "weights_external")
-        answer = await gateway.ask(post("/generate", {"model": "hosted", "prompt": "a"}))
-        assert answer.refusal == (400, "route_not_external")
+        for prompt in ("prompt", "text"):  # our form, and SGLang's
+            answer = await gateway.ask(post("/generate", {"model": "hosted", prompt: "a"}))
+            assert answer.refusal == (400, "route_not_external")
         pinned = chat("x-hotswap-version: 1\r\n", model="fast")
         refusal = (await gateway.ask(pinned)).refusal
         assert refusal in ((503, "no_instance"), (409, "version_unavailable")), "it is no fallback for a pin"

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 from safetensors.torch import load_file, save
 
@@ -65,6 +66,87 @@ def test_sglangs_payloads(live: LiveServer, checkpoints: dict[str, Path]) -> Non
         assert answer["weight_version"] == str(live.active())
         assert live.generate([5], 2)["choices"][0]["token_ids"] == [101, 101]
         wait_until(lambda: saw(seen, 101), 120)
+
+
+GREEDY = {"max_new_tokens": 3, "temperature": 0, "ignore_eos": True}
+
+
+def sglang(live: LiveServer, **body: Any) -> Any:
+    answer = live.client.post("/generate", json={"sampling_params": GREEDY, **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_sglangs_generate(live: LiveServer, checkpoints: dict[str, Path]) -> None:
+    """As slime (slime/rollout/sglang_rollout.py, on_policy_distillation.py) and SGLang's clients ask and read."""
+    version = str(live.push(checkpoints["say-3"]))
+    told = sglang(live, input_ids=[5], return_logprob=True, rid="mine")
+    meta = told["meta_info"]
+    ours = live.generate([5], 3, logprobs=True)["choices"][0]
+    assert (told["output_ids"], told["text"]) == ([103] * 3, ours["text"])
+    assert [row[1:] for row in meta["output_token_logprobs"]] == [[103, None]] * 3
+    assert [row[0] for row in meta["output_token_logprobs"]] == pytest.approx(ours["logprobs"], abs=1e-3)
+    assert (meta["id"], meta["prompt_tokens"], meta["completion_tokens"]) == ("mine", 1, 3)
+    assert meta["finish_reason"] == {"type": "length", "length": 3}
+    assert meta["weight_version"] == version
+    assert meta["weight_versions"] == [{"version": version, "start": 0, "end": 3}]
+    assert meta["prompt_weight_versions"] == [{"version": version, "start": 0, "end": 1}]
+
+    several = {"text": ["3+4=", "1+1=2"], "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
+    for each in sglang(live, **several):
+        meta = each["meta_info"]
+        assert each["output_ids"] == [103] * 3
+        assert len(meta["input_token_logprobs"]) == len(meta["input_top_logprobs"]) == meta["prompt_tokens"]
+        assert meta["input_token_logprobs"][0][0] is meta["input_top_logprobs"][0] is None
+        assert all(row[0] < 0 for row in meta["input_token_logprobs"][1:])
+        assert [len(row) for row in meta["output_top_logprobs"]] == [2] * 3
+        assert [row[0][1] for row in meta["output_top_logprobs"]] == [103] * 3
+
+    scored = sglang(live, text="3+4=", sampling_params={"max_new_tokens": 0}, return_logprob=True,
+                    logprob_start_len=1, return_text_in_logprobs=True)  # fmt: skip
+    assert (scored["output_ids"], scored["meta_info"]["output_token_logprobs"]) == ([], [])
+    assert "3+4=".endswith("".join(text for _, _, text in scored["meta_info"]["input_token_logprobs"]).strip())
+
+    other = sglang(live, input_ids=[5], return_logprob=True, token_ids_logprob=[7, 103])["meta_info"]
+    assert [[row[1] for row in rows] for rows in other["output_token_ids_logprobs"]] == [[7, 103]] * 3
+    stopped = GREEDY | {"stop_token_ids": [103], "n": 2, "sampling_seed": 1, "no_stop_trim": True}
+    for each in sglang(live, input_ids=[5], sampling_params=stopped):
+        assert each["meta_info"]["finish_reason"] == {"type": "stop", "matched": 103}
+        assert (each["output_ids"], each["text"]) == ([103], "w103")
+    shaped = GREEDY | {"regex": "w10[12]", "ignore_eos": False, "max_new_tokens": 16}
+    assert sglang(live, text="3+4=", sampling_params=shaped)["text"] in ("w101", "w102")
+    refused = live.client.post("/generate", json={"text": "a", "sampling_params": {"top_p": 7}})
+    assert refused.status_code == 400, refused.text
+
+
+def test_a_stream_of_sglangs_form_tells_of_a_swap(live: LiveServer, checkpoints: dict[str, Path]) -> None:
+    says = {live.push(checkpoints["say-0"]): 100, live.push(checkpoints["say-3"], activate=False): 103}
+    body = {"input_ids": [5], "stream": True, "return_logprob": True}
+    body["sampling_params"] = GREEDY | {"max_new_tokens": 900}
+    for attempt in range(20):  # a short answer may end before the swap
+        target = list(says)[(attempt + 1) % 2]
+        told: list[dict[str, Any]] = []
+        with live.client.stream("POST", "/generate", json=body) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    told.append(orjson.loads(line[6:]))
+                if len(told) == 1 and line:
+                    live.activate(target)
+        last = told[-1]["meta_info"]
+        if len(last["weight_versions"]) > 1:
+            break
+    ends = [len(each["output_ids"]) for each in told]
+    assert ends == sorted(set(ends)), "each event has more than the one before"
+    assert ends[-1] == last["completion_tokens"] == len(last["output_token_logprobs"]) == 900
+    written = [
+        says[int(span["version"])] for span in last["weight_versions"] for _ in range(span["start"], span["end"])
+    ]
+    assert told[-1]["output_ids"] == written, "a token does not belong to its label"
+    assert last["weight_version"] == last["weight_versions"][-1]["version"] == str(target)
+    for each in told:
+        said = each["meta_info"]
+        assert said["weight_versions"][-1]["end"] == len(each["output_ids"])
+        assert says[int(said["weight_version"])] == each["output_ids"][-1]
 
 
 def test_a_pause_freezes_a_stream_and_a_lost_trainer_does_not(live: LiveServer, checkpoints: dict[str, Path]) -> None:
