@@ -1,10 +1,10 @@
 """Publishes versions from a host that shares no memory with the server: over HTTP, as differences where that pays.
 
-    pub = weightsync.RemotePublisher("http://gateway:8001", admin_key, model="demo")
-    version = pub.publish(model.named_parameters(), step=10)
+    with weightsync.RemotePublisher("http://gateway:8001", admin_key, model="demo") as pub:
+        version = pub.publish(model.named_parameters(), step=10)
 
-It keeps the tensors of its last version, and room for the next, in host memory: twice the model, and twice each other
-part that it publishes. The first version goes
+It keeps the tensors of its last version, and room for the next, in host memory until it is closed: twice the model, and
+twice each other part that it publishes. The first version goes
 in full; so does one whose base the server has retired meanwhile, and one where a difference would not be smaller.
 
 `AdminApi` is the gateway's admin API over http.client, so that a trainer needs nothing installed.
@@ -16,6 +16,7 @@ import contextlib
 import http.client
 import itertools
 import select
+import socket
 import ssl
 import time
 import uuid
@@ -28,7 +29,7 @@ from urllib.parse import urlencode, urlsplit
 import orjson
 
 from weightsync.control.records import OnLost, SwapMode
-from weightsync.errors import RemoteError, SwapAborted, SwapTimeout
+from weightsync.errors import RemoteError, StoreClosed, SwapAborted, SwapTimeout
 from weightsync.format.delta import Base, DeltaHeader, DeltaWriter
 from weightsync.format.manifest import Schema, TensorSpec
 from weightsync.memory.parts import BASE, Adapter, own_digest
@@ -54,7 +55,8 @@ class Unreachable(Exception):
 
 
 class AdminApi:
-    """One connection a request: uploads are minutes apart. Raises Refused or Unreachable; RemoteError for a bad URL."""
+    """One connection a request: uploads are minutes apart. Raises Refused or Unreachable, and StoreClosed after
+    `close`; RemoteError for a bad URL."""
 
     def __init__(self, url: str, admin_key: str, *, timeout_s: float, tls: ssl.SSLContext | None = None) -> None:
         parts = urlsplit(url)
@@ -64,6 +66,20 @@ class AdminApi:
         self._host, self._port, self._prefix = parts.hostname, parts.port, parts.path.rstrip("/")
         self._tls = (tls or ssl.create_default_context()) if parts.scheme == "https" else None
         self._headers = {"authorization": f"Bearer {admin_key}", "accept": "application/json"}
+        self._under_way: set[socket.socket] = set()
+        self._closed = False
+
+    def close(self) -> None:
+        """End the requests that other threads have under way; safe to call twice."""
+        self._closed = True
+        for connected in tuple(self._under_way):
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(connected, socket.SHUT_RDWR)  # TLS's own takes it from a thread that reads
+
+    def require_open(self) -> None:
+        """Raises StoreClosed."""
+        if self._closed:
+            raise StoreClosed("publisher")
 
     def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """The JSON answer."""
@@ -105,6 +121,7 @@ class AdminApi:
 
     @contextlib.contextmanager
     def _connection(self) -> Iterator[http.client.HTTPConnection]:
+        self.require_open()
         connection: http.client.HTTPConnection
         if self._tls is None:
             connection = http.client.HTTPConnection(self._host, self._port, timeout=CONNECT_TIMEOUT_S)
@@ -115,8 +132,15 @@ class AdminApi:
         try:
             connection.connect()
             connection.sock.settimeout(self._timeout_s)
-            yield connection
+            connected = connection.sock
+            self._under_way.add(connected)
+            try:
+                self.require_open()  # `close` finds the socket, or its mark is found here
+                yield connection
+            finally:
+                self._under_way.discard(connected)
         except (OSError, http.client.HTTPException, orjson.JSONDecodeError) as error:
+            self.require_open()
             raise Unreachable(f"{self.url}: {error or type(error).__name__}") from error
         finally:
             connection.close()
@@ -161,7 +185,8 @@ PASSING = frozenset(
 
 
 class RemotePublisher:
-    """Publishes to the server whose admin port is at `url`. One at a time per model, as with any publisher.
+    """Publishes to the server whose admin port is at `url`. One at a time per model, as with any publisher. Once it is
+    closed, all that asks the server raises StoreClosed.
 
     `timeout_s` is how long the server may take for one answer; `tls` is for https with a certificate of your own;
     with `deltas` off every version goes in full, with `compress` off full ones go uncompressed (for fast links).
@@ -219,6 +244,7 @@ class RemotePublisher:
         with `wait`, when the version is active. Raises UnsupportedDtype and BadPart (nothing was sent), RemoteError
         (refused, or out of reach for too long), and once the version is ready SwapAborted or SwapTimeout.
         """
+        self._api.require_open()
         if (versions := self._successions.get(part)) is None:
             versions = self._successions[part] = Succession(self.model, part, self._signer)
         about: dict[str, Any] = {"step": step, "metadata": metadata, "source": source, "config": config}
@@ -267,6 +293,17 @@ class RemotePublisher:
         wish = {"deadline_s": timeout_s, "mode": mode, "on_lost": on_lost}
         wish |= {"drain_s": drain_s} if drain_s is not None else {}
         return self._activate(version, wish) if activate else Version(version)
+
+    def close(self) -> None:
+        """End a publication that another thread has under way, and let go of the memory; safe to call twice."""
+        self._api.close()
+        self._successions.clear()
+
+    def __enter__(self) -> RemotePublisher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _schema(self, part: str) -> Schema | None:
         """Of the next version, as the server tells it. Raises RemoteError."""
