@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 import trainer
+from tests.weightsync.test_running import describe
 from trainer.api import config as api_config
 from trainer.config import PackingConfig, load
 from trainer.config.strict import read
@@ -185,10 +186,40 @@ def test_what_is_wrong_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], key: str, advice: str
 ) -> None:
     monkeypatch.delenv("HOTSWAP_STORE", raising=False)
+    monkeypatch.setenv("HOTSWAP_STATE_DIR", str(tmp_path))
     with pytest.raises(ConfigError) as error:
         parse(tmp_path, changes)
     assert error.value.key == key
     assert advice in str(error.value)
+
+
+def test_the_store_is_that_of_the_server_on_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bucket asks for none; several servers are told apart by the model, and named where that does not do."""
+    monkeypatch.delenv("HOTSWAP_STORE", raising=False)
+    monkeypatch.setenv("HOTSWAP_STATE_DIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    example = next(path for path in EXAMPLES if path.stem == "api")
+
+    def stores() -> list[str]:
+        found = parse(tmp_path, {"publish": {"model": "m"}}), api_config.load(example, ["publish.model=m"])
+        return [config.publish.store_url for config in found if config.publish is not None]
+
+    describe(tmp_path, ["first", "m"], "sqlite:///here.db")
+    assert stores() == ["sqlite:///here.db"] * 2
+    describe(tmp_path, ["other"], "sqlite:///other.db")
+    assert stores() == ["sqlite:///here.db"] * 2
+    carried = parse(tmp_path, bucket("s3://models/run")).publish
+    assert carried is not None
+    assert carried.store_url == ""
+    describe(tmp_path, ["m"], "sqlite:///again.db")
+    for read_again in (
+        lambda: parse(tmp_path, {"publish": {"model": "m"}}),
+        lambda: api_config.load(example, ["publish.model=m"]),
+    ):
+        with pytest.raises(ConfigError, match=r"^publish.store: missing, and several .*first, m, m, other.*pass the"):
+            read_again()
+    monkeypatch.setenv("HOTSWAP_STORE", "sqlite:///named.db")
+    assert stores() == ["sqlite:///named.db"] * 2
 
 
 @pytest.mark.parametrize("assignment", ["optimizer.lr", "=3", "steps.more=1"])

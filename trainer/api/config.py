@@ -7,9 +7,10 @@ import ssl
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import force_setattr
 
 from trainer.config import Dtype, FaultsConfig, GatewayConfig, ModelConfig, ParallelConfig
-from trainer.config.strict import Count, Natural, Positive, Section, read
+from trainer.config.strict import Count, Natural, Positive, Section, found_store, read
 from trainer.errors import ConfigError
 from weightsync.tls import is_loopback
 
@@ -61,13 +62,17 @@ class RanksConfig(Section, frozen=True):
 
 
 class ServedConfig(Section, frozen=True):
-    """The model that the gateway serves, and the store of its versions (default: HOTSWAP_STORE). `dtype` must be what
-    the serving engine was started with."""
+    """The model that the gateway serves, and the store of its versions (default: HOTSWAP_STORE, else that of the server
+    on this host). `dtype` must be what the serving engine was started with."""
 
     model: str
     store: str | None = None
     dtype: Dtype = "bfloat16"
     timeout_s: Positive = 60.0
+
+    def __post_init__(self) -> None:
+        if not self.store_url:
+            force_setattr(self, "store", found_store(self.model))  # looked for once: the server may end
 
     @property
     def store_url(self) -> str:
@@ -118,8 +123,6 @@ class ApiConfig(Section, frozen=True):
             raise ConfigError("parallel.shard", "each rank has its weights whole here", "Set it to optimizer")
         if self.model.dtype == "float16":
             raise ConfigError("model.dtype", "float16 needs a scaled loss", "Set it to bfloat16 or float32")
-        if not self.publish.store_url:
-            raise ConfigError("publish.store", "missing, and HOTSWAP_STORE is not set", "Set it to the store's URL")
         if self.job_rank > self.limits.rank:
             problem = f"{self.job_rank} is more than limits.rank, {self.limits.rank}"
             raise ConfigError("jobs.rank", problem, "Lower it, or raise limits.rank")

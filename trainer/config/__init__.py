@@ -286,11 +286,6 @@ class TrainerConfig(Section, frozen=True):
         if self.lora is not None and self.publish is not None and self.publish.quantize is not None:
             problem = "an adapter is published as it is, whatever the weights are that it is served over"
             raise ConfigError("publish.quantize", problem, "Leave it out")
-        if self.publish is not None and not self.publish.store_url and self.publish.bucket is None:
-            problem = "missing, and HOTSWAP_STORE is not set"
-            raise ConfigError(
-                "publish.store", problem, "Set it to the store's URL, or publish.bucket.url to a bucket's"
-            )
 
     def _check_length(self) -> None:
         if self.epochs is None and self.steps <= 0:

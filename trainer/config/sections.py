@@ -7,6 +7,7 @@ import re
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from msgspec import Meta, field
+from msgspec.structs import force_setattr
 
 from trainer.config.strict import (
     Coefficient,
@@ -18,6 +19,7 @@ from trainer.config.strict import (
     NonNegative,
     Positive,
     Section,
+    found_store,
     key_in,
     server,
 )
@@ -222,9 +224,9 @@ class BucketConfig(Section, frozen=True):
 
 
 class PublishConfig(Section, frozen=True):
-    """Where versions go, and how often: to the store of a server (default: HOTSWAP_STORE), a bucket, or both. `dtype`
-    must be what the serving engine was started with. `max_failures` publishes in a row may fail (the old version goes
-    on serving) before the run stops."""
+    """Where versions go, and how often: to the store of a server (default: HOTSWAP_STORE, else that of the server on
+    this host), a bucket, or both. `dtype` must be what the serving engine was started with. `max_failures` publishes in
+    a row may fail (the old version goes on serving) before the run stops."""
 
     model: str
     store: str | None = None
@@ -241,6 +243,8 @@ class PublishConfig(Section, frozen=True):
         if self.quantize is not None and self.dtype != "bfloat16":
             problem = f"{self.dtype}, but weights are quantised from the bfloat16 export"
             raise ConfigError("dtype", problem, "Set it to bfloat16, or leave quantize out")
+        if not self.store_url and self.bucket is None:
+            force_setattr(self, "store", found_store(self.model))  # looked for once: the server may end
 
     @property
     def store_url(self) -> str:

@@ -18,6 +18,8 @@ import yaml
 from msgspec import Meta
 
 from trainer.errors import ConfigError
+from weightsync.errors import StoreUnavailable
+from weightsync.running import store_of
 
 T = TypeVar("T")
 
@@ -202,6 +204,14 @@ def server(key: str, url: str, ca_file: str | None, cluster_tls: str | None) -> 
         raise ConfigError("ca_file", "given beside cluster_tls, which has an authority of its own", "Leave one out")
     if (ca_file or cluster_tls) is not None and url.startswith("http://"):
         raise ConfigError(key, f"{url!r} is not encrypted, but has certificates", "Write https://host:port")
+
+
+def found_store(model: str) -> str:
+    """The URL of the store of the server that runs on this host, for a section that names none."""
+    try:
+        return store_of(model)
+    except StoreUnavailable as error:
+        raise ConfigError("store", f"missing, and {error.reason}", error.advice) from None
 
 
 def key_in(path: str, key: str) -> str:
