@@ -41,7 +41,14 @@ from trainer.megatron.parallel import broadcast_json, gather_json, on_rank_zero
 from trainer.several_hosts import SeveralHosts
 from weightsync.bucket.carrier import Carrier, Outcome
 from weightsync.control.hosts import local_path
-from weightsync.errors import ArenaUnavailable, BucketError, QuantizationError, StalePublisher, WeightSyncError
+from weightsync.errors import (
+    ArenaUnavailable,
+    BucketError,
+    QuantizationError,
+    StalePublisher,
+    UnknownModel,
+    WeightSyncError,
+)
 from weightsync.format.manifest import Schema
 from weightsync.memory.arena import DEFAULT_ROOT
 from weightsync.memory.ledger import ensure_arena
@@ -65,8 +72,8 @@ class WeightPublisher:
     """Holds the lineage (rank 0) for as long as the run lasts. All methods are collective."""
 
     def __init__(self, config: PublishConfig, engine: Engine) -> None:
-        """Raises PublishError when the store does not let it, ConfigError for hosts that cannot reach each other, and
-        for weights that are not quantised as the served ones are."""
+        """Raises PublishError when the store does not let it, ConfigError for hosts that cannot reach each other, for
+        weights that are not quantised as the served ones are, and for a model that is not served while others are."""
         self._config, self._engine = config, engine
         exported = weightsync.as_schema(engine.schema(config.dtype))
         self._part, self._metadata = BASE, dict[str, str]()
@@ -81,7 +88,7 @@ class WeightPublisher:
             self._publisher = on_rank_zero(self._open)
             self._carrier = on_rank_zero(self._open_carrier)
             said = broadcast_json(on_rank_zero(lambda: self._chosen(exported)))
-            on_rank_zero(lambda: typed(self._publisher.hold))  # a run that this one replaces publishes no more
+            on_rank_zero(lambda: typed(self._hold))
         except BaseException:
             self.close()
             raise
@@ -136,7 +143,15 @@ class WeightPublisher:
         if not c.store_url:
             self._scratch = typed(Scratch)
         store = self._scratch.url if self._scratch is not None else c.store_url
-        return typed(weightsync.Publisher, store, model=c.model, lineage=c.lineage)
+        return typed(weightsync.Publisher, store, model=c.model, lineage=c.lineage, new_model=c.new_model)
+
+    def _hold(self) -> None:
+        """A run that this one replaces publishes no more. Raises ConfigError for a model that is likely mistyped."""
+        try:
+            self._publisher.hold()
+        except UnknownModel as error:
+            advice = "Write a served model's name, or set publish.new_model for the first version of a new one"
+            raise ConfigError("publish.model", error.problem, advice) from error
 
     def _open_carrier(self) -> Carrier | None:
         """Raises ConfigError for a bucket that cannot be written."""

@@ -83,6 +83,20 @@ def test_no_store_says_what_to_do(one_rank: Ranks, qwen2: str, tmp_path: Path) -
     assert "hotswap up" in message
 
 
+@pytest.mark.parametrize(("new", "refused"), [(False, "ConfigError"), (True, "PublishError")])
+def test_a_model_that_is_not_served_is_refused_before_the_first_publish(
+    one_rank: Ranks, qwen2: str, running: Fleet, new: bool, refused: str
+) -> None:
+    """Unless it is said to be new: then it waits for instances to serve it."""
+    about: dict[str, Any] = {"path": qwen2, "parallel": {}, "store": running.store_url}
+    named = {"model": "tinny", "new_model": new, "timeout_s": 0.1}
+    ((kind, message, _),) = one_rank.call("complaint", of="publish", **about, **named)
+    assert kind == refused, message
+    if not new:
+        assert message.startswith("publish.model: no instance serves a model 'tinny'")
+        assert "(instances serve 'tiny'). Write a served model's name, or set publish.new_model" in message
+
+
 SERVED = Quantizer("w4a16", group_size=16)
 
 

@@ -65,6 +65,8 @@ def test_a_model_that_nobody_serves_is_refused_with_the_names_of_the_others(
     with Publisher(store_url, model="twoo") as publisher:
         with pytest.raises(UnknownModel, match=r".instances serve 'team/one', 'two'.: .*new_model=True"):
             publisher.publish(model(1))
+        with pytest.raises(UnknownModel):
+            publisher.hold()
         assert publisher.versions() == []
     for name, new in (("team/one", False), ("three", True)):
         with Publisher(store_url, model=name, new_model=new) as publisher:

@@ -226,10 +226,12 @@ class BucketConfig(Section, frozen=True):
 class PublishConfig(Section, frozen=True):
     """Where versions go, and how often: to the store of a server (default: HOTSWAP_STORE, else that of the server on
     this host), a bucket, or both. `dtype` must be what the serving engine was started with. `max_failures` publishes in
-    a row may fail (the old version goes on serving) before the run stops."""
+    a row may fail (the old version goes on serving) before the run stops. `new_model`: the first version of `model` may
+    come although the servers on the store serve other models alone."""
 
     model: str
     store: str | None = None
+    new_model: bool = False
     lineage: str = "trainer"
     every: Count = 1
     dtype: Dtype = "bfloat16"

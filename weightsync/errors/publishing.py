@@ -20,9 +20,10 @@ class UnknownModel(PublishError):
 
     def __init__(self, model: str, served: Iterable[str]) -> None:
         names = ", ".join(repr(name) for name in sorted(served))
+        self.problem = f"no instance serves a model {model!r}, and it has no version yet (instances serve {names})"
         super().__init__(
-            f"no instance serves a model {model!r}, and it has no version yet (instances serve {names}): pass a served "
-            "model's name as `model`, or `new_model=True` to publish the first version of a new one"
+            f"{self.problem}: pass a served model's name as `model`, or `new_model=True` to publish the first version "
+            "of a new one"
         )
 
 

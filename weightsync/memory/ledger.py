@@ -125,8 +125,8 @@ class Ledger:
         """
         for _ in range(CLAIM_ATTEMPTS):
             counter = await self.store.get(self.keys.counter)  # before the list: every later claim moves it
-            if counter is None and not self.new_model:
-                await self._require_model()
+            if counter is None:
+                await self.require_model()
             known = await self.versions()
             if sum(v.state == "ready" for v in known) > self._keep + 2:  # active and previous besides
                 await activation.retire(self.store, self.keys, spare=self._keep)
@@ -317,8 +317,11 @@ class Ledger:
         self._unread_slots = {slot.decode() for raw in unread for slot in _SLOT.findall(raw)}
         return readable_versions(found)
 
-    async def _require_model(self) -> None:
-        """Raises UnknownModel if instances serve other models alone."""
+    async def require_model(self) -> None:
+        """Raises UnknownModel if instances serve other models alone, and this one, which may not be new, has no
+        version."""
+        if self.new_model or await self.store.get(self.keys.counter) is not None:
+            return
         with contextlib.suppress(StoreRefused):  # an etcd with roles shows no other model
             found = (await self.store.list(MODELS_PREFIX))[0]
             served = {name.removeprefix(MODELS_PREFIX) for kv in found if (name := kv.key.rpartition("/instances/")[0])}

@@ -137,7 +137,9 @@ class Publisher:
             raise
 
     def hold(self) -> None:
-        """Take the lineage now; else the first version, activation or rollback does. Raises StoreUnavailable."""
+        """Take the lineage now; else the first version, activation or rollback does. Raises StoreUnavailable, and
+        UnknownModel as the first version would."""
+        self._store.run(self._ledger.require_model())
         self._store.run(self._ledger.hold())
 
     def publish(
