@@ -69,7 +69,7 @@ def _be_rank(config: ApiConfig, shape: ModelShape) -> None:
         from trainer.api.tenants import Tenants
         from trainer.faults.supervision import Faults
         from trainer.megatron.engine import check_experts
-        from trainer.megatron.parallel import distributed
+        from trainer.megatron.parallel import device_name, distributed, gather_json
 
         check_experts(config.parallel)
         opened.enter_context(distributed(config.parallel, config.seed, faults.collective_timeout_s))
@@ -77,6 +77,7 @@ def _be_rank(config: ApiConfig, shape: ModelShape) -> None:
         watching = opened.enter_context(Faults(faults, (lambda: False) if listener is not None else None))
         if listener is not None and watching.restarted_because:
             print(f"started again ({watching.attempt}): {watching.restarted_because}", file=sys.stderr, flush=True)
+        devices = gather_json(device_name())
         of_model = partial(Tenants, config.model, shape, config.micro_tokens, parallel=config.parallel)
         made = partial(of_model, full=config.full, resident=config.limits.resident)
         beginning = _Beginning(watching.attempt)
@@ -85,7 +86,7 @@ def _be_rank(config: ApiConfig, shape: ModelShape) -> None:
                 tenants = made()
             tenants.follow()
         else:
-            _serve(config, shape, made, listener, beginning)
+            _serve(config, shape, made, listener, beginning, devices)
 
 
 class _Beginning(contextlib.AbstractContextManager[None]):
@@ -100,7 +101,12 @@ class _Beginning(contextlib.AbstractContextManager[None]):
 
 
 def _serve(
-    config: ApiConfig, shape: ModelShape, made: Callable[[], Tenants], listener: socket.socket, beginning: _Beginning
+    config: ApiConfig,
+    shape: ModelShape,
+    made: Callable[[], Tenants],
+    listener: socket.socket,
+    beginning: _Beginning,
+    devices: list[str],
 ) -> None:
     from trainer.api.app import Door, build_app
     from trainer.api.finetuning.files import Files
@@ -111,6 +117,7 @@ def _serve(
     from trainer.api.sampling import Gateway, Sampler, Snapshots
     from trainer.api.service import Service
     from trainer.megatron.parallel import use_device
+    from trainer.metrics.writers import JsonLines
 
     with ThreadPoolExecutor(1, thread_name_prefix="model", initializer=use_device) as work:
         with beginning:
@@ -126,6 +133,8 @@ def _serve(
             async def start() -> None:
                 await service.queue.start()
                 await jobs.start()
+                told = {"model": config.name, "devices": devices, "address": _address(config, listener)}
+                JsonLines("-").write("start", told | {"store": config.publish.store_url})
 
             async def stop() -> None:
                 await door.close()
@@ -154,6 +163,13 @@ def _serve(
         if RunDir.of_environment().being_torn_down():
             os._exit(TERMINATED)  # a rank is gone, and the model's thread may wait for it
         work.submit(tenants.leave).result()
+
+
+def _address(config: ApiConfig, listener: socket.socket) -> str:
+    """The URL for clients."""
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    scheme = "http" if config.ssl_certfile is None else "https"
+    return f"{scheme}://{host}:{listener.getsockname()[1]}"
 
 
 class _Server(uvicorn.Server):

@@ -144,6 +144,13 @@ def test_a_request_that_the_ranks_did_not_outlive_is_tried_no_more(api: ApiServe
     assert loss_of(client) == loss_of(calm)
 
 
+def test_the_start_event_tells_where_it_serves_what(api: ApiServer) -> None:
+    told, *_ = [json.loads(line) for line in api.log.read_text().splitlines() if line.startswith("{")]
+    assert told.pop("time") > 0
+    served = {"model": "tiny", "store": api.config["publish"]["store"]}
+    assert told == {"event": "start", "devices": ["cpu"], "address": api.url} | served
+
+
 def test_a_directory_has_one_server_and_so_has_a_port(api: ApiServer, tmp_path: Path) -> None:
     second = ApiServer(tmp_path, api.config["model"]["path"], api.config["gateway"]["url"], "sqlite:///none")
     (own := tmp_path / "own").mkdir()
