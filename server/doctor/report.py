@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 
 import orjson
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from server.cli.output import table
 from server.doctor.registry import Check, Finding, Status, all_checks, fail
 from server.doctor.world import World
 
@@ -62,11 +62,11 @@ def to_json(results: list[Result]) -> str:
 
 def show(results: list[Result], console: Console) -> None:
     """A row for each finding, and a line that counts them."""
-    table = Table("check", "", "found", "how to mend")
+    shown = table("check", "", "found", "how to mend")
     for result in results:
         finding = result.finding
         status = Text(finding.status, style=COLOURS[finding.status])
-        table.add_row(result.check, status, Text(finding.found), Text(finding.mend))
-    console.print(table)
+        shown.add_row(result.check, status, Text(finding.found), Text(finding.mend))
+    console.print(shown)
     counts = {status: sum(r.finding.status == status for r in results) for status in COLOURS}
     console.print(", ".join(f"{count} {status}" for status, count in counts.items() if count) or "nothing was checked")

@@ -11,6 +11,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from server.cli.app import app
+from server.cli.output import console
 from server.doctor import report
 from server.doctor.checks import software
 from server.doctor.checks.software import judge_python, judge_versions, judge_vision, pins
@@ -52,6 +53,23 @@ def test_the_table_says_what_to_mend_and_counts() -> None:
     report.show([report.Result("name", row) for row in rows], console)
     text = console.export_text()
     assert all(word in text for word in ("do this", "do that", "bad [x]", "1 ok, 1 warn, 1 fail, 1 skip"))
+
+
+def test_no_text_is_cut_off(capsys: pytest.CaptureFixture[str]) -> None:
+    """In a terminal of 80 columns they go on in the next line, and in a pipe each is whole in its own."""
+    command = "pip install --no-deps -r /srv/hotswap/a/long/path/without/spaces/requirements/cpu.txt"
+    results = [report.Result("cluster-tls", fail(f"/dev/shm/hotswap/{'a' * 100} is gone", command))]
+    terminal = Console(width=80, force_terminal=True, record=True)
+    report.show(results, terminal)
+    lines = terminal.export_text().splitlines()
+    capsys.readouterr()
+    report.show(results, console())
+    piped = capsys.readouterr().out
+    assert max(map(len, lines)) <= 80
+    middle, right = (next(line.index(header) for line in lines if header in line) for header in ("found", "how to"))
+    for text, cell in ((results[0].finding.found, slice(middle, right)), (command, slice(right, None))):
+        assert text in piped
+        assert text.replace(" ", "") in "".join(line[cell] for line in lines).replace(" ", "")
 
 
 def test_the_exit_status_is_one_when_a_check_fails(tmp_path: Path) -> None:
