@@ -70,6 +70,7 @@ NEEDED: Final[Mapping[str, Role]] = {
     "POST /update_weights": "publisher",
     "POST /finish_weight_update": "publisher",
     "POST /v1/load_lora_adapter": "publisher",
+    "POST /skyrl/v1/load_lora_adapter": "publisher",
     "POST /v1/unload_lora_adapter": "publisher",
     "POST /start_draft_weight_update": "publisher",
     "POST /pause": "operator",

@@ -4,7 +4,8 @@
     update_weights        collects: {"checkpoint_path": DIR} or {"safetensors": BASE64}, or a list of such
     finish_weight_update  publishes the draft and swaps it in; answers when every instance has it
     pause, resume         a pause lease of 120 s
-    v1/load_lora_adapter, v1/unload_lora_adapter   publish an adapter, or a version without it, and swap it in
+    v1/load_lora_adapter, v1/unload_lora_adapter   publish an adapter, or a version without it, and swap it in;
+                                                   skyrl/v1/load_lora_adapter is SkyRL's name of the first
 
 Nothing a trainer does between start and finish touches an engine, so it need not pause.
 """
@@ -111,6 +112,7 @@ class LoadLora(LoadAdapter):
 
 
 @router.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
+@router.post("/skyrl/v1/load_lora_adapter", response_class=PlainTextResponse)
 async def load_lora(model: ModelDep, by: ByDep, body: LoadLora) -> str:
     """Publishes an adapter as a part of a version and swaps it in."""
     await body.publish(model, by)

@@ -236,11 +236,11 @@ def parts(gateway: RunningGateway, version: int) -> list[str]:
     return [part.name for part in VersionRecord.from_json(found.value).parts]
 
 
-@pytest.mark.parametrize("prefix", ["/v1", ""])
+@pytest.mark.parametrize("prefix", ["/v1", "/skyrl/v1", ""])
 async def test_an_adapter_is_a_part_of_a_version(gateway: RunningGateway, tmp_path: Path, prefix: str) -> None:
-    """vLLM's routes, which TRL asks, and SGLang's, which prime-rl asks too."""
+    """vLLM's routes, which TRL asks, SkyRL's own for loading, and SGLang's, which prime-rl asks too."""
     toy, named = Toy(), {"lora_name": "mine", "lora_path": adapter(tmp_path / "adapter")}
-    load, unload = f"{prefix}/load_lora_adapter", f"{prefix}/unload_lora_adapter"
+    load, unload = f"{prefix}/load_lora_adapter", f"{prefix.removeprefix('/skyrl')}/unload_lora_adapter"
     async with participating(gateway, toy), Client(gateway) as client:
         refused, answer = await client.call(load, named)
         assert (refused, answer["error"]["code"]) == (422, "bad_part"), "there is no base yet"
