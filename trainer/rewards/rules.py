@@ -88,7 +88,8 @@ _MIXED = re.compile(r"(?<![\d.,/])(\d{1,9}) +([1-9]\d{0,8})/([1-9]\d{0,8})(?![\d
 class MathAnswer:
     """1 when the answer's last result means the same as the expected one. math-verify
     (https://github.com/huggingface/Math-Verify) compares them by meaning, in a worker: an expression can be too much
-    for any solver. `boxed_only` concerns answers alone.
+    for any solver. `boxed_only` concerns answers alone. Of an answer with thoughts, which `</think>` ends, only what
+    stands behind them counts: a guess in a box is no result.
 
     Of an expected text with `####`, only the part behind it counts. One with `$...$`, `\\(`, `\\[` or `\\boxed` is read
     as an answer is. Any other is one expression, as if it were in a box. If it has words ("18 dollars"), or no meaning
@@ -102,6 +103,7 @@ class MathAnswer:
         self._any = [*self._latex, math_verify.ExprExtractionConfig()]
 
     def __call__(self, _prompt: str, answer: str, expected: str, _extra: dict[str, Any]) -> float:
+        answer = answer.rpartition("</think>")[2]
         if self._boxed_only and "\\boxed" not in answer:
             return 0.0
         gold = self._gold(_plain(expected.rpartition("####")[2].strip()))

@@ -149,6 +149,15 @@ def test_math_reads_only_the_box_where_it_is_told_to(boxed: Scorer) -> None:
     assert [s.total for s in asked(boxed, *pairs)] == [0.0, 1.0, 0.0, 1.0]
 
 
+def test_math_reads_what_stands_behind_the_thoughts(math: Scorer, boxed: Scorer) -> None:
+    """Not the guesses among them, nor those before an earlier end of thoughts."""
+    thought = "<think>Maybe $\\boxed{7}$?</think>"
+    pairs = (f"{thought}The answer is 4.", "4"), (f"{thought}The answer is 4.", "7"), (thought, "7")
+    assert [s.total for s in asked(math, *pairs)] == [1.0, 0.0, 0.0]
+    more = (f"{thought}It is 7.", "7"), (f"{thought}\\boxed{{5}}</think>So \\boxed{{4}}.", "4")
+    assert [s.total for s in asked(boxed, *more)] == [0.0, 1.0]
+
+
 @pytest.mark.broad
 def test_math_that_no_solver_ends_is_killed() -> None:
     hard = "$9^{9^{9^{9}}}$"
