@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from tests.world import rows
 from trainer.config import CodeReward, MathReward, RewardConfig
 from trainer.errors import SandboxUnavailable
 from trainer.rewards import RewardRequest, Score, build_scorer
+from trainer.rewards.rules import MathAnswer
 
 
 def problems() -> list[dict[str, Any]]:
@@ -70,8 +71,7 @@ def worth(pairs: Sequence[tuple[str, str]]) -> dict[tuple[str, str], float | Non
     return {pair: score.parts.get("math") for pair, score in zip(pairs, scores(MATH, asked), strict=True)}
 
 
-SAID = [  # as models end their answers
-    "\\boxed{{{}}}",
+SAID = [  # as models end their answers, beside a box alone
     "So we get $x = 7$ first.\n\nTherefore the answer is $\\boxed{{{}}}$.",
     "<think>\nMaybe $\\boxed{{0}}$?\n</think>\n\n**Final Answer**\n\\[ \\boxed{{{}}} \\]",
     "The final answer is ${}$.",
@@ -90,21 +90,35 @@ def _plain(gold: str) -> str:
     return GROUPED.sub("", UNIT.sub("", gold)).strip()
 
 
-@pytest.mark.parametrize("every", [25, pytest.param(4, marks=pytest.mark.broad)])
-def test_each_gold_of_math500_is_worth_1_against_itself(every: int) -> None:
+def _numbers_in(golds: Iterable[str]) -> list[tuple[str, str]]:
+    """(gold, number) for each number out of a gold that is more than this number."""
+    plain = {gold: _plain(gold) for gold in golds}
+    return [(gold, part) for gold, text in plain.items() for part in sorted(set(PART.findall(text)) - {text})]
+
+
+def test_in_a_box_each_gold_of_math500_is_worth_1_and_a_number_out_of_one_0() -> None:
+    """By the judge alone, within seconds: nothing among these needs a worker that can be killed."""
     golds = told("math500_test.json")
     assert len(golds) == 500
-    found = worth([(gold, form.format(gold)) for gold in golds[::every] for form in SAID])
+    parts = _numbers_in(golds)
+    assert len({gold for gold, _ in parts}) > 80
+    judge = MathAnswer(boxed_only=MATH.boxed_only, precision=MATH.precision)
+    wanted = {(gold, gold): 1.0 for gold in golds} | dict.fromkeys(parts, 0.0)
+    found = {(gold, said): judge("?", f"\\boxed{{{said}}}", gold, {}) for gold, said in wanted}
+    assert {pair: value for pair, value in found.items() if value != wanted[pair]} == {}
+
+
+@pytest.mark.parametrize("every", [25, pytest.param(4, marks=pytest.mark.broad)])
+def test_each_gold_of_math500_is_worth_1_against_itself(every: int) -> None:
+    golds = told("math500_test.json")[::every]
+    found = worth([(gold, form.format(gold)) for gold in golds for form in SAID])
     assert {pair: value for pair, value in found.items() if value != 1.0} == {}
 
 
 @pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.broad)])
 def test_a_number_out_of_a_gold_of_math500_is_worth_0(every: int) -> None:
-    golds = {gold: _plain(gold) for gold in told("math500_test.json")}
-    parts = [(gold, part) for gold, text in golds.items() for part in sorted(set(PART.findall(text)) - {text})]
-    assert len({gold for gold, _ in parts}) > 80
-    forms = ("\\boxed{{{}}}", "The answer is {}.")
-    found = worth([(gold, form.format(part)) for gold, part in parts[::every] for form in forms])
+    parts = _numbers_in(told("math500_test.json"))[::every]
+    found = worth([(gold, f"The answer is {part}.") for gold, part in parts])
     assert {pair: value for pair, value in found.items() if value != 0.0} == {}
 
 
