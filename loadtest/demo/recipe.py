@@ -161,7 +161,7 @@ class Recipe(Course):
     def _common(self, run: Path, url: str, phase: str) -> dict[str, Any]:
         return {
             "seed": self.seed,
-            "gateway": {"url": url},
+            "gateway": {"url": url, "retry_s": 240.0},  # the first training begins while the engine does
             "rollout": {"max_tokens": 4, "request": "group"},
             "metrics": str(run / f"{phase}.jsonl"),
         }

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 import yaml
@@ -123,6 +123,13 @@ class MetricsTail:
         return [orjson.loads(line) for line in whole.splitlines()]
 
 
+class Training(NamedTuple):
+    """One that has been started, and its events."""
+
+    trainer: Child
+    metrics: MetricsTail
+
+
 class Demo:
     """One run in directory `run`. Call `close` whatever happens: it ends every process and frees the shared memory.
 
@@ -138,8 +145,9 @@ class Demo:
     def run(self) -> None:
         """All phases. Raises DemoFailed."""
         self.build()
-        self.serve()
-        for phase, name in self.recipe.trainings:
+        (phase, name), *later = self.recipe.trainings
+        self.follow(phase, self.serve(name))
+        for phase, name in later:
             self.train(phase, name)
         self.settle()
 
@@ -152,24 +160,30 @@ class Demo:
         if done.returncode:
             raise DemoFailed("build", f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
 
-    def serve(self) -> None:
-        """Start gateway and instance, wait until they answer, then let the clients begin."""
+    def serve(self, first: str) -> Training:
+        """Start gateway and instance, and beside them the training `first`, which waits for them once it has made its
+        model. Wait until they answer, then let the clients begin."""
         self.scene.enter("serve")
         try:
             with held():
                 self.server = server = Server(self._up_config())
                 server.start()
+            training = self.begin(first)
             server.wait_ready(timeout_s=240.0)
         except CliError as error:
             raise DemoFailed("serve", str(error)) from error
         clients = Clients(server.url, self.recipe, self.scene, self.recipe.questions(self.run_dir, QUESTIONS))
         swaps = follow_swaps(server.store, self.recipe.model, self.scene.swaps)
         self._background = Background(clients.run(), swaps)
+        return training
 
     def train(self, phase: str, name: str) -> None:
         """Run one training against the live server, until the trainer ends by itself or has done enough."""
+        self.follow(phase, self.begin(name))
+
+    def begin(self, name: str) -> Training:
+        """Start a training."""
         assert self.server is not None
-        self.scene.enter(phase)
         config = getattr(self.recipe, name)(self.run_dir, self.server.url)
         config["telemetry"] = {
             "admin_url": self.server.admin_url,
@@ -177,9 +191,13 @@ class Demo:
         }
         path = self.run_dir / f"{name}.yaml"
         path.write_text(yaml.safe_dump(tiny_run(config), sort_keys=False))
-        metrics = MetricsTail(Path(config["metrics"]))
         with held():
-            trainer = self.server.train(path)
+            return Training(self.server.train(path), MetricsTail(Path(config["metrics"])))
+
+    def follow(self, phase: str, training: Training) -> None:
+        """Watch a training until it has ended by itself or has done enough."""
+        self.scene.enter(phase)
+        trainer, metrics = training
         stopped = False
         while trainer.alive:
             self._watch(phase, metrics)

@@ -9,6 +9,7 @@ import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from rich.console import Console
@@ -21,9 +22,10 @@ from loadtest.demo.figures import draw, figures
 from loadtest.demo.learn import POLICY, SUMS, Seen
 from loadtest.demo.recipe import Question
 from loadtest.demo.scene import Answer, Swap
-from loadtest.demo.stage import MetricsTail
+from loadtest.demo.stage import MetricsTail, Training
 from server.gateway.release.policy import GUARDS, parse
 from server.up import interrupts
+from server.up.processes import Child
 from trainer.config import TrainerConfig, strict
 
 STARTS = ("server.gateway", "server.cli instance", "trainer.main", "weightsync.push", "weightsync.persist")
@@ -153,6 +155,30 @@ def test_two_demos_do_not_share_a_directory(tmp_path: Path) -> None:
         first.close()
         second.close()
     assert not list(tmp_path.glob("state/*"))
+
+
+def test_the_first_training_begins_while_the_server_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it measures meanwhile is shown in its own phase."""
+    demo, order = Demo(tmp_path, Recipe(), Scene()), list[str]()
+
+    def begin(name: str) -> Training:
+        order.append(f"{name} begins in {demo.scene.phase}")
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"event": "start", "steps": 7}) + "\n")
+        ended = SimpleNamespace(alive=False, process=SimpleNamespace(returncode=0))
+        return Training(cast(Child, ended), MetricsTail(tmp_path / f"{name}.jsonl"))
+
+    def serve(first: str) -> Training:
+        demo.scene.enter("serve")
+        return begin(first)
+
+    def watch(phase: str, metrics: MetricsTail) -> None:
+        order.extend(f"{event['event']} in {demo.scene.phase}" for event in metrics.read())
+
+    told = {"build": lambda: None, "settle": lambda: None, "begin": begin, "serve": serve, "_watch": watch}
+    for name, instead in told.items():
+        monkeypatch.setattr(demo, name, instead)
+    demo.run()
+    assert order == ["sft begins in serve", "start in fine-tune", "grpo begins in fine-tune", "start in improve"]
 
 
 @pytest.mark.parametrize("number", interrupts.NUMBERS)
