@@ -83,6 +83,10 @@ class Answer:
 
     def take(self, event: str, data: Mapping[str, Any]) -> None:
         """An event of a stream, or a whole body (`event` is ""). Raises LookupError, TypeError for what is neither."""
+        if isinstance(data, list) or "meta_info" in data:
+            self.take_sglang(data)
+            self.outcome = "answered" if event == "done" else self.outcome
+            return None
         if event == "error" or data.get("error") is not None:
             return self.refuse(data.get("error"))
         self.model = data.get("model", self.model)
@@ -92,6 +96,13 @@ class Answer:
         if event == "done":
             self.outcome = "answered"
         return None
+
+    def take_sglang(self, told: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Answers in SGLang's form, each whole as far as it has come. Raises LookupError, TypeError for others."""
+        for place, one in enumerate(told if isinstance(told, list) else [told]):
+            about = one["meta_info"]
+            self.choices[one.get("index", place)] = choice = Choice()
+            choice.take({**about, "token_ids": one["output_ids"]}, None)
 
     def refuse(self, error: object) -> None:
         self.outcome, self.message = "untyped", str(error)[:300]

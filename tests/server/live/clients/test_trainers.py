@@ -109,7 +109,7 @@ def test_sglangs_generate(live: LiveServer, checkpoints: dict[str, Path]) -> Non
 
     other = sglang(live, input_ids=[5], return_logprob=True, token_ids_logprob=[7, 103])["meta_info"]
     assert [[row[1] for row in rows] for rows in other["output_token_ids_logprobs"]] == [[7, 103]] * 3
-    stopped = GREEDY | {"stop_token_ids": [103], "n": 2, "sampling_seed": 1, "no_stop_trim": True}
+    stopped = {**GREEDY, "temperature": 1, "stop_token_ids": [103], "n": 2, "sampling_seed": 1, "no_stop_trim": True}
     for each in sglang(live, input_ids=[5], sampling_params=stopped):
         assert each["meta_info"]["finish_reason"] == {"type": "stop", "matched": 103}
         assert (each["output_ids"], each["text"]) == ([103], "w103")
