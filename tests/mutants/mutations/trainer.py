@@ -50,7 +50,7 @@ MUTATIONS: list[Mutation] = [
     ]),
     *of("trainer/data/tokenizer.py", TR + "data/test_conversation.py", changes=[
         ('and message.get("weight") != 0:', "and True:"),
-        ("self.plain(text.removeprefix(self._end or self._tail) if ended else text)", "self.plain(text)"),
+        ("self.behind(text.removeprefix(self._end or self._tail) if ended else text)", "self.plain(text)"),
     ]),
     *of("trainer/api/finetuning/examples.py", JOBS + "test_examples.py", changes=[
         ("for sequence in found)) > self._longest:", "for sequence in found)) >= self._longest:"),
