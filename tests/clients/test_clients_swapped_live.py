@@ -24,11 +24,13 @@ SWAPS = 4
 
 @pytest.fixture(scope="module")
 def swapped(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """A server of its own: tools need a parser, and with one no other instance can go on with a chat."""
+    """A server of its own: tools need a parser, and with one no other instance can go on with a chat. No answer of its
+    weights ends at once, which several clients read as none, and no JSON is spaces until its length is reached."""
     tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-    server = LiveServer(checkpoints["a"], tmp_path_factory.mktemp("state"), (*VLLM_ARGS, *tools))
+    shortest = ("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}')
+    server = LiveServer(checkpoints["say-0"], tmp_path_factory.mktemp("state"), (*VLLM_ARGS, *tools, *shortest))
     with server.running():
-        server.push(checkpoints["b"])
+        server.push(checkpoints["say-1"])
         yield server
 
 
