@@ -245,8 +245,8 @@ def _unsupported(name: str, remedy: str, where: str = "") -> BadRequest:
 
 
 class _Logprobs(msgspec.Struct):
-    """Of the prompt's tokens too, where the answer echoes them; tokens are "token_id:17" unless texts are wanted. What
-    is Raw is decoded where it is asked for, since an answer has many of them."""
+    """Of the prompt's tokens too, where the answer echoes them; tokens are "token_id:17" unless texts are wanted. Raw
+    fields are decoded where they are asked for, since an answer has many of them."""
 
     token_logprobs: list[float | None] = []
     tokens: msgspec.Raw = _NONE
