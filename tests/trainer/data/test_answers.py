@@ -147,7 +147,7 @@ def test_what_was_asked_with_an_answer_is_there_for_rewards(open_data: Open, log
 def record(**fields: Any) -> dict[str, Any]:
     about = {"key": "ada", "key_id": "k", "ended": 1.0, "first_version": 1, "last_version": 1}
     choice = {"index": 0, "text": "x", "tool_calls": [], "finish_reason": "stop", "weight_versions": []}
-    asked = {"messages": [], "prompt": "p", "tools": [], "parameters": {}, "metadata": {}}
+    asked = {"messages": [], "prompt": "1", "tools": [], "parameters": {}, "metadata": {}}
     return {"record": "answer", "format": 1, "id": "a", "about": about, "choices": [choice], **asked, **fields}
 
 
@@ -189,9 +189,9 @@ def test_what_was_said_last_counts_wherever_it_stands(open_data: Open, tmp_path:
 
 def test_prompts_in_several_parts_or_of_several_samples(open_data: Open, tmp_path: Path) -> None:
     choices = [{**record()["choices"][0], "index": index} for index in range(4)]
-    several = record(prompt=["p", "q"], parameters={"n": 2}, choices=choices)
+    several = record(prompt=["1", "2"], parameters={"n": 2}, choices=choices)
     log = write(tmp_path, several, said(choice=2))
-    assert open_data(log, kind="answers")[0].prompt == "q"
+    assert open_data(log, kind="answers")[0].prompt == "2"
 
 
 @pytest.mark.parametrize(
