@@ -83,7 +83,7 @@ class Answer:
 
     def take(self, event: str, data: Mapping[str, Any]) -> None:
         """An event of a stream, or a whole body (`event` is ""). Raises LookupError, TypeError for what is neither."""
-        if isinstance(data, list) or "meta_info" in data:
+        if isinstance(data, list) or (isinstance(data, dict) and "meta_info" in data):
             self.take_sglang(data)
             self.outcome = "answered" if event == "done" else self.outcome
             return None

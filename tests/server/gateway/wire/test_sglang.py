@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -327,12 +328,21 @@ def test_an_error_in_a_stream_passes() -> None:
 # through a gateway
 
 
+UPSTREAM = UpstreamSettings(
+    scrape_interval_s=3600.0, hold_s=0.0, health=HealthSettings(**OFF), failover=FailoverSettings()
+)
+
+
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
-    settings = UpstreamSettings(
-        scrape_interval_s=3600.0, hold_s=0.0, health=HealthSettings(**OFF), failover=FailoverSettings()
-    )
-    with running_gateway(tmp_path_factory.mktemp("gateway"), upstream=settings) as running:
+    with running_gateway(tmp_path_factory.mktemp("gateway"), upstream=UPSTREAM) as running:
+        yield running
+
+
+@pytest.fixture
+def locked(tmp_path: Path) -> Iterator[RunningGateway]:
+    """A gateway that is to want keys."""
+    with running_gateway(tmp_path, upstream=UPSTREAM) as running:
         yield running
 
 
@@ -422,15 +432,15 @@ async def test_old_clients_get_it_too(gateway: RunningGateway) -> None:
     assert "transfer-encoding" not in answer.headers
 
 
-async def test_limits_count_the_tokens_of_its_answer(gateway: RunningGateway) -> None:
-    """Those that are asked for before it, and those that came after it. From now on this gateway wants keys."""
-    _, key = await new_key(gateway, limits={"tokens_per_min": 1000, "max_output_tokens": 50})
+async def test_limits_count_the_tokens_of_its_answer(locked: RunningGateway) -> None:
+    """Those that are asked for before it, and those that came after it."""
+    _, key = await new_key(locked, limits={"tokens_per_min": 1000, "max_output_tokens": 50})
     counted = whole(choice()) | {"usage": {"prompt_tokens": 3, "total_tokens": 5, "completion_tokens": 2}}
     asks = sampling(max_new_tokens=40) | {"text": ["a", "b"]}
-    answer, _ = await ask(gateway, answering(orjson.dumps(counted)), asks, key)
+    answer, _ = await ask(locked, answering(orjson.dumps(counted)), asks, key)
     left = int(answer.headers["x-ratelimit-remaining-tokens"])
     assert 1000 - left >= 80, "reserved: two answers of 40"
-    answer, _ = await ask(gateway, answering(orjson.dumps(counted)), sampling(max_new_tokens=1), key)
+    answer, _ = await ask(locked, answering(orjson.dumps(counted)), sampling(max_new_tokens=1), key)
     assert int(answer.headers["x-ratelimit-remaining-tokens"]) > 900, "and given back: the answer had two"
-    answer, _ = await ask(gateway, answering(), sampling(max_new_tokens=51), key)
+    answer, _ = await ask(locked, answering(), sampling(max_new_tokens=51), key)
     assert answer.refusal == (400, "max_output_exceeded")
