@@ -249,7 +249,7 @@ def test_a_generated_key_is_kept(tmp_path: Path) -> None:
         ("api.keys", "", 0o600, "no key"),
         ("api.keys", "# only a comment\n", 0o600, "no key"),
         ("api.keys", "long-enough-to-be-a-key\n", 0o644, "chmod 600"),
-        ("admin.key", "", 0o600, ""),
+        ("admin.key", "", 0o600, "16 characters"),
         ("admin.key", "short", 0o600, "16 characters"),
         ("admin.key", "long-enough-to-be-a-key", 0o640, "chmod 600"),
     ],
