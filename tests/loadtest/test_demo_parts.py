@@ -158,7 +158,7 @@ def test_two_demos_do_not_share_a_directory(tmp_path: Path) -> None:
 
 
 def test_the_first_training_begins_while_the_server_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it measures meanwhile is shown in its own phase."""
+    """Its measurements meanwhile are shown in its own phase."""
     demo, order = Demo(tmp_path, Recipe(), Scene()), list[str]()
 
     def begin(name: str) -> Training:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -162,5 +164,20 @@ def test_a_closed_publisher_says_so(publisher: Publisher) -> None:
         lambda: publisher.activate(1),
         draft.commit,
     ):
+        with pytest.raises(StoreClosed, match="this publisher was closed: make another"):
+            ask()
+
+
+def test_closing_a_remote_publisher_ends_its_publication_and_all_later_ones() -> None:
+    tensors = {"a.weight": np.ones(2, np.float32)}
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        with RemotePublisher("http://{}:{}".format(*listener.getsockname()), "a-key", "demo") as remote:
+            publishing = pool.submit(remote.publish, tensors, activate=False)
+            connection, _ = listener.accept()
+            assert connection.recv(1)
+        with connection, pytest.raises(StoreClosed):
+            publishing.result(60.0)
+    remote.close()
+    for ask in (lambda: remote.publish(tensors), lambda: remote.take_away(["draft"])):
         with pytest.raises(StoreClosed, match="this publisher was closed: make another"):
             ask()

@@ -13,7 +13,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from tests.weightsync.format.test_signing import pair
 from weightsync import Adapter, SlotReader, SyncStore, ensure_arena
 from weightsync.control import activation
 from weightsync.control.records import ActiveRecord, FormRecord, Keys, TargetRecord, VersionRecord
-from weightsync.errors import BadPart, RemoteError, StoreClosed, VersionRefused
+from weightsync.errors import BadPart, RemoteError, VersionRefused
 from weightsync.format.delta import DeltaWriter
 from weightsync.format.signing import Trust
 from weightsync.publish.remote import RemotePublisher
@@ -584,26 +583,6 @@ def test_a_gateway_killed_half_way_leaves_nothing_and_the_next_one_takes_it(
         (record,) = [VersionRecord.from_json(kv.value) for kv in items]
         with SlotReader.open(record.slot) as slot:
             slot.verify_all()
-
-
-def test_a_closed_publisher_says_so(gateway: RunningGateway, remote: RemotePublisher) -> None:
-    remote.publish(weights(), activate=False)
-    remote.close()
-    remote.close()
-    for ask in (lambda: remote.publish(weights(1)), lambda: remote.take_away(["draft"])):
-        with pytest.raises(StoreClosed, match="this publisher was closed: make another"):
-            ask()
-    assert len(versions(gateway)) == 1
-
-
-def test_closing_ends_a_publication_under_way() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
-        with RemotePublisher("http://{}:{}".format(*listener.getsockname()), ADMIN_KEY, MODEL) as remote:
-            publishing = pool.submit(remote.publish, weights(), activate=False)
-            connection, _ = listener.accept()
-            assert connection.recv(1)
-        with connection, pytest.raises(StoreClosed):
-            publishing.result(60.0)
 
 
 def test_publishing_ends_when_the_version_is_active(gateway: RunningGateway, remote: RemotePublisher) -> None:
