@@ -1,4 +1,5 @@
-"""Imports run downward: no circle among modules, and packages that must not know each other do not.
+"""Imports run downward: no circle among modules, none among the folders of weightsync, and packages that must not know
+each other do not.
 
 The graph holds every import, at module level and inside functions, except those under
 `if TYPE_CHECKING`, which never run. An import of a package's parent is not an edge of its own:
@@ -57,6 +58,20 @@ def _graph(root: Path) -> dict[str, set[str]]:
     return {module: _imported(module, path, set(sources)) for module, path in sources.items()}
 
 
+def _folders(graph: dict[str, set[str]]) -> dict[str, set[str]]:
+    """The graph of folders: a folder of files alone is one thing, and beside folders a file stands for itself."""
+    holders = {module.rpartition(".")[0] for module in graph}
+
+    def unit(module: str) -> str:
+        folder = module if module in holders else module.rpartition(".")[0]
+        return module if any(other.startswith(f"{folder}.") for other in holders) else folder
+
+    found: dict[str, set[str]] = {}
+    for module, targets in graph.items():
+        found.setdefault(unit(module), set()).update({unit(target) for target in targets} - {unit(module)})
+    return found
+
+
 def _circle(graph: dict[str, set[str]]) -> list[str]:
     """Modules that import each other, in the order in which they do, the first again at the end; empty if none do."""
     try:
@@ -74,6 +89,26 @@ def test_no_circle_of_imports_and_none_of_packages_that_must_not_know_each_other
         package = module.split(".")[0]
         crossings = {target for target in targets if target.split(".")[0] not in MAY_IMPORT[package] | {package}}
         assert not crossings, f"{module} imports {', '.join(sorted(crossings))}"
+
+
+def test_no_circle_of_folders_in_weightsync() -> None:
+    graph = {module: targets for module, targets in _graph(ROOT).items() if module.startswith("weightsync")}
+    circle = _circle(_folders(graph))
+    assert not circle, "these folders import each other: " + " <- ".join(circle)
+
+
+def test_folders_that_import_each_other_by_different_files_are_a_circle() -> None:
+    graph = {
+        "w.a.one": {"w.b.one"},
+        "w.a.two": set[str](),
+        "w.b.one": set[str](),
+        "w.b.two": {"w.a.two"},
+        "w.top": set[str](),
+    }
+    assert not _circle(graph)
+    assert set(_circle(_folders(graph))) == {"w.a", "w.b"}
+    graph["w.b.two"] = {"w.top"}
+    assert _folders(graph) == {"w.a": {"w.b"}, "w.b": {"w.top"}, "w.top": set()}
 
 
 def test_the_search_names_a_circle(tmp_path: Path) -> None:

@@ -16,16 +16,16 @@ import torch
 import typer
 
 from server.cli.app import app
+from server.etcd_roles import roles
 from server.gateway.access.roles import table
 from server.up.paths import ServerInfo
 from tests.coordinating import coordinating
 from tests.lacking import program
 from tests.weightsync.test_tls import echo, shown
 from weightsync import SlotReader
-from weightsync.format.signing import Signer, Trust
 from weightsync.publish.publisher import Publisher
 from weightsync.push import push
-from weightsync.store.etcd_roles import roles
+from weightsync.signing import Signer, Trust
 from weightsync.tls import ClusterTls
 
 ROOT = Path(__file__).parent.parent

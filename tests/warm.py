@@ -47,7 +47,7 @@ MODULES = {
         "tests.trainer.cases", "transformers.utils.chat_template_utils",
     ),
     SYNC: (
-        "weightsync.format.delta", "weightsync.peer.__main__", "weightsync.peer.copies",
+        "weightsync.publish.delta", "weightsync.peer.__main__", "weightsync.peer.copies",
         "weightsync.publish.checkpoint", "weightsync.publish.publisher", "weightsync.store.sqlite",
         "weightsync.transport.tcp",
     ),

@@ -40,7 +40,9 @@ from trainer.megatron.lora import adapter_config
 from trainer.megatron.parallel import broadcast_json, gather_json, on_rank_zero
 from trainer.several_hosts import SeveralHosts
 from weightsync.bucket.carrier import Carrier, Outcome
+from weightsync.control.arenas import ensure_arena
 from weightsync.control.hosts import local_path
+from weightsync.control.parts import BASE, Adapter, part_of
 from weightsync.errors import (
     ArenaUnavailable,
     BucketError,
@@ -51,8 +53,6 @@ from weightsync.errors import (
 )
 from weightsync.format.manifest import Schema
 from weightsync.memory.arena import DEFAULT_ROOT
-from weightsync.memory.ledger import ensure_arena
-from weightsync.memory.parts import BASE, Adapter, part_of
 from weightsync.store import SyncStore
 
 

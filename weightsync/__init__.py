@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from weightsync.bucket.publisher import BucketPublisher
     from weightsync.control.agent import CommitResult, Participant, StageResult
+    from weightsync.control.arenas import ensure_arena
     from weightsync.control.coordinator import Coordinator
+    from weightsync.control.parts import Adapter
     from weightsync.control.trial import Probe, ProbeResult
     from weightsync.errors import WeightSyncError
     from weightsync.format.manifest import Layout, Manifest, Schema, TensorEntry, TensorSpec, diff_schema
     from weightsync.memory.arena import Arena
-    from weightsync.memory.ledger import ensure_arena
-    from weightsync.memory.parts import Adapter
     from weightsync.memory.receiver import SlotReader
     from weightsync.publish.draft import Draft
     from weightsync.publish.publisher import Publisher, Version, as_schema
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from weightsync.store import Store, SyncStore, open_store
 
 _HOME = {
-    "Adapter": "memory.parts",
+    "Adapter": "control.parts",
     "Arena": "memory.arena",
     "BucketPublisher": "bucket.publisher",
     "CommitResult": "control.agent",
@@ -56,12 +56,12 @@ _HOME = {
     "SyncStore": "store",
     "TensorEntry": "format.manifest",
     "TensorSpec": "format.manifest",
-    "Trust": "format.signing",
+    "Trust": "signing",
     "Version": "publish.publisher",
     "WeightSyncError": "errors",
     "as_schema": "publish.publisher",
     "diff_schema": "format.manifest",
-    "ensure_arena": "memory.ledger",
+    "ensure_arena": "control.arenas",
     "join": "publish.writer",
     "open_store": "store",
 }

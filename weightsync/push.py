@@ -33,6 +33,7 @@ from typing import Any, BinaryIO
 
 import orjson
 
+from weightsync.control.parts import BASE, LORA, Adapter, check_name, part_of
 from weightsync.control.records import VersionRecord
 from weightsync.errors import (
     BadPart,
@@ -44,12 +45,11 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.format import fingerprint
-from weightsync.format.delta import DeltaHeader, DeltaReader, apply_delta
-from weightsync.memory.parts import BASE, LORA, Adapter, check_name, part_of
 from weightsync.memory.receiver import SlotReader
 from weightsync.peer.copies import local_slot
 from weightsync.publish.cast import cast_schema, converted
 from weightsync.publish.checkpoint import INDEX, Checkpoint, read_config, read_inside
+from weightsync.publish.delta import DeltaHeader, DeltaReader, apply_delta
 from weightsync.publish.draft import commit_all
 from weightsync.publish.publisher import Publisher
 from weightsync.running import STORE_ENV
@@ -260,7 +260,7 @@ def push_delta(
     sign: Path | None = None,
     done: dict[str, Any] | None = None,
 ) -> int:
-    """Publish the version that `stream` holds (format/delta.py); returns its number. `done` as in `push`, `onto` as in
+    """Publish the version that `stream` holds (publish/delta.py); returns its number. `done` as in `push`, `onto` as in
     `publish_delta`.
 
     Raises DeltaError, DeltaBaseMismatch, DigestMismatch, and whatever `Publisher.begin` raises.

@@ -26,10 +26,10 @@ from safetensors.torch import load_file
 
 from loadtest.chaos.models import ADAPTERS, CHECKPOINTS, CONFIGURE, MISFIT, REFUSED, Bad, badness
 from weightsync import Adapter, Publisher
+from weightsync.control.parts import BASE, LORA
 from weightsync.control.records import OnLost, SwapMode
 from weightsync.errors import BadPart, ConfigMismatch, SwapAborted, SwapTimeout, WeightSyncError
 from weightsync.format.manifest import Schema
-from weightsync.memory.parts import BASE, LORA
 from weightsync.publish.draft import commit_all
 from weightsync.publish.publisher import as_schema
 

@@ -33,9 +33,9 @@ from typing import Any
 import orjson
 
 from loadtest.histories.rules import Rules, Violation
+from weightsync.control.parts import LORA
 from weightsync.control.records import InstanceRecord, Keys, VersionRecord
 from weightsync.control.state import in_flight, phase_of, phase_s
-from weightsync.memory.parts import LORA
 
 Says = Callable[[VersionRecord], int | None]
 STUCK_S = 30.0  # after a phase should have ended: time for stores to be back

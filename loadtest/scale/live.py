@@ -30,8 +30,8 @@ from loadtest.hosts.etcd import MISSING, binary
 from loadtest.measure.machine import machine
 from loadtest.scale.store_latency import own_etcd
 from weightsync import CommitResult, Coordinator, Participant, Publisher, StageResult, open_store
+from weightsync.control.arenas import ensure_arena
 from weightsync.control.records import ActiveRecord, InstanceRecord, VersionRecord
-from weightsync.memory.ledger import ensure_arena
 
 MODEL = "bench"
 AGENTS = (100, 300, 1000)

@@ -31,8 +31,8 @@ from loadtest.hosts.links import Link, LinkUnavailable, shaped_link, wait_listen
 from loadtest.measure.machine import machine, memcpy_gbps
 from loadtest.models.checkpoints import BENCH_SHAPE, TINY_SHAPE
 from loadtest.transfer.delta_trainer import random_weights, step
-from weightsync.format.delta import Base, DeltaHeader, DeltaReader, DeltaWriter, apply_delta
 from weightsync.format.manifest import Schema, TensorSpec, digest_of
+from weightsync.publish.delta import Base, DeltaHeader, DeltaReader, DeltaWriter, apply_delta
 from weightsync.publish.writer import copy_sums
 
 DIGEST = "0" * 32

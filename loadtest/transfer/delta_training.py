@@ -31,9 +31,9 @@ from trainer.tiny_model import tiny_run
 from weightsync import SlotReader
 from weightsync.control.records import Keys, VersionRecord
 from weightsync.errors import ManifestError, SlotBusy
-from weightsync.format.delta import Base, DeltaHeader, DeltaWriter
 from weightsync.format.delta_codec import Bytes
 from weightsync.format.manifest import TensorSpec
+from weightsync.publish.delta import Base, DeltaHeader, DeltaWriter
 from weightsync.store import SyncStore
 
 MODEL = "delta"

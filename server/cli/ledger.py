@@ -60,11 +60,11 @@ def export(
     store: StoreUrl = None,
 ) -> None:
     """Write the entries as JSONL, oldest first, exactly as they were written."""
-    from weightsync.control import chain
+    from server import ledger
 
     async def lines(opened: Any) -> int:
         count = 0
-        async for line in chain.export(opened, archive or "", since):
+        async for line in ledger.export(opened, archive or "", since):
             out.write(line + b"\n")
             count += 1
         return count
@@ -93,9 +93,9 @@ def verify(
     store: StoreUrl = None,
 ) -> None:
     """Check the whole chain, in store and files. Status 1 if an entry does not fit; the first such one is named."""
-    from weightsync.control import chain
+    from server import ledger
 
-    found = _with_store(_url(state_dir, store), lambda opened: chain.verify(opened, archive or "", anchor))
+    found = _with_store(_url(state_dir, store), lambda opened: ledger.verify(opened, archive or "", anchor))
     out = console(soft_wrap=True)
     if as_json:
         fields = ("entries", "first", "head", "number", "problem", "ok")
@@ -117,11 +117,11 @@ def move(
     store: StoreUrl = None,
 ) -> None:
     """Move older entries out of the store now, as the gateway that leads does by itself."""
-    from weightsync.control import chain
+    from server import ledger
 
     where = place if "://" in place else str(Path(place).expanduser().resolve())
-    moved = _with_store(_url(state_dir, store), lambda opened: chain.archive(opened, where))
-    console().print(f"{moved} entries left the store; the newest {chain.KEPT} stay")
+    moved = _with_store(_url(state_dir, store), lambda opened: ledger.archive(opened, where))
+    console().print(f"{moved} entries left the store; the newest {ledger.KEPT} stay")
 
 
 def _url(state_dir: Path | None, store: str | None) -> str:

@@ -13,12 +13,11 @@ from rich.table import Table
 
 from server.cli.output import console
 from server.errors import CliError, as_cli_error
+from server.etcd_roles import ROOT, Administrator, Role
+from server.etcd_roles import roles as roles_of
 from weightsync.errors import WeightSyncError
-from weightsync.store.etcd_roles import Role
-from weightsync.store.etcd_roles import roles as roles_of
 
 app = typer.Typer(no_args_is_help=True)
-ROOT = "root"
 
 
 @app.callback()
@@ -52,8 +51,6 @@ def roles(
 
 
 async def _apply(etcd: str, wanted: tuple[Role, ...], passwords: dict[str, str], *, enable: bool) -> None:
-    from weightsync.store.etcd_users import Administrator
-
     administrator = Administrator(etcd)
     try:
         for role in wanted:

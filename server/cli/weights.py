@@ -20,7 +20,7 @@ from server.up.paths import ServerInfo, default_state_dir
 from weightsync.errors import WeightSyncError
 
 if TYPE_CHECKING:
-    from weightsync.format.versions import VerifyReport, VersionDiff
+    from weightsync.versions import VerifyReport, VersionDiff
 
 
 class SwapMode(StrEnum):
@@ -217,7 +217,7 @@ def verify(
             raise CliError("--trust: the fleet that takes a version from a bucket checks its signature")
         verify_stored(bucket, version, as_json=as_json)
         return
-    from weightsync.format.versions import verify as verify_version
+    from weightsync.versions import verify as verify_version
 
     where = _records(state_dir, store, name)
     with as_cli_error(WeightSyncError):
@@ -246,7 +246,7 @@ def diff(
     name: Name = None,
 ) -> None:
     """Show which tensors two versions on this host differ in, and by how much."""
-    from weightsync.format.versions import diff as diff_versions
+    from weightsync.versions import diff as diff_versions
 
     where = _records(state_dir, store, name)
     with as_cli_error(WeightSyncError):

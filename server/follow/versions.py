@@ -27,9 +27,9 @@ from server.follow.sources import (
 )
 from weightsync.bucket import reader
 from weightsync.bucket.objects import Bucket, StoredVersion
+from weightsync.control.parts import own_digest
 from weightsync.errors import BucketDamaged, BucketError
-from weightsync.format.delta import Base
-from weightsync.memory.parts import own_digest
+from weightsync.publish.delta import Base
 
 SCHEME = "versions+"
 

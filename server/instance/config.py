@@ -225,7 +225,7 @@ def vllm_parser() -> Any:
 def _check_trust(paths: tuple[Path, ...]) -> None:
     """Raises ConfigError for what is no key."""
     from weightsync.errors import SigningKeyError
-    from weightsync.format.signing import Trust
+    from weightsync.signing import Trust
 
     try:
         Trust(paths)

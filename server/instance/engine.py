@@ -32,9 +32,9 @@ from server.instance.provenance import beamed, pooled, traced
 from server.instance.requests import bound_renderer, bound_scoring, bounded_scores, known_ids
 from server.instance.routed_experts import Recording
 from server.instance.slices import Reads, joined_reads
+from weightsync.control.parts import LORA, LORA_URL, combined
 from weightsync.control.records import DeviceRecord, VersionRecord
 from weightsync.errors import WeightSyncError
-from weightsync.memory.parts import LORA, LORA_URL, combined
 from weightsync.vllm_engine.device.pacing import Staging
 from weightsync.vllm_engine.engine_core.prefixes import Changes
 

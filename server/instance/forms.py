@@ -18,11 +18,11 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
+from weightsync.control.arenas import ensure_arena
 from weightsync.control.board import Board
 from weightsync.control.forms import MOST_STARTS, check_config, differing, start_of
 from weightsync.control.records import ErrorInfo, FormRecord, Keys, StartRecord, VersionRecord
 from weightsync.errors import ConfigMismatch, RecordError, StoreError, StoreRefused, WeightSyncError
-from weightsync.memory.ledger import ensure_arena
 from weightsync.publish.checkpoint import read_config, write_config
 from weightsync.store import Store, open_store
 

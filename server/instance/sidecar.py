@@ -24,9 +24,9 @@ from weightsync.control.agent_state import same
 from weightsync.control.hosts import this_host
 from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, VersionRecord
 from weightsync.errors import CheckpointError, StoreError, StoreUnavailable, WeightSyncError
-from weightsync.format.signing import Trust
 from weightsync.memory.receiver import SlotReader
 from weightsync.publish.checkpoint import Checkpoint, read_config
+from weightsync.signing import Trust
 from weightsync.store import Store, open_store
 
 from .config import InstanceConfig

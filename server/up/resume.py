@@ -24,8 +24,10 @@ from server.errors import CliError, OtherCheckpoint, StateLost
 from server.gateway.access.records import DOOR, KEYS_PREFIX, DoorRecord
 from server.up.state import own, owner, require_own
 from weightsync import open_store
+from weightsync.control.arenas import ensure_arena
 from weightsync.control.board import readable_versions
 from weightsync.control.hosts import arena_key, this_host
+from weightsync.control.parts import DRAFT, LORA
 from weightsync.control.records import (
     ActiveRecord,
     ArenaRecord,
@@ -39,8 +41,6 @@ from weightsync.control.records import (
 from weightsync.control.strict_json import Record
 from weightsync.errors import CheckpointError, Conflict, RecordError, StoreError, VersionLost
 from weightsync.memory.arena import Arena, SlotLock
-from weightsync.memory.ledger import ensure_arena
-from weightsync.memory.parts import DRAFT, LORA
 from weightsync.peer.copies import all_parts, local_slot, own_copies
 from weightsync.persist import Restored, restore
 from weightsync.persist.disk import Disk, slot_is_left, slot_is_whole

@@ -28,7 +28,7 @@ TRAINER = """
 import sys, time
 import numpy as np
 from weightsync import Publisher
-from weightsync.memory import ledger
+from weightsync.publish import session
 from weightsync.publish import draft, publisher
 
 url, stop_at, lease_s = sys.argv[1], sys.argv[2], float(sys.argv[3])
@@ -51,13 +51,13 @@ def around(owner, name, step, *, after=False):
             return original(*args, **kwargs)
     setattr(owner, name, wrapper)
 
-around(ledger.Ledger, "_write_claim", "slot locked, no record")
-around(ledger.Ledger, "claim", "claimed", after=True)
+around(session.PublishSession, "_write_claim", "slot locked, no record")
+around(session.PublishSession, "claim", "claimed", after=True)
 around(publisher, "Draft", "mapped, nothing written")
 around(draft, "assemble", "all written, no digest list")
 around(draft, "write_header", "no header")
 around(publisher.Publisher, "_make_ready", "header, not ready")
-around(ledger.Ledger, "make_ready", "ready, slot still locked", after=True)
+around(session.PublishSession, "make_ready", "ready, slot still locked", after=True)
 
 names = [f"model.layers.{i}.weight" for i in range(8)]
 with Publisher(url, model="demo", lease_ttl_s=lease_s) as pub:
@@ -197,14 +197,14 @@ def test_a_stopped_trainer_that_wakes_up_late_goes_on(url: str) -> None:
     """SIGSTOP for longer than the lease: its version is forgotten, and claimed again when it commits."""
     with Publisher(url, model=MODEL, lease_ttl_s=LEASE_S) as stopped, Publisher(url, model=MODEL, lineage="b") as other:
         draft = stopped.begin([(name, "float32", SHAPE) for name in tensors(0)])
-        lease = stopped._ledger._lease
+        lease = stopped._session._lease
         assert lease is not None
         assert lease._task is not None
         stopped._store.loop.call_soon_threadsafe(lease._task.cancel)  # all that a stopped process does not do
         wait_for_leases(other)
         assert other.versions() == []
         other.publish(tensors(5.0), activate=False)
-        stopped._ledger._lease_ttl_s = 60.0  # so that the next one does not end, too
+        stopped._session._lease_ttl_s = 60.0  # so that the next one does not end, too
         for name, tensor in tensors(6.0).items():
             draft.write(name, tensor)  # still its own slot: nobody can claim it while it is held
         assert draft.commit() == 1

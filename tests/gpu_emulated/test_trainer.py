@@ -193,7 +193,7 @@ def published(path: str, parallel: Layout, dtype: str, bucket: str) -> str | Non
     from tests.trainer.batches import random_batch
     from tests.trainer.cases import publishing
     from trainer.megatron.parallel import on_rank_zero
-    from weightsync.memory.parts import base_of
+    from weightsync.control.parts import base_of
     from weightsync.memory.receiver import SlotReader
 
     with publishing(path, parallel, "", dtype, bucket={"url": bucket}) as (built, publisher):

@@ -14,11 +14,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from server.etcd_roles import NAMES
 from server.ports import free_port
 from tests.cluster_tls import Authority
 from tests.etcd import Etcd, Tls
 from tests.k8s.helm import CHART, Object, arguments, environment
-from weightsync.store.etcd_roles import NAMES
 
 ETCD_HOST = re.compile(r"hotswap-etcd-\d\.hotswap-etcd\.serving\.svc:2379")
 

@@ -17,6 +17,7 @@ import yaml
 
 import trainer.config
 import trainer.main
+from server import etcd_roles
 from server.cli.app import app
 from server.gateway.__main__ import configured
 from server.gateway.config import GatewayConfig
@@ -29,7 +30,6 @@ from tests import monitoring
 from tests.k8s.helm import NAMES, NAMESPACE, SETS, Object, Pod, arguments, environment, release, rendered, template
 from weightsync.control.hosts import check_host
 from weightsync.peer import __main__ as peer_main
-from weightsync.store import etcd_roles
 from weightsync.store.etcd_url import EtcdUrl
 
 COMMANDS: Any = typer.main.get_command(app)

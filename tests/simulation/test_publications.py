@@ -1,6 +1,6 @@
 """Publications with parts that come and go, over a store that flaps and loses answers: afterwards nothing is left.
 
-Publisher's ledger, arena, coordinators and instances are those of production. Weights are not written: only slots,
+Publisher's session, arena, coordinators and instances are those of production. Weights are not written: only slots,
 records and leases matter here.
 """
 
@@ -20,13 +20,12 @@ import pytest
 from loadtest.simulation.clock import Clock, simulated
 from loadtest.simulation.store import Client, ModelStore
 from weightsync import Arena, CommitResult, Coordinator, Participant, StageResult
-from weightsync.control import activation, outcome
+from weightsync.control import activation, outcome, parts
+from weightsync.control.parts import BASE
 from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, PartRecord, VersionRecord
 from weightsync.errors import PublishError, StoreError, SwapAborted, SwapTimeout, UnknownVersion
 from weightsync.format.manifest import Schema, TensorSpec
-from weightsync.memory import parts
-from weightsync.memory.ledger import Ledger
-from weightsync.memory.parts import BASE
+from weightsync.publish.session import PublishSession
 
 KEYS = Keys("m")
 SCHEMA = Schema({"w": TensorSpec("float32", (4,))})
@@ -40,7 +39,7 @@ class World:
 
     def __init__(self, clock: Clock, directory: Path) -> None:
         self.clock, self.store, self.arena = clock, ModelStore(clock), Arena(directory)
-        self.ledger = Ledger(self._client(), KEYS, "trainer", 5.0, keep=2)
+        self.session = PublishSession(self._client(), KEYS, "trainer", 5.0, keep=2)
         self.coordinators = [Coordinator(self._client(), KEYS.model) for _ in range(2)]
         self.instances = [
             Participant(self._client(), KEYS.model, InstanceRecord(name, f"http://{name}"), self._stage, self._commit)
@@ -61,25 +60,25 @@ class World:
     async def publish(self, brought: Collection[str], without: Collection[str]) -> None:
         """One publication, its swap and the wait for that. Raises one of PASSING."""
         blank = VersionRecord(0, "publishing", "", 16, "", None, None, "trainer", 0, time.time(), "", 1)
-        await self.ledger.check_without(without, brought, None)
-        record, revision, locks = await self.ledger.claim(self.arena, blank, dict.fromkeys(brought, NBYTES))
+        await self.session.check_without(without, brought, None)
+        record, revision, locks = await self.session.claim(self.arena, blank, dict.fromkeys(brought, NBYTES))
         try:
             version = record.version
             schemas = dict.fromkeys(brought, SCHEMA)
             written = [PartRecord(p, version, str(lock.path), f"{version}{p}", 16) for p, lock in locks.items()]
             target = activation.new_target(version, "trainer", 20.0)
-            await self.ledger.make_ready(record, revision, written, schemas, target, None, without)
+            await self.session.make_ready(record, revision, written, schemas, target, None, without)
         except BaseException:
-            await self.ledger.forget(record.version, revision)
+            await self.session.forget(record.version, revision)
             raise
         finally:
             for lock in locks.values():
                 lock.release()
-        (await outcome.of_request(self.ledger.store, KEYS, target)).checked()
+        (await outcome.of_request(self.session.store, KEYS, target)).checked()
 
     async def there(self) -> list[str]:
         """The parts that the next version carries on."""
-        basis, _ = await self.ledger._basis(None)
+        basis, _ = await self.session._basis(None)
         return [part.name for part in basis.parts] if basis is not None else []
 
     async def flap(self, chance: random.Random) -> None:
@@ -152,7 +151,7 @@ async def test_publications_over_a_store_that_flaps_leave_nothing(clock: Clock, 
     assert len(world.arena.slots(KEYS.model)) <= 4, "one more, while a lost claim had one until its lease ended"
     for each in (*world.coordinators, *world.instances):
         await each.stop()
-    await world.ledger.close()
+    await world.session.close()
 
 
 async def calm(world: World, names: Iterator[str]) -> None:
@@ -165,10 +164,10 @@ async def calm(world: World, names: Iterator[str]) -> None:
 async def storm(world: World, chance: random.Random, names: Iterator[str]) -> None:
     """One publication, or a way back."""
     if chance.random() < 0.1:
-        version = await activation.previous_version(world.ledger.store, KEYS)
+        version = await activation.previous_version(world.session.store, KEYS)
         target = activation.new_target(version, "trainer", 20.0)
-        await world.ledger.ask_for(target)
-        (await outcome.of_request(world.ledger.store, KEYS, target)).checked()
+        await world.session.ask_for(target)
+        (await outcome.of_request(world.session.store, KEYS, target)).checked()
         return
     there = await world.there()
     brought = [next(names) for _ in range(chance.randint(0, 2))] + [BASE] * chance.randint(0, 1)

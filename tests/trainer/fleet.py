@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 
 from tests.trainer.rollouts.generate_server import GenerateServer, serve
 from weightsync.control.agent import CommitResult, Participant, StageResult
+from weightsync.control.arenas import ensure_arena
 from weightsync.control.coordinator import Coordinator
+from weightsync.control.parts import base_of
 from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, VersionRecord
 from weightsync.errors import ManifestError
-from weightsync.memory.ledger import ensure_arena
-from weightsync.memory.parts import base_of
 from weightsync.memory.receiver import SlotReader
 from weightsync.peer.copies import wait_for_slots
 from weightsync.store import Store, SyncStore, open_store

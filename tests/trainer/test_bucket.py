@@ -31,7 +31,7 @@ from tests.trainer.zygote import Zygote
 from tests.waiting import wait_until
 from trainer.tiny_model import write_tiny_model
 from weightsync.bucket.objects import Bucket
-from weightsync.memory.parts import ADAPTER_CONFIG
+from weightsync.control.parts import ADAPTER_CONFIG
 
 LORA: dict[str, Any] = {"name": "math", "rank": 4}
 

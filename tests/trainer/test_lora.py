@@ -18,7 +18,7 @@ from tests.trainer.ranks import Ranks
 from tests.trainer.test_mixture import ENGINE, PROMPTS, check_learned, learn, mistaken
 from tests.trainer.test_publish import publish_once
 from tests.trainer.zygote import Zygote
-from weightsync.memory.parts import ADAPTER_CONFIG
+from weightsync.control.parts import ADAPTER_CONFIG
 from weightsync.memory.receiver import SlotReader
 
 LORA: dict[str, Any] = {"name": "math", "rank": 4}

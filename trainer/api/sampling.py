@@ -37,7 +37,7 @@ from trainer.megatron.hf_files import ADAPTER_FILE, HfTensors
 from trainer.megatron.model import DTYPES
 from trainer.publish import typed
 from trainer.rollouts.generate import Answer, GenerateClient, Request
-from weightsync.memory.parts import BASE, LORA
+from weightsync.control.parts import BASE, LORA
 
 PREFIX = "tml-"  # without which the SDK takes no key
 KNOWN_S = 30.0  # that a key is not asked about again

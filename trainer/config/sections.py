@@ -24,8 +24,8 @@ from trainer.config.strict import (
     server,
 )
 from trainer.errors import ConfigError
+from weightsync.control.parts import LORA, NAME_RULE, check_name
 from weightsync.errors import BadPart
-from weightsync.memory.parts import LORA, NAME_RULE, check_name
 
 LinearLayer = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LINEAR_LAYERS: tuple[LinearLayer, ...] = get_args(LinearLayer)

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
+from weightsync.control.parts import LORA, Adapter
 from weightsync.errors import PublishError
-from weightsync.memory.parts import LORA, Adapter
 
 if TYPE_CHECKING:
     from weightsync.publish.publisher import Publisher

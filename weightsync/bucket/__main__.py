@@ -16,8 +16,8 @@ from typing import Any
 import orjson
 
 from weightsync.bucket.publisher import BucketPublisher
+from weightsync.control.parts import BASE
 from weightsync.errors import WeightSyncError
-from weightsync.memory.parts import BASE
 from weightsync.publish.checkpoint import read_config
 from weightsync.push import opened_checkpoint
 

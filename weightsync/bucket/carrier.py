@@ -33,8 +33,8 @@ import orjson
 from weightsync.bucket.metrics import serve
 from weightsync.bucket.objects import redacted
 from weightsync.bucket.publisher import BucketPublisher
+from weightsync.control.parts import BASE
 from weightsync.errors import BucketError, BucketUnavailable, WeightSyncError
-from weightsync.memory.parts import BASE
 from weightsync.memory.receiver import SlotReader
 
 START_S = 120.0

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import orjson
 
 from weightsync.errors import BucketDamaged, BucketError, BucketUnavailable, DeltaError, VersionGone, VersionNeeded
-from weightsync.format.delta import DeltaHeader
 from weightsync.format.manifest import digest_of
+from weightsync.publish.delta import DeltaHeader
 
 log = logging.getLogger("weightsync.bucket")
 

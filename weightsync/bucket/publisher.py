@@ -22,10 +22,10 @@ from typing import Any
 
 from weightsync.bucket.metrics import PublisherMetrics
 from weightsync.bucket.objects import Bucket, StoredPart, StoredVersion, directory_of
+from weightsync.control.parts import BASE, Adapter
 from weightsync.errors import BucketTaken, WeightSyncError
-from weightsync.format.delta import Base, DeltaHeader
-from weightsync.memory.parts import BASE, Adapter
 from weightsync.memory.receiver import SlotReader
+from weightsync.publish.delta import Base, DeltaHeader
 from weightsync.publish.publisher import NamedTensors, signer_of
 from weightsync.publish.succession import Succession
 

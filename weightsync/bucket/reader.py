@@ -11,7 +11,7 @@ from pathlib import Path
 from weightsync.bucket.objects import Bucket, StoredVersion
 from weightsync.bucket.publisher import AT_ONCE
 from weightsync.errors import BucketDamaged
-from weightsync.format.delta import Base, framed
+from weightsync.publish.delta import Base, framed
 
 
 def needed(bucket: Bucket, newest: StoredVersion, held: Callable[[StoredVersion], bool]) -> list[StoredVersion]:
@@ -77,5 +77,5 @@ def has_room(versions: list[StoredVersion], directory: Path) -> bool:
 
 
 def stream(version: StoredVersion, files: list[Path], base: Base | None) -> Iterator[bytes]:
-    """The version as a delta from `base`, the version before it as this fleet's store has it (format/delta.py)."""
+    """The version as a delta from `base`, the version before it as this fleet's store has it (publish/delta.py)."""
     return framed(replace(version.header, base=base), (path.read_bytes() for path in files))

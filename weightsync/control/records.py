@@ -215,7 +215,7 @@ class VersionRecord(Record):
     `slot`, `manifest_digest` and `nbytes` are the base model's; `base_version` is the version that published them, if
     another, and `base_fingerprint` its own fingerprint where `fingerprint` is over base and parts. `form` names the
     FormRecord of its tensors; "": those of the key `schema`, with the configuration of the key `config`.
-    `signature` is the base model's DSSE envelope (`format/signing.py`; "": not signed). `shares` are hosts that have
+    `signature` is the base model's DSSE envelope (`signing.py`; "": not signed). `shares` are hosts that have
     chunks of the base model which its slot lacked when it was published. `refused`: an instance has refused to stage
     it for what it is, and no swap has committed it since."""
 

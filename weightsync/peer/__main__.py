@@ -15,10 +15,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from weightsync.control.arenas import ensure_arena
 from weightsync.control.hosts import HOST_ENV, check_host
 from weightsync.errors import HostNameError, WeightSyncError
 from weightsync.memory.arena import Arena
-from weightsync.memory.ledger import ensure_arena
 from weightsync.peer.control import PeerClient, listen
 from weightsync.peer.service import Peer, running
 from weightsync.peer.settings import Pace, PeerSettings

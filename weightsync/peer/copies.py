@@ -17,6 +17,7 @@ from pathlib import Path
 from weightsync.control.board import Board
 from weightsync.control.hosts import HOST_ENV, arena_key, host_of, local_path
 from weightsync.control.lease import LeaseKeeper
+from weightsync.control.parts import BASE, base_of, slots_of
 from weightsync.control.records import (
     ArenaRecord,
     CopyHostRecord,
@@ -28,7 +29,6 @@ from weightsync.control.records import (
 )
 from weightsync.control.state import in_flight
 from weightsync.errors import CopyUnavailable, ManifestError, RecordError, SlotBusy
-from weightsync.memory.parts import BASE, base_of, slots_of
 from weightsync.memory.receiver import SlotReader
 from weightsync.peer.slices import PartCopyRecord, part_copy_key
 from weightsync.store.protocol import KeyValue, Store

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from weightsync.control.board import Board
 from weightsync.control.hosts import slot_name
+from weightsync.control.parts import BASE
 from weightsync.control.records import CopyRecord, CopyState, ErrorInfo, Keys, PartRecord
 from weightsync.errors import (
     ArenaFull,
@@ -30,7 +31,6 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.memory.arena import Arena
-from weightsync.memory.parts import BASE
 from weightsync.peer.control import Control, PeerClient, serving
 from weightsync.peer.copies import (
     Announcer,

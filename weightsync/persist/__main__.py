@@ -21,11 +21,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from weightsync.control.arenas import ensure_arena
 from weightsync.control.board import Board
 from weightsync.control.hosts import this_host
 from weightsync.control.records import ActiveRecord, DiskRecord, ErrorInfo, Keys, VersionRecord, shared_versions
 from weightsync.errors import PersistError, StoreUnavailable, WatchCompacted, WeightSyncError
-from weightsync.memory.ledger import ensure_arena
 from weightsync.peer.copies import all_parts, local_slot, own_copies
 from weightsync.persist.disk import Disk
 from weightsync.running import STORE_ENV

@@ -20,6 +20,7 @@ from typing import Any
 import orjson
 import xxhash
 
+from weightsync.control.parts import ADAPTER_CONFIG, LORA
 from weightsync.control.records import VersionRecord
 from weightsync.errors import (
     CheckpointError,
@@ -33,7 +34,6 @@ from weightsync.errors import (
 from weightsync.format.dtypes import ITEMSIZE, TO_SAFETENSORS
 from weightsync.format.manifest import PREAMBLE, Manifest, TensorEntry, digest_of, header_nbytes, read_header
 from weightsync.memory.arena import SlotLock
-from weightsync.memory.parts import ADAPTER_CONFIG, LORA
 from weightsync.memory.receiver import SlotReader
 from weightsync.peer.copies import all_parts
 from weightsync.publish.checkpoint import INDEX, Checkpoint

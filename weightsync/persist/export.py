@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weightsync.control.hosts import this_host
+from weightsync.control.parts import BASE, LORA, check_name
 from weightsync.control.records import DiskRecord, FormRecord, InstanceRecord, Keys, PartRecord, VersionRecord
 from weightsync.errors import (
     BadPart,
@@ -20,7 +21,6 @@ from weightsync.errors import (
     SlotBusy,
     UnknownVersion,
 )
-from weightsync.memory.parts import BASE, LORA, check_name
 from weightsync.peer.copies import all_parts, local_slot, own_copies
 from weightsync.persist.disk import SHARD, Disk, Piece, disk_piece, slot_piece, sync_directory, write_piece
 from weightsync.publish.checkpoint import open_inside, write_config

@@ -22,6 +22,7 @@ from weightsync.control.board import readable_versions
 from weightsync.control.chain import LedgerEntry, append
 from weightsync.control.history import History
 from weightsync.control.hosts import local_path, slot_name, this_host
+from weightsync.control.parts import slots_of
 from weightsync.control.records import (
     ActiveRecord,
     CopyRecord,
@@ -44,7 +45,6 @@ from weightsync.errors import (
 )
 from weightsync.format.manifest import PREAMBLE, Layout, clear_gaps, write_header
 from weightsync.memory.arena import Arena, SlotLock, pool_of
-from weightsync.memory.parts import slots_of
 from weightsync.peer.copies import all_parts, kept_digests, local_slot, own_copies, with_local_slots
 from weightsync.persist.disk import Disk, Piece, disk_piece, slot_header, slot_is_left, slot_is_whole
 from weightsync.publish.writer import copy_sums

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from weightsync.control.hosts import slot_name
+from weightsync.control.parts import BASE
 from weightsync.control.records import PartRecord, VersionRecord
 from weightsync.errors import DraftClosed, PublishError
 from weightsync.format.manifest import (
@@ -22,7 +23,6 @@ from weightsync.format.manifest import (
     write_header,
 )
 from weightsync.memory.arena import SlotLock
-from weightsync.memory.parts import BASE
 from weightsync.peer.chunks import Bitmap, Head
 from weightsync.peer.shelf import leave
 from weightsync.publish.writer import SlotWriter, Ticket, assemble, blank

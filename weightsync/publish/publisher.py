@@ -24,8 +24,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from weightsync.control import activation, outcome
+from weightsync.control.arenas import ensure_arena
 from weightsync.control.chain import LedgerEntry
 from weightsync.control.hosts import this_host
+from weightsync.control.parts import ADAPTER_CONFIG, BASE, LORA, Adapter, check_name, content_of
 from weightsync.control.records import (
     ActiveRecord,
     CopyRecord,
@@ -50,17 +52,16 @@ from weightsync.format.manifest import (
     require_same_schema,
 )
 from weightsync.memory.arena import MAPPINGS
-from weightsync.memory.ledger import Ledger, ensure_arena
-from weightsync.memory.parts import ADAPTER_CONFIG, BASE, LORA, Adapter, check_name, content_of
 from weightsync.peer.copies import own_copies, share_hosts
 from weightsync.publish.cast import converted
 from weightsync.publish.draft import Claim, Draft, commit_all
+from weightsync.publish.session import PublishSession
 from weightsync.publish.writer import spec_of
 from weightsync.running import STORE_ENV, store_of
 from weightsync.store import SyncStore
 
 if TYPE_CHECKING:
-    from weightsync.format.signing import Signer
+    from weightsync.signing import Signer
 
 
 SIGN_ENV = "HOTSWAP_SIGN_KEY"
@@ -127,9 +128,9 @@ class Publisher:
         self._name = requested_by or f"{lineage}@{socket.gethostname()}:{os.getpid()}"
         TargetRecord(0, "", self._name, 1.0).to_json()  # refused before anything is written
         LedgerEntry("publish", "", reason=reason).to_json()
-        self._ledger = Ledger(self._store.store, self._keys, lineage, lease_ttl_s, keep, self.host)
-        self._ledger.who, self._ledger.reason = self._name, reason
-        self._ledger.new_model = new_model
+        self._session = PublishSession(self._store.store, self._keys, lineage, lease_ttl_s, keep, self.host)
+        self._session.who, self._session.reason = self._name, reason
+        self._session.new_model = new_model
         try:
             self.arena = self._store.run(ensure_arena(self._store.store, host=self.host))
         except BaseException:
@@ -139,8 +140,8 @@ class Publisher:
     def hold(self) -> None:
         """Take the lineage now; else the first version, activation or rollback does. Raises StoreUnavailable, and
         UnknownModel as the first version would."""
-        self._store.run(self._ledger.require_model())
-        self._store.run(self._ledger.hold())
+        self._store.run(self._session.require_model())
+        self._store.run(self._session.hold())
 
     def publish(
         self,
@@ -247,11 +248,11 @@ class Publisher:
         """
         fingerprint.warm(sum(schema.nbytes for schema, _ in pieces.values()))
         self._blank(Schema({}), base_version=onto, step=step, base=base, source=source).to_json()
-        self._store.run(self._ledger.check_without(check_names(without), pieces, onto))
+        self._store.run(self._session.check_without(check_names(without), pieces, onto))
         for part, (schema, metadata) in pieces.items():
             check_name(part, self.model)
             if part == BASE:
-                self._store.run(self._ledger.check(schema, config, onto))
+                self._store.run(self._session.check(schema, config, onto))
             elif (reference := self.schema(part)) is not None:
                 require_same_schema(reference, schema)
             if part.startswith(LORA) and ADAPTER_CONFIG not in metadata:
@@ -262,7 +263,7 @@ class Publisher:
         layouts = {part: self._layout_of(part, schema) for part, (schema, _) in pieces.items()}
         sizes = {part: layout.total_nbytes for part, layout in layouts.items()}
         blank = self._blank(next(iter(pieces.values()))[0], base_version=onto, step=step, base=base, source=source)
-        record, revision, locks = self._store.run(self._ledger.claim(self.arena, blank, sizes))
+        record, revision, locks = self._store.run(self._session.claim(self.arena, blank, sizes))
         try:
             drafts = []
             for part, (schema, metadata) in pieces.items():
@@ -288,9 +289,9 @@ class Publisher:
         `commit_all`. Raises BadPart, and as `begin`."""
         if not check_names(without):
             raise BadPart("a version needs tensors, or a part to take away: pass `without`")
-        self._store.run(self._ledger.check_without(without, (), onto))
+        self._store.run(self._session.check_without(without, (), onto))
         blank = self._blank(Schema({}), base_version=onto, step=step, base=None, source=source)
-        record, revision, _ = self._store.run(self._ledger.claim(self.arena, blank, {}))
+        record, revision, _ = self._store.run(self._session.claim(self.arena, blank, {}))
         try:
             self._make_ready(record, revision, [], {}, within_s, None, without)
         except BaseException:
@@ -318,7 +319,7 @@ class Publisher:
     ) -> tuple[Iterable[tuple[str, Any]], Schema, dict[str, str]]:
         """(named tensors, their schema, metadata) of one part; `anew`: it may be another one than before."""
         items, metadata = content_of(what, strip)
-        schema = None if anew else self._store.run(self._ledger.schema(part, onto))
+        schema = None if anew else self._store.run(self._session.schema(part, onto))
         if schema is None:
             items = list(items)
             schema = as_schema((name, spec.dtype, spec.shape) for name, t in items if (spec := spec_of(name, t)))
@@ -341,7 +342,7 @@ class Publisher:
         Raises UnknownVersion, StalePublisher, SwapAborted, SwapTimeout.
         """
         target = self._target(version, timeout_s, mode=mode, drain_s=drain_s, on_lost=on_lost)
-        self._store.run(self._ledger.ask_for(target))
+        self._store.run(self._session.ask_for(target))
         self._asked = {version: target}
         return self.wait_active(version, timeout_s) if wait else Version(version)
 
@@ -375,11 +376,11 @@ class Publisher:
 
     def versions(self) -> list[VersionRecord]:
         """Every version the store knows of, oldest first."""
-        return self._store.run(self._ledger.versions())
+        return self._store.run(self._session.versions())
 
     def schema(self, part: str = BASE) -> Schema | None:
         """The tensors that the model's versions have, once there is one; adapters have no such schema."""
-        return self._store.run(self._ledger.schema(part))
+        return self._store.run(self._session.schema(part))
 
     def copies(self) -> dict[str, CopyRecord]:
         """The copies that this host has, by manifest digest; none on the one host."""
@@ -400,12 +401,12 @@ class Publisher:
     def kept_files(self, record: VersionRecord, config: str | None) -> list[str]:
         """The files of its configuration that a base model has of the version before it, as those that were published
         with it, `config`, are without them."""
-        return self._store.run(self._ledger.kept(record.form, config))
+        return self._store.run(self._session.kept(record.form, config))
 
     def close(self) -> None:
         """End the lease, and with it any open draft; safe to call twice."""
         if not self._store.closed:
-            self._store.run(self._ledger.close())
+            self._store.run(self._session.close())
             self._store.close()
 
     def __enter__(self) -> Publisher:
@@ -429,7 +430,7 @@ class Publisher:
         if activate_within_s is not None:
             target = self._target(record.version, activate_within_s)
         about = record, revision, published, schemas, target, config, without
-        self._store.run(self._ledger.make_ready(*about))
+        self._store.run(self._session.make_ready(*about))
         if target is not None:
             self._asked = {record.version: target}
 
@@ -444,7 +445,7 @@ class Publisher:
         return self._signer.sign(self.model, part, digest, (config or "") if part == BASE else "")
 
     def _forget(self, version: int, revision: int) -> None:
-        self._store.run(self._ledger.forget(version, revision))
+        self._store.run(self._session.forget(version, revision))
 
     def _layout_of(self, part: str, schema: Schema) -> Layout:
         """The layout depends on the schema alone, which hardly ever changes."""
@@ -483,7 +484,7 @@ def signer_of(path: Path | str | None) -> Signer | None:
     """With the key at `path`, or at HOTSWAP_SIGN_KEY; None without either. Raises SigningKeyError."""
     if not (key := path or os.environ.get(SIGN_ENV)):
         return None
-    from weightsync.format.signing import Signer  # cryptography: not for those who do not sign
+    from weightsync.signing import Signer  # cryptography: not for those who do not sign
 
     return Signer(key)
 

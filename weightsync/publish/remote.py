@@ -28,11 +28,11 @@ from urllib.parse import urlencode, urlsplit
 
 import orjson
 
+from weightsync.control.parts import BASE, Adapter, own_digest
 from weightsync.control.records import OnLost, SwapMode
 from weightsync.errors import RemoteError, StoreClosed, SwapAborted, SwapTimeout
-from weightsync.format.delta import Base, DeltaHeader, DeltaWriter
 from weightsync.format.manifest import Schema, TensorSpec
-from weightsync.memory.parts import BASE, Adapter, own_digest
+from weightsync.publish.delta import Base, DeltaHeader, DeltaWriter
 from weightsync.publish.publisher import NamedTensors, Version, check_names, signer_of
 from weightsync.publish.succession import Succession
 

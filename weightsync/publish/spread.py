@@ -32,10 +32,10 @@ from typing import Any, Protocol
 import msgspec
 import xxhash
 
+from weightsync.control.parts import BASE
 from weightsync.errors import ArenaUnavailable, PublishError, SlotBusy
 from weightsync.format.manifest import Layout, Schema, digest_of, write_header
 from weightsync.memory.arena import MAPPINGS, Arena, SlotLock
-from weightsync.memory.parts import BASE
 from weightsync.peer.chunks import Bitmap, Head
 from weightsync.peer.shelf import Journal, Regions, copies_pool, leave, lock_of
 from weightsync.publish.writer import SealedPart, Sums, Ticket, blank, digested

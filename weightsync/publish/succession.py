@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from weightsync.control.parts import ADAPTER_CONFIG, BASE, LORA, Adapter, check_name, content_of
 from weightsync.errors import BadPart, RemoteError
-from weightsync.format.delta import Base, DeltaHeader, DeltaWriter, is_worthwhile
 from weightsync.format.delta_codec import Bytes
 from weightsync.format.manifest import CUTS, Schema, TensorSpec, content_sha256, is_derived
-from weightsync.memory.parts import ADAPTER_CONFIG, BASE, LORA, Adapter, check_name, content_of
 from weightsync.memory.receiver import SlotReader
 from weightsync.publish.cast import converted
+from weightsync.publish.delta import Base, DeltaHeader, DeltaWriter, is_worthwhile
 from weightsync.publish.publisher import NamedTensors
 from weightsync.publish.writer import copy_sums, spec_of
 
 if TYPE_CHECKING:
-    from weightsync.format.signing import Signer
+    from weightsync.signing import Signer
 
 
 class Contents(Protocol):

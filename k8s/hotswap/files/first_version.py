@@ -16,10 +16,10 @@ import sys
 import time
 from pathlib import Path
 
+from weightsync.control.arenas import ensure_arena
 from weightsync.control.hosts import host_of, this_host
 from weightsync.control.records import ActiveRecord, Keys, VersionRecord
 from weightsync.errors import StoreError, VersionLost
-from weightsync.memory.ledger import ensure_arena
 from weightsync.peer.copies import ready_digests
 from weightsync.persist import restore
 from weightsync.push import main as push

@@ -48,7 +48,7 @@ from server.errors import (
 from server.gateway.access.records import By
 from server.gateway.admin.error_map import from_fields
 from server.gateway.config import GatewayConfig
-from weightsync.memory.parts import check_name
+from weightsync.control.parts import check_name
 
 log = logging.getLogger("hotswap.gateway")
 

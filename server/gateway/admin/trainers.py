@@ -21,8 +21,8 @@ from server.gateway.admin.publishing import Publication, WeightUpdate
 from server.gateway.admin.weights import SwapOptions
 from server.gateway.deps import ModelDep
 from server.gateway.models.model import Model
+from weightsync.control.parts import LORA
 from weightsync.format.manifest import Schema
-from weightsync.memory.parts import LORA
 
 router = APIRouter(prefix="/admin", tags=["admin"])
 

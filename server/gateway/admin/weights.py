@@ -2,7 +2,7 @@
 
 The key is checked in `AdminGate`, before a body is read.
 
-The body of `POST /admin/weights/upload`, a version as a delta or in full (weightsync/format/delta.py), goes to an
+The body of `POST /admin/weights/upload`, a version as a delta or in full (weightsync/publish/delta.py), goes to an
 unnamed file in the arena, which the kernel frees with the last process that has it open: a connection lost half-way,
 or a gateway killed half-way, leaves nothing. A publication begins only when the body has arrived whole, in a process
 of its own (publishing.py); it is checked there, not here.
@@ -27,8 +27,10 @@ from server.gateway.admin.publishing import Prepared, Publication, Published
 from server.gateway.deps import ByDep, ModelDep
 from server.gateway.models.model import Model
 from weightsync.control import activation, history, placement
+from weightsync.control.arenas import ensure_arena
 from weightsync.control.board import readable_versions
 from weightsync.control.outcome import SwapReport
+from weightsync.control.parts import BASE, check_name
 from weightsync.control.records import (
     ActiveRecord,
     FormRecord,
@@ -44,8 +46,6 @@ from weightsync.control.records import (
 from weightsync.control.state import in_flight
 from weightsync.errors import BadSplit
 from weightsync.format.manifest import Schema
-from weightsync.memory.ledger import ensure_arena
-from weightsync.memory.parts import BASE, check_name
 
 router = APIRouter(prefix="/admin", tags=["admin"])
 

@@ -26,9 +26,9 @@ from server.gateway.fleet.splits import Splits
 from server.gateway.observe.stats import Stats
 from server.gateway.wire.journal import ReplayMemory
 from server.orders import DrainRecord, drains
+from weightsync.control.parts import LORA
 from weightsync.control.records import ActiveRecord, DiskRecord, InstanceRecord, Keys, SwapRecord, VersionRecord
 from weightsync.errors import RecordError, StoreError, TlsUnavailable
-from weightsync.memory.parts import LORA
 from weightsync.store import KeyValue, Store
 from weightsync.tls import ClusterTls
 

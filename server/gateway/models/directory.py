@@ -11,8 +11,8 @@ from typing import Final
 
 from server.errors import NotFound
 from server.gateway.models.served import Served
+from weightsync.control.parts import LORA
 from weightsync.control.records import VersionRecord
-from weightsync.memory.parts import LORA
 
 MOST_SHOWN: Final = 200  # characters of a name that is repeated in an error
 

@@ -38,6 +38,7 @@ from server.errors import ConfigError
 from server.gateway.access.key_sources import read_private
 from server.gateway.config import WebhookSettings
 from server.gateway.observe.stats import HookCounts
+from server.ledger import archive
 from weightsync.control import chain
 from weightsync.control.chain import ArchiveRecord, HeadRecord, LedgerEntry
 from weightsync.control.strict_json import Record
@@ -315,7 +316,7 @@ class LedgerKeeper:
         if entry.number % EVERY:
             return
         try:
-            if moved := await chain.archive(self._store, self._place):
+            if moved := await archive(self._store, self._place):
                 log.info("%d entries of the ledger left the store for %s", moved, self._place or "nowhere")
         except LedgerUnavailable as exc:
             log.error("older entries of the ledger stay in the store: %s", exc)

@@ -75,7 +75,7 @@ MUTATIONS: list[Mutation] = [
     *of("weightsync/control/coordinator.py", WS + "control/test_state.py", changes=[
         ("        found.append(keys.target)\n", "        pass\n"),
     ]),
-    *of("weightsync/format/signing.py", WS + "format/test_signing.py", changes=[
+    *of("weightsync/signing.py", WS + "test_signing.py", changes=[
         ("if not part.signature:", "if False:"),
         ("if signed.get(\"name\") != _name(model, part.name):", "if not signed.get(\"name\"):"),
         ("if found != signed.get(\"sha256\"):", "if not found:"),
@@ -83,12 +83,14 @@ MUTATIONS: list[Mutation] = [
         ("        except InvalidSignature:\n            return False", "        except InvalidSignature:\n            return True"),
         ("for part in (base, *record.parts):", "for part in (base,):"),
     ]),
-    *of("weightsync/memory/parts.py", WS + "format/test_signing.py", changes=[
+    *of("weightsync/control/parts.py", WS + "test_signing.py", changes=[
         ("        signature=base.signature,\n", ""),
     ]),
     *of("weightsync/control/chain.py", WS + "control/test_chain.py", changes=[
         ("if conflict.key != HEAD:", "if conflict.key == HEAD:"),
         ("linked = entry.after(head)", "linked = entry.after(HeadRecord(head.number))"),
+    ]),
+    *of("server/ledger.py", WS + "control/test_chain.py", changes=[
         ("if entry.digest != entry.expected:", "if not entry.digest:"),
         ("if entry.previous != last.digest:", "if not entry.previous and number > 1:"),
         ("if number > held.head.number:", "if number < 0:"),
@@ -136,7 +138,7 @@ MUTATIONS: list[Mutation] = [
         ("        if row is None:\n            return False\n        self._record(\"delete\"", "        self._record(\"delete\""),
         ("(start < oldest and oldest > 1)", "(start <= oldest and oldest > 1)"),
     ]),
-    *of("weightsync/control/activation.py", WS + "control/test_coordinator.py", WS + "memory/test_parts.py", changes=[
+    *of("weightsync/control/activation.py", WS + "control/test_coordinator.py", WS + "control/test_parts.py", changes=[
         ("needed |= {active.version, active.previous}", "needed |= {active.version}"),
         ("if not v.refused][:spare]", "if not v.refused][: spare + 1]"),
     ]),
@@ -150,13 +152,13 @@ MUTATIONS: list[Mutation] = [
         ("(np.uint8, 0x7F, np.int8)", "(np.uint8, 0x7E, np.int8)"),
         ("(np.uint64, 0x7FF0 << 48, np.int64)", "(np.uint64, 0x7FF8 << 48, np.int64)"),
     ]),
-    *of("weightsync/format/versions.py", WS + "format/test_versions.py", changes=[
+    *of("weightsync/versions.py", WS + "test_versions.py", changes=[
         ("if checksum != entry.checksum:", "if False:"),
         ("        slot.verify(name)\n", ""),
         ("use = sound & (before != 0)", "use = before != 0", "what is not finite gives a ratio that is not finite, which is left out further down"),
         ("finite += int(np.count_nonzero(sound))", "finite += len(x)"),
     ]),
-    *of("weightsync/format/delta_codec.py", WS + "format/test_delta.py", changes=[
+    *of("weightsync/format/delta_codec.py", WS + "publish/test_delta.py", changes=[
         ("if places[-1] >= elements:", "if places[-1] > elements:"),
         ("if (size := zstandard.frame_content_size(data)) != nbytes:", "if (size := zstandard.frame_content_size(data)) > nbytes:"),
         ("if start != len(body):", "if start > len(body):"),
@@ -164,7 +166,7 @@ MUTATIONS: list[Mutation] = [
         ("or ends[-1] != len(numbers) - 1:", ":"),
         ("np.diff(places, prepend=-1) - 1", "np.diff(places, prepend=0)"),
     ]),
-    *of("weightsync/format/delta.py", WS + "format/test_delta.py", changes=[
+    *of("weightsync/publish/delta.py", WS + "publish/test_delta.py", changes=[
         ("return delta < PAYS_BELOW * full", "return delta <= full"),
         ("if base is None or base.manifest_digest != wanted.manifest_digest:", "if base is None:"),
         ("        if found != digest:\n", "        if False:\n"),
@@ -204,7 +206,7 @@ MUTATIONS: list[Mutation] = [
     *of("weightsync/persist/restore.py", WS + "peer/test_spread_faults.py::test_a_server_that_starts_keeps_versions_that_are_whole_nowhere", changes=[
         ("(digest in self.copied or slot_is_left(path, digest))", "digest in self.copied"),
     ]),
-    *of("weightsync/memory/ledger.py", WS + "peer/test_spread_faults.py::test_a_commit_whose_answer_is_lost_is_one", changes=[
+    *of("weightsync/publish/session.py", WS + "peer/test_spread_faults.py::test_a_commit_whose_answer_is_lost_is_one", changes=[
         ("if found is None or found.value != puts[key]:", "if found is not None:"),
     ]),
     *of("weightsync/peer/plan.py", WS + "peer/test_plan.py", changes=[

@@ -24,7 +24,7 @@ from tests.server.asking import answering
 from tests.weightsync.bucket.test_bucket import adapter, files, nudged, publisher, weights
 from weightsync import Publisher, SlotReader, SyncStore
 from weightsync.bucket.objects import Bucket
-from weightsync.format.versions import TensorDiff, VersionDiff
+from weightsync.versions import TensorDiff, VersionDiff
 
 
 @pytest.fixture

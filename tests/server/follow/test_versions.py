@@ -22,8 +22,8 @@ from tests.waiting import wait_until
 from tests.weightsync.tensors import model
 from weightsync import Adapter, BucketPublisher, SlotReader
 from weightsync.bucket.objects import Bucket
+from weightsync.control.parts import ADAPTER_CONFIG, part_of
 from weightsync.control.records import VersionRecord
-from weightsync.memory.parts import ADAPTER_CONFIG, part_of
 
 Tensors = dict[str, np.ndarray[Any, Any]]
 

@@ -23,7 +23,7 @@ from tests.server.instance.engines import Engine, config_of, sidecar_of, version
 from tests.waiting import eventually
 from weightsync.control.records import ActiveRecord, FormRecord, Keys
 from weightsync.errors import ConfigMismatch, StoreRefused, VersionRefused
-from weightsync.format.signing import Trust
+from weightsync.signing import Trust
 from weightsync.store import open_store
 
 UNASKED: Any = None  # a store, where there is one host
@@ -175,7 +175,7 @@ async def test_a_version_is_staged_beside_the_warm_up_and_not_before_that_has_en
 async def test_what_no_trusted_key_has_signed_does_not_get_to_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """tests/weightsync/format/test_signing.py has the keys that count. They are compared with those of the engine."""
+    """tests/weightsync/test_signing.py has the keys that count. They are compared with those of the engine."""
     key = ed25519.Ed25519PrivateKey.generate().public_key()
     form = serialization.PublicFormat.SubjectPublicKeyInfo
     trusted = tmp_path / "publisher.pub"

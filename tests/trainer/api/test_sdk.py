@@ -19,7 +19,7 @@ from tinker.proto.request_conv import forward_backward_request_to_proto
 from tests.etcd import Tls
 from tests.trainer.api.server import KEY, ApiServer, datum, learn, loss_of, new, serving, sums
 from tests.trainer.fleet import Fleet
-from weightsync.memory.parts import ADAPTER_CONFIG
+from weightsync.control.parts import ADAPTER_CONFIG
 from weightsync.memory.receiver import SlotReader
 from weightsync.publish.publisher import Publisher
 

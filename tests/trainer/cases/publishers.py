@@ -25,7 +25,7 @@ from trainer.errors import TrainerError
 from trainer.megatron.hf_files import write_shards
 from weightsync.bucket.publisher import BucketPublisher
 from weightsync.errors import PublishError, StoreUnavailable, TransportUnavailable
-from weightsync.memory.ledger import Ledger
+from weightsync.publish.session import PublishSession
 from weightsync.publish.spread import Gatherer, HostShare
 from weightsync.publish.writer import SlotWriter
 from weightsync.transport import open_transport
@@ -151,14 +151,14 @@ async def unanswered(*given: Any) -> int:
     raise StoreUnavailable("test", "made not to answer", "Wait")
 
 
-TARGET, SETTLE, MAKE_READY = SlotWriter._target, HostShare.settle, Ledger.make_ready
+TARGET, SETTLE, MAKE_READY = SlotWriter._target, HostShare.settle, PublishSession.make_ready
 BROKEN: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "memory": (SlotWriter, "_target", no_room),
     "transport": (HostShare, "settle", ended),
     "holder": (HostShare, "settle", unreachable),
     "bytes": (HostShare, "settle", other_bytes),
     "share": (HostShare, "accept", not_kept),
-    "answer": (Ledger, "make_ready", unanswered),
+    "answer": (PublishSession, "make_ready", unanswered),
 }
 
 

@@ -22,7 +22,7 @@ import orjson
 import pytest
 
 from tests.waiting import wait_until
-from tests.weightsync.format.test_signing import pair
+from tests.weightsync.test_signing import pair
 from weightsync import Adapter, BucketPublisher, Publisher, SlotReader
 from weightsync.bucket import reader
 from weightsync.bucket.__main__ import main

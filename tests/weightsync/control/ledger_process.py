@@ -9,18 +9,19 @@ from __future__ import annotations
 import asyncio
 import sys
 
+from server import ledger
 from weightsync import open_store
-from weightsync.control import chain
+from weightsync.control.chain import LedgerEntry, append
 
 
 async def main(url: str, name: str, place: str) -> None:
     store = open_store(url)
-    chain.FILE, chain.KEPT, chain.BATCH = 10, 10, 3
+    ledger.FILE, ledger.KEPT, ledger.BATCH = 10, 10, 3
     for count in range(1_000_000):
         deed = f"deeds/{name}/{count}"
-        await chain.append(store, {}, {deed: b"done"}, chain.LedgerEntry("publish", name, subject=deed))
+        await append(store, {}, {deed: b"done"}, LedgerEntry("publish", name, subject=deed))
         if place:
-            await chain.archive(store, place)
+            await ledger.archive(store, place)
         if count == 0:
             print("writes", flush=True)
 

@@ -13,12 +13,14 @@ from pathlib import Path
 import orjson
 import pytest
 
+from server import ledger
+from server.ledger import Held, archive, export, verify
 from tests.waiting import eventually
 from tests.weightsync.control.children import running
 from tests.weightsync.fleet import KEYS, MODEL, Fleet
 from weightsync import Store, open_store
-from weightsync.control import activation, chain, history
-from weightsync.control.chain import HEAD, HeadRecord, LedgerEntry, append, archive, entry_key, recent, verify
+from weightsync.control import activation, history
+from weightsync.control.chain import HEAD, HeadRecord, LedgerEntry, append, entry_key, recent
 from weightsync.control.history import History, past_swaps
 from weightsync.control.records import Keys, PastSwapRecord
 from weightsync.errors import Conflict, LedgerUnavailable, RecordError
@@ -127,7 +129,7 @@ async def test_a_chain_that_was_cut_short_is_noticed_by_its_head_or_by_one_noted
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"FILE": 10, "KEPT": 10, "BATCH": 3}.items():
-        monkeypatch.setattr(chain, name, value)
+        monkeypatch.setattr(ledger, name, value)
 
 
 @pytest.mark.usefixtures("small")
@@ -265,20 +267,20 @@ async def test_writers_that_are_killed_leave_a_whole_chain(store_url: str, store
             running("ledger_process", store_url, f"b{round_}") as b,
         ):
             await asyncio.gather(a.says("writes"), b.says("writes"))
-            goal = (await chain.Held.read(store)).head.number + 12 + 7 * round_
+            goal = (await Held.read(store)).head.number + 12 + 7 * round_
             await eventually(lambda goal=goal: _has_grown(store, goal), 120)
             a.signal(signal.SIGKILL)
             b.signal(signal.SIGKILL)
         found = await verify(store, place)
         assert found.ok, found
     deeds = {kv.key for kv in (await store.list("deeds/"))[0]}
-    told = [orjson.loads(line)["subject"] async for line in chain.export(store, place)]
+    told = [orjson.loads(line)["subject"] async for line in export(store, place)]
     assert len(told) == len(set(told))
     assert set(told) == deeds
 
 
 async def _has_grown(store: Store, goal: int) -> bool:
-    return (await chain.Held.read(store)).head.number >= goal
+    return (await Held.read(store)).head.number >= goal
 
 
 async def test_a_leader_killed_before_its_commit_leaves_no_commit_without_its_entry(

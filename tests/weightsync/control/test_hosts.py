@@ -11,13 +11,13 @@ import pytest
 from tests.weightsync.tensors import model
 from weightsync import Adapter, Publisher, Store
 from weightsync.control.hosts import arena_key, check_host, host_of, keep_to_loopback, local_path, slot_name, this_host
+from weightsync.control.parts import slots_of
 from weightsync.control.records import ArenaRecord, CopyRecord, Keys, PartRecord
 from weightsync.errors import ArenaUnavailable, DeltaBaseMismatch, HostNameError, ManifestError, RecordError
-from weightsync.format.delta import Base, DeltaHeader
-from weightsync.format.versions import Records, opened
-from weightsync.memory.parts import slots_of
 from weightsync.peer.copies import local_slot, own_copies, parse_key, ready_digests
+from weightsync.publish.delta import Base, DeltaHeader
 from weightsync.push import _base_slot
+from weightsync.versions import Records, opened
 
 KEYS = Keys("demo")
 DIGEST = "0123456789abcdef0123456789abcdef"

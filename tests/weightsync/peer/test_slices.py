@@ -15,13 +15,13 @@ from weightsync.control.records import CopyHostRecord, CopyRecord, ErrorInfo, In
 from weightsync.errors import CopyUnavailable, DigestMismatch, ManifestError
 from weightsync.format.manifest import CUTS, Cuts, Layout, Manifest, Schema, TensorEntry, TensorSpec, cut_ends, parts_of
 from weightsync.format.slices import MOST_BLOCKS, Slices
-from weightsync.format.versions import Records, opened
 from weightsync.memory.arena import Arena
 from weightsync.peer.chunks import Bitmap, Head, Shape, manifest_of
 from weightsync.peer.copies import wait_for_slots
 from weightsync.peer.shelf import Regions, Shelf
 from weightsync.peer.slices import Needs, PartCopyRecord, SlicesRecord, part_copy_key, slices_prefix
 from weightsync.transport import Transport
+from weightsync.versions import Records, opened
 
 WEIGHTS = random_model(1)
 SCHEMA = Schema({name: TensorSpec(str(array.dtype), array.shape) for name, array in WEIGHTS.items()})

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from loadtest.models.checkpoints import make_checkpoint
 from weightsync import Publisher, SyncStore
+from weightsync.control.parts import Adapter
 from weightsync.control.records import DiskRecord, Keys
 from weightsync.errors import BadPart, PersistError, UnknownVersion
-from weightsync.memory.parts import Adapter
 from weightsync.persist.disk import Disk
 from weightsync.persist.export import export
 from weightsync.publish.checkpoint import read_config

@@ -22,6 +22,7 @@ from tests.weightsync.tensors import model, read_back
 from weightsync import Publisher, SlotReader, Store, ensure_arena
 from weightsync.control.history import past_swaps
 from weightsync.control.hosts import local_path
+from weightsync.control.parts import Adapter
 from weightsync.control.records import (
     ActiveRecord,
     CopyRecord,
@@ -33,7 +34,6 @@ from weightsync.control.records import (
 )
 from weightsync.errors import PersistFull, UnknownVersion, VersionLost
 from weightsync.memory.arena import Arena
-from weightsync.memory.parts import Adapter
 from weightsync.persist import Restored, __main__, disk, restore
 from weightsync.persist.__main__ import Persister
 from weightsync.persist.disk import Disk, remove_copies

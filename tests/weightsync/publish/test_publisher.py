@@ -275,7 +275,7 @@ def test_a_draft_that_was_claimed_again_leaves_nothing_when_it_fails(store_url: 
     with Publisher(store_url, model="demo") as publisher:
         draft = _written(publisher)
         end_lease(publisher)
-        publisher._ledger._form_for = _failing_at_the_second(publisher._ledger._form_for)
+        publisher._session._form_for = _failing_at_the_second(publisher._session._form_for)
         with pytest.raises(PublishError):
             draft.commit()
         assert publisher.versions() == []
@@ -318,8 +318,8 @@ def _failing_at_the_second(step: Callable[..., Any]) -> Callable[..., Any]:
 
 def end_lease(publisher: Publisher) -> None:
     """As it ends for a process that is stopped for a while."""
-    assert publisher._ledger._lease is not None
-    publisher._store.revoke(publisher._ledger._lease.id)
+    assert publisher._session._lease is not None
+    publisher._store.revoke(publisher._session._lease.id)
 
 
 def test_closing_ends_the_lease_at_once(store_url: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from server.cli.app import app
+from server.etcd_roles import NAMES, Administrator, roles
 from server.gateway.access.records import KEYS_PREFIX, USAGE_PREFIX
 from server.gateway.access.scope import STORE_KEY
 from server.orders import drains, orders, sleepers
@@ -27,8 +28,6 @@ from weightsync.errors import StoreRefused
 from weightsync.peer.slices import slices_prefix
 from weightsync.persist.__main__ import Persister
 from weightsync.persist.disk import Disk
-from weightsync.store.etcd_roles import NAMES, roles
-from weightsync.store.etcd_users import Administrator
 
 KEYS = Keys(MODEL)
 OTHER = Keys("another")

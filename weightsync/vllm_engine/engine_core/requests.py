@@ -42,7 +42,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from weightsync.memory.parts import LORA, LORA_URL
+from weightsync.control.parts import LORA, LORA_URL
 from weightsync.vllm_engine.engine_core.routing import rekeyed
 
 KEY = "hotswap"

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from weightsync.control.parts import BASE, DRAFT, LORA
 from weightsync.errors import PartNotServed
 from weightsync.format.manifest import Schema
-from weightsync.memory.parts import BASE, DRAFT, LORA
 from weightsync.vllm_engine.model.placement import Served
 from weightsync.vllm_engine.staging.bundle import Bundle, PartOrder, Piece, on_this_host
 from weightsync.vllm_engine.staging.lora import LoraHost

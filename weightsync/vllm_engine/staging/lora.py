@@ -17,9 +17,9 @@ from typing import Any
 import orjson
 import torch
 
+from weightsync.control.parts import ADAPTER_CONFIG, LORA, LORA_URL
 from weightsync.errors import NotFinite, PartNotServed, ShapeMismatch, UnexpectedTensor, WeightSyncError
 from weightsync.format.fingerprint import checksum, grid, is_finite
-from weightsync.memory.parts import ADAPTER_CONFIG, LORA, LORA_URL
 from weightsync.memory.receiver import SlotReader
 from weightsync.vllm_engine.staging.bundle import PartOrder
 

@@ -13,6 +13,7 @@ import pytest
 from server.errors import CliError
 from server.gateway.access.approvals import PENDING, POLICY, Approvals, PendingRecord, PolicyRecord
 from server.gateway.access.records import By
+from server.ledger import verify
 from tests.server.gateway.commands import command
 from tests.server.gateway.harness import KEYS, MODEL, RunningGateway, ask, new_key
 from weightsync.control import chain
@@ -76,7 +77,7 @@ async def test_a_second_identity_approves_and_the_ledger_names_both(gateway: Run
         f"approved by key two ({two_id})",
     )
     assert waited.swap == approved.swap == asked.swap == committed.swap
-    assert gateway.store.run(chain.verify(gateway.store.store)).ok
+    assert gateway.store.run(verify(gateway.store.store)).ok
 
 
 async def test_a_rollback_needs_none_and_is_no_way_around_it(gateway: RunningGateway) -> None:

@@ -12,10 +12,12 @@ import orjson
 import pytest
 from typer.testing import CliRunner
 
+from server import ledger
 from server.cli.app import app
 from server.errors import CliError
 from server.gateway import GatewayConfig
 from server.gateway.observe.tracing import _event
+from server.ledger import verify
 from tests.server.gateway.commands import command
 from tests.server.gateway.harness import ADMIN, RunningGateway, admin, get, new_key, post
 from tests.waiting import eventually
@@ -56,7 +58,7 @@ async def test_every_change_of_a_key_names_who_changed_it_and_why(gateway: Runni
     assert made["key"] not in everything
     for record in gateway.store.list("gateway/keys/")[0]:
         assert orjson.loads(record.value).get("digest", "-") not in everything
-    found = gateway.store.run(chain.verify(gateway.store.store))
+    found = gateway.store.run(verify(gateway.store.store))
     assert (found.ok, found.entries) == (True, 6)
 
 
@@ -86,7 +88,7 @@ async def test_older_entries_leave_the_store_by_themselves(
     gateway: RunningGateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"FILE": 10, "KEPT": 80}.items():
-        monkeypatch.setattr(chain, name, value)
+        monkeypatch.setattr(ledger, name, value)
     seen: list[LedgerEntry] = []
     gateway.gateway.stats.ledger_told = seen.append
     monkeypatch.setattr(gateway.gateway.ledger, "_leads", lambda: True)  # a lease of 3 s may be lost
@@ -96,7 +98,7 @@ async def test_older_entries_leave_the_store_by_themselves(
     await eventually(lambda: files.is_dir() and len(list(files.glob("ledger-*"))) == 2)
     await eventually(lambda: len(gateway.store.list(chain.ENTRIES)[0]) == 80)
     assert [entry.number for entry in seen] == list(range(1, 101))
-    assert gateway.store.run(chain.verify(gateway.store.store)).entries == 100
+    assert gateway.store.run(verify(gateway.store.store)).entries == 100
     assert [e["number"] for e in await entries(gateway, "?limit=200")] == list(range(100, 20, -1))
 
 
@@ -134,7 +136,7 @@ def test_export_and_verify(tmp_path: Path) -> None:
     with contextlib.closing(SyncStore(url)) as store:
         for number in (1, 2, 3):
             store.run(chain.append(store.store, {}, {}, LedgerEntry("publish", "t", version=number, reason="r")))
-        head = store.run(chain.verify(store.store)).head
+        head = store.run(verify(store.store)).head
         code, told = run("verify", url=url)
         assert (code, head in told) == (0, True)
         assert run("verify", "--anchor", head, "--json", url=url)[0] == 0

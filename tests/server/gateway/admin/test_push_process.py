@@ -19,13 +19,13 @@ from server.gateway.admin.error_map import to_http
 from server.gateway.admin.publishing import Publication, Published, Pusher
 from server.gateway.config import GatewayConfig, NamedSettings
 from tests.waiting import eventually
-from tests.weightsync.format.test_signing import pair
 from tests.weightsync.tensors import model, save_safetensors
+from tests.weightsync.test_signing import pair
 from weightsync import SyncStore
 from weightsync.control.chain import recent
 from weightsync.control.records import ActiveRecord, Keys, VersionRecord
 from weightsync.errors import WeightSyncError
-from weightsync.format.signing import Trust
+from weightsync.signing import Trust
 from weightsync.store import open_store
 
 

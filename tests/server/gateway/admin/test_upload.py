@@ -30,15 +30,15 @@ from tests.server.gateway.harness import ADMIN_KEY, MODEL, RunningGateway, gatew
 from tests.waiting import wait_until
 from tests.warm import SYNC, warm
 from tests.weightsync.fleet import Engine
-from tests.weightsync.format.test_signing import pair
+from tests.weightsync.test_signing import pair
 from weightsync import Adapter, SlotReader, SyncStore, ensure_arena
 from weightsync.control import activation
 from weightsync.control.records import ActiveRecord, FormRecord, Keys, TargetRecord, VersionRecord
 from weightsync.errors import BadPart, RemoteError, VersionRefused
-from weightsync.format.delta import DeltaWriter
-from weightsync.format.signing import Trust
+from weightsync.publish.delta import DeltaWriter
 from weightsync.publish.remote import RemotePublisher
 from weightsync.publish.succession import Succession
+from weightsync.signing import Trust
 
 SETTINGS = UpstreamSettings(scrape_interval_s=3600.0)
 Tensors = dict[str, np.ndarray[Any, Any]]

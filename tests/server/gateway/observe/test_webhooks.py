@@ -22,6 +22,7 @@ import pytest
 from server.errors import ConfigError
 from server.gateway.config import WebhookSettings
 from server.gateway.observe import ledger
+from server.ledger import archive
 from tests.server.gateway.harness import ADMIN_KEY, MODEL, RunningGateway, admin, gateway_process, get, running_gateway
 from tests.waiting import eventually, wait_until
 from weightsync.control import chain
@@ -182,7 +183,7 @@ async def test_what_has_left_the_store_is_lost_and_counted(
     try:
         for number in range(11):
             store.run(chain.append(store.store, {}, {}, LedgerEntry("policy", "somebody", subject=str(number))))
-        assert store.run(chain.archive(store.store, str(tmp_path / "ledger"), kept=0)) == 10
+        assert store.run(archive(store.store, str(tmp_path / "ledger"), kept=0)) == 10
     finally:
         store.close()
     receiver.refuses = 0

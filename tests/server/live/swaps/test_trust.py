@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 from tests.live import VLLM_ARGS, LiveServer
-from tests.weightsync.format.test_signing import pair
+from tests.weightsync.test_signing import pair
 from weightsync import Publisher, RemotePublisher, SyncStore
 from weightsync.control.records import Keys, VersionRecord
-from weightsync.format.signing import Signer, signers
 from weightsync.publish.publisher import SIGN_ENV
+from weightsync.signing import Signer, signers
 
 pytestmark = [pytest.mark.engine, pytest.mark.broad]
 

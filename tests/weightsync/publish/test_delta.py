@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from weightsync import Publisher, SlotReader
 from weightsync.errors import DeltaBaseMismatch, DeltaError, DigestMismatch
 from weightsync.format import delta_codec
-from weightsync.format.delta import Base, DeltaHeader, DeltaReader, DeltaWriter, apply_delta, end_of, is_worthwhile
 from weightsync.format.delta_codec import BLOCK, DENSE, FULL, HEAD, RAW, SAME, SPARSE
 from weightsync.format.dtypes import ITEMSIZE
 from weightsync.format.manifest import Schema, TensorSpec, digest_of
+from weightsync.publish.delta import Base, DeltaHeader, DeltaReader, DeltaWriter, apply_delta, end_of, is_worthwhile
 from weightsync.publish.writer import copy_sums
 
 Tensors = dict[str, tuple[TensorSpec, np.ndarray[Any, Any]]]

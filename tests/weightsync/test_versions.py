@@ -17,7 +17,7 @@ from weightsync.errors import UnknownVersion
 from weightsync.format.delta_codec import WORD
 from weightsync.format.dtypes import ITEMSIZE
 from weightsync.format.fingerprint import Running
-from weightsync.format.versions import as_floats, compare, diff, verify
+from weightsync.versions import as_floats, compare, diff, verify
 
 KEYS = Keys("demo")
 

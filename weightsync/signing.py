@@ -31,9 +31,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
 from weightsync.control.forms import differing, meaning
+from weightsync.control.parts import BASE, base_of
 from weightsync.control.records import PartRecord, VersionRecord
 from weightsync.errors import ConfigMismatch, SigningKeyError, VersionRefused
-from weightsync.memory.parts import BASE, base_of
 from weightsync.memory.receiver import SlotReader
 
 PAYLOAD_TYPE = "application/vnd.in-toto+json"

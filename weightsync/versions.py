@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from weightsync.control.board import readable_versions
 from weightsync.control.hosts import host_of, local_path, this_host
+from weightsync.control.parts import BASE, join
 from weightsync.control.records import ActiveRecord, FormRecord, InstanceRecord, Keys, VersionRecord
 from weightsync.errors import (
     ChecksumMismatch,
@@ -36,7 +37,6 @@ from weightsync.errors import (
 from weightsync.format import fingerprint
 from weightsync.format.delta_codec import WORD
 from weightsync.format.dtypes import ITEMSIZE
-from weightsync.memory.parts import BASE, join
 from weightsync.memory.receiver import SlotReader
 from weightsync.peer.copies import Copies, local_slot, own_copies, with_local_slots
 from weightsync.store import SyncStore
@@ -151,7 +151,7 @@ def verify(store_url: str, model: str, version: int | None = None, *, trust: Ite
 
     Raises UnknownVersion, StoreUnavailable, SigningKeyError.
     """
-    from weightsync.format.signing import Trust, signers
+    from weightsync.signing import Trust, signers
 
     trusted = Trust(trust)
     records = Records.read(store_url, model)

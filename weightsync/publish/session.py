@@ -16,19 +16,18 @@ import re
 import socket
 from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from weightsync.control import activation
 from weightsync.control.board import readable_versions
 from weightsync.control.chain import LedgerEntry, append
 from weightsync.control.forms import check_config, completed, differing, kept_files
-from weightsync.control.hosts import arena_key, host_of, local_path, slot_name, this_host
+from weightsync.control.hosts import host_of, local_path, slot_name
 from weightsync.control.lease import LeaseKeeper
+from weightsync.control.parts import BASE, check_without, compose, has_schema, slots_of, still_there
 from weightsync.control.records import (
     MODELS_PREFIX,
     ActiveRecord,
-    ArenaRecord,
     CounterRecord,
     FormRecord,
     Keys,
@@ -52,8 +51,7 @@ from weightsync.errors import (
     UnknownModel,
 )
 from weightsync.format.manifest import Schema, diff_schema, require_names, require_same_schema
-from weightsync.memory.arena import Arena, SlotLock, default_directory, pool_of
-from weightsync.memory.parts import BASE, check_without, compose, has_schema, slots_of, still_there
+from weightsync.memory.arena import Arena, SlotLock, pool_of
 from weightsync.peer.copies import kept_digests
 from weightsync.store.protocol import MISSING, KeyValue, Store
 
@@ -61,7 +59,7 @@ CLAIM_ATTEMPTS = 100
 _SLOT = re.compile(rb'"slot":"([^"\\]+)"')
 
 
-class Ledger:
+class PublishSession:
     """Belongs to the event loop of its store. Every method raises StoreUnavailable."""
 
     def __init__(self, store: Store, keys: Keys, lineage: str, lease_ttl_s: float, keep: int, host: str = "") -> None:
@@ -412,24 +410,6 @@ class Ledger:
         if found is None or found.mod_revision != self._fence:
             holder = PublisherRecord.from_json(found.value) if found else PublisherRecord(0, 0, "nobody")
             raise StalePublisher(self.lineage, holder.token, f"{holder.host}:{holder.pid}")
-
-
-async def ensure_arena(store: Store, directory: Path | str | None = None, *, host: str | None = None) -> Arena:
-    """The arena of a store on `host` (default: this one); the first to ask decides where it is.
-
-    Raises ArenaUnavailable, HostNameError.
-    """
-    host = this_host() if host is None else host
-    key = arena_key(host)
-    found = await store.get(key)
-    if found is None:
-        chosen = Arena(directory or default_directory(store.url, host))
-        with contextlib.suppress(Conflict):
-            await store.compare_and_swap(key, MISSING, ArenaRecord(str(chosen.directory)).to_json())
-            return chosen
-        found = await store.get(key)
-        assert found is not None
-    return Arena(ArenaRecord.from_json(found.value).directory)
 
 
 def naming(

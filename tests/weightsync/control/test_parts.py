@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from tests.weightsync.tensors import model, save_safetensors
 from weightsync import Publisher, SlotReader, SyncStore
 from weightsync.control.activation import TOMBSTONES_KEPT
+from weightsync.control.parts import Adapter, check_name, combined, join, slots_of
 from weightsync.control.records import ActiveRecord, Keys, PartRecord, SwapRecord, TargetRecord, VersionRecord
 from weightsync.errors import BadPart, PublishError, ShapeMismatch
 from weightsync.format.fingerprint import fingerprint_of
 from weightsync.memory.arena import pool_of
-from weightsync.memory.parts import Adapter, check_name, combined, join, slots_of
 from weightsync.peer.shelf import copies_pool
 from weightsync.persist.disk import piece_directory
 from weightsync.push import main
@@ -134,17 +134,17 @@ def test_a_swap_that_comes_first_is_carried_on(
     """Between the look at what is active and the commit, another version becomes active: that one is carried on."""
     activate(publisher.publish(model(1), activate=False))
     publisher.publish(model(2), activate=False)
-    ledger, looks = publisher._ledger, []
-    look = ledger._basis
+    session, looks = publisher._session, []
+    look = session._basis
 
     async def overtaken(asked: int | None) -> object:
         found = await look(asked)
         looks.append(found[0])
         if len(looks) == 1:
-            await ledger.store.put(KEYS.active, ActiveRecord(2, 2, 1, "swap-2", 0.0).to_json())
+            await session.store.put(KEYS.active, ActiveRecord(2, 2, 1, "swap-2", 0.0).to_json())
         return found
 
-    monkeypatch.setattr(ledger, "_basis", overtaken)
+    monkeypatch.setattr(session, "_basis", overtaken)
     publisher.publish(adapter(), part="lora/x", activate=False)
     assert [r.version for r in looks if r is not None] == [1, 2]
     assert latest(publisher).base_version == 2

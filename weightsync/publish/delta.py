@@ -38,6 +38,7 @@ import numpy as np
 import orjson
 import xxhash
 
+from weightsync.control.parts import BASE, check_name
 from weightsync.errors import BadPart, DeltaBaseMismatch, DeltaError, DigestMismatch, UnsupportedDtype
 from weightsync.format.delta_codec import (
     BLOCK,
@@ -52,7 +53,6 @@ from weightsync.format.delta_codec import (
 )
 from weightsync.format.dtypes import ITEMSIZE
 from weightsync.format.manifest import Schema, TensorSpec, digest_of
-from weightsync.memory.parts import BASE, check_name
 from weightsync.memory.receiver import SlotReader
 from weightsync.publish.writer import FilledTensor
 
@@ -80,7 +80,7 @@ class Base:
 class DeltaHeader:
     """The header of a delta, before its blocks: the target's tensors (name: spec, digest), and the base, if it has
     one. `config` is the text of the config.json that an engine needs for these tensors, or nothing. `signature` is that
-    of who made them (format/signing.py), or nothing. `part` is "" for the base model, "draft" or "lora/NAME"."""
+    of who made them (signing.py), or nothing. `part` is "" for the base model, "draft" or "lora/NAME"."""
 
     model: str
     tensors: Mapping[str, tuple[TensorSpec, str]]

@@ -24,16 +24,16 @@ from cryptography.x509.oid import NameOID
 from tests.weightsync.tensors import flip, model
 from weightsync import Publisher
 from weightsync.control.forms import BOOKKEEPING
+from weightsync.control.parts import BASE, Adapter
 from weightsync.control.records import FormRecord, VersionRecord
 from weightsync.control.records import Keys as Names
 from weightsync.errors import SigningKeyError, VersionRefused, WeightSyncError
 from weightsync.format.manifest import Layout
-from weightsync.format.signing import Signer, Trust, key_id, signers
-from weightsync.format.versions import verify
-from weightsync.memory.parts import BASE, Adapter
 from weightsync.memory.receiver import SlotReader
 from weightsync.publish.succession import Succession
+from weightsync.signing import Signer, Trust, key_id, signers
 from weightsync.store import SyncStore
+from weightsync.versions import verify
 
 CONFIG = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
 PEM = serialization.Encoding.PEM
