@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from weightsync.bucket.publisher import BucketPublisher
-    from weightsync.control.agent import CommitResult, Participant, StageResult
+    from weightsync.control.agent import Participant
     from weightsync.control.arenas import ensure_arena
     from weightsync.control.coordinator import Coordinator
     from weightsync.control.parts import Adapter
+    from weightsync.control.swap import CommitResult, StageResult
     from weightsync.control.trial import Probe, ProbeResult
     from weightsync.errors import WeightSyncError
     from weightsync.format.manifest import Layout, Manifest, Schema, TensorEntry, TensorSpec, diff_schema
@@ -36,7 +37,7 @@ _HOME = {
     "Adapter": "control.parts",
     "Arena": "memory.arena",
     "BucketPublisher": "bucket.publisher",
-    "CommitResult": "control.agent",
+    "CommitResult": "control.swap",
     "Coordinator": "control.coordinator",
     "Draft": "publish.draft",
     "Layout": "format.manifest",
@@ -50,7 +51,7 @@ _HOME = {
     "Schema": "format.manifest",
     "SlotReader": "memory.receiver",
     "SlotWriter": "publish.writer",
-    "StageResult": "control.agent",
+    "StageResult": "control.swap",
     "Store": "store",
     "SwapReport": "control.outcome",
     "SyncStore": "store",

@@ -20,9 +20,9 @@ import numpy as np
 
 from weightsync import CommitResult, Coordinator, Participant, Publisher, StageResult, Store, open_store
 from weightsync.control.arenas import ensure_arena
-from weightsync.control.coordinator import depends_on
 from weightsync.control.records import ActiveRecord, CopyRecord, InstanceRecord, Keys, SwapRecord, VersionRecord
 from weightsync.control.state import Step
+from weightsync.control.swap import depends_on
 
 MODEL = "bench"
 SIZES = (4, 12)

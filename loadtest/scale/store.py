@@ -18,9 +18,9 @@ import psutil
 from loadtest.hosts.etcd import MISSING, binary
 from loadtest.scale.store_latency import own_etcd
 from weightsync.control.board import Board
-from weightsync.control.coordinator import view_of
 from weightsync.control.records import InstanceRecord, Keys, SwapRecord, VersionRecord
 from weightsync.control.state import Wait, decide
+from weightsync.control.swap import view_of
 from weightsync.errors import StoreError
 from weightsync.store import Store, open_store
 from weightsync.store.protocol import Event, KeyValue

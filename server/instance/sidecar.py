@@ -19,10 +19,11 @@ from prometheus_client import Counter, Gauge
 from server.instance.hosts import RankFailed, located
 from server.instance.middleware import Admission
 from server.orders import SleepOrder, ordered, stay_asleep
-from weightsync.control.agent import CommitResult, Participant, StageResult
+from weightsync.control.agent import Participant
 from weightsync.control.agent_state import same
 from weightsync.control.hosts import this_host
 from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, VersionRecord
+from weightsync.control.swap import CommitResult, StageResult
 from weightsync.errors import CheckpointError, StoreError, StoreUnavailable, WeightSyncError
 from weightsync.memory.receiver import SlotReader
 from weightsync.publish.checkpoint import Checkpoint, read_config

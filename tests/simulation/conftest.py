@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from weightsync.control import activation
+from weightsync.control import swap
 
 
 @pytest.fixture(autouse=True)
 def few_tombstones(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that versions, and the forms that only they had, go within a schedule."""
-    monkeypatch.setattr(activation, "TOMBSTONES_KEPT", 1)
+    monkeypatch.setattr(swap, "TOMBSTONES_KEPT", 1)

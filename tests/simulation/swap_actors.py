@@ -1,6 +1,6 @@
 """Who takes part in a schedule: candidates, instances and a gateway, each with a view of its own that may lag.
 
-They decide with the code that runs in production (`swap_state`, `coordinator.transaction`, `agent_state`, `Pauses`,
+They decide with the code that runs in production (`swap_state`, `swaps.transaction`, `agent_state`, `Pauses`,
 `routing.eligible`); what is modelled is the store, the engine, and time. A step of an actor does at most one thing to
 the store, so that anything may happen between any two.
 """
@@ -16,10 +16,11 @@ from loadtest.simulation.store import ModelStore
 from server.gateway.fleet import routing
 from weightsync.control import agent_state, coordinator
 from weightsync.control import state as swap_state
-from weightsync.control.agent import Pauses
+from weightsync.control import swap as swaps
 from weightsync.control.agent_state import Drain, Flip, Restart, Serve, Stage
 from weightsync.control.board import Board
 from weightsync.control.forms import MOST_STARTS, start_of
+from weightsync.control.pauses import Pauses
 from weightsync.control.records import ErrorInfo, FormRecord, InstanceRecord, Keys, LeaderRecord, StartRecord
 from weightsync.control.state import Ask, Step
 from weightsync.control.trial import ProbeResult
@@ -177,9 +178,9 @@ class Candidate(Watcher):
         swap = self.board.swap
         probed = self.probed.get(swap.id) if swap is not None else None
         lasted_s = self.phases.lasted_s(swap, self.store.now)
-        decision = swap_state.decide(coordinator.view_of(self.board, self.store.now, probed, lasted_s=lasted_s))
+        decision = swap_state.decide(swaps.view_of(self.board, self.store.now, probed, lasted_s=lasted_s))
         if isinstance(decision, Step):
-            self.plan = coordinator.transaction(self.board, decision, self.term or MISSING, spare=1)
+            self.plan = swaps.transaction(self.board, decision, self.term or MISSING, spare=1)
         elif isinstance(decision, Ask):
             if decision.swap.id in self.probed:  # begun in an earlier step
                 failed = self.rng.random() < PROBE_FAILS

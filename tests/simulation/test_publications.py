@@ -20,7 +20,7 @@ import pytest
 from loadtest.simulation.clock import Clock, simulated
 from loadtest.simulation.store import Client, ModelStore
 from weightsync import Arena, CommitResult, Coordinator, Participant, StageResult
-from weightsync.control import activation, outcome, parts
+from weightsync.control import outcome, parts, swap
 from weightsync.control.parts import BASE
 from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, PartRecord, VersionRecord
 from weightsync.errors import PublishError, StoreError, SwapAborted, SwapTimeout, UnknownVersion
@@ -66,7 +66,7 @@ class World:
             version = record.version
             schemas = dict.fromkeys(brought, SCHEMA)
             written = [PartRecord(p, version, str(lock.path), f"{version}{p}", 16) for p, lock in locks.items()]
-            target = activation.new_target(version, "trainer", 20.0)
+            target = swap.new_target(version, "trainer", 20.0)
             await self.session.make_ready(record, revision, written, schemas, target, None, without)
         except BaseException:
             await self.session.forget(record.version, revision)
@@ -113,7 +113,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(asyncio, "to_thread", at_once)
     monkeypatch.setattr(parts, "_is_held", lambda part, host: Path(part.slot).exists())
-    monkeypatch.setattr(activation, "TOMBSTONES_KEPT", 4)
+    monkeypatch.setattr(swap, "TOMBSTONES_KEPT", 4)
 
 
 @pytest.fixture
@@ -164,8 +164,8 @@ async def calm(world: World, names: Iterator[str]) -> None:
 async def storm(world: World, chance: random.Random, names: Iterator[str]) -> None:
     """One publication, or a way back."""
     if chance.random() < 0.1:
-        version = await activation.previous_version(world.session.store, KEYS)
-        target = activation.new_target(version, "trainer", 20.0)
+        version = await swap.previous_version(world.session.store, KEYS)
+        target = swap.new_target(version, "trainer", 20.0)
         await world.session.ask_for(target)
         (await outcome.of_request(world.session.store, KEYS, target)).checked()
         return

@@ -10,9 +10,9 @@ import pytest
 
 from loadtest.simulation.schedules import explore
 from server.gateway.fleet import routing
-from weightsync.control import activation, agent_state, coordinator, placement
+from weightsync.control import agent_state, placement, swap
 from weightsync.control import state as swap_state
-from weightsync.control.agent import Pauses
+from weightsync.control.pauses import Pauses
 from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, SwapRecord, VersionRecord
 from weightsync.control.state import Step, Wait
 
@@ -65,6 +65,13 @@ def a_revert_though_one_serves(real: Any, view: swap_state.View, swap: SwapRecor
     return swap_state._revert(view, swap, "one could not flip") if missed else step
 
 
+def shares_that_nothing_needs(real: Any, *seen: Any) -> set[int]:
+    *records, instances = seen
+    whole = [replace(record, split=None) if record is not None else None for record in records]
+    found: set[int] = real(*whole, instances)
+    return found
+
+
 def a_form_goes_with_the_first_version_that_had_it(
     real: Any, keys: Keys, versions: Iterable[VersionRecord], *args: Any, **more: Any
 ) -> dict[str, bytes | None]:
@@ -91,7 +98,7 @@ def a_probe_that_is_never_run_again(real: Any, *args: Any) -> Step | swap_state.
 STUCK = "stays (COMMITT|START)ING|the way back|a trial in place of another|runs version"
 RULES = [
     without("no leader compare", "a step of one who does not lead", (
-        coordinator, "depends_on", lambda real, step, keys: [k for k in real(step, keys) if k != keys.leader],
+        swap, "depends_on", lambda real, step, keys: [k for k in real(step, keys) if k != keys.leader],
     )),
     without("no published fingerprint", "built other weights", (swap_state, "_odd_fingerprint", lambda *_: None)),
     without("no fingerprint when catching up", "serves wrong weights", (agent_state, "same", lambda *_: True)),
@@ -133,16 +140,16 @@ RULES = [
     without("a split that stays as it was placed", "instances run the versions, not", (
         placement, "is_off", lambda *_: False,
     ), broad=True),
-    without("shares retired", "retired that is needed", (activation, "shared_versions", lambda *_: [])),
+    without("shares retired", "retired that is needed", (swap, "needed_versions", shares_that_nothing_needs)),
     without("one version for all", "stays|the swap stays|has not staged it|built other weights", (
         ActiveRecord, "of", lambda real, self, name: self,
     )),
     without("previous retired", "retired that is needed", (
-        activation, "needed_versions",
+        swap, "needed_versions",
         lambda real, active, swap, target, _: real(replace(active, previous=None), swap, target, ()),
     )),
     without("a form goes with the first version that had it", "a form was dropped that a version has", (
-        activation, "retirement", a_form_goes_with_the_first_version_that_had_it,
+        swap, "retirement", a_form_goes_with_the_first_version_that_had_it,
     )),
     without("a probe that is never run again", "the swap stays in phase canary", (
         swap_state, "_canary", a_probe_that_is_never_run_again,

@@ -16,11 +16,12 @@ import torch
 from safetensors.torch import load_file
 
 from tests.trainer.rollouts.generate_server import GenerateServer, serve
-from weightsync.control.agent import CommitResult, Participant, StageResult
+from weightsync.control.agent import Participant
 from weightsync.control.arenas import ensure_arena
 from weightsync.control.coordinator import Coordinator
 from weightsync.control.parts import base_of
 from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, VersionRecord
+from weightsync.control.swap import CommitResult, StageResult
 from weightsync.errors import ManifestError
 from weightsync.memory.receiver import SlotReader
 from weightsync.peer.copies import wait_for_slots

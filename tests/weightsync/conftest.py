@@ -14,8 +14,11 @@ import pytest
 from tests.cluster_tls import Authority
 from tests.etcd import MIN_LEASE_S, Etcd
 from tests.weightsync.tensors import model
+from tests.weightsync.writers import watched
 from weightsync import Publisher, Store, SyncStore, open_store
 from weightsync.control.records import VersionRecord
+from weightsync.store.etcd import EtcdStore
+from weightsync.store.sqlite import SqliteStore
 
 
 @pytest.fixture
@@ -26,6 +29,17 @@ def arena_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield directory
     while directory.exists():  # a stager's spare slots may still be on their way
         shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def one_writer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Swap and active records are written by weightsync/control/swap.py alone; a test may write them itself."""
+    found: list[str] = []
+    for kind in (SqliteStore, EtcdStore):
+        for name in ("put", "txn", "compare_and_swap", "delete"):
+            monkeypatch.setattr(kind, name, watched(getattr(kind, name), found))
+    yield
+    assert not found
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -13,13 +13,11 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
-from weightsync.control import activation, history, outcome, placement
+from weightsync.control import outcome, placement, swap
 from weightsync.control.board import Board
-from weightsync.control.chain import Action, append
-from weightsync.control.forms import changes_to
+from weightsync.control.chain import Action
 from weightsync.control.history import History
 from weightsync.control.lease import LEADER_TTL_S, Term, new_name
 from weightsync.control.outcome import SwapReport
@@ -31,21 +29,10 @@ from weightsync.control.records import (
     SwapRecord,
     TargetRecord,
     VersionRecord,
-    shared_versions,
 )
-from weightsync.control.state import (
-    PARTICIPATING,
-    Ask,
-    Step,
-    View,
-    abort,
-    decide,
-    in_flight,
-    phase_of,
-    untried,
-)
-from weightsync.control.trial import Probe, ProbeResult, Trial
-from weightsync.errors import Conflict, StoreError, StoreRefused
+from weightsync.control.state import PARTICIPATING, Ask, Step, decide, phase_of
+from weightsync.control.trial import Probe, Trial
+from weightsync.errors import StoreError
 from weightsync.store.protocol import Store
 
 log = logging.getLogger(__name__)
@@ -123,7 +110,7 @@ class Coordinator:
         With a `split`, other versions have shares of the requests (`placement.split_of`), or NotEnoughInstances is
         raised. The ledger names `requested_by`, with the `reason`.
         """
-        target = activation.new_target(
+        target = swap.new_target(
             version, requested_by, deadline_s, mode=mode, drain_s=drain_s, on_lost=on_lost, split=split
         )
         return await self.ask(target, reason=reason, action=action)
@@ -134,7 +121,7 @@ class Coordinator:
         *,
         reason: str = "",
         action: Action = "activate",
-        approval: activation.Approval | None = None,
+        approval: swap.Approval | None = None,
     ) -> SwapReport:
         """Ask for what `target` says, and report how its swap ended. Raises as `activate` does, and Conflict when what
         waited for `approval` does not wait any more."""
@@ -142,7 +129,7 @@ class Coordinator:
             board = Board(self._keys, *await self._store.list(self._keys.root))
             there = sum(i.state in PARTICIPATING for i in board.instances.values())
             placement.counts(target.version, target.split, there)
-        await activation.request(self._store, self._keys, target, reason=reason, action=action, approval=approval)
+        await swap.request(self._store, self._keys, target, reason=reason, action=action, approval=approval)
         return await outcome.of_request(self._store, self._keys, target)
 
     async def rollback(
@@ -156,7 +143,7 @@ class Coordinator:
         reason: str = "",
     ) -> SwapReport:
         """Activate the previous version. Raises SwapAborted when there is none."""
-        version = await activation.previous_version(self._store, self._keys)
+        version = await swap.previous_version(self._store, self._keys)
         by: dict[str, Any] = {"requested_by": requested_by, "reason": reason, "action": "rollback"}
         return await self.activate(version, deadline_s, mode=mode, drain_s=drain_s, on_lost=on_lost, **by)
 
@@ -176,34 +163,16 @@ class Coordinator:
     async def _advance(self, board: Board, term: Term, trial: Trial, phases: Phases, past: History) -> None:
         """One decision, and its step or its wait."""
         lasted_s = phases.lasted_s(board.swap, asyncio.get_running_loop().time())
-        decision = decide(view_of(board, time.time(), trial.result(board.swap), self._refuses, lasted_s))
+        decision = decide(swap.view_of(board, time.time(), trial.result(board.swap), self._refuses, lasted_s))
         if isinstance(decision, Step):
-            await self._take(board, term, decision, past)
+            spare = max(0, self._keep - 2)
+            await swap.take(self._store, board, decision, term.revision, past, spare=spare)
             await board.changed(None, term.lost)  # our own write, or what made it fail
             return
         waiting: list[asyncio.Task[Any]] = [term.lost]
         if isinstance(decision, Ask):
             waiting.append(trial.of(decision.canary, decision.swap, board.active))
         await board.changed(decision.left_s, *waiting)
-
-    async def _take(self, board: Board, term: Term, step: Step, past: History) -> None:
-        compares, puts = transaction(board, step, term.revision, spare=max(0, self._keep - 2))
-        ends = step.kind in history.ENDS
-        if ends:
-            puts |= past.additions(history.entry(board, step, time.time()))
-        try:
-            await append(self._store, compares, puts, *history.ledger_entries(board, step))
-        except Conflict:
-            return
-        except StoreRefused as refusal:
-            if step.kind not in ("try", "commit") or board.swap is None:
-                raise
-            # It would be refused for ever.
-            await self._take(board, term, abort(view_of(board, time.time()), board.swap, str(refusal)), past)
-            return
-        if ends:
-            past.added()
-        log.log(logging.WARNING if step.swap.reason else logging.INFO, "swap %s: %s", step.kind, step.swap)
 
 
 class Phases:
@@ -218,91 +187,3 @@ class Phases:
         if (phase := phase_of(swap)) != self._phase:
             self._phase, self._since = phase, now
         return now - self._since
-
-
-def transaction(
-    board: Board, step: Step, leader: int, *, spare: int = 0
-) -> tuple[dict[str, int], dict[str, bytes | None]]:
-    """The keys that a step compares and writes; `leader` is the revision of the leader's key in its term."""
-    keys, swap = board.keys, step.swap
-    puts: dict[str, bytes | None] = {keys.swap: swap.to_json()}
-    if step.active is not None:
-        puts[keys.active] = step.active.to_json()
-    decided_on = depends_on(step, keys)
-    taken = (swap.target, *shared_versions(swap.split)) if step.kind == "commit" else ()
-    for number in (step.refused, *taken):
-        record = board.version(number) if number is not None else None
-        if record is not None and record.refused != (number == step.refused):
-            key = keys.version(record.version)
-            puts[key] = replace(record, refused=not record.refused).to_json()
-            decided_on.append(key)
-    if step.kind in ("commit", "finish"):
-        retiring = _superseded_by(board, step, spare)
-        decided_on += [keys.target, *retiring]
-        puts |= retiring
-    return {key: leader if key == keys.leader else board.revision(key) for key in decided_on}, puts
-
-
-def _superseded_by(board: Board, step: Step, spare: int) -> dict[str, bytes | None]:
-    """The versions that a commit makes superfluous go with it, so that a slot is free for the next one at once."""
-    active = step.active or board.active
-    if active is None:
-        return {}
-    needed = activation.needed_versions(active, step.swap, board.target, board.instances.values())
-    return activation.retirement(board.keys, board.versions, needed, spare=spare, below=active.version)
-
-
-def view_of(
-    board: Board,
-    now: float,
-    probe: ProbeResult | None = None,
-    refuses: Callable[[VersionRecord], str] = lambda _: "",
-    lasted_s: float = 0.0,
-) -> View:
-    """The view that `decide` looks at."""
-    swap, target = board.swap, board.target
-    version = swap.target if swap is not None and in_flight(swap) else target.version if target is not None else None
-    record = board.version(version) if version is not None else None
-    opening = target is not None and (swap is None or not swap.answers(target)) and not in_flight(swap)
-    splits = [found.split for found in (swap, target, board.active) if found is not None]
-    shared = {v: r for split in splits for v in shared_versions(split) if (r := board.version(v)) is not None}
-    if any(splits) and board.active is not None and (now_active := board.version(board.active.version)) is not None:
-        shared[now_active.version] = now_active
-    asked = [version, *shared_versions(target.split)] if opening and target is not None else []
-    since = None
-    if swap is not None and untried(swap):
-        asked, since = [swap.target], swap.former
-    records = [known for v in asked if v is not None and (known := board.version(v)) is not None]
-    return View(
-        now=now,
-        target=target,
-        target_state=record.state if record is not None else None,
-        swap=swap,
-        active=board.active,
-        instances=board.instances,
-        target_fingerprint=record.fingerprint if record is not None else "",
-        probe=probe,
-        changes=next((found for v in asked if v is not None and (found := changes_to(board, v, since))), ""),
-        starts=board.starts,
-        shared=shared,
-        refused=next((found for one in records if (found := refuses(one))), ""),
-        lasted_s=lasted_s,
-    )
-
-
-def depends_on(step: Step, keys: Keys) -> list[str]:
-    """The keys a step was decided on: it must be written only if none of them has changed.
-
-    A commit compares the instances' records as one ("instances/"): none was written since the leader looked, so those
-    that had staged have said nothing else since. The store does not compare keys that are gone: if the lease of a
-    participant ends in the moment of the commit, that is as if it had died right after it. An instance that leaves of
-    its own will says DRAINING first, which the commit notices.
-    """
-    found = [keys.leader, keys.swap, keys.active]
-    if step.kind in ("open", "refuse"):
-        found.append(keys.target)
-    if step.kind in ("open", "try", "commit"):
-        found += [keys.version(version) for version in (step.swap.target, *shared_versions(step.swap.split))]
-    if step.kind in ("try", "commit", "revert"):
-        found.append(keys.instances)
-    return found

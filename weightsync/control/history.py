@@ -1,7 +1,7 @@
 """The swaps of a model that have ended, the last `KEPT` of them, in the store: all gateways see them, and restarts too.
 
 The leader writes an entry in the transaction that ends the swap, so there is none without its swap, and none twice. It
-numbers them from what it finds at the beginning of its term: whoever wrote since is the leader, and it is the leader.
+numbers them from those at the beginning of its term: no other process writes here meanwhile.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
-from weightsync.control import activation
+from weightsync.control import placement
 from weightsync.control.board import Board
 from weightsync.control.chain import Action, LedgerEntry
 from weightsync.control.records import (
@@ -103,6 +103,24 @@ def entry(board: Board, step: Step, now: float) -> PastSwapRecord:
     )
 
 
+def restored(active: ActiveRecord, lost: ActiveRecord, reason: str) -> PastSwapRecord:
+    """The record kept of a commit that a restart of the host has made, in place of the version that was `lost`."""
+    return PastSwapRecord(
+        id=active.swap_id,
+        version=active.version,
+        outcome="done",
+        mode="together",
+        opened_at=active.committed_at,
+        ended_at=active.committed_at,
+        committed_at=active.committed_at,
+        epoch=active.epoch,
+        previous=lost.version,
+        requested_by="restore",
+        reason=reason,
+        fingerprint=active.fingerprint,
+    )
+
+
 def _requested_by(swap: SwapRecord, target: TargetRecord | None) -> str:
     if target is None or not swap.answers(target):
         return ""
@@ -118,7 +136,7 @@ def ledger_entries(board: Board, step: Step) -> list[LedgerEntry]:
         what: Action = "revert" if step.kind == "revert" else "commit"
         epoch = f"version {step.active.version}, epoch {step.active.epoch}"
         if swap.split is not None and what == "commit":
-            epoch += f" ({activation.in_words(swap.split, step.active.version)})"
+            epoch += f" ({placement.in_words(swap.split, step.active.version)})"
         outcome = f"{epoch}: {swap.reason}" if swap.reason else epoch
         return [LedgerEntry(what, "coordinator", version=step.active.version, outcome=outcome, **about)]
     if step.kind not in ENDS:

@@ -106,3 +106,8 @@ def split_of(
     if repeated.keys() - others or any(not 0 <= percent <= 100 for percent in repeated.values()):
         raise BadSplit(f"up to 100 % of the requests can be repeated on a version that is not the active one ({first})")
     return first, SplitRecord(shares, sticky.lower(), minimum)
+
+
+def in_words(split: SplitRecord, active: int) -> str:
+    """`version 3: 90 %, version 4: 10 %`."""
+    return ", ".join(f"version {version}: {percent:g} %" for version, percent in split.percents(active).items())

@@ -11,16 +11,12 @@ import asyncio
 import contextlib
 import logging
 import mmap
-import time
-import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from weightsync.control.board import readable_versions
-from weightsync.control.chain import LedgerEntry, append
-from weightsync.control.history import History
 from weightsync.control.hosts import local_path, slot_name, this_host
 from weightsync.control.parts import slots_of
 from weightsync.control.records import (
@@ -28,10 +24,10 @@ from weightsync.control.records import (
     CopyRecord,
     Keys,
     PartRecord,
-    PastSwapRecord,
     VersionRecord,
     shared_versions,
 )
+from weightsync.control.swap import recommit
 from weightsync.errors import (
     ArenaError,
     CheckpointError,
@@ -278,7 +274,7 @@ class _Attempt:
 
     async def _write(self, record: VersionRecord, source: Literal["memory", "disk"], previous: int | None) -> Restored:
         puts: dict[str, bytes | None] = {}
-        retired, entries = [], []
+        retired = []
         for known in [record, *(v for v in self.versions.values() if v.version != record.version)]:
             if known is not record and known.state != "ready":
                 continue
@@ -288,24 +284,7 @@ class _Attempt:
                 retired.append(known.version)
             if changed != self.versions.get(known.version):
                 puts[self.keys.version(known.version)] = changed.to_json()
-        if record.version != self.active.version:
-            puts |= await self._commit(record)
-            outcome = f"version {self.active.version} was lost with the memory of its host"
-            about: dict[str, Any] = {"model": self.keys.model, "version": record.version, "outcome": outcome}
-            entries.append(LedgerEntry("commit", "restore", **about))
-        elif self.split_ends:
-            alone = replace(self.active, epoch=self.active.epoch + 1, committed_at=time.time(), split=None, trial=None)
-            puts[self.keys.active] = alone.to_json()
-            outcome = f"version {record.version} alone: another of the split was lost with the memory of its host"
-            about = {"model": self.keys.model, "version": record.version, "outcome": outcome}
-            entries.append(LedgerEntry("commit", "restore", **about))
-        if puts:
-            counter = self.found[self.keys.counter]
-            if counter is not None:
-                puts[self.keys.counter] = counter.value
-            compares = {key: _revision(self.found.get(key)) for key in {*puts, self.keys.active, self.keys.counter}}
-            compares = {k: r for k, r in compares.items() if not k.startswith(self.keys.history)}
-            await append(self.store, compares, puts, *entries)
+        await recommit(self.store, self.keys, self.active, record, self.found, puts, split_ends=self.split_ends)
         for version in retired:
             log.warning("version %d is retired: it is neither in shared memory nor on disk", version)
         return Restored(record.version, source, previous, tuple(sorted(retired)))
@@ -331,27 +310,6 @@ class _Attempt:
             return Path(name) if name is not None else None
 
         return with_local_slots(record, where)
-
-    async def _commit(self, record: VersionRecord) -> dict[str, bytes | None]:
-        """Another version becomes active, by decision; what was lost is said in the history."""
-        now, lost = time.time(), self.active
-        active = ActiveRecord(record.version, lost.epoch + 1, None, uuid.uuid4().hex, now, record.fingerprint)
-        entry = PastSwapRecord(
-            id=active.swap_id,
-            version=active.version,
-            outcome="done",
-            mode="together",
-            opened_at=now,
-            ended_at=now,
-            committed_at=now,
-            epoch=active.epoch,
-            previous=lost.version,
-            requested_by="restore",
-            reason=f"version {lost.version} was lost with the memory of its host",
-            fingerprint=record.fingerprint,
-        )
-        history = await History.open(self.store, self.keys)
-        return {self.keys.active: active.to_json(), **history.additions(entry)}
 
 
 def _digest_at(path: Path) -> str | None:

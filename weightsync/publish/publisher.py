@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from weightsync.control import activation, outcome
+from weightsync.control import outcome, swap
 from weightsync.control.arenas import ensure_arena
 from weightsync.control.chain import LedgerEntry
 from weightsync.control.hosts import this_host
@@ -348,13 +348,13 @@ class Publisher:
 
     def _target(self, version: int, timeout_s: float, **options: Any) -> TargetRecord:
         """Raises RecordRefused."""
-        return activation.new_target(version, self._name, timeout_s, deadline_name="timeout_s", **options)
+        return swap.new_target(version, self._name, timeout_s, deadline_name="timeout_s", **options)
 
     def rollback(
         self, *, wait: bool = True, timeout_s: float = 60.0, mode: SwapMode = "together", drain_s: float | None = None
     ) -> Version:
         """Swap the previous version in again; returns it. Raises as `activate`; SwapAborted when there is none."""
-        version = self._store.run(activation.previous_version(self._store.store, self._keys))
+        version = self._store.run(swap.previous_version(self._store.store, self._keys))
         return self.activate(version, wait=wait, timeout_s=timeout_s, mode=mode, drain_s=drain_s)
 
     def wait_active(self, version: int, timeout_s: float = 60.0) -> Version:

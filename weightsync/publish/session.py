@@ -18,7 +18,7 @@ from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from weightsync.control import activation
+from weightsync.control import swap
 from weightsync.control.board import readable_versions
 from weightsync.control.chain import LedgerEntry, append
 from weightsync.control.forms import check_config, completed, differing, kept_files
@@ -127,7 +127,7 @@ class PublishSession:
                 await self.require_model()
             known = await self.versions()
             if sum(v.state == "ready" for v in known) > self._keep + 2:  # active and previous besides
-                await activation.retire(self.store, self.keys, spare=self._keep)
+                await swap.retire(self.store, self.keys, spare=self._keep)
             locks = await self._claim_slots(arena, known, sizes)
             idle = await self._idle_slots(arena, known, sizes)
             try:
@@ -210,11 +210,11 @@ class PublishSession:
 
     async def ask_for(self, target: TargetRecord) -> int:
         """Write the target; returns its revision. Raises UnknownVersion, StalePublisher."""
-        await activation.ready_revisions(self.store, self.keys, target)  # before another publisher loses the lineage
+        await swap.ready_revisions(self.store, self.keys, target)  # before another publisher loses the lineage
         await self.hold()
         fence = {self.keys.publisher(self.lineage): self._fence}
         try:
-            return await activation.request(self.store, self.keys, target, fence)
+            return await swap.request(self.store, self.keys, target, fence)
         except Conflict:
             await self._require_lineage()
             raise
@@ -223,12 +223,12 @@ class PublishSession:
         self, ready: VersionRecord, target: TargetRecord | None, without: Collection[str]
     ) -> list[LedgerEntry]:
         """The entries of the ledger for a version that becomes ready, and for the request for it."""
-        brought = [part.name for part in activation.own_parts(ready)]
+        brought = [part.name for part in ready.parts if part.version == ready.version]
         parts = ", ".join([*brought, *(f"without {name}" for name in without)])
         about: dict[str, Any] = {"model": self.keys.model, "version": ready.version, "subject": parts}
         outcome = f"manifest {ready.manifest_digest}"
         made = LedgerEntry("publish", self.who, reason=self.reason, outcome=outcome, **about)
-        return [made] if target is None else [made, activation.asking(self.keys, target, self.reason)]
+        return [made] if target is None else [made, swap.asking(self.keys, target, self.reason)]
 
     async def _basis(self, asked: int | None) -> tuple[VersionRecord | None, dict[str, int]]:
         """The version that a new one carries on, and revisions that must still hold when it does.
@@ -355,7 +355,7 @@ class PublishSession:
         try:
             return await asyncio.to_thread(arena.claim, pool, nbytes, self._slots_in_use(known))
         except ArenaFull:
-            if not await activation.retire(self.store, self.keys, spare=0):
+            if not await swap.retire(self.store, self.keys, spare=0):
                 raise
             in_use = self._slots_in_use(await self.versions())
             return await asyncio.to_thread(arena.claim, pool, nbytes, in_use)

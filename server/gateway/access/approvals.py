@@ -17,11 +17,11 @@ from typing import Literal, get_args
 
 from server.errors import Conflict, Forbidden, NotFound
 from server.gateway.access.records import By
-from weightsync.control import activation
-from weightsync.control.activation import Approval
+from weightsync.control import swap
 from weightsync.control.chain import Action, LedgerEntry, append
 from weightsync.control.records import Keys, TargetRecord
 from weightsync.control.strict_json import Record
+from weightsync.control.swap import Approval
 from weightsync.errors import Conflict as StoreConflict
 from weightsync.store import MISSING, KeyValue, Store
 
@@ -108,7 +108,7 @@ class Approvals:
         if not needed & set(rule.approvals):
             return None
         if target is not None:
-            await activation.ready_revisions(self._store, self._keys, target)
+            await swap.ready_revisions(self._store, self._keys, target)
         if len(await self.waiting()) >= MOST:
             raise Conflict(f"{MOST} requests wait for approval; approve or refuse some.", code="approvals_full")
         now = time.time()

@@ -26,7 +26,7 @@ from server.gateway.access.records import By
 from server.gateway.admin.publishing import Prepared, Publication, Published
 from server.gateway.deps import ByDep, ModelDep
 from server.gateway.models.model import Model
-from weightsync.control import activation, history, placement
+from weightsync.control import history, placement
 from weightsync.control.arenas import ensure_arena
 from weightsync.control.board import readable_versions
 from weightsync.control.outcome import SwapReport
@@ -44,6 +44,8 @@ from weightsync.control.records import (
     VersionRecord,
 )
 from weightsync.control.state import in_flight
+from weightsync.control.swap import new_target, previous_version
+from weightsync.control.swap import request as request_swap
 from weightsync.errors import BadSplit
 from weightsync.format.manifest import Schema
 
@@ -160,7 +162,7 @@ async def rollback(model: ModelDep, by: ByDep, response: Response, body: Rollbac
     body = body or Rollback()
     keys, version = Keys(model.name), body.version
     if version is None:
-        version = await activation.previous_version(model.store, keys)
+        version = await previous_version(model.store, keys)
     now = await active_record(model)
     back = now is not None and version == now.previous
     if now is not None and back:  # a version that was withdrawn needs the approval of a new one
@@ -247,9 +249,7 @@ async def upload(
     async def then(answer: dict[str, Any]) -> dict[str, Any]:
         if activate:
             within_s = deadline_s or model.config.swap_deadline_s
-            wish = activation.new_target(
-                int(answer["version"]), by.who, within_s, mode=mode, drain_s=drain_s, on_lost=on_lost
-            )
+            wish = new_target(int(answer["version"]), by.who, within_s, mode=mode, drain_s=drain_s, on_lost=on_lost)
             return {**answer, **await _ask_for(model, wish, by)}
         return answer
 
@@ -320,7 +320,7 @@ async def _ask_for(model: Model, wish: TargetRecord, by: By) -> dict[str, Any]:
         return {}
     if (pending := await model.approvals.hold("activate", by, wish)) is not None:
         return waits(pending)
-    await activation.request(model.store, Keys(model.name), wish, reason=by.reason)
+    await request_swap(model.store, Keys(model.name), wish, reason=by.reason)
     return {}
 
 
@@ -354,7 +354,7 @@ async def swap_in(
 
     Raises SwapAborted, UnknownVersion, SwapTimeout, NotEnoughInstances.
     """
-    target = activation.new_target(
+    target = new_target(
         version,
         by.who,
         options.deadline_s or model.config.swap_deadline_s,

@@ -37,8 +37,8 @@ from server.gateway.release.progress import (
     turned,
 )
 from server.gateway.release.records import EvidenceRecord, ReleaseKeys, ReleaseRecord
-from weightsync.control.activation import Approval
 from weightsync.control.chain import LedgerEntry, append
+from weightsync.control.swap import Approval
 from weightsync.errors import Conflict as StoreConflict
 from weightsync.errors import NotEnoughInstances, RecordError, StoreError, WeightSyncError
 from weightsync.store import MISSING, KeyValue, Store

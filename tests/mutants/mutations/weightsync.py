@@ -53,26 +53,30 @@ MUTATIONS: list[Mutation] = [
         ("if isinstance(action, Flip) and record.staged_version != action.active.version:", "if isinstance(action, Flip):"),
     ]),
     *of("weightsync/control/agent.py", WS + "control/test_agent.py", changes=[
-        ("            staging.task.cancel()\n        if staging.unwanted", "        if staging.unwanted"),
-        ("return self._staging.task.done() and not self._staging.unwanted", "return self._staging.task.done()"),
-        ("if retry_s is None and (self._record != record or any(task.done() for task in under_way)):", "if False:"),
+        ("if retry_s is None and (self.record != record or any(task.done() for task in under_way)):", "if False:"),
         ("            await former.end()  # only now", "            pass  # only now"),
-        ("                await self._let_go(board, active.version)  # or", "                pass  # or"),
         ("if self._left and record.state != \"TORN\":", "if self._left:"),
     ]),
-    *of("weightsync/control/agent.py", WS + "control/test_rolling.py", changes=[
+    *of("weightsync/control/swap.py", WS + "control/test_agent.py", changes=[
+        ("            staging.task.cancel()\n        if staging.unwanted", "        if staging.unwanted"),
+        ("return self.staging.task.done() and not self.staging.unwanted", "return self.staging.task.done()"),
+        ("                await self._let_go(board, active.version)  # or", "                pass  # or"),
+    ]),
+    *of("weightsync/control/swap.py", WS + "control/test_rolling.py", changes=[
         ("if not agent_state.same(result.fingerprint, active.fingerprint):", "if False:"),
-        ("if self._record.staged_version != self._record.active_version:", "if False:"),
+        ("if self.record.staged_version != self.record.active_version:", "if False:"),
+    ]),
+    *of("weightsync/control/agent.py", WS + "control/test_rolling.py", changes=[
         ("if self._draining is None or self._draining[0] != swap.id:", "if self._draining is None:"),
     ]),
-    *of("weightsync/control/agent.py", WS + "control/test_pausing.py", changes=[
+    *of("weightsync/control/pauses.py", WS + "control/test_pausing.py", changes=[
         ("return any(end > now for end in self._ends.values())", "return bool(self._ends)"),
         ("            self._known.clear()\n            await self._apply()\n", "            pass\n"),
     ]),
-    *of("weightsync/control/coordinator.py", WS + "control/test_coordinator.py", changes=[
+    *of("weightsync/control/swap.py", WS + "control/test_coordinator.py", changes=[
         ("        found.append(keys.instances)\n", "        pass\n"),
     ]),
-    *of("weightsync/control/coordinator.py", WS + "control/test_state.py", changes=[
+    *of("weightsync/control/swap.py", WS + "control/test_state.py", changes=[
         ("        found.append(keys.target)\n", "        pass\n"),
     ]),
     *of("weightsync/signing.py", WS + "test_signing.py", changes=[
@@ -99,10 +103,10 @@ MUTATIONS: list[Mutation] = [
         ("if any(line != lines[0] for line in lines):", "if not all(lines):"),
         ("is not None and there != data:", "is not None and not there:"),
     ]),
-    *of("weightsync/control/coordinator.py", WS + "control/test_chain.py", changes=[
+    *of("weightsync/control/swap.py", WS + "control/test_chain.py", changes=[
         ("puts, *history.ledger_entries(board, step))", "puts)"),
     ]),
-    *of("weightsync/control/activation.py", WS + "control/test_activation.py", changes=[
+    *of("weightsync/control/swap.py", WS + "control/test_requests.py", changes=[
         ("{**fence, **ready}", "{**ready}"),
         ("{**fence, **ready}", "{**fence}"),
     ]),
@@ -138,7 +142,7 @@ MUTATIONS: list[Mutation] = [
         ("        if row is None:\n            return False\n        self._record(\"delete\"", "        self._record(\"delete\""),
         ("(start < oldest and oldest > 1)", "(start <= oldest and oldest > 1)"),
     ]),
-    *of("weightsync/control/activation.py", WS + "control/test_coordinator.py", WS + "control/test_parts.py", changes=[
+    *of("weightsync/control/swap.py", WS + "control/test_coordinator.py", WS + "control/test_parts.py", changes=[
         ("needed |= {active.version, active.previous}", "needed |= {active.version}"),
         ("if not v.refused][:spare]", "if not v.refused][: spare + 1]"),
     ]),
@@ -183,8 +187,10 @@ MUTATIONS: list[Mutation] = [
     ]),
     *of("weightsync/persist/restore.py", WS + "persist/test_persist.py", changes=[
         ("            if piece.manifest_digest not in damaged\n", ""),
-        ("ActiveRecord(record.version, lost.epoch + 1, None", "ActiveRecord(record.version, lost.epoch, None"),
         ("whole or ((path is None or bool(piece.shares)) and digest in self.copied)", "whole or digest in self.copied"),
+    ]),
+    *of("weightsync/control/swap.py", WS + "persist/test_persist.py", changes=[
+        ("ActiveRecord(record.version, lost.epoch + 1, None", "ActiveRecord(record.version, lost.epoch, None"),
     ]),
     *of("weightsync/publish/spread.py", WS + "peer/test_spread.py::test_chunks_stay_whose_tensors_are_all_there", changes=[
         ("chunks_of(schema, layout, here) & ~chunks_of(schema, layout, schema.tensors.keys() - here)", "chunks_of(schema, layout, here)"),

@@ -22,7 +22,7 @@ from tests.server.gateway.harness import KEYS, MODEL, RunningGateway, running_ga
 from tests.server.instance.engines import Engine, config_of, sidecar_of, version
 from tests.waiting import eventually, stays
 from weightsync import open_store
-from weightsync.control.agent import PauseFollower
+from weightsync.control.pauses import PauseFollower
 from weightsync.control.records import ActiveRecord, InstanceRecord
 from weightsync.store import Store
 

@@ -27,7 +27,7 @@ from server.up.server import Server
 from tests.weightsync.fleet import Engine
 from tests.weightsync.tensors import model, read_back, save_safetensors
 from weightsync import Coordinator, Participant, Publisher, Store, SyncStore, open_store
-from weightsync.control import activation
+from weightsync.control import swap
 from weightsync.control.records import ActiveRecord, CounterRecord, InstanceRecord, Keys, SwapRecord, VersionRecord
 from weightsync.errors import WeightSyncError
 from weightsync.persist.__main__ import Persister
@@ -41,7 +41,7 @@ STARTING = (
     "persist/disk.py",
 )  # fmt: skip
 PERSISTING = ("weightsync/persist/",)
-_CONTROL = ("activation", "agent", "agent_state", "coordinator", "history", "state")
+_CONTROL = ("swap", "agent", "agent_state", "coordinator", "history", "state")
 SWAPPING = (*(f"weightsync/control/{name}.py" for name in _CONTROL), "store/sqlite_db.py")
 STOPPING = ("server/up/server.py", "server/up/state.py", "weightsync/persist/", "server/up/resume.py")
 KEYS = Keys(MODEL)
@@ -285,7 +285,7 @@ async def swap_until(url: str, holds: Callable[[SwapRecord], bool], ask: int | N
     """Let a coordinator lead until the swap is as is wanted; `ask`: for this version, first."""
     async with opened(url) as store, coordinator(url):
         if ask is not None:
-            await activation.request(store, KEYS, activation.new_target(ask, "test", 60.0))
+            await swap.request(store, KEYS, swap.new_target(ask, "test", 60.0))
         async with asyncio.timeout(120), contextlib.aclosing(store.watch(KEYS.swap, 1)) as events:
             async for event in events:
                 if event.kind == "put" and holds(SwapRecord.from_json(event.kv.value)):

@@ -50,7 +50,7 @@ async def test_one_that_cannot_catch_up_stays_out_and_tries_again(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its record and its log say why: the log once for each new error."""
-    monkeypatch.setattr("weightsync.control.agent.CATCH_UP_RETRY_S", 0.02)
+    monkeypatch.setattr("weightsync.control.swap.CATCH_UP_RETRY_S", 0.02)
     await fleet.coordinator().activate(await fleet.publish())
 
     def refuse(version: object) -> None:
@@ -211,9 +211,9 @@ async def test_a_staging_that_ends_in_spite_of_all_is_not_taken_for_the_next_one
 
     async def ends_meanwhile() -> None:
         await publish_record()
-        if participant.record.swap_id == "s2" and not stopping.is_set() and participant._staging is not None:
+        if participant.record.swap_id == "s2" and not stopping.is_set() and participant._steps.staging is not None:
             stopping.set()
-            await asyncio.wait({participant._staging.task})
+            await asyncio.wait({participant._steps.staging.task})
 
     monkeypatch.setattr(participant, "_publish", ends_meanwhile)
     for _ in range(2):
@@ -273,7 +273,7 @@ async def test_leaving_ends_a_staging_and_is_seen_at_once(fleet: Fleet) -> None:
 async def test_one_that_builds_other_weights_than_were_committed_drops_them_and_builds_again(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weightsync.control.agent.CATCH_UP_RETRY_S", 0.02)
+    monkeypatch.setattr("weightsync.control.swap.CATCH_UP_RETRY_S", 0.02)
     await fleet.coordinator().activate(await fleet.publish())
     late = await fleet.instance("a", Engine(builds="other"), wait=False)
     await eventually(lambda: len(late.calls) >= 4)
@@ -311,7 +311,8 @@ async def test_one_whose_flip_fails_as_it_leaves_is_torn_and_does_nothing_more(
         await fleet.participants["a"].drain()
         raise RuntimeError("x")
 
-    monkeypatch.setattr(fleet.participants["a"], "_commit", commit)
+    steps = fleet.participants["a"]._steps
+    monkeypatch.setattr(steps, "_engine", replace(steps._engine, commit=commit))
     await coordinator.activate(await fleet.publish())
     await eventually(lambda: fleet.participants["a"].record.state == "TORN")
     await coordinator.activate(await fleet.publish())

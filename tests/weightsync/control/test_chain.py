@@ -19,7 +19,7 @@ from tests.waiting import eventually
 from tests.weightsync.control.children import running
 from tests.weightsync.fleet import KEYS, MODEL, Fleet
 from weightsync import Store, open_store
-from weightsync.control import activation, history
+from weightsync.control import history, swap
 from weightsync.control.chain import HEAD, HeadRecord, LedgerEntry, append, entry_key, recent
 from weightsync.control.history import History, past_swaps
 from weightsync.control.records import Keys, PastSwapRecord
@@ -327,7 +327,7 @@ async def test_a_swap_is_kept_with_its_times_and_what_it_came_to(fleet: Fleet) -
 async def test_a_request_for_what_is_not_ready_any_more_is_kept(fleet: Fleet) -> None:
     version = await fleet.publish()
     store = fleet.store()
-    await activation.request(store, KEYS, activation.new_target(version, "somebody", 5.0))
+    await swap.request(store, KEYS, swap.new_target(version, "somebody", 5.0))
     await store.delete(KEYS.version(version))
     fleet.coordinator()
     kept = await eventually(lambda: past_swaps(store, KEYS), 60)

@@ -17,7 +17,7 @@ from tests.etcd import Etcd
 from tests.waiting import eventually, stays
 from tests.weightsync.fleet import KEYS, Engine, Fleet, before_the_commit, running_fleet
 from weightsync import CommitResult, SwapReport
-from weightsync.control import activation, chain, outcome
+from weightsync.control import chain, outcome, swap
 from weightsync.control.board import Board
 from weightsync.control.history import past_swaps
 from weightsync.control.records import ActiveRecord, InstanceRecord, SwapMode, SwapRecord, TargetRecord, VersionRecord
@@ -406,8 +406,8 @@ async def test_whoever_waits_learns_the_outcome_though_the_events_are_gone(
     """The store is away, no longer keeps what happened, and has another swap in the place of the one that ended."""
     fleet.coordinator()
     engine = await fleet.instance("a")
-    store, target = fleet.store(), activation.new_target(await fleet.publish(), "test", 60)
-    await activation.request(store, KEYS, target)
+    store, target = fleet.store(), swap.new_target(await fleet.publish(), "test", 60)
+    await swap.request(store, KEYS, target)
     await outcome.of_version(store, KEYS, 1, 60)
     watch, ends = store.watch, [StoreUnavailable("store", "away", "wait"), WatchCompacted(0, 1)]
 
@@ -418,14 +418,14 @@ async def test_whoever_waits_learns_the_outcome_though_the_events_are_gone(
         return watch(prefix, start_revision, first=first)
 
     engine.hang = asyncio.Event()
-    later = activation.new_target(await fleet.publish(), "test", 60)
-    await activation.request(store, KEYS, later)
+    later = swap.new_target(await fleet.publish(), "test", 60)
+    await swap.request(store, KEYS, later)
     monkeypatch.setattr(store, "watch", cut)
     assert (await outcome.of_request(store, KEYS, later)).ok
     assert not ends
     first = await outcome.of_request(store, KEYS, target)
     assert (first.ok, first.version, first.epoch) == (True, 1, 1)
-    superseded = await outcome.of_request(store, KEYS, activation.new_target(1, "test", 60))
+    superseded = await outcome.of_request(store, KEYS, swap.new_target(1, "test", 60))
     assert (superseded.ok, superseded.reason) == (False, "superseded by a request for version 2")
 
 
@@ -435,11 +435,11 @@ async def test_a_swap_has_its_time_from_when_the_one_before_has_ended(fleet: Fle
     engine, store, short_s = fleet.engines["a"], fleet.store(), 0.5
     engine.streams = asyncio.Event()
     first, second = await fleet.publish(1.0), await fleet.publish(2.0)
-    before = activation.new_target(first, "test", short_s, mode="rolling", drain_s=60.0)
-    await activation.request(store, KEYS, before)
+    before = swap.new_target(first, "test", short_s, mode="rolling", drain_s=60.0)
+    await swap.request(store, KEYS, before)
     await eventually(lambda: ("drain", 60) in engine.calls)
-    target = activation.new_target(second, "test", short_s)
-    await activation.request(store, KEYS, target)
+    target = swap.new_target(second, "test", short_s)
+    await swap.request(store, KEYS, target)
     waiting = asyncio.create_task(outcome.of_request(store, KEYS, target))
     await stays(lambda: not waiting.done(), 3 * short_s)
     engine.streams.set()

@@ -12,7 +12,7 @@ import pytest
 
 from server.gateway.fleet import routing
 from tests.weightsync.control.test_state import ACTIVE, SWAP, TARGET, view
-from weightsync.control import activation, agent_state
+from weightsync.control import agent_state
 from weightsync.control.agent_state import Drain, Flip, Rest, Restart, Serve, decide
 from weightsync.control.board import Board
 from weightsync.control.forms import (
@@ -42,6 +42,7 @@ from weightsync.control.records import (
 )
 from weightsync.control.state import CANNOT_READ, RESTART_S, ROLLING_DRAIN_S, Ask, Step, View, Wait
 from weightsync.control.state import decide as coordinate
+from weightsync.control.swap import needed_versions
 from weightsync.control.trial import ProbeResult
 from weightsync.errors import ConfigMismatch
 from weightsync.store.protocol import KeyValue
@@ -170,9 +171,9 @@ def test_a_reverted_swap_ends_aborted_when_all_are_back() -> None:
 
 def test_the_way_back_is_kept_and_who_waits_for_its_turn_serves() -> None:
     former = replace(COMMIT, former=replace(ACTIVE, version=1, previous=7))
-    assert activation.needed_versions(COMMITTED, former, TARGET, ()) == {1, 2, 7}
+    assert needed_versions(COMMITTED, former, TARGET, ()) == {1, 2, 7}
     divided = replace(former, former=replace(ACTIVE, version=1, previous=7, split=SplitRecord((ShareRecord(5, 9.0),))))
-    assert activation.needed_versions(COMMITTED, divided, TARGET, ()) == {1, 2, 5, 7}
+    assert needed_versions(COMMITTED, divided, TARGET, ()) == {1, 2, 5, 7}
     for swap, active in ((COMMIT, COMMITTED), (REVERT, RETURNED)):
         assert routing.eligible(SERVING["b"], active, swap)
         assert routing.eligible(BACK, active, swap) == (active.epoch in (6, 7))

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from tests.weightsync.tensors import model, save_safetensors
 from weightsync import Publisher, SlotReader, SyncStore
-from weightsync.control.activation import TOMBSTONES_KEPT
 from weightsync.control.parts import Adapter, check_name, combined, join, slots_of
 from weightsync.control.records import ActiveRecord, Keys, PartRecord, SwapRecord, TargetRecord, VersionRecord
+from weightsync.control.swap import TOMBSTONES_KEPT
 from weightsync.errors import BadPart, PublishError, ShapeMismatch
 from weightsync.format.fingerprint import fingerprint_of
 from weightsync.memory.arena import pool_of

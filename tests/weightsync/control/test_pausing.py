@@ -10,7 +10,7 @@ import pytest
 from tests.etcd import Etcd
 from tests.waiting import eventually, stays
 from tests.weightsync.fleet import KEYS, MODEL, Engine, Fleet, Participant, running_fleet
-from weightsync.control.agent import Pauses
+from weightsync.control.pauses import Pauses
 from weightsync.control.records import InstanceRecord, PauseRecord
 from weightsync.store.protocol import KeyValue, Store
 

@@ -17,7 +17,6 @@ from weightsync.control.agent_state import Flip, Rest, Serve, Stage
 from weightsync.control.agent_state import View as Seen
 from weightsync.control.agent_state import decide as act
 from weightsync.control.chain import recent
-from weightsync.control.coordinator import depends_on
 from weightsync.control.history import past_swaps
 from weightsync.control.placement import counts, is_off, place, split_of
 from weightsync.control.records import (
@@ -31,6 +30,7 @@ from weightsync.control.records import (
     VersionRecord,
 )
 from weightsync.control.state import REPLACE_S, Ask, Step, View, Wait, decide
+from weightsync.control.swap import depends_on
 from weightsync.errors import BadSplit, NotEnoughInstances
 
 STORES = ["sqlite", "etcd"]

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from weightsync.control.coordinator import depends_on
 from weightsync.control.records import (
     ActiveRecord,
     ErrorInfo,
@@ -31,6 +30,7 @@ from weightsync.control.state import (
     not_flipped,
     on_trial,
 )
+from weightsync.control.swap import depends_on
 from weightsync.control.trial import ProbeResult
 
 TARGET = TargetRecord(2, "swap-2", "test", deadline_s=10.0)

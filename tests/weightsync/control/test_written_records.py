@@ -21,9 +21,8 @@ from hypothesis import strategies as st
 
 from tests.weightsync.tensors import model, read_back
 from weightsync import Publisher, SyncStore
-from weightsync.control import activation
+from weightsync.control import swap
 from weightsync.control.board import Board
-from weightsync.control.coordinator import transaction, view_of
 from weightsync.control.records import (
     MOST_TOLD,
     TAKEN,
@@ -36,6 +35,7 @@ from weightsync.control.records import (
 )
 from weightsync.control.state import Step, decide
 from weightsync.control.strict_json import MOST, Record
+from weightsync.control.swap import transaction, view_of
 from weightsync.errors import RecordRefused, WeightSyncError
 
 ROOT = Path(__file__).parents[3]
@@ -259,7 +259,7 @@ def test_retiring_takes_as_many_transactions_as_it_needs(store_sync: SyncStore) 
             about = (number, "ready", "/s", 1, "d", None, None, "t", 1, 0.0, source if number < 40 else "", 1)
             await store.put(keys.version(number), VersionRecord(*about).to_json())
         rounds = 0
-        while await activation.retire(store, keys, spare=2):
+        while await swap.retire(store, keys, spare=2):
             rounds += 1
         board = Board(keys, *await store.list(keys.root))
         assert rounds > 1
@@ -272,6 +272,6 @@ def test_a_retired_version_names_its_own_parts() -> None:
     keys = Keys("demo")
     parts = tuple(PartRecord(f"lora/{n}", n, "/s", "d", 1) for n in (1, 2))
     record = VersionRecord(2, "ready", "/s", 1, "d", None, None, "t", 1, 0.0, "", 1, parts=parts)
-    raw = activation.retirement(keys, [record], set(), spare=0)[keys.version(2)]
+    raw = swap.retirement(keys, [record], set(), spare=0)[keys.version(2)]
     assert raw is not None
     assert [part.name for part in VersionRecord.from_json(raw).parts] == ["lora/2"]

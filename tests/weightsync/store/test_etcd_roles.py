@@ -22,8 +22,8 @@ from tests.weightsync.fleet import MODEL, Engine
 from tests.weightsync.store.test_etcd import opened
 from tests.weightsync.tensors import model
 from weightsync import Coordinator, Participant, Publisher, Store
-from weightsync.control.activation import previous_version
 from weightsync.control.records import InstanceRecord, Keys
+from weightsync.control.swap import previous_version
 from weightsync.errors import StoreRefused
 from weightsync.peer.slices import slices_prefix
 from weightsync.persist.__main__ import Persister

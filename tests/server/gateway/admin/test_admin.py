@@ -35,8 +35,9 @@ from tests.server.gateway.upstream import Handler, Link, Received, answering, up
 from tests.waiting import eventually
 from tests.weightsync.fleet import Engine
 from weightsync import ensure_arena, open_store
-from weightsync.control.agent import CommitResult, Participant, StageResult
+from weightsync.control.agent import Participant
 from weightsync.control.records import ActiveRecord, InstanceRecord, VersionRecord
+from weightsync.control.swap import CommitResult, StageResult
 from weightsync.errors import ArenaFull, ShapeMismatch, StoreUnavailable, WeightSyncError
 
 SETTINGS = UpstreamSettings(scrape_interval_s=3600.0)

@@ -17,8 +17,8 @@ from server.ledger import verify
 from tests.server.gateway.commands import command
 from tests.server.gateway.harness import KEYS, MODEL, RunningGateway, ask, new_key
 from weightsync.control import chain
-from weightsync.control.activation import Approval
 from weightsync.control.records import ActiveRecord
+from weightsync.control.swap import Approval
 from weightsync.errors import Conflict
 
 

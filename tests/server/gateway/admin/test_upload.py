@@ -32,7 +32,7 @@ from tests.warm import SYNC, warm
 from tests.weightsync.fleet import Engine
 from tests.weightsync.test_signing import pair
 from weightsync import Adapter, SlotReader, SyncStore, ensure_arena
-from weightsync.control import activation
+from weightsync.control import swap
 from weightsync.control.records import ActiveRecord, FormRecord, Keys, TargetRecord, VersionRecord
 from weightsync.errors import BadPart, RemoteError, VersionRefused
 from weightsync.publish.delta import DeltaWriter
@@ -520,7 +520,7 @@ def test_a_part_is_taken_away_from_another_host(gateway: RunningGateway, link: L
     assert remote.take_away(["lora/x"]) == 4
     assert remote.last["attempts"] == 2
     assert [(v.version, [part.name for part in v.parts]) for v in versions(gateway)[3:]] == [(4, ["lora/y"])]
-    assert gateway.store.run(activation.previous_version(gateway.store.store, Keys(MODEL))) == 3
+    assert gateway.store.run(swap.previous_version(gateway.store.store, Keys(MODEL))) == 3
     with pytest.raises(RemoteError, match="lora/x"):
         remote.take_away(["lora/x"])
     with pytest.raises(BadPart):

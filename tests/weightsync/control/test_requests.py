@@ -1,16 +1,19 @@
-"""Who may ask for a version: an operator any ready one, a publisher only while it holds its lineage; and what goes."""
+"""Requests for a version: of an operator any ready one, of a publisher while it holds its lineage; and what goes."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
 
 from loadtest.simulation.clock import Clock
 from loadtest.simulation.store import Client, ModelStore
+from tests.weightsync.writers import ROOT, watched
 from weightsync import Publisher, SyncStore
-from weightsync.control import activation
+from weightsync.control import swap
+from weightsync.control.chain import LedgerEntry, append
 from weightsync.control.records import ActiveRecord, FormRecord, Keys, TargetRecord, VersionRecord
 from weightsync.errors import StalePublisher, UnknownVersion
 from weightsync.format.manifest import Schema
@@ -39,8 +42,8 @@ def test_an_operator_may_ask_for_any_ready_version_while_a_trainer_publishes(
     publisher: Publisher, store_sync: SyncStore
 ) -> None:
     first, second = publisher.publish(model(0.0), activate=False), publisher.publish(model(1.0), wait=False)
-    target = activation.new_target(first, "operator", 5.0)
-    store_sync.run(activation.request(store_sync.store, KEYS, target))
+    target = swap.new_target(first, "operator", 5.0)
+    store_sync.run(swap.request(store_sync.store, KEYS, target))
     assert wanted(store_sync) == first
     publisher.activate(second, wait=False)
     assert wanted(store_sync) == second
@@ -49,7 +52,7 @@ def test_an_operator_may_ask_for_any_ready_version_while_a_trainer_publishes(
 def test_a_version_that_is_retired_meanwhile_is_not_asked_for() -> None:
     store = RetiresOnRead()
     with pytest.raises(UnknownVersion, match="version 1 is retired"):
-        asyncio.run(activation.request(store, KEYS, activation.new_target(1, "operator", 5.0)))
+        asyncio.run(swap.request(store, KEYS, swap.new_target(1, "operator", 5.0)))
     assert store.store.get(KEYS.target) is None
 
 
@@ -70,11 +73,11 @@ class RetiresOnRead(Client):
 def test_a_form_goes_with_the_last_version_that_has_it(
     publisher: Publisher, store_sync: SyncStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(activation, "TOMBSTONES_KEPT", 1)
+    monkeypatch.setattr(swap, "TOMBSTONES_KEPT", 1)
 
     def kept() -> tuple[list[int], list[str]]:
         """Records of versions, and the tensors of the forms, after what is superseded has been retired."""
-        store_sync.run(activation.retire(store_sync.store, KEYS, spare=0))
+        store_sync.run(swap.retire(store_sync.store, KEYS, spare=0))
         forms = [FormRecord.from_json(kv.value) for kv in store_sync.list(KEYS.forms)[0]]
         names = {name for form in forms for name in Schema.from_json(form.tensors.encode()).tensors}
         return [v.version for v in publisher.versions()], sorted(names)
@@ -92,9 +95,9 @@ def test_a_form_goes_with_the_last_version_that_has_it(
 
 
 def test_a_form_that_a_publisher_writes_anew_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activation, "TOMBSTONES_KEPT", 1)
+    monkeypatch.setattr(swap, "TOMBSTONES_KEPT", 1)
     store = PublishesOnRead()
-    assert asyncio.run(activation.retire(store, KEYS, spare=0)) == []
+    assert asyncio.run(swap.retire(store, KEYS, spare=0)) == []
     assert store.store.get(KEYS.form("x")) is not None
     assert store.store.get(KEYS.version(1)) is not None
 
@@ -102,7 +105,7 @@ def test_a_form_that_a_publisher_writes_anew_meanwhile_stays(monkeypatch: pytest
 def test_what_is_superseded_is_retired_though_a_swap_is_asked_for_meanwhile() -> None:
     """The request is of another version, so what was decided still holds: a second look says so."""
     store = AskedOnRead()
-    assert asyncio.run(activation.retire(store, KEYS, spare=0)) == [1]
+    assert asyncio.run(swap.retire(store, KEYS, spare=0)) == [1]
     assert store.store.get(KEYS.target) is not None
 
 
@@ -116,7 +119,7 @@ class AskedOnRead(Client):
     async def list(self, prefix: str, *, first: str = "") -> tuple[list[KeyValue], int]:
         found = await super().list(prefix, first=first)
         if self.store.get(KEYS.target) is None:
-            self.store.put(KEYS.target, activation.new_target(2, "operator", 5.0).to_json())
+            self.store.put(KEYS.target, swap.new_target(2, "operator", 5.0).to_json())
         return found
 
 
@@ -147,3 +150,19 @@ def wanted(store_sync: SyncStore) -> int:
     found = store_sync.get(KEYS.target)
     assert found is not None
     return TargetRecord.from_json(found.value).version
+
+
+async def test_a_swap_record_that_another_module_writes_is_noticed() -> None:
+    found: list[str] = []
+
+    class Watched(Client):
+        txn = watched(Client.txn, found)  # type: ignore[assignment]
+
+    source = "async def write(store, puts):\n    await store.txn({}, puts)\n"
+    names: dict[str, Any] = {}
+    exec(compile(source, str(ROOT / "server/other.py"), "exec"), names)
+    store = Watched(ModelStore(Clock()))
+    await append(store, {}, {KEYS.active: b"1"}, LedgerEntry("commit", "t"))
+    assert not found, "a test may"
+    await names["write"](store, {KEYS.target: b"1", KEYS.active: b"1"})
+    assert found == [f"server/other.py writes {KEYS.active}"]
