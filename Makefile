@@ -86,6 +86,7 @@ lint: $(VENV)/.test
 	$(PY) scripts/openings.py
 types: $(VENV)/.test
 	$(VENV)/bin/mypy
+	$(VENV)/bin/mypy examples
 
 docs: $(VENV)/.run $(DOCS)/.done ## The documentation as pages, in site/; a broken link is an error
 	$(PY) scripts/openapi.py build/openapi

@@ -8,6 +8,7 @@ of its output: numbers stand for any number there, and `...` for anything.
 from __future__ import annotations
 
 import ast
+import asyncio
 import contextlib
 import functools
 import importlib
@@ -17,9 +18,11 @@ import json
 import math
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +38,7 @@ from huggingface_hub.errors import GatedRepoError
 
 from server.cli.app import app
 from server.errors import ServerError
+from server.gateway.fleet import routing
 from server.gateway.fleet.view import Fleet
 from server.gpus import devices_of_each, visible_devices
 from server.missing import NO_VISION
@@ -43,6 +47,7 @@ from server.up.paths import ServerInfo
 from tests.lacking import program
 from tests.live import LiveServer
 from tests.packages import unpacked
+from tests.server.gateway.fleet.test_routing import Seen
 from weightsync import Publisher
 from weightsync.adapters.trl import CLIENT
 from weightsync.errors import ArenaFull, UnsupportedVllm, WeightSyncError
@@ -57,6 +62,7 @@ NOT_RUN = {
     "when-it-does-not-work": 0,
     "trl-verl-openrlhf": 3,
     "one-box-with-gpus": 4,
+    "your-first-change": 3,
 }
 BLOCK = re.compile(
     r"^(?:<!-- not run: (.+?) -->\n)?```(\w*)\n(.*?)^```$(?:\n\n^```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL
@@ -143,9 +149,14 @@ def reader(
 def test_a_reader_follows_the_page(page: str, reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     if page == "trl-verl-openrlhf":
         reader.names |= for_trl(monkeypatch)
+    if page == "your-first-change":
+        reader.names |= vars(routing) | {"Seen": Seen, "Counter": Counter, "routing": routing}
     for block in blocks(page):
         if not block.reason:
             reader.follows(block)
+    monkeypatch.setattr(routing, "POLICIES", reader.names.get("POLICIES"))
+    for test in [value for name, value in reader.names.items() if name.startswith("test_")]:
+        test()
 
 
 def for_trl(patch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -352,3 +363,33 @@ def check_imports(code: str) -> None:
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 importlib.import_module(alias.name)
+
+
+def example(name: str) -> SimpleNamespace:
+    return SimpleNamespace(**runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="example"))
+
+
+def test_the_example_of_a_swap_commits_two_versions_refuses_one_and_goes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOTSWAP_ARENA", str(tmp_path / "slots"))
+    asyncio.run(example("swap_loop").main(tmp_path))
+    printed = capsys.readouterr().out
+    shows("published 2.0: serves as version 2\npublished nan: swap_aborted, ... values that are not finite", printed)
+    assert printed.count("active: version 2") == 2
+    streams = re.findall(r"stream of [ab]: (.+)", printed)
+    assert [re.findall(r"version (\d) wrote", stream) for stream in streams] == [["0", "1", "2", "1"]] * 2
+    assert not (tmp_path / "slots").exists()
+
+
+@pytest.mark.engine
+def test_the_example_of_reinforcement_learning_samples_from_what_it_has_published(
+    live: LiveServer, checkpoints: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ("--model", live.name, "--url", live.url, "--store", live.processes.store)
+    amount = ("--steps", "2", "--questions", "2", "--group", "2", "--max-tokens", "4")
+    example("rl_loop").main([str(checkpoints["a"]), *where, *amount])
+    first, second = re.findall(r"of 4 answers by version (\d+); serves as version (\d+)", capsys.readouterr().out)
+    assert second[0] == first[1]
+    assert int(first[0]) + 2 == int(second[0]) + 1 == int(second[1])
+    live.push(checkpoints["a"])

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from weightsync.control.arenas import ensure_arena
     from weightsync.control.coordinator import Coordinator
     from weightsync.control.parts import Adapter
+    from weightsync.control.records import ActiveRecord, InstanceRecord, VersionRecord
     from weightsync.control.swap import CommitResult, StageResult
     from weightsync.control.trial import Probe, ProbeResult
     from weightsync.errors import WeightSyncError
@@ -34,12 +35,14 @@ if TYPE_CHECKING:
     from weightsync.store import Store, SyncStore, open_store
 
 _HOME = {
+    "ActiveRecord": "control.records",
     "Adapter": "control.parts",
     "Arena": "memory.arena",
     "BucketPublisher": "bucket.publisher",
     "CommitResult": "control.swap",
     "Coordinator": "control.coordinator",
     "Draft": "publish.draft",
+    "InstanceRecord": "control.records",
     "Layout": "format.manifest",
     "Manifest": "format.manifest",
     "Participant": "control.agent",
@@ -59,6 +62,7 @@ _HOME = {
     "TensorSpec": "format.manifest",
     "Trust": "signing",
     "Version": "publish.publisher",
+    "VersionRecord": "control.records",
     "WeightSyncError": "errors",
     "as_schema": "publish.publisher",
     "diff_schema": "format.manifest",
@@ -68,12 +72,14 @@ _HOME = {
 }
 
 __all__ = [
+    "ActiveRecord",
     "Adapter",
     "Arena",
     "BucketPublisher",
     "CommitResult",
     "Coordinator",
     "Draft",
+    "InstanceRecord",
     "Layout",
     "Manifest",
     "Participant",
@@ -93,6 +99,7 @@ __all__ = [
     "TensorSpec",
     "Trust",
     "Version",
+    "VersionRecord",
     "WeightSyncError",
     "as_schema",
     "diff_schema",
