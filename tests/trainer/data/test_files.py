@@ -9,6 +9,7 @@ import gzip
 import json
 import lzma
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -354,14 +355,21 @@ def test_over_http(open_data: Open, tmp_path: Path, http: str, monkeypatch: pyte
 
 
 OPEN = """
-    import sys, time
+    import pickle, sys
     from trainer.config import JsonlData
     from trainer.data.cache import FileDataset
-    from trainer.data.tokenizer import Tokenizer
-    path, model, workers = sys.argv[1:4]
-    data = FileDataset(JsonlData(path=path, workers=int(workers)), Tokenizer(model))
+    path, tokenizer, workers = sys.argv[1:4]
+    data = FileDataset(JsonlData(path=path, workers=int(workers)), pickle.load(open(tokenizer, "rb")))
     print(len(data), data.digest)
 """
+
+
+@pytest.fixture(scope="session")
+def pickled(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer for processes that start: they need no transformers, whose import takes seconds, to make it."""
+    file = tmp_path_factory.mktemp("pickled") / "tokenizer"
+    file.write_bytes(pickle.dumps(Tokenizer(tiny_model)))
+    return file
 
 
 def start(script: str, *arguments: object) -> subprocess.Popen[str]:
@@ -448,12 +456,12 @@ def test_an_open_data_set_outlives_its_entry(open_data: Open, tmp_path: Path, ma
     assert len(prompts(data)) == 50
 
 
-def test_runs_that_start_together_share_the_work(tmp_path: Path, tiny_model: str, cache: Path) -> None:
+def test_runs_that_start_together_share_the_work(tmp_path: Path, pickled: Path, cache: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", problems(10_000))
-    first = start(OPEN, path, tiny_model, 1)
+    first = start(OPEN, path, pickled, 1)
     wait_until(lambda: list(cache.glob(".making-*")), 120, process=first)
     first.send_signal(signal.SIGSTOP)  # in the middle of it
-    others = [start(OPEN, path, tiny_model, 1) for _ in range(2)]
+    others = [start(OPEN, path, pickled, 1) for _ in range(2)]
     for process in others:
         assert process.stderr is not None
         assert any("waiting for it" in line for line in process.stderr)  # reads until then
@@ -465,12 +473,12 @@ def test_runs_that_start_together_share_the_work(tmp_path: Path, tiny_model: str
 
 
 def test_what_a_killed_run_left_behind_is_cleared(
-    tmp_path: Path, tiny_model: str, cache: Path, open_data: Open
+    tmp_path: Path, pickled: Path, cache: Path, open_data: Open
 ) -> None:
     for number in range(4):
         jsonl(tmp_path / f"{number}.jsonl", problems(10_000))
     path = tmp_path / "*.jsonl"
-    running = start(OPEN, path, tiny_model, 2)
+    running = start(OPEN, path, pickled, 2)
     wait_until(lambda: list(cache.glob(".making-*/000001.records")), 120, process=running)
     workers = children(running.pid)
     assert len(workers) == 2
@@ -504,26 +512,26 @@ def test_without_a_home_it_is_kept_with_the_temporary_files(
         open_data(jsonl(tmp_path / "b.jsonl", problems(3)))
 
 
-def test_a_file_ten_times_the_memory_it_needs(tmp_path: Path, tiny_model: str) -> None:
+def test_a_file_ten_times_the_memory_it_needs(tmp_path: Path, pickled: Path) -> None:
     large = "x" * (1 << 20)
     path = jsonl(tmp_path / "a.jsonl", ({**problem, "extra": {"x": large}} for problem in problems(120)))
     script = """
-        import json, sys
+        import json, pickle, sys
         from pathlib import Path
         from trainer.config import JsonlData
         from trainer.data.cache import FileDataset
         from trainer.data.records import take
-        from trainer.data.tokenizer import Tokenizer
+
         def peak():
             lines = Path("/proc/self/status").read_text().splitlines()
             return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
-        tokenizer, before = Tokenizer(sys.argv[2]), peak()
+        tokenizer, before = pickle.load(open(sys.argv[2], "rb")), peak()
         data = FileDataset(JsonlData(path=sys.argv[1], workers=1), tokenizer)
         size = sum(len(data[i].extra["x"]) for i in take(len(data), 0, 0, 120))
         print(json.dumps([size, peak() - before]))
     """
-    out, errors = start(script, path, tiny_model).communicate(timeout=240)
+    out, errors = start(script, path, pickled).communicate(timeout=240)
     assert out, errors
     size, grown = json.loads(out)
     assert size == 120 << 20
