@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -42,7 +43,7 @@ from weightsync.vllm_engine.model.placement import pair_parameters
 from weightsync.vllm_engine.model.processing import Change
 from weightsync.vllm_engine.staging import stager as stagers
 from weightsync.vllm_engine.staging.bundle import BASE, Bundle, HeldBundles, Piece
-from weightsync.vllm_engine.staging.stager import Garbage, StageOrder, Stager
+from weightsync.vllm_engine.staging.stager import Garbage, StageOrder, Stager, describe, use_one_core
 
 __all__ = ["BASE", "Bundle", "HeldBundles"]
 MODEL = "gpu-day"
@@ -161,22 +162,29 @@ class Side:
         with patch.object(stagers, "build_skeleton", skeleton):
             config = SimpleNamespace(parallel_config=parallel)
             self.stager = Stager(live, config, SimpleNamespace(dtype=DTYPE), place)
+        self._thread = ThreadPoolExecutor(1, "stager", use_one_core)
+        self._work: Future[Generation] | None = None
 
     def start(self, record: VersionRecord, garbage: Garbage | None = None) -> None:
         """Begin staging; `garbage` is freed first, on the stager's thread."""
         order = StageOrder(record.version, record.slot, record.manifest_digest)
-        self.stager.start(order, garbage or Garbage([], []), threading.Event())
+        self._work = self._thread.submit(self._run, order, garbage or Garbage([], []))
+
+    def _run(self, order: StageOrder, garbage: Garbage) -> Generation:
+        garbage.free()
+        return self.stager.stage(order, threading.Event())
 
     def staged(self, record: VersionRecord) -> Generation:
         """Wait for it. Raises StagingFailed, also where what was built has another fingerprint than what was
         published."""
-        self.stager.wait()
-        report = self.stager.report
-        if report.error is not None:
-            raise StagingFailed(f"version {record.version} was not staged: {report.error['message']}")
-        if combine([report.sums]) != record.fingerprint:
+        assert self._work is not None
+        try:
+            generation = self._work.result()
+        except Exception as error:
+            raise StagingFailed(f"version {record.version} was not staged: {describe(error)['message']}") from error
+        if combine([self.stager.report.sums]) != record.fingerprint:
             raise StagingFailed(f"version {record.version} was built with another fingerprint than the published one")
-        return self.stager.take()
+        return generation
 
     def stage(self, record: VersionRecord, garbage: Garbage | None = None) -> Generation:
         self.start(record, garbage)

@@ -97,7 +97,6 @@ def swap(w: Worker, publisher: Publisher, versions: Sequence[Tensors], how: str)
         generations.append(w.stage(record))
         same = combine([w.stager.report.sums]) == record.fingerprint
         yield f"staging {len(generations)}", [] if same else ["the fingerprint is not the published one"]
-        w.stager.take()
     kept = [(live, live.data_ptr()) for live, _ in generations[0].flips.tensors if live.numel()]
     yield "before", [] if differences(w.model, references[0], dtype) else ["the model began with the version itself"]
     steps = {"first": (0, 0), "second": (1, 1), "rollback": (0, 0), "again": (1, 1), "third": (2, 0)}

@@ -6,6 +6,7 @@ import contextlib
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from weightsync.vllm_engine.staging.stager import DEFAULT, Garbage, Rules, StageOrder, Stager, staging_device
+from weightsync.vllm_engine.staging.stager import DEFAULT, Rules, StageOrder, Stager, staging_device, use_one_core
 
 
 @dataclass
@@ -27,10 +28,15 @@ class Worker:
     def stage(self, record: Any, unread: tuple[str, ...] = ()) -> Any:
         """The generation built from a published version. Raises AssertionError with the stager's error."""
         order = StageOrder(record.version, record.slot, record.manifest_digest, unread=unread)
-        self.stager.start(order, Garbage([], []), threading.Event())
-        self.stager.wait()
-        assert self.stager.report.error is None, self.stager.report.error
-        return self.stager.generation
+        return self.build(order, threading.Event())
+
+    def build(self, order: StageOrder, stop: threading.Event) -> Any:
+        """The generation of an order, built on a thread as in a worker. Raises as `stage`."""
+        with ThreadPoolExecutor(1, initializer=use_one_core) as pool:
+            try:
+                return pool.submit(self.stager.stage, order, stop).result()
+            except Exception as error:
+                raise AssertionError(self.stager.report.error) from error
 
 
 @contextlib.contextmanager

@@ -347,6 +347,7 @@ class InstanceSteps:
             await asyncio.wait({staging.task})
 
     async def stage(self, board: Board, swap: SwapRecord) -> None:
+        """Stage the swap's version; say STAGED, or SERVING with the error that refuses it. Raises StoreError."""
         if (self.record.state, self.record.swap_id) != ("STAGING", swap.id):
             await self._say(agent_state.staging(self.record, swap))
         try:

@@ -472,9 +472,7 @@ def test_runs_that_start_together_share_the_work(tmp_path: Path, pickled: Path, 
     assert len([entry for entry in cache.iterdir() if entry.is_dir()]) == 1
 
 
-def test_what_a_killed_run_left_behind_is_cleared(
-    tmp_path: Path, pickled: Path, cache: Path, open_data: Open
-) -> None:
+def test_what_a_killed_run_left_behind_is_cleared(tmp_path: Path, pickled: Path, cache: Path, open_data: Open) -> None:
     for number in range(4):
         jsonl(tmp_path / f"{number}.jsonl", problems(10_000))
     path = tmp_path / "*.jsonl"

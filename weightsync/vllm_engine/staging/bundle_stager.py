@@ -212,11 +212,11 @@ class BundleStager:
             return self._build_adapter(order)
         stager = self._stagers[order.name]
         wanted = StageOrder(order.version, order.slot, order.manifest_digest, schema, order.unread)
-        stager.start(wanted, Garbage([], []), self._stop)
-        stager.wait()
-        if stager.report.error is not None:
-            raise _PartFailed(order.name, stager.report.error)
-        return Piece(stager.take(), stager.report.to_dict())
+        try:
+            generation = stager.stage(wanted, self._stop)
+        except Exception as error:
+            raise _PartFailed(order.name, describe(error)) from error
+        return Piece(generation, stager.report.to_dict())
 
     def _build_adapter(self, order: PartOrder) -> Piece:
         assert self._host is not None

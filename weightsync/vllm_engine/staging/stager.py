@@ -127,7 +127,7 @@ def staging_device(
 
 
 class Stager:
-    """Turns published slots into generations. One staging at a time; `wait` returns its report."""
+    """Turns published slots into generations, one at a time, on the thread that calls it."""
 
     def __init__(
         self,
@@ -162,53 +162,28 @@ class Stager:
             allow_non_finite=rules.allow_non_finite,
         )
         self._key_suffix = "-unchecked" if rules.allow_non_finite else ""  # who looks for NaN builds a slot of its own
-        self._thread: threading.Thread | None = None
         self._spares: threading.Thread | None = None
         self.report = StageReport(version=0)
-        self.generation: Generation | None = None
-
-    def start(self, order: StageOrder, garbage: Garbage, stop: threading.Event) -> None:
-        """Begin staging `order`; `garbage` is freed first, on the same thread. Once `stop` is set it ends soon."""
-        self.wait()
-        if self.generation is not None:
-            garbage.generations.append(self.take())
-        self.report = StageReport(order.version, running=True)
-        self._thread = threading.Thread(
-            target=self._run, args=(order, garbage, stop), name="hotswap-stager", daemon=True
-        )
-        self._thread.start()
 
     def reads(self, schema: Schema) -> Reads:
         """This worker's reads of versions with this schema, while no staging runs. Raises as `Builder.reads`."""
         return self._builder.reads(schema)
 
-    def wait(self) -> None:
-        """Block until no staging runs."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-    def take(self) -> Generation:
-        """Hand over the staged generation, once."""
-        assert self.generation is not None
-        generation, self.generation = self.generation, None
-        return generation
-
-    def _run(self, order: StageOrder, garbage: Garbage, stop: threading.Event) -> None:
-        use_one_core()
+    def stage(self, order: StageOrder, stop: threading.Event) -> Generation:
+        """Build `order`; `report` is about it then. Once `stop` is set it ends soon, with StagingCancelled. Raises
+        any error that refuses the version."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         started = time.perf_counter()
         try:
-            garbage.free()
             while self._spares is not None and self._spares.is_alive():
                 self._spares.join(LOOK_S)
                 go_on(stop)
             self._pacer.start(partial(go_on, stop))
             with self.place.staging():
-                self.generation, nbytes = self._build(order, stop)
-        except Exception as error:  # reported to the coordinator: the old version goes on serving
+                generation, nbytes = self._build(order, stop)
+        except Exception as error:
             self.report = StageReport(order.version, error=describe(error))
-            return
+            raise
         seconds = time.perf_counter() - started
         self.report = StageReport(
             order.version,
@@ -216,15 +191,16 @@ class Stager:
             path="+".join(sorted(self._kernels())) or "plain",
             stage_ms=seconds * 1e3,
             staging_gbps=nbytes / 1e9 / seconds,
-            sums=self.generation.sums,
-            built=self.generation.built,
-            expected_flip_ms=self.place.expected_flip_ms(self.generation.slot) if self.generation.slot else None,
+            sums=generation.sums,
+            built=generation.built,
+            expected_flip_ms=self.place.expected_flip_ms(generation.slot) if generation.slot else None,
             copies=self.place.copies,
             step_loss=self._pacer.step_loss,
         )
         if self._spares is None:
             self._spares = threading.Thread(target=self._reserve, name="hotswap-spares", daemon=True)
             self._spares.start()
+        return generation
 
     def _reserve(self) -> None:
         """After the first version, which an instance loads before it serves: the memory that its first swaps need."""

@@ -102,7 +102,7 @@ def test_a_replay_builds_what_the_loader_builds(
             assert kernel in w.stager._builder.layout.kernels.values()
             assert_built(w, generation.slot.data, loaded(w, tensors))
             assert combine([w.stager.report.sums]) == record.fingerprint
-            w.stager.take().release()
+            generation.release()
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,8 @@ def test_a_byte_that_flips_in_the_layout_slot_is_found(
     checkpoint = make(tmp_path / "m")
     record = publish(publisher, tensors_of(checkpoint))
     with worker(checkpoint) as w, SlotReader.open(record.slot) as reader:
-        data = w.stage(record).slot.data
+        generation = w.stage(record)
+        data = generation.slot.data
 
         def sound() -> bool:
             try:
@@ -172,7 +173,7 @@ def test_a_byte_that_flips_in_the_layout_slot_is_found(
             assert not sound(), name
             data[middle] ^= 4
         assert sound()
-        w.stager.take().release()
+        generation.release()
 
 
 def test_a_wrong_copy_is_named(tmp_path: Path, publisher: Publisher, monkeypatch: pytest.MonkeyPatch) -> None:
