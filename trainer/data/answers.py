@@ -23,6 +23,7 @@ from trainer.errors import DataError
 FORMAT = 1  # of the log's records
 CUT = frozenset({"length", "max_tokens", "max_output_tokens"})  # finish reasons of answers that reached their limit
 Key = tuple[str, str, str]  # id of an answer, and name and id of the key that got it
+Said = str | list[dict[str, Any]]  # an answer: its text, or where it calls tools its message
 
 
 class AnswerLog(Whole):
@@ -43,12 +44,12 @@ class _Unusable(ValueError):
 
 @dataclass
 class _Index:
-    """The feedback of the whole log. `liked`: of each prompt, the score and the text of the answer that was liked best.
-    `first`: of each prompt, the first answer."""
+    """The feedback of the whole log. `liked`: of each prompt, the score of the answer that was liked best, and the
+    answer. `first`: of each prompt, the first answer."""
 
     config: AnswersData
     said: dict[Key, dict[str, Any]] = field(default_factory=dict)
-    liked: dict[int, tuple[float, str]] = field(default_factory=dict)
+    liked: dict[int, tuple[float, Said]] = field(default_factory=dict)
     first: dict[int, Key] = field(default_factory=dict)
 
     def learnt(self, record: dict[str, Any]) -> Raw:
@@ -72,23 +73,25 @@ class _Index:
 
     def _learnt(self, record: dict[str, Any], said: dict[str, Any] | None) -> dict[str, Any] | None:
         if self.config.learn == "prompts":
-            prompt = _prompt(record, 0)
-            return {"prompt": prompt} if self.first[_digest(prompt)] == _key(record) else None
+            asked = _asked(record, 0)
+            return asked if self.first[_digest(asked)] == _key(record) else None
         if said is None:
             return None
         correction = said.get("correction")
         if self.config.learn == "corrections":
-            return {"prompt": _prompt(record, said["choice"]), "target": _text(correction)} if correction else None
+            return {**_asked(record, said["choice"]), "target": _corrected(correction)} if correction else None
+        chosen: Said
+        asked = _asked(record, said["choice"])
         if correction:
-            chosen = _text(correction)
+            chosen = _corrected(correction)
         elif _is_down(said):
-            _, chosen = self.liked.get(_digest(_prompt(record, said["choice"])), (0.0, ""))
+            _, chosen = self.liked.get(_digest(asked), (0.0, ""))
         else:
             return None
-        rejected = _choice(record, said)["text"]
+        rejected = _said(_choice(record, said))
         if not chosen or chosen == rejected:
             return None
-        return {"prompt": _prompt(record, said["choice"]), "chosen": chosen, "rejected": rejected}
+        return {**asked, "chosen": chosen, "rejected": rejected}
 
     def take(self, record: dict[str, Any]) -> None:
         """Notes an answer, after all feedback is known."""
@@ -97,12 +100,12 @@ class _Index:
             return
         try:
             if self.config.learn == "prompts" and self._wanted(record, said):
-                self.first.setdefault(_digest(_prompt(record, 0)), _key(record))
+                self.first.setdefault(_digest(_asked(record, 0)), _key(record))
             elif self.config.learn == "preferences" and said is not None and _is_up(said):
-                choice, prompt = _choice(record, said), _digest(_prompt(record, said["choice"]))
+                choice, prompt = _choice(record, said), _digest(_asked(record, said["choice"]))
                 whole = choice["finish_reason"] is not None and choice["finish_reason"] not in CUT
                 if whole and said["score"] > self.liked.get(prompt, (0.0, ""))[0]:
-                    self.liked[prompt] = (said["score"], choice["text"])
+                    self.liked[prompt] = (said["score"], _said(choice))
         except _Unusable:
             return  # it is named where it is read
 
@@ -180,43 +183,74 @@ def _is_down(said: dict[str, Any]) -> bool:
 def _choice(record: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
     for choice in record["choices"]:
         if choice["index"] == said["choice"]:
-            if choice["tool_calls"]:
-                raise _Unusable("the answer calls tools, which a run does not render")
             found: dict[str, Any] = choice
             return found
     raise _Unusable(f"it was rated in choice {said['choice']}, and has no such choice")
 
 
-def _text(correction: Any) -> str:
-    text = correction if isinstance(correction, str) else correction.get("content")
-    if not isinstance(text, str) or not text:
-        raise _Unusable("the correction has no text; a run does not render calls of tools")
-    return text
+def _said(choice: dict[str, Any]) -> Said:
+    """An answer, as the log has it."""
+    calls = choice["tool_calls"]
+    return [{"role": "assistant", "content": choice["text"], "tool_calls": calls}] if calls else str(choice["text"])
 
 
-def _prompt(record: dict[str, Any], choice: int) -> Any:
-    """A text, or messages whose contents are texts."""
-    if record["tools"]:
-        raise _Unusable("the request has tools, which a run does not render")
+def _corrected(correction: Any) -> Said:
+    given = correction if isinstance(correction, dict) else {"content": correction}
+    text = given.get("content") or ""
+    if not isinstance(text, str) or not (text or given.get("tool_calls")):
+        raise _Unusable("the correction has no text, and calls no tool")
+    return _said({"text": text, "tool_calls": given.get("tool_calls") or []})
+
+
+def _asked(record: dict[str, Any], choice: int) -> dict[str, Any]:
+    """The prompt of a choice, a text or messages, and the tools that the answer could call."""
+    tools = {"tools": [_tool(tool) for tool in record["tools"]]} if record["tools"] else {}
     if record["messages"]:
-        return [_message(message) for message in record["messages"]]
+        return {"prompt": [part for message in record["messages"] for part in _messages(message)], **tools}
     prompt = record["prompt"]
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str):
         samples = record["parameters"].get("n") or 1
         prompt = prompt[min(choice // samples, len(prompt) - 1)]
     if not isinstance(prompt, str):
         raise _Unusable("the prompt is token ids, of which the log has no text")
-    return prompt
+    return {"prompt": prompt, **tools}
 
 
-def _message(message: dict[str, Any]) -> dict[str, Any]:
-    content = message.get("content")
-    if isinstance(content, list) and all(isinstance(part.get("text"), str) for part in content):
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str) or message.get("tool_calls"):
-        raise _Unusable("a message has more than text (images, calls of tools), which a run does not render")
-    return {"role": message["role"], "content": content}
+def _tool(tool: Any) -> dict[str, Any]:
+    """A function in OpenAI's form, out of that of any route: /v1/responses has its fields in the tool itself, and
+    /v1/messages names its parameters `input_schema`."""
+    given = tool.get("function", tool) if isinstance(tool, dict) else {}
+    if not isinstance(given.get("name"), str) or tool.get("type", "function") not in ("function", "custom"):
+        raise _Unusable("the request has a tool that is no function, and no chat template describes it")
+    schema = given.get("parameters") or given.get("input_schema") or {"type": "object", "properties": {}}
+    about = {"description": given["description"]} if given.get("description") else {}
+    return {"type": "function", "function": {"name": given["name"], **about, "parameters": schema}}
 
 
-def _digest(prompt: Any) -> int:
-    return xxhash.xxh3_64_intdigest(orjson.dumps(prompt))
+def _messages(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """A message as a data set has it. One of /v1/messages may bring results of tools, which come before its text."""
+    content, calls = message.get("content"), list(message.get("tool_calls") or ())
+    texts, results = [content] if isinstance(content, str) else [], list[dict[str, Any]]()
+    for part in content if isinstance(content, list) else ():
+        if part.get("type") == "tool_use":
+            calls.append({"id": part["id"], "type": "function", "function": _call(part)})
+        elif part.get("type") == "tool_result":
+            (result,) = _messages({"role": "tool", "content": part.get("content") or ""})
+            results.append({**result, "tool_call_id": part["tool_use_id"]})
+        elif isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        else:
+            raise _Unusable("a message has more than text and calls of tools (images), which a run does not render")
+    if not (texts or calls or results):
+        raise _Unusable("a message has no text, and calls no tool")
+    known = {name: message[name] for name in ("name", "tool_call_id") if message.get(name) is not None}
+    said = {"role": message["role"], "content": "".join(texts), **known, **({"tool_calls": calls} if calls else {})}
+    return [*results, said] if texts or calls else results
+
+
+def _call(part: dict[str, Any]) -> dict[str, Any]:
+    return {"name": part["name"], "arguments": part["input"]}
+
+
+def _digest(asked: dict[str, Any]) -> int:
+    return xxhash.xxh3_64_intdigest(orjson.dumps(asked))

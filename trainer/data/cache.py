@@ -40,7 +40,7 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.errors import DataError
 
 log = logging.getLogger(__name__)
-FORMAT = 8  # raised when an entry holds something else of the same records
+FORMAT = 9  # raised when an entry holds something else of the same records
 MANIFEST, ALL = "MANIFEST", "all"
 # The settings that do not change the records.
 _INDIFFERENT = ("path", "eval_path", "max_bad", "cache_dir", "workers")

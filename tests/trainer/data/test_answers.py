@@ -15,6 +15,10 @@ from tests.server import continued
 from tests.server.gateway.harness import new_key, post, running_gateway
 from tests.server.gateway.upstream import Link, Received, upstream
 from tests.trainer.data.conftest import Open
+from tests.trainer.data.test_conversation import CALLED
+from tests.trainer.data.writing import CHATML, byte_tokenizer, published
+from tests.world.kinds import ASKED as QUESTION
+from tests.world.kinds import CALL, TOOL, says
 from trainer.data.cache import FileDataset
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import DataError
@@ -167,9 +171,10 @@ def write(directory: Path, *records: dict[str, Any]) -> Path:
     ("fields", "feedback", "reason"),
     [
         ({"prompt": [1, 2]}, {}, "token ids"),
-        ({"tools": [{}]}, {}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, {}, "no function"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, {}, "more than text"),
-        ({}, {"correction": {"tool_calls": [{}]}}, "no text"),
+        ({}, {"correction": {"tool_calls": [{}]}}, "has no name"),
+        ({}, {"correction": {"content": ""}}, "no text"),
         ({}, {"choice": 3}, "no such choice"),
     ],
 )
@@ -180,6 +185,58 @@ def test_what_cannot_be_learnt_is_a_bad_record(
     log = write(tmp_path, record(**fields), said(**feedback))
     with pytest.raises(DataError, match=f"line 1: .*{reason}"):
         open_data(log, kind="answers", learn=learn)
+
+
+SCHEMA = TOOL["function"]["parameters"]
+FLAT = {"name": "add", "description": TOOL["function"]["description"]}
+FORMS: dict[str, tuple[Any, list[Any]]] = {
+    "chat": (TOOL, [QUESTION, says("assistant", "", tool_calls=[CALL]), {**says("tool", "8"), "tool_call_id": "c"}]),
+    "responses": (
+        {"type": "function", **FLAT, "parameters": SCHEMA},
+        [QUESTION, says("assistant", "", tool_calls=[CALL]), {**says("tool", "8"), "tool_call_id": "c"}],
+    ),
+    "messages": (
+        {**FLAT, "input_schema": SCHEMA},
+        [
+            says("user", [{"type": "text", "text": QUESTION["content"]}]),
+            says("assistant", [{"type": "tool_use", "id": "c", "name": "add", "input": {"a": 3, "b": 5}}]),
+            says("user", [{"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "8"}]}]),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("route", FORMS)
+def test_answers_that_call_tools_are_learnt_whatever_the_route(open_data: Open, tmp_path: Path, route: str) -> None:
+    """What is learnt is what the same conversation gives as a row of a data set."""
+    (tmp_path / "model").mkdir()
+    tokenizer = Tokenizer(byte_tokenizer(tmp_path / "model", CHATML, (CHATML[1],), CHATML[1], published("qwen2_5")))
+    tool, messages = FORMS[route]
+    called = {**record()["choices"][0], "text": "", "tool_calls": [CALL]}
+    asked = record(messages=messages[:1], prompt=None, tools=[tool], choices=[called])
+    after = record(messages=messages, prompt=None, tools=[tool], id="b")
+    liked, corrected = said(correction=None, score=1.0), said(id="b", correction="It is 8.")
+    log = write(tmp_path, asked, liked, after, corrected, {**asked, "id": "c", "choices": record()["choices"]},
+                said(id="c", correction=None, score=0.0))  # fmt: skip
+
+    def text(ids: tuple[int, ...]) -> str:
+        return tokenizer.decode(list(ids), special=True)
+
+    def learnt(learn: str) -> list[tuple[str, str, str, str]]:
+        data = open_data(log, kind="answers", learn=learn, tokenizer=tokenizer)
+        return [
+            (text(r.prompt_ids), text(r.target_ids), text(r.chosen_ids), text(r.rejected_ids))
+            for r in (data[index] for index in range(len(data)))
+        ]
+
+    first, _ = tokenizer.chat([QUESTION], [TOOL])
+    whole, _ = tokenizer.chat(FORMS["chat"][1], [TOOL])
+    assert learnt("prompts") == [(first, "", "", ""), (whole, "", "", "")]
+    assert learnt("corrections") == [(whole, "It is 8.<|im_end|>", "", "")]
+    assert learnt("preferences") == [
+        (whole, "", "It is 8.<|im_end|>", "x<|im_end|>"),
+        (first, "", CALLED, "x<|im_end|>"),
+    ]
 
 
 def test_what_was_said_last_counts_wherever_it_stands(open_data: Open, tmp_path: Path, tokenizer: Tokenizer) -> None:
