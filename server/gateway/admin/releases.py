@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -100,11 +101,18 @@ async def delete_policy(model: ModelDep, by: ByDep, name: PolicyName) -> dict[st
 
 
 def described(record: ReleaseRecord) -> dict[str, Any]:
-    """The record as JSON, and what its policy says of its step."""
+    """The record as JSON, with its policy's steps. `left_s`: seconds that a step which is judged lasts at least."""
     policy = parse(record.policy)
     step = policy.steps[record.step]
-    about = {"steps": len(policy.steps), "traffic": step.traffic, "shadow": step.shadow, "ended": record.ended}
-    return asdict(record) | about
+    about: dict[str, Any] = {
+        "steps": len(policy.steps),
+        "traffic": step.traffic,
+        "shadow": step.shadow,
+        "ended": record.ended,
+    }
+    about["plan"] = [{"traffic": s.traffic, "shadow": s.shadow, "seconds": s.seconds} for s in policy.steps]
+    left_s = max(0.0, record.since + step.seconds - time.time())
+    return asdict(record) | about | {"left_s": left_s if record.state == "judging" else None}
 
 
 def checked(text: str, model: Model) -> Policy:

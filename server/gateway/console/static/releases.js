@@ -1,4 +1,5 @@
-// The release under way, or the last one: where it is, what is known of its conditions, and a way to take it back.
+// The release under way, or the last one: where it is, what is known of its conditions, how long its step lasts, and a
+// way to take it back.
 
 import { byId, el, setText } from "./dom.js";
 import { Table } from "./table.js";
@@ -28,6 +29,7 @@ export class ReleasesView {
     this.table.update(findings);
     this.cancel.disabled = release === null || release.ended || release.state === "rolling_back";
     setText(byId("release-now"), release === null ? "No version was released yet." : sentence(release));
+    this.#steps(release);
     const state = release === null ? "" : `${versionName(release.version)} ${release.state.replace("_", " ")}`;
     if (this.state !== null && this.state !== state && state) this.announcer.say(`Release of ${state}.`);
     this.state = state;
@@ -36,9 +38,27 @@ export class ReleasesView {
   forget() {
     this.state = null;
     this.table.update([]);
+    this.#steps(null);
     this.cancel.disabled = true;
     setText(byId("release-now"), "");
     setText(byId("release-problem"), "");
+  }
+
+  // One part of the bar a step: its percent of the requests, and what is left of the one under way.
+  #steps(release) {
+    const bar = byId("release-steps");
+    const steps = release === null || release.ended ? [] : release.plan;
+    while (bar.children.length > steps.length) bar.lastElementChild.remove();
+    steps.forEach((step, at) => {
+      if (bar.children.length <= at) bar.append(el("li"));
+      const item = bar.children[at];
+      const now = at === release.step;
+      item.className = at < release.step ? "past" : now ? "now" : "";
+      if (now) item.setAttribute("aria-current", "step");
+      else item.removeAttribute("aria-current");
+      const left = now && release.left_s !== null ? `, ${duration(release.left_s)} left` : "";
+      setText(item, `${step.traffic} %${left}`);
+    });
   }
 
   async #cancel() {
@@ -60,6 +80,10 @@ function sentence(release) {
   }
   const shadow = release.shadow ? `, ${release.shadow} % repeated` : "";
   return `${names}: step ${release.step + 1} of ${release.steps}, ${release.traffic} % of the requests${shadow}, ${release.state}${why}`;
+}
+
+function duration(seconds) {
+  return seconds < 90 ? `${Math.ceil(seconds)} s` : `${Math.round(seconds / 60)} min`;
 }
 
 function interval(bounds) {
