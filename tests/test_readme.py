@@ -3,6 +3,7 @@ certificates that members accept, and the tables say what the code does."""
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import os
 import re
@@ -152,3 +153,13 @@ def _documented(cell: str) -> set[str]:
     below, *rest = cell.split("; ") if cell.startswith("in `models/MODEL/`: ") else ("", cell)
     names = {"models/MODEL/" + name for name in re.findall(r"`([^`]+)`", below.partition(": ")[2])}
     return names.union(*(re.findall(r"`([^`]+)`", part) for part in rest))
+
+
+def test_each_word_of_the_glossary_lives_in_one_type() -> None:
+    words = (ROOT / "docs" / "architecture.md").read_text().partition("\n## Words\n")[2]
+    rows = re.findall(r"^\| ([a-z -]+) \| .+ \| `(\w+)` in `([\w/]+\.py)` \|$", words, re.MULTILINE)
+    assert len(rows) >= 40
+    assert len({word for word, _, _ in rows}) == len({name for _, name, _ in rows}) == len(rows)
+    for _, name, file in rows:
+        classes = [node.name for node in ast.parse((ROOT / file).read_text()).body if isinstance(node, ast.ClassDef)]
+        assert name in classes, f"{name} is not in {file}"
