@@ -27,7 +27,7 @@ PYTHON_EMULATED ?= $(or $(lastword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin
 STANDIN = $(abspath $(EMULATED))/standin
 unexport STANDIN  # in the environment the stand-in reads its settings there
 
-.PHONY: help demo demo-real demo-learn test quick reached-broad contract test-all broad flaky mutants soak gpu-day gpu-emulated check lint types docs tables setup lock clean
+.PHONY: help demo demo-real demo-learn test quick reached-broad contract test-all broad flaky mutants soak gpu-day gpu-emulated check lint types docs dist tables setup lock clean
 help: ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
@@ -92,6 +92,10 @@ docs: $(VENV)/.run $(DOCS)/.done ## The documentation as pages, in site/; a brok
 	$(PY) scripts/openapi.py build/openapi
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet
 	@echo "make: read site/index.html" >&2
+
+dist: $(VENV)/.test ## The wheels of hotswap and hotswap-client, in dist/ (IMAGE=NAME: with docker an image, too)
+	scripts/wheels.sh $(PY) dist
+	$(if $(IMAGE),docker build --build-arg ACCEL=$(ACCEL) -t "$$IMAGE" .)
 
 tables: $(VENV)/.run ## The tables of the documentation that are made of declarations in the code
 	$(PY) scripts/tables.py

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -32,14 +31,8 @@ def without_checkout() -> dict[str, str]:
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """By distribution."""
-    built, sources = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("sources")
-    for name in PACKAGES:
-        shutil.copytree(ROOT / name, sources / name, ignore=shutil.ignore_patterns("__pycache__", "_compiled"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, sources)
-    shutil.copytree(ROOT / "client", sources / "client", symlinks=True, ignore=shutil.ignore_patterns("build"))
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(built)]
-    subprocess.run([*command, str(sources), str(sources / "client")], check=True, timeout=300)
+    built = tmp_path_factory.mktemp("wheel")
+    subprocess.run([ROOT / "scripts/wheels.sh", sys.executable, built], check=True, timeout=300)
     made = {file.name.partition("-")[0]: file for file in built.glob("*.whl")}
     assert made.keys() == {"hotswap", "hotswap_client"}
     return made
