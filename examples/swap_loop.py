@@ -47,7 +47,6 @@ from weightsync import (
 
 MODEL = "demo"
 TOKEN_S = 0.002  # between two tokens of a stream
-logging.getLogger("weightsync").setLevel(logging.ERROR)  # the outcomes are printed
 
 
 class Engine:
@@ -158,5 +157,6 @@ async def main(directory: Path) -> None:
 
 
 if __name__ == "__main__":
+    logging.getLogger("weightsync").setLevel(logging.ERROR)  # the outcomes are printed
     with tempfile.TemporaryDirectory() as name:
         asyncio.run(main(Path(name)))

@@ -6,16 +6,17 @@ import asyncio
 import os
 import secrets
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
 from server.cli.output import console
 from server.errors import CliError, as_cli_error
-from server.etcd_roles import ROOT, Administrator, Role
-from server.etcd_roles import roles as roles_of
 from weightsync.errors import WeightSyncError
+
+if TYPE_CHECKING:
+    from server.etcd_roles import Role
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -37,6 +38,9 @@ def roles(
     enable: Annotated[bool, typer.Option(help="also make the user root, and let nobody in without a user")] = False,
 ) -> None:
     """Make or correct the roles gateway, instance, trainer and peer; with --passwords a user of each."""
+    from server.etcd_roles import ROOT
+    from server.etcd_roles import roles as roles_of
+
     if enable and passwords is None:
         raise CliError("--enable: give --passwords DIR too, or nobody could get in any more")
     wanted = roles_of(model)
@@ -51,6 +55,8 @@ def roles(
 
 
 async def _apply(etcd: str, wanted: tuple[Role, ...], passwords: dict[str, str], *, enable: bool) -> None:
+    from server.etcd_roles import Administrator
+
     administrator = Administrator(etcd)
     try:
         for role in wanted:

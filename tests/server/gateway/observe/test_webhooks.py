@@ -174,7 +174,7 @@ async def test_who_leads_next_goes_on_and_a_new_url_begins_with_what_comes(tmp_p
 async def test_what_has_left_the_store_is_lost_and_counted(
     tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chain, "FILE", 5)
+    monkeypatch.setattr("server.ledger.FILE", 5)
     with gateway_of(tmp_path, receiver.url) as gateway:
         receiver.refuses = 10_000
         await new_keys(gateway, "first")
