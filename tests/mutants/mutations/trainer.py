@@ -11,7 +11,7 @@ MUTATIONS: list[Mutation] = [
         (" and choice[\"finish_reason\"] not in CUT", ""),
         ("and said[\"score\"] > self.liked.get(prompt, (0.0, \"\"))[0]:", "and True:"),
         ("if not chosen or chosen == rejected:", "if not chosen:"),
-        ("self.first.setdefault(_digest(_prompt(record, 0)), _key(record))", "self.first[_digest(_prompt(record, 0))] = _key(record)"),
+        ("self.first.setdefault(_digest(_asked(record, 0)), _key(record))", "self.first[_digest(_asked(record, 0))] = _key(record)"),
     ]),
     *of("trainer/rollouts/experience.py", TR + "rollouts/test_experience.py", changes=[
         ("self.feed.drawn = max(self.feed.drawn, consumed)", "self.feed.drawn = consumed"),

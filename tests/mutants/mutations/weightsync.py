@@ -142,7 +142,7 @@ MUTATIONS: list[Mutation] = [
         ("        if row is None:\n            return False\n        self._record(\"delete\"", "        self._record(\"delete\""),
         ("(start < oldest and oldest > 1)", "(start <= oldest and oldest > 1)"),
     ]),
-    *of("weightsync/control/swap.py", WS + "control/test_coordinator.py", WS + "control/test_parts.py", changes=[
+    *of("weightsync/control/swap.py", WS + "control/test_coordinator.py", WS + "test_parts.py", changes=[
         ("needed |= {active.version, active.previous}", "needed |= {active.version}"),
         ("if not v.refused][:spare]", "if not v.refused][: spare + 1]"),
     ]),
