@@ -33,7 +33,7 @@ serve() {
     done
 }
 stop() { kill -TERM "$server" && wait "$server"; }
-trap 'kill -TERM "${server:-0}" 2>/dev/null || true' EXIT
+trap '[ -z "${server:-}" ] || kill -TERM "$server" 2>/dev/null || true' EXIT
 
 answer() { curl -sf "$url/generate" -d '{"prompt": "Once upon a time", "max_tokens": 16, "stream": false}'; }
 sdk() {

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-RECORDS = re.compile(r"models/[^/]+/(swap|active)\Z")
+RECORDS = re.compile(r"models/.+/(swap|active)\Z")
 WRITER = "weightsync/control/swap.py"
 PASSING = ("weightsync/store/", "weightsync/control/chain.py")  # they write on behalf of their caller
 PRODUCT = ("weightsync/", "server/", "trainer/")

@@ -233,10 +233,11 @@ def _messages(message: dict[str, Any]) -> list[dict[str, Any]]:
     texts, results = [content] if isinstance(content, str) else [], list[dict[str, Any]]()
     for part in content if isinstance(content, list) else ():
         if part.get("type") == "tool_use":
-            calls.append({"id": part["id"], "type": "function", "function": _call(part)})
+            function = {"name": part.get("name"), "arguments": part.get("input")}
+            calls.append({"id": part.get("id"), "type": "function", "function": function})
         elif part.get("type") == "tool_result":
             (result,) = _messages({"role": "tool", "content": part.get("content") or ""})
-            results.append({**result, "tool_call_id": part["tool_use_id"]})
+            results.append({**result, "tool_call_id": part.get("tool_use_id")})
         elif isinstance(part.get("text"), str):
             texts.append(part["text"])
         else:
@@ -246,10 +247,6 @@ def _messages(message: dict[str, Any]) -> list[dict[str, Any]]:
     known = {name: message[name] for name in ("name", "tool_call_id") if message.get(name) is not None}
     said = {"role": message["role"], "content": "".join(texts), **known, **({"tool_calls": calls} if calls else {})}
     return [*results, said] if texts or calls else results
-
-
-def _call(part: dict[str, Any]) -> dict[str, Any]:
-    return {"name": part["name"], "arguments": part["input"]}
 
 
 def _digest(asked: dict[str, Any]) -> int:

@@ -175,6 +175,7 @@ def write(directory: Path, *records: dict[str, Any]) -> Path:
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, {}, "more than text"),
         ({}, {"correction": {"tool_calls": [{}]}}, "has no name"),
         ({}, {"correction": {"content": ""}}, "no text"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, {}, "has no name"),
         ({}, {"choice": 3}, "no such choice"),
     ],
 )
@@ -208,7 +209,7 @@ FORMS: dict[str, tuple[Any, list[Any]]] = {
 
 @pytest.mark.parametrize("route", FORMS)
 def test_answers_that_call_tools_are_learnt_whatever_the_route(open_data: Open, tmp_path: Path, route: str) -> None:
-    """What is learnt is what the same conversation gives as a row of a data set."""
+    """Each route gives the records that the same conversation gives as a row of a data set."""
     (tmp_path / "model").mkdir()
     tokenizer = Tokenizer(byte_tokenizer(tmp_path / "model", CHATML, (CHATML[1],), CHATML[1], published("qwen2_5")))
     tool, messages = FORMS[route]
