@@ -9,6 +9,7 @@ import httpx
 import orjson
 import pytest
 
+from loadtest.models.checkpoints import make_checkpoint
 from server.instance.prefixes import with_shares
 from server.prefixes import PATH, Report, decode
 from tests.live import LiveServer
@@ -101,13 +102,17 @@ def test_a_swap_keeps_what_each_version_has_computed_apart(
     assert watcher.holds(one, prefixes)
 
 
-def test_the_gateway_knows_what_it_has_not_sent(watcher: Watcher, live: LiveServer) -> None:
-    """A prompt that came to the instance by another way."""
+def test_the_gateway_knows_what_it_has_not_sent(watcher: Watcher, live: LiveServer, tmp_path: Path) -> None:
+    """A prompt that came to the instance by another way. Under weights that never ran no prefix is held, so each that
+    the gateway counts is of this prompt: in a full cache of other weights, a prompt displaces as many as it adds."""
+    version = live.push(make_checkpoint(tmp_path / "new", seed=100_003, scale=3.0))
+    wait_until(lambda: live.gateway_metric("hotswap_instance_prefixes") == 0, 60)
     raw = body(100_003, live.name)
-    before = live.gateway_metric("hotswap_instance_prefixes")
     answer = watcher.http.post(ROUTE, content=raw, headers={"content-type": "application/json"})
     assert answer.status_code == 200, answer.text
-    wait_until(lambda: live.gateway_metric("hotswap_instance_prefixes") != before, 60)
+    prefixes = {prefix for prefix, _ in with_shares(ROUTE, raw, "public")}
+    wait_until(lambda: watcher.holds(version, prefixes), 60)
+    wait_until(lambda: live.gateway_metric("hotswap_instance_prefixes") == len(watcher.held[version]), 60)
 
 
 def test_only_members_of_the_cluster_are_told(live: LiveServer) -> None:
