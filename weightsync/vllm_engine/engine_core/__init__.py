@@ -2,6 +2,7 @@
 
 core.py      the atomic commit, version labels, zeroed blocks
 requests.py  what a commit does to requests in flight: policies, cache namespaces, replays
+sessions.py  conversations that keep their KV cache over swaps
 prefixes.py  which prefixes of prompts the KV cache holds, by vLLM's KV events
 routing.py   the experts that tokens went to, recorded by vLLM, on a CPU and over commits
 seeds.py     requests with a seed, and prompts in chunks, on a CPU

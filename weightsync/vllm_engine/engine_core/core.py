@@ -11,6 +11,7 @@
   with every request whose weights change: what a bad version computed does not live on under a good one's label. The
   same holds when the scales of a quantised KV cache change: what lies there was written with the old ones.
 * Blocks of the KV cache that hold what other weights wrote are zeroed before the next request gets them (below).
+* A request may find what other weights have computed for its session (sessions.py).
 * An image that other weights have encoded is encoded anew, also when a prompt is in the middle of it.
 * A request that must see no token of the new version is ended by the commit, or not let in (requests.py). So is one
   through an adapter that the new version does not have.
@@ -39,14 +40,15 @@ from typing import Any
 
 import orjson
 
-from weightsync.vllm_engine.engine_core import prefixes, requests, routing
-from weightsync.vllm_engine.engine_core.requests import Weights, enter, go_private, namespace, namespace_of
+from weightsync.vllm_engine.engine_core import prefixes, requests, routing, sessions
+from weightsync.vllm_engine.engine_core.requests import Weights, enter, namespace, namespace_of
 
 _MARK = "_hotswap_installed"
 
 
 def install() -> None:
     """Patch the classes once per process."""
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.output_processor import OutputProcessor, RequestState
@@ -60,6 +62,7 @@ def install() -> None:
     EngineCore.add_request = _resalted(EngineCore.add_request)
     Scheduler.add_request = _watched(Scheduler.add_request)
     Scheduler._preempt_request = _started_over(Scheduler._preempt_request)
+    KVCacheManager.get_computed_blocks = sessions.placed(KVCacheManager.get_computed_blocks)
     _install_zeroing()
     routing.install()
     OutputProcessor.add_request = requests.registered(OutputProcessor.add_request)
@@ -118,6 +121,11 @@ def _move_requests(scheduler: Any, before: Weights, now: Weights, *, withdrawn: 
     mark_stale(scheduler)
     forget_encoded(scheduler.encoder_cache_manager)
     prefixes.relabel(scheduler, now)
+    known = sessions.of(scheduler, now)
+    if rescaled:
+        known.forget()
+    elif withdrawn:
+        known.withdraw(before.all() - now.all())
     for request in reversed(list(scheduler.running)):  # the last one first: each is put before those that wait
         same = before.of(request) == now.of(request)
         recomputes = withdrawn or requests.wish_of(request).get("policy") == "recompute"
@@ -125,7 +133,7 @@ def _move_requests(scheduler: Any, before: Weights, now: Weights, *, withdrawn: 
             _start_over(scheduler, request)
             continue
         if not same:
-            go_private(request, scheduler.hash_block_size)
+            known.cross(request)
         if 0 < request.num_computed_tokens < request.num_prompt_tokens:
             crossed[request.request_id] = request.num_computed_tokens
             parts = getattr(request, "_hotswap_prompt", [])
@@ -134,19 +142,22 @@ def _move_requests(scheduler: Any, before: Weights, now: Weights, *, withdrawn: 
         if request.num_computed_tokens == 0:
             _enter(scheduler, request, now)
         elif before.of(request) != now.of(request):  # its blocks are on their way from elsewhere
-            go_private(request, scheduler.hash_block_size)
+            known.cross(request)
     return crossed
 
 
 def _enter(scheduler: Any, request: Any, weights: Weights) -> None:
     """Nothing of the request is computed: it moves to the namespace of these weights, unless it is there."""
-    if namespace_of(request) != (own := weights.of(request)):
+    followed = getattr(request, "_hotswap_course", None) is not None
+    if namespace_of(request) != (own := weights.of(request)) or followed:
         enter(request, own)
         prefixes.watch(scheduler, request)
 
 
 def _start_over(scheduler: Any, request: Any) -> None:
-    """As `Scheduler.reset_prefix_cache(reset_running_requests=True)` does with every request."""
+    """As `Scheduler.reset_prefix_cache(reset_running_requests=True)` does with every request. None of it is found in
+    the cache of its session."""
+    request._hotswap_afresh = True
     scheduler.running.remove(request)
     scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
     scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
@@ -190,6 +201,8 @@ def _resalted(original: Callable[..., Any]) -> Callable[..., Any]:
         # Salted on the input thread; a commit may have come between that and here.
         if namespace_of(request) != (own := runs.of(request)):
             enter(request, own)
+        if sessions.kv_of(request):
+            sessions.of(self.scheduler, runs)
         original(self, request, request_wave)
 
     return add_request

@@ -14,7 +14,8 @@ A request may share the prefix-cache blocks that the very same weights have comp
 a request is `weights|scope|salt`: the bytes that it runs on (`Weights.of`), who may share with whom (the gateway says),
 and what the client asked for. vLLM mixes it into the hash of a request's first block, and every later hash builds on
 that, so blocks are found again when their weights return, and by no other request in between. A version that changes an
-adapter alone leaves the requests without that adapter the blocks they have.
+adapter alone leaves the requests without that adapter the blocks they have. A request that asks for it shares with its
+session what other weights have computed too (sessions.py).
 
 A request that lives through a change of its weights goes private: its full blocks stay what they are, and every later
 one gets a hash that nobody can compute. When it is preempted nothing of it is left; it then starts over in the
@@ -148,6 +149,7 @@ def enter(request: Any, weights: str) -> None:
     own = (request.cache_salt or "|").split("|", 1)[1]
     request.cache_salt = namespace(weights, own)
     request._block_hasher = getattr(request, "_hotswap_hasher", request._block_hasher)
+    request._hotswap_course = None
     request.block_hashes.clear()
     request.update_block_hashes()
 
@@ -160,7 +162,7 @@ def go_private(request: Any, block_size: int) -> None:
     request.cache_salt = namespace(PRIVATE, request.cache_salt.split("|", 1)[1])
     if request._block_hasher is None:  # prefix caching is off
         return
-    request._hotswap_hasher = request._block_hasher
+    request._hotswap_hasher = getattr(request, "_hotswap_hasher", request._block_hasher)
     request._block_hasher = functools.partial(_unguessable, block_size)
     del request.block_hashes[full:]
     request.update_block_hashes()

@@ -171,6 +171,7 @@ def test_a_commit_moves_the_requests_whose_weights_change(
     monkeypatch.setattr(core, "mark_stale", lambda _: None)
     scheduler = SimpleNamespace(
         encoder_cache_manager=None,
+        kv_cache_manager=SimpleNamespace(),
         running=list(running.values()),
         waiting=list(waiting.values()),
         kv_holding_waiting=list(arriving.values()),
