@@ -19,14 +19,14 @@ from server.gateway.access.limits import Grant, Limits
 from server.gateway.access.records import INFER
 from server.gateway.access.roles import FORWARDED
 from server.gateway.access.scope import CacheScopes
-from server.gateway.config import Failover, GatewayConfig
+from server.gateway.config import Failover, GatewayConfig, Kv
 from server.gateway.cors import Origins
 from server.gateway.fleet import affinity
 from server.gateway.fleet.routing import Need
 from server.gateway.models.directory import Directory
 from server.gateway.models.served import Served
 from server.gateway.routes import COMPLETIONS, GENERATE, Target, find
-from server.gateway.wire.bodies import NONE, check_object, named, with_model
+from server.gateway.wire.bodies import NONE, Fields, check_object, named, with_model
 from server.gateway.wire.head import Headers, RequestHead, head_too_large, read_head
 from server.gateway.wire.sglang import Wanted, is_sglang, translate
 
@@ -231,15 +231,18 @@ class Admission:
         mode = self._config.upstream.failover.mode
         request.failover = mode if target.route.continued else "off"
         in_body = fields.has_wish
+        kv: Kv | None = None
         if in_body or head.asked:
             asked, request.body = terms.read(head.asked or {}, body, in_body=in_body)
             if in_body:
                 request.fields = check_object(request.body)  # those of the first one would keep that too
             head.forward += asked.lines
-            request.need, request.deadline_s = asked.need, asked.deadline_s
+            request.need, request.deadline_s, kv = asked.need, asked.deadline_s, asked.kv
             request.priority = terms.priority_within(asked, principal)
             if target.route.continued:
                 request.failover = asked.failover_or(mode)
+        if (kv or self._config.kv.mode) != "version":
+            head.forward += self._kv_line(head, request.fields, principal, kv)
         if directory.several:
             if served[0].upstream is not None or len(served) > 1:
                 request.skip(0)
@@ -248,6 +251,21 @@ class Admission:
         if request.priority:
             head.forward += b"x-hotswap-priority: %d\r\n" % request.priority
         return request
+
+    def _kv_line(self, head: RequestHead, fields: Fields, principal: Principal, asked: Kv | None) -> bytes:
+        """Whose KV cache the prompt may reuse, for the instance. `asked`: by the request itself. Raises BadRequest."""
+        settings = self._config.kv
+        session = b""
+        if (asked or settings.mode) == "session":
+            if head.session is None and fields.cache_key:
+                head.session = fields.cache_key  # for routing too: the cache is where the last request went
+            if head.session is None:
+                if asked is None:
+                    return b""
+                message = "kv session needs the name of a session: send x-session-id, or prompt_cache_key in the body."
+                raise BadRequest(message, code="session_needed", param="kv")
+            session = self._scopes.session(principal, head.session)
+        return b"x-hotswap-kv: %b %d %.3f\r\n" % (session or b"-", settings.versions, settings.age_s)
 
     def admit(self, request: Request) -> None:
         """Within the limits of its key; `extra_head` says what is left of them, whoever writes the answer."""

@@ -77,6 +77,24 @@ class FailoverSettings:
     ] = 0.0
 
 
+Kv = Literal["version", "session", "any"]
+
+
+@dataclass(frozen=True)
+class KvSettings:
+    """Which weights may have computed the KV cache that a prompt is found in, for requests that do not say."""
+
+    mode: Annotated[
+        Kv, Option("KV cache that a prompt may reuse: of its version, of any in its session, of any", "--kv", up=True)
+    ] = "version"
+    versions: Annotated[
+        int, Option("most versions with a part in the KV cache of a prompt", "--kv-versions", up=True)
+    ] = 8
+    age_s: Annotated[float, Option("most seconds since a session's oldest KV cache in use", "--kv-age", up=True)] = (
+        900.0
+    )
+
+
 @dataclass(frozen=True)
 class UpstreamSettings:
     """The settings of connections to instances."""
@@ -386,6 +404,7 @@ class GatewayConfig:
     cache_scope: Annotated[
         Literal["key", "shared"], Option("who shares prefix cache blocks: the requests of a key, or all", up=True)
     ] = "key"
+    kv: KvSettings = KvSettings()
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Option("least level of the log lines")] = "info"
     workers: Annotated[
         int, Option("processes on the port, or `auto`: one for each core", metavar="N", read=_workers)
@@ -406,6 +425,8 @@ class GatewayConfig:
         kept = self.upstream.failover
         if kept.max_bytes < 0 or kept.idle_s < 0:
             raise ConfigError("--failover-bytes and --failover-idle must be 0 or more.")
+        if self.kv.versions < 1 or not self.kv.age_s > 0:
+            raise ConfigError("--kv-versions must be 1 or more, and --kv-age more than 0.")
         if self.upstream.hold_s < 0:
             raise ConfigError(f"--hold {self.upstream.hold_s:g}: must be 0 (answer 503 at once) or more seconds.")
         health = self.upstream.health

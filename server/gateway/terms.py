@@ -1,7 +1,7 @@
 """The terms of a request: the weights that may answer it, and its place in the queue. The gateway reads and checks
 them, and tells them to the instance.
 
-By header (`x-hotswap-policy`, `-finish-s`, `-version`, `-min-version`, `-wait-s`, `-priority`, `-deadline-s`) or by the
+By header (`x-hotswap-policy`, `-finish-s`, `-version`, `-min-version`, `-wait-s`, `-kv`, `-priority`, ...) or by the
 body's field `hotswap` with the same names. Neither is passed on as it came: the field is taken out of the body, and the
 headers that go upstream are written here.
 """
@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from server.errors import BadRequest, Forbidden
 from server.gateway.access.keys import Principal
-from server.gateway.config import Failover
+from server.gateway.config import Failover, Kv
 from server.gateway.fleet.routing import Need
 from server.gateway.wire.bodies import raw_fields
 from server.gateway.wire.head import WISH
@@ -54,6 +54,10 @@ class Wish(msgspec.Struct, forbid_unknown_fields=True):
     wait_s: Annotated[
         Wait | None, Meta(description="Seconds to wait for such a version; with version or min_version.")
     ] = None
+    kv: Annotated[
+        Kv | None,
+        Meta(description="KV cache that the prompt may reuse: of its version, of any version in its session, of any."),
+    ] = None
     priority: Annotated[
         Priority | None,
         Meta(description="Class in the queue; the lowest goes first, and the key says what is the lowest allowed."),
@@ -72,7 +76,7 @@ class Asked:
     """`lines` are for the instance; `need` is None if any version will do.
 
     `priority` (None: its key's) and `deadline_s`, in which it must get to an instance, are for the queue. `failover` is
-    None if the gateway's setting holds; `uncrossed`: one version must give the whole answer.
+    None if the gateway's setting holds, and so is `kv`; `uncrossed`: one version must give the whole answer.
     """
 
     lines: bytes
@@ -81,6 +85,7 @@ class Asked:
     deadline_s: float
     failover: Failover | None
     uncrossed: bool
+    kv: Kv | None
 
     def failover_or(self, mode: Failover) -> Failover:
         """The instances that may continue its stream, where the gateway is set to `mode`."""
@@ -91,7 +96,7 @@ class Asked:
 # Headers that are read, with the fields that they set; everything else with the prefix is refused.
 HEADERS = {b"x-hotswap-" + name.replace("_", "-").encode(): name for name in Wish.__struct_fields__}
 _NAMES = {name: header.decode() for header, name in HEADERS.items()}
-_TEXTS = ("policy", "failover")
+_TEXTS = ("policy", "failover", "kv")
 _INTEGER = re.compile(rb"-?[0-9]{1,19}")
 _SECONDS = re.compile(rb"[0-9]{1,5}(\.[0-9]{1,30})?([eE][+-]?[0-9]{1,3})?")  # what JSON writes
 _wishes = msgspec.json.Decoder(Wish)
@@ -110,7 +115,7 @@ def read(headers: Mapping[bytes, bytes], body: bytes, *, in_body: bool) -> tuple
     constrained = wish.version is not None or wish.min_version is not None
     need = Need(wish.version, wish.min_version, wish.wait_s or 0.0) if constrained else None
     deadline_s = wish.deadline_s if wish.deadline_s is not None else math.inf
-    return Asked(_lines(wish), need, wish.priority, deadline_s, wish.failover, _uncrossed(wish)), body
+    return Asked(_lines(wish), need, wish.priority, deadline_s, wish.failover, _uncrossed(wish), wish.kv), body
 
 
 def priority_within(asked: Asked, principal: Principal) -> int:

@@ -61,7 +61,8 @@ class VersionMismatch(Problem):
 class Wish:
     """The wish of a request, by the headers that the gateway sets. `finish_s` in seconds.
 
-    `priority` is its class, which its key allows; the lowest goes first.
+    `priority` is its class, which its key allows; the lowest goes first. `kv`: the KV cache that other weights computed
+    may be reused, of so many versions and seconds at most, in the session of that name; empty: in the whole scope.
     """
 
     scope: str = PUBLIC
@@ -70,6 +71,7 @@ class Wish:
     version: int | None = None
     min_version: int | None = None
     priority: int = 0
+    kv: tuple[int, float, str] | None = None
 
     @classmethod
     def of(cls, headers: Iterable[tuple[bytes, bytes]]) -> Wish:
@@ -83,12 +85,16 @@ class Wish:
             int(exact) if exact is not None else None,
             int(least) if least is not None else None,
             int(given.get(b"x-hotswap-priority", 0)),
+            _kv(given.get(b"x-hotswap-kv", "")),
         )
 
     def for_engine(self) -> dict[str, Any]:
         """As weightsync/vllm_engine/engine_core/requests.py reads it."""
         fields = {"version": self.version, "min_version": self.min_version}
-        return {"scope": self.scope, "policy": self.policy, **{k: v for k, v in fields.items() if v is not None}}
+        asked = {"scope": self.scope, "policy": self.policy, **{k: v for k, v in fields.items() if v is not None}}
+        if self.kv is not None:
+            asked["kv"] = dict(zip(("versions", "age_s", "session"), self.kv, strict=True))
+        return asked
 
     def in_engine(self, own: int) -> int:
         """The priority for vLLM. `own` is what the client wrote into its body: it orders the requests of a class, from
@@ -108,6 +114,14 @@ class Wish:
     def bound(self) -> bool:
         """Whether it is held while a flip waits."""
         return self.policy == "finish" or self.version is not None or self.min_version is not None
+
+
+def _kv(line: str) -> tuple[int, float, str] | None:
+    """Raises ValueError for a line that no gateway writes."""
+    if not line:
+        return None
+    session, versions, age_s = line.split()
+    return int(versions), float(age_s), "" if session == "-" else session
 
 
 class Inflight:

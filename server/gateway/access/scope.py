@@ -40,6 +40,10 @@ class CacheScopes:
             line = self._lines[principal.digest] = scope_line(self._name(principal.digest))
         return line
 
+    def session(self, principal: Principal, name: bytes) -> bytes:
+        """A name for the session that a client of `principal` calls so; no other key has a session of that name."""
+        return hmac.new(self._secret, principal.digest + b"|" + name, hashlib.sha256).hexdigest()[:32].encode()
+
     async def adopt(self, store: Store) -> None:
         """Takes the store's secret, which is made if there is none. Raises StoreError."""
         found = await store.get(STORE_KEY)

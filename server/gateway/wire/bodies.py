@@ -39,6 +39,7 @@ _NESTED = re.compile(rb"\{[^{}]*\}")
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
 _NO_BRACKET = bytes(set(range(256)) - set(b"{}[]"))
 _VERSION = re.compile(rb'"weight_version"\s*:\s*(\d{1,18})')
+MOST_CACHE_KEY = 514  # bytes, with its quotes
 LONG = 2048  # bytes between quotes that are worth leaving out
 _LEFT_OUT = b"." * 44 + b"%020d"  # stands for so many: neither the name of a field nor a number
 _LEFT_OUT_SIZE = re.compile(rb'"\.{44}(\d{20})"')
@@ -79,11 +80,19 @@ class Fields(msgspec.Struct):
     text_2: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     data_1: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     data_2: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    prompt_cache_key: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def has_wish(self) -> bool:
         """Whether the field `hotswap` was sent (terms.py)."""
         return self.hotswap is not msgspec.UNSET
+
+    @property
+    def cache_key(self) -> bytes:
+        """OpenAI's name for requests whose prompts begin alike, as it was sent; empty without one, or if it is too
+        long for a name."""
+        sent = bytes(self.prompt_cache_key) if self.prompt_cache_key is not msgspec.UNSET else b""
+        return sent if sent.startswith(b'"') and 2 < len(sent) <= MOST_CACHE_KEY else b""
 
 
 NONE = Fields()  # of a request without a JSON body

@@ -15,10 +15,10 @@ import pytest
 from server.errors import Forbidden
 from server.gateway import UpstreamSettings, terms
 from server.gateway.access.keys import Principal
-from server.gateway.config import Failover
+from server.gateway.config import Failover, KvSettings
 from server.gateway.fleet.routing import Need
 from server.gateway.wire.bodies import check_object
-from tests.server.gateway.harness import KEYS, Client, RunningGateway, get, post, running_gateway
+from tests.server.gateway.harness import KEYS, Client, RunningGateway, get, new_key, post, running_gateway
 from tests.server.gateway.upstream import Handler, Link, Received, Upstream, answer_json, answering
 from tests.waiting import eventually
 from weightsync.control.records import ActiveRecord, SwapRecord
@@ -86,6 +86,7 @@ async def waiting(gateway: RunningGateway, headers: str) -> AsyncIterator[Client
         ({}, {"min_version": 3, "policy": "keep"}, {"min-version": "3", "policy": "keep"}),
         ({}, {"version": 4, "min_version": 3, "finish_s": 9}, {"version": "4", "min-version": "3", "finish-s": "9.0"}),
         ({b"x-hotswap-version": b"4"}, {"version": 4, "wait_s": 0}, {"version": "4"}),
+        ({b"x-hotswap-kv": b"session"}, {"kv": "session"}, {}),
         ({}, {"policy": None}, {}),
         ({}, {}, {}),
     ],
@@ -228,6 +229,51 @@ async def test_contradictions_are_400(gateway: RunningGateway, headers: str, fie
         answer = await gateway.ask(post(body={"prompt": "x", "hotswap": field}, headers=headers))
         assert answer.refusal == (400, "contradictory_parameters")
         assert up.requests == []
+
+
+# whose KV cache a prompt may reuse
+
+
+async def kv_of(up: Upstream, gateway: RunningGateway, body: dict[str, Any], headers: str = "") -> list[str]:
+    answer = await gateway.ask(post(body=body, headers=headers))
+    assert answer.status == 200, answer.body
+    return sent(up).get("x-hotswap-kv", "").split()
+
+
+async def test_a_session_is_named_by_a_header_or_by_openais_field(gateway: RunningGateway) -> None:
+    async with serving(gateway, 3) as up:
+        wish = {"hotswap": {"kv": "session"}}
+        name, versions, age_s = await kv_of(up, gateway, wish, "X-Session-Id: one\r\n")
+        assert (len(name), versions, age_s) == (32, "8", "900.000")
+        assert "one" not in name
+        assert (await kv_of(up, gateway, {}, "X-Session-Id: one\r\nX-Hotswap-Kv: session\r\n"))[0] == name
+        by_field = (await kv_of(up, gateway, wish | {"prompt_cache_key": "one"}))[0]
+        assert by_field not in (name, (await kv_of(up, gateway, wish | {"prompt_cache_key": "two"}))[0])
+        assert (await kv_of(up, gateway, wish | {"prompt_cache_key": "one"}, "X-Session-Id: one\r\n"))[0] == name
+        assert (await kv_of(up, gateway, {"hotswap": {"kv": "any"}}))[0] == "-"
+        assert await kv_of(up, gateway, {"hotswap": {"kv": "version"}}) == []
+        for nameless in ({}, {"prompt_cache_key": None}, {"prompt_cache_key": ""}, {"prompt_cache_key": "x" * 600}):
+            answer = await gateway.ask(post(body=wish | nameless))
+            assert answer.refusal == (400, "session_needed"), nameless
+
+
+async def test_the_gateways_setting_holds_for_requests_that_do_not_say(tmp_path: Path) -> None:
+    settings = KvSettings("session", versions=3, age_s=60)
+    with running_gateway(tmp_path, upstream=SETTINGS, run_coordinator=False, kv=settings) as gateway:
+        async with serving(gateway, 3) as up:
+            assert (await kv_of(up, gateway, {"prompt_cache_key": "one"}))[1:] == ["3", "60.000"]
+            assert await kv_of(up, gateway, {"prompt_cache_key": "one", "hotswap": {"kv": "version"}}) == []
+            assert await kv_of(up, gateway, {}) == [], "without a session it is a request like others"
+
+
+async def test_two_keys_have_no_session_in_common(tmp_path: Path) -> None:
+    """Also where all keys share the blocks of a version."""
+    with running_gateway(tmp_path, upstream=SETTINGS, run_coordinator=False, cache_scope="shared") as gateway:
+        keys = [(await new_key(gateway))[1] for _ in range(2)]
+        async with serving(gateway, 3) as up:
+            body = {"hotswap": {"kv": "session"}, "prompt_cache_key": "one"}
+            names = [(await kv_of(up, gateway, body, key))[0] for key in keys]
+            assert names[0] != names[1]
 
 
 # what cannot be spoofed

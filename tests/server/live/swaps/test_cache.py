@@ -88,6 +88,44 @@ async def test_keys_share_no_blocks_whatever_salt_they_send(
     assert first.hits(PROMPT) == found
 
 
+def test_a_session_keeps_its_cache_over_swaps(
+    live: LiveServer, checkpoints: dict[str, Path], askers: tuple[Asker, Asker]
+) -> None:
+    """By either name of a session, until the version that computed it is withdrawn; for no other request."""
+    first, second = askers
+    prompt = [(13 * j) % 400 + 5 for j in range(600)]
+    named = {"hotswap": {"kv": "session"}, "prompt_cache_key": "chat-1"}
+    versions = [live.push(checkpoints["a"])]
+    assert first.hits(prompt, **named) == 0
+    versions.append(live.push(checkpoints["b"]))
+    found = first.hits([*prompt, 7], **named)
+    assert found > 500
+    longer = [*prompt, 7, *((7 * j) % 400 + 5 for j in range(200))]
+    assert second.hits([*prompt, 7], **named) == 0
+    assert first.hits([*prompt, 7], cache_salt=secrets.token_hex(4), **named) == 0
+    assert first.hits([*prompt, 7], **named | {"prompt_cache_key": "chat-2"}) == 0
+    assert first.hits([*prompt, 7]) == found, "chat-2 began with blocks of the version alone"
+
+    def told(**wish: Any) -> dict[str, Any]:
+        body = {"prompt_token_ids": longer, "max_tokens": 8, "temperature": 0, "stream": False, "ignore_eos": True}
+        answer = first.http.post("/generate", json=body | wish, headers={"x-session-id": "chat-3"})
+        assert answer.status_code == 200, answer.text
+        (choice,) = answer.json()["choices"]
+        return dict(choice)
+
+    session = {"hotswap": {"kv": "session"}}
+    told(**session)
+    versions.append(live.push(checkpoints["say-1"]))
+    kept = told(**session)["prompt_weight_versions"]
+    assert [part["version"] for part in kept] == versions[1:]
+    assert (kept[0]["start"], kept[1]["end"]) == (0, len(longer))
+    assert kept[0]["end"] > 700
+    assert [part["version"] for part in told()["prompt_weight_versions"]] == versions[2:]
+    assert live.rollback() == versions[1]
+    back = told(**session)["prompt_weight_versions"]
+    assert [part["version"] for part in back] == versions[1:2]
+
+
 async def test_answers_from_the_cache_are_right_after_streams_crossed_many_swaps(
     live: LiveServer, checkpoints: dict[str, Path]
 ) -> None:
